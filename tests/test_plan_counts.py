@@ -18,7 +18,7 @@ from longspan.attn.mask import Mask as AttentionMask
 from longspan.attn.prepare import pairs_of_blocks
 from longspan.bench.meters import count_sent
 from longspan.core.errors import LongspanError
-from longspan.core.heads import split_heads, split_overlap_chunks
+from longspan.core.heads import split_head_chunks, split_heads
 from longspan.core.layout import Layout
 from longspan.core.memory import Memory
 from longspan.core.routes import ring_routes
@@ -145,10 +145,10 @@ def test_a_ring_sends_what_is_planned(mesh: Mesh, layout: Any, impl: Any) -> Non
 def test_an_exchange_in_chunks_sends_what_is_planned(mesh: Mesh, chunks: int) -> None:
     """Chunks that divide a rank's KV groups and that do not, and chunks of the queries of one KV head.
 
-    Not chunks in which a rank has nothing to send: torch's fake group refuses that (gloo is in test_lean.py).
+    Not chunks in which a rank has nothing to send: torch's fake group refuses that (gloo is in test_chunked.py).
     """
     shapes = ((16, 8, 4, 4), (14, 7, 4, 6), (12, 6, 4, 4), (24, 3, 4, 4), (16, 2, 4, 6))
-    cut = {shape: split_overlap_chunks(split_heads(*shape[:2], mesh.ulysses), chunks) for shape in shapes}
+    cut = {shape: split_head_chunks(split_heads(*shape[:2], mesh.ulysses), 1, chunks) for shape in shapes}
     some = [s for s in shapes if all(mine.q_heads for run in cut[s] for piece in run for mine in piece)]
     assert some
     for shape in some:

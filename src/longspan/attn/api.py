@@ -15,14 +15,13 @@ from longspan.attn.mask import Mask
 from longspan.attn.prepare import (
     AttentionPlan,
     Lengths,
-    Shapes,
     check_attention,
-    check_tensors,
     choose_kernel_and_overlap,
     prepare,
 )
 from longspan.attn.score import Scores
 from longspan.attn.segments import cu_seqlens_segments, document_segments, paired_segments
+from longspan.attn.shapes import Shapes, check_tensors
 from longspan.comm.arguments import check_integers, check_sharding, check_tensor
 from longspan.core.errors import LongspanError
 from longspan.core.segments import Segments
@@ -80,22 +79,22 @@ class AttentionOptions:
             given["mask"] = Mask(**of_mask)
         return cls(**given, scores=Scores(**of_scores), in_plan=in_plan)
 
-    def lengths(self, q: torch.Size, k: torch.Size, sp: SequenceSharding) -> Lengths:
-        """Return the numbers of real queries and real keys of the whole sequence."""
-        queries = q[1] * sp.size if self.length is None else self.length
+    def mask_and_lengths(self, shapes: Shapes, sp: SequenceSharding) -> tuple[Mask, Lengths]:
+        """Return the mask with the segments of `documents`, `kv_documents` or `cu_seqlens`, read on the host, and the
+        numbers of real queries and real keys of the whole sequence.
+        """
+        check_sharding(sp)
+        q_tokens, k_tokens = shapes.q[1], shapes.k[1]
+        queries = q_tokens * sp.size if self.length is None else self.length
         keys = self.kv_length
         if keys is None:
-            keys = queries if k[1] == q[1] else k[1] * sp.size
-        return queries, keys
-
-    def mask_with_documents(self, batch: int, lengths: Lengths) -> Mask:
-        """Return the mask with the segments of `documents`, `kv_documents` or `cu_seqlens`, read on the host."""
-        segments, kv_segments = self._segments(batch, *lengths)
+            keys = queries if k_tokens == q_tokens else k_tokens * sp.size
+        segments, kv_segments = self._segments(shapes.q[0], queries, keys)
         if segments is None and kv_segments is None:
-            return self.mask
+            return self.mask, (queries, keys)
         if self.mask.segments is not None:
             raise LongspanError("documents are given twice: as segments of the mask, and as an argument; pass one")
-        return dataclasses.replace(self.mask, segments=segments, kv_segments=kv_segments)
+        return dataclasses.replace(self.mask, segments=segments, kv_segments=kv_segments), (queries, keys)
 
     def _segments(self, batch: int, queries: int, keys: int) -> tuple[Segments | None, Segments | None]:
         documents, kv_documents = self.documents, self.kv_documents
@@ -205,11 +204,13 @@ def attention(
             and for a plan of other tensors. Every rank raises the same, before anything is sent.
     """
     given = AttentionOptions.of(options)
+    check_tensors(q, k, v)
+    shapes = Shapes.of(q, k, v, given.scores)
     if plan is None:
-        plan = _cached_plan(_checked_shapes(q, k, v, sp, given.scores), sp, given, kernel)
+        plan = _cached_plan(shapes, sp, given, kernel)
     else:
         _check_given_plan(plan, given, kernel)
-        plan.check(q, k, v, given.scores)
+        plan.check(shapes, given.scores)
     return plan(q, k, v, given.scores)
 
 
@@ -233,9 +234,9 @@ def prepare_attention(
         LongspanError: as `attention`.
     """
     given = AttentionOptions.of(options)
-    shapes = _checked_shapes(q, k, v, sp, given.scores)
-    lengths = given.lengths(shapes.q, shapes.k, sp)
-    mask = given.mask_with_documents(shapes.q[0], lengths)
+    check_tensors(q, k, v)
+    shapes = Shapes.of(q, k, v, given.scores)
+    mask, lengths = given.mask_and_lengths(shapes, sp)
     return prepare(shapes, sp, mask, given.scores, lengths, kernel, head_chunks=given.head_chunks)
 
 
@@ -261,25 +262,18 @@ def explain_kernel(
         LongspanError: as `attention`.
     """
     given = AttentionOptions.of(options)
-    shapes = _checked_shapes(q, k, v, sp, given.scores)
-    lengths = given.lengths(shapes.q, shapes.k, sp)
-    mask = given.mask_with_documents(shapes.q[0], lengths)
-    check_attention(shapes, sp, mask, given.scores, lengths)
-    return choose_kernel_and_overlap(shapes, sp, mask, given.scores, lengths, kernel, needs_lse=given.head_chunks != 1)[
-        1
-    ]
-
-
-def _checked_shapes(q: Tensor, k: Tensor, v: Tensor, sp: SequenceSharding, scores: Scores) -> Shapes:
-    check_sharding(sp)
     check_tensors(q, k, v)
-    return Shapes.of(q, k, v, scores)
+    shapes, scores = Shapes.of(q, k, v, given.scores), given.scores
+    mask, lengths = given.mask_and_lengths(shapes, sp)
+    check_attention(shapes, sp, mask, scores, lengths)
+    needs_lse = given.head_chunks != 1
+    _, choice, _ = choose_kernel_and_overlap(shapes, sp, mask, scores, lengths, kernel, needs_lse=needs_lse)
+    return choice
 
 
 def _cached_plan(shapes: Shapes, sp: SequenceSharding, given: AttentionOptions, kernel: AnyKernel) -> AttentionPlan:
     """Return the plan of this call, from the last few if the same attention ran before (the next layer)."""
-    lengths = given.lengths(shapes.q, shapes.k, sp)
-    mask, scores = given.mask_with_documents(shapes.q[0], lengths), given.scores
+    (mask, lengths), scores = given.mask_and_lengths(shapes, sp), given.scores
     # A function or a custom mask may have changed although it compares equal; and a compiler must not trace the cache.
     opaque = mask.mask_mod is not None or scores.bias is not None or type(mask) is not Mask
     if opaque or not isinstance(kernel, Hashable) or torch.compiler.is_compiling():

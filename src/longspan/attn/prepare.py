@@ -24,10 +24,10 @@ from longspan.attn.methods.reference import ReferenceRing
 from longspan.attn.methods.ring import Ring
 from longspan.attn.methods.ulysses import Ulysses
 from longspan.attn.score import ScoreKind, Scores
-from longspan.comm.arguments import check_tensor
+from longspan.attn.shapes import Shapes
 from longspan.compat.torch_api import named_range
 from longspan.core.errors import LongspanError
-from longspan.core.heads import HeadShard, check_heads, split_head_chunks, split_heads, split_overlap_chunks
+from longspan.core.heads import HeadShard, check_heads, split_head_chunks, split_heads
 from longspan.core.layout import Layout
 from longspan.core.regions import intersections
 from longspan.core.routes import choose_overlap_chunks, choose_ring_impl, ring_routes
@@ -37,37 +37,6 @@ if TYPE_CHECKING:
 
 Lengths = tuple[int, int]
 """Numbers of real queries and real keys of the whole sequence."""
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """The tensors that a plan is made for.
-
-    Attributes:
-        q: `[batch, tokens, query heads, head_dim]` of the local tokens.
-        k: `[batch, tokens, KV heads, head_dim]`.
-        v: as `k`; its head_dim may differ.
-        dtype: of all three.
-        device: of all three.
-        grad: whether gradients are needed.
-    """
-
-    q: torch.Size
-    k: torch.Size
-    v: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    grad: bool
-
-    @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Shapes:
-        inputs = (q, k, v, scores.sinks, scores.alibi)
-        grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-        return cls(q.shape, k.shape, v.shape, q.dtype, q.device, grad)
-
-    def __str__(self) -> str:
-        sizes = ", ".join(f"{name} {tuple(shape)}" for name, shape in (("q", self.q), ("k", self.k), ("v", self.v)))
-        return f"{sizes}, {str(self.dtype).removeprefix('torch.')} on {self.device}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,17 +60,10 @@ class AttentionPlan:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, saved_attentions: SavedAttentions | None = None
     ) -> Tensor:
-        """Execute the attention: `[batch, tokens, query heads, head_dim of v]`.
-
-        Args:
-            q: local queries.
-            k: local keys.
-            v: local values.
-            scores: of this layer.
-            saved_attentions: of a checkpointed layer; needs a plan with `recompute_all_to_all`.
+        """Execute the attention of one layer: `[batch, tokens, query heads, head_dim of v]`.
 
         Raises:
-            LongspanError: if `saved_attentions` is given to another plan, which would save nothing in it.
+            LongspanError: if `saved_attentions` is given to a plan that would save nothing in it.
         """
         chunked = self.method if isinstance(self.method, ChunkedUlysses) else None
         if saved_attentions is not None and (chunked is None or not chunked.recompute_all_to_all):
@@ -111,21 +73,19 @@ class AttentionPlan:
                 return chunked(q, k, v, scores, saved_attentions)
             return self.method(q, k, v, scores)
 
-    def check(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> None:
-        """Raise for tensors that the plan was not made for.
+    def check(self, given: Shapes, scores: Scores) -> None:
+        """Raise for tensors and scores that the plan was not made for.
 
         Raises:
             LongspanError: with both shapes.
         """
-        check_tensors(q, k, v)
-        given, planned = Shapes.of(q, k, v, scores), self.shapes
-        tensors = [(shapes.q, shapes.k, shapes.v, shapes.dtype, shapes.device) for shapes in (given, planned)]
-        if tensors[0] != tensors[1]:
+        planned = self.shapes
+        if replace(given, grad=planned.grad) != planned:
             raise LongspanError(f"the plan was made for {planned}, it is used with {given}; make one for these tensors")
         if given.grad and not planned.grad:
             raise LongspanError(
-                "the plan was made where no gradients were asked for, and now they are; make it with tensors that "
-                "require gradients, outside of torch.no_grad"
+                "the plan was made without gradients, and these tensors need them; make it with tensors that require "
+                "gradients, outside of torch.no_grad"
             )
         if scores.kind != self.kind:
             pairs = zip(ScoreKind.__annotations__, self.kind, scores.kind, strict=True)
@@ -171,29 +131,30 @@ def prepare(
     """
     check_attention(shapes, sp, mask, scores, lengths)
     recompute_all_to_all = recompute_all_to_all or head_chunks != 1
-    chosen, choice, overlaps = choose_kernel_and_overlap(
+    chosen, choice, overlap_chunks = choose_kernel_and_overlap(
         shapes, sp, mask, scores, lengths, kernel, needs_lse=recompute_all_to_all
     )
     if not torch.compiler.is_compiling():
         log_choice(choice)
     mask = mask.limited_to(max(lengths))
-    shards = split_heads(shapes.q[2], shapes.k[2], sp.ulysses_size, kv_replication=sp.kv_replication)
-    local = shards[sp.ulysses_rank]
-    # Chunks of heads, grouped by the KV heads that they share.
-    groups: tuple[tuple[tuple[HeadShard, ...], ...], ...]
-    groups = tuple((chunk,) for chunk in split_head_chunks(shards, head_chunks))
-    if overlaps:
-        groups = split_overlap_chunks(shards, max(wanted_overlap_chunks(shapes, sp), len(groups)))
-    method = _inner_method(shapes, sp, mask, scores, lengths, chosen, local, len(groups))
+    shards = _head_shards(shapes, sp)
+    groups = split_head_chunks(shards, head_chunks, overlap_chunks)
+    method = _inner_method(shapes, sp, mask, scores, lengths, chosen, shards[sp.ulysses_rank], len(groups))
     group = sp.ulysses_group if sp.ulysses_size > 1 else None
     trim_to = lengths if group is not None and sp.ring_size == 1 else None
-    if recompute_all_to_all or overlaps:
+    if recompute_all_to_all or overlap_chunks > 1:
         chunks = _head_chunks(cast(Ring, method), groups, sp.ulysses_rank, shapes.device)
-        replicated = any(a.kv_stop > b.kv_start for a, b in pairwise(shards))
-        method = ChunkedUlysses(group, chunks, replicated, trim_to, recompute_all_to_all, overlaps, sp.wire_dtype)
+        sums_kv_heads = any(a.kv_stop > b.kv_start for a, b in pairwise(shards))
+        method = ChunkedUlysses(
+            group, chunks, sums_kv_heads, trim_to, recompute_all_to_all, overlap_chunks > 1, sp.wire_dtype
+        )
     elif group is not None:
         method = Ulysses(group, shards, method, trim_to, sp.wire_dtype)
     return AttentionPlan(shapes, scores.kind, choice, method, differentiates_bias=not returns_lse(chosen))
+
+
+def _head_shards(shapes: Shapes, sp: SequenceSharding) -> tuple[HeadShard, ...]:
+    return split_heads(shapes.q[2], shapes.k[2], sp.ulysses_size, kv_replication=sp.kv_replication)
 
 
 def _inner_method(
@@ -238,8 +199,8 @@ def choose_kernel_and_overlap(
     kernel: AnyKernel,
     *,
     needs_lse: bool,
-) -> tuple[Kernel, Choice, bool]:
-    """Return the kernel, why it was chosen, and whether all-to-alls overlap with attention.
+) -> tuple[Kernel, Choice, int]:
+    """Return the kernel, why it was chosen, and in how many chunks all-to-alls overlap with attention (1: they do not).
 
     With `overlap_chunks="auto"` they overlap only if a kernel that returns the log-sum-exp can compute this attention.
     """
@@ -251,33 +212,29 @@ def choose_kernel_and_overlap(
         sp.ring_size,
         lengths[0] == lengths[1],
         shapes.dtype,
-        (shapes.q[3], shapes.v[3]),
+        shapes.head_dims,
         needs_lse,
     )
-    overlaps = wanted_overlap_chunks(shapes, sp) > 1
-    if overlaps and not needs_lse and sp.overlap_chunks == "auto":
+    overlap_chunks = _overlap_chunks(shapes, sp)
+    if overlap_chunks > 1 and not needs_lse and sp.overlap_chunks == "auto":
         try:
-            return *choose_kernel(kernel, replace(request, lse=True)), True
+            return *choose_kernel(kernel, replace(request, lse=True)), overlap_chunks
         except LongspanError:  # any other reason is raised below
-            overlaps = False
-    return *choose_kernel(kernel, replace(request, lse=needs_lse or overlaps)), overlaps
+            overlap_chunks = 1
+    return *choose_kernel(kernel, replace(request, lse=needs_lse or overlap_chunks > 1)), overlap_chunks
 
 
-def wanted_overlap_chunks(shapes: Shapes, sp: SequenceSharding) -> int:
-    """Return the number of chunks of heads whose all-to-alls overlap with attention; 1: no overlap.
-
-    In a ring a chunk is one or more whole KV groups, because its keys and values travel together.
-    """
+def _overlap_chunks(shapes: Shapes, sp: SequenceSharding) -> int:
+    """Return the chunks of heads whose all-to-alls overlap with attention, with a ring at most one per KV head."""
     if sp.ulysses_size == 1:
         return 1
-    wanted = sp.overlap_chunks
-    if wanted == "auto":
+    asked = sp.overlap_chunks
+    if asked == "auto":
         elements = shapes.k[0] * shapes.k[1] * (shapes.q[2] * shapes.q[3] + shapes.k[2] * (shapes.k[3] + shapes.v[3]))
         bytes_per_element = shapes.dtype.itemsize if sp.wire_dtype == "exact" else 1
-        wanted = choose_overlap_chunks(elements * bytes_per_element, sp.all_to_all_link)
-    shards = split_heads(shapes.q[2], shapes.k[2], sp.ulysses_size, kv_replication=sp.kv_replication)
-    most = max(shard.kv_heads if sp.ring_size > 1 else shard.q_heads for shard in shards)
-    return max(1, min(wanted, most))
+        asked = choose_overlap_chunks(elements * bytes_per_element, sp.all_to_all_link)
+    most = max(shard.kv_heads if sp.ring_size > 1 else shard.q_heads for shard in _head_shards(shapes, sp))
+    return max(1, min(asked, most))
 
 
 def _head_chunks(
@@ -327,7 +284,7 @@ def _blocks(
         device=shapes.device,
         token_bytes=token_elements * shapes.dtype.itemsize,
         dtype=shapes.dtype,
-        head_dims=(shapes.q[3], shapes.v[3]),
+        head_dims=shapes.head_dims,
     )
 
 
@@ -341,10 +298,6 @@ def pairs_of_blocks(layout: Layout, lengths: Lengths, mask: Mask, batch: int) ->
         for m, n, region in intersections(mask.regions(b0, *lengths), q_spans, k_spans):
             pairs[q_ranks[m]][k_ranks[n]] += (b1 - b0) * region.pairs
     return pairs
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Checks.
 
 
 def check_attention(shapes: Shapes, sp: SequenceSharding, mask: Mask, scores: Scores, lengths: Lengths) -> None:
@@ -363,48 +316,18 @@ def check_attention(shapes: Shapes, sp: SequenceSharding, mask: Mask, scores: Sc
     mask.check(shapes.q[0], *lengths)
     if mask.kv_segments is None and mask.q_start == 0 and lengths[0] != lengths[1] and mask.causal:
         raise LongspanError(
-            f"{lengths[0]} queries and {lengths[1]} keys: say where the queries are among the keys (q_start="
-            f"{max(0, lengths[1] - lengths[0])} for the last of them), or causal=False"
+            f"{lengths[0]} queries and {lengths[1]} keys: give the position of the first query among the keys (q_start="
+            f"{max(0, lengths[1] - lengths[0])} if the queries are the last tokens), or causal=False"
         )
     if mask.mask_mod is not None:
         position = torch.zeros(1, dtype=torch.int64, device=shapes.device)
         mask.evaluate_mask_mod((0, 1), (0, 1), position, position)  # raises if it returns no booleans
     scores.check(shapes.q[2])
-    check_heads(shapes.q[2], shapes.k[2])
-    _check_kv_replication(shapes.k[2], sp)
-
-
-def _check_kv_replication(kv_heads: int, sp: SequenceSharding) -> None:
-    if sp.kv_replication or sp.ulysses_size <= kv_heads:
-        return
-    fits = max(u for u in range(1, kv_heads + 1) if sp.size % u == 0)
-    raise LongspanError(
-        f"`ulysses={sp.ulysses_size}` needs at least {sp.ulysses_size} KV heads when KV replication is refused, the "
-        f"model has {kv_heads}; try `ulysses={fits}, ring={sp.size // fits}`, or allow `kv_replication=True`"
-    )
-
-
-def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise unless these are q, k and v of one attention.
-
-    Raises:
-        LongspanError: with their shapes.
-    """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, x)
-    shapes = {name: tuple(x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
-    listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-    if any(len(shape) != 4 for shape in shapes.values()):
-        raise LongspanError(f"attention needs [batch, tokens, heads, head_dim], four dimensions each, got {listed}")
-    if not q.device == k.device == v.device:
-        raise LongspanError(f"q, k and v must be on one device, got q {q.device}, k {k.device}, v {v.device}")
-    if len({x.dtype for x in (q, k, v)}) > 1 or not q.is_floating_point():
+    kv_heads = shapes.k[2]
+    check_heads(shapes.q[2], kv_heads)
+    if not sp.kv_replication and sp.ulysses_size > kv_heads:
+        fits = max(u for u in range(1, kv_heads + 1) if sp.size % u == 0)
         raise LongspanError(
-            f"attention needs q, k and v of one floating dtype, got q {q.dtype}, k {k.dtype}, v {v.dtype}; cast them"
+            f"`ulysses={sp.ulysses_size}` needs at least {sp.ulysses_size} KV heads when KV replication is refused, "
+            f"the model has {kv_heads}; try `ulysses={fits}, ring={sp.size // fits}`, or allow `kv_replication=True`"
         )
-    if len({shape[0] for shape in shapes.values()}) > 1 or shapes["k"][1] != shapes["v"][1]:
-        raise LongspanError(f"q, k and v must have the same batch, k and v the same tokens, got {listed}")
-    if min(*q.shape[:2], k.shape[1]) < 1:
-        raise LongspanError(f"attention over no tokens: {listed}")
-    if shapes["q"][3] != shapes["k"][3] or shapes["k"][2] != shapes["v"][2]:
-        raise LongspanError(f"q and k need the same head_dim, k and v the same number of heads, got {listed}")

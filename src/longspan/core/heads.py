@@ -107,41 +107,30 @@ def split_groups(q_heads: int, kv_heads: int, ranks: int) -> tuple[HeadShard, ..
     return tuple(_shard(start, stop, group) for start, stop in itertools.pairwise(cut))
 
 
-def split_head_chunks(shards: tuple[HeadShard, ...], chunks: int) -> tuple[tuple[HeadShard, ...], ...]:
-    """Split every rank's heads into chunks of whole KV groups.
+def split_head_chunks(
+    shards: tuple[HeadShard, ...], chunks: int, overlap_chunks: int = 1
+) -> tuple[tuple[tuple[HeadShard, ...], ...], ...]:
+    """Split every rank's heads into chunks: along KV groups, and for many `overlap_chunks` within each group.
 
     Args:
         shards: the heads of each rank (`split_heads`).
         chunks: number of chunks, at most the largest number of KV heads on any rank; 0 for that number.
-
-    Returns:
-        For every chunk the shard of each rank; ranks with few KV heads have no head in the last chunks.
-    """
-    most = max(shard.kv_heads for shard in shards)
-    count = min(chunks, most) if chunks else most
-    cuts = [_even_cut(shard.kv_heads, count) for shard in shards]
-    return tuple(
-        tuple(_kv_slice(shard, cut[i], cut[i + 1]) for shard, cut in zip(shards, cuts, strict=True))
-        for i in range(count)
-    )
-
-
-def split_overlap_chunks(shards: tuple[HeadShard, ...], chunks: int) -> tuple[tuple[tuple[HeadShard, ...], ...], ...]:
-    """Split every rank's heads into about `chunks` chunks: along KV groups, and if needed within each group.
-
-    Args:
-        shards: the heads of each rank (`split_heads`).
-        chunks: wanted number; at most one chunk per query head of the largest group.
+        overlap_chunks: least number of chunks; at most one chunk per query head of the largest group.
 
     Returns:
         Groups of chunks, by the KV heads that they share; for every chunk the shard of each rank. Ranks with few heads
         have none in the last chunks. If a group has several chunks, each rank has one KV head in it, which all need.
     """
     most = max(shard.kv_heads for shard in shards)
-    groups = split_head_chunks(shards, min(chunks, most))
+    count = max(min(chunks, most) if chunks else most, overlap_chunks)
+    cuts = [_even_cut(shard.kv_heads, min(count, most)) for shard in shards]
+    groups = [
+        tuple(_kv_slice(shard, cut[i], cut[i + 1]) for shard, cut in zip(shards, cuts, strict=True))
+        for i in range(min(count, most))
+    ]
     widest = max(max(shard.group_sizes, default=1) for shard in shards)
-    per_group = 1 if chunks <= most else min(-(-chunks // most), widest)
-    return tuple(tuple(_query_part(group, i, per_group) for i in range(per_group)) for group in groups)
+    parts = 1 if count <= most else min(-(-count // most), widest)
+    return tuple(tuple(_query_part(group, i, parts) for i in range(parts)) for group in groups)
 
 
 def _query_part(group: tuple[HeadShard, ...], part: int, parts: int) -> tuple[HeadShard, ...]:

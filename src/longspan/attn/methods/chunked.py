@@ -19,8 +19,9 @@ H query heads, K KV heads, h and k those of this rank in a chunk, D head_dim, W 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,7 +67,7 @@ class ChunkedUlysses:
     Attributes:
         group: the ranks that share the block, each with L tokens; None for one rank, whose chunks need no all-to-all.
         chunks: of all heads; every rank has the same number, and joins each one's collectives.
-        replicated: whether a KV head is sent to several ranks, so that its gradient is a sum.
+        sums_kv_heads: whether a KV head is sent to several ranks, so that its gradient is a sum.
         trim_to: as in `Ulysses`.
         recompute_all_to_all: whether the backward recomputes the all-to-all instead of saving what it received.
         overlaps: whether all-to-alls overlap with attention.
@@ -75,7 +76,7 @@ class ChunkedUlysses:
 
     group: dist.ProcessGroup | None
     chunks: tuple[HeadChunk, ...]
-    replicated: bool
+    sums_kv_heads: bool
     trim_to: tuple[int, int] | None = None
     recompute_all_to_all: bool = True
     overlaps: bool = False
@@ -89,15 +90,10 @@ class ChunkedUlysses:
         scores: Scores,
         saved_attentions: SavedAttentions | None = None,
     ) -> Tensor:
-        """Return the attention of the local queries, exactly: `[B, L, H, Dv]`.
+        """Return the attention of the local queries, exactly: `[B, L, H, Dv]`. Keys may belong to another sequence.
 
-        Args:
-            q_BLHD: local queries.
-            k_BLKD: local keys, or those of another sequence.
-            v_BLKD: local values.
-            scores: of all heads.
-            saved_attentions: with `recompute_all_to_all`: saves output and log-sum-exp instead of autograd. When the
-                layer is recomputed, they are loaded, and nothing is computed or sent.
+        With `recompute_all_to_all`, `saved_attentions` saves output and log-sum-exp instead of autograd. When the layer
+        is recomputed, they are loaded, and nothing is computed or sent.
         """
         grad = torch.is_grad_enabled() and any(
             x is not None and x.requires_grad for x in (q_BLHD, k_BLKD, v_BLKD, scores.sinks)
@@ -111,17 +107,9 @@ class ChunkedUlysses:
 
 
 @not_compiled
-def _apply(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    method: ChunkedUlysses,
-    scores: Scores,
-    saved_attentions: SavedAttentions | None,
-) -> Tensor:
+def _apply(*args: Any) -> Tensor:
     # Not traced: a compiler returns zero gradients for buffers that a collective fills.
-    out: Tensor = _ChunkedAttention.apply(q, k, v, sinks, method, scores, saved_attentions)  # type: ignore[no-untyped-call]
+    out: Tensor = _ChunkedAttention.apply(*args)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -141,10 +129,10 @@ class _ChunkedAttention(torch.autograd.Function):
     ) -> Tensor:
         ctx.method, ctx.scores, ctx.saved_attention = method, scores, None
         if not method.recompute_all_to_all:
-            received: list[Tensor] | None = [] if any(ctx.needs_input_grad) else None
+            received: list[_Received] | None = [] if any(ctx.needs_input_grad) else None
             out, lses = _forward(q, k, v, method, scores, received)
             ctx.specs = [(x.shape, x.dtype) for x in (q, k, v)]
-            ctx.save_for_backward(sinks, *lses, *(received or []))
+            ctx.save_for_backward(sinks, *lses, *itertools.chain(*received or []))
             return out
         if saved_attentions is None:
             out, lses = _forward(q, k, v, method, scores)
@@ -167,32 +155,37 @@ class _ChunkedAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         with named_range("longspan.attention"):
-            return _ChunkedAttention._backward(ctx, grad)
+            return *_ChunkedAttention._gradients(ctx, grad), None, None, None
 
     @staticmethod
-    def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         method: ChunkedUlysses = ctx.method
         if not method.recompute_all_to_all:
             sinks, *rest = ctx.saved_tensors
-            lses, received = rest[: len(method.chunks)], rest[len(method.chunks) :]
-            by_chunk = _split_by_chunk(received, method)
-            return *_backward([grad], None, by_chunk, lses, sinks, ctx.specs, method, ctx.scores), None, None, None
+            lses, received = rest[: len(method.chunks)], _by_chunk(rest[len(method.chunks) :], method)
+            return _backward([grad], [], received, lses, ctx.specs, method, replace(ctx.scores, sinks=sinks))
         q, k, v, sinks, *saved = ctx.saved_tensors
         out, *lses = saved if ctx.saved_attention is None else ctx.saved_attention.tensors()
         specs = [(x.shape, x.dtype) for x in (q, k, v)]
-        grads = _backward([q, out, grad], [k, v], None, lses, sinks, specs, method, ctx.scores)
+        grads = _backward([q, out, grad], [k, v], None, lses, specs, method, replace(ctx.scores, sinks=sinks))
         if ctx.saved_attention is not None:
             ctx.saved_attention.drop()
-        return *grads, None, None, None
+        return grads
+
+
+_Received = list[Tensor]
+"""A chunk's q and output, of all tokens of the block, and its k and v if the all-to-all brought them."""
+
+
+def _by_chunk(tensors: list[Tensor], method: ChunkedUlysses) -> list[_Received]:
+    rest = iter(tensors)
+    return [list(itertools.islice(rest, 4 if chunk.first_of_kv else 2)) for chunk in method.chunks]
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, method: ChunkedUlysses, scores: Scores, save_into: list[Tensor] | None = None
+    q: Tensor, k: Tensor, v: Tensor, method: ChunkedUlysses, scores: Scores, received: list[_Received] | None = None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the local output `[B, L, H, Dv]` and each chunk's log-sum-exp [B, h, S].
-
-    `save_into` collects what the all-to-all received: of each chunk q and the output, and k and v if they came with it.
-    """
+    """Return the local output `[B, L, H, Dv]` and each chunk's log-sum-exp [B, h, S]; append to `received`."""
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lses, kv = list[Tensor](), list[Tensor]()
 
@@ -204,13 +197,14 @@ def _forward(
         if chunk.first_of_kv:
             kv[:] = received_kv
         k_BkTD, v_BkTD = kv
-        chunk_out, chunk_scores = q_BhSD.new_empty(*q_BhSD.shape[:3], v.shape[3]), scores
-        lse = q_BhSD.new_empty(q_BhSD.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         if chunk.local.q_heads:
-            chunk_scores = scores.of_heads(chunk.local.q_start, chunk.local.q_stop)
-            chunk_out, lse = chunk.ring.forward(q_BhSD, k_BkTD, v_BkTD, chunk_scores.sinks, chunk_scores)
-        if save_into is not None:
-            save_into.extend([q_BhSD, chunk_out, *received_kv])
+            heads = scores.of_heads(chunk.local.q_start, chunk.local.q_stop)
+            chunk_out, lse = chunk.ring.forward(q_BhSD, k_BkTD, v_BkTD, heads)
+        else:
+            chunk_out = q_BhSD.new_empty(*q_BhSD.shape[:3], v.shape[3])
+            lse = q_BhSD.new_empty(q_BhSD.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        if received is not None:
+            received.append([q_BhSD, chunk_out, *received_kv])
         del q_BhSD, k_BkTD, v_BkTD, received_kv
         if chunk.last_of_kv:
             kv.clear()
@@ -221,26 +215,11 @@ def _forward(
     return out, lses
 
 
-_Received = tuple[Tensor, Tensor, list[Tensor]]
-"""A chunk's q and output, and its k and v if it received them, of all tokens of the block."""
-
-
-def _split_by_chunk(tensors: list[Tensor], method: ChunkedUlysses) -> list[_Received]:
-    """Undo the order in which `_forward` saved the tensors."""
-    by_chunk, rest = [], list(tensors)
-    for chunk in method.chunks:
-        count = 4 if chunk.first_of_kv else 2
-        (q, out, *kv), rest = rest[:count], rest[count:]
-        by_chunk.append((q, out, kv))
-    return by_chunk
-
-
 def _backward(
     with_q_heads: list[Tensor],
-    with_kv_heads: list[Tensor] | None,
+    with_kv_heads: list[Tensor],
     received: list[_Received] | None,
     lses: Sequence[Tensor],
-    sinks: Tensor | None,
     specs: Sequence[tuple[torch.Size, torch.dtype]],
     method: ChunkedUlysses,
     scores: Scores,
@@ -252,30 +231,29 @@ def _backward(
         with_kv_heads: with `recompute_all_to_all`: local k and v to scatter.
         received: without: what the forward's all-to-alls received.
         lses: of each chunk.
-        sinks: of all heads.
         specs: shapes and dtypes of q, k and v.
         method: the method.
         scores: of all heads.
     """
     (q_shape, q_dtype), *kv_specs = specs
     dq = with_q_heads[0].new_empty(q_shape, dtype=q_dtype)
-    # Gradients of replicated KV heads return in separate chunks: accumulate them in fp32 and round once.
+    # Gradients of KV heads that several ranks hold return in separate chunks: accumulate them in fp32 and round once.
     wide = torch.promote_types(q_dtype, torch.float32)
     dk, dv = (
-        dq.new_zeros(shape, dtype=wide) if method.replicated else dq.new_empty(shape, dtype=dtype)
+        dq.new_zeros(shape, dtype=wide) if method.sums_kv_heads else dq.new_empty(shape, dtype=dtype)
         for shape, dtype in kv_specs
     )
-    dsinks = None if sinks is None else torch.zeros_like(sinks)
+    dsinks = None if scores.sinks is None else torch.zeros_like(scores.sinks)
     kv, sums = list[Tensor](), list[Tensor]()
 
     def start(chunk: HeadChunk) -> _ScatteredHeads:
-        return _ScatteredHeads(with_q_heads, with_kv_heads or [] if chunk.first_of_kv else [], chunk, method)
+        return _ScatteredHeads(with_q_heads, with_kv_heads if chunk.first_of_kv else [], chunk, method)
 
     def compute(number: int, chunk: HeadChunk, scattered: _ScatteredHeads) -> list[AllToAll]:
         from_q_heads, received_kv = scattered.take()
         if received is not None:
-            q_BhSD, out_BhSD, received_kv = received[number]
-            received[number] = (q_BhSD[:0], out_BhSD[:0], [])
+            q_BhSD, out_BhSD, *received_kv = received[number]
+            received[number] = []
             (grad_BhSD,) = from_q_heads
         else:
             q_BhSD, out_BhSD, grad_BhSD = from_q_heads
@@ -285,9 +263,8 @@ def _backward(
         dq_BhSD, dkv = q_BhSD, [k_BkTD, v_BkTD]  # empty tensors if this rank has no head in the chunk
         if chunk.local.q_heads:
             heads = chunk.local.q_start, chunk.local.q_stop
-            chunk_sinks = None if sinks is None else sinks[slice(*heads)]
             dq_BhSD, dk_BkTD, dv_BkTD, chunk_dsinks = chunk.ring.backward(
-                q_BhSD, k_BkTD, v_BkTD, chunk_sinks, (out_BhSD, lses[number], grad_BhSD), scores.of_heads(*heads)
+                q_BhSD, k_BkTD, v_BkTD, (out_BhSD, lses[number], grad_BhSD), scores.of_heads(*heads)
             )
             dkv = [dk_BkTD, dv_BkTD]
             del dk_BkTD, dv_BkTD
@@ -323,24 +300,27 @@ def _run_chunks(
     With `overlaps` the next chunk's scatter starts before a chunk is computed, and a chunk's gather is waited for when
     the next chunk has been computed.
     """
-    chunks, scattered = method.chunks, start(method.chunks[0])
     gathering: list[AllToAll] = []
-    for number, chunk in enumerate(chunks):
-        more = number + 1 < len(chunks)
-        scattered.wait()
-        current, scattered = scattered, start(chunks[number + 1]) if more and method.overlaps else scattered
-        started = compute(number, chunk, current)
-        del current
+
+    def finish() -> None:
         for all_to_all in gathering:
             all_to_all.wait()
-        gathering = started
-        if more and not method.overlaps:
-            for all_to_all in gathering:
-                all_to_all.wait()
-            gathering = []
-            scattered = start(chunks[number + 1])
-    for all_to_all in gathering:
-        all_to_all.wait()
+        gathering.clear()
+
+    following: _ScatteredHeads | None = None
+    for number, chunk in enumerate(method.chunks):
+        current = following or start(chunk)
+        following = None
+        current.wait()
+        if method.overlaps and number + 1 < len(method.chunks):
+            following = start(method.chunks[number + 1])
+        started = compute(number, chunk, current)
+        del current
+        finish()
+        gathering += started
+        if not method.overlaps:
+            finish()
+    finish()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -429,7 +409,7 @@ def _gather_back(
             chunk.shards,
             method.group,
             overlapped=method.overlaps,
-            accumulate=method.replicated,
+            accumulate=method.sums_kv_heads,
             wire_dtype=method.wire_dtype,
         )
     ]

@@ -13,7 +13,7 @@ Shape suffixes: B batch, S tokens of the local block, T tokens of a KV block, H 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,12 +59,6 @@ class Ring:
     def __call__(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores) -> Tensor:
         """Attend from the local block's queries to the whole sequence, exactly, with gradients.
 
-        Args:
-            q_BSHD: queries of the local block.
-            k_BTKD: keys of the local block.
-            v_BTKD: values of the local block.
-            scores: of these heads.
-
         Returns:
             `[B, S, H, Dv]`; zero for queries that see nothing (padding).
         """
@@ -74,44 +68,28 @@ class Ring:
         out_BHSD: Tensor = _apply(q_BHSD, k_BKTD, v_BKTD, scores.sinks, self, scores)
         return out_BHSD.transpose(1, 2)
 
-    def forward(
-        self, q_BHSD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, sinks: Tensor | None, scores: Scores
-    ) -> tuple[Tensor, Tensor]:
-        """Compute the forward outside of autograd, for callers that save tensors themselves.
-
-        Args:
-            q_BHSD: queries of the local block, of at least one head.
-            k_BKTD: keys of the local block.
-            v_BKTD: values of the local block.
-            sinks: of these heads, [H].
-            scores: of these heads.
+    def forward(self, q_BHSD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+        """Compute the forward outside of autograd, of at least one head, for callers that save tensors themselves.
 
         Returns:
             The output `[B, H, S, Dv]`, and the log-sum-exp of whole rows [B, H, S], 0 for queries that see nothing.
         """
-        return _forward(q_BHSD, _local_block(q_BHSD, k_BKTD, v_BKTD, self, saved=False), sinks, self, scores)
+        return _forward(q_BHSD, _local_block(q_BHSD, k_BKTD, v_BKTD, self, saved=False), self, scores)
 
     def backward(
         self,
         q_BHSD: Tensor,
         k_BKTD: Tensor,
         v_BKTD: Tensor,
-        sinks: Tensor | None,
         out_lse_grad: tuple[Tensor, Tensor, Tensor],
         scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Compute the gradients of q, k, v and sinks, without recomputing the forward.
 
-        Args:
-            q_BHSD: as in `forward`.
-            k_BKTD: as in `forward`.
-            v_BKTD: as in `forward`.
-            sinks: as in `forward`.
-            out_lse_grad: output and log-sum-exp of `forward`, and the output's gradient `[B, H, S, Dv]`.
-            scores: of these heads.
+        `out_lse_grad` are output and log-sum-exp of `forward`, and the output's gradient `[B, H, S, Dv]`.
         """
         block = _local_block(q_BHSD, k_BKTD, v_BKTD, self, saved=False)
-        return _backward(q_BHSD, block, sinks, out_lse_grad, self, scores)
+        return _backward(q_BHSD, block, out_lse_grad, self, scores)
 
 
 @not_compiled
@@ -122,18 +100,13 @@ def _apply(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring, sc
 
 
 class _RingAttention(torch.autograd.Function):
-    """The ring loop. The backward sends the blocks around again, each followed by its gradient.
-
-    Autocast is off inside: it would cast fp32 sums to half precision.
-    """
-
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring, scores: Scores) -> Tensor:
         local = _local_block(q, k, v, ring)
         if any(ctx.needs_input_grad) and local.packed is not None and not owns_storage(q):
             # `q` is a view of the packed QKV buffer. Copy it, so that saving `q` does not keep K and V alive.
             q = _tokens_first(q)
-        out, lse = _forward(q, local, sinks, ring, scores)
+        out, lse = _forward(q, local, ring, scores)
         ctx.save_for_backward(q, out, lse, sinks, *local.saved)
         ctx.shapes, ctx.ring, ctx.scores = (k.shape, v.shape), ring, scores
         return out
@@ -144,12 +117,14 @@ class _RingAttention(torch.autograd.Function):
         q, out, lse, sinks, *kv = ctx.saved_tensors
         local = _KVBlock(*kv) if len(kv) == 2 else _KVBlock.of(kv[0], *ctx.shapes)
         with named_range("longspan.attention"):
-            return *_backward(q, local, sinks, (out, lse, grad), ctx.ring, ctx.scores), None, None
+            return *_backward(q, local, (out, lse, grad), ctx.ring, replace(ctx.scores, sinks=sinks)), None, None
 
 
-def _forward(
-    q_BHSD: Tensor, local: _KVBlock, sinks: Tensor | None, ring: Ring, scores: Scores
-) -> tuple[Tensor, Tensor]:
+# ---------------------------------------------------------------------------------------------------------------------
+# The two loops. Autocast is off in them: it would cast fp32 sums to half precision.
+
+
+def _forward(q_BHSD: Tensor, local: _KVBlock, ring: Ring, scores: Scores) -> tuple[Tensor, Tensor]:
     """Return the output [B, H, S, Dv], and the log-sum-exp of whole rows [B, H, S]."""
     total = SoftmaxAccumulator(q_BHSD, local.v.shape[3])
     with without_autocast(q_BHSD.device):
@@ -158,18 +133,13 @@ def _forward(
             for kv in received:
                 _attend(total, kernel_q, kv, ring, scores)
         del kernel_q
-        if sinks is not None:  # a sink is one more key per head, whose value is zero
-            total.add(total.out.new_zeros(()), sinks[:, None].expand(q_BHSD.shape[:3]))
+        if scores.sinks is not None:  # a sink is one more key per head, whose value is zero
+            total.add(total.out.new_zeros(()), scores.sinks[:, None].expand(q_BHSD.shape[:3]))
     return total.out.to(q_BHSD.dtype), total.lse.masked_fill(torch.isneginf(total.lse), 0)
 
 
 def _backward(
-    q_BHSD: Tensor,
-    local: _KVBlock,
-    sinks: Tensor | None,
-    out_lse_grad: tuple[Tensor, Tensor, Tensor],
-    ring: Ring,
-    scores: Scores,
+    q_BHSD: Tensor, local: _KVBlock, out_lse_grad: tuple[Tensor, Tensor, Tensor], ring: Ring, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Send the blocks around again, each followed by its gradient; return the gradients of q, k, v and sinks."""
     out, lse_BHS, grad = out_lse_grad
@@ -181,11 +151,9 @@ def _backward(
     # The last heads of the local block are computed at the end, while the last gradient is in flight.
     first_heads = reducer.first_heads(heads)
     with without_autocast(q_BHSD.device):
-        kernel_q, kernel_out, kernel_grad = ring.kernel.to_kernel_layout(
-            [q_BHSD, out_BHSD, grad_BHSD], local.v.shape[3], scores
-        )
-        inputs = BackwardInputs(kernel_q, kernel_out, kernel_grad, lse_BHS)
-        del kernel_q, kernel_out, kernel_grad
+        q_out_grad = ring.kernel.to_kernel_layout([q_BHSD, out_BHSD, grad_BHSD], local.v.shape[3], scores)
+        inputs = BackwardInputs(*q_out_grad, lse_BHS)
+        del q_out_grad
         for step, received in _kv_blocks(local, ring):
             for kv in received:
                 is_local = kv.source == ring.rank
@@ -199,10 +167,10 @@ def _backward(
         del inputs
         reducer.finish()
     dsinks = None
-    if sinks is not None:
-        sink_weight_BHS = (sinks.to(lse_BHS.dtype)[:, None] - lse_BHS).exp()
+    if scores.sinks is not None:
+        sink_weight_BHS = (scores.sinks.to(lse_BHS.dtype)[:, None] - lse_BHS).exp()
         delta_BHS = (grad_BHSD.to(lse_BHS.dtype) * out_BHSD).sum(-1)
-        dsinks = -(sink_weight_BHS * delta_BHS).sum((0, 2)).to(sinks.dtype)
+        dsinks = -(sink_weight_BHS * delta_BHS).sum((0, 2)).to(scores.sinks.dtype)
     return dq_BHSD.to(q_BHSD.dtype), local_grad.k.to(q_BHSD.dtype), local_grad.v.to(q_BHSD.dtype), dsinks
 
 
@@ -303,7 +271,7 @@ class _KVBlock:
 def _local_block(q: Tensor, k: Tensor, v: Tensor, ring: Ring, *, saved: bool = True) -> _KVBlock:
     """Pack local keys and values if they are sent.
 
-    A ring of one packs them on a CPU, whose kernel reads them once per block of queries and gains from contiguous
+    A ring of one packs them on a CPU, whose kernel reads them once per block of queries and is faster with contiguous
     heads, and if saving them would keep a larger buffer alive.
     """
     if ring.size == 1 and not _kernel_rereads_kv(k.device) and (not saved or owns_storage(q, k, v)):

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from longspan.attn.kernels.choice import AnyKernel, Choice
 from longspan.attn.mask import Mask
-from longspan.attn.prepare import AttentionPlan, Shapes, prepare
+from longspan.attn.prepare import AttentionPlan, prepare
 from longspan.attn.score import Scores
+from longspan.attn.shapes import Shapes
 from longspan.cache.attend import attend, first_visible_token
 from longspan.cache.latent import LatentLayer, expand
 from longspan.compat.torch_api import not_compiled

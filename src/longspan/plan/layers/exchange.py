@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from longspan.core.cache_dtype import vector_bytes
-from longspan.core.heads import split_head_chunks, split_overlap_chunks
+from longspan.core.heads import split_head_chunks
 from longspan.core.kv_placement import is_sharded
 from longspan.core.routes import choose_ring_impl
 from longspan.plan.job import attention_passes, layout_of, local_batch, local_tokens
@@ -59,8 +59,7 @@ def head_chunks(layer: Attention, job: Job, mesh: Mesh) -> tuple[tuple[HeadChunk
 
 @functools.lru_cache(maxsize=4096)
 def _head_chunks(shards: tuple[HeadShard, ...], chunks: int, overlapped: int) -> tuple[tuple[HeadChunk, ...], ...]:
-    runs = tuple((run,) for run in split_head_chunks(shards, chunks))
-    cut = split_overlap_chunks(shards, max(overlapped, len(runs))) if overlapped > 1 else runs
+    cut = split_head_chunks(shards, chunks, overlapped)
 
     def chunk_of(shard: HeadShard, at: int, count: int) -> HeadChunk:
         # Chunks that share KV heads: these are sent with the first, and their gradients with the last.

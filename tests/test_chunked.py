@@ -1,4 +1,4 @@
-"""Attention that saves q, k, v and output of its tokens, in chunks of heads: exact, of known bytes and known memory."""
+"""Attention in chunks of heads: exact, with overlapped or recomputed all-to-alls, and the bytes and memory it needs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ import longspan
 from longspan.attn.api import AttentionOptions
 from longspan.attn.kernels.tiled import TiledKernel
 from longspan.attn.methods.chunked import ChunkedUlysses
-from longspan.attn.prepare import AttentionPlan, Shapes, prepare
+from longspan.attn.prepare import AttentionPlan, prepare
 from longspan.attn.score import Scores
+from longspan.attn.shapes import Shapes
 from longspan.bench.meters import count_sent
 from longspan.core.errors import LongspanError
-from longspan.core.heads import split_head_chunks, split_heads, split_overlap_chunks
+from longspan.core.heads import split_head_chunks, split_heads
 from tests.attention import CASES, check_all, compare, drawn_cases, one_device, run, sharding
-from tests.choose import each_value, grouped
+from tests.choose import confirming, each_value, grouped
 from tests.fakes import fake_world
 from tests.memory import peak_of
 from tests.oracle import Case, errors, make, options
@@ -39,7 +40,7 @@ from tests.tolerance import MARGIN
 
 MANY = {
     "many KV heads": Case(n=21, q_heads=16, kv_heads=8, batch=2),
-    "many heads of their own": Case(n=13, q_heads=12, kv_heads=12, v_dim=4),
+    "as many KV heads": Case(n=13, q_heads=12, kv_heads=12, v_dim=4),
     "KV groups do not divide": Case(n=18, q_heads=14, kv_heads=7),
     "KV groups cut between ranks": Case(n=15, q_heads=15, kv_heads=5, batch=2),
     "KV heads of several ranks, in different chunks": Case(n=12, q_heads=21, kv_heads=7),
@@ -61,46 +62,45 @@ MANY = {
 """Cases with several KV heads on a rank, so that there are chunks, and scores that differ by head."""
 
 
-def lean_plan(
+def chunked_plan(
     case: Case, x: dict[str, Tensor], qkv: Sequence[Tensor], sp: longspan.SequenceSharding, sinks: Any, chunks: int
 ) -> tuple[AttentionPlan, Scores]:
     """A plan that recomputes the all-to-all even if there is one chunk, as a layer of a model has it."""
     given = AttentionOptions.of({**options(case, x), "sinks": sinks})
     shapes = Shapes.of(*qkv, given.scores)
-    lengths = given.lengths(shapes.q, shapes.k, sp)
-    mask = given.mask_with_documents(shapes.q[0], lengths)
+    mask, lengths = given.mask_and_lengths(shapes, sp)
     return prepare(shapes, sp, mask, given.scores, lengths, recompute_all_to_all=True, head_chunks=chunks), given.scores
 
 
-class Shelf:
+class SavedInList:
     """`SavedAttentions` in a list."""
 
     def __init__(self) -> None:
         self.recomputing = False
-        self.kept: list[KeptHere] = []
-        self.taken = 0
+        self.saved: list[SavedTensors] = []
+        self.loaded = 0
 
-    def save(self, tensors: Sequence[Tensor]) -> KeptHere:
-        self.kept.append(KeptHere(list(tensors)))
-        return self.kept[-1]
+    def save(self, tensors: Sequence[Tensor]) -> SavedTensors:
+        self.saved.append(SavedTensors(list(tensors)))
+        return self.saved[-1]
 
-    def load_next(self) -> KeptHere:
-        self.taken += 1
-        return self.kept[self.taken - 1]
+    def load_next(self) -> SavedTensors:
+        self.loaded += 1
+        return self.saved[self.loaded - 1]
 
     def contexts(self) -> tuple[Any, Any]:
-        """For `torch.utils.checkpoint`: of the forward, and of the layer computed again."""
-        return contextlib.nullcontext(), self._again()
+        """For `torch.utils.checkpoint`: of the forward, and of the recomputed layer."""
+        return contextlib.nullcontext(), self._recomputed()
 
     @contextlib.contextmanager
-    def _again(self) -> Iterator[None]:
+    def _recomputed(self) -> Iterator[None]:
         self.recomputing = True
         yield
         self.recomputing = False
 
 
 @dataclasses.dataclass
-class KeptHere:
+class SavedTensors:
     of: list[Tensor]
     dropped: int = 0
 
@@ -113,19 +113,21 @@ class KeptHere:
         self.of = []
 
 
-def lean_run(case: Case, sp: longspan.SequenceSharding, chunks: int, kept: bool = False) -> dict[str, Tensor]:
-    """As `tests.attention.run`, by a plan that recomputes the all-to-all; `kept`: in a checkpointed layer."""
+def run_chunked(
+    case: Case, sp: longspan.SequenceSharding, chunks: int, checkpointed: bool = False
+) -> dict[str, Tensor]:
+    """As `tests.attention.run`, by a plan that recomputes the all-to-all."""
     x = make(case)
     leaves = {name: t.clone().requires_grad_() for name, t in x.items() if name in ("q", "k", "v", "sinks")}
     qkv = [sp.shard(leaves[name]) for name in "qkv"]
-    plan, scores = lean_plan(case, x, qkv, sp, leaves.get("sinks"), chunks)
-    if kept:
-        shelf = Shelf()
+    plan, scores = chunked_plan(case, x, qkv, sp, leaves.get("sinks"), chunks)
+    if checkpointed:
+        saved = SavedInList()
 
         def layer(*qkv: Tensor) -> Tensor:
-            return plan(*(y * 1 for y in qkv), scores, shelf) * 1
+            return plan(*(y * 1 for y in qkv), scores, saved) * 1
 
-        out = checkpoint(layer, *qkv, use_reentrant=False, context_fn=shelf.contexts)
+        out = checkpoint(layer, *qkv, use_reentrant=False, context_fn=saved.contexts)
     else:
         out = plan(*qkv, scores)
     out.backward(sp.shard(x["grad"]))
@@ -142,45 +144,46 @@ def lean_run(case: Case, sp: longspan.SequenceSharding, chunks: int, kept: bool 
 # Exact, on every mesh.
 
 
-def _compared(names: Sequence[str], ring: int, chunks: int, kept: bool = False) -> dict[str, dict[str, float]]:
+def _errors(names: Sequence[str], ring: int, chunks: int, checkpointed: bool) -> dict[str, dict[str, float]]:
     sp = sharding(dist.get_world_size() // ring, ring)
     cases = {**CASES, **MANY}
-    return {name: errors(cases[name], lean_run(cases[name], sp, chunks, kept)) for name in names}
+    return {name: errors(cases[name], run_chunked(cases[name], sp, chunks, checkpointed)) for name in names}
 
 
-@pytest.mark.parametrize(
-    ("world", "ring", "chunks"), each_value(grouped([(2, 1), (4, 1), (2, 2), (4, 2), (4, 4)]), [1, 2, 3, 0])
-)
+MESHES = grouped([(2, 1), (4, 1), (2, 2), (4, 2), pytest.param(4, 4, marks=pytest.mark.confirms)])
+
+
+@pytest.mark.parametrize(("world", "ring", "chunks"), each_value(MESHES, [1, 2, 3, 0]))
 def test_exact(get_pool: Any, world: int, ring: int, chunks: int) -> None:
-    for found in get_pool(world).run(_compared, list(MANY), ring, chunks):
+    for found in get_pool(world).run(_errors, list(MANY), ring, chunks, False):
         check_all(found)
 
 
-@pytest.mark.parametrize(("world", "ring"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("world", "ring"), [(2, 1), *confirming([(4, 2)])])
 def test_exact_for_every_mask(get_pool: Any, world: int, ring: int) -> None:
-    for found in get_pool(world).run(_compared, list(CASES), ring, 0, timeout=240):
+    for found in get_pool(world).run(_errors, list(CASES), ring, 0, False, timeout=240):
         check_all(found)
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 3, 0])
-def test_exact_on_one_device(chunks: int) -> None:
-    found = {name: errors(case, lean_run(case, one_device(), chunks)) for name, case in MANY.items()}
-    check_all(found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ring", [1, 2])
-def test_exact_over_8_ranks(pool8: RankPool, ring: int) -> None:
-    names = ["many KV heads", "KV heads of several ranks, in different chunks", "ranks without heads", "all by head"]
-    for found in pool8.run(_compared, names, ring, 0, timeout=240):
+@pytest.mark.parametrize(("world", "ring", "chunks"), [(2, 1, 1), (4, 2, 2), *confirming([(2, 2, 1)])])
+def test_exact_in_a_checkpointed_layer(get_pool: Any, world: int, ring: int, chunks: int) -> None:
+    names = ["many KV heads", "ranks without heads", "all by head", "documents, window, sinks", "bf16"]
+    for found in get_pool(world).run(_errors, names, ring, chunks, True):
         check_all(found)
+
+
+@pytest.mark.parametrize(("chunks", "checkpointed"), [(1, False), (3, False), (2, True)])
+def test_exact_on_one_device(chunks: int, checkpointed: bool) -> None:
+    check_all(
+        {name: errors(case, run_chunked(case, one_device(), chunks, checkpointed)) for name, case in MANY.items()}
+    )
 
 
 def _drawn(case: Case, ring: int, chunks: int) -> dict[str, float]:
     return compare(case, sharding(dist.get_world_size() // ring, ring), head_chunks=chunks)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     case=drawn_cases(30, sinks=st.booleans(), alibi=st.booleans(), bias=st.sampled_from([None, "waves"])),
     mesh=st.sampled_from([(2, 1), (4, 1), (4, 2)]),
@@ -195,114 +198,101 @@ def test_exact_for_drawn_shapes(
         assert max(found.values()) <= MARGIN, (case, found)
 
 
-def _equal(names: Sequence[str]) -> dict[str, bool]:
-    """Whether every number of chunks gives the output of one device, to the bit."""
+def _equal_to_one_device(names: Sequence[str]) -> dict[str, bool]:
     out = {}
     for name in names:
         case, sp = MANY[name], sharding(dist.get_world_size())
         single = run(case, one_device(), "tiled")["out"]
-        beside = [longspan.SequenceSharding(sp.mesh, overlap_chunks=n) for n in (2, 5)]
-        out[name] = all(torch.equal(run(case, sp, "tiled", head_chunks=c)["out"], single) for c in (1, 2, 0))
-        out[name] &= all(torch.equal(run(case, each, "tiled")["out"], single) for each in beside)
+        overlapped = [longspan.SequenceSharding(sp.mesh, overlap_chunks=n) for n in (2, 5)]
+        outs = [run(case, sp, "tiled", head_chunks=c)["out"] for c in (1, 2, 0)]
+        outs += [run(case, each, "tiled")["out"] for each in overlapped]
+        out[name] = all(torch.equal(one, single) for one in outs)
     return out
 
 
-def test_the_output_is_to_the_bit_that_of_one_device(pool2: RankPool) -> None:
-    for found in pool2.run(_equal, ["many KV heads", "KV groups cut between ranks", "sinks by head", "bf16"]):
+def test_the_output_equals_one_devices_bit_for_bit(pool2: RankPool) -> None:
+    for found in pool2.run(
+        _equal_to_one_device, ["many KV heads", "KV groups cut between ranks", "sinks by head", "bf16"]
+    ):
         assert all(found.values()), found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Exchanges beside attention.
-
-
-def _overlapped(names: Sequence[str], ring: int, pieces: int, recompute: bool) -> dict[str, dict[str, float]]:
+def _overlapped(names: Sequence[str], ring: int, chunks: int, recompute: bool) -> dict[str, dict[str, float]]:
     mesh = longspan.init_mesh(ring=ring, ulysses=dist.get_world_size() // ring)
-    sp = longspan.SequenceSharding(mesh, overlap_chunks=pieces)
+    sp = longspan.SequenceSharding(mesh, overlap_chunks=chunks)
     cases = {**CASES, **MANY}
-    found = {}
-    for name in names:
-        compared = errors(cases[name], lean_run(cases[name], sp, 1)) if recompute else compare(cases[name], sp)
-        found[name] = compared
-    return found
+    if recompute:
+        return {name: errors(cases[name], run_chunked(cases[name], sp, 1)) for name in names}
+    return {name: compare(cases[name], sp) for name in names}
 
 
 @pytest.mark.parametrize(
-    ("world", "ring", "pieces", "recompute"),
+    ("world", "ring", "chunks", "recompute"),
     each_value(grouped([(2, 1, 2), (4, 1, 3), (2, 1, 9), (4, 2, 2)]), [False, True]),
 )
-def test_overlapped_is_exact(get_pool: Any, world: int, ring: int, pieces: int, recompute: bool) -> None:
-    for found in get_pool(world).run(_overlapped, list(MANY), ring, pieces, recompute):
+def test_overlapped_is_exact(get_pool: Any, world: int, ring: int, chunks: int, recompute: bool) -> None:
+    for found in get_pool(world).run(_overlapped, list(MANY), ring, chunks, recompute):
         check_all(found)
 
 
+@pytest.mark.confirms
 def test_overlapped_is_exact_for_every_mask(get_pool: Any) -> None:
     for found in get_pool(2).run(_overlapped, list(CASES), 1, 4, False, timeout=240):
         check_all(found)
 
 
-@given(kv=st.integers(1, 8), group=st.integers(1, 6), ranks=st.integers(1, 9), pieces=st.integers(1, 14))
-def test_pieces_hold_every_head_of_every_rank_once(kv: int, group: int, ranks: int, pieces: int) -> None:
-    shards = split_heads(kv * group, kv, ranks)
-    runs = split_overlap_chunks(shards, pieces)
-    most, widest = max(shard.kv_heads for shard in shards), max(max(s.group_sizes, default=1) for s in shards)
-    assert len(runs) == min(pieces, most) and len(runs[0]) == (1 if pieces <= most else min(-(-pieces // most), widest))
-    for rank, shard in enumerate(shards):
-        queries = [h for run in runs for piece in run for h in range(piece[rank].q_start, piece[rank].q_stop)]
-        assert queries == list(range(shard.q_start, shard.q_stop))
-        keys = [h for run in runs for h in range(run[0][rank].kv_start, run[0][rank].kv_stop)]
-        assert keys == list(range(shard.kv_start, shard.kv_stop))
-        for of_run in runs:
-            assert len({(piece[rank].kv_start, piece[rank].kv_stop) for piece in of_run}) == 1
-            assert all(sum(piece[rank].group_sizes) == piece[rank].q_heads for piece in of_run)
-
-
-def _padding() -> list[bool]:
-    """Whether what the last rank has of the padding, a token, is zero: of the output, and of the gradients."""
+def _last_token_is_zero() -> list[bool]:
+    """Of the output and of the gradients; on the last rank this token is padding."""
     case, sp = Case(n=13, q_heads=8, kv_heads=4, batch=2), sharding(2)
     x = make(case)
     qkv = [sp.shard(x[name]).clone().requires_grad_() for name in "qkv"]
-    plan, scores = lean_plan(case, x, qkv, sp, None, 2)
+    plan, scores = chunked_plan(case, x, qkv, sp, None, 2)
     out = plan(*qkv, scores)
     grads = torch.autograd.grad(out.sum(), qkv)
     return [not bool(y[:, -1].any()) for y in (out, *grads)]
 
 
 def test_padding_gets_zeros(pool2: RankPool) -> None:
-    assert pool2.run(_padding) == [[False] * 4, [True] * 4]
+    assert pool2.run(_last_token_is_zero) == [[False] * 4, [True] * 4]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Which heads a chunk has.
-
-
-@given(kv=st.integers(1, 12), group=st.integers(1, 5), ranks=st.integers(1, 9), chunks=st.integers(0, 14))
-def test_chunks_hold_every_head_of_every_rank_once(kv: int, group: int, ranks: int, chunks: int) -> None:
+@given(
+    kv=st.integers(1, 12),
+    group=st.integers(1, 6),
+    ranks=st.integers(1, 9),
+    chunks=st.integers(0, 14),
+    overlap=st.sampled_from([1]) | st.integers(1, 14),
+)
+def test_chunks_contain_every_head_of_every_rank_once(
+    kv: int, group: int, ranks: int, chunks: int, overlap: int
+) -> None:
     shards = split_heads(kv * group, kv, ranks)
-    found = split_head_chunks(shards, chunks)
-    most = max(shard.kv_heads for shard in shards)
-    assert len(found) == (min(chunks, most) if chunks else most)
+    groups = split_head_chunks(shards, chunks, overlap)
+    most, widest = max(shard.kv_heads for shard in shards), max(max(s.group_sizes, default=1) for s in shards)
+    count = max(min(chunks, most) if chunks else most, overlap)
+    assert len(groups) == min(count, most)
+    assert {len(chunks) for chunks in groups} == {1 if count <= most else min(-(-count // most), widest)}
     for rank, shard in enumerate(shards):
-        runs = [chunk[rank] for chunk in found]
+        runs = [chunk[rank] for chunks in groups for chunk in chunks]
         assert [h for run in runs for h in range(run.q_start, run.q_stop)] == list(range(shard.q_start, shard.q_stop))
-        kv_heads = [h for run in runs for h in range(run.kv_start, run.kv_stop)]
+        kv_heads = [h for chunks in groups for h in range(chunks[0][rank].kv_start, chunks[0][rank].kv_stop)]
         assert kv_heads == list(range(shard.kv_start, shard.kv_stop))
-        assert sum((run.group_sizes for run in runs), ()) == shard.group_sizes
+        assert all(len({(chunk[rank].kv_start, chunk[rank].kv_stop) for chunk in chunks}) == 1 for chunks in groups)
         assert all(len(run.group_sizes) == run.kv_heads and sum(run.group_sizes) == run.q_heads for run in runs)
         assert all((run.q_start + i) // group == run.kv_start + (run.kv_head_index or ())[i]
                    for run in runs if not run.is_regular for i in range(run.q_heads))  # fmt: skip
-        assert max(run.kv_heads for run in runs) <= -(-most // len(found))
+        assert max(run.kv_heads for run in runs) <= -(-most // len(groups))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is sent, saved, and there at once.
+# What is sent and saved, and how much memory exists at a time.
 
 
 def _sent(case: Case, chunks: int) -> list[tuple[str, int]]:
     sp = sharding(dist.get_world_size())
     x = make(case)
     qkv = [sp.shard(x[name]).clone().requires_grad_() for name in "qkv"]
-    plan, scores = lean_plan(case, x, qkv, sp, None, chunks)
+    plan, scores = chunked_plan(case, x, qkv, sp, None, chunks)
     with count_sent() as log:
         out = plan(*qkv, scores)
         assert len(log) == 2 * (chunks or 1)
@@ -313,7 +303,7 @@ def _sent(case: Case, chunks: int) -> list[tuple[str, int]]:
 @pytest.mark.parametrize(
     ("world", "chunks", "dtype"), each_value(grouped([(2, 1), (2, 2), (2, 4), (4, 2)]), [torch.float32, torch.bfloat16])
 )
-def test_two_exchanges_a_chunk_of_exactly_the_formulas_bytes(
+def test_two_all_to_alls_per_chunk_send_the_formulas_bytes(
     get_pool: Any, world: int, chunks: int, dtype: torch.dtype
 ) -> None:
     case = Case(n=32, batch=2, q_heads=16, kv_heads=8, dtype=dtype)
@@ -325,8 +315,8 @@ def test_two_exchanges_a_chunk_of_exactly_the_formulas_bytes(
         assert log == forward * chunks + [("all_to_all", sent) for sent in backward] * chunks
 
 
-def test_what_is_saved_is_of_my_tokens() -> None:
-    """q, k, v and the output of my tokens and the log-sum-exp, each byte once; a fused projection is not kept by v."""
+def test_saved_bytes() -> None:
+    """Local q, k, v and output, and the log-sum-exp, each byte once; v does not keep a fused projection alive."""
     case = Case(n=64, batch=2, q_heads=8, kv_heads=4)
     for rings, ulysses in ((1, 1), (1, 2), (2, 2), (4, 1)):
         with fake_world(0, rings * ulysses):
@@ -335,9 +325,9 @@ def test_what_is_saved_is_of_my_tokens() -> None:
             x = torch.zeros(case.batch, size, 16, case.dim, requires_grad=True) * 1
             q, k, v = x.split([8, 4, 4], 2)
             for qkv in ([q, k, v], [q * 1, k * 1, v]):
-                plan, scores = lean_plan(case, {}, qkv, sp, None, 2)
+                plan, scores = chunked_plan(case, {}, qkv, sp, None, 2)
                 saved: list[Tensor] = []
-                with torch.autograd.graph.saved_tensors_hooks(functools.partial(_noted, saved), lambda y: y):
+                with torch.autograd.graph.saved_tensors_hooks(functools.partial(_recorded, saved), lambda y: y):
                     out = plan(*qkv, scores)
                 storages = {y.untyped_storage().data_ptr(): y.untyped_storage().nbytes() for y in saved}
                 tokens = case.batch * size
@@ -345,14 +335,13 @@ def test_what_is_saved_is_of_my_tokens() -> None:
                 out.sum().backward(retain_graph=True)
 
 
-def _noted(into: list[Tensor], x: Tensor) -> Tensor:
+def _recorded(into: list[Tensor], x: Tensor) -> Tensor:
     into.append(x)
     return x
 
 
 @pytest.mark.parametrize("chunks", [2, 4])
-def test_what_is_there_between_the_exchanges_is_a_chunks(chunks: int) -> None:
-    """The largest buffer that an All-to-All fills or empties."""
+def test_all_to_all_buffers_are_one_chunks(chunks: int) -> None:
     case = Case(n=32, q_heads=16, kv_heads=8)
 
     def largest(chunks: int) -> list[int]:
@@ -367,7 +356,7 @@ def test_what_is_there_between_the_exchanges_is_a_chunks(chunks: int) -> None:
             sp = sharding(2)
             x = make(case)
             qkv = [sp.shard(x[name]).clone().requires_grad_() for name in "qkv"]
-            plan, scores = lean_plan(case, x, qkv, sp, None, chunks)
+            plan, scores = chunked_plan(case, x, qkv, sp, None, chunks)
             out = plan(*qkv, scores)
             forward = len(sizes)
             out.sum().backward()
@@ -377,7 +366,7 @@ def test_what_is_there_between_the_exchanges_is_a_chunks(chunks: int) -> None:
 
 
 def test_memory_of_a_forward_and_a_backward(tmp_path: Path) -> None:
-    """All that is there at once, above what is given, saved and returned: a quarter, and what does not depend on it."""
+    """The peak above what is given, saved and returned: a quarter with four chunks, and a constant."""
     case = Case(n=4096, q_heads=16, kv_heads=8, dim=32, v_dim=32)
     L, wide = case.n // 2, 4 * 32
 
@@ -385,7 +374,7 @@ def test_memory_of_a_forward_and_a_backward(tmp_path: Path) -> None:
         with fake_world(0, 2):
             sp = sharding(2)
             qkv = [torch.zeros(1, L, h, 32, requires_grad=True) for h in (16, 8, 8)]
-            plan, scores = lean_plan(case, {}, qkv, sp, None, chunks)
+            plan, scores = chunked_plan(case, {}, qkv, sp, None, chunks)
             outs: list[Tensor] = []
             forward = peak_of(lambda: outs.append(plan(*qkv, scores)), tmp_path / "f")
             grad = torch.zeros_like(outs[0])
@@ -398,28 +387,16 @@ def test_memory_of_a_forward_and_a_backward(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A keeper.
+# Saved attentions of a checkpointed layer.
 
 
-@pytest.mark.parametrize(("world", "ring"), [(2, 1), (2, 2), (4, 2)])
-def test_exact_in_a_checkpointed_layer_that_keeps_its_output(get_pool: Any, world: int, ring: int) -> None:
-    names = ["many KV heads", "ranks without heads", "all by head", "documents, window, sinks", "bf16"]
-    for chunks in (1, 2):
-        for found in get_pool(world).run(_compared, names, ring, chunks, True):
-            check_all(found)
-
-
-def test_exact_in_a_checkpointed_layer_on_one_device() -> None:
-    check_all({name: errors(case, lean_run(case, one_device(), 2, True)) for name, case in MANY.items()})
-
-
-def _replayed(ring: int, chunks: int) -> dict[str, Any]:
+def _recomputed(ring: int, chunks: int) -> dict[str, Any]:
     case = MANY["sinks by head"]
     sp = sharding(dist.get_world_size() // ring, ring)
     x = make(case)
     qkv = [sp.shard(x[name]).clone().requires_grad_() for name in "qkv"]
-    plan, scores = lean_plan(case, x, qkv, sp, x["sinks"].requires_grad_(), chunks)
-    shelf = Shelf()
+    plan, scores = chunked_plan(case, x, qkv, sp, x["sinks"].requires_grad_(), chunks)
+    attentions = SavedInList()
     saved: list[list[Tensor]] = []
     calls: list[int] = []
     original = TiledKernel.accumulate
@@ -428,63 +405,61 @@ def _replayed(ring: int, chunks: int) -> dict[str, Any]:
         calls.append(1)
         original(*args)
 
-    def of(keeper: Shelf) -> Tensor:
+    def forward() -> Tensor:
         saved.append([])
-        with torch.autograd.graph.saved_tensors_hooks(functools.partial(_noted, saved[-1]), lambda y: y):
-            return plan(*qkv, scores, keeper)
+        with torch.autograd.graph.saved_tensors_hooks(functools.partial(_recorded, saved[-1]), lambda y: y):
+            return plan(*qkv, scores, attentions)
 
     with count_sent() as log, mock.patch.object(TiledKernel, "accumulate", counted):
-        first = of(shelf)
+        first = forward()
         sent, called = len(log), len(calls)
-        shelf.recomputing = True
-        again = of(shelf)
+        attentions.recomputing = True
+        again = forward()
         shapes = [[y.shape for y in ys] for ys in saved]
         same = torch.equal(first, again), shapes[0] == shapes[1], len(shapes[0])
-        of_replay = len(log) - sent, len(calls) - called
+        recomputed = len(log) - sent, len(calls) - called
         first.sum().backward()
         by_backward = len(calls) - called
     with torch.no_grad():
-        shelf.recomputing = False
-        plan(*qkv, scores, shelf)
-    dropped = [one.dropped for one in shelf.kept]
-    return {"same": same, "of replay": of_replay, "called": called, "by backward": by_backward, "dropped": dropped}
+        attentions.recomputing = False
+        plan(*qkv, scores, attentions)
+    dropped = [one.dropped for one in attentions.saved]
+    return {"same": same, "recomputed": recomputed, "called": called, "by backward": by_backward, "dropped": dropped}
 
 
-@pytest.mark.parametrize(("world", "ring"), [(2, 1), (4, 2), (2, 2)])
-def test_a_replay_sends_nothing_and_calls_no_kernel(get_pool: Any, world: int, ring: int) -> None:
-    for found in get_pool(world).run(_replayed, ring, 2):
+@pytest.mark.parametrize(("world", "ring"), [(2, 1), (2, 2)])
+def test_a_recomputed_layer_sends_nothing_and_calls_no_kernel(get_pool: Any, world: int, ring: int) -> None:
+    for found in get_pool(world).run(_recomputed, ring, 2):
         assert found.pop("called") > 0
-        assert found == {"same": (True, True, 4), "of replay": (0, 0), "by backward": 0, "dropped": [1]}
+        assert found == {"same": (True, True, 4), "recomputed": (0, 0), "by backward": 0, "dropped": [1]}
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_an_output_that_is_not_needed_any_more_is_freed(kept: bool) -> None:
-    """Without the garbage collector: no cycle holds it."""
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_an_unused_output_is_freed_without_the_garbage_collector(checkpointed: bool) -> None:
     case, sp = Case(), one_device()
     x = make(case)
     qkv = [x[name].requires_grad_() for name in "qkv"]
-    plan, scores = lean_plan(case, x, qkv, sp, None, 2)
-    shelf = Shelf() if kept else None
+    plan, scores = chunked_plan(case, x, qkv, sp, None, 2)
+    saved = SavedInList() if checkpointed else None
     gc.collect()
     gc.disable()
     try:
-        for recomputing in (False, True) if shelf else (False,):
-            if shelf:
-                shelf.recomputing = recomputing
-            out = plan(*qkv, scores, shelf)
-            gone = weakref.ref(out)
-            node = weakref.ref(out.grad_fn)
+        for recomputing in (False, True) if saved else (False,):
+            if saved:
+                saved.recomputing = recomputing
+            out = plan(*qkv, scores, saved)
+            output, node = weakref.ref(out), weakref.ref(out.grad_fn)
             del out
-            assert gone() is None and node() is None
+            assert output() is None and node() is None
     finally:
         gc.enable()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# As an option.
+# The options.
 
 
-def test_the_kernel_must_give_the_log_sum_exp() -> None:
+def test_the_kernel_must_return_the_log_sum_exp() -> None:
     sp, x = one_device(), make(Case())
     q, k, v = (x[name] for name in "qkv")
 
@@ -499,7 +474,7 @@ def test_the_kernel_must_give_the_log_sum_exp() -> None:
             longspan.attention(q, k, v, sp, head_chunks=0, kernel=kernel)
 
 
-def test_what_is_no_number_of_chunks_is_refused() -> None:
+def test_invalid_head_chunks_are_refused() -> None:
     sp, x = one_device(), make(Case())
     q, k, v = (x[name] for name in "qkv")
     for wrong in (-1, 1.5, True, "2"):
@@ -510,10 +485,10 @@ def test_what_is_no_number_of_chunks_is_refused() -> None:
     with pytest.raises(LongspanError, match="a plan has head_chunks already"):
         longspan.attention(q, k, v, sp, plan=plan, head_chunks=2)
     with pytest.raises(LongspanError, match="recompute_all_to_all=True"):
-        longspan.prepare_attention(q, k, v, sp)(q, k, v, Scores(), Shelf())
+        longspan.prepare_attention(q, k, v, sp)(q, k, v, Scores(), SavedInList())
 
 
-def test_plans_of_other_chunks_are_other_plans() -> None:
+def test_each_number_of_chunks_has_its_own_plan() -> None:
     sp, x = one_device(), make(Case(q_heads=8, kv_heads=8))
     qkv = [x[name] for name in "qkv"]
     for chunks in (1, 2, 4, 0, 99):
