@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import longspan
+from longspan.attn.segments import chunk_segments
 from longspan.comm.mesh import OneDeviceMesh
 from longspan.core.errors import LongspanError
-from longspan.core.segments import chunk_segments
 from longspan.hf.batch import IGNORE, SequenceInfo, real_tokens, shard_batch
 from tests.models import sharding
 from tests.pool import RankPool

@@ -15,8 +15,7 @@ import longspan
 from longspan.attn.kernels.base import REGISTRY
 from longspan.core import layouts
 from longspan.core.errors import LongspanError
-from longspan.core.layout import Layout, choose_layout
-from longspan.core.layouts import Contiguous, RingLayout, register_layout
+from longspan.core.layout import Contiguous, Layout, RingLayout, choose_layout, register_layout
 from longspan.plan import Job, Mesh, cost, read_hardware, read_model
 from longspan.plan.models import FAMILIES, register, shape_from_config
 from longspan.plan.views.curves import contexts, held_tokens

@@ -287,7 +287,7 @@ def test_rope_scaling_extends_the_positions(folder: Path, pool2: RankPool) -> No
     asked: dict[str, Any] = {"rope_scaling": "linear", "rope_factor": 4.0}
     with pytest.raises(LongspanError, match=r"64 positions.*--rope-scaling auto"):
         open_fitting_prompt(_config(short))
-    with pytest.raises(LongspanError, match=r"--rope-factor 4.0 is of a RoPE scaling"):
+    with pytest.raises(LongspanError, match=r"--rope-factor 4.0 needs a RoPE scaling"):
         _config(short, rope_factor=4.0).check()
     config.rope_parameters = {**config.rope_parameters, "rope_type": "linear", "factor": 4.0}
     scaled = AutoModelForCausalLM.from_pretrained(short, config=config)

@@ -158,7 +158,7 @@ def test_built_in_models_have_a_source_and_most_a_command() -> None:
         ("llama-3.1-8b", "--context 512k --rope-scaling as-is", "or --rope-scaling yarn (x 64 of its 8192 original"),
         ("llama-3.1-8b", "--context 512k --rope-scaling yarn --rope-factor 8", "are 65536 positions, and"),
         ("llama-3.1-8b", "--context 8k --rope-scaling yarn", "the 8,192 tokens of --context are within the positions"),
-        ("phi3", "--context 100k", "transformers takes only longrope"),
+        ("phi3", "--context 100k", "transformers supports only longrope"),
     ],
 )  # fmt: skip
 def test_plan_and_train_refuse_the_same_in_the_same_words(

@@ -1,4 +1,4 @@
-"""RoPE scaling by flags: what a config becomes, what is refused, and that sharded runs compute what one does."""
+"""RoPE scaling by flags: the scaled config, what is refused, and sharded runs against one process."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0
 LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
 LOCAL = {"rope_type": "default", "rope_theta": 1e4}
 
-#: Family, what its config says of positions, the scaling and factor asked for, the context; then its rotary table and
-#: max_position_embeddings after that.
+#: Family, positions in its config, requested scaling and factor, context; the scaled rotary table and
+#: max_position_embeddings.
 CASES: list[tuple[str, dict[str, Any], RopeChoice, float | None, int, dict[str, Any], int]] = [
     ("Llama", {"max_position_embeddings": 4096, "rope_parameters": LOCAL}, "yarn", None, 10_000,
      {**LOCAL, "rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 4096}, 12_288),
@@ -43,7 +43,7 @@ CASES: list[tuple[str, dict[str, Any], RopeChoice, float | None, int, dict[str, 
      {**YARN, "factor": 128.0}, 524_288),
     ("GPTNeoX", {"max_position_embeddings": 2048}, "linear", 2.5, 5000,
      {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0, "partial_rotary_factor": 0.25}, 5120),
-    # Of two tables that of the layers that see everything; a window has no further positions in it than before.
+    # Only the table of layers with full attention: distances within a window do not grow.
     ("Gemma3Text", {"max_position_embeddings": 131072, "rope_parameters": {"full_attention": LINEAR,
      "sliding_attention": LOCAL}}, "auto", None, 524_288,
      {"full_attention": {**LINEAR, "factor": 32.0}, "sliding_attention": LOCAL}, 524_288),
@@ -51,8 +51,8 @@ CASES: list[tuple[str, dict[str, Any], RopeChoice, float | None, int, dict[str, 
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[2]}")
-def test_a_scaled_config_is_what_one_written_by_hand_is(case: Any, tmp_path: Path) -> None:
-    """Also once it has been saved, and for the angles that a model made of it computes with."""
+def test_a_scaled_config_equals_one_written_by_hand(case: Any, tmp_path: Path) -> None:
+    """Also after saving; a model of it computes the same angles."""
     family, positions, kind, factor, context, table, range_ = copy.deepcopy(case)  # transformers writes into them
     model = build(family, **positions)
     scaling = check_language_model("it", model.config, context, RopeAsked(kind, factor))
@@ -88,7 +88,7 @@ def test_longrope_takes_its_factors_from_a_file(tmp_path: Path) -> None:
     for held, message in (
         ({"short_factor": [1.0]}, "has no list long_factor"),
         ({"short_factor": [1.0], "long_factor": [1.0, 2.0]}, "short_factor has 1 numbers and long_factor 2"),
-        ({"short_factor": [1.0], "long_factor": [0]}, "long_factor holds 0; all of them are numbers above 0"),
+        ({"short_factor": [1.0], "long_factor": [0]}, "long_factor contains 0; give numbers above 0"),
     ):
         file.write_text(json.dumps(held))
         with pytest.raises(LongspanError, match=message):
@@ -98,17 +98,17 @@ def test_longrope_takes_its_factors_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"rope_factor": 4.0}, "--rope-factor 4.0 is of a RoPE scaling, and --rope-scaling is as-is"),
+        ({"rope_factor": 4.0}, "--rope-factor 4.0 needs a RoPE scaling, and --rope-scaling is as-is"),
         ({"rope_scaling": "yarn", "rope_factor": 0.5}, "--rope-factor must be at least 1"),
         (
             {"rope_scaling": "yarn", "rope_factor": math.nan},
             "--rope-factor must be at least 1 and at most 1,048,576, got nan",
         ),
         ({"rope_scaling": "longrope"}, "give --longrope-factors FILE"),
-        ({"rope_scaling": "yarn", "longrope_factors": Path("x")}, "is of --rope-scaling longrope"),
+        ({"rope_scaling": "yarn", "longrope_factors": Path("x")}, "needs --rope-scaling longrope"),
     ],
 )
-def test_flags_that_do_not_go_together(flags: dict[str, Any], message: str) -> None:
+def test_contradicting_flags_are_refused(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(LongspanError, match=message):
         RopeFlags(**flags).rope()
 
@@ -117,34 +117,31 @@ LEARNT = {"max_position_embeddings": 1024}
 
 
 @pytest.mark.parametrize(
-    ("said", "rotary", "asked", "context", "message"),
+    ("config", "rotary", "asked", "context", "message"),
     [
-        (LEARNT, False, RopeAsked(), 2048, "the 1024 learnt positions of it .*which no RoPE scaling lengthens"),
-        (LEARNT, False, AUTO, 2048, "no RoPE scaling lengthens; give --context 1024 or less"),
+        (LEARNT, False, RopeAsked(), 2048, "the 1024 learnt positions of it .*give --context 1024 or less"),
+        (LEARNT, False, AUTO, 2048, "RoPE scaling needs rotary ones"),
         (LEARNT, False, RopeAsked("yarn", 2.0), 512, "it has no rotary embeddings"),
         (LEARNT, True, RopeAsked(), 2049, r"or --rope-scaling yarn \(x 3 of its 1024 original positions\)"),
         (LEARNT, True, RopeAsked("yarn"), 512, r"512 tokens .* within the positions of it \(1,024\)"),
         (LEARNT, True, RopeAsked("linear", 2.0), 4096,
          "--rope-factor 2 x 1024 original positions of it are 2048 positions, .*; give --rope-factor 4"),
         ({**LEARNT, "rope_scaling": {"type": "proportional"}}, True, AUTO, 4096, "RoPE of the kind proportional"),
-        ({**LEARNT, "model_type": "phi3"}, True, AUTO, 4096, "takes only longrope .*--longrope-factors FILE, or"),
-        ({}, True, RopeAsked("yarn"), 4096, "does not say how many positions it has .*--rope-original"),
+        ({**LEARNT, "model_type": "phi3"}, True, AUTO, 4096, "supports only longrope .*--longrope-factors FILE, or"),
+        ({}, True, RopeAsked("yarn"), 4096, "has no max_position_embeddings; give --rope-original"),
     ],
 )  # fmt: skip
-def test_positions_that_cannot_be_had(
-    said: dict[str, Any], rotary: bool, asked: RopeAsked, context: int, message: str
+def test_impossible_positions_are_refused(
+    config: dict[str, Any], rotary: bool, asked: RopeAsked, context: int, message: str
 ) -> None:
-    state = rope_state(said, said.get("max_position_embeddings"), rotary)
+    state = rope_state(config, config.get("max_position_embeddings"), rotary)
     with pytest.raises(LongspanError, match=message):
         scaling_for(state, asked, context, "it")
 
 
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "longrope"])
-def test_ranks_compute_with_the_scaling_what_one_process_does(
-    pool4: RankPool, tmp_path: Path, kind: RopeChoice
-) -> None:
-    """4 x the original positions over 4 ranks, of which the first holds none beyond them: a scaling that goes by the
-    length has to see all of it."""
+def test_scaled_ranks_compute_what_one_process_does(pool4: RankPool, tmp_path: Path, kind: RopeChoice) -> None:
+    """The first of 4 ranks has no token beyond the original positions: dynamic scaling must use the global length."""
     factors = None
     if kind == "longrope":
         factors = tmp_path / "factors.json"
@@ -165,7 +162,7 @@ def test_ranks_compute_with_the_scaling_what_one_process_does(
 
 
 def test_a_run_keeps_its_scaling(tmp_path: Path) -> None:
-    """In what it says, in what it exports, in what it may go on from, and in what `verify --resume` computes."""
+    """In its log, its export, the check at a resume, and in `verify --resume`."""
     from longspan.train import TrainConfig
 
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question: " * 100)
@@ -194,8 +191,8 @@ def test_a_run_keeps_its_scaling(tmp_path: Path) -> None:
         make(VerifyConfig, resume=str(run.out), rope_scaling="yarn").check()
 
 
-def test_a_scaling_that_a_config_class_does_not_keep_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Phi-3's makes "yarn" into "longrope" when it is loaded; a class of that kind that is not known shows itself."""
+def test_a_scaling_that_a_config_class_changes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Phi-3's turns "yarn" into "longrope" when it is loaded; the check finds such a class without a list of names."""
     monkeypatch.setattr("longspan.core.rope.ONLY", {})
     config = build("Phi3").config
     with pytest.raises(LongspanError, match=r"transformers does not take it for it \(Phi3Config\)"):

@@ -20,11 +20,10 @@ from longspan.attn.prepare import (
     prepare,
 )
 from longspan.attn.score import Scores
-from longspan.attn.segments import cu_seqlens_segments, document_segments, paired_segments
+from longspan.attn.segments import Segments, cu_seqlens_segments, document_segments, paired_segments
 from longspan.attn.shapes import Shapes, check_tensors
 from longspan.comm.arguments import check_integers, check_sharding, check_tensor
 from longspan.core.errors import LongspanError
-from longspan.core.segments import Segments
 from longspan.core.validation import LARGEST_COUNT, check_number, format_value
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.compat.torch_api import tree_leaves
+from longspan.attn.segments import Segments
+from longspan.compat.torch_attention import tree_leaves
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Span
 from longspan.core.regions import Region
-from longspan.core.segments import Segments
 from longspan.core.validation import LARGEST_COUNT, check_flag, check_function, check_number, format_value
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -6,13 +6,16 @@ Everything here is read on the host, once per batch, and is the same on every ra
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Span
-from longspan.core.segments import Segments
+
+Segments = tuple[tuple[Span, ...], ...]
+"""For each batch row the spans of tokens [start, stop) that attend only to each other."""
 
 
 def padding_segments(mask: Tensor) -> tuple[Segments | None, bool]:
@@ -113,3 +116,23 @@ def _span_by_id(ids: Tensor) -> dict[int, Span]:
     rows = document_segments(ids[None])
     spans = rows[0] if rows is not None else ((0, len(ids)),)
     return {int(ids[start]): (start, stop) for start, stop in spans}
+
+
+def chunk_segments(rows: Segments, chunk_size: int, starts: tuple[tuple[int, ...], ...] | None = None) -> Segments:
+    """Cut every segment into chunks of `chunk_size` tokens (Llama-4's chunked attention).
+
+    Chunks count from position 0, and `starts` are the position ids of the segments' first tokens; without `starts`
+    every segment starts at position 0.
+    """
+    return tuple(
+        tuple(
+            span
+            for (start, stop), position in zip(row, starts[b] if starts else (0,) * len(row), strict=True)
+            for span in _cut_span(start, stop, start + chunk_size - position % chunk_size, chunk_size)
+        )
+        for b, row in enumerate(rows)
+    )
+
+
+def _cut_span(start: int, stop: int, first_cut: int, step: int) -> Iterator[Span]:
+    return itertools.pairwise([start, *range(first_cut, stop, step), stop])

@@ -128,7 +128,7 @@ class SequenceSharding:
     Args:
         mesh: from `init_mesh`, or any `DeviceMesh` with the four axes.
         layout: "zigzag" (balances a causal mask over the ring), "contiguous" (shortest routes under a sliding window;
-            as good for a bidirectional mask), another registered layout (`longspan.core.layouts`), or "auto": zigzag in
+            as good for a bidirectional mask), another registered layout (`longspan.core.layout`), or "auto": zigzag in
             a ring, otherwise contiguous (the Ulysses all-to-all restores the order of the tokens, so no other layout
             balances better).
         kv_replication: whether one KV head may be sent to several ranks if there are more ranks than KV heads.

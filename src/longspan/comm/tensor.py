@@ -17,7 +17,8 @@ from torch import Tensor
 
 from longspan.comm import collectives
 from longspan.comm.mesh import find_group, group_name
-from longspan.core.tile_sizes import Span, even_span
+from longspan.core.layout import Span
+from longspan.core.tile_sizes import even_span
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class RopeFlags:
     rope_factor: float | None = None
     """Positions over original positions. By default the smallest integer that the context needs."""
     rope_original: int | None = None
-    """Positions before any scaling, if the model's config does not have them, or wrongly."""
+    """Positions before any scaling, if those of the model's config are missing or wrong."""
     longrope_factors: Path | None = None
     """JSON with "short_factor" and "long_factor" for longrope, or a config.json that has them."""
 
@@ -83,8 +83,7 @@ class RopeFlags:
             for flag, value in given.items():
                 if value is not None:
                     raise LongspanError(
-                        f"{flag} {value} is of a RoPE scaling, and --rope-scaling is as-is; name one: "
-                        f"{', '.join(KINDS)}"
+                        f"{flag} {value} needs a RoPE scaling, and --rope-scaling is as-is; choose {', '.join(KINDS)}"
                     )
         if self.rope_factor is not None:
             check_number("--rope-factor", self.rope_factor, 1, _LARGEST_FACTOR)
@@ -92,11 +91,11 @@ class RopeFlags:
             check_number("--rope-original", self.rope_original, 1, LARGEST_COUNT)
         if (self.rope_scaling == "longrope") != (self.longrope_factors is not None):
             raise LongspanError(
-                f"--longrope-factors {self.longrope_factors} is of --rope-scaling longrope, and --rope-scaling is "
-                f"{self.rope_scaling}; leave one of them out"
+                f"--longrope-factors {self.longrope_factors} needs --rope-scaling longrope, and --rope-scaling is "
+                f"{self.rope_scaling}; remove one of them"
                 if self.longrope_factors is not None
-                else "--rope-scaling longrope needs what each angle is divided by, which is searched for each model; "
-                "give --longrope-factors FILE, JSON with short_factor and long_factor, or take --rope-scaling yarn"
+                else "--rope-scaling longrope needs a divisor for each angle, found by a search for each model; give "
+                "--longrope-factors FILE, JSON with short_factor and long_factor, or use --rope-scaling yarn"
             )
         asked = RopeAsked(self.rope_scaling, self.rope_factor, self.rope_original)
         if self.longrope_factors is None:
@@ -109,29 +108,26 @@ def _read_factors(path: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
     flag = "--longrope-factors"
     if existing_path(flag, str(path)) is None:
         raise LongspanError(f"{flag} {path} does not exist; give JSON with short_factor and long_factor")
+    text = read_text(flag, path)
     try:
-        found = json.loads(read_text(flag, path))
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        if isinstance(error, LongspanError):
-            raise
         raise LongspanError(f"{flag} {path} is not JSON: {error}; give short_factor and long_factor") from error
-    found = found if isinstance(found, dict) else {}
-    within = next(
-        (found[key] for key in ("rope_parameters", "rope_scaling") if isinstance(found.get(key), dict)), found
-    )
+    content = content if isinstance(content, dict) else {}
+    table = _parameters(content) or content
     lists = []
     for key in ("short_factor", "long_factor"):
-        numbers = within.get(key)
+        numbers = table.get(key)
         if not isinstance(numbers, list) or not numbers:
             raise LongspanError(f"{flag} {path} has no list {key}; give both, short_factor and long_factor")
         for x in numbers:
             if isinstance(x, bool) or not isinstance(x, int | float) or not 0 < x < math.inf:
-                raise LongspanError(f"{flag} {path}: {key} holds {format_value(x)}; all of them are numbers above 0")
+                raise LongspanError(f"{flag} {path}: {key} contains {format_value(x)}; give numbers above 0")
         lists.append(tuple(float(x) for x in numbers))
     if len(lists[0]) != len(lists[1]):
         raise LongspanError(
-            f"{flag} {path}: short_factor has {len(lists[0])} numbers and long_factor {len(lists[1])}; give both one "
-            "for each angle of a head"
+            f"{flag} {path}: short_factor has {len(lists[0])} numbers and long_factor {len(lists[1])}; give one "
+            "number for each angle of a head in both"
         )
     return lists[0], lists[1]
 
@@ -202,8 +198,8 @@ def full_table(parameters: Mapping[str, Any]) -> tuple[str | None, Mapping[str, 
         return None, parameters
     if "full_attention" not in tables:
         raise LongspanError(
-            f"the model's config has rotary tables for {', '.join(tables)}, and none for full_attention: RoPE scaling "
-            "does not know which to change; change the config.json by hand"
+            f"the model's config has rotary tables for {', '.join(tables)}, and none for full_attention, which RoPE "
+            "scaling would change; change the config.json by hand"
         )
     return "full_attention", tables["full_attention"]
 
@@ -214,7 +210,7 @@ def _parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def rope_state(config: Mapping[str, Any], positions: int | None, rotary: bool, dims: int | None = None) -> RopeState:
-    """Read a config, in the spelling of transformers 5 (`rope_parameters`) or of 4 (`rope_scaling`).
+    """Read a config of transformers 5 (`rope_parameters`) or 4 (`rope_scaling`).
 
     Args:
         config: the keys of a `config.json` (of a multimodal model its text part).
@@ -222,9 +218,9 @@ def rope_state(config: Mapping[str, Any], positions: int | None, rotary: bool, d
         rotary: whether the model has rotary embeddings.
         dims: rotary dimensions of a head.
     """
-    said = _parameters(config)
-    tables = {key: value for key, value in said.items() if isinstance(value, Mapping)}
-    table: Mapping[str, Any] = tables.get("full_attention", {}) if tables else said
+    parameters = _parameters(config)
+    several = any(isinstance(value, Mapping) for value in parameters.values())
+    table: Mapping[str, Any] = parameters.get("full_attention", {}) if several else parameters
     kind = table.get("rope_type", table.get("type")) or "default"
     factor, stated = table.get("factor"), table.get("original_max_position_embeddings")
     stated = config.get("original_max_position_embeddings") or stated  # Phi-3 has it there, and transformers prefers it
@@ -270,10 +266,12 @@ class RopeScaling:
     @property
     def flags(self) -> dict[str, str]:
         """The flags of this scaling, with their values."""
-        said = {"--rope-scaling": self.kind, "--rope-factor": f"{self.factor!r}".removesuffix(".0")}
+        flags = {"--rope-scaling": self.kind, "--rope-factor": f"{self.factor!r}".removesuffix(".0")}
         if self.asked_original:
-            said["--rope-original"] = str(self.original)
-        return {**said, "--longrope-factors": self.file} if self.file else said
+            flags["--rope-original"] = str(self.original)
+        if self.file:
+            flags["--longrope-factors"] = self.file
+        return flags
 
     def __str__(self) -> str:
         end = "and grows with the sequence" if self.kind == "dynamic" else f"= {self.positions:,} positions"
@@ -294,40 +292,35 @@ def scaling_for(state: RopeState, asked: RopeAsked, context: int, where: str) ->
         LongspanError: if no scaling gives the model such positions, with the numbers and the fix.
     """
     within = state.reach is None or context <= state.reach
-    if asked.scaling == "as-is":
-        if not within:
-            raise LongspanError(f"{_too_long(state, context, where)}{_fix(state, context)}")
-        return None
-    if asked.scaling == "auto" and within:
+    if not within and (asked.scaling == "as-is" or not state.rotary):
+        raise LongspanError(_too_long(state, context, where))
+    if asked.scaling == "as-is" or (asked.scaling == "auto" and within):
         return None
     if not state.rotary:
-        if not within:
-            raise LongspanError(f"{_too_long(state, context, where)}{_fix(state, context)}")
-        raise LongspanError(f"--rope-scaling {asked.scaling}: {where} has no rotary embeddings; leave it out")
+        raise LongspanError(f"--rope-scaling {asked.scaling}: {where} has no rotary embeddings; remove the flag")
     if state.kind not in ("default", "llama3", *KINDS):
         raise LongspanError(
-            f"--rope-scaling {asked.scaling}: {where} has RoPE of the kind {state.kind}, which no scaling takes the "
-            f"place of; give --context {state.positions} or less, or change its config.json by hand"
+            f"--rope-scaling {asked.scaling}: {where} has RoPE of the kind {state.kind}, which cannot be replaced; "
+            f"give --context {state.positions} or less, or change its config.json by hand"
         )
     kind = _kind_for(state) if asked.scaling == "auto" else asked.scaling
     if kind not in state.kinds:
         longrope = " --longrope-factors FILE" if "longrope" in state.kinds else ""
         raise LongspanError(
-            f"--rope-scaling {kind}: transformers takes only {', '.join(state.kinds)} for a model of the type of "
+            f"--rope-scaling {kind}: transformers supports only {', '.join(state.kinds)} for models of the type of "
             f"{where}; give --rope-scaling {state.kinds[0]}{longrope}, or --context {state.positions} or less"
         )
     original = asked.original or state.original
     if original is None:
         raise LongspanError(
-            f"--rope-scaling {kind}: {where} does not say how many positions it has (max_position_embeddings); give "
-            "--rope-original"
+            f"--rope-scaling {kind}: the config of {where} has no max_position_embeddings; give --rope-original"
         )
     if within and asked.factor is None:
         have = "any number" if state.reach is None else f"{state.reach:,}"
         own = f" by {state.scaling}" if state.scaling else ""
         raise LongspanError(
             f"--rope-scaling {asked.scaling}: the {context:,} tokens of --context are within the positions of {where} "
-            f"({have}{own}), so no factor follows from them; give --rope-factor, or leave it out (auto does)"
+            f"({have}{own}), so they need no scaling; give --rope-factor, or --rope-scaling auto"
         )
     needed = max(1, -(-context // original))
     factor = float(needed) if asked.factor is None else asked.factor
@@ -335,12 +328,12 @@ def scaling_for(state: RopeState, asked: RopeAsked, context: int, where: str) ->
     if kind != "dynamic" and context > reach:
         raise LongspanError(
             f"--rope-factor {factor:g} x {original} original positions of {where} are {reach} positions, and --context "
-            f"is {context}; give --rope-factor {needed}, or leave it out, or --context {reach} or less"
+            f"is {context}; give --rope-factor {needed} or none, or --context {reach} or less"
         )
     if kind == "longrope" and state.dims is not None and len(asked.long) != state.dims // 2:
         raise LongspanError(
             f"--longrope-factors {asked.file} has {len(asked.long)} numbers, and a head of {where} has "
-            f"{state.dims // 2} angles ({state.dims} rotary dimensions); give as many"
+            f"{state.dims // 2} angles ({state.dims} rotary dimensions); give one number per angle"
         )
     return RopeScaling(
         kind,
@@ -372,22 +365,18 @@ def _kind_for(state: RopeState) -> RopeKind:
 
 
 def _too_long(state: RopeState, context: int, where: str) -> str:
-    learnt = "" if state.rotary else "learnt "
-    return (
-        f"--context {context} is longer than the {state.positions} {learnt}positions of {where} "
-        "(max_position_embeddings)"
-    )
-
-
-def _fix(state: RopeState, context: int) -> str:
+    fix = f"give --context {state.positions} or less"
     if not state.rotary:
-        return f", which no RoPE scaling lengthens; give --context {state.positions} or less"
+        return (
+            f"--context {context} is longer than the {state.positions} learnt positions of {where} "
+            f"(max_position_embeddings), and RoPE scaling needs rotary ones; {fix}"
+        )
     kind, original = _kind_for(state), state.original or 1
     kind = kind if kind in state.kinds else state.kinds[0]
     factors = " --longrope-factors FILE" if kind == "longrope" else ""
     return (
-        f"; give --context {state.positions} or less, or --rope-scaling {kind}{factors} "
-        f"(x {-(-context // original)} of its {original} original positions)"
+        f"--context {context} is longer than the {state.positions} positions of {where} (max_position_embeddings); "
+        f"{fix}, or --rope-scaling {kind}{factors} (x {-(-context // original)} of its {original} original positions)"
     )
 
 
@@ -399,10 +388,10 @@ def scaled_table(table: Mapping[str, Any], scaling: RopeScaling) -> dict[str, An
     """
     same = table.get("rope_type", table.get("type")) == scaling.kind
     stays = [key for key in table if same or key in ("rope_theta", "partial_rotary_factor", "mrope_section")]
-    found = {key: table[key] for key in stays if key not in ("attention_factor", "type")}
-    found |= {"rope_type": scaling.kind, "factor": float(scaling.factor)}
+    scaled = {key: table[key] for key in stays if key not in ("attention_factor", "type")}
+    scaled |= {"rope_type": scaling.kind, "factor": float(scaling.factor)}
     if scaling.kind in ("yarn", "longrope"):
-        found["original_max_position_embeddings"] = scaling.original
+        scaled["original_max_position_embeddings"] = scaling.original
     if scaling.kind == "longrope":
-        found |= {"short_factor": list(scaling.short), "long_factor": list(scaling.long)}
-    return found
+        scaled |= {"short_factor": list(scaling.short), "long_factor": list(scaling.long)}
+    return scaled

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+from longspan.core.layout import Span
+
 GRADIENT_BUCKET = 1 << 22
 """Elements of one all-reduce of `longspan.hf.weights.gradients.GradientSum`, which copies at most one bucket. A larger
 parameter has a bucket of its own and is summed in place."""
@@ -35,8 +37,22 @@ def gradient_buckets(
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(sizes)], strict=True)]
 
 
-Span = tuple[int, int]
-"""The first index in a dimension, and one past the last."""
+WHOLE_GRADIENTS = 1 / 8
+"""Part of a device's memory that unsharded gradients may take, with FSDP, to be reduced once."""
+
+
+def reduces_once(sharded: bool, gradient_bytes: float, memory_bytes: float) -> bool:
+    """Return whether `--reduce auto` reduces gradients once, after the last micro-batch, instead of after each.
+
+    Without FSDP this costs no memory: every rank holds the whole model's gradients anyway. With FSDP every rank then
+    holds them, instead of its shard, from the first micro-batch to the last.
+
+    Args:
+        sharded: whether FSDP shards the weights.
+        gradient_bytes: of all gradients, in the dtype of the reduction.
+        memory_bytes: of a device.
+    """
+    return not sharded or gradient_bytes <= WHOLE_GRADIENTS * memory_bytes
 
 
 def even_span(length: int, rank: int, size: int) -> Span:

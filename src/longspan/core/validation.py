@@ -81,7 +81,7 @@ def check_number(
     too_high = fits and not (value < most if below else value <= most)
     if fits and not too_low and not too_high and (isinstance(value, kinds[:1]) or math.isfinite(value)):
         return
-    # Of a number, the side that it fails; of what is none, or is NaN, all that is wanted.
+    # A number outside the range: name the limit that it exceeds. Anything else, and NaN: name both.
     low = (
         [f"{'above' if above else 'at least'} {least:,}"]
         if least > -math.inf and not (too_high and not too_low)
@@ -89,9 +89,9 @@ def check_number(
     )
     high = [f"{'below' if below else 'at most'} {most:,}"] if most < math.inf and not (too_low and not too_high) else []
     endless = ["finite"] if most == math.inf and isinstance(value, float) and not math.isfinite(value) else []
-    wanted = " and ".join(endless + low + high)
+    allowed = " and ".join(endless + low + high)
     form = "" if fits else "an integer " if whole else "a number "
-    raise LongspanError(f"{name} must be {(form + wanted).strip()}, got {format_value(value)}")
+    raise LongspanError(f"{name} must be {(form + allowed).strip()}, got {format_value(value)}")
 
 
 def check_count(name: str, value: Any) -> None:
@@ -115,9 +115,9 @@ def check_function(name: str, value: Any, arguments: str) -> None:
     Raises:
         LongspanError: with the value.
     """
-    wanted = f"{name} must be a function ({arguments})"
+    expected = f"{name} must be a function ({arguments})"
     if not callable(value):
-        raise LongspanError(f"{wanted}, got {format_value(value)} ({type(value).__name__})")
+        raise LongspanError(f"{expected}, got {format_value(value)} ({type(value).__name__})")
     try:
         signature = inspect.signature(value)
     except (TypeError, ValueError):  # some builtins have none
@@ -126,7 +126,7 @@ def check_function(name: str, value: Any, arguments: str) -> None:
         by_place, _, by_name = arguments.partition(", *, ")
         signature.bind(*by_place.split(", "), **dict.fromkeys(filter(None, by_name.split(", "))))
     except TypeError as error:
-        raise LongspanError(f"{wanted}, this one takes {signature}") from error
+        raise LongspanError(f"{expected}, this one takes {signature}") from error
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -147,8 +147,8 @@ def check_processes(ranks: int, mesh: str) -> None:
     most = max(64, 4 * cores)
     if ranks > most:
         raise LongspanError(
-            f"{mesh} starts {ranks} processes on this machine, which has {cores} cores; at most {most} are started "
-            "here: choose smaller degrees, or start the job by torchrun on several machines"
+            f"{mesh} starts {ranks} processes on this machine, which has {cores} cores; at most {most} are allowed: "
+            "choose smaller degrees, or start the job by torchrun on several machines"
         )
 
 
@@ -256,7 +256,7 @@ def check_text(name: str, text: str) -> str:
 def check_name(name: str, text: str) -> None:
     """Raise for an empty name, and for what `check_text` refuses."""
     if not check_text(name, text):
-        raise LongspanError(f"{name} is empty; leave it out, or give a name")
+        raise LongspanError(f"{name} is empty; remove the flag, or give a name")
 
 
 def path_of(name: str, text: str) -> Path:
@@ -270,7 +270,7 @@ def path_of(name: str, text: str) -> Path:
     try:
         path = Path(text).expanduser()
     except RuntimeError as error:
-        raise LongspanError(f"{name} {text}: there is no user of that name here; write the full path") from error
+        raise LongspanError(f"{name} {text}: this machine has no user of that name; write the full path") from error
     encoded = os.fsencode(path)
     too_long = len(encoded) >= _LONGEST_PATH or max(map(len, encoded.split(b"/"))) > _LONGEST_NAME
     try:
@@ -307,8 +307,8 @@ def near(text: str) -> str:
         names = os.listdir(path.parent)
     except OSError:
         return ""
-    found = difflib.get_close_matches(path.name, [name for name in names if not name.startswith(".")], n=3)
-    return f" (did you mean {' or '.join(str(path.parent / name) for name in found)}?)" if found else ""
+    close = difflib.get_close_matches(path.name, [name for name in names if not name.startswith(".")], n=3)
+    return f" (did you mean {' or '.join(str(path.parent / name) for name in close)}?)" if close else ""
 
 
 def means_a_path(text: str) -> bool:
@@ -415,7 +415,7 @@ def _shortened(text: str) -> str:
 
 def _lines(text: str) -> dict[tuple[str, ...], int]:
     """Return the line of every key and table. Lines of a multi-line string may look like keys, which does no harm."""
-    found: dict[tuple[str, ...], int] = {}
+    lines: dict[tuple[str, ...], int] = {}
     table: tuple[str, ...] = ()
     for number, line in enumerate(text.splitlines(), 1):
         if header := re.match(r"\s*\[+([^\[\]=]+)\]", line):
@@ -425,8 +425,8 @@ def _lines(text: str) -> dict[tuple[str, ...], int]:
         else:
             continue
         for n in range(1, len(keys) + 1):
-            found.setdefault(keys[:n], number)
-    return found
+            lines.setdefault(keys[:n], number)
+    return lines
 
 
 def _keys(dotted: str) -> tuple[str, ...]:

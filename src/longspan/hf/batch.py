@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from longspan.attn.segments import Segments
 from longspan.comm.arguments import check_integers, check_sharding, describe
 from longspan.comm.digests import Digester
 from longspan.comm.shard import shard
 from longspan.core.errors import LongspanError
-from longspan.core.segments import Segments
 from longspan.core.validation import check_flag, checked_call
 from longspan.hf.documents import BORDER_KEYS, ID_KEYS, LONGEST_KEYS, VisibleKeys, segments_of
 from longspan.losses.cross_entropy import IGNORE as IGNORE

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.attn.segments import cu_seqlens_segments, document_segments, padding_segments
+from longspan.attn.segments import Segments, cu_seqlens_segments, document_segments, padding_segments
 from longspan.core.errors import LongspanError
-from longspan.core.segments import Segments
 
 ID_KEYS = ("document_ids", "seq_idx")
 BORDER_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k")

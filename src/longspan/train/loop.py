@@ -25,8 +25,8 @@ from longspan.checkpoint.identity import flat
 from longspan.comm.consistency import gather_numbers, host_group
 from longspan.comm.mesh import make_sharding
 from longspan.compat.torchao_api import check_torchao
-from longspan.core.accumulation import sums_once
 from longspan.core.errors import LongspanError
+from longspan.core.tile_sizes import reduces_once
 from longspan.data import ROUNDS_AHEAD, StepBatch, check_same_text, deal, merge_rounds, prefetch, rounds
 from longspan.hf.batch import shard_batch
 from longspan.hf.checks.nonfinite import watch
@@ -371,7 +371,7 @@ class Trainer:
         width = 2 if config.optimizer.grad_dtype == "bf16" else 4  # bytes of an unreduced gradient's element
         nbytes = width * sum(p.numel() // tensor_parts(p) for p in self.model.parameters() if p.requires_grad)
         sharded = config.fsdp and sp.world_size > 1
-        last = torch.tensor(sums_once(sharded, nbytes, device_memory(sp.device)), device=sp.device, dtype=torch.int32)
+        last = torch.tensor(reduces_once(sharded, nbytes, device_memory(sp.device)), device=sp.device, dtype=torch.int32)
         dist.all_reduce(last, dist.ReduceOp.MIN, group=self.group)
         return bool(last)
 

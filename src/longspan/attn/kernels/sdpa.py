@@ -19,8 +19,8 @@ from torch import Tensor
 from longspan.attn.kernels.base import AutogradKernel, Blocks, KernelRequest, register
 from longspan.attn.mask import Mask
 from longspan.attn.score import Scores
+from longspan.attn.segments import Segments, chunk_segments
 from longspan.core.layout import Span
-from longspan.core.segments import Segments, chunk_segments
 
 SHORT_WINDOW = 256
 """The longest window for which "auto" uses sdpa, which computes twice the attending pairs. Up to here that costs no

@@ -25,8 +25,8 @@ from longspan.hf.forward.stage import ForwardCall, ModelTraits, Stage
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from longspan.attn.segments import Segments
     from longspan.comm.mesh import SequenceSharding
-    from longspan.core.segments import Segments
     from longspan.hf.tensor_parallel.layers import TensorParallel
 
 

@@ -16,6 +16,7 @@ from longspan.attn.kernels.choice import AnyKernel, Choice
 from longspan.attn.mask import Mask
 from longspan.attn.prepare import AttentionPlan, prepare
 from longspan.attn.score import Scores
+from longspan.attn.segments import chunk_segments
 from longspan.attn.shapes import Shapes
 from longspan.cache.attend import attend, first_visible_token
 from longspan.cache.latent import LatentLayer, expand
@@ -23,7 +24,6 @@ from longspan.compat.torch_api import not_compiled
 from longspan.compat.transformers_api import register_attention
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, Memory
-from longspan.core.segments import chunk_segments
 from longspan.hf.batch import SequenceInfo
 from longspan.hf.forward.kv_cache import CachedInfo
 from longspan.hf.forward.masks import MaskRequest, longspan_mask

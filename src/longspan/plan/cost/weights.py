@@ -6,8 +6,7 @@ import functools
 import math
 from typing import TYPE_CHECKING
 
-from longspan.core.accumulation import sums_once
-from longspan.core.tile_sizes import gradient_buckets
+from longspan.core.tile_sizes import gradient_buckets, reduces_once
 from longspan.plan.cost.tensor import cut_shape
 from longspan.plan.job import micro_batches
 from longspan.plan.layers import Sent
@@ -131,7 +130,7 @@ def sums_gradients_once(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardw
     """Whether a step of several micro-batches sums its gradients over the ranks once, as `longspan train` decides."""
     all_gradients = model.params // mesh.tensor * 4
     sharded = job.weight_sharding and mesh.weights > 1
-    return micro_batches(job, mesh) > 1 and sums_once(sharded, all_gradients, hardware.memory_bytes)
+    return micro_batches(job, mesh) > 1 and reduces_once(sharded, all_gradients, hardware.memory_bytes)
 
 
 def outer_weights_sent(model: ModelShape, job: Job, mesh: Mesh) -> list[Sent]:
