@@ -131,7 +131,7 @@ def test_a_code_errs_by_half_a_step_of_each_vectors_largest_element(code: str, l
     assert bool((error <= allowed * (1 + 1e-5)).all()) and bool((error > 0).any())
     exact = codec_of("exact")
     assert torch.equal(exact.decode(exact.encode(x), x.dtype), x)
-    with pytest.raises(longspan.LongspanError, match="dtype='int4' is unknown; choose exact, int8, fp8"):
+    with pytest.raises(longspan.LongspanError, match="dtype='int4' is unknown; choose 'exact', 'int8' or 'fp8'"):
         codec_of("int4")
 
 

@@ -468,9 +468,9 @@ def test_the_kernel_must_return_the_log_sum_exp() -> None:
 
     assert longspan.explain_kernel(q, k, v, sp).name == "sdpa"
     choice = longspan.explain_kernel(q, k, v, sp, head_chunks=2)
-    assert choice.name == "tiled" and "sdpa gives no log-sum-exp" in choice.reason
+    assert choice.name == "tiled" and "sdpa returns no log-sum-exp" in choice.reason
     for kernel in ("sdpa", "eager", mine):
-        with pytest.raises(LongspanError, match=r"gives no log-sum-exp, .*kernel='auto' or 'tiled'.*head_chunks=1"):
+        with pytest.raises(LongspanError, match=r"returns no log-sum-exp, .*kernel='auto' or 'tiled'.*head_chunks=1"):
             longspan.attention(q, k, v, sp, head_chunks=0, kernel=kernel)
 
 

@@ -14,8 +14,15 @@ import torch
 from torch import Tensor
 
 from longspan.attn.kernels.base import AutogradKernel, Blocks, Kernel, KernelRequest
-from longspan.attn.kernels.choice import AnyKernel, Choice, choose_kernel, log_choice, refuse_learnt_biases, returns_lse
-from longspan.attn.kernels.eager import EAGER
+from longspan.attn.kernels.choice import (
+    EAGER,
+    AnyKernel,
+    Choice,
+    choose_kernel,
+    log_choice,
+    refuse_learnt_biases,
+    returns_lse,
+)
 from longspan.attn.mask import Mask, row_groups
 from longspan.attn.methods.base import AttentionMethod, SavedAttentions
 from longspan.attn.methods.chunked import ChunkedUlysses, HeadChunk

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from longspan.cache.codec import EXACT
+from longspan.comm.quantize import QUANTIZED_FORMATS
 from longspan.core.errors import LongspanError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from longspan.cache.codec import Codec
+    from longspan.core.cache_dtype import CacheDtype
 
 _SMALLEST = 64  # tokens of capacity
 _GROWTH = 8  # grow by an eighth
@@ -25,7 +25,8 @@ class LayerCache:
 
     Args:
         room: initial capacity in tokens.
-        codec: how keys and values are stored.
+        dtype: "exact" stores keys and values as they are; the others one byte per element, `[B, K, T, D]`, and an fp32
+            scale per head and token, `[B, K, T, 1]`, so that appending tokens never rewrites cached ones.
 
     Attributes:
         shared: values are the first `shared` elements of the keys, and not stored; 0: they are stored.
@@ -35,8 +36,8 @@ class LayerCache:
         local_kv_heads: KV heads [start, stop) that are stored here.
     """
 
-    def __init__(self, room: int = 0, codec: Codec = EXACT) -> None:
-        self.room, self.codec = room, codec
+    def __init__(self, room: int = 0, dtype: CacheDtype = "exact") -> None:
+        self.room, self._format = room, QUANTIZED_FORMATS.get(dtype)
         self.start = self.count = self.shared = 0
         self.heads, self.local_kv_heads = (0, 0), (0, 0)
         self._parts: list[Tensor] = []  # of the keys, then of the values; each [B, K, capacity, width]
@@ -57,15 +58,17 @@ class LayerCache:
 
     def encoded(self, k_BKTD: Tensor, v_BKTD: Tensor) -> list[Tensor]:
         """Return the stored form of keys and values: the parts of the keys, then those of the values, if stored."""
-        return [*self.codec.encode(k_BKTD), *(() if self.shared else self.codec.encode(v_BKTD))]
+        xs = (k_BKTD,) if self.shared else (k_BKTD, v_BKTD)
+        return [part for x in xs for part in ((x,) if self._format is None else self._format.encode(x))]
 
     def decoded(self, parts: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return keys and values from their stored form."""
-        if self.shared:
-            keys = self.codec.decode(parts, dtype)
-            return keys, keys[..., : self.shared]
-        half = len(parts) // 2
-        return self.codec.decode(parts[:half], dtype), self.codec.decode(parts[half:], dtype)
+        if self._format is None:
+            xs = [x.to(dtype) for x in parts]
+        else:
+            pairs = zip(parts[::2], parts[1::2], strict=True)
+            xs = [self._format.decode(codes, scale, dtype) for codes, scale in pairs]
+        return (xs[0], xs[0][..., : self.shared]) if self.shared else (xs[0], xs[1])
 
     def reserve(self, new: list[Tensor], tokens: int) -> None:
         """Make room for `tokens` more, of parts such as `new`; keep the cached ones."""

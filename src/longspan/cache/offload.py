@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from longspan.cache.codec import EXACT
 from longspan.cache.layer_cache import LayerCache
 from longspan.core.errors import LongspanError
 from longspan.core.system import free_memory
 from longspan.memory.offload.host import CudaCopier
 
 if TYPE_CHECKING:
-    from longspan.cache.codec import Codec
+    from longspan.core.cache_dtype import CacheDtype
     from longspan.memory.offload.host import Copier, Copy
 
 
@@ -135,11 +134,11 @@ class OffloadedLayerCache(LayerCache):
     Args:
         staging: of the cache.
         room: as for `LayerCache`.
-        codec: as for `LayerCache`; copies between host and device are encoded.
+        dtype: as for `LayerCache`; what is copied between host and device has it too.
     """
 
-    def __init__(self, staging: Staging, room: int = 0, codec: Codec = EXACT) -> None:
-        super().__init__(room, codec)
+    def __init__(self, staging: Staging, room: int = 0, dtype: CacheDtype = "exact") -> None:
+        super().__init__(room, dtype)
         self._staging = staging
         self._index = staging.register(self)
         self._last_write: Copy | None = None

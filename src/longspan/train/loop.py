@@ -371,7 +371,8 @@ class Trainer:
         width = 2 if config.optimizer.grad_dtype == "bf16" else 4  # bytes of an unreduced gradient's element
         nbytes = width * sum(p.numel() // tensor_parts(p) for p in self.model.parameters() if p.requires_grad)
         sharded = config.fsdp and sp.world_size > 1
-        last = torch.tensor(reduces_once(sharded, nbytes, device_memory(sp.device)), device=sp.device, dtype=torch.int32)
+        once = reduces_once(sharded, nbytes, device_memory(sp.device))
+        last = torch.tensor(once, device=sp.device, dtype=torch.int32)
         dist.all_reduce(last, dist.ReduceOp.MIN, group=self.group)
         return bool(last)
 

@@ -18,12 +18,11 @@ from torch import Tensor
 from longspan.attn.kernels import cudnn as cudnn  # registers itself, as do the next two
 from longspan.attn.kernels import flash as flash
 from longspan.attn.kernels import flash_attn as flash_attn
-from longspan.attn.kernels.base import REGISTRY, BlockKernel, Kernel, KernelRequest
+from longspan.attn.kernels.base import REGISTRY, BlockKernel, Kernel, KernelRequest, register
 from longspan.attn.kernels.custom import FunctionKernel
-from longspan.attn.kernels.eager import EAGER
 from longspan.attn.kernels.flex import FLEX, compiles
 from longspan.attn.kernels.sdpa import SDPA
-from longspan.attn.kernels.table import DEFAULT, Facts, KernelTable, read_table
+from longspan.attn.kernels.table import DEFAULT, KernelTable, read_table
 from longspan.attn.kernels.tiled import TILED
 from longspan.attn.score import Scores
 from longspan.core.errors import LongspanError
@@ -35,14 +34,25 @@ AnyKernel = str | Kernel | KernelTable | Callable[..., Tensor]
 _log = logging.getLogger("longspan")
 
 
+class EagerKernel(Kernel):
+    """The formula with materialized scores, on any mesh, with gradients of learnt biases: `methods/reference.py`."""
+
+    name = "eager"
+
+    def refuses(self, request: KernelRequest) -> str | None:
+        return None
+
+    def describe(self, request: KernelRequest) -> str:
+        return "the formula with its scores materialized; its memory grows with the square of the tokens"
+
+
+EAGER = EagerKernel()
+register(EAGER)
+
+
 @dataclass(frozen=True)
 class Choice:
-    """A kernel and the reason for it.
-
-    Attributes:
-        name: "sdpa", "flash", "tiled", "flex", "cudnn", "flash_attn", "eager", or a custom kernel's.
-        reason: why this kernel.
-    """
+    """The name of a kernel ("sdpa", "flash", "tiled", ..., or a custom kernel's) and the reason for it."""
 
     name: str
     reason: str
@@ -72,24 +82,34 @@ def choose_kernel(kernel: AnyKernel, request: KernelRequest) -> tuple[Kernel, Ch
 
 
 def _check_requested(kernel: Kernel, request: KernelRequest) -> tuple[Kernel, Choice]:
+    missing_lse = _missing_lse(kernel, request)
+    tiled_instead = kernel is SDPA and request.ring > 1
+    if missing_lse is not None and not tiled_instead:
+        other = "ring=1 with more ulysses"
+        if request.ring == 1:
+            other = "head_chunks=1 and overlap_chunks=1 without checkpointing='selective'"
+        raise LongspanError(
+            f"the kernel {missing_lse}; use kernel='auto' or 'tiled', a function that returns it "
+            f"(longspan.kernel_with_lse), or {other}"
+        )
     refusal = kernel.refuses(request)
     if refusal is not None:
         raise LongspanError(refusal)
-    if request.ring > 1 and kernel is SDPA:
-        why = f"in a ring blocks are added up by log-sum-exps; {TILED.describe(request)}"
-        return TILED, Choice(TILED.name, why)
-    if request.ring > 1 and kernel is not EAGER and not returns_lse(kernel):
-        raise LongspanError(
-            f"the kernel {kernel.name} gives no log-sum-exps, by which a ring of {request.ring} adds up blocks; use "
-            f"kernel='auto', or ring=1 with more ulysses"
-        )
-    if request.lse and not returns_lse(kernel):
-        raise LongspanError(
-            f"the kernel {kernel.name} gives no log-sum-exp, which head_chunks, overlap_chunks and "
-            f"checkpointing='selective' save for the backward; use kernel='auto' or 'tiled', a function that gives it "
-            f"(longspan.kernel_with_lse), or head_chunks=1 and overlap_chunks=1 without checkpointing='selective'"
-        )
+    if tiled_instead:
+        return TILED, Choice(TILED.name, f"{missing_lse}; {TILED.describe(request)}")
     return kernel, Choice(kernel.name, kernel.describe(request))
+
+
+def _missing_lse(kernel: Kernel, request: KernelRequest) -> str | None:
+    """Return what needs the log-sum-exp that a kernel does not return; None if nothing does."""
+    if returns_lse(kernel):
+        return None
+    if request.ring > 1 and kernel is not EAGER:
+        return f"{kernel.name} returns no log-sum-exp, which a ring of {request.ring} needs to merge blocks"
+    if request.lse:
+        options = "head_chunks, overlap_chunks and checkpointing='selective'"
+        return f"{kernel.name} returns no log-sum-exp, which {options} save for the backward"
+    return None
 
 
 def as_kernel(kernel: AnyKernel) -> Kernel:
@@ -116,7 +136,7 @@ def returns_lse(kernel: Kernel) -> TypeGuard[BlockKernel]:
 
 def _choose_by_table(request: KernelRequest, table: KernelTable) -> tuple[Kernel, Choice]:
     """Return the first kernel of the table's row that can compute this; "tiled" if none of them can."""
-    row = table.row(Facts.of(request))
+    row = table.row(request)
     passed_over: list[str] = []
     for name in (*row.kernels, TILED.name):
         kernel = as_kernel(name)
@@ -129,12 +149,11 @@ def _choose_by_table(request: KernelRequest, table: KernelTable) -> tuple[Kernel
 
 def _why_not(kernel: Kernel, request: KernelRequest) -> str | None:
     """Return in a few words why "auto" passes a kernel over; None if it does not."""
-    if request.ring > 1 and kernel is not EAGER and not returns_lse(kernel):
-        return f"{kernel.name} gives no log-sum-exps, by which a ring adds up blocks"
-    if request.lse and not returns_lse(kernel):
-        return f"{kernel.name} gives no log-sum-exp, which is saved for the backward"
+    missing_lse = _missing_lse(kernel, request)
+    if missing_lse is not None:
+        return missing_lse
     if kernel is FLEX and not compiles(request.device):
-        return "flex cannot be compiled here: it needs a GPU and Triton"
+        return "flex cannot be compiled: it needs a GPU and Triton"
     try:
         refusal = kernel.refuses(request)
     except LongspanError as error:  # a package that is not installed
@@ -165,7 +184,7 @@ def kernel_table(path: str | Path) -> KernelTable:
 
 
 def refuse_learnt_biases(kernel: str, scores: Scores, device: torch.device) -> None:
-    """Raise for a learnt bias: a kernel that computes block by block gives it no gradient."""
+    """Raise for a learnt bias: a kernel that computes block by block has no gradient for it."""
     learnt = scores.alibi is not None and scores.alibi.requires_grad
     if scores.bias is not None and not learnt:
         at = torch.zeros(1, dtype=torch.int64, device=device)
@@ -173,8 +192,8 @@ def refuse_learnt_biases(kernel: str, scores: Scores, device: torch.device) -> N
         learnt = bias is not None and bias.requires_grad
     if learnt:
         raise LongspanError(
-            f"kernel={kernel!r} gives no gradient to a bias that is learnt; use kernel='eager' (exact, but its memory "
-            f"grows with the square of the tokens), or detach the bias"
+            f"kernel={kernel!r} computes no gradient of a learnt bias; use kernel='eager' (exact, but its memory grows "
+            f"with the square of the tokens), or detach the bias"
         )
 
 

@@ -34,26 +34,18 @@ class FunctionKernel(AutogradKernel):
         self.name = getattr(function, "__name__", repr(function))
 
     def refuses(self, request: KernelRequest) -> str | None:
-        if request.ring > 1:
-            return (
-                f"the kernel {self.name} gives no log-sum-exps, by which a ring of {request.ring} adds up blocks; use "
-                f"kernel='auto', ring=1 with more ulysses, or a function that gives them (longspan.kernel_with_lse)"
-            )
         unable = [what for what in beyond_sdpa(request) if what == "prefix" or what.startswith(("keys", "the mask"))]
         if unable:
-            return f"the kernel {self.name} cannot be told of {' or '.join(unable)}; use kernel='auto'"
-        needed = {
-            "causal",
-            "scale",
-            *self._more(request.mask.segments or request.mask.chunk_size, request.mask, request.scores),
-        }
+            return f"the kernel {self.name} cannot do {' or '.join(unable)}; use kernel='auto'"
+        mask = request.mask
+        needed = {"causal", "scale", *self._more(mask.segments or mask.chunk_size, mask, request.scores)}
         missing = sorted(needed - self._keywords) if self._keywords is not None else []
         if missing:
             return f"the kernel {self.name} has no keyword {', '.join(missing)}, which this attention needs"
         return None
 
     def describe(self, request: KernelRequest) -> str:
-        return "passed as a callable"
+        return "a custom function"
 
     @functools.cached_property
     def _keywords(self) -> frozenset[str] | None:
@@ -96,11 +88,11 @@ class LseKernel(TiledKernel):
 
     def refuses(self, request: KernelRequest) -> str | None:
         if request.scores.softcap is not None:
-            return f"the kernel {self.name} cannot be told of softcap; use kernel='auto'"
+            return f"the kernel {self.name} cannot do softcap; use kernel='auto'"
         return None
 
     def describe(self, request: KernelRequest) -> str:
-        return "passed as a callable that gives log-sum-exps, called tile by tile"
+        return "a custom function that returns log-sum-exps, called tile by tile"
 
     def to_kernel_layout(self, xs: Sequence[Tensor], v_dim: int, scores: Scores) -> list[Tensor]:
         return for_device(*xs)
@@ -111,8 +103,8 @@ class LseKernel(TiledKernel):
             empty = torch.isneginf(bias).all(-1)
             bias = bias.masked_fill(empty[..., None], 0.0)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        found: Any = self.function(q, k, v, causal=how.kind == "causal", scale=how.scale, bias=bias)
-        shapes = [tuple(x.shape) for x in found] if isinstance(found, tuple) else [type(found).__name__]
+        result: Any = self.function(q, k, v, causal=how.kind == "causal", scale=how.scale, bias=bias)
+        shapes = [tuple(x.shape) for x in result] if isinstance(result, tuple) else [type(result).__name__]
         B, Q, H = q.shape[:3]
         expected = [(B, Q, H, v.shape[3]), (B, H, Q)]
         if shapes != expected:
@@ -120,7 +112,7 @@ class LseKernel(TiledKernel):
                 f"the kernel {self.name} returned {shapes}; (out, lse) of [B, Q, H, Dv] and [B, H, Q] is needed: "
                 f"{expected}"
             )
-        out, lse = found
+        out, lse = result
         if empty is not None:
             empty = empty.expand(lse.shape)
             lse = torch.where(empty, -torch.inf, lse)

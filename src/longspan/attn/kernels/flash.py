@@ -139,7 +139,7 @@ def unlike_flash(request: KernelRequest) -> list[str]:
         "alibi": scores.alibi is not None,
         "bias": scores.bias is not None,
     }
-    return [name for name, there in named.items() if there]
+    return [name for name, given in named.items() if given]
 
 
 def _unfit(request: KernelRequest) -> str | None:

@@ -51,11 +51,6 @@ class FlashAttnKernel(AutogradKernel):
     name = "flash_attn"
 
     def refuses(self, request: KernelRequest) -> str | None:
-        if request.ring > 1:
-            return (
-                f"kernel='flash_attn' cannot be used in a ring of {request.ring}; use kernel='auto' (torch's flash "
-                f"attention by tiles), or ring=1"
-            )
         unable = [name for name in beyond_sdpa(request) if name not in ("softcap", "a window to both sides")]
         if unable:
             return f"kernel='flash_attn' cannot do {' or '.join(unable)}; use kernel='auto'"
@@ -92,8 +87,8 @@ class FlashAttnKernel(AutogradKernel):
         B, S = q_BSHD.shape[:2]
         q, k, v = (x.flatten(0, 1).index_select(0, at) for x in (q_BSHD, k_BSKD, v_BSKD))
         packed = flash.flash_attn_varlen_func(q, k, v, ends, ends, prepared.longest, prepared.longest, **options)
-        whole: Tensor = packed.new_zeros(B * S, *packed.shape[1:]).index_copy(0, at, packed).unflatten(0, (B, S))
-        return whole
+        out = packed.new_zeros(B * S, *packed.shape[1:]).index_copy(0, at, packed).unflatten(0, (B, S))
+        return out
 
 
 register(FlashAttnKernel())

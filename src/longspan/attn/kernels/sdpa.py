@@ -47,7 +47,7 @@ def beyond_sdpa(request: KernelRequest) -> list[str]:
         or mask.q_start > 0
         or not request.same_length,
     }
-    return [name for name, there in named.items() if there]
+    return [name for name, given in named.items() if given]
 
 
 def segments_with_chunks(blocks: Blocks) -> Segments | None:
@@ -105,7 +105,7 @@ class SdpaCalls:
     Attributes:
         causal: whether each is causal.
         window: tokens of a causal window; None for none.
-        cuts: for each batch row; one entry if all rows are split alike; None for one call.
+        cuts: for each batch row; one entry if all rows are split in the same way; None for one call.
         buckets: instead of cuts, if there are many segments.
     """
 
@@ -128,7 +128,7 @@ class SdpaKernel(AutogradKernel):
         return None
 
     def describe(self, request: KernelRequest) -> str:
-        return "torch's scaled_dot_product_attention takes this mask, run by run"
+        return "torch's scaled_dot_product_attention, one call per segment"
 
     def prepare_batch(self, blocks: Blocks) -> SdpaCalls:
         """Return the calls of the batch."""
@@ -157,7 +157,7 @@ class SdpaKernel(AutogradKernel):
             return _bucketed(q_BSHD, k_BSKD, v_BSKD, prepared, scores)
         if prepared.cuts is None:
             return _one(q_BSHD, k_BSKD, v_BSKD, prepared, scores)
-        if len(prepared.cuts) == 1:  # all rows are split alike: split the batch as one
+        if len(prepared.cuts) == 1:  # the same splits in all rows
             return _row(q_BSHD, k_BSKD, v_BSKD, prepared.cuts[0], prepared, scores)
         rows = zip(q_BSHD.split(1), k_BSKD.split(1), v_BSKD.split(1), prepared.cuts, strict=True)
         return torch.cat([_row(q, k, v, cut, prepared, scores) for q, k, v, cut in rows])

@@ -21,30 +21,6 @@ WHAT = ("mod", "window", "short_window", "documents", "causal", "full")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What a table's row is matched against: the same on all ranks with the same GPU.
-
-    Attributes:
-        device: its type.
-        capability: of a GPU; "" of another device.
-        what: one of `WHAT`.
-        dtype: of q, k and v.
-        head_dim: the larger of the two.
-    """
-
-    device: str
-    capability: str
-    what: str
-    dtype: str
-    head_dim: int
-
-    @classmethod
-    def of(cls, request: KernelRequest) -> Facts:
-        dtype = str(request.dtype).removeprefix("torch.")
-        return cls(request.device.type, capability_of(request.device), what_of(request), dtype, max(request.head_dims))
-
-
 def capability_of(device: torch.device) -> str:
     """Return the compute capability of a GPU, such as "9.0"; "" for another device."""
     if device.type != "cuda":
@@ -68,32 +44,34 @@ def what_of(request: KernelRequest) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """One row; None matches everything.
+    """One row; None matches everything. What it is matched with is the same on all ranks with the same GPU.
 
     Attributes:
-        source: the file, and the number of the row in it.
+        summary: the row as one line, formatted when it is read: a compiler that traces a choice cannot format.
         kernels: names in order.
-        device: as in `Facts`, like the following.
-        capability: such as "9.0".
+        device: type of the device.
+        capability: of a GPU, such as "9.0".
         what: one of `WHAT`.
         dtype: one of `DTYPES`.
         head_dim: largest head_dim.
-        summary: the row as one line, formatted when it is read: a compiler that traces a choice cannot format.
     """
 
-    source: str
+    summary: str
     kernels: tuple[str, ...]
     device: str | None = None
     capability: str | None = None
     what: str | None = None
     dtype: str | None = None
     head_dim: int | None = None
-    summary: str = ""
 
-    def matches(self, facts: Facts) -> bool:
-        names = ("device", "capability", "what", "dtype")
-        same = all(getattr(self, name) in (None, getattr(facts, name)) for name in names)
-        return same and (self.head_dim is None or facts.head_dim <= self.head_dim)
+    def matches(self, request: KernelRequest) -> bool:
+        return (
+            self.device in (None, request.device.type)
+            and self.capability in (None, capability_of(request.device))
+            and self.what in (None, what_of(request))
+            and self.dtype in (None, str(request.dtype).removeprefix("torch."))
+            and (self.head_dim is None or max(request.head_dims) <= self.head_dim)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +86,9 @@ class KernelTable:
     name: str
     rows: tuple[TableRow, ...]
 
-    def row(self, facts: Facts) -> TableRow:
+    def row(self, request: KernelRequest) -> TableRow:
         """Return the first row that matches; longspan's last row matches everything."""
-        return next(row for row in self.rows if row.matches(facts))
+        return next(row for row in self.rows if row.matches(request))
 
     def rows_of(self, device: torch.device) -> str:
         """Format the rows for a device; they may differ between ranks with different GPUs."""
@@ -144,7 +122,7 @@ def _row(toml: Toml, number: int, values: dict[str, Any], known: Collection[str]
             f"{toml.name} {toml.path}, row {number}: {key}={format_value(values.get(key))} must be {must}"
         )
 
-    names = [f.name for f in fields(TableRow) if f.name not in ("source", "summary")]
+    names = [f.name for f in fields(TableRow) if f.name != "summary"]
     unknown = sorted(set(values) - set(names))
     if unknown:
         raise LongspanError(
@@ -153,8 +131,8 @@ def _row(toml: Toml, number: int, values: dict[str, Any], known: Collection[str]
     kernels = values.get("kernels")
     if not isinstance(kernels, list) or not kernels or not all(isinstance(kernel, str) for kernel in kernels):
         raise wrong("kernels", 'a list of names, such as ["flash", "tiled"]')
-    if known is not None and (strange := [kernel for kernel in kernels if kernel not in known]):
-        raise wrong("kernels", f"of {', '.join(known)}; {strange[0]!r} is none of them")
+    if known is not None and (unknown := [kernel for kernel in kernels if kernel not in known]):
+        raise wrong("kernels", f"of {', '.join(known)}; {unknown[0]!r} is none of them")
     for key, allowed in (("what", WHAT), ("dtype", DTYPES)):
         if key in values and values[key] not in allowed:
             raise wrong(key, f"one of {', '.join(allowed)}")
@@ -164,11 +142,11 @@ def _row(toml: Toml, number: int, values: dict[str, Any], known: Collection[str]
         raise wrong("capability", 'a compute capability in quotes, such as "9.0"')
     dim = values.get("head_dim")
     if "head_dim" in values and (isinstance(dim, bool) or not isinstance(dim, int) or dim < 1):
-        raise wrong("head_dim", "a number from 1 on")
-    given = {**values, "kernels": tuple(kernels)}
+        raise wrong("head_dim", "at least 1")
     source = f"row {number} of {'longspan' if known is None else toml.path.name}'s table"
     keys = ", ".join(f"{name} {values[name]}" for name in names if name != "kernels" and name in values)
-    return TableRow(source, **given, summary=f"{source}: {keys or 'everything'} -> {', '.join(kernels)}")
+    summary = f"{source}: {keys or 'everything'} -> {', '.join(kernels)}"
+    return TableRow(summary, **{**values, "kernels": tuple(kernels)})
 
 
 DEFAULT = KernelTable("longspan's", _read("longspan's table", Path(__file__).with_name("table.toml"), None))

@@ -12,22 +12,21 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from longspan.cache.attend import CacheStep, start_step
-from longspan.cache.codec import codec_of
 from longspan.cache.layer_cache import LayerCache
 from longspan.cache.offload import OffloadedLayerCache, Staging
 from longspan.comm.arguments import check_module
-from longspan.core.cache_dtype import OFFLOADS, holds_latent
+from longspan.core.cache_dtype import CACHE_DTYPES, OFFLOADS, CacheDtype, holds_latent
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
 from longspan.core.kv_placement import GENERATED_RUN, KVPlacement
-from longspan.core.validation import as_path, check_count, check_flag, check_number, checked_call
+from longspan.core.validation import as_path, check_choice, check_count, check_flag, check_number, checked_call
 from longspan.hf.batch import SequenceInfo
 from longspan.hf.forward import kv_cache_files
 from longspan.hf.state import state_of
@@ -96,9 +95,9 @@ class ShardedCache(Cache):  # type: ignore[misc]
         self.config = state.config
         self.sp: SequenceSharding = state.sp
         self.kv_placement = KVPlacement(self.sp.ring_size)
-        self.codec = codec_of(dtype)
-        if offload not in OFFLOADS:
-            raise LongspanError(f"offload={offload!r} of a cache is unknown; choose {', '.join(OFFLOADS)}")
+        check_choice("dtype", dtype, CACHE_DTYPES)
+        check_choice("offload", offload, OFFLOADS)
+        self.dtype = cast(CacheDtype, dtype)
         self.latent = latent
         self.staging = Staging.on(self.sp.device) if offload == "host" else None
         # Ranks differ by a run of generated tokens.
@@ -143,7 +142,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         if layer not in self.layer_caches:
             room = self.room if reach is None else min(self.room, reach)
             staging = self.staging
-            made = LayerCache(room, self.codec) if staging is None else OffloadedLayerCache(staging, room, self.codec)
+            made = LayerCache(room, self.dtype) if staging is None else OffloadedLayerCache(staging, room, self.dtype)
             self.layer_caches[layer] = made
         return self.layer_caches[layer]
 
@@ -166,7 +165,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
     def describe(self) -> str:
         """Return what must be equal on every rank, as text."""
         rows = "" if self.batch_size < 0 else f" in {self.batch_size} rows"
-        storage = "" if self.codec.name == "exact" else f", {self.codec.name}"
+        storage = "" if self.dtype == "exact" else f", {self.dtype}"
         storage += "" if self.staging is None else ", in the host's memory"
         storage += "" if self.latent else ", without latent vectors"
         broken = "" if self.step is None else ", in which a forward broke off"

@@ -51,7 +51,7 @@ def save(cache: ShardedCache, path: Path) -> None:
                 str(i): {"heads": _model_heads(cache, store)[0], "start": store.start, "shared": store.shared}
                 for i, store in layers.items()
             }
-            index = {"length": cache.kv_placement.length, "rows": cache.batch_size, "dtype": cache.codec.name}
+            index = {"length": cache.kv_placement.length, "rows": cache.batch_size, "dtype": cache.dtype}
             files.publish(path, {**index, "model": _facts(cache.config), "layers": facts}, parts)
 
     on_every_rank(begin, group)
@@ -93,7 +93,7 @@ def fill(cache: ShardedCache, path: Path, index: dict[str, Any], parts: list[fil
             store.heads = group.q_heads, group.kv_heads
             mine = split_heads(*store.heads, sp.ulysses_size, kv_replication=sp.kv_replication)[sp.ulysses_rank]
             store.local_kv_heads = mine.kv_start, mine.kv_stop
-            tensors = (1 if store.shared else 2) * (1 if cache.codec.name == "exact" else 2)
+            tensors = (1 if store.shared else 2) * (1 if cache.dtype == "exact" else 2)
             names, runs = [str(n) for n in range(tensors)], tuple(cache.kv_placement.runs[sp.ring_rank])
             stored = files.read_layer(path, parts, layer, names, start, runs, _model_heads(cache, store)[1])
             store.fill(stored if cache.staging is not None else [x.to(sp.device) for x in stored], start)
