@@ -1,4 +1,4 @@
-"""A cache of latent vectors (DeepSeek's attention): what is generated is what one process generates."""
+"""A cache of latent vectors (DeepSeek's attention) generates what one process generates."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ WIDTH, RANK = 16 + 4, 16
 HEAD = 12 + 6  # elements of an expanded key and value
 
 
-def _ways(name: str, expected: Any) -> None:
-    """On meshes where vectors take less than a rank's heads (two, four), and where they do not (one)."""
+def _generates(name: str, expected: Any) -> None:
+    """On meshes where latent vectors are smaller than a rank's heads (two, four), and where they are not (one)."""
     for ring, heads in ((4, 4), (2, 2), (1, 1)):
         model, sp = parallelized(name, ring, fsdp=ring == 4)
         for options in ({}, {"offload": "host"}, {"latent": False}):
@@ -31,7 +31,7 @@ def _ways(name: str, expected: Any) -> None:
             assert cache.nbytes == held * (WIDTH if latent else heads * HEAD)
 
 
-def _coded(name: str, expected: Any) -> None:
+def _in_int8(name: str, expected: Any) -> None:
     model, _ = parallelized(name, 2, False)
     cache = longspan.ShardedCache(model, dtype="int8")
     logits = generated(model, {**prompt(), "past_key_values": cache}, max_new_tokens=1)[1]
@@ -41,12 +41,12 @@ def _coded(name: str, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["DeepseekV3", "DeepseekV2"])
-def test_what_is_generated_and_held(pool4: RankPool, name: str) -> None:
-    pool4.run(_ways, name, plain(name, 3, True))
+def test_generated_tokens_and_bytes(pool4: RankPool, name: str) -> None:
+    pool4.run(_generates, name, plain(name, 3, True))
 
 
 def test_in_int8(pool4: RankPool) -> None:
-    pool4.run(_coded, "DeepseekV3", plain("DeepseekV3"))
+    pool4.run(_in_int8, "DeepseekV3", plain("DeepseekV3"))
 
 
 def _saved(folder: Path, ring: int) -> None:
@@ -67,8 +67,8 @@ def _loaded(folder: Path, shared: int, first: Any, second: Tensor, expected: Any
 
 
 @pytest.mark.parametrize(("ring", "shared"), [(4, RANK), (1, 0)])
-def test_a_saved_cache_goes_on_as_it_was_on_another_mesh(get_pool: Any, tmp_path: Path, ring: int, shared: int) -> None:
-    """Saved as vectors, and as keys and values where these take less."""
+def test_a_saved_cache_loads_on_another_mesh(get_pool: Any, tmp_path: Path, ring: int, shared: int) -> None:
+    """Saved as latent vectors, and as keys and values where these are smaller."""
     more = prompt(n=9, seed=8)["input_ids"]
     second = torch.cat([plain("DeepseekV3")[0], more], 1)
     expected = generated(made("DeepseekV3"), {"input_ids": second})
@@ -95,9 +95,9 @@ def _with_adapters(expected: Any) -> str:
     return str(error.value)
 
 
-def test_adapters_are_in_what_expands_and_another_expansion_is_refused(pool2: RankPool) -> None:
+def test_adapters_expand_vectors_and_another_expansion_is_refused(pool2: RankPool) -> None:
     expected = generated(_adapted(), prompt())
     assert not torch.equal(expected[1], plain("DeepseekV3")[1])
-    for said in pool2.run(_with_adapters, expected):
-        assert "layers.1.self_attn: DeepseekV3Attention does not compute its keys and values from the input" in said
-        assert "use longspan.ShardedCache(model, latent=False)" in said
+    for message in pool2.run(_with_adapters, expected):
+        assert "layers.1.self_attn: DeepseekV3Attention does not compute its keys and values from the input" in message
+        assert "use longspan.ShardedCache(model, latent=False)" in message

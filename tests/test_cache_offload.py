@@ -1,4 +1,4 @@
-"""A KV cache in the host's memory: what comes and goes is in order, and what is generated is as without it."""
+"""A KV cache in host memory: copies are in order, and it generates what a cache on the device does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class _Poisoned(LateSide):
-    """What has not come yet is no number, and what was not written back neither."""
+    """Fill targets with NaN until their copy is waited for."""
 
     def begin(self, source: Tensor, into: Tensor) -> LateCopy:
         assert source.is_contiguous() and into.is_contiguous()  # one run of bytes each
@@ -40,10 +40,10 @@ def _same(store: LayerCache, plain: LayerCache) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["exact", "int8"])
-def test_every_copy_is_waited_for_and_none_too_early(dtype: Any) -> None:
-    """Three layers, the middle one with a window of 9: chunks, tokens, beams, a crop, growth; copies as late as may be.
+def test_every_copy_is_waited_for_as_late_as_possible(dtype: Any) -> None:
+    """Three layers, the middle one with a window of 9: chunks, tokens, beams, a crop, growth.
 
-    While a layer attends, the next one's keys and values are under way, and nothing has waited for them.
+    While a layer attends, the next one's keys and values are in flight, and nothing has waited for them.
     """
     g, side = torch.Generator().manual_seed(0), _Poisoned()
     staging = Staging(side, CPU)
@@ -63,7 +63,7 @@ def test_every_copy_is_waited_for_and_none_too_early(dtype: Any) -> None:
                 assert coming and not any(copy.executed for copy in coming[-len(store._parts) :])
             store.release()
             if step and i < 2:
-                assert side.waiting  # the new tokens have left before what comes, so only for them was waited
+                assert side.waiting  # new tokens are written before the next layer is read: only they are waited for
             if i == 1:
                 for one in (store, same):
                     one.drop_before(max(0, past + tokens - 8), min(8, past + tokens))
@@ -85,8 +85,8 @@ def test_every_copy_is_waited_for_and_none_too_early(dtype: Any) -> None:
     assert most < staging.peak_bytes <= 2 * most
 
 
-def test_the_host_reads_what_has_been_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A join tells streams alone: before the host reads its own memory (a save, beams, growth) it waits itself."""
+def test_the_host_waits_before_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`join` orders streams only; the host must `wait` before it reads its memory (a save, beams, growth)."""
     waited: list[LateCopy] = []
     monkeypatch.setattr(LateCopy, "wait", lambda self: waited.append(self))
     g, side = torch.Generator().manual_seed(0), _Poisoned()
@@ -107,15 +107,15 @@ RUNS: list[tuple[str, int, int, str, dict[str, Any]]] = [
     ("Gemma3Text", 4, 1, "int8", {"prefill_chunk_size": 11}),
     ("GptOss", 1, 3, "exact", {}),
 ]
-"""Model, ranks of the ring (of 4), rows (several are padded at the left), code, way of generating."""
+"""Model, ranks of the ring (of 4), rows (several are padded at the left), dtype, options of generate."""
 
 
-def _as_without(folder: Path) -> None:
-    """Ids and logits to the bit; bytes; a crop, a second turn, a cache on a disk."""
-    for name, ring, rows, code, options in RUNS:
+def _equal_to_a_cache_on_the_device(folder: Path) -> None:
+    """Ids and logits bit for bit; bytes; a crop, a second turn, a cache on a disk."""
+    for name, ring, rows, dtype, options in RUNS:
         model, _ = parallelized(name, ring, False)
         inputs = prompt(rows, padded=rows > 1)
-        plain, late = longspan.ShardedCache(model, dtype=code), _offloaded(model, code)
+        plain, late = longspan.ShardedCache(model, dtype=dtype), _offloaded(model, dtype)
         expected = generated(model, {**inputs, "past_key_values": plain}, **FEW, **options)
         found = generated(model, {**inputs, "past_key_values": late}, **FEW, **options)
         assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1]), (name, ring)
@@ -123,9 +123,9 @@ def _as_without(folder: Path) -> None:
     _more_turns(folder)
 
 
-def _offloaded(model: Any, code: str = "exact") -> longspan.ShardedCache:
-    """Whose copies are made as late as may be."""
-    cache = longspan.ShardedCache(model, dtype=code, offload="host")
+def _offloaded(model: Any, dtype: str = "exact") -> longspan.ShardedCache:
+    """A cache whose copies are executed as late as possible."""
+    cache = longspan.ShardedCache(model, dtype=dtype, offload="host")
     cache.staging = Staging(_Poisoned(), CPU)
     return cache
 
@@ -151,14 +151,16 @@ def _more_turns(folder: Path) -> None:
     assert torch.equal(generated(other, {**prompt(), "past_key_values": cache}, **FEW)[0], first[0])
 
 
-def test_generated_as_without_it(pool4: RankPool, tmp_path: Path) -> None:
-    pool4.run(_as_without, tmp_path, timeout=120)
+def test_equal_to_a_cache_on_the_device(pool4: RankPool, tmp_path: Path) -> None:
+    pool4.run(_equal_to_a_cache_on_the_device, tmp_path, timeout=120)
 
 
-def test_one_device_and_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_device_and_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     model = longspan.parallelize(made("Llama"), longspan.SequenceSharding(longspan.init_mesh()), fsdp=False)
     with pytest.raises(longspan.LongspanError, match="offload='disk' is unknown; choose 'none' or 'host'"):
         longspan.ShardedCache(model, offload="disk")
+    with pytest.raises(longspan.LongspanError, match="dtype='int4' is unknown; choose 'exact', 'int8' or 'fp8'"):
+        longspan.ShardedCache(model, dtype="int4")
     cache = longspan.ShardedCache(model, offload="host")
     found = generated(model, {**prompt(), "past_key_values": cache})
     expected = generated(model, prompt())

@@ -16,6 +16,7 @@ from longspan.attn.kernels.base import BlockRegion
 from longspan.attn.kernels.flash_calls import FlashSequence, flash_sequences, group_by_window, merge_regions, window_of
 from longspan.core.regions import Region
 from tests.attention import CASES, check_all, compare, drawn_cases, one_device, sharding
+from tests.choose import confirming
 from tests.flash_emulated import emulated, seen_by
 from tests.oracle import Case
 from tests.pool import RankPool
@@ -26,7 +27,7 @@ MASKS = [
     for name, case in CASES.items()
     if case.mod is None and case.bias is None and case.softcap is None and not case.alibi
 ]
-"""What is made of regions: all that the kernel takes."""
+"""Masks made of regions: all that the kernel computes."""
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -55,7 +56,9 @@ def _everywhere(ring: int, layout: str, impl: str = "p2p") -> dict[str, dict[str
         return {name: compare(CASES[name], sp, "flash") for name in names}
 
 
-@pytest.mark.parametrize(("ring", "layout"), [(4, "zigzag"), (4, "contiguous"), (2, "zigzag"), (1, "zigzag")])
+@pytest.mark.parametrize(
+    ("ring", "layout"), [(4, "zigzag"), (2, "contiguous"), (1, "zigzag"), *confirming([(4, "contiguous")])]
+)
 def test_exact_on_every_mesh(pool4: RankPool, ring: int, layout: str) -> None:
     for found in pool4.run(_everywhere, ring, layout):
         check_all(found)
@@ -93,9 +96,9 @@ IDS = st.lists(st.integers(-1, 3), min_size=1, max_size=4)
 
 @settings(max_examples=40)
 @given(rows=st.lists(IDS, min_size=2, max_size=3), window=st.none() | st.integers(1, 6), causal=st.booleans())
-@example([[0, 0, 0, 0], [-1, 0, 0]], None, True)  # as many tokens as a rectangle of them has
+@example([[0, 0, 0, 0], [-1, 0, 0]], None, True)  # as many tokens as their bounding rectangle
 def test_rows_of_a_batch_may_differ(rows: list[list[int]], window: int | None, causal: bool) -> None:
-    """Documents of three tokens and more, padding between them, other ones in each row."""
+    """Documents of at least three tokens with padding between them, different in each row."""
     ids = torch.full((len(rows), 12), -1)
     for row, drawn in enumerate(rows):
         mine = torch.tensor(drawn).repeat_interleave(3)
@@ -115,8 +118,7 @@ def test_rows_of_a_batch_may_differ(rows: list[list[int]], window: int | None, c
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("dim", "v_dim"), [(8, 8), (12, 20)])
+@pytest.mark.parametrize(("dtype", "dim", "v_dim"), [(torch.bfloat16, 8, 8), (torch.float16, 12, 20)])
 def test_half_precision(dtype: torch.dtype, dim: int, v_dim: int) -> None:
     case = Case(n=64, batch=2, window=9, dtype=dtype, dim=dim, v_dim=v_dim, sinks=True)
     with emulated() as calls:
@@ -145,12 +147,12 @@ def _dense(r: Region) -> torch.Tensor:
 @example(Region(0, 10, 0, 2, None, 8), [], (0, 0))  # few keys: a left limit alone would limit the right side
 @example(Region(0, 20, 0, 4, 0, None), [], (0, 0))  # few keys: a right limit that would be read as none
 @example(Region(0, 20, 0, 4, 0, 10), [], (3, 0))
-def test_a_region_is_what_its_windows_say(region: Region, others: list[Region], at: tuple[int, int]) -> None:
+def test_windows_cover_a_region_exactly(region: Region, others: list[Region], at: tuple[int, int]) -> None:
     regions = [
         r.within((r.q0, r.q1), (r.k0, r.k1)) for r in (region, *others) if r.lo is None or r.hi is None or r.lo <= r.hi
     ]
     parts = [BlockRegion((0, 1), r, *at) for r in regions if r is not None]
-    for part in parts:  # each on its own, so that they need not be disjoint
+    for part in parts:  # separately: they need not be disjoint
         r = part.region
         seen = torch.zeros(60, 60, dtype=torch.int64)
         for piece in flash_sequences([part]):
@@ -158,15 +160,15 @@ def test_a_region_is_what_its_windows_say(region: Region, others: list[Region], 
             sizes = p.q1 - p.q0, p.k1 - p.k0
             allowed = seen_by(*sizes, piece.window)
             limits = frozenset() if p.hi is None else frozenset({p.hi - p.q1 + p.k1})
-            for window in (piece.window, window_of(p, limits)):  # alone, and among others of its window that are longer
+            for window in (piece.window, window_of(p, limits)):  # alone, and in a call with longer sequences
                 assert all(torch.equal(allowed, seen_by(*sizes, window, max_k=longest)) for longest in (0, 7, 99))
-            assert allowed.any(1).all() and allowed.any(0).all()  # the kernel gives garbage for a row that sees nothing
+            assert allowed.any(1).all() and allowed.any(0).all()  # the kernel is undefined for a row without keys
             seen[p.q0 - at[0] : p.q1 - at[0], p.k0 - at[1] : p.k1 - at[1]] += allowed
         assert torch.equal(seen, _dense(r).long()), (r, flash_sequences([part]))
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), REGION), max_size=6))
-def test_no_query_and_no_key_is_twice_in_a_call(drawn: list[tuple[int, Region]]) -> None:
+def test_a_call_has_each_query_and_key_once(drawn: list[tuple[int, Region]]) -> None:
     found = group_by_window(FlashSequence((row, row + 1), region) for row, region in drawn)
     assert sorted(map(repr, (p for _, group in found for p in group))) == sorted(
         repr(FlashSequence((row, row + 1), region)) for row, region in drawn
@@ -179,8 +181,7 @@ def test_no_query_and_no_key_is_twice_in_a_call(drawn: list[tuple[int, Region]])
 
 @settings(max_examples=400)
 @given(a=REGION, q=st.integers(0, 28), k=st.integers(0, 28))
-def test_two_halves_of_a_region_are_one_again(a: Region, q: int, k: int) -> None:
-    """And what is no region is not made one."""
+def test_merged_regions_contain_the_same_pairs(a: Region, q: int, k: int) -> None:
     cuts = [((0, q), (0, 60)), ((q, 60), (0, k)), ((q, 60), (k, 60))]
     parts = [part for spans in cuts if (part := a.within(*spans)) is not None]
     for first, second in ((0, 1), (1, 2)):
@@ -214,7 +215,7 @@ def test_a_thousand_documents_are_one_call(mask: dict[str, Any]) -> None:
     for (call,) in (forward, backward):
         assert call["cum_seq_q"].tolist() == call["cum_seq_k"].tolist() == THOUSAND.tolist()
         assert (call["max_q"], call["max_k"]) == (5, 5)
-    # Documents side by side are a view, not a copy.
+    # Adjacent documents are a view, not a copy.
     assert forward[0]["query"].untyped_storage().nbytes() == 4 * 8 * 2 * int(THOUSAND[-1])
 
 
@@ -227,16 +228,17 @@ def test_documents_with_padding_between_are_one_call() -> None:
 
 def _shapes_in_a_ring(layout: str, **mask: Any) -> list[tuple[Any, ...]]:
     forward, backward = _calls(sharding(1, dist.get_world_size(), layout=layout), 64, **mask)
-    said = [(x["query"].shape[-3], x["key"].shape[-3], x["window_size_left"], x["window_size_right"]) for x in forward]
+    shapes = [
+        (x["query"].shape[-3], x["key"].shape[-3], x["window_size_left"], x["window_size_right"]) for x in forward
+    ]
     heads = [x["query"].shape[-2] for x in backward]
-    assert len(heads) >= len(said)
-    return said
+    assert len(heads) >= len(shapes)
+    return shapes
 
 
-def test_a_ring_makes_one_call_for_a_block(pool4: RankPool) -> None:
-    """Two runs of a rank under zigzag are causal as one, and blocks from before and behind are whole."""
+def test_a_zigzag_ring_makes_one_call_per_block(pool4: RankPool) -> None:
     half, whole = 8, 16
-    for rank, said in enumerate(pool4.run(_shapes_in_a_ring, "zigzag")):
-        before = [(whole, half, -1, -1)] * rank  # of ranks before mine all my queries see the first run
-        behind = [(half, whole, -1, -1)] * (3 - rank)  # of ranks behind mine my second run sees all
-        assert said[0] == (whole, whole, -1, 0) and sorted(said[1:]) == sorted(before + behind), (rank, said)
+    for rank, shapes in enumerate(pool4.run(_shapes_in_a_ring, "zigzag")):
+        before = [(whole, half, -1, -1)] * rank  # all local queries see the first span of earlier ranks
+        behind = [(half, whole, -1, -1)] * (3 - rank)  # the second local span sees both spans of later ranks
+        assert shapes[0] == (whole, whole, -1, 0) and sorted(shapes[1:]) == sorted(before + behind), (rank, shapes)

@@ -1,4 +1,4 @@
-"""Local kernels on one device against the oracle, and what each can take."""
+"""Local kernels on one device against the oracle; memory of masks."""
 
 from __future__ import annotations
 
@@ -25,18 +25,7 @@ def test_kernels_agree_with_the_oracle(kernel: str, name: str) -> None:
     assert max(found.values()) <= MARGIN, found
 
 
-@pytest.mark.parametrize("case", [Case(n=24), Case(n=24, window=5), Case(n=24, softcap=3.0), PLAIN["documents"]])
-def test_flex_forward(case: Case) -> None:
-    x = make(case)
-    with torch.no_grad():
-        out = longspan.attention(
-            x["q"], x["k"], x["v"], one_device(), window=case.window, documents=x.get("documents"),
-            softcap=case.softcap, kernel="flex",
-        )  # fmt: skip
-    assert errors(case, {"out": out})["out"] <= MARGIN
-
-
-def test_flex_says_that_it_has_no_backward_on_cpu() -> None:
+def test_flex_has_no_backward_on_cpu() -> None:
     x = make(Case())
     with pytest.raises(LongspanError, match="no backward on CPU; use kernel='auto'"):
         longspan.attention(x["q"].requires_grad_(), x["k"], x["v"], one_device(), kernel="flex")
@@ -61,17 +50,12 @@ def test_any_callable_is_a_kernel() -> None:
     with pytest.raises(LongspanError, match="has no keyword causal, scale"):
         longspan.attention(x["q"], x["k"], x["v"], one_device(), kernel=lambda q, k, v: q)
     with pytest.raises(LongspanError, match=r"the kernel returned the shape \(1, 4, 12, 8\), .* = \(1, 12, 4, 8\)"):
-        longspan.attention(
-            x["q"],
-            x["k"],
-            x["v"],
-            one_device(),
-            kernel=lambda q, k, v, *, causal, scale: q.transpose(1, 2).contiguous(),
-        )
+        wrong = lambda q, k, v, *, causal, scale: q.transpose(1, 2).contiguous()  # noqa: E731
+        longspan.attention(x["q"], x["k"], x["v"], one_device(), kernel=wrong)
 
 
 class _FlashAttn(types.ModuleType):
-    """Stands in for flash_attn where it is not installed: the same arguments, the formula inside."""
+    """The package's functions, computed by longspan's formula."""
 
     @staticmethod
     def flash_attn_func(
@@ -95,8 +79,8 @@ class _FlashAttn(types.ModuleType):
         return torch.cat([cls.flash_attn_func(a[None], b[None], c[None], **options)[0] for a, b, c in parts])
 
 
-@pytest.mark.parametrize("name", ["gqa", "bidirectional", "window", "documents", "documents and padding"])
-def test_flash_attn_is_called_with_the_right_arguments(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize("name", ["bidirectional", "window", "documents and padding"])
+def test_arguments_of_flash_attn(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", _FlashAttn("flash_attn"))
     case = PLAIN[name]
     found = errors(case, run(case, one_device(), "flash_attn"))

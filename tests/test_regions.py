@@ -1,4 +1,4 @@
-"""Regions and their tiles against sets of pairs, counted one by one."""
+"""Regions and their tiles against enumerated pairs."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(drawn)
-def test_pairs_are_counted_without_listing_them(r: Region) -> None:
+def test_pairs(r: Region) -> None:
     assert r.pairs == len(pairs(r))
 
 
 @given(drawn, spans, spans)
-def test_a_part_holds_just_what_lies_in_it(r: Region, q: Any, k: Any) -> None:
-    wanted = {(i, j) for i, j in pairs(r) if q[0] <= i < q[1] and k[0] <= j < k[1]}
+def test_within(r: Region, q: Any, k: Any) -> None:
+    expected = {(i, j) for i, j in pairs(r) if q[0] <= i < q[1] and k[0] <= j < k[1]}
     part = r.within(q, k)
-    assert (pairs(part) if part else set()) == wanted
+    assert (pairs(part) if part else set()) == expected
     if part:  # trimmed: no row and no column is empty
-        assert {i for i, _ in wanted} == set(range(part.q0, part.q1))
-        assert {j for _, j in wanted} == set(range(part.k0, part.k1))
+        assert {i for i, _ in expected} == set(range(part.q0, part.q1))
+        assert {j for _, j in expected} == set(range(part.k0, part.k1))
 
 
 @settings(max_examples=300)
 @given(drawn, st.booleans())
-def test_tiles_cover_a_region_once_and_are_what_they_say(r: Region, materialized: bool) -> None:
+def test_tiles_cover_a_region_once(r: Region, materialized: bool) -> None:
     trimmed = r.within((0, 1000), (0, 1000))
     seen: list[tuple[int, int]] = []
     for tile in tiles(trimmed, materialized=materialized) if trimmed else ():
@@ -82,7 +82,7 @@ def test_a_window_costs_its_width_not_the_sequence(monkeypatch: pytest.MonkeyPat
         assert work <= n * (2 * window + 256)
 
 
-def test_overlap_looks_at_every_pair_of_runs() -> None:
+def test_intersections_of_every_pair_of_spans() -> None:
     causal = [Region(0, 40, 0, 40, 0)]
     zigzag = ((0, 5), (35, 40))
     found = [part for _, _, part in intersections(causal, zigzag, zigzag)]
@@ -90,12 +90,11 @@ def test_overlap_looks_at_every_pair_of_runs() -> None:
 
 
 def runs(cuts: list[int], taken: list[bool]) -> list[tuple[int, int]]:
-    """Some of the runs between some positions: what a rank holds."""
     return [run for run, mine in zip(itertools.pairwise(cuts), taken, strict=False) if mine]
 
 
 def placed(call: Call) -> list[tuple[int, int, int]]:
-    """What a call computes: (row, query, key), by places."""
+    """The triples (row, query, key) that a call computes."""
     (q0, q1), (k0, k1) = call.queries, call.keys
     return [
         (row, q, k)
@@ -132,7 +131,6 @@ def test_joined_calls_compute_the_same_pairs(rows: Any, q_cuts: Any, mine: Any, 
     assert len(fewer) <= len(calls) and joined(fewer) == fewer
 
 
-def test_a_tile_with_a_mask_is_not_joined() -> None:
-    """Its mask is made from its positions."""
+def test_a_masked_tile_is_not_joined() -> None:
     left, right = (Call((0, 1), (0, 8), (k, k + 8), "masked", Region(0, 8, k, k + 8)) for k in (0, 8))
     assert joined([right, left]) == [left, right]

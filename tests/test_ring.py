@@ -1,4 +1,4 @@
-"""Ring Attention and USP against the fp64 oracle: every layout, factorisation, mask and way of moving blocks."""
+"""Ring Attention and USP against the fp64 oracle: layouts, meshes, masks, and how blocks are sent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from longspan.bench.meters import count_sent
 from longspan.core.layout import Layout
 from longspan.core.routes import Routes, ring_routes
 from tests.attention import CASES, HARD, check_all, compare, drawn_cases, one_device, run, sharding
-from tests.choose import each_value, grouped
+from tests.choose import confirming, each_value, grouped
 from tests.oracle import Case, make, options, truth_of
 from tests.pool import RankPool
 from tests.tolerance import MARGIN, NOT_MORE
@@ -35,7 +35,7 @@ def test_one_device(name: str, kernel: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("kernel", ["tiled", "flex", "eager"])
-def test_a_sink_of_minus_infinity_takes_nothing(kernel: str) -> None:
+def test_a_sink_of_minus_infinity_changes_nothing(kernel: str) -> None:
     x = make(Case(documents=(-1,) * 3 + (0,) * 8, n=11, dtype=torch.float64))  # padding: rows with nothing but the sink
     sp = one_device()
     q, sinks = x["q"], torch.full((x["q"].shape[2],), -torch.inf, dtype=torch.float64)
@@ -65,29 +65,29 @@ def test_exact_on_every_mesh(get_pool: Any, world: int, ring: int, layout: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ring", [8, 4, 2])
+@pytest.mark.parametrize("ring", [8, *confirming([4]), 2])
 def test_exact_over_8_ranks(pool8: RankPool, ring: int) -> None:
-    names = [name for name in (CASES if ring == 8 else HARD) if not name.startswith("long")]
+    names = [name for name in HARD if not name.startswith("long")]
     for found in pool8.run(_everywhere, ring, "zigzag", names, timeout=120):
         check_all(found)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("layout", ["zigzag", *confirming(["contiguous"])])
 def test_all_gathered_keys_and_values(pool4: RankPool, layout: str) -> None:
     for found in pool4.run(_everywhere, 4, layout, list(CASES), "allgather"):
         check_all(found)
 
 
-def _plain(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
+def _eager(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
     sp = sharding(dist.get_world_size() // ring, ring)
     return {name: compare(CASES[name], sp, "eager") for name in names}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ring", [4, 2])
-def test_the_plain_ring(pool4: RankPool, ring: int) -> None:
-    for found in pool4.run(_plain, ring, list(CASES)):
+@pytest.mark.parametrize("ring", [4, *confirming([2])])
+def test_the_eager_ring(pool4: RankPool, ring: int) -> None:
+    for found in pool4.run(_eager, ring, list(HARD)):
         check_all(found)
 
 
@@ -111,7 +111,7 @@ CASE = drawn_cases(
 )
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     case=CASE,
     mesh=st.sampled_from([(2, 2), (4, 4), (4, 2)]),
@@ -156,19 +156,19 @@ def test_zigzag_balances_a_causal_mask_and_contiguous_does_not() -> None:
         lambda r: st.lists(st.lists(st.booleans(), min_size=r, max_size=r), min_size=r, max_size=r)
     )
 )
-def test_routes_reach_all_that_need_a_block_by_the_fewest_hops(wanted: list[list[bool]]) -> None:
-    size, routes = len(wanted), ring_routes(wanted)
+def test_routes_reach_all_readers_of_a_block_by_the_fewest_hops(needs: list[list[bool]]) -> None:
+    size, routes = len(needs), ring_routes(needs)
     for j in range(size):
         reached = {(j + s) % size for s in range(1, routes.right[j] + 1)}
         reached |= {(j - s) % size for s in range(1, routes.left[j] + 1)}
-        needing = {i for i in range(size) if wanted[i][j] and i != j}
-        assert needing <= reached
+        readers = {i for i in range(size) if needs[i][j] and i != j}
+        assert readers <= reached
         assert routes.right[j] + routes.left[j] <= size - 1
         fewest = min(
             right + left
             for right in range(size)
             for left in range(size)
-            if needing <= {(j + s) % size for s in range(1, right + 1)} | {(j - s) % size for s in range(1, left + 1)}
+            if readers <= {(j + s) % size for s in range(1, right + 1)} | {(j - s) % size for s in range(1, left + 1)}
         )
         assert routes.right[j] + routes.left[j] == fewest
 
@@ -177,7 +177,7 @@ def _routes(layout: Layout, n: int, mask: Mask) -> Routes:
     return ring_routes([[work > 0 for work in row] for row in pairs_of_blocks(layout, (n, n), mask, 1)])
 
 
-def test_a_window_needs_its_neighbours_only() -> None:
+def test_a_window_needs_only_neighbours() -> None:
     contiguous = _routes(Layout(8), 800, Mask(window=50))
     assert contiguous.right == (1,) * 7 + (0,) and contiguous.left == (0,) * 8
     zigzag = _routes(Layout(8, 1, "zigzag"), 800, Mask(window=50))
@@ -214,7 +214,7 @@ def test_a_ring_sends_kv_heads_only_and_gradients_in_fp32(pool4: RankPool, dtype
         assert backward == [("all_gather", 3 * block * dtype.itemsize), ("reduce_scatter", 3 * block * 4)]
 
 
-def test_usp_rings_its_own_heads(pool4: RankPool) -> None:
+def test_usp_sends_local_heads_around_the_ring(pool4: RankPool) -> None:
     case = Case(n=32, q_heads=8, kv_heads=2)
     for forward, _ in pool4.run(_sent, case, 2, "zigzag", "p2p"):
         names = [op for op, _ in forward]
@@ -222,13 +222,13 @@ def test_usp_rings_its_own_heads(pool4: RankPool) -> None:
         assert forward[1][1] == 4 * (case.n // 2) * 1 * (case.dim + case.v_dim)  # one KV head of the two
 
 
-def test_an_uneven_kv_group_is_repeated_on_arrival_not_sent_twice(pool4: RankPool) -> None:
+def test_heads_of_an_uneven_kv_group_are_sent_once(pool4: RankPool) -> None:
     # 6 query heads over 3 KV heads and 2 Ulysses ranks: 3 and 3, which cuts the second group of 2 in its middle.
     sent = pool4.run(_sent, Case(n=16, q_heads=6, kv_heads=3), 2, "zigzag", "p2p")
     assert [forward[1] for forward, _ in sent] == [("p2p", 4 * 8 * 2 * 16)] * 4
 
 
-def test_what_the_mask_makes_empty_is_not_sent(pool4: RankPool) -> None:
+def test_blocks_that_the_mask_hides_are_not_sent(pool4: RankPool) -> None:
     block = 4 * 8 * 2 * 16
     window = pool4.run(_sent, Case(n=32, window=5), 4, "contiguous", "p2p")
     assert [[size for _, size in forward] for forward, _ in window] == [[block], [block], [block], []]
@@ -251,9 +251,8 @@ def _bf16(case: Case, ring: int, impl: str) -> dict[str, float]:
     return {name: float((ours[name] - x).norm() / (single[name] - x).norm()) for name, x in truth.items()}
 
 
-@pytest.mark.parametrize("impl", ["p2p", "allgather"])
-@pytest.mark.parametrize(("world", "ring"), [(2, 2), (4, 4), (4, 2), pytest.param(8, 8, marks=pytest.mark.slow)])
-def test_bf16_is_as_near_to_fp64_as_one_device(get_pool: Any, world: int, ring: int, impl: str) -> None:
+@pytest.mark.parametrize(("world", "ring", "impl"), each_value(grouped([(4, 4), (4, 2)]), ["p2p", "allgather"]))
+def test_bf16_errors_are_those_of_one_device(get_pool: Any, world: int, ring: int, impl: str) -> None:
     case = Case(n=256, q_heads=8, dim=32, v_dim=32, dtype=torch.bfloat16)
     for found in get_pool(world).run(_bf16, case, ring, impl):
         assert max(found.values()) <= NOT_MORE, found

@@ -1,8 +1,9 @@
-"""Attention over a sharded sequence against one device: to the bit in fp32, and against the fp64 oracle."""
+"""Ulysses attention against one device, bit for bit, and against the fp64 oracle."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -20,28 +21,30 @@ from tests.pool import THREADS, RankPool
 from tests.tolerance import MARGIN
 
 
-def _errors(case: Case, kernel: Any) -> dict[str, Any]:
-    """This rank's comparison: to the bit with one device, and errors against the oracle."""
-    ours = run(case, sharding(dist.get_world_size()), kernel)
-    single = run(case, one_device(), kernel)
-    return {"equal": torch.equal(ours["out"], single["out"]), "errors": errors(case, ours)}
+def _errors(cases: list[Case], kernel: Any) -> list[dict[str, Any]]:
+    """This rank's comparison of each case: bit for bit with one device, and errors against the oracle."""
+    found = []
+    for case in cases:
+        ours = run(case, sharding(dist.get_world_size()), kernel)
+        single = run(case, one_device(), kernel)
+        found.append({"equal": torch.equal(ours["out"], single["out"]), "errors": errors(case, ours)})
+    return found
 
 
-def check(pool: RankPool, case: Case, kernel: Any = "auto") -> None:
-    """The output is to the bit that of one device; output and gradients are the oracle's.
+def check(pool: RankPool, *cases: Case, kernel: Any = "auto") -> None:
+    """The output equals one device's bit for bit; output and gradients are the oracle's.
 
-    To the bit with one thread a rank: with more, what a CPU's kernel adds up first depends on how many heads it was
-    given, and a rank has fewer than one device has.
+    Bit for bit with one thread per rank: with more, the order of a CPU kernel's sums depends on the number of heads.
     """
-    for found in pool.run(_errors, case, kernel):
-        assert found["equal"] or THREADS != "1", case
-        assert max(found["errors"].values()) <= MARGIN, (case, found)
+    for of_rank in pool.run(_errors, list(cases), kernel):
+        for case, found in zip(cases, of_rank, strict=True):
+            assert found["equal"] or THREADS != "1", case
+            assert max(found["errors"].values()) <= MARGIN, (case, found)
 
 
-@pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("world", [2, 4])
-def test_exact(get_pool: Any, world: int, name: str) -> None:
-    check(get_pool(world), PLAIN[name])
+def test_exact(get_pool: Any, world: int) -> None:
+    check(get_pool(world), *PLAIN.values(), Case(n=64, q_heads=8, dtype=torch.bfloat16))
 
 
 @pytest.mark.slow
@@ -49,23 +52,18 @@ def test_exact_over_8_ranks(pool8: RankPool) -> None:
     check(pool8, Case(n=37, q_heads=16, kv_heads=2, batch=2))
 
 
-@pytest.mark.parametrize("extra", [{"softcap": 2.0}, {"sinks": True}, {"softcap": 5.0, "sinks": True, "window": 4}])
-def test_eager_takes_softcap_and_sinks(pool4: RankPool, extra: dict[str, Any]) -> None:
-    check(pool4, Case(n=18, q_heads=6, kv_heads=2, **extra), "eager")
+def test_eager_with_softcap_and_sinks(pool4: RankPool) -> None:
+    cases: list[dict[str, Any]] = [{"softcap": 2.0}, {"sinks": True}, {"softcap": 5.0, "sinks": True, "window": 4}]
+    check(pool4, *(Case(n=18, q_heads=6, kv_heads=2, **more) for more in cases), kernel="eager")
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(case=drawn_cases(40), world=st.sampled_from([2, 4]), window=st.none() | st.integers(1, 12), docs=st.data())
 def test_exact_for_drawn_shapes(get_pool: Any, case: Case, world: int, window: int | None, docs: Any) -> None:
     cuts = docs.draw(st.none() | st.lists(st.integers(0, case.n), max_size=3))
     ids = None if cuts is None else tuple(sum(i >= c for c in cuts) for i in range(case.n))
     case = dataclasses.replace(case, window=window if case.causal else None, documents=ids)
     check(get_pool(world), case)
-
-
-def test_bf16_is_to_the_bit_that_of_one_device_too(pool4: RankPool) -> None:
-    for found in pool4.run(_errors, Case(n=64, q_heads=8, dtype=torch.bfloat16), "auto"):
-        assert (found["equal"] or THREADS != "1") and 0 < found["errors"]["out"] <= MARGIN
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -84,12 +82,11 @@ def _sent(case: Case) -> list[tuple[str, int]]:
     return [(entry.op, entry.bytes) for entry in log]
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_exchanges_each_way_of_exactly_the_formulas_bytes(get_pool: Any, world: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("world", "dtype"), [(2, torch.float32), (4, torch.bfloat16)])
+def test_two_all_to_alls_send_the_formulas_bytes(get_pool: Any, world: int, dtype: torch.dtype) -> None:
     case = Case(n=32, batch=2, q_heads=8, kv_heads=4, dtype=dtype)
     width = dtype.itemsize * case.batch * case.n * case.dim
-    part = (world - 1) / world / world  # of what all ranks hold: my P-th of it, less the P-th of that which I keep
+    part = (world - 1) / world / world  # of all ranks' bytes: my 1/P, without the 1/P that stays
     qkv, o = width * (case.q_heads + 2 * case.kv_heads) * part, width * case.q_heads * part
     assert qkv + o == dtype.itemsize * case.batch * case.n * case.dim * (2 * case.q_heads + 2 * case.kv_heads) * part
     for log in get_pool(world).run(_sent, case):
@@ -104,19 +101,21 @@ def test_few_kv_heads_are_sent_only_where_needed(pool4: RankPool) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Bad input: numbers and a way out, before anything is sent.
+# Refused with numbers and a fix, before anything is sent.
 
 
-def _refused(shapes: dict[str, tuple[int, ...]], options: dict[str, Any], dtypes: dict[str, torch.dtype]) -> str:
-    sp = sharding(dist.get_world_size(), **options.pop("sharding", {}))
-    x = {name: torch.zeros(shape, dtype=dtypes.get(name, torch.float32)) for name, shape in shapes.items()}
-    with count_sent() as log:
-        try:
+def _refused(cases: list[tuple[dict[str, Any], dict[str, Any], str]]) -> list[str]:
+    messages = []
+    for tensors, options, _ in cases:
+        options = dict(options)
+        sp = sharding(dist.get_world_size(), **options.pop("sharding", {}))
+        k_dtype = options.pop("k_dtype", torch.float32)
+        x = {n: torch.zeros(shape, dtype=k_dtype if n == "k" else torch.float32) for n, shape in tensors.items()}
+        with count_sent() as log, pytest.raises(LongspanError) as error:
             longspan.attention(x["q"], x["k"], x["v"], sp, **options)
-        except LongspanError as error:
-            assert not log
-            return str(error)
-    return "no error"
+        assert not log
+        messages.append(str(error.value))
+    return messages
 
 
 def _shapes(q: tuple[int, ...] = (1, 4, 4, 8), k: tuple[int, ...] = (1, 4, 2, 8), v: Any = None) -> dict[str, Any]:
@@ -128,16 +127,18 @@ BAD = [
     (_shapes(k=(1, 4, 3, 8)), {}, "4 query heads do not divide into groups over 3 KV heads"),
     (_shapes(k=(1, 4, 2, 16)), {}, "q and k need the same head_dim"),
     (_shapes(v=(1, 4, 4, 8)), {}, "k and v the same number of heads"),
-    (_shapes(k=(1, 5, 2, 8)), {}, r"8 queries and 10 keys: say where .* \(q_start=2 .*\), or causal=False"),
+    (_shapes(k=(1, 5, 2, 8)), {}, r"8 queries and 10 keys: give the position .* \(q_start=2 .*\), or causal=False"),
     (_shapes(q=(1, 0, 4, 8), k=(1, 0, 2, 8)), {}, "attention over no tokens"),
     (_shapes(), {"length": 20}, "length=20 over 2 ranks gives 10 tokens to each, the tensors have 4"),
-    (_shapes(), {"window": 0}, "window=0 must be at least 1"),
     (_shapes(), {"dropout": 0.1}, r"dropout=0.1: .* use 0.0"),
     (_shapes(), {"kernel": "magic"}, "kernel='magic' is unknown; choose auto, .*tiled.*sdpa"),
     (_shapes(), {"kernel": "flash_attn"}, "kernel='flash_attn' is not installed .*pip install flash-attn"),
-    (_shapes(), {"softcap": 2.0, "kernel": "sdpa"}, "kernel='sdpa' cannot do softcap; use kernel='auto'"),
     (_shapes(), {"sinks": torch.zeros(3), "kernel": "eager"}, r"`sinks` has the shape \(3,\), .* \(4,\)"),
-    (_shapes(), {"documents": torch.zeros(1, 7, dtype=torch.int64)}, r"`documents` has the shape \(1, 7\), .*\(1, 8\)"),
+    (
+        _shapes(),
+        {"k_dtype": torch.bfloat16},
+        "one floating dtype, got q torch.float32, k torch.bfloat16, ",
+    ),
     (
         _shapes(),
         {"documents": torch.tensor([[0, 0, 1, 1, 0, 0, 2, 2]])},
@@ -152,18 +153,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("shapes", "options", "text"), BAD)
-def test_refused_alike_on_all_ranks(pool2: RankPool, shapes: Any, options: dict[str, Any], text: str) -> None:
-    import re
-
-    messages = pool2.run(_refused, shapes, options, {})
-    assert len(set(messages)) == 1
-    assert re.search(text, messages[0]), messages[0]
-
-
-def test_dtypes_must_agree(pool2: RankPool) -> None:
-    for message in pool2.run(_refused, _shapes(), {}, {"k": torch.bfloat16}):
-        assert "of one floating dtype, got q torch.float32, k torch.bfloat16, v torch.float32; cast them" in message
+def test_all_ranks_refuse_with_the_same_text(pool2: RankPool) -> None:
+    for case, *messages in zip(BAD, *pool2.run(_refused, BAD), strict=True):
+        assert len(set(messages)) == 1 and re.search(case[2], messages[0]), (case, messages)
 
 
 def test_one_device_needs_no_process_group() -> None:
