@@ -106,13 +106,13 @@ class Mask:
             queries: number of real queries; their positions are q_start to q_start + queries - 1.
             keys: number of real keys.
         """
-        found = (
+        regions = (
             region.within(q, k)
             for q, k in self._segment_pairs(row, (self.q_start, self.q_start + queries), (0, keys))
             if q[0] < q[1] and k[0] < k[1]
             for region in self.segment_regions(row, q, k)
         )
-        return tuple(region for region in found if region is not None)
+        return tuple(region for region in regions if region is not None)
 
     def segment_regions(self, row: int, queries: Span, keys: Span) -> Iterator[Region]:
         """Yield `pairwise` for one segment as disjoint regions, in the order of the keys.
@@ -219,13 +219,12 @@ class Mask:
             raise LongspanError(f"mask_mod must return booleans, it returned {allowed.dtype}")
         return allowed
 
-    def check(self, batch: int, queries: int, keys: int | None = None) -> None:
+    def check(self, batch: int, queries: int, keys: int) -> None:
         """Raise if the mask does not fit a batch of `batch` rows with these numbers of queries and keys.
 
         Raises:
             LongspanError: with the numbers.
         """
-        keys = queries if keys is None else keys
         if isinstance(self.prefix, tuple) and len(self.prefix) != batch:
             raise LongspanError(f"`prefix` has {len(self.prefix)} entries, the tensors have a batch of {batch}")
         for prefix in self._prefixes:

@@ -145,11 +145,11 @@ def read_layer(
     Returns:
         For each name `[B, heads, tokens, width]`.
     """
-    wanted = [(max(a, start), b) for a, b in runs if b > start]
-    total, outs = sum(b - a for a, b in wanted), dict[str, Tensor]()
+    targets = [(max(a, start), b) for a, b in runs if b > start]
+    total, outs = sum(b - a for a, b in targets), dict[str, Tensor]()
     for file in files:
         low, high = (f(x, y) for f, x, y in zip((max, min), file.heads[layer], heads, strict=True))
-        moves = _overlaps([(max(a, start), b) for a, b in file.runs if b > start], wanted)
+        moves = _overlaps([(max(a, start), b) for a, b in file.runs if b > start], targets)
         if low >= high and outs:
             continue
         try:
@@ -169,15 +169,15 @@ def read_layer(
     return [outs[name] for name in names]
 
 
-def _overlaps(held: list[Span], wanted: list[Span]) -> list[tuple[int, int, int]]:
-    """Return (index among the held tokens, index among the wanted, count) of every run in both."""
-    moves, at_held = [], 0
-    for a, b in held:
-        at_wanted = 0
-        for c, d in wanted:
+def _overlaps(sources: list[Span], targets: list[Span]) -> list[tuple[int, int, int]]:
+    """Return (index among the source tokens, index among the target tokens, count) of every run in both."""
+    moves, at_source = [], 0
+    for a, b in sources:
+        at_target = 0
+        for c, d in targets:
             low, high = max(a, c), min(b, d)
             if low < high:
-                moves.append((at_held + low - a, at_wanted + low - c, high - low))
-            at_wanted += d - c
-        at_held += b - a
+                moves.append((at_source + low - a, at_target + low - c, high - low))
+            at_target += d - c
+        at_source += b - a
     return moves

@@ -96,11 +96,11 @@ class MemoryFlags:
         return replace(LONGEST if self.level == "longest" else FASTEST, **fixed)
 
 
-def flags_to_add(given: Memory, wanted: Memory) -> list[str]:
-    """Return the flags that change a command's memory options from `given` to `wanted`."""
+def flags_to_add(given: Memory, target: Memory) -> list[str]:
+    """Return the flags that change a command's memory options from `given` to `target`."""
     flags = []
     for field in fields(Memory):
-        name, value = field.name.replace("_", "-"), getattr(wanted, field.name)
+        name, value = field.name.replace("_", "-"), getattr(target, field.name)
         if value == getattr(given, field.name):
             continue
         flags.append(f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name} {value}")

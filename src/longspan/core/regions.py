@@ -141,7 +141,7 @@ def _band(r: Region) -> Iterator[Tile]:
         block = r.within((start, min(start + step, r.q1)), (r.k0, r.k1))
         if block is None:
             continue
-        left = min(max(block.q1 - 1 - r.hi, block.k0), block.k1)  # every query of the block sees keys from here on
+        left = min(max(block.q1 - 1 - r.hi, block.k0), block.k1)  # the first key that every query of the block sees
         right = block.k1 if r.lo is None else max(left, min(block.k1, block.q0 - r.lo + 1))
         if right - left < _NARROW:
             yield from _small(block)
@@ -226,12 +226,12 @@ def joined(calls: Iterable[Call]) -> list[Call]:
     Args:
         calls: disjoint calls of one KV block. Those with a mask stay as they are.
     """
-    found = list(calls)
-    if any(call.kind == "full" for call in found):  # not for documents, perhaps thousands, which are triangles only
-        found = _joined_along("queries", _joined_along("keys", _joined_triangles(found)))
-    if len({call.rows for call in found}) > 1:
-        found = _joined_along("rows", found)
-    return sorted(found, key=attrgetter("rows", "queries", "keys"))
+    merged = list(calls)
+    if any(call.kind == "full" for call in merged):  # not for documents, perhaps thousands, which are triangles only
+        merged = _joined_along("queries", _joined_along("keys", _joined_triangles(merged)))
+    if len({call.rows for call in merged}) > 1:
+        merged = _joined_along("rows", merged)
+    return sorted(merged, key=attrgetter("rows", "queries", "keys"))
 
 
 def _joined_triangles(calls: list[Call]) -> list[Call]:

@@ -42,20 +42,21 @@ class Routes:
         left = ((j - hops, hops) for j, hops in enumerate(self.left))
         return _covered([*right, *left], len(self.right))
 
-    def sends_right(self, rank: int, hop: int) -> bool:
-        """Whether `rank` sends a block to rank + 1 as the block's hop number `hop`."""
-        return self.right[(rank - hop + 1) % len(self.right)] >= hop
+    def hops(self, block: int, direction: int) -> int:
+        """Return the hops of a block towards higher (+1) or lower ranks (-1)."""
+        return (self.right if direction > 0 else self.left)[block]
 
-    def sends_left(self, rank: int, hop: int) -> bool:
-        """Whether `rank` sends a block to rank - 1 as the block's hop number `hop`."""
-        return self.left[(rank + hop - 1) % len(self.left)] >= hop
+    def has_hop(self, rank: int, direction: int, hop: int) -> bool:
+        """Whether `rank` sends a block to rank + `direction` as the block's hop number `hop`."""
+        return self.hops((rank - direction * (hop - 1)) % len(self.right), direction) >= hop
 
 
 def ring_routes(needs: Sequence[Sequence[bool]]) -> Routes:
     """Return the shortest routes of all blocks to the ranks that need them.
 
     A block that every rank needs goes right, once around. If few ranks need it (a sliding window), it may be shorter to
-    send it both ways: under zigzag a window needs the neighbours on both sides.
+    send it both ways: under zigzag a window needs the neighbours on both sides. This is where a window's cost is cut in
+    a ring; on one device `longspan.core.regions.tiles` cuts it.
 
     Args:
         needs: `needs[i][j]`: whether the queries of rank i attend to anything in block j.

@@ -42,17 +42,17 @@ def options(config_class: type[Any]) -> dict[str, Option]:
 
 @functools.cache
 def _options(config_class: Any) -> dict[str, Option]:
-    found: dict[str, Option] = {}
+    by_name: dict[str, Option] = {}
     kinds = typing.get_type_hints(config_class)
     for field in dataclasses.fields(config_class):
         if not is_section(kinds[field.name]):
-            found[field.name] = Option(field.name, "", kinds[field.name])
+            by_name[field.name] = Option(field.name, "", kinds[field.name])
             continue
         inner = typing.get_type_hints(kinds[field.name])
         for part in shown(field, kinds[field.name]):
-            assert part.name not in found, f"two fields of {config_class.__name__} are called {part.name}"
-            found[part.name] = Option(part.name, field.name, inner[part.name])
-    return found
+            assert part.name not in by_name, f"two fields of {config_class.__name__} are called {part.name}"
+            by_name[part.name] = Option(part.name, field.name, inner[part.name])
+    return by_name
 
 
 def is_section(kind: Any) -> bool:

@@ -37,12 +37,12 @@ def os_errors_as_longspan_errors() -> Iterator[None]:
 
 
 def free_memory() -> int | None:
-    """Return the bytes that processes here can still allocate, or None if unknown."""
-    found = []
+    """Return the bytes that processes of this machine can still allocate, or None if unknown."""
+    limits = []
     with contextlib.suppress(OSError, ValueError, IndexError):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")))
+        limits.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")))
     with contextlib.suppress(OSError, ValueError):  # "max": no limit
         group = Path("/sys/fs/cgroup")
-        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    return min(found, default=None)
+        limits.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return min(limits, default=None)

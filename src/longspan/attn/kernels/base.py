@@ -2,7 +2,7 @@
 
 Partial results of tiles, blocks and ranks are merged by their log-sum-exps. A backward that takes the output and the
 log-sum-exp of the WHOLE row of scores (flash attention's; Dao et al. 2022, arXiv:2205.14135) returns gradients that
-simply add up. So a `BlockKernel` serves one device, a Ulysses rank and a ring alike. An `AutogradKernel`, which returns
+simply add up. So a `BlockKernel` serves one device, a Ulysses rank and a ring. An `AutogradKernel`, which returns
 no log-sum-exp, needs all keys on the rank.
 
 Shape suffixes: B batch, H query heads, K KV heads, Q queries, T keys, D head_dim.
@@ -110,8 +110,9 @@ class Blocks:
 
     def positions(self, block: int) -> tuple[Tensor, Tensor]:
         """Return the positions of the local queries, int64 [Q], and of a block's keys, int64 [T]."""
-        keys = tuple(span for span, owner in zip(self.k_spans, self.source_ranks, strict=True) if owner == block)
-        return positions_of(self.q_spans, self.device), positions_of(keys, self.device)
+        spans = zip(self.k_spans, self.source_ranks, strict=True)
+        keys = [torch.arange(*span, device=self.device) for span, source in spans if source == block]
+        return torch.cat([torch.arange(*span, device=self.device) for span in self.q_spans]), torch.cat(keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,17 +133,12 @@ class BlockRegion:
 
 
 def _offsets(spans: tuple[Span, ...], source_ranks: tuple[int, ...]) -> list[int]:
-    filled = dict.fromkeys(source_ranks, 0)
+    lengths = dict.fromkeys(source_ranks, 0)  # of each rank's block so far
     out = []
-    for (start, stop), owner in zip(spans, source_ranks, strict=True):
-        out.append(filled[owner] - start)
-        filled[owner] += stop - start
+    for (start, stop), source in zip(spans, source_ranks, strict=True):
+        out.append(lengths[source] - start)
+        lengths[source] += stop - start
     return out
-
-
-def positions_of(spans: tuple[Span, ...], device: torch.device) -> Tensor:
-    """Concatenate the positions of some spans, int64."""
-    return torch.cat([torch.arange(*span, device=device) for span in spans])
 
 
 class SoftmaxAccumulator:
@@ -259,12 +255,8 @@ class BlockKernel(Kernel, Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return this block's part of dq [B, H, Q, D], and its dk [B, K, T, D] and dv [B, K, T, Dv].
 
-        Args:
-            inputs: queries, and the output, its gradient and the log-sum-exp of the whole row.
-            k_BKTD: as in `forward`; `inputs` and these may hold some of the heads.
-            v_BKTD: as in `forward`.
-            block: from `prepare`.
-            scores: of these heads.
+        `inputs` are the queries, and the output, its gradient and the log-sum-exp of the WHOLE row. They and `k_BKTD`
+        and `v_BKTD` may contain only some of the heads.
         """
 
     def to_kernel_layout(self, xs: Sequence[Tensor], v_dim: int, scores: Scores) -> list[Tensor]:

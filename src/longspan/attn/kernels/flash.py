@@ -84,7 +84,7 @@ class FlashKernel(AddingKernel):
         self, into: SoftmaxAccumulator, q: Tensor, k: Tensor, v: Tensor, block: FlashBlock, scores: Scores
     ) -> None:
         scale, v_dim = scores.scale_of(q.shape[3]), v.shape[3]
-        q, k, v = _filled(q, k, v)
+        q, k, v = _padded(q, k, v)
         for call in block.calls:
             out, lse, *_ = _flash(
                 *(tokens.take(x) for tokens, x in ((call.queries, q), (call.keys, k), (call.keys, v))),
@@ -108,7 +108,7 @@ class FlashKernel(AddingKernel):
         scores: Scores,
     ) -> None:
         scale = scores.scale_of(inputs.q.shape[3])
-        q, k, v, grad, out = _filled(inputs.q, k, v, inputs.grad, inputs.out)
+        q, k, v, grad, out = _padded(inputs.q, k, v, inputs.grad, inputs.out)
         for call in block.calls:
             of_q, of_k = call.queries, call.keys
             parts = _flash_backward(
@@ -126,8 +126,8 @@ class FlashKernel(AddingKernel):
                 **_how(call, scale),
             )
             for total, tokens, more in zip(into, (of_q, of_k, of_k), parts, strict=True):
-                more, rows, places = tokens.put(more, total)
-                total[slice(*rows or (None,)), :, slice(*places or (None,))] += more[..., : total.shape[3]]
+                more, rows, columns = tokens.put(more, total)
+                total[slice(*rows or (None,)), :, slice(*columns or (None,))] += more[..., : total.shape[3]]
 
 
 def unlike_flash(request: KernelRequest) -> list[str]:
@@ -156,7 +156,7 @@ def _unfit(request: KernelRequest) -> str | None:
     return None
 
 
-def _filled(*xs: Tensor) -> list[Tensor]:
+def _padded(*xs: Tensor) -> list[Tensor]:
     """Pad each head with zeros to one head_dim, a multiple of 8; no score and no gradient changes."""
     dim = -(-max(x.shape[3] for x in xs) // 8) * 8
     return [x if x.shape[3] == dim else F.pad(x, (0, dim - x.shape[3])) for x in xs]

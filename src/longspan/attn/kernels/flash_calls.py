@@ -46,13 +46,13 @@ class Tokens:
 
     Attributes:
         rows: batch rows of the rectangle.
-        places: indices within each row of the rectangle.
+        columns: tokens of each row of the rectangle.
         at: if they are no rectangle: indices in `[B * S]`, int64 [n].
-        packed: whether the call takes one row, `[n, heads, ...]`, instead of `[rows, places, heads, ...]`.
+        packed: whether the call takes one row, `[n, heads, ...]`, instead of `[rows, columns, heads, ...]`.
     """
 
     rows: Span
-    places: Span
+    columns: Span
     at: Tensor | None
     packed: bool
 
@@ -61,17 +61,17 @@ class Tokens:
         x_BSHD = x_BHSD.transpose(1, 2)
         if self.at is not None:
             return x_BSHD.flatten(0, 1).index_select(0, self.at)
-        x_BSHD = x_BSHD[slice(*self.rows), slice(*self.places)]
+        x_BSHD = x_BSHD[slice(*self.rows), slice(*self.columns)]
         return x_BSHD.flatten(0, 1) if self.packed else x_BSHD
 
     def put(self, y: Tensor, like_BHSD: Tensor, fill: float = 0.0) -> tuple[Tensor, Span | None, Span | None]:
-        """Undo `take`: return `[rows, heads, places, ...]` and its rows and places (None: all, others get `fill`)."""
+        """Undo `take`: return `[rows, heads, columns, ...]` and its rows and columns (None: all, others get `fill`)."""
         if self.at is None:
             y = y.unflatten(0, (self.rows[1] - self.rows[0], -1)) if self.packed else y
-            return y.transpose(1, 2), self.rows, self.places
+            return y.transpose(1, 2), self.rows, self.columns
         B, _, S = like_BHSD.shape[:3]
-        whole = y.new_full((B * S, *y.shape[1:]), fill).index_copy_(0, self.at, y)
-        return whole.unflatten(0, (B, S)).transpose(1, 2), None, None
+        out = y.new_full((B * S, *y.shape[1:]), fill).index_copy_(0, self.at, y)
+        return out.unflatten(0, (B, S)).transpose(1, 2), None, None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -80,8 +80,7 @@ class FlashCall:
 
     Attributes:
         window: of all its sequences.
-        queries: its query tokens.
-        keys: its key tokens.
+        queries: its query tokens, as `keys`.
         longest: length of the longest sequence of queries, and of keys.
         ends: `cu_seqlens` of queries and of keys, int32 [sequences + 1]; None for a call on batch rows.
     """
@@ -105,7 +104,7 @@ def flash_calls(blocks: Blocks) -> list[tuple[FlashCall, ...]]:
     out = []
     for block, parts in enumerate(blocks.parts):
         spans = zip(blocks.k_spans, blocks.source_ranks, strict=True)
-        keys = sum(stop - start for (start, stop), owner in spans if owner == block)
+        keys = sum(stop - start for (start, stop), source in spans if source == block)
         groups = group_by_window(flash_sequences(parts))
         out.append(tuple(_call(window, group, (queries, keys), blocks.device) for window, group in groups))
     return out
@@ -117,9 +116,9 @@ def flash_calls(blocks: Blocks) -> list[tuple[FlashCall, ...]]:
 
 def flash_sequences(parts: Sequence[BlockRegion]) -> list[FlashSequence]:
     """Merge regions that are adjacent in the tensors, and give each the window that flash attention needs."""
-    found = [FlashSequence(rows, part) for rows, region in _joined(parts) for part in split_for_window(region)]
-    binding = frozenset(_left(sequence.region) for sequence in found if sequence.region.hi_binds)
-    return [FlashSequence(sequence.rows, sequence.region, window_of(sequence.region, binding)) for sequence in found]
+    regions = [(rows, part) for rows, region in _joined(parts) for part in split_for_window(region)]
+    binding = frozenset(_left(region) for _, region in regions if region.hi_binds)
+    return [FlashSequence(rows, region, window_of(region, binding)) for rows, region in regions]
 
 
 def window_of(region: Region, lefts: frozenset[int | None] = frozenset()) -> Window:
@@ -155,9 +154,9 @@ def split_for_window(region: Region) -> Iterator[Region]:
     The kernel reads a right limit of at least as many tokens as there are keys as no limit.
     """
     if region.lo is not None and region.lo_binds and region.q1 - region.k1 - region.lo >= region.k1 - region.k0:
-        at = region.k1 + region.lo  # from here on all keys are seen, as far as this border goes
+        at = region.k1 + region.lo  # from this query on, the border hides no key
     elif region.hi is not None and region.hi_binds and not region.lo_binds and _too_short(region):
-        at = region.k0 + region.hi + 1  # up to here
+        at = region.k0 + region.hi + 1  # up to this query
     else:
         yield region
         return
@@ -172,19 +171,19 @@ def _joined(parts: Sequence[BlockRegion]) -> list[tuple[Span, Region]]:
 
     Tokens that are apart in the sequence may be adjacent in the tensors: two zigzag spans are one causal region.
     """
-    found: list[tuple[Span, Region]] = []
+    joined: list[tuple[Span, Region]] = []
     for part in parts:
         r, apart = part.region, part.q_at - part.k_at
         lo, hi = (None if limit is None else limit + apart for limit in (r.lo, r.hi))
         last = Region(r.q0 + part.q_at, r.q1 + part.q_at, r.k0 + part.k_at, r.k1 + part.k_at, lo, hi)
-        while found and found[-1][0] == part.rows:
-            both = merge_regions(found[-1][1], last)
+        while joined and joined[-1][0] == part.rows:
+            both = merge_regions(joined[-1][1], last)
             if both is None:
                 break
-            found.pop()
+            joined.pop()
             last = both
-        found.append((part.rows, last))
-    return found
+        joined.append((part.rows, last))
+    return joined
 
 
 def merge_regions(a: Region, b: Region) -> Region | None:
@@ -213,57 +212,50 @@ class _Group:
     """Sequences of one call: no query and no key occurs twice, so that results can be scattered back."""
 
     sequences: list[FlashSequence] = field(default_factory=list)
-    taken: dict[tuple[str, int], list[Span]] = field(default_factory=dict)
+    used: dict[tuple[str, int], list[Span]] = field(default_factory=dict)
 
-    def takes(self, sequence: FlashSequence) -> bool:
+    def add(self, sequence: FlashSequence) -> bool:
         """Add a sequence if none of its queries and keys is in the group; return whether it was added."""
         r = sequence.region
-        wanted = [
+        spans = [
             ((of, row), span)
             for row in range(*sequence.rows)
             for of, span in (("queries", (r.q0, r.q1)), ("keys", (r.k0, r.k1)))
         ]
-        if any(_meets(self.taken.get(key, []), span) for key, span in wanted):
+        if any(_overlaps(self.used.get(key, []), span) for key, span in spans):
             return False
-        for key, span in wanted:
-            insort(self.taken.setdefault(key, []), span)
+        for key, span in spans:
+            insort(self.used.setdefault(key, []), span)
         self.sequences.append(sequence)
         return True
 
 
-def _meets(taken: list[Span], span: Span) -> bool:
-    at = bisect_left(taken, span)
-    return (at > 0 and taken[at - 1][1] > span[0]) or (at < len(taken) and taken[at][0] < span[1])
+def _overlaps(used: list[Span], span: Span) -> bool:
+    at = bisect_left(used, span)
+    return (at > 0 and used[at - 1][1] > span[0]) or (at < len(used) and used[at][0] < span[1])
 
 
-def group_by_window(found: Iterable[FlashSequence]) -> list[tuple[Window, list[FlashSequence]]]:
+def group_by_window(sequences: Iterable[FlashSequence]) -> list[tuple[Window, list[FlashSequence]]]:
     """Group sequences of one window into as few calls as possible."""
     groups: dict[Window, list[_Group]] = {}
-    for sequence in found:
+    for sequence in sequences:
         of_window = groups.setdefault(sequence.window, [])
-        if not any(group.takes(sequence) for group in of_window):
+        if not any(group.add(sequence) for group in of_window):
             of_window.append(_Group())
-            of_window[-1].takes(sequence)
+            of_window[-1].add(sequence)
     return [(window, group.sequences) for window, of_window in groups.items() for group in of_window]
 
 
-def _call(window: Window, found: list[FlashSequence], sizes: Span, device: torch.device) -> FlashCall:
-    """Make one call.
-
-    Args:
-        window: of all sequences.
-        found: the sequences.
-        sizes: tokens per batch row of the local queries, and of the KV block.
-        device: of the index tensors.
-    """
-    if len(found) == 1:
-        rows, r = found[0].rows, found[0].region
-        queries, keys = (Tokens(rows, places, None, packed=False) for places in ((r.q0, r.q1), (r.k0, r.k1)))
+def _call(window: Window, sequences: list[FlashSequence], sizes: Span, device: torch.device) -> FlashCall:
+    """Make one call; `sizes` are the tokens per batch row of the local queries and of the KV block."""
+    if len(sequences) == 1:
+        rows, r = sequences[0].rows, sequences[0].region
+        queries, keys = (Tokens(rows, columns, None, packed=False) for columns in ((r.q0, r.q1), (r.k0, r.k1)))
         return FlashCall(window, queries, keys, (r.q1 - r.q0, r.k1 - r.k0), None)
-    sequences = sorted(
-        (row, r.q0, r.q1, r.k0, r.k1) for sequence in found for r in (sequence.region,) for row in range(*sequence.rows)
+    edges = sorted(
+        (row, s.region.q0, s.region.q1, s.region.k0, s.region.k1) for s in sequences for row in range(*s.rows)
     )
-    row, q0, q1, k0, k1 = torch.tensor(sequences).unbind(1)
+    row, q0, q1, k0, k1 = torch.tensor(edges).unbind(1)
     queries, keys = _tokens(row, q0, q1, sizes[0], device), _tokens(row, k0, k1, sizes[1], device)
     lengths = q1 - q0, k1 - k0
     ends_q, ends_k = (torch.cat([n.new_zeros(1), n.cumsum(0)]).to(torch.int32).to(device) for n in lengths)
@@ -274,12 +266,12 @@ def _tokens(row: Tensor, start: Tensor, stop: Tensor, size: int, device: torch.d
     """Return tokens [start, stop) of the batch rows `row`, one sequence after the other; `row` ascends."""
     n = stop - start
     before = n.cumsum(0) - n
-    rows, places = (int(row[0]), int(row[-1]) + 1), (int(start[0]), int(stop[-1]))
-    width = places[1] - places[0]
-    inside = bool(((start >= places[0]) & (stop <= places[1])).all())
-    side_by_side = torch.equal(before, (row - rows[0]) * width + start - places[0])
-    if inside and side_by_side and int(n.sum()) == (rows[1] - rows[0]) * width:
-        return Tokens(rows, places, None, packed=True)
+    rows, columns = (int(row[0]), int(row[-1]) + 1), (int(start[0]), int(stop[-1]))
+    width = columns[1] - columns[0]
+    inside = bool(((start >= columns[0]) & (stop <= columns[1])).all())
+    adjacent = torch.equal(before, (row - rows[0]) * width + start - columns[0])
+    if inside and adjacent and int(n.sum()) == (rows[1] - rows[0]) * width:
+        return Tokens(rows, columns, None, packed=True)
     first = row * size + start - before
     at = torch.repeat_interleave(first, n) + torch.arange(int(n.sum()))
     return Tokens((0, 0), (0, 0), at.to(device), packed=True)

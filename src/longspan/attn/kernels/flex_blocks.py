@@ -5,7 +5,7 @@ closed form: in one row of blocks a region touches one run of key blocks, and co
 work is one row of arithmetic for each pair of a region and a query block that intersect, and the memory is that of the
 lists of blocks.
 
-A block that several regions share (at a border of a prefix, a document or a ring's spans) is full if their pairs add up
+A block that several regions touch (at a border of a prefix, a document or a ring's spans) is full if their pairs add up
 to all of its pairs: regions are disjoint.
 
 Shape suffixes: B rows of the batch, R rows of blocks, W longest list of blocks, N events (a region in a row of blocks).
@@ -58,7 +58,7 @@ class BlockLists:
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Counts and indices of each list, in BlockMask's order."""
         lists = (self.partial, self.full, self.partial_q, self.full_q)
-        return tuple(x for found in lists for x in (found or (None, None)))
+        return tuple(x for blocks in lists for x in (blocks or (None, None)))
 
 
 def block_lists(

@@ -187,8 +187,8 @@ def _bucket(group: list[tuple[int, int]], device: torch.device) -> Bucket:
     step = torch.arange(int(sizes[0]))
     at = starts[:, None] + torch.minimum(step, sizes[:, None] - 1)
     real = (step < sizes[:, None]).flatten()
-    places = None if bool(real.all()) else real.nonzero().flatten().to(device)
-    return Bucket(at.to(device), places, at.flatten()[real].to(device))
+    is_real = None if bool(real.all()) else real.nonzero().flatten().to(device)
+    return Bucket(at.to(device), is_real, at.flatten()[real].to(device))
 
 
 def _bucketed(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, calls: SdpaCalls, scores: Scores) -> Tensor:
@@ -201,10 +201,9 @@ def _bucketed(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, calls: SdpaCalls, 
         q, k, v = (x.index_select(0, bucket.at.flatten()).unflatten(0, bucket.at.shape) for x in flat)
         out = _one(q, k, v, calls, scores).flatten(0, 1)
         outs.append(out if bucket.real is None else out.index_select(0, bucket.real))
-    whole = q_BSHD.new_zeros(B * S, H, v_BSKD.shape[3])
-    places = torch.cat([bucket.to for bucket in calls.buckets])
-    back: Tensor = whole.index_copy(0, places, torch.cat(outs)).unflatten(0, (B, S))
-    return back
+    out = q_BSHD.new_zeros(B * S, H, v_BSKD.shape[3])
+    to = torch.cat([bucket.to for bucket in calls.buckets])
+    return out.index_copy(0, to, torch.cat(outs)).unflatten(0, (B, S))
 
 
 def _row(q: Tensor, k: Tensor, v: Tensor, cut: RowSplits, calls: SdpaCalls, scores: Scores) -> Tensor:

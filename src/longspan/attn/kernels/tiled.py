@@ -131,7 +131,7 @@ class TiledKernel(AddingKernel):
         """Cast and pad tensors for `tile_forward` and `tile_backward`; no copy if nothing changes."""
         xs = for_device(*xs)
         dim = max(xs[0].shape[3], v_dim)
-        return xs if _flash_of(xs[0], dim, scores.softcap) is None else [_filled(x, dim) for x in xs]
+        return xs if _flash_of(xs[0], dim, scores.softcap) is None else [_padded(x, dim) for x in xs]
 
     def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, how: TileScores) -> tuple[Tensor, Tensor]:
         """Return the output [B, H, Q, Dv] and log-sum-exp [B, H, Q] over one tile's keys."""
@@ -256,13 +256,13 @@ def _flash_of(q: Tensor, v_dim: int, softcap: float | None, bias: Tensor | None 
     return "cuda" if q.is_cuda and bias is None and takes_flash(q.device, q.dtype, (q.shape[3], v_dim)) else None
 
 
-def _filled(x: Tensor, dim: int) -> Tensor:
+def _padded(x: Tensor, dim: int) -> Tensor:
     """Pad heads with zeros: flash attention needs one head_dim for q, k and v (MLA has two)."""
     return x if x.shape[3] == dim else F.pad(x, (0, dim - x.shape[3]))
 
 
 def _cut(x: Tensor, dim: int) -> Tensor:
-    """Undo `_filled`."""
+    """Undo `_padded`."""
     return x if x.shape[3] == dim else x[..., :dim]
 
 

@@ -27,8 +27,12 @@ from longspan.compat.torch_api import gather_into, named_range, not_compiled, sc
 from longspan.core.layout import Span
 from longspan.core.routes import Routes
 
-# Message tags; both sides sort by them.
-_KV_RIGHT, _KV_LEFT, _GRAD_RIGHT, _GRAD_LEFT, _GRAD_TO_SOURCE_RIGHT, _GRAD_TO_SOURCE_LEFT = range(6)
+_KV, _GRAD, _GRAD_TO_SOURCE = range(3)  # kinds of messages
+
+
+def _tag(kind: int, direction: int) -> int:
+    """Return the tag of a message to the right (+1) or left (-1); both sides sort by tags."""
+    return 2 * kind + (direction < 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,9 +265,6 @@ class _KVBlock:
     def like(self, packed: Tensor) -> _KVBlock:
         return _KVBlock.of(packed, self.k.shape, self.v.shape)
 
-    def empty(self) -> _KVBlock:
-        return self.like(torch.empty_like(self.message))
-
     def zeros(self, dtype: torch.dtype) -> _KVBlock:
         return self.like(self.k.new_zeros(self.k.numel() + self.v.numel(), dtype=dtype))
 
@@ -316,23 +317,20 @@ def _kv_blocks(local: _KVBlock, ring: Ring) -> Iterator[tuple[int, list[_Receive
     for step in range(1, routes.rounds + 1):
         assert ring.group is not None
         sends, receives, incoming = [], [], []
-        for direction, tag in ((+1, _KV_RIGHT), (-1, _KV_LEFT)):
-            if _sends(routes, ring.rank, direction, step):
-                sends.append(P2PMessage(to_send[direction].message, (ring.rank + direction) % ring.size, tag))
-            if _sends(routes, (ring.rank - direction) % ring.size, direction, step):
-                block = _ReceivedBlock((ring.rank - direction * step) % ring.size, direction, local.empty())
-                receives.append(P2PMessage(block.kv.message, (ring.rank - direction) % ring.size, tag))
-                incoming.append(block)
+        for direction in (+1, -1):
+            after, before = (ring.rank + direction) % ring.size, (ring.rank - direction) % ring.size
+            if routes.has_hop(ring.rank, direction, step):
+                sends.append(P2PMessage(to_send[direction].message, after, _tag(_KV, direction)))
+            if routes.has_hop(before, direction, step):
+                kv = local.like(torch.empty_like(local.message))
+                receives.append(P2PMessage(kv.message, before, _tag(_KV, direction)))
+                incoming.append(_ReceivedBlock((ring.rank - direction * step) % ring.size, direction, kv))
         works = post(sends, receives, ring.group)
         yield step - 1, current
         wait_for(works)
         current = incoming
         to_send = {block.direction: block.kv for block in incoming}
     yield routes.rounds, current
-
-
-def _sends(routes: Routes, rank: int, direction: int, step: int) -> bool:
-    return routes.sends_right(rank, step) if direction > 0 else routes.sends_left(rank, step)
 
 
 class _P2PReducer:
@@ -361,9 +359,6 @@ class _P2PReducer:
         kv_heads = heads if self.ring.kv_head_index is not None else self.local_grad.k.shape[1]
         return heads // 2 if kv_heads == 1 else kv_heads // 2 * (heads // kv_heads)
 
-    def _reach(self, rank: int, direction: int) -> int:
-        return (self.routes.right if direction > 0 else self.routes.left)[rank]
-
     def add(self, received: _ReceivedBlock, step: int, kv_grad: _KVBlock) -> None:
         """Add this rank's part of the gradient of a block that was received in this step."""
         direction = received.direction
@@ -372,29 +367,27 @@ class _P2PReducer:
         if step > 1:
             self._wait()
             kv_grad.message.add_(self.partial_sums.pop(direction))
-        goes_on = self._reach(received.source, direction) > step
-        right, left = (_GRAD_RIGHT, _GRAD_TO_SOURCE_RIGHT), (_GRAD_LEFT, _GRAD_TO_SOURCE_LEFT)
-        tag = (right if direction > 0 else left)[not goes_on]
-        peer = (self.ring.rank + direction) % self.ring.size if goes_on else received.source
-        self.sends.append(P2PMessage(kv_grad.message, peer, tag))
+        if self.routes.hops(received.source, direction) > step:
+            peer, kind = (self.ring.rank + direction) % self.ring.size, _GRAD
+        else:
+            peer, kind = received.source, _GRAD_TO_SOURCE
+        self.sends.append(P2PMessage(kv_grad.message, peer, _tag(kind, direction)))
 
     def send(self, step: int) -> None:
         """Send the sums of this step, and start to receive those of the neighbours."""
         self._wait()
         receives = []
-        for direction, tag, tag_to_source in (
-            (+1, _GRAD_RIGHT, _GRAD_TO_SOURCE_RIGHT),
-            (-1, _GRAD_LEFT, _GRAD_TO_SOURCE_LEFT),
-        ):
-            neighbour = (self.ring.rank - direction) % self.ring.size
-            source = (neighbour - direction * step) % self.ring.size  # of the block that it has just computed
-            if step and self._reach(source, direction) > step:
+        rank, size = self.ring.rank, self.ring.size
+        for direction in (+1, -1) if step else ():
+            neighbour = (rank - direction) % size
+            source = (neighbour - direction * step) % size  # of the block that it has just computed
+            if self.routes.hops(source, direction) > step:
                 self.partial_sums[direction] = torch.empty_like(self.local_grad.message)
-                receives.append(P2PMessage(self.partial_sums[direction], neighbour, tag))
-            if step and self._reach(self.ring.rank, direction) == step:
+                receives.append(P2PMessage(self.partial_sums[direction], neighbour, _tag(_GRAD, direction)))
+            if self.routes.hops(rank, direction) == step:
                 self.returned.append(torch.empty_like(self.local_grad.message))
-                last = (self.ring.rank + direction * step) % self.ring.size
-                receives.append(P2PMessage(self.returned[-1], last, tag_to_source))
+                last = (rank + direction * step) % size
+                receives.append(P2PMessage(self.returned[-1], last, _tag(_GRAD_TO_SOURCE, direction)))
         if self.sends or receives:
             assert self.ring.group is not None
             self.works = post(self.sends, receives, self.ring.group)
