@@ -125,7 +125,7 @@ def test_the_choice_on_a_gpu(monkeypatch: pytest.MonkeyPatch, need: dict[str, An
 
 def test_the_choice_on_a_gpu_names_what_was_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(_on_a_gpu(monkeypatch, mask=LONG, dtype=torch.float32)) == (
-        "tiled: flash takes fp16 and bf16, these tensors are float32; tiles of 256 x 1024 as matrix products: torch's "
+        "tiled: flash needs fp16 or bf16, these tensors are float32; tiles of 256 x 1024 as matrix products: torch's "
         "flash attention for GPUs does not take float32 with head_dim 64; by row 4 of longspan's table: device cuda, "
         "what window -> flash, tiled"
     )
@@ -134,7 +134,7 @@ def test_the_choice_on_a_gpu_names_what_was_passed_over(monkeypatch: pytest.Monk
 
 REFUSED_ON_A_GPU = [
     ("flash", {"scores": Scores(softcap=2.0)}, "kernel='flash' cannot do softcap; use kernel='auto'"),
-    ("flash", {"dtype": torch.float64}, "takes fp16 and bf16, these tensors are float64; use kernel='auto'"),
+    ("flash", {"dtype": torch.float64}, "needs fp16 or bf16, these tensors are float64; use kernel='auto'"),
     ("flash", {"head_dims": (320, 8)}, "a head_dim of at most 256, these tensors have 320"),
     (
         "flash3",
@@ -345,10 +345,10 @@ def test_arguments_of_a_gpus_flash_attention(
     )
     q, k, v = tiles.TILED.to_kernel_layout([q, k, v], v_dim, Scores())
     how = tiles.TileScores(kind, None, 0.125, None)
-    out, lse = tiles._forward(q, k, v, how)
+    out, lse = tiles.TILED.tile_forward(q, k, v, how)
     assert (out.shape, out.dtype) == ((2, 4, 128, 64), torch.bfloat16)
     assert (lse.shape, lse.dtype) == ((2, 4, 128), torch.float32)
-    grads = tiles._backward(BackwardInputs(q, out, out, lse), k, v, how)
+    grads = tiles.TILED.tile_backward(BackwardInputs(q, out, out, lse), k, v, how)
     assert [(x.shape, x.dtype) for x in grads] == [(x.shape, x.dtype) for x in (q, k, v)]
 
 
@@ -406,10 +406,10 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"window": 0}, "window=0 must be at least 1 token"),
-    ({"window": -3}, "window=-3 must be at least 1 token"),
-    ({"chunk_size": 0}, "chunk_size=0 must be at least 1 token"),
-    ({"prefix": -1}, "prefix=-1 must be at least 0"),
+    ({"window": 0}, "window must be at least 1, got 0"),
+    ({"window": -3}, "window must be at least 1, got -3"),
+    ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
+    ({"prefix": -1}, "prefix must be at least 0, got -1"),
     ({"prefix": 9}, "prefix=9 is longer than the 8 keys"),
     ({"prefix": (1, 2)}, "`prefix` has 2 entries, the tensors have a batch of 1"),
     ({"prefix": 2, "causal": False}, "`prefix` needs a causal mask"),
@@ -420,7 +420,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"cu_seqlens": torch.tensor([0, 5, 3, 8])}, r"`cu_seqlens` must rise from 0 to the length.* got \[0, 5, 3, 8\]"),
     ({"cu_seqlens": torch.tensor([2, 8])}, "`cu_seqlens` must rise from 0"),
-    ({"cu_seqlens": torch.tensor([0, 8]), "documents": torch.zeros(1, 8)}, "say the same in two ways"),
+    ({"cu_seqlens": torch.tensor([0, 8]), "documents": torch.zeros(1, 8)}, "both define documents"),
     ({"documents": torch.zeros(1, 9, dtype=torch.int64)}, r"`documents` has the shape \(1, 9\), .* \(1, 8\)"),
     ({"kv_documents": torch.zeros(1, 9), "causal": False}, r"`kv_documents` has the shape \(1, 9\)"),
     (

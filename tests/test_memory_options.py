@@ -374,7 +374,7 @@ def test_memory_options_that_do_not_go_together() -> None:
         Memory(offload="disk")
     with pytest.raises(LongspanError, match=r"offload_folder='/x'.*offload is 'none'"):
         Memory(checkpointing="full", offload_folder="/x")
-    with pytest.raises(LongspanError, match=r"checkpointing='some' is unknown; choose none, save_attention"):
+    with pytest.raises(LongspanError, match=r"checkpointing='some' is unknown; choose 'none', 'save_attention'"):
         Memory(checkpointing="some")  # type: ignore[arg-type]
     with pytest.raises(LongspanError, match=r"tiled_mlp"):
         Memory(tiled_mlp=-1)

@@ -107,8 +107,8 @@ def test_a_plan_is_refused_for_other_tensors() -> None:
         ([x.double() for x in (q, k, v)], {}, "float32 on cpu, it is used with .*float64"),
         ([q, k, v], {"softcap": 3.0}, "another softcap"),
         ([q, k, v], {"sinks": torch.zeros(4), "alibi": torch.zeros(4)}, "another sinks and alibi"),
-        ([q, k, v], {"window": 5}, "a plan has window already"),
-        ([q, k, v], {"causal": False, "kernel": "sdpa"}, "a plan has causal, kernel already"),
+        ([q, k, v], {"window": 5}, "a plan contains window;"),
+        ([q, k, v], {"causal": False, "kernel": "sdpa"}, "a plan contains causal, kernel;"),
         ([q, k, v[0]], {}, "four dimensions each"),
     ]
     for tensors, more, text in wrong:

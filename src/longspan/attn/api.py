@@ -66,12 +66,20 @@ class AttentionOptions:
         of_mask = {name: given.pop(name) for name in _MASK_OPTIONS if name in given}
         of_scores = {name: given.pop(name) for name in _SCORE_OPTIONS if name in given}
         in_plan = (*of_mask, *(name for name in given if name != "dropout"))
-        _check_dropout(given.get("dropout", 0.0))
+        dropout = given.get("dropout", 0.0)
+        if not isinstance(dropout, int | float) or dropout:
+            raise LongspanError(
+                f"dropout={format_value(dropout)}: attention dropout that does not depend on the number of ranks is "
+                "not supported; use 0.0"
+            )
         for name, least in (("length", 1), ("kv_length", 1), ("head_chunks", 0)):
             if name in given:
                 check_number(name, given[name], least, LARGEST_COUNT, whole=True)
         if "mask" in given:
-            _check_mask(given["mask"], list(of_mask))
+            if not isinstance(given["mask"], Mask):
+                raise LongspanError(f"mask={format_value(given['mask'])} is no longspan.Mask")
+            if of_mask:
+                raise LongspanError(f"`mask` was given together with {', '.join(of_mask)}; set them in the mask")
         else:
             if "prefix" in of_mask:
                 of_mask["prefix"] = _read_prefix(of_mask["prefix"])
@@ -99,7 +107,7 @@ class AttentionOptions:
         documents, kv_documents = self.documents, self.kv_documents
         if self.cu_seqlens is not None:
             if documents is not None or kv_documents is not None:
-                raise LongspanError("`cu_seqlens` and `documents` say the same in two ways; pass one of them")
+                raise LongspanError("`cu_seqlens` and `documents` both define documents; pass one of them")
             check_integers("cu_seqlens", self.cu_seqlens, 1)
             return cu_seqlens_segments(self.cu_seqlens, keys) * batch, None
         if kv_documents is None and self.mask.q_start:
@@ -218,19 +226,9 @@ def prepare_attention(
 ) -> AttentionPlan:
     """Prepare once what every layer with this mask and these shapes executes: `longspan.attention(..., plan=plan)`.
 
-    All checks run here, documents are read on the host, and the kernel's index tensors are copied to the device. A
-    layer with the plan does none of that.
-
-    Args:
-        q: as for `attention`; only its shape, dtype, device and `requires_grad` matter.
-        k: as `q`.
-        v: as `q`.
-        sp: the sharding.
-        kernel: as for `attention`.
-        options: as for `attention`. Of `sinks`, `alibi` and `bias` only whether they are given matters.
-
-    Raises:
-        LongspanError: as `attention`.
+    This runs all checks, reads documents on the host, and copies the kernel's index tensors to the device. A layer with
+    the plan does none of that. Arguments and errors are those of `attention`; of the tensors only shape, dtype, device
+    and `requires_grad` matter, and of `sinks`, `alibi` and `bias` whether they are given.
     """
     given = AttentionOptions.of(options)
     check_tensors(q, k, v)
@@ -244,21 +242,11 @@ def explain_kernel(
 ) -> Choice:
     """Return which kernel `attention` would run for these tensors, and why; nothing is computed or sent.
 
+    Arguments and errors are those of `attention`; of the tensors only shape, dtype, device and `requires_grad` matter.
     The logger "longspan" reports the same at level INFO when an attention first runs.
-
-    Args:
-        q: as for `attention`; only its shape, dtype, device and `requires_grad` matter.
-        k: as `q`.
-        v: as `q`.
-        sp: the sharding.
-        kernel: as for `attention`.
-        options: as for `attention`.
 
     Returns:
         A `Choice`: its `name`, its `reason`, and both as `str()`.
-
-    Raises:
-        LongspanError: as `attention`.
     """
     given = AttentionOptions.of(options)
     check_tensors(q, k, v)
@@ -295,24 +283,9 @@ def _check_given_plan(plan: AttentionPlan, given: AttentionOptions, kernel: AnyK
     again = [*given.in_plan, *(["kernel"] if kernel != "auto" else [])]
     if again:
         raise LongspanError(
-            f"a plan has {', '.join(again)} already; give longspan.prepare_attention the options of the mask, and "
-            f"longspan.attention the plan and the options of the layer (scale, softcap, sinks, alibi, bias)"
+            f"a plan contains {', '.join(again)}; pass options of the mask to longspan.prepare_attention, and to "
+            f"longspan.attention only the plan and options of the layer (scale, softcap, sinks, alibi, bias)"
         )
-
-
-def _check_dropout(dropout: Any) -> None:
-    if not isinstance(dropout, int | float) or dropout:
-        raise LongspanError(
-            f"dropout={format_value(dropout)}: attention dropout that does not depend on the number of ranks is not "
-            "supported; use 0.0"
-        )
-
-
-def _check_mask(mask: Any, mask_options: Sequence[str]) -> None:
-    if not isinstance(mask, Mask):
-        raise LongspanError(f"mask={format_value(mask)} is no longspan.Mask")
-    if mask_options:
-        raise LongspanError(f"`mask` was given together with {', '.join(mask_options)}; set them in the mask")
 
 
 def _check_documents(name: str, ids: Any, shape: tuple[int, int]) -> None:

@@ -55,13 +55,10 @@ class Mask:
     def __post_init__(self) -> None:
         for name in ("window", "chunk_size"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise LongspanError(
-                    f"{name}={format_value(value)} must be at least 1 token (1: a token sees only itself)"
-                )
+            if value is not None:
+                check_number(name, value, 1, LARGEST_COUNT, whole=True)
         for prefix in self._prefixes:
-            if prefix < 0:
-                raise LongspanError(f"prefix={prefix} must be at least 0 tokens")
+            check_number("prefix", prefix, 0, LARGEST_COUNT, whole=True)
         if self.prefix is not None and not self.causal:
             raise LongspanError("`prefix` needs a causal mask; with causal=False every key is seen already")
         if self.prefix is not None and (self.window or self.chunk_size):

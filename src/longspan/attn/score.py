@@ -75,7 +75,7 @@ class Scores:
     @property
     def has_bias(self) -> bool:
         """Whether the score depends on positions."""
-        return self.alibi is not None or self.bias is not None
+        return self.kind.has_bias
 
     def scale_of(self, head_dim: int) -> float:
         return 1 / math.sqrt(head_dim) if self.scale is None else self.scale

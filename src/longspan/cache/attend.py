@@ -43,7 +43,7 @@ from longspan.core.heads import HeadShard, split_heads
 
 if TYPE_CHECKING:
     from longspan.attn.mask import Mask
-    from longspan.attn.score import ScoreKind, Scores
+    from longspan.attn.score import Scores
     from longspan.cache.layer_cache import LayerCache
     from longspan.comm.mesh import SequenceSharding
     from longspan.core.kv_placement import KVPlacement
@@ -83,6 +83,7 @@ class _Prepared:
     """A kernel and its calls, for all layers of a kind.
 
     Attributes:
+        shards: the heads of each Ulysses rank.
         mine: my heads.
         kv_index: KV head of each of my query heads, if they do not form equal groups.
         kernel: returns log-sum-exps.
@@ -194,35 +195,24 @@ def _prepare(
     block = None
     keys = step.kv_placement.held(sp.ring_rank, start)
     if keys and mine.q_heads:
-        block = chosen.prepare(_blocks(step, mask, scores.kind, mine, q, keys, dims))[0]
+        past = step.past
+        queries = sp.layout.local_length(step.new) * sp.size if step.sharded else step.new
+        blocks = Blocks(
+            mask=mask,
+            kind=scores.kind,
+            batch=q.shape[0],
+            heads=mine.q_heads,
+            first_head=mine.q_start,
+            lengths=(step.new, step.kv_placement.length),
+            q_spans=((past, past + queries),),
+            k_spans=keys,
+            source_ranks=(0,) * len(keys),
+            device=q.device,
+            dtype=q.dtype,
+            head_dims=dims,
+        )
+        block = chosen.prepare(blocks)[0]
     return _Prepared(shards, mine, index, chosen, block, choice)
-
-
-def _blocks(
-    step: CacheStep,
-    mask: Mask,
-    kind: ScoreKind,
-    mine: HeadShard,
-    q: Tensor,
-    keys: tuple[Span, ...],
-    dims: tuple[int, int],
-) -> Blocks:
-    past = step.past
-    queries = step.sp.layout.local_length(step.new) * step.sp.size if step.sharded else step.new
-    return Blocks(
-        mask=mask,
-        kind=kind,
-        batch=q.shape[0],
-        heads=mine.q_heads,
-        first_head=mine.q_start,
-        lengths=(step.new, step.kv_placement.length),
-        q_spans=((past, past + queries),),
-        k_spans=keys,
-        source_ranks=(0,) * len(keys),
-        device=q.device,
-        dtype=q.dtype,
-        head_dims=dims,
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -239,12 +229,10 @@ def _to_heads(
         return q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads]
     assert sp.ulysses_group is not None
     D, Dv = q.shape[3], v.shape[3]
-    counts = [(mine.q_heads, D), (mine.kv_heads, D)]
-    if shared:  # the values are part of the keys
-        packed_SBW = scatter_heads([q, k], ["q", "kv"], prepared.shards, sp.ulysses_group)
-    else:
-        packed_SBW = scatter_heads([q, k, v], ["q", "kv", "kv"], prepared.shards, sp.ulysses_group)
-        counts.append((mine.kv_heads, Dv))
+    sent, kinds, counts = [q, k], ["q", "kv"], [(mine.q_heads, D), (mine.kv_heads, D)]
+    if not shared:  # otherwise the values are part of the keys
+        sent, kinds, counts = [*sent, v], [*kinds, "kv"], [*counts, (mine.kv_heads, Dv)]
+    packed_SBW = scatter_heads(sent, kinds, prepared.shards, sp.ulysses_group)
     parts = packed_SBW.split([heads * dim for heads, dim in counts], -1)
     q, k, *values = (part.unflatten(2, count).transpose(0, 1) for part, count in zip(parts, counts, strict=True))
     return q, k, values[0] if values else k[..., :shared]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from longspan.core.errors import LongspanError
-from longspan.core.validation import LARGEST_COUNT, check_flag, check_number, checked_call, format_value, path_of
+from longspan.core.validation import check_choice, check_count, check_flag, checked_call, format_value, path_of
 
 Checkpointing = Literal["none", "save_attention", "selective", "full"]
 Offload = Literal["none", "host", "disk"]
@@ -21,7 +21,6 @@ HeadLossName = Literal["tiled", "torch", "liger"]
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "save_attention", "selective", "full")
 OFFLOAD: tuple[Offload, ...] = ("none", "host", "disk")
 HEAD_LOSSES: tuple[HeadLossName, ...] = ("tiled", "torch", "liger")
-LEVELS: tuple[MemoryLevel, ...] = ("fastest", "longest", "auto")
 
 
 @dataclass(frozen=True)
@@ -72,12 +71,9 @@ class Memory:
 
     def __post_init__(self) -> None:
         for name, choices in (("checkpointing", CHECKPOINTING), ("offload", OFFLOAD), ("head_loss", HEAD_LOSSES)):
-            value = getattr(self, name)
-            if not isinstance(value, str) or value not in choices:
-                raise LongspanError(f"{name}={format_value(value)} is unknown; choose {', '.join(choices)}")
-        check_number("tiled_mlp", self.tiled_mlp, 0, LARGEST_COUNT, whole=True)
-        check_number("head_chunks", self.head_chunks, 0, LARGEST_COUNT, whole=True)
-        check_number("layers_per_checkpoint", self.layers_per_checkpoint, 0, LARGEST_COUNT, whole=True)
+            check_choice(name, getattr(self, name), choices)
+        for name in ("tiled_mlp", "head_chunks", "layers_per_checkpoint"):
+            check_count(name, getattr(self, name))
         for name in ("tiled_norms", "recompute_mlp_act", "cpu_offload"):
             check_flag(name, getattr(self, name))
         if self.offload != "none" and self.checkpointing == "none":

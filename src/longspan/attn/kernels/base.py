@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -322,11 +322,13 @@ class AutogradKernel(Kernel, Protocol):
         return q_BSHD, k_BTKD, v_BTKD
 
 
+KernelT = TypeVar("KernelT", bound=Kernel)
+
 REGISTRY: dict[str, Kernel] = {}
 """Kernels by name, for `kernel=` of `longspan.attention` and `longspan.parallelize`."""
 
 
-def register(kernel: Kernel) -> Kernel:
+def register(kernel: KernelT) -> KernelT:
     """Register a kernel, so that `kernel="its name"` selects it everywhere."""
     REGISTRY[kernel.name] = kernel
     return kernel

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from longspan.attn.kernels.base import REGISTRY, BlockKernel, Kernel, KernelRequ
 from longspan.attn.kernels.custom import FunctionKernel
 from longspan.attn.kernels.flex import FLEX, compiles
 from longspan.attn.kernels.sdpa import SDPA
-from longspan.attn.kernels.table import DEFAULT, KernelTable, read_table
+from longspan.attn.kernels.table import DEFAULT, KernelTable, read_rows
 from longspan.attn.kernels.tiled import TILED
 from longspan.attn.score import Scores
 from longspan.core.errors import LongspanError
@@ -46,8 +47,7 @@ class EagerKernel(Kernel):
         return "the formula with its scores materialized; its memory grows with the square of the tokens"
 
 
-EAGER = EagerKernel()
-register(EAGER)
+EAGER = register(EagerKernel())
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,10 @@ def kernel_table(path: str | Path) -> KernelTable:
     Raises:
         LongspanError: for a file that is no such table; the message names the row and the allowed values.
     """
-    return read_table(as_path("path", path), tuple(REGISTRY))
+    path = as_path("path", path)
+    rows = read_rows("the kernel table", path, tuple(REGISTRY))
+    digest = hashlib.sha256(repr(rows).encode()).hexdigest()
+    return KernelTable(f"table {path.name} {digest[:12]}", rows + DEFAULT.rows)
 
 
 def refuse_learnt_biases(kernel: str, scores: Scores, device: torch.device) -> None:

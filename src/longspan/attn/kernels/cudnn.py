@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longspan.attn.kernels.base import BackwardInputs, KernelRequest, register
-from longspan.attn.kernels.flash import unlike_flash
+from longspan.attn.kernels.flash import unfit_for_gpu, unlike_flash
 from longspan.attn.kernels.tiled import TiledKernel, TileScores
 from longspan.compat.torch_attention import cudnn as _cudnn
 from longspan.compat.torch_attention import cudnn_backward as _cudnn_backward
@@ -28,7 +28,7 @@ class CudnnKernel(TiledKernel):
     def refuses(self, request: KernelRequest) -> str | None:
         unable = unlike_flash(request) + ["window"] * (request.mask.window is not None)
         if unable:
-            return f"kernel='cudnn' cannot do {' or '.join(unable)}; use kernel='auto', which takes one that can"
+            return f"kernel='cudnn' cannot do {' or '.join(unable)}; use kernel='auto'"
         unfit = _unfit(request)
         return None if unfit is None else f"kernel='cudnn' {unfit}; use kernel='auto'"
 
@@ -63,17 +63,13 @@ def _leaves(q: Tensor, k: Tensor, how: TileScores) -> bool:
 
 def _unfit(request: KernelRequest) -> str | None:
     """Return why cuDNN's attention does not support such tensors; None if it does."""
-    if request.device.type != "cuda" or torch.version.hip is not None:
-        return f"is for NVIDIA's GPUs, these tensors are on device {request.device.type!r}"
-    if torch.cuda.get_device_capability(request.device) < (8, 0):
-        return "needs a GPU of compute capability 8.0 (Ampere) or newer"
-    if request.dtype not in (torch.float16, torch.bfloat16):
-        return f"takes fp16 and bf16, these tensors are {str(request.dtype).removeprefix('torch.')}"
     dims = request.head_dims
-    if dims[0] != dims[1] or dims[0] % 8 or dims[0] > _LARGEST:
-        return f"takes one head_dim, a multiple of 8 of at most {_LARGEST}, these tensors have {dims[0]} and {dims[1]}"
-    return None
+    unfit_dim = dims[0] != dims[1] or dims[0] % 8 or dims[0] > _LARGEST
+    return unfit_for_gpu(request) or (
+        f"needs one head_dim, a multiple of 8 of at most {_LARGEST}, these tensors have {dims[0]} and {dims[1]}"
+        if unfit_dim
+        else None
+    )
 
 
-CUDNN = CudnnKernel()
-register(CUDNN)
+register(CudnnKernel())

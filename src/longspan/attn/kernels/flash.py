@@ -59,7 +59,7 @@ class FlashKernel(AddingKernel):
     def refuses(self, request: KernelRequest) -> str | None:
         unable = unlike_flash(request)
         if unable:
-            return f"kernel={self.name!r} cannot do {' or '.join(unable)}; use kernel='auto', which takes one that can"
+            return f"kernel={self.name!r} cannot do {' or '.join(unable)}; use kernel='auto'"
         unfit = _unfit(request)
         if unfit is not None:
             return f"kernel={self.name!r} {unfit}; use kernel='auto'"
@@ -142,18 +142,22 @@ def unlike_flash(request: KernelRequest) -> list[str]:
     return [name for name, given in named.items() if given]
 
 
-def _unfit(request: KernelRequest) -> str | None:
-    """Return why torch's flash attention for GPUs does not support such tensors; None if it does."""
+def unfit_for_gpu(request: KernelRequest) -> str | None:
+    """Return why torch's attention kernels for GPUs do not support such tensors, whatever their head_dim."""
     if request.device.type != "cuda" or torch.version.hip is not None:
         where = "AMD's" if request.device.type == "cuda" else f"device {request.device.type!r}"
-        return f"is torch's flash attention for NVIDIA's GPUs, these tensors are on {where}"
+        return f"is for NVIDIA's GPUs, these tensors are on {where}"
     if torch.cuda.get_device_capability(request.device) < (8, 0):
         return "needs a GPU of compute capability 8.0 (Ampere) or newer"
     if request.dtype not in (torch.float16, torch.bfloat16):
-        return f"takes fp16 and bf16, these tensors are {str(request.dtype).removeprefix('torch.')}"
-    if max(request.head_dims) > _LARGEST:
-        return f"takes a head_dim of at most {_LARGEST}, these tensors have {max(request.head_dims)}"
+        return f"needs fp16 or bf16, these tensors are {str(request.dtype).removeprefix('torch.')}"
     return None
+
+
+def _unfit(request: KernelRequest) -> str | None:
+    dim = max(request.head_dims)
+    too_wide = f"needs a head_dim of at most {_LARGEST}, these tensors have {dim}" if dim > _LARGEST else None
+    return unfit_for_gpu(request) or too_wide
 
 
 def _padded(*xs: Tensor) -> list[Tensor]:
@@ -171,7 +175,6 @@ def _how(call: FlashCall, scale: float) -> dict[str, Any]:
     return {"scale": scale, "window_size_left": left, "window_size_right": right}
 
 
-FLASH = FlashKernel()
-register(FLASH)
+register(FlashKernel())
 for _name, _implementation in FLASH_IMPLEMENTATIONS.items():
     register(FlashKernel(_name, _implementation))

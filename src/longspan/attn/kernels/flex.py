@@ -244,5 +244,4 @@ def _flex_attention(compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
     )
 
 
-FLEX = FlexKernel()
-register(FLEX)
+FLEX = register(FlexKernel())

@@ -124,7 +124,7 @@ class SdpaKernel(AutogradKernel):
         """Return the reason why SDPA cannot run this mask, or None."""
         more = beyond_sdpa(request)
         if more:
-            return f"kernel='sdpa' cannot do {' or '.join(more)}; use kernel='auto', which takes one that can"
+            return f"kernel='sdpa' cannot do {' or '.join(more)}; use kernel='auto'"
         return None
 
     def describe(self, request: KernelRequest) -> str:
@@ -277,5 +277,4 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int, scores: Scores) -> T
     return blocks_BSHD[:, :S]
 
 
-SDPA = SdpaKernel()
-register(SDPA)
+SDPA = register(SdpaKernel())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, fields
@@ -97,18 +96,8 @@ class KernelTable:
         return "; ".join(row.summary for row in rows)
 
 
-def read_table(path: str | Path, known: Collection[str]) -> KernelTable:
-    """Read the rows of a file; longspan's rows follow them.
-
-    Raises:
-        LongspanError: for a file that is no such table; the message names the row and the allowed values.
-    """
-    rows = _read("the kernel table", Path(path), known)
-    digest = hashlib.sha256(repr(rows).encode()).hexdigest()
-    return KernelTable(f"table {Path(path).name} {digest[:12]}", rows + DEFAULT.rows)
-
-
-def _read(name: str, path: Path, known: Collection[str] | None) -> tuple[TableRow, ...]:
+def read_rows(name: str, path: Path, known: Collection[str] | None) -> tuple[TableRow, ...]:
+    """Read the rows of a file; `known` are the names of kernels."""
     toml = read_toml(name, path)
     rows = toml.values.get("row", [])
     if set(toml.values) - {"row"} or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -149,5 +138,5 @@ def _row(toml: Toml, number: int, values: dict[str, Any], known: Collection[str]
     return TableRow(summary, **{**values, "kernels": tuple(kernels)})
 
 
-DEFAULT = KernelTable("longspan's", _read("longspan's table", Path(__file__).with_name("table.toml"), None))
+DEFAULT = KernelTable("longspan's", read_rows("longspan's table", Path(__file__).with_name("table.toml"), None))
 """`table.toml`, read at import: a compiler that traces a choice must find it there."""

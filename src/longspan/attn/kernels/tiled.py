@@ -135,17 +135,39 @@ class TiledKernel(AddingKernel):
 
     def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, how: TileScores) -> tuple[Tensor, Tensor]:
         """Return the output [B, H, Q, Dv] and log-sum-exp [B, H, Q] over one tile's keys."""
-        return _forward(q, k, v, how)
+        flash = _flash_of(q, v.shape[3], how.softcap, how.bias)
+        if flash is None:
+            return _materialized(q, k, v, how)
+        causal = how.kind == "causal"
+        if flash == "cuda":
+            out, lse, *_ = _flash_cuda(q, k, v, 0.0, causal, False, scale=how.scale)
+            return out, lse
+        out, lse = _flash_cpu(q, k, v, 0.0, causal, attn_mask=how.bias, scale=how.scale)
+        if how.bias is not None:  # the kernel returns 0 for a row without keys
+            lse = torch.where(torch.isneginf(how.bias).all(-1), -math.inf, lse)
+        return out, lse
 
     def tile_backward(
         self, inputs: BackwardInputs, k: Tensor, v: Tensor, how: TileScores
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv of one tile, from the whole row's output and log-sum-exp."""
-        return _backward(inputs, k, v, how)
+        flash = _flash_of(inputs.q, v.shape[3], how.softcap, how.bias)
+        if flash is None:
+            return _materialized_backward(inputs, k, v, how)
+        q, out, grad, lse, causal = inputs.q, inputs.out, inputs.grad, inputs.lse, how.kind == "causal"
+        if flash == "cpu":
+            dq, dk, dv = _flash_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=how.bias, scale=how.scale)
+        else:
+            lse = lse.float().contiguous()
+            zero = torch.zeros((), dtype=torch.int64, device=q.device)  # random number state of the unused dropout
+            sizes = q.shape[2], k.shape[2]
+            dq, dk, dv = _flash_cuda_backward(
+                grad, q, k, v, out, lse, None, None, *sizes, 0.0, causal, zero, zero, scale=how.scale
+            )
+        return dq, dk, dv
 
 
-TILED = TiledKernel()
-register(TILED)
+TILED = register(TiledKernel())
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,37 +227,6 @@ def _band(r: Region, i: Tensor, j: Tensor) -> Tensor | None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # One tile.
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, how: TileScores) -> tuple[Tensor, Tensor]:
-    flash = _flash_of(q, v.shape[3], how.softcap, how.bias)
-    if flash is None:
-        return _materialized(q, k, v, how)
-    causal = how.kind == "causal"
-    if flash == "cuda":
-        out, lse, *_ = _flash_cuda(q, k, v, 0.0, causal, False, scale=how.scale)
-        return out, lse
-    out, lse = _flash_cpu(q, k, v, 0.0, causal, attn_mask=how.bias, scale=how.scale)
-    if how.bias is not None:  # the kernel returns 0 for a row without keys
-        lse = torch.where(torch.isneginf(how.bias).all(-1), -math.inf, lse)
-    return out, lse
-
-
-def _backward(inputs: BackwardInputs, k: Tensor, v: Tensor, how: TileScores) -> tuple[Tensor, Tensor, Tensor]:
-    flash = _flash_of(inputs.q, v.shape[3], how.softcap, how.bias)
-    if flash is None:
-        return _materialized_backward(inputs, k, v, how)
-    q, out, grad, lse, causal = inputs.q, inputs.out, inputs.grad, inputs.lse, how.kind == "causal"
-    if flash == "cpu":
-        dq, dk, dv = _flash_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=how.bias, scale=how.scale)
-    else:
-        lse = lse.float().contiguous()
-        zero = torch.zeros((), dtype=torch.int64, device=q.device)  # random number state of the unused dropout
-        sizes = q.shape[2], k.shape[2]
-        dq, dk, dv = _flash_cuda_backward(
-            grad, q, k, v, out, lse, None, None, *sizes, 0.0, causal, zero, zero, scale=how.scale
-        )
-    return dq, dk, dv
 
 
 def for_device(*xs: Tensor) -> list[Tensor]:

@@ -130,12 +130,15 @@ class _RingAttention(torch.autograd.Function):
 
 def _forward(q_BHSD: Tensor, local: _KVBlock, ring: Ring, scores: Scores) -> tuple[Tensor, Tensor]:
     """Return the output [B, H, S, Dv], and the log-sum-exp of whole rows [B, H, S]."""
-    total = SoftmaxAccumulator(q_BHSD, local.v.shape[3])
+    total, heads = SoftmaxAccumulator(q_BHSD, local.v.shape[3]), q_BHSD.shape[1]
     with without_autocast(q_BHSD.device):
         (kernel_q,) = ring.kernel.to_kernel_layout([q_BHSD], local.v.shape[3], scores)
         for _, received in _kv_blocks(local, ring):
             for kv in received:
-                _attend(total, kernel_q, kv, ring, scores)
+                block = ring.blocks[kv.source]
+                if block is not None:
+                    k_BKTD, v_BKTD = (_kv_of(x, ring, (0, heads), heads) for x in (kv.kv.k, kv.kv.v))
+                    ring.kernel.accumulate(total, kernel_q, k_BKTD, v_BKTD, block, scores)
         del kernel_q
         if scores.sinks is not None:  # a sink is one more key per head, whose value is zero
             total.add(total.out.new_zeros(()), scores.sinks[:, None].expand(q_BHSD.shape[:3]))
@@ -176,15 +179,6 @@ def _backward(
         delta_BHS = (grad_BHSD.to(lse_BHS.dtype) * out_BHSD).sum(-1)
         dsinks = -(sink_weight_BHS * delta_BHS).sum((0, 2)).to(scores.sinks.dtype)
     return dq_BHSD.to(q_BHSD.dtype), local_grad.k.to(q_BHSD.dtype), local_grad.v.to(q_BHSD.dtype), dsinks
-
-
-def _attend(total: SoftmaxAccumulator, q_BHSD: Tensor, received: _ReceivedBlock, ring: Ring, scores: Scores) -> None:
-    """Add the local queries' attention to one KV block."""
-    block = ring.blocks[received.source]
-    if block is not None:
-        heads = q_BHSD.shape[1]
-        k_BKTD, v_BKTD = (_kv_of(x, ring, (0, heads), heads) for x in (received.kv.k, received.kv.v))
-        ring.kernel.accumulate(total, q_BHSD, k_BKTD, v_BKTD, block, scores)
 
 
 def _attend_backward(
