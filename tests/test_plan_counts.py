@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import longspan
 from longspan.attn.mask import Mask as AttentionMask
-from longspan.attn.prepare import pairs_of_blocks
+from longspan.attn.prepare import pairs_of_blocks, readers_of_blocks
 from longspan.bench.meters import count_sent
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_head_chunks, split_heads
@@ -386,7 +386,7 @@ def test_ring_schedule_matches_attention(n: int, ring: int, ulysses: int, layout
     cut = Layout(ring, ulysses, layout)
     found = ring_schedule(cut, n, keys)
     work = pairs_of_blocks(cut, (n, n), a_mask(keys).limited_to(n), 1)
-    assert found.routes == ring_routes([[pairs > 0 for pairs in row] for row in work])
+    assert found.routes == ring_routes(readers_of_blocks(work))
     assert found.pairs == tuple(sum(row) for row in work)
     steps = range(1, found.routes.rounds + 1)
     sends = [

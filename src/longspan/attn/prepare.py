@@ -189,7 +189,7 @@ def _inner_method(
         prepared = autograd_kernel.prepare_batch(blocks) if local.q_heads else None
         return LocalAttention(autograd_kernel, prepared, kv_head_index)
     pairs = pairs_of_blocks(layout, lengths, mask, shapes.q[0])
-    routes = ring_routes([[count > 0 for count in row] for row in pairs])
+    routes = ring_routes(readers_of_blocks(pairs))
     kv_elements = -(-local.kv_heads // chunks) * (shapes.k[3] + shapes.v[3])
     kv_bytes = shapes.k[0] * shapes.k[1] * sp.ulysses_size * kv_elements * shapes.dtype.itemsize * sp.ring_size
     impl = choose_ring_impl(sp.ring_impl, kv_bytes, routes) if sp.ring_size > 1 else "p2p"
@@ -305,6 +305,11 @@ def pairs_of_blocks(layout: Layout, lengths: Lengths, mask: Mask, batch: int) ->
         for m, n, region in intersections(mask.regions(b0, *lengths), q_spans, k_spans):
             pairs[q_ranks[m]][k_ranks[n]] += (b1 - b0) * region.pairs
     return pairs
+
+
+def readers_of_blocks(pairs: list[list[int]]) -> list[list[int]]:
+    """Return for each block the ranks whose queries attend to anything in it, from `pairs_of_blocks`."""
+    return [[i for i, row in enumerate(pairs) if row[j]] for j in range(len(pairs))]
 
 
 def check_attention(shapes: Shapes, sp: SequenceSharding, mask: Mask, scores: Scores, lengths: Lengths) -> None:

@@ -59,8 +59,9 @@ def split_heads(q_heads: int, kv_heads: int, ranks: int, *, kv_replication: bool
 
     The slowest rank sets the pace, so no rank gets more than ceil(q_heads / ranks) query heads. Among the splits that
     reach this, one along KV groups is preferred: it sends no KV head twice (with more ranks than KV heads, exactly one
-    KV head to each rank). With more ranks than KV heads, or uneven groups, a KV head is sent to several ranks. Query
-    heads stay in order, so that gathering them is a concatenation.
+    KV head to each rank). With more ranks than KV heads, or uneven groups, a KV head is in the shards of several ranks:
+    `longspan.comm.all_to_all` copies it into each rank's message (`_pack`), and sums the gradients that return
+    (`_unpack`). Query heads stay in order, so that gathering them is a concatenation.
 
     Args:
         q_heads: query heads of the model.

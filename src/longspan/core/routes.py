@@ -51,21 +51,15 @@ class Routes:
         return self.hops((rank - direction * (hop - 1)) % len(self.right), direction) >= hop
 
 
-def ring_routes(needs: Sequence[Sequence[bool]]) -> Routes:
+def ring_routes(readers: Sequence[Collection[int]]) -> Routes:
     """Return the shortest routes of all blocks to the ranks that need them.
 
     A block that every rank needs goes right, once around. If few ranks need it (a sliding window), it may be shorter to
-    send it both ways: under zigzag a window needs the neighbours on both sides. This is where a window's cost is cut in
-    a ring; on one device `longspan.core.regions.tiles` cuts it.
+    send it both ways: under zigzag a window needs the neighbours on both sides.
 
     Args:
-        needs: `needs[i][j]`: whether the queries of rank i attend to anything in block j.
+        readers: `readers[j]` are the ranks whose queries attend to anything in block j, with or without rank j.
     """
-    return routes_to([[i for i, row in enumerate(needs) if row[j]] for j in range(len(needs))])
-
-
-def routes_to(readers: Sequence[Collection[int]]) -> Routes:
-    """Do the same as `ring_routes` from lists: `readers[j]` are the ranks that need block j, with or without rank j."""
     size = len(readers)
     hops = [_fewest_hops(j, ranks, size) for j, ranks in enumerate(readers)]
     return Routes(tuple(right for right, _ in hops), tuple(left for _, left in hops))

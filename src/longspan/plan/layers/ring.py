@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from longspan.core.layout import Layout, Span
-from longspan.core.routes import Routes, routes_to
+from longspan.core.routes import Routes, ring_routes
 
 if TYPE_CHECKING:
     from longspan.plan.layers.attended_keys import AttendedKeys
@@ -63,7 +63,7 @@ def _schedule(layout: Layout, n: int, keys: AttendedKeys) -> RingSchedule:
     pairs = tuple(sum(_pairs(run, (0, n), n, keys) for run in runs) for runs in blocks)
     slowest = max(range(size), key=pairs.__getitem__)
     own = sum(_pairs(q, k, n, keys) for q in blocks[slowest] for k in blocks[slowest])
-    return RingSchedule(routes_to(_readers(layout, blocks, n, keys)), pairs, own / pairs[slowest])
+    return RingSchedule(ring_routes(_readers(layout, blocks, n, keys)), pairs, own / pairs[slowest])
 
 
 def _pairs(queries: Span, in_keys: Span, n: int, keys: AttendedKeys) -> int:
