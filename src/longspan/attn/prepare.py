@@ -183,7 +183,7 @@ def _inner_method(
     layout, group = (sp.layout, sp.ring_group) if sp.ring_size > 1 else (Layout(), None)
     blocks = _blocks(shapes, layout, mask, scores, lengths, local, sp.ring_rank)
     if kernel is EAGER:
-        return ReferenceRing(group, sp.ring_rank, blocks, kv_head_index)
+        return ReferenceRing(group, blocks, kv_head_index)
     if not returns_lse(kernel):
         autograd_kernel = cast(AutogradKernel, kernel)
         prepared = autograd_kernel.prepare_batch(blocks) if local.q_heads else None
@@ -194,7 +194,7 @@ def _inner_method(
     kv_bytes = shapes.k[0] * shapes.k[1] * sp.ulysses_size * kv_elements * shapes.dtype.itemsize * sp.ring_size
     impl = choose_ring_impl(sp.ring_impl, kv_bytes, routes) if sp.ring_size > 1 else "p2p"
     per_block = tuple(kernel.prepare(blocks)) if local.q_heads else (None,) * blocks.count
-    return Ring(group, sp.ring_rank, sp.ring_size, routes, impl, kernel, per_block, kv_head_index)
+    return Ring(group, routes, impl, kernel, per_block, kv_head_index)
 
 
 def choose_kernel_and_overlap(

@@ -1,1 +1,1 @@
-"""Attention of some queries to some keys on one device: each kernel gives the output and its log-sum-exp."""
+"""Attention of some queries to some keys on one device: each kernel returns the output, most with its log-sum-exp."""

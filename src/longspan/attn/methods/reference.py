@@ -27,13 +27,11 @@ class ReferenceRing:
 
     Attributes:
         group: the ranks; None for a ring of one.
-        rank: in the ring.
         blocks: mask and positions.
         kv_head_index: the KV head of every query head, int64 [H], if KV groups are uneven.
     """
 
     group: dist.ProcessGroup | None
-    rank: int
     blocks: Blocks
     kv_head_index: Tensor | None = None
 
@@ -49,6 +47,7 @@ class ReferenceRing:
         dtype = torch.promote_types(q_BHSD.dtype, torch.float32)
         batch, heads = q_BHSD.shape[:2]
         mask, ends = self.blocks.mask, self.blocks.ends
+        rank = 0 if self.group is None else self.group.rank()
         # The highest score so far keeps exp() in range. It cancels, so it needs no gradient.
         highest_BHS = q_BHSD.new_full(q_BHSD.shape[:3], -1e30, dtype=dtype)
         if scores.sinks is not None:
@@ -56,7 +55,7 @@ class ReferenceRing:
         total_BHS = q_BHSD.new_zeros(q_BHSD.shape[:3], dtype=dtype)
         out_BHSV = q_BHSD.new_zeros(*q_BHSD.shape[:3], v_BKTD.shape[3], dtype=dtype)
         for step in range(self.blocks.count):
-            i, j = self.blocks.positions((self.rank - step) % self.blocks.count)
+            i, j = self.blocks.positions((rank - step) % self.blocks.count)
             s_BHST = q_BHSD.to(dtype) @ self._of_heads(k_BKTD, heads, dtype).transpose(2, 3)
             s_BHST = s_BHST * scores.scale_of(q_BHSD.shape[3])
             if scores.softcap is not None:

@@ -41,8 +41,6 @@ class Ring:
 
     Attributes:
         group: the ranks; None for a ring of one.
-        rank: in the ring.
-        size: R.
         routes: how far each block is sent.
         impl: "p2p" or "allgather".
         kernel: attention of the local queries to one block.
@@ -52,13 +50,19 @@ class Ring:
     """
 
     group: dist.ProcessGroup | None
-    rank: int
-    size: int
     routes: Routes
     impl: str
     kernel: BlockKernel
     blocks: tuple[Any, ...]
     kv_head_index: Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else self.group.rank()
+
+    @property
+    def size(self) -> int:
+        return len(self.blocks)
 
     def __call__(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores) -> Tensor:
         """Attend from the local block's queries to the whole sequence, exactly, with gradients.
