@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longspan.attn.segments import Segments
-from longspan.compat.torch_attention import tree_leaves
+from longspan.compat.torch_api import tree_leaves
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Span
 from longspan.core.regions import Region

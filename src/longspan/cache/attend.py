@@ -156,20 +156,20 @@ def attend(
     partial = _partial_attention(step, prepared, layer, q_BShD, scores.of_heads(mine.q_start, mine.q_stop), v_dim)
     layer.release()
     layer.drop_before(first_visible, step.kv_placement.count(step.sp.ring_rank, first_visible))
-    merge = _merge_sharded if step.sharded else _merge_replicated
+    merge = _merge_sharded if step.sharded else _merge_unsharded
     return merge(step, prepared, partial, scores, q.dtype), prepared.choice
 
 
-def first_visible_token(length: int, window: int | None, chunk: int | None) -> int:
+def first_visible_token(length: int, window: int | None, chunk_size: int | None) -> int:
     """Return the first token that the next one, at `length`, will see; earlier ones need not be cached.
 
     Args:
         length: tokens so far.
-        window: of the layer.
-        chunk: of the layer; chunks count from token 0.
+        window: of the layer's mask.
+        chunk_size: of the layer's mask; chunks count from token 0.
     """
     first = 0 if window is None else max(0, length - window + 1)
-    return first if chunk is None else max(first, length // chunk * chunk)
+    return first if chunk_size is None else max(first, length // chunk_size * chunk_size)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ def _merge_sharded(step: CacheStep, prepared: _Prepared, partial: Tensor, scores
     return gather_heads(out, prepared.shards, sp.ulysses_group)
 
 
-def _merge_replicated(
+def _merge_unsharded(
     step: CacheStep, prepared: _Prepared, partial: Tensor, scores: Scores, dtype: torch.dtype
 ) -> Tensor:
     """Return all heads' output of all new tokens, on every rank: `[B, N, H, Dv]`."""

@@ -14,8 +14,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Sequence
-from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -155,11 +154,8 @@ def _prepared(blocks: Blocks, block: int, parts: Sequence[BlockRegion]) -> FlexB
 
 def _of_any_batch(mask: Mask) -> Mask:
     """Drop this batch's numbers from the mask: a compiler would recompile for each."""
-    out = copy(mask)
-    object.__setattr__(out, "prefix", None if mask.prefix is None else 0)
-    for name in ("mod", "segments", "kv_segments"):
-        object.__setattr__(out, name, None)
-    return out
+    prefix = None if mask.prefix is None else 0
+    return replace(mask, prefix=prefix, mask_mod=None, segments=None, kv_segments=None)
 
 
 def _blocks_of(tokens: int) -> int:
@@ -176,7 +172,7 @@ def _filled(x: Tensor, blocks: int) -> Tensor:
 def _in_blocks(x_BHSD: Tensor, blocks: int) -> Tensor:
     """Pad tokens to whole blocks and split them, [B, H, blocks, BLOCK, D]: a view if they are whole."""
     missing = blocks * BLOCK - x_BHSD.shape[2]
-    if missing and x_BHSD.stride(2) > x_BHSD.stride(1):  # strides of another order would need a program of their own
+    if missing and x_BHSD.stride(2) > x_BHSD.stride(1):  # another order of strides would be recompiled
         x_BHSD = torch.nn.functional.pad(x_BHSD.transpose(1, 2), (0, 0, 0, 0, 0, missing)).transpose(1, 2)
     elif missing:
         x_BHSD = torch.nn.functional.pad(x_BHSD, (0, 0, 0, missing))
@@ -239,8 +235,8 @@ def _flex_attention(compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
     return compiled_whole(
         attend,
         "kernel='flex': FlexAttention",
-        "use kernel='tiled'; a mask_mod or bias that is made anew for each batch must hold what it knows of it in "
-        "tensors, not in numbers",
+        "use kernel='tiled'; a mask_mod or bias that changes with the batch must hold the batch's values in tensors, "
+        "not in Python numbers",
     )
 
 

@@ -203,7 +203,8 @@ def _bucketed(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, calls: SdpaCalls, 
         outs.append(out if bucket.real is None else out.index_select(0, bucket.real))
     out = q_BSHD.new_zeros(B * S, H, v_BSKD.shape[3])
     to = torch.cat([bucket.to for bucket in calls.buckets])
-    return out.index_copy(0, to, torch.cat(outs)).unflatten(0, (B, S))
+    merged: Tensor = out.index_copy(0, to, torch.cat(outs)).unflatten(0, (B, S))
+    return merged
 
 
 def _row(q: Tensor, k: Tensor, v: Tensor, cut: RowSplits, calls: SdpaCalls, scores: Scores) -> Tensor:

@@ -162,9 +162,11 @@ def _backward(
     # The last heads of the local block are computed at the end, while the last gradient is in flight.
     first_heads = reducer.first_heads(heads)
     with without_autocast(q_BHSD.device):
-        q_out_grad = ring.kernel.to_kernel_layout([q_BHSD, out_BHSD, grad_BHSD], local.v.shape[3], scores)
-        inputs = BackwardInputs(*q_out_grad, lse_BHS)
-        del q_out_grad
+        kernel_q, kernel_out, kernel_grad = ring.kernel.to_kernel_layout(
+            [q_BHSD, out_BHSD, grad_BHSD], local.v.shape[3], scores
+        )
+        inputs = BackwardInputs(kernel_q, kernel_out, kernel_grad, lse_BHS)
+        del kernel_q, kernel_out, kernel_grad
         for step, received in _kv_blocks(local, ring):
             for kv in received:
                 is_local = kv.source == ring.rank
