@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import difflib
-import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from longspan.core.errors import LongspanError
-from longspan.core.validation import Toml, check_flag, check_number, existing_path, format_value, path_of, read_toml
+from longspan.core.parallel import AXES
+from longspan.core.validation import (
+    Toml,
+    check_flag,
+    check_number,
+    existing_path,
+    format_value,
+    nearest,
+    path_of,
+    read_toml,
+)
+
+Made = TypeVar("Made")
 
 OPS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce", "p2p")
 """The collectives of longspan and of the methods that it is compared with."""
@@ -36,13 +46,11 @@ class Link:
     latency: Mapping[str, float]
 
     def __post_init__(self) -> None:
-        check_number("the bandwidth of a link", self.bandwidth, 0, above=True)
+        check_number("bandwidth", self.bandwidth, 0, above=True)
         if not isinstance(self.latency, Mapping):
-            raise LongspanError(
-                f"the latency of a link must be seconds by collective, got {format_value(self.latency)}"
-            )
+            raise LongspanError(f"latency of a link must be seconds by collective, got {format_value(self.latency)}")
         for op in OPS:
-            check_number(f"the latency of a link's {op}", self.latency.get(op), 0)
+            check_number(f"latency of {op}", self.latency.get(op), 0)
 
 
 # Latencies: 5 us for an AllReduce and 15 us for an All-to-All inside a node are the reference documents' (section
@@ -68,18 +76,20 @@ class MeasuredLink:
     points: tuple[tuple[float, float], ...] = ()
     hidden: float | None = None
 
-    def check(self, what: str) -> None:
-        """Raise for impossible numbers; `what` names the link in messages."""
-        check_number(f"the latency of {what}", self.latency, 0)
-        check_number(f"the bandwidth of {what}", self.bandwidth, 0, above=True)
+    def __post_init__(self) -> None:
+        check_number("latency", self.latency, 0)
+        check_number("bandwidth", self.bandwidth, 0, above=True)
         if self.hidden is not None:
-            check_number(f"the hidden share of {what}", self.hidden, 0, 1)
+            check_number("hidden", self.hidden, 0, 1)
+        pairs = isinstance(self.points, tuple) and all(isinstance(x, tuple) and len(x) == 2 for x in self.points)
+        if not pairs:
+            raise LongspanError(f"points must be pairs of bytes and seconds, got {format_value(self.points)}")
         for sent, seconds in self.points:
-            check_number(f"a size among the points of {what}", sent, 0, above=True)
-            check_number(f"a time among the points of {what}", seconds, 0, above=True)
+            check_number("points with this size", sent, 0, above=True)
+            check_number("points with this time", seconds, 0, above=True)
         sizes = [sent for sent, _ in self.points]
         if sorted(set(sizes)) != sizes:
-            raise LongspanError(f"the points of {what} must have ascending sizes, got {format_value(sizes)}")
+            raise LongspanError(f"points must have ascending sizes, got {format_value(sizes)}")
 
     def seconds(self, sent: float) -> float:
         """Return the seconds of a message of which a rank sends `sent` bytes, interpolated between the points.
@@ -169,31 +179,27 @@ class Hardware:
     disk_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        where = f"hardware {self.name}: "
+        of = f"of hardware {self.name}"
         for name in ("memory_bytes", "flops", "memory_bandwidth", *_HOST_KEYS):
-            check_number(f"{where}{name}={format_value(getattr(self, name))}", getattr(self, name), 0, above=True)
-        check_number(f"{where}gpus_per_node={format_value(self.gpus_per_node)}", self.gpus_per_node, 1, whole=True)
+            check_number(f"{name} {of}", getattr(self, name), 0, above=True)
+        check_number(f"gpus_per_node {of}", self.gpus_per_node, 1, whole=True)
         for name in ("matmul_efficiency", "attention_efficiency", "fp32_ratio"):
-            check_number(f"{where}{name}={format_value(getattr(self, name))}", getattr(self, name), 0, 1, above=True)
+            check_number(f"{name} {of}", getattr(self, name), 0, 1, above=True)
         for name in ("overlaps", "on_cpu"):
-            check_flag(f"{where}{name}", getattr(self, name))
-        for name in ("intra", "inter"):
-            if not isinstance(getattr(self, name), Link):
-                raise LongspanError(f"{where}{name} must be a Link, got {format_value(getattr(self, name))}")
-        if not isinstance(self.measured, Mapping):
-            raise LongspanError(f"{where}measured must be links by (axis, op), got {format_value(self.measured)}")
+            check_flag(f"{name} {of}", getattr(self, name))
         for name in ("reserve_bytes", "attention_block", "attention_width", "disk_bytes"):
-            check_number(f"{where}{name}={format_value(getattr(self, name))}", getattr(self, name), 0)
+            check_number(f"{name} {of}", getattr(self, name), 0)
         for name in ("attention_flops", "attention_forward_flops"):
             if getattr(self, name) is not None:
-                check_number(f"{where}{name}={format_value(getattr(self, name))}", getattr(self, name), 0, above=True)
+                check_number(f"{name} {of}", getattr(self, name), 0, above=True)
+        if self.measured_dtype not in (None, "bf16", "fp32"):
+            raise LongspanError(f"measured_dtype {of} must be bf16 or fp32, got {format_value(self.measured_dtype)}")
         for key, link in self.measured.items():
             if not (isinstance(key, tuple) and len(key) == 2 and isinstance(link, MeasuredLink)):
                 raise LongspanError(
-                    f"{where}measured must hold a MeasuredLink by (axis, op), got {format_value(link)} by "
+                    f"measured {of} must hold a MeasuredLink by (axis, op), got {format_value(link)} by "
                     f"{format_value(key)}"
                 )
-            link.check(f"{where}{key[1]} on {key[0]}")
 
     def members_per_node(self, stride: int, size: int) -> int:
         """Return how many of a group of `size` ranks, `stride` apart, share a node."""
@@ -308,15 +314,8 @@ CATALOGUE = {
     )
 }
 
-_NUMBERS = {
-    "memory_bytes", "flops", "memory_bandwidth", "gpus_per_node", "matmul_efficiency", "attention_efficiency",
-    "fp32_ratio", "reserve_bytes", "attention_flops", "attention_forward_flops", "attention_block", "attention_width",
-    "disk_bytes", *_HOST_KEYS,
-}  # fmt: skip
-_KNOWN = _NUMBERS | {"name", "like", "overlaps", "on_cpu", "intra", "inter", "links", "dtype", "measured"}
-
-
-_LINK_AXES = ("data", "ring", "ulysses", "tensor", "fsdp", "sequence")
+_OWN_KEYS = {each.name for each in dataclasses.fields(Hardware)} - {"measured_dtype"}
+_KEYS = _OWN_KEYS | {"like", "links", "dtype"}
 
 
 def read_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
@@ -328,7 +327,7 @@ def read_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
     as `longspan bench link` writes them.
 
     Raises:
-        LongspanError: for an unknown name (the nearest are named), a file that cannot be read, unknown or missing
+        LongspanError: for an unknown name (the nearest is named), a file that cannot be read, unknown or missing
             keys, or impossible values; with the file and the line.
     """
     if not isinstance(name_or_path, str | os.PathLike):
@@ -339,16 +338,13 @@ def read_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
 
 
 def _read(name_or_path: str, readers: tuple[Path, ...]) -> Hardware:
-    """Read hardware; `readers` are the files whose `like` led here."""
+    """Read hardware; `readers` are the files whose `like` led to it."""
     if name_or_path.lower() in CATALOGUE:
         return CATALOGUE[name_or_path.lower()]
     path = path_of("--gpu", name_or_path)
     if path.suffix != ".toml" and existing_path("--gpu", name_or_path) is None:
-        asked = name_or_path.lower()
-        close = [name for name in CATALOGUE if name.startswith(asked)]
-        close = close or difflib.get_close_matches(asked, CATALOGUE, n=3, cutoff=0.4)
-        nearest = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(CATALOGUE)}"
-        raise LongspanError(f"--gpu {name_or_path} is unknown; {nearest} Or give your own .toml file")
+        hint = nearest(name_or_path.lower(), CATALOGUE)
+        raise LongspanError(f"--gpu {name_or_path} is unknown ({hint}); for another GPU give a .toml file")
     readers = (*readers, path.absolute())
     if path.resolve() in {reader.resolve() for reader in readers[:-1]}:
         chain = " -> ".join(str(reader) for reader in readers)
@@ -359,129 +355,74 @@ def _read(name_or_path: str, readers: tuple[Path, ...]) -> Hardware:
 
 
 def _from_toml(file: Toml, readers: tuple[Path, ...]) -> Hardware:
-    values = file.values
-    _check_keys(file, _KNOWN)
-    for key in ("name", "like", "dtype", "measured"):
-        _typed(file, key, str, "text")
-    if values.get("dtype", "bf16") not in ("bf16", "fp32"):
-        raise file.error(f"dtype = {format_value(values['dtype'])} must be 'bf16' or 'fp32'", "dtype")
-    for key in ("overlaps", "on_cpu"):
-        _typed(file, key, bool, "true or false")
-    for key in ("intra", "inter", "links"):
-        _typed(file, key, dict, "a table")
-    changed: dict[str, Any] = {key: _number(file, key) for key in _NUMBERS & values.keys()}
-    if "gpus_per_node" in values:
-        changed["gpus_per_node"] = _number(file, "gpus_per_node", whole=True)
-    measured_here, own = "measured" in values, "like" in values
-    base = _read(values["like"], readers) if own else CATALOGUE["cpu"]
-    if not own and not measured_here:  # nothing is known of the hosts of an unmeasured machine
-        unknown: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Hardware) if f.name in _HOST_KEYS}
-        base = dataclasses.replace(base, **unknown)
-    missing = sorted({"memory_bytes", "flops", "memory_bandwidth", "gpus_per_node"} - values.keys())
-    if missing and not own:
-        raise LongspanError(f'--gpu {file.path} has no {", ".join(missing)}; give them, or like = "h100" for the rest')
-    if not own and not measured_here:
-        lacking = [where for where in ("intra", "inter") if where not in values]
-        if lacking:
-            raise LongspanError(f"--gpu {file.path} has no [{lacking[0]}] with a bandwidth in bytes/s; give it")
-    for where in ("intra", "inter"):
-        if where in values:
-            changed[where] = _link(file, where, getattr(base, where))
-    for flag, of_a_gpu in (("overlaps", True), ("on_cpu", False)):
-        if flag in values:
-            changed[flag] = values[flag]
-        elif not own and not measured_here:
-            changed[flag] = of_a_gpu
-    if measured_here and "dtype" in values:
-        changed["measured_dtype"] = values["dtype"]
-    try:
-        return dataclasses.replace(base, name=values.get("name", file.path.stem), measured=_links(file), **changed)
-    except LongspanError as error:  # out of range: the message names the key
-        key = next((key for key in values if f"{key}=" in str(error)), "")
-        raise LongspanError(f"--gpu {file.where(key)}: {error}") from error
+    values, measured = _table(file, _KEYS), "measured" in file.values
+    for key in ("name", "like"):
+        if not isinstance(values.get(key, ""), str):
+            raise file.error(f"{key} = {format_value(values[key])} must be text", key)
+    if "like" in values:
+        base = _read(values["like"], readers)
+    else:
+        needed = ["memory_bytes", "flops", "memory_bandwidth", "gpus_per_node"]
+        needed += [] if measured else ["intra", "inter"]
+        missing = [key for key in needed if key not in values]
+        if missing:
+            raise LongspanError(
+                f'--gpu {file.path} has no {", ".join(missing)}; give them, or like = "h100" for the rest'
+            )
+        # Unless the file says otherwise: `bench link` measured CPUs, and a file by hand is about GPUs.
+        base = CATALOGUE["cpu"] if measured else dataclasses.replace(CATALOGUE["cpu"], **_GPU_DEFAULTS)
+    changed = {key: values[key] for key in values if key in _OWN_KEYS - {"measured"}}
+    changed |= {key: _link(file, key, getattr(base, key)) for key in ("intra", "inter") if key in values}
+    if measured:
+        changed["measured_dtype"] = values.get("dtype", base.measured_dtype)
+    links = {
+        (axis, op): _measured_link(file, "links", axis, op)
+        for axis in _table(file, (*AXES, "fsdp", "sequence"), "links")
+        for op in _table(file, OPS, "links", axis)
+    }
+    name = values.get("name", file.path.stem)
+    return _made(file, lambda: dataclasses.replace(base, **{**changed, "name": name, "measured": links}))
 
 
-def _check_keys(file: Toml, known: Collection[str], *keys: str) -> None:
+_GPU_DEFAULTS: dict[str, Any] = {
+    each.name: each.default for each in dataclasses.fields(Hardware) if each.name in ("overlaps", "on_cpu", *_HOST_KEYS)
+}
+
+
+def _table(file: Toml, known: Collection[str], *keys: str) -> dict[str, Any]:
+    """Return the table at `keys`, empty if there is none; raise for another value, and for unknown keys."""
     table: Any = file.values
     for key in keys:
-        table = table[key]
-    for name in table:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-            nearest = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(sorted(known))}"
-            raise file.error(f"unknown key {format_value('.'.join((*keys, name)))}; {nearest}", *keys, name)
-
-
-def _typed(file: Toml, key: str, kind: type, wanted: str) -> None:
-    if key in file.values and not isinstance(file.values[key], kind):
-        raise file.error(f"{key} = {format_value(file.values[key])} must be {wanted}", key)
-
-
-def _table(file: Toml, *keys: str) -> dict[str, Any]:
-    table: Any = file.values
-    for key in keys:
-        table = table[key]
+        table = table.get(key, {})
     if not isinstance(table, dict):
         raise file.error(f"{'.'.join(keys)} = {format_value(table)} must be a table", *keys)
+    for name in table:
+        if name not in known:
+            unknown = format_value(".".join((*keys, name)))
+            raise file.error(f"unknown key {unknown}; {nearest(name, sorted(known))}", *keys, name)
     return table
 
 
-def _links(file: Toml) -> dict[tuple[str, str], MeasuredLink]:
-    """Return the measured links by (axis, op)."""
-    found = {}
-    if "links" in file.values:
-        _check_keys(file, _LINK_AXES, "links")
-    for axis in file.values.get("links", {}):
-        _table(file, "links", axis)
-        _check_keys(file, OPS, "links", axis)
-        for op in file.values["links"][axis]:
-            where = ("links", axis, op)
-            _table(file, *where)
-            _check_keys(file, ("latency", "bandwidth", "residual", "points", "hidden"), *where)
-            latency, bandwidth = _number(file, *where, "latency"), _number(file, *where, "bandwidth", above=True)
-            hidden = _number(file, *where, "hidden", most=1) if "hidden" in file.values["links"][axis][op] else None
-            found[axis, op] = MeasuredLink(latency, bandwidth, _points(file, *where), hidden)
-    return found
+def _link(file: Toml, key: str, base: Link) -> Link:
+    table = _table(file, ("bandwidth", "latency"), key)
+    latency = table.get("latency", {})
+    by_op = _table(file, OPS, key, "latency") if isinstance(latency, dict) else dict.fromkeys(OPS, latency)
+    return _made(file, lambda: Link(table.get("bandwidth"), {**base.latency, **by_op}), key)  # type: ignore[arg-type]
 
 
-def _points(file: Toml, *where: str) -> tuple[tuple[float, float], ...]:
-    """Return the measured (bytes, seconds) of a link, if the file has any."""
-    table: Any = file.values
-    for key in where:
-        table = table[key]
-    given = table.get("points", [])
-    pairs = isinstance(given, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in given)
-    if not pairs or not all(isinstance(x, int | float) and not isinstance(x, bool) for pair in given for x in pair):
-        raise file.error(f"points = {format_value(given)} must be pairs of bytes and seconds", *where, "points")
-    points = tuple((float(sent), float(seconds)) for sent, seconds in given)
+def _measured_link(file: Toml, *keys: str) -> MeasuredLink:
+    table = _table(file, ("latency", "bandwidth", "residual", "points", "hidden"), *keys)
+    points = table.get("points", [])
+    if isinstance(points, list):
+        points = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in points)
+    latency, bandwidth, hidden = (table.get(key) for key in ("latency", "bandwidth", "hidden"))
+    return _made(file, lambda: MeasuredLink(latency, bandwidth, points, hidden), *keys)  # type: ignore[arg-type]
+
+
+def _made(file: Toml, make: Callable[[], Made], *keys: str) -> Made:
+    """Return what `make` returns; its errors, which start with the name of a key, get the file and the line."""
     try:
-        MeasuredLink(0.0, 1.0, points).check(".".join(where))
+        return make()
     except LongspanError as error:
-        raise file.error(str(error), *where, "points") from error
-    return points
-
-
-def _link(file: Toml, where: str, base: Link) -> Link:
-    _check_keys(file, ("bandwidth", "latency"), where)
-    latency = file.values[where].get("latency", {})
-    if isinstance(latency, dict):
-        if latency:
-            _check_keys(file, OPS, where, "latency")
-        given = {op: _number(file, where, "latency", op) for op in latency}
-    else:
-        given = dict.fromkeys(OPS, _number(file, where, "latency"))
-    return Link(_number(file, where, "bandwidth", above=True), {**base.latency, **given})
-
-
-def _number(file: Toml, *keys: str, above: bool = False, whole: bool = False, most: float = math.inf) -> float:
-    """Return the number at `keys`: finite, at least 0 and at most `most`."""
-    value: Any = file.values
-    for key in keys:
-        value = value.get(key)
-    try:
-        check_number(
-            f"{'.'.join(keys)} = {format_value(value)}", value, 1 if whole else 0, most, above=above, whole=whole
-        )
-    except LongspanError as error:
-        raise file.error(str(error), *keys) from error
-    return value if whole else float(value)
+        key, rest = str(error).split(" ", 1)
+        raise file.error(f"{'.'.join((*keys, key))} {rest}", *keys, key) from error
