@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich import box
 from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 from rich.text import Text
 
 ROOM = 24
 """Width of a folding column below which other columns are left out instead."""
-
-GAP = 2
-"""Spaces between columns, and before the first."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Column:
     """One column.
 
     Attributes:
-        name: its header, which breaks between words.
+        name: its header.
         cells: one per row.
         spare: 0: always shown; of the others the highest is left out first.
         folds: whether its cells may break between words.
@@ -37,45 +37,6 @@ class Column:
     folds: bool = False
     right: bool = False
 
-    @property
-    def least(self) -> int:
-        """Width below which a word, or a cell that does not fold, would break."""
-        return max([_longest_word(self.name), *(_longest_word(c) if self.folds else len(c) for c in self.cells)])
-
-    @property
-    def most(self) -> int:
-        """Width with all cells on one line."""
-        return max([_header_width(self.name), *(len(cell) for cell in self.cells)])
-
-    @property
-    def wanted(self) -> int:
-        """Width that it gets before other columns do."""
-        return max(self.least, min(self.most, ROOM)) if self.folds else self.most
-
-
-def _longest_word(text: str) -> int:
-    return max((len(word) for word in text.split(" ")), default=0)
-
-
-def _header_width(head: str) -> int:
-    """Return the width of a header on one line, or on two if that is narrower."""
-    words = head.split(" ")
-    cuts = [max(len(" ".join(words[:i])), len(" ".join(words[i:]))) for i in range(1, len(words))]
-    return min([len(head), *cuts])
-
-
-def _folded(text: str, width: int) -> list[str]:
-    """Return lines of whole words, at most `width` wide."""
-    lines = [""]
-    for word in text.split(" "):
-        if not lines[-1]:
-            lines[-1] = word
-        elif len(lines[-1]) + 1 + len(word) <= width:
-            lines[-1] += f" {word}"
-        else:
-            lines.append(word)
-    return lines
-
 
 @dataclass(frozen=True)
 class Columns:
@@ -85,7 +46,7 @@ class Columns:
         title: shown above the table.
         columns: with equal numbers of cells.
         styles: one per row, or None.
-        sections: rows with an empty line above.
+        sections: rows with a line above.
         captions: lines below the table.
         header: whether headers are shown.
     """
@@ -97,67 +58,41 @@ class Columns:
     captions: Sequence[str] = ()
     header: bool = True
 
-    @property
-    def full(self) -> int:
-        """Width of a terminal that shows every column."""
-        return _taken([column.wanted for column in self.columns])
-
     def show(self, console: Console) -> None:
         """Print the table, at most as wide as the console."""
-        shown, widths = self._shown(console.width)
-        console.print(Text(self.title, style="italic"))
-        if self.header:
-            for line in _lines([column.name for column in shown], shown, widths, to_bottom=True):
-                _print(console, line, "bold")
-            _print(console, " " + "─" * (_taken(widths) - 2))
-        for row in range(len(self.columns[0].cells)):
-            if row in self.sections:
-                console.print()
-            for line in _lines([column.cells[row] for column in shown], shown, widths):
-                _print(console, line, self.styles[row] if self.styles else None)
-        left_out = [column.name for column in self.columns if column not in shown]
-        more = [f"not shown: {', '.join(left_out)} (a terminal of {self.full} columns shows all)"] if left_out else []
+        shown = list(self.columns)
+        while self._width(shown, console) > console.width and any(column.spare for column in shown):
+            shown.remove(max(shown, key=lambda column: column.spare))
+        console.print(self._table(shown))
+        left_out = ", ".join(column.name for column in self.columns if column not in shown)
+        full = self._width(self.columns, console)
+        more = [f"not shown: {left_out} (a terminal of {full} columns shows all)"] if left_out else []
         for caption in (*self.captions, *more):
             console.print(Text(caption, style="dim"))
         console.print()
 
-    def _shown(self, width: int) -> tuple[list[Column], list[int]]:
-        """Return the columns that fit, and their widths."""
-        shown = list(self.columns)
-        while _taken([column.wanted for column in shown]) > width and any(column.spare for column in shown):
-            shown.remove(max(shown, key=lambda column: column.spare))
-        widths = [column.most for column in shown]
-        while _taken(widths) > width:  # shrink the widest folding column by a character
-            foldable = [i for i, column in enumerate(shown) if column.folds and widths[i] > column.least]
-            if not foldable:
-                break
-            widths[max(foldable, key=widths.__getitem__)] -= 1
-        return shown, widths
+    def _width(self, shown: Sequence[Column], console: Console) -> int:
+        """Return the least width of a table with these columns."""
+        return Measurement.get(console, console.options.update(max_width=1 << 16), self._table(shown)).minimum
 
-
-def _taken(widths: Sequence[int]) -> int:
-    return sum(widths) + GAP * (len(widths) + 1)
-
-
-def _lines(
-    cells: Sequence[str], columns: Sequence[Column], widths: Sequence[int], to_bottom: bool = False
-) -> list[str]:
-    """Return a row as lines; cells with fewer lines are aligned to the top, or to the bottom."""
-    folded = [_folded(cell, width) for cell, width in zip(cells, widths, strict=True)]
-    height = max(map(len, folded))
-    blank = [[""] * (height - len(lines)) for lines in folded]
-    stacked = [(b + lines if to_bottom else lines + b) for b, lines in zip(blank, folded, strict=True)]
-    return [
-        (" " * GAP)
-        + (" " * GAP)
-        .join(
-            part.rjust(width) if column.right else part.ljust(width)
-            for part, column, width in zip(parts, columns, widths, strict=True)
-        )
-        .rstrip()
-        for parts in zip(*stacked, strict=True)
-    ]
-
-
-def _print(console: Console, line: str, style: str | None = None) -> None:
-    console.print(Text(line, style=style or "", no_wrap=True), soft_wrap=True)
+    def _table(self, shown: Sequence[Column]) -> Table:
+        table = Table(
+            title=Text(self.title, style="italic"), title_justify="left", show_header=self.header, box=box.SIMPLE_HEAD,
+            show_edge=False, pad_edge=False, padding=(0, 1, 0, 0),
+        )  # fmt: skip
+        for column in shown:
+            widest = max(map(len, column.cells))
+            header = column.name if len(column.name) <= widest else column.name.replace(" ", "\n", 1)
+            table.add_column(
+                Text(header, style="bold"),
+                justify="right" if column.right else "left",
+                no_wrap=not column.folds,
+                overflow="fold",
+                min_width=min(ROOM, widest) if column.folds else max(widest, *map(len, header.split("\n"))),
+            )
+        for row in range(len(self.columns[0].cells)):
+            if row in self.sections:
+                table.add_section()
+            style = self.styles[row] if self.styles else None
+            table.add_row(*(Text(column.cells[row]) for column in shown), style=style)
+        return table
