@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from longspan.core.errors import LongspanError
 from longspan.hf.support import attention_layers, decoder_layers
-from longspan.plan.layers import CAUSAL, AttendedKeys, Bidirectional, Chunk, Dense, Experts, Mlp, Softmax, Window
+from longspan.plan.layers import CAUSAL, AttendedKeys, Bidirectional, Chunk, Mlp, Softmax, Window
 from longspan.plan.models import LayerShape, ModelShape, Parameter, is_family, shape_from_layers
 from longspan.plan.models.read import shape_from_config
 
@@ -158,7 +158,7 @@ def _mlp_of(matrices: list[Parameter], block: nn.Module, config: Any) -> Mlp:
     routed = [p for p in matrices if len(p.shape) == 3 or p.name.startswith("mlp.experts.")]
     if not routed:
         ffn, gated = _widths(matrices, d)
-        return Dense(ffn, gated)
+        return Mlp(ffn, gated)
     stacked = [p.shape[0] for p in routed if len(p.shape) == 3]
     numbered = {p.name.split(".")[2] for p in routed if len(p.shape) == 2}
     experts = stacked[0] if stacked else len(numbered)
@@ -168,7 +168,7 @@ def _mlp_of(matrices: list[Parameter], block: nn.Module, config: Any) -> Mlp:
     tops = (getattr(module, "top_k", None) for module in block.modules())
     chosen = int(chosen or next((top for top in tops if isinstance(top, int)), 1))
     shared = sum(p.numel for p in matrices if p not in routed and experts not in p.shape)
-    return Experts(ffn, gated, experts, min(chosen, experts), shared // ((3 if gated else 2) * d))
+    return Mlp(ffn, gated, experts, min(chosen, experts), shared // ((3 if gated else 2) * d))
 
 
 def _widths(matrices: list[Parameter], d: int) -> tuple[int, bool]:

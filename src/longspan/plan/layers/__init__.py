@@ -7,7 +7,7 @@ in its own file; a family (`longspan.plan.models.family`) then names it.
 from longspan.plan.layers.attended_keys import CAUSAL, AttendedKeys, Bidirectional, Causal, Chunk, Window
 from longspan.plan.layers.base import Buffers, CostContext, Mixer, Parameter, SavedActivations, Sent
 from longspan.plan.layers.linear import Linear
-from longspan.plan.layers.mlp import Dense, Experts, Mlp
+from longspan.plan.layers.mlp import Mlp
 from longspan.plan.layers.softmax import Softmax
 
 __all__ = [
@@ -18,8 +18,6 @@ __all__ = [
     "Causal",
     "Chunk",
     "CostContext",
-    "Dense",
-    "Experts",
     "Linear",
     "Mixer",
     "Mlp",

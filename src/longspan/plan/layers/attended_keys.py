@@ -38,13 +38,9 @@ class AttendedKeys(ABC):
         """Return the first of `n` tokens that the next query attends to: the start of a KV cache."""
         return 0
 
+    @abstractmethod
     def pairs(self, n: int) -> float:
         """Return the (query, key) pairs of a sequence of `n` tokens."""
-        return self.limited_to(n)._pairs(n)
-
-    @abstractmethod
-    def _pairs(self, n: int) -> float:
-        """Return the pairs if the limit binds."""
 
     @abstractmethod
     def regions(self, run: Span, n: int) -> Iterator[Region]:
@@ -61,7 +57,7 @@ class Causal(AttendedKeys):
 
     name: ClassVar[str] = "full"
 
-    def _pairs(self, n: int) -> float:
+    def pairs(self, n: int) -> float:
         return float(n) * (float(n) + 1) / 2
 
     def regions(self, run: Span, n: int) -> Iterator[Region]:
@@ -80,7 +76,7 @@ class Bidirectional(AttendedKeys):
     def limited_to(self, n: int) -> AttendedKeys:
         return self
 
-    def _pairs(self, n: int) -> float:
+    def pairs(self, n: int) -> float:
         return float(n) * float(n)
 
     def regions(self, run: Span, n: int) -> Iterator[Region]:
@@ -101,8 +97,8 @@ class Window(AttendedKeys):
     def cached_from(self, n: int) -> int:
         return max(0, n - self.tokens + 1)
 
-    def _pairs(self, n: int) -> float:
-        w = float(self.tokens)
+    def pairs(self, n: int) -> float:
+        w = float(min(self.tokens, n))
         return w * (w + 1) / 2 + (float(n) - w) * w
 
     def regions(self, run: Span, n: int) -> Iterator[Region]:
@@ -123,7 +119,7 @@ class Chunk(AttendedKeys):
     def cached_from(self, n: int) -> int:
         return n // self.tokens * self.tokens
 
-    def _pairs(self, n: int) -> float:
+    def pairs(self, n: int) -> float:
         whole, rest = divmod(n, self.tokens)
         return whole * self.tokens * (self.tokens + 1) / 2 + rest * (rest + 1) / 2
 

@@ -10,14 +10,14 @@ from longspan.plan.layers.base import Buffers, offloads
 
 if TYPE_CHECKING:
     from longspan.plan.job import Job, Mesh
-    from longspan.plan.layers.attention import Attention
     from longspan.plan.layers.base import CostContext
+    from longspan.plan.layers.softmax import Softmax
 
 KERNEL_DQ = 4
 """Bytes per element of dQ that a GPU's flash backward accumulates in fp32, besides dQ itself."""
 
 
-def _kernel_backward(layer: Attention, mesh: Mesh, c: CostContext) -> int:
+def _kernel_backward(layer: Softmax, mesh: Mesh, c: CostContext) -> int:
     """Return the bytes of the flash backward itself, for all heads of the rank."""
     if c.on_cpu:
         return 0
@@ -27,7 +27,7 @@ def _kernel_backward(layer: Attention, mesh: Mesh, c: CostContext) -> int:
     return c.tokens * mesh.ulysses * (KERNEL_DQ * heads.q + per_query_head)
 
 
-def backward_buffers(layer: Attention, job: Job, mesh: Mesh, c: CostContext) -> Buffers:
+def backward_buffers(layer: Softmax, job: Job, mesh: Mesh, c: CostContext) -> Buffers:
     """Return the largest of three peaks: sending gradients to heads; the kernel or the ring; sending gradients back.
 
     With head chunks each peak is one chunk's, and the gradients received so far are added.
@@ -58,7 +58,7 @@ def backward_buffers(layer: Attention, job: Job, mesh: Mesh, c: CostContext) -> 
     return Buffers(0, stays + -(-max(peaks) // chunks))
 
 
-def ring_buffers(layer: Attention, job: Job, mesh: Mesh, c: CostContext, *, backward: bool) -> Buffers:
+def ring_buffers(layer: Softmax, job: Job, mesh: Mesh, c: CostContext, *, backward: bool) -> Buffers:
     """Return the buffers of a ring, or of a chunk of a prompt over a KV cache."""
     if job.mode == "prefill" and job.prefill_chunk is not None:
         return _prompt_chunk(layer, job, mesh)
@@ -77,7 +77,7 @@ def _block_tokens(job: Job, mesh: Mesh) -> int:
     return local_tokens(job, mesh) * local_batch(job, mesh) * mesh.ulysses
 
 
-def _ring_forward(layer: Attention, job: Job, mesh: Mesh, c: CostContext) -> Buffers:
+def _ring_forward(layer: Softmax, job: Job, mesh: Mesh, c: CostContext) -> Buffers:
     heads, tokens = layer.max_heads(mesh), _block_tokens(job, mesh)
     tile_bytes = 4 if c.on_cpu else c.b
     sums = tokens * 4 * (heads.out + heads.q_heads)
@@ -89,19 +89,18 @@ def _ring_forward(layer: Attention, job: Job, mesh: Mesh, c: CostContext) -> Buf
     return Buffers(blocks * c.b * heads.kv * tokens, sums + casts + tile)
 
 
-def _ring_backward(layer: Attention, job: Job, mesh: Mesh, c: CostContext) -> Buffers:
+def _ring_backward(layer: Softmax, job: Job, mesh: Mesh, c: CostContext) -> Buffers:
     heads, tokens = layer.max_heads(mesh), _block_tokens(job, mesh)
     tile_bytes = 4 if c.on_cpu else c.b
     block, gradient = c.b * heads.kv * tokens, 4 * heads.kv * tokens
     # The output's gradient, and in fp32 dQ, and dK and dV of the rank's own block.
     sums = tokens * (c.b * heads.out + 4 * (heads.q + heads.kv))
     casts = tokens * 4 * (heads.q + heads.kv + 2 * heads.out) * (c.b < tile_bytes)
-    tile = tokens * tile_bytes * (heads.q + heads.kv)
+    tile = casts + tokens * tile_bytes * (heads.q + heads.kv)
     if exchange.ring_impl(layer, job, mesh, heads.kv_heads) == "allgather":
         received = mesh.ring * block + (mesh.ring - 1) * gradient
-        reduced = mesh.ring * gradient * (2 if c.on_cpu else 1)  # gloo copies its input
-        query_casts = tokens * 4 * (heads.q + 2 * heads.out) * (c.b < tile_bytes)
-        peaks = [Buffers(received, sums + casts + tile), Buffers(received + reduced, sums + query_casts)]
+        reduced = mesh.ring * gradient
+        peaks = [Buffers(received, sums + tile), Buffers(received + reduced, sums)]
     else:
         routes = exchange.schedule(layer, job, mesh).routes
         directions, rounds = any(routes.right) + any(routes.left), routes.rounds
@@ -109,12 +108,12 @@ def _ring_backward(layer: Attention, job: Job, mesh: Mesh, c: CostContext) -> Bu
         # which it adds a gradient; from round 2 on another gradient arrives and one leaves. At the end one leaves and
         # the local gradient arrives.
         held = [(1, 0), (min(rounds, 2), 1)] + [(1 + (rounds > 2), 3)] * (rounds > 1)
-        peaks = [Buffers(directions * (n * block + m * gradient), sums + casts + tile) for n, m in held]
+        peaks = [Buffers(directions * (n * block + m * gradient), sums + tile) for n, m in held]
         peaks.append(Buffers(directions * (block + 2 * gradient), sums))
     return max(peaks, key=lambda buffers: buffers.total)
 
 
-def _prompt_chunk(layer: Attention, job: Job, mesh: Mesh) -> Buffers:
+def _prompt_chunk(layer: Softmax, job: Job, mesh: Mesh) -> Buffers:
     """Return the buffers of a chunk (the job's context) over a KV cache, besides those of the all-to-all.
 
     Over a ring the queries of all blocks; and three fp32 outputs with their log-sum-exps: the running sum, the next

@@ -144,8 +144,6 @@ class Mixer(ABC):
     shards_heads: ClassVar[bool] = False
     """Whether Ulysses shards the heads; if not, every rank holds all heads of its tokens."""
 
-    # Identity.
-
     @property
     @abstractmethod
     def name(self) -> str:
@@ -193,26 +191,35 @@ class Mixer(ABC):
         """Return the ring implementations in use, "p2p" or "allgather"; empty if the mixer has no ring."""
         return set()
 
-    # Memory.
+    # The cache.
 
     @abstractmethod
+    def cache_by_rank(
+        self, job: Job, mesh: Mesh, generated: int = 0, chunk: int | None = None, step: int = 0
+    ) -> list[int]:
+        """Return the bytes of its KV cache or state on each rank of a sequence group.
+
+        Args:
+            job: its context is the prompt.
+            mesh: the mesh.
+            generated: tokens after the prompt.
+            chunk: tokens per chunk of the prompt; None: the job's, or else that of `longspan.core.kv_placement`.
+            step: count the keys that the last `step` tokens attend to, rather than those that later tokens will.
+        """
+
     def cache_bytes(self, job: Job, mesh: Mesh) -> int:
         """Return the bytes of its KV cache or state, max over ranks."""
+        return max(self.cache_by_rank(job, mesh))
 
-    def staged_by_rank(self, job: Job, mesh: Mesh, generated: int, chunk: int | None, step: int) -> list[int]:
-        """Return, for each rank of a sequence group, the bytes of an offloaded cache that the last `step` tokens read.
-
-        Other arguments: see `Softmax.cache_by_rank`.
-        """
-        return [self.cache_bytes(job, mesh)] * mesh.sequence
+    def cache_mixer(self, job: Job, mesh: Mesh) -> Mixer:
+        """Return the mixer that attends to the KV cache, if that is another one."""
+        return self
 
     def replicated_bytes(self, job: Job, mesh: Mesh) -> float:
         """Return the bytes of K and V beyond an even share, because KV heads are replicated."""
         return 0.0
 
-    def chunks(self, job: Job, mesh: Mesh) -> int:
-        """Return the head chunks that run one after the other (`Memory.head_chunks`)."""
-        return 1
+    # Memory.
 
     @abstractmethod
     def saved(self, mesh: Mesh, c: CostContext, *, recompute_all_to_all: bool = False) -> int:
@@ -225,13 +232,17 @@ class Mixer(ABC):
     def freed(self, after_mixer: SavedActivations, job: Job, mesh: Mesh, c: CostContext) -> SavedActivations:
         """Return the saved bytes per token that a layer has freed when its backward reaches the mixing itself.
 
-        Args:
-            after_mixer: saved by the rest of the layer, behind the mixer.
-            job: the job.
-            mesh: the mesh.
-            c: the cost context.
+        `after_mixer`: saved by the rest of the layer, behind the mixer.
         """
         return SavedActivations()
+
+    def chunks(self, job: Job, mesh: Mesh) -> int:
+        """Return the head chunks that run one after the other (`Memory.head_chunks`)."""
+        return 1
+
+    def forward_buffers(self, mesh: Mesh, c: CostContext) -> tuple[int, int, int]:
+        """Return a forward's bytes of Q, K and V; of the output; of Q, K and V packed for the all-to-all."""
+        return 0, 0, 0
 
     def ring_buffers(self, job: Job, mesh: Mesh, c: CostContext, *, backward: bool) -> Buffers:
         """Return a ring's peak buffers."""
@@ -240,14 +251,6 @@ class Mixer(ABC):
     def backward_buffers(self, job: Job, mesh: Mesh, c: CostContext) -> Buffers:
         """Return the peak buffers of the backward of mixing, ring, kernel and all-to-all included."""
         return Buffers()
-
-    def cache_mixer(self, job: Job, mesh: Mesh) -> Mixer:
-        """Return the mixer that attends to the KV cache, if that is another one."""
-        return self
-
-    def forward_buffers(self, mesh: Mesh, c: CostContext) -> tuple[int, int, int]:
-        """Return a forward's bytes of Q, K and V; of the output; of Q, K and V packed for the all-to-all."""
-        return 0, 0, 0
 
     # Limits.
 

@@ -13,14 +13,14 @@ from longspan.core.cache_dtype import vector_bytes
 from longspan.core.heads import split_head_chunks
 from longspan.core.kv_placement import is_sharded
 from longspan.core.routes import choose_ring_impl
-from longspan.plan.job import attention_passes, layout_of, local_batch, local_tokens
+from longspan.plan.job import attention_passes, layout_of, local_batch, local_tokens, prompt_chunks
 from longspan.plan.layers.base import Sent
 from longspan.plan.layers.ring import RingSchedule, ring_schedule
 
 if TYPE_CHECKING:
     from longspan.core.heads import HeadShard
     from longspan.plan.job import Job, Mesh
-    from longspan.plan.layers.attention import Attention
+    from longspan.plan.layers.softmax import Softmax
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -42,13 +42,13 @@ class HeadChunk:
     kv_back: int
 
 
-def chunk_count(layer: Attention, job: Job, mesh: Mesh) -> int:
+def chunk_count(layer: Softmax, job: Job, mesh: Mesh) -> int:
     """Return the chunks that `Memory.head_chunks` gives: at most a rank's KV heads, which 0 stands for."""
     most = max(1, layer.max_heads(mesh).kv_heads)
     return min(job.memory.head_chunks or most, most)
 
 
-def head_chunks(layer: Attention, job: Job, mesh: Mesh) -> tuple[tuple[HeadChunk, ...], ...]:
+def head_chunks(layer: Softmax, job: Job, mesh: Mesh) -> tuple[tuple[HeadChunk, ...], ...]:
     """Return the chunks of each Ulysses rank, as `longspan.attn.prepare` cuts them."""
     shards, overlapped = layer.head_shards(mesh), 1
     if mesh.ulysses > 1:
@@ -73,29 +73,26 @@ def _head_chunks(shards: tuple[HeadShard, ...], chunks: int, overlapped: int) ->
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A whole sequence: Ulysses and the ring.
+# A sequence in one forward: Ulysses and the ring.
 
 
-def sequence(layer: Attention, job: Job, mesh: Mesh) -> list[Sent]:
+def sequence(layer: Softmax, job: Job, mesh: Mesh) -> list[Sent]:
     """Return what Ulysses and ring send, on the rank that sends most."""
     if mesh.sequence == 1:
         return []
     of_ranks = head_chunks(layer, job, mesh)
-    candidates = [
-        [
-            sent
-            for at, chunk in enumerate(mine)
-            for sent in (
-                *_ulysses(layer, job, mesh, tuple(rank[at] for rank in of_ranks), chunk),
-                *_ring(layer, job, mesh, chunk.kv),
-            )
-        ]
-        for mine in dict.fromkeys(of_ranks)  # ranks with equal heads send the same
-    ]
-    return max(candidates, key=lambda sent: sum(each.bytes * each.calls for each in sent))
+
+    def sent_by(mine: tuple[HeadChunk, ...]) -> list[Sent]:
+        sent: list[Sent] = []
+        for chunk, of_all in zip(mine, zip(*of_ranks, strict=True), strict=True):
+            sent += [*_ulysses(layer, job, mesh, of_all, chunk), *_ring(layer, job, mesh, chunk.kv)]
+        return sent
+
+    # Ranks with equal heads send the same.
+    return max(map(sent_by, dict.fromkeys(of_ranks)), key=lambda sent: sum(each.bytes * each.calls for each in sent))
 
 
-def _ulysses(layer: Attention, job: Job, mesh: Mesh, of_ranks: tuple[HeadChunk, ...], mine: HeadChunk) -> list[Sent]:
+def _ulysses(layer: Softmax, job: Job, mesh: Mesh, of_ranks: tuple[HeadChunk, ...], mine: HeadChunk) -> list[Sent]:
     """Return two All-to-Alls each way: Q, K and V packed in one, O in one (arXiv:2309.14509, section 3.2).
 
     A rank sends its tokens' rows to every other rank (the widths of their heads), and its heads' outputs to every
@@ -137,24 +134,24 @@ def _row_bytes(chunks: tuple[HeadChunk, ...], d: int, dv: int) -> tuple[int, int
     )
 
 
-def schedule(layer: Attention, job: Job, mesh: Mesh) -> RingSchedule:
+def schedule(layer: Softmax, job: Job, mesh: Mesh) -> RingSchedule:
     """Return how the layer's KV blocks go round the ring."""
     return ring_schedule(layout_of(job, mesh), job.context, layer.keys)
 
 
-def block_elements(layer: Attention, job: Job, mesh: Mesh, kv_heads: int) -> int:
+def block_elements(layer: Softmax, job: Job, mesh: Mesh, kv_heads: int) -> int:
     """Return the elements of a KV block, which is one P2P message of a ring."""
     tokens = local_tokens(job, mesh) * mesh.ulysses * local_batch(job, mesh)
     return tokens * kv_heads * (layer.head_dim + layer.v_head_dim)
 
 
-def ring_impl(layer: Attention, job: Job, mesh: Mesh, kv_heads: int) -> str:
+def ring_impl(layer: Softmax, job: Job, mesh: Mesh, kv_heads: int) -> str:
     """Return the ring implementation that the code chooses for so many KV heads, "p2p" or "allgather"."""
     all_blocks = mesh.ring * block_elements(layer, job, mesh, kv_heads) * job.bytes_per_element
     return choose_ring_impl(job.ring_impl, all_blocks, schedule(layer, job, mesh).routes)
 
 
-def _ring(layer: Attention, job: Job, mesh: Mesh, kv_heads: int) -> list[Sent]:
+def _ring(layer: Softmax, job: Job, mesh: Mesh, kv_heads: int) -> list[Sent]:
     """Return KV blocks, sent on as far as the mask needs them (Liu et al. 2023, arXiv:2310.01889), and gradients.
 
     In the backward the blocks are sent again, and each rank that receives a block sends its gradient, in fp32. With
@@ -187,7 +184,7 @@ def _ring(layer: Attention, job: Job, mesh: Mesh, kv_heads: int) -> list[Sent]:
 # Attention to a sharded KV cache.
 
 
-def decode(layer: Attention, job: Job, mesh: Mesh, tokens: int = 1) -> list[Sent]:
+def decode(layer: Softmax, job: Job, mesh: Mesh, tokens: int = 1) -> list[Sent]:
     """Return what a few new tokens send over a KV cache sharded by heads (ulysses) and tokens (ring).
 
     Every rank computes all of these tokens. One all-gather joins the outputs of all heads, or, over a ring, partial
@@ -204,18 +201,12 @@ def decode(layer: Attention, job: Job, mesh: Mesh, tokens: int = 1) -> list[Sent
     return [Sent("all_gather", "sequence", "O and log-sum-exp of all parts", partial * (mesh.sequence - 1))]
 
 
-def chunk(layer: Attention, job: Job, mesh: Mesh, tokens: int, ulysses_rank: int | None = None) -> list[Sent]:
-    """Return what one chunk of a prompt sends over a KV cache.
+def chunk(layer: Softmax, job: Job, mesh: Mesh, tokens: int, ulysses_rank: int | None = None) -> list[Sent]:
+    """Return what one chunk of a prompt sends over a KV cache, whatever this holds.
 
-    Besides the all-to-all, a ring sends queries to the keys, and partial outputs back. The bytes do not depend on what
-    the cache holds.
-
-    Args:
-        layer: the layer.
-        job: of the prompt; its context does not count.
-        mesh: the mesh.
-        tokens: of the chunk, long enough to be cut over the ranks (`longspan.core.kv_placement.is_sharded`).
-        ulysses_rank: the rank that sends; None: the rank that sends most.
+    Besides the all-to-all, a ring sends queries to the keys, and partial outputs back. The chunk's `tokens` are enough
+    to be cut over the ranks (`longspan.core.kv_placement.is_sharded`). `ulysses_rank`: the rank that sends; None: the
+    rank that sends most.
     """
     layer = layer.cache_mixer(job, mesh)
     shards = layer.head_shards(mesh)
@@ -239,13 +230,10 @@ def chunk(layer: Attention, job: Job, mesh: Mesh, tokens: int, ulysses_rank: int
     return max(candidates, key=lambda sent: sum(each.bytes for each in sent))
 
 
-def prompt(layer: Attention, job: Job, mesh: Mesh) -> list[Sent]:
-    """Return what a whole prompt sends in chunks of `job.prefill_chunk`."""
-    assert job.prefill_chunk is not None
-    full, rest = divmod(job.context, job.prefill_chunk)
+def prompt(layer: Softmax, job: Job, mesh: Mesh) -> list[Sent]:
+    """Return what a prompt sends in chunks of `job.prefill_chunk`."""
     sent = []
-    for tokens, count in ((job.prefill_chunk, full), (rest, 1)):
-        if tokens and count:
-            one = chunk if is_sharded(layout_of(job, mesh), tokens) else decode
-            sent += [replace(each, calls=each.calls * count) for each in one(layer, job, mesh, tokens)]
+    for tokens, count in prompt_chunks(job):
+        one = chunk if is_sharded(layout_of(job, mesh), tokens) else decode
+        sent += [replace(each, calls=each.calls * count) for each in one(layer, job, mesh, tokens)]
     return sent

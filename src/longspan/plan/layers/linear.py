@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from longspan.plan.job import layer_passes, local_batch, local_tokens
-from longspan.plan.layers.base import Mixer, Sent
-
-if TYPE_CHECKING:
-    from longspan.plan.job import Job, Mesh
-    from longspan.plan.layers.base import CostContext
+from longspan.plan.job import Job, Mesh, layer_passes, local_batch, local_tokens
+from longspan.plan.layers.base import CostContext, Mixer, Sent
 
 
 @dataclass(frozen=True)
@@ -45,8 +40,11 @@ class Linear(Mixer):
         state = job.bytes_per_element * local_batch(job, mesh) * self.state_elements // mesh.tensor
         return [Sent("all_gather", "sequence", "states of linear attention", state * (p - 1), sum(layer_passes(job)))]
 
-    def cache_bytes(self, job: Job, mesh: Mesh) -> int:
-        return local_batch(job, mesh) * (self.state_elements // mesh.tensor) * job.bytes_per_element
+    def cache_by_rank(
+        self, job: Job, mesh: Mesh, generated: int = 0, chunk: int | None = None, step: int = 0
+    ) -> list[int]:
+        state = local_batch(job, mesh) * (self.state_elements // mesh.tensor) * job.bytes_per_element
+        return [state] * mesh.sequence
 
     def saved(self, mesh: Mesh, c: CostContext, *, recompute_all_to_all: bool = False) -> int:
         """Return an estimate: input, output and gates."""

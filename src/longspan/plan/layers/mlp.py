@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,25 +10,27 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Mlp(ABC):
+class Mlp:
     """The part of a layer that follows the mixer.
 
     Attributes:
-        ffn: intermediate size of the dense MLP, or of each routed expert.
+        ffn: intermediate size of a dense MLP, or of each routed expert.
         gated: three matrices (SwiGLU and its like) rather than two.
-        experts: routed experts; 1 without a router.
+        experts: routed experts; 0 for a dense MLP.
         per_token: routed experts per token.
+        shared_ffn: intermediate size of all shared experts together.
     """
 
     ffn: int
     gated: bool = True
-    experts: int = 1
+    experts: int = 0
     per_token: int = 1
+    shared_ffn: int = 0
 
     @property
-    @abstractmethod
     def width(self) -> int:
         """Intermediate elements of one token, over all experts that compute it."""
+        return self.shared_ffn + self.per_token * self.ffn
 
     @property
     def matrices(self) -> int:
@@ -46,44 +47,12 @@ class Mlp(ABC):
 
     def active(self, p: Parameter) -> int:
         """Return the elements of one weight that one token uses."""
-        return p.numel
-
-    @abstractmethod
-    def saved(self, c: CostContext) -> int:
-        """Return the saved bytes per token."""
-
-
-@dataclass(frozen=True)
-class Dense(Mlp):
-    """One MLP for all tokens."""
-
-    @property
-    def width(self) -> int:
-        return self.ffn
-
-    def saved(self, c: CostContext) -> int:
-        return self.saved_intermediates * c.b * self.ffn
-
-
-@dataclass(frozen=True)
-class Experts(Mlp):
-    """A router, routed experts, and shared experts.
-
-    Attributes:
-        shared_ffn: intermediate size of all shared experts together.
-    """
-
-    shared_ffn: int = 0
-
-    @property
-    def width(self) -> int:
-        return self.shared_ffn + self.per_token * self.ffn
-
-    def active(self, p: Parameter) -> int:
         # Routed experts are stacked along the first dimension.
         return p.numel // self.experts * self.per_token if p.name.startswith("mlp.experts.") else p.numel
 
     def saved(self, c: CostContext) -> int:
-        """Return an estimate: the intermediates, and the input and output of each chosen expert."""
-        routed = self.per_token * (self.saved_intermediates * c.b * self.ffn + 2 * c.b * c.d)
-        return self.saved_intermediates * c.b * self.shared_ffn + routed
+        """Return the saved bytes per token: the intermediates; of experts, an estimate, each one's input and output
+        too.
+        """
+        of_experts = 2 * c.b * c.d * self.per_token if self.experts else 0
+        return self.saved_intermediates * c.b * self.width + of_experts

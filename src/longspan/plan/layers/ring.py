@@ -10,13 +10,10 @@ import dataclasses
 import functools
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from longspan.core.layout import Layout, Span
 from longspan.core.routes import Routes, ring_routes
-
-if TYPE_CHECKING:
-    from longspan.plan.layers.attended_keys import AttendedKeys
+from longspan.plan.layers.attended_keys import AttendedKeys
 
 
 @dataclass(frozen=True)
@@ -33,18 +30,6 @@ class RingSchedule:
     routes: Routes
     pairs: tuple[int, ...]
     own: float
-
-    @property
-    def sends(self) -> tuple[int, ...]:
-        """KV blocks that each rank sends on in one forward or backward, its own included."""
-        return self.routes.sends
-
-    @property
-    def received(self) -> tuple[int, ...]:
-        """Remote KV blocks that each rank receives. In the backward it sends one gradient for each of them, to the
-        block's next rank or back to the source rank.
-        """
-        return self.routes.received
 
 
 @functools.lru_cache(maxsize=4096)
@@ -80,7 +65,7 @@ def _readers(layout: Layout, blocks: list[tuple[Span, ...]], n: int, keys: Atten
     all_follow = min(last_run_of.values())  # from this run to the end every rank owns one
     readers: list[set[int]] = []
     for block in blocks:
-        found: set[int] = set()
+        ranks: set[int] = set()
         for run in block:
             for region in keys.regions(run, n):
                 part = region.within((0, n), run)
@@ -89,8 +74,8 @@ def _readers(layout: Layout, blocks: list[tuple[Span, ...]], n: int, keys: Atten
                 # The queries that attend to a run form one interval, for causal masks, windows and chunks alike.
                 first, stop = bisect_right(starts, part.q0) - 1, bisect_left(starts, part.q1)
                 to_the_end = first <= all_follow and stop == len(owners)
-                found = everyone if to_the_end else found | set(owners[first:stop])
-            if len(found) == len(everyone):
+                ranks = everyone if to_the_end else ranks | set(owners[first:stop])
+            if len(ranks) == len(everyone):
                 break
-        readers.append(found)
+        readers.append(ranks)
     return readers

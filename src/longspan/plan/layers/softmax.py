@@ -1,26 +1,52 @@
-"""Softmax attention as a mixer: full, windowed or chunked, with grouped, shared or latent keys and values."""
+"""Softmax attention as a mixer: full, windowed or chunked, with grouped, shared or latent keys and values.
+
+`exchange.py` says what it sends, and `attention_memory.py` what it holds besides saved activations.
+"""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from longspan.core.cache_dtype import holds_latent, vector_bytes
+from longspan.core.heads import HeadShard
 from longspan.core.kv_placement import tokens_per_rank
-from longspan.plan.job import layout_of, local_batch, local_tokens
+from longspan.plan.job import Job, Mesh, head_shards, layout_of, local_batch, local_tokens
 from longspan.plan.layers import attention_memory, exchange
-from longspan.plan.layers.attention import Attention
-from longspan.plan.layers.base import SavedActivations, offloads
-
-if TYPE_CHECKING:
-    from longspan.plan.job import Job, Mesh
-    from longspan.plan.layers.base import Buffers, CostContext, Sent
-    from longspan.plan.layers.ring import RingSchedule
+from longspan.plan.layers.attended_keys import CAUSAL, AttendedKeys
+from longspan.plan.layers.base import Buffers, CostContext, Mixer, SavedActivations, Sent, offloads
+from longspan.plan.layers.ring import RingSchedule
 
 
 @dataclass(frozen=True)
-class Softmax(Attention):
-    """Attention over keys and values; `Attention` documents the fields."""
+class RankHeads:
+    """A rank's heads, and the elements per token of their queries, of keys and values, and of the output."""
+
+    q: int
+    kv: int
+    out: int
+    q_heads: int
+    kv_heads: int
+
+
+@dataclass(frozen=True)
+class Softmax(Mixer):
+    """Attention over keys and values.
+
+    Attributes:
+        keys: the keys that a query attends to.
+        latent_dim: MLA: elements per token of the latent vector of keys and values, rotary part included; else 0.
+        rope_dim: MLA: the rotary part of it.
+        sinks: whether each query head has a learnt attention sink.
+        shared: whether values are the first elements of the keys, and are not cached a second time (`cache_mixer`).
+    """
+
+    keys: AttendedKeys = CAUSAL
+    latent_dim: int = 0
+    rope_dim: int = 0
+    sinks: bool = False
+    shared: bool = False
 
     runs: ClassVar[bool] = True
     shards_heads: ClassVar[bool] = True
@@ -40,6 +66,39 @@ class Softmax(Attention):
 
     def seen(self, context: int) -> int:
         return self.keys.seen(context)
+
+    # Heads.
+
+    @property
+    def kv_width(self) -> int:
+        """Elements of a KV head's key and value, as they are sent and cached."""
+        return self.head_dim + (0 if self.shared else self.v_head_dim)
+
+    def head_shards(self, mesh: Mesh) -> tuple[HeadShard, ...]:
+        """Return the heads of each Ulysses rank."""
+        return head_shards(self.q_heads, self.kv_heads, mesh.tensor, mesh.ulysses)
+
+    def max_heads(self, mesh: Mesh) -> RankHeads:
+        """Return the heads of the rank with most heads, as they are behind the all-to-all."""
+        return self._rank_heads(max(self.head_shards(mesh), key=lambda shard: (shard.q_heads, shard.kv_heads)))
+
+    def local_heads(self, mesh: Mesh) -> RankHeads:
+        """Return a rank's heads before the all-to-all: all that tensor parallelism leaves it."""
+        return self._rank_heads(head_shards(self.q_heads, self.kv_heads, mesh.tensor, 1)[0])
+
+    def _rank_heads(self, shard: HeadShard) -> RankHeads:
+        q, kv = shard.q_heads, shard.kv_heads
+        return RankHeads(
+            q * self.head_dim, kv * (self.head_dim + self.v_head_dim), q * self.v_head_dim, q_heads=q, kv_heads=kv
+        )
+
+    def cache_mixer(self, job: Job, mesh: Mesh) -> Softmax:
+        """Return the attention to a KV cache.
+
+        If the cache holds latent vectors, all query heads attend to one KV head of them (`longspan.cache.latent`).
+        """
+        latent = _latent_mixer(self, job.cache_latent, job.kv_replication, mesh.tensor, mesh.ulysses)
+        return self if latent is None else latent
 
     # Compute: 2 * (D + Dv) FLOPs per query head and (query, key) pair.
 
@@ -70,7 +129,7 @@ class Softmax(Attention):
         if mesh.ring == 1:
             return 0.0, 0.0
         heads = self.max_heads(mesh)
-        blocks = 1 + max(self.ring_schedule(job, mesh).received)
+        blocks = 1 + max(self.ring_schedule(job, mesh).routes.received)
         tokens = blocks * local_batch(job, mesh) * local_tokens(job, mesh) * mesh.ulysses
         return 6.0 * 4 * tokens * heads.out, 3.0 * 4 * tokens * (heads.q + heads.kv)
 
@@ -91,42 +150,21 @@ class Softmax(Attention):
 
     # Memory.
 
-    def cache_bytes(self, job: Job, mesh: Mesh) -> int:
-        return max(self.cache_by_rank(job, mesh))
-
     def cache_by_rank(
-        self,
-        job: Job,
-        mesh: Mesh,
-        generated: int = 0,
-        chunk: int | None = None,
-        dtype: str | None = None,
-        step: int = 0,
+        self, job: Job, mesh: Mesh, generated: int = 0, chunk: int | None = None, step: int = 0
     ) -> list[int]:
-        """Return the bytes of keys and values on each rank of a sequence group: its heads (ulysses), tokens (ring).
-
-        Args:
-            job: its context is the prompt.
-            mesh: the mesh.
-            generated: tokens after the prompt.
-            chunk: tokens per chunk of the prompt; None: the job's, or else that of `longspan.core.kv_placement`.
-            dtype: of the cache (`longspan.core.cache_dtype.CACHE_DTYPES`); None: the job's.
-            step: count the keys that the last `step` tokens attend to, rather than those that later tokens will.
-        """
+        """Return the bytes of keys and values on each rank of a sequence group: its heads (ulysses), tokens (ring)."""
         cached = self.cache_mixer(job, mesh)
         if cached is not self:
-            return cached.cache_by_rank(job, mesh, generated, chunk, dtype, step)
+            return cached.cache_by_rank(job, mesh, generated, chunk, step)
         first = self.keys.cached_from(job.context + generated - step)
         tokens = tokens_per_rank(layout_of(job, mesh), job.context, generated, first, chunk or job.prefill_chunk)
         head_bytes = sum(
-            vector_bytes(dtype or job.cache, dim, job.bytes_per_element)
+            vector_bytes(job.cache, dim, job.bytes_per_element)
             for dim in ((self.head_dim,) if self.shared else (self.head_dim, self.v_head_dim))
         )
         shards = self.head_shards(mesh)
         return [local_batch(job, mesh) * n * shard.kv_heads * head_bytes for n in tokens for shard in shards]
-
-    def staged_by_rank(self, job: Job, mesh: Mesh, generated: int, chunk: int | None, step: int) -> list[int]:
-        return self.cache_by_rank(job, mesh, generated, chunk, step=step)
 
     def replicated_bytes(self, job: Job, mesh: Mesh) -> float:
         cached = self.cache_mixer(job, mesh)
@@ -207,3 +245,16 @@ class Softmax(Attention):
                 f"ulysses={max(1, kv // t)}, ring={u * mesh.ring // max(1, kv // t)}, or allow KV replication"
             )
         return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _latent_mixer(layer: Softmax, latent: bool, kv_replication: bool, tensor: int, ulysses: int) -> Softmax | None:
+    """Return the attention to a cache of latent vectors, or None if the cache holds keys and values."""
+    heads = max(shard.kv_heads for shard in head_shards(layer.q_heads, layer.kv_heads, tensor, ulysses))
+    shareable = latent and tensor == 1 and (ulysses == 1 or kv_replication)
+    if not holds_latent(layer.latent_dim, heads, layer.head_dim + layer.v_head_dim, shareable):
+        return None
+    width = layer.latent_dim
+    return replace(
+        layer, kv_heads=1, head_dim=width, v_head_dim=width - layer.rope_dim, latent_dim=0, rope_dim=0, shared=True
+    )

@@ -6,7 +6,7 @@ its model type. `families/` holds the built-in families, made of `blocks.py`; `c
 
 from longspan.plan.layers import Parameter
 from longspan.plan.models.catalogue import CONFIGS
-from longspan.plan.models.family import FAMILIES, Family, MixerOf, MlpOf, register
+from longspan.plan.models.family import FAMILIES, Family, Part, register
 from longspan.plan.models.read import is_family, read_model, shape_from_config, shape_from_layers
 from longspan.plan.models.shape import LayerShape, ModelShape
 
@@ -15,10 +15,9 @@ __all__ = [
     "FAMILIES",
     "Family",
     "LayerShape",
-    "MixerOf",
-    "MlpOf",
     "ModelShape",
     "Parameter",
+    "Part",
     "is_family",
     "read_model",
     "register",

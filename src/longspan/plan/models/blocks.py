@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from longspan.core.errors import LongspanError
-from longspan.plan.layers import AttendedKeys, Chunk, Dense, Experts, Mlp, Parameter, Softmax, Window
-from longspan.plan.models.family import Config, MixerOf, MlpOf
+from longspan.plan.layers import AttendedKeys, Chunk, Mlp, Parameter, Softmax, Window
+from longspan.plan.models.family import Config, Part
 
 Weights = Callable[[Config, Any], Iterator[Parameter]]
 
@@ -40,15 +40,15 @@ def all_of_hidden(c: Config) -> Softmax:
 
 def softmax(
     weights: Weights, heads: Callable[[Config], Softmax] = grouped, *, window: bool = True, chunk: bool = False
-) -> dict[str, MixerOf]:
+) -> dict[str, Part]:
     """Return softmax attention by layer type: full, sliding window, and chunked if asked for."""
-    full = MixerOf(heads, weights)
-    found = {"full_attention": full, "attention": full}
+    full = Part(heads, weights)
+    mixers = {"full_attention": full, "attention": full}
     if window:
-        found["sliding_attention"] = MixerOf(lambda c: replace(heads(c), keys=_window(c)), weights)
+        mixers["sliding_attention"] = Part(lambda c: replace(heads(c), keys=_window(c)), weights)
     if chunk:
-        found["chunked_attention"] = MixerOf(lambda c: replace(heads(c), keys=_chunk(c)), weights)
-    return found
+        mixers["chunked_attention"] = Part(lambda c: replace(heads(c), keys=_chunk(c)), weights)
+    return mixers
 
 
 def _window(c: Config) -> AttendedKeys:
@@ -81,9 +81,9 @@ def sliding_window(c: Config) -> int | None:
 # MLPs.
 
 
-def dense(weights: Weights, *, gated: bool = True) -> MlpOf:
+def dense(weights: Weights, *, gated: bool = True) -> Part:
     """Return a dense MLP for every layer."""
-    return MlpOf(lambda c, layer: Dense(c.ffn, gated), weights)
+    return Part(lambda c, layer: Mlp(c.ffn, gated), weights)
 
 
 def experts(
@@ -92,7 +92,7 @@ def experts(
     *,
     ffn: str = "moe_intermediate_size",
     shared: Callable[[Config], int] = lambda c: 0,
-) -> MlpOf:
+) -> Part:
     """Return experts for the layers that `sparse` selects, and a dense MLP for the others.
 
     Args:
@@ -102,15 +102,15 @@ def experts(
         shared: returns the intermediate size of the shared experts.
     """
 
-    def build(c: Config, layer: int) -> Dense | Experts:
+    def build(c: Config, layer: int) -> Mlp:
         if not sparse(c, layer):
-            return Dense(c.ffn)
+            return Mlp(c.ffn)
         routed, chosen = c.experts, c.count("num_experts_per_tok")
         if chosen > routed:
             raise LongspanError(f"{c.where}: num_experts_per_tok={chosen} is more than the {routed} experts of a layer")
-        return Experts(c.count(ffn), experts=routed, per_token=chosen, shared_ffn=shared(c))
+        return Mlp(c.count(ffn), experts=routed, per_token=chosen, shared_ffn=shared(c))
 
-    return MlpOf(build, weights)
+    return Part(build, weights)
 
 
 def every_step(c: Config, layer: int) -> bool:
@@ -195,7 +195,7 @@ def gated_mlp(c: Config, mlp: Mlp) -> Iterator[Parameter]:
 
 def routed_experts(c: Config, mlp: Mlp, router_last: bool = False) -> Iterator[Parameter]:
     """Yield a router and its experts, stacked in two tensors; in a dense layer a dense MLP."""
-    if not isinstance(mlp, Experts):
+    if not mlp.experts:
         yield from gated_mlp(c, mlp)
         return
     router = Parameter("mlp.gate.weight", (mlp.experts, c.d))

@@ -21,8 +21,8 @@ from functools import cached_property
 from typing import Any
 
 from longspan.core.errors import LongspanError
-from longspan.core.validation import LARGEST_COUNT, check_number, format_value
-from longspan.plan.layers import Mixer, Mlp, Parameter
+from longspan.core.validation import LARGEST_COUNT, check_number
+from longspan.plan.layers import Parameter
 
 _MOST_LAYERS = 1 << 14
 
@@ -54,23 +54,16 @@ class Config:
     def optional(self, key: str, minimum: int = 1) -> int | None:
         """Return an integer, or None for null."""
         name, value = self.find(key)
-        if value is None:
-            return None
-        most = _MOST_LAYERS if key == "num_hidden_layers" else LARGEST_COUNT
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise LongspanError(
-                f"{self.where}: {name}={format_value(value)} must be a whole number of at least {minimum}"
-            )
-        check_number(f"{self.where}: {name}", value, minimum, most)
+        if value is not None:
+            most = _MOST_LAYERS if key == "num_hidden_layers" else LARGEST_COUNT
+            check_number(f"{self.where}: {name}", value, minimum, most, whole=True)
         return value
 
     def count(self, key: str, minimum: int = 1) -> int:
         """Return an integer."""
         value = self.optional(key, minimum)
         if value is None:
-            raise LongspanError(
-                f"{self.where}: {self.find(key)[0]} is null; it must be a whole number of at least {minimum}"
-            )
+            raise LongspanError(f"{self.where}: {self.find(key)[0]} is null; it must be an integer, at least {minimum}")
         return value
 
     def flag(self, key: str) -> bool:
@@ -108,28 +101,15 @@ class Config:
 
 
 @dataclass(frozen=True)
-class MixerOf:
-    """The mixer of one layer type.
+class Part:
+    """How a family makes a part of its layers.
 
     Attributes:
-        build: returns the mixer of a config.
-        weights: yields its weights in the module's order, from the config and the mixer.
+        build: returns the part from a config: a `Mixer`; or an `Mlp`, from the config and the number of the layer.
+        weights: yields its weights in the module's order, from the config and the part.
     """
 
-    build: Callable[[Config], Mixer]
-    weights: Callable[[Config, Any], Iterator[Parameter]]
-
-
-@dataclass(frozen=True)
-class MlpOf:
-    """The MLPs of a model.
-
-    Attributes:
-        build: returns the MLP, or the experts, of layer number i.
-        weights: yields its weights, from the config and the MLP.
-    """
-
-    build: Callable[[Config, int], Mlp]
+    build: Callable[..., Any]
     weights: Callable[[Config, Any], Iterator[Parameter]]
 
 
@@ -150,8 +130,8 @@ class Family:
         norm_bias: norms have a bias (LayerNorm) or not (RMSNorm).
     """
 
-    mixers: Mapping[str, MixerOf]
-    mlp: MlpOf
+    mixers: Mapping[str, Part]
+    mlp: Part
     defaults: Mapping[str, Any] = field(default_factory=dict)
     spellings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     types: Callable[[Config, int], str] = lambda c, layer: "full_attention"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -12,12 +11,12 @@ from typing import Any
 
 from longspan.core.errors import LongspanError
 from longspan.core.rope import RopeState, rope_state
-from longspan.core.validation import existing_path, format_value, read_text
+from longspan.core.validation import existing_path, format_value, nearest, read_text
 from longspan.plan.layers import Mlp, Parameter
 from longspan.plan.models.blocks import norm
 from longspan.plan.models.catalogue import CONFIGS
 from longspan.plan.models.families.llama import EXPERT_COUNTS, LLAMA_LIKE, SPARSE_LLAMA_LIKE
-from longspan.plan.models.family import FAMILIES, Config, Family, MixerOf
+from longspan.plan.models.family import FAMILIES, Config, Family, Part
 from longspan.plan.models.shape import LayerShape, ModelShape
 
 
@@ -44,10 +43,9 @@ def read_model(name_or_path: str | os.PathLike[str]) -> ModelShape:
     name = _plain_name(name_or_path)
     if name in CONFIGS:
         return shape_from_config(CONFIGS[name], name)
-    close = difflib.get_close_matches(name, CONFIGS, n=3, cutoff=0.5)
-    nearest = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(CONFIGS)}."
     raise LongspanError(
-        f"model {name_or_path} is not built in; {nearest} For another model give the path of its config.json"
+        f"model {name_or_path} is not built in ({nearest(name, CONFIGS)}); for another model give the path of its "
+        f"config.json"
     )
 
 
@@ -130,16 +128,8 @@ def shape_from_layers(
     tied: bool,
     rotary: bool,
 ) -> ModelShape:
-    """Return the shape of a model whose layers and weights were read from its modules.
-
-    Args:
-        config: gives positions and dropout.
-        name: for messages.
-        d_model: hidden size.
-        layers: in order; equal layers are one object.
-        root: weights outside the layers, the embedding first.
-        tied: whether the head is the embedding.
-        rotary: positions are rotary rather than learnt.
+    """Return the shape of a model whose layers and weights were read from its modules; the config gives positions and
+    dropout. See `ModelShape` for the arguments; `rotary`: positions are rotary rather than learnt.
     """
     c = Config(config, {}, {}, name)
     end = c.optional("max_position_embeddings")
@@ -234,14 +224,14 @@ def _refused(c: Config) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def _layer(c: Config, family: Family, of: MixerOf, mlp: Mlp) -> LayerShape:
+def _layer(c: Config, family: Family, of: Part, mlp: Mlp) -> LayerShape:
     mixer = of.build(c)
     parts = {"attention": lambda: of.weights(c, mixer), "mlp": lambda: family.mlp.weights(c, mlp)}
     weights = (parts[part]() if part in parts else norm(part, c.d, family.norm_bias) for part in family.order)
     return LayerShape(mixer, mlp, tuple(chain.from_iterable(weights)))
 
 
-def _mixers(c: Config, family: Family) -> list[MixerOf]:
+def _mixers(c: Config, family: Family) -> list[Part]:
     """Return the mixer of each layer, from the config's `layer_types` or the family."""
     types = [family.types(c, layer) for layer in range(c.count("num_hidden_layers"))]
     given = c.values.get("layer_types")

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from longspan.core.rope import AUTO, UNSTATED, RopeAsked, RopeScaling, RopeState, furthest, scaling_for
-
-if TYPE_CHECKING:
-    from longspan.plan.layers import Mixer, Mlp, Parameter
+from longspan.plan.layers import Mixer, Mlp, Parameter
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from longspan.core.errors import LongspanError
-from longspan.plan.layers import Experts, Mlp, Parameter, Softmax
+from longspan.plan.layers import Mlp, Parameter, Softmax
 from longspan.plan.models.blocks import experts, gated, linear, norm, routed_experts, softmax
 from longspan.plan.models.family import Config, Family
 
@@ -37,7 +37,7 @@ def _attention(c: Config, mixer: Softmax) -> Iterator[Parameter]:
 
 def _experts(c: Config, mlp: Mlp) -> Iterator[Parameter]:
     yield from routed_experts(c, mlp, router_last=True)
-    if isinstance(mlp, Experts):
+    if mlp.experts:
         yield from gated("mlp.shared_experts", c.d, mlp.shared_ffn)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from longspan.plan.layers import Experts, Mlp, Parameter, Softmax
+from longspan.plan.layers import Mlp, Parameter, Softmax
 from longspan.plan.models.blocks import (
     all_of_hidden,
     attention,
@@ -50,7 +50,7 @@ def _with_sinks(c: Config) -> Softmax:
     return replace(grouped(c), sinks=True)
 
 
-def _gpt_oss_experts(c: Config, mlp: Experts) -> Iterator[Parameter]:
+def _gpt_oss_experts(c: Config, mlp: Mlp) -> Iterator[Parameter]:
     yield from linear("mlp.router", c.d, mlp.experts, bias=True)
     yield Parameter("mlp.experts.gate_up_proj", (mlp.experts, c.d, 2 * mlp.ffn))
     yield Parameter("mlp.experts.gate_up_proj_bias", (mlp.experts, 2 * mlp.ffn))

@@ -9,7 +9,7 @@ from longspan.core.errors import LongspanError
 from longspan.plan.layers import Linear, Parameter
 from longspan.plan.models.blocks import attention, experts, grouped, linear, norm, routed_experts, softmax
 from longspan.plan.models.families.llama import LOCAL_EXPERTS
-from longspan.plan.models.family import Config, Family, MixerOf
+from longspan.plan.models.family import Config, Family, Part
 
 
 def _types(c: Config, layer: int) -> str:
@@ -40,7 +40,7 @@ FAMILIES = {
     "minimax": Family(
         {
             **softmax(partial(attention, qkv_bias=False, out_bias=False), window=False),
-            "linear_attention": MixerOf(_lightning, _lightning_weights),
+            "linear_attention": Part(_lightning, _lightning_weights),
         },
         experts(routed_experts, ffn="intermediate_size"),
         {"num_key_value_heads": 8, "max_position_embeddings": 131072, "num_experts": 8, "num_experts_per_tok": 2},

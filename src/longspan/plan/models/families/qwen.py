@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from longspan.plan.layers import Experts, Linear, Mlp, Parameter
+from longspan.plan.layers import Linear, Mlp, Parameter
 from longspan.plan.models.blocks import (
     attention,
     dense,
@@ -21,7 +21,7 @@ from longspan.plan.models.blocks import (
     sliding_window,
     softmax,
 )
-from longspan.plan.models.family import Config, Family, MixerOf
+from longspan.plan.models.family import Config, Family, Part
 
 
 def _sliding_after(c: Config, layer: int) -> str:
@@ -48,7 +48,7 @@ def _delta_weights(c: Config, mixer: Linear) -> Iterator[Parameter]:
 
 def _next_experts(c: Config, mlp: Mlp) -> Iterator[Parameter]:
     yield from routed_experts(c, mlp)
-    if isinstance(mlp, Experts):
+    if mlp.experts:
         yield from gated("mlp.shared_expert", c.d, mlp.shared_ffn)
         yield from linear("mlp.shared_expert_gate", c.d, 1)
 
@@ -87,7 +87,7 @@ FAMILIES = {
     "qwen3_next": Family(
         {
             **softmax(partial(attention, qk_norm="head", gate=True), window=False),
-            "linear_attention": MixerOf(_delta, _delta_weights),
+            "linear_attention": Part(_delta, _delta_weights),
         },
         experts(_next_experts, every_step, shared=lambda c: c.count("shared_expert_intermediate_size")),
         {
