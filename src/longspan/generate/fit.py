@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from longspan.core.errors import LongspanError
 from longspan.hf.memory_auto import hardware_of_ranks
 from longspan.hf.shapes import shape_of
-from longspan.plan.cost.forward_memory import staged_bytes
+from longspan.plan.cost.memory import staged_bytes
 from longspan.plan.cost.offload import offloaded_bytes
 from longspan.plan.generation import check_fits, check_score_fits, peak_items
 from longspan.plan.job import Job, Mesh

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from longspan.core.memory import Memory
+from longspan.core.parallel import TensorStyle
 from longspan.hf.shapes import shape_of_model
 from longspan.plan.hardware import CATALOGUE, Hardware, read_hardware
-from longspan.plan.job import Job, Mesh, TensorStyle
+from longspan.plan.job import Job, Mesh
 from longspan.plan.suggestions import choose
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""`longspan plan`: read the flags, search, show the result."""
+"""`longspan plan`: its flags; read them, search, show the result."""
 
 from __future__ import annotations
 
@@ -6,25 +6,161 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
+from longspan.core.cache_dtype import CacheDtype, CacheOffload
 from longspan.core.errors import LongspanError
-from longspan.core.memory import LONGEST
-from longspan.core.rope import scaling_for
-from longspan.plan.config import PlanConfig
+from longspan.core.memory import LONGEST, MemoryLevel
+from longspan.core.memory_flags import MemoryFlags, flags_last
+from longspan.core.parallel import ParallelConfig
+from longspan.core.rope import RopeChoice, RopeFlags, scaling_for
+from longspan.core.validation import LARGEST_COUNT, LARGEST_JOB, check_number, check_output
 from longspan.plan.hardware import Hardware, read_hardware
 from longspan.plan.job import Job, Mesh
 from longspan.plan.memory_search import STEP, MemoryRow, longest, memory_rows, search_memory_options
 from longspan.plan.methods import compare
 from longspan.plan.models.read import read_model
 from longspan.plan.models.shape import ModelShape
-from longspan.plan.search import Search, search
-from longspan.plan.suggestions import Suggestions, describe_suggestions, find_suggestions, suggestion_text
-from longspan.plan.views.memory_options import memory_options_dict
+from longspan.plan.search import MOST_GPUS, Search, search
+from longspan.plan.suggestions import Suggestions, find_suggestions
 from longspan.plan.views.report import to_dict
 
-__all__ = ["PlanConfig", "run"]
+
+@flags_last
+@dataclass(frozen=True)
+class PlanConfig(MemoryFlags, RopeFlags):
+    """Find out what fits on which GPUs, which mesh is best, and what it costs.
+
+    Needs neither torch nor a GPU. A GB is 1e9 bytes.
+    """
+
+    default_level: ClassVar[MemoryLevel] = "auto"
+
+    model: str
+    """A built-in name (llama-3.1-8b, qwen3-30b-a3b, ...) or the path of a Hugging Face config.json or its folder."""
+    gpu: str = "h100"
+    """a100-40gb, a100-80gb, h100, h200, b200, mi300x, l40s, cpu, or a .toml: your own, or written by `longspan bench
+    link`."""
+    gpus: int = 8
+    """Number of GPUs, up to 16,384."""
+    context: int | Literal["max"] = 131072
+    """Tokens per sequence (also 128k or 1M: k is 1024, M is 1024 * 1024). In decode, tokens already in the cache. max:
+    the longest that fits, with the memory options that it needs; options that you give stay as they are."""
+    batch: int = 1
+    """Sequences per step, over all GPUs."""
+    mode: Literal["train", "prefill", "decode"] = "train"
+    """train: forward, backward, optimizer. prefill: a forward that caches K and V. decode: one new token."""
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """Of activations and gathered weights. bf16 training stores weights, gradients and optimizer in fp32."""
+    fsdp: bool = True
+    """Shard weights over data x ring x ulysses. Off: replicate them."""
+    parallel: ParallelConfig = field(
+        default_factory=ParallelConfig, metadata={"only": ("layout", "ring_impl", "wire_dtype")}
+    )
+    """How ranks share the work; the plan chooses the mesh."""
+    overlap_chunks: int = 1
+    """Chunks of heads of the Ulysses all-to-all, each overlapped with the attention of another. 1: no overlap."""
+    cache: CacheDtype = "exact"
+    """Dtype of the KV cache of prefill and decode: exact, or (LOSSY) int8 or fp8 with an fp32 scale per head and
+    token."""
+    cache_offload: CacheOffload = "none"
+    """Where the KV cache of prefill and decode is stored. host: in the host's memory; the GPU holds two layers of it,
+    the current and the next."""
+    cache_latent: bool = True
+    """Cache the latent vectors of DeepSeek's attention (MLA) if they are smaller on these ranks. --no-cache-latent:
+    cache keys and values."""
+    prefill_chunk: int | None = None
+    """Tokens per chunk of a prefill, over all ranks, as `longspan generate` runs it (by default 8k per rank).
+    Without it the prompt is one forward."""
+    kv_replication: bool = True
+    """Allow one KV head on several ranks, for more Ulysses ranks than KV heads."""
+    efficiency: float | None = None
+    """Fraction of the GPU's peak that matrix products reach, instead of the catalogue's 0.6."""
+    attention_efficiency: float | None = None
+    """Fraction of the peak that the attention kernel reaches, instead of 0.45."""
+    gpus_per_node: int | None = None
+    """GPUs joined by the fast link, instead of the catalogue's."""
+
+    top: int = 6
+    """Number of meshes in the table."""
+    memory_options: bool = False
+    """Show what each memory option alone saves and costs, and its longest context."""
+    compare: bool = False
+    """Show the methods (TP, Megatron SP, FSDP, Ulysses, Ring, USP, LASP-2) side by side."""
+    json: bool = False
+    """Print JSON (schema longspan.plan/4, see docs/reference/json.md) instead of tables."""
+    html: Path | None = None
+    """Write one self-contained page with sliders for context and GPUs, and switches for memory options, kind of GPU and
+    batch."""
+    png: Path | None = None
+    """Draw memory and time against context (needs matplotlib)."""
+    rope_scaling: RopeChoice = field(default="auto", kw_only=True)
+    """RoPE scaling in the printed command. auto: yarn (or linear, if the model has it) if the context needs it. as-is:
+    none, and longer contexts are refused. Or linear, dynamic (NTK), yarn or longrope."""
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the planner chooses memory options."""
+        return super().chooses or self.context == "max"
+
+    def job(self) -> Job:
+        """Return the job; with `--context max`, of one token until the longest context is result.
+
+        Raises:
+            LongspanError: for sizes that cannot be.
+        """
+        return Job(
+            context=1 if self.context == "max" else self.context,
+            batch=self.batch,
+            mode=self.mode,
+            dtype=self.dtype,
+            weight_sharding=self.fsdp,
+            memory=self.to_memory(),
+            kv_replication=self.kv_replication,
+            layout=self.parallel.layout,
+            ring_impl=self.parallel.ring_impl,
+            overlap_chunks=self.overlap_chunks,
+            wire_dtype=self.parallel.wire_dtype,
+            cache=self.cache,
+            cache_offload=self.cache_offload,
+            cache_latent=self.cache_latent,
+            prefill_chunk=self.prefill_chunk,
+        )
+
+    def check(self) -> None:
+        """Raise for impossible sizes and combinations, before anything is read."""
+        self.job()
+        self.rope()
+        if self.prefill_chunk is not None and self.mode != "prefill":
+            raise LongspanError(
+                f"--prefill-chunk {self.prefill_chunk} is for --mode prefill, and --mode is {self.mode}; leave it out"
+            )
+        if self.mode == "train":
+            for flag, given in (
+                (f"--cache {self.cache}", self.cache != "exact"),
+                ("--no-cache-latent", not self.cache_latent),
+                (f"--cache-offload {self.cache_offload}", self.cache_offload != "none"),
+            ):
+                if given:
+                    raise LongspanError(
+                        f"{flag} is for --mode prefill and decode, and training has no KV cache; leave it out"
+                    )
+        if self.context == "max" and self.mode == "decode":
+            raise LongspanError(
+                "--context max is for --mode train and prefill; in decode the table has the longest cache"
+            )
+        check_number("--gpus", self.gpus, 1, MOST_GPUS)
+        check_number("--top", self.top, 1, LARGEST_COUNT)
+        if self.gpus_per_node is not None:
+            check_number("--gpus-per-node", self.gpus_per_node, 1, LARGEST_JOB)
+        for name in ("efficiency", "attention_efficiency"):
+            if getattr(self, name) is not None:
+                check_number(f"--{name.replace('_', '-')}", getattr(self, name), 0, 1, above=True)
+        for name in ("html", "png"):
+            if getattr(self, name) is not None:
+                check_output(f"--{name}", getattr(self, name), example=f"plan.{name}")
 
 
 def run(config: PlanConfig) -> int:
@@ -40,25 +176,24 @@ def run(config: PlanConfig) -> int:
     model = dataclasses.replace(read_model(config.model), rope=config.rope())
     hardware = _hardware(config)
     _check(config, model, hardware)
-    job, found = _search(config, model, hardware)
+    job, result = _search(config, model, hardware)
     methods = compare(model, job, config.gpus, hardware) if config.compare else []
-    suggestions = _suggestions(config, found, model, job, hardware) if found.recommended is None else None
-    rows = _memory_options(found, job, hardware) if config.memory_options else []
+    suggestions = _suggestions(config, result, model, job, hardware) if result.recommended is None else None
+    rows = _memory_options(result, job, hardware) if config.memory_options else []
     report: dict[str, Any] = {}
     if config.json or config.html:
-        memory_options = memory_options_dict(rows, config.gpus) if rows else None
-        report = to_dict(found, model, job, config.gpus, hardware, methods, memory_options, suggestions)
+        report = to_dict(result, model, job, config.gpus, hardware, methods, rows, suggestions)
     if config.json:
         print(json.dumps(report, indent=1))
     else:
         from longspan.plan.views.tables import show
 
-        text = "" if suggestions is None else describe_suggestions(suggestions, job, config.fixed())
-        show(found, model, job, config.gpus, hardware, methods, config.top, rows, text)
+        text = "" if suggestions is None else suggestions.describe()
+        show(result, model, job, config.gpus, hardware, methods, config.top, rows, text)
     if config.html or config.png:
         _write_pictures(config, report, model, job, hardware)
     # To train, only a plan that `longspan train` runs counts.
-    usable = found.recommended if job.mode == "train" else found.fastest
+    usable = result.recommended if job.mode == "train" else result.fastest
     return 0 if usable is not None else 1
 
 
@@ -68,8 +203,7 @@ def _write_pictures(
     """Write the page (`--html`) and the picture (`--png`)."""
     from longspan.plan.views.curves import grid
     from longspan.plan.views.drawing import draw
-    from longspan.plan.views.page import render
-    from longspan.plan.views.settings import settings_grid
+    from longspan.plan.views.page import render, settings_grid
 
     settings = settings_grid(model, job, config.gpus, hardware) if config.html else None
     more_meshes = [Mesh(*sizes) for sizes in settings["meshes"]] if settings else []
@@ -94,7 +228,7 @@ def _check(config: PlanConfig, model: ModelShape, hardware: Hardware) -> None:
 
 
 def _search(config: PlanConfig, model: ModelShape, hardware: Hardware) -> tuple[Job, Search]:
-    """Return the job, with the context and the memory options of the recommended plan, and what was found."""
+    """Return the job, with the context and the memory options of the recommended plan, and what the search found."""
     job, fixed = config.job(), config.fixed()
     if config.context == "max":
         if config.level == "longest":
@@ -102,34 +236,35 @@ def _search(config: PlanConfig, model: ModelShape, hardware: Hardware) -> tuple[
         best = longest(model, job, config.gpus, hardware, fixed)
         if best is None:
             shortest = dataclasses.replace(job, context=STEP)
+            suggestions = find_suggestions(model, shortest, config.gpus, hardware, fixed, chooses=True)
             raise LongspanError(
                 f"--context max: not even {STEP:,} tokens fit on {config.gpus} x {hardware.name}. "
-                f"{suggestion_text(model, shortest, config.gpus, hardware, fixed, chooses=True)}"
+                f"{suggestions.describe()}"
             )
         job = dataclasses.replace(best.job, memory=job.memory)
-        found = search_memory_options(model, job, config.gpus, hardware, fixed)
+        result = search_memory_options(model, job, config.gpus, hardware, fixed)
     elif config.level == "auto":
-        found = search_memory_options(model, job, config.gpus, hardware, fixed)
+        result = search_memory_options(model, job, config.gpus, hardware, fixed)
     else:
         return job, search(model, job, config.gpus, hardware)
-    chosen = found.recommended or next(iter(found.plans), None)
-    return (job if chosen is None else dataclasses.replace(job, memory=chosen.job.memory)), found
+    chosen = result.recommended or next(iter(result.plans), None)
+    return (job if chosen is None else dataclasses.replace(job, memory=chosen.job.memory)), result
 
 
 def _suggestions(
-    config: PlanConfig, found: Search, model: ModelShape, job: Job, hardware: Hardware
+    config: PlanConfig, result: Search, model: ModelShape, job: Job, hardware: Hardware
 ) -> Suggestions | None:
     """Return suggestions, or None if memory is not the reason why nothing is recommended."""
-    best = found.fastest
-    if not found.plans or (best is not None and best.runs):
+    best = result.fastest
+    if not result.plans or (best is not None and best.runs):
         return None
     return find_suggestions(model, job, config.gpus, hardware, config.fixed(), config.chooses)
 
 
-def _memory_options(found: Search, job: Job, hardware: Hardware) -> list[MemoryRow]:
+def _memory_options(result: Search, job: Job, hardware: Hardware) -> list[MemoryRow]:
     """Return the rows of the recommended mesh, else of the nearest that this version runs."""
-    running = [plan for plan in found.plans if plan.runs]
-    plan = found.recommended or next(iter(running or found.plans), None)
+    running = [plan for plan in result.plans if plan.runs]
+    plan = result.recommended or next(iter(running or result.plans), None)
     return [] if plan is None else memory_rows(plan.model, job, plan.mesh, hardware)
 
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import head_tile
 from longspan.plan.cost.memory import memory
 from longspan.plan.cost.offload import HOST_SHARE, offloaded_bytes
+from longspan.plan.hardware import Hardware
+from longspan.plan.job import Job, Mesh
 from longspan.plan.limits import GB, refusal
-from longspan.plan.search import format_items, meshes
+from longspan.plan.models.shape import ModelShape
+from longspan.plan.search import bisect_largest, format_items, meshes
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from longspan.plan.hardware import Hardware
-    from longspan.plan.job import Job, Mesh
-    from longspan.plan.models.shape import ModelShape
-
-    Items = Callable[[Job, Mesh], dict[str, int]]
+Items = Callable[[Job, Mesh], dict[str, int]]
 
 MOST_RANKS = 1 << 10
 """The most ranks among which a mesh that fits is searched."""
@@ -43,13 +39,8 @@ def peak_items(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, chun
 
 
 def scoring_peak_items(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> dict[str, int]:
-    """Return the bytes, item by item, of a forward over a whole text: no cache, and the head tile by tile.
-
-    Args:
-        model: the model.
-        job: `context` is the tokens of the text.
-        mesh: the mesh.
-        hardware: the kind of GPU.
+    """Return the bytes, item by item, of a forward over a text of `job.context` tokens: no cache, and the head tile by
+    tile.
     """
     prefill = replace(job, mode="prefill")
     items = {**memory(model, prefill, mesh, hardware, tiles=1), "kv_cache": 0}
@@ -58,14 +49,7 @@ def scoring_peak_items(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardwa
 
 
 def check_fits(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, chunk: int) -> None:
-    """Raise if the prompt and its cache do not fit.
-
-    Args:
-        model: the model.
-        job: `context` is all tokens that the cache will hold.
-        mesh: the mesh.
-        hardware: the kind of GPU.
-        chunk: tokens of the prompt per chunk, over all ranks.
+    """Raise if the prompt and its cache do not fit. Arguments as of `peak_items`.
 
     Raises:
         LongspanError: if the mesh cannot hold the job, or the memory is too small: with the sum, item by item, the
@@ -77,13 +61,7 @@ def check_fits(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, chun
 
 
 def check_score_fits(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> None:
-    """Raise if a text to score does not fit.
-
-    Args:
-        model: the model.
-        job: `context` is the tokens of the text.
-        mesh: the mesh.
-        hardware: the kind of GPU.
+    """Raise if a text of `job.context` tokens to score does not fit.
 
     Raises:
         LongspanError: as `check_fits`.
@@ -92,11 +70,16 @@ def check_score_fits(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware
     _check(model, asked, mesh, hardware, lambda j, m: scoring_peak_items(model, j, m, hardware), " (--max-tokens)")
 
 
-def _check(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, items_of: Items, means: str) -> None:
+def _check(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, items_of: Items, tokens_are: str) -> None:
     problem = refusal(model, job, mesh)
     if problem is not None:
         raise LongspanError(problem)
-    if _fits(model, job, mesh, hardware, items_of):
+
+    def fits(job: Job, mesh: Mesh) -> bool:
+        on_device = sum(items_of(job, mesh).values()) <= hardware.memory_bytes
+        return on_device and offloaded_bytes(model, job, mesh, hardware).fits(hardware)
+
+    if fits(job, mesh):
         return
     items, stored = items_of(job, mesh), offloaded_bytes(model, job, mesh, hardware)
     needed = f"{sum(items.values()) / GB:.2f} GB of {hardware.memory_bytes / GB:.2f} GB per rank"
@@ -105,54 +88,28 @@ def _check(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, items_of
             f", and {stored.host_node_bytes / GB:.2f} GB of {HOST_SHARE * hardware.host_memory / GB:.2f} GB of host "
             f"memory per node ({format_items(stored.host_bytes)} of each rank)"
         )
-    raise LongspanError(
-        f"{job.context:,} tokens do not fit on {mesh} of {hardware.name}: they need {needed}. Item by item: "
-        f"{format_items(items)}. {_suggestions(model, job, mesh, hardware, items_of, means)}"
-    )
+    sentences = [
+        f"{job.context:,} tokens do not fit on {mesh} of {hardware.name}: they need {needed}.",
+        f"Item by item: {format_items(items)}.",
+        _enough_ranks(model, job, mesh, items_of, fits),
+    ]
+    longest = bisect_largest(lambda context: fits(replace(job, context=context), mesh), 0, job.context)
+    if longest:
+        sentences.append(f"On {mesh} {longest:,} tokens fit{tokens_are}.")
+    raise LongspanError(" ".join(sentences))
 
 
-def _suggestions(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, items_of: Items, means: str) -> str:
-    sentences = []
+def _enough_ranks(model: ModelShape, job: Job, mesh: Mesh, items_of: Items, fits: Callable[[Job, Mesh], bool]) -> str:
+    """Say which mesh of as many ranks, or of the next powers of two, fits: ring x ulysses, largest ulysses first."""
     ranks = mesh.gpus
     while ranks <= MOST_RANKS:
         sharded = replace(job, weight_sharding=True) if ranks > 1 else job
-        found = next((m for m in _meshes_of(ranks) if _holds(model, sharded, m, hardware, items_of)), None)
-        if found is not None:
-            total = sum(items_of(sharded, found).values())
+        candidates = sorted((m for m in meshes(ranks) if m.data == m.tensor == 1), key=lambda m: m.ring)
+        enough = next((m for m in candidates if refusal(model, sharded, m) is None and fits(sharded, m)), None)
+        if enough is not None:
+            total = sum(items_of(sharded, enough).values())
             weights = " with FSDP" if not job.weight_sharding and ranks > 1 else ""
-            flags = f"--ring {found.ring} --ulysses {found.ulysses}"
-            sentences.append(f"{ranks:,} ranks of this kind suffice: {flags}{weights}, {total / GB:.2f} GB each.")
-            break
+            flags = f"--ring {enough.ring} --ulysses {enough.ulysses}"
+            return f"{ranks:,} ranks of this kind suffice: {flags}{weights}, {total / GB:.2f} GB each."
         ranks = 1 << ranks.bit_length()
-    else:
-        sentences.append(f"Up to {MOST_RANKS:,} ranks of this kind do not suffice.")
-    longest = _longest(model, job, mesh, hardware, items_of)
-    if longest:
-        sentences.append(f"On {mesh} {longest:,} tokens fit{means}.")
-    return " ".join(sentences)
-
-
-def _holds(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, items_of: Items) -> bool:
-    return refusal(model, job, mesh) is None and _fits(model, job, mesh, hardware, items_of)
-
-
-def _fits(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, items_of: Items) -> bool:
-    device = sum(items_of(job, mesh).values()) <= hardware.memory_bytes
-    return device and offloaded_bytes(model, job, mesh, hardware).fits(hardware)
-
-
-def _meshes_of(ranks: int) -> Iterator[Mesh]:
-    """Yield the meshes that generate runs on: ring x ulysses, largest ulysses first."""
-    found = [mesh for mesh in meshes(ranks) if mesh.data == mesh.tensor == 1]
-    yield from sorted(found, key=lambda mesh: mesh.ring)
-
-
-def _longest(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, items_of: Items) -> int:
-    low, high = 0, job.context
-    while high - low > 1:
-        middle = (low + high) // 2
-        if _fits(model, replace(job, context=middle), mesh, hardware, items_of):
-            low = middle
-        else:
-            high = middle
-    return low
+    return f"Up to {MOST_RANKS:,} ranks of this kind do not suffice."

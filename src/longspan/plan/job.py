@@ -12,15 +12,11 @@ from longspan.core.heads import HeadShard, split_groups, split_heads
 from longspan.core.kv_placement import is_sharded
 from longspan.core.layout import Layout, LayoutName, choose_layout, layout_names
 from longspan.core.memory import FASTEST, Memory
+from longspan.core.parallel import AXES, RING_IMPLS, TENSOR_STYLES, RingImpl, TensorStyle
 from longspan.core.tile_sizes import layers_held, layers_per_checkpoint
-from longspan.core.validation import LARGEST_COUNT, check_flag, check_number, format_value
+from longspan.core.validation import LARGEST_COUNT, check_choice, check_flag, check_number, format_value
 
 Mode = Literal["train", "prefill", "decode"]
-TensorStyle = Literal["tp", "megatron-sp"]
-RingImpl = Literal["auto", "p2p", "allgather"]
-
-AXES = ("data", "ring", "ulysses", "tensor")
-"""Outermost first, as in `longspan.comm.mesh`: neighbouring ranks share the axes to the right."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +30,9 @@ class Job:
         mode: `train` (forward, backward, optimizer), `prefill` (forward, saving K and V) or `decode` (one new token per
             sequence).
         dtype: of activations and gathered weights. bf16 training stores weights, gradients and optimizer in fp32.
-        optimizer: `adamw` stores two fp32 numbers per weight, `sgd` none.
         weight_sharding: shard weights by FSDP over data x ring x ulysses, or replicate them.
         memory: memory options, as in `longspan.parallelize(memory=...)`. Without a backward only `tiled_mlp`,
             `head_chunks` and `cpu_offload` have an effect.
-        tiled_loss: compute the loss over tiles of logits, as training does by default.
         kv_replication: allow one KV head on several ranks.
         tensor_style: AllReduce (`tp`), or AllGather + ReduceScatter (`megatron-sp`).
         layout: how tokens are placed over a ring; see `SequenceSharding`.
@@ -57,10 +51,8 @@ class Job:
     batch: int = 1
     mode: Mode = "train"
     dtype: Literal["bf16", "fp32"] = "bf16"
-    optimizer: Literal["adamw", "sgd"] = "adamw"
     weight_sharding: bool = True
     memory: Memory = FASTEST
-    tiled_loss: bool = True
     kv_replication: bool = True
     tensor_style: TensorStyle = "tp"
     layout: LayoutName = "auto"
@@ -74,26 +66,22 @@ class Job:
 
     def __post_init__(self) -> None:
         for name in ("context", "batch"):
-            _check_positive(name, getattr(self, name))
-            check_number(name, getattr(self, name), 1, LARGEST_COUNT)
+            check_number(name, getattr(self, name), 1, LARGEST_COUNT, whole=True)
         for name, choices in (
             ("mode", ("train", "prefill", "decode")),
             ("dtype", ("bf16", "fp32")),
-            ("optimizer", ("adamw", "sgd")),
-            ("tensor_style", ("tp", "megatron-sp")),
-            ("layout", layout_names()),
-            ("ring_impl", ("auto", "p2p", "allgather")),
+            ("tensor_style", TENSOR_STYLES),
+            ("layout", tuple(layout_names())),
+            ("ring_impl", RING_IMPLS),
             ("wire_dtype", CACHE_DTYPES),
             ("cache", CACHE_DTYPES),
             ("cache_offload", OFFLOADS),
         ):
-            value = getattr(self, name)
-            if not isinstance(value, str) or value not in choices:
-                raise LongspanError(f"{name}={format_value(value)} is unknown; choose {', '.join(choices)}")
-        if self.prefill_chunk is not None:
-            check_number("prefill-chunk", self.prefill_chunk, 1, LARGEST_COUNT, whole=True)
-        check_number("overlap-chunks", self.overlap_chunks, 1, LARGEST_COUNT, whole=True)
-        for name in ("weight_sharding", "tiled_loss", "kv_replication", "cache_latent"):
+            check_choice(name, getattr(self, name), choices)
+        for name, value in (("prefill-chunk", self.prefill_chunk), ("overlap-chunks", self.overlap_chunks)):
+            if value is not None:
+                check_number(name, value, 1, LARGEST_COUNT, whole=True)
+        for name in ("weight_sharding", "kv_replication", "cache_latent"):
             check_flag(name, getattr(self, name))
         if not isinstance(self.memory, Memory):
             raise LongspanError(f"memory is {format_value(self.memory)}; make one with longspan.core.memory.Memory")
@@ -132,7 +120,7 @@ class Mesh:
 
     def __post_init__(self) -> None:
         for axis in AXES:
-            _check_positive(axis, getattr(self, axis))
+            check_number(axis, getattr(self, axis), 1, LARGEST_COUNT, whole=True)
 
     @property
     def gpus(self) -> int:
@@ -169,11 +157,6 @@ class Mesh:
         return " ".join(named) or "one GPU"
 
 
-def _check_positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise LongspanError(f"{name}={format_value(value)} must be an integer of at least 1")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The share of a job on one rank.
 
@@ -198,6 +181,13 @@ def local_tokens(job: Job, mesh: Mesh) -> int:
     return 1 if job.mode == "decode" else layout_of(job, mesh).local_length(job.context)
 
 
+def prompt_chunks(job: Job) -> list[tuple[int, int]]:
+    """Return (tokens of a chunk over all ranks, number of such chunks) for a prompt in chunks."""
+    assert job.prefill_chunk is not None
+    full, rest = divmod(job.context, job.prefill_chunk)
+    return [(tokens, count) for tokens, count in ((job.prefill_chunk, full), (rest, 1)) if tokens and count]
+
+
 def forwards_of(job: Job, mesh: Mesh) -> list[tuple[int, int]]:
     """Return (one sequence's tokens on a rank, number of such forwards) for the forwards of a step.
 
@@ -205,12 +195,8 @@ def forwards_of(job: Job, mesh: Mesh) -> list[tuple[int, int]]:
     """
     if job.mode != "prefill" or job.prefill_chunk is None:
         return [(local_tokens(job, mesh), 1)]
-    layout, (full, rest) = layout_of(job, mesh), divmod(job.context, job.prefill_chunk)
-    return [
-        (layout.local_length(tokens) if is_sharded(layout, tokens) else tokens, count)
-        for tokens, count in ((job.prefill_chunk, full), (rest, 1))
-        if tokens and count
-    ]
+    layout = layout_of(job, mesh)
+    return [(layout.local_length(n) if is_sharded(layout, n) else n, count) for n, count in prompt_chunks(job)]
 
 
 def layer_passes(job: Job) -> tuple[int, int]:

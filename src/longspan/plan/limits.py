@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_groups
 from longspan.core.tile_sizes import even_span
 from longspan.plan.cost.tensor import can_cut
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from longspan.plan.job import Job, Mesh
-    from longspan.plan.models.shape import LayerShape, ModelShape
+from longspan.plan.job import Job, Mesh
+from longspan.plan.models.shape import LayerShape, ModelShape
 
 GB = 1e9
 
@@ -81,10 +77,10 @@ def notes(model: ModelShape, job: Job, mesh: Mesh) -> Iterator[str]:
     extra = max(each for _, each in replicated) if once else sum(count * each for count, each in replicated)
     kv = max(1, model.kv_heads // mesh.tensor)
     if extra > 0:
-        kept = "KV cache" if job.mode != "train" else "K and V of a layer" if once else "K and V of all layers"
+        what = "KV cache" if job.mode != "train" else "K and V of a layer" if once else "K and V of all layers"
         yield (
             f"ulysses={mesh.ulysses} needs {mesh.ulysses} KV heads or replication, the model has {kv}: replicated, "
-            f"+{extra / GB:.1f} GB {kept} per GPU"
+            f"+{extra / GB:.1f} GB {what} per GPU"
         )
     scaling = model.scaling(job.context)
     if scaling is not None:
@@ -113,11 +109,4 @@ def unsupported(model: ModelShape, job: Job, mesh: Mesh) -> list[str]:
     reasons = unsupported_mesh(model, mesh)
     kinds = sorted({layer.kind for layer, _ in model.layer_kinds if not layer.mixer.runs})
     reasons += [f"{kind} attention layers are refused by longspan.parallelize in this version" for kind in kinds]
-    if job.mode != "train":
-        return reasons
-    reasons += model.refused
-    if not job.tiled_loss:
-        reasons.append("`longspan train` has no loss of whole logits in this version")
-    if job.optimizer != "adamw":
-        reasons.append(f"`longspan train` has AdamW only, not {job.optimizer}")
-    return reasons
+    return [*reasons, *model.refused] if job.mode == "train" else reasons

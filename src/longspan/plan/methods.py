@@ -64,7 +64,6 @@ def compare(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> list[
     node = math.gcd(gpus, hardware.gpus_per_node)
     inside = math.gcd(node, model.kv_heads) if node > 1 else 1
     usp = inside if inside < gpus else max(1, gpus // 2)
-    linear = all(isinstance(layer.mixer, Linear) for layer in model.layers)
     rows = [
         ("TP", job, Mesh(tensor=gpus)),
         ("Megatron SP", replace(job, tensor_style="megatron-sp"), Mesh(tensor=gpus)),
@@ -75,7 +74,7 @@ def compare(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> list[
         (f"USP {usp}x{gpus // usp}", job, Mesh(ring=gpus // usp, ulysses=usp)),
     ]
     methods = [_method(name, model, of_row, mesh, hardware) for name, of_row, mesh in rows]
-    if linear:
+    if all(isinstance(layer.mixer, Linear) for layer in model.layers):
         return [*methods, _method("LASP-2", model, job, Mesh(ring=gpus), hardware)]
     reason = "is for linear attention layers; this model has softmax attention"
     return [*methods, Method("LASP-2", None, reason)]

@@ -6,21 +6,19 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import size
+from longspan.core.parallel import RingImpl
 from longspan.core.validation import LARGEST_COUNT, check_number, format_value
 from longspan.plan.cost.communication import Collective, communication
 from longspan.plan.cost.memory import memory
-from longspan.plan.cost.offload import HOST_SHARE, NO_OFFLOAD, Offloaded, offload_cost, offloaded_bytes
+from longspan.plan.cost.offload import HOST_SHARE, Bottleneck, Offloaded, offload_wait, offloaded_bytes
 from longspan.plan.cost.times import model_flops, optimizer_seconds, step_times
-from longspan.plan.job import Job, Mesh, RingImpl, micro_batches
+from longspan.plan.hardware import Hardware
+from longspan.plan.job import Job, Mesh, micro_batches
 from longspan.plan.limits import GB, notes, refusal, unsupported
-
-if TYPE_CHECKING:
-    from longspan.plan.hardware import Hardware
-    from longspan.plan.models.shape import ModelShape
+from longspan.plan.models.shape import ModelShape
 
 WORTH = 0.01
 """Fraction of a step that another ring implementation must save to be recommended: less is within the error."""
@@ -28,33 +26,32 @@ WORTH = 0.01
 
 @dataclass(frozen=True)
 class Plan:
-    """The cost of one job on one mesh.
+    """The cost of one job on one mesh. Each part is computed when it is first read.
 
     Attributes:
         model: the model.
         job: the job.
-        mesh: the mesh.
+        mesh: a mesh that can hold it.
         hardware: the kind of GPU.
-        memory_bytes: at the peak, max over ranks, by item (`longspan.plan.cost.memory.ITEMS`).
-        comm: every collective of a step.
-        compute_seconds: of a step, optimizer included.
-        exposed_seconds: communication that does not overlap.
-        step_seconds: of a step: computing, exposed communication, exposed offload.
-        notes: what the user should know (replicated KV heads, positions that end early, what this version runs).
-        offloaded: what is in the host's memory or on a disk, and its exposed seconds.
+        choices: what the planner chose that the job left open, and why.
     """
 
     model: ModelShape
     job: Job
     mesh: Mesh
     hardware: Hardware
-    memory_bytes: dict[str, int]
-    comm: tuple[Collective, ...]
-    compute_seconds: float
-    exposed_seconds: float
-    step_seconds: float
-    notes: tuple[str, ...] = ()
-    offloaded: Offloaded = NO_OFFLOAD
+    choices: tuple[str, ...] = ()
+
+    @property
+    def _case(self) -> tuple[ModelShape, Job, Mesh, Hardware]:
+        return self.model, self.job, self.mesh, self.hardware
+
+    # Memory.
+
+    @cached_property
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes at the peak, max over ranks, by item (`longspan.plan.cost.memory.ITEMS`)."""
+        return memory(*self._case)
 
     @property
     def memory_total_bytes(self) -> int:
@@ -66,50 +63,15 @@ class Plan:
         """Free bytes of the GPU's memory; negative if the plan does not fit."""
         return int(self.hardware.memory_bytes) - self.memory_total_bytes
 
+    @cached_property
+    def offloaded(self) -> Offloaded:
+        """What is in the host's memory or on a disk."""
+        return offloaded_bytes(*self._case)
+
     @property
     def fits(self) -> bool:
         """Whether it fits in the GPU's memory, the host's memory and the disk."""
         return self.headroom_bytes >= 0 and self.offloaded.fits(self.hardware)
-
-    @property
-    def runs(self) -> bool:
-        """Whether this version of longspan runs the mesh and what the job asks for."""
-        return not unsupported(self.model, self.job, self.mesh)
-
-    @cached_property
-    def ring_impl(self) -> str | None:
-        """Ring implementation: "p2p", "allgather", or "mixed" if layers differ; None without a ring."""
-        if self.mesh.ring == 1 or self.job.mode == "decode" or self.job.prefill_chunk is not None:
-            return None
-        found = {impl for layer, _ in self.model.layer_kinds for impl in layer.mixer.ring_impls(self.job, self.mesh)}
-        return found.pop() if len(found) == 1 else "mixed" if found else None
-
-    @property
-    def comm_seconds(self) -> float:
-        """Seconds of all collectives of a step, overlapped or not."""
-        return sum(c.seconds for c in self.comm)
-
-    @cached_property
-    def comm_bytes_per_gpu_per_layer(self) -> float:
-        """Bytes that one GPU sends for the sequence and tensor methods, per layer and micro-batch."""
-        method = sum(c.bytes_total for c in self.comm if c.method)
-        return method / len(self.model.layers) / micro_batches(self.job, self.mesh)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens per second of the whole job."""
-        tokens = self.job.batch * (1 if self.job.mode == "decode" else self.job.context)
-        return tokens / self.step_seconds
-
-    @property
-    def mfu(self) -> float:
-        """Model FLOP utilisation: FLOPs that the step needs over the peak of all GPUs."""
-        return model_flops(self.model, self.job) / (self.step_seconds * self.hardware.flops * self.mesh.gpus)
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Reasons why it does not fit, and the notes."""
-        return (*self.short_of(), *self.notes)
 
     def short_of(self, most: int = 2) -> tuple[str, ...]:
         """Return which memory is too small, with the `most` largest items of the GPU's; empty if the plan fits."""
@@ -131,7 +93,126 @@ class Plan:
     @cached_property
     def max_context(self) -> int:
         """The longest context that fits on this mesh, the rest of the job unchanged; 0 if none fits."""
-        return longest_context(self.model, self.job, self.mesh, self.hardware)
+        return longest_context(*self._case)
+
+    # Communication.
+
+    @cached_property
+    def comm(self) -> tuple[Collective, ...]:
+        """Every collective of a step."""
+        return communication(*self._case)
+
+    @property
+    def comm_seconds(self) -> float:
+        """Seconds of all collectives of a step, overlapped or not."""
+        return sum(c.seconds for c in self.comm)
+
+    @property
+    def comm_bytes_per_gpu_per_layer(self) -> float:
+        """Bytes that one GPU sends for the sequence and tensor methods, per layer and micro-batch."""
+        method = sum(c.bytes_total for c in self.comm if c.method)
+        return method / len(self.model.layers) / micro_batches(self.job, self.mesh)
+
+    @cached_property
+    def ring_impl(self) -> str | None:
+        """Ring implementation: "p2p", "allgather", or "mixed" if layers differ; None without a ring."""
+        if self.mesh.ring == 1 or self.job.mode == "decode" or self.job.prefill_chunk is not None:
+            return None
+        impls = {impl for layer, _ in self.model.layer_kinds for impl in layer.mixer.ring_impls(self.job, self.mesh)}
+        return impls.pop() if len(impls) == 1 else "mixed" if impls else None
+
+    # Time.
+
+    @cached_property
+    def _times(self) -> tuple[float, float]:
+        compute, exposed = step_times(*self._case)
+        return compute + optimizer_seconds(*self._case), exposed
+
+    @property
+    def compute_seconds(self) -> float:
+        """Seconds of computing in a step, optimizer included."""
+        return self._times[0]
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds of communication in a step that nothing overlaps with."""
+        return self._times[1]
+
+    @cached_property
+    def _offload_wait(self) -> tuple[float, Bottleneck | None]:
+        return offload_wait(*self._case, self.offloaded)
+
+    @property
+    def offload_seconds(self) -> float:
+        """Seconds of a step that wait for host link or disk."""
+        return self._offload_wait[0]
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step: computing, exposed communication, exposed offload."""
+        return self.compute_seconds + self.exposed_seconds + self.offload_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of the whole job."""
+        tokens = self.job.batch * (1 if self.job.mode == "decode" else self.job.context)
+        return tokens / self.step_seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOP utilisation: FLOPs that the step needs over the peak of all GPUs."""
+        return model_flops(self.model, self.job) / (self.step_seconds * self.hardware.flops * self.mesh.gpus)
+
+    # Remarks.
+
+    @property
+    def runs(self) -> bool:
+        """Whether this version of longspan runs the mesh and what the job asks for."""
+        return not unsupported(self.model, self.job, self.mesh)
+
+    @cached_property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know: choices, replicated KV heads, positions that end early, what waits."""
+        return (
+            *self.choices,
+            *notes(self.model, self.job, self.mesh),
+            *self._offload_notes(),
+            *self._weight_notes(),
+        )
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Reasons why it does not fit, and the notes."""
+        return (*self.short_of(), *self.notes)
+
+    def _offload_notes(self) -> Iterator[str]:
+        stored, (waiting, bottleneck) = self.offloaded, self._offload_wait
+        if stored.host_bytes:
+            yield (
+                f"host memory: {sum(stored.host_bytes.values()) / GB:.1f} GB per GPU, "
+                f"{stored.host_node_bytes / GB:,.0f} GB per node ({format_items(stored.host_bytes)})"
+            )
+        if stored.disk_bytes:
+            yield (
+                f"disk: {stored.disk_bytes / GB:,.0f} GB per GPU, {stored.disk_node_bytes / GB:,.0f} GB per node and "
+                f"step"
+            )
+        if bottleneck is not None:
+            what, needed, has = bottleneck
+            hidden = "it overlaps" if needed <= has else f"{waiting:.1f} s of a step wait for it"
+            yield f"the {what} needs {needed / GB:.1f} GB/s of {has / GB:.0f} GB/s to overlap with computing: {hidden}"
+
+    def _weight_notes(self) -> Iterator[str]:
+        """Yield a note if a step mostly waits for weights: in decoding, FSDP gathers all of them for every token."""
+        gathers = [each for each in self.comm if each.op == "all_gather" and each.what.startswith("weights of")]
+        gathering = sum(each.seconds for each in gathers)
+        if gathering > self.step_seconds / 2:
+            unit = {"train": "step", "prefill": "prefill", "decode": "token"}[self.job.mode]
+            gathered = size(sum(each.bytes_total for each in gathers))
+            yield (
+                f"FSDP gathers {gathered} of weights per GPU and {unit}, which takes {gathering:.3g} s, more than half "
+                f"of it; a tensor axis gathers less, and --no-fsdp, if all weights fit, gathers nothing"
+            )
 
 
 def format_items(items: dict[str, int], most: int | None = None) -> str:
@@ -152,17 +233,20 @@ class Search:
     Attributes:
         plans: of every mesh that can hold the job: those that fit first, then by speed.
         rejected: the other meshes, each with its reason.
-        recommended: the fastest plan that fits and that this version runs, or None.
     """
 
     plans: tuple[Plan, ...]
     rejected: tuple[tuple[Mesh, str], ...]
-    recommended: Plan | None = None
 
-    @property
+    @cached_property
     def fastest(self) -> Plan | None:
         """The fastest plan that fits, even if this version does not run it, or None."""
         return next((plan for plan in self.plans if plan.fits), None)
+
+    @cached_property
+    def recommended(self) -> Plan | None:
+        """The fastest plan that fits and that this version runs, or None."""
+        return next((plan for plan in self.plans if plan.fits and plan.runs), None)
 
 
 def cost(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
@@ -171,55 +255,11 @@ def cost(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
     Raises:
         LongspanError: if the mesh cannot hold the job; see `refusal`.
     """
-    check_values(model=model, job=job, mesh=mesh, hardware=hardware)
+    _check_types(model=model, job=job, mesh=mesh, hardware=hardware)
     problem = refusal(model, job, mesh)
     if problem is not None:
         raise LongspanError(problem)
-    compute, exposed = step_times(model, job, mesh, hardware)
-    optimizer = optimizer_seconds(model, job, mesh, hardware)
-    stored = offload_cost(model, job, mesh, hardware)
-    comm = communication(model, job, mesh, hardware)
-    step = compute + optimizer + exposed + stored.seconds
-    return Plan(
-        model=model,
-        job=job,
-        mesh=mesh,
-        hardware=hardware,
-        memory_bytes=memory(model, job, mesh, hardware),
-        comm=comm,
-        compute_seconds=compute + optimizer,
-        exposed_seconds=exposed,
-        step_seconds=step,
-        notes=(*notes(model, job, mesh), *_offload_notes(stored), *_weight_notes(comm, job, step)),
-        offloaded=stored,
-    )
-
-
-def _weight_notes(comm: tuple[Collective, ...], job: Job, step: float) -> Iterator[str]:
-    """Yield a note if a step mostly waits for weights: in decoding, FSDP gathers all of them for every token."""
-    gathers = [each for each in comm if each.op == "all_gather" and each.what.startswith("weights of")]
-    took = sum(each.seconds for each in gathers)
-    if took > step / 2:
-        unit = {"train": "step", "prefill": "prefill", "decode": "token"}[job.mode]
-        gathered = size(sum(each.bytes_total for each in gathers))
-        yield (
-            f"FSDP gathers {gathered} of weights per GPU and {unit}, which takes {took:.3g} s, more than half of it; a "
-            f"tensor axis gathers less, and --no-fsdp, if all weights fit, gathers nothing"
-        )
-
-
-def _offload_notes(stored: Offloaded) -> Iterator[str]:
-    if stored.host_bytes:
-        yield (
-            f"host memory: {sum(stored.host_bytes.values()) / GB:.1f} GB per GPU, "
-            f"{stored.host_node_bytes / GB:,.0f} GB per node ({format_items(stored.host_bytes)})"
-        )
-    if stored.disk_bytes:
-        yield f"disk: {stored.disk_bytes / GB:,.0f} GB per GPU, {stored.disk_node_bytes / GB:,.0f} GB per node and step"
-    if stored.bottleneck is not None:
-        what, needed, has = stored.bottleneck
-        hidden = "it overlaps" if needed <= has else f"{stored.seconds:.1f} s of a step wait for it"
-        yield f"the {what} needs {needed / GB:.1f} GB/s of {has / GB:.0f} GB/s to overlap with computing: {hidden}"
+    return Plan(model, job, mesh, hardware)
 
 
 def planned(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
@@ -234,19 +274,20 @@ def planned(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan
     plan = cost(model, job, mesh, hardware)
     if job.ring_impl != "auto" or plan.ring_impl is None:
         return plan
+    # No ring implementation saves more than the exposed communication.
+    if plan.fits and plan.exposed_seconds <= WORTH * plan.step_seconds:
+        return plan
     impls: tuple[RingImpl, ...] = ("p2p", "allgather")
-    for impl in (each for each in impls if each != plan.ring_impl):
-        with_impl = replace(job, ring_impl=impl)
-        seconds = sum(step_times(model, with_impl, mesh, hardware)) + optimizer_seconds(model, job, mesh, hardware)
-        seconds += plan.offloaded.seconds
-        if plan.fits and seconds >= (1 - WORTH) * plan.step_seconds:
+    for impl in impls:
+        other = Plan(model, replace(job, ring_impl=impl), mesh, hardware)
+        if impl == plan.ring_impl or not other.fits:
             continue
-        other = cost(model, with_impl, mesh, hardware)
-        faster = other.fits == plan.fits and other.step_seconds < (1 - WORTH) * plan.step_seconds
-        if faster or other.fits > plan.fits:
-            why = f"{1 - other.step_seconds / plan.step_seconds:.0%} faster by this model" if faster else "fits"
+        faster = other.step_seconds < (1 - WORTH) * plan.step_seconds
+        if faster or not plan.fits:
+            gain = f"{1 - other.step_seconds / plan.step_seconds:.0%} faster by this model"
+            why = gain if plan.fits else "fits"
             note = f"--ring-impl {impl} is planned: {why}, where auto would take {plan.ring_impl}"
-            plan = replace(other, notes=(*other.notes, note))
+            plan = replace(other, choices=(note,))
     return plan
 
 
@@ -261,19 +302,13 @@ def search(
     hardware: Hardware,
     plan_of: Callable[[ModelShape, Job, Mesh, Hardware], Plan] = planned,
 ) -> Search:
-    """Return the plans of every mesh of `gpus` GPUs, ranked by whether they fit, step time and memory.
-
-    Args:
-        model: the model.
-        job: the job.
-        gpus: number of GPUs.
-        hardware: the kind of GPU.
-        plan_of: plans one mesh.
+    """Return the plans of every mesh of `gpus` GPUs, each by `plan_of`, ranked by whether they fit, step time and
+    memory.
 
     Raises:
         LongspanError: if `gpus` is below 1 or above `MOST_GPUS`.
     """
-    check_values(model=model, job=job, hardware=hardware)
+    _check_types(model=model, job=job, hardware=hardware)
     check_number("gpus", gpus, 1, MOST_GPUS, whole=True)
     plans: list[Plan] = []
     rejected: list[tuple[Mesh, str]] = []
@@ -283,19 +318,26 @@ def search(
             plans.append(plan_of(model, job, mesh, hardware))
         else:
             rejected.append((mesh, problem))
-    plans.sort(key=lambda p: (not p.fits, p.step_seconds if p.fits else p.memory_total_bytes, p.memory_total_bytes))
-    return Search(tuple(plans), tuple(rejected), next((p for p in plans if p.fits and p.runs), None))
+    plans.sort(key=rank)
+    return Search(tuple(plans), tuple(rejected))
 
 
-_MADE_BY = {"model": "read_model", "job": "Job", "mesh": "Mesh", "hardware": "read_hardware"}
+def rank(plan: Plan) -> tuple[bool, float, int]:
+    """Return the key that sorts plans: those that fit, the fastest first; then the others, least memory first."""
+    return not plan.fits, plan.step_seconds if plan.fits else plan.memory_total_bytes, plan.memory_total_bytes
 
 
-def check_values(**values: object) -> None:
-    """Raise for arguments of another type, which lack the field of that type."""
-    kinds = {"model": "layer_kinds", "job": "tiled_loss", "mesh": "tensor", "hardware": "gpus_per_node"}
+def _check_types(**values: object) -> None:
+    types = {
+        "model": (ModelShape, "read_model"),
+        "job": (Job, "Job"),
+        "mesh": (Mesh, "Mesh"),
+        "hardware": (Hardware, "read_hardware"),
+    }
     for name, value in values.items():
-        if not hasattr(value, kinds[name]):
-            raise LongspanError(f"{name} is {format_value(value)}; make one with longspan.plan.{_MADE_BY[name]}")
+        kind, maker = types[name]
+        if not isinstance(value, kind):
+            raise LongspanError(f"{name} is {format_value(value)}; make one with longspan.plan.{maker}")
 
 
 def meshes(gpus: int) -> Iterator[Mesh]:
@@ -311,32 +353,27 @@ def _divisors(n: int) -> list[int]:
     return sorted({*small, *(n // i for i in small)})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The longest context.
-
-
-def fits_in_memory(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> bool:
-    """Whether a job fits in the GPU's memory, its host's and the disk."""
-    if sum(memory(model, job, mesh, hardware).values()) > hardware.memory_bytes:
-        return False
-    return offloaded_bytes(model, job, mesh, hardware).fits(hardware)
-
-
 def longest_context(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, limit: int = 1 << 34) -> int:
-    """Return the longest context up to `limit` that fits in memory and in the model's positions; 0 if none fits.
-
-    Bisection: memory never decreases as the context grows.
-    """
-    check_values(model=model, job=job, mesh=mesh, hardware=hardware)
+    """Return the longest context up to `limit` that fits in memory and in the model's positions; 0 if none fits."""
+    _check_types(model=model, job=job, mesh=mesh, hardware=hardware)
     check_number("limit", limit, 1, LARGEST_COUNT, whole=True)
 
     def fits(context: int) -> bool:
-        return fits_in_memory(model, replace(job, context=context), mesh, hardware)
+        return Plan(model, replace(job, context=context), mesh, hardware).fits
 
     low, high = 0, max(1, mesh.sequence)
     while high < limit and fits(high):
         low, high = high, high * 2
+    longest = bisect_largest(fits, low, high)
+    return longest if model.furthest is None else min(longest, model.furthest)
+
+
+def bisect_largest(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """Return the largest context that fits, between `low`, which does, and `high`, which does not.
+
+    Memory never decreases as the context grows.
+    """
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return low if model.furthest is None else min(low, model.furthest)
+    return low

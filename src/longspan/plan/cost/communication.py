@@ -7,22 +7,16 @@ byte. LASP-2 is a formula, with its source.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from longspan.core.memory import Checkpointing, Memory
 from longspan.core.tile_sizes import layers_per_checkpoint
 from longspan.plan.cost.tensor import layer_tensor_sent, outer_tensor_sent
 from longspan.plan.cost.weights import layer_weights_sent, outer_weights_sent, sums_gradients, sums_gradients_once
-from longspan.plan.job import micro_batches, recomputed_inputs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from longspan.plan.hardware import Hardware
-    from longspan.plan.job import Job, Mesh
-    from longspan.plan.layers import Mixer, Sent
-    from longspan.plan.models.shape import LayerShape, ModelShape
+from longspan.plan.hardware import Hardware
+from longspan.plan.job import Job, Mesh, micro_batches, recomputed_inputs
+from longspan.plan.layers import Sent
+from longspan.plan.models.shape import LayerShape, ModelShape
 
 
 @dataclass(frozen=True)
@@ -113,9 +107,9 @@ def input_recompute_sent(model: ModelShape, job: Job, mesh: Mesh) -> list[Sent]:
     whose backward comes next.
     """
     layers = model.layers
-    found: list[Sent] = []
+    recomputed: list[Sent] = []
     if not recomputed_inputs(len(layers), job):
-        return found
+        return recomputed
     group = layers_per_checkpoint(len(layers), job.memory.layers_per_checkpoint)
     last_of_group = [min(at // group * group + group, len(layers)) - 1 for at in range(len(layers))]
     # Equal layers send the same: cost each kind once.
@@ -123,24 +117,14 @@ def input_recompute_sent(model: ModelShape, job: Job, mesh: Mesh) -> list[Sent]:
         (layer, at < last - 1) for at, (layer, last) in enumerate(zip(layers, last_of_group, strict=True)) if at < last
     )
     for (layer, gathers), count in runs.items():
-        sent = layer_tensor_sent(model, layer, replace(job, mode="prefill", batch=mesh.data), mesh)
+        forward = replace(job, mode="prefill", batch=mesh.data)
+        sent = layer_tensor_sent(model, layer, forward, mesh)
         if job.memory.checkpointing == "full":
-            sent += _one_forward(layer.mixer, job, mesh)
+            sent += [each for each in layer.mixer.sent(forward, mesh) if each.calls]
         if gathers:
             sent += layer_weights_sent(layer, job, mesh)[:1]
-        found += [_times(each, count) for each in sent]
-    return found
-
-
-def _one_forward(mixer: Mixer, job: Job, mesh: Mesh) -> list[Sent]:
-    """Return what one forward sends: what a layer with full checkpointing sends more than one without."""
-    options: tuple[Checkpointing, ...] = ("none", "full")
-    once, twice = (
-        mixer.sent(replace(job, memory=Memory(checkpointing=option, head_chunks=job.memory.head_chunks)), mesh)
-        for option in options
-    )
-    more = ((both, both.calls - one.calls) for one, both in zip(once, twice, strict=True))
-    return [replace(both, calls=calls) for both, calls in more if calls]
+        recomputed += [_times(each, count) for each in sent]
+    return recomputed
 
 
 def method_sent(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh) -> list[Sent]:

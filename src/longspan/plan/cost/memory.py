@@ -1,24 +1,21 @@
-"""Peak memory of one GPU, item by item.
+"""Peak memory of one GPU, item by item; the KV cache.
 
 A step has several peak candidates, such as the loss or the backward of the first layer. Each is summed from its items;
-the largest is reported. `training_memory.py` and `forward_memory.py` list the candidates, and
-`benchmarks/plan_accuracy.py` compares the sum with measured peaks.
+the largest is reported. `training_memory.py` lists those of a training step, this file those of a forward without a
+backward (prefill, decode). `benchmarks/plan_accuracy.py` compares the sum with measured peaks.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from longspan.plan.cost.forward_memory import PREFILL_TILES, cache_on_device, forward_peaks
-from longspan.plan.cost.saved import cost_context
+from longspan.plan.cost.saved import cost_context, mlp_tiles
 from longspan.plan.cost.training_memory import training_peaks
-from longspan.plan.cost.weights import on_host, sums_gradients_once, weights_at_rest
-
-if TYPE_CHECKING:
-    from longspan.plan.hardware import Hardware
-    from longspan.plan.job import Job, Mesh
-    from longspan.plan.models.shape import ModelShape
+from longspan.plan.cost.weights import gathered_bytes, on_host, sums_gradients_once, weights_at_rest
+from longspan.plan.hardware import Hardware
+from longspan.plan.job import Job, Mesh, local_batch
+from longspan.plan.layers import CostContext, Mixer, Mlp
+from longspan.plan.models.shape import ModelShape
 
 ITEMS = {
     "weights": "weights at rest: this GPU's shard",
@@ -32,7 +29,7 @@ ITEMS = {
     "attention_workspace": "buffers of the all-to-all, the attention's output, a ring's fp32 sums",
     "mlp": "intermediates of the current MLP",
     "hidden": "current hidden states, and their gradients",
-    "logits": "a tile of logits and its gradient; or all of them",
+    "logits": "a tile of logits and its gradient",
     "kv_cache": "keys and values of all layers; of two if the cache is offloaded to the host",
     "comm_buffers": "buffers of the ring: current and next KV block, gradients in flight",
     "reserve": "held by torch, CUDA and NCCL themselves",
@@ -40,15 +37,17 @@ ITEMS = {
 """The items of `memory`, with a description."""
 
 
+PREFILL_TILES = 16
+"""Tiles of MLP and norms in prefill and decode, unless the job sets them: without a backward, tiles cost nothing."""
+
+FRAME_STATES = 2
+"""Hidden states that transformers' frames hold: the embeddings, and the layer's input."""
+
+
 def memory(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, tiles: int = PREFILL_TILES) -> dict[str, int]:
     """Return the bytes of every item of `ITEMS` at the peak, max over ranks.
 
-    Args:
-        model: the model.
-        job: what is computed.
-        mesh: the mesh.
-        hardware: the kind of GPU.
-        tiles: of MLP and norms in prefill and decode, unless the job sets them.
+    `tiles`: of MLP and norms in prefill and decode, unless the job sets them.
     """
     if job.mode == "train":
         c = cost_context(model, job, mesh, hardware)
@@ -61,7 +60,146 @@ def memory(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, tiles: i
         c = cost_context(model, one_forward, mesh, hardware)
         at_rest = {} if on_host(job, c) else weights_at_rest(model, job, mesh)
         at_rest["kv_cache"] = cache_on_device(model, job, mesh, hardware.on_cpu)
-        peaks = forward_peaks(model, one_forward, mesh, c, tiles)
+        peaks = _forward_peaks(model, one_forward, mesh, c, tiles)
     at_rest["reserve"] = int(hardware.reserve_bytes)
     peak = max(peaks, key=lambda items: sum(items.values()))
     return {name: int(at_rest.get(name, 0) + peak.get(name, 0)) for name in ITEMS}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A forward without a backward.
+
+
+def _forward_peaks(model: ModelShape, job: Job, mesh: Mesh, c: CostContext, tiles: int) -> list[dict[str, int]]:
+    """Return the peak candidates: in attention, the norm behind it, the MLP, the sum of its parts, the last norm.
+
+    Megatron SP shards hidden states over the tensor ranks, and gathers them before the products. With TP every rank
+    holds them, and sums a copy of each product's output. Experts compute a rank's own tokens: they gather nothing, and
+    with TP join the ranks' tokens afterwards.
+    """
+    stream = c.tokens * c.d * c.b // c.hidden_shards
+    all_tokens = c.tokens * c.d * c.b if mesh.tensor > 1 and job.tensor_style == "megatron-sp" else 0
+    # The sum with attention's output, and two fp32 tensors of a tile: an RMSNorm's input and its result.
+    norm = (FRAME_STATES + 1) * stream + 2 * c.tokens * c.d * 4 // c.hidden_shards // tiles
+    mlps = {layer.mlp for layer, _ in model.layer_kinds}
+    layers = {"gathered_weights": gathered_bytes(model, job, mesh, 2)}
+    head = {"logits": local_batch(job, mesh) * model.vocab // mesh.tensor * (c.b + 4)}
+    in_mlp = max(_in_mlp(mlp, job, mesh, c) for mlp in mlps)
+    intermediates = _mlp_intermediates(model, job, mesh, c, tiles)
+    return [
+        {**layers, **_attention(model, job, mesh, c), "hidden": (FRAME_STATES + 1) * stream + all_tokens},
+        {**layers, "hidden": norm},
+        {**layers, **head, "hidden": in_mlp, "mlp": intermediates},
+        {**layers, "hidden": max(_mlp_sum(mlp, job, mesh, c) for mlp in mlps)},
+        # There is no layer's input any more.
+        {**head, "gathered_weights": gathered_bytes(model, job, mesh, 0, heads=2), "hidden": norm - stream},
+    ]
+
+
+def _attention(model: ModelShape, job: Job, mesh: Mesh, c: CostContext) -> dict[str, int]:
+    """Return what attention holds besides hidden states, in the layer that needs most."""
+    mixers = [layer.mixer for layer, _ in model.layer_kinds]
+    qkv, out, packed = (max(sizes) for sizes in zip(*(_buffers(m, job, mesh, c) for m in mixers), strict=True))
+    exchanged = mesh.ulysses > 1 and job.mode != "decode"
+    ring = max((m.ring_buffers(job, mesh, c, backward=False) for m in mixers), key=lambda buffers: buffers.total)
+    # The all-to-all: sent and received buffer. The attention: received buffer, and the output or the ring's sums.
+    computing = max(out, ring.workspace)
+    workspace = max(2 * packed, packed + computing) if exchanged else computing
+    chunks = min(mixer.chunks(job, mesh) for mixer in mixers)
+    if chunks > 1:  # one chunk's buffers, and the output received so far
+        workspace = -(-workspace // chunks) + out
+    return {"qkv": qkv, "attention_workspace": workspace, "comm_buffers": ring.comm}
+
+
+def _buffers(mixer: Mixer, job: Job, mesh: Mesh, c: CostContext) -> tuple[int, int, int]:
+    """Return `Mixer.forward_buffers`; a chunk over latent vectors also holds the layer's own q, k and v."""
+    cached = mixer.cache_mixer(job, mesh)
+    if job.prefill_chunk is None or cached is mixer:
+        return mixer.forward_buffers(mesh, c)
+    qkv, out, packed = cached.forward_buffers(mesh, c)
+    return mixer.forward_buffers(mesh, c)[0] + qkv, out, packed
+
+
+def _in_mlp(mlp: Mlp, job: Job, mesh: Mesh, c: CostContext) -> int:
+    """Return the sum with attention's output, its norm, and the MLP's input from all tensor ranks."""
+    stream, all_tokens = c.tokens * c.d * c.b // c.hidden_shards, c.tokens * c.d * c.b
+    entering = 0
+    if mlp.experts > 1:
+        entering = all_tokens // mesh.tensor if mesh.tensor > c.hidden_shards else 0
+    elif mesh.tensor > 1 and job.tensor_style == "megatron-sp":
+        entering = all_tokens
+    return (FRAME_STATES + 2) * stream + entering
+
+
+def _mlp_sum(mlp: Mlp, job: Job, mesh: Mesh, c: CostContext) -> int:
+    """Return the hidden states while the tensor ranks' MLP outputs are summed, or the experts' tokens joined."""
+    if mesh.tensor == 1:  # the MLP's own intermediates are more
+        return 0
+    part = c.tokens * c.d * c.b
+    if mlp.experts > 1:
+        part //= mesh.tensor
+    elif job.tensor_style == "megatron-sp":  # several rows are transposed first; gloo copies its input
+        part *= 1 + (local_batch(job, mesh) > 1) + c.on_cpu
+    return _in_mlp(mlp, job, mesh, c) + part + c.tokens * c.d * c.b // c.hidden_shards
+
+
+def _mlp_intermediates(model: ModelShape, job: Job, mesh: Mesh, c: CostContext, tiles: int) -> int:
+    """Return the intermediates of one tile of the widest MLP."""
+    layers = [layer for layer, _ in model.layer_kinds]
+    widest = c.b * max(layer.mlp.width for layer in layers) // mesh.tensor
+    asked = min(mlp_tiles(layer, job, mesh, c) for layer in layers)
+    return c.tokens * widest * max(layer.mlp.matrices for layer in layers) // (asked if asked > 1 else tiles)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The KV cache. An offloaded one is on the device for two layers, the current and the next one, with room for the tokens
+# being computed. A layer with a window then holds what all of these tokens attend to, which is more than it caches.
+
+
+def cache_on_device(model: ModelShape, job: Job, mesh: Mesh, on_cpu: bool) -> int:
+    """Return the bytes of the cache in the device's memory; a CPU's memory is the host's."""
+    stored = cache_bytes(model, job, mesh) if job.cache_offload == "none" or on_cpu else 0
+    return stored + (0 if job.cache_offload == "none" else staged_bytes(model, job, mesh))
+
+
+def cache_bytes(model: ModelShape, job: Job, mesh: Mesh) -> int:
+    """Return the bytes of all layers' keys and values, max over ranks."""
+    return sum(count * layer.mixer.cache_bytes(job, mesh) for layer, count in model.layer_kinds)
+
+
+def staged_bytes(model: ModelShape, job: Job, mesh: Mesh, generated: int = 0, chunk: int | None = None) -> int:
+    """Return the bytes of an offloaded cache on the device: two consecutive layers, max over forwards and ranks.
+
+    Args:
+        model: the model.
+        job: its context is the prompt.
+        mesh: the mesh.
+        generated: tokens generated after the prompt, one per forward.
+        chunk: tokens per chunk of the prompt; None: the job's, or else the whole prompt. Every forward of `decode` is
+            one token.
+    """
+    length = min(chunk or job.prefill_chunk or job.context, job.context)
+    last = job.context % length or length
+    # (prompt, generated, tokens of the forward)
+    forwards = [(job.context, generated, 1)] if generated or job.mode == "decode" else []
+    if generated or job.mode != "decode":
+        forwards.append((job.context, 0, last))
+        if last < length:  # a window holds most in a full chunk
+            forwards.append((job.context - last, 0, length))
+    return max(_staged(model, replace(job, context=n), mesh, more, chunk, step) for n, more, step in forwards)
+
+
+def _staged(model: ModelShape, job: Job, mesh: Mesh, generated: int, chunk: int | None, step: int) -> int:
+    kinds = {layer: layer.mixer.cache_by_rank(job, mesh, generated, chunk, step) for layer, _ in model.layer_kinds}
+    current = [kinds[layer] for layer in model.layers]
+    none = [0] * len(current[0])
+    is_first_forward = step == job.context + generated  # the cache is empty: nothing to prefetch
+    prefetched = [none] * len(current) if is_first_forward else [*current[1:], none]
+    return max(a + b for one, other in zip(current, prefetched, strict=True) for a, b in zip(one, other, strict=True))
+
+
+def fetched_bytes(stored: int, job: Job) -> float:
+    """Return what a step fetches of a layer's cache of `stored` bytes: every chunk what the chunks before it stored; a
+    token all.
+    """
+    return stored * (job.forwards - 1) / 2 if job.mode == "prefill" else float(stored)

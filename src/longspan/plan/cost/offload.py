@@ -1,4 +1,4 @@
-"""What memory options move to the host's memory or to a disk: bytes there, and seconds that nothing overlaps with.
+"""What memory options move to the host's memory or to a disk: bytes stored, and seconds that nothing overlaps with.
 
 Checkpoints leave layer by layer in the forward, and return in the backward. With `cpu_offload` weights arrive for both,
 and gradients leave. An offloaded KV cache arrives layer by layer. A GPU's host link carries both directions at a time;
@@ -7,10 +7,9 @@ the GPUs of a node share its disk.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from longspan.plan.cost.forward_memory import cache_bytes, fetched_bytes
+from longspan.plan.cost.memory import cache_bytes, fetched_bytes
 from longspan.plan.cost.saved import DISK_BUFFERS, checkpoint_bytes, checkpoint_per_token, cost_context
 from longspan.plan.cost.times import layer_seconds
 from longspan.plan.cost.weights import (
@@ -21,13 +20,10 @@ from longspan.plan.cost.weights import (
     weight_ranks,
     weights_at_rest,
 )
-from longspan.plan.job import micro_batches
+from longspan.plan.hardware import Hardware
+from longspan.plan.job import Job, Mesh, micro_batches
 from longspan.plan.layers.base import offloads
-
-if TYPE_CHECKING:
-    from longspan.plan.hardware import Hardware
-    from longspan.plan.job import Job, Mesh
-    from longspan.plan.models.shape import ModelShape
+from longspan.plan.models.shape import ModelShape
 
 HOST_ITEMS = {
     "weights": "weights at rest, fp32: this GPU's shard",
@@ -46,23 +42,23 @@ PINNED_WEIGHT = 4
 """Bytes of a weight that cross to the GPU under `cpu_offload`: the GPU casts it."""
 
 
+Bottleneck = tuple[str, float, float]
+"""Host link or disk, the bytes/s that it needs to overlap fully, and its bytes/s."""
+
+
 @dataclass(frozen=True)
 class Offloaded:
-    """What is stored outside a GPU, and what it costs.
+    """What is stored outside a GPU.
 
     Attributes:
         host_bytes: of one rank in its host's memory, by item (`HOST_ITEMS`).
         disk_bytes: of one rank in its file.
         ranks_per_node: ranks that share a host and its disk.
-        seconds: of a step, that nothing overlaps with.
-        bottleneck: (name, bytes/s needed to overlap fully, bytes/s) of host link or disk; None if nothing moves.
     """
 
     host_bytes: dict[str, int]
     disk_bytes: int
     ranks_per_node: int
-    seconds: float
-    bottleneck: tuple[str, float, float] | None
 
     @property
     def host_node_bytes(self) -> int:
@@ -80,36 +76,32 @@ class Offloaded:
         return self.host_node_bytes <= HOST_SHARE * hardware.host_memory and disk
 
 
-NO_OFFLOAD = Offloaded({}, 0, 1, 0.0, None)
-
-
 def offloaded_bytes(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Offloaded:
-    """Return the bytes outside the GPU, without their time."""
+    """Return the bytes outside the GPU."""
     c = cost_context(model, job, mesh, hardware)
-    train, caches = job.mode == "train", job.mode != "train" and job.cache_offload == "host" and not c.on_cpu
-    moves = train and offloads(job, c)
-    if not moves and not caches and not on_host(job, c):
-        return NO_OFFLOAD
-    host: dict[str, int] = {"kv_cache": cache_bytes(model, job, mesh)} if caches else {}
+    train, host = job.mode == "train", dict[str, int]()
+    if not train and job.cache_offload == "host" and not c.on_cpu:
+        host["kv_cache"] = cache_bytes(model, job, mesh)
     if on_host(job, c):
         host |= weights_at_rest(model, job, mesh)
         if train:
             host["gradients"] = elements_at_rest(model, job, mesh) * 4
-    checkpoints = checkpoint_bytes(model, job, mesh, c) if moves else 0
+    checkpoints = checkpoint_bytes(model, job, mesh, c) if train and offloads(job, c) else 0
     disk = checkpoints if job.memory.offload == "disk" else 0
     if disk:
         host["disk_buffers"] = min(checkpoints, -(-checkpoints * DISK_BUFFERS // len(model.layers)))
     elif checkpoints:
         host["activations"] = checkpoints
     host = {name: host[name] for name in HOST_ITEMS if host.get(name)}
-    return Offloaded(host, disk, min(mesh.gpus, hardware.gpus_per_node), 0.0, None)
+    return Offloaded(host, disk, min(mesh.gpus, hardware.gpus_per_node))
 
 
-def offload_cost(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Offloaded:
-    """Return the bytes outside the GPU, and their time."""
-    stored = offloaded_bytes(model, job, mesh, hardware)
+def offload_wait(
+    model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, stored: Offloaded
+) -> tuple[float, Bottleneck | None]:
+    """Return the seconds of a step that wait for host link or disk, and the slower of these; None if nothing moves."""
     if not stored.host_bytes and not stored.disk_bytes:
-        return stored
+        return 0.0, None
     c = cost_context(model, job, mesh, hardware)
     train, micro, ranks = job.mode == "train", micro_batches(job, mesh), weight_ranks(job, mesh)
     sums = 1 if sums_gradients_once(model, job, mesh, hardware) else micro
@@ -135,4 +127,4 @@ def offload_cost(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) ->
     if on_host(job, c):  # nothing overlaps with the weights outside the layers
         root = shard_elements(model.root, ranks, mesh.tensor) * PINNED_WEIGHT
         seconds += micro * root * (2 if train else 1) / hardware.host_bandwidth
-    return replace(stored, seconds=seconds, bottleneck=bottleneck if bottleneck[0] else None)
+    return seconds, bottleneck if bottleneck[0] else None

@@ -7,21 +7,16 @@ autograd does. Experts and linear attention are estimates. A layer's mixer says 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from longspan.core.tile_sizes import FEWEST_ROWS, layers_held, layers_per_checkpoint, norm_rows
 from longspan.plan.cost.weights import layer_gradient
-from longspan.plan.job import local_batch, local_tokens, recomputed_inputs
+from longspan.plan.hardware import Hardware
+from longspan.plan.job import Job, Mesh, local_batch, local_tokens, recomputed_inputs
 from longspan.plan.layers import CostContext, SavedActivations
 from longspan.plan.layers.base import offloads
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from longspan.plan.hardware import Hardware
-    from longspan.plan.job import Job, Mesh
-    from longspan.plan.models.shape import LayerShape, ModelShape
+from longspan.plan.models.shape import LayerShape, ModelShape
 
 OFFLOADED_LAYERS = 2
 """Layers whose checkpoints are on the GPU under offload: one is moved while the other is made, or used."""
@@ -154,22 +149,21 @@ def _mlp_intermediates(layer: LayerShape, mesh: Mesh, c: CostContext) -> int:
     return (layer.mlp.saved(c) + 2 * c.b * layer.mlp.width) // mesh.tensor
 
 
-def mlp_backward_bytes(layer: LayerShape, job: Job, mesh: Mesh, c: CostContext) -> int:
-    """Return what an MLP's backward holds besides saved activations.
+def mlp_backward_bytes(layer: LayerShape, job: Job, mesh: Mesh, c: CostContext) -> tuple[int, int]:
+    """Return what an MLP's backward holds besides saved activations, and its sums of weights' gradients.
 
-    Two gradients of the widest intermediate, and what is recomputed. In tiles, all intermediates of one tile.
+    Two gradients of the widest intermediate, and what is recomputed. In tiles, all intermediates of one tile, and with
+    `tiled_norms` the norm's; gradients are then accumulated in fp32, unless they are fp32 already.
     """
     if job.memory.tiled_mlp == 1:
         recomputed = _mlp_act_bytes(layer, mesh, c) * c.tokens if recomputes_mlp_act(job) else 0
-        return 2 * c.b * layer.mlp.width * c.tokens // mesh.tensor + recomputed
-    return _mlp_intermediates(layer, mesh, c) * -(-c.tokens // mlp_tiles(layer, job, mesh, c))
-
-
-def mlp_gradient_sum_bytes(layer: LayerShape, job: Job, mesh: Mesh, c: CostContext) -> int:
-    """Return the buffers in which a tiled MLP accumulates its weights' gradients; none if these are fp32 already."""
-    if mlp_tiles(layer, job, mesh, c) == 1 or job.dtype == "fp32" or not job.weight_sharding:
-        return 0
-    return WEIGHT_SUM * layer.mlp_params // mesh.tensor
+        return 2 * c.b * layer.mlp.width * c.tokens // mesh.tensor + recomputed, 0
+    tiles = mlp_tiles(layer, job, mesh, c)
+    rows = -(-c.tokens // tiles)
+    accumulated = tiles > 1 and job.dtype != "fp32" and job.weight_sharding
+    sums = WEIGHT_SUM * layer.mlp_params // mesh.tensor if accumulated else 0
+    norm = _norm_tile(rows, c) if job.memory.tiled_norms else 0
+    return _mlp_intermediates(layer, mesh, c) * rows + norm, sums
 
 
 def norm_backward_bytes(job: Job, c: CostContext) -> int:
@@ -180,13 +174,6 @@ def norm_backward_bytes(job: Job, c: CostContext) -> int:
     """
     gradient = c.tokens * c.d * c.b // c.hidden_shards if job.memory.tiled_mlp == 1 else 0
     return gradient + _norm_tile(min(c.tokens, norm_rows(c.tokens, c.on_cpu)), c)
-
-
-def mlp_norm_backward_bytes(layer: LayerShape, job: Job, mesh: Mesh, c: CostContext) -> int:
-    """Return what the norm holds in one tile of an MLP whose backward includes its norm."""
-    if job.memory.tiled_mlp == 1 or not job.memory.tiled_norms:
-        return 0
-    return _norm_tile(-(-c.tokens // mlp_tiles(layer, job, mesh, c)), c)
 
 
 def _norm_tile(rows: int, c: CostContext) -> int:
@@ -213,10 +200,9 @@ def saved_in_a_step(model: ModelShape, job: Job, mesh: Mesh, c: CostContext) -> 
     first_group = SavedActivations(hidden=max(0, layer_input.hidden - gradient) * (min(group, n) - 1))
     in_first = largest + first_group + recomputed
     if offloads(job, c):
-        resident = 1 if c.on_cpu else OFFLOADED_LAYERS  # a CPU does not read ahead
-        at_loss, before = (largest * min(layers, resident) for layers in (n, max(1, n - 1)))
+        at_loss, before = (largest * min(layers, OFFLOADED_LAYERS) for layers in (n, max(1, n - 1)))
         if group > 1:  # recomputed inputs stay here, and fewer are offloaded
-            hidden = layer_input.hidden * min(min(inputs, resident) + group - 1, most_inputs)
+            hidden = layer_input.hidden * min(min(inputs, OFFLOADED_LAYERS) + group - 1, most_inputs)
             at_loss = before = replace(at_loss, hidden=hidden)
         return at_loss, at_loss + recomputed, before + recomputed, in_first
     total = sum((saved * count for saved, count in checkpoints), SavedActivations())

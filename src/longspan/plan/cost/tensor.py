@@ -13,16 +13,11 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from longspan.core.tile_sizes import NARROW_PARTS, head_tile
-from longspan.plan.job import forwards_of, layer_passes, local_batch, local_tokens
-from longspan.plan.layers import Sent
-
-if TYPE_CHECKING:
-    from longspan.plan.job import Job, Mesh
-    from longspan.plan.layers import Parameter
-    from longspan.plan.models.shape import LayerShape, ModelShape
+from longspan.plan.job import Job, Mesh, forwards_of, layer_passes, local_batch, local_tokens
+from longspan.plan.layers import Parameter, Sent
+from longspan.plan.models.shape import LayerShape, ModelShape
 
 _COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 _ROWS = ("o_proj", "down_proj")
@@ -153,11 +148,11 @@ def _softmax_rows(tokens: int, vocabulary: int, job: Job, mesh: Mesh, on_cpu: bo
         return _parts(tokens, rows)
     rows = min(tokens, 2 * rows)
     part = -(-rows // NARROW_PARTS)
-    found: Counter[int] = Counter()
+    calls: Counter[int] = Counter()
     for tile, tiles in _parts(tokens, rows).items():
         for size, count in _parts(tile, part).items():
-            found[size] += count * tiles
-    return found
+            calls[size] += count * tiles
+    return calls
 
 
 def _parts(total: int, part: int) -> dict[int, int]:

@@ -8,8 +8,8 @@ MLP adds its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from longspan.plan.cost.communication import input_recompute_sent, method_sent
 from longspan.plan.cost.saved import recomputes_mlp_act
@@ -21,43 +21,17 @@ from longspan.plan.cost.weights import (
     sums_gradients,
     sums_gradients_once,
 )
-from longspan.plan.job import attention_passes, local_batch, local_tokens, micro_batches, recomputed_inputs
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from longspan.plan.hardware import Hardware
-    from longspan.plan.job import Job, Mesh
-    from longspan.plan.layers import Sent
-    from longspan.plan.layers.ring import RingSchedule
-    from longspan.plan.models.shape import LayerShape, ModelShape
+from longspan.plan.hardware import Hardware
+from longspan.plan.job import Job, Mesh, attention_passes, local_batch, local_tokens, micro_batches, recomputed_inputs
+from longspan.plan.layers import Sent
+from longspan.plan.layers.ring import RingSchedule
+from longspan.plan.models.shape import LayerShape, ModelShape
 
 NORM_BYTES = 32
 """Memory traffic of a norm in eager torch, in bytes per feature: it computes in fp32, one operation at a time."""
 
 # ---------------------------------------------------------------------------------------------------------------------
 # FLOPs.
-
-
-@dataclass(frozen=True)
-class Work:
-    """FLOPs of one GPU: in products, in attention."""
-
-    matmul: float
-    attention: float
-
-
-def layer_work(layer: LayerShape, job: Job, mesh: Mesh) -> Work:
-    """Return one layer's forward FLOPs for one micro-batch, max over ranks."""
-    tokens = local_batch(job, mesh) * local_tokens(job, mesh)
-    matmul = 2.0 * tokens * layer.matmul_params_active / mesh.tensor
-    return Work(matmul, layer.mixer.max_flops(job, mesh))
-
-
-def head_work(model: ModelShape, job: Job, mesh: Mesh) -> float:
-    """Return the head's forward FLOPs: every token in training, else the last one of a sequence."""
-    tokens = local_tokens(job, mesh) if job.mode == "train" else 1
-    return 2.0 * local_batch(job, mesh) * tokens * model.vocab * model.d_model / mesh.tensor
 
 
 def model_flops(model: ModelShape, job: Job) -> float:
@@ -101,12 +75,13 @@ class LayerSeconds:
 
 def layer_seconds(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh, hardware: Hardware) -> LayerSeconds:
     """Return the seconds of computing one layer for one micro-batch."""
-    work = layer_work(layer, job, mesh)
     tokens = local_batch(job, mesh) * local_tokens(job, mesh)
+    products = 2.0 * tokens * layer.matmul_params_active / mesh.tensor
     moved = tokens * _elementwise_bytes(model, layer, job, mesh) / hardware.memory_bandwidth
     # The backward of elementwise work, like that of a product, takes about twice its forward.
-    matmul = work.matmul / matmul_speed(hardware, job) + moved
-    forward, both = _attention_seconds(work.attention * _kernel_overhead(layer, job, hardware), hardware, job)
+    matmul = products / matmul_speed(hardware, job) + moved
+    attention = layer.mixer.max_flops(job, mesh) * _kernel_overhead(layer, job, hardware)
+    forward, both = _attention_seconds(attention, hardware, job)
     backward = both - forward
     if job.mode == "decode":
         read = layer.active_params / mesh.tensor * job.bytes_per_element + layer.mixer.cache_bytes(job, mesh)
@@ -125,14 +100,7 @@ def _recompute_seconds(
 ) -> float:
     """Return the seconds of what one layer's backward recomputes.
 
-    Args:
-        model: the model.
-        layer: one of its layers.
-        job: the job.
-        mesh: the mesh.
-        hardware: the kind of GPU.
-        matmul: seconds of the layer's forward without attention.
-        attention: seconds of the attention's forward.
+    `matmul` and `attention` are the seconds of the layer's forward without attention, and of the attention's forward.
     """
     memory, bandwidth = job.memory, hardware.memory_bandwidth
     tokens = local_batch(job, mesh) * local_tokens(job, mesh)
@@ -181,21 +149,14 @@ def _attention_seconds(flops: float, hardware: Hardware, job: Job) -> tuple[floa
     )
 
 
-def _loss_seconds(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> float:
-    """Return the loss's time: forward and backward read and write the logits some eight times in fp32."""
-    if job.mode != "train":
-        return 0.0
-    return 32.0 * local_tokens(job, mesh) * model.vocab / mesh.tensor / hardware.memory_bandwidth
-
-
 def optimizer_seconds(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> float:
     """Return the optimizer's time.
 
-    AdamW reads a weight, its gradient and two moments and writes three of them: 28 bytes; SGD moves 12.
+    AdamW reads a weight, its gradient and two moments and writes three of them: 28 bytes.
     """
     if job.mode != "train":
         return 0.0
-    moved = elements_at_rest(model, job, mesh) * (28.0 if job.optimizer == "adamw" else 12.0)
+    moved = elements_at_rest(model, job, mesh) * 28.0
     if job.memory.cpu_offload and not hardware.on_cpu:  # on the host, whose memory a node's ranks share
         return moved * min(mesh.gpus, hardware.gpus_per_node) / hardware.host_memory_bandwidth
     return moved / hardware.memory_bandwidth
@@ -212,14 +173,22 @@ def step_times(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> t
         count * (seconds.forward + seconds.backward)
         for (_, count), seconds in zip(model.layer_kinds, layers, strict=True)
     )
-    head = head_work(model, job, mesh) / matmul_speed(hardware, job) * (3 if job.mode == "train" else 1)
-    head += _loss_seconds(model, job, mesh, hardware)
+    compute += _head_seconds(model, job, mesh, hardware)
     micro = micro_batches(job, mesh)
     sums = 1 if sums_gradients_once(model, job, mesh, hardware) else micro
     exposed = sums * _exposed(model, job, mesh, hardware, layers, sums=True)
     if micro > sums:
         exposed += (micro - sums) * _exposed(model, job, mesh, hardware, layers, sums=False)
-    return micro * (compute + head), exposed
+    return micro * compute, exposed
+
+
+def _head_seconds(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> float:
+    """Return the seconds of head and loss: of every token in training, else of the last one of a sequence."""
+    train = job.mode == "train"
+    logits = local_batch(job, mesh) * (local_tokens(job, mesh) if train else 1) * model.vocab / mesh.tensor
+    products = 2.0 * logits * model.d_model / matmul_speed(hardware, job)
+    # The loss's forward and backward read and write the logits some eight times in fp32.
+    return 3 * products + 32.0 * logits / hardware.memory_bandwidth if train else products
 
 
 def _exposed(
@@ -227,6 +196,8 @@ def _exposed(
 ) -> float:
     """Return the exposed communication of one micro-batch; `sums`: whether gradients are summed after it."""
     exposed = first_gather = 0.0
+    # Tensor axis, besides the layers' own sums: embeddings, head, softmax, gradients of replicated weights.
+    tensor = outer_tensor_sent(model, job, mesh, hardware.on_cpu)
     for (layer, count), computing in zip(model.layer_kinds, of_layers, strict=True):
         exposed += count * exposed_layer_seconds(model, layer, computing, job, mesh, hardware)
         weights = [sent for sent in layer_weights_sent(layer, job, mesh) if sums or not sums_gradients(sent)]
@@ -236,17 +207,14 @@ def _exposed(
         exposed += count * (max(0.0, gather - computing.forward) + max(0.0, sum(rest) - computing.backward))
         # Nothing overlaps with the first layer's gather.
         first_gather = max(first_gather, min(gather, computing.forward))
+        of_layer = [sent for sent in layer_tensor_sent(model, layer, job, mesh) if not sent.method]
+        tensor += [replace(sent, calls=sent.calls * count) for sent in of_layer]
     # Recomputed inputs are needed at once: only a ring overlaps, with its attention.
     ring, blocking = _split_ring(input_recompute_sent(model, job, mesh))
     attention = of_layers[0].attention_forward * recomputed_inputs(len(model.layers), job)
     exposed += seconds_of(blocking, mesh, hardware) + _never_hidden(ring, mesh, hardware)
     exposed += max(0.0, _hideable(ring, mesh, hardware) - attention)
     outer = [sent for sent in outer_weights_sent(model, job, mesh) if sums or not sums_gradients(sent)]
-    # Tensor axis, besides the layers' own sums: embeddings, head, softmax, gradients of replicated weights.
-    tensor = outer_tensor_sent(model, job, mesh, hardware.on_cpu)
-    for layer, count in model.layer_kinds:
-        of_layer = [sent for sent in layer_tensor_sent(model, layer, job, mesh) if not sent.method]
-        tensor += [replace(sent, calls=sent.calls * count) for sent in of_layer]
     exposed += seconds_of(tensor, mesh, hardware)
     return exposed + first_gather + job.forwards * seconds_of(outer, mesh, hardware)
 
@@ -258,15 +226,7 @@ def exposed_layer_seconds(
 
     A ring's next block is sent while the current one computes, and a chunk of heads while another computes; an
     all-to-all of all heads and an all-gather wait for their data. The part of a message that takes the cores
-    (`Hardware.hideable`) is always exposed.
-
-    Args:
-        model: the model.
-        layer: one of its layers.
-        computing: the layer's seconds.
-        job: the job.
-        mesh: the mesh.
-        hardware: the kind of GPU.
+    (`Hardware.hideable`) is always exposed. `computing`: the layer's seconds.
     """
     ring, blocking = _split_ring(method_sent(model, layer, job, mesh))
     exposed = seconds_of(blocking, mesh, hardware) - _hidden_exchange(blocking, computing, job, mesh, hardware)
@@ -279,9 +239,6 @@ def _split_ring(sents: list[Sent]) -> tuple[list[Sent], list[Sent]]:
     return [sent for sent in sents if sent.op == "p2p"], [sent for sent in sents if sent.op != "p2p"]
 
 
-_EXCHANGES = ("Q, K, V to heads", "O to tokens", "dO to heads", "dQ, dK, dV to tokens")
-
-
 def _hidden_exchange(sents: list[Sent], computing: LayerSeconds, job: Job, mesh: Mesh, hardware: Hardware) -> float:
     """Return the seconds of one layer's all-to-alls that overlap with the attention of other chunks of heads.
 
@@ -289,18 +246,21 @@ def _hidden_exchange(sents: list[Sent], computing: LayerSeconds, job: Job, mesh:
     of the attention. If chunks share a KV head, it is sent with the first of them and its gradient with the last, so
     that these messages are larger than an n-th.
     """
-    exchanges = [sent for sent in sents if sent.op == "all_to_all"]
-    seconds = {
-        name: [_hideable([sent], mesh, hardware) for sent in exchanges if sent.what.endswith(name)]
-        for name in _EXCHANGES
-    }
-    n = len(seconds["O to tokens"])
-    if n < 2 or job.overlap_chunks == 1:
+    if job.overlap_chunks == 1:
+        return 0.0
+
+    def seconds(what: str) -> list[float]:
+        return [
+            _hideable([sent], mesh, hardware) for sent in sents if sent.op == "all_to_all" and sent.what.endswith(what)
+        ]
+
+    outputs = seconds("O to tokens")
+    if len(outputs) < 2:
         return 0.0
     forwards, backwards = attention_passes(job)
-    forward = sum(seconds["Q, K, V to heads"][1:]) + sum(seconds["O to tokens"][:-1])
-    backward = sum(seconds["dO to heads"][1:]) + sum(seconds["dQ, dK, dV to tokens"][:-1])
-    part = (n - 1) / n
+    forward = sum(seconds("Q, K, V to heads")[1:]) + sum(outputs[:-1])
+    backward = sum(seconds("dO to heads")[1:]) + sum(seconds("dQ, dK, dV to tokens")[:-1])
+    part = (len(outputs) - 1) / len(outputs)
     hidden = min(forward, forwards * computing.attention_forward * part)
     return hidden + min(backward, backwards * computing.attention_backward * part)
 
@@ -310,13 +270,7 @@ def _ring_waits(
 ) -> float:
     """Return the seconds that one layer's forwards and backwards wait for ring messages.
 
-    Args:
-        ring: P2P messages of the layer, in pairs: keys and values, gradients.
-        computing: the layer's seconds.
-        schedule: how its KV blocks go round.
-        job: the job.
-        mesh: the mesh.
-        hardware: the kind of GPU.
+    `ring`: P2P messages of the layer, in pairs: keys and values, gradients.
     """
     rounds = schedule.routes.rounds
     if rounds == 0:
@@ -362,11 +316,7 @@ def _hideable(sents: Sequence[Sent], mesh: Mesh, hardware: Hardware) -> float:
 
 
 def _never_hidden(sents: Sequence[Sent], mesh: Mesh, hardware: Hardware) -> float:
-    """Return the seconds that no computing overlaps with."""
-    return sum(
-        sent.calls * _seconds_of_call(sent, mesh, hardware) * (1 - hardware.hideable(sent.op, sent.axis))
-        for sent in sents
-    )
+    return seconds_of(sents, mesh, hardware) - _hideable(sents, mesh, hardware)
 
 
 def _seconds_of_call(sent: Sent, mesh: Mesh, hardware: Hardware) -> float:

@@ -10,18 +10,13 @@ Letters: b bytes per element, d hidden size, t tensor ranks.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
-from longspan.core.tile_sizes import GRADIENT_BUCKET, HEAD_ROWS, LOSS_TILE, NARROW_PARTS, head_tile
+from longspan.core.tile_sizes import GRADIENT_BUCKET, HEAD_ROWS, NARROW_PARTS, head_tile
 from longspan.plan.cost.saved import (
     autocasts,
-    checkpoint_per_token,
     freed_per_token,
     mlp_backward_bytes,
-    mlp_gradient_sum_bytes,
-    mlp_norm_backward_bytes,
     norm_backward_bytes,
     norm_bytes,
     recomputed_per_token,
@@ -38,15 +33,9 @@ from longspan.plan.cost.weights import (
     shard_elements,
     weight_ranks,
 )
-from longspan.plan.layers import SavedActivations
-from longspan.plan.layers.base import offloads
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from longspan.plan.job import Job, Mesh
-    from longspan.plan.layers import CostContext
-    from longspan.plan.models.shape import LayerShape, ModelShape
+from longspan.plan.job import Job, Mesh
+from longspan.plan.layers import CostContext, SavedActivations
+from longspan.plan.models.shape import LayerShape, ModelShape
 
 Peak = dict[str, int]
 """Bytes by item, at one time in a step; items at rest are added to all of them."""
@@ -58,17 +47,15 @@ def training_peaks(model: ModelShape, job: Job, mesh: Mesh, c: CostContext, once
     at_loss, last_layer, before_it, first_layer = (
         saved + step.rotary_tables for saved in saved_in_a_step(model, job, mesh, c)
     )
-    at_loss -= step.on_disk
     return [
         *step.loss(at_loss),
-        *step.layer_backward(last_layer, **step.gradients_of_last_layer),
-        *step.layer_backward(before_it, **step.gradients_of_layer_before),
-        *step.layer_backward(first_layer, **step.gradients_of_first_layer),
+        *step.layer_backward(last_layer, step.in_last_layer()),
+        *step.layer_backward(before_it, step.in_layer_before()),
+        *step.layer_backward(first_layer, step.in_first_layer()),
         *step.outside_layers(at_loss),
     ]
 
 
-@dataclass(frozen=True)
 class _Step:
     """The sizes that several peak candidates share, and the candidates.
 
@@ -77,98 +64,33 @@ class _Step:
     layer's backward, in which the sent buffer is still held. A tied head's gradient stays to the end.
     """
 
-    model: ModelShape
-    job: Job
-    mesh: Mesh
-    c: CostContext
-    once: bool
-
-    # Sizes.
-
-    @cached_property
-    def layers(self) -> list[LayerShape]:
-        """One of each kind."""
-        return [layer for layer, _ in self.model.layer_kinds]
-
-    @cached_property
-    def sharded(self) -> bool:
-        """Whether weights are gathered, and gradients scattered."""
-        return gathers(self.job, self.mesh)
-
-    @cached_property
-    def to_host(self) -> bool:
-        """Whether gradients go to the host's memory."""
-        return on_host(self.job, self.c)
-
-    @cached_property
-    def ranks(self) -> int:
-        """Ranks over which weights are sharded."""
-        return weight_ranks(self.job, self.mesh)
-
-    @cached_property
-    def at_rest(self) -> int:
-        """Bytes of all gradients at rest on the device."""
-        return 0 if self.to_host else 4 * elements_at_rest(self.model, self.job, self.mesh)
-
-    @cached_property
-    def earlier(self) -> int:
-        """Bytes of the gradients of earlier micro-batches; not sharded until they are summed."""
-        if self.job.batch <= self.mesh.data:
-            return 0
-        return self.model.params // self.mesh.tensor * 4 if self.once else self.at_rest
-
-    @cached_property
-    def largest(self) -> int:
-        """Elements of the largest layer."""
-        return max(layer.params for layer in self.layers) // self.mesh.tensor
-
-    @cached_property
-    def head(self) -> int:
-        """Elements of the head."""
-        return self.model.vocab * self.c.d // self.mesh.tensor
-
-    @cached_property
-    def own_head(self) -> int:
-        """Elements of the head's own FSDP group; 0 if it is tied or not sharded."""
-        return own_head(self.model) // self.mesh.tensor * self.sharded
-
-    @cached_property
-    def hidden(self) -> int:
-        """Bytes of hidden states, or of their gradient."""
-        return self.c.tokens * self.c.d * (4 if autocasts(self.job) else self.c.b) // self.c.hidden_shards
-
-    @cached_property
-    def flat(self) -> int:
-        """Bytes per element of the reduce-scatter's flat fp32 input, which gloo copies."""
-        return (8 if self.c.on_cpu else 4) if self.sharded else 0
-
-    @cached_property
-    def casts(self) -> int:
-        """Bytes of cast weights: autocast's bf16 copies; from the host, a layer's fp32 shard before it is cast."""
-        bf16 = 2 * _matrix_elements(self.model) // self.mesh.tensor if autocasts(self.job) else 0
-        return bf16 + (self.largest * 4 // self.ranks if self.to_host else 0)
-
-    @cached_property
-    def rotary_tables(self) -> SavedActivations:
-        """Cosines and sines of the rank's positions, which all layers share."""
-        dims = (self.model.positions.dims or 0) if self.model.positions.rotary else 0
-        return SavedActivations(hidden=2 * dims * self.c.tokens * (4 if autocasts(self.job) else self.c.b))
-
-    @cached_property
-    def on_disk(self) -> SavedActivations:
-        """The part of a layer's checkpoint that a CPU, which does not read ahead, has on disk until the attention's
-        own backward: all that attention saves but its output.
-        """
-        job, mesh, c = self.job, self.mesh, self.c
-        if not (c.on_cpu and offloads(job, c) and job.memory.checkpointing == "save_attention"):
-            return SavedActivations()
-        saved = min(checkpoint_per_token(layer, job, mesh, c).attention for layer in self.layers)
-        return SavedActivations(attention=max(0, saved - self._freed.attention) * c.tokens)
-
-    @cached_property
-    def _freed(self) -> SavedActivations:
-        freed = (freed_per_token(layer, self.job, self.mesh, self.c) for layer in self.layers)
-        return min(freed, key=lambda saved: saved.total)
+    def __init__(self, model: ModelShape, job: Job, mesh: Mesh, c: CostContext, once: bool) -> None:
+        self.model, self.job, self.mesh, self.c = model, job, mesh, c
+        t, self.autocast = mesh.tensor, autocasts(job)
+        self.layers = [layer for layer, _ in model.layer_kinds]
+        self.ranks, self.sharded, self.to_host = weight_ranks(job, mesh), gathers(job, mesh), on_host(job, c)
+        # Elements of the largest layer, of the head, and of the head's own FSDP group (0 if it is tied or not sharded).
+        self.largest = max(layer.params for layer in self.layers) // t
+        self.head = model.vocab * c.d // t
+        self.own_head = own_head(model) // t * self.sharded
+        # Bytes of hidden states, or of their gradient.
+        self.hidden = c.tokens * c.d * (4 if self.autocast else c.b) // c.hidden_shards
+        # Bytes per element of the reduce-scatter's flat fp32 input, which gloo copies.
+        self.flat = (8 if c.on_cpu else 4) * self.sharded
+        # Bytes of gradients at rest on the device; and of earlier micro-batches', not sharded until they are summed.
+        self.at_rest = 0 if self.to_host else 4 * elements_at_rest(model, job, mesh)
+        accumulated = 4 * (model.params // t) if once else self.at_rest
+        self.earlier = accumulated if job.batch > mesh.data else 0
+        # Bytes of cast weights: autocast's bf16 copies; from the host, a layer's fp32 shard before it is cast.
+        self.casts = 2 * _matrix_elements(model) // t if self.autocast else 0
+        self.casts += self.largest * 4 // self.ranks if self.to_host else 0
+        # Bytes of a layer's gradients in the compute dtype, and of a tied head's, which stay.
+        self.layer_gradients = (self.largest + (0 if self.own_head else self.head)) * c.b
+        # Bytes of a layer's gradient shard, unless earlier micro-batches have made it.
+        self.shard = 0 if self.earlier else self.largest * 4 // self.ranks
+        # Cosines and sines of the rank's positions, which all layers share.
+        dims = (model.positions.dims or 0) if model.positions.rotary else 0
+        self.rotary_tables = SavedActivations(hidden=2 * dims * c.tokens * (4 if self.autocast else c.b))
 
     def gathered(self, layers: int, heads: int = 0) -> int:
         """Return the bytes of so many gathered layers, and times the head's own group."""
@@ -182,24 +104,10 @@ class _Step:
         final_norm = SavedActivations(hidden=c.tokens * (norm_bytes(self.job, c) + c.d * c.b))
         in_loss = self.casts + (self.gathered(0, heads=2) if self.own_head else self.gathered(1))
         in_head = self.casts + self.gathered(1, heads=1)
-        peaks = self._tiled_loss() if self.job.tiled_loss else self._whole_logits()
-        for items, gathered in zip(peaks, (in_loss, in_head), strict=True):
+        for items, gathered in zip(self._tiled_loss(), (in_loss, in_head), strict=True):
             gradients = self.earlier + items["gradients"]
-            yield {
-                **(at_loss + final_norm).items(), **items, "gradients": gradients, "gathered_weights": gathered
-            }  # fmt: skip
-
-    def _whole_logits(self) -> list[Peak]:
-        """Return the loss's backward: logits, their gradient, an fp32 tile (of bf16 logits: cast, then computed); and
-        the head's: logits, the gradients of its input and of its weights.
-        """
-        c = self.c
-        logits = c.tokens * -(-self.model.vocab // self.mesh.tensor) * c.b
-        tile = min(logits // c.b * 4, 4 * LOSS_TILE[c.on_cpu]) * (2 if c.b == 2 else 1)
-        return [
-            {"logits": 2 * logits + tile, "gradients": 0},
-            {"logits": logits, "hidden": self.hidden, "gradients": self.head * (c.b if self.sharded else 4)},
-        ]
+            saved = (at_loss + final_norm).items()
+            yield {**saved, **items, "gradients": gradients, "gathered_weights": gathered}
 
     def _tiled_loss(self) -> list[Peak]:
         """Return the forward and the backward of `longspan.losses.cross_entropy`.
@@ -207,7 +115,7 @@ class _Step:
         From the forward on there are the gradients of the head's input and, in fp32, of its weights; the backward casts
         them.
         """
-        c, autocast = self.c, autocasts(self.job)
+        c, autocast = self.c, self.autocast
         # In fp32 one buffer is logits, then probabilities, then gradient. A cast makes another, autograd a third.
         rows, vocab = head_tile(self.model.vocab, c.on_cpu), -(-self.model.vocab // self.mesh.tensor)
         tile = min(c.tokens, rows) * vocab * (4 if c.b == 4 else 8)
@@ -223,37 +131,23 @@ class _Step:
 
     # A layer's backward.
 
-    @cached_property
-    def _layer_gradients(self) -> int:
-        """Bytes of a layer's gradients in the compute dtype, and of a tied head's, which stay."""
-        return (self.largest + (0 if self.own_head else self.head)) * self.c.b
-
-    @cached_property
-    def _scattered(self) -> int:
-        """Bytes of a layer's gradient shard, unless earlier micro-batches have made it."""
-        return 0 if self.earlier else self.largest * 4 // self.ranks
-
-    @property
-    def gradients_of_last_layer(self) -> dict[str, int]:
-        """Gradients and gathered weights in the last layer's backward."""
-        sent_head = self.own_head * 4 + (0 if self.earlier else self.own_head * 4 // self.ranks)
+    def in_last_layer(self) -> dict[str, int]:
+        """Return the bytes of gradients and gathered weights in the last layer's backward: the head's are in flight."""
+        head = self.own_head * 4 + (0 if self.earlier else self.own_head * 4 // self.ranks)
         return {
-            "gradients": self.earlier + self._layer_gradients + sent_head,
-            "gathered": self.casts + self.gathered(2),
+            "gradients": self.earlier + self.layer_gradients + head,
+            "gathered_weights": self.casts + self.gathered(2),
         }
 
-    @property
-    def gradients_of_layer_before(self) -> dict[str, int]:
-        """The same one layer earlier: the last layer's saved activations are freed, its gradients are in flight."""
-        in_flight = self.largest * self.flat + self._scattered
+    def in_layer_before(self) -> dict[str, int]:
+        """Return the same one layer earlier: the last layer's gradients are in flight."""
         return {
-            "gradients": self.earlier + self._layer_gradients + in_flight,
-            "gathered": self.casts + self.gathered(2),
+            "gradients": self.earlier + self.layer_gradients + self.largest * self.flat + self.shard,
+            "gathered_weights": self.casts + self.gathered(2),
         }
 
-    @property
-    def gradients_of_first_layer(self) -> dict[str, int]:
-        """The same in the first layer: all other gradients are at rest, but for those of an untied embedding."""
+    def in_first_layer(self) -> dict[str, int]:
+        """Return the same in the first layer: all other gradients are at rest, but for an untied embedding's."""
         embedding = 0
         if not (self.earlier or self.to_host):
             embedding = 4 * sum(
@@ -261,46 +155,34 @@ class _Step:
                 for what, parameters in outer_groups(self.model)
                 if what in ("the embedding", "positions")
             )
-        own = self._scattered if self.sharded and not self.to_host else 0
-        in_flight = self._layer_gradients * self.sharded + self.largest * self.flat
+        own = self.shard if self.sharded and not self.to_host else 0
+        in_flight = self.layer_gradients * self.sharded + self.largest * self.flat
         return {
             "gradients": self.at_rest - embedding - own + in_flight,
-            "gathered": self.casts * self.to_host + self.gathered(1),
+            "gathered_weights": self.casts * self.to_host + self.gathered(1),
         }
 
-    def layer_backward(self, saved: SavedActivations, *, gradients: int, gathered: int) -> Iterator[Peak]:
-        """Yield the peaks in a layer's backward: its recomputed all-to-all, its MLP, its norm, its attention."""
-        job, mesh, c = self.job, self.mesh, self.c
-        rest = {"gradients": gradients, "gathered_weights": gathered}
-        exchanged = max(_recomputed_exchange(layer, job, mesh, c) for layer in self.layers)
-        if exchanged:  # the layer has not saved anything yet but its normalised input
-            recomputed = max(recomputed_per_token(layer, job, mesh, c).total for layer in self.layers) * c.tokens
-            yield {**saved.items(), **rest, "attention_workspace": exchanged - recomputed, "hidden": 2 * self.hidden}
-        in_mlp = saved - self.on_disk
-        mlp, sums = self._mlp_backward
-        yield {
-            **in_mlp.items(), **rest, "gradients": gradients + sums, "mlp": mlp, "hidden": 2 * self.hidden
-        }  # fmt: skip
-        if job.memory.tiled_norms:  # the MLP's backward is over
-            of_mlp = min(saved_per_token(layer, job, mesh, c).mlp for layer in self.layers) * c.tokens
-            in_norm = in_mlp - SavedActivations(mlp=of_mlp)
-            yield {**in_norm.items(), **rest, "hidden": 2 * self.hidden + norm_backward_bytes(job, c)}
-        buffers = max((layer.mixer.backward_buffers(job, mesh, c) for layer in self.layers), key=lambda b: b.total)
-        in_attention = saved - self._freed * c.tokens
-        yield {**in_attention.items(), **rest, **buffers.items(), "hidden": self.hidden}
+    def layer_backward(self, saved: SavedActivations, rest: dict[str, int]) -> Iterator[Peak]:
+        """Yield the peaks in a layer's backward: its recomputed all-to-all, its MLP, its norm, its attention.
 
-    @cached_property
-    def _mlp_backward(self) -> tuple[int, int]:
-        """Bytes of the MLP that needs most, and of the sums of its weights' gradients."""
-        job, mesh, c = self.job, self.mesh, self.c
-        of_layers = [
-            (
-                mlp_backward_bytes(layer, job, mesh, c) + mlp_norm_backward_bytes(layer, job, mesh, c),
-                mlp_gradient_sum_bytes(layer, job, mesh, c),
-            )
-            for layer in self.layers
-        ]
-        return max(of_layers, key=sum)
+        `rest`: gradients and gathered weights.
+        """
+        job, mesh, c, layers = self.job, self.mesh, self.c, self.layers
+        exchanged = max(_recomputed_exchange(layer, job, mesh, c) for layer in layers)
+        if exchanged:  # the layer has not saved anything yet but its normalised input
+            recomputed = max(recomputed_per_token(layer, job, mesh, c).total for layer in layers) * c.tokens
+            yield {**saved.items(), **rest, "attention_workspace": exchanged - recomputed, "hidden": 2 * self.hidden}
+        mlp, sums = max((mlp_backward_bytes(layer, job, mesh, c) for layer in layers), key=sum)
+        gradients = rest["gradients"] + sums
+        yield {**saved.items(), **rest, "gradients": gradients, "mlp": mlp, "hidden": 2 * self.hidden}
+        if job.memory.tiled_norms:  # the MLP's backward is over
+            of_mlp = min(saved_per_token(layer, job, mesh, c).mlp for layer in layers) * c.tokens
+            in_norm = saved - SavedActivations(mlp=of_mlp)
+            yield {**in_norm.items(), **rest, "hidden": 2 * self.hidden + norm_backward_bytes(job, c)}
+        buffers = max((layer.mixer.backward_buffers(job, mesh, c) for layer in layers), key=lambda b: b.total)
+        freed = min((freed_per_token(layer, job, mesh, c) for layer in layers), key=lambda each: each.total)
+        in_attention = saved - freed * c.tokens
+        yield {**in_attention.items(), **rest, **buffers.items(), "hidden": self.hidden}
 
     # Outside the layers.
 
@@ -312,25 +194,17 @@ class _Step:
         first_layer = 0 if model.tied else self.largest
         in_flight = (model.root_params // t - self.own_head + first_layer) * self.flat
         yield {"gradients": self.at_rest + self.head * c.b * self.sharded + in_flight}
-        # A CPU's AdamW makes two fp32 temporaries of one shard.
-        yield {"gradients": self.at_rest, "optimizer": 8 * self._largest_shard if c.on_cpu else 0}
         if self.own_head:  # in flight while the last layer is gathered
             gradients = self.earlier + self.own_head * max(self.flat, 4 + c.b)
-            yield {
-                **at_loss.items(), "hidden": self.hidden, "gradients": gradients, "gathered_weights": self.gathered(1)
-            }  # fmt: skip
+            rest = {"gradients": gradients, "gathered_weights": self.gathered(1)}
+            yield {**at_loss.items(), **rest, "hidden": self.hidden}
         if model.tied:  # the table's two gradients and their sum; an fp32 head's gradient becomes the sum
             in_layers = 0 if self.to_host else 4 * (shard - shard_elements(model.root, self.ranks, t))
-            tables = (2 if job.tiled_loss and c.b == 4 else 3) * self.head * c.b
+            tables = (2 if c.b == 4 else 3) * self.head * c.b
             gradients = in_layers + tables + self.largest * self.flat
             yield {"gradients": gradients, "gathered_weights": self.gathered(0)}
         if not self.sharded and mesh.weights > 1:
             yield {"gradients": shard * 4 + 4 * min(shard, GRADIENT_BUCKET)}
-
-    @cached_property
-    def _largest_shard(self) -> int:
-        parameters = [*(p for layer in self.layers for p in layer.parameters), *self.model.root]
-        return max(shard_elements((p,), self.ranks, self.mesh.tensor) for p in parameters)
 
 
 def _recomputed_exchange(layer: LayerShape, job: Job, mesh: Mesh, c: CostContext) -> int:

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING
 
 from longspan.core.tile_sizes import gradient_buckets, reduces_once
 from longspan.plan.cost.tensor import cut_shape
-from longspan.plan.job import micro_batches
-from longspan.plan.layers import Sent
-
-if TYPE_CHECKING:
-    from longspan.plan.hardware import Hardware
-    from longspan.plan.job import Job, Mesh
-    from longspan.plan.layers import CostContext, Parameter
-    from longspan.plan.models.shape import LayerShape, ModelShape
+from longspan.plan.hardware import Hardware
+from longspan.plan.job import Job, Mesh, micro_batches
+from longspan.plan.layers import CostContext, Parameter, Sent
+from longspan.plan.models.shape import LayerShape, ModelShape
 
 # ---------------------------------------------------------------------------------------------------------------------
 # At rest, and gathered.
@@ -46,8 +41,8 @@ def elements_at_rest(model: ModelShape, job: Job, mesh: Mesh) -> int:
 def weights_at_rest(model: ModelShape, job: Job, mesh: Mesh) -> dict[str, int]:
     """Return the bytes of a rank's weights and optimizer state."""
     shard = elements_at_rest(model, job, mesh)
-    state = {"adamw": 8, "sgd": 0}[job.optimizer] if job.mode == "train" else 0
-    return {"weights": shard * job.bytes_per_weight, "optimizer": shard * state}
+    moments = 8 if job.mode == "train" else 0  # AdamW's two, in fp32
+    return {"weights": shard * job.bytes_per_weight, "optimizer": shard * moments}
 
 
 def on_host(job: Job, c: CostContext) -> bool:

@@ -8,14 +8,15 @@ from typing import Any
 
 from longspan.core.formatting import parameters
 from longspan.core.layout import Span
+from longspan.core.parallel import AXES
 from longspan.core.validation import LARGEST_COUNT
 from longspan.plan.cost.memory import ITEMS
 from longspan.plan.hardware import Hardware
-from longspan.plan.job import AXES, Job, Mesh, head_shards, layout_of
+from longspan.plan.job import Job, Mesh, head_shards, layout_of
 from longspan.plan.limits import refusal
 from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import MOST_GPUS, Plan, Search, planned, search
-from longspan.plan.views.report import command
+from longspan.plan.views.commands import command
 
 BEST = 6
 """Plans listed per point, besides the meshes of one axis and the recommended one."""
@@ -49,12 +50,12 @@ def _powers(first: int, last: int, own: int) -> list[int]:
     return sorted({*powers, first})
 
 
-def best_plans(found: Search, gpus: int) -> list[Plan]:
+def best_plans(result: Search, gpus: int) -> list[Plan]:
     """Return the first few plans, the recommended one and the meshes of one axis, in the order of the search."""
     pure = {Mesh(**{axis: gpus}) for axis in AXES if axis != "data"}
-    if found.recommended is not None:
-        pure.add(found.recommended.mesh)
-    return [plan for i, plan in enumerate(found.plans) if i < BEST or plan.mesh in pure]
+    if result.recommended is not None:
+        pure.add(result.recommended.mesh)
+    return [plan for i, plan in enumerate(result.plans) if i < BEST or plan.mesh in pure]
 
 
 def grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware, also: Iterable[Mesh] = ()) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware, also: Itera
     Raises:
         LongspanError: if `gpus` is below 1.
     """
-    collectives, notes = _Table(), _Table()
+    collectives, notes = Distinct(), Distinct()
     points = []
     for context in contexts(job):
         at_context = replace(job, context=context)
@@ -95,7 +96,7 @@ def grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware, also: Itera
     }
 
 
-class _Table:
+class Distinct:
     """Distinct values in order of appearance, each with its index."""
 
     def __init__(self) -> None:
@@ -109,18 +110,18 @@ class _Table:
         return list(self._indices)
 
 
-def _point(found: Search, gpus: int, collectives: _Table, notes: _Table) -> dict[str, Any]:
-    best = best_plans(found, gpus)
+def _point(result: Search, gpus: int, collectives: Distinct, notes: Distinct) -> dict[str, Any]:
+    best = best_plans(result, gpus)
     return {
-        "legal": len(found.plans),
-        "rejected": len(found.rejected),
-        "recommended": None if found.recommended is None else best.index(found.recommended),
-        "command": None if found.recommended is None else command(found.recommended),
+        "legal": len(result.plans),
+        "rejected": len(result.rejected),
+        "recommended": None if result.recommended is None else best.index(result.recommended),
+        "command": None if result.recommended is None else command(result.recommended),
         "plans": [_compact(plan, collectives, notes) for plan in best],
     }
 
 
-def _compact(plan: Plan, collectives: _Table, notes: _Table) -> dict[str, Any]:
+def _compact(plan: Plan, collectives: Distinct, notes: Distinct) -> dict[str, Any]:
     return {
         "mesh": [getattr(plan.mesh, axis) for axis in AXES],
         "ring_impl": plan.ring_impl,
@@ -161,19 +162,19 @@ def six(number: float) -> float:
 def _heads(model: ModelShape, meshes: set[Mesh]) -> dict[str, Any]:
     """Return the heads of each Ulysses rank, by "tensor,ulysses", of the first layer whose heads are sharded.
 
-    A share is [first query head, end, first KV head, end], counted within a tensor rank's heads. `mixed`: other layers
+    A shard is [first query head, end, first KV head, end], counted within a tensor rank's heads. `mixed`: other layers
     do not shard heads.
     """
     sharded = [layer.mixer for layer, _ in model.layer_kinds if layer.mixer.shards_heads]
     mixed = 0 < len(sharded) < len(model.layer_kinds)
     if not sharded:
-        return {"q": model.q_heads, "kv": model.kv_heads, "shares": {}, "mixed": mixed}
+        return {"q": model.q_heads, "kv": model.kv_heads, "shards": {}, "mixed": mixed}
     q, kv = sharded[0].q_heads, sharded[0].kv_heads
-    shares = {}
+    shards = {}
     for tensor, ulysses in sorted({(mesh.tensor, mesh.ulysses) for mesh in meshes}):
         of_ranks = head_shards(q, kv, tensor, ulysses)[:RANKS_SHOWN]
-        shares[f"{tensor},{ulysses}"] = [[s.q_start, s.q_stop, s.kv_start, s.kv_stop] for s in of_ranks]
-    return {"q": q, "kv": kv, "shares": shares, "mixed": mixed}
+        shards[f"{tensor},{ulysses}"] = [[s.q_start, s.q_stop, s.kv_start, s.kv_stop] for s in of_ranks]
+    return {"q": q, "kv": kv, "shards": shards, "mixed": mixed}
 
 
 def held_tokens(job: Job, meshes: set[Mesh]) -> dict[str, Any]:
@@ -182,11 +183,11 @@ def held_tokens(job: Job, meshes: set[Mesh]) -> dict[str, Any]:
 
     Groups of up to `PARTS_SHOWN` ranks list all ranks.
     """
-    found: dict[str, Any] = {}
+    layouts: dict[str, Any] = {}
     for ring, ulysses in sorted({(mesh.ring, mesh.ulysses) for mesh in meshes}):
         layout = layout_of(job, Mesh(ring=ring, ulysses=ulysses))
         parts = layout.size if layout.size <= PARTS_SHOWN else min(layout.size, RANKS_SHOWN)
-        found[f"{ring},{ulysses}"] = {
+        layouts[f"{ring},{ulysses}"] = {
             "kind": layout.kind,
             "contexts": [
                 {
@@ -196,7 +197,7 @@ def held_tokens(job: Job, meshes: set[Mesh]) -> dict[str, Any]:
                 for context in contexts(job)
             ],
         }
-    return found
+    return layouts
 
 
 def _flat(spans: Iterable[Span]) -> list[int]:

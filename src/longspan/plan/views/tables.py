@@ -17,15 +17,14 @@ from longspan.plan.methods import SHORT, Method
 from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import Plan, Search, format_items
 from longspan.plan.views.columns import Column, Columns
-from longspan.plan.views.memory_options import memory_table
-from longspan.plan.views.report import command
+from longspan.plan.views.commands import command
 
 REASONS = 3
 """Printed reasons against meshes; the JSON has all."""
 
 
 def show(
-    found: Search,
+    result: Search,
     model: ModelShape,
     job: Job,
     gpus: int,
@@ -36,19 +35,11 @@ def show(
     suggestions: str = "",
     console: Console | None = None,
 ) -> None:
-    """Print the ranked meshes, the recommended one in detail, and the rejected ones; or methods, or memory options.
+    """Print the ranked meshes, the recommended one in detail, and the rejected ones.
 
-    Args:
-        found: the meshes.
-        model: the model.
-        job: the job.
-        gpus: number of GPUs.
-        hardware: the kind of GPU.
-        methods: of `longspan.plan.methods.compare`, to print instead of the meshes.
-        top: meshes to print.
-        memory_options: of `longspan.plan.memory_search.memory_rows`, to print instead of the meshes.
-        suggestions: sentences, if nothing is recommended.
-        console: to print to.
+    With `methods` (of `longspan.plan.methods.compare`) or `memory_options` (of
+    `longspan.plan.memory_search.memory_rows`) print these instead. `top`: meshes to print; `suggestions`: sentences, if
+    nothing is recommended.
     """
     console = console or Console(highlight=False)
     console.print(_title(model, job, gpus, hardware))
@@ -56,19 +47,19 @@ def show(
         _methods(methods).show(console)
         return
     if memory_options:
-        memory_table(memory_options, gpus).show(console)
+        _memory_options(memory_options).show(console)
         return
-    if found.plans:
-        _meshes(found, top).show(console)
-    best = found.recommended or found.fastest
+    if result.plans:
+        _meshes(result, top).show(console)
+    best = result.recommended or result.fastest
     if best is None:
-        console.print(_nothing_fits(found, suggestions))
+        console.print(_nothing_fits(result, suggestions))
     else:
         _detail(best, console)
-        if found.recommended is None:
+        if result.recommended is None:
             console.print(_nothing_runs(best, suggestions))
-    if found.rejected:
-        _rejected(found).show(console)
+    if result.rejected:
+        _rejected(result).show(console)
 
 
 def _detail(best: Plan, console: Console) -> None:
@@ -109,17 +100,17 @@ def _named(plan: Plan) -> str:
     return f"{plan.mesh} ({_ring(plan)})" if _ring(plan) else str(plan.mesh)
 
 
-def _verdict(plan: Plan, found: Search) -> str:
-    if plan is found.recommended:
+def _verdict(plan: Plan, result: Search) -> str:
+    if plan is result.recommended:
         return "recommended"
     if plan.headroom_bytes < 0:
         return f"{size(-plan.headroom_bytes)} short"
     return "host short" if not plan.fits else "" if plan.runs else "planned only"
 
 
-def _meshes(found: Search, top: int) -> Columns:
-    plans = list(found.plans[:top])
-    best = found.recommended
+def _meshes(result: Search, top: int) -> Columns:
+    plans = list(result.plans[:top])
+    best = result.recommended
     if best is not None and all(plan is not best for plan in plans):
         plans[-1:] = [best]
     rings = {_ring(plan) for plan in plans} - {""}
@@ -127,23 +118,23 @@ def _meshes(found: Search, top: int) -> Columns:
     if any(plan.fits and not plan.runs for plan in plans):
         captions.append("planned only: this version does not run it")
         if best is not None and best is plans[-1]:
-            captions.append(f"recommended: the fastest that runs, number {found.plans.index(best) + 1} of all")
-    left = len(found.plans) - top
+            captions.append(f"recommended: the fastest that runs, number {result.plans.index(best) + 1} of all")
+    left = len(result.plans) - top
     if left > 0:
-        captions.append(f"and {left} more (--top {len(found.plans)} shows all)")
+        captions.append(f"and {left} more (--top {len(result.plans)} shows all)")
     columns = [
         Column("mesh", [str(plan.mesh) if len(rings) == 1 else _named(plan) for plan in plans], folds=True),
         Column("memory", [size(plan.memory_total_bytes) for plan in plans], right=True),
-        Column("", [_verdict(plan, found) for plan in plans]),
+        Column("", [_verdict(plan, result) for plan in plans]),
         Column("max context", [f"{plan.max_context:,}" for plan in plans], spare=1, right=True),
         Column("step", [seconds(plan.step_seconds) for plan in plans], right=True),
         Column("tokens/s", [f"{plan.tokens_per_second:,.0f}" for plan in plans], spare=2, right=True),
         Column("MFU", [f"{plan.mfu:.0%}" for plan in plans], spare=3, right=True),
         Column("sent/layer", [size(plan.comm_bytes_per_gpu_per_layer) for plan in plans], spare=4, right=True),
     ]
-    if len({plan.job.memory for plan in found.plans}) > 1:  # chosen per mesh
+    if len({plan.job.memory for plan in result.plans}) > 1:  # chosen per mesh
         columns.append(Column("memory options", [plan.job.memory.describe() for plan in plans], folds=True))
-    styles = ["bold green" if plan is found.recommended else None if plan.fits else "red" for plan in plans]
+    styles = ["bold green" if plan is result.recommended else None if plan.fits else "red" for plan in plans]
     return Columns("meshes, the fastest that fits first", columns, styles, captions=captions)
 
 
@@ -175,9 +166,9 @@ def _communication(plan: Plan) -> Columns:
     return Columns(title, columns, sections=[len(comm)], captions=[caption])
 
 
-def _rejected(found: Search) -> Columns:
+def _rejected(result: Search) -> Columns:
     by_reason: dict[str, list[str]] = {}
-    for mesh, reason in found.rejected:
+    for mesh, reason in result.rejected:
         by_reason.setdefault(reason, []).append(str(mesh))
     shown = list(by_reason.items())[:REASONS]
     more = [f" and {len(names) - 3} more" if len(names) > 3 else "" for _, names in shown]
@@ -190,21 +181,21 @@ def _rejected(found: Search) -> Columns:
     return Columns("meshes that cannot hold the job", columns, captions=captions, header=False)
 
 
-def _nothing_fits(found: Search, suggestions: str) -> Text:
-    if not found.plans:
+def _nothing_fits(result: Search, suggestions: str) -> Text:
+    if not result.plans:
         return Text("no mesh can hold this job", style="bold red")
-    nearest = found.plans[0]
-    longest = max(found.plans, key=lambda plan: plan.max_context)
+    nearest = result.plans[0]
+    longest = max(result.plans, key=lambda plan: plan.max_context)
     so_far = (
         f"the longest context that fits is {longest.max_context:,} ({longest.mesh})"
         if longest.max_context
         else "no context fits, however short"
     )
-    said = (
+    text = (
         f"nothing fits; the nearest is {nearest.mesh}: {nearest.short_of(0)[0]}. Item by item: "
         f"{format_items(nearest.memory_bytes)}. Without changes, {so_far}. {suggestions}"
     )
-    return Text(said.rstrip(), style="bold red")
+    return Text(text.rstrip(), style="bold red")
 
 
 def _nothing_runs(best: Plan, suggestions: str) -> Text:
@@ -213,8 +204,8 @@ def _nothing_runs(best: Plan, suggestions: str) -> Text:
 
 
 def _methods(methods: Sequence[Method]) -> Columns:
-    def column(name: str, spelled: Callable[[Method, Plan], str], spare: int = 0, absent: str = "-") -> Column:
-        cells = [absent if method.plan is None else spelled(method, method.plan) for method in methods]
+    def column(name: str, cell: Callable[[Method, Plan], str], spare: int = 0, absent: str = "-") -> Column:
+        cells = [absent if method.plan is None else cell(method, method.plan) for method in methods]
         text = name in ("per layer", "fits")
         return Column(name, cells, spare=spare, folds=name == "per layer", right=not text)
 
@@ -231,9 +222,33 @@ def _methods(methods: Sequence[Method]) -> Columns:
         column("fits", lambda _, p: "yes" if p.fits else "no", absent="no"),
         column("step", lambda _, p: seconds(p.step_seconds)),
     ]
-    said = [
+    remarks = [
         "without weights and gradients, which the table of meshes has",
         f"at {SHORT} tokens, and across nodes (every GPU in a node of its own): time of a layer",
     ]
     reasons = [f"{method.name}: {method.reason}" for method in methods if method.plan is None]
-    return Columns("methods side by side, per GPU", columns, captions=[*said, *reasons])
+    return Columns("methods side by side, per GPU", columns, captions=[*remarks, *reasons])
+
+
+def _memory_options(rows: Sequence[MemoryRow]) -> Columns:
+    first, stored = rows[0].plan, [row.plan.offloaded for row in rows]
+
+    def bytes_or_none(number: int) -> str:
+        return f"-{size(-number)}" if number < 0 else size(number) if number else "-"
+
+    columns = [
+        Column("memory option", [row.name for row in rows], folds=True),
+        Column("memory", [size(row.plan.memory_total_bytes) for row in rows], right=True),
+        Column("saved", [bytes_or_none(row.saved_bytes) for row in rows], spare=4, right=True),
+        Column("host / node", [bytes_or_none(s.host_node_bytes) for s in stored], spare=2, right=True),
+        Column("disk / node", [bytes_or_none(s.disk_node_bytes) for s in stored], spare=3, right=True),
+        Column("step", [seconds(row.plan.step_seconds) for row in rows], right=True),
+        Column("fits", ["yes" if row.plan.fits else "no" for row in rows]),
+        Column("longest context", [f"{row.max_context:,}" for row in rows], right=True),
+        Column("on", [str(row.max_mesh or "") for row in rows], spare=1),
+    ]
+    return Columns(
+        f"memory options on {first.mesh}, {first.job.context:,} tokens, GPUs of {size(first.hardware.memory_bytes)}",
+        columns,
+        [None if row.plan.fits else "red" for row in rows],
+    )
