@@ -12,7 +12,7 @@ import torch
 import longspan
 from longspan.core.errors import LongspanError
 from longspan.plan import Job, Mesh, cost
-from longspan.plan.cost.forward_memory import staged_bytes
+from longspan.plan.cost.memory import staged_bytes
 from longspan.plan.generation import check_fits
 from longspan.plan.hardware import read_hardware
 from longspan.plan.models import shape_from_config
@@ -65,10 +65,10 @@ def test_a_token_brings_all_of_it_over_the_hosts_link() -> None:
     assert plan.memory_bytes["kv_cache"] == n * 131072 // 16 and plan.offloaded.host_bytes == {"kv_cache": n * 131072}
     assert plan.fits and not without.fits
     link = n * 131072 / gpu.host_bandwidth
-    assert plan.step_seconds == pytest.approx(link, rel=0.01) and plan.offloaded.seconds < link
+    assert plan.step_seconds == pytest.approx(link, rel=0.01) and plan.offload_seconds < link
     chunks = replace(job, mode="prefill", prefill_chunk=n // 4)  # of 4 chunks three bring what those before them left
     small = replace(gpu, host_bandwidth=1e6)
-    moved = cost(model, chunks, Mesh(), small).offloaded.seconds
+    moved = cost(model, chunks, Mesh(), small).offload_seconds
     assert moved == pytest.approx(1.5 * n * 131072 / 1e6, rel=0.01)
 
 

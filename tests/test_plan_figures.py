@@ -1,9 +1,8 @@
-"""The reference figures (docs/reference/figures.md), one test each, to 0.1 %."""
+"""The reference figures (docs/reference/figures.md), to 0.1 %."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -15,8 +14,9 @@ from longspan.plan.models import shape_from_config
 
 GB, MS, MB = 1e9, 1e-3, 1e6
 N, P = 1_000_000, 8
-LLAMA = read_model("llama-2-70b")
+LLAMA, GPT = read_model("llama-2-70b"), read_model("gpt-7b")  # grouped-query attention; one KV head per query head
 LAYER = LLAMA.layers[0]
+HEADS = LAYER.mixer
 A100 = CATALOGUE["a100-80gb"]
 NODE_OF_ONE = replace(A100, gpus_per_node=1)  # every GPU in a node of its own: all that is sent crosses InfiniBand
 # The figures leave out the latency that the planner adds.
@@ -24,10 +24,14 @@ NO_LATENCY = replace(A100, intra=replace(A100.intra, latency=dict.fromkeys(A100.
 PREFILL = Job(context=N, mode="prefill")
 ULYSSES = cost(LLAMA, PREFILL, Mesh(ulysses=P), NO_LATENCY)
 TP = cost(LLAMA, PREFILL, Mesh(tensor=P), NO_LATENCY)
-
-
-def exactly(value: float) -> Any:
-    return pytest.approx(value, rel=1e-3)
+RING = cost(LLAMA, PREFILL, Mesh(ring=P), A100)
+ON_GPT = cost(GPT, PREFILL, Mesh(ulysses=P), A100)
+TRAINING = cost(LLAMA, Job(context=N), Mesh(ulysses=P), NO_LATENCY)
+SHORT_TP, SHORT_ULYSSES = (
+    m.plan
+    for m in compare(LLAMA, Job(context=SHORT, mode="prefill"), P, A100)
+    if m.plan is not None and m.name in ("TP", "Ulysses")
+)
 
 
 def sent(plan: Plan, what: str) -> Collective:
@@ -37,155 +41,87 @@ def sent(plan: Plan, what: str) -> Collective:
 
 def method(plan: Plan) -> tuple[float, float]:
     """GB and seconds of all layers that the method sends."""
-    return (
-        sum(c.bytes_total for c in plan.comm if c.method) / GB,
-        sum(c.seconds for c in plan.comm if c.method),
-    )
+    return sum(c.bytes_total for c in plan.comm if c.method) / GB, sum(c.seconds for c in plan.comm if c.method)
 
 
-def test_1_weights() -> None:
-    assert LLAMA.params / 1e9 == exactly(68.98)
-    assert LLAMA.params * 2 / GB == exactly(137.95)
+GATHER, SCATTER = sent(ULYSSES, "weights of a layer"), sent(TRAINING, "gradients of a layer")
+TRAINING_GATHER, REDUCED = sent(TRAINING, "weights of a layer"), sent(TP, "hidden states summed")
+ACROSS_NODES = method(cost(LLAMA, PREFILL, Mesh(ulysses=P), NODE_OF_ONE))
+SHORT_REDUCED = sent(SHORT_TP, "hidden states summed")
+FIGURES: dict[str, list[tuple[float, float]]] = {
+    "1 weights": [(LLAMA.params / 1e9, 68.98), (LLAMA.params * 2 / GB, 137.95)],
+    "2 weight shard": [(ULYSSES.memory_bytes["weights"] / GB, 17.24)],
+    "3 parameters of a layer": [
+        (LAYER.matmul_params_active / 1e6, 855.64), (LAYER.params - LAYER.matmul_params_active, 16_384)
+    ],
+    "4 weights of a layer": [(LAYER.params * 2 / GB, 1.711)],
+    "5 all-gather of a layer": [(GATHER.bytes_per_gpu / GB, 1.497), (GATHER.seconds / GATHER.count / MS, 4.99)],
+    "6 all-gather of all layers": [(GATHER.seconds / MS, 399.3)],
+    # Three times the forward's, with gradients in bf16 (longspan scatters them in fp32, so half their time counts).
+    "7 weight traffic of a training step": [
+        (TRAINING_GATHER.seconds + SCATTER.seconds / 2, 1.198), (TRAINING_GATHER.count, 160), (SCATTER.count, 80)
+    ],
+    "8 Q, K, V of the sequence": [
+        (N * HEADS.q_heads * HEADS.head_dim * 2 / GB, 16.384), (N * HEADS.kv_heads * HEADS.head_dim * 2 / GB, 2.048),
+        (ULYSSES.memory_bytes["qkv"] * P / GB, 20.48),
+    ],
+    "9 Q, K, V of a GPU": [(ULYSSES.memory_bytes["qkv"] / GB, 2.56)],
+    "10 TP all-reduce": [(REDUCED.bytes_per_gpu / GB, 28.672), (REDUCED.seconds / REDUCED.count / MS, 95.57)],
+    "11 TP per layer and in all": [
+        (TP.comm_bytes_per_gpu_per_layer / GB, 57.344), (method(TP)[0], 4587.5), (method(TP)[1] / 80 / MS, 191.1),
+        (method(TP)[1], 15.29),
+    ],
+    "12 first all-to-all": [(sent(ULYSSES, "Q, K, V to heads").bytes_per_gpu / GB, 2.24)],
+    "13 second all-to-all": [(sent(ULYSSES, "O to tokens").bytes_per_gpu / GB, 1.792)],
+    "14 Ulysses per layer and in all": [
+        (ULYSSES.comm_bytes_per_gpu_per_layer / GB, 4.032), (method(ULYSSES)[0], 322.6),
+        (method(ULYSSES)[1] / 80 / MS, 13.44), (method(ULYSSES)[1], 1.075),
+    ],
+    "15 TP over Ulysses": [(TP.comm_bytes_per_gpu_per_layer / ULYSSES.comm_bytes_per_gpu_per_layer, 14.22)],
+    "16 across nodes": [(ACROSS_NODES[1] / 80 / MS, 161.3), (ACROSS_NODES[1], 12.90)],
+    "17 KV cache": [
+        (ULYSSES.memory_bytes["kv_cache"] / GB, 40.96), (ULYSSES.memory_bytes["kv_cache"] * P / GB, 327.7)
+    ],
+    "18 memory of a GPU": [(ULYSSES.memory_total_bytes / GB, 77.45)],
+    "19 a short prompt with TP": [
+        (2 * SHORT_REDUCED.bytes_per_gpu / MB, 7.340), (SHORT_REDUCED.seconds / 80 / MS, 0.02447 + 0.010)
+    ],
+    "20 a short prompt with Ulysses": [
+        (SHORT_ULYSSES.comm_bytes_per_gpu_per_layer / MB, 0.516), (method(SHORT_ULYSSES)[1] / 80 / MS, 0.00172 + 0.030)
+    ],
+    "21 one all-to-all": [(sent(ON_GPT, "O to tokens").bytes_per_gpu / 2, N * GPT.d_model / P**2 * (P - 1))],
+    "22 Ulysses with MHA is four of them": [
+        (ON_GPT.comm_bytes_per_gpu_per_layer, 4 * sent(ON_GPT, "O to tokens").bytes_per_gpu)
+    ],
+    "24 ring attention": [
+        (RING.comm_bytes_per_gpu_per_layer / GB, 3.584), (sent(RING, "K, V to the next").count, (P - 1) * 80)
+    ],
+    "28 ring all-gather": [(GATHER.bytes_per_gpu, (P - 1) * shard_elements(LAYER.parameters, P) * 2)],
+}  # fmt: skip
 
 
-def test_2_weight_shard() -> None:
-    assert ULYSSES.memory_bytes["weights"] / GB == exactly(17.24)
+@pytest.mark.parametrize("figure", FIGURES)
+def test_figure(figure: str) -> None:
+    for value, expected in FIGURES[figure]:
+        assert value == pytest.approx(expected, rel=1e-3)
 
 
-def test_3_parameters_of_a_layer() -> None:
-    assert LAYER.matmul_params_active / 1e6 == exactly(855.64)
-    assert LAYER.params - LAYER.matmul_params_active == 16_384
-
-
-def test_4_weights_of_a_layer() -> None:
-    assert LAYER.params * 2 / GB == exactly(1.711)
-
-
-def test_5_all_gather_of_a_layer() -> None:
-    gather = sent(ULYSSES, "weights of a layer")
-    assert gather.bytes_per_gpu / GB == exactly(1.497)
-    assert gather.seconds / gather.count / MS == exactly(4.99)
-
-
-def test_6_all_gather_of_all_layers() -> None:
-    assert sent(ULYSSES, "weights of a layer").seconds / MS == exactly(399.3)
-
-
-def test_7_weight_traffic_of_a_training_step() -> None:
-    """Three times the forward's, with gradients in bf16 (longspan scatters them in fp32, so half their time counts)."""
-    plan = cost(LLAMA, Job(context=N), Mesh(ulysses=P), NO_LATENCY)
-    gathers, scatters = sent(plan, "weights of a layer"), sent(plan, "gradients of a layer")
-    assert gathers.count == 160 and scatters.count == 80
-    assert gathers.seconds + scatters.seconds / 2 == exactly(1.198)
-
-
-def test_8_q_k_v_of_the_whole_sequence() -> None:
-    q = N * LAYER.mixer.q_heads * LAYER.mixer.head_dim * 2 / GB
-    k = N * LAYER.mixer.kv_heads * LAYER.mixer.head_dim * 2 / GB
-    assert (q, k) == (exactly(16.384), exactly(2.048))
-    assert ULYSSES.memory_bytes["qkv"] * P / GB == exactly(q + 2 * k) == exactly(20.48)
-
-
-def test_9_q_k_v_of_a_gpu() -> None:
-    assert ULYSSES.memory_bytes["qkv"] / GB == exactly(2.56)
-
-
-def test_10_tensor_parallel_all_reduce() -> None:
-    reduced = sent(TP, "hidden states summed")
-    assert reduced.op == "all_reduce"
-    assert reduced.bytes_per_gpu / GB == exactly(28.672)
-    assert reduced.seconds / reduced.count / MS == exactly(95.57)
-
-
-def test_11_tensor_parallel_per_layer_and_in_all() -> None:
-    assert TP.comm_bytes_per_gpu_per_layer / GB == exactly(57.344)
-    in_all, seconds = method(TP)
-    assert in_all == exactly(4587.5)
-    assert seconds / 80 / MS == exactly(191.1) and seconds == exactly(15.29)
-
-
-def test_12_first_all_to_all() -> None:
-    assert sent(ULYSSES, "Q, K, V to heads").bytes_per_gpu / GB == exactly(2.24)
-
-
-def test_13_second_all_to_all() -> None:
-    assert sent(ULYSSES, "O to tokens").bytes_per_gpu / GB == exactly(1.792)
-
-
-def test_14_ulysses_per_layer_and_in_all() -> None:
-    assert ULYSSES.comm_bytes_per_gpu_per_layer / GB == exactly(4.032)
-    in_all, seconds = method(ULYSSES)
-    assert in_all == exactly(322.6)
-    assert seconds / 80 / MS == exactly(13.44) and seconds == exactly(1.075)
-
-
-def test_15_tensor_parallel_over_ulysses() -> None:
-    assert TP.comm_bytes_per_gpu_per_layer / ULYSSES.comm_bytes_per_gpu_per_layer == exactly(14.22)
-
-
-def test_16_across_nodes() -> None:
-    _, seconds = method(cost(LLAMA, PREFILL, Mesh(ulysses=P), NODE_OF_ONE))
-    assert seconds / 80 / MS == exactly(161.3)
-    assert seconds == exactly(12.90)
-
-
-def test_17_kv_cache() -> None:
-    assert ULYSSES.memory_bytes["kv_cache"] / GB == exactly(40.96)
-    assert ULYSSES.memory_bytes["kv_cache"] * P / GB == exactly(327.7)
-
-
-def test_18_memory_of_a_gpu() -> None:
-    items = ULYSSES.memory_bytes
-    assert {name: round(size / GB, 2) for name, size in items.items() if size} == {
+def test_18_memory_of_a_gpu_item_by_item() -> None:
+    assert {name: round(size / GB, 2) for name, size in ULYSSES.memory_bytes.items() if size} == {
         "weights": 17.24, "gathered_weights": 3.42, "kv_cache": 40.96, "qkv": 2.56, "attention_workspace": 5.12,
         "hidden": 6.14, "reserve": 2.0,
     }  # fmt: skip
-    assert ULYSSES.memory_total_bytes / GB == exactly(77.45) and ULYSSES.fits
+    assert ULYSSES.fits
 
 
-@pytest.fixture(scope="module")
-def short() -> dict[str, Plan]:
-    methods = compare(LLAMA, Job(context=SHORT, mode="prefill"), P, A100)
-    return {m.name: m.plan for m in methods if m.plan is not None}
-
-
-def test_19_a_short_step_with_tensor_parallelism(short: dict[str, Plan]) -> None:
-    reduced = sent(short["TP"], "hidden states summed")
-    assert 2 * reduced.bytes_per_gpu / MB == exactly(7.340)
-    assert reduced.seconds / 80 / MS == exactly(0.02447 + 0.010)
-
-
-def test_20_a_short_step_with_ulysses(short: dict[str, Plan]) -> None:
-    assert short["Ulysses"].comm_bytes_per_gpu_per_layer / MB == exactly(0.516)
-    _, seconds = method(short["Ulysses"])
-    assert seconds / 80 / MS == exactly(0.00172 + 0.030)
-
-
-GPT = read_model("gpt-7b")  # MHA
-ON_GPT = cost(GPT, PREFILL, Mesh(ulysses=P), A100)
-
-
-def test_21_one_all_to_all() -> None:
-    assert sent(ON_GPT, "O to tokens").bytes_per_gpu / 2 == exactly(N * GPT.d_model / P**2 * (P - 1))
-
-
-def test_22_ulysses_with_mha_is_four_of_them() -> None:
-    one = sent(ON_GPT, "O to tokens").bytes_per_gpu
-    assert ON_GPT.comm_bytes_per_gpu_per_layer == exactly(4 * one)
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_23_megatron_sp_does_not_shrink_with_the_ranks(ranks: int) -> None:
-    plan = cost(LLAMA, replace(PREFILL, tensor_style="megatron-sp"), Mesh(tensor=ranks), A100)
-    for what in ("hidden states gathered", "hidden states summed"):
-        assert sent(plan, what).bytes_per_gpu == exactly(N * LLAMA.d_model * 2 * (ranks - 1) / ranks)
-        assert sent(plan, what).count == 160  # one of each around attention, one of each around the MLP
-
-
-def test_24_ring_attention() -> None:
-    plan = cost(LLAMA, PREFILL, Mesh(ring=P), A100)
-    assert plan.comm_bytes_per_gpu_per_layer / GB == exactly(3.584)
-    assert sent(plan, "K, V to the next").count == (P - 1) * 80
+def test_23_and_29_megatron_sp_does_not_shrink_with_the_ranks() -> None:
+    """Each of its collectives sends half of an all-reduce."""
+    for ranks in (2, 4, 8):
+        plan = cost(LLAMA, replace(PREFILL, tensor_style="megatron-sp"), Mesh(tensor=ranks), A100)
+        for what in ("hidden states gathered", "hidden states summed"):
+            assert sent(plan, what).bytes_per_gpu == pytest.approx(N * LLAMA.d_model * 2 * (ranks - 1) / ranks)
+            assert sent(plan, what).count == 160  # one of each around attention, one of each around the MLP
+    assert REDUCED.bytes_per_gpu == 2 * sent(plan, "hidden states summed").bytes_per_gpu
 
 
 def test_25_lasp2_does_not_grow_with_the_tokens() -> None:
@@ -197,12 +133,10 @@ def test_25_lasp2_does_not_grow_with_the_tokens() -> None:
         },
         "hybrid",
     )  # fmt: skip
-    states = []
     for context in (100_000, 1_000_000):
         plan = cost(hybrid, Job(context=context, mode="prefill"), Mesh(ring=P), A100)
-        states.append(sent(plan, "states of linear attention"))
-    assert states[0].bytes_per_gpu == states[1].bytes_per_gpu == 2 * 8 * 64 * 64 * (P - 1)
-    assert states[0].count == 3
+        states = sent(plan, "states of linear attention")
+        assert (states.bytes_per_gpu, states.count) == (2 * 8 * 64 * 64 * (P - 1), 3)
 
 
 def test_26_limits() -> None:
@@ -214,23 +148,10 @@ def test_26_limits() -> None:
     assert refusal(LLAMA, PREFILL, Mesh(ulysses=64, ring=2)) is None
 
 
-def test_28_ring_all_gather() -> None:
-    shard = shard_elements(LAYER.parameters, P) * 2
-    assert sent(ULYSSES, "weights of a layer").bytes_per_gpu == (P - 1) * shard
-
-
-def test_29_reduce_scatter_is_half_of_all_reduce() -> None:
-    halved = cost(LLAMA, replace(PREFILL, tensor_style="megatron-sp"), Mesh(tensor=P), A100)
-    assert sent(TP, "hidden states summed").bytes_per_gpu == 2 * sent(halved, "hidden states summed").bytes_per_gpu
-
-
 def test_30_prefetch_hides_the_gather_and_holds_two_layers() -> None:
-    gather = sent(ULYSSES, "weights of a layer")
-    a_layer = ULYSSES.compute_seconds / 80
-    assert a_layer > 0.05 > gather.seconds / gather.count
-    around = sum(sent(ULYSSES, f"weights of {what}").seconds for what in ("the embedding", "final norm and head"))
-    _, exchanges = method(ULYSSES)
-    # Not hidden: the exchanges, embedding and head, and the first layer's gather, which has nothing before it.
-    assert ULYSSES.exposed_seconds == exactly(exchanges + around + gather.seconds / gather.count)
-    gathered = ULYSSES.memory_bytes["gathered_weights"]
-    assert gathered == 2 * 2 * LAYER.params
+    assert ULYSSES.compute_seconds / 80 > 0.05 > GATHER.seconds / GATHER.count
+    outer = sum(sent(ULYSSES, f"weights of {what}").seconds for what in ("the embedding", "final norm and head"))
+    # Exposed: the exchanges, embedding and head, and the first layer's gather.
+    exposed = method(ULYSSES)[1] + outer + GATHER.seconds / GATHER.count
+    assert ULYSSES.exposed_seconds == pytest.approx(exposed, rel=1e-3)
+    assert ULYSSES.memory_bytes["gathered_weights"] == 2 * 2 * LAYER.params

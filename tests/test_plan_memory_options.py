@@ -1,4 +1,4 @@
-"""The memory options in the planner: bytes by hand, what they send and cost, which are chosen, how they are said."""
+"""The memory options in the planner: bytes by hand, what they send and cost, which are chosen, their flags."""
 
 from __future__ import annotations
 
@@ -16,25 +16,23 @@ from longspan.cli import main, parse
 from longspan.core.errors import LongspanError
 from longspan.core.memory import CHECKPOINTING, FASTEST, LONGEST, Memory
 from longspan.plan import CATALOGUE, Hardware, Job, Mesh, cost, longest_context, read_hardware, read_model, search
-from longspan.plan.config import PlanConfig
+from longspan.plan.command import PlanConfig
 from longspan.plan.cost.memory import memory
 from longspan.plan.cost.saved import (
     SavedActivations,
     checkpoint_per_token,
     cost_context,
     mlp_backward_bytes,
-    mlp_gradient_sum_bytes,
-    mlp_norm_backward_bytes,
     mlp_tiles,
     recomputed_per_token,
     saved_per_token,
 )
 from longspan.plan.layers.exchange import chunk_count
 from longspan.plan.limits import refusal
-from longspan.plan.memory_search import lattice, longest, memory_rows
+from longspan.plan.memory_search import combinations, longest, memory_rows
 from longspan.plan.models import ModelShape, shape_from_config
 from longspan.plan.suggestions import choose
-from longspan.plan.views.report import command, memory_flags
+from longspan.plan.views.commands import command, memory_flags
 
 LEAN = replace(LONGEST, head_chunks=0)
 
@@ -71,12 +69,12 @@ def per_token(of: Any, memory_options: Memory, mesh: Mesh = TWO) -> SavedActivat
         ("save_attention", Mesh(ulysses=8), Q + 2 * KV + OUT + LSE + OUT),  # 4 KV heads on 8 ranks: each twice
     ],
 )
-def test_what_checkpointing_keeps(checkpointing: Any, mesh: Mesh, attention: int) -> None:
-    kept = per_token(checkpoint_per_token, Memory(checkpointing=checkpointing), mesh)
-    assert kept == SavedActivations(HIDDEN, attention, 0)
+def test_saved_by_checkpointing(checkpointing: Any, mesh: Mesh, attention: int) -> None:
+    saved = per_token(checkpoint_per_token, Memory(checkpointing=checkpointing), mesh)
+    assert saved == SavedActivations(HIDDEN, attention, 0)
 
 
-def test_what_a_layer_saves_while_it_is_computed_again() -> None:
+def test_saved_while_a_layer_is_recomputed() -> None:
     plain = SavedActivations(2 * (NORM + HIDDEN), Q + KV + OUT + LSE + OUT, 4 * 2 * 96)
     assert per_token(recomputed_per_token, Memory(checkpointing="full")) == plain
     assert per_token(saved_per_token, Memory(recompute_mlp_act=False)) == plain
@@ -106,26 +104,26 @@ def test_a_tile_of_the_mlp() -> None:
         job = Job(context=2 * tokens, memory=memory_options)
         context = cost_context(SMALL, job, TWO, H100)
         assert mlp_tiles(LAYER, job, TWO, context) == tiles
-        assert mlp_backward_bytes(LAYER, job, TWO, context) == each * -(-tokens // tiles)
-        assert mlp_gradient_sum_bytes(LAYER, job, TWO, context) == (4 * 3 * 64 * 96 if tiles > 1 else 0)
-        assert mlp_gradient_sum_bytes(LAYER, replace(job, dtype="fp32"), TWO, context) == 0
+        sums = 4 * 3 * 64 * 96 if tiles > 1 else 0
+        assert mlp_backward_bytes(LAYER, job, TWO, context) == (each * -(-tokens // tiles), sums)
+        assert mlp_backward_bytes(LAYER, replace(job, dtype="fp32"), TWO, context)[1] == 0
 
 
-def test_what_is_offloaded_lies_elsewhere() -> None:
-    kept = 512 * HIDDEN
+def test_offloaded_bytes() -> None:
+    saved = 512 * HIDDEN
     job = Job(context=1024, memory=Memory(checkpointing="full"))
     here, host, disk = (
         cost(SMALL, replace(job, memory=replace(job.memory, offload=where)), TWO, H100)  # type: ignore[arg-type]
         for where in ("none", "host", "disk")
     )
     assert (here.offloaded.host_bytes, here.offloaded.disk_bytes) == ({}, 0)
-    assert (host.offloaded.host_bytes, host.offloaded.disk_bytes) == ({"activations": 4 * kept}, 0)
-    assert host.offloaded.host_node_bytes == 2 * 4 * kept
-    assert (disk.offloaded.host_bytes, disk.offloaded.disk_bytes) == ({"disk_buffers": 4 * kept}, 4 * kept)
-    assert disk.offloaded.disk_node_bytes == 2 * 4 * kept
+    assert (host.offloaded.host_bytes, host.offloaded.disk_bytes) == ({"activations": 4 * saved}, 0)
+    assert host.offloaded.host_node_bytes == 2 * 4 * saved
+    assert (disk.offloaded.host_bytes, disk.offloaded.disk_bytes) == ({"disk_buffers": 4 * saved}, 4 * saved)
+    assert disk.offloaded.disk_node_bytes == 2 * 4 * saved
     deep = shape_from_config({**CONFIG, "num_hidden_layers": 12}, "deep")
     there = cost(deep, disk.job, TWO, H100).offloaded
-    assert (there.host_bytes, there.disk_bytes) == ({"disk_buffers": 4 * kept}, 12 * kept)
+    assert (there.host_bytes, there.disk_bytes) == ({"disk_buffers": 4 * saved}, 12 * saved)
     long = Job(context=1 << 22, memory=Memory(checkpointing="full"))
     layer = (1 << 21) * HIDDEN
     gone = cost(SMALL, replace(long, memory=replace(long.memory, offload="host")), TWO, H100)
@@ -149,7 +147,7 @@ def test_weights_on_the_host() -> None:
         Job(context=8192, weight_sharding=False, memory=Memory(cpu_offload=True))
 
 
-def test_a_host_that_is_too_small_is_said() -> None:
+def test_a_host_that_is_too_small() -> None:
     job = Job(context=1 << 20, memory=replace(LONGEST, offload="host"))
     small = replace(H100, host_memory=100e9)
     assert cost(LLAMA, job, Mesh(ulysses=8), H100).fits
@@ -168,7 +166,7 @@ def test_the_hosts_of_the_catalogue_and_of_a_file(tmp_path: Any) -> None:
     mine = read_hardware(str(tmp_path / "like.toml"))
     assert (mine.host_memory, mine.disk_write, mine.disk_bytes, mine.disk_read) == (1.5e12, 1e9, 7e12, 12e9)
     (tmp_path / "bad.toml").write_text('like = "h100"\nhost_memory = 0\n')
-    with pytest.raises(LongspanError, match=r"line 2: .*host_memory=0.0 must be above 0"):
+    with pytest.raises(LongspanError, match=r"line 2: host_memory of hardware bad must be above 0"):
         read_hardware(str(tmp_path / "bad.toml"))
 
 
@@ -181,7 +179,7 @@ def sent(memory_options: Memory, mesh: Mesh = TWO) -> dict[str, tuple[int, int]]
     return {c.what: (c.bytes_total // 4, c.count // 4) for c in plan.comm if c.method}
 
 
-def test_the_exchange_of_each_memory_option() -> None:
+def test_the_all_to_all_of_each_memory_option() -> None:
     """512 tokens, of whose rows half is another rank's: Q + K + V one way, an output the other."""
     to_heads, out = 512 * (Q + KV) // 2, 512 * OUT // 2
     plain = {
@@ -205,43 +203,43 @@ def test_the_exchange_of_each_memory_option() -> None:
     assert sent(LEAN) == longest
 
 
-def test_a_ring_in_pieces_sends_the_same() -> None:
+def test_a_ring_in_head_chunks_sends_the_same() -> None:
     plain, pieces = (sent(memory_options, Mesh(ring=4)) for memory_options in (FASTEST, Memory(head_chunks=0)))
     assert pieces == {what: (size, 4 * calls) for what, (size, calls) in plain.items()}
-    kept, again = (sent(Memory(checkpointing=how), Mesh(ring=4)) for how in ("selective", "full"))  # type: ignore[arg-type]
-    assert kept == plain and again["K, V to the next"][1] == plain["K, V to the next"][1] * 3 // 2
+    selective, full = (sent(Memory(checkpointing=how), Mesh(ring=4)) for how in ("selective", "full"))  # type: ignore[arg-type]
+    assert selective == plain and full["K, V to the next"][1] == plain["K, V to the next"][1] * 3 // 2
 
 
-def test_pieces_are_no_more_than_kv_heads() -> None:
+def test_head_chunks_are_no_more_than_kv_heads() -> None:
     for heads, mesh, n in ((0, TWO, 2), (3, TWO, 2), (3, Mesh(), 3), (0, Mesh(ulysses=8), 1), (1, Mesh(), 1)):
         job = Job(context=1024, memory=Memory(head_chunks=heads))
         assert chunk_count(LAYER.mixer, job, mesh) == n  # type: ignore[arg-type]
 
 
 def test_the_time_of_each_memory_option() -> None:
-    """A forward once more, of everything or without the attention; a tiled MLP its own besides."""
+    """A second forward, of everything or without the attention; a tiled MLP adds its own."""
     job, mesh = Job(context=1 << 19), Mesh(ulysses=8)
-    took = {m: cost(LLAMA, replace(job, memory=m), mesh, H100).step_seconds for m in lattice(job, H100)}
-    assert took[FASTEST] == min(took.values())
-    kept = [took[Memory(checkpointing=how)] for how in ("none", "save_attention", "selective", "full")]  # type: ignore[arg-type]
-    assert kept == sorted(set(kept))
+    seconds = {m: cost(LLAMA, replace(job, memory=m), mesh, H100).step_seconds for m in combinations(job, H100)}
+    assert seconds[FASTEST] == min(seconds.values())
+    ordered = [seconds[Memory(checkpointing=how)] for how in ("none", "save_attention", "selective", "full")]  # type: ignore[arg-type]
+    assert ordered == sorted(set(ordered))
     matmul = LLAMA.layers[0].mlp_params * 2.0 * (1 << 16) * 32 / (H100.flops * H100.matmul_efficiency)
     kept_act = cost(LLAMA, replace(job, memory=Memory(recompute_mlp_act=False)), mesh, H100).step_seconds
-    for without, tiled in ((kept_act, FASTEST), (took[Memory(checkpointing="full")], Memory(checkpointing="full"))):
-        assert took[replace(tiled, tiled_mlp=0)] - without == pytest.approx(matmul)
+    for without, tiled in ((kept_act, FASTEST), (seconds[Memory(checkpointing="full")], Memory(checkpointing="full"))):
+        assert seconds[replace(tiled, tiled_mlp=0)] - without == pytest.approx(matmul)
     act = 7 * 2 * LLAMA.layers[0].mlp.width * (1 << 16) * 32 / H100.memory_bandwidth
-    assert took[FASTEST] - kept_act == pytest.approx(act)
+    assert seconds[FASTEST] - kept_act == pytest.approx(act)
 
 
-def test_a_slow_link_to_the_host_is_waited_for() -> None:
+def test_a_step_waits_for_a_slow_host_link() -> None:
     job, mesh = Job(context=1 << 14, memory=Memory(checkpointing="full", offload="host")), Mesh(ulysses=8)
     slow = replace(H100, host_bandwidth=1e8)
     fast, waits = cost(LLAMA, job, mesh, H100), cost(LLAMA, job, mesh, slow)
-    assert fast.offloaded.seconds == 0 < waits.offloaded.seconds
-    assert waits.step_seconds == pytest.approx(fast.step_seconds + waits.offloaded.seconds)
+    assert fast.offload_seconds == 0 < waits.offload_seconds
+    assert waits.step_seconds == pytest.approx(fast.step_seconds + waits.offload_seconds)
     assert any("the host link needs" in note and "wait for it" in note for note in waits.notes)
     disk = replace(job, memory=Memory(checkpointing="full", offload="disk"))
-    assert cost(LLAMA, disk, mesh, replace(H100, disk_write=1e7)).offloaded.seconds > 0
+    assert cost(LLAMA, disk, mesh, replace(H100, disk_write=1e7)).offload_seconds > 0
 
 
 # ---- Never worse than is documented.
@@ -265,16 +263,16 @@ MEMORY_OPTIONS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     SHAPES, st.integers(6, 18), MESHES, st.sampled_from(["bf16", "fp32"]), st.sampled_from(MEMORY_OPTIONS),
-    st.sampled_from(lattice(Job(context=64), H100)),
+    st.sampled_from(combinations(Job(context=64), H100)),
 )  # fmt: skip
 def test_a_memory_option_adds_no_more_than_its_workspace(
     model: ModelShape, power: int, mesh: Mesh, dtype: Any, memory_option: dict[str, Any], memory_options: Memory
 ) -> None:
-    """A layer's kept bytes (checkpointing), a tile's sums (tiled MLP), the lean backward's buffers (chunks, output),
-    two gathered layers, the outer weights and a shard (weights on the host).
+    """The workspace of checkpointing: a layer's saved bytes; of a tiled MLP: a tile's sums; of head chunks: buffers of
+    the recomputed all-to-all; of weights on the host: gathered layers, outer weights and a shard.
     """
     assume("offload" not in memory_option or memory_options.checkpointing != "none")
     assume("checkpointing" not in memory_option or memory_options.checkpointing == "none")
@@ -288,8 +286,9 @@ def test_a_memory_option_adds_no_more_than_its_workspace(
     if "checkpointing" in memory_option:
         extra += checkpoint_per_token(layer, with_it, mesh, context).total * context.tokens
     if "tiled_mlp" in memory_option:
-        extra += mlp_gradient_sum_bytes(layer, with_it, mesh, context)
-        extra += mlp_norm_backward_bytes(layer, with_it, mesh, context)
+        untiled_norms = replace(with_it, memory=replace(with_it.memory, tiled_norms=False))
+        extra += sum(mlp_backward_bytes(layer, with_it, mesh, context))
+        extra -= mlp_backward_bytes(layer, untiled_norms, mesh, context)[0]
     if "cpu_offload" in memory_option:
         extra += (3 * layer.params + 2 * model.root_params) * 4
     recomputes = with_it.memory.recompute_all_to_all and not memory_options.recompute_all_to_all
@@ -306,9 +305,9 @@ def test_a_memory_option_adds_no_more_than_its_workspace(
 def test_the_fastest_that_fits_is_chosen() -> None:
     job, mesh = Job(context=1 << 19), Mesh(ulysses=8)
     found, why = choose(LLAMA, job, mesh, H100)
-    fitting = {m: cost(LLAMA, replace(job, memory=m), mesh, H100) for m in lattice(job, H100)}
-    took = min(plan.step_seconds for plan in fitting.values() if plan.fits)
-    assert fitting[found].fits and fitting[found].step_seconds == pytest.approx(took, rel=1e-3)
+    fitting = {m: cost(LLAMA, replace(job, memory=m), mesh, H100) for m in combinations(job, H100)}
+    seconds = min(plan.step_seconds for plan in fitting.values() if plan.fits)
+    assert fitting[found].fits and fitting[found].step_seconds == pytest.approx(seconds, rel=1e-3)
     assert found.describe() in why and "does not fit" in why and "GB per GPU" in why
     short, nothing_faster = choose(LLAMA, replace(job, context=4096), mesh, H100)
     assert short == FASTEST and "does not fit" not in nothing_faster
@@ -316,16 +315,16 @@ def test_the_fastest_that_fits_is_chosen() -> None:
     assert (fixed.checkpointing, fixed.head_chunks) == ("full", 2)
 
 
-def test_nothing_that_fits_is_said_item_by_item_with_the_way_out() -> None:
+def test_the_error_lists_items_and_suggestions_if_nothing_fits() -> None:
     with pytest.raises(LongspanError) as error:
         choose(LLAMA, Job(context=4 << 20), Mesh(), H100)
-    for said in (
+    for part in (
         "4,194,304 tokens do not fit on one GPU of h100",
         "activations_hidden",
         "GB per GPU",
         "GPUs suffice",
     ):
-        assert said in str(error.value), said
+        assert part in str(error.value), part
     with pytest.raises(LongspanError, match="offload='host' moves what checkpointing saves"):
         choose(LLAMA, Job(context=8192), Mesh(), H100, {"checkpointing": "none", "offload": "host"})
     with pytest.raises(LongspanError, match="needs at least 64 query heads"):
@@ -348,7 +347,7 @@ def goal(name: str, gpus: int, fixed: dict[str, Any] | None = None, hardware: Ha
 
 
 def test_the_goals() -> None:
-    """They are met, and docs/reference/figures.md has the figures of today."""
+    """The longest contexts reach the goals and equal docs/reference/figures.md."""
     page = (Path(__file__).parents[1] / "docs" / "reference" / "figures.md").read_text()
     for name, gpus, least in (("llama-3.1-8b", 1, 600_000), ("llama-3.1-8b", 8, 5_000_000), ("llama-3.1-70b", 32, 4e6)):
         context = goal(name, gpus)
@@ -361,9 +360,9 @@ def test_the_goals() -> None:
 
 
 @pytest.mark.parametrize(
-    "memory_options", [*lattice(Job(context=64), H100)[::5], LONGEST, replace(LONGEST, offload="disk")]
+    "memory_options", [*combinations(Job(context=64), H100)[::5], LONGEST, replace(LONGEST, offload="disk")]
 )
-def test_the_flags_say_the_memory_options(memory_options: Memory) -> None:
+def test_memory_flags_parse_back(memory_options: Memory) -> None:
     words = shlex.split(" ".join(memory_flags(memory_options)))
     assert parse(PlanConfig, ["--model", "x", *words], prog="p", summary="x y").job().memory == memory_options
 
@@ -414,20 +413,20 @@ def test_the_table_of_memory_options(capsys: pytest.CaptureFixture[str], monkeyp
     text = shown(
         capsys, "--gpus", "8", "--context", "1M", "--memory", "longest", "--offload", "host", "--memory-options"
     )
-    for said in ("tiled MLP", "longest, offload host", "theirs, not planned: ALST", "3,700,000", "UPipe", "5,000,000"):
-        assert said in text, said
+    for part in ("tiled MLP", "longest, offload host", "longest context"):
+        assert part in text, part
     report = json.loads(
         shown(capsys, "--gpus", "8", "--context", "128k", "--memory", "auto", "--memory-options", "--json")
     )
     rows = {row["name"]: row for row in report["memory_options"]["rows"]}
     assert rows["none"]["saved_bytes"] == 0 and rows["longest"]["saved_bytes"] > 0
     assert rows["longest"]["max_context"] > rows["none"]["max_context"]
-    assert {row["method"] for row in report["memory_options"]["published"]} == {"ALST", "UPipe"}
     assert main(["plan", "--model", "llama-3.1-8b", "--mode", "prefill", "--memory-options"]) == 2
     assert "use --mode train" in capsys.readouterr().err
 
 
-def test_every_memory_option_alone() -> None:
+@pytest.mark.confirms
+def test_rows_of_single_memory_options() -> None:
     rows = {row.name: row for row in memory_rows(LLAMA, Job(context=1 << 17), Mesh(ulysses=8), H100)}
     for how in CHECKPOINTING[1:]:
         assert rows[f"checkpointing {how}"].saved_bytes > 0
@@ -443,14 +442,14 @@ def test_every_memory_option_alone() -> None:
 def test_the_table_of_memory_options_and_the_meshes_give_one_longest_context(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    said = json.loads(shown(capsys, "--context", "512k", "--memory-options", "--json"))
-    assert said["memory_options"]["mesh"] == said["recommended"]["mesh"]
-    rows = {row["name"]: row for row in said["memory_options"]["rows"]}
+    report = json.loads(shown(capsys, "--context", "512k", "--memory-options", "--json"))
+    assert report["memory_options"]["mesh"] == report["recommended"]["mesh"]
+    rows = {row["name"]: row for row in report["memory_options"]["rows"]}
     lean = rows["longest, offload host, cpu offload"]
     meshes = search(LLAMA, Job(context=1 << 19, memory=Memory(**lean["memory"])), 8, H100).plans
     assert lean["max_context"] == max(plan.max_context for plan in meshes) // 1024 * 1024 > 6_000_000
     best = longest(LLAMA, Job(context=1), 8, H100)
-    last = said["memory_options"]["rows"][-1]
+    last = report["memory_options"]["rows"][-1]
     assert best is not None and "--context max" in last["name"]
     assert (last["max_context"], Mesh(**last["max_mesh"])) == (best.job.context, best.mesh)
 
@@ -461,5 +460,7 @@ def test_the_table_of_memory_options_and_the_meshes_give_one_longest_context(
 def test_no_memory_option_is_faster_than_none(context: int, ring: int, ulysses: int, batch: int) -> None:
     for fixed in ({}, {"checkpointing": "full"}, {"tiled_mlp": 4}):
         job, mesh = Job(context=context, batch=batch), Mesh(ring=ring, ulysses=ulysses)
-        times = {m: cost(LLAMA, replace(job, memory=m), mesh, H100).step_seconds for m in lattice(job, H100, fixed)}
+        times = {
+            m: cost(LLAMA, replace(job, memory=m), mesh, H100).step_seconds for m in combinations(job, H100, fixed)
+        }
         assert times[Memory(**fixed)] <= min(times.values()) * 1.0001

@@ -27,11 +27,11 @@ from longspan.plan.cost.memory import ITEMS
 from longspan.plan.job import Mode
 from longspan.plan.methods import compare
 from longspan.plan.suggestions import find_suggestions
+from longspan.plan.views.commands import command
 from longspan.plan.views.curves import BEST, PARTS_SHOWN, RANKS_SHOWN, contexts, gpu_counts, grid
 from longspan.plan.views.drawing import SIZE, draw
-from longspan.plan.views.page import render
-from longspan.plan.views.report import command, to_dict
-from longspan.plan.views.settings import settings_grid
+from longspan.plan.views.page import render, settings_grid
+from longspan.plan.views.report import to_dict
 from tests.choose import confirming, each_value
 
 MODEL, HARDWARE = read_model("llama-2-70b"), read_hardware("a100-80gb")
@@ -119,12 +119,12 @@ def test_a_point_keeps_the_best_the_recommended_and_the_pure_meshes() -> None:
 def test_heads_are_dealt_as_the_layout_does() -> None:
     data = grid(MODEL, Job(context=131072), 32, HARDWARE)
     assert (data["heads"]["q"], data["heads"]["kv"]) == (64, 8)
-    for key, shares in data["heads"]["shares"].items():
+    for key, shards in data["heads"]["shards"].items():
         tensor, ulysses = map(int, key.split(","))
         expected = split_heads(64 // tensor, max(1, 8 // tensor), ulysses)
-        assert shares == [[s.q_start, s.q_stop, s.kv_start, s.kv_stop] for s in expected][:16]
+        assert shards == [[s.q_start, s.q_stop, s.kv_start, s.kv_stop] for s in expected][:16]
     used = {(plan["mesh"][3], plan["mesh"][2]) for row in data["points"] for point in row for plan in point["plans"]}
-    assert {f"{t},{u}" for t, u in used} == set(data["heads"]["shares"])
+    assert {f"{t},{u}" for t, u in used} == set(data["heads"]["shards"])
 
 
 def test_lines_follow_a_mesh_as_far_as_it_fits() -> None:
@@ -367,7 +367,7 @@ def _switched() -> tuple[str, dict[str, Any]]:
     data = settings_grid(LLAMA, ASKED, 8, h100)
     found = search(LLAMA, ASKED, 8, h100)
     report = to_dict(
-        found, LLAMA, ASKED, 8, h100, compare(LLAMA, ASKED, 8, h100), None, find_suggestions(LLAMA, ASKED, 8, h100)
+        found, LLAMA, ASKED, 8, h100, compare(LLAMA, ASKED, 8, h100), (), find_suggestions(LLAMA, ASKED, 8, h100)
     )
     also = [Mesh(*sizes) for sizes in data["meshes"]]
     return render(report, grid(LLAMA, ASKED, 8, h100, also), data), data

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from longspan.core.errors import LongspanError
 from longspan.hf.pretrained import positions_of
 from longspan.plan import cost, read_hardware
 from longspan.plan.job import Job, Mesh
-from longspan.plan.layers import Dense, Experts, Linear, Softmax, Window, exchange
+from longspan.plan.layers import Linear, Mlp, Softmax, Window, exchange
 from longspan.plan.models import CONFIGS, FAMILIES, ModelShape, Parameter, read_model, shape_from_config
 from tests.said import says
 
@@ -212,8 +210,8 @@ def test_active_parameters() -> None:
     dense, sparse = (layer for layer, _ in read_model("deepseek-v3").layer_kinds)
     assert dense.active_params == dense.params
     assert sparse.params - sparse.active_params == (256 - 8) * 3 * 7168 * 2048
-    assert dense.mlp == Dense(18432, gated=True)
-    assert sparse.mlp == Experts(2048, gated=True, experts=256, per_token=8, shared_ffn=2048)
+    assert dense.mlp == Mlp(18432, gated=True)
+    assert sparse.mlp == Mlp(2048, gated=True, experts=256, per_token=8, shared_ffn=2048)
 
 
 def test_matrices_are_what_is_not_a_norm_a_bias_or_a_sink() -> None:
@@ -318,13 +316,12 @@ def _unreadable(name_or_path: object) -> str:
 
 
 def test_an_unknown_name() -> None:
-    way_out = "For another model give the path of its config.json"
+    fix = "for another model give the path of its config.json"
     near = _unreadable("Qwen/Qwen3-9B")
-    assert near.startswith("model Qwen/Qwen3-9B is not built in; did you mean qwen3-")
-    assert near.endswith(f"? {way_out}")
-    assert _unreadable("zzz") == f"model zzz is not built in; there are {', '.join(CONFIGS)}. {way_out}"
+    assert near.startswith("model Qwen/Qwen3-9B is not built in (did you mean 'qwen3-") and near.endswith(f"?); {fix}")
+    assert _unreadable("zzz") == f"model zzz is not built in (there are {', '.join(CONFIGS)}); {fix}"
     # v0.3 has another shape than v0.1.
-    assert "did you mean mistral-7b" in _unreadable("mistralai/Mistral-7B-v0.3")
+    assert "did you mean 'mistral-7b'" in _unreadable("mistralai/Mistral-7B-v0.3")
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -354,10 +351,10 @@ def test_missing_sizes_are_all_named() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": 0}, "hidden_size=0 must be a whole number of at least 1"),
-        ({"num_hidden_layers": -2}, "num_hidden_layers=-2 must be a whole number of at least 1"),
-        ({"vocab_size": 10.5}, "vocab_size=10.5 must be a whole number of at least 1"),
-        ({"intermediate_size": "96"}, "intermediate_size='96' must be a whole number of at least 1"),
+        ({"hidden_size": 0}, "hidden_size must be at least 1, got 0"),
+        ({"num_hidden_layers": -2}, "num_hidden_layers must be at least 1, got -2"),
+        ({"vocab_size": 10.5}, "vocab_size must be an integer ... got 10.5"),
+        ({"intermediate_size": "96"}, "intermediate_size must be an integer ... got '96'"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no' must be true or false"),
         (
             {"num_key_value_heads": 3},
@@ -409,7 +406,7 @@ def test_impossible_values(changes: dict[str, Any], message: str) -> None:
         ),
         (
             _llama(model_type="deepseek_v3", kv_lora_rank=None),
-            "kv_lora_rank is null; it must be a whole number of at least 1",
+            "kv_lora_rank is null; it must be an integer, at least 1",
         ),
         (
             _llama(model_type="minimax", num_key_value_heads=4, attn_type_list=[0, 1]),
@@ -459,7 +456,7 @@ def test_an_unknown_family_is_read_from_its_config(config: dict[str, Any], assum
     shape = shape_from_config(config, "another")
     assert shape.assumption is not None and assumed in shape.assumption
     assert len(shape.layers) == 2 and shape.layers[0].mlp.ffn == 96
-    assert shape.layers[0].mlp.experts == config.get("num_experts", 1)
+    assert shape.layers[0].mlp.experts == config.get("num_experts", 0)
     assert any(assumed in note for note in cost(shape, Job(context=512), Mesh(ulysses=2), read_hardware("h100")).notes)
 
 
@@ -474,12 +471,3 @@ def test_a_token_takes_as_much_of_the_cache_as_in_transformers(model_type: str) 
             cache = _build(config)(input_ids=torch.zeros(2, 5, dtype=torch.int64), use_cache=True).past_key_values
         held = [(x.keys.numel() + x.values.numel()) / (2 * x.keys.shape[2]) for x in cache.layers]
         assert held == [layer.kv_elements_per_token for layer in shape_from_config(config, model_type).layers]
-
-
-def test_the_standard_library_is_enough() -> None:
-    code = (
-        "import sys, longspan.plan as s; s.read_model('gpt-oss-20b').params; "
-        "print(sorted({'torch', 'numpy', 'transformers'} & sys.modules.keys()))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"

@@ -1,4 +1,4 @@
-"""What `longspan plan` prints: whole words at every width, and advice that can be taken."""
+"""Tables of `longspan plan` at every width, and suggestions that can be followed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from longspan.plan import Job, Plan, read_hardware, read_model, search
 from longspan.plan.command import PlanConfig
 from longspan.plan.job import Mesh
 from longspan.plan.memory_search import search_memory_options
-from longspan.plan.suggestions import find_suggestions, suggestion_text
+from longspan.plan.suggestions import find_suggestions
 from longspan.plan.views.tables import show
 from tests.choose import confirming, each_value, grouped
 
@@ -68,7 +68,7 @@ def test_no_word_is_cut_at_any_width(screen: str, monkeypatch: pytest.MonkeyPatc
         assert {word for word in text.split() if word.strip("─")} <= known
 
 
-def test_what_is_left_out_is_shown_at_the_width_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_named_width_shows_every_column(monkeypatch: pytest.MonkeyPatch) -> None:
     for screen in SCREENS[:3]:
         (narrow,) = printed(monkeypatch, screen, 80)
         named = max(int(n) for n in re.findall(r"a\s+terminal\s+of\s+(\d+)\s+columns", " ".join(narrow)))
@@ -78,24 +78,23 @@ def test_what_is_left_out_is_shown_at_the_width_that_is_named(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("count", "said"),
+    ("count", "text"),
     [
         (0, "0 parameters"), (1, "1 parameter"), (4160, "4,160 parameters"), (123_456, "0.123M parameters"),
         (120_000, "0.12M parameters"), (999_499_999, "999M parameters"), (999_500_000, "1B parameters"),
         (8_030_261_248, "8.03B parameters"), (405.8e9, "406B parameters"), (1.5e12, "1.5T parameters"),
     ],
 )  # fmt: skip
-def test_counts_of_parameters(count: float, said: str) -> None:
-    assert parameters(count) == said
+def test_counts_of_parameters(count: float, text: str) -> None:
+    assert parameters(count) == text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What is recommended, and suggestions if nothing is.
 
 
-def test_what_only_tensor_parallelism_holds_is_recommended(capsys: pytest.CaptureFixture[str]) -> None:
-    """Whole weights on every GPU: 128 GB of them, and only tensor parallelism splits those. Where the library cannot
-    cut the family, that is said."""
+def test_a_tensor_axis_is_recommended_if_only_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without FSDP every GPU holds 128 GB of weights; a tensor axis shards them, if the library can cut the family."""
     args = ["plan", "--context", "8k", "--no-fsdp", "--gpus", "8", "--model"]
     for job in (["llama-3.1-8b"], ["llama-3.1-70b", "--mode", "prefill"]):
         assert main([*args, *job, "--json"]) == 0
@@ -121,7 +120,7 @@ def test_what_only_tensor_parallelism_holds_is_recommended(capsys: pytest.Captur
         grouped([("llama-3.1-70b", "256k"), ("llama-3.1-8b", "4M")]),
     ),
 )
-def test_advice_can_be_taken_and_names_no_flag_that_is_given(
+def test_suggestions_fit_and_repeat_no_given_flag(
     model: str, context: str, given: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args = ["plan", "--model", model, "--context", context, *given.split()]
@@ -163,7 +162,7 @@ def test_advice_can_be_taken_and_names_no_flag_that_is_given(
     assert on_these or more or "No memory options suffice" in advice
 
 
-def test_the_recommended_mesh_is_in_the_table_and_a_note_says_if_steps_wait_for_weights(
+def test_the_recommended_mesh_is_in_the_table_with_a_note_on_gathered_weights(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
@@ -181,35 +180,37 @@ def test_a_plain_plan_finds_memory_options_that_fit(capsys: pytest.CaptureFixtur
     text = capsys.readouterr().out
     assert "recommended" in text and "--tiled-norms" in text
     assert main(["plan", "--model", "llama-3.1-8b", "--memory", "fastest"]) == 1
-    said = " ".join(capsys.readouterr().out.split()).partition("nothing fits")[2].partition("meshes that cannot")[0]
-    assert said.count("activations_hidden") == said.count("activations_mlp") == 1
+    text = " ".join(capsys.readouterr().out.split()).partition("nothing fits")[2].partition("meshes that cannot")[0]
+    assert text.count("activations_hidden") == text.count("activations_mlp") == 1
 
 
 @pytest.mark.parametrize(
-    ("number", "said"),
+    ("number", "text"),
     [(0, "0 B"), (6912, "6.91 kB"), (999_600, "1 MB"), (776e3, "776 kB"), (80e9, "80.00 GB"), (1.314e12, "1,314 GB")],
 )
-def test_sizes(number: float, said: str) -> None:
-    assert size(number) == said
+def test_sizes(number: float, text: str) -> None:
+    assert size(number) == text
 
 
-def test_advice_in_the_json_is_the_printed_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_suggestions_are_the_printed_ones(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--model", "llama-3.1-70b", "--context", "128k", "--gpus", "8", "--memory", "fastest"]
     assert main(["plan", *args, "--json"]) == 1
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)["suggestions"]
+    suggestions: dict[str, Any] = json.loads(capsys.readouterr().out)["suggestions"]
     assert main(["plan", *args]) == 1
     text = " ".join(capsys.readouterr().out.split())
-    assert f"{told['more']['gpus']} GPUs suffice, the job as it is: {Mesh(**told['more']['mesh'])}," in text
-    assert f"On these GPUs {Mesh(**told['memory_options']['mesh'])} fits" in text
-    assert "--grad-checkpointing" not in shlex.split(told["memory_options"]["command"])
+    assert (
+        f"{suggestions['more']['gpus']} GPUs suffice, the job as it is: {Mesh(**suggestions['more']['mesh'])}," in text
+    )
+    assert f"On these GPUs {Mesh(**suggestions['memory_options']['mesh'])} fits" in text
+    assert "--grad-checkpointing" not in shlex.split(suggestions["memory_options"]["command"])
     assert main(["plan", "--model", "llama-3.1-8b", "--context", "4k", "--gpus", "8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["suggestions"] is None
 
 
-def test_where_nothing_would_do() -> None:
+def test_nothing_suffices() -> None:
     model, hardware = read_model("llama-3.1-405b"), read_hardware("l40s")
     job = Job(context=1 << 30)
     found = find_suggestions(model, job, 1, hardware)
     assert (found.memory_options, found.more, found.fewer, found.longest) == (None, None, None, None)
-    assert "No memory options suffice, nor do up to 16,384 GPUs" in suggestion_text(model, job, 1, hardware)
+    assert "No memory options suffice, nor do up to 16,384 GPUs" in found.describe()
     assert search(model, job, 1, hardware).fastest is None
