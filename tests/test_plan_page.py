@@ -1,4 +1,4 @@
-"""What-if data, the page made of it (in a headless Chromium where there is one), and the drawing."""
+"""The data of the page, the page itself (in a headless Chromium if there is one), and the drawing."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_gpu_counts_reach_eight_times_the_jobs(gpus: int, expected: list[int]) -
 
 
 @pytest.mark.parametrize("mode", ["prefill", *confirming(["train", "decode"])])
-def test_every_point_says_what_cost_says(mode: Mode) -> None:
+def test_every_point_equals_planned(mode: Mode) -> None:
     job = Job(context=200_000, batch=4, mode=mode)
     data = grid(MODEL, job, 6, HARDWARE)
     for i, context in list(enumerate(data["contexts"]))[::3]:
@@ -100,23 +100,23 @@ def _check(compact: dict[str, Any], data: dict[str, Any], plan: Any) -> None:
             assert getattr(collective, key) == value
 
 
-def test_a_point_keeps_the_best_the_recommended_and_the_pure_meshes() -> None:
+def test_a_point_lists_the_best_the_recommended_and_one_axis_meshes() -> None:
     job = Job(context=131072, batch=8, mode="prefill")
     data = grid(MODEL, job, 16, HARDWARE)
     for j, gpus in enumerate(data["gpus"]):
         found = search(MODEL, job, gpus, HARDWARE)
-        kept = [Mesh(*plan["mesh"]) for plan in data["points"][data["contexts"].index(131072)][j]["plans"]]
+        listed = [Mesh(*plan["mesh"]) for plan in data["points"][data["contexts"].index(131072)][j]["plans"]]
         in_order = [plan.mesh for plan in found.plans]
-        said = data["points"][data["contexts"].index(131072)][j]["command"]
-        assert said == (None if found.recommended is None else command(found.recommended))
-        assert kept[:BEST] == in_order[:BEST]
-        assert kept == [mesh for mesh in in_order if mesh in kept]
+        printed = data["points"][data["contexts"].index(131072)][j]["command"]
+        assert printed == (None if found.recommended is None else command(found.recommended))
+        assert listed[:BEST] == in_order[:BEST]
+        assert listed == [mesh for mesh in in_order if mesh in listed]
         legal = {mesh for mesh in (Mesh(ring=gpus), Mesh(ulysses=gpus), Mesh(tensor=gpus)) if mesh in in_order}
-        assert legal <= set(kept)
+        assert legal <= set(listed)
         assert len(legal) == (1 if gpus in (1, 128) else 3)  # 64 query heads
 
 
-def test_heads_are_dealt_as_the_layout_does() -> None:
+def test_heads_equal_split_heads() -> None:
     data = grid(MODEL, Job(context=131072), 32, HARDWARE)
     assert (data["heads"]["q"], data["heads"]["kv"]) == (64, 8)
     for key, shards in data["heads"]["shards"].items():
@@ -145,7 +145,7 @@ def test_lines_follow_a_mesh_as_far_as_it_fits() -> None:
 
 
 @pytest.mark.parametrize("name", [MODEL.name, NASTY])
-def test_page_holds_its_data_and_nothing_ends_its_script(name: str) -> None:
+def test_the_page_contains_its_data_escaped(name: str) -> None:
     page, report, data = _page(Job(context=131072), 8, name)
     scripts = re.findall(r"<script[^>]*>(.*?)</script", page, flags=re.DOTALL)
     assert len(scripts) == 2
@@ -153,23 +153,23 @@ def test_page_holds_its_data_and_nothing_ends_its_script(name: str) -> None:
     assert "<" not in scripts[0]
 
 
-def test_page_loads_nothing() -> None:
+def test_the_page_loads_nothing() -> None:
     page, _, _ = _page(Job(context=131072), 8)
     assert not re.search(r"(src|href)\s*=\s*[\"']?\s*(https?:)?//", page)
     assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|import\(", page)
 
 
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
-def test_the_page_is_told_who_holds_which_tokens(kind: str) -> None:
-    """Of every mesh and context that it may show; its own script knows no layout."""
+def test_the_page_has_the_tokens_of_every_rank(kind: str) -> None:
+    """For every mesh and context that it may show; its script knows no layout."""
     page, _, data = _page(Job(context=100_001, layout=kind), 12)
     shown = {(plan["mesh"][1], plan["mesh"][2]) for row in data["points"] for point in row for plan in point["plans"]}
     assert {f"{ring},{ulysses}" for ring, ulysses in shown} == set(data["layouts"])
     assert any(ring > 1 and ulysses > 1 for ring, ulysses in shown)
     for ring, ulysses in shown:
-        told, layout = data["layouts"][f"{ring},{ulysses}"], choose_layout(kind, ring, ulysses)
-        assert told["kind"] == layout.kind
-        for n, at_context in zip(data["contexts"], told["contexts"], strict=True):
+        tokens, layout = data["layouts"][f"{ring},{ulysses}"], choose_layout(kind, ring, ulysses)
+        assert tokens["kind"] == layout.kind
+        for n, at_context in zip(data["contexts"], tokens["contexts"], strict=True):
             assert len(at_context["parts"]) == (layout.size if layout.size <= PARTS_SHOWN else RANKS_SHOWN)
             for rank, flat in enumerate(at_context["parts"]):
                 assert flat == [place for span in layout.spans(n, rank) for place in span]
@@ -289,7 +289,7 @@ def test_choice_stays_when_the_context_moves(browser: Any, tmp_path: Path) -> No
     assert _find(browser, "#chosen h2")[0].text == "tensor=8"
 
 
-def test_what_does_not_fit_is_marked(browser: Any, tmp_path: Path) -> None:
+def test_meshes_that_do_not_fit_are_marked(browser: Any, tmp_path: Path) -> None:
     page, _, _ = _page(Job(context=131072), 8)
     _open(browser, tmp_path / "plan.html", page)
     assert "Does not fit" in _find(browser, "#answer")[0].text
@@ -334,7 +334,7 @@ TOO_WIDE = """
 """
 
 
-def test_a_name_is_never_read_as_html(browser: Any, tmp_path: Path) -> None:
+def test_a_model_name_is_not_parsed_as_html(browser: Any, tmp_path: Path) -> None:
     page, _, _ = _page(Job(context=131072), 8, NASTY)
     _open(browser, tmp_path / "plan.html", page)
     assert browser.execute_script("return window.broken ?? null") is None
@@ -409,7 +409,7 @@ def _by_the_planner(
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_the_settings_say_what_search_says(setting: tuple[str, str, str, int, int, int]) -> None:
+def test_settings_equal_search(setting: tuple[str, str, str, int, int, int]) -> None:
     _, data = _switched()
     job, gpus, fitting, plans = _by_the_planner(setting, data)
     checkpointing, memory_options, kind, batch, *_ = setting
@@ -428,11 +428,11 @@ def test_the_settings_say_what_search_says(setting: tuple[str, str, str, int, in
         assert Mesh(*data["meshes"][mesh]) == plan.mesh
         assert dict(zip(ITEMS, data["memories"][memory], strict=True)) == plan.memory_bytes
         assert times == pytest.approx([plan.step_seconds, plan.compute_seconds, plan.exposed_seconds], rel=1e-5)
-    told = {
+    planned_bytes = {
         Mesh(*data["meshes"][mesh]): sum(data["memories"][memory])
         for mesh, memory in zip(held[::2], held[1::2], strict=True)
     }
-    assert told == {plan.mesh: plan.memory_total_bytes for plan in plans}
+    assert planned_bytes == {plan.mesh: plan.memory_total_bytes for plan in plans}
     flags = data["flags"][places[0]][places[1]].split()
     assert parse(PlanConfig, ["--model", "x", *flags], prog="p", summary="x y").job().memory == job.memory
 
@@ -482,15 +482,15 @@ def test_the_switches_show_the_planners_figures(browser: Any, tmp_path: Path) ->
             assert int(circle.get_attribute("data-bytes")) == held
             assert ("over" in circle.get_attribute("class")) == (held > CATALOGUE[kind].memory_bytes)
         assert _find(browser, "#shown-command")[0].text == _find(browser, "#plan-command")[0].text
-        told = shlex.split(_find(browser, "#plan-command")[0].text)
-        config = parse(PlanConfig, told[2:], prog="p", summary="x y")
+        words = shlex.split(_find(browser, "#plan-command")[0].text)
+        config = parse(PlanConfig, words[2:], prog="p", summary="x y")
         assert (config.job(), config.gpus, config.gpu, config.model) == (job, gpus, kind, LLAMA.name)
     _find(browser, "#back")[0].click()
     assert [row.get_attribute("outerHTML") for row in _find(browser, ".mesh")] == given
     assert browser.get_log("browser") == []
 
 
-def test_the_page_says_how_many_gpus_would_do_and_draws_the_methods(browser: Any, tmp_path: Path) -> None:
+def test_the_page_has_suggestions_and_methods(browser: Any, tmp_path: Path) -> None:
     page, _ = _switched()
     _open(browser, tmp_path / "plan.html", page)
     found = find_suggestions(LLAMA, ASKED, 8, CATALOGUE["h100"])
@@ -549,9 +549,7 @@ def test_text_is_readable_in_both_themes(browser: Any, tmp_path: Path, theme: st
 
 
 @pytest.mark.parametrize("extra", [["--compare"], ["--memory-options"], ["--json"], *confirming([([],)])])
-def test_it_is_said_that_the_page_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str]
-) -> None:
+def test_the_path_of_the_page_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str]) -> None:
     path, hardware = tmp_path / "new" / "plan.html", tmp_path / "one.toml"
     hardware.write_text('like = "cpu"\nmemory_bytes = 64e9\nflops = 1e13\n')
     args = ["plan", "--model", "qwen3-0.6b", "--gpu", str(hardware), "--gpus", "2", "--context", "4k"]
@@ -560,9 +558,9 @@ def test_it_is_said_that_the_page_is_written(
     assert f"page written to {path}" in (err if "--json" in extra else out)
     if "--json" in extra:
         json.loads(out)
-    told = json.loads(re.findall(r"<script[^>]*>(.*?)</script", path.read_text(), flags=re.DOTALL)[0])
-    assert bool(told["report"]["methods"]) == ("--compare" in extra)
-    assert (told["report"]["memory_options"] is not None) == ("--memory-options" in extra)
+    shown = json.loads(re.findall(r"<script[^>]*>(.*?)</script", path.read_text(), flags=re.DOTALL)[0])
+    assert bool(shown["report"]["methods"]) == ("--compare" in extra)
+    assert (shown["report"]["memory_options"] is not None) == ("--memory-options" in extra)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -581,13 +579,13 @@ def test_drawing_is_a_png_of_the_stated_size(tmp_path: Path, job: Job) -> None:
     assert struct.unpack(">II", written[16:24]) == SIZE
 
 
-def test_drawing_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawing_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(LongspanError, match=r"extra 'plot' .*pip install matplotlib"):
         draw(grid(MODEL, Job(context=131072), 8, HARDWARE), tmp_path / "plan.png")
 
 
-def test_drawing_refuses_when_there_is_no_mesh(tmp_path: Path) -> None:
+def test_drawing_without_a_mesh(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="nothing is drawn: pip install matplotlib")
     with pytest.raises(LongspanError, match="no mesh of 67 GPUs can hold a context of 3 tokens"):
         draw(grid(MODEL, Job(context=3, batch=2), 67, HARDWARE), tmp_path / "plan.png")
