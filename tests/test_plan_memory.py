@@ -229,8 +229,8 @@ def test_saved_activations_are_exact(
     model = shape_from_config(config, "test")
     kept = Memory(recompute_mlp_act=False)
     job = Job(context=context, memory=kept, **{"dtype": dtype})  # type: ignore[arg-type]
-    c = CostContext(context // mesh.gpus, job.bytes_per_element, model.d_model, on_cpu=True, hidden_shards=1)
-    planned = saved_per_token(model.layers[0], job, mesh, c)
+    c = CostContext(job, mesh, model.d_model, on_cpu=True)
+    planned = saved_per_token(model.layers[0], c)
     assert planned.total * c.tokens == more - fewer
 
 

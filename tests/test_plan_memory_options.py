@@ -21,12 +21,12 @@ from longspan.plan.cost.memory import memory
 from longspan.plan.cost.saved import (
     SavedActivations,
     checkpoint_per_token,
-    cost_context,
     mlp_backward_bytes,
     mlp_tiles,
     recomputed_per_token,
     saved_per_token,
 )
+from longspan.plan.layers import CostContext
 from longspan.plan.layers.exchange import chunk_count
 from longspan.plan.limits import refusal
 from longspan.plan.memory_search import combinations, longest, memory_rows
@@ -52,7 +52,7 @@ NORM = 4 * 64 + 4 + 128
 
 def per_token(of: Any, memory_options: Memory, mesh: Mesh = TWO) -> SavedActivations:
     job = Job(context=1024, memory=memory_options)
-    return of(LAYER, job, mesh, cost_context(SMALL, job, mesh, H100))  # type: ignore[no-any-return]
+    return of(LAYER, CostContext(job, mesh, SMALL.d_model, on_cpu=False))  # type: ignore[no-any-return]
 
 
 # ---- Bytes, by hand.
@@ -102,11 +102,11 @@ def test_a_tile_of_the_mlp() -> None:
         (512, Memory(tiled_mlp=600), 512),
     ):
         job = Job(context=2 * tokens, memory=memory_options)
-        context = cost_context(SMALL, job, TWO, H100)
-        assert mlp_tiles(LAYER, job, TWO, context) == tiles
+        c = CostContext(job, TWO, SMALL.d_model, on_cpu=False)
+        assert mlp_tiles(LAYER, c) == tiles
         sums = 4 * 3 * 64 * 96 if tiles > 1 else 0
-        assert mlp_backward_bytes(LAYER, job, TWO, context) == (each * -(-tokens // tiles), sums)
-        assert mlp_backward_bytes(LAYER, replace(job, dtype="fp32"), TWO, context)[1] == 0
+        assert mlp_backward_bytes(LAYER, c) == (each * -(-tokens // tiles), sums)
+        assert mlp_backward_bytes(LAYER, replace(c, job=replace(job, dtype="fp32")))[1] == 0
 
 
 def test_offloaded_bytes() -> None:
@@ -281,21 +281,21 @@ def test_a_memory_option_adds_no_more_than_its_workspace(
     assume(refusal(model, job, mesh) is None)
     with_it = replace(job, memory=replace(memory_options, **memory_option))
     before, after = (sum(memory(model, each, mesh, H100).values()) for each in (job, with_it))
-    context, layer = cost_context(model, job, mesh, H100), model.layers[0]
+    c, layer = CostContext(with_it, mesh, model.d_model, on_cpu=False), model.layers[0]
     extra = 0
     if "checkpointing" in memory_option:
-        extra += checkpoint_per_token(layer, with_it, mesh, context).total * context.tokens
+        extra += checkpoint_per_token(layer, c).total * c.tokens
     if "tiled_mlp" in memory_option:
         untiled_norms = replace(with_it, memory=replace(with_it.memory, tiled_norms=False))
-        extra += sum(mlp_backward_bytes(layer, with_it, mesh, context))
-        extra -= mlp_backward_bytes(layer, untiled_norms, mesh, context)[0]
+        extra += sum(mlp_backward_bytes(layer, c))
+        extra -= mlp_backward_bytes(layer, replace(c, job=untiled_norms))[0]
     if "cpu_offload" in memory_option:
         extra += (3 * layer.params + 2 * model.root_params) * 4
     recomputes = with_it.memory.recompute_all_to_all and not memory_options.recompute_all_to_all
     if recomputes or memory_option == {"checkpointing": "save_attention"}:
-        extra += layer.mixer.backward_buffers(with_it, mesh, context).total
+        extra += layer.mixer.backward_buffers(c).total
         # The local output, held until the end.
-        extra += context.tokens * context.b * layer.mixer.q_heads * layer.mixer.v_head_dim
+        extra += c.tokens * c.b * layer.mixer.q_heads * layer.mixer.v_head_dim
     assert after <= before + extra
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from longspan.plan.cost.saved import cost_context, mlp_tiles
+from longspan.plan.cost.saved import mlp_tiles
 from longspan.plan.cost.training_memory import training_peaks
 from longspan.plan.cost.weights import gathered_bytes, on_host, sums_gradients_once, weights_at_rest
 from longspan.plan.hardware import Hardware
@@ -50,17 +50,17 @@ def memory(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, tiles: i
     `tiles`: of MLP and norms in prefill and decode, unless the job sets them.
     """
     if job.mode == "train":
-        c = cost_context(model, job, mesh, hardware)
-        at_rest = {} if on_host(job, c) else weights_at_rest(model, job, mesh)
-        peaks = training_peaks(model, job, mesh, c, once=sums_gradients_once(model, job, mesh, hardware))
+        c = CostContext(job, mesh, model.d_model, hardware.on_cpu)
+        at_rest = {} if on_host(c) else weights_at_rest(model, job, mesh)
+        peaks = training_peaks(model, c, once=sums_gradients_once(model, job, mesh, hardware))
     else:
         one_forward = job
         if job.mode == "prefill" and job.prefill_chunk is not None:
             one_forward = replace(job, context=min(job.prefill_chunk, job.context))
-        c = cost_context(model, one_forward, mesh, hardware)
-        at_rest = {} if on_host(job, c) else weights_at_rest(model, job, mesh)
+        c = CostContext(one_forward, mesh, model.d_model, hardware.on_cpu)
+        at_rest = {} if on_host(c) else weights_at_rest(model, job, mesh)
         at_rest["kv_cache"] = cache_on_device(model, job, mesh, hardware.on_cpu)
-        peaks = _forward_peaks(model, one_forward, mesh, c, tiles)
+        peaks = _forward_peaks(model, c, tiles)
     at_rest["reserve"] = int(hardware.reserve_bytes)
     peak = max(peaks, key=lambda items: sum(items.values()))
     return {name: int(at_rest.get(name, 0) + peak.get(name, 0)) for name in ITEMS}
@@ -70,7 +70,7 @@ def memory(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, tiles: i
 # A forward without a backward.
 
 
-def _forward_peaks(model: ModelShape, job: Job, mesh: Mesh, c: CostContext, tiles: int) -> list[dict[str, int]]:
+def _forward_peaks(model: ModelShape, c: CostContext, tiles: int) -> list[dict[str, int]]:
     """Return the peak candidates: in attention, the norm behind it, the MLP, the sum of its parts, the last norm.
 
     Megatron SP shards hidden states over the tensor ranks, and gathers them before the products. With TP every rank
@@ -78,76 +78,76 @@ def _forward_peaks(model: ModelShape, job: Job, mesh: Mesh, c: CostContext, tile
     with TP join the ranks' tokens afterwards.
     """
     stream = c.tokens * c.d * c.b // c.hidden_shards
-    all_tokens = c.tokens * c.d * c.b if mesh.tensor > 1 and job.tensor_style == "megatron-sp" else 0
+    all_tokens = c.tokens * c.d * c.b if c.mesh.tensor > 1 and c.job.tensor_style == "megatron-sp" else 0
     # The sum with attention's output, and two fp32 tensors of a tile: an RMSNorm's input and its result.
     norm = (FRAME_STATES + 1) * stream + 2 * c.tokens * c.d * 4 // c.hidden_shards // tiles
     mlps = {layer.mlp for layer, _ in model.layer_kinds}
-    layers = {"gathered_weights": gathered_bytes(model, job, mesh, 2)}
-    head = {"logits": local_batch(job, mesh) * model.vocab // mesh.tensor * (c.b + 4)}
-    in_mlp = max(_in_mlp(mlp, job, mesh, c) for mlp in mlps)
-    intermediates = _mlp_intermediates(model, job, mesh, c, tiles)
+    layers = {"gathered_weights": gathered_bytes(model, c.job, c.mesh, 2)}
+    head = {"logits": local_batch(c.job, c.mesh) * model.vocab // c.mesh.tensor * (c.b + 4)}
+    in_mlp = max(_in_mlp(mlp, c) for mlp in mlps)
+    intermediates = _mlp_intermediates(model, c, tiles)
     return [
-        {**layers, **_attention(model, job, mesh, c), "hidden": (FRAME_STATES + 1) * stream + all_tokens},
+        {**layers, **_attention(model, c), "hidden": (FRAME_STATES + 1) * stream + all_tokens},
         {**layers, "hidden": norm},
         {**layers, **head, "hidden": in_mlp, "mlp": intermediates},
-        {**layers, "hidden": max(_mlp_sum(mlp, job, mesh, c) for mlp in mlps)},
+        {**layers, "hidden": max(_mlp_sum(mlp, c) for mlp in mlps)},
         # There is no layer's input any more.
-        {**head, "gathered_weights": gathered_bytes(model, job, mesh, 0, heads=2), "hidden": norm - stream},
+        {**head, "gathered_weights": gathered_bytes(model, c.job, c.mesh, 0, heads=2), "hidden": norm - stream},
     ]
 
 
-def _attention(model: ModelShape, job: Job, mesh: Mesh, c: CostContext) -> dict[str, int]:
+def _attention(model: ModelShape, c: CostContext) -> dict[str, int]:
     """Return what attention holds besides hidden states, in the layer that needs most."""
     mixers = [layer.mixer for layer, _ in model.layer_kinds]
-    qkv, out, packed = (max(sizes) for sizes in zip(*(_buffers(m, job, mesh, c) for m in mixers), strict=True))
-    exchanged = mesh.ulysses > 1 and job.mode != "decode"
-    ring = max((m.ring_buffers(job, mesh, c, backward=False) for m in mixers), key=lambda buffers: buffers.total)
+    qkv, out, packed = (max(sizes) for sizes in zip(*(_buffers(m, c) for m in mixers), strict=True))
+    exchanged = c.mesh.ulysses > 1 and c.job.mode != "decode"
+    ring = max((m.ring_buffers(c, backward=False) for m in mixers), key=lambda buffers: buffers.total)
     # The all-to-all: sent and received buffer. The attention: received buffer, and the output or the ring's sums.
     computing = max(out, ring.workspace)
     workspace = max(2 * packed, packed + computing) if exchanged else computing
-    chunks = min(mixer.chunks(job, mesh) for mixer in mixers)
+    chunks = min(mixer.chunks(c.job, c.mesh) for mixer in mixers)
     if chunks > 1:  # one chunk's buffers, and the output received so far
         workspace = -(-workspace // chunks) + out
     return {"qkv": qkv, "attention_workspace": workspace, "comm_buffers": ring.comm}
 
 
-def _buffers(mixer: Mixer, job: Job, mesh: Mesh, c: CostContext) -> tuple[int, int, int]:
+def _buffers(mixer: Mixer, c: CostContext) -> tuple[int, int, int]:
     """Return `Mixer.forward_buffers`; a chunk over latent vectors also holds the layer's own q, k and v."""
-    cached = mixer.cache_mixer(job, mesh)
-    if job.prefill_chunk is None or cached is mixer:
-        return mixer.forward_buffers(mesh, c)
-    qkv, out, packed = cached.forward_buffers(mesh, c)
-    return mixer.forward_buffers(mesh, c)[0] + qkv, out, packed
+    cached = mixer.cache_mixer(c.job, c.mesh)
+    if c.job.prefill_chunk is None or cached is mixer:
+        return mixer.forward_buffers(c)
+    qkv, out, packed = cached.forward_buffers(c)
+    return mixer.forward_buffers(c)[0] + qkv, out, packed
 
 
-def _in_mlp(mlp: Mlp, job: Job, mesh: Mesh, c: CostContext) -> int:
+def _in_mlp(mlp: Mlp, c: CostContext) -> int:
     """Return the sum with attention's output, its norm, and the MLP's input from all tensor ranks."""
     stream, all_tokens = c.tokens * c.d * c.b // c.hidden_shards, c.tokens * c.d * c.b
     entering = 0
     if mlp.experts > 1:
-        entering = all_tokens // mesh.tensor if mesh.tensor > c.hidden_shards else 0
-    elif mesh.tensor > 1 and job.tensor_style == "megatron-sp":
+        entering = all_tokens // c.mesh.tensor if c.mesh.tensor > c.hidden_shards else 0
+    elif c.mesh.tensor > 1 and c.job.tensor_style == "megatron-sp":
         entering = all_tokens
     return (FRAME_STATES + 2) * stream + entering
 
 
-def _mlp_sum(mlp: Mlp, job: Job, mesh: Mesh, c: CostContext) -> int:
+def _mlp_sum(mlp: Mlp, c: CostContext) -> int:
     """Return the hidden states while the tensor ranks' MLP outputs are summed, or the experts' tokens joined."""
-    if mesh.tensor == 1:  # the MLP's own intermediates are more
+    if c.mesh.tensor == 1:  # the MLP's own intermediates are more
         return 0
     part = c.tokens * c.d * c.b
     if mlp.experts > 1:
-        part //= mesh.tensor
-    elif job.tensor_style == "megatron-sp":  # several rows are transposed first; gloo copies its input
-        part *= 1 + (local_batch(job, mesh) > 1) + c.on_cpu
-    return _in_mlp(mlp, job, mesh, c) + part + c.tokens * c.d * c.b // c.hidden_shards
+        part //= c.mesh.tensor
+    elif c.job.tensor_style == "megatron-sp":  # several rows are transposed first; gloo copies its input
+        part *= 1 + (local_batch(c.job, c.mesh) > 1) + c.on_cpu
+    return _in_mlp(mlp, c) + part + c.tokens * c.d * c.b // c.hidden_shards
 
 
-def _mlp_intermediates(model: ModelShape, job: Job, mesh: Mesh, c: CostContext, tiles: int) -> int:
+def _mlp_intermediates(model: ModelShape, c: CostContext, tiles: int) -> int:
     """Return the intermediates of one tile of the widest MLP."""
     layers = [layer for layer, _ in model.layer_kinds]
-    widest = c.b * max(layer.mlp.width for layer in layers) // mesh.tensor
-    asked = min(mlp_tiles(layer, job, mesh, c) for layer in layers)
+    widest = c.b * max(layer.mlp.width for layer in layers) // c.mesh.tensor
+    asked = min(mlp_tiles(layer, c) for layer in layers)
     return c.tokens * widest * max(layer.mlp.matrices for layer in layers) // (asked if asked > 1 else tiles)
 
 

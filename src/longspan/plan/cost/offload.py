@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from longspan.plan.cost.memory import cache_bytes, fetched_bytes
-from longspan.plan.cost.saved import DISK_BUFFERS, checkpoint_bytes, checkpoint_per_token, cost_context
+from longspan.plan.cost.saved import DISK_BUFFERS, checkpoint_bytes, checkpoint_per_token
 from longspan.plan.cost.times import layer_seconds
 from longspan.plan.cost.weights import (
     elements_at_rest,
@@ -22,7 +22,7 @@ from longspan.plan.cost.weights import (
 )
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import Job, Mesh, micro_batches
-from longspan.plan.layers.base import offloads
+from longspan.plan.layers.base import CostContext, offloads
 from longspan.plan.models.shape import ModelShape
 
 HOST_ITEMS = {
@@ -78,15 +78,15 @@ class Offloaded:
 
 def offloaded_bytes(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Offloaded:
     """Return the bytes outside the GPU."""
-    c = cost_context(model, job, mesh, hardware)
+    c = CostContext(job, mesh, model.d_model, hardware.on_cpu)
     train, host = job.mode == "train", dict[str, int]()
     if not train and job.cache_offload == "host" and not c.on_cpu:
         host["kv_cache"] = cache_bytes(model, job, mesh)
-    if on_host(job, c):
+    if on_host(c):
         host |= weights_at_rest(model, job, mesh)
         if train:
             host["gradients"] = elements_at_rest(model, job, mesh) * 4
-    checkpoints = checkpoint_bytes(model, job, mesh, c) if train and offloads(job, c) else 0
+    checkpoints = checkpoint_bytes(model, c) if train and offloads(c) else 0
     disk = checkpoints if job.memory.offload == "disk" else 0
     if disk:
         host["disk_buffers"] = min(checkpoints, -(-checkpoints * DISK_BUFFERS // len(model.layers)))
@@ -102,16 +102,16 @@ def offload_wait(
     """Return the seconds of a step that wait for host link or disk, and the slower of these; None if nothing moves."""
     if not stored.host_bytes and not stored.disk_bytes:
         return 0.0, None
-    c = cost_context(model, job, mesh, hardware)
+    c = CostContext(job, mesh, model.d_model, hardware.on_cpu)
     train, micro, ranks = job.mode == "train", micro_batches(job, mesh), weight_ranks(job, mesh)
     sums = 1 if sums_gradients_once(model, job, mesh, hardware) else micro
     link, write, read = hardware.host_bandwidth, hardware.disk_write, hardware.disk_read
     seconds, bottleneck = 0.0, ("", 0.0, 1.0)
     for layer, count in model.layer_kinds:
         computing = layer_seconds(model, layer, job, mesh, hardware)
-        weights = shard_elements(layer.parameters, ranks, mesh.tensor) * PINNED_WEIGHT if on_host(job, c) else 0
-        moves = train and offloads(job, c)
-        saved = checkpoint_per_token(layer, job, mesh, c).total * c.tokens if moves else 0
+        weights = shard_elements(layer.parameters, ranks, mesh.tensor) * PINNED_WEIGHT if on_host(c) else 0
+        moves = train and offloads(c)
+        saved = checkpoint_per_token(layer, c).total * c.tokens if moves else 0
         cached = fetched_bytes(layer.mixer.cache_bytes(job, mesh), job) if stored.host_bytes.get("kv_cache") else 0
         on_disk = saved * stored.ranks_per_node if stored.disk_bytes else 0
         gradients = weights * sums / micro
@@ -124,7 +124,7 @@ def offload_wait(
             seconds += count * micro * max(0.0, max(size / speed for _, size, speed in moved) - overlap)
             worst = max(((what, size / overlap, speed) for what, size, speed in moved), key=lambda x: x[1] / x[2])
             bottleneck = max(bottleneck, worst, key=lambda x: x[1] / x[2])
-    if on_host(job, c):  # nothing overlaps with the weights outside the layers
+    if on_host(c):  # nothing overlaps with the weights outside the layers
         root = shard_elements(model.root, ranks, mesh.tensor) * PINNED_WEIGHT
         seconds += micro * root * (2 if train else 1) / hardware.host_bandwidth
     return seconds, bottleneck if bottleneck[0] else None

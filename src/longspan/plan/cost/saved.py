@@ -12,8 +12,7 @@ from dataclasses import replace
 
 from longspan.core.tile_sizes import FEWEST_ROWS, layers_held, layers_per_checkpoint, norm_rows
 from longspan.plan.cost.weights import layer_gradient
-from longspan.plan.hardware import Hardware
-from longspan.plan.job import Job, Mesh, local_batch, local_tokens, recomputed_inputs
+from longspan.plan.job import Job, recomputed_inputs
 from longspan.plan.layers import CostContext, SavedActivations
 from longspan.plan.layers.base import offloads
 from longspan.plan.models.shape import LayerShape, ModelShape
@@ -31,17 +30,6 @@ WEIGHT_SUM = 4
 """Bytes per MLP weight in which a tiled MLP accumulates a layer's gradients: fp32."""
 
 
-def cost_context(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> CostContext:
-    """Return the sizes that all memory formulas use."""
-    return CostContext(
-        tokens=local_tokens(job, mesh) * local_batch(job, mesh),
-        b=job.bytes_per_element,
-        d=model.d_model,
-        on_cpu=hardware.on_cpu,
-        hidden_shards=mesh.tensor if job.tensor_style == "megatron-sp" else 1,
-    )
-
-
 def autocasts(job: Job) -> bool:
     """Whether torch casts the inputs of each product to bf16, because weights are fp32 and not sharded."""
     return job.dtype == "bf16" and not job.weight_sharding
@@ -51,74 +39,74 @@ def autocasts(job: Job) -> bool:
 # Of one layer, in bytes per token of a rank.
 
 
-def saved_per_token(layer: LayerShape, job: Job, mesh: Mesh, c: CostContext) -> SavedActivations:
+def saved_per_token(layer: LayerShape, c: CostContext) -> SavedActivations:
     """Return what one layer saves for its backward."""
-    before, behind = _around_attention(layer, job, c)
+    before, behind = _around_attention(layer, c)
     mixer = layer.mixer
-    attention = mixer.saved(mesh, c, recompute_all_to_all=job.memory.recompute_all_to_all)
+    attention = mixer.saved(c, recompute_all_to_all=c.job.memory.recompute_all_to_all)
     q_norm = next((p for p in layer.parameters if "q_norm" in p.name), None)
     if q_norm is not None:
-        heads = (mixer.q_heads + mixer.kv_heads) // mesh.tensor
-        tiled = job.memory.tiled_norms
+        heads = (mixer.q_heads + mixer.kv_heads) // c.mesh.tensor
+        tiled = c.job.memory.tiled_norms
         # Norms of each head (Qwen3) save a number per head; a norm of all of Q and one of all of K (OLMo-2) two.
         numbers = 1 if tiled else heads if q_norm.numel == mixer.head_dim else 2
-        attention += _norm_saved(heads * mixer.head_dim, job, c) + 4 * (numbers - 1)
-    return SavedActivations((before + behind) // c.hidden_shards, attention, _mlp_saved(layer, job, mesh, c))
+        attention += _norm_saved(heads * mixer.head_dim, c) + 4 * (numbers - 1)
+    return SavedActivations((before + behind) // c.hidden_shards, attention, _mlp_saved(layer, c))
 
 
-def checkpoint_per_token(layer: LayerShape, job: Job, mesh: Mesh, c: CostContext) -> SavedActivations:
+def checkpoint_per_token(layer: LayerShape, c: CostContext) -> SavedActivations:
     """Return what checkpointing saves of a layer: its input, and parts of its attention."""
-    return SavedActivations(stream_bytes(job, c) // c.hidden_shards, layer.mixer.checkpointed(job, mesh, c))
+    return SavedActivations(stream_bytes(c) // c.hidden_shards, layer.mixer.checkpointed(c))
 
 
-def recomputed_per_token(layer: LayerShape, job: Job, mesh: Mesh, c: CostContext) -> SavedActivations:
+def recomputed_per_token(layer: LayerShape, c: CostContext) -> SavedActivations:
     """Return what a layer saves while it is recomputed, besides its checkpoint."""
-    checkpoint = SavedActivations(attention=layer.mixer.checkpointed(job, mesh, c))
-    if job.memory.tiled_norms:  # the first norm's input is the layer's
-        checkpoint += SavedActivations(hidden=stream_bytes(job, c) // c.hidden_shards)
-    return saved_per_token(layer, job, mesh, c) - checkpoint
+    checkpoint = SavedActivations(attention=layer.mixer.checkpointed(c))
+    if c.job.memory.tiled_norms:  # the first norm's input is the layer's
+        checkpoint += SavedActivations(hidden=stream_bytes(c) // c.hidden_shards)
+    return saved_per_token(layer, c) - checkpoint
 
 
-def freed_per_token(layer: LayerShape, job: Job, mesh: Mesh, c: CostContext) -> SavedActivations:
+def freed_per_token(layer: LayerShape, c: CostContext) -> SavedActivations:
     """Return the part of `saved_per_token` that is freed when the backward reaches the attention itself."""
-    _, behind = _around_attention(layer, job, c)
-    after_mixer = SavedActivations(hidden=behind // c.hidden_shards, mlp=_mlp_saved(layer, job, mesh, c))
-    return layer.mixer.freed(after_mixer, job, mesh, c)
+    _, behind = _around_attention(layer, c)
+    after_mixer = SavedActivations(hidden=behind // c.hidden_shards, mlp=_mlp_saved(layer, c))
+    return layer.mixer.freed(after_mixer, c)
 
 
-def stream_bytes(job: Job, c: CostContext) -> int:
+def stream_bytes(c: CostContext) -> int:
     """Return the bytes per token of the residual stream, which is a layer's input."""
-    return c.d * (4 if autocasts(job) else c.b)
+    return c.d * (4 if autocasts(c.job) else c.b)
 
 
-def norm_bytes(job: Job, c: CostContext) -> int:
+def norm_bytes(c: CostContext) -> int:
     """Return the bytes per token that a norm of hidden states saves."""
-    return _norm_saved(c.d, job, c)
+    return _norm_saved(c.d, c)
 
 
-def _norm_saved(features: int, job: Job, c: CostContext) -> int:
+def _norm_saved(features: int, c: CostContext) -> int:
     """Return an RMSNorm's fp32 input, one number, and its normalised input; with `tiled_norms` its input alone."""
-    given = features * (4 if autocasts(job) else c.b)
-    return given if job.memory.tiled_norms else features * 4 + 4 + given
+    given = features * (4 if autocasts(c.job) else c.b)
+    return given if c.job.memory.tiled_norms else features * 4 + 4 + given
 
 
-def _around_attention(layer: LayerShape, job: Job, c: CostContext) -> tuple[int, int]:
+def _around_attention(layer: LayerShape, c: CostContext) -> tuple[int, int]:
     """Return what norms and products save before the attention, and behind it."""
     norms = 2 if any("post_feedforward" in p.name for p in layer.parameters) else 1
-    normed = norms * norm_bytes(job, c)
-    if job.memory.tiled_norms and not autocasts(job):  # inputs of products are recomputed from those of the norms
+    normed = norms * norm_bytes(c)
+    if c.job.memory.tiled_norms and not autocasts(c.job):  # inputs of products are recomputed from those of the norms
         return normed, normed
     # A linear layer saves its input: one tensor for Q, K and V and one for gate and up; autocast makes five.
-    qkv_inputs, mlp_inputs = (3, 2) if autocasts(job) else (1, 1)
+    qkv_inputs, mlp_inputs = (3, 2) if autocasts(c.job) else (1, 1)
     # A tiled MLP saves its input before any cast.
-    mlp_input = mlp_inputs * c.b * c.d if job.memory.tiled_mlp == 1 else stream_bytes(job, c)
+    mlp_input = mlp_inputs * c.b * c.d if c.job.memory.tiled_mlp == 1 else stream_bytes(c)
     return normed + qkv_inputs * c.b * c.d, normed + mlp_input
 
 
-def _mlp_saved(layer: LayerShape, job: Job, mesh: Mesh, c: CostContext) -> int:
-    if job.memory.tiled_mlp != 1:  # recomputed, a tile at a time
+def _mlp_saved(layer: LayerShape, c: CostContext) -> int:
+    if c.job.memory.tiled_mlp != 1:  # recomputed, a tile at a time
         return 0
-    return layer.mlp.saved(c) // mesh.tensor - (_mlp_act_bytes(layer, mesh, c) if recomputes_mlp_act(job) else 0)
+    return layer.mlp.saved(c) // c.mesh.tensor - (_mlp_act_bytes(layer, c) if recomputes_mlp_act(c.job) else 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -131,48 +119,48 @@ def recomputes_mlp_act(job: Job) -> bool:
     return job.mode == "train" and memory.recompute_mlp_act and memory.checkpointing == "none" and memory.tiled_mlp == 1
 
 
-def _mlp_act_bytes(layer: LayerShape, mesh: Mesh, c: CostContext) -> int:
+def _mlp_act_bytes(layer: LayerShape, c: CostContext) -> int:
     """Return the bytes per token of what an MLP computes elementwise from its products."""
-    return layer.mlp.saved_intermediates // 2 * c.b * layer.mlp.width // mesh.tensor
+    return layer.mlp.saved_intermediates // 2 * c.b * layer.mlp.width // c.mesh.tensor
 
 
-def mlp_tiles(layer: LayerShape, job: Job, mesh: Mesh, c: CostContext) -> int:
+def mlp_tiles(layer: LayerShape, c: CostContext) -> int:
     """Return the number of tiles of tokens in which the layer's MLP runs."""
-    if job.memory.tiled_mlp:
-        return min(job.memory.tiled_mlp, max(1, c.tokens))
-    wanted = round(_mlp_intermediates(layer, mesh, c) / (TILE * c.d * c.b))
+    if c.job.memory.tiled_mlp:
+        return min(c.job.memory.tiled_mlp, max(1, c.tokens))
+    wanted = round(_mlp_intermediates(layer, c) / (TILE * c.d * c.b))
     return max(1, min(c.tokens // FEWEST_ROWS[c.on_cpu], wanted))
 
 
-def _mlp_intermediates(layer: LayerShape, mesh: Mesh, c: CostContext) -> int:
+def _mlp_intermediates(layer: LayerShape, c: CostContext) -> int:
     """Return the bytes per token of an MLP's backward: what its forward saves, and two gradients."""
-    return (layer.mlp.saved(c) + 2 * c.b * layer.mlp.width) // mesh.tensor
+    return (layer.mlp.saved(c) + 2 * c.b * layer.mlp.width) // c.mesh.tensor
 
 
-def mlp_backward_bytes(layer: LayerShape, job: Job, mesh: Mesh, c: CostContext) -> tuple[int, int]:
+def mlp_backward_bytes(layer: LayerShape, c: CostContext) -> tuple[int, int]:
     """Return what an MLP's backward holds besides saved activations, and its sums of weights' gradients.
 
     Two gradients of the widest intermediate, and what is recomputed. In tiles, all intermediates of one tile, and with
     `tiled_norms` the norm's; gradients are then accumulated in fp32, unless they are fp32 already.
     """
-    if job.memory.tiled_mlp == 1:
-        recomputed = _mlp_act_bytes(layer, mesh, c) * c.tokens if recomputes_mlp_act(job) else 0
-        return 2 * c.b * layer.mlp.width * c.tokens // mesh.tensor + recomputed, 0
-    tiles = mlp_tiles(layer, job, mesh, c)
+    if c.job.memory.tiled_mlp == 1:
+        recomputed = _mlp_act_bytes(layer, c) * c.tokens if recomputes_mlp_act(c.job) else 0
+        return 2 * c.b * layer.mlp.width * c.tokens // c.mesh.tensor + recomputed, 0
+    tiles = mlp_tiles(layer, c)
     rows = -(-c.tokens // tiles)
-    accumulated = tiles > 1 and job.dtype != "fp32" and job.weight_sharding
-    sums = WEIGHT_SUM * layer.mlp_params // mesh.tensor if accumulated else 0
-    norm = _norm_tile(rows, c) if job.memory.tiled_norms else 0
-    return _mlp_intermediates(layer, mesh, c) * rows + norm, sums
+    accumulated = tiles > 1 and c.job.dtype != "fp32" and c.job.weight_sharding
+    sums = WEIGHT_SUM * layer.mlp_params // c.mesh.tensor if accumulated else 0
+    norm = _norm_tile(rows, c) if c.job.memory.tiled_norms else 0
+    return _mlp_intermediates(layer, c) * rows + norm, sums
 
 
-def norm_backward_bytes(job: Job, c: CostContext) -> int:
+def norm_backward_bytes(c: CostContext) -> int:
     """Return what a tiled norm's backward behind the attention holds, besides the gradients that a layer holds anyway.
 
     Three fp32 copies of a tile, and the gradient of all tokens; a tiled MLP's backward includes its norm, and has made
     that gradient.
     """
-    gradient = c.tokens * c.d * c.b // c.hidden_shards if job.memory.tiled_mlp == 1 else 0
+    gradient = c.tokens * c.d * c.b // c.hidden_shards if c.job.memory.tiled_mlp == 1 else 0
     return gradient + _norm_tile(min(c.tokens, norm_rows(c.tokens, c.on_cpu)), c)
 
 
@@ -184,22 +172,22 @@ def _norm_tile(rows: int, c: CostContext) -> int:
 # Of all layers, at four times in a step.
 
 
-def saved_in_a_step(model: ModelShape, job: Job, mesh: Mesh, c: CostContext) -> tuple[SavedActivations, ...]:
+def saved_in_a_step(model: ModelShape, c: CostContext) -> tuple[SavedActivations, ...]:
     """Return what is saved at the loss, and in the backward of the last layer, the one before it, and the first."""
-    if job.memory.checkpointing == "none":
-        return _all_saved(model, job, mesh, c)
+    if c.job.memory.checkpointing == "none":
+        return _all_saved(model, c)
     n = len(model.layers)
-    group = layers_per_checkpoint(n, job.memory.layers_per_checkpoint)
+    group = layers_per_checkpoint(n, c.job.memory.layers_per_checkpoint)
     inputs, most_inputs = layers_held(n, group)
-    checkpoints = [(checkpoint_per_token(layer, job, mesh, c) * c.tokens, count) for layer, count in model.layer_kinds]
+    checkpoints = [(checkpoint_per_token(layer, c) * c.tokens, count) for layer, count in model.layer_kinds]
     largest = _largest(saved for saved, _ in checkpoints)
-    recomputed = _largest(recomputed_per_token(layer, job, mesh, c) * c.tokens for layer, _ in model.layer_kinds)
-    layer_input = SavedActivations(hidden=stream_bytes(job, c) // c.hidden_shards * c.tokens)
+    recomputed = _largest(recomputed_per_token(layer, c) * c.tokens for layer, _ in model.layer_kinds)
+    layer_input = SavedActivations(hidden=stream_bytes(c) // c.hidden_shards * c.tokens)
     # In the first group's backward its recomputed inputs are freed as gradients arrive.
-    gradient = min(layer_gradient(layer, job, mesh) for layer, _ in model.layer_kinds)
+    gradient = min(layer_gradient(layer, c.job, c.mesh) for layer, _ in model.layer_kinds)
     first_group = SavedActivations(hidden=max(0, layer_input.hidden - gradient) * (min(group, n) - 1))
     in_first = largest + first_group + recomputed
-    if offloads(job, c):
+    if offloads(c):
         at_loss, before = (largest * min(layers, OFFLOADED_LAYERS) for layers in (n, max(1, n - 1)))
         if group > 1:  # recomputed inputs stay here, and fewer are offloaded
             hidden = layer_input.hidden * min(min(inputs, OFFLOADED_LAYERS) + group - 1, most_inputs)
@@ -214,11 +202,11 @@ def saved_in_a_step(model: ModelShape, job: Job, mesh: Mesh, c: CostContext) -> 
     return total, total + recomputed, before + recomputed, in_first
 
 
-def _all_saved(model: ModelShape, job: Job, mesh: Mesh, c: CostContext) -> tuple[SavedActivations, ...]:
+def _all_saved(model: ModelShape, c: CostContext) -> tuple[SavedActivations, ...]:
     """Return `saved_in_a_step` without checkpointing."""
-    layers = {layer: saved_per_token(layer, job, mesh, c) * c.tokens for layer, _ in model.layer_kinds}
+    layers = {layer: saved_per_token(layer, c) * c.tokens for layer, _ in model.layer_kinds}
     # Autocast: the embeddings are fp32, and the first layer saves its cast of them.
-    embedded = SavedActivations(hidden=c.tokens * c.d * 4 if autocasts(job) else 0)
+    embedded = SavedActivations(hidden=c.tokens * c.d * 4 if autocasts(c.job) else 0)
     total = sum((layers[layer] * count for layer, count in model.layer_kinds), embedded)
     # Any kind of layer may be the last: subtract the smallest, so that no peak is underestimated.
     smallest = min(layers.values(), key=lambda saved: saved.total)
@@ -230,10 +218,10 @@ def _largest(saved: Iterable[SavedActivations]) -> SavedActivations:
     return max(saved, key=lambda each: each.total)
 
 
-def checkpoint_bytes(model: ModelShape, job: Job, mesh: Mesh, c: CostContext) -> int:
+def checkpoint_bytes(model: ModelShape, c: CostContext) -> int:
     """Return the bytes of all layers' checkpoints, wherever they are stored."""
-    if job.memory.checkpointing == "none":
+    if c.job.memory.checkpointing == "none":
         return 0
-    each = ((checkpoint_per_token(layer, job, mesh, c).total, count) for layer, count in model.layer_kinds)
-    recomputed = recomputed_inputs(len(model.layers), job) * stream_bytes(job, c) // c.hidden_shards
+    each = ((checkpoint_per_token(layer, c).total, count) for layer, count in model.layer_kinds)
+    recomputed = recomputed_inputs(len(model.layers), c.job) * stream_bytes(c) // c.hidden_shards
     return sum(c.tokens * saved * count for saved, count in each) - c.tokens * recomputed

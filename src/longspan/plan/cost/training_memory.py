@@ -33,7 +33,6 @@ from longspan.plan.cost.weights import (
     shard_elements,
     weight_ranks,
 )
-from longspan.plan.job import Job, Mesh
 from longspan.plan.layers import CostContext, SavedActivations
 from longspan.plan.models.shape import LayerShape, ModelShape
 
@@ -41,12 +40,10 @@ Peak = dict[str, int]
 """Bytes by item, at one time in a step; items at rest are added to all of them."""
 
 
-def training_peaks(model: ModelShape, job: Job, mesh: Mesh, c: CostContext, once: bool) -> list[Peak]:
+def training_peaks(model: ModelShape, c: CostContext, once: bool) -> list[Peak]:
     """Return the peak candidates; `once`: whether gradients of all micro-batches are summed over the ranks once."""
-    step = _Step(model, job, mesh, c, once)
-    at_loss, last_layer, before_it, first_layer = (
-        saved + step.rotary_tables for saved in saved_in_a_step(model, job, mesh, c)
-    )
+    step = _Step(model, c, once)
+    at_loss, last_layer, before_it, first_layer = (saved + step.rotary_tables for saved in saved_in_a_step(model, c))
     return [
         *step.loss(at_loss),
         *step.layer_backward(last_layer, step.in_last_layer()),
@@ -64,11 +61,11 @@ class _Step:
     layer's backward, in which the sent buffer is still held. A tied head's gradient stays to the end.
     """
 
-    def __init__(self, model: ModelShape, job: Job, mesh: Mesh, c: CostContext, once: bool) -> None:
-        self.model, self.job, self.mesh, self.c = model, job, mesh, c
-        t, self.autocast = mesh.tensor, autocasts(job)
+    def __init__(self, model: ModelShape, c: CostContext, once: bool) -> None:
+        self.model, self.job, self.mesh, self.c = model, c.job, c.mesh, c
+        t, self.autocast = c.mesh.tensor, autocasts(c.job)
         self.layers = [layer for layer, _ in model.layer_kinds]
-        self.ranks, self.sharded, self.to_host = weight_ranks(job, mesh), gathers(job, mesh), on_host(job, c)
+        self.ranks, self.sharded, self.to_host = weight_ranks(c.job, c.mesh), gathers(c.job, c.mesh), on_host(c)
         # Elements of the largest layer, of the head, and of the head's own FSDP group (0 if it is tied or not sharded).
         self.largest = max(layer.params for layer in self.layers) // t
         self.head = model.vocab * c.d // t
@@ -78,9 +75,9 @@ class _Step:
         # Bytes per element of the reduce-scatter's flat fp32 input, which gloo copies.
         self.flat = (8 if c.on_cpu else 4) * self.sharded
         # Bytes of gradients at rest on the device; and of earlier micro-batches', not sharded until they are summed.
-        self.at_rest = 0 if self.to_host else 4 * elements_at_rest(model, job, mesh)
+        self.at_rest = 0 if self.to_host else 4 * elements_at_rest(model, c.job, c.mesh)
         accumulated = 4 * (model.params // t) if once else self.at_rest
-        self.earlier = accumulated if job.batch > mesh.data else 0
+        self.earlier = accumulated if c.job.batch > c.mesh.data else 0
         # Bytes of cast weights: autocast's bf16 copies; from the host, a layer's fp32 shard before it is cast.
         self.casts = 2 * _matrix_elements(model) // t if self.autocast else 0
         self.casts += self.largest * 4 // self.ranks if self.to_host else 0
@@ -101,7 +98,7 @@ class _Step:
     def loss(self, at_loss: SavedActivations) -> Iterator[Peak]:
         """Yield the peaks in the loss, and in the head's backward."""
         c = self.c
-        final_norm = SavedActivations(hidden=c.tokens * (norm_bytes(self.job, c) + c.d * c.b))
+        final_norm = SavedActivations(hidden=c.tokens * (norm_bytes(c) + c.d * c.b))
         in_loss = self.casts + (self.gathered(0, heads=2) if self.own_head else self.gathered(1))
         in_head = self.casts + self.gathered(1, heads=1)
         for items, gathered in zip(self._tiled_loss(), (in_loss, in_head), strict=True):
@@ -167,20 +164,20 @@ class _Step:
 
         `rest`: gradients and gathered weights.
         """
-        job, mesh, c, layers = self.job, self.mesh, self.c, self.layers
-        exchanged = max(_recomputed_exchange(layer, job, mesh, c) for layer in layers)
+        c, layers = self.c, self.layers
+        exchanged = max(_recomputed_exchange(layer, c) for layer in layers)
         if exchanged:  # the layer has not saved anything yet but its normalised input
-            recomputed = max(recomputed_per_token(layer, job, mesh, c).total for layer in layers) * c.tokens
+            recomputed = max(recomputed_per_token(layer, c).total for layer in layers) * c.tokens
             yield {**saved.items(), **rest, "attention_workspace": exchanged - recomputed, "hidden": 2 * self.hidden}
-        mlp, sums = max((mlp_backward_bytes(layer, job, mesh, c) for layer in layers), key=sum)
+        mlp, sums = max((mlp_backward_bytes(layer, c) for layer in layers), key=sum)
         gradients = rest["gradients"] + sums
         yield {**saved.items(), **rest, "gradients": gradients, "mlp": mlp, "hidden": 2 * self.hidden}
-        if job.memory.tiled_norms:  # the MLP's backward is over
-            of_mlp = min(saved_per_token(layer, job, mesh, c).mlp for layer in layers) * c.tokens
+        if c.job.memory.tiled_norms:  # the MLP's backward is over
+            of_mlp = min(saved_per_token(layer, c).mlp for layer in layers) * c.tokens
             in_norm = saved - SavedActivations(mlp=of_mlp)
-            yield {**in_norm.items(), **rest, "hidden": 2 * self.hidden + norm_backward_bytes(job, c)}
-        buffers = max((layer.mixer.backward_buffers(job, mesh, c) for layer in layers), key=lambda b: b.total)
-        freed = min((freed_per_token(layer, job, mesh, c) for layer in layers), key=lambda each: each.total)
+            yield {**in_norm.items(), **rest, "hidden": 2 * self.hidden + norm_backward_bytes(c)}
+        buffers = max((layer.mixer.backward_buffers(c) for layer in layers), key=lambda b: b.total)
+        freed = min((freed_per_token(layer, c) for layer in layers), key=lambda each: each.total)
         in_attention = saved - freed * c.tokens
         yield {**in_attention.items(), **rest, **buffers.items(), "hidden": self.hidden}
 
@@ -207,17 +204,17 @@ class _Step:
             yield {"gradients": shard * 4 + 4 * min(shard, GRADIENT_BUCKET)}
 
 
-def _recomputed_exchange(layer: LayerShape, job: Job, mesh: Mesh, c: CostContext) -> int:
+def _recomputed_exchange(layer: LayerShape, c: CostContext) -> int:
     """Return the bytes of a checkpointed layer's recomputed all-to-all, the rank's q, k and v included; 0 if none is.
 
     The larger of sending q, k and v (sent and received buffer), and of receiving the output (what arrived, the output
     in head layout, as received, and in token layout).
     """
-    if mesh.ulysses == 1 or job.memory.checkpointing not in ("full", "selective"):
+    if c.mesh.ulysses == 1 or c.job.memory.checkpointing not in ("full", "selective"):
         return 0
-    (qkv, out, packed), n = layer.mixer.forward_buffers(mesh, c), layer.mixer.chunks(job, mesh)
+    (qkv, out, packed), n = layer.mixer.forward_buffers(c), layer.mixer.chunks(c.job, c.mesh)
     receiving = packed + 3 * out if n == 1 else -(-(packed + 2 * out) // n) + out
-    return max(qkv + -(-2 * packed // n), qkv + receiving * (job.memory.checkpointing == "full"))
+    return max(qkv + -(-2 * packed // n), qkv + receiving * (c.job.memory.checkpointing == "full"))
 
 
 @functools.lru_cache(maxsize=256)

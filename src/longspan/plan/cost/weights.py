@@ -45,9 +45,9 @@ def weights_at_rest(model: ModelShape, job: Job, mesh: Mesh) -> dict[str, int]:
     return {"weights": shard * job.bytes_per_weight, "optimizer": shard * moments}
 
 
-def on_host(job: Job, c: CostContext) -> bool:
+def on_host(c: CostContext) -> bool:
     """Whether weights, gradients and optimizer states are in the host's memory instead of the GPU's."""
-    return job.memory.cpu_offload and not c.on_cpu
+    return c.job.memory.cpu_offload and not c.on_cpu
 
 
 def gathers(job: Job, mesh: Mesh) -> bool:

@@ -17,39 +17,39 @@ KERNEL_DQ = 4
 """Bytes per element of dQ that a GPU's flash backward accumulates in fp32, besides dQ itself."""
 
 
-def _kernel_backward(layer: Softmax, mesh: Mesh, c: CostContext) -> int:
+def _kernel_backward(layer: Softmax, c: CostContext) -> int:
     """Return the bytes of the flash backward itself, for all heads of the rank."""
     if c.on_cpu:
         return 0
-    heads = layer.max_heads(mesh)
+    heads = layer.max_heads(c.mesh)
     # With grouped queries it writes dK and dV for every query head, and sums each group afterwards.
     per_query_head = c.b * (heads.q + heads.out) if heads.q_heads > heads.kv_heads else 0
-    return c.tokens * mesh.ulysses * (KERNEL_DQ * heads.q + per_query_head)
+    return c.tokens * c.mesh.ulysses * (KERNEL_DQ * heads.q + per_query_head)
 
 
-def backward_buffers(layer: Softmax, job: Job, mesh: Mesh, c: CostContext) -> Buffers:
+def backward_buffers(layer: Softmax, c: CostContext) -> Buffers:
     """Return the largest of three peaks: sending gradients to heads; the kernel or the ring; sending gradients back.
 
     With head chunks each peak is one chunk's, and the gradients received so far are added.
     """
-    heads, mine = layer.max_heads(mesh), layer.local_heads(mesh)
-    chunks, u = exchange.chunk_count(layer, job, mesh), mesh.ulysses
-    exchanged, recomputed = u > 1, job.memory.recompute_all_to_all and u > 1
+    heads, mine = layer.max_heads(c.mesh), layer.local_heads(c.mesh)
+    chunks, u = exchange.chunk_count(layer, c.job, c.mesh), c.mesh.ulysses
+    exchanged, recomputed = u > 1, c.job.memory.recompute_all_to_all and u > 1
     in_heads, in_tokens = c.tokens * u * c.b, c.tokens * c.b  # bytes per element in either layout
     gradients = in_heads * (heads.q + heads.kv)
     received = in_heads * (heads.q + heads.kv + heads.out) if recomputed else 0  # by the recomputed all-to-all
     result = in_tokens * (mine.q + mine.kv)
     d_out = in_tokens * mine.out
     stays = d_out + (result if chunks > 1 else 0)
-    kernel = _kernel_backward(layer, mesh, c)
-    if mesh.ring > 1:  # its sums include the output's gradient in head layout
-        ring = ring_buffers(layer, job, mesh, c, backward=True)
+    kernel = _kernel_backward(layer, c)
+    if c.mesh.ring > 1:  # its sums include the output's gradient in head layout
+        ring = ring_buffers(layer, c, backward=True)
         computing = ring.workspace + -(-(kernel + received) // chunks)
         return Buffers(ring.comm, computing + (stays if recomputed or chunks > 1 else 0))
     computing = received + gradients + in_heads * heads.out * exchanged + kernel
     sending = received + in_heads * heads.out + d_out + (result + d_out if recomputed else 0)
     # The kernel's saved tensors are freed before gradients are sent back, unless something else holds them.
-    held = job.memory.checkpointing == "save_attention" and not offloads(job, c)
+    held = c.job.memory.checkpointing == "save_attention" and not offloads(c)
     freed = 0 if recomputed or held else in_heads * (heads.q + heads.kv + heads.out)
     returning = 2 * gradients + (result if chunks == 1 else 0) - freed
     if chunks == 1 and not recomputed:  # the incoming gradient is freed when it has been sent
@@ -58,14 +58,14 @@ def backward_buffers(layer: Softmax, job: Job, mesh: Mesh, c: CostContext) -> Bu
     return Buffers(0, stays + -(-max(peaks) // chunks))
 
 
-def ring_buffers(layer: Softmax, job: Job, mesh: Mesh, c: CostContext, *, backward: bool) -> Buffers:
+def ring_buffers(layer: Softmax, c: CostContext, *, backward: bool) -> Buffers:
     """Return the buffers of a ring, or of a chunk of a prompt over a KV cache."""
-    if job.mode == "prefill" and job.prefill_chunk is not None:
-        return _prompt_chunk(layer, job, mesh)
-    if mesh.ring == 1 or job.mode == "decode":
+    if c.job.mode == "prefill" and c.job.prefill_chunk is not None:
+        return _prompt_chunk(layer, c.job, c.mesh)
+    if c.mesh.ring == 1 or c.job.mode == "decode":
         return Buffers()
-    buffers = (_ring_backward if backward else _ring_forward)(layer, job, mesh, c)
-    chunks = exchange.chunk_count(layer, job, mesh)
+    buffers = (_ring_backward if backward else _ring_forward)(layer, c)
+    chunks = exchange.chunk_count(layer, c.job, c.mesh)
     return Buffers(-(-buffers.comm // chunks), -(-buffers.workspace // chunks))
 
 
@@ -77,32 +77,32 @@ def _block_tokens(job: Job, mesh: Mesh) -> int:
     return local_tokens(job, mesh) * local_batch(job, mesh) * mesh.ulysses
 
 
-def _ring_forward(layer: Softmax, job: Job, mesh: Mesh, c: CostContext) -> Buffers:
-    heads, tokens = layer.max_heads(mesh), _block_tokens(job, mesh)
+def _ring_forward(layer: Softmax, c: CostContext) -> Buffers:
+    heads, tokens = layer.max_heads(c.mesh), _block_tokens(c.job, c.mesh)
     tile_bytes = 4 if c.on_cpu else c.b
     sums = tokens * 4 * (heads.out + heads.q_heads)
     casts = tokens * 4 * (heads.q + heads.kv) * (c.b < tile_bytes)
     tile = tokens * heads.out * (tile_bytes + 4)  # a tile's output, and its weighted copy in fp32
-    gathered = exchange.ring_impl(layer, job, mesh, heads.kv_heads) == "allgather"
+    gathered = exchange.ring_impl(layer, c.job, c.mesh, heads.kv_heads) == "allgather"
     # The rank's own block, packed to be sent, and either all blocks, or the current and the next one.
-    blocks = 1 + (mesh.ring if gathered else min(exchange.schedule(layer, job, mesh).routes.rounds, 2))
+    blocks = 1 + (c.mesh.ring if gathered else min(exchange.schedule(layer, c.job, c.mesh).routes.rounds, 2))
     return Buffers(blocks * c.b * heads.kv * tokens, sums + casts + tile)
 
 
-def _ring_backward(layer: Softmax, job: Job, mesh: Mesh, c: CostContext) -> Buffers:
-    heads, tokens = layer.max_heads(mesh), _block_tokens(job, mesh)
+def _ring_backward(layer: Softmax, c: CostContext) -> Buffers:
+    heads, tokens = layer.max_heads(c.mesh), _block_tokens(c.job, c.mesh)
     tile_bytes = 4 if c.on_cpu else c.b
     block, gradient = c.b * heads.kv * tokens, 4 * heads.kv * tokens
     # The output's gradient, and in fp32 dQ, and dK and dV of the rank's own block.
     sums = tokens * (c.b * heads.out + 4 * (heads.q + heads.kv))
     casts = tokens * 4 * (heads.q + heads.kv + 2 * heads.out) * (c.b < tile_bytes)
     tile = casts + tokens * tile_bytes * (heads.q + heads.kv)
-    if exchange.ring_impl(layer, job, mesh, heads.kv_heads) == "allgather":
-        received = mesh.ring * block + (mesh.ring - 1) * gradient
-        reduced = mesh.ring * gradient
+    if exchange.ring_impl(layer, c.job, c.mesh, heads.kv_heads) == "allgather":
+        received = c.mesh.ring * block + (c.mesh.ring - 1) * gradient
+        reduced = c.mesh.ring * gradient
         peaks = [Buffers(received, sums + tile), Buffers(received + reduced, sums)]
     else:
-        routes = exchange.schedule(layer, job, mesh).routes
+        routes = exchange.schedule(layer, c.job, c.mesh).routes
         directions, rounds = any(routes.right) + any(routes.left), routes.rounds
         # (KV blocks, gradients) while a tile is computed. Round 0: the rank's own block. Then a received block, to
         # which it adds a gradient; from round 2 on another gradient arrives and one leaves. At the end one leaves and

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
+from longspan.plan.job import Job, Mesh, local_batch, local_tokens
+
 if TYPE_CHECKING:
-    from longspan.plan.job import Job, Mesh
     from longspan.plan.layers.ring import RingSchedule
 
 
@@ -27,21 +29,34 @@ class Parameter:
 
 @dataclass(frozen=True)
 class CostContext:
-    """The sizes of one job on one mesh that all memory formulas use.
+    """One job on one mesh, with the sizes that all memory formulas use.
 
     Attributes:
-        tokens: on a rank, over all its sequences.
-        b: bytes per element.
+        job: the job.
+        mesh: the mesh.
         d: hidden size.
         on_cpu: whether ranks are processes on CPUs.
-        hidden_shards: tensor ranks that share the residual stream: Megatron SP shards it, plain TP replicates it.
     """
 
-    tokens: int
-    b: int
+    job: Job
+    mesh: Mesh
     d: int
     on_cpu: bool
-    hidden_shards: int
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens on a rank, over all its sequences."""
+        return local_tokens(self.job, self.mesh) * local_batch(self.job, self.mesh)
+
+    @property
+    def b(self) -> int:
+        """Bytes per element."""
+        return self.job.bytes_per_element
+
+    @property
+    def hidden_shards(self) -> int:
+        """Tensor ranks that share the residual stream: Megatron SP shards it, plain TP replicates it."""
+        return self.mesh.tensor if self.job.tensor_style == "megatron-sp" else 1
 
 
 @dataclass(frozen=True)
@@ -113,9 +128,9 @@ class Buffers:
         return {"comm_buffers": self.comm, "attention_workspace": self.workspace}
 
 
-def offloads(job: Job, c: CostContext) -> bool:
+def offloads(c: CostContext) -> bool:
     """Whether checkpoints leave this memory. Offload to the host does nothing on a CPU."""
-    return job.memory.offload == "disk" or (job.memory.offload == "host" and not c.on_cpu)
+    return c.job.memory.offload == "disk" or (c.job.memory.offload == "host" and not c.on_cpu)
 
 
 @dataclass(frozen=True)
@@ -222,14 +237,14 @@ class Mixer(ABC):
     # Memory.
 
     @abstractmethod
-    def saved(self, mesh: Mesh, c: CostContext, *, recompute_all_to_all: bool = False) -> int:
+    def saved(self, c: CostContext, *, recompute_all_to_all: bool = False) -> int:
         """Return saved bytes per token of a rank, with or without the all-to-all recomputed in the backward."""
 
-    def checkpointed(self, job: Job, mesh: Mesh, c: CostContext) -> int:
+    def checkpointed(self, c: CostContext) -> int:
         """Return the part of `saved` that checkpointing saves rather than recomputes."""
         return 0
 
-    def freed(self, after_mixer: SavedActivations, job: Job, mesh: Mesh, c: CostContext) -> SavedActivations:
+    def freed(self, after_mixer: SavedActivations, c: CostContext) -> SavedActivations:
         """Return the saved bytes per token that a layer has freed when its backward reaches the mixing itself.
 
         `after_mixer`: saved by the rest of the layer, behind the mixer.
@@ -240,15 +255,15 @@ class Mixer(ABC):
         """Return the head chunks that run one after the other (`Memory.head_chunks`)."""
         return 1
 
-    def forward_buffers(self, mesh: Mesh, c: CostContext) -> tuple[int, int, int]:
+    def forward_buffers(self, c: CostContext) -> tuple[int, int, int]:
         """Return a forward's bytes of Q, K and V; of the output; of Q, K and V packed for the all-to-all."""
         return 0, 0, 0
 
-    def ring_buffers(self, job: Job, mesh: Mesh, c: CostContext, *, backward: bool) -> Buffers:
+    def ring_buffers(self, c: CostContext, *, backward: bool) -> Buffers:
         """Return a ring's peak buffers."""
         return Buffers()
 
-    def backward_buffers(self, job: Job, mesh: Mesh, c: CostContext) -> Buffers:
+    def backward_buffers(self, c: CostContext) -> Buffers:
         """Return the peak buffers of the backward of mixing, ring, kernel and all-to-all included."""
         return Buffers()
 

@@ -46,6 +46,6 @@ class Linear(Mixer):
         state = local_batch(job, mesh) * (self.state_elements // mesh.tensor) * job.bytes_per_element
         return [state] * mesh.sequence
 
-    def saved(self, mesh: Mesh, c: CostContext, *, recompute_all_to_all: bool = False) -> int:
+    def saved(self, c: CostContext, *, recompute_all_to_all: bool = False) -> int:
         """Return an estimate: input, output and gates."""
-        return c.b * 3 * (self.q_heads * self.v_head_dim + 2 * self.kv_heads * self.head_dim) // mesh.tensor
+        return c.b * 3 * (self.q_heads * self.v_head_dim + 2 * self.kv_heads * self.head_dim) // c.mesh.tensor

@@ -180,52 +180,50 @@ class Softmax(Mixer):
     def chunks(self, job: Job, mesh: Mesh) -> int:
         return exchange.chunk_count(self, job, mesh)
 
-    def saved(self, mesh: Mesh, c: CostContext, *, recompute_all_to_all: bool = False) -> int:
+    def saved(self, c: CostContext, *, recompute_all_to_all: bool = False) -> int:
         """Return the bytes of Q, K, V, the output before and behind the all-to-all, and a log-sum-exp per head.
 
         They are in head layout: the heads of the rank with most heads, over the tokens of its Ulysses group. If the
         backward recomputes the all-to-all, Q, K, V and output are in token layout.
         """
-        u, heads = mesh.ulysses, self.max_heads(mesh)
+        u, heads = c.mesh.ulysses, self.max_heads(c.mesh)
         if recompute_all_to_all and u > 1:
-            mine = self.local_heads(mesh)
+            mine = self.local_heads(c.mesh)
             return c.b * (mine.q + mine.kv + mine.out) + u * 4 * heads.q_heads
         saved = u * (c.b * (heads.q + heads.kv + heads.out) + 4 * heads.q_heads)
-        return saved + self._projected(mesh, c)
+        return saved + self._projected(c)
 
-    def checkpointed(self, job: Job, mesh: Mesh, c: CostContext) -> int:
+    def checkpointed(self, c: CostContext) -> int:
         """Return, for "save_attention", all of `saved`; for "selective", the local output and the log-sum-exps."""
-        if job.memory.checkpointing == "save_attention":
-            return self.saved(mesh, c, recompute_all_to_all=job.memory.recompute_all_to_all)
-        if job.memory.checkpointing == "selective":
-            log_sum_exps = mesh.ulysses * 4 * self.max_heads(mesh).q_heads
-            return c.b * self.q_heads * self.v_head_dim // mesh.tensor + log_sum_exps
+        if c.job.memory.checkpointing == "save_attention":
+            return self.saved(c, recompute_all_to_all=c.job.memory.recompute_all_to_all)
+        if c.job.memory.checkpointing == "selective":
+            log_sum_exps = c.mesh.ulysses * 4 * self.max_heads(c.mesh).q_heads
+            return c.b * self.q_heads * self.v_head_dim // c.mesh.tensor + log_sum_exps
         return 0
 
-    def freed(self, after_mixer: SavedActivations, job: Job, mesh: Mesh, c: CostContext) -> SavedActivations:
+    def freed(self, after_mixer: SavedActivations, c: CostContext) -> SavedActivations:
         # A recomputed all-to-all sends the output in token layout; a checkpoint is freed with its layer.
-        held = job.memory.recompute_all_to_all or (
-            job.memory.checkpointing == "save_attention" and not offloads(job, c)
-        )
-        return after_mixer + SavedActivations(attention=0 if held else self._projected(mesh, c))
+        held = c.job.memory.recompute_all_to_all or (c.job.memory.checkpointing == "save_attention" and not offloads(c))
+        return after_mixer + SavedActivations(attention=0 if held else self._projected(c))
 
-    def _projected(self, mesh: Mesh, c: CostContext) -> int:
+    def _projected(self, c: CostContext) -> int:
         """Return the bytes of the output projection's input, if the all-to-all makes it a tensor of its own."""
-        return c.b * self.q_heads * self.v_head_dim // mesh.tensor if mesh.ulysses > 1 else 0
+        return c.b * self.q_heads * self.v_head_dim // c.mesh.tensor if c.mesh.ulysses > 1 else 0
 
-    def ring_buffers(self, job: Job, mesh: Mesh, c: CostContext, *, backward: bool) -> Buffers:
-        return attention_memory.ring_buffers(self, job, mesh, c, backward=backward)
+    def ring_buffers(self, c: CostContext, *, backward: bool) -> Buffers:
+        return attention_memory.ring_buffers(self, c, backward=backward)
 
-    def backward_buffers(self, job: Job, mesh: Mesh, c: CostContext) -> Buffers:
-        return attention_memory.backward_buffers(self, job, mesh, c)
+    def backward_buffers(self, c: CostContext) -> Buffers:
+        return attention_memory.backward_buffers(self, c)
 
-    def forward_buffers(self, mesh: Mesh, c: CostContext) -> tuple[int, int, int]:
+    def forward_buffers(self, c: CostContext) -> tuple[int, int, int]:
         width = self.q_heads * self.head_dim + self.kv_heads * self.kv_width
-        packed = max(s.q_heads * self.head_dim + s.kv_heads * self.kv_width for s in self.head_shards(mesh))
+        packed = max(s.q_heads * self.head_dim + s.kv_heads * self.kv_width for s in self.head_shards(c.mesh))
         return (
-            c.tokens * width * c.b // mesh.tensor,
-            c.tokens * self.q_heads * self.v_head_dim * c.b // mesh.tensor,
-            c.tokens * mesh.ulysses * packed * c.b,
+            c.tokens * width * c.b // c.mesh.tensor,
+            c.tokens * self.q_heads * self.v_head_dim * c.b // c.mesh.tensor,
+            c.tokens * c.mesh.ulysses * packed * c.b,
         )
 
     # Limits.
