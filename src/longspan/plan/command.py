@@ -106,7 +106,7 @@ class PlanConfig(MemoryFlags, RopeFlags):
         return super().chooses or self.context == "max"
 
     def job(self) -> Job:
-        """Return the job; with `--context max`, of one token until the longest context is result.
+        """Return the job; with `--context max`, of one token until the longest context is known.
 
         Raises:
             LongspanError: for sizes that cannot be.
