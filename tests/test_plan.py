@@ -580,7 +580,7 @@ def test_measured_points_override_the_line(tmp_path: Path) -> None:
         (TOML + LINK + "hidden = true\n", "links.ring.p2p.hidden must be a number"),
         (TOML + LINK + "points = 3\n", "links.ring.p2p.points must be pairs of bytes and seconds, got 3"),
         (TOML + LINK + "points = [[1, 2], [3]]\n", "must be pairs of bytes and seconds"),
-        (TOML + LINK + "points = [[2, 1.0], [1, 1.0]]\n", "must have ascending sizes, got [2.0, 1.0]"),
+        (TOML + LINK + "points = [[2, 1.0], [1, 1.0]]\n", "must have ascending sizes, got [2, 1]"),
         (TOML + LINK + "points = [[2, 0]]\n", "links.ring.p2p.points with this time must be above 0, got 0"),
         ("a = " + "[" * 20000, "nested too deeply"),
     ],
@@ -610,7 +610,7 @@ def test_circular_like_is_refused(tmp_path: Path) -> None:
     ("args", "expected"),
     [
         (["--model", "llama-2-70"], "did you mean 'llama-2-70b'"),
-        (["--model", "llama-2-7b", "--gpu", "a100"], "did you mean 'a100-"),
+        (["--model", "llama-2-7b", "--gpu", "a100"], "did you mean a100-40gb or a100-80gb?"),
         (["--model", "llama-2-7b", "--gpu", "missing.toml"], "missing.toml cannot be read"),
         (["--model", "llama-2-7b", "--gpus", "0"], "--gpus must be at least 1, got 0"),
         (["--model", "llama-2-7b", "--context", "0"], "context must be at least 1, got 0"),

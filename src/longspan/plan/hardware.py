@@ -343,7 +343,8 @@ def _read(name_or_path: str, readers: tuple[Path, ...]) -> Hardware:
         return CATALOGUE[name_or_path.lower()]
     path = path_of("--gpu", name_or_path)
     if path.suffix != ".toml" and existing_path("--gpu", name_or_path) is None:
-        hint = nearest(name_or_path.lower(), CATALOGUE)
+        sizes = [name for name in CATALOGUE if name.startswith(name_or_path.lower())]
+        hint = f"did you mean {' or '.join(sizes)}?" if sizes else nearest(name_or_path.lower(), CATALOGUE)
         raise LongspanError(f"--gpu {name_or_path} is unknown ({hint}); for another GPU give a .toml file")
     readers = (*readers, path.absolute())
     if path.resolve() in {reader.resolve() for reader in readers[:-1]}:
