@@ -106,11 +106,11 @@ def _loss(**changes: Any) -> Callable[[Any], Any]:
         (_loss(shifted_labels=IDS), r"3 labels are outside .*, the first is 5; labels are 0 to 4, or -100"),
         (_loss(num_items_in_batch=math.nan), r"num_items_in_batch must be at least 0"),
         (_loss(num_items_in_batch=torch.ones(2)), r"`num_items_in_batch` must be one number"),
-        (lambda _: plan.Job(4096, mode=None), r"mode=None is unknown; choose train"),  # type: ignore[arg-type]
+        (lambda _: plan.Job(4096, mode=None), r"mode=None is unknown; choose 'train'"),  # type: ignore[arg-type]
         (lambda _: plan.Job(4096, kv_replication="no"), r"kv_replication must be True or False, got 'no'"),  # type: ignore[arg-type]
         (lambda _: plan.read_model(None), r"model None is neither a name nor a path"),  # type: ignore[arg-type]
         (lambda _: plan.read_hardware(3), r"hardware 3 is neither a name nor a path"),  # type: ignore[arg-type]
-        (lambda _: plan.Link(1e9, 1e-6), r"the latency of a link must be seconds by collective"),  # type: ignore[arg-type]
+        (lambda _: plan.Link(1e9, 1e-6), r"latency of a link must be seconds by collective"),  # type: ignore[arg-type]
         (lambda _: plan.search("x", plan.Job(64), 1, H100), r"model is 'x'; make one with longspan.plan.read_model"),  # type: ignore[arg-type]
     ],
 )  # fmt: skip
