@@ -280,12 +280,12 @@ def planned(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan
     impls: tuple[RingImpl, ...] = ("p2p", "allgather")
     for impl in impls:
         other = Plan(model, replace(job, ring_impl=impl), mesh, hardware)
-        if impl == plan.ring_impl or not other.fits:
+        if impl == plan.ring_impl or other.fits < plan.fits:
             continue
-        faster = other.step_seconds < (1 - WORTH) * plan.step_seconds
-        if faster or not plan.fits:
+        only_this_fits = other.fits > plan.fits
+        if only_this_fits or other.step_seconds < (1 - WORTH) * plan.step_seconds:
             gain = f"{1 - other.step_seconds / plan.step_seconds:.0%} faster by this model"
-            why = gain if plan.fits else "fits"
+            why = "fits" if only_this_fits else gain
             note = f"--ring-impl {impl} is planned: {why}, where auto would take {plan.ring_impl}"
             plan = replace(other, choices=(note,))
     return plan

@@ -18,7 +18,7 @@ from itertools import product
 from typing import Any
 
 from longspan.core.memory import CHECKPOINTING, Memory
-from longspan.core.parallel import AXES
+from longspan.core.parallel import AXES, RING_IMPLS, RingImpl
 from longspan.plan.cost.memory import ITEMS
 from longspan.plan.cost.times import model_flops
 from longspan.plan.hardware import CATALOGUE, Hardware
@@ -143,7 +143,7 @@ def settings_grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware) ->
         plans = sorted((Plan(model, asked, mesh, hardware) for mesh in legal), key=lambda p: p.memory_total_bytes)
         held.append([index for plan in plans for index in indices(plan)])
         for kind, points in zip(kinds, timed, strict=True):
-            fitting = (planned(model, asked, plan.mesh, kind) for plan in plans)
+            fitting = (planned(model, asked, plan.mesh, kind) for plan in plans if _may_fit(plan, kind))
             best = sorted((plan for plan in fitting if plan.fits), key=rank)[:BEST]
             points.append([number for plan in best for number in (*indices(plan), *_times(plan))])
     own = [_memory(job.memory.checkpointing, each) == job.memory for each in options.values()]
@@ -169,6 +169,14 @@ def settings_grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware) ->
         "held": held,
         "timed": timed,
     }
+
+
+def _may_fit(plan: Plan, kind: Hardware) -> bool:
+    """Whether a mesh fits on a kind of GPU, with any ring implementation if the job leaves it open."""
+    impls: tuple[RingImpl, ...] = (plan.job.ring_impl,)
+    if plan.job.ring_impl == "auto" and plan.mesh.ring > 1:
+        impls = RING_IMPLS
+    return any(replace(plan, hardware=kind, job=replace(plan.job, ring_impl=impl)).fits for impl in impls)
 
 
 def _items(plan: Plan) -> Hashable:
