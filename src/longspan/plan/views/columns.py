@@ -63,6 +63,7 @@ class Columns:
         shown = list(self.columns)
         while self._width(shown, console) > console.width and any(column.spare for column in shown):
             shown.remove(max(shown, key=lambda column: column.spare))
+        console.print(Text(self.title, style="italic"))
         console.print(self._table(shown))
         left_out = ", ".join(column.name for column in self.columns if column not in shown)
         full = self._width(self.columns, console)
@@ -77,9 +78,8 @@ class Columns:
 
     def _table(self, shown: Sequence[Column]) -> Table:
         table = Table(
-            title=Text(self.title, style="italic"), title_justify="left", show_header=self.header, box=box.SIMPLE_HEAD,
-            show_edge=False, pad_edge=False, padding=(0, 1, 0, 0),
-        )  # fmt: skip
+            show_header=self.header, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
+        )
         for column in shown:
             widest = max(map(len, column.cells))
             header = column.name if len(column.name) <= widest else column.name.replace(" ", "\n", 1)
