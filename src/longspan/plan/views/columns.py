@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from rich import box
 from rich.console import Console
 from rich.measure import Measurement
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -76,7 +77,7 @@ class Columns:
         """Return the least width of a table with these columns."""
         return Measurement.get(console, console.options.update(max_width=1 << 16), self._table(shown)).minimum
 
-    def _table(self, shown: Sequence[Column]) -> Table:
+    def _table(self, shown: Sequence[Column]) -> Padding:
         table = Table(
             show_header=self.header, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0)
         )
@@ -95,4 +96,4 @@ class Columns:
                 table.add_section()
             style = self.styles[row] if self.styles else None
             table.add_row(*(Text(column.cells[row]) for column in shown), style=style)
-        return table
+        return Padding(table, (0, 0, 0, 2), expand=False)
