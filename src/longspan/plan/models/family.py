@@ -53,7 +53,8 @@ class Config:
 
     def optional(self, key: str, minimum: int = 1) -> int | None:
         """Return an integer, or None for null."""
-        name, value = self.find(key)
+        name, given = self.find(key)
+        value: int | None = given
         if value is not None:
             most = _MOST_LAYERS if key == "num_hidden_layers" else LARGEST_COUNT
             check_number(f"{self.where}: {name}", value, minimum, most, whole=True)
