@@ -1,4 +1,4 @@
-"""A persistent pool of gloo ranks, so that a distributed test costs milliseconds instead of a process start.
+"""A pool of gloo ranks that stay alive, so that a distributed test costs milliseconds instead of a process start.
 
 A task is a module-level function. It runs on every rank with `torch.distributed` initialised, and its results come
 back as a list in rank order:
@@ -11,11 +11,11 @@ back as a list in rank order:
     def test_sum(pool4):
         assert pool4.run(_sum_of_ranks) == [6.0] * 4
 
-Ranks are forked from a server that has imported what they need (`PRELOAD`): imports cost once, not once a rank.
+Ranks are forked from a server that has imported what they need (`PRELOAD`), so imports are paid once, not per rank.
 
-Every task starts with a fresh default process group (groups and meshes of the task before are gone), seed 0 and
-`THREADS` threads. A rank that raises is re-raised as `RankError`; a task that outlives its limit becomes `RankHang`
-with the stack of every rank that did not answer. In both cases the pool is usable afterwards.
+Every task starts with a new default process group (groups and meshes of the previous task are gone), seed 0 and
+`THREADS` threads. If a rank raises, `run` raises `RankError`; if a task exceeds its limit, `RankHang` with the stack of
+every rank that has not answered. The pool is usable afterwards.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from pathlib import Path
 from typing import Any
 
 START_LIMIT_S = 240.0
-"""How long the ranks may take to import torch and to find one another; 8 of them share 2 cores on a small machine."""
+"""Seconds in which all ranks must import torch and rendezvous; 8 ranks may share 2 cores."""
 
 GRACE_S = 5.0
-"""How long the other ranks may go on after one has failed; they most likely wait for it in a collective."""
+"""Seconds that the other ranks may continue after one has failed; they most likely wait for it in a collective."""
 
 MAX_THREADS = 64
-"""Ranks with more threads are replaced before the next task. gloo has three for every group, one of which wakes a
-hundred times a second: groups that something still holds would come to take half a core from all tests."""
+"""Ranks with more threads are replaced before the next task. gloo starts three for every group, one of which polls, so
+groups that are never freed would slow all tests."""
 
 THREADS = os.environ.get("OMP_NUM_THREADS", "1")
-"""Compute threads of each rank, here and where a test starts ranks of its own: one, or they fight for the cores."""
+"""Compute threads of each rank; with more than one, the ranks compete for the cores."""
 
 DUMP_SIGNAL = signal.SIGUSR1
 
 START = os.environ.get("POOL_START", "forkserver")
-"""How ranks start: "fork" needs no server, but this process must have no threads that hold locks."""
+"""How ranks start. "fork" needs no server, but this process must have no threads that hold locks."""
 
 _FAMILIES = (
     "albert bert distilbert gemma2 gemma3 gpt2 gpt_neox gpt_oss llama llama4 mistral mixtral modernbert "
@@ -78,12 +78,12 @@ PRELOAD = (
     "longspan.train.loop",
     "longspan.verify.job",
 )
-"""What the server imports. A name that is wrong is passed over: a rank then imports it when it needs it."""
+"""Modules that the server imports. It ignores names that do not exist."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What one rank died of: `kind` is the exception's qualified name, or "exit" for a process that ended."""
+    """Why one rank failed: `kind` is the exception's qualified name, or "exit" if its process ended."""
 
     rank: int
     kind: str
@@ -92,7 +92,7 @@ class Failure:
 
 
 class RankError(AssertionError):
-    """At least one rank raised or died. `failures` maps each failed rank to its `Failure`, dead ranks first."""
+    """At least one rank raised or ended. `failures` maps each failed rank to its `Failure`, ended processes first."""
 
     def __init__(self, world_size: int, failures: dict[int, Failure], stacks: dict[int, str]) -> None:
         self.failures = dict(sorted(failures.items(), key=lambda item: (item[1].kind != "exit", item[0])))
@@ -104,7 +104,7 @@ class RankError(AssertionError):
 
 
 class RankHang(AssertionError):
-    """A task outlived its limit. `stacks` maps each rank that did not answer to the stacks of its threads."""
+    """A task exceeded its limit. `stacks` maps each rank that did not answer to the stacks of its threads."""
 
     def __init__(self, world_size: int, limit_s: float, stacks: dict[int, str]) -> None:
         self.stacks = stacks
@@ -124,7 +124,7 @@ class _Worker:
     dump: Path
 
     def stacks(self) -> str:
-        """Ask the rank for the stacks of all its threads; works while it is blocked inside a collective."""
+        """Return the stacks of all threads of the rank, which may be blocked in a collective."""
         before = self.dump.stat().st_size
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid or 0, DUMP_SIGNAL)
@@ -145,11 +145,11 @@ def _context() -> Any:
 
 
 def run_forked(fn: Callable[..., Any], *args: Any, timeout: float = 240.0) -> Any:
-    """Run `fn(*args)` in a process of its own, without a process group, forked from the server of the pools.
+    """Run `fn(*args)` in a new process without a process group, forked from the server of the pools.
 
     Raises:
-        RankError: it raised, or the process died.
-        RankHang: it did not end in time.
+        RankError: it raised, or the process ended.
+        RankHang: it did not return in time.
     """
     context = _context()
     conn, child_conn = context.Pipe()
@@ -158,7 +158,7 @@ def run_forked(fn: Callable[..., Any], *args: Any, timeout: float = 240.0) -> An
     child_conn.close()
     try:
         if not conn.poll(timeout):
-            raise RankHang(1, timeout, {0: "(not asked for)"})
+            raise RankHang(1, timeout, {0: "(unknown)"})
         answer = pickle.loads(conn.recv_bytes())
     except EOFError:
         process.join(timeout=GRACE_S)
@@ -177,8 +177,8 @@ class RankPool:
 
     Args:
         world_size: number of ranks.
-        timeout: seconds a task may take unless `run` is told otherwise.
-        warm: modules that every rank imports at its start, so that no task's limit pays for them.
+        timeout: default limit of a task, in seconds.
+        warm: modules that every rank imports when it starts.
     """
 
     def __init__(self, world_size: int, timeout: float = 60.0, warm: Sequence[str] = ("torch",)) -> None:
@@ -200,13 +200,13 @@ class RankPool:
 
         Args:
             fn: a function that the ranks can import, so one at the top of a module.
-            args: picklable; each rank gets a copy of its own. Tensors travel by value.
-            timeout: seconds until the ranks that have not answered count as hung.
+            args: picklable; each rank gets a copy. Tensors are sent by value.
+            timeout: limit in seconds; default: the pool's.
 
         Raises:
-            RankError: a rank raised or died.
+            RankError: a rank raised or ended.
             RankHang: no rank failed, and some did not answer in time.
-            TypeError: `fn` or `args` cannot be sent.
+            TypeError: `fn` or `args` cannot be pickled.
         """
         self._tasks += 1
         try:
@@ -220,7 +220,7 @@ class RankPool:
             if not self._workers:
                 self._start()
             for worker in self._workers:
-                # A rank that died since the last task is noticed when its answer is collected.
+                # `_collect` notices a rank that ended since the last task.
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     worker.conn.send_bytes(task)
             return self._collect(limit_s)
@@ -228,7 +228,7 @@ class RankPool:
             if error.stacks or any(failure.kind == "exit" for failure in error.failures.values()):
                 self.close()
             raise
-        except BaseException:  # a hang, or an interrupt that leaves tasks running: nothing can be known about the ranks
+        except BaseException:  # a hang, or an interrupt that leaves tasks running
             self.close()
             raise
 
@@ -248,7 +248,7 @@ class RankPool:
     def _start(self) -> None:
         from torch.distributed import TCPStore
 
-        # The store lives here, on a port that the system picks: nobody can take it in between, and it outlives a rank.
+        # The store is in this process, so it outlives a rank; the system picks a free port.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="longspan-pool-")
         context = _context()
@@ -263,16 +263,16 @@ class RankPool:
                 daemon=True,
             )
             process.start()
-            child_conn.close()  # the rank has the only copy now, so its death reads as the end of the pipe
+            child_conn.close()  # the rank has the only copy, so the pipe ends when the rank does
             self._workers.append(_Worker(rank, process, conn, dump))
         try:
             self._collect(START_LIMIT_S)
-        except RankError:  # ranks that could not import what they need are of no use to the next task
+        except RankError:  # a rank could not import a module
             self.close()
             raise
 
     def _collect(self, limit_s: float) -> list[Any]:
-        """One answer per rank, within the limit; after a failure within the grace."""
+        """Return one answer per rank; wait `limit_s`, or `GRACE_S` after a failure."""
         deadline = time.monotonic() + limit_s
         results: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
@@ -299,7 +299,7 @@ class RankPool:
 
 
 def _threads(pid: int) -> int:
-    """Threads of a process; 0 where the system does not tell."""
+    """Return the threads of a process; 0 if the system does not show them."""
     try:
         return len(os.listdir(f"/proc/{pid}/task"))
     except OSError:
@@ -316,11 +316,11 @@ def _death(worker: _Worker) -> Failure:
 
 
 def _serve(rank: int, world_size: int, port: int, conn: Connection, dump: str, warm: tuple[str, ...]) -> None:
-    """A rank's life: one task after the other until the parent is gone."""
+    """Run one task after the other until the parent ends."""
     os.environ["OMP_NUM_THREADS"] = THREADS
     for interface in {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}:
         os.environ["GLOO_SOCKET_IFNAME"] = interface  # a machine's own name need not resolve to an address
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
     threading.Thread(target=_die_with_parent, daemon=True).start()
     with open(dump, "a") as file:
         faulthandler.enable(file)
@@ -333,7 +333,7 @@ def _serve(rank: int, world_size: int, port: int, conn: Connection, dump: str, w
             while True:
                 _answer(conn, rank, _run, conn.recv_bytes(), store, rank, world_size)
                 gc.collect()
-                gc.freeze()  # what a task leaves behind are modules and caches: the next collection need not see them
+                gc.freeze()  # a task leaves modules and caches, which later collections can skip
 
 
 def _die_with_parent() -> None:
@@ -350,7 +350,7 @@ def _warm_up(warm: tuple[str, ...]) -> None:
     for name in warm:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # what was imported stays, so the collection after each task need not walk through it
+    gc.freeze()  # later collections can skip what was imported
 
 
 def _answer(conn: Connection, rank: int, fn: Callable[..., Any], *args: Any) -> None:
@@ -360,14 +360,14 @@ def _answer(conn: Connection, rank: int, fn: Callable[..., Any], *args: Any) -> 
     """
     try:
         answer = pickle.dumps((fn(*args),))
-    except BaseException as error:  # also SystemExit and pytest's outcomes: the parent tells them apart by their name
+    except BaseException as error:  # SystemExit and pytest's outcomes, too
         kind = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
         answer = pickle.dumps(Failure(rank, kind, str(error), traceback.format_exc()))
     conn.send_bytes(answer)
 
 
 def _forget_meshes() -> None:
-    """torch keeps what it has found out about DTensors by the shape of their mesh, with groups that are gone by now."""
+    """Clear torch's DTensor caches: their keys are mesh shapes, and their values refer to groups that are gone."""
     module = sys.modules.get("torch.distributed.tensor._redistribute")
     for value in list(vars(module).values()) if module is not None else []:
         if hasattr(value, "cache_clear"):
@@ -378,11 +378,11 @@ def _forget_meshes() -> None:
 
 
 def _run(task: bytes, store: Any, rank: int, world_size: int) -> Any:
-    """Run one task in a process group of its own.
+    """Run one task in a new process group.
 
-    Every rank has finished the task before, so its groups can go: a failed task may have left the ranks out of step,
-    and the groups that tests create would use up the file descriptors. The store's client stays, because a new one for
-    every task now and then makes gloo wait 5 s for a connection.
+    Every rank has finished the previous task. Its groups are destroyed: a failed task may have left the ranks out of
+    step, and the groups of all tests would use up the file descriptors. The store's client is reused, because with a
+    new one gloo sometimes waits 5 s for a connection.
     """
     import torch
     import torch.distributed as dist

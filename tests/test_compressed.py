@@ -1,4 +1,4 @@
-"""The compressed exchange: rounded as it says, nowhere else, in the same messages, of the bytes that are planned."""
+"""Lossy wire dtypes of the all-to-all: each element off by half a step at most, in the same messages."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ NAMES = (
 
 
 def _rounded(x: Tensor, code: str) -> Tensor:
-    """What arrives of x, `[..., D]`, by the definition."""
+    """Return what a rank receives of x, `[..., D]`, by the definition of the wire dtype."""
     x = x.float()
     largest = x.abs().amax(-1, keepdim=True)
     step = largest / (127 if code == "int8" else 448)
     parts = torch.where(step > 0, x / step, 0)
-    kept = parts.round() if code == "int8" else parts.clamp(-448, 448).to(torch.float8_e4m3fn).float()
-    return kept * step
+    rounded = parts.round() if code == "int8" else parts.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    return rounded * step
 
 
 def _half_step(x: Tensor, code: str) -> Tensor:
-    """How far rounding may move a vector `[..., D]`, in its norm."""
+    """Return how far rounding may move each vector `[..., D]`, in its norm."""
     largest, count = x.abs().amax(-1), math.sqrt(x.shape[-1])
     return count * largest / 254 if code == "int8" else x.norm(dim=-1) / 16 + count * largest / (448 * 1024)
 
 
 def _errors(case: Case, found: dict[str, Tensor], code: str, recompute: bool = False) -> dict[str, float]:
-    """Errors in units of what may be: half a step of what came home, beside the rounding of the dtype.
+    """Return the largest error of each result, in units of half a step plus the dtype's own rounding.
 
-    Measured from attention in fp64 of rounded q, k, v and a rounded gradient of the output. One that recomputes the
-    all-to-all has the rounded output in its backward as well: off by half a step times the gradient, in every score's
-    and in the sinks'.
+    Errors are measured from fp64 attention of rounded q, k, v and a rounded gradient of the output. If the backward
+    recomputes the all-to-all, it uses the rounded output: off by half a step times the gradient, in the gradient of
+    every score and of the sinks.
     """
     x = {name: _rounded(y, code) if name in ("q", "k", "v", "grad") else y for name, y in make(case).items()}
     truth, size = oracle(case, x), sizes(case, x)
@@ -129,20 +129,17 @@ def test_off_by_half_a_step_for_drawn_shapes(
         assert max(found.values()) <= 1, (case, found)
 
 
-def _faulty(code: Any) -> float:
-    """The error where scales are a hundredth too large on their way."""
-    wrong = dataclasses.replace(quantize.QUANTIZED_FORMATS[code])
-    decode = type(wrong).decode
-
-    def scaled(self: Any, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        return decode(self, codes, scale * 1.01, dtype)
-
-    with mock.patch.object(quantize.QuantizedFormat, "decode", scaled):
-        return max(_errors(CASES["gqa"], run(CASES["gqa"], _sharding(1, 1, code)), code).values())
+def _wrong_scale() -> float:
+    """Return the error if scales arrive one percent too large."""
+    decode = quantize.QuantizedFormat.decode
+    with mock.patch.object(
+        quantize.QuantizedFormat, "decode", lambda self, x, scale, to: decode(self, x, 1.01 * scale, to)
+    ):
+        return max(_errors(CASES["gqa"], run(CASES["gqa"], _sharding(1, 1, "int8")), "int8").values())
 
 
-def test_a_wrong_scale_is_seen(pool2: RankPool) -> None:
-    assert all(error > 1.5 for error in pool2.run(_faulty, "int8"))
+def test_a_wrong_scale_is_detected(pool2: RankPool) -> None:
+    assert all(error > 1.5 for error in pool2.run(_wrong_scale))
 
 
 def _messages(chunks: int, code: Any, dtype: torch.dtype) -> tuple[list[str], int]:
@@ -155,32 +152,17 @@ def _messages(chunks: int, code: Any, dtype: torch.dtype) -> tuple[list[str], in
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scales_travel_in_the_same_message(pool2: RankPool, dtype: torch.dtype) -> None:
+def test_scales_are_sent_in_the_same_message(pool2: RankPool, dtype: torch.dtype) -> None:
     for chunks in (1, 4):
         for ops, sent in pool2.run(_messages, chunks, "int8", dtype):
             assert ops == ["all_to_all"] * 4 * chunks
-            # Heads of 8 elements and a scale; batch, tokens of a rank, what is for the other rank; there and back.
+            # Heads of 8 elements and a scale, batch, tokens of a rank, the other rank's half; forward and backward.
             assert sent == 2 * (8 + 4) * 2 * 32 // 2 // 2 * (2 * 16 + 2 * 8)
 
 
-def _exact() -> bool:
-    mesh = longspan.init_mesh(ulysses=2)
-    plain, said = (longspan.SequenceSharding(mesh, **more) for more in ({}, {"wire_dtype": "exact"}))
-    return all(
-        torch.equal(y, run(CASES["gqa"], said, "tiled")[name])
-        and (name != "out" or torch.equal(y, run(CASES["gqa"], one_device(), "tiled")[name]))
-        for name, y in run(CASES["gqa"], plain, "tiled").items()
-    )
-
-
-def test_exact_is_the_default(pool2: RankPool) -> None:
-    assert pool2.run(_exact) == [True, True]
-
-
-@pytest.mark.parametrize("code", ["int8", "fp8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_come_back_rounded(code: str, dtype: torch.dtype) -> None:
-    """Runs of vectors of other sizes, blocks that are empty, zeros; and what is not finite is not hidden."""
+@pytest.mark.parametrize(("code", "dtype"), each_value(["int8", "fp8"], [torch.float32, torch.bfloat16]))
+def test_packed_rows_are_rounded(code: str, dtype: torch.dtype) -> None:
+    """With runs of several sizes, empty blocks and zeros; a nonfinite element makes its vector NaN."""
     blocks = [[(2, 3), (1, 3), (2, 5)], [], [(0, 3), (1, 7)]]
     widths = [sum(count * d for count, d in runs) for runs in blocks]
     flat = torch.randn(4 * sum(widths)).to(dtype)
@@ -189,10 +171,10 @@ def test_blocks_come_back_rounded(code: str, dtype: torch.dtype) -> None:
     assert coded.numel() == 4 * sum(count * (d + 4) for runs in blocks for count, d in runs)
     back = quantize.dequantize_rows(coded, 4, blocks, code, dtype)
     apart = (x.split([4 * w for w in widths]) for x in (flat, back))
-    for sent, came, runs, width in zip(*apart, blocks, widths, strict=True):
+    for sent, received, runs, width in zip(*apart, blocks, widths, strict=True):
         col = 0
         for count, d in runs:
-            a, b = (x.view(4, width)[:, col : col + count * d].unflatten(1, (count, d)) for x in (sent, came))
+            a, b = (x.view(4, width)[:, col : col + count * d].unflatten(1, (count, d)) for x in (sent, received))
             assert torch.equal(b, _rounded(a, code).to(dtype))
             col += count * d
     for bad in (math.nan, math.inf):
@@ -202,16 +184,12 @@ def test_blocks_come_back_rounded(code: str, dtype: torch.dtype) -> None:
 
 
 def _on_a_model(truth: Truth) -> list[str]:
-    """Without FSDP, with replicas, beside a tensor axis, checkpointed: loss and gradients are near one process's,
-    and not equal.
-    """
-    said = []
+    """Check that loss and gradients are near one process's, and not equal; return the errors of a KV cache."""
+    errors = []
     for mesh, options in (
-        ({"ulysses": 4}, {"fsdp": False}),
-        ({"ulysses": 2, "data": 2}, {}),
-        ({"ulysses": 2, "tensor": 2}, {}),
+        ({"ulysses": 2, "data": 2}, {"fsdp": False}),
+        ({"ulysses": 2, "tensor": 2}, {"memory": longspan.Memory(checkpointing="selective")}),
         ({"ulysses": 2, "ring": 2}, {"memory": longspan.Memory(checkpointing="full")}),
-        ({"ulysses": 4}, {"memory": longspan.Memory(checkpointing="selective")}),
     ):
         sp = longspan.SequenceSharding(longspan.init_mesh(**mesh), wire_dtype="int8")
         model = longspan.parallelize(build("Llama", vocab_size=64), sp, **options)
@@ -221,28 +199,26 @@ def _on_a_model(truth: Truth) -> list[str]:
         for name, grad in gradients(model).items():
             exact = truth.exact.gradients[name]
             error = float((grad - exact).norm() / exact.norm())
-            assert error < 0.05, (mesh, options, name, error)
-            if "q_proj" in name:
-                assert error > 1e-4, (mesh, options, name, error)
+            assert (1e-4 if "q_proj" in name else 0) <= error < 0.05, (mesh, options, name, error)
         assert "exchange: int8, LOSSY" in str(longspan.explain(model))
-        with pytest.raises(LongspanError) as error_of_cache:
+        with pytest.raises(LongspanError) as caught:
             longspan.ShardedCache(model)
-        said.append(str(error_of_cache.value))
-    return said
+        errors.append(str(caught.value))
+    return errors
 
 
 def test_a_model_with_other_features(pool4: RankPool) -> None:
-    for said in pool4.run(_on_a_model, truth_of(build("Llama", vocab_size=64), batch()), timeout=180):
-        assert all("wire_dtype='int8' is for training and scoring" in text for text in said)
+    for errors in pool4.run(_on_a_model, truth_of(build("Llama", vocab_size=64), batch()), timeout=180):
+        assert all("wire_dtype='int8' is for training and scoring" in text for text in errors)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_unknown_wire_dtypes_are_refused() -> None:
     for wrong in ("int4", "", 8, None):
         with pytest.raises(LongspanError, match=r"wire_dtype.*int8"):
             longspan.SequenceSharding(one_device().mesh, wire_dtype=wrong)  # type: ignore[arg-type]
 
 
-def test_a_run_that_goes_on_with_another_code_says_so() -> None:
+def test_a_resumed_run_reports_another_wire_dtype() -> None:
     now = sections.make(TrainConfig, wire_dtype="int8")
     before: Any = SimpleNamespace(state={"settings": {"wire_dtype": "exact"}}, step=3)
     assert "wire_dtype was exact, is int8 from step 4" in str(changed_settings(before, now))

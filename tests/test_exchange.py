@@ -1,4 +1,4 @@
-"""The exchange: what arrives where, inverse and adjoint, for any order of dimensions."""
+"""All-to-alls between two dimensions in any order: results, inverse and adjoint."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def _round_trip(order: str, local: int, heads: int) -> None:
     whole = _whole(order, local * size, heads)
     mine = whole.narrow(seq_dim, rank * local, local).clone().requires_grad_()
     y = exchange.seq_to_heads(mine, group, seq_dim, head_dim)
-    share = split_heads(heads, heads, size)[rank]
-    assert torch.equal(y, whole.narrow(head_dim, share.q_start, share.q_heads))
+    shard = split_heads(heads, heads, size)[rank]
+    assert torch.equal(y, whole.narrow(head_dim, shard.q_start, shard.q_heads))
     back = exchange.heads_to_seq(y, group, seq_dim, head_dim, heads=heads)
     assert torch.equal(back, mine)
     # The adjoint: <f(x), u> summed over ranks is <x, grad f(u)> summed over ranks; a permutation gives it exactly.
@@ -57,8 +57,8 @@ def _reshard(shape: tuple[int, ...], gather_dim: int, shard_dim: int) -> None:
     local = shape[gather_dim] // size
     x = whole.narrow(gather_dim, rank * local, local)
     y = exchange.reshard(x, dist.group.WORLD, gather_dim, shard_dim)
-    share = split_heads(shape[shard_dim], shape[shard_dim], size)[rank]
-    assert torch.equal(y, whole.narrow(shard_dim, share.q_start, share.q_heads))
+    shard = split_heads(shape[shard_dim], shape[shard_dim], size)[rank]
+    assert torch.equal(y, whole.narrow(shard_dim, shard.q_start, shard.q_heads))
 
 
 @settings(max_examples=25)
@@ -71,30 +71,19 @@ def test_reshard_between_any_two_dims(pool2: RankPool, data: st.DataObject) -> N
     pool2.run(_reshard, tuple(shape), gather_dim, shard_dim)
 
 
-def _double_backward() -> None:
+def _two_backwards() -> list[str]:
     x = torch.randn(1, 2, 4, 3, dtype=torch.float64, requires_grad=True)
-    y = exchange.seq_to_heads(x, dist.group.WORLD)
-    (g,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
-    (gg,) = torch.autograd.grad(g.sum(), x)
-    assert torch.allclose(gg, 6 * x)  # d/dx sum(3 x^2): the exchange is linear, its gradient differentiable
-
-
-def test_gradients_have_gradients(pool2: RankPool) -> None:
-    pool2.run(_double_backward)
-
-
-def _one_collective_each() -> list[str]:
-    x = torch.randn(1, 2, 4, 3, requires_grad=True)
     with count_sent() as log:
         y = exchange.seq_to_heads(x, dist.group.WORLD)
         forward = len(log)
-        y.sum().backward()
-    assert forward == 1
+        (g,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+    (gg,) = torch.autograd.grad(g.sum(), x)
+    assert forward == 1 and torch.allclose(gg, 6 * x)  # d/dx sum(3 x^2)
     return [entry.op for entry in log]
 
 
-def test_one_all_to_all_each_way(pool2: RankPool) -> None:
-    assert pool2.run(_one_collective_each) == [["all_to_all"] * 2] * 2
+def test_one_all_to_all_each_way_and_second_derivatives(pool2: RankPool) -> None:
+    assert pool2.run(_two_backwards) == [["all_to_all"] * 2] * 2
 
 
 def _opcheck() -> None:
@@ -108,11 +97,11 @@ def _opcheck() -> None:
     torch.library.opcheck(torch.ops.longspan.gather_heads.default, (y, [6, 3, 3], [3] * 3, *plan), test_utils=checks)
 
 
-def test_operators_are_registered_soundly(pool2: RankPool) -> None:
+def test_operators_pass_opcheck(pool2: RankPool) -> None:
     pool2.run(_opcheck)
 
 
-def test_without_a_group_nothing_happens() -> None:
+def test_without_a_group_the_input_is_returned() -> None:
     x = torch.randn(1, 4, 2, 3)
     assert exchange.seq_to_heads(x, None) is x
     assert exchange.heads_to_seq(x, None) is x
