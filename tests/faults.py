@@ -66,7 +66,7 @@ FAULTS = (
     Fault("chunks_ignore_restarting_positions", "attn/segments.py", "- position % chunk_size", "",
           "tests/test_models.py -k 'chunks and follow'"),
     Fault("message_sent_a_hop_too_few", "core/routes.py", "% len(self.right), direction) >= hop",
-          "% len(self.right), direction) > hop", "tests/test_p2p_schedule.py -k meets_its_own"),
+          "% len(self.right), direction) > hop", "tests/test_p2p_schedule.py -k matches_its_receive"),
     # attn: masks, softmax, ring
     Fault("window_one_token_too_wide", "attn/mask.py", "None if self.window is None else self.window - 1",
           "None if self.window is None else self.window", "tests/test_local.py -k agree"),

@@ -1,9 +1,9 @@
-"""Messages under way, watched: nobody reads what has not come, nobody changes or frees what has not left.
+"""Watch messages in flight: detect buffers that are read before they arrive, or changed or freed before they are sent.
 
-On gloo a tensor that is read, changed or freed too early often goes unpunished: small messages are there at once, and
-the library keeps what it was given. `watched` puts every message on a copy of its own and makes the worst of it: a
-receive buffer holds NaN until it is waited for, and a tensor that is no longer what it was when it is waited for is an
-error. It holds no tensor of the caller's, so that what the caller lets go is really freed.
+On gloo such a fault often goes unnoticed: small messages arrive at once, and the library keeps the tensors alive.
+`watched` sends a copy of every message and makes the worst of it: a receive buffer holds NaN until it is waited for,
+and a tensor that has changed when it is waited for is an error. It holds no reference to the caller's tensors, so that
+a tensor that the caller releases is freed.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class InFlight(AssertionError):
-    """Something was done to a tensor while it was on its way."""
+    """A tensor was changed or freed while its message was in flight."""
 
 
 @dataclasses.dataclass
 class Watch:
-    """What `watched` has seen.
+    """The messages that `watched` has seen.
 
     Attributes:
         works: messages that were posted.
-        faults: what was done to them.
-        forget: number of the message whose `wait` shall do nothing, to see that its absence is noticed. None for none.
+        faults: descriptions of misuse.
+        forget: number of the message whose `wait` does nothing, as if the call were missing; None for none.
     """
 
     works: list[_Work] = dataclasses.field(default_factory=list)
@@ -43,7 +43,7 @@ class Watch:
 
 
 class _Weak:
-    """A tensor that is not kept alive, and can be reached as long as others do."""
+    """A weak reference to a tensor's memory."""
 
     def __init__(self, x: Tensor) -> None:
         self.storage = StorageWeakRef(x.untyped_storage())
@@ -58,7 +58,7 @@ class _Weak:
 
 
 class _Work:
-    """One message: what `wait` finds out."""
+    """A message; `wait` checks its tensor."""
 
     def __init__(self, watch: Watch, sends: bool, x: Tensor) -> None:
         self.watch, self.sends = watch, sends
@@ -95,13 +95,13 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 @contextlib.contextmanager
 def watched(forget: int | None = None) -> Iterator[Watch]:
-    """Within this, messages that are posted in batches are watched.
+    """Watch messages that are posted in batches.
 
     Args:
-        forget: number of the message that arrives without being waited for, as if its `wait` were missing.
+        forget: as in `Watch`.
 
     Raises:
-        InFlight: at the end, so that the other ranks are not left waiting, with all that was done.
+        InFlight: at the end, so that no other rank waits forever, with all faults.
     """
     watch = Watch(forget=forget)
     original = dist.batch_isend_irecv

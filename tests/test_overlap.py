@@ -1,4 +1,4 @@
-"""The exchange in chunks, each under way while another computes: exact, of the same bytes, in a known order."""
+"""All-to-alls in chunks that overlap with attention: their order, their bytes, and when they are chosen."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.pool import RankPool
 
 
 def _events(chunks: int, recompute: bool) -> dict[str, Any]:
-    """What is started, computed and waited for, in order; and the bytes."""
+    """Return the order of starts, computations and waits, and the bytes sent."""
     case = Case(n=32, batch=2, q_heads=16, kv_heads=8)
     sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2), overlap_chunks=chunks)
     x = make(case)
@@ -53,7 +53,7 @@ def _events(chunks: int, recompute: bool) -> dict[str, Any]:
     return {"forward": of_forward, "backward": log, "sent": sum(entry.bytes for entry in sent)}
 
 
-# The next chunk's way in is started before a chunk computes, and a chunk's way out is waited for after the next's.
+# A chunk computes while the next chunk is scattered and the previous one gathered.
 IN_TURN = [
     "start", "wait", "start", "compute", "start",
     "wait", "start", "compute", "start", "wait",
@@ -62,16 +62,16 @@ IN_TURN = [
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_chunk_travels_while_another_computes(pool2: RankPool, recompute: bool) -> None:
+def test_all_to_alls_are_in_flight_while_another_chunk_computes(pool2: RankPool, recompute: bool) -> None:
     for found in pool2.run(_events, 3, recompute):
         assert found["forward"] == found["backward"] == IN_TURN
-        row = 4 * 2 * 32 * 8 // 2 // 2  # fp32, batch, tokens of a rank, head_dim 8, what is for the other rank
+        row = 4 * 2 * 32 * 8 // 2 // 2  # fp32, batch, tokens of a rank, head_dim 8, the other rank's half
         assert found["sent"] == row * ((2 * 16 + 2 * 8) + ((4 * 16 + 4 * 8) if recompute else (2 * 16 + 2 * 8)))
 
 
-def test_where_there_is_nothing_to_hide_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_world(0, 2):
-        # KV heads of eight query heads, what is asked for, and the chunks there are.
+        # KV heads of eight query heads, requested chunks, chunks.
         for kv_heads, asked, expected in ((8, 1, None), (2, 4, 4), (1, 3, 3), (8, 3, 3), (8, 99, 4), (8, "auto", None)):
             sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2), overlap_chunks=asked)  # type: ignore[arg-type]
             q, k, v = (torch.zeros(1, 8, heads, 4) for heads in (8, kv_heads, kv_heads))
@@ -81,14 +81,14 @@ def test_where_there_is_nothing_to_hide_nothing_changes(monkeypatch: pytest.Monk
             assert expected is None or (
                 isinstance(method, ChunkedUlysses) and method.overlaps and not method.recompute_all_to_all
             )
-        # Two hosts of one rank each: by rule, where the exchange takes long, and with a kernel that can.
+        # Two hosts of one rank each: chosen if the all-to-all takes long and the kernel supports it.
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
         sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2))
         assert sp.all_to_all_link is not None
         sp.all_to_all_link = AllToAllLink(1e-4, 1e-8)
-        for tokens, kernel, beside in ((8, "auto", False), (1 << 14, "auto", True), (1 << 14, "sdpa", False)):
+        for tokens, kernel, overlaps in ((8, "auto", False), (1 << 14, "auto", True), (1 << 14, "sdpa", False)):
             qkv = [torch.zeros(1, tokens, 8, 16) for _ in range(3)]
-            assert isinstance(longspan.prepare_attention(*qkv, sp, kernel=kernel).method, ChunkedUlysses) == beside
+            assert isinstance(longspan.prepare_attention(*qkv, sp, kernel=kernel).method, ChunkedUlysses) == overlaps
     alone = longspan.SequenceSharding(one_device().mesh, overlap_chunks=4)
     assert not isinstance(longspan.prepare_attention(q, k, v, alone).method, ChunkedUlysses)
 
@@ -98,17 +98,17 @@ def test_where_there_is_nothing_to_hide_nothing_changes(monkeypatch: pytest.Monk
     [
         (None, 1 << 30, 1),
         (AllToAllLink(1e-3, 4e-8), 512 * 24 * 64 * 4, 4),  # 200 Mbit/s, 2 ranks a host: 126 ms
-        (AllToAllLink(1e-3, 4e-8), 64 << 10, 1),  # 4 ms, of which 1 is the start
+        (AllToAllLink(1e-3, 4e-8), 64 << 10, 1),  # 4 ms, 1 of them latency
         (AllToAllLink(3e-5, 8e-11), 4 << 20, 1),  # 12.5 GB/s: 0.4 ms
         (AllToAllLink(3e-5, 8e-11), 128 << 20, 4),
     ],
 )
-def test_the_default_depends_on_the_time_of_the_exchange(link: AllToAllLink | None, sent: int, chunks: int) -> None:
+def test_the_default_depends_on_the_time_of_the_all_to_all(link: AllToAllLink | None, sent: int, chunks: int) -> None:
     assert choose_overlap_chunks(sent, link) == chunks
 
 
 def _chunks_by_default() -> tuple[Any, int, int]:
-    """Rank 1 measures a slow link, the others a fast one; return the agreed link, the chunks and the exchanges."""
+    """Rank 1 measures a slow link, the others a fast one; return the link, the chunks and the number of all-to-alls."""
     mesh = longspan.init_mesh(ring=2, ulysses=2)
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1"):
         assert longspan.SequenceSharding(mesh).all_to_all_link is not None  # measured, not patched
@@ -122,12 +122,12 @@ def _chunks_by_default() -> tuple[Any, int, int]:
     return sp.all_to_all_link, len(getattr(method, "chunks", "1")), sum("all_to_all" in e.op for e in sent)
 
 
-def test_all_ranks_of_a_ring_take_the_chunks_of_the_slowest_link(pool4: RankPool) -> None:
+def test_all_ranks_of_a_ring_use_the_slowest_link(pool4: RankPool) -> None:
     found = pool4.run(_chunks_by_default)
     assert found == [(AllToAllLink(1e-4, (5e-2 - 1e-4) / ((1 << 20) - (4 << 10))), 4, 8)] * 4
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_impossible_chunks_are_refused() -> None:
     for wrong in (-1, 0, 1.5, True, "all"):
         with pytest.raises(LongspanError, match="overlap_chunks"):
             longspan.SequenceSharding(one_device().mesh, overlap_chunks=wrong)  # type: ignore[arg-type]

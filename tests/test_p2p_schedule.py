@@ -1,9 +1,7 @@
-"""The messages of rings, FSDP's collectives among them, matched in order as NCCL would: no hang, no mix-up."""
+"""The messages of rings and of FSDP, matched in order as NCCL matches them: none hangs, and none is mixed up."""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import longspan
+from tests.choose import confirming, each_value, grouped
 from tests.fakes import fake_world
 from tests.oracle import Case, make, options
 from tests.schedule import Group, Message, Step, faults, record
@@ -41,7 +40,7 @@ Program = list[Step]
 
 
 def programs_of(cases: list[Case], sp: longspan.SequenceSharding) -> tuple[list[Program], Program]:
-    """What this rank posts for one attention of each case: one by one, and as the layers of one model."""
+    """Return what this rank posts for one attention of each case: one by one, and as the layers of one model."""
     alone, layers, outs = [], [], []
     for case in cases:
         x = make(case)
@@ -60,7 +59,7 @@ def programs_of(cases: list[Case], sp: longspan.SequenceSharding) -> tuple[list[
 
 
 def fake_programs(ring: int, ulysses: int, cases: list[Case], **how: Any) -> list[tuple[list[Program], Program]]:
-    """`programs_of` on every rank of a world that is not there, one after the other."""
+    """Return `programs_of` every rank of a fake world, one after the other."""
     found = []
     for rank in range(ring * ulysses):
         with fake_world(rank, ring * ulysses):
@@ -70,7 +69,7 @@ def fake_programs(ring: int, ulysses: int, cases: list[Case], **how: Any) -> lis
 
 
 def check(found: list[tuple[list[Program], Program]]) -> int:
-    """Every case alone, and all of them as layers; how many messages they send."""
+    """Check every case alone, and all as layers of a model; return the number of messages sent."""
     for programs in zip(*(alone for alone, _ in found), strict=True):
         assert faults(programs) == []
     layers = [layers for _, layers in found]
@@ -78,20 +77,18 @@ def check(found: list[tuple[list[Program], Program]]) -> int:
     return sum(message.sends for program in layers for step in program for message in step.messages)
 
 
-MESHES = [(ring, 1) for ring in range(2, 9)] + [(2, 2), (3, 2), (4, 2), (2, 4)]
+MESHES = [(2, 1), (3, 1), (4, 1), (5, 1), (8, 1), (2, 2), (3, 2), (2, 4)]
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
-def test_every_message_meets_its_own_and_no_rank_waits_for_ever(ring: int, ulysses: int, layout: str) -> None:
+@pytest.mark.parametrize(("layout", "ring", "ulysses"), each_value(["zigzag", "contiguous"], grouped(MESHES)))
+def test_every_send_matches_its_receive_and_no_rank_waits_forever(ring: int, ulysses: int, layout: str) -> None:
     sent = check(fake_programs(ring, ulysses, list(MASKS.values()), layout=layout, ring_impl="p2p"))
     # A causal layer alone sends each block's keys and values, and their gradients, ring - 1 times.
     assert sent >= ulysses * 3 * (ring - 1)
 
 
-@pytest.mark.parametrize("ring", [2, 3, 8])
-def test_all_gathered_blocks(ring: int) -> None:
-    assert check(fake_programs(ring, 1, list(MASKS.values()), ring_impl="allgather")) == 0
+def test_all_gathered_blocks_send_no_messages() -> None:
+    assert check(fake_programs(3, 1, list(MASKS.values()), ring_impl="allgather")) == 0
 
 
 @settings(max_examples=25)
@@ -110,7 +107,7 @@ def test_drawn_masks(ring: int, n: int, window: int | None, causal: bool, cuts: 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is simulated is what real ranks post.
+# Real ranks post what fake ranks post.
 
 
 def _real_programs(ring: int, layout: str) -> tuple[list[Program], Program]:
@@ -118,9 +115,7 @@ def _real_programs(ring: int, layout: str) -> tuple[list[Program], Program]:
     return programs_of(list(MASKS.values()), longspan.SequenceSharding(mesh, layout, ring_impl="p2p"))
 
 
-@pytest.mark.parametrize(
-    ("world", "ring"), [(2, 2), (4, 4), (4, 2), *(pytest.param(8, r, marks=pytest.mark.slow) for r in (8, 4))]
-)
+@pytest.mark.parametrize(("world", "ring"), [(4, 4), (4, 2), *confirming([(2, 2), (8, 4)])])
 def test_ranks_over_gloo_post_the_same(get_pool: Any, world: int, ring: int) -> None:
     real = get_pool(world).run(_real_programs, ring, "zigzag")
     check(real)
@@ -128,7 +123,7 @@ def test_ranks_over_gloo_post_the_same(get_pool: Any, world: int, ring: int) -> 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A whole training step: FSDP's collectives, the exchange and the ring, layers of different masks, recomputed.
+# A training step: FSDP's collectives, all-to-alls and the ring, layers with different masks, recomputed.
 
 
 def _step_programs(data: int, ring: int, ulysses: int, **config: Any) -> list[Program]:
@@ -161,7 +156,6 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 @pytest.mark.parametrize(
     ("mesh", "config"),
     [
-        ((1, 4, 1), {"model_type": "llama"}),
         ((1, 3, 2), {"model_type": "mistral", "sliding_window": 8}),
         ((2, 2, 1), {"model_type": "gemma3_text", "sliding_window": 8, "layer_types": [SLIDING, FULL, SLIDING]}),
     ],
@@ -175,7 +169,7 @@ def test_two_steps_of_a_model_under_fsdp(mesh: tuple[int, int, int], config: dic
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The simulator finds what it is for.
+# `faults` detects each fault.
 
 RING: Group = ("mesh_ring", (0, 1))
 
@@ -192,13 +186,13 @@ def batch(*messages: Message, group: Group = RING) -> Step:
     return Step(group, messages)
 
 
-def test_messages_that_meet_are_no_fault() -> None:
+def test_matching_messages_are_no_fault() -> None:
     assert faults([[batch(send(1), receive(1))], [batch(receive(0), send(0))]]) == []
     assert faults([[batch(send(1)), batch(receive(1))], [batch(receive(0)), batch(send(0))]]) == []
 
 
 @pytest.mark.parametrize(
-    ("programs", "said"),
+    ("programs", "text"),
     [
         ([[batch(send(1))], []], "message 0 has no other side: rank 0, step 0: send to 1"),
         ([[], [batch(receive(0))]], "message 0 has no other side: rank 1"),
@@ -206,7 +200,7 @@ def test_messages_that_meet_are_no_fault() -> None:
         ([[batch(send(1), send(1, tag=1))], [batch(receive(0, tag=1), receive(0))]], "'float32', 1) where it is rec"),
         # Each waits for a message that the other would send afterwards.
         ([[batch(send(1)), batch(receive(1))], [batch(send(0)), batch(receive(0))]], "rank 0 waits for [1] in step 0"),
-        # In another communicator it is not the same message.
+        # The same message in another communicator.
         ([[batch(send(1))], [batch(receive(0), group=("other", (0, 1)))]], "has no other side"),
         ([[Step(RING, collective="barrier")], []], "collective 0 is barrier and nothing"),
         ([[Step(RING, collective="a")], [Step(RING, collective="b")]], "collective 0 is a and b"),
@@ -220,49 +214,13 @@ def test_messages_that_meet_are_no_fault() -> None:
         ),
     ],
 )  # fmt: skip
-def test_a_fault_is_found(programs: list[Program], said: str) -> None:
-    assert said in "\n".join(faults(programs))
+def test_faults_are_detected(programs: list[Program], text: str) -> None:
+    assert text in "\n".join(faults(programs))
 
 
-def test_a_circle_of_three_is_found() -> None:
+def test_a_circular_wait_of_three_ranks_is_detected() -> None:
     group: Group = ("mesh_ring", (0, 1, 2))
-    around = [[batch(send((r + 1) % 3), group=group), batch(receive((r - 1) % 3), group=group)] for r in range(3)]
-    assert len(faults(around)) == 3
-    around[0].reverse()  # one of them receives first: it goes round
-    assert faults(around) == []
-
-
-@pytest.mark.parametrize("ring", [2, 3])
-def test_a_fault_anywhere_in_a_real_ring_is_found(ring: int) -> None:
-    """Every message of a ring, left out; every pair in one batch with the same peer, swapped; every step moved."""
-    layers = [MASKS["causal"], MASKS["window"], MASKS["documents"]]
-    programs = [program for _, program in fake_programs(ring, 1, layers, ring_impl="p2p")]
-    planted = messages = 0
-    for rank, program in enumerate(programs):
-        messages += sum(len(step.messages) for step in program)
-        for number, step in enumerate(program):
-            for broken in _broken(step):
-                wrong = [list(p) for p in programs]
-                wrong[rank][number] = broken
-                assert faults(wrong), (rank, number, broken)
-                planted += 1
-        last = [step for step in program if step.messages][-1]
-        wrong = [list(p) for p in programs]
-        wrong[rank].remove(last)
-        wrong[rank].insert(0, last)
-        assert faults(wrong), (rank, "the last step first")
-    assert planted >= messages > 30
-
-
-def _broken(step: Step) -> list[Step]:
-    found = [
-        dataclasses.replace(step, messages=step.messages[:i] + step.messages[i + 1 :])
-        for i in range(len(step.messages))
-    ]
-    for i, j in itertools.combinations(range(len(step.messages)), 2):
-        a, b = step.messages[i], step.messages[j]
-        if (a.sends, a.peer) == (b.sends, b.peer):
-            swapped = list(step.messages)
-            swapped[i], swapped[j] = b, a
-            found.append(dataclasses.replace(step, messages=tuple(swapped)))
-    return found
+    ring = [[batch(send((r + 1) % 3), group=group), batch(receive((r - 1) % 3), group=group)] for r in range(3)]
+    assert len(faults(ring)) == 3
+    ring[0].reverse()  # one rank receives first
+    assert faults(ring) == []
