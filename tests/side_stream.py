@@ -1,4 +1,4 @@
-"""A side stream that copies as late as it may, on a CPU: what a store of activations forgets to order is then wrong."""
+"""A fake side stream on a CPU that copies as late as possible, so that a missing order of copies gives wrong results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class LateCopy:
-    """A copy that holds only the host's side: the device's must be alive when it runs."""
+    """A copy. It refers weakly to the device's tensor, which must be alive when the copy runs."""
 
     def __init__(self, side: LateSide, source: Tensor, into: Tensor) -> None:
         self.side, self.executed = side, False
@@ -21,7 +21,7 @@ class LateCopy:
 
     def run(self) -> None:
         device = self.device()
-        assert device is not None, "the device's memory was let go before its copy was done"
+        assert device is not None, "the device's memory was freed before its copy was done"
         if self.away:
             self.host.copy_(device)
         else:
@@ -46,7 +46,7 @@ class LateCopy:
 
 
 class LateSide:
-    """The stream: copies run in order, when `step` says so or somebody joins a later one."""
+    """The stream: copies run in order, one per `step`, and when a later one is joined."""
 
     def __init__(self) -> None:
         self.waiting: deque[LateCopy] = deque()

@@ -1,10 +1,10 @@
-"""A GPU that is not there, and what waits for it: tensors that have shapes only, and Python code that is told "cuda".
+"""A fake GPU that records what makes the host wait: tensors have shapes but no data.
 
-Within `on_gpu()` a tensor made on device "cuda" is one on torch's "meta" device, which has a shape and no data, and
-says that it is on cuda:0; tensors of the CPU are what they are. Whatever makes the host wait for the device is kept by
-name: a value that is asked for (`item`, `bool`, `tolist`), a shape that depends on values (`nonzero`, a boolean index),
-a copy to the host, and a copy from it that is not `non_blocking`, as in `torch.tensor(numbers, device="cuda")`. The
-host then goes on with zeros. What an operator does inside, in C++, is not seen; operators known to wait are listed.
+Within `on_gpu()` a tensor made on device "cuda" is a tensor of torch's "meta" device that claims to be on cuda:0; CPU
+tensors are real. Recorded by name is whatever makes the host wait: reading a value (`item`, `bool`, `tolist`), a shape
+that depends on values (`nonzero`, a boolean index), a copy to the host, and a copy from it that is not `non_blocking`,
+as in `torch.tensor(numbers, device="cuda")`. The host continues with zeros. Waits inside an operator's C++ code are not
+seen; operators known to wait are listed.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from longspan.comm.mesh import OneDeviceMesh
 GPU = torch.device("cuda", 0)
 aten = torch.ops.aten
 
-SHAPES = {  # what has to read its input before it knows the shape of its output
+SHAPES = {  # the shape of the output depends on the values of the input
     "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount", "argwhere",
 }  # fmt: skip
 
 
 def one_gpu() -> longspan.SequenceSharding:
-    """The sharding of a single process on that GPU. Within `on_gpu()`."""
+    """Return the sharding of a single process on the fake GPU. Within `on_gpu()`."""
     return longspan.SequenceSharding(OneDeviceMesh("cuda"))
 
 
 class Seen(list[str]):
-    """What has waited, by name.
+    """Names of operations that waited.
 
     Attributes:
-        largest: bytes of the largest tensor that was made on the device.
+        largest: bytes of the largest tensor on the device.
     """
 
     largest: int = 0
@@ -50,7 +50,7 @@ class Seen(list[str]):
 
 @contextlib.contextmanager
 def on_gpu() -> Iterator[Seen]:
-    """Within this, device "cuda" exists; the list fills with what has waited for it."""
+    """Pretend that device "cuda" exists; yield the list that records waits."""
     log = Seen()
     pretends, backward = _Pretends(log), BackwardCFunction.apply
 
