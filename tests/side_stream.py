@@ -1,4 +1,4 @@
-"""A fake side stream on a CPU that copies as late as possible, so that a missing order of copies gives wrong results."""
+"""A fake side stream on a CPU that copies as late as possible, so that copies without order give wrong results."""
 
 from __future__ import annotations
 
