@@ -83,9 +83,7 @@ def store(folder: str, x: torch.Tensor, count: int, direct: bool) -> tuple[float
             os.fdatasync(disk._file._fd)
         written = time.perf_counter()
         while stored:
-            handle = stored.pop()
-            handle.get()
-            handle.drop()
+            stored.pop().get()
         return written - began, time.perf_counter() - written
     finally:
         disk.close()

@@ -1,4 +1,4 @@
-"""The loss: the exact mean of the global batch, tile by tile, against torch's own cross entropy."""
+"""The loss of given logits: the exact mean of the global batch, against torch's own cross entropy."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def _data(dtype: torch.dtype, batch: int = 4, n: int = 12, vocab: int = 33) -> t
     g = torch.Generator().manual_seed(3)
     logits = (4 * torch.randn(batch, n, vocab, generator=g)).to(dtype)
     labels = torch.randint(0, vocab, (batch, n), generator=g)
-    labels[0] = IGNORE  # a row without any valid token
-    labels[1, : n // 2] = IGNORE  # and one whose first rank has none
+    labels[0] = IGNORE  # a row without labels
+    labels[1, : n // 2] = IGNORE  # a row whose first rank has no labels
     return logits, labels
 
 
 def _sizes(logits: torch.Tensor, labels: torch.Tensor, items: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the loss and of its gradient: the absolute values of what is summed, exponents' own errors included."""
+    """Return the sums of absolute terms of the loss and of its gradient, which bound their rounding errors."""
     x, valid = logits.detach().double(), labels != IGNORE
     lse = x.logsumexp(-1, keepdim=True)
     target = F.one_hot(labels.clamp_min(0), x.shape[-1])
@@ -66,8 +66,8 @@ def test_mean_of_the_global_batch(pool4: RankPool, data: int, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("tile", [1, 100, 1 << 24])
-def test_tiles_do_not_matter(monkeypatch: pytest.MonkeyPatch, tile: int) -> None:
-    monkeypatch.setattr(loss_module, "TILE_ELEMENTS", (tile, tile))
+def test_the_size_of_a_tile_changes_nothing(monkeypatch: pytest.MonkeyPatch, tile: int) -> None:
+    monkeypatch.setattr(loss_module, "LOSS_TILE", (tile, tile))
     sp = longspan.SequenceSharding(OneDeviceMesh("cpu"))
     logits, labels = _data(torch.float64)
     logits.requires_grad_()
@@ -80,7 +80,7 @@ def test_tiles_do_not_matter(monkeypatch: pytest.MonkeyPatch, tile: int) -> None
     assert units(grad, expected, of_grad, torch.float64) <= MARGIN
 
 
-def test_no_valid_token_anywhere_is_zero_not_nan() -> None:
+def test_the_loss_without_labels_is_zero() -> None:
     sp = longspan.SequenceSharding(OneDeviceMesh("cpu"))
     logits = torch.randn(1, 3, 5, requires_grad=True)
     loss = longspan.causal_lm_loss(logits, torch.full((1, 3), IGNORE), sp)
@@ -88,7 +88,7 @@ def test_no_valid_token_anywhere_is_zero_not_nan() -> None:
     assert loss.item() == 0 and logits.grad is not None and not logits.grad.any()
 
 
-def test_shapes_must_fit() -> None:
+def test_shapes_must_match() -> None:
     sp: Any = longspan.SequenceSharding(OneDeviceMesh("cpu"))
     with pytest.raises(LongspanError, match=r"logits of shape \(1, 3, 5\) do not belong to labels of shape \(1, 4\)"):
         longspan.causal_lm_loss(torch.zeros(1, 3, 5), torch.zeros(1, 4, dtype=torch.int64), sp)

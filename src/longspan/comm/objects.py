@@ -10,58 +10,52 @@ from __future__ import annotations
 import pickle
 import time
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-if TYPE_CHECKING:
-    Sent = tuple[list[bytes], list["weakref.ref[Tensor]"]]
-
 _RELEASE_S = 5.0
 
 
-def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return every rank's `mine`, in rank order. Collective; `group` is None for one rank."""
+def gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return every rank's `value`, in rank order. Collective; `group` is None for one rank."""
     if group is None or group.size() == 1:
-        return [mine]
-    return [pickle.loads(found) for found in _released(_gather(pickle.dumps(mine), group))]
+        return [value]
+    gathered, sent = _gather(pickle.dumps(value), group)
+    _wait_for_release(sent)
+    return [pickle.loads(data) for data in gathered]
 
 
-def broadcast_object(mine: Any, group: dist.ProcessGroup | None) -> Any:
-    """Return the `mine` of the group's first rank on every rank. Collective; `group` is None for one rank."""
+def broadcast_object(value: Any, group: dist.ProcessGroup | None) -> Any:
+    """Return the `value` of the group's first rank on every rank. Collective; `group` is None for one rank."""
     if group is None or group.size() == 1:
-        return mine
+        return value
     first = group.rank() == 0
-    (found,) = _released(_broadcast(pickle.dumps(mine) if first else b"", group))
-    return mine if first else pickle.loads(found)
+    data, sent = _broadcast(pickle.dumps(value) if first else b"", group)
+    _wait_for_release(sent)
+    return value if first else pickle.loads(data)
 
 
-def _gather(mine: bytes, group: dist.ProcessGroup) -> Sent:
-    device = _device(group)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
-    size = torch.tensor([len(mine)], dtype=torch.int64, device=device)
+def _gather(data: bytes, group: dist.ProcessGroup) -> tuple[list[bytes], list[weakref.ref[Tensor]]]:
+    size = torch.tensor([len(data)], device=_device(group))
+    sizes = [torch.empty_like(size) for _ in range(group.size())]
     dist.all_gather(sizes, size, group=group)
     lengths = [int(x) for x in sizes]
-    sent = torch.zeros(max(lengths), dtype=torch.uint8)
-    sent[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    sent = sent.to(device)
-    every = [torch.empty_like(sent) for _ in lengths]
-    dist.all_gather(every, sent, group=group)
-    found = [_bytes(x[:n]) for x, n in zip(every, lengths, strict=True)]
-    return found, _references([*sizes, size, sent, *every])
+    padded = torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8).to(size.device)
+    received = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(received, padded, group=group)
+    gathered = [_bytes(x[:n]) for x, n in zip(received, lengths, strict=True)]
+    return gathered, [weakref.ref(x) for x in (*sizes, size, padded, *received)]
 
 
-def _broadcast(mine: bytes, group: dist.ProcessGroup) -> Sent:
-    device = _device(group)
-    size = torch.tensor([len(mine)], dtype=torch.int64, device=device)
+def _broadcast(data: bytes, group: dist.ProcessGroup) -> tuple[bytes, list[weakref.ref[Tensor]]]:
+    size = torch.tensor([len(data)], device=_device(group))
     dist.broadcast(size, group_src=0, group=group)
-    x = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else torch.empty(int(size), dtype=torch.uint8)
-    x = x.to(device)
+    x = torch.frombuffer(bytearray(data or bytes(int(size))), dtype=torch.uint8).to(size.device)
     dist.broadcast(x, group_src=0, group=group)
-    return [_bytes(x)], _references([size, x])
+    return _bytes(x), [weakref.ref(size), weakref.ref(x)]
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
@@ -74,14 +68,8 @@ def _bytes(x: Tensor) -> bytes:
     return x.cpu().numpy().tobytes()
 
 
-def _references(xs: Sequence[Tensor]) -> list[weakref.ref[Tensor]]:
-    return [weakref.ref(x) for x in xs if x.device.type == "cpu"]
-
-
-def _released(sent: Sent) -> list[bytes]:
-    """Return the bytes once gloo has released the tensors that were sent, or after `_RELEASE_S` seconds."""
-    found, references = sent
+def _wait_for_release(sent: list[weakref.ref[Tensor]]) -> None:
+    """Wait until gloo has released the tensors that were sent, at most `_RELEASE_S` seconds."""
     deadline = time.monotonic() + _RELEASE_S
-    while any(x() is not None for x in references) and time.monotonic() < deadline:
+    while any(x() is not None for x in sent) and time.monotonic() < deadline:
         time.sleep(0.0001)
-    return found

@@ -28,8 +28,6 @@ from longspan.losses.vocab_parallel import VocabShard
 IGNORE = -100
 """The label of a token without a loss (the convention of `torch.nn.functional.cross_entropy`)."""
 
-TILE_ELEMENTS = LOSS_TILE
-
 
 @dataclass(frozen=True)
 class LossTerms:
@@ -280,6 +278,6 @@ def _index(labels: Tensor) -> Tensor:
 
 
 def _tiles(logits_TV: Tensor) -> Iterator[slice]:
-    rows = max(1, TILE_ELEMENTS[logits_TV.device.type == "cpu"] // max(1, logits_TV.shape[-1]))
+    rows = max(1, LOSS_TILE[logits_TV.device.type == "cpu"] // max(1, logits_TV.shape[-1]))
     for i in range(0, len(logits_TV), rows):
         yield slice(i, i + rows)

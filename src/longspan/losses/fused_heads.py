@@ -64,7 +64,7 @@ class TorchHeadLoss:
         if terms.z_loss:
             return "it has no z-loss"
         if logits.hidden.dtype.itemsize < 4:
-            return f"it sums the loss in {logits.hidden.dtype}, which has {_bits(logits.hidden.dtype)} bits"
+            return f"it sums the loss in {logits.hidden.dtype} instead of fp32"
         return None
 
     def __call__(
@@ -120,7 +120,3 @@ def head_loss(name: str, logits: DeferredLogits, labels_T: Tensor, terms: LossTe
     hidden_TD = logits.hidden.reshape(-1, logits.hidden.shape[-1])
     total: Tensor = _Once.apply(chosen(hidden_TD, module.weight, module.bias, labels_T, terms))  # type: ignore[no-untyped-call]
     return total
-
-
-def _bits(dtype: torch.dtype) -> int:
-    return round(1 - torch.tensor(torch.finfo(dtype).eps).log2().item())

@@ -44,9 +44,6 @@ class OnDevice:
     def get(self) -> Tensor:
         return self.tensor
 
-    def drop(self) -> None:
-        pass
-
 
 def put(store: Store | None, tensor: Tensor) -> OnDevice | Future:
     """Offload a tensor to the store, if there is one and the tensor is not small."""
@@ -54,7 +51,7 @@ def put(store: Store | None, tensor: Tensor) -> OnDevice | Future:
 
 
 class SavedAttention:
-    """The tensors that one attention saves. Dropped from the store when nothing refers to this any more."""
+    """The tensors that one attention saves."""
 
     def __init__(self, store: Store | None, tensors: Sequence[Tensor]) -> None:
         self.stored = [put(store, x) for x in tensors]
@@ -69,10 +66,6 @@ class SavedAttention:
     def drop(self) -> None:
         """Release the fetched tensors. A second backward, of a retained graph, fetches them again."""
         self.fetched = None
-
-    def __del__(self) -> None:
-        for stored in self.stored:
-            stored.drop()
 
 
 @dataclass
@@ -308,9 +301,6 @@ class RecomputedInput:
         """Return the input, and keep it for its own layer."""
         return self._recompute(next_in_backward=False)
 
-    def drop(self) -> None:
-        self._value = None
-
     def _recompute(self, *, next_in_backward: bool) -> Tensor:
         if self._value is None:
             self._value = self.member.output(next_in_backward=next_in_backward)
@@ -330,7 +320,6 @@ class _Inputs:
         self.anchor = next(x for x in self.original if isinstance(x, Tensor)).new_empty(0)
         self.names, self.count = tuple(named), len(args)
         self.needs_grad = [isinstance(x, Tensor) and x.requires_grad for x in self.original]
-        self.saved: list[Any] = []  # for `__del__`, if the store raises below
         pairs = zip(self.original, self.needs_grad, strict=True)
         self.saved = [(recomputed or put(store, x)) if needs else x for x, needs in pairs]
 
@@ -358,11 +347,6 @@ class _Inputs:
 
     def _as_arguments(self, values: list[Any]) -> tuple[list[Any], dict[str, Any]]:
         return values[: self.count], dict(zip(self.names, values[self.count :], strict=True))
-
-    def __del__(self) -> None:
-        for x, needs in zip(self.saved, self.needs_grad, strict=False):
-            if needs:
-                x.drop()
 
 
 def _peek(x: Any) -> Tensor:

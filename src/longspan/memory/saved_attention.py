@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from longspan.compat.torch_api import graph_is_kept
-from longspan.memory.checkpointing import SMALL, OnDevice, put
+from longspan.memory.checkpointing import OnDevice, put
 
 if TYPE_CHECKING:
     from longspan.attn.prepare import AttentionPlan
@@ -69,9 +69,8 @@ class _SavedAttention(torch.autograd.Function):
         # Do not offload a weight: FSDP frees its storage, and fills it again.
         weight = None if inputs[3] is None else inputs[3].untyped_storage().data_ptr()
 
-        def pack(x: Tensor) -> Any:
-            stays = x.nbytes < SMALL or x.untyped_storage().data_ptr() == weight
-            return OnDevice(x) if stays else _Dropping(put(call.store, x))
+        def pack(x: Tensor) -> OnDevice | Future:
+            return OnDevice(x) if x.untyped_storage().data_ptr() == weight else put(call.store, x)
 
         with torch.enable_grad(), saved_tensors_hooks(pack, lambda stored: stored.get()):
             q, k, v, sinks = (inner(i, x) for i, x in enumerate(inputs))
@@ -130,16 +129,3 @@ class _CatchInputGradient(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         ctx.grads[ctx.i] = grads[0]
         return grads[0].new_empty(0), None, None, None
-
-
-class _Dropping:
-    """Drops a stored tensor when autograd releases it."""
-
-    def __init__(self, stored: OnDevice | Future) -> None:
-        self.stored = stored
-
-    def get(self) -> Tensor:
-        return self.stored.get()
-
-    def __del__(self) -> None:
-        self.stored.drop()

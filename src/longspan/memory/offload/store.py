@@ -71,9 +71,7 @@ class Entry:
         self._version = -1 if data.is_inference() else version_of(data)
 
     def check(self) -> None:
-        """Raise if the entry is lost or dropped."""
-        if self.dropped:
-            raise LongspanError("an activation was read after it was dropped; a backward can run only once")
+        """Raise if the entry is lost."""
         if self.error:
             raise LongspanError(self.error)
 
@@ -94,23 +92,18 @@ class Future:
         self._store, self._entry = store, entry
 
     def get(self) -> Tensor:
-        """Return the tensor on its device, bit for bit; wait if necessary. May be called again until `drop`.
+        """Return the tensor on its device, bit for bit; wait if necessary. May be called again.
 
         It may share memory with the original, so write to neither. The call also starts to fetch the tensors that were
         put before this one, because a backward visits a forward in reverse.
 
         Raises:
-            LongspanError: the tensor was dropped, or is lost: a disk error, or a write to it while it was offloaded.
+            LongspanError: the tensor is lost: a disk error, or a write to it while it was offloaded.
         """
         return self._store.fetch(self._entry)
 
-    def drop(self) -> None:
-        """Free its space."""
-        self._store.forget(self._entry)
-
     def __del__(self) -> None:
-        if not self._entry.dropped:  # may run anywhere, even while the store holds its lock
-            self._store.abandoned.append(self._entry)
+        self._store.abandoned.append(self._entry)  # do no more: this may run while the store holds its lock
 
 
 class Store(ABC):
@@ -121,7 +114,7 @@ class Store(ABC):
 
     Attributes:
         stats: of all transfers.
-        abandoned: entries whose future was deleted without `drop`. The next call to the store drops them.
+        abandoned: entries whose future was deleted. The next call to the store drops them.
     """
 
     def __init__(self, prefetch_bytes: int | None = 0) -> None:
@@ -175,12 +168,6 @@ class Store(ABC):
             if data is None:
                 data = self._finish_fetch(entry, fetch)
         return entry.meta.view(data)
-
-    def forget(self, entry: Entry) -> None:
-        """Free an entry's space, once nothing reads or writes it."""
-        if not self._closed and not self._forked:
-            with self._changed:
-                self._drop(entry)
 
     def metrics(self) -> dict[str, float]:
         """Return `bytes_*`, `seconds_*` (of moving) and `waited_seconds_*` (of compute waiting) since `reset`, for each
