@@ -129,7 +129,7 @@ def test_torchs_linear_cross_entropy(head: str, smoothing: float) -> None:
     ("name", "head", "dtype", "terms", "text"),
     [
         ("torch", "plain", torch.float32, LossTerms(z_loss=0.1), "no z-loss"),
-        ("torch", "plain", torch.bfloat16, LossTerms(), "sums the loss in torch.bfloat16, which has 8 bits"),
+        ("torch", "plain", torch.bfloat16, LossTerms(), "sums the loss in torch.bfloat16 instead of fp32"),
         ("torch", "lora", torch.float32, LossTerms(), "more than one matrix product"),
         ("liger", "plain", torch.float32, LossTerms(), "not installed; pip install|need a GPU"),
     ],

@@ -73,18 +73,29 @@ class LayerCall:
     """One call of a checkpointed layer: implements `SavedAttentions` for its attentions.
 
     Attributes:
+        layer: the layer.
+        inputs: its arguments.
         store: where to offload; None: nowhere.
-        save_all: save everything that attention saves (`checkpointing="save_attention"`).
+        checkpointing: how the layer is checkpointed.
         recomputing: whether the layer is being recomputed.
         saved: what each attention saved, in the order of their calls.
         next: index of the attention that is recomputed next.
+        index: the layer's place in its group.
     """
 
+    layer: CheckpointedLayer
+    inputs: _Inputs
     store: Store | None
-    save_all: bool = False
+    checkpointing: str
     recomputing: bool = False
     saved: list[SavedAttention] = field(default_factory=list)
     next: int = 0
+    index: int = 0
+
+    @property
+    def save_all(self) -> bool:
+        """Whether to save everything that attention saves."""
+        return self.checkpointing == "save_attention"
 
     def save(self, tensors: Sequence[Tensor]) -> SavedAttention:
         """Save the tensors of the attention that runs."""
@@ -101,9 +112,41 @@ class LayerCall:
         self.next += 1
         return self.saved[self.next - 1]
 
-    def start_recompute(self) -> None:
-        """Start a recomputation of the layer."""
-        self.recomputing, self.next = True, 0
+    def forward(self) -> Any:
+        """Compute the layer, or recompute it with gradients."""
+        positional, named = self.inputs.for_recompute() if self.recomputing else self.inputs.for_forward()
+        return self.layer.compute(*positional, **named)
+
+    def hidden(self, *, next_in_backward: bool) -> Tensor:
+        """Recompute the layer's hidden states without gradients, using what its attention saved."""
+        positional, named = self.inputs.peek()
+        module = self.layer.layer
+        if isinstance(module, FSDPModule):
+            module.unshard()
+        try:
+            with torch.no_grad(), _Recomputing(self, bound=bool(self.saved)):
+                out: Tensor = _hidden(self.layer.compute(*positional, **named))
+                return out
+        finally:
+            for saved in self.saved:
+                saved.drop()  # the layer's own backward fetches it again
+            if isinstance(module, FSDPModule) and not next_in_backward:
+                module.reshard()
+
+
+class _Recomputing(contextlib.AbstractContextManager[None]):
+    """Around a layer's recomputation. A class, as torch enters it again for every backward of a retained graph."""
+
+    def __init__(self, call: LayerCall, *, bound: bool) -> None:
+        self.call, self.bound = call, bound
+
+    def __enter__(self) -> None:
+        self.call.recomputing, self.call.next = True, 0
+        if self.bound:
+            self.call.layer.bind(self.call)
+
+    def __exit__(self, *_: object) -> None:
+        self.call.layer.bind(None)
 
 
 COMPILED = "longspan_compiled"
@@ -147,53 +190,28 @@ class CheckpointedLayer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         off = self.memory.checkpointing == "none"
         if off or not torch.is_grad_enabled() or not self.layer.training:
-            return self._forward(*args, **kwargs)
+            return self.compute(*args, **kwargs)
         return self._checkpointed(*args, **kwargs)
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
         return forward_of(self.layer)(self.layer, *args, **kwargs)
 
     def _checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        saves = self.memory.checkpointing in ("save_attention", "selective")
-        call = LayerCall(self.store, save_all=self.memory.checkpointing == "save_attention")
         inputs = _Inputs(args, kwargs, self.store, self.groups.previous_output(self, [*args, *kwargs.values()]))
-
-        def run(_: Tensor) -> Any:
-            positional, named = inputs.for_recompute() if call.recomputing else inputs.for_forward()
-            return self._forward(*positional, **named)
-
+        call = LayerCall(self, inputs, self.store, self.memory.checkpointing)
+        saves = call.save_all or call.checkpointing == "selective"
         out = checkpoint(
-            run,
+            lambda _: call.forward(),
             inputs.anchor,  # tells torch the device
             use_reentrant=False,
             preserve_rng_state=self.draws,
-            context_fn=lambda: (self.binding(call if saves else None), _Recomputing(self, call, saves)),
+            context_fn=lambda: (self._binding(call if saves else None), _Recomputing(call, bound=saves)),
         )
-        self.groups.record(GroupMember(self, call if saves else None, inputs), out)
+        self.groups.record(call, out)
         return out
 
-    def recompute_output(self, call: LayerCall | None, inputs: _Inputs, *, next_in_backward: bool) -> Any:
-        """Recompute the layer's output without gradients, using what its attention saved."""
-        positional, named = inputs.peek()
-        sharded: FSDPModule | None = self.layer if isinstance(self.layer, FSDPModule) else None
-        if sharded is not None:
-            sharded.unshard()
-        if call is not None and not call.saved:  # nothing in its attention needs a gradient
-            call = None
-        if call is not None:
-            call.start_recompute()
-        try:
-            with torch.no_grad(), self.binding(call):
-                return self._forward(*positional, **named)
-        finally:
-            if call is not None:
-                for saved in call.saved:
-                    saved.drop()  # the layer's own backward fetches it again
-            if sharded is not None and not next_in_backward:
-                sharded.reshard()
-
     @contextlib.contextmanager
-    def binding(self, call: LayerCall | None) -> Iterator[None]:
+    def _binding(self, call: LayerCall | None) -> Iterator[None]:
         """Bind `call` to the layer's attentions for the body."""
         self.bind(call)
         try:
@@ -202,38 +220,8 @@ class CheckpointedLayer:
             self.bind(None)
 
 
-class _Recomputing(contextlib.AbstractContextManager[None]):
-    """Around a layer's recomputation. A class, as torch enters it again for every backward of a retained graph."""
-
-    def __init__(self, layer: CheckpointedLayer, call: LayerCall, saves: bool) -> None:
-        self.layer, self.call, self.saves = layer, call, saves
-
-    def __enter__(self) -> None:
-        self.call.start_recompute()
-        if self.saves:
-            self.layer.bind(self.call)
-
-    def __exit__(self, *_: object) -> None:
-        self.layer.bind(None)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Groups of layers that share one saved input.
-
-
-@dataclass
-class GroupMember:
-    """One call of a layer in a group, from which the next layer can recompute its input."""
-
-    layer: CheckpointedLayer
-    call: LayerCall | None
-    inputs: _Inputs
-    index: int = 0
-
-    def output(self, *, next_in_backward: bool) -> Tensor:
-        """Recompute the output of the call."""
-        out: Tensor = _hidden(self.layer.recompute_output(self.call, self.inputs, next_in_backward=next_in_backward))
-        return out
 
 
 class LayerGroups:
@@ -246,16 +234,16 @@ class LayerGroups:
 
     def __init__(self, per_checkpoint: int = 1, last: nn.Module | None = None) -> None:
         self.per_checkpoint, self.last = per_checkpoint, last
-        self._member: GroupMember | None = None
+        self._call: LayerCall | None = None
         self._output: Tensor | None = None
         self._version = 0
 
     def previous_output(self, layer: CheckpointedLayer, values: Sequence[Any]) -> RecomputedInput | None:
         """Return a layer's input as the previous layer's output; None if the layer starts a group."""
-        member, output, self._member, self._output = self._member, self._output, None, None
-        if member is None or output is None or member.index + 1 >= self.per_checkpoint:
+        call, output, self._call, self._output = self._call, self._output, None, None
+        if call is None or output is None or call.index + 1 >= self.per_checkpoint:
             return None
-        if layer.draws or member.layer.draws:
+        if layer.draws or call.layer.draws:
             return None
         inputs = [x for x in values if isinstance(x, Tensor) and x.requires_grad]
         # FSDP passes on another tensor object with the same memory.
@@ -263,16 +251,16 @@ class LayerGroups:
             return None
         if inputs[0].stride() != output.stride() or inputs[0].dtype != output.dtype:
             return None
-        return RecomputedInput(member) if version_of(output) == self._version else None
+        return RecomputedInput(call) if version_of(output) == self._version else None
 
-    def record(self, member: GroupMember, out: Any) -> None:
+    def record(self, call: LayerCall, out: Any) -> None:
         """Remember a call and its output until the next layer runs."""
         hidden = _hidden(out)
-        if self.per_checkpoint == 1 or member.layer.layer is self.last or not isinstance(hidden, Tensor):
+        if self.per_checkpoint == 1 or call.layer.layer is self.last or not isinstance(hidden, Tensor):
             return
-        previous = member.inputs.recomputed
-        member.index = 0 if previous is None else previous.member.index + 1
-        self._member, self._output, self._version = member, hidden.detach(), version_of(hidden)
+        previous = call.inputs.recomputed
+        call.index = 0 if previous is None else previous.call.index + 1
+        self._call, self._output, self._version = call, hidden.detach(), version_of(hidden)
 
 
 def _hidden(out: Any) -> Any:
@@ -287,8 +275,8 @@ class RecomputedInput:
     whose backwards come next, have used them.
     """
 
-    def __init__(self, member: GroupMember) -> None:
-        self.member = member
+    def __init__(self, call: LayerCall) -> None:
+        self.call = call  # of the previous layer
         self._value: Tensor | None = None
 
     def get(self) -> Tensor:
@@ -303,7 +291,7 @@ class RecomputedInput:
 
     def _recompute(self, *, next_in_backward: bool) -> Tensor:
         if self._value is None:
-            self._value = self.member.output(next_in_backward=next_in_backward)
+            self._value = self.call.hidden(next_in_backward=next_in_backward)
         return self._value
 
 

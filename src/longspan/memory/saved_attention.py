@@ -67,10 +67,10 @@ class _SavedAttention(torch.autograd.Function):
             return entered
 
         # Do not offload a weight: FSDP frees its storage, and fills it again.
-        weight = None if inputs[3] is None else inputs[3].untyped_storage().data_ptr()
+        weight, store = None if inputs[3] is None else inputs[3].untyped_storage().data_ptr(), call.store
 
         def pack(x: Tensor) -> OnDevice | Future:
-            return OnDevice(x) if x.untyped_storage().data_ptr() == weight else put(call.store, x)
+            return OnDevice(x) if x.untyped_storage().data_ptr() == weight else put(store, x)
 
         with torch.enable_grad(), saved_tensors_hooks(pack, lambda stored: stored.get()):
             q, k, v, sinks = (inner(i, x) for i, x in enumerate(inputs))
