@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 def gather_numbers(mine: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
-    """Gather the int64 numbers of every rank, in group order; each rank gives equally many."""
+    """Gather the int64 numbers of every rank, in group order; each rank has equally many."""
     row = torch.tensor(mine, dtype=torch.int64, device=device)
     rows = [torch.empty_like(row) for _ in range(group.size())]
     dist.all_gather(rows, row, group=group)
-    return [row.tolist() for row in rows]
+    return torch.stack(rows).tolist()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What `parallelize` is given.
+# The model that `parallelize` gets.
 
 
 def check_same_model(
@@ -44,12 +44,12 @@ def check_same_model(
 
     Args:
         sp: the sharding.
-        facts: what must be equal, by the name that an error gives it.
+        facts: values that must be equal, by their names in errors.
         weights: digests of parameters and buffers, by name.
         problem: the error of this rank's own checks.
 
     Raises:
-        LongspanError: naming the ranks, and the keys or parameters; on the rank that has it, `problem` itself.
+        LongspanError: naming the ranks, and the keys or parameters; on the rank that has a `problem`, that error.
     """
     group = sp.mesh_group
     if group is None or sp.job_size == 1:
@@ -68,13 +68,13 @@ def check_same_model(
         )
     if len({row[2] for row in rows}) > 1:
         raise LongspanError(
-            f"the ranks have different weights: {_unlike(gather_objects(dict(weights), group), ranks)}; call "
+            f"the ranks have different weights: {_format_differing(gather_objects(dict(weights), group), ranks)}; call "
             f"torch.manual_seed with one seed on every rank before the model is made, load the same files everywhere, "
-            f"or let rank {ranks[0]} give its weights to all: parallelize(..., weights='broadcast')"
+            f"or copy the weights of rank {ranks[0]} to all: parallelize(..., weights='broadcast')"
         )
 
 
-def _unlike(weights: Sequence[Mapping[str, int]], ranks: Sequence[int]) -> str:
+def _format_differing(weights: Sequence[Mapping[str, int]], ranks: Sequence[int]) -> str:
     """Describe which parameters differ, and on which ranks."""
     names = dict.fromkeys(name for each in weights for name in each)
     wrong = {name: odd_ones([each.get(name) for each in weights]) for name in names}
@@ -100,14 +100,14 @@ def broadcast_weights(model: nn.Module, sp: SequenceSharding) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Weights that every rank holds whole, while they train.
+# Replicated weights during training.
 
 
 class ReplicaCheck:
-    """Compare weights that every rank holds whole and updates by itself (no FSDP).
+    """Compare weights that are replicated, so that each rank updates its own copy (no FSDP).
 
     Args:
-        model: whose parameters are compared.
+        model: the model.
         every: training forwards from one comparison to the next; 0 for none.
     """
 
@@ -142,12 +142,12 @@ class ReplicaCheck:
         """
         weights = gather_objects(digests_of(dict(model.named_parameters())), group)
         ranks = dist.get_process_group_ranks(group)
-        groups = [(weights[i::held], ranks[i::held]) for i in range(held)]
-        found = next(_unlike(*each) for each in groups if any(x != each[0][0] for x in each[0]))
+        copies = [(weights[i::held], ranks[i::held]) for i in range(held)]
+        found = next(_format_differing(*each) for each in copies if any(x != each[0][0] for x in each[0]))
         raise LongspanError(
             f"the weights of the ranks have diverged: {found}; they were equal "
             f"{self.every} training forwards ago (forward {self.seen} now). Either the ranks' optimizers "
-            f"differ, or a rank's memory was damaged: go on from a checkpoint before that, and test that machine"
+            f"differ, or a rank's memory was damaged: continue from an earlier checkpoint, and test that machine"
         )
 
 
