@@ -286,15 +286,9 @@ def start_scatter(
     overlapped: bool,
     wire_dtype: CacheDtype = "exact",
 ) -> AllToAll:
-    """Start `scatter_heads`, outside of autograd; `wait` returns the result.
+    """Start `scatter_heads`, outside of autograd; `wait` returns its result.
 
-    Args:
-        xs_BLHD: as for `scatter_heads`, as are all but `overlapped`.
-        kinds: as there.
-        shards: as there.
-        group: as there.
-        overlapped: whether it stays in flight until `wait`; otherwise it completes at once.
-        wire_dtype: as there.
+    With `overlapped` it stays in flight until `wait`; otherwise it completes at once.
     """
     return _start_scatter(xs_BLHD, _head_spans(shards, kinds), group, wire_dtype, overlapped=overlapped)
 
@@ -328,16 +322,9 @@ def start_gather_into(
 ) -> AllToAll:
     """Start to send some heads back to the tokens' ranks; `wait` writes them into `outs_BLHD`. Outside of autograd.
 
-    Args:
-        outs_BLHD: local tokens and all heads of each tensor. Heads that are in no shard stay as they are.
-        packed_SBW: for every token of the sequence the local heads of the first tensor, then of the second, ...
-        kinds: as for `scatter_heads`.
-        shards: the heads that each rank returns.
-        group: the Ulysses group.
-        overlapped: as for `start_scatter`.
-        accumulate: whether to add KV heads to `outs_BLHD`, as gradients of replicated KV heads need (`outs_BLHD` should
-            be fp32 at least). Query heads are always overwritten.
-        wire_dtype: as for `scatter_heads`.
+    Heads that are in no shard stay as they are. With `accumulate` KV heads are added to `outs_BLHD`, as gradients of
+    replicated KV heads need (`outs_BLHD` should be fp32 at least); query heads are always overwritten. Other arguments
+    are those of `start_scatter`, and `packed_SBW` is laid out as its result.
     """
     spans = _head_spans(shards, kinds)
     adds = [accumulate and kind == "kv" for kind in kinds]

@@ -130,16 +130,7 @@ class ReplicaCheck:
         return int(self.digester.joint(parameters))
 
     def refuse(self, model: nn.Module, group: dist.ProcessGroup, held: int = 1) -> None:
-        """Raise on every rank, naming parameter and ranks. Collective.
-
-        Args:
-            model: whose weights differ.
-            group: all ranks.
-            held: ranks `held` apart hold the same weights.
-
-        Raises:
-            LongspanError: always.
-        """
+        """Raise on every rank, naming parameter and ranks. Ranks `held` apart hold the same weights. Collective."""
         weights = gather_objects(digests_of(dict(model.named_parameters())), group)
         ranks = dist.get_process_group_ranks(group)
         copies = [(weights[i::held], ranks[i::held]) for i in range(held)]
@@ -154,9 +145,7 @@ class ReplicaCheck:
 def host_group(sp: SequenceSharding, timeout_s: float | None = None) -> dist.ProcessGroup:
     """Return a gloo group of all ranks, for the hosts to communicate without waiting for their GPUs. Collective.
 
-    Args:
-        sp: the sharding.
-        timeout_s: timeout of a new group; by default torch's.
+    `timeout_s` is the timeout of a new group, by default torch's.
 
     Raises:
         LongspanError: if gloo cannot connect the hosts.

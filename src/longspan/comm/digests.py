@@ -25,11 +25,7 @@ _AT_ONCE = 1 << 26  # words that a GPU multiplies in one temporary tensor: 512 M
 
 
 class Digester:
-    """Compute digests on one device.
-
-    Args:
-        device: of the tensors.
-    """
+    """Compute digests of tensors on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.factors = _odd_numbers(0, ROW, device)

@@ -19,10 +19,6 @@ T = TypeVar("T")
 def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     """Run `action` on every rank and return this rank's result; if it raises on any rank, raise on all. Collective.
 
-    Args:
-        action: may raise anything.
-        group: the ranks; None for one.
-
     Raises:
         LongspanError: as `raise_on_every_rank`.
         Exception: on a rank where `action` raised another kind of exception, that exception.

@@ -22,12 +22,7 @@ Runs = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class QuantizedFormat:
-    """A format of one byte per element.
-
-    Attributes:
-        dtype: int8, or a floating-point dtype of 8 bits.
-        largest: largest stored number.
-    """
+    """A format of one byte per element: int8 or a floating-point dtype of 8 bits, and its largest number."""
 
     dtype: torch.dtype
     largest: float

@@ -42,13 +42,7 @@ class Rule:
 
 
 class Shards:
-    """The sharded weights of one module.
-
-    Args:
-        module: the owner.
-        group: the tensor group.
-        rules: by parameter name.
-    """
+    """The sharded weights of one module; `rules` are by parameter name."""
 
     def __init__(self, module: nn.Module, group: TensorGroup, rules: dict[str, Rule]) -> None:
         self.module, self.group, self.rules = module, group, rules

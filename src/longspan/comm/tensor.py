@@ -57,13 +57,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """The ranks that share a layer's weights.
-
-    Attributes:
-        name: of the process group.
-        size: its ranks.
-        rank: this one's place.
-    """
+    """The process group of the ranks that share a layer's weights, by its name; this rank's `rank` of `size`."""
 
     name: str
     size: int

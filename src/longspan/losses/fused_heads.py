@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -43,62 +44,52 @@ class _Once(torch.autograd.Function):
         return grads[0]
 
 
-class HeadLoss(Protocol):
-    """Computes the loss of a head without its logits."""
-
-    def refuses(self, logits: DeferredLogits, terms: LossTerms) -> str | None:
-        """Return why it cannot compute this loss, or None."""
-
-    def __call__(
-        self, hidden_TD: Tensor, weight_VD: Tensor, bias: Tensor | None, labels_T: Tensor, terms: LossTerms
-    ) -> Tensor:
-        """Return the sum of the tokens' losses, []; differentiable. The label -100 means no loss."""
+def _torch_refuses(logits: DeferredLogits, terms: LossTerms) -> str | None:
+    if not hasattr(F, "linear_cross_entropy"):
+        return f"torch {torch.__version__} has no linear_cross_entropy; it needs torch 2.13"
+    if terms.z_loss:
+        return "it has no z-loss"
+    if logits.hidden.dtype.itemsize < 4:
+        return f"it sums the loss in {logits.hidden.dtype} instead of fp32"
+    return None
 
 
-class TorchHeadLoss:
+def _torch_loss(
+    hidden_TD: Tensor, weight_VD: Tensor, bias: Tensor | None, labels_T: Tensor, terms: LossTerms
+) -> Tensor:
     """`torch.nn.functional.linear_cross_entropy` in chunks, from torch 2.13 on."""
-
-    def refuses(self, logits: DeferredLogits, terms: LossTerms) -> str | None:
-        if not hasattr(F, "linear_cross_entropy"):
-            return f"torch {torch.__version__} has no linear_cross_entropy; it needs torch 2.13"
-        if terms.z_loss:
-            return "it has no z-loss"
-        if logits.hidden.dtype.itemsize < 4:
-            return f"it sums the loss in {logits.hidden.dtype} instead of fp32"
-        return None
-
-    def __call__(
-        self, hidden_TD: Tensor, weight_VD: Tensor, bias: Tensor | None, labels_T: Tensor, terms: LossTerms
-    ) -> Tensor:
-        options: Any = torch.nn.LinearCrossEntropyOptions()
-        total: Tensor = F.linear_cross_entropy(
-            hidden_TD, weight_VD, labels_T, linear_bias=bias, reduction="sum", ignore_index=-100,
-            label_smoothing=terms.label_smoothing, options=options,
-        )  # fmt: skip
-        return total
+    options: Any = torch.nn.LinearCrossEntropyOptions()
+    total: Tensor = F.linear_cross_entropy(
+        hidden_TD, weight_VD, labels_T, linear_bias=bias, reduction="sum", ignore_index=-100,
+        label_smoothing=terms.label_smoothing, options=options,
+    )  # fmt: skip
+    return total
 
 
-class LigerHeadLoss:
+def _liger_refuses(logits: DeferredLogits, terms: LossTerms) -> str | None:
+    if importlib.util.find_spec("liger_kernel") is None:
+        return "it is not installed; pip install liger-kernel"
+    return "its kernels need a GPU" if logits.device.type == "cpu" else None
+
+
+def _liger_loss(
+    hidden_TD: Tensor, weight_VD: Tensor, bias: Tensor | None, labels_T: Tensor, terms: LossTerms
+) -> Tensor:
     """Liger's fused kernel (arXiv:2410.10989), on a GPU."""
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-    def refuses(self, logits: DeferredLogits, terms: LossTerms) -> str | None:
-        if importlib.util.find_spec("liger_kernel") is None:
-            return "it is not installed; pip install liger-kernel"
-        return "its kernels need a GPU" if logits.device.type == "cpu" else None
-
-    def __call__(
-        self, hidden_TD: Tensor, weight_VD: Tensor, bias: Tensor | None, labels_T: Tensor, terms: LossTerms
-    ) -> Tensor:
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-        loss = LigerFusedLinearCrossEntropyLoss(
-            ignore_index=-100, lse_square_scale=terms.z_loss, label_smoothing=terms.label_smoothing, reduction="sum"
-        )
-        total: Tensor = loss(weight_VD, hidden_TD, labels_T, bias)
-        return total
+    loss = LigerFusedLinearCrossEntropyLoss(
+        ignore_index=-100, lse_square_scale=terms.z_loss, label_smoothing=terms.label_smoothing, reduction="sum"
+    )
+    total: Tensor = loss(weight_VD, hidden_TD, labels_T, bias)
+    return total
 
 
-HEAD_LOSSES: dict[str, HeadLoss] = {"torch": TorchHeadLoss(), "liger": LigerHeadLoss()}
+_HEAD_LOSSES: dict[str, tuple[Callable[..., str | None], Callable[..., Tensor]]] = {
+    "torch": (_torch_refuses, _torch_loss),
+    "liger": (_liger_refuses, _liger_loss),
+}
+"""By name: why a kernel cannot compute a loss (or None), and the differentiable sum of the tokens' losses, []."""
 
 
 def head_loss(name: str, logits: DeferredLogits, labels_T: Tensor, terms: LossTerms) -> Tensor:
@@ -107,8 +98,8 @@ def head_loss(name: str, logits: DeferredLogits, labels_T: Tensor, terms: LossTe
     Raises:
         LongspanError: the kernel does not support the loss, the head or autocast; the message says why.
     """
-    chosen, module = HEAD_LOSSES[name], logits.head.module
-    reason = chosen.refuses(logits, terms)
+    (refuses, compute), module = _HEAD_LOSSES[name], logits.head.module
+    reason = refuses(logits, terms)
     linear = isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward
     if reason is None and (not linear or logits.steps):
         reason = "the head is more than one matrix product, or the model changes its logits (a softcap, a scale)"
@@ -118,5 +109,5 @@ def head_loss(name: str, logits: DeferredLogits, labels_T: Tensor, terms: LossTe
         raise LongspanError(f"head_loss={name!r} cannot compute this loss: {reason}; use head_loss='tiled'")
     assert isinstance(module, torch.nn.Linear)
     hidden_TD = logits.hidden.reshape(-1, logits.hidden.shape[-1])
-    total: Tensor = _Once.apply(chosen(hidden_TD, module.weight, module.bias, labels_T, terms))  # type: ignore[no-untyped-call]
+    total: Tensor = _Once.apply(compute(hidden_TD, module.weight, module.bias, labels_T, terms))  # type: ignore[no-untyped-call]
     return total

@@ -9,12 +9,7 @@ import torch
 
 
 class ForwardState:
-    """The autocast state now and, if the forward draws random numbers, the state of the generators.
-
-    Args:
-        device: of the forward.
-        draws: whether it draws random numbers.
-    """
+    """The autocast state now and, if the forward draws random numbers, the state of the generators."""
 
     def __init__(self, device: torch.device, *, draws: bool) -> None:
         self._device, kind = device, device.type

@@ -31,16 +31,7 @@ if TYPE_CHECKING:
 
 
 def saved_attention(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, scores: Scores, call: LayerCall) -> Tensor:
-    """Return `plan(q, k, v, scores)`; run it once, and save everything for the backward.
-
-    Args:
-        plan: of the attention.
-        q: my tokens, `[B, L, H, D]`.
-        k: `[B, L, K, D]`.
-        v: `[B, L, K, Dv]`.
-        scores: of the layer.
-        call: of the layer.
-    """
+    """Return `plan(q, k, v, scores)`, `[B, L, H, Dv]`; run it once per layer call, and save all for the backward."""
     passed: list[Tensor] = []
     out: Tensor = _SavedAttention.apply(plan, scores, call, passed, q, k, v, scores.sinks)  # type: ignore[no-untyped-call]
     result: Tensor = _CatchGradient.apply(out, passed)  # type: ignore[no-untyped-call]
