@@ -134,10 +134,12 @@ def test_the_old_checkpoint_stays_until_the_new_one_has_its_name(
     """At each rename while a checkpoint is replaced, an older one is complete."""
     _save(tmp_path, 1)
     _save(tmp_path, 2)
-    seen = []
+    seen: list[list[int]] = []
+    renamed: list[str] = []
     rename = Path.rename
 
     def watch(self: Path, target: Path) -> Path:
+        renamed.append(self.name)
         seen.append(checkpoint.complete_steps(tmp_path))
         moved = rename(self, target)
         seen.append(checkpoint.complete_steps(tmp_path))
@@ -145,7 +147,8 @@ def test_the_old_checkpoint_stays_until_the_new_one_has_its_name(
 
     monkeypatch.setattr(Path, "rename", watch)
     _save(tmp_path, 2, keep=1)
-    assert seen and all(1 in steps for steps in seen) and checkpoint.complete_steps(tmp_path) == [2]
+    assert all(1 in steps for steps in seen) and checkpoint.complete_steps(tmp_path) == [2]
+    assert renamed[-2:] == ["step-00000002", "making-00000002"]  # the old one of this step is set aside, not removed
 
 
 # --- one run in a folder
