@@ -15,7 +15,7 @@ import transformers
 import longspan
 from longspan import checkpoint, exchange, plan
 from longspan.core.errors import LongspanError
-from tests.chaos.api import fake_ranks
+from tests.fakes import fake_world
 from tests.models import build
 
 Q, K = torch.zeros(1, 8, 4, 8), torch.zeros(1, 8, 2, 8)
@@ -194,7 +194,7 @@ def test_paths_as_text_and_dtypes_as_names(sp: longspan.SequenceSharding, tmp_pa
 
 
 def test_empty_sequences_raise_on_several_ranks() -> None:
-    with fake_ranks(4):
+    with fake_world(0, 4):
         sp = longspan.SequenceSharding(longspan.init_mesh(ring=2, ulysses=2, device_type="cpu"))
         for call, text in (
             (lambda: sp.shard(torch.zeros(1, 0, 3)), r"a sequence needs at least 1 token"),

@@ -1,8 +1,7 @@
-"""Bad arguments to the public functions, by a seed: on one process, and on a fake group of four ranks."""
+"""Seeded bad arguments to the public functions: on one process, and on a fake group of four ranks."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import random
@@ -12,18 +11,18 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 import longspan
 from longspan import plan
 from tests.chaos.inputs import Attempt
+from tests.fakes import fake_world
 
 B, S, H, K, D, RANKS = 1, 16, 4, 2, 8, 4
 LOCAL = S // RANKS
 
 
 class _Odd:
-    """What no function can make sense of."""
+    """An object that no function accepts."""
 
     def __repr__(self) -> str:
         return "an odd object"
@@ -54,7 +53,7 @@ ODD: tuple[Any, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A function and arguments that it takes; `free`: those that may be anything."""
+    """A function and valid arguments; those in `free` may be anything."""
 
     name: str
     call: Callable[..., Any]
@@ -84,7 +83,7 @@ def _batch(n: int = S) -> dict[str, Any]:
 
 
 def _targets(sp: longspan.SequenceSharding) -> list[Target]:
-    """The functions of tensors over one sharding."""
+    """Return the functions that take a sharding."""
     local, group = S // sp.size, sp.ulysses_group
     x = torch.randn(B, local, H, D)
     exchange = longspan.exchange
@@ -118,7 +117,7 @@ def _targets(sp: longspan.SequenceSharding) -> list[Target]:
 
 
 def _plain_targets() -> list[Target]:
-    """The functions that need no sharding."""
+    """Return the functions that take none."""
     job = {field.name: field.default for field in dataclasses.fields(plan.Job)} | {"context": 4096}
     model, hardware = plan.read_model("llama-3.1-8b"), plan.read_hardware("h100")
     costed = {"model": model, "job": plan.Job(4096), "mesh": plan.Mesh(ulysses=2), "hardware": hardware}
@@ -140,27 +139,13 @@ def _plain_targets() -> list[Target]:
     ]  # fmt: skip
 
 
-@contextlib.contextmanager
-def fake_ranks(size: int) -> Iterator[None]:
-    """A process group of `size` ranks that sends nothing, in this process, which is rank 0."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def attempts(seed: int, tries: int, *, faked: bool = True) -> Iterator[Attempt]:
-    """`tries` calls with one argument, sometimes two, that is wrong or odd; with `faked` half of them on four ranks."""
-    share = tries // 2 if faked else tries
-    yield from _attempts(f"{seed} alone", share, longspan.SequenceSharding(longspan.init_mesh()))
-    if faked:
-        with fake_ranks(RANKS):
-            for ring, ulysses in ((2, 2), (1, 4)):
-                sp = longspan.SequenceSharding(longspan.init_mesh(ring=ring, ulysses=ulysses, device_type="cpu"))
-                yield from _attempts(f"{seed} ring {ring}", (tries - share) // 2, sp)
+def attempts(seed: int, tries: int) -> Iterator[Attempt]:
+    """Yield `tries` calls with one or two wrong or odd arguments, half of them on four fake ranks."""
+    yield from _attempts(f"{seed} alone", tries // 2, longspan.SequenceSharding(longspan.init_mesh()))
+    with fake_world(0, RANKS):
+        for ring, ulysses in ((2, 2), (1, 4)):
+            sp = longspan.SequenceSharding(longspan.init_mesh(ring=ring, ulysses=ulysses, device_type="cpu"))
+            yield from _attempts(f"{seed} ring {ring}", tries // 4, sp)
 
 
 def _attempts(seed: str, tries: int, sp: longspan.SequenceSharding) -> Iterator[Attempt]:
@@ -174,7 +159,7 @@ def _attempts(seed: str, tries: int, sp: longspan.SequenceSharding) -> Iterator[
         if not wrong and draw.random() < 0.3:
             changed[draw.choice(sorted(target.arguments))] = draw.choice(ODD)
         bad = wrong and name not in target.free
-        yield Attempt("api", _format_value(target, changed, sp), bad, _caller(target, changed))
+        yield Attempt("api", _describe(target, changed, sp), bad, _caller(target, changed))
 
 
 def _caller(target: Target, changed: dict[str, Any]) -> Callable[[Path], int]:
@@ -185,9 +170,9 @@ def _caller(target: Target, changed: dict[str, Any]) -> Callable[[Path], int]:
     return run
 
 
-def _format_value(target: Target, changed: dict[str, Any], sp: longspan.SequenceSharding) -> str:
-    said = []
+def _describe(target: Target, changed: dict[str, Any], sp: longspan.SequenceSharding) -> str:
+    texts = []
     for name, value in changed.items():
         text = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-        said.append(f"{name}={text if not callable(value) or isinstance(value, torch.Tensor) else 'a function'}")
-    return f"{target.name}({', '.join(said)}) on {sp.size} ranks"
+        texts.append(f"{name}={text if not callable(value) or isinstance(value, torch.Tensor) else 'a function'}")
+    return f"{target.name}({', '.join(texts)}) on {sp.size} ranks"

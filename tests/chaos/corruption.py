@@ -1,49 +1,25 @@
-"""Random damage to a real checkpoint: every one has to be refused by a message that names a file.
-
-python -m tests.chaos.corruption --count 500 --seed 0
-"""
+"""Random damage to a real checkpoint: loading it must raise an error that names a file and an older checkpoint."""
 
 from __future__ import annotations
 
-import argparse
-import collections
 import os
 import random
 import shutil
-import sys
-import tempfile
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from longspan import checkpoint
 from longspan.core.errors import LongspanError
+from tests.chaos.counts import Budget, Counts
 
 PAGE = 4096
 
 
-@dataclass
-class Counts:
-    """What became of the attempts. `refused` by kind of damage; of the others what they were, to be tried again."""
-
-    tried: int = 0
-    refused: collections.Counter[str] = field(default_factory=collections.Counter)
-    silent: list[str] = field(default_factory=list)
-    tracebacks: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        lines = [f"tried {self.tried}, refused {self.refused.total()}, silent {len(self.silent)}"]
-        lines += [f"  {kind}: {count} refused" for kind, count in sorted(self.refused.items())]
-        lines += [f"  SILENT: {what}" for what in self.silent]
-        lines += [f"  TRACEBACK: {what}" for what in self.tracebacks]
-        return "\n".join(lines)
-
-
 def small_model(seed: int, width: int = 24) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A model with a step behind it, so that the optimizer has a state."""
+    """Return a model and an optimizer after a step, so that the optimizer has a state."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -53,41 +29,41 @@ def small_model(seed: int, width: int = 24) -> tuple[torch.nn.Module, torch.opti
     return model, optimizer
 
 
-def run(count: int, seed: int, folder: Path) -> Counts:
-    """Damage copies of a checkpoint `count` times, and try to load each."""
-    counts = Counts()
+def run(budget: Budget, counts: Counts) -> None:
+    """Damage checkpoints in this process."""
+    for seed in budget.seeds(10):
+        damage_and_load(50, seed, budget.folder / f"{seed}", counts)
+
+
+def damage_and_load(count: int, seed: int, folder: Path, counts: Counts) -> None:
+    """Damage copies of a checkpoint `count` times, and load each."""
+    folder.mkdir(exist_ok=True)
     for step in (1, 2):
-        checkpoint.save(
-            folder / "whole", step, *small_model(step), {"data": {"token": 17 * step}, "tokens": 1000 * step}
-        )
+        state = {"data": {"token": 17 * step}, "tokens": 1000 * step}
+        checkpoint.save(folder / "intact", step, *small_model(step), state)
     model, optimizer = small_model(3)
     target = folder / "damaged" / "step-00000002"
     for number in range(count):
         rng = random.Random(f"{seed} {number}")
         shutil.rmtree(target.parent, ignore_errors=True)
-        shutil.copytree(folder / "whole", target.parent)
+        shutil.copytree(folder / "intact", target.parent)
         kind = rng.choice(sorted(KINDS))
-        what = f"--seed {seed}, number {number}: {kind}: {KINDS[kind](target, rng)}"
-        counts.tried += 1
+        what = f"seed {seed}, number {number}: {kind}: {KINDS[kind](target, rng)}"
         try:
             found = checkpoint.latest(target.parent)
             assert found is not None
             checkpoint.load(found, model, optimizer)
         except LongspanError as error:
-            names = any(path.name in str(error) for path in (folder / "whole" / "step-00000002").iterdir())
+            names = any(path.name in str(error) for path in (folder / "intact" / "step-00000002").iterdir())
             offers = f"--resume {target.with_name('step-00000001')}" in str(error)
-            if names and offers:
-                counts.refused[kind] += 1
-            else:
-                counts.silent.append(f"{what}: the error names no file, or no way out: {error}")
+            counts.add("refused" if names and offers else "wrong", f"{what}: {error}")
         except Exception:
-            counts.tracebacks.append(f"{what}\n{traceback.format_exc()}")
+            counts.add("traceback", f"{what}\n{traceback.format_exc()}")
         else:
-            counts.silent.append(what)
-    return counts
+            counts.add("silent", what)
 
 
-# --- kinds of damage: each changes one file for certain, and says how
+# --- kinds of damage: each changes one file, and returns a description
 
 
 def _file(target: Path, rng: random.Random) -> Path:
@@ -110,7 +86,7 @@ def _zero_page(target: Path, rng: random.Random) -> str:
     begin = rng.randrange(0, len(data), PAGE)
     end = min(begin + PAGE, len(data))
     if not any(data[begin:end]):
-        data[begin] = 1  # it was zero: a page of something else
+        data[begin] = 1  # the page was zero
     else:
         data[begin:end] = bytes(end - begin)
     path.write_bytes(data)
@@ -138,7 +114,7 @@ def _overwrite(target: Path, rng: random.Random) -> str:
 
 
 def _swap_blocks(target: Path, rng: random.Random) -> str:
-    """As many bytes, all of them right, in the wrong order."""
+    """Swap two correct blocks."""
     path = _file(target, rng)
     data = path.read_bytes()
     for _ in range(100):
@@ -150,11 +126,11 @@ def _swap_blocks(target: Path, rng: random.Random) -> str:
         if other != data:
             path.write_bytes(other)
             return f"{path.name}, {size} bytes at {begin} with the next"
-    raise AssertionError(f"{path} is all alike")
+    raise AssertionError(f"all bytes of {path} are equal")
 
 
 def _older(target: Path, rng: random.Random) -> str:
-    """A file of the step before, of the same name, which is sound in itself."""
+    """Replace a file by the intact one of the previous step."""
     older = target.with_name("step-00000001")
     changed = [p for p in sorted(target.iterdir()) if p.read_bytes() != (older / p.name).read_bytes()]
     path = rng.choice(changed)
@@ -178,18 +154,3 @@ KINDS: dict[str, Callable[[Path, random.Random], str]] = {
     "file of an older step": _older,
     "file removed": _remove,
 }
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        counts = run(args.count, args.seed, Path(folder))
-    print(f"corruption --seed {args.seed}\n{counts}")
-    return int(bool(counts.silent or counts.tracebacks))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

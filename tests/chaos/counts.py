@@ -1,13 +1,10 @@
-"""What became of all attempts of a part of the campaign, in one table with the other parts."""
+"""What a part of the campaign may use, and the counts of its outcomes."""
 
 from __future__ import annotations
 
 import dataclasses
-import signal
-import sys
-import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +14,63 @@ COLUMNS = (
 BAD = ("hung", "silent", "traceback", "wrong")
 
 
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """A part's seed, folder, scale of its usual size, and the time (`time.monotonic`) after which nothing starts."""
+
+    seed: int
+    folder: Path
+    scale: float = 1.0
+    end: float = float("inf")
+
+    def more(self) -> bool:
+        return time.monotonic() < self.end
+
+    def times(self, usual: int) -> int:
+        return max(1, round(usual * self.scale))
+
+    def seeds(self, usual: int) -> Iterator[int]:
+        """Yield a seed for each round while there is time, at least one."""
+        for number in range(self.times(usual)):
+            if number and not self.more():
+                return
+            yield self.seed + number
+
+
+@dataclasses.dataclass
+class Outcome:
+    """The outcome of one fault in a job.
+
+    Attributes:
+        fault: the fault.
+        verdict: a name of `COLUMNS`.
+        output: what the job printed.
+        recovered: whether a job that ended continued to the same bits; None if that was not tried.
+    """
+
+    fault: Any
+    verdict: str
+    output: str
+    recovered: bool | None = None
+
+
 @dataclasses.dataclass
 class Counts:
-    """One row.
+    """One row of the table.
 
     Attributes:
         part: its name.
         tried: attempts.
-        refused: that were refused clearly, or ended with a message that names the rank or file.
-        recovered: jobs that came to the same bits afterwards.
-        survived: jobs that went on, to the same bits.
-        harmless: attempts that turned out to be no fault: accepted input that is right, a fault that came too late.
-        skipped: parts that cannot be tried here; never counted as tried.
+        refused: ended with a clear message, which names the rank or file.
+        recovered: jobs that continued to the same bits.
+        survived: jobs that did not end, with the same bits.
+        harmless: no fault after all: valid input, or a fault that came too late.
+        skipped: parts that cannot run on this machine; not tried.
         hung: no end within the limit.
-        silent: a fault that nobody minded.
-        traceback: an error of Python's own.
-        wrong: any other bad end: a message that names nothing, something left behind, other bits afterwards.
-        said: a line for each that needs one.
+        silent: a fault without any error.
+        traceback: an error of Python.
+        wrong: any other bad end: a message that names nothing, leftover files, other bits.
+        notes: a line for each bad or skipped one.
     """
 
     part: str
@@ -47,55 +84,37 @@ class Counts:
     silent: int = 0
     traceback: int = 0
     wrong: int = 0
-    said: list[str] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def good(self) -> bool:
-        """Whether nothing of this part ended badly, and it was tried or skipped."""
         return not any(getattr(self, name) for name in BAD) and bool(self.tried or self.skipped)
 
-    def add(self, outcome: str, said: str = "") -> None:
-        """Count one attempt, and say something of it where it ended badly."""
-        if outcome not in COLUMNS[1:]:
-            raise ValueError(f"no outcome: {outcome}; there are {', '.join(COLUMNS[1:])}")
-        self.tried += outcome != "skipped"
-        self.note(outcome, said)
+    def add(self, verdict: str, note: str = "") -> None:
+        """Count one attempt; keep the note if it ended badly."""
+        if verdict not in COLUMNS[1:]:
+            raise ValueError(f"no outcome: {verdict}; there are {', '.join(COLUMNS[1:])}")
+        self.tried += verdict != "skipped"
+        self._count(verdict, note)
 
-    def note(self, outcome: str, said: str = "") -> None:
-        """Count a further outcome of an attempt that is counted already."""
-        setattr(self, outcome, getattr(self, outcome) + 1)
-        if said and outcome in (*BAD, "skipped"):
-            self.said.append(f"{outcome}: {said}")
+    def add_job(self, seed: int, outcome: Outcome) -> None:
+        """Count the outcome of a fault in a job, and its recovery."""
+        print(f"{outcome.verdict:9} recovered: {outcome.recovered} {outcome.fault}", flush=True)
+        note = f"seed {seed}: {outcome.fault}: {outcome.output.strip()[-400:]}"
+        self.add(outcome.verdict, note)
+        if outcome.recovered is not None:
+            self._count("recovered" if outcome.recovered else "wrong", f"not recovered: {note}")
+
+    def _count(self, verdict: str, note: str) -> None:
+        setattr(self, verdict, getattr(self, verdict) + 1)
+        if note and verdict in (*BAD, "skipped"):
+            self.notes.append(f"{verdict}: {note}")
 
 
 def table(rows: Sequence[Counts]) -> str:
-    """All parts as text, with what there is to say of them, and a sum."""
+    """Return the notes of all parts, a row for each, and their sum."""
     total = Counts("all", **{name: sum(getattr(row, name) for row in rows) for name in COLUMNS})
-    lines = [f"{'':12}" + "".join(f"{name:>11}" for name in COLUMNS)]
+    lines = [f"{row.part}: {note}" for row in rows for note in row.notes]
+    lines.append(f"{'':12}" + "".join(f"{name:>11}" for name in COLUMNS))
     lines += [f"{row.part:12}" + "".join(f"{getattr(row, name):11}" for name in COLUMNS) for row in (*rows, total)]
-    return "\n".join([*_said(rows), *lines])
-
-
-def _said(rows: Iterable[Counts]) -> list[str]:
-    return [f"{row.part}: {line}" for row in rows for line in row.said]
-
-
-def run_part(
-    seed: int, attempts: Callable[[Path], list[Any]], good: Callable[[Any], bool], cannot: type[Exception]
-) -> int:
-    """Make a part's attempts in a folder that is removed, and print what became of them.
-
-    Returns:
-        0 if all are `good`, 1 if not, 2 where they cannot be made (`cannot` was raised).
-    """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that what was made is removed
-    print(f"seed {seed}")
-    try:
-        with tempfile.TemporaryDirectory(prefix="longspan-chaos-") as folder:
-            outcomes = attempts(Path(folder))
-    except cannot as error:
-        print(f"skipped: {error}")
-        return 2
-    recovered = sum(outcome.recovered is True for outcome in outcomes)
-    print(f"tried {len(outcomes)}, {dict(Counter(outcome.verdict for outcome in outcomes))}, recovered {recovered}")
-    return 0 if all(map(good, outcomes)) else 1
+    return "\n".join(lines)

@@ -1,21 +1,16 @@
-"""Faults at the edges of the API: one rank differs from the others in something, drawn by chance from a seed.
+"""Seeded faults at the API: one rank differs from the others in a batch, an option or the model.
 
-    python -m tests.chaos.edges --tries 300 --seed 1
-
-Each try draws a mesh, FSDP or not, batches whole or cut beforehand, a fault, the rank that has it, and when. It is
-refused clearly if every rank ends with the same `LongspanError`. What is left is a hang, silence (nobody minds), or an
-error that is not clear: one of Python's own, or another on each rank.
+Each try draws a mesh, FSDP or not, full batches or shards, a fault, its rank and its step. The fault is refused clearly
+if every rank raises the same `LongspanError`. Bad outcomes are a hang, no error at all, an error of Python, and errors
+that differ between ranks.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import random
-import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,17 +19,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import longspan
 from longspan.core.errors import LongspanError
+from tests.chaos.counts import Budget, Counts
 from tests.models import batch, build, rows_of
 from tests.pool import RankError, RankHang, RankPool
 
 LIMIT_S = 30.0
 STEPS = 6
-RAW = "of Python's own: "
+RAW = "an error of Python: "
 
 
 @dataclass(frozen=True)
 class Try:
-    """One draw: who has which fault, when, on which mesh."""
+    """One draw."""
 
     seed: int
     fault: str
@@ -43,66 +39,48 @@ class Try:
     data: int
     ring: int
     fsdp: bool
-    cut: bool
+    sharded: bool
 
     def __str__(self) -> str:
-        how = f"data={self.data} ring={self.ring} fsdp={self.fsdp} cut={self.cut}"
+        how = f"data={self.data} ring={self.ring} fsdp={self.fsdp} sharded={self.sharded}"
         return f"seed {self.seed}: {self.fault} on rank {self.rank} at step {self.step}, {how}"
 
 
-@dataclass
-class Table:
-    """Counts of what became of all tries, and those that did not end well."""
+# --- faults: each changes the arguments of one rank, to `parallelize` or to one forward
 
-    counts: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)
-
-    def add(self, one: Try, outcome: str, text: str) -> None:
-        self.counts["tried"] += 1
-        self.counts[outcome] += 1
-        if outcome != "refused":
-            self.wrong.append(f"{outcome}: {one}: {text}")
-
-    def __str__(self) -> str:
-        columns = ("tried", "refused", "hung", "silent", "unclear")
-        return "  ".join(f"{name} {self.counts[name]}" for name in columns)
+Arguments = dict[str, Any]
 
 
-# --- faults. Each changes what one rank gives: to parallelize, or to one forward.
-
-Given = dict[str, Any]
-
-
-def _values(given: Given) -> None:
+def _values(given: Arguments) -> None:
     ids = given["input_ids"].clone()
     ids.view(-1)[given.pop("random").randrange(ids.numel())] ^= 1
     given["input_ids"] = ids
 
 
-def _drop(given: Given) -> None:
+def _drop(given: Arguments) -> None:
     del given["labels"]
 
 
-def _shorter(given: Given) -> None:
+def _shorter(given: Arguments) -> None:
+    less = given["random"].randrange(1, 6)
     for key in ("input_ids", "labels"):
-        given[key] = given[key][:, : -given["random"].randrange(1, 6)] if key == "input_ids" else given[key]
-    given["labels"] = given["labels"][:, : given["input_ids"].shape[1]]
+        given[key] = given[key][:, :-less]
 
 
-def _fewer(given: Given) -> None:
+def _fewer(given: Arguments) -> None:
     for key in ("input_ids", "labels"):
         given[key] = given[key][:1]
 
 
-def _int32(given: Given) -> None:
+def _int32(given: Arguments) -> None:
     given["input_ids"] = given["input_ids"].int()
 
 
-def _labels_of_another_length(given: Given) -> None:
+def _labels_of_another_length(given: Arguments) -> None:
     given["labels"] = given["labels"][:, :-1]
 
 
-BATCH: dict[str, Callable[[Given], Any]] = {
+BATCH: dict[str, Callable[[Arguments], Any]] = {
     "another id": _values,
     "no labels": _drop,
     "shorter": _shorter,
@@ -126,7 +104,7 @@ BATCH: dict[str, Callable[[Given], Any]] = {
 }
 MODES = ("eval", "no_grad", "autocast")
 LATE = ("an early optimizer", "adapters after", "another head", "another parameter")
-OPTIONS: dict[str, Given] = {
+OPTIONS: dict[str, Arguments] = {
     "fsdp": {"fsdp": None},
     "kernel": {"kernel": "eager"},
     "mp_policy": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)},
@@ -136,7 +114,7 @@ OPTIONS: dict[str, Given] = {
     "check_at_rest": {"check_at_rest": True},
     "a bad option": {"weights": "mine"},
 }
-CONFIG: dict[str, Given] = {
+CONFIG: dict[str, Arguments] = {
     "rms_norm_eps": {"rms_norm_eps": 1e-4},
     "rope_theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}},
     "activation": {"hidden_act": "gelu"},
@@ -149,16 +127,16 @@ FAULTS = (*BATCH, *MODES, *LATE, *OPTIONS, *CONFIG, *WEIGHTS)
 
 
 def draw(seed: int, ranks: int) -> Try:
-    """The try of a seed."""
+    """Return the try of a seed."""
     r = random.Random(seed)
     data = r.choice([d for d in (1, 2) if ranks % d == 0])
     ring = r.choice([x for x in (1, 2, 4) if ranks // data % x == 0])
     one = Try(
         seed, r.choice(FAULTS), r.randrange(ranks), r.randrange(STEPS), data, ring, r.random() < 0.5, r.random() < 0.5
     )
-    if one.fault in BATCH and data == ranks:  # replicas of one rank may read what they like
+    if one.fault in BATCH and data == ranks:  # replicas of one rank may read any batch
         return replace(one, data=1)
-    if one.fault == "an early optimizer":  # which harms under FSDP only
+    if one.fault == "an early optimizer":  # a fault under FSDP only
         return replace(one, fsdp=True)
     return one
 
@@ -167,7 +145,7 @@ def draw(seed: int, ranks: int) -> Try:
 
 
 def attempt(one: Try) -> str:
-    """Play a try on this rank; the text of the error, "" where there was none."""
+    """Run a try on this rank; return the text of its error, or ""."""
     try:
         _play(one)
     except LongspanError as error:
@@ -187,7 +165,7 @@ def _play(one: Try) -> None:
     optimizer = early or torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(STEPS + 2):
         now = mine and step == one.step
-        whole: Given = rows_of(batch(seed=step), sp.data_rank, one.data)
+        whole: Arguments = rows_of(batch(seed=step), sp.data_rank, one.data)
         whole["labels"] = whole["labels"].clamp(min=0)
         if now and one.fault in BATCH:
             given = {**whole, "random": r}
@@ -198,20 +176,20 @@ def _play(one: Try) -> None:
             model = _spoil(model, one.fault)
         with contextlib.ExitStack() as stack:
             _mode(model, one.fault if now else "", stack)
-            loss = model(**_cut(whole, sp) if one.cut else whole).loss
+            loss = model(**_shard(whole, sp) if one.sharded else whole).loss
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def _cut(whole: Given, sp: longspan.SequenceSharding) -> Given:
+def _shard(whole: Arguments, sp: longspan.SequenceSharding) -> Arguments:
     try:
         return longspan.shard_batch(whole, sp)
     except LongspanError:
-        return whole  # refused on this rank alone, before the model: as in a loader that does not cut
+        return whole  # refused on this rank alone, before the model; pass the full batch
 
 
-def _model(one: Try, mine: bool, r: random.Random) -> tuple[Any, Given]:
+def _model(one: Try, mine: bool, r: random.Random) -> tuple[Any, Arguments]:
     fault = one.fault if mine else ""
     model = build("Qwen3" if fault == "another class" else "Llama", **CONFIG.get(fault, {}))
     if fault == "a bit":
@@ -256,49 +234,27 @@ def _mode(model: Any, fault: str, stack: contextlib.ExitStack) -> None:
 # --- the campaign
 
 
-def campaign(pool: RankPool, tries: int, seed: int = 0, seconds: float = float("inf")) -> Table:
-    """Play `tries` tries with the seeds from `seed` on, within about `seconds`, on the pool's ranks."""
-    table, start = Table(), time.monotonic()
-    for number in range(seed, seed + tries):
-        if time.monotonic() - start > seconds:
-            break
-        one = draw(number, pool.world_size)
-        table.add(one, *_judge(one, pool))
-    return table
-
-
-def _judge(one: Try, pool: RankPool) -> tuple[str, str]:
+def run(budget: Budget, counts: Counts) -> None:
+    """Make the tries on a pool of four ranks."""
+    pool = RankPool(4, warm=("torch", "transformers"))
     try:
-        said = pool.run(attempt, one, timeout=LIMIT_S)
-    except RankHang as hang:
-        return "hung", str(hang).splitlines()[0]
-    except RankError as error:
-        return "unclear", str(error)
-    if not any(said):
-        return "silent", ""
-    clear = len(set(said)) == 1 and not said[0].startswith(RAW)
-    return ("refused", "") if clear else ("unclear", str(said))
-
-
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tries", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0, help="of the first try; each further one has the next")
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=600.0, help="no try begins later")
-    args = parser.parse_args()
-    pool = RankPool(args.ranks, warm=("torch", "transformers"))
-    try:
-        table = campaign(pool, args.tries, args.seed, args.seconds)
+        for seed in budget.seeds(200):
+            one = draw(seed, pool.world_size)
+            counts.add(*judge(one, pool))
     finally:
         pool.close()
-    print(
-        f"edges of the API, {args.ranks} ranks, seeds {args.seed} to {args.seed + table.counts['tried'] - 1}: {table}"
-    )
-    print("\n".join(table.wrong))
-    raise SystemExit(bool(table.wrong))
 
 
-if __name__ == "__main__":
-    main()
+def judge(one: Try, pool: RankPool) -> tuple[str, str]:
+    """Run a try on the pool's ranks; return its outcome and a note."""
+    try:
+        errors = pool.run(attempt, one, timeout=LIMIT_S)
+    except RankHang as hang:
+        return "hung", f"{one}: {str(hang).splitlines()[0]}"
+    except RankError as error:
+        return "wrong", f"{one}: {error}"
+    if not any(errors):
+        return "silent", str(one)
+    if any(error.startswith(RAW) for error in errors):
+        return "traceback", f"{one}: {errors}"
+    return "refused" if len(set(errors)) == 1 else "wrong", f"{one}: {errors}"

@@ -1,14 +1,11 @@
-"""Bad input, by a seed: command lines, files of flags, data, hardware files. What becomes of each is counted.
+"""Seeded bad input: command lines, files of flags, data, hardware files, model configs.
 
-Everything runs in this process: no rank is ever started, a command that would start some counts as accepted. So a few
-hundred tries take seconds, and a test can afford them.
-
-    python -m tests.chaos.inputs --seed 7 --tries 2000
+Everything runs in this process without any rank; a command that would start ranks counts as accepted. A few hundred
+tries take seconds.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import importlib
@@ -18,12 +15,10 @@ import os
 import random
 import shlex
 import signal
-import sys
 import tempfile
 import traceback
 import types
 import typing
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,18 +29,15 @@ from longspan import cli
 from longspan.core.errors import LongspanError
 from longspan.core.sections import options
 from longspan.train.config import TrainConfig
+from tests.chaos.counts import Budget, Counts
 
-OUTCOMES = ("accepted", "refused", "left behind", "silent", "crashed", "hung")
-"""accepted: it was no fault, or need not be one. refused: by one clear message. left behind: so too, but a file or a
-folder had been made. silent: a fault was accepted. crashed: an error of Python's. hung: no answer within the limit."""
-
-LIMIT_S = 30.0
+LIMIT_S = 120.0  # of one attempt; the first ones import, and other programs may use the cores
 MODEL = Path(__file__).parents[2] / "examples" / "llama-tiny.json"
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One try: `run` gets an empty folder; it raises, or returns what a command returns. `bad`: must be refused."""
+    """One try: `run` takes an empty folder, and raises or returns an exit code; a `bad` one must be refused."""
 
     kind: str
     what: str
@@ -55,45 +47,49 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of an attempt."""
+    """The outcome of an attempt, a name of `tests.chaos.counts.COLUMNS`, and its message."""
 
     attempt: Attempt
     outcome: str
-    said: str
+    message: str
 
 
 class Started(BaseException):
-    """A command got as far as starting its ranks."""
+    """A command started its ranks."""
 
 
 class _TooLong(BaseException):
-    """The limit of an attempt."""
+    """An attempt exceeded its limit."""
 
 
 # --- one attempt
 
 
 def judge(attempt: Attempt, *, limit_s: float = LIMIT_S) -> Result:
-    """Run an attempt in a folder of its own, and say what became of it."""
+    """Run an attempt in a temporary folder.
+
+    The outcome is "harmless" for input that is accepted, and need not be refused; "silent" for bad input that is
+    accepted; "wrong" for a refusal that leaves files behind.
+    """
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         folder = Path(name)
         try:
             with _limit(limit_s):
                 code = attempt.run(folder)
-            outcome, said = ("refused", "") if code == 2 else ("accepted", f"exit code {code}")
+            outcome, message = ("refused", "") if code == 2 else ("harmless", f"exit code {code}")
         except Started:
-            outcome, said = "accepted", "started"
+            outcome, message = "harmless", "started"
         except LongspanError as error:
-            outcome, said = "refused", str(error)
+            outcome, message = "refused", str(error)
         except _TooLong:
-            outcome, said = "hung", f"no answer within {limit_s} s"
+            outcome, message = "hung", f"no answer within {limit_s} s"
         except Exception:
-            outcome, said = "crashed", traceback.format_exc()
+            outcome, message = "traceback", traceback.format_exc()
         if outcome == "refused" and (folder / "out").exists():
-            outcome, said = "left behind", " ".join(sorted(str(p.relative_to(folder)) for p in folder.rglob("out*")))
-        if outcome == "accepted" and attempt.bad:
+            outcome, message = "wrong", " ".join(sorted(str(p.relative_to(folder)) for p in folder.rglob("out*")))
+        if outcome == "harmless" and attempt.bad:
             outcome = "silent"
-        return Result(attempt, outcome, said)
+        return Result(attempt, outcome, message)
 
 
 @contextlib.contextmanager
@@ -111,20 +107,20 @@ def _limit(seconds: float) -> Iterator[None]:
 
 
 def command(*argv: str) -> int:
-    """`longspan ARGV` in this process: its exit code, where it says why it refuses and where it starts no rank."""
-    said = io.StringIO()
+    """Run `longspan ARGV` in this process without ranks; return its exit code. A refusal must print a reason."""
+    output = io.StringIO()
     with (
         mock.patch("longspan.ranks.launch.launch", side_effect=Started),
-        contextlib.redirect_stdout(said),
-        contextlib.redirect_stderr(said),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(output),
     ):
         code = cli.main(list(argv))
-    if code == 2 and (not said.getvalue().strip() or "Traceback" in said.getvalue()):
-        raise AssertionError(f"refused without a clear word: {said.getvalue()!r}")
+    if code == 2 and (not output.getvalue().strip() or "Traceback" in output.getvalue()):
+        raise AssertionError(f"refused without a clear message: {output.getvalue()!r}")
     return code
 
 
-# --- values that are wrong for every flag of their kind
+# --- wrong values of flags, by type
 
 BAD_INTEGERS = ("-1", "nan", "inf", "", "1.5", "1e3", "0x10", "9" * 25, "1" * 5000, "k", "12q", "_", "--seed", "1\0")
 EXTREME_INTEGERS = ("0", "1", str(1 << 14), str(1 << 16), str((1 << 16) + 1), str(1 << 34), str(1 << 40), "1M")
@@ -138,7 +134,7 @@ _BASE = {
     "plan": ("--model", "llama-3.1-8b", "--context", "8k"),
     "bench": ("link", "--ulysses", "2", "--out", "{}/out/link.toml"),
 }
-# Text that names something on a hub is not wrong by its form.
+# Any text may be the name of a model on a hub.
 _FREE = {"name"}
 
 
@@ -157,7 +153,7 @@ def _inner(kind: Any) -> Any:
 
 
 def _bad_words(name: str, kind: Any, draw: random.Random) -> list[str] | None:
-    """Words after a flag that no command may take; None where there are none."""
+    """Return words after a flag that every command must refuse; None if there are none."""
     kind = _inner(kind)
     if kind is int:
         return [draw.choice(BAD_INTEGERS)]
@@ -178,7 +174,7 @@ def _bad_words(name: str, kind: Any, draw: random.Random) -> list[str] | None:
 
 
 def _flags(draw: random.Random) -> Attempt:
-    """A command line with one flag that is wrong, or one that is not there."""
+    """Return a command line with a wrong or unknown flag."""
     name = draw.choice(list(_BASE))
     fields = _fields(name)
     argv = [name, *_BASE[name]]
@@ -190,7 +186,7 @@ def _flags(draw: random.Random) -> Attempt:
         field = draw.choice(list(fields))
         words = _bad_words(field, fields[field], draw)
         bad = words is not None
-        if _inner(fields[field]) is int and draw.random() < 0.4:  # perhaps all right, but it needs an answer
+        if _inner(fields[field]) is int and draw.random() < 0.4:  # perhaps valid
             words, bad = [draw.choice(EXTREME_INTEGERS)], False
         flag = f"--{field.replace('_', '-')}"
         argv = _without(argv, flag)
@@ -237,7 +233,7 @@ _TOML_LINES = (
 
 
 def _toml(draw: random.Random) -> Attempt:
-    """A file of flags that has something wrong with it."""
+    """Return a command with a bad file of flags."""
     lines = draw.choice(_TOML_LINES)
     before = draw.choice(("", "# a comment\n", "deterministic = true\n"))
     bad_bytes = draw.random() < 0.05
@@ -290,7 +286,7 @@ _STRANGE_NAMES = (
 
 
 def _data(draw: random.Random) -> Attempt:
-    """A file or folder of data that is broken, half of another kind, or strangely named."""
+    """Return a command with data that is broken or of mixed kinds."""
     kind = draw.randrange(12)
     at, bad = "data", True
 
@@ -299,7 +295,7 @@ def _data(draw: random.Random) -> Attempt:
         data = folder / "data"
         data.mkdir()
         number = draw.randrange(1, 40)
-        if kind == 0:  # some rows lack the field
+        if kind == 0:  # rows without the field
             lacking = {"body": "x" * 50}
             rows = [
                 _GOOD_ROW if i % 2 == 0 else draw.choice((lacking, {"text": 3}, [1], "not json"))
@@ -353,7 +349,7 @@ def _data(draw: random.Random) -> Attempt:
 
 
 def _named_data(draw: random.Random) -> Attempt:
-    """A file with a strange name, beside others that its name would match as a pattern; or no such file."""
+    """Read a file whose name, as a pattern, would match others; or return a command with a missing file."""
     name = draw.choice(_STRANGE_NAMES)
     if draw.random() < 0.3:
         gone = draw.choice(
@@ -446,7 +442,7 @@ def _config(draw: random.Random) -> Attempt:
         "train": ["train", *_without(list(_BASE["train"]), "--config"), "--config", "config.json"],
         "verify": ["verify", "--config", "config.json", "--context", "64"],
     }[name]
-    # What transformers makes of a strange config is transformers' own; only what has no config at all must be refused.
+    # Strange values are up to transformers; a file without a config must be refused.
     attempt = _command_attempt("config", flags, text is not None, prepare)
     return dataclasses.replace(attempt, what=f"{name} with {change if text is None else text!r:.60}")
 
@@ -462,64 +458,27 @@ MAKERS: dict[str, tuple[Callable[[random.Random], Attempt], ...]] = {
 }
 
 
-def attempts(seed: int, tries: int, kinds: tuple[str, ...] = tuple(MAKERS)) -> Iterator[Attempt]:
-    """`tries` attempts, the same for the same seed."""
+def attempts(seed: int, tries: int) -> Iterator[Attempt]:
+    """Yield `tries` attempts that depend on the seed alone."""
+    kinds = list(MAKERS)
     for number in range(tries):
         draw = random.Random(f"{seed} {number}")
         yield draw.choice(MAKERS[kinds[number % len(kinds)]])(draw)
 
 
-def campaign(
-    seed: int, tries: int, kinds: tuple[str, ...] = tuple(MAKERS), *, limit_s: float = LIMIT_S
-) -> list[Result]:
-    """Run `tries` attempts and say what became of each."""
-    # Before any limit runs: what an alarm cuts off in the middle of an import stays half imported.
+def campaign(seed: int, tries: int, calls: int) -> list[Result]:
+    """Run `tries` inputs and `calls` of the public functions."""
+    from tests.chaos import api
+
+    # Before any limit applies: an import that an alarm interrupts stays half done.
     for name in ("torch", "transformers", "pyarrow.parquet", "longspan.train.inputs", "longspan.verify.inputs"):
         importlib.import_module(name)
-    return [judge(attempt, limit_s=limit_s) for attempt in attempts(seed, tries, kinds)]
+    return [judge(each) for each in attempts(seed, tries)] + [judge(each) for each in api.attempts(seed, calls)]
 
 
-def api_campaign(seed: int, tries: int, *, limit_s: float = LIMIT_S) -> list[Result]:
-    """The same of calls of the public functions."""
-    from tests.chaos.api import attempts as calls
-
-    return [judge(attempt, limit_s=limit_s) for attempt in calls(seed, tries)]
-
-
-def counts(results: list[Result]) -> dict[str, dict[str, int]]:
-    """By kind of attempt: how many were tried, and how many had each outcome."""
-    found = {kind: Counter({"tried": 0, **dict.fromkeys(OUTCOMES, 0)}) for kind in {r.attempt.kind for r in results}}
-    for result in results:
-        found[result.attempt.kind].update(("tried", result.outcome))
-    return {kind: dict(found[kind]) for kind in sorted(found)}
-
-
-def table(results: list[Result]) -> str:
-    """`counts` as text."""
-    columns = ("tried", *OUTCOMES)
-    lines = [f"{'':10}" + "".join(f"{name:>13}" for name in columns)]
-    lines += [f"{kind:10}" + "".join(f"{row[name]:13}" for name in columns) for kind, row in counts(results).items()]
-    return "\n".join(lines)
-
-
-def main() -> int:
-    """Run a campaign, print its table and what went wrong; 1 if anything did."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
-    parser.add_argument("--tries", type=int, default=1000)
-    parser.add_argument("--api", type=int, default=1000, help="calls of the public functions")
-    parser.add_argument("--kinds", nargs="*", default=list(MAKERS), choices=list(MAKERS))
-    args = parser.parse_args()
-    print(f"seed {args.seed}, {args.tries} tries")
-    results = campaign(args.seed, args.tries, tuple(args.kinds)) if args.kinds else []
-    results += api_campaign(args.seed, args.api)
-    print(table(results))
-    wrong = {(r.outcome, r.attempt.what): r for r in results if r.outcome not in ("accepted", "refused")}
-    for (outcome, what), result in sorted(wrong.items()):
-        print(f"\n{outcome}: {result.attempt.kind}: {what}\n    {result.said.strip().splitlines()[-1][:300]}")
-    return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    sys.exit(main())
+def run(budget: Budget, counts: Counts) -> None:
+    """Make the attempts in this process."""
+    for seed in budget.seeds(20):
+        for result in campaign(seed, 100, 100):
+            what = f"{result.attempt.kind}: {result.attempt.what}"
+            counts.add(result.outcome, f"seed {seed}: {what}: {result.message.strip()[-300:]}")

@@ -1,4 +1,4 @@
-"""The campaign's table, its judgement of cut links and full disks, and that these can be made and are removed again."""
+"""The campaign's table, its judgements, and that cut links and full disks are made and removed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,35 +20,34 @@ from longspan.cli import parse
 from longspan.train import TrainConfig
 from tests.chaos import __main__ as campaign
 from tests.chaos import disks, network, ranks
-from tests.chaos.counts import BAD, COLUMNS, Counts, table
+from tests.chaos.counts import BAD, COLUMNS, Budget, Counts, Outcome, table
 from tests.chaos.network import Cut
 
 
-def test_all_parts_are_in_one_table_and_a_bad_end_fails_it(
+def test_a_bad_outcome_of_any_part_fails_the_campaign(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen: list[campaign.Budget] = []
+    seen: list[Budget] = []
 
-    def part(outcome: str) -> campaign.Part:
-        def run(budget: campaign.Budget) -> Counts:
+    def module(name: str) -> Any:
+        part = name.rpartition(".")[2]
+
+        def run(budget: Budget, counts: Counts) -> None:
             seen.append(budget)
-            counts = Counts(outcome)
-            counts.add(outcome, "planted")
-            return counts
+            if part == "broken":
+                raise RuntimeError("planted too")
+            counts.add(part, "planted")
 
-        return run
+        return SimpleNamespace(run=run)
 
-    def broken(budget: campaign.Budget) -> Counts:
-        raise RuntimeError("planted too")
-
-    parts = {outcome: (part(outcome), 0.1) for outcome in COLUMNS[1:]} | {"broken": (broken, 0.1)}
-    monkeypatch.setattr(campaign, "PARTS", parts)
+    monkeypatch.setattr(campaign, "PARTS", dict.fromkeys((*COLUMNS[1:], "broken"), 0.1))
+    monkeypatch.setattr(campaign, "importlib", SimpleNamespace(import_module=module))
     monkeypatch.setattr(campaign.signal, "signal", lambda *_: None)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert campaign.main(["--seed", "7", "--minutes", "2", "--only", "refused", "survived", "skipped"]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[-4].split() == ["refused", "1", "1", *["0"] * 8] and "skipped: skipped: planted" in said
-    assert said[-1].split() == ["all", "2", "1", "0", "1", "0", "1", "0", "0", "0", "0"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-4].split() == ["refused", "1", "1", *["0"] * 8] and "skipped: skipped: planted" in lines
+    assert lines[-1].split() == ["all", "2", "1", "0", "1", "0", "1", "0", "0", "0", "0"]
     assert {budget.seed for budget in seen} == {7} and seen[0].scale == pytest.approx(0.1)
     for outcome in (*BAD, "broken"):
         assert campaign.main(["--only", "refused", outcome]) == 1, outcome
@@ -55,26 +55,31 @@ def test_all_parts_are_in_one_table_and_a_bad_end_fails_it(
     assert not Counts("nothing").good
     with pytest.raises(ValueError, match="no outcome: named"):
         Counts("x").add("named")
-    assert table([Counts("x", tried=12)]).splitlines()[-1].split()[1] == "12"
+    recovery = Counts("x")
+    recovery.add_job(1, Outcome("a kill", "refused", "", True))
+    recovery.add_job(1, Outcome("a kill", "hung", "", None))
+    recovery.add_job(1, Outcome("a kill", "refused", "", False))
+    assert table([recovery]).splitlines()[-1].split() == ["all", "3", "2", "1", "0", "0", "0", "1", "0", "0", "1"]
 
 
-def test_what_needs_root_is_skipped_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_that_need_root_are_skipped_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     for part in ("network", "disks"):
         counts = campaign.run(part, 1, 0.1, 1.0)
         assert (counts.tried, counts.skipped, counts.good) == (0, 1, True), counts
-        assert "root" in counts.said[0] or "Linux" in counts.said[0]
+        assert "root" in counts.notes[0] or "Linux" in counts.notes[0]
 
 
-def test_a_part_ends_with_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    over = campaign.Budget(5, tmp_path, 1.0, time.monotonic() - 1)
+def test_a_part_ends_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = Budget(5, tmp_path, 1.0, time.monotonic() - 1)
     assert list(over.seeds(10)) == [5]
     assert list(dataclasses.replace(over, end=time.monotonic() + 600, scale=0.3).seeds(10)) == [5, 6, 7]
     monkeypatch.setattr(ranks, "run_job", lambda *_: (0, ""))
     monkeypatch.setattr(ranks, "result", lambda _: None)
-    monkeypatch.setattr(ranks, "attempt", lambda config, fault, *_: ranks.Outcome(fault, "named", "", True))
-    assert len(ranks.campaign(1, {"kill": 2, "stop": 2}, tmp_path)) == 4
-    assert len(ranks.campaign(1, {"kill": 2, "stop": 2}, tmp_path, over.more)) == 1
+    monkeypatch.setattr(ranks, "attempt", lambda config, fault, *_: Outcome(fault, "refused", "", True))
+    for budget, tried in ((Budget(1, tmp_path, 0.5), 8), (over, 1)):
+        ranks.run(budget, counts := Counts("ranks"))
+        assert counts.tried == counts.recovered == tried
 
 
 def test_cuts_are_judged() -> None:
@@ -85,15 +90,15 @@ def test_cuts_are_judged() -> None:
     )
     assert network.verdict(short, [0, 0], ["", ""], True) == "survived"
     assert network.verdict(short, [0, 0], ["", ""], False) == "silent"
-    assert network.verdict(short, [1, 1], [lost, alone], False) == "ended"
+    assert network.verdict(short, [1, 1], [lost, alone], False) == "wrong"
     assert network.verdict(short, [0, None], ["", ""], False) == "hung"
-    assert network.verdict(long, [1, 1], [lost, alone], False) == "named"
-    assert network.verdict(Cut(0, 3, 0.1, None, False), [1, 1], [lost, alone], False) == "named"
-    assert network.verdict(long, [1, 1], [lost, "no idea"], False) == "not named"
-    assert network.verdict(long, [1, 1], ["rank 0 of 2 is lost", alone], False) == "not named"
-    assert network.verdict(long, [0, 0], ["", ""], True) == "too late"
-    four = ["ranks 1, 2, 3 of 4: no sign"] + [f"rank {rank} of 4: cut off" for rank in (1, 2, 3)]
-    assert network.verdict(Cut(0, 3, 0.1, None, False), [1] * 4, four, False) == "named"
+    assert network.verdict(long, [1, 1], [lost, alone], False) == "refused"
+    assert network.verdict(Cut(0, 3, 0.1, None, False), [1, 1], [lost, alone], False) == "refused"
+    assert network.verdict(long, [1, 1], [lost, "no idea"], False) == "wrong"
+    assert network.verdict(long, [1, 1], ["rank 0 of 2 is lost", alone], False) == "wrong"
+    assert network.verdict(long, [0, 0], ["", ""], True) == "harmless"
+    four = ["ranks 1, 2, 3 of 4: no heartbeat"] + [f"rank {rank} of 4: cut off" for rank in (1, 2, 3)]
+    assert network.verdict(Cut(0, 3, 0.1, None, False), [1] * 4, four, False) == "refused"
 
 
 def test_ends_on_a_full_disk_are_judged(tmp_path: Path) -> None:
@@ -112,13 +117,13 @@ def test_ends_on_a_full_disk_are_judged(tmp_path: Path) -> None:
     assert judge(1, "Traceback (most recent call last):\n  File", config, whole) == "traceback"
     assert judge(2, "error: it needs 1,000 bytes, 10 are missing; make room", config, whole) == "refused"
     assert (
-        judge(1, "error: it needs 1,000 bytes", config, whole) == judge(2, "unexpected pos", config, whole) == "unclear"
+        judge(1, "error: it needs 1,000 bytes", config, whole) == judge(2, "unexpected pos", config, whole) == "wrong"
     )
     (config.checkpoints / "making-step-00000002").mkdir(parents=True)
-    assert judge(0, "", config, whole) == "damaged"
+    assert judge(0, "", config, whole) == "wrong"
 
 
-def test_cuts_and_disks_can_be_drawn_again_and_flags_say_all(tmp_path: Path) -> None:
+def test_draws_depend_on_the_seed_and_flags_restore_a_config(tmp_path: Path) -> None:
     config = network.small_config(tmp_path)
     cuts = [[network.draw(random.Random(seed), kind, config) for kind in network.KINDS] for seed in (3, 3, 4)]
     full = [disks.draw(random.Random(seed), config) for seed in (3, 3, 4)]
@@ -128,7 +133,7 @@ def test_cuts_and_disks_can_be_drawn_again_and_flags_say_all(tmp_path: Path) -> 
     assert parse(TrainConfig, ranks.flags(changed), prog="longspan train", summary="") == changed
 
 
-def test_a_disk_is_filled_and_unmounted(tmp_path: Path) -> None:
+def test_a_small_disk_is_filled_and_unmounted(tmp_path: Path) -> None:
     try:
         with pytest.raises(RuntimeError, match="planted"), disks.small_disk(tmp_path, 1 << 20) as disk:
             disks.fill(disk / "filler", 50_000)
@@ -141,7 +146,7 @@ def test_a_disk_is_filled_and_unmounted(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_host_is_cut_off_and_joined_again() -> None:
+def test_a_host_is_cut_off_and_reconnected() -> None:
     try:
         with pytest.raises(RuntimeError, match="planted"), slow_link.hosts(2, rate=None) as net:
             for noticed in (False, True):
@@ -157,7 +162,7 @@ def test_a_host_is_cut_off_and_joined_again() -> None:
 
 
 def _reaches(host: str) -> bool:
-    """Whether the second host answers the first, if only by refusing a connection."""
+    """Return whether the second host answers the first, even if it refuses the connection."""
     ask = "import socket; print(socket.socket().connect_ex(('10.0.0.2', 9)))"
     limit = f"import signal; signal.alarm(1); {ask}"
     done = subprocess.run(
