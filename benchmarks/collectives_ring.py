@@ -1,6 +1,6 @@
 """Compare collectives written out (AllGather through one rank and as a ring, ReduceScatter, AllReduce) with gloo's.
 
-    python benchmarks/collectives_ring.py        # as root, on Linux (see slow_link.py)
+    python benchmarks/collectives_ring.py        # as root, on Linux (see cluster.py)
 
 Each of four hosts has its own link of 1 Gbit/s, so that time is bytes over the busiest link: `ring_all_gather` sends
 n (P-1) bytes from every rank, `naive_all_gather` n (P-1) P from one, after it has received n (P-1). In theory the ring
@@ -15,13 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cluster
 import common
-import slow_link
 import torch
 import torch.distributed as dist
 from plain_collectives import naive_all_gather, ring_all_gather, ring_all_reduce, ring_reduce_scatter
 
-SENT = Path(f"/sys/class/net/{slow_link.INTERFACE}/statistics/tx_bytes")
+SENT = Path(f"/sys/class/net/{cluster.INTERFACE}/statistics/tx_bytes")
 
 # Name -> the bytes its busiest rank sends, and the bytes one after the other on the busiest link; in parts of n bytes.
 THEORY: dict[str, Callable[[int], tuple[int, int]]] = {
@@ -51,13 +51,13 @@ def main() -> None:
     parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.as_rank:
-        slow_link.as_rank(lambda: [measure(kib << 10, args.repeats) for kib in args.kib])
+        cluster.as_rank(lambda: [measure(kib << 10, args.repeats) for kib in args.kib])
         return
     env = common.environment(["longspan", "torch"])
     env["backend"] = f"each in a network namespace, gloo over links of {args.rate} (tc tbf)"
     rank_args = ["--as-rank", "--repeats", str(args.repeats), "--kib", *map(str, args.kib)]
-    with slow_link.hosts(args.ranks, args.rate) as net:
-        results = slow_link.run_on(net, str(Path(__file__).resolve()), rank_args, timeout=1800)
+    with cluster.hosts(args.ranks, args.rate) as net:
+        results = cluster.run_on(net, str(Path(__file__).resolve()), rank_args, timeout=1800)
         text = describe(results, args.ranks, net)
     print(text)
     common.write_report(args.name, "Collectives as rings, over slow links", env, text, results)
@@ -112,7 +112,7 @@ def sent_by_each(run: Callable[[], object]) -> list[int]:
     return everyone
 
 
-def describe(results: list[dict[str, Any]], ranks: int, net: slow_link.Hosts) -> str:
+def describe(results: list[dict[str, Any]], ranks: int, net: cluster.Hosts) -> str:
     sections = []
     for result in results:
         n, seconds = result["part_bytes"], result["seconds"]
@@ -135,11 +135,11 @@ def describe(results: list[dict[str, Any]], ranks: int, net: slow_link.Hosts) ->
         "- the backend's formulas are those of the best algorithm; what it really does, its counted bytes show.",
         "- ms: median, least and most over the rounds, each round the slowest rank's; ratios: median over the rounds",
         "  of the ratio within a round. The bucket of a link that has rested lets a first"
-        f" {slow_link.BURST >> 10} KiB pass at once,",
+        f" {cluster.BURST >> 10} KiB pass at once,",
         "  so small parts may beat their formula.",
     ]
     return "\n\n".join(sections) + "\n\n" + "\n".join(notes)
 
 
 if __name__ == "__main__":
-    slow_link.exit_on_missing(main)
+    cluster.exit_on_missing(main)

@@ -1,25 +1,22 @@
-"""Every method on an emulated cluster: within a node, across nodes, beside the planner and beside the peers.
+"""Every method on an emulated cluster: within a host and across hosts, next to the planner and other libraries.
 
     python -m benchmarks.methods_on_cluster            # all of it, in at most 15 minutes (as root, on Linux)
-    python -m benchmarks.methods_on_cluster --quick    # whether it runs
+    python -m benchmarks.methods_on_cluster --quick    # a few small parts, to test that it runs
 
-Each part is one command of `longspan bench` on hosts that `benchmarks.cluster` makes, so that every figure can be had
-again alone; the report names the commands. Ranks are 4: on one host (within), or on 2 hosts x 2 ranks with a bounded
-link (across).
+Each part is one command of `longspan bench` on hosts of `benchmarks.cluster`; the report lists the commands, which
+repeat a part. There are 4 ranks: on one host ("within"), or on 2 hosts x 2 ranks with a limited link ("across").
 
-1. step: TP, Megatron SP, Ulysses, Ring, USP at Llama-70B's head ratio (8 query heads a KV head), several contexts,
-   within and across: bytes against formulas, TP : Ulysses, the penalty across nodes, the planner beside, of links
-   measured in the same job.
-2. short: the same at sequences so short that the start of a collective counts, for the crossover.
-3. placement: USP with the exchange inside a host, and swapped.
-4. prefetch: FSDP with and without; overlap: Ulysses with its exchange beside the attention, and without, in 1 and 5.
-5. peers: attention of 16/4 heads, 2,048 tokens, at 200 and 100 Mbit/s and within: longspan, DeepSpeed, ALST, yunchang.
-6. covered: attention whose computing takes longer than its exchange, in chunks so small that what cannot be hidden (the
-   first one's way in, the last one's way out) is little: what overlap leaves exposed there.
-7. default: attention of 16/4 heads with all heads at once, in 4 chunks, and in as many as the default chooses from the
-   measured link.
+| part | measures |
+|---|---|
+| step | TP, Megatron SP, Ulysses, Ring, USP with 8 query heads per KV head: bytes, TP : Ulysses, across : within |
+| short | sequences for which latency decides: from which length on Ulysses is faster than TP |
+| placement | USP with the all-to-all inside a host, and swapped |
+| prefetch | FSDP with and without |
+| peers | attention of 16/4 heads at 200 and 100 Mbit/s and within: longspan, DeepSpeed, ALST, yunchang |
+| covered | attention that takes longer than its all-to-all, in small chunks: what stays exposed |
+| default | attention with all heads at once, in 4 chunks, and in as many as `SequenceSharding` chooses |
 
-A part that its share of the time does not suffice for is ended, and the report says so.
+A part that exceeds its share of the time is ended, and the report says so.
 """
 
 from __future__ import annotations
@@ -27,18 +24,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import io
 import json
 import re
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cluster, slow_link
+from benchmarks import cluster, common
 
 HOSTS, RANKS = 2, 2
 BUDGET_S = 15 * 60
@@ -55,9 +51,9 @@ class Part:
 
     Attributes:
         name: in the report.
-        mbit: of the link between 2 hosts; None: one host.
+        mbit: rate of the link between 2 hosts; None: one host.
         flags: of `longspan bench`.
-        share: of the budget, at most.
+        share: of the time, at most.
     """
 
     name: str
@@ -67,24 +63,24 @@ class Part:
 
     @property
     def hosts(self) -> tuple[int, int]:
-        """Hosts, and ranks of each."""
+        """Number of hosts, and ranks per host."""
         return (1, HOSTS * RANKS) if self.mbit is None else (HOSTS, RANKS)
 
     @property
     def words(self) -> list[str]:
-        """The command of a rank."""
+        """Command of a rank."""
         return ["python", "-m", "longspan", "bench", *self.flags, "--json"]
 
     @property
     def command(self) -> str:
-        """The command that does it again."""
+        """Command that repeats the part."""
         hosts, ranks = self.hosts
         on = f"--hosts {hosts} --ranks-per-host {ranks} --mbit {self.mbit or 0:g}"
         return f"python -m benchmarks.cluster {on} -- {' '.join(self.words)}"
 
 
 def parts(quick: bool) -> list[Part]:
-    """All of them, in the order of importance."""
+    """Return the parts in the order of importance."""
     peers = [name for name, package in PEERS.items() if importlib.util.find_spec(package)]
     rounds = ["--rounds", "2" if quick else "7"]
     step = ["step", "--dtype", "fp32", *SHAPE, *rounds]
@@ -119,52 +115,39 @@ def parts(quick: bool) -> list[Part]:
 
 
 def run_part(part: Part, seconds: float) -> dict[str, Any]:
-    """What a part's `--json` says, or why there is nothing."""
+    """Return a part's `--json`, or the reason why it has no rows."""
     hosts, ranks = part.hosts
     rate = None if part.mbit is None else f"{part.mbit:g}mbit"
-    start = time.monotonic()
-    with slow_link.hosts(hosts, rate, ranks_per_host=ranks) as net, captured() as out:
+    start, out = time.monotonic(), io.StringIO()
+    with cluster.hosts(hosts, rate, ranks_per_host=ranks) as net, contextlib.redirect_stdout(out):
         code = cluster.run(net, cluster.words_of(part.words), seconds)
-    took = time.monotonic() - start
-    head = {"part": part.name, "command": part.command, "seconds": round(took, 1), "limit": round(seconds, 1)}
+    took = round(time.monotonic() - start, 1)
+    head = {"part": part.name, "command": part.command, "seconds": took, "limit": round(seconds, 1)}
     try:
-        return {**head, **json.loads(out.read_text())}
-    except (json.JSONDecodeError, OSError):
-        why = "ended, as its share of the time was over" if code == cluster.TIME_IS_UP else f"exit code {code}"
+        return {**head, **json.loads(out.getvalue())}
+    except json.JSONDecodeError:
+        why = "ended, as its share of the time was over" if code == cluster.TIMED_OUT else f"exit code {code}"
         return {**head, "reason": why, "rows": []}
-    finally:
-        out.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def captured() -> Iterator[Path]:
-    """What is printed meanwhile, in a file that is there until the block's caller has read it."""
-    path = Path(tempfile.mkstemp(suffix=".json")[1])
-    with path.open("w") as file, contextlib.redirect_stdout(file):
-        yield path
 
 
 # --- the report
 
 
 def row_of(part: dict[str, Any], method: str, context: int) -> dict[str, Any] | None:
-    """A measured row of a part."""
     found = (r for r in part["rows"] if r["method"] == method and r["context"] == context and "seconds" in r)
     return next(found, None)
 
 
 def contexts_of(part: dict[str, Any]) -> list[int]:
-    """In the order in which they were measured."""
     return list(dict.fromkeys(row["context"] for row in part["rows"]))
 
 
 def off(predicted: float, measured: float) -> str:
-    """How far a prediction is from what was measured."""
+    """Return the relative error of a prediction."""
     return f"{predicted / measured - 1:+.0%}" if measured else "-"
 
 
 def table_of(part: dict[str, Any]) -> str:
-    """Every row of a part."""
     header = ["method", "tokens", "forward ms", "backward ms", "both ms", "quartiles", "in flight ms", "exposed ms",
               "transfer ms", "planned comm", "planned both", "sent MB", "formula", "peak MB"]  # fmt: skip
     cells = []
@@ -185,17 +168,11 @@ def table_of(part: dict[str, Any]) -> str:
             f"{row['method_bytes'] / 1e6:.3f}", "-" if expected is None else
             "equal" if expected == row["method_bytes"] else f"{expected / 1e6:.3f}", f"{row['peak_bytes'] / 1e6:.1f}",
         ])  # fmt: skip
-    return markdown(header, cells)
-
-
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """A table."""
-    lines = [header, ["-" * len(name) for name in header], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return common.table(header, cells)
 
 
 def findings(found: dict[str, dict[str, Any]]) -> list[str]:
-    """What the parts say together; a line for each, and for each goal by how much it is met or missed."""
+    """Return a line for each comparison, with its goal."""
     across, within = found.get("step across, 200 Mbit/s"), found.get("step within")
     lines = []
     for part in (across, within):
@@ -230,7 +207,6 @@ def findings(found: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def crossover(part: dict[str, Any] | None) -> list[str]:
-    """From which of the short contexts on Ulysses is the faster."""
     if not part:
         return []
     ratios = {}
@@ -240,50 +216,48 @@ def crossover(part: dict[str, Any] | None) -> list[str]:
             ratios[context] = tp["communication_seconds"] / max(ulysses["communication_seconds"], 1e-9)
     if not ratios:
         return []
-    said = ", ".join(f"{context} tokens {ratio:.2f}" for context, ratio in ratios.items())
-    whole = "- Short sequences, TP's communication over Ulysses' (its weights' gathers included)"
-    return [f"{whole}: {said}; above 1 Ulysses wins."]
+    text = ", ".join(f"{context} tokens {ratio:.2f}" for context, ratio in ratios.items())
+    return [
+        "- Short sequences, TP's communication over Ulysses' (with its gathers of weights): "
+        f"{text}; above 1 Ulysses wins."
+    ]
 
 
 def placement(part: dict[str, Any] | None) -> list[str]:
-    """USP placed right and wrong."""
     lines = []
     for context in contexts_of(part) if part else []:
         right, wrong = row_of(part, "usp-2x2", context), row_of(part, "usp-2x2-swapped", context)
         if right and wrong:
             ratio = wrong["seconds"]["total"]["median"] / right["seconds"]["total"]["median"]
             lines.append(
-                f"- USP 2x2, {context:,} tokens: the exchange across and the ring inside takes {ratio:.2f} times as "
-                "long as the exchange inside and the ring across."
+                f"- USP 2x2, {context:,} tokens: the all-to-all across and the ring inside take {ratio:.2f} times as "
+                "long as the all-to-all inside and the ring across."
             )
     return lines
 
 
 def overlap(part: dict[str, Any]) -> list[str]:
-    """Ulysses with its exchange beside the attention, and without."""
+    """Compare Ulysses whose all-to-all overlaps with the attention with Ulysses without overlap."""
     lines = []
     named = {"ulysses-overlap": "with overlap", "ulysses-default": "by default"}
     for context, method in ((context, method) for context in contexts_of(part) for method in named):
         on, without = row_of(part, method, context), row_of(part, "ulysses", context)
         if on and without:
-            pairs = zip(on["rounds"], without["rounds"], strict=True)
+            ratio = common.paired_ratio(on["rounds"], without["rounds"])
             lines.append(
                 f"- {part['part']}, {context:,} tokens: Ulysses {named[method]} takes "
-                f"{statistics.median(a / b for a, b in pairs):.2f} of its time without; exposed are "
+                f"{ratio:.2f} of its time without; exposed are "
                 f"{1e3 * on['exposed_seconds']:.0f} ms of {1e3 * on['communication_seconds']:.0f} in flight, "
                 f"{1e3 * without['exposed_seconds']:.0f} with all heads at once."
             )
             if part["part"].startswith("covered"):
                 left = on["exposed_seconds"] / max(without["exposed_seconds"], 1e-9)
                 met = "met" if left <= 0.1 else f"missed by {left - 0.1:.2f}"
-                lines.append(
-                    f"- {part['part']}: of what was exposed without overlap {left:.2f} is left; goal 0.1, {met}."
-                )
+                lines.append(f"- {part['part']}: {left:.2f} of what is exposed without overlap; goal 0.1, {met}.")
     return lines
 
 
 def prefetch(part: dict[str, Any] | None) -> list[str]:
-    """FSDP with and without."""
     lines = []
     for context in contexts_of(part) if part else []:
         for method in ("fsdp", "ulysses"):
@@ -298,7 +272,7 @@ def prefetch(part: dict[str, Any] | None) -> list[str]:
 
 
 def predictions(of: list[dict[str, Any]]) -> list[str]:
-    """How far the planner is off, against its goals."""
+    """Compare the planner's errors with its goals."""
     lines = []
     for part in of:
         rows = [row for row in part["rows"] if row.get("predicted")]
@@ -317,7 +291,7 @@ def predictions(of: list[dict[str, Any]]) -> list[str]:
 
 
 def peers(part: dict[str, Any] | None, usp_goal: float, ulysses_goal: float) -> list[str]:
-    """longspan's time over the better peer's, as the median of the rounds' ratios."""
+    """Compare longspan's time with the better peer's, by the median over rounds of the ratio within a round."""
     lines = []
     for context in contexts_of(part) if part else []:
         rows = {row["method"]: row for row in part["rows"] if row["context"] == context and "seconds" in row}
@@ -326,66 +300,37 @@ def peers(part: dict[str, Any] | None, usp_goal: float, ulysses_goal: float) -> 
             lines.append(f"- {part['part']}: no peer is installed, so nothing is compared.")
             continue
         best = min(others, key=lambda name: others[name]["seconds"]["total"]["median"])
-        plain = {name: row for name, row in others.items() if not name.startswith("yunchang") or name.endswith("x1")}
-        alike = min(plain, key=lambda name: plain[name]["seconds"]["total"]["median"])
+        ulysses_only = {
+            name: row for name, row in others.items() if not name.startswith("yunchang") or name.endswith("x1")
+        }
+        plain_best = min(ulysses_only, key=lambda name: ulysses_only[name]["seconds"]["total"]["median"])
         for name, goal in (("usp-2x2", usp_goal), ("ulysses-overlap", ulysses_goal), ("ulysses", 1.0)):
             if name in rows:
-                ratio = paired(rows[name], others[best])
+                ratio, plain_ratio = (
+                    common.paired_ratio(rows[name]["rounds"], rows[other]["rounds"]) for other in (best, plain_best)
+                )
                 met = "met" if ratio <= goal else f"missed by {ratio - goal:.2f}"
                 lines.append(
-                    f"- {part['part']}, {context:,} tokens: {name} takes {ratio:.2f} of the better peer's "
-                    f"time ({best}); goal {goal:g}, {met}; of the better peer's plain Ulysses ({alike}) "
-                    f"{paired(rows[name], rows[alike]):.2f}.{link_alone(rows[name], others[best], part)}"
+                    f"- {part['part']}, {context:,} tokens: {name} takes {ratio:.2f} of the better peer's time "
+                    f"({best}); goal {goal:g}, {met}; of the better peer's plain Ulysses ({plain_best}) "
+                    f"{plain_ratio:.2f}.{link_alone(rows[name], others[best], part)}"
                 )
     return lines
 
 
 def link_alone(row: dict[str, Any], other: dict[str, Any], part: dict[str, Any]) -> str:
-    """What the link between two hosts needs for a row's bytes: no order of work takes less; "" within one host."""
+    """Return the link's time for a row's bytes, a lower bound of any schedule; "" within one host."""
     mbit = re.search(r"--mbit (\d+)", part["command"])
     if mbit is None or mbit[1] == "0" or row["formula_bytes"] is None:
         return ""
     ulysses, sent = row["mesh"]["ulysses"], row["formula_bytes"]
     crossing = 0.0
-    if ulysses > RANKS:  # to each other rank as much
+    if ulysses > RANKS:  # the same to each other rank
         crossing += RANKS * sent.get("all_to_all", 0) * (ulysses - RANKS) / (ulysses - 1)
-    crossing += min(RANKS, ulysses) * sent.get("p2p", 0)  # of neighbours in a ring so many are on another host
+    crossing += min(RANKS, ulysses) * sent.get("p2p", 0)  # ring neighbours on another host
     seconds = crossing * 8 / (float(mbit[1]) * 1e6)
     ratio = seconds / other["seconds"]["total"]["median"]
     return f" The link alone needs {1e3 * seconds:.0f} ms for its bytes, {ratio:.2f} of that peer's time."
-
-
-def paired(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """The median of the rounds' ratios."""
-    return statistics.median(a / b for a, b in zip(one["rounds"], other["rounds"], strict=True))
-
-
-def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
-    """Bars of every part: the time of a run and what of it is exposed."""
-    from matplotlib.figure import Figure
-
-    shown = {name: part for name, part in found.items() if part["rows"]}
-    figure = Figure(figsize=(12, 1.2 + sum(0.9 + 0.28 * len(part["rows"]) for part in shown.values())), dpi=90,
-                    facecolor="white", layout="constrained")  # fmt: skip
-    heights = [1 + len(part["rows"]) for part in shown.values()]
-    every: Any = figure.subplots(len(shown), 1, squeeze=False, height_ratios=heights)
-    for (name, part), axes in zip(shown.items(), every[:, 0], strict=True):
-        for place, row in enumerate(part["rows"]):
-            if "seconds" not in row:
-                continue
-            per = 1e3 / row["sequences"]
-            total = row["seconds"]["total"]["median"] * per
-            step = max(figures["step"] for figures in row["figures"])
-            axes.barh(place, total, color="#B9BEC6")
-            axes.barh(place, total * min(1.0, row["exposed_seconds"] / step), color="#A33B00")
-            if row["predicted"]:
-                axes.plot(row["predicted"]["total"] * per, place, "D", color="#0072B2", markersize=5)
-        axes.set_yticks(
-            range(len(part["rows"])), [f"{r['method']}, {r['context']:,}" for r in part["rows"]], fontsize=8
-        )
-        axes.invert_yaxis()
-        axes.set_title(f"{name}: ms per sequence (red: exposed; blue: planned)", fontsize=10, loc="left")
-    figure.savefig(path)
 
 
 def main() -> None:
@@ -395,13 +340,11 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="a few small parts, to see that it runs")
-    parser.add_argument("--only", nargs="+", default=[""], help="parts whose names begin so")
-    parser.add_argument("--minutes", type=float, default=BUDGET_S / 60, help="of all parts together, at most")
+    parser.add_argument("--only", nargs="+", default=[""], help="parts whose names begin with one of these")
+    parser.add_argument("--minutes", type=float, default=BUDGET_S / 60, help="for all parts, at most")
     parser.add_argument("--name", default="methods-on-cluster", help="name of the report")
     parser.add_argument("--reports", type=Path, help="its folder, by default benchmarks/reports")
     args = parser.parse_args()
-    from benchmarks import common
-
     env = common.environment(["longspan", "torch", "transformers", "deepspeed", "yunchang"])
     env["backend"] = f"gloo, {HOSTS} hosts x {RANKS} ranks in network namespaces"
     if args.quick:
@@ -413,23 +356,19 @@ def main() -> None:
     deadline = time.monotonic() + 60 * args.minutes
     for place, part in enumerate(todo):
         left = deadline - time.monotonic() - 5
-        # A part may take what earlier ones have left, never what later ones need.
+        # A part may use what earlier ones have left, but not what later ones need.
         later = sum(each.share for each in todo[place + 1 :]) / sum(each.share for each in todo)
         seconds = max(1.0, left - later * 60 * args.minutes * 0.9)
         print(f"{part.name}: at most {seconds:.0f} s", file=sys.stderr, flush=True)
         found[part.name] = run_part(part, seconds)
     text = report(found)
     print(text)
-    folder = args.reports or common.REPORTS
-    common.REPORTS = folder
-    folder.mkdir(parents=True, exist_ok=True)
+    common.REPORTS = args.reports or common.REPORTS
     common.write_report(args.name, "Every method on an emulated cluster", env, text, found)
-    if importlib.util.find_spec("matplotlib"):
-        draw(found, folder / f"{env['date']}-{args.name}.png")
 
 
 def report(found: dict[str, dict[str, Any]]) -> str:
-    """The findings, then every part's table and command."""
+    """Return the findings, then every part's table and command."""
     blocks = ["\n".join(["## Findings", "", *findings(found)])]
     for name, part in found.items():
         why = f"Not measured: {part['reason']}.\n\n" if "reason" in part else ""
@@ -437,13 +376,13 @@ def report(found: dict[str, dict[str, Any]]) -> str:
         body = why or f"{shape}{table_of(part)}\n"
         blocks.append(f"## {name}\n\n`{part['command']}` ({part['seconds']:g} s)\n\n{body}")
     blocks.append(
-        "Times are medians over rounds of the slowest rank's, per sequence; transfer: of each collective from the last "
-        "rank's call to the last rank's end; planned: how far the planner is off of that, and of both, from links that "
-        "the same job measured on each mesh with messages as large as the step's. `ulysses-overlap` cuts the heads "
-        "into 4 chunks where nothing else is said; every other method sends all heads at once."
+        "Times are medians over rounds of the slowest rank's, per sequence. Transfer is the time of each collective "
+        "from the last rank's call to the last rank's end. Planned is the planner's error of that, and of the total "
+        "time, with links that the same job measured on each mesh. `ulysses-overlap` uses 4 chunks of heads unless the "
+        "command has another number; other methods send all heads at once."
     )
     return "\n\n".join(blocks)
 
 
 if __name__ == "__main__":
-    slow_link.exit_on_missing(main)
+    cluster.exit_on_missing(main)

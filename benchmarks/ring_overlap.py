@@ -1,6 +1,6 @@
 """Does a ring hide its communication? Ring Attention over links as slow as the attention is long.
 
-    python benchmarks/ring_overlap.py        # as root, on Linux (see slow_link.py)
+    python benchmarks/ring_overlap.py        # as root, on Linux (see cluster.py)
 
 A ring of R ranks computes R blocks and passes keys and values on R - 1 times, the next block in flight while the one
 at hand is computed. The links get the rate at which a hop takes as long as to compute a block in the forward, both
@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import cluster
 import common
-import slow_link
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -67,7 +67,7 @@ def main() -> None:
     heads, kv_heads = map(int, args.heads.split("/"))
     if args.as_rank:
         task = json.loads(args.as_rank)
-        slow_link.as_rank(lambda: measure(**task))
+        cluster.as_rank(lambda: measure(**task))
         return
     env = common.environment(["longspan", "torch"])
     env["backend"] = "each in a network namespace and pinned to a core, gloo over slow links (tc tbf)"
@@ -80,10 +80,10 @@ def main() -> None:
 def measure_case(name: str, heads: int, kv_heads: int, repeats: int) -> dict[str, Any]:
     ranks, layout, causal, tokens = CASES[name]
     task = {"layout": layout, "causal": causal, "tokens": tokens, "heads": heads, "kv_heads": kv_heads}
-    with slow_link.hosts(ranks) as net:
+    with cluster.hosts(ranks) as net:
         script, cores = str(Path(__file__).resolve()), sorted(os.sched_getaffinity(0))
         rank_args = ["--as-rank", json.dumps(task | {"repeats": repeats, "net": dataclasses.asdict(net)})]
-        measured = slow_link.run_on(net, script, rank_args, timeout=1800, cores=cores, env=KEEP_MEMORY)
+        measured = cluster.run_on(net, script, rank_args, timeout=1800, cores=cores, env=KEEP_MEMORY)
     block_bytes = 2 * tokens * kv_heads * DIM * 4
     shape = {"ranks": ranks, "cores": min(ranks, len(cores)), "tokens_per_rank": tokens, "block_bytes": block_bytes}
     result = {"case": name, **shape, **measured}
@@ -136,23 +136,23 @@ def measure(
             "sending": inside(nothing_computed, by_ring),
         }
         if name == "forward":
-            answer["rate"] = match_links(alone, ranks, slow_link.Hosts(**net))
+            answer["rate"] = match_links(alone, ranks, cluster.Hosts(**net))
         wall, cpu = common.alternate({"ring": by_ring, **alone, "allgather": by_allgather}, repeats)
         answer[name] = {"wall": wall, "cpu": cpu}
     return answer
 
 
-def match_links(alone: dict[str, Callable[[], object]], ranks: int, net: slow_link.Hosts) -> str:
+def match_links(alone: dict[str, Callable[[], object]], ranks: int, net: cluster.Hosts) -> str:
     """Give the links the rate at which a hop takes as long as a block, and say which that is."""
     assert net.rate is not None
-    bits = slow_link.bits_per_second(net.rate)
+    bits = cluster.bits_per_second(net.rate)
     rate = net.rate
     for _ in range(3):  # what a link carries is not what a hop gets of it: try, measure, mend
         wall, _ = common.alternate(alone, 5)
         bits *= common.median(wall["sending"]) / (ranks - 1) / (common.median(wall["computing"]) / ranks)
         rate = f"{bits / 1e6:.0f}mbit"
         if dist.get_rank() == 0:
-            slow_link.set_rate(net, rate)
+            cluster.set_rate(net, rate)
     return rate
 
 
@@ -241,4 +241,4 @@ def describe(results: list[dict[str, Any]], heads: int, kv_heads: int) -> str:
 
 
 if __name__ == "__main__":
-    slow_link.exit_on_missing(main)
+    cluster.exit_on_missing(main)

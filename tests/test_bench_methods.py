@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import slow_link
+from benchmarks import cluster
 from longspan import cli
 from longspan.bench import BenchConfig
 from longspan.bench.methods import METHODS, select
@@ -311,8 +311,8 @@ SAY = "import os; print(*(os.environ[n] for n in ('RANK', 'LOCAL_RANK', 'WORLD_S
 
 def test_a_cluster_runs_a_command_and_leaves_nothing() -> None:
     try:
-        slow_link.check_machine()
-    except slow_link.CannotBuild as error:
+        cluster.check_machine()
+    except cluster.CannotBuild as error:
         pytest.skip(str(error))
     before = _namespaces()
     hosts = ["--hosts", "2", "--ranks-per-host", "2"]

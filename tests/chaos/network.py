@@ -1,6 +1,6 @@
 """Seeded cuts of links of a real job, each rank on a host of its own (root, Linux and iproute2).
 
-Every rank runs in a network namespace with one link to the others (`benchmarks/slow_link.py`). At a random moment one
+Every rank runs in a network namespace with one link to the others (`benchmarks/cluster.py`). At a random moment one
 link is cut: frames vanish, or the host notices. A job must survive a cut of less than half of --timeout, with exactly
 the losses and exported weights of a job without one. A permanent cut must end the job on both sides within the limit,
 each side naming a rank that it lost; the same command then continues to the same result.
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import slow_link
+from benchmarks import cluster
 from longspan.core.sections import replace
 from longspan.train import TrainConfig
 from tests.chaos.counts import Budget, Counts, Outcome
@@ -55,22 +55,22 @@ def small_config(folder: Path) -> TrainConfig:
 
 
 def run_job(
-    net: slow_link.Hosts, config: TrainConfig, cut: Cut | None, folder: Path
+    net: cluster.Hosts, config: TrainConfig, cut: Cut | None, folder: Path
 ) -> tuple[list[int | None], list[str]]:
     """Run a job with a cut; return exit codes (None: hung) and stderr by rank."""
     folder.mkdir(parents=True, exist_ok=True)
     words = [sys.executable, "-m", "longspan", "train", *flags(config)]
-    with slow_link.started(net, words, folder, env=environment()) as ranks:
+    with cluster.started(net, words, folder, env=environment()) as ranks:
         try:
             if cut is not None and wait_for(ranks[0], config, cut.lines, cut.after_s):
-                slow_link.cut(net, cut.rank, noticed=cut.noticed)
+                cluster.cut(net, cut.rank, noticed=cut.noticed)
                 if cut.seconds is not None:
                     time.sleep(cut.seconds)
-                    slow_link.mend(net, cut.rank)
+                    cluster.mend(net, cut.rank)
             _wait(ranks)
         finally:
             if cut is not None:
-                slow_link.mend(net, cut.rank)
+                cluster.mend(net, cut.rank)
         codes = [process.poll() for process in ranks]
     return codes, [(folder / f"{rank}.err").read_text(errors="replace") for rank in range(len(ranks))]
 
@@ -81,7 +81,7 @@ def _wait(ranks: Sequence[subprocess.Popen[Any]]) -> None:
         time.sleep(0.1)
 
 
-def attempt(net: slow_link.Hosts, config: TrainConfig, cut: Cut, folder: Path, expected: Any) -> Outcome:
+def attempt(net: cluster.Hosts, config: TrainConfig, cut: Cut, folder: Path, expected: Any) -> Outcome:
     """Cut a link once and judge the job's end; after a permanent cut, continue and compare the result."""
     mine = replace(config, out=folder / "run")
     codes, errors = run_job(net, mine, cut, folder)
@@ -123,7 +123,7 @@ def run(budget: Budget, counts: Counts) -> None:
     """Cut links of both kinds in turn; skipped without root or `ip`."""
     rng, config = random.Random(budget.seed), small_config(budget.folder)
     try:
-        with slow_link.hosts(config.parallel.ranks, rate=None) as net:
+        with cluster.hosts(config.parallel.ranks, rate=None) as net:
             codes, errors = run_job(net, config, None, budget.folder / "first")
             assert not any(codes), errors
             expected = result(config.out)
@@ -132,5 +132,5 @@ def run(budget: Budget, counts: Counts) -> None:
                     return
                 cut = draw(rng, KINDS[count % len(KINDS)], config)
                 counts.add_job(budget.seed, attempt(net, config, cut, budget.folder / f"cut-{count}", expected))
-    except slow_link.CannotBuild as error:
+    except cluster.CannotBuild as error:
         counts.add("skipped", str(error))

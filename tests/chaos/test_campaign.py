@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import slow_link
+from benchmarks import cluster
 from longspan.cli import parse
 from longspan.train import TrainConfig
 from tests.chaos import __main__ as campaign
@@ -148,14 +148,14 @@ def test_a_small_disk_is_filled_and_unmounted(tmp_path: Path) -> None:
 
 def test_a_host_is_cut_off_and_reconnected() -> None:
     try:
-        with pytest.raises(RuntimeError, match="planted"), slow_link.hosts(2, rate=None) as net:
+        with pytest.raises(RuntimeError, match="planted"), cluster.hosts(2, rate=None) as net:
             for noticed in (False, True):
-                slow_link.cut(net, 1, noticed=noticed)
+                cluster.cut(net, 1, noticed=noticed)
                 assert not _reaches(net.names[0])
-                slow_link.mend(net, 1)
+                cluster.mend(net, 1)
                 assert _reaches(net.names[0])
             raise RuntimeError("planted")
-    except slow_link.CannotBuild as error:
+    except cluster.CannotBuild as error:
         pytest.skip(str(error))
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     assert net.bridge not in listed and net.names[0] not in listed
