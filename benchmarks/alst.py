@@ -1,4 +1,4 @@
-"""What the benchmarks need of DeepSpeed beyond `longspan.bench.peers`: ALST's whole training step.
+"""ALST's whole training step, from DeepSpeed; `longspan.bench.peers` has the attention of other libraries.
 
 Needs `DS_BUILD_OPS=0 pip install --no-deps deepspeed` and its small dependencies (see README.md).
 """
@@ -10,19 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-
-import longspan
-from longspan.bench.peers import Attend, alst_attention, deepspeed_attention, start_deepspeed
-from longspan.comm.mesh import OneDeviceMesh
-
-__all__ = ["AlstStep", "Attend", "alst_attention", "deepspeed_attention", "longspan_kernel", "start_deepspeed"]
-
-_ONE_DEVICE = longspan.SequenceSharding(OneDeviceMesh("cpu"))
-
-
-def longspan_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Return the causal attention of one device as longspan calls SDPA, to use as DeepSpeed's local kernel."""
-    return longspan.attention(q, k, v, _ONE_DEVICE, kernel="sdpa")
 
 
 def without_exchange() -> str:

@@ -2,10 +2,9 @@
 
     python benchmarks/attention_vs_deepspeed.py [--quick]
 
-All run in the same processes, in alternation. The local kernel is torch's SDPA for everyone. DeepSpeed takes it as a
-callable and runs twice: with the plain call its user would write, and with longspan's own way of calling it
-("same kernel": only the exchanges differ). The floor is longspan's local kernel on one rank's share of the work (all
-tokens, heads / P) with no exchange at all.
+All run in the same processes, in alternation, with torch's SDPA as the local kernel. DeepSpeed takes it as a callable
+and runs twice: with the plain call of its users, and with longspan's call ("same kernel": only the all-to-alls differ).
+The floor is longspan's local kernel on one rank's part of the work (all tokens, heads / P) without communication.
 """
 
 from __future__ import annotations
@@ -14,11 +13,15 @@ import argparse
 from typing import Any
 
 import common
-import peers
 import torch
 import torch.distributed as dist
 
+import longspan
+from longspan.bench import peers
+from longspan.comm.mesh import OneDeviceMesh
+
 HEAD_DIM = 64
+ONE_DEVICE = longspan.SequenceSharding(OneDeviceMesh("cpu"))
 
 
 def main() -> None:
@@ -48,9 +51,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def measure(tokens: list[int], heads: list[str], dtypes: list[str], repeats: int) -> list[dict[str, Any]]:
-    """Every case on this rank; the same list on every rank."""
-    import longspan
-
+    """Return every case, the same on every rank."""
     peers.start_deepspeed()
     sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=dist.get_world_size()))
     rows = []
@@ -68,20 +69,18 @@ def measure(tokens: list[int], heads: list[str], dtypes: list[str], repeats: int
 
 def case(sp: Any, n: int, q_heads: int, kv_heads: int, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
     """Check that all agree, then time them."""
-    import longspan
-
     torch.manual_seed(sp.rank)
-    local, whole = n // sp.size, n
+    local = n // sp.size
     mine = leaves(local, q_heads, kv_heads, dtype)
     grad = torch.randn(1, local, q_heads * HEAD_DIM).to(dtype)
     floor_kv = max(1, kv_heads // sp.size)
-    floor = leaves(whole, q_heads // sp.size, floor_kv, dtype)
-    floor_grad = torch.randn(1, whole, q_heads // sp.size * HEAD_DIM).to(dtype)
+    floor = leaves(n, q_heads // sp.size, floor_kv, dtype)
+    floor_grad = torch.randn(1, n, q_heads // sp.size * HEAD_DIM).to(dtype)
 
     ours = step(lambda q, k, v: longspan.attention(q, k, v, sp, causal=True), mine, grad)
     theirs = step(peers.deepspeed_attention(sp.group, kv_heads), mine, grad)
-    same = step(peers.deepspeed_attention(sp.group, kv_heads, peers.longspan_kernel), mine, grad)
-    alone = step(peers.longspan_kernel, floor, floor_grad)
+    same = step(peers.deepspeed_attention(sp.group, kv_heads, longspan_kernel), mine, grad)
+    alone = step(longspan_kernel, floor, floor_grad)
 
     pairs = zip(("out", "dq", "dk", "dv"), ours(), theirs(), strict=True)
     errors = {name: common.relative_error(a, b) for name, a, b in pairs}
@@ -100,14 +99,19 @@ def case(sp: Any, n: int, q_heads: int, kv_heads: int, dtype: torch.dtype, round
     }
 
 
+def longspan_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Return the causal attention of one device as longspan calls SDPA, as DeepSpeed's local kernel."""
+    return longspan.attention(q, k, v, ONE_DEVICE, kernel="sdpa")
+
+
 def leaves(n: int, q_heads: int, kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.randn(1, n, h, HEAD_DIM).to(dtype).requires_grad_() for h in (q_heads, kv_heads, kv_heads)]
 
 
 def step(attend: peers.Attend, inputs: list[torch.Tensor], grad: torch.Tensor) -> Any:
-    """Forward and backward as a layer sees them: the output flat for the output projection, the gradients whole.
+    """Return forward and backward as in a layer, with the output flat for the output projection.
 
-    Gradients land in `.grad` in the inputs' own layout, so a strided gradient pays for its copy here.
+    Gradients accumulate in `.grad` in the inputs' layout, so the copy of a strided gradient is included.
     """
 
     def run() -> list[torch.Tensor]:
@@ -156,10 +160,10 @@ def render(rows: list[dict[str, Any]], cores: int) -> str:
         " over ranks and feels other load on the machine less than the clock does. DeepSpeed runs with the plain SDPA"
         " call, and (same kernel) with longspan's; the floor is longspan's local kernel alone. `max difference` is"
         " between the two results (output, dq, dk, dv), relative to the largest value.",
-        "Where KV heads are fewer than ranks DeepSpeed gets them repeated to one per rank, since it refuses otherwise.",
+        "With fewer KV heads than ranks, DeepSpeed gets them repeated to one per rank, as it refuses fewer.",
     ]
     if any(row["ranks"] > cores for row in rows):
-        lines.append(f"P above {cores} shares {cores} cores, so compute and exchange of different ranks take turns.")
+        lines.append(f"With P above {cores}, ranks share {cores} cores, so computing and communication alternate.")
     return "\n".join(lines)
 
 

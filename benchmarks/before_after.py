@@ -1,4 +1,4 @@
-"""Compare this version with an older one: attention and a Hugging Face training step on CPU ranks.
+"""Compare this version with an older one: attention, a Hugging Face training step, and the host time of a layer.
 
     git worktree add ../longspan-before COMMIT
     python benchmarks/before_after.py --before ../longspan-before/src
@@ -6,7 +6,8 @@
 Both versions have the same package name, so each runs in its own processes. The two groups take turns round by round;
 one waits at a pipe while the other computes. A round's time is that of its slowest rank; ratios are medians over rounds
 of new over old. Steps run without FSDP, with AdamW and each version's defaults (this one computes no logits in
-training); `step, logits` requests them.
+training); `step, logits` requests them. `host` cases are 50 forwards of tiny tensors on one device: `call` as a user
+calls it, `layer` with a plan that was prepared once per batch.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ ATTENTION = [
     for tokens, dtype in ((4096, "fp32"), (8192, "bf16"))
     for mask in ("causal", "window", "documents")
 ]
+HOST = [
+    {"host": what, "tokens": tokens, "documents": documents, "dtype": "fp32"}
+    for tokens, documents in ((64, 0), (64, 8), (1024, 64), (1024, 512))
+    for what in ("call", "layer")
+]
+HOST_CALLS = 50
 STEPS = [{"step": logits, "tokens": 4096, "dtype": dtype} for dtype in ("fp32", "bf16") for logits in (False, True)]
 
 
@@ -75,6 +82,8 @@ def build(case: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     if "step" in case:
         return build_step(case["step"], n, dtype)
+    if "host" in case:
+        return build_host(case["host"], n, case["documents"])
     sp = longspan.SequenceSharding(longspan.init_mesh(**{case["mesh"]: world}))
     mask: dict[str, Any] = {
         "causal": {},
@@ -90,6 +99,25 @@ def build(case: dict[str, Any]) -> Any:
         for x in inputs:
             x.grad = None
         longspan.attention(*inputs, sp, **mask).backward(grad)
+
+    return run
+
+
+def build_host(what: str, tokens: int, documents: int) -> Any:
+    import torch
+
+    import longspan
+    from longspan.comm.mesh import OneDeviceMesh
+
+    sp = longspan.SequenceSharding(OneDeviceMesh("cpu"))
+    q, k, v = (torch.randn(1, tokens, heads, 8) for heads in (2, 1, 1))
+    ids = torch.arange(tokens)[None] // (tokens // documents) if documents else None
+    options = {"documents": ids} if what == "call" else {"plan": longspan.prepare_attention(q, k, v, sp, documents=ids)}
+
+    @torch.no_grad()
+    def run() -> None:
+        for _ in range(HOST_CALLS):
+            longspan.attention(q, k, v, sp, **options)
 
     return run
 
@@ -123,7 +151,7 @@ def build_step(logits: bool, tokens: int, dtype: Any) -> Any:
     return run
 
 
-# --- the two groups, turn by turn -----------------------------------------------------------------------
+# --- the two groups in turns -----------------------------------------------------------------------
 
 
 class Group:
@@ -170,7 +198,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--name", default="before-after", help="name of the report")
     args = parser.parse_args()
-    cases = [case for case in (*ATTENTION, *STEPS) if args.only in what(case)]
+    cases = [case for case in (*ATTENTION, *STEPS, *HOST) if args.only in what(case)]
     env = common.environment(["torch", "transformers"])
     here = Path(__file__).resolve().parents[1] / "src"
     groups = {"now": Group(here, args.ranks), "before": Group(args.before.resolve(), args.ranks)}
@@ -185,10 +213,9 @@ def main() -> None:
         print(common.table(HEADER, [cells(rows[-1])]).splitlines()[-1], flush=True)
     for group in groups.values():
         group.close()
-    kinds = {"attention": [r for r in rows if "step" not in r], "step": [r for r in rows if "step" in r]}
     text = common.table(HEADER, [cells(row) for row in rows]) + "\n"
-    for kind, found in kinds.items():
-        if found:
+    for kind, key in (("attention", "mesh"), ("step", "step"), ("host", "host")):
+        if found := [row for row in rows if key in row]:
             ratios = [row["ratio"] for row in found]
             text += f"\n- {kind}: median {common.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}"
     text += (
@@ -202,6 +229,8 @@ def main() -> None:
 def what(case: dict[str, Any]) -> str:
     if "step" in case:
         return "step, logits" if case["step"] else "step"
+    if "host" in case:
+        return f"host, {case['host']}, {case['documents']} documents"
     return f"{case['mesh']}, {case['mask']}"
 
 

@@ -54,7 +54,7 @@ def main() -> None:
         cluster.as_rank(lambda: [measure(kib << 10, args.repeats) for kib in args.kib])
         return
     env = common.environment(["longspan", "torch"])
-    env["backend"] = f"each in a network namespace, gloo over links of {args.rate} (tc tbf)"
+    env["ranks"] = f"each in a network namespace, gloo over links of {args.rate} (tc tbf), 1 thread each"
     rank_args = ["--as-rank", "--repeats", str(args.repeats), "--kib", *map(str, args.kib)]
     with cluster.hosts(args.ranks, args.rate) as net:
         results = cluster.run_on(net, str(Path(__file__).resolve()), rank_args, timeout=1800)

@@ -118,8 +118,7 @@ def environment(packages: Sequence[str]) -> dict[str, Any]:
         "load_average_at_start": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "versions": {name: installed(name) for name in packages},
-        "threads_per_rank": 1,
-        "backend": "gloo over loopback",
+        "ranks": "processes on this machine, gloo over loopback, 1 thread each",
     }
 
 
@@ -134,10 +133,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(cells[0]), "|" + "|".join("-" * (w + 1) + ":" for w in widths) + "|", *map(line, cells[1:])])
 
 
-def write_report(name: str, title: str, env: dict[str, Any], body: str, data: Any) -> None:
-    """Write `reports/<date>-<name>.md` and `.json`, and print their path."""
-    REPORTS.mkdir(exist_ok=True)
-    stem = REPORTS / f"{env['date']}-{name}"
+def write_report(name: str, title: str, env: dict[str, Any], body: str, data: Any, folder: Path | None = None) -> None:
+    """Write `<date>-<name>.md` and `.json`, by default to `reports`, and print their path."""
+    folder = folder or REPORTS
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / f"{env['date']}-{name}"
     versions = ", ".join(f"{k} {v}" for k, v in env["versions"].items())
     lines = [
         f"# {title}",
@@ -147,11 +147,13 @@ def write_report(name: str, title: str, env: dict[str, Any], body: str, data: An
         f"- machine: {env['cpu']}, {env['cores']} cores, {env['memory_gib']} GiB; load average at the start"
         f" {env['load_average_at_start']}",
         f"- versions: Python {env['python']}, {versions}",
-        f"- ranks: processes on this machine, {env['backend']}, {env['threads_per_rank']} thread each",
+        f"- ranks: {env['ranks']}",
         "",
         body,
         "",
     ]
     stem.with_suffix(".md").write_text("\n".join(lines))
-    stem.with_suffix(".json").write_text(json.dumps({"environment": env, "results": data}, indent=1) + "\n")
+    stem.with_suffix(".json").write_text(
+        json.dumps({"environment": env, "results": data}, indent=1, default=str) + "\n"
+    )
     print(f"\nwritten: {os.path.relpath(stem)}.md and .json")

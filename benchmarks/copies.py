@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import common
-import peers
 import torch
 import torch.distributed as dist
+
+from longspan.bench import peers
 
 HEAD_DIM = 64
 MOVERS = {"aten::copy_", "aten::cat", "aten::index_select", "aten::gather", "aten::index", "aten::index_put_",

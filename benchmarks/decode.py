@@ -1,25 +1,25 @@
-"""Generation: time to first token, tokens per second, bytes of the cache and bytes sent, per mesh, against one process.
+"""Generation on each mesh, compared with one process and with the planner.
 
     python -m benchmarks.decode [--quick]
 
-Writes a table, a row per mesh (the first is one process with transformers' own cache) and dtype of the cache: seconds
-of the prefill (to the first token), generated tokens per second, MiB of keys and values on the rank that holds most and
-what the planner says (they must be equal for the exact cache), MiB of all that torch holds on a rank at the most while
-the prompt is read and the planner's sum, bytes that a rank sends for one generated token and the planner's formula
-(equal), the same of a step of 128 new tokens, and the relative error of the logits of all generated tokens against one
-process, with the tokens forced to be the same. Below it stands the reference's case of 128 tokens, Llama-2-70B on 8
-GPUs in bf16, per layer: what the same formula says, and that of tensor parallelism. Ranks are processes on CPUs over
-gloo: the ratios of bytes hold anywhere, times do not.
+The table has a row per mesh (the first is one process with transformers' own cache) and dtype of the cache:
+
+- seconds of the prefill (to the first token), and generated tokens per second;
+- MiB of keys and values on the rank with most, and planned (equal for the exact cache);
+- MiB of tensors at the peak of the prefill, and planned;
+- bytes that a rank sends per generated token, and for a step of 128 new tokens, each next to the formula (equal);
+- relative error of the logits of all generated tokens, which are forced to be the same.
+
+Below it: the formulas for the reference's step of 128 tokens, Llama-2-70B on 8 GPUs in bf16. Ranks are processes on
+CPUs over gloo, so ratios of bytes hold on any machine, times do not.
 """
 
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from longspan.comm.digests import local_part
 from longspan.plan import Job, Mesh, cost, read_hardware, read_model
 from longspan.plan.generation import peak_items
 from longspan.plan.models import shape_from_config
-from tests.memory import peak_of
+from longspan.tracing.record import memory_rise
 from tests.pool import RankPool
 
 SHORT = 128  # tokens of the reference's short step
@@ -51,7 +51,7 @@ def _model(quick: bool) -> Any:
 
 
 def _timed(model: Any, cache: Any, ids: Tensor, prompt: int) -> tuple[float, float, Tensor]:
-    """Seconds of the prefill, tokens per second behind it, logits of every new token."""
+    """Return seconds of the prefill, tokens per second after it, and the logits of every new token."""
     started = time.perf_counter()
     logits = [model(input_ids=ids[:, :prompt], past_key_values=cache, logits_to_keep=1).logits[:, -1]]
     first = time.perf_counter()
@@ -62,14 +62,14 @@ def _timed(model: Any, cache: Any, ids: Tensor, prompt: int) -> tuple[float, flo
 
 
 @torch.no_grad()
-def _on_mesh(quick: bool, mesh: Mesh, code: str, ids: Tensor, expected: Tensor) -> dict[str, Any]:
+def _on_mesh(quick: bool, mesh: Mesh, dtype: str, ids: Tensor, expected: Tensor) -> dict[str, Any]:
     _, _, prompt, _ = SIZES[quick]
     axes = {axis: getattr(mesh, axis) for axis in ("ring", "ulysses", "tensor")}
     sp = longspan.SequenceSharding(longspan.init_mesh(**axes))
     source = _model(quick)
     shape = shape_from_config(source.config.to_dict(), "benchmark")
     model = longspan.parallelize(source, sp, fsdp=False)
-    cache = longspan.ShardedCache(model, room=ids.shape[1] + 1, dtype=code)
+    cache = longspan.ShardedCache(model, room=ids.shape[1] + 1, dtype=dtype)
     prefill, rate, logits = _timed(model, cache, ids, prompt)
     generated = ids.shape[1] - prompt
     nbytes = cache.nbytes
@@ -79,21 +79,21 @@ def _on_mesh(quick: bool, mesh: Mesh, code: str, ids: Tensor, expected: Tensor) 
         model(input_ids=ids[:, :SHORT], past_key_values=cache, logits_to_keep=1)
     token = Job(context=prompt, mode="decode", dtype="fp32", weight_sharding=False)
     short = replace(token, context=SHORT, mode="prefill", prefill_chunk=SHORT)
-    planned = [layer.mixer.cache_by_rank(token, mesh, generated, prompt, code)[sp.rank] for layer in shape.layers]  # type: ignore[attr-defined]
-    held = replace(token, context=prompt + generated, cache=code)
-    of_rank = peak_items(shape, held, mesh, read_hardware("cpu"), prompt)
+    planned = [layer.mixer.cache_by_rank(token, mesh, generated, prompt, dtype)[sp.rank] for layer in shape.layers]  # type: ignore[attr-defined]
+    cached = replace(token, context=prompt + generated, cache=dtype)
+    of_rank = peak_items(shape, cached, mesh, read_hardware("cpu"), prompt)
     per_token, of_short = (
         sum(one.bytes_per_gpu * one.count for one in cost(shape, job, mesh, read_hardware("cpu")).comm)
         for job in (token, short)
     )
     return {
         "mesh": str(mesh),
-        "cache": code,
+        "cache": dtype,
         "prefill_s": prefill,
         "tokens_per_s": rate,
         "cache_bytes": nbytes,
         "planned_bytes": sum(planned),
-        "memory_bytes": _memory(model, ids[:, :prompt], code, ids.shape[1]),
+        "memory_bytes": _memory(model, ids[:, :prompt], dtype, ids.shape[1]),
         "planned_memory_bytes": sum(of_rank.values()),
         "sent_per_token": sum(one.bytes for one in sent),
         "planned_per_token": per_token,
@@ -103,20 +103,18 @@ def _on_mesh(quick: bool, mesh: Mesh, code: str, ids: Tensor, expected: Tensor) 
     }
 
 
-def _memory(model: Any, ids: Tensor, code: str, room: int) -> int:
-    """Bytes that torch holds on this rank at the most while a prompt is read: weights, cache, activations."""
+def _memory(model: Any, ids: Tensor, dtype: str, room: int) -> int:
+    """Return the peak bytes of tensors on this rank while a prompt is read: weights, cache, activations."""
     weights = sum(local_part(p).nbytes for p in model.parameters())
 
-    def read() -> None:
-        cache = longspan.ShardedCache(model, room=room, dtype=code)
+    def prefill() -> None:
+        cache = longspan.ShardedCache(model, room=room, dtype=dtype)
         model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
 
-    with tempfile.TemporaryDirectory() as folder:
-        return weights + peak_of(read, Path(folder) / "trace.json")
+    return weights + memory_rise(prefill)
 
 
 def measure(quick: bool) -> Iterator[dict[str, Any]]:
-    """One row after the other."""
     _, _, prompt, new = SIZES[quick]
     ids = torch.randint(0, 512, (1, prompt + new), generator=torch.Generator().manual_seed(1))
     model = _model(quick)
@@ -132,8 +130,8 @@ def measure(quick: bool) -> Iterator[dict[str, Any]]:
     for world in (2,) if quick else (2, 4):
         pool = RankPool(world, timeout=600)
         for mesh in (Mesh(ulysses=world), Mesh(ring=world), Mesh(tensor=world)):
-            for code in ("exact", "int8", "fp8") if world == 2 and mesh.tensor == 1 else ("exact",):
-                rows = pool.run(_on_mesh, quick, mesh, code, ids, expected)
+            for dtype in ("exact", "int8", "fp8") if world == 2 and mesh.tensor == 1 else ("exact",):
+                rows = pool.run(_on_mesh, quick, mesh, dtype, ids, expected)
                 most = {
                     name: max(row[name] for row in rows) for name in ("memory_bytes", "sent_per_token", "sent_short")
                 }
@@ -142,17 +140,17 @@ def measure(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def _reference() -> str:
-    """The reference's step of 128 tokens (figures 19 and 20): bytes and seconds of a layer's communication."""
+    """Return bytes and seconds of a layer's communication in the reference's step of 128 tokens (figures 19, 20)."""
     model, hardware = read_model("llama-2-70b"), read_hardware("a100-80gb")
-    said = [f"{SHORT} tokens of {model.name} on 8 x {hardware.name}, a layer:", ""]
+    lines = [f"{SHORT} tokens of {model.name} on 8 x {hardware.name}, a layer:", ""]
     for mesh in (Mesh(ulysses=8), Mesh(tensor=8)):
         plan = cost(model, Job(context=SHORT, mode="prefill", prefill_chunk=SHORT), mesh, hardware)
         sent = [one for one in plan.comm if one.method]
         nbytes, seconds = (
             sum(x) / len(model.layers) for x in ((s.bytes_total for s in sent), (s.seconds for s in sent))
         )
-        said.append(f"- {mesh}: {nbytes / 1e6:.3f} MB in {1e6 * seconds:.1f} us")
-    return "\n".join(said)
+        lines.append(f"- {mesh}: {nbytes / 1e6:.3f} MB in {1e6 * seconds:.1f} us")
+    return "\n".join(lines)
 
 
 def main() -> None:

@@ -2,12 +2,11 @@
 
     python benchmarks/hf_step_vs_alst.py [--quick]
 
-A step is forward, backward, the sum of the gradients over ranks, and AdamW, on weights that every rank holds
-whole (neither side shards them, so only the sequence method differs). Times come from alternating steps in
-the same processes. The floor does one rank's share of the same work with no communication at all (its numbers mean
-nothing): what is above it is what a sequence method costs. Peak memory comes from a fresh group of processes per
-method: the rise of the process's high-water mark over a step (`VmHWM`, reset through /proc/self/clear_refs), and the
-peak of the bytes torch holds, from its profiler, which does not depend on what the C library gives back.
+A step is forward, backward, the sum of the gradients over ranks, and AdamW, on replicated weights, so that only the
+sequence method differs. Times come from alternating steps in the same processes. The floor is one rank's part of the
+work without communication (its results are wrong): the rest is the cost of a sequence method. Peak memory comes from
+new processes for each method: the rise of the process's high-water mark over a step (`VmHWM`, reset through
+/proc/self/clear_refs), and the peak bytes of tensors by torch's profiler, which does not depend on the C library.
 """
 
 from __future__ import annotations
@@ -20,16 +19,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import alst
 import common
-import peers
 import torch
 import torch.distributed as dist
 
+from longspan.bench import peers
 from longspan.core.memory import LONGEST, Memory
 from longspan.tracing.record import memory_rise
 
 MIB = 2**20
-MEMORY_OPTIONS = {  # by the names that benchmarks give them, after "longspan"
+MEMORY_OPTIONS = {  # the name of the method after "longspan"
     "checkpointing=save_attention": Memory(checkpointing="save_attention"),
     "checkpointing=selective": Memory(checkpointing="selective"),
     "checkpointing=full": Memory(checkpointing="full"),
@@ -45,8 +45,7 @@ MEMORY_OPTIONS = {  # by the names that benchmarks give them, after "longspan"
 METHODS = ("longspan", "alst", "alst+tiled")
 FLOOR = "floor"
 Step = Callable[[], float]
-# For memory only, and for every method: blocks of 64 KiB and more go back to the system when they are freed, so that
-# the resident set follows the tensors and not the C library's habits.
+# For memory: the C library returns freed blocks of 64 KiB and more to the system, so the resident set follows tensors.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
 
@@ -67,7 +66,7 @@ def main() -> None:
                     }
                 rows.append(row)
                 print(render([row], shape, env["cores"]), flush=True)
-                text = render(rows, shape, env["cores"])  # after every row: a long run that is ended keeps what it has
+                text = render(rows, shape, env["cores"])  # after every row, in case a long run is interrupted
                 common.write_report(args.name, "A Hugging Face Llama training step: longspan against ALST", env, text,
                                     {"shape": shape, "rows": rows})  # fmt: skip
     print(text)
@@ -102,7 +101,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def build_model(shape: dict[str, Any], tokens: int, dtype: str, attention: str = "sdpa") -> Any:
-    """The same small Llama on every call and rank."""
+    """Return the same small Llama on every call and rank."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
@@ -117,7 +116,7 @@ def build_model(shape: dict[str, Any], tokens: int, dtype: str, attention: str =
 
 
 def full_batch(shape: dict[str, Any], tokens: int) -> dict[str, torch.Tensor]:
-    """Random tokens; a tenth of the labels masked, unevenly over the sequence."""
+    """Return random tokens; the first tenth of the labels is masked."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, shape["vocab"], (1, tokens), generator=generator)
     labels = ids.clone()
@@ -126,12 +125,12 @@ def full_batch(shape: dict[str, Any], tokens: int) -> dict[str, torch.Tensor]:
 
 
 class Method:
-    """One method's model, its shard of the batch and its optimizer; `step()` is what is measured."""
+    """One method's model, shard of the batch and optimizer; `step()` is measured."""
 
     def __init__(self, name: str, shape: dict[str, Any], tokens: int, dtype: str) -> None:
         self.name = name
         batch = full_batch(shape, tokens)
-        model = build_model(shape, tokens, dtype, peers.without_exchange() if name == FLOOR else "sdpa")
+        model = build_model(shape, tokens, dtype, alst.without_exchange() if name == FLOOR else "sdpa")
         if name == FLOOR:
             self.model = model
             mine = {key: x[:, : tokens // dist.get_world_size()].contiguous() for key, x in batch.items()}
@@ -149,11 +148,11 @@ class Method:
             longest = name == "alst longest"
             if longest:
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-                peers.tile_mlps(model)
+                alst.tile_mlps(model)
             tiled = longest or "tiled" in name
-            alst = peers.AlstStep(model, tokens, 1, tiled_loss_mib=shape["tile_mib"] if tiled else None)
-            alst_shard = alst.shard(batch)
-            self.forward_backward = lambda: alst(alst_shard)
+            step = alst.AlstStep(model, tokens, 1, tiled_loss_mib=shape["tile_mib"] if tiled else None)
+            alst_shard = step.shard(batch)
+            self.forward_backward = lambda: step(alst_shard)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
 
     def step(self) -> float:
@@ -173,12 +172,9 @@ def _plain_step(model: Any, batch: Any) -> torch.Tensor:
 
 
 def time_all(shape: dict[str, Any], tokens: int, dtype: str, names: Sequence[str] = METHODS) -> dict[str, Any]:
-    """Gradients compared, then alternating steps; the losses of all steps are kept and compared too.
-
-    The first of `names` is ours, the second ALST.
-    """
+    """Compare gradients, then time alternating steps. The first of `names` is longspan's, the second ALST's."""
     peers.start_deepspeed()
-    ours, alst = names[:2]
+    ours, theirs = names[:2]
     methods = {name: Method(name, shape, tokens, dtype) for name in names}
     agreement = compare_gradients(methods)
     if shape["profiled"]:
@@ -199,12 +195,12 @@ def time_all(shape: dict[str, Any], tokens: int, dtype: str, names: Sequence[str
         "median": {name: common.median(t) for name, t in seconds.items()},
         "time_over": {name: common.paired_ratio(seconds[ours], seconds[name]) for name in list(methods)[1:]},
         "cpu_over": {name: common.paired_ratio(cpu[ours], cpu[name]) for name in list(methods)[1:]},
-        "floor_over_alst": common.paired_ratio(seconds[FLOOR], seconds[alst]) if FLOOR in methods else None,
+        "floor_over_alst": common.paired_ratio(seconds[FLOOR], seconds[theirs]) if FLOOR in methods else None,
     }
 
 
 def compare_gradients(methods: dict[str, Method]) -> dict[str, Any]:
-    """The first step's loss and gradients: largest relative difference of any parameter's gradient, in norm."""
+    """Return the first losses, and the largest relative difference of a parameter's gradient, in norm."""
     losses, grads = {}, {}
     for name, method in methods.items():
         losses[name] = float(method.forward_backward())
@@ -220,7 +216,7 @@ def compare_gradients(methods: dict[str, Method]) -> dict[str, Any]:
 
 
 def split(method: Method) -> dict[str, float]:
-    """Where one step's time goes on this rank, in seconds, from torch's profiler: kernels, collectives, matmuls."""
+    """Return the seconds of one step by kind of operation on this rank, from torch's profiler."""
     groups = {
         "attention kernel": ("flash_attention",),
         "collectives": ("all_to_all", "alltoall", "all_reduce", "allreduce", "all_gather", "allgather"),
@@ -232,8 +228,8 @@ def split(method: Method) -> dict[str, float]:
         method.step()
     totals = dict.fromkeys([*groups, "other"], 0.0)
     for event in profile.key_averages():
-        home = next((g for g, keys in groups.items() if any(k in event.key for k in keys)), "other")
-        totals[home] += event.self_cpu_time_total / 1e6
+        group = next((g for g, keys in groups.items() if any(k in event.key for k in keys)), "other")
+        totals[group] += event.self_cpu_time_total / 1e6
     return totals
 
 
@@ -241,11 +237,11 @@ def split(method: Method) -> dict[str, float]:
 
 
 def measure_memory(shape: dict[str, Any], tokens: int, dtype: str, name: str) -> dict[str, float]:
-    """Peak MiB of one step above what the process held before it, largest over ranks."""
+    """Return the peak MiB of one step above the level before it, the largest over ranks."""
     if not name.startswith("longspan"):
         peers.start_deepspeed()
     method = Method(name, shape, tokens, dtype)
-    method.step()  # optimizer state, gloo's buffers and lazily made tables now exist
+    method.step()  # allocates optimizer state, gloo's buffers and tables
     rises = []
     for _ in range(shape["rises"]):
         method.optimizer.zero_grad(set_to_none=True)  # a step's own gradients belong to its rise
@@ -257,21 +253,8 @@ def measure_memory(shape: dict[str, Any], tokens: int, dtype: str, name: str) ->
     return dict(zip(("rss_rise_mib", "rss_rise_max_mib", "tensor_peak_mib"), (mine / MIB).tolist(), strict=True))
 
 
-def rise(shape: dict[str, Any], tokens: int, dtype: str, name: str) -> float:
-    """Peak MiB of one step above what the process held before it: the median of three, the largest over ranks."""
-    method = Method(name, shape, tokens, dtype)
-    method.step()
-    rises = []
-    for _ in range(3):
-        method.optimizer.zero_grad(set_to_none=True)
-        rises.append(rss_rise(method.step))
-    mine = torch.tensor(common.median(rises), dtype=torch.float64)
-    dist.all_reduce(mine, op=dist.ReduceOp.MAX)
-    return float(mine) / MIB
-
-
 def rss_rise(step: Step) -> float:
-    """Bytes by which the resident set rises during a step, above its level just before."""
+    """Return the bytes by which the resident set rises during a step."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     dist.barrier()

@@ -346,7 +346,7 @@ def main() -> None:
     parser.add_argument("--reports", type=Path, help="its folder, by default benchmarks/reports")
     args = parser.parse_args()
     env = common.environment(["longspan", "torch", "transformers", "deepspeed", "yunchang"])
-    env["backend"] = f"gloo, {HOSTS} hosts x {RANKS} ranks in network namespaces"
+    env["ranks"] = f"gloo, {HOSTS} hosts x {RANKS} ranks in network namespaces"
     if args.quick:
         args.name += "-quick"
     todo = [part for part in parts(args.quick) if part.name.startswith(tuple(args.only))]
@@ -363,8 +363,7 @@ def main() -> None:
         found[part.name] = run_part(part, seconds)
     text = report(found)
     print(text)
-    common.REPORTS = args.reports or common.REPORTS
-    common.write_report(args.name, "Every method on an emulated cluster", env, text, found)
+    common.write_report(args.name, "Every method on an emulated cluster", env, text, found, args.reports)
 
 
 def report(found: dict[str, dict[str, Any]]) -> str:

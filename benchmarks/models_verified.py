@@ -1,11 +1,11 @@
-"""The page docs/reference/models.md: every causal and masked LM of the installed transformers, sharded.
+"""Write docs/reference/models.md: every causal and masked LM of the installed transformers, sharded.
 
     python benchmarks/models_verified.py [--family causal/llama ...]
 
-For each family in transformers' own lists a small model with random weights (`tests/fuzz/families.py`) is trained for a
-step and generates, on each mesh of `CASES`, and is compared with plain transformers in one process, as the tests do.
-What is found is kept in runs/models.json, so that a run that was stopped goes on; `--again` starts anew. Writes
-docs/reference/models.md, and ends with 1 if anything differs.
+For each family in transformers' own lists, a small model with random weights (`tests/fuzz/families.py`) takes a
+training step and generates as in `CASES`, and is compared with plain transformers in one process. Results are stored in
+runs/models.json, so an interrupted run continues; `--again` starts from the beginning. The exit code is 1 if anything
+differs.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from tests.fuzz.cases import Case  # noqa: E402
 from tests.fuzz.families import families  # noqa: E402
 from tests.fuzz.run import judge, refusal  # noqa: E402
 
-KEPT = ROOT / "runs" / "models.json"
+RESULTS = ROOT / "runs" / "models.json"
 CASES: dict[str, dict[str, Any]] = {
     "training": {"mesh": {"ulysses": 2}, "length": 21},
     "generation": {"mesh": {"ulysses": 2}, "job": "generate", "generation": {"max_new_tokens": 3}, "padding": "left"},
 }
-"""Columns of the table: what differs from a step of two rows of 21 tokens, with FSDP."""
+"""Columns of the table: changes of the default case, a step of two rows of 21 tokens with FSDP."""
 
 
 def verify(name: str, names: list[str], pools: Pools) -> dict[str, list[str]]:
-    """What became of the case of a column, for several families."""
+    """Return the outcome of a column's case for several families."""
     outcomes = judge([Case(family, **CASES[name]) for family in names], pools)
     for family, outcome in zip(names, outcomes, strict=True):
         print(f"{family:32} {name:20} {outcome.kind:8} {_line(outcome.text)}", flush=True)
@@ -52,32 +52,32 @@ def _line(text: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", nargs="+", help="only these; docs/reference/models.md is then left alone")
-    parser.add_argument("--again", action="store_true", help="forget what an earlier run found")
+    parser.add_argument("--again", action="store_true", help="ignore the results of an earlier run")
     args = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     if args.again:
-        KEPT.unlink(missing_ok=True)
-    KEPT.parent.mkdir(exist_ok=True)
+        RESULTS.unlink(missing_ok=True)
+    RESULTS.parent.mkdir(exist_ok=True)
     names = args.family or families()
-    rows: dict[str, Any] = {} if args.family or not KEPT.exists() else json.loads(KEPT.read_text())
+    rows: dict[str, Any] = {} if args.family or not RESULTS.exists() else json.loads(RESULTS.read_text())
     pools = Pools()
 
-    def keep(family: str, column: str, found: list[str]) -> None:
+    def store(family: str, column: str, found: list[str]) -> None:
         rows.setdefault(family, {})[column] = found
         if not args.family:
-            KEPT.write_text(json.dumps(rows))
+            RESULTS.write_text(json.dumps(rows))
 
     try:
         for family in names:
             if family not in rows:
                 outcome = refusal(family, pools)
-                keep(family, "accepted", ["equal", ""] if outcome is None else [outcome.kind, outcome.text])
+                store(family, "accepted", ["equal", ""] if outcome is None else [outcome.kind, outcome.text])
         for column, case in CASES.items():
             todo = [family for family in names if rows[family]["accepted"][0] == "equal" and column not in rows[family]
                     and (family.startswith("causal") or case.get("job") != "generate")]  # fmt: skip
             for at in range(0, len(todo), BLOCK):
                 for family, found in verify(column, todo[at : at + BLOCK], pools).items():
-                    keep(family, column, found)
+                    store(family, column, found)
     finally:
         pools.close()
     failed = [(family, *cell) for family, row in rows.items() for cell in row.items() if cell[1][0] == "failed"]
@@ -99,7 +99,7 @@ def page(rows: dict[str, dict[str, list[str]]]) -> str:
     )
     equal = [family for family, row in run.items() if all(row[name][0] == "equal" for name in CASES if name in row)]
     others = [
-        [family, *(row[name][0] if name in row else "-" for name in CASES), _others_reason(row)]
+        [family, *(row[name][0] if name in row else "-" for name in CASES), _partial_reason(row)]
         for family, row in run.items()
         if family not in equal
     ]
@@ -152,7 +152,7 @@ def _names(families: list[str]) -> str:
     return ", ".join(family.removeprefix("causal/") for family in families)
 
 
-def _others_reason(row: dict[str, list[str]]) -> str:
+def _partial_reason(row: dict[str, list[str]]) -> str:
     kind, text = next(row[name] for name in CASES if name in row and row[name][0] != "equal")
     return _line(text).split(": ", 1)[-1] if kind == "plain" else re.split("[;,] ", _line(text))[0]
 

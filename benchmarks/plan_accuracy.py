@@ -6,9 +6,9 @@ Memory: bytes of tensors at the peak of a step (weights, gradients, optimizer st
 with most, from torch's profiler, next to the planner's total. Neither counts other memory (libraries, the allocator's
 slack, gloo's threads). Steps are those of `longspan train`: `longspan.parallelize`, AdamW.
 
-Time: `longspan bench link` measures this machine first (matrix products, attention, every collective); from that file
-and nothing else the planner predicts the step, which is then measured: two goes minutes apart, the faster one's median.
-Two ranks on two cores; ranks that share a core would need more than a link to be described.
+Time: `longspan bench link` measures this machine first (matrix products, attention, every collective). The planner
+predicts the step from that file alone. The step is then measured in two runs minutes apart, and the faster one's median
+counts. Two ranks on two cores, as the planner does not describe ranks that share a core.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ import common
 import torch
 import torch.distributed as dist
 
+from longspan.bench.measure import run
+from longspan.bench.meters import CPU
+from longspan.bench.workloads import Workload, step_workload
 from longspan.core.memory import FASTEST, Memory
 from longspan.core.sections import make
 from longspan.tracing.record import memory_rise
@@ -88,7 +91,7 @@ def main() -> None:
 
 
 def written(options: dict[str, Any]) -> dict[str, Any]:
-    """Options as a report holds them."""
+    """Return options as JSON."""
     return {name: value.describe() if isinstance(value, Memory) else value for name, value in options.items()}
 
 
@@ -107,51 +110,31 @@ def predicted(config: dict[str, Any], context: int, ranks: dict[str, int], optio
 # --- measured -------------------------------------------------------------------------------------
 
 
-class Trainer:
-    """The model and its step on this rank, as `longspan train` makes them."""
+def make_step(config: dict[str, Any], context: int, ranks: dict[str, int], options: dict[str, Any]) -> Workload:
+    """Return a training step of this rank, as `longspan train` makes it."""
+    import transformers
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    def __init__(self, config: dict[str, Any], context: int, ranks: dict[str, int], options: dict[str, Any]) -> None:
-        import transformers
-        from torch.distributed.fsdp import MixedPrecisionPolicy
+    import longspan
 
-        import longspan
-
-        self.sp = longspan.SequenceSharding(longspan.init_mesh(**ranks), ring_impl=options.get("ring_impl", "auto"))
-        torch.manual_seed(0)
-        llama = transformers.LlamaConfig(**config, max_position_embeddings=1 << 20)
-        model = transformers.AutoModelForCausalLM.from_config(llama)
-        bf16, sharded = options.get("dtype") == "bf16", options.get("weight_sharding", True)
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 and sharded else None
-        memory_options = options.get("memory", FASTEST)
-        self.model = longspan.parallelize(model, self.sp, fsdp=sharded, mp_policy=policy, memory=memory_options).train()
-        self.autocast = bf16 and not sharded
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        torch.manual_seed(self.sp.data_rank)
-        self.tokens = torch.randint(0, config["vocab_size"], (1, context))
-
-    def step(self) -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-            loss = self.model(input_ids=self.tokens, labels=self.tokens).loss
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def at_rest(self) -> int:
-        """Bytes of weights and optimizer state on this rank."""
-        held = [*self.model.parameters(), *(x for state in self.optimizer.state.values() for x in state.values())]
-        return sum(local(x).nbytes for x in held if isinstance(x, torch.Tensor))
-
-
-def local(x: torch.Tensor) -> torch.Tensor:
-    return x.to_local() if hasattr(x, "to_local") else x
+    sp = longspan.SequenceSharding(longspan.init_mesh(**ranks), ring_impl=options.get("ring_impl", "auto"))
+    torch.manual_seed(0)
+    llama = transformers.LlamaConfig(**config, max_position_embeddings=1 << 20)
+    model = transformers.AutoModelForCausalLM.from_config(llama)
+    bf16, sharded = options.get("dtype") == "bf16", options.get("weight_sharding", True)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 and sharded else None
+    memory_options = options.get("memory", FASTEST)
+    model = longspan.parallelize(model, sp, fsdp=sharded, mp_policy=policy, memory=memory_options).train()
+    torch.manual_seed(sp.data_rank)
+    ids = torch.randint(0, config["vocab_size"], (1, context))
+    return step_workload(model, lambda: model(input_ids=ids, labels=ids).loss, CPU, autocast=bf16 and not sharded)
 
 
 def measure_memory(*case: Any) -> dict[str, int]:
-    trainer = Trainer(*case)
-    trainer.step()
-    at_rest = trainer.at_rest()
+    step = make_step(*case)
+    run(step)
     dist.barrier()
-    most = torch.tensor([at_rest, memory_rise(trainer.step)])
+    most = torch.tensor([step.state_bytes(), memory_rise(lambda: run(step))])
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return {"at_rest": int(most[0]), "rise": int(most[1])}
 
@@ -159,12 +142,12 @@ def measure_memory(*case: Any) -> dict[str, int]:
 def measure_time(
     config: dict[str, Any], context: int, ranks: dict[str, int], options: dict[str, Any], n: int
 ) -> list[float]:
-    trainer = Trainer(config, context, ranks, options)
+    step = make_step(config, context, ranks, options)
     seconds = []
     for _ in range(n + 1):
         dist.barrier()
         start = time.perf_counter()
-        trainer.step()
+        run(step)
         dist.barrier()
         seconds.append(time.perf_counter() - start)
     return seconds[1:]
@@ -186,14 +169,15 @@ def memory_case(config: dict[str, Any], context: int, ranks: dict[str, int], opt
 
 
 def time_cases(repeats: int) -> tuple[list[dict[str, Any]], str]:
-    from longspan.bench import BenchConfig, run
+    from longspan.bench import BenchConfig
+    from longspan.bench import run as bench
 
     with tempfile.TemporaryDirectory() as folder:
         links = {axis: Path(folder) / f"{axis}.toml" for axis in ("ulysses", "ring")}
         for axis, link in links.items():
-            if run(make(BenchConfig, what="link", dtype="fp32", out=link, **{axis: 2})):
+            if bench(make(BenchConfig, what="link", dtype="fp32", out=link, **{axis: 2})):
                 raise SystemExit("longspan bench link failed")
-        # Twice round: a slow minute of the machine, which takes it up to 40 % longer, then hits a case once at most.
+        # Two rounds, so that a slow minute of the machine (up to 40 %) affects one of them.
         rounds = [[common.run_ranks(measure_time, 2, *case, repeats) for case in TIME_CASES] for _ in range(2)]
         rows = []
         for case, *seconds in zip(TIME_CASES, *rounds, strict=True):

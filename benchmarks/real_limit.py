@@ -1,16 +1,16 @@
-"""A real limit: the longest context that each completes when a rank may take so much memory for a step and no more.
+"""The longest context of a training step within a memory limit per rank.
 
     python benchmarks/real_limit.py [--quick]
 
-Every try is a fresh group of ranks. When model and optimizer are there, each rank goes into a control group (cgroup) of
-its own, the same for all methods: so many MiB, and the bytes of its gradients. Then it takes one training step of a
-Llama. A rank that needs more is killed by the kernel. (Where there are no control groups: RLIMIT_DATA.) Lengths go up
-by half until one fails, then by bisection.
+Every try starts new ranks. After model and optimizer are made, each rank enters a control group (cgroup) that allows
+the limit and the bytes of its gradients, the same for all methods (without cgroups: RLIMIT_DATA). It then takes one
+training step of a Llama; the kernel kills a rank that needs more. Lengths grow by half until one fails, followed by a
+bisection.
 
-Methods: longspan with memory="longest", the same with a few layers for each checkpoint
-(`layers_per_checkpoint=0`), the first with what is kept on a disk, that with all of attention kept there too, and ALST
-at its longest settings (tiled loss, tiled MLP, gradient checkpointing). Shapes: a shallow model and a deep one, since
-what checkpointing keeps grows with the layers, and what one layer needs does not.
+Methods: longspan with memory="longest"; the same with fewer checkpoints (`layers_per_checkpoint=0`), with checkpoints
+on disk, and with all of attention on disk; and ALST at its longest settings (tiled loss, tiled MLP, gradient
+checkpointing). There is a shallow and a deep model: memory of checkpoints grows with layers, that of one layer does
+not.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SHAPES = {  # 80 layers are those of a 70B
     "shallow": {"layers": 4, "hidden": 256, "ffn": 512, "mib": 96},
     "deep": {"layers": 80, "hidden": 64, "ffn": 128, "mib": 48},
 }
-# Of ALST's, what is tried first: a long step takes minutes.
+# Length of the first try, over ALST's longest: a long step takes minutes.
 FIRST = {"longspan few": 1.5, "longspan disk": 4.0, "longspan all on disk": 4.0}
 MIB = 2**20
 GROUPS = (  # version 1 and 2: the hierarchy, the file that sets the limit
@@ -83,7 +83,7 @@ def parse_args() -> argparse.Namespace:
         "--mib",
         type=int,
         default=None,
-        help="what a rank may take for a step beside weights, gradients and optimizer states; by default 96 for the"
+        help="memory of a rank for a step, without weights, gradients and optimizer states; by default 96 for the"
         " shallow model and 48 for the deep one",
     )
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
@@ -110,7 +110,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def measured_before(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of the report that is gone on with; it must have been made with the same settings."""
+    """Return the rows of the report to resume, which must have the same settings."""
     results = json.loads(args.resume.read_text())["results"]
     names = ("mib", "start", "within", "patience", "ranks", "dtype", "q_heads", "kv_heads", "vocab", "tile_mib")
     other = [name for name in names if f"{name!r}: {getattr(args, name)!r}," not in results["shape"]]
@@ -121,7 +121,7 @@ def measured_before(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def search(attempt: Any, args: argparse.Namespace, start: int) -> list[tuple[int, bool]]:
-    """Lengths that were tried and whether they completed."""
+    """Return the lengths that were tried, and whether they completed."""
     tries: list[tuple[int, bool]] = []
 
     def tried(tokens: int) -> bool:
@@ -136,7 +136,7 @@ def search(attempt: Any, args: argparse.Namespace, start: int) -> list[tuple[int
         if not tried(bad):
             break
         if time.perf_counter() - begun > args.patience:
-            return tries  # nothing longer is tried, so that none fails: what completes is at least this
+            return tries  # the longest is at least this
         good, bad = bad, rounded(bad * 1.5, unit)
     while bad - good > max(unit, args.within * bad):
         middle = rounded((good + bad) / 2, unit)
@@ -158,8 +158,7 @@ def attempt(args: argparse.Namespace, shape: dict[str, Any], tokens: int, method
     try:
         loss = common.run_ranks(one_step, args.ranks, shape, tokens, args.dtype, method, shape["mib"], env=steps.MALLOC)
     except Exception as error:
-        said = str(error)
-        if not any(limit in said for limit in ("SIGKILL", "allocate memory", "MemoryError")):
+        if not any(limit in str(error) for limit in ("SIGKILL", "allocate memory", "MemoryError")):
             raise  # not the limit
         loss = math.nan
     finally:
@@ -175,11 +174,10 @@ def attempt(args: argparse.Namespace, shape: dict[str, Any], tokens: int, method
 
 
 def one_step(shape: dict[str, Any], tokens: int, dtype: str, name: str, mib: int) -> float:
-    import peers
-
+    from longspan.bench import peers
     from longspan.core import tile_sizes
 
-    # The sides' fixed sizes are for real models; here both make logits in tiles of as many bytes.
+    # The default sizes are for real models; here both sides compute logits in tiles of the same bytes.
     tile_sizes.HEAD_TILE = (tile_sizes.HEAD_TILE[0], (shape["tile_mib"] << 18, 64))
     if not name.startswith("longspan"):
         peers.start_deepspeed()
@@ -193,7 +191,7 @@ def one_step(shape: dict[str, Any], tokens: int, dtype: str, name: str, mib: int
 
 
 def limit(nbytes: int) -> None:
-    """From here on this process may take so many bytes."""
+    """Limit the memory that this process may allocate from now on."""
     for root, name in GROUPS:
         if (root / name).exists() or "memory" in _controllers(root):
             group = root / f"longspan-limit-{os.getpid()}"
@@ -220,21 +218,21 @@ def render(rows: list[dict[str, Any]], args: dict[str, Any]) -> str:
     ]  # fmt: skip
     return (
         common.table(["model", "method", "longest context, tokens", "of ALST's", "tried"], cells)
-        + "\n\nWhat a rank may take for a step, beside weights, gradients and optimizer states: "
+        + "\n\nMemory of a rank for a step, without weights, gradients and optimizer states: "
         + "; ".join(f"{name}: {s['mib']} MiB, hidden {s['hidden']}, FFN {s['ffn']}" for name, s in shapes_of(args))
-        + f". {args['ranks']} ranks, weights whole on each. Llama: {args['q_heads']} query and {args['kv_heads']} KV"
+        + f". {args['ranks']} ranks, replicated weights. Llama: {args['q_heads']} query and {args['kv_heads']} KV"
         f" heads, vocabulary {args['vocab']:,}; {args['dtype']}, batch 1, AdamW; tiles of logits of"
         f" {args['tile_mib']} MiB on both sides."
     )
 
 
 def least(row: dict[str, Any]) -> str:
-    """What stands before a length that no longer try has failed beyond."""
+    """Return "at least " if no longer context has failed."""
     return "" if any(not ok for _, ok in row["tries"]) else "at least "
 
 
 def shapes_of(args: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """The shapes that run, with the limit that they run under."""
+    """Return the shapes, each with its limit."""
     return [(name, {**SHAPES[name], "mib": args["mib"] or SHAPES[name]["mib"]}) for name in args["shapes"]]
 
 

@@ -1,24 +1,22 @@
-"""Does a ring hide its communication? Ring Attention over links as slow as the attention is long.
+"""Does a ring hide its communication? Ring Attention over links as slow as the attention takes long.
 
     python benchmarks/ring_overlap.py        # as root, on Linux (see cluster.py)
 
-A ring of R ranks computes R blocks and passes keys and values on R - 1 times, the next block in flight while the one
-at hand is computed. The links get the rate at which a hop takes as long as to compute a block in the forward, both
-measured: the hardest case, since on slower links there is nothing to hide behind, and on faster ones less to hide.
-Measured side by side, in the same processes:
+A ring of R ranks computes R blocks and passes keys and values on R - 1 times; the next block is in flight while the
+current one is computed. Links have the rate at which a hop takes as long as a block of the forward, both measured. This
+is the hardest case: slower links cannot be hidden, faster ones have less to hide. Measured in the same processes:
 
     ring       `longspan.attention`, ring_impl="p2p"
-    computing  the same calls with nothing sent       (the ring's `post` does nothing; blocks hold leftovers)
-    sending    the same calls with nothing computed   (the tiles' kernels do nothing)
-    allgather  ring_impl="allgather": sends all, then computes; nothing overlaps
+    computing  the same calls without sending     (the ring's `post` does nothing; blocks hold old values)
+    sending    the same calls without computing   (the tiles' kernels do nothing)
+    allgather  ring_impl="allgather": sends everything, then computes, without overlap
 
-Goal: ring <= 1.15 x max(computing, sending). `bound` is what the order of the steps allows: not every round
-has as much to send as to compute.
+Goal: ring <= 1.15 x max(computing, sending). `bound` is the minimum for the order of the steps, as not every round has
+as much to send as to compute.
 
-Each rank is pinned to a core. With more ranks than cores they take turns, when computing alone too. Ranks are CPUs, so
-sending costs cores as well, which on GPUs it does not. Two columns tell that from waiting: what share of the ring's
-time the cores had nothing to do (they do not in a ring that hides everything), and the CPU time that the ring takes
-beyond that of computing alone.
+Each rank is pinned to a core. With more ranks than cores they take turns, also when computing alone. Sending needs CPU
+time too, which it does not on GPUs. Two columns separate this from waiting: the share of the ring's time in which cores
+were idle (none in a perfect overlap), and the ring's CPU time beyond that of computing alone.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ def main() -> None:
         cluster.as_rank(lambda: measure(**task))
         return
     env = common.environment(["longspan", "torch"])
-    env["backend"] = "each in a network namespace and pinned to a core, gloo over slow links (tc tbf)"
+    env["ranks"] = "each in a network namespace and pinned to a core, gloo over slow links (tc tbf), 1 thread each"
     results = [measure_case(name, heads, kv_heads, args.repeats) for name in args.cases]
     text = describe(results, heads, kv_heads)
     print(text)

@@ -1,20 +1,19 @@
-"""What one GPU says about longspan, in order of value, each item with a figure and a verdict, and a report.
+"""Measure longspan on one GPU: items in order of value, each with figures and verdicts, and a report.
 
     python -m benchmarks.gpu                        # under 8 minutes; also `make gpu`
-    python -m benchmarks.gpu --quick --device cpu   # the same items on shapes that a CPU can do
-    python -m benchmarks.gpu --items --write-table h200.toml    # which kernel is the fastest for what, as a table
+    python -m benchmarks.gpu --quick --device cpu   # the same items on shapes for a CPU
+    python -m benchmarks.gpu --items --write-table h200.toml    # measure the fastest kernel of each case as a table
 
-It needs torch and transformers as they are installed, one GPU, no network. Every item runs in a process of its own,
-within a time of its own, so that one that fails, hangs or takes the GPU's context down leaves the others alone. The
-report goes to `benchmarks/reports/<date>-gpu.md` and `.json` (or `--out FOLDER`). Exit code: 1 if a result was wrong or
-an item failed, else 0.
+It needs torch and transformers, one GPU, no network. Every item runs in its own process within its own time, so one
+that fails, hangs or breaks the GPU's context does not affect the others. The report goes to
+`benchmarks/reports/<date>-gpu.md` and `.json` (or `--out FOLDER`). Exit code: 1 if a result was wrong or an item
+failed, else 0.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import multiprocessing
 import os
 import signal
@@ -47,17 +46,17 @@ ITEMS: dict[str, tuple[Item, int, str]] = {
     "copies": (speed.copies, 10, "Copies around the exchange"),
     "host": (speed.host_time, 10, "Host time of a layer"),
     "steps": (model.step_time, 30, "Training steps"),
-    "choices": (kernels.choices, 10, 'What "auto" takes'),
+    "choices": (kernels.choices, 10, 'Choices of "auto"'),
 }
-"""By name: what runs, how many seconds it may take (`PATIENCE` times as many with `--quick`), and its heading."""
+"""Name -> function, its seconds (`PATIENCE` times as many with `--quick`), heading."""
 
 TABLE = (table.table, table.LIMIT_S, "The kernel table")
-"""With `--write-table` alone, beyond the eight minutes."""
+"""With `--write-table`, in addition to the eight minutes."""
 
 PATIENCE = 4
 
 GRACE_S = 15
-"""What an item may take longer than its time before it is killed: it looks at the clock between its measurements."""
+"""Seconds that an item may exceed its time before it is killed, as it checks the clock between measurements."""
 
 
 def main() -> None:
@@ -65,7 +64,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), help="by default the GPU if there is one")
     parser.add_argument("--quick", action="store_true", help="small shapes; always on a CPU")
     parser.add_argument("--items", nargs="*", choices=ITEMS, default=list(ITEMS), help="some of them only")
-    parser.add_argument("--minutes", type=float, default=7.75, help="for all of it")
+    parser.add_argument("--minutes", type=float, default=7.75, help="for all items")
     parser.add_argument("--out", type=Path, default=common.REPORTS, help="folder of the report")
     parser.add_argument("--write-table", type=Path, metavar="FILE", help="measure rows for longspan.kernel_table, too")
     args = parser.parse_args()
@@ -75,28 +74,30 @@ def main() -> None:
     if device == "cuda" and not hardware.get("gpu"):
         raise SystemExit("torch finds no CUDA device here; `--device cpu` runs what a CPU can do")
     quick = args.quick or device == "cpu"
-    patience = PATIENCE if quick else 1  # who asks for small shapes wants all of them, however busy the machine is
+    patience = PATIENCE if quick else 1  # with small shapes all items should run, on a busy machine too
     found: dict[str, list[Row]] = {}
     for name in args.items:
         item, limit, title = ITEMS[name]
         left = patience * args.minutes * 60 - (time.monotonic() - begin)
-        print(f"\n{title}", flush=True)
-        found[name] = []
-        for row in _run(item, Setup(device, quick, 0), min(patience * limit, left)):
-            found[name].append(row)
-            print(f"  {row.verdict:>10}  {row.what}: {row.figure}", flush=True)
+        found[name] = _show(title, _run(item, Setup(device, quick, 0), min(patience * limit, left)))
     if args.write_table is not None:
-        print("\nThe kernel table", flush=True)
-        found["table"] = []
-        for row in _run(table.table, Setup(device, quick, 0), table.LIMIT_S):
-            found["table"].append(row)
-            print(f"  {row.verdict:>10}  {row.what}: {row.figure}", flush=True)
+        item, limit, title = TABLE
+        found["table"] = _show(title, _run(item, Setup(device, quick, 0), limit))
         title = f"{hardware.get('gpu', 'a CPU')}, torch {torch.__version__}, {common.environment([])['date']}"
         rows = table.write(args.write_table, found["table"], title)
         print(f"\nwritten: {args.write_table} ({rows} rows)")
     bad = sum(row.verdict in (WRONG, FAILED) for rows in found.values() for row in rows)
     write(args.out, device, hardware, found, time.monotonic() - begin)
     raise SystemExit(1 if bad else 0)
+
+
+def _show(title: str, rows: Iterator[Row]) -> list[Row]:
+    print(f"\n{title}", flush=True)
+    shown = []
+    for row in rows:
+        shown.append(row)
+        print(f"  {row.verdict:>10}  {row.what}: {row.figure}", flush=True)
+    return shown
 
 
 def _hardware(setup: Setup) -> Iterator[Row]:
@@ -114,25 +115,24 @@ def _hardware(setup: Setup) -> Iterator[Row]:
     })  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One item, in a child process.
+# --- one item, in a child process
 
 
 def _run(item: Item, setup: Setup, limit_s: float) -> Iterator[Row]:
-    """The lines of an item as they come; killed when it takes `GRACE_S` longer than its time."""
+    """Yield the rows of an item as they arrive; kill it if it exceeds its time by `GRACE_S`."""
     if limit_s <= 1:
         yield Row("not begun", "", f"{STOPPED}: the time of the whole report was up")
         return
     begin = time.monotonic()
-    context = multiprocessing.get_context("fork")  # everything is imported, and no GPU has been touched
-    here, there = context.Pipe(duplex=False)
+    context = multiprocessing.get_context("fork")  # everything is imported, and this process has not used the GPU
+    receiver, sender = context.Pipe(duplex=False)
     until = begin + limit_s
-    child = context.Process(target=_child, args=(item, Setup(setup.device, setup.quick, until), there))
+    child = context.Process(target=_child, args=(item, Setup(setup.device, setup.quick, until), sender))
     child.start()
-    there.close()
+    sender.close()
     try:
-        while here.poll(max(0.0, until + GRACE_S - time.monotonic())):
-            yield here.recv()
+        while receiver.poll(max(0.0, until + GRACE_S - time.monotonic())):
+            yield receiver.recv()
         yield Row("the rest", "", f"{STOPPED}: killed after {time.monotonic() - begin:.0f} s")
     except EOFError:
         child.join(5)
@@ -141,7 +141,7 @@ def _run(item: Item, setup: Setup, limit_s: float) -> Iterator[Row]:
     finally:
         if child.is_alive():
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid or 0, signal.SIGKILL)  # itself, and the ranks that it has started
+                os.killpg(child.pid or 0, signal.SIGKILL)  # with the ranks that it has started
             child.kill()
         child.join()
 
@@ -156,12 +156,11 @@ def _child(item: Item, setup: Setup, out: Any) -> None:
         out.send(Row("the rest", brief(error), FAILED))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The report.
+# --- the report
 
 
 def write(folder: Path, device: str, hardware: dict[str, Any], found: dict[str, list[Row]], seconds: float) -> None:
-    """`<date>-gpu.md` and `.json`: first what was wrong, then every item."""
+    """Write `<date>-gpu.md` and `.json`."""
     env = {**common.environment(["longspan", "torch", "transformers", "triton", "flash-attn"]), **hardware}
     env["command"] = "python -m benchmarks.gpu" + "".join(f" {word}" for word in sys.argv[1:])
     rows = [row for each in found.values() for row in each]
@@ -173,27 +172,18 @@ def write(folder: Path, device: str, hardware: dict[str, Any], found: dict[str, 
         if "gpu" in env
         else "none"
     )
-    versions = ", ".join(f"{k} {v}" for k, v in env["versions"].items())
-    lines = [
-        f"# longspan on {env.get('gpu', 'a CPU') if device == 'cuda' else 'a CPU'}", "",
-        f"- date: {env['date']}; {seconds:.0f} s", f"- command: `{env['command']}`", f"- device: {device}; GPU: {gpu}",
-        f"- host: {env['cpu']}, {env['cores']} cores, {env['memory_gib']} GiB",
-        f"- versions: Python {env['python']}, {versions}",
-        f"- verdicts: {', '.join(f'{n} {verdict}' for verdict, n in counts.items())}", "",
-    ]  # fmt: skip
+    summary = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
+    env["ranks"] = f"device {device}; GPU: {gpu}; {seconds:.0f} s"
+    lines = [f"- verdicts: {summary}", ""]
     for name, each in found.items():
         item, _, title = ITEMS.get(name, TABLE)
         cells = [[row.what, row.figure, row.verdict] for row in each]
         doc = " ".join((item.__doc__ or "").split())
         lines += [f"## {title}", "", doc, "", common.table(["what", "figure", "verdict"], cells), ""]
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / f"{env['date']}-gpu{'' if device == 'cuda' else '-cpu'}"
-    stem.with_suffix(".md").write_text("\n".join(lines))
     data = {name: [asdict(row) for row in each] for name, each in found.items()}
-    stem.with_suffix(".json").write_text(
-        json.dumps({"environment": env, "results": data}, indent=1, default=str) + "\n"
-    )
-    print(f"\nwritten: {stem}.md and .json ({', '.join(f'{n} {verdict}' for verdict, n in counts.items())})")
+    title = f"longspan on {env.get('gpu', 'a CPU') if device == 'cuda' else 'a CPU'}"
+    common.write_report("gpu" if device == "cuda" else "gpu-cpu", title, env, "\n".join(lines), data, folder)
+    print(summary)
 
 
 if __name__ == "__main__":

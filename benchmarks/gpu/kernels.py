@@ -1,4 +1,4 @@
-"""Every kernel against fp64: outputs and gradients, in units of what rounding may do (`tests/tolerance.py`)."""
+"""Every kernel against fp64: outputs and gradients, in units of rounding (`tests/tolerance.py`)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ from tests.oracle import Case, errors, make, options, truth_of
 from tests.tolerance import MARGIN, NOT_MORE
 
 NAMES = ("auto", "sdpa", "flash", "tiled", "cudnn", "flash_attn", "eager", "flex", "flash3", "flash4")
-"""Kernels by every name that a version of longspan may know; the slow ones, which compile, come last, and behind them
-those that replace torch's flash attention in the process."""
+"""Names of kernels: slow ones, which compile, come late, and those that replace torch's flash attention last."""
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def cases(setup: Setup) -> dict[str, Case]:
-    """What is computed, in order of value."""
+    """Return the cases in order of value."""
     n = setup.size(600, 40)
     cuts = [n // 11, n // 11 + 1, n // 3, n // 2 + 7]
     ids = tuple(sum(i >= c for c in cuts) for i in range(n))
@@ -70,27 +69,27 @@ def cases(setup: Setup) -> dict[str, Case]:
 
 
 def attend(case: Case, kernel: Any, setup: Setup, autocast: bool = False) -> dict[str, Tensor]:
-    """Output and gradients of one case, back on the CPU."""
+    """Return output and gradients of one case, on the CPU."""
     x = {name: t.to(setup.device) for name, t in make(case).items()}
     leaves = {name: t.requires_grad_() for name, t in x.items() if name in ("q", "k", "v", "sinks")}
     with torch.autocast(setup.device, BF16) if autocast else contextlib.nullcontext():
         out = longspan.attention(
             leaves["q"], leaves["k"], leaves["v"], setup.one_device(),
-            sinks=leaves.get("sinks"), kernel=kernel, **told(case, x),
+            sinks=leaves.get("sinks"), kernel=kernel, **options_of(case, x),
         )  # fmt: skip
     out.backward(x["grad"].to(out.dtype))
     found = {"out": out, **{f"d{name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}}
     return {name: t.detach().cpu() for name, t in found.items()}
 
 
-def told(case: Case, x: dict[str, Tensor]) -> dict[str, Any]:
-    """`options` of a case; ids of documents stay on the host, which reads them."""
+def options_of(case: Case, x: dict[str, Tensor]) -> dict[str, Any]:
+    """Return `options` of a case, with the ids of documents on the host, which reads them."""
     return {name: t.cpu() if name == "documents" and t is not None else t for name, t in options(case, x).items()}
 
 
 @dataclass
 class _Tally:
-    """What became of one kernel in one dtype."""
+    """Outcomes of one kernel in one dtype."""
 
     worst: float = 0.0
     where: str = ""
@@ -101,11 +100,11 @@ class _Tally:
 
 
 def chosen(case: Case, kernel: str, setup: Setup) -> tuple[str, str]:
-    """Which kernel `kernel` stands for here, and why."""
+    """Return the kernel that is used for `kernel`, and the reason."""
     x = {name: t.to(setup.device) for name, t in make(case).items()}
     q, k, v = (x[name].requires_grad_() for name in "qkv")
     choice = longspan.explain_kernel(
-        q, k, v, setup.one_device(), kernel=kernel, sinks=x.get("sinks"), **told(case, x)
+        q, k, v, setup.one_device(), kernel=kernel, sinks=x.get("sinks"), **options_of(case, x)
     )  # fmt: skip
     return choice.name, choice.reason
 
@@ -146,7 +145,7 @@ def _one(
     tally = tallies.setdefault((real, dtype), _Tally())
     try:
         found = errors(case, attend(case, kernel, setup))
-    except Exception as error:  # one kernel that fails must not hide the others
+    except Exception as error:  # the other kernels still run
         tally.failed.append(f"{name}: {brief(error)}")
         return
     tally.runs += 1
@@ -200,7 +199,7 @@ def _distances(case: Case, found: dict[str, Tensor]) -> dict[str, float]:
 
 
 def choices(setup: Setup) -> Iterator[Row]:
-    """What "auto" takes for each kind of mask, and why."""
+    """The choice of "auto" for each kind of mask, and the reason."""
     for name, case in cases(setup).items():
         if case.dtype != BF16 or case.kv_heads != 2 or case.dim != setup.size(128, 16):
             continue
@@ -210,14 +209,14 @@ def choices(setup: Setup) -> Iterator[Row]:
 
 
 def own_flash() -> None:
-    """Have torch run its own flash attention again, where "flash3" or "flash4" has put another in its place."""
+    """Restore torch's own flash attention after "flash3" or "flash4" replaced it."""
     if active_flash() is not None:
         torch.nn.attention.restore_flash_attention_impl()
 
 
 @functools.cache
 def known(setup: Setup) -> tuple[str, ...]:
-    """The names in `NAMES` that this version takes for a causal mask without gradients, each kernel once."""
+    """Return one name of each kernel that supports a causal mask without gradients."""
     found: dict[str, str] = {}
     q = torch.empty(1, 16, 8, 64, dtype=BF16, device=setup.device)
     for name in NAMES[1:]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import longspan
-from benchmarks.gpu.kernels import BF16, FP32, cases, told
+from benchmarks.gpu.kernels import BF16, FP32, cases, options_of
 from benchmarks.gpu.setup import FAILED, OK, STOPPED, WRONG, Row, Setup, brief
 from longspan.bench.meters import GATHERS, SCATTERS
 from tests.oracle import Case, errors, make
@@ -25,8 +25,8 @@ MESHES = {"ring of 4": (1, 4, 1), "ring of 2": (2, 2, 1), "USP 2 x 2": (1, 2, 2)
 MASKS = ("causal", "window", "documents", "sinks", "softcap")
 
 
-class _Arrives:
-    """A message in flight: `wait` copies what was received to the device."""
+class _Received:
+    """A message in flight; `wait` copies it to the device."""
 
     def __init__(self, work: Any, on_cpu: Tensor, into: Tensor | None) -> None:
         self.work, self.on_cpu, self.into = work, on_cpu, into
@@ -39,24 +39,25 @@ class _Arrives:
 
 
 @contextlib.contextmanager
-def by_the_cpu() -> Iterator[None]:
+def through_the_cpu() -> Iterator[None]:
     """Let `torch.distributed` send tensors of any device over gloo, by copying them to the CPU."""
     names = ("batch_isend_irecv", "all_to_all_single", "all_reduce", *GATHERS, *SCATTERS)
     originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
 
     def batch_isend_irecv(ops: list[Any]) -> list[Any]:
         sends = [op.op is dist.isend for op in ops]
-        held = [
+        on_cpu = [
             op.tensor.cpu().clone() if s else torch.empty_like(op.tensor, device="cpu")
             for op, s in zip(ops, sends, strict=True)
         ]
         moved = [
             dist.P2POp(op.op, x, group=op.group, tag=op.tag, group_peer=op.group_peer)
-            for op, x in zip(ops, held, strict=True)
+            for op, x in zip(ops, on_cpu, strict=True)
         ]
         works = originals["batch_isend_irecv"](moved)
         return [
-            _Arrives(work, x, None if s else op.tensor) for work, x, s, op in zip(works, held, sends, ops, strict=True)
+            _Received(work, x, None if s else op.tensor)
+            for work, x, s, op in zip(works, on_cpu, sends, ops, strict=True)
         ]
 
     def into_first(name: str) -> Any:
@@ -86,15 +87,15 @@ def by_the_cpu() -> Iterator[None]:
 def rings(setup: Setup) -> Iterator[Row]:
     """Every mesh of four ranks, forward and backward, in bf16 and fp32, against fp64."""
     context = multiprocessing.get_context("fork")
-    here, there = context.Pipe(duplex=False)
+    receiver, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=_rank, args=(rank, f"{folder}/store", setup, there)) for rank in range(4)]
+        ranks = [context.Process(target=_rank, args=(rank, f"{folder}/store", setup, sender)) for rank in range(4)]
         for rank in ranks:
             rank.start()
-        there.close()
+        sender.close()
         try:
             while True:
-                yield here.recv()
+                yield receiver.recv()
         except EOFError:
             pass
         finally:
@@ -107,7 +108,7 @@ def _rank(rank: int, store: str, setup: Setup, out: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=4, store=dist.FileStore(store, 4))
     try:
-        with by_the_cpu():
+        with through_the_cpu():
             for what, sizes in MESHES.items():
                 for dtype in (BF16, FP32):
                     row = _mesh(what, sizes, dtype, setup)
@@ -143,11 +144,11 @@ def _mesh(what: str, sizes: tuple[int, int, int], dtype: torch.dtype, setup: Set
 
 
 def attend(case: Case, sp: longspan.SequenceSharding, device: str) -> dict[str, Tensor]:
-    """Output and gradients of the whole sequence, gathered and summed over the ranks, on the CPU."""
+    """Return output and gradients of the full sequence, gathered and summed over the ranks, on the CPU."""
     x = {name: t.to(device) for name, t in make(case).items()}
     leaves = {name: t.requires_grad_() for name, t in x.items() if name in ("q", "k", "v", "sinks")}
     q, k, v = (sp.shard(leaves[name]) for name in "qkv")
-    out = longspan.attention(q, k, v, sp, sinks=leaves.get("sinks"), **told(case, x))
+    out = longspan.attention(q, k, v, sp, sinks=leaves.get("sinks"), **options_of(case, x))
     out.backward(sp.shard(x["grad"]))
     found = {"out": sp.gather(out.detach().cpu(), length=case.n)}
     for name, leaf in leaves.items():

@@ -34,7 +34,7 @@ def _tensors(
 def both_ways(
     setup: Setup, n: int, dtype: torch.dtype = torch.bfloat16, dim: int = 0, **how: Any
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """A forward, and a forward with its backward."""
+    """Return a forward, and a forward with its backward."""
     heads, kv_heads, usual = (4, 2, 32) if setup.quick else (HEADS, KV_HEADS, DIM)
     q, k, v, grad = _tensors(setup, n, heads, kv_heads, dim or usual, dtype)
     sp = setup.one_device()
@@ -50,7 +50,7 @@ def both_ways(
 
 
 def kernel_speed(setup: Setup) -> Iterator[Row]:
-    """TFLOP/s of each kernel, forward and backward, by mask; "auto" shall come within a tenth of the fastest."""
+    """TFLOP/s of each kernel, forward and backward, by mask; "auto" should be within a tenth of the fastest."""
     long = setup.size(16384, 256)
     tried: list[tuple[str, int, dict[str, Any], Mask]] = [
         ("causal", n, {}, Mask()) for n in ((long,) if setup.quick else (16384, 65536))
@@ -79,7 +79,7 @@ def _speed_of(setup: Setup, what: str, n: int, how: dict[str, Any], mask: Mask) 
             forward, both = both_ways(setup, n, kernel=kernel, **how)
             f = setup.seconds(forward)
             b = max(setup.seconds(both) - f, 1e-9)
-        except LongspanError:  # such as flex without a GPU: it has no backward there; or cudnn: it knows no window
+        except LongspanError:  # such as flex without a GPU, which has no backward; or cudnn with a window
             continue
         except Exception as error:
             yield Row(f"{kernel}, {what}", brief(error), FAILED)
@@ -96,7 +96,7 @@ def _speed_of(setup: Setup, what: str, n: int, how: dict[str, Any], mask: Mask) 
 
 
 def many_documents(setup: Setup) -> Iterator[Row]:
-    """1,000 documents in one batch: a thousandth of the pairs, and so next to nothing of the causal time."""
+    """1,000 documents in one batch: a thousandth of the pairs of a causal mask."""
     n, documents = setup.size(131072, 4000), 1000
     borders = torch.linspace(0, n, documents + 1).round().to(torch.int64)
     _, whole = both_ways(setup, n)
@@ -137,12 +137,11 @@ def block_masks(setup: Setup) -> Iterator[Row]:
             kernel = setup.seconds(partial(run, q, k, v, block_mask=ready, enable_gqa=True))
             ours = setup.seconds(forward)
         share = (ours - kernel) / kernel
-        figure = f"{share:.2f} of the kernel's {kernel * 1e3:.2f} ms on top; torch's own building {build * 1e3:.2f} ms"
+        figure = f"{share:.2f} of the kernel's {kernel * 1e3:.2f} ms extra; torch builds one in {build * 1e3:.2f} ms"
         yield Row(what, figure, MEASURED if not setup.on_gpu else OK if share <= 0.05 else BELOW, share)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What waits for the device.
+# --- waits for the device
 
 LAYERS: dict[str, dict[str, Any]] = {
     "causal": {},
@@ -157,8 +156,8 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 def syncs(setup: Setup) -> Iterator[Row]:
-    """Waits of the host for the device in one layer, forward and backward: none. (Without a GPU: on tensors that have
-    shapes only, and count as being on one.)"""
+    """Waits of the host for the device in one layer, forward and backward: none. Without a GPU, meta tensors stand for
+    tensors on one."""
     for name, options in LAYERS.items():
         n = 512
         given: dict[str, Any] = dict(options)
@@ -201,8 +200,7 @@ def _counted_waits(n: int, given: dict[str, Any]) -> list[str]:
     return list(found)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Copies around the exchange.
+# --- copies around the all-to-all
 
 
 def copies(setup: Setup) -> Iterator[Row]:
@@ -212,7 +210,7 @@ def copies(setup: Setup) -> Iterator[Row]:
     into = torch.empty_like(source)
     copy = 2 * source.nbytes / setup.seconds(lambda: into.copy_(source))
     yield Row("a plain copy", f"{copy / 1e9:.0f} GB/s", MEASURED, copy)
-    with fake_world(0, 8):  # nothing is sent; only the copies remain
+    with fake_world(0, 8):  # sends nothing, so only the copies remain
         group = torch.distributed.group.WORLD
         whole = longspan.exchange.seq_to_heads(source, group)
         runs = {
@@ -227,7 +225,7 @@ def copies(setup: Setup) -> Iterator[Row]:
 
 
 def host_time(setup: Setup) -> Iterator[Row]:
-    """Time of the host for one attention on tiny tensors: what a layer costs before anything is computed."""
+    """Host time of one attention on tiny tensors: the cost of a layer without computing."""
     for name, options in {"plain": {}, "16 documents": {"cu_seqlens": torch.arange(0, 257, 16)}}.items():
         q, k, v, grad = _tensors(setup, 256, 4, 2, 64)
         sp = setup.one_device()

@@ -1,4 +1,4 @@
-"""Which kernel is the fastest for what on this GPU, as rows of longspan's kernel table (`--write-table FILE`)."""
+"""The fastest kernel of each case on this GPU, as rows of longspan's kernel table (`--write-table FILE`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRIED = tuple(name for name in NAMES if name not in ("auto", "eager"))
 
 
 def masks(n: int) -> dict[str, dict[str, Any]]:
-    """Of each kind that a row can name one attention of `n` tokens."""
+    """Return an attention of `n` tokens for each kind of mask that a row can name."""
     return {
         "causal": {},
         "window": {"window": max(n // 4, 300)},
@@ -35,7 +35,7 @@ def masks(n: int) -> dict[str, dict[str, Any]]:
 
 
 def table(setup: Setup) -> Iterator[Row]:
-    """Time of forward and backward of every kernel, for every kind of mask; one that is wrong is left out."""
+    """Time of forward and backward of every kernel, for every kind of mask; a wrong kernel is left out."""
     n = setup.size(16384, 512)
     for what, how in masks(n).items():
         for dtype in (FP32,) if setup.quick else (BF16, torch.float16, FP32):
@@ -44,8 +44,8 @@ def table(setup: Setup) -> Iterator[Row]:
 
 
 def _measured(setup: Setup, n: int, what: str, how: dict[str, Any], dtype: torch.dtype, dim: int) -> Iterator[Row]:
-    spelled = str(dtype).removeprefix("torch.")
-    name, times = f"{what}, {spelled}, head_dim {dim}", {}
+    dtype_name = str(dtype).removeprefix("torch.")
+    name, times = f"{what}, {dtype_name}, head_dim {dim}", {}
     for kernel in TRIED:
         if not setup.time_left(8.0 if setup.on_gpu else 1.0):
             yield Row(name, "", f"{STOPPED}: the time was up")
@@ -57,16 +57,16 @@ def _measured(setup: Setup, n: int, what: str, how: dict[str, Any], dtype: torch
                 yield Row(f"{kernel}, {name}", f"{worst:.3g} of {MARGIN:g} at most", WRONG)
                 continue
             times[kernel] = setup.seconds(both_ways(setup, n, dtype, dim, kernel=kernel, **how)[1], budget_s=0.2)
-        except LongspanError:  # it does not take this
+        except LongspanError:  # the kernel refuses this case
             continue
         except Exception as error:
             yield Row(f"{kernel}, {name}", brief(error), FAILED)
     if not times:
-        yield Row(name, "", f"{SKIPPED}: no kernel takes it")
+        yield Row(name, "", f"{SKIPPED}: no kernel accepts it")
         return
     order = sorted(times, key=lambda kernel: times[kernel])
     figure = ", ".join(f"{kernel} {times[kernel] * 1e3:.3g} ms" for kernel in order)
-    keys = {"what": what, "dtype": spelled, "head_dim": dim, "kernels": order}
+    keys = {"what": what, "dtype": dtype_name, "head_dim": dim, "kernels": order}
     device = torch.device(setup.device)
     where = {"device": device.type} | ({"capability": capability_of(device)} if setup.on_gpu else {})
     yield Row(name, figure, MEASURED, where | keys)
@@ -85,22 +85,22 @@ def _small(what: str, dtype: torch.dtype, dim: int) -> Case:
 
 
 def write(path: Path, rows: list[Row], title: str) -> int:
-    """The file, which `longspan.kernel_table` reads; how many rows it has.
+    """Write a file for `longspan.kernel_table`, and return the number of its rows.
 
-    Rows stand in the order of the kinds, small heads first: the first that matches holds.
+    Rows are sorted by kind, small heads first, as the first match applies.
     """
     found = [row for row in rows if row.data is not None]
     found.sort(key=lambda row: (WHAT.index(row.data["what"]), row.data["dtype"], row.data["head_dim"]))
     lines = [
         f"# {title}",
-        "# Forward and backward; `kernel=longspan.kernel_table(...)` takes these rows before longspan's.",
+        "# Forward and backward; `kernel=longspan.kernel_table(...)` tries these rows before longspan's.",
     ]
     for row in found:
         lines += ["", f"[[row]]  # {row.figure}"]
         lines += [f"{key} = {_toml(value)}" for key, value in row.data.items()]
     path.write_text("\n".join(lines) + "\n")
     if found:
-        longspan.kernel_table(path)  # refuses what it cannot read
+        longspan.kernel_table(path)  # raises if it cannot read it
     return len(found)
 
 

@@ -93,7 +93,7 @@ def peer_step(candidate: Candidate, inputs: StepInputs) -> Workload:
         loss: Tensor = local_loss + (total - local_loss.detach())  # the global value with the local gradient
         return loss
 
-    return step_workload(model, compute_loss, inputs, autocast=False)
+    return step_workload(model, compute_loss, inputs.device)
 
 
 # --- DeepSpeed

@@ -255,7 +255,7 @@ def longspan_step(candidate: Candidate, inputs: StepInputs) -> Workload:
     return step_workload(
         model,
         lambda: model(input_ids=ids, labels=ids).loss,
-        inputs,
+        inputs.device,
         autocast=inputs.bf16 and not fsdp,
         sequences=candidate.mesh.data,
     )
@@ -271,14 +271,14 @@ def _disable_prefetch(model: nn.Module) -> None:
 
 
 def step_workload(
-    model: Any, compute_loss: Callable[[], Tensor], inputs: StepInputs, *, autocast: bool, sequences: int = 1
+    model: Any, compute_loss: Callable[[], Tensor], device: torch.device, *, autocast: bool = False, sequences: int = 1
 ) -> Workload:
     """Return forward, backward and AdamW of a sharded model as a workload."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     last: dict[str, Tensor] = {}
 
     def forward() -> Tensor:
-        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=autocast):
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             return compute_loss()
 
     def backward(loss: Tensor) -> None:
