@@ -1,10 +1,10 @@
-"""Plant one fault at a time in a copy of the sources, and see whether the tests that should fail do.
+"""Plant one fault at a time in a copy of the sources, and check that its tests fail.
 
     python -m tests.faults                     # all of them: `make faults`
     python -m tests.faults --only loss_count   # some of them, by name
 
-A test suite may shrink as long as every fault here is still seen. Each fault names its file by a short exact text that
-occurs there once; a text that is not found is an error, so whoever moves or rewrites that line adapts the fault here.
+A test suite may shrink as long as every fault is seen. Each fault replaces a short text that occurs once in its file. A
+missing text is an error, so whoever moves or rewrites that line adapts the fault.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Fault:
     """A change of one line that makes longspan wrong.
 
     Attributes:
-        name: what is wrong.
+        name: of the fault.
         file: below `src/longspan`.
         old: the text that is replaced; it occurs once in the file.
         new: what replaces it.
@@ -49,7 +49,7 @@ class Fault:
 
 
 class FaultNotFound(Exception):
-    """A line that a fault changes has moved or is another one."""
+    """The text of a fault is missing, or occurs several times."""
 
 
 FAULTS = (
@@ -196,18 +196,18 @@ def planted(fault: Fault, tree: Path) -> str:
     """
     path = tree / "src" / "longspan" / fault.file
     if not path.is_file():
-        raise FaultNotFound(f"{fault.name}: no src/longspan/{fault.file}; name the file where the line is now")
+        raise FaultNotFound(f"{fault.name}: no src/longspan/{fault.file}; name the file of the line")
     text = path.read_text()
     if (count := text.count(fault.old)) != 1:
         raise FaultNotFound(
-            f"{fault.name}: src/longspan/{fault.file} has the text {fault.old!r} {count} times, it must be there once; "
-            "adapt the fault in tests/faults.py to the line as it is now"
+            f"{fault.name}: src/longspan/{fault.file} contains {fault.old!r} {count} times instead of once; adapt the "
+            "fault in tests/faults.py to the line"
         )
     return text.replace(fault.old, fault.new)
 
 
 def not_found() -> list[str]:
-    """Return what is wrong with the texts of all faults."""
+    """Return the errors of the texts of all faults."""
     wrong = []
     for fault in FAULTS:
         try:
@@ -218,7 +218,7 @@ def not_found() -> list[str]:
 
 
 def run(tests: str, tree: Path) -> tuple[int, str]:
-    """Run some tests in a tree; return pytest's exit code and the last lines of the output.
+    """Run tests in a tree; return pytest's exit code and the last lines of the output.
 
     The tests run in a fork of this process, which has imported the libraries, and ranks are forks of that one.
     """
@@ -244,7 +244,7 @@ def _run_here(tests: str, tree: Path, output: Path) -> None:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         os.chdir(tree)
-        # Without byte code: a file that is changed and restored within a second keeps its size and time.
+        # Without byte code, as a file that is changed and restored within a second may keep its size and time.
         os.environ |= {"PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1", "POOL_START": "fork"}
         sys.dont_write_bytecode = True
         sys.path[:0] = [str(tree), str(tree / "src")]
@@ -258,7 +258,7 @@ def _run_here(tests: str, tree: Path, output: Path) -> None:
 
 
 def import_libraries() -> None:
-    """Import what most tests need, but nothing of longspan."""
+    """Import the libraries that most tests need, without longspan."""
     from tests.pool import PRELOAD
 
     for name in PRELOAD:

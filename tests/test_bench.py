@@ -1,4 +1,4 @@
-"""`longspan bench link`: the fit, the file it writes, what is measured on which axis, and what is refused."""
+"""`longspan bench link`: the fit, the links of each axis, the hardware file, and refused input."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import itertools
 import math
 import os
 import random
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -30,9 +28,8 @@ from longspan.core.sections import make, options, replace
 from longspan.plan import Job, Mesh, read_model
 from longspan.plan.cost.communication import method_sent
 from longspan.ranks import launch
-from tests.pool import THREADS, RankPool
+from tests.pool import RankPool
 
-ROOT = Path(__file__).parents[1]
 SIZES = [2.0**n for n in range(12, 27, 2)]
 FOUR = {"all_to_all", "all_gather", "reduce_scatter", "all_reduce"}
 
@@ -41,24 +38,21 @@ def _config(**changes: Any) -> BenchConfig:
     return replace(make(BenchConfig, what="link", sizes=(1 << 10, 4 << 10, 8 << 10), rounds=2), **changes)
 
 
-def _made_up(links: dict[str, dict[str, Fit]], **changes: Any) -> MeasuredHardware:
+def _hardware(links: dict[str, dict[str, Fit]], **changes: Any) -> MeasuredHardware:
     compute = Compute(3.1e14, 1.2e14, 1.4e14, 256.0, 16.0, 2e12, 80_000_000_000)
     degrees = dict.fromkeys(links, 2)
     return dataclasses.replace(MeasuredHardware("mine", "bf16", "today on HOST", 8, compute, degrees, links), **changes)
 
 
-# --- from times to latency and bandwidth
+# --- the fit
 
 
-@pytest.mark.parametrize(("latency", "bandwidth"), [(15e-6, 3e11), (5e-4, 1e9), (0.0, 1e8), (1e-3, 2e10)])
-def test_a_fit_recovers_what_made_the_times(latency: float, bandwidth: float) -> None:
-    found = fit(SIZES, [latency + x / bandwidth for x in SIZES])
-    assert found.latency == pytest.approx(latency, rel=1e-6, abs=1e-12)
-    assert found.bandwidth == pytest.approx(bandwidth, rel=1e-6)
-    assert found.residual < 1e-6
-
-
-def test_a_fit_recovers_it_from_noisy_times_too() -> None:
+def test_a_fit_recovers_latency_and_bandwidth() -> None:
+    for latency, bandwidth in ((15e-6, 3e11), (5e-4, 1e9), (0.0, 1e8), (1e-3, 2e10)):
+        found = fit(SIZES, [latency + x / bandwidth for x in SIZES])
+        assert found.latency == pytest.approx(latency, rel=1e-6, abs=1e-12)
+        assert found.bandwidth == pytest.approx(bandwidth, rel=1e-6)
+        assert found.residual < 1e-6
     for seed in range(20):
         draw = random.Random(seed)
         found = fit(SIZES, [(2e-5 + x / 1e10) * math.exp(draw.gauss(0, 0.05)) for x in SIZES])
@@ -68,7 +62,7 @@ def test_a_fit_recovers_it_from_noisy_times_too() -> None:
 
 
 def test_small_messages_count_as_much_as_large_ones() -> None:
-    """An absolute fit would take the latency from the 20 % that the largest message is off: here it would be 0."""
+    """A fit of absolute errors would return a latency of 0, because the largest message takes 20 % longer."""
     seconds = [1e-4 + x / 1e9 for x in SIZES]
     seconds[-1] *= 1.2
     assert fit(SIZES, seconds).latency == pytest.approx(1e-4, rel=0.1)
@@ -86,14 +80,13 @@ def test_a_fit_is_never_negative_nor_infinite(times: list[tuple[float, float]]) 
     assert 0 <= found.residual < math.inf
 
 
-def test_times_that_do_not_grow_give_no_infinite_bandwidth() -> None:
+def test_constant_times_give_a_finite_bandwidth() -> None:
     found = fit(SIZES, [1e-3] * len(SIZES))
     assert found.bandwidth == pytest.approx(10 * SIZES[-1] / 1e-3)
     assert found.latency == pytest.approx(1e-3, rel=0.05)
 
 
-def test_the_fit_is_the_least_of_all_nonnegative_lines() -> None:
-    """Where the free minimum has a negative latency, the one on the border must win over all its neighbours."""
+def test_a_fit_with_a_negative_free_minimum_is_the_best_nonnegative_line() -> None:
     seconds = [x**1.1 / 1e9 for x in SIZES]
     found = fit(SIZES, seconds)
 
@@ -107,15 +100,8 @@ def test_the_fit_is_the_least_of_all_nonnegative_lines() -> None:
             assert cost(latency, factor / found.bandwidth) >= best
 
 
-def test_a_residual_says_how_bad_the_fit_is() -> None:
-    seconds = [1.0, 1.0, 1.0, 3.0]
-    found = fit([1.0, 2.0, 3.0, 4.0], seconds)
-    errors = sorted(abs(found.seconds(x) - t) / t for x, t in zip([1.0, 2.0, 3.0, 4.0], seconds, strict=True))
-    assert found.residual == pytest.approx((errors[1] + errors[2]) / 2) and found.residual > 0.1
-
-
 def _sent_when_measured() -> dict[str, tuple[int, float]]:
-    """Of every collective that is measured, the bytes that this rank hands to torch, and what they are taken for."""
+    """Return, for every measured collective, the bytes that this rank sends, and those that its fit uses."""
     import torch
     import torch.distributed as dist
 
@@ -133,14 +119,14 @@ def _sent_when_measured() -> dict[str, tuple[int, float]]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_rank_sends_the_bytes_that_its_times_are_fitted_to(get_pool: Any, world: int) -> None:
+def test_a_rank_sends_the_bytes_of_the_fit(get_pool: Any, world: int) -> None:
     for sent in get_pool(world).run(_sent_when_measured):
         assert set(sent) == {*FOUR, "p2p"}
         assert {name: both for name, both in sent.items() if both[0] != both[1]} == {}
 
 
-def test_flops_of_attention_are_those_that_torch_counts() -> None:
-    """Half of them, since torch counts pairs that a causal mask leaves out."""
+def test_flops_of_attention_are_half_of_torchs_count() -> None:
+    """torch counts the pairs that a causal mask excludes."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -157,7 +143,7 @@ def test_flops_of_attention_are_those_that_torch_counts() -> None:
     assert FORWARD_AND_BACKWARD * counted[0] == sum(counted)
 
 
-# --- what is measured on which axis
+# --- links
 
 
 def _links(config: BenchConfig, messages: Any = None) -> dict[str, dict[str, Fit]]:
@@ -183,22 +169,22 @@ def _links(config: BenchConfig, messages: Any = None) -> dict[str, dict[str, Fit
 def test_every_axis_above_1_is_measured(pool4: RankPool, degrees: dict[str, int], axes: list[str]) -> None:
     results = pool4.run(_links, _config(**degrees))
     links = results[0]
-    assert results == [links] * 4  # the slowest rank's time, so the same everywhere
+    assert results == [links] * 4  # the slowest rank's time
     assert list(links) == axes
     for axis, fits in links.items():
         assert set(fits) == (FOUR | {"p2p"} if axis == "ring" else FOUR)
         assert all(fit.latency >= 0 and fit.bandwidth > 0 and fit.residual >= 0 for fit in fits.values())
         shares = {op: fit.hidden for op, fit in fits.items() if fit.hidden is not None}
         assert all(0 <= share <= 1 for share in shares.values())
-        # What longspan has under way while it computes. The fsdp axis may be just the ulysses one.
+        # What longspan overlaps with computing; the fsdp axis may be the ulysses axis.
         expected = {"ulysses": {"all_to_all"}, "ring": {"p2p"}}.get(axis, set())
         assert set(shares) == expected
-    if axes == ["ring", "fsdp"]:  # the same ranks are not measured twice
+    if axes == ["ring", "fsdp"]:  # the same ranks are measured once
         assert links["fsdp"] == {name: links["ring"][name] for name in FOUR}
 
 
-def test_only_what_is_sent_is_measured_in_the_sizes_that_are_sent(pool4: RankPool) -> None:
-    """On ulysses, and on the same ranks as fsdp, at the sizes of both; what nobody sends is not measured."""
+def test_given_messages_are_measured_in_their_sizes(pool4: RankPool) -> None:
+    """On ulysses, and on the same ranks as fsdp, at the sizes of both; no other collective is measured."""
     messages = {
         ("ulysses", "all_to_all"): [3000.0, 48000.0], ("fsdp", "all_gather"): [12000.0], ("ring", "p2p"): [64.0]
     }  # fmt: skip
@@ -207,10 +193,10 @@ def test_only_what_is_sent_is_measured_in_the_sizes_that_are_sent(pool4: RankPoo
         "ulysses": {"all_to_all", "all_gather"}, "fsdp": {"all_to_all", "all_gather"},
     }  # fmt: skip
     assert [sent for sent, _ in links["ulysses"]["all_to_all"].points] == [3000, 48000]
-    assert [sent for sent, _ in links["fsdp"]["all_gather"].points] == [12000, 48000]  # a line has two ends
+    assert [sent for sent, _ in links["fsdp"]["all_gather"].points] == [12000, 48000]  # a line needs two points
 
 
-def test_what_a_step_sends_is_thinned_to_a_few_sizes() -> None:
+def test_sizes_of_a_step_are_reduced_to_a_few() -> None:
     from longspan.bench.compare import MAX_SIZES, message_sizes
 
     shape, mesh = read_model("llama-2-7b"), Mesh(ring=2, ulysses=2)
@@ -225,8 +211,8 @@ def test_what_a_step_sends_is_thinned_to_a_few_sizes() -> None:
     assert (found["ulysses", "all_to_all"][0], found["ulysses", "all_to_all"][-1]) == (min(exchanged), max(exchanged))
 
 
-def _what_is_computed() -> dict[str, list[float]]:
-    """What each collective leaves in the receive buffer of this rank, from 10 * rank + (0, 1, 2, 3)."""
+def _results_of_collectives() -> dict[str, list[float]]:
+    """Return each collective's receive buffer on this rank; the input is 10 * rank + (0, 1, 2, 3)."""
     import torch
     import torch.distributed as dist
 
@@ -239,7 +225,7 @@ def _what_is_computed() -> dict[str, list[float]]:
         ways = [x.clone() if name == "all_reduce" else torch.full((4,), -1.0) for _ in range(2)]
         collective(x, ways[0], 4, dist.group.WORLD)
         works = collective(x, ways[1], 4, dist.group.WORLD, overlapped=True)
-        assert works  # there is something to wait for, so it was not waited for
+        assert works  # still in flight
         for work in works:
             work.wait()
         assert torch.equal(*ways)
@@ -247,8 +233,8 @@ def _what_is_computed() -> dict[str, list[float]]:
     return found
 
 
-def test_the_collectives_are_what_they_are_called(pool2: RankPool) -> None:
-    first, second = pool2.run(_what_is_computed)
+def test_collectives_compute_what_their_names_say(pool2: RankPool) -> None:
+    first, second = pool2.run(_results_of_collectives)
     assert first == {
         "all_to_all": [0, 1, 10, 11],
         "all_gather": [0, 1, 10, 11],
@@ -259,27 +245,20 @@ def test_the_collectives_are_what_they_are_called(pool2: RankPool) -> None:
     assert second["reduce_scatter"] == [14, 16, -1, -1] and second["p2p"] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("sent", "computed", "both", "share"),
-    [
-        ([1.0] * 5, [1.0] * 5, [1.25] * 5, 0.75),
-        ([2.0] * 5, [1.0] * 5, [2.5] * 5, 0.5),  # no more than the shorter one can be hidden
-        ([1.0] * 5, [1.0] * 5, [2.5] * 5, 0.0),
-        ([1.0] * 5, [1.0] * 5, [0.9] * 5, 1.0),
-        ([1.0, 1.0, 9.0, 1.0, 9.0], [1.0] * 5, [1.5, 1.5, 9.5, 1.5, 1.5], 0.5),  # two rounds were disturbed
-    ],
-)
-def test_a_share_is_what_both_together_save(
-    sent: list[float], computed: list[float], both: list[float], share: float
-) -> None:
+def test_the_hidden_share_is_the_time_that_overlap_saves() -> None:
     import torch
 
     from longspan.bench import links
 
-    begun = []
-    with mock.patch.object(links, "round_seconds", lambda works, rounds, device: [sent, computed, both]):
-        found = links.hidden_share(lambda: begun.append(1) or [], 1e-4, torch.device("cpu"))
-    assert found == pytest.approx(share) and not begun  # the works were handed over, not run
+    for sent, computed, both, share in (
+        ([1.0] * 5, [1.0] * 5, [1.25] * 5, 0.75),
+        ([2.0] * 5, [1.0] * 5, [2.5] * 5, 0.5),  # at most the shorter one can be hidden
+        ([1.0] * 5, [1.0] * 5, [2.5] * 5, 0.0),
+        ([1.0] * 5, [1.0] * 5, [0.9] * 5, 1.0),
+        ([1.0, 1.0, 9.0, 1.0, 9.0], [1.0] * 5, [1.5, 1.5, 9.5, 1.5, 1.5], 0.5),  # two rounds were disturbed
+    ):
+        with mock.patch.object(links, "round_seconds", lambda *_, times=(sent, computed, both): list(times)):
+            assert links.hidden_share(list, 1e-4, torch.device("cpu")) == pytest.approx(share)
 
 
 def _medians() -> list[float]:
@@ -293,7 +272,7 @@ def _medians() -> list[float]:
     rank = dist.get_rank()
     clock = iter(range(10**6))
     works = [lambda n=n: [next(clock) for _ in range(n * rank)] for n in (1, 5)]
-    # A clock that only this test moves: every look at it is one second later, and rank 1's works take `n` looks more.
+    # A clock that advances by one second per read; rank 1's works read it `n` more times.
     with mock.patch.object(time, "perf_counter", lambda: float(next(clock))):
         medians = median_seconds(works, 3, torch.device("cpu"))
     return [*medians, smallest(7 - rank, torch.device("cpu"))]
@@ -303,15 +282,15 @@ def test_the_slowest_rank_counts(pool2: RankPool) -> None:
     assert pool2.run(_medians) == [[2.0, 6.0, 6]] * 2
 
 
-# --- what is written
+# --- the hardware file
 
 
-def test_the_file_says_what_was_measured() -> None:
+def test_the_file_has_all_figures() -> None:
     links = {
         "ulysses": {"all_to_all": Fit(1.5e-5, 3e11, 0.04), "all_gather": Fit(0.0, 1e11, 0.0)},
         "fsdp": {"all_gather": Fit(5e-6, 2.5e10, 1.25, ((1024.0, 1e-5), (4096.0, 2e-5)), 0.25)},
     }
-    assert tomllib.loads(as_toml(_made_up(links))) == {
+    assert tomllib.loads(as_toml(_hardware(links))) == {
         "name": "mine",
         "memory_bytes": 80_000_000_000,
         "flops": 3.1e14,
@@ -345,23 +324,23 @@ def test_the_file_says_what_was_measured() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ['8 "fat" nodes', "a\\b\nc\td", "Rechner für 🦙", "\x7f"])
-def test_any_name_survives_the_file(name: str) -> None:
-    values = tomllib.loads(as_toml(_made_up({}, name=name)))
-    assert values["name"] == name and "links" not in values
-    assert all(isinstance(values[key], float) for key in ("flops", "memory_bandwidth", "attention_flops"))
+def test_the_file_keeps_any_name() -> None:
+    for name in ('8 "fat" nodes', "a\\b\nc\td", "Rechner für 🦙", "\x7f"):
+        values = tomllib.loads(as_toml(_hardware({}, name=name)))
+        assert values["name"] == name and "links" not in values
+        assert all(isinstance(values[key], float) for key in ("flops", "memory_bandwidth", "attention_flops"))
 
 
-def test_the_table_shows_the_same() -> None:
+def test_the_table_has_speeds_and_links() -> None:
     out = io.StringIO()
-    print_table(_made_up({"ring": {"p2p": Fit(1.5e-5, 3e11, 0.04, hidden=0.73)}}), out)
+    print_table(_hardware({"ring": {"p2p": Fit(1.5e-5, 3e11, 0.04, hidden=0.73)}}), out)
     assert "310 TFLOP/s" in out.getvalue() and "2000 GB/s" in out.getvalue()
     for cell in ("ring", "p2p", "15.0 us", "300 GB/s", "4%", "73%"):
         assert cell in out.getvalue()
     assert max(map(len, out.getvalue().splitlines())) <= 100
 
 
-def test_without_an_axis_compute_is_measured_and_said_to_be_all(
+def test_without_an_axis_only_compute_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -377,26 +356,32 @@ def test_without_an_axis_compute_is_measured_and_said_to_be_all(
 
 
 @pytest.mark.launcher
+@pytest.mark.confirms  # `worker` on a pool is tested below, the command line with ranks in test_bench_methods.py
 def test_two_ranks_from_the_command_line(tmp_path: Path) -> None:
     out = tmp_path / "link.toml"
     flags = ["--ulysses", "2", "--nproc", "2", "--sizes", "1k", "4k", "16k", "--rounds", "2", "--dtype", "fp32"]
-    done = subprocess.run(
-        [sys.executable, "-m", "longspan", "bench", "link", *flags, "--out", str(out), "--name", "two"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": THREADS},
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("reduce_scatter") == 2 and f"written to {out}" in done.stdout
-    assert "Warning" not in done.stderr
+    assert cli.main(["bench", "link", *flags, "--out", str(out), "--name", "two"]) == 0
     values = tomllib.loads(out.read_text())
     assert values["name"] == "two" and values["gpus_per_node"] == 2 and values["dtype"] == "fp32"
-    assert "2 ranks" in values["measured"]
     assert {axis: set(ops) for axis, ops in values["links"].items()} == {"ulysses": FOUR, "fsdp": FOUR}
 
 
-# --- the command line, and what is refused
+def _worker(config: BenchConfig) -> MeasuredHardware:
+    from longspan.bench import compute
+
+    with mock.patch.object(compute, "measure_compute", lambda *_: _hardware({}).compute):
+        found: MeasuredHardware = worker(config, 2)
+    return found
+
+
+def test_two_ranks_measure_one_hardware(pool2: RankPool, tmp_path: Path) -> None:
+    first, second = pool2.run(_worker, _config(ulysses=2, out=tmp_path / "link.toml", name="two"))
+    assert first == second and first.name == "two" and "2 ranks" in first.measured
+    assert first.degrees == {"ulysses": 2, "fsdp": 2}
+    assert {axis: set(ops) for axis, ops in first.links.items()} == {"ulysses": FOUR, "fsdp": FOUR}
+
+
+# --- the command line, and refused input
 
 
 def _parse(*args: str) -> BenchConfig:
@@ -417,20 +402,16 @@ def test_flags() -> None:
     _parse("link").check()
 
 
-@pytest.mark.parametrize("args", [[], ["lnk"]])
-def test_what_to_measure_is_asked_for(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        _parse(*args)
-    assert stop.value.code == 2
-    assert "link" in capsys.readouterr().err
-
-
-def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_benchmark_is_required_and_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    for args in ([], ["lnk"]):
+        with pytest.raises(SystemExit) as stop:
+            _parse(*args)
+        assert stop.value.code == 2 and "link" in capsys.readouterr().err
     assert cli.main(["bench", "--help"]) == 0
-    said = capsys.readouterr().out
+    text = capsys.readouterr().out
     for option in list(options(BenchConfig).values())[1:]:
-        assert f"--{option.flag}" in said
-    assert "{link,collectives,attention,step}" in said
+        assert f"--{option.flag}" in text
+    assert "{link,collectives,attention,step}" in text
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -439,6 +420,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rounds": 0}, r"^--rounds must be at least 1, got 0$"),
     ({"sizes": (4096, 0)}, r"^--sizes 4096 0: 0 is no number of bytes; give sizes of at least 1 byte$"),
     ({"sizes": (4096, -8)}, r"-8 is no number of bytes"),
+    ({"ring": 2, "ulysses": 2, "nproc": 3}, r"--nproc 3 does not match the mesh: --ring 2 --ulysses 2 needs 4"),
     (
         {"sizes": (1, 8, 4096), "ulysses": 2},
         r"^--sizes 1 8 4096 gives 2 different sizes, rounded up to a multiple of 8 bytes for 2 ranks; .* --sizes 64k",
@@ -453,15 +435,7 @@ def test_bad_input_is_refused(changes: dict[str, Any], message: str) -> None:
         run(_config(**changes))
 
 
-def test_a_wrong_number_of_processes_is_refused() -> None:
-    message = r"--nproc 3 does not match the mesh: --ring 2 --ulysses 2 needs 4 processes"
-    with pytest.raises(LongspanError, match=message):
-        run(_config(ring=2, ulysses=2, nproc=3))
-
-
-def test_an_out_that_cannot_be_written_is_refused_before_ranks_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_out_is_refused_before_ranks_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "launch", lambda *_, **__: pytest.fail("ranks were started"))
     (tmp_path / "file").touch()
     with pytest.raises(LongspanError, match=rf"^--out {tmp_path} is a folder; give a file, such as --out .*link\.toml"):
@@ -473,7 +447,7 @@ def test_an_out_that_cannot_be_written_is_refused_before_ranks_start(
         run(_config(out=tmp_path / "link.toml", ulysses=2))
 
 
-def test_ranks_hear_of_an_out_that_only_the_first_one_cannot_write(pool2: RankPool, tmp_path: Path) -> None:
+def test_all_ranks_raise_if_the_first_cannot_write_out(pool2: RankPool, tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as caught:
         pool2.run(_worker_with_bad_out_on_rank_0, str(tmp_path))
     failures = caught.value.failures  # type: ignore[attr-defined]
@@ -489,22 +463,22 @@ def _worker_with_bad_out_on_rank_0(folder: str) -> None:
 
 
 def test_the_planner_reads_the_file(tmp_path: Path) -> None:
-    """What is measured on GPUs overlaps, and its links go before the catalogue's."""
+    """Hardware that was measured on GPUs overlaps, and its links replace the catalogue's."""
     from longspan.plan import read_hardware
 
     links = {"ulysses": {"all_to_all": Fit(0.25, 4.0, 0.04)}}
     path = tmp_path / "link.toml"
-    path.write_text(as_toml(_made_up(links, on_gpu=True)))
+    path.write_text(as_toml(_hardware(links, on_gpu=True)))
     found = read_hardware(str(path))
     assert (found.overlaps, found.on_cpu, found.reserve_bytes, found.measured_dtype) == (True, False, 2e9, "bf16")
     assert found.seconds("all_to_all", "ulysses", 8.0, 1, 8) == 2.25
-    path.write_text(as_toml(_made_up(links)))
+    path.write_text(as_toml(_hardware(links)))
     assert not read_hardware(str(path)).overlaps and read_hardware(str(path)).on_cpu
 
 
 @pytest.mark.parametrize("method", ["ulysses", "ulysses-overlap", "ring", "usp-2x2"])
 def test_an_attention_is_predicted_as_in_a_step(method: str) -> None:
-    """What is exposed of its chunks, or its ring, goes beside its computing, by the share that the link hides."""
+    """Communication of chunks or of the ring overlaps with computing by the share that the link hides."""
     from longspan.bench.compare import predict
     from longspan.bench.methods import job_of, read_config, select, shape_of
     from longspan.plan.cost.times import exposed_layer_seconds, layer_seconds
@@ -527,7 +501,7 @@ def test_an_attention_is_predicted_as_in_a_step(method: str) -> None:
     assert (totals[0] > totals[1] > totals[2]) == (method != "ulysses")
 
 
-def test_a_file_of_flags_does_not_swallow_what_is_measured(tmp_path: Path) -> None:
+def test_a_file_of_flags_leaves_the_benchmark(tmp_path: Path) -> None:
     from longspan.cli import parse
 
     path = tmp_path / "bench.toml"
@@ -536,9 +510,9 @@ def test_a_file_of_flags_does_not_swallow_what_is_measured(tmp_path: Path) -> No
     assert (config.what, config.parallel.ulysses, config.sizes, config.rounds) == ("link", 2, (1024, 2048, 4096), 3)
 
 
-@pytest.mark.parametrize(("speed", "more"), [(7e10, 512.0), (3e14, 0.0), (1e10, 4.0)])
-def test_two_sizes_give_what_does_not_grow_with_them(speed: float, more: float) -> None:
-    small, large = (speed / (1 + more / size) for size in (1024, 4096))
-    assert overhead(1024, small, 4096, large) == pytest.approx(more)
-    assert overhead(1024, 2 * speed, 4096, speed) == 0.0  # a small one that happened to be faster is noise
-    assert overhead(1024, speed, 4096, 5 * speed) == 4096  # and so is one that is slower than any sum explains
+def test_overhead_follows_from_two_sizes() -> None:
+    for speed, more in ((7e10, 512.0), (3e14, 0.0), (1e10, 4.0)):
+        small, large = (speed / (1 + more / size) for size in (1024, 4096))
+        assert overhead(1024, small, 4096, large) == pytest.approx(more)
+        assert overhead(1024, 2 * speed, 4096, speed) == 0.0  # a faster small size is noise
+        assert overhead(1024, speed, 4096, 5 * speed) == 4096  # as is a small size that is too slow for any overhead

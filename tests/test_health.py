@@ -1,4 +1,4 @@
-"""Numbers that go wrong in `longspan train`: the run ends with the place and what to do, or says what it has seen."""
+"""Non-finite numbers, spikes and zero gradients in `longspan train`: errors with the place and a fix, or warnings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def config(tmp_path: Path) -> TrainConfig:
 
 
 def _train(config: TrainConfig, fault: str, passing: bool) -> str:
-    """Train with a fault on the last rank from the third step on; the text of the error, and what the step left."""
+    """Train with a fault on the last rank from the third step on; return the error, or the output."""
     from longspan.train.loop import Trainer
 
     trainer = Trainer(config)
@@ -48,28 +48,28 @@ def _train(config: TrainConfig, fault: str, passing: bool) -> str:
     if fault == "weight":
         step = trainer.optimizer.step
 
-        def spoilt(*args: Any) -> Any:
+        def faulty(*args: Any) -> Any:
             step(*args)
             if trainer.step == 1:
                 NaNFault("weight", trainer.model, dist.get_world_size() - 1)
 
-        trainer.optimizer.step = spoilt  # type: ignore[method-assign]
-    said = ""
+        trainer.optimizer.step = faulty  # type: ignore[method-assign]
+    message = ""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         try:
             trainer.run()
         except LongspanError as error:
-            said = str(error)
-    assert fault == "weight" or all(bool(p.isfinite().all()) for p in map(_whole, trainer.model.parameters()))
-    return said or out.getvalue()
+            message = str(error)
+    assert fault == "weight" or all(bool(p.isfinite().all()) for p in map(_full, trainer.model.parameters()))
+    return message or out.getvalue()
 
 
-def _whole(p: Any) -> torch.Tensor:
+def _full(p: Any) -> torch.Tensor:
     return p.full_tensor().detach() if hasattr(p, "full_tensor") else p.detach()
 
 
 @pytest.mark.parametrize("mesh", [{"ulysses": 2}, {"ring": 2, "fsdp": False}, {"data_degree": 2, "fsdp": False}])
-def test_a_step_that_is_not_finite_is_repeated_and_named(
+def test_a_nonfinite_step_is_repeated_and_its_source_named(
     config: TrainConfig, pool2: RankPool, mesh: dict[str, Any], tmp_path: Path
 ) -> None:
     faults = ["activation", "gradient"] if "ulysses" in mesh else ["parameter"]
@@ -91,15 +91,15 @@ def test_a_transient_fault_is_named_as_one(config: TrainConfig, pool2: RankPool)
     assert "resuming after step 2" in first and complete_steps(config.checkpoints) == [1, 2, 3, 4]
 
 
-def test_weights_that_are_not_finite_do_not_ask_for_another_rate(config: TrainConfig, pool2: RankPool) -> None:
+def test_nonfinite_weights_suggest_no_other_learning_rate(config: TrainConfig, pool2: RankPool) -> None:
     run = replace(config, ulysses=2, save_every=0)
-    for said in pool2.run(_train, run, "weight", False, timeout=240):
-        assert "at step 3: weight model.layers.1.self_attn.k_proj.weight on rank 1 (1 of " in said
-        assert "since the update of step 2" in said and "smaller --lr" not in said
+    for message in pool2.run(_train, run, "weight", False, timeout=240):
+        assert "at step 3: weight model.layers.1.self_attn.k_proj.weight on rank 1 (1 of " in message
+        assert "since the update of step 2" in message and "smaller --lr" not in message
     assert complete_steps(run.checkpoints) == []
 
 
-def test_what_diverges_on_one_device_is_named(config: TrainConfig) -> None:
+def test_a_divergence_on_one_device_is_named(config: TrainConfig) -> None:
     from longspan.train.loop import Trainer
 
     with pytest.raises(
@@ -108,7 +108,7 @@ def test_what_diverges_on_one_device_is_named(config: TrainConfig) -> None:
         Trainer(replace(config, lr=1e30, warmup=0, save_every=0)).run()
 
 
-def test_a_rank_whose_memory_changes_is_named(config: TrainConfig, pool2: RankPool) -> None:
+def test_a_rank_whose_weights_change_at_rest_is_named(config: TrainConfig, pool2: RankPool) -> None:
     with pytest.raises(RankError) as error:
         pool2.run(_flip, replace(config, ulysses=2, check_at_rest=True), timeout=240)
     assert len(error.value.failures) == 2
@@ -136,11 +136,9 @@ def test_spikes_and_gradients_of_zero() -> None:
     health = Health(config)
     for step in range(1, 31):
         assert health.look(step, 3.0 + step % 2, 1.0) is None
-    said = health.look(31, 7.5, 1.0)
-    assert (
-        said is not None and said.startswith("warning: step 31: loss 7.5000 is 2.1 times the median") and "3.5" in said
-    )
-    assert health.look(32, 8.0, 1.0) is None  # said once
+    warning = health.look(31, 7.5, 1.0) or ""
+    assert warning.startswith("warning: step 31: loss 7.5000 is 2.1 times the median") and "3.5" in warning
+    assert health.look(32, 8.0, 1.0) is None  # warned once
     assert health.look(33, 3.0, 1.0) is None
     assert health.look(34, 8.0, 0.0) is not None and health.look(35, 3.0, 0.0) is None
     assert health.look(36, 3.0, 1.0) is None  # not in a row
@@ -156,27 +154,27 @@ def test_spikes_and_gradients_of_zero() -> None:
     off = Health(replace(config, spike=0.0, on_spike="stop"))
     assert all(off.look(step, 1.0 + 50 * (step == 15), 1.0) is None for step in range(20))
     early = Health(replace(config, on_spike="stop"))
-    assert [early.look(step, 10.0**step, 1.0) for step in range(1, 5)] == [None] * 4  # nothing is usual yet
+    assert [early.look(step, 10.0**step, 1.0) for step in range(1, 5)] == [None] * 4  # too few losses for a median
 
 
-def test_a_run_that_learns_nothing_stops(config: TrainConfig) -> None:
+def test_a_run_with_zero_gradients_stops(config: TrainConfig) -> None:
     from longspan.train.loop import Trainer
 
     trainer = Trainer(replace(config, zero_gradients=2, save_every=0))
     plain = trainer._accumulate
 
-    def nothing(batch: Any) -> Any:
+    def zero_gradients(batch: Any) -> Any:
         loss = plain(batch)
         for p in trainer.model.parameters():
             p.grad = torch.zeros_like(p)
         return loss
 
-    trainer._accumulate = nothing  # type: ignore[method-assign]
+    trainer._accumulate = zero_gradients  # type: ignore[method-assign]
     with pytest.raises(LongspanError, match=r"exactly 0 in 2 steps in a row, up to step 2"):
         trainer.run()
 
 
-def test_settings_are_checked(config: TrainConfig) -> None:
+def test_negative_settings_are_refused(config: TrainConfig) -> None:
     for name in ("spike", "zero_gradients", "check_weights"):
         with pytest.raises(LongspanError, match=rf"--{name.replace('_', '-')} must be at least 0, got -1"):
             replace(config, **{name: -1}).check()

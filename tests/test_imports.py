@@ -1,4 +1,4 @@
-"""Importing longspan costs nothing and changes nothing."""
+"""Importing longspan is fast and has no effects, and every imported name exists."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from longspan.core.errors import EXTRAS
 ROOT = Path(__file__).parents[1]
 MODULES = sorted({"longspan", *(m.name for m in pkgutil.walk_packages(longspan.__path__, "longspan."))})
 
-# Anything of these takes seconds to import or touches a device.
+# Each of these takes seconds to import or touches a device.
 HEAVY = ("torch", "transformers", "numpy", "datasets", "pyarrow", "tensorboard", "peft")
 
 REPORT_HEAVY = f"print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr)"
 
-# What the libraries underneath do at their import is not longspan's doing, so they come first.
+# Import the libraries first, as their effects are not longspan's.
 IMPORT_ALL = """
 import contextlib, importlib, json, os, sys
 modules, libraries, folder = json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
@@ -78,14 +78,14 @@ def test_public_names_exist() -> None:
 
 def test_import_prints_nothing_and_changes_nothing(tmp_path: Path) -> None:
     modules = [name for name in MODULES if not name.endswith("__main__")]
-    if importlib.util.find_spec("lm_eval") is None:  # a plug-in of a package that need not be there
+    if importlib.util.find_spec("lm_eval") is None:  # a plug-in of an optional package
         modules.remove("longspan.lm_eval.model")
     _python("-c", IMPORT_ALL, json.dumps(modules), json.dumps(HEAVY), str(tmp_path))
     state = json.loads((tmp_path / "state.json").read_text())
     assert state == {name: {"printed": "", "environment": [], "touched": False} for name in modules}
 
 
-def test_the_modules_are_found() -> None:
+def test_every_file_is_a_module() -> None:
     assert {"longspan.core.layout", "longspan.comm.mesh", "longspan.comm.all_to_all"} <= set(MODULES)
     sources = Path(longspan.__file__).parent
     on_disk = {
@@ -95,8 +95,8 @@ def test_the_modules_are_found() -> None:
     assert on_disk == set(MODULES), os.linesep.join(sorted(on_disk ^ set(MODULES)))
 
 
-def test_the_oldest_versions_are_those_that_are_allowed() -> None:
-    """`make oldest` installs what the package says it runs on."""
+def test_the_oldest_versions_are_the_lower_bounds() -> None:
+    """`make oldest` installs the lower bounds of the package."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = [
@@ -106,13 +106,12 @@ def test_the_oldest_versions_are_those_that_are_allowed() -> None:
     floors = dict(re.findall(r"^([\w-]+)>=([\d.]+)", "\n".join(wanted), re.MULTILINE))
     lines = (ROOT / "constraints-oldest.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
-    # A bound may leave out what a version of it ends with: 3 is 3.0.0.
+    # A bound may be shorter than a version: 3 is 3.0.0.
     padded = {name: ".".join([*version.split("."), "0", "0"][:3]) for name, version in floors.items()}
     assert pinned == padded
 
 
 def test_public_names_are_functions_whatever_was_imported_before() -> None:
-    """Users import the names, whatever module has been imported first."""
     running = []
     for first in ("longspan.attn.methods.ulysses", "longspan.hf.parallelize"):  # and none first: README's lines
         code = (
@@ -127,30 +126,30 @@ def test_public_names_are_functions_whatever_was_imported_before() -> None:
     assert [process.wait(timeout=120) for process in running] == [0, 0]
 
 
-def test_what_tests_share_is_in_no_test_module() -> None:
-    """A helper that moves out of a test module is found, and a test module can be changed without looking at others."""
+def test_no_test_module_is_imported_by_others() -> None:
+    """Shared helpers are in modules without `test_`, so a test module can be changed alone."""
     tests = (ROOT / "tests").rglob("*.py")
     found = {p.name: re.findall(r"^\s*(?:from|import) tests\.(?:\w+\.)?test_\w+", p.read_text(), re.M) for p in tests}
     assert len(found) > 50 and not {name: lines for name, lines in found.items() if lines}
 
 
 def _imported_from_longspan(path: Path) -> list[tuple[str, str]]:
-    """Every name that a file imports from longspan, inside functions too, with its module."""
+    """Return every name that a file imports from longspan, also inside functions, with its module."""
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
     froms = [node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("longspan")]
     return [(str(node.module), alias.name) for node in froms for alias in node.names]
 
 
-def test_what_benchmarks_and_examples_import_is_there() -> None:
-    # They run for minutes, or on a GPU, so no test runs them whole: a name that moved would be found by their users.
+def test_names_that_benchmarks_and_examples_import_exist() -> None:
+    # No test runs all of them, as they take minutes or need a GPU.
     files = [path for folder in ("benchmarks", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
     imported = {(path.name, *name) for path in files for name in _imported_from_longspan(path)}
     assert len(imported) > 30
-    gone = []
+    missing = []
     for where, module, name in sorted(imported):
         if not hasattr(importlib.import_module(module), name) and f"{module}.{name}" not in MODULES:
-            gone.append(f"{where}: from {module} import {name}")
-    assert not gone
+            missing.append(f"{where}: from {module} import {name}")
+    assert not missing
 
 
 def test_a_missing_optional_package_is_named_with_its_extra(
