@@ -1,9 +1,9 @@
-"""Flash attention's two operators as a GPU runs them, on tensors of the CPU, in plain formulas.
+"""Flash attention's two operators as on a GPU, for CPU tensors, in plain formulas.
 
-What torch's `flash_api.cpp` checks is checked, and what it does with windows is done: the diagonal ends at the last
-query and the last key of a sequence, a limit of at least as many tokens as the longest sequence of keys is none, and of
-a window with one limit the other is the longest sequence of keys. Rows that see nothing give zero and +inf. Half
-precision is computed in fp32; fp32 and fp64, which a GPU's kernel refuses, are taken for comparisons.
+The checks and the windows are those of torch's `flash_api.cpp`: the diagonal ends at the last query and the last key of
+a sequence; a limit of at least the longest sequence of keys is none; if a window has one limit, the other is the
+longest sequence of keys. Rows without keys return zero and +inf. Half precision is computed in fp32. For comparisons,
+fp32 and fp64, which a GPU's kernel refuses, are accepted.
 """
 
 from __future__ import annotations
@@ -25,12 +25,7 @@ NAMES = {"forward": torch.ops.aten._flash_attention_forward, "backward": torch.o
 
 @dataclass
 class Calls:
-    """What was called.
-
-    Attributes:
-        forward: the arguments of each forward, by name.
-        backward: of each backward.
-    """
+    """Arguments by name of each forward and of each backward."""
 
     forward: list[dict[str, Any]] = field(default_factory=list)
     backward: list[dict[str, Any]] = field(default_factory=list)
@@ -38,7 +33,7 @@ class Calls:
 
 @contextlib.contextmanager
 def emulated() -> Iterator[Calls]:
-    """Within this, kernel "flash" takes tensors of the CPU, of any floating dtype."""
+    """Let kernel "flash" accept CPU tensors of any floating dtype."""
     calls = Calls()
 
     def forward(*args: Any, **options: Any) -> Any:
@@ -54,7 +49,7 @@ def emulated() -> Iterator[Calls]:
 
 
 def _bound(way: str, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by the names that torch gives them; fails where they do not fit its signature."""
+    """Return arguments by torch's names; fail if they do not fit its signature."""
     schema = NAMES[way].default._schema.arguments
     names = [x.name for x in schema if not x.kwarg_only]
     assert len(args) == len(names) and set(options) <= {x.name for x in schema if x.kwarg_only}
@@ -62,7 +57,7 @@ def _bound(way: str, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, *more: Tensor, ends: tuple[Tensor | None, Tensor | None]) -> None:
-    """What `mha_fwd`, `mha_varlen_fwd` and their backwards refuse."""
+    """Make the checks of `mha_fwd`, `mha_varlen_fwd` and their backwards."""
     for x in (q, k, v, *more):
         assert x.dtype == q.dtype and x.is_floating_point()
         assert x.stride(-1) == 1, "Input tensor must have contiguous last dimension"
@@ -78,12 +73,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, *more: Tensor, ends: tuple[Tensor | 
             assert q.shape[0] == k.shape[0]
             continue
         assert end.dtype == torch.int32 and end.dim() == 1 and end.is_contiguous() and end.numel() > 1
-        assert int(end[0]) == 0 and int(end[-1]) == x.shape[0], "borders that leave tokens out"
+        assert int(end[0]) == 0 and int(end[-1]) == x.shape[0], "borders that exclude tokens"
         assert bool((end.diff() > 0).all()), "an empty sequence"
 
 
 def _window(left: int | None, right: int | None, causal: bool, max_q: int, max_k: int) -> tuple[int, int]:
-    """Limits as the kernel reads them; a negative one that is not -1 was meant otherwise."""
+    """Return the limits as the kernel reads them; no negative one but -1 is valid."""
     left, right = -1 if left is None else left, -1 if right is None else right
     assert left >= -1 and right >= -1, f"window {left}, {right} would be read as no limit"
     assert not causal or (left, right) == (-1, 0), "is_causal sets the right limit to 0"
@@ -106,13 +101,13 @@ def _allowed(Q: int, T: int, window: tuple[int, int]) -> Tensor:
 
 
 def seen_by(Q: int, T: int, window: tuple[int, int], max_q: int = 0, max_k: int = 0) -> Tensor:
-    """Which of T keys each of Q queries sees in a call with this window, bool [Q, T]."""
+    """Return the keys of each query in a call with this window, bool [Q, T]."""
     max_q, max_k = max(Q, max_q), max(T, max_k)
     return _allowed(Q, T, _window(*window, window == (-1, 0), max_q, max_k))
 
 
 def _sequences(ends: Tensor | None, rows: int) -> list[Any]:
-    """How to take each sequence out of a tensor of tokens: a row of the batch, or what lies between two borders."""
+    """Return the index of each sequence in a tensor of tokens: a row of the batch, or a slice between borders."""
     if ends is None:
         return list(range(rows))
     return [slice(int(a), int(b)) for a, b in itertools.pairwise(ends)]
@@ -123,7 +118,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, window: tuple[int, int]) -> Tensor:
-    """[H, Q, T] of q [Q, H, D] and k [T, K, D]."""
+    """Return [H, Q, T] of q [Q, H, D] and k [T, K, D]."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     s = torch.einsum("qhd,thd->hqt", _wide(q), _wide(k)) * scale
     return s.masked_fill(~_allowed(q.shape[0], k.shape[0], window), -torch.inf)
@@ -153,7 +148,7 @@ def _forward(
 
 
 def _check_longest(x: Tensor, sequences: list[Any], longest: int) -> None:
-    """The kernel starts as many blocks as the longest sequence has: a smaller number leaves tokens out."""
+    """Check the longest sequence: the kernel starts as many blocks, so a smaller number would exclude tokens."""
     assert max(x[at].shape[0] for at in sequences) == longest
 
 
