@@ -38,65 +38,39 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the planner expects of one run.
+    """The planner's prediction of one run."""
 
-    Attributes:
-        communication: seconds in which a collective is in flight.
-        total: seconds of the run.
-        peak_bytes: on the rank with the highest peak; None for an attention.
-    """
-
-    communication: float
-    total: float
-    peak_bytes: int | None = None
+    communication: float  # seconds in which a collective is in flight
+    total: float  # seconds
+    peak_bytes: int | None = None  # on the rank with the highest peak; None for an attention
 
 
 @dataclass(frozen=True)
 class Result:
-    """One candidate at one context.
-
-    Attributes:
-        candidate: the method and its mesh.
-        context: tokens of a sequence.
-        sequences: sequences that all ranks compute together.
-        measured: None if it cannot be measured.
-        formula: planned bytes that the method sends, by collective, on the rank that sends most; None if it has no
-            formula.
-        other_formula: planned bytes of weights, gradients and loss, by collective.
-        predicted: the planner's prediction from links measured on this mesh; None without `--predict`.
-        reason: why it cannot be measured.
-    """
+    """One candidate at one context. Bytes are by collective, on the rank that sends most."""
 
     candidate: Candidate
-    context: int
-    sequences: int = 1
+    context: int  # tokens of a sequence
+    sequences: int = 1  # of all ranks
     measured: Measurement | None = None
-    formula: dict[str, int] | None = None
+    formula: dict[str, int] | None = None  # planned bytes of the method; None without a formula
+    # Planned bytes of weights, gradients and loss
     other_formula: dict[str, int] = dataclasses.field(default_factory=dict)
     predicted: Prediction | None = None
-    reason: str | None = None
+    reason: str | None = None  # why it is not measured
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything measured; the same on every rank.
+    """All results, the same on every rank."""
 
-    Attributes:
-        what: "attention" or "step".
-        measured: date, machine and versions.
-        ranks: of the job.
-        shape: description of the model or attention.
-        dtype: compute dtype.
-        results: in the order of contexts and methods.
-        hardware: hardware file of each mesh measured for predictions.
-    """
-
-    what: str
-    measured: str
+    what: str  # "attention" or "step"
+    measured: str  # date, machine and versions
     ranks: int
-    shape: str
+    shape: str  # description of the model or attention
     dtype: str
-    results: tuple[Result, ...]
+    results: tuple[Result, ...]  # in the order of contexts and methods
+    # Hardware file of each mesh measured for predictions
     hardware: dict[str, str] = dataclasses.field(default_factory=dict)
 
 

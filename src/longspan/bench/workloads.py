@@ -35,44 +35,26 @@ from longspan.plan.job import Mesh
 
 @dataclass(frozen=True)
 class Workload:
-    """Work of this rank that can be repeated.
+    """Work of this rank that can be repeated."""
 
-    Attributes:
-        forward: runs the forward; its result is passed to `backward`.
-        backward: runs the backward, and in a training step the optimizer.
-        results: returns this rank's part of the last run's tensors, by name.
-        sequences: sequences of the given context that all ranks compute together.
-        state_bytes: returns the bytes of weights and optimizer states on this rank.
-    """
-
-    forward: Callable[[], Any]
-    backward: Callable[[Any], None]
-    results: Callable[[], dict[str, Tensor]]
-    sequences: int = 1
-    state_bytes: Callable[[], int] = lambda: 0
+    forward: Callable[[], Any]  # returns the argument of `backward`
+    backward: Callable[[Any], None]  # in a training step with the optimizer
+    results: Callable[[], dict[str, Tensor]]  # this rank's tensors of the last run
+    sequences: int = 1  # of all ranks
+    state_bytes: Callable[[], int] = lambda: 0  # of weights and optimizer states on this rank
 
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """Sizes and numbers of one attention, the same on every rank.
+    """Sizes and numbers of one attention, the same on every rank."""
 
-    Attributes:
-        context: tokens of the sequence.
-        heads: query heads.
-        kv_heads: KV heads.
-        head_dim: elements of a head.
-        dtype: of every tensor.
-        shardings: the sharding of each candidate.
-        seed: of the numbers.
-    """
-
-    context: int
-    heads: int
+    context: int  # tokens of the sequence
+    heads: int  # query heads
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
     shardings: ShardingCache
-    seed: int = 0
+    seed: int = 0  # of the numbers
 
     @property
     def device(self) -> torch.device:
@@ -197,21 +179,13 @@ def tensor_attention(candidate: Candidate, inputs: AttentionInputs) -> Workload:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """A model and its tokens, the same on every rank.
+    """A model and its tokens, the same on every rank."""
 
-    Attributes:
-        config: keys of the model's config.json.
-        context: tokens of a sequence.
-        dtype: compute dtype; weights and optimizer states are fp32.
-        shardings: the sharding of each candidate.
-        seed: of weights and tokens.
-    """
-
-    config: dict[str, Any]
-    context: int
-    dtype: torch.dtype
+    config: dict[str, Any]  # keys of the model's config.json
+    context: int  # tokens of a sequence
+    dtype: torch.dtype  # of computing; weights and optimizer states are fp32
     shardings: ShardingCache
-    seed: int = 0
+    seed: int = 0  # of weights and tokens
 
     @property
     def device(self) -> torch.device:
