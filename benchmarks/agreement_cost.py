@@ -1,18 +1,18 @@
-"""What it costs that ranks compare what must be alike: batches at every forward, replicas' weights now and then.
+"""The cost of consistency checks between ranks: of batches at every forward, and of replicas' weights.
 
     python benchmarks/agreement_cost.py        # a few minutes
 
-One training step (forward, backward, AdamW) of a small Llama (`examples/llama-tiny.json`), the kind of model that a
-check weighs most on, in the same processes and in alternation:
+One training step (forward, backward, AdamW) of a small Llama (`examples/llama-tiny.json`), for which checks cost the
+most, in the same processes and in alternation:
 
-    plain     nothing is compared (`check_batches=0, check_weights=0`)
+    plain     no checks (`check_batches=0, check_weights=0`)
     batches   every forward (the default)
     weights   `fsdp=False`, a digest of all weights in every forward: 100 times as often as by default
     at rest   `check_at_rest=True`: a digest of this rank's weights twice a step
 
-Beside it each check by itself, timed many times: the gather of five numbers over the ranks with the digest of the
-batch, and the digest of all weights, as parts of the plain step. A step's time varies by more than either, so these are
-the figures to read. Goal: the digest of the weights, every 100 forwards, below 0.1 % of a step.
+Each check is also timed alone, many times: the gather of five numbers over the ranks with the digest of the batch, and
+the digest of all weights. A step's time varies by more than either, so read these figures.
+Goal: the digest of the weights, every 100 forwards, below 0.1 % of a step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from longspan.comm.digests import Digester
 from longspan.hf.checks.batches import _call_facts, _content, _number, _structure
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "llama-tiny.json"
-EVERY = 100  # forwards from one comparison of weights to the next, by default
+EVERY = 100  # forwards between two comparisons of weights, by default
 CANDIDATES: dict[str, dict[str, Any]] = {
     "plain": {"check_batches": 0, "check_weights": 0},
     "batches": {"check_weights": 0},
@@ -43,8 +43,7 @@ CANDIDATES: dict[str, dict[str, Any]] = {
 
 
 def measure(context: int, repeats: int) -> dict[str, Any]:
-    """On every rank: the steps in alternation, then each check by itself. Seconds: wall of the slowest rank, CPU of the
-    busiest, which other work on the machine changes little."""
+    """Time steps in alternation, then checks alone: wall seconds of the slowest rank, CPU seconds of the busiest."""
     import transformers
 
     sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=dist.get_world_size()))
@@ -127,7 +126,7 @@ def main() -> None:
     header += ["agree us", "of it local", "digest us", "agree/step", f"digest/{EVERY}/step"]
     body = common.table(header, rows)
     print(body)
-    common.write_report(args.name, "What it costs that ranks compare what must be alike", env, body, data)
+    common.write_report(args.name, "The cost of consistency checks between ranks", env, body, data)
 
 
 if __name__ == "__main__":

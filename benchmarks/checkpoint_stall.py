@@ -1,11 +1,12 @@
-"""How long a save stops the training, and what checksums and reading back cost.
+"""How long a save interrupts training, and the cost of checksums and of reading back.
 
     python benchmarks/checkpoint_stall.py --mib 512
 
-A model of so many MiB under FSDP2 over 2 ranks, with AdamW's state (three times as much on disk), saved in alternation
-by torch's Distributed Checkpoint alone, by `longspan.checkpoint.save` (a checksum of every byte while it is written,
-all files read back by the other rank) and by `longspan.checkpoint.Saver` (the stall is until its copy is made). Then
-all of it is verified. Every save is synced to the disk, into an empty folder, which is removed when nothing is timed.
+A model of `--mib` MiB under FSDP2 over 2 ranks, with AdamW's state (three times as much on disk), is saved in
+alternation by torch's Distributed Checkpoint alone, by `longspan.checkpoint.save` (a checksum of every byte while it is
+written, all files read back by the other rank) and by `longspan.checkpoint.Saver` (the stall is until its copy is
+made). Then all files are verified. Every save is synced to disk, into an empty folder, which is removed outside of the
+timing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from longspan import checkpoint
 
 WIDTH = 1024
-SAVES = ("torch's, alone", "save", "Saver: stall", "Saver: until whole")
+SAVES = ("torch's, alone", "save", "Saver: stall", "Saver: until complete")
 
 
 def main() -> None:
@@ -79,7 +80,7 @@ def measure(mib: int, repeats: int, folder: str) -> dict[str, Any]:
             if name == "Saver: stall":
                 finish()
                 if turn:
-                    seconds["Saver: until whole"].append(time.perf_counter() - start)
+                    seconds["Saver: until complete"].append(time.perf_counter() - start)
             dist.barrier()
             if dist.get_rank() == 0:
                 for path in where.iterdir():

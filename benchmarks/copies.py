@@ -1,11 +1,10 @@
-"""How many bytes are copied around each exchange, ours against DeepSpeed's two implementations.
+"""Bytes copied around each all-to-all by longspan and by DeepSpeed's two implementations.
 
     python benchmarks/copies.py
 
-torch's profiler records every copy kernel of one attention forward and backward, with its shapes. Copies are
-sorted by when they happen: on the way in (before the first exchange), on arrival (before the local kernel), on
-the way back (after the kernel, before the last exchange) and after it; the backward runs the same way. What is counted
-does not depend on the machine or its load. Copies that the local kernel makes itself are left out.
+torch's profiler records every copy kernel of one attention's forward and backward, with its shapes. Copies are sorted
+by their time: before the first all-to-all, before the local kernel, before the last all-to-all, and after it; in the
+backward likewise. The bytes do not depend on the machine or its load. Copies inside the local kernel are excluded.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def main() -> None:
                 rows += common.run_ranks(measure, ranks, batch, args.tokens, heads)
     text = render(rows)
     print(text)
-    common.write_report(args.name, "Bytes copied around the exchanges: longspan against DeepSpeed", env, text, rows)
+    common.write_report(args.name, "Bytes copied around the all-to-alls: longspan against DeepSpeed", env, text, rows)
 
 
 def parse_args() -> argparse.Namespace:

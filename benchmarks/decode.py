@@ -161,12 +161,12 @@ def main() -> None:
     env = common.environment(["longspan", "torch", "transformers"])
     rows = list(measure(options.quick))
     hidden, layers, prompt, new = SIZES[options.quick]
-    shape = f"Llama: {layers} layers, hidden {hidden}, 8 query and 4 KV heads; fp32, weights whole on each rank or cut"
-    asked = f"over the tensor axis; a prompt of {prompt:,} tokens, then {new} one by one, then {SHORT} at once (B/128)."
-    text = f"{_table(rows)}\n\n{shape} {asked}\n\n{_reference()}"
+    shape = f"Llama: {layers} layers, hidden {hidden}, 8 query and 4 KV heads; fp32, weights replicated or sharded"
+    run = f"over the tensor axis; a prompt of {prompt:,} tokens, then {new} one by one, then {SHORT} at once (B/128)."
+    text = f"{_table(rows)}\n\n{shape} {run}\n\n{_reference()}"
     print(text)
     name = options.name + ("-quick" if options.quick else "")
-    common.write_report(name, "Generation on every mesh, beside one process", env, text, rows)
+    common.write_report(name, "Generation on every mesh, compared with one process", env, text, rows)
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

@@ -1,8 +1,8 @@
-"""The loss of a language-model head without its logits: our tiles, torch's `linear_cross_entropy`, and whole logits.
+"""The loss of a language-model head without its logits: our tiles, torch's `linear_cross_entropy`, and full logits.
 
     python benchmarks/head_loss.py [--quick]
 
-Forward and backward of one rank's tokens, in one process and by turns. `error`: of the loss, against fp64.
+Forward and backward of one rank's tokens, in one process, in alternation. `error`: of the loss, against fp64.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def case(tokens: int, hidden: int, vocab: int, dtype: str, rounds: int) -> list[
         deferring.defer_next = True
         return loss_sum(head(x), labels)
 
-    ways: dict[str, Any] = {"our tiles": tiles, "whole logits": lambda: loss_sum(head(x), labels)}
+    ways: dict[str, Any] = {"our tiles": tiles, "full logits": lambda: loss_sum(head(x), labels)}
     if hasattr(F, "linear_cross_entropy"):
         options = torch.nn.LinearCrossEntropyOptions
         for policy in ("auto", "accurate"):

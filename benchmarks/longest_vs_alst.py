@@ -1,4 +1,4 @@
-"""Compare the longest settings of longspan and ALST on a Hugging Face Llama that every rank holds whole.
+"""Compare the longest settings of longspan and ALST on a Hugging Face Llama with replicated weights.
 
 longspan: memory="longest", and the same with checkpointing="save_attention" and offload="disk". ALST: tiled loss, tiled
 MLP and gradient checkpointing.
@@ -94,7 +94,7 @@ def render(rows: list[dict[str, Any]], shape: dict[str, Any]) -> str:
         " longer ones that of a layer's backward.",
         f"Llama: {shape['layers']} layers, hidden {shape['hidden']}, {shape['q_heads']} query and"
         f" {shape['kv_heads']} KV heads, FFN {shape['ffn']}, vocabulary {shape['vocab']:,}; {shape['dtype']}, batch 1,"
-        f" AdamW, {shape['ranks']} ranks, weights whole on each. ALST: tiled loss (tiles of {shape['tile_mib']} MiB),"
+        f" AdamW, {shape['ranks']} ranks, replicated weights. ALST: tiled loss (tiles of {shape['tile_mib']} MiB),"
         " tiled MLP (as many tiles as its documentation says), transformers' gradient checkpointing. `all on disk`:"
         ' memory="longest" with checkpointing="save_attention" and offload="disk".',
     ]

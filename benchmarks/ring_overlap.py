@@ -100,7 +100,7 @@ def measure(
     mesh = longspan.init_mesh(ring=ranks)
     ring, allgather = (longspan.SequenceSharding(mesh, layout=layout, ring_impl=impl) for impl in ("p2p", "allgather"))
     n = ranks * tokens
-    torch.manual_seed(0)  # the same whole sequence on every rank
+    torch.manual_seed(0)  # the same full sequence on every rank
     whole = [torch.randn(1, n, h, DIM) for h in (heads, kv_heads, kv_heads)]
     qkv = [ring.shard(x).clone().requires_grad_() for x in whole]
     grad = torch.randn_like(qkv[0])
@@ -229,7 +229,7 @@ def describe(results: list[dict[str, Any]], heads: int, kv_heads: int) -> str:
             "",
             f"- goal: ring / max at most {GOAL}; max is that of computing and sending alone, and the ratio the median",
             "  over the rounds of the ratio within a round. Seconds are medians, of the slowest rank.",
-            "- bound: what is left if each hop hides behind a block, and only what has no block beside it is bare.",
+            "- bound: the ratio if each hop overlaps with a block, and only hops without a block are exposed.",
             "- hidden: (computing + sending - ring) / the shorter of the two; 100 % is a perfect overlap.",
             "- cores idle: the share of the ring's time in which its cores had nothing to do.",
             "- more CPU: the ring's CPU time beyond that of computing alone. It cannot be hidden where ranks are CPUs.",

@@ -99,9 +99,9 @@ def many_documents(setup: Setup) -> Iterator[Row]:
     """1,000 documents in one batch: a thousandth of the pairs of a causal mask."""
     n, documents = setup.size(131072, 4000), 1000
     borders = torch.linspace(0, n, documents + 1).round().to(torch.int64)
-    _, whole = both_ways(setup, n)
+    _, dense = both_ways(setup, n)
     _, cut = both_ways(setup, n, cu_seqlens=borders)
-    causal, packed = setup.seconds(whole, least=2), setup.seconds(cut, least=2)
+    causal, packed = setup.seconds(dense, least=2), setup.seconds(cut, least=2)
     setup.wait()
     start = time.perf_counter()
     cut()

@@ -1,4 +1,4 @@
-"""One drawn case: a model, a batch, a mesh, options and a job. It prints as JSON, and can be read back."""
+"""One random case: a model, a batch, a mesh, options and a job. It prints as JSON, and can be read back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Case:
 
     Attributes:
         family: one of `tests.fuzz.families.families()`.
-        config: what its config changes in the small default.
+        config: changes of its small default config.
         double: fp64 on the ranks too, instead of fp32.
         lora: PEFT adapters on every linear layer.
         seed: of weights and tokens.
@@ -123,7 +123,7 @@ def drawn(rng: random.Random, family: str, mesh: dict[str, int]) -> Case:
         }
         if memory["checkpointing"] == "none":
             memory["layers_per_checkpoint"] = memory["offload"] = None
-        memory = _said(memory)
+        memory = _given(memory)
     options = {
         "fsdp": maybe(0.4, False),
         "memory": memory,
@@ -137,8 +137,8 @@ def drawn(rng: random.Random, family: str, mesh: dict[str, int]) -> Case:
         "ring_impl": maybe(0.3, "p2p", "allgather") if "ring" in mesh else None,
     }
     case = Case(
-        family=family, config=_said(config), double=rng.random() < 0.3, lora=rng.random() < 0.08,
-        seed=rng.randrange(1000), mesh=mesh, sharding=_said(sharding), options=_said(options),
+        family=family, config=_given(config), double=rng.random() < 0.3, lora=rng.random() < 0.08,
+        seed=rng.randrange(1000), mesh=mesh, sharding=_given(sharding), options=_given(options),
         rows=rng.choice([1, 1, 2, 3]), length=rng.choice([rng.randint(4, 12), rng.randint(13, 40)]), job=job,
     )  # fmt: skip
     if job == "generate":
@@ -148,7 +148,7 @@ def drawn(rng: random.Random, family: str, mesh: dict[str, int]) -> Case:
             "prefill_chunk_size": maybe(0.3, 3, 7),
             "repetition_penalty": maybe(0.2, 1.3),
         }
-        return replace(case, padding=maybe(0.4, "left") or "", lora=False, generation=_said(generation))
+        return replace(case, padding=maybe(0.4, "left") or "", lora=False, generation=_given(generation))
     if job == "trainer":
         masked = family.startswith("masked")  # takes no num_items_in_batch: the plain Trainer logs the sum of the means
         args = {
@@ -157,7 +157,7 @@ def drawn(rng: random.Random, family: str, mesh: dict[str, int]) -> Case:
             "max_grad_norm": maybe(0.3, 0.0),
             "save_steps": maybe(0.4, 2),
         }
-        return replace(case, double=False, generation=_said(args))
+        return replace(case, double=False, generation=_given(args))
     documents = maybe(0.25, "position_ids", "document_ids", "seq_idx", "cu_seq_lens_q")
     if documents == "cu_seq_lens_q":  # marks the documents of one row
         case = replace(case, rows=1)
@@ -180,7 +180,7 @@ def drawn(rng: random.Random, family: str, mesh: dict[str, int]) -> Case:
     )
 
 
-def _said(values: dict[str, Any]) -> dict[str, Any]:
+def _given(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -202,7 +202,7 @@ class Batch:
 
 
 def batch_of(case: Case, number: int, vocabulary: int) -> Batch:
-    """Return the batch of this number, which is the same in every process."""
+    """Return a batch, the same in every process."""
     rng = random.Random(f"{case.seed} {number}")
     g = torch.Generator().manual_seed(case.seed + 1000 * number)
     n, rows = case.length, case.rows * case.mesh.get("data", 1)

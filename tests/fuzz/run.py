@@ -1,4 +1,4 @@
-"""One case: what plain transformers computes in one process, what the ranks compute, and how far they are apart."""
+"""Run one case with plain transformers in one process and on the ranks, and compare the results."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _batches(case: Case, model: Any) -> list[Batch]:
     return batches
 
 
-# ---- Plain transformers.
+# --- plain transformers
 
 
 def plain_runs(cases: list[Case]) -> list[Any]:
@@ -266,7 +266,7 @@ def _trained_by(
     return Run(first, logits.detach(), found, loss)
 
 
-# ---- The ranks.
+# --- the ranks
 
 
 def sharded_runs(runs: list[tuple[Case, Any]], setup: Setup) -> list[Outcome]:
@@ -314,7 +314,7 @@ def _sharded_steps(case: Case, sp: longspan.SequenceSharding, truth: Truth) -> O
     worst = {
         "loss": excess(found.loss, single.loss, exact.loss),
         "last loss": excess(found.aux_loss or 0.0, single.aux_loss or 0.0, exact.aux_loss or 0.0),
-        "losses alike": 0.0 if len(set(_of_all(found.loss))) == 1 else torch.inf,
+        "equal losses": 0.0 if len(set(_of_all(found.loss))) == 1 else torch.inf,
     }
     real = batches[-1].real.chunk(sp.data_size)[sp.data_rank]
     a, b = (run.logits.chunk(sp.data_size)[sp.data_rank][real] for run in (single, exact))
@@ -323,7 +323,7 @@ def _sharded_steps(case: Case, sp: longspan.SequenceSharding, truth: Truth) -> O
     # A parameter without influence on the loss has no gradient, or zeros.
     extra = {n for n in missing if n in found.gradients and not bool(found.gradients[n].any())}
     if missing - extra:
-        return Outcome("failed", f"gradients that one side alone has: {sorted(missing - extra)}")
+        return Outcome("failed", f"gradients of one side only: {sorted(missing - extra)}")
     worst |= gradient_excess({n: x for n, x in found.gradients.items() if n not in extra}, truth)
     name = max(worst, key=lambda n: worst[n])
     return Outcome("equal" if worst[name] <= 1 else "failed", f"{name} {worst[name]:.3g} of the limit")

@@ -239,14 +239,14 @@ def _sent(what: str, shape: ModelShape, job: Job, mesh: Mesh) -> list[Sent]:
 
 def _thin_out(sizes: list[float]) -> list[float]:
     """Drop sizes within 10 % of the one before, then all but `MAX_SIZES` evenly spread ones; keep both ends."""
-    kept = sizes[:1]
+    thinned = sizes[:1]
     for size in sizes[1:]:
-        if size > 1.1 * kept[-1]:
-            kept.append(size)
-    kept[-1] = sizes[-1]
-    if len(kept) <= MAX_SIZES:
-        return kept
-    return [kept[round(i * (len(kept) - 1) / (MAX_SIZES - 1))] for i in range(MAX_SIZES)]
+        if size > 1.1 * thinned[-1]:
+            thinned.append(size)
+    thinned[-1] = sizes[-1]
+    if len(thinned) <= MAX_SIZES:
+        return thinned
+    return [thinned[round(i * (len(thinned) - 1) / (MAX_SIZES - 1))] for i in range(MAX_SIZES)]
 
 
 def _parse(hardware: MeasuredHardware) -> tuple[str, Hardware]:

@@ -1,7 +1,7 @@
 """What `bench attention` and `bench step` measure: the same attention, or the same training step, by every method.
 
-An attention starts from q, K and V laid out as its method holds them before attention, and ends with the output laid
-out as the method needs it afterwards. Tensor parallelism holds all tokens of its heads and sends nothing for attention
+An attention starts from q, K and V in the layout that its method has before attention, and ends with the output in
+the layout that it needs afterwards. Tensor parallelism holds all tokens of its heads and sends nothing for attention
 itself; a layer costs it two sums of hidden states. Its workload is therefore attention on its heads plus these two
 sums, with a hidden size of heads x head_dim. FSDP alone shards no sequence: every rank computes its own.
 
@@ -132,7 +132,7 @@ def as_leaves(*xs: Tensor) -> list[Tensor]:
 
 
 def sequence_attention(candidate: Candidate, inputs: AttentionInputs) -> Workload:
-    """Return `longspan.attention` on the candidate's mesh; with FSDP alone, a whole sequence per rank."""
+    """Return `longspan.attention` on the candidate's mesh; with FSDP alone, a full sequence per rank."""
     sp = inputs.shardings.get(candidate)
     q, k, v, grad = (shard(x, sp) for x in inputs.tensors())
     return attention_workload(
