@@ -73,8 +73,8 @@ def disk(tmp_path: Path) -> Iterator[DiskStore]:
 
 
 def _written(store: DiskStore) -> None:
-    with store._changed:
-        assert store._changed.wait_for(lambda: not store._bytes_in_flight, timeout=60)
+    with store.changed:
+        assert store.changed.wait_for(lambda: not store._bytes_in_flight, timeout=60)
 
 
 @pytest.fixture
@@ -134,8 +134,8 @@ def test_a_disk_returns_every_tensor(played: list[DiskStore], ops: list[Any], li
     _play(store, ops, lifo, lambda: _written(store))
     _written(store)
     store.reserve(0)  # drops abandoned entries
-    with store._changed:
-        assert store._changed.wait_for(lambda: not store._allocator.used, timeout=60)
+    with store.changed:
+        assert store.changed.wait_for(lambda: not store._allocator.used, timeout=60)
 
 
 @given(ops=OPS, lifo=st.booleans(), in_flight=st.integers(0, 3))
@@ -178,8 +178,8 @@ def test_threads_share_a_store(disk: DiskStore) -> None:
         thread.join(60)
     assert not wrong and not any(thread.is_alive() for thread in threads)
     disk.reserve(0)  # drops abandoned entries
-    with disk._changed:
-        assert disk._changed.wait_for(lambda: not disk._allocator.used, timeout=60)
+    with disk.changed:
+        assert disk.changed.wait_for(lambda: not disk._allocator.used, timeout=60)
 
 
 # --- memory is bounded
@@ -208,7 +208,7 @@ def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path, by_bytes
     assert not alive
     for number in reversed(range(count)):
         assert torch.equal(stored.pop().get(), _tracked(set(), size, number))
-        assert sum(entry.fetch is not None for entry in store._entries.values()) <= few
+        assert sum(entry.fetch is not None for entry in store.entries.values()) <= few
     store.close()
 
 
@@ -275,7 +275,7 @@ def test_the_device_holds_few_tensors_and_memory_is_pinned_once(in_flight: int) 
             assert len(alive) <= in_flight
         while stored:
             stored.pop().get()
-            assert sum(entry.fetch is not None for entry in store._entries.values()) <= 1
+            assert sum(entry.fetch is not None for entry in store.entries.values()) <= 1
         assert len(side.chunks) == 1
     assert side.chunks[0].nbytes == 64 * MIB
 
@@ -290,8 +290,8 @@ def test_a_disk_prefetches_the_entry_before(disk: DiskStore, monkeypatch: pytest
     seen: list[int] = []
     monkeypatch.setattr(disk._file, "read", lambda into, at: (seen.append(at), read(into, at)))
     stored[3].get()
-    with disk._changed:
-        assert disk._changed.wait_for(lambda: not any(e.pending for e in disk._entries.values()), timeout=60)
+    with disk.changed:
+        assert disk.changed.wait_for(lambda: not any(e.pending for e in disk.entries.values()), timeout=60)
     assert {at // 4096 for at in seen} == {at // 4096 + k for at in offsets[2:] for k in (0, 1)}
     stored.pop()
     while stored:
@@ -314,7 +314,7 @@ def test_useless_prefetches_are_cancelled(disk: DiskStore) -> None:
     _written(disk)
     for one in random.Random(0).sample(stored, 30):
         one.get()
-        assert sum(entry.fetch is not None for entry in disk._entries.values()) <= 2
+        assert sum(entry.fetch is not None for entry in disk.entries.values()) <= 2
 
 
 # --- errors

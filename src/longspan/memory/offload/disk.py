@@ -99,12 +99,12 @@ class DiskStore(Store):
 
     def close(self) -> None:
         """End the threads and free the disk space; stored tensors are lost. A second call does nothing."""
-        if not self._forked:
-            with self._changed:
+        if not self.forked:
+            with self.changed:
                 self._closed = True
-                for entry in list(self._entries.values()):
-                    self._drop(entry)
-                self._changed.notify_all()
+                for entry in list(self.entries.values()):
+                    self.drop(entry)
+                self.changed.notify_all()
             for pool in (self._writers, self._readers):
                 pool.shutdown(wait=True, cancel_futures=True)
         self._file.close()
@@ -123,8 +123,8 @@ class DiskStore(Store):
         self._raise_error()
         if not self._has_room(entry.nbytes):
             with self.stats.wait("out"):
-                self._changed.wait_for(lambda: self._closed or self._has_room(entry.nbytes))
-            self._check()
+                self.changed.wait_for(lambda: self._closed or self._has_room(entry.nbytes))
+            self.check_usable()
             self._raise_error()
         if entry.nbytes:
             entry.offset = self._allocate(entry.nbytes)
@@ -133,7 +133,7 @@ class DiskStore(Store):
 
     def _raise_error(self) -> None:
         """Raise if an entry that is still needed is lost."""
-        for entry in self._entries.values():
+        for entry in self.entries.values():
             entry.check()
 
     def _has_room(self, nbytes: int) -> bool:
@@ -171,8 +171,8 @@ class DiskStore(Store):
     def _finish_fetch(self, entry: _Entry, fetch: _Read) -> Tensor:
         if fetch.pending:
             with self.stats.wait("in"):
-                self._changed.wait_for(lambda: self._closed or not fetch.pending)
-            self._check()
+                self.changed.wait_for(lambda: self._closed or not fetch.pending)
+            self.check_usable()
             entry.check()
         if fetch.error:
             raise LongspanError(fetch.error)
@@ -192,7 +192,7 @@ class DiskStore(Store):
 
     def _write(self, entry: _Entry, start: int, stop: int) -> None:
         error = "" if entry.dropped else self._try("out", self._write_chunk, entry, start, stop)
-        with self._changed:
+        with self.changed:
             entry.pending -= 1
             entry.error = entry.error or error
             if not entry.pending:
@@ -200,18 +200,18 @@ class DiskStore(Store):
                 entry.release()
                 if entry.dropped:
                     self._free(entry)
-                self._changed.notify_all()
+                self.changed.notify_all()
 
     def _read(self, reading: _Read, start: int, stop: int) -> None:
         error = "" if reading.cancelled else self._try("in", self._read_chunk, reading, start, stop)
-        with self._changed:
+        with self.changed:
             reading.pending -= 1
             reading.entry.pending -= 1
             reading.error = reading.error or error
             if reading.entry.dropped:
                 self._free(reading.entry)
             if not reading.pending:
-                self._changed.notify_all()
+                self.changed.notify_all()
 
     def _try(
         self, direction: Direction, work: Callable[[Any, int, int], None], item: Any, start: int, stop: int

@@ -80,11 +80,11 @@ class HostStore(Store):
         self._outgoing: deque[_Entry] = deque()
 
     def close(self) -> None:
-        if self._closed or self._forked:
+        if self._closed or self.forked:
             return
-        with self._changed:
-            for entry in list(self._entries.values()):
-                self._drop(entry)
+        with self.changed:
+            for entry in list(self.entries.values()):
+                self.drop(entry)
             while self._outgoing:
                 self._release(self._outgoing.popleft())
             self._closed = True
@@ -156,7 +156,7 @@ class _PinnedPool:
         """Have `nbytes` free, or raise LongspanError."""
         missing = nbytes - sum(allocator.size - allocator.used for _, allocator in self._chunks)
         if missing > 0:
-            self._check(missing)
+            self.check_usable(missing)
             for size in _powers(missing):
                 self._add(size)
 
@@ -167,14 +167,14 @@ class _PinnedPool:
             if offset is not None:
                 return number, offset, memory[offset : offset + nbytes]
         size = _power_above(nbytes)
-        self._check(size)
+        self.check_usable(size)
         self._add(size)
         return self.allocate(nbytes)
 
     def free(self, chunk: int, offset: int, nbytes: int) -> None:
         self._chunks[chunk][1].free(offset, nbytes)
 
-    def _check(self, needed: int) -> None:
+    def check_usable(self, needed: int) -> None:
         free = free_memory()
         if free is not None and needed > free:
             raise LongspanError(_out_of_memory(needed, free))

@@ -114,16 +114,18 @@ class Store(ABC):
 
     Attributes:
         stats: of all transfers.
+        entries: by number, in the order of `put`, without those that are dropped.
         abandoned: entries whose future was deleted. The next call to the store drops them.
+        changed: hold it to read or change `entries`; its waiters wake when space is freed or a transfer ends.
     """
 
     def __init__(self, prefetch_bytes: int | None = 0) -> None:
         self.stats = TransferStats()
         self.abandoned: deque[Entry] = deque()
         self._prefetch_bytes = prefetch_bytes
-        self._entries: dict[int, Entry] = {}  # those that are not dropped, in the order of `put`
+        self.entries: dict[int, Entry] = {}
         self._numbers = itertools.count()
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
         self._pid, self._closed = os.getpid(), False
 
     def reserve(self, nbytes: int) -> None:
@@ -132,8 +134,8 @@ class Store(ABC):
         Raises:
             LongspanError: they do not fit; the message says how many bytes are needed and free.
         """
-        self._check()
-        with self._changed:
+        self.check_usable()
+        with self.changed:
             self._clean_up()
             self._reserve(nbytes)
 
@@ -146,19 +148,19 @@ class Store(ABC):
         Raises:
             LongspanError: no space is left, or a disk error lost an earlier tensor.
         """
-        self._check()
+        self.check_usable()
         entry = self._new_entry(tensor)
-        with self._changed:
+        with self.changed:
             self._clean_up()
             self._start_storing(entry)
             entry.number = next(self._numbers)
-            self._entries[entry.number] = entry
+            self.entries[entry.number] = entry
         return Future(self, entry)
 
     def fetch(self, entry: Entry) -> Tensor:
         """Return an entry's tensor, and start to fetch those before it."""
-        self._check()
-        with self._changed:
+        self.check_usable()
+        with self.changed:
             self._clean_up()
             entry.check()
             data, fetch, entry.fetch = entry.data, entry.fetch, None
@@ -212,12 +214,12 @@ class Store(ABC):
 
     def _clean_up(self) -> None:
         while self.abandoned:
-            self._drop(self.abandoned.popleft())
+            self.drop(self.abandoned.popleft())
 
-    def _drop(self, entry: Entry) -> None:
+    def drop(self, entry: Entry) -> None:
         if not entry.dropped:
             entry.dropped = True
-            del self._entries[entry.number]
+            del self.entries[entry.number]
             self._stop_prefetch(entry)
             self._free(entry)
 
@@ -229,7 +231,7 @@ class Store(ABC):
     def _prefetch_before(self, entry: Entry) -> None:
         """Prefetch what a backward needs next, and cancel every other prefetch."""
         coming = self._next_in_backward(entry)
-        for other in self._entries.values():
+        for other in self.entries.values():
             if other not in coming:
                 self._stop_prefetch(other)
         for other in coming:
@@ -244,10 +246,10 @@ class Store(ABC):
         """
         if self._prefetch_bytes is None:
             return []
-        enough = max(self._prefetch_bytes, max((e.nbytes for e in self._entries.values()), default=0) // 2)
+        enough = max(self._prefetch_bytes, max((e.nbytes for e in self.entries.values()), default=0) // 2)
         coming: list[Entry] = []
         total = 0
-        for other in reversed(self._entries.values()):
+        for other in reversed(self.entries.values()):
             if other.number < entry.number:
                 if coming and total >= enough:
                     break
@@ -256,13 +258,13 @@ class Store(ABC):
         return coming
 
     @property
-    def _forked(self) -> bool:
+    def forked(self) -> bool:
         """Whether this process is a fork of the one that made the store: threads, streams and files do not survive."""
         return os.getpid() != self._pid
 
-    def _check(self) -> None:
+    def check_usable(self) -> None:
         """Raise if the store is closed, or belongs to the process that this one was forked from."""
-        if self._forked:
+        if self.forked:
             raise LongspanError(
                 f"process {self._pid} made this activation store, and its fork, process {os.getpid()}, cannot use it; "
                 "build the model in the forked process"
