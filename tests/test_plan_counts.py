@@ -390,7 +390,7 @@ def test_ring_schedule_matches_attention(n: int, ring: int, ulysses: int, layout
     assert found.pairs == tuple(sum(row) for row in work)
     steps = range(1, found.routes.rounds + 1)
     sends = [
-        sum(found.routes.sends_right(rank, step) + found.routes.sends_left(rank, step) for step in steps)
+        sum(found.routes.has_hop(rank, direction, step) for step in steps for direction in (1, -1))
         for rank in range(ring)
     ]
     assert found.routes.sends == tuple(sends)

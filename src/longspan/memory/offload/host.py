@@ -156,7 +156,7 @@ class _PinnedPool:
         """Have `nbytes` free, or raise LongspanError."""
         missing = nbytes - sum(allocator.size - allocator.used for _, allocator in self._chunks)
         if missing > 0:
-            self.check_usable(missing)
+            self._check(missing)
             for size in _powers(missing):
                 self._add(size)
 
@@ -167,14 +167,14 @@ class _PinnedPool:
             if offset is not None:
                 return number, offset, memory[offset : offset + nbytes]
         size = _power_above(nbytes)
-        self.check_usable(size)
+        self._check(size)
         self._add(size)
         return self.allocate(nbytes)
 
     def free(self, chunk: int, offset: int, nbytes: int) -> None:
         self._chunks[chunk][1].free(offset, nbytes)
 
-    def check_usable(self, needed: int) -> None:
+    def _check(self, needed: int) -> None:
         free = free_memory()
         if free is not None and needed > free:
             raise LongspanError(_out_of_memory(needed, free))
