@@ -224,7 +224,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"contexts": (1000,)}, 3, "--contexts 1000 .* 3 ranks .*give 996 or 1002"),
     ({"contexts": ()}, 2, "--contexts needs"),
     ({"heads": 6, "kv_heads": 4}, 2, "--heads 6 is no multiple of --kv-heads 4"),
-    ({"model": "llama-2-7"}, 2, "did you mean llama-2-7b"),
+    ({"model": "llama-2-7"}, 2, "did you mean 'llama-2-7b'"),
     ({}, 1, "2 ranks or more"),
     ({"ulysses": 2}, 2, "--ulysses is a flag of `bench link` and `bench collectives`, not of `bench attention`"),
     ({"layers": 3}, 2, "--layers is a flag of `bench step`"),

@@ -194,6 +194,11 @@ class Hardware:
                 check_number(f"{name} {of}", getattr(self, name), 0, above=True)
         if self.measured_dtype not in (None, "bf16", "fp32"):
             raise LongspanError(f"measured_dtype {of} must be bf16 or fp32, got {format_value(self.measured_dtype)}")
+        for name in ("intra", "inter"):
+            if not isinstance(getattr(self, name), Link):
+                raise LongspanError(f"{name} {of} must be a Link, got {format_value(getattr(self, name))}")
+        if not isinstance(self.measured, Mapping):
+            raise LongspanError(f"measured {of} must be links by (axis, op), got {format_value(self.measured)}")
         for key, link in self.measured.items():
             if not (isinstance(key, tuple) and len(key) == 2 and isinstance(link, MeasuredLink)):
                 raise LongspanError(
@@ -357,7 +362,7 @@ def _read(name_or_path: str, readers: tuple[Path, ...]) -> Hardware:
 
 def _from_toml(file: Toml, readers: tuple[Path, ...]) -> Hardware:
     values, measured = _table(file, _KEYS), "measured" in file.values
-    for key in ("name", "like"):
+    for key in ("name", "like", "measured"):
         if not isinstance(values.get(key, ""), str):
             raise file.error(f"{key} = {format_value(values[key])} must be text", key)
     if "like" in values:
