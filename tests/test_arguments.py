@@ -200,7 +200,7 @@ def test_empty_sequences_raise_on_several_ranks() -> None:
             (lambda: sp.shard(torch.zeros(1, 0, 3)), r"a sequence needs at least 1 token"),
             (lambda: sp.gather(torch.zeros(1, 0, 3)), r"no sequence gives 4 ranks 0 entries each"),
             (lambda: exchange.reshard(torch.zeros(1, 0, 4), sp.group, 1, 2), r"has nothing to send to 4 ranks"),
-            (lambda: exchange.heads_to_seq(torch.zeros(1, 8, 2, 0), sp.ulysses_group), r"has nothing to exchange"),
+            (lambda: exchange.heads_to_seq(torch.zeros(1, 8, 2, 0), sp.ulysses_group), r"has nothing to send"),
         ):
             with pytest.raises(LongspanError, match=text):
                 call()

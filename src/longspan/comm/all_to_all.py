@@ -203,9 +203,8 @@ def gather_heads(
 ) -> Tensor:
     """Send the attention output of the local heads back to the tokens' ranks, in one all-to-all: `[B, L, H, D]`."""
     heads, dims, spans = [shards[-1].q_stop], [out_BShD.shape[3]], _head_spans(shards, ["q"])
-    packed_SBW = out_BShD.transpose(0, 1).flatten(2)  # no copy if the tokens come first
     outs: list[Tensor] = torch.ops.longspan.gather_heads(
-        packed_SBW, heads, dims, _flatten(spans), group_name(group), wire_dtype
+        out_BShD.transpose(0, 1), heads, dims, _flatten(spans), group_name(group), wire_dtype
     )
     return outs[0]
 
@@ -350,7 +349,7 @@ def _start_gather(
     received = _row_contents(spans, dims)
     sent = [received[group.rank()]] * group.size()
     rows = packed_SBW.shape[0] // group.size() * packed_SBW.shape[1]
-    packed = packed_SBW.contiguous().view(-1)
+    packed = packed_SBW.contiguous().view(-1)  # no copy if the tokens come first; else it is freed after the all-to-all
     return AllToAll(packed, rows, sent, received, group, wire_dtype, overlapped=overlapped, finish=finish)
 
 
@@ -488,11 +487,13 @@ def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, _, _, *ctx.rest = inputs
+    x_SBW, _, _, *ctx.rest = inputs
+    ctx.shape = x_SBW.shape[2:]  # heads and head_dim, or both in one dimension
 
 
 def _gather_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    return torch.ops.longspan.scatter_heads(grads, *ctx.rest), None, None, None, None, None
+    grad_SBW = torch.ops.longspan.scatter_heads(grads, *ctx.rest)
+    return grad_SBW.unflatten(2, ctx.shape), None, None, None, None, None
 
 
 _scatter_op.register_autograd(_scatter_backward, setup_context=_scatter_setup)
