@@ -79,7 +79,7 @@ def test_an_export_that_does_not_load_is_removed(tmp_path: Path) -> None:
     broken = _model()
     with torch.no_grad():
         broken.model.norm.weight[3] = float("nan")
-    with pytest.raises(LongspanError, match=r"hf is not exported: model\.norm\.weight is not finite as torch\.float32"):
+    with pytest.raises(LongspanError, match=r"hf is not exported: model\.norm\.weight holds nan \(1 of"):
         checkpoint.export(folder, broken, _config(), None, torch.float32)
     with torch.no_grad():
         broken.model.norm.weight[3] = 3.4e38  # finite, but not in bf16

@@ -14,6 +14,7 @@ from longspan.comm.mesh import OneDeviceMesh
 from longspan.core.errors import LongspanError
 from longspan.hf.batch import IGNORE
 from longspan.losses import cross_entropy as loss_module
+from longspan.losses.tile_gradients import TileGradients
 from tests.choose import pairwise
 from tests.pool import RankPool
 from tests.tolerance import MARGIN, units
@@ -92,3 +93,20 @@ def test_shapes_must_match() -> None:
     sp: Any = longspan.SequenceSharding(OneDeviceMesh("cpu"))
     with pytest.raises(LongspanError, match=r"logits of shape \(1, 3, 5\) do not belong to labels of shape \(1, 4\)"):
         longspan.causal_lm_loss(torch.zeros(1, 3, 5), torch.zeros(1, 4, dtype=torch.int64), sp)
+
+
+def test_parameters_that_share_a_gradient_have_their_own_sums() -> None:
+    """Autograd returns one tensor as the gradient of both inputs of an addition, and the sums are changed in place."""
+    hidden, weight, delta = torch.randn(6, 4), torch.randn(5, 4), torch.randn(5, 4)
+    gradients = TileGradients(hidden, {"weight": weight, "delta": delta}, (True, True, True))
+    for start in range(0, 6, 2):
+        span = slice(start, start + 2)
+        x = gradients.leaf(hidden[span])
+        out = F.linear(x, gradients.stand_ins["weight"] + gradients.stand_ins["delta"])
+        gradients.add(span, x, [out], [torch.ones_like(out)])
+    of_weight, of_delta = gradients.of_parameters()
+    assert of_weight is not None and of_delta is not None
+    assert of_weight.untyped_storage().data_ptr() != of_delta.untyped_storage().data_ptr()
+    truth = hidden.sum(0).expand(5, 4)
+    torch.testing.assert_close(of_weight, truth)
+    torch.testing.assert_close(of_delta, truth)

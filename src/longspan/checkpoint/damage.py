@@ -174,7 +174,9 @@ def verify(path: Path | str, ranks: Ranks | None = None, *, content: bool = True
     path, ranks = Path(path), ranks or Ranks()
     checkpoint, problem = _check(path, ranks, content)
     if checkpoint is None:
-        raise LongspanError(f"{problem}; {ranks.first(lambda: resume_hint(path))}")
+        others = [step_path(path.parent, step) for step in reversed(ranks.first(lambda: complete_steps(path.parent)))]
+        undamaged = next((other for other in others if other != path and _check(other, ranks, True)[0]), None)
+        raise LongspanError(f"{problem}; {_resume_hint(undamaged)}")
     return checkpoint
 
 
@@ -269,8 +271,14 @@ def resume_hint(path: Path) -> str:
             with contextlib.suppress(LongspanError):
                 checkpoint = Checkpoint.read(other)
                 if checkpoint.wrong_content(list(checkpoint.files)) is None:
-                    return f"resume from the newest undamaged checkpoint: --resume {other}"
-    return "no other checkpoint next to it is undamaged; start again with another --out"
+                    return _resume_hint(other)
+    return _resume_hint(None)
+
+
+def _resume_hint(undamaged: Path | None) -> str:
+    if undamaged is None:
+        return "no other checkpoint next to it is undamaged; start again with another --out"
+    return f"resume from the newest undamaged checkpoint: --resume {undamaged}"
 
 
 def _check(path: Path, ranks: Ranks, content: bool) -> tuple[Checkpoint | None, str]:

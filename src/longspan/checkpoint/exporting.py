@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule
 
 from longspan.checkpoint.disk import check_room, format_disk_full
+from longspan.checkpoint.finite import check_finite
 from longspan.checkpoint.folder import MAKING, FileRecord, put_in_place, remove, write_durably
 from longspan.checkpoint.ranks import Ranks, check_ranks, checked_on_all
 from longspan.comm.arguments import as_dtype, check_module
@@ -86,6 +87,8 @@ def export(
         config, generation = copy.deepcopy(inner.config), generation or getattr(inner, "generation_config", None)
     saved_dtype: torch.dtype = inner.dtype if dtype is None else as_dtype("dtype", dtype)
     ranks.first(lambda: check_replaceable(folder))
+    tensors = {f"model.{name}": x for name, x in model.state_dict().items()}
+    check_finite(tensors, f"{folder} is not exported", ranks, "export an earlier checkpoint")
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state: dict[str, Any] = get_model_state_dict(model, options=options)  # empty except on rank 0
     sizes = (x.numel() * (saved_dtype if x.is_floating_point() else x.dtype).itemsize for x in state.values())

@@ -349,7 +349,7 @@ def _start_gather(
     received = _row_contents(spans, dims)
     sent = [received[group.rank()]] * group.size()
     rows = packed_SBW.shape[0] // group.size() * packed_SBW.shape[1]
-    packed = packed_SBW.contiguous().view(-1)  # no copy if the tokens come first; else it is freed after the all-to-all
+    packed = packed_SBW.contiguous().view(-1)  # no copy if the tokens come first; else it is freed before `finish`
     return AllToAll(packed, rows, sent, received, group, wire_dtype, overlapped=overlapped, finish=finish)
 
 

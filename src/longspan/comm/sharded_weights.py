@@ -124,10 +124,13 @@ class BareModule(nn.Module):
 
     def trained(self) -> dict[str, Tensor]:
         """Return the parameters that need a gradient, by name, as they are now: gathered, under FSDP."""
-        owners, found = dict(self.named_modules()), dict[str, Tensor]()
-        for name, p in self.named_parameters():
+        owners, trained = dict(self.named_modules()), dict[str, Tensor]()
+        for name in self.trained_names():
             path, _, own = name.rpartition(".")
-            if p.requires_grad:
-                shards = shards_of(owners[path])
-                found[name] = p if shards is None else shards.local(own, p)
-        return found
+            p, shards = self.get_parameter(name), shards_of(owners[path])
+            trained[name] = p if shards is None else shards.local(own, p)
+        return trained
+
+    def trained_names(self) -> list[str]:
+        """Return the names of `trained`, without a collective."""
+        return [name for name, p in self.named_parameters() if p.requires_grad]

@@ -233,8 +233,11 @@ def prefetch(items: Iterator[T], depth: int = 2) -> Iterator[Iterator[T]]:
             put(None, error)
 
     def take() -> T | None:
+        if stop.is_set():  # the thread has ended
+            raise StopIteration
         item, error = ready.get()
         if error is not None:
+            stop.set()
             raise error
         return item
 

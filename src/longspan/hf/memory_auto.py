@@ -41,7 +41,7 @@ def hardware_of(device: torch.device, rank_bytes: float | None = None) -> Hardwa
         device: of the ranks.
         rank_bytes: memory of a rank; by default the device's, without `BASE_OF_A_RANK`.
     """
-    held = max(device_memory(device) - BASE_OF_A_RANK, BASE_OF_A_RANK) if rank_bytes is None else rank_bytes
+    held = max(device_memory(device) - BASE_OF_A_RANK, BASE_OF_A_RANK / 4) if rank_bytes is None else rank_bytes
     if device.type == "cpu":
         return dataclasses.replace(read_hardware("cpu"), memory_bytes=held)
     named = torch.cuda.get_device_name(device).lower().replace(" ", "-")

@@ -262,7 +262,7 @@ class MemoryModules:
             if _takes_one(child):
                 yield child
             else:
-                problem = (
+                problem = problem or (
                     f"{self.names[child]} ({type(child).__name__}) is called with more than hidden states, so it "
                     f"cannot run tile by tile"
                 )

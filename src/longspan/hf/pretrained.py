@@ -98,7 +98,7 @@ def not_found(flag: str, name: str, kind: Literal["model", "dataset"], offline: 
     else:
         hub = f"as a name on the Hugging Face hub it would need the network, {offline}"
     return LongspanError(
-        f"{flag} {name}: there is no file or folder {Path(name).absolute()}{near(name)}, and {hub}; give the path of a "
+        f"{flag} {name}: there is no file or folder {Path(name).absolute()}{near(name)}, and {hub}; give the path of "
         "an existing file or folder"
     )
 

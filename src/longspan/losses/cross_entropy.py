@@ -114,7 +114,8 @@ class _DeferredLossSum(torch.autograd.Function):
     def forward(
         ctx: Any, logits: DeferredLogits, labels_T: Tensor, terms: LossTerms, hidden_TD: Tensor, *parameters: Tensor
     ) -> Tensor:
-        gradients = TileGradients(hidden_TD, logits.head.bare.trained(), ctx.needs_input_grad[3:])
+        by_name = dict(zip(logits.head.bare.trained_names(), parameters, strict=True))
+        gradients = TileGradients(hidden_TD, by_name, ctx.needs_input_grad[3:])
         total = torch.zeros((), dtype=torch.float64, device=hidden_TD.device)
         rows = head_tile(logits.widest, hidden_TD.device.type == "cpu")
         matmul = logits.is_matmul and gradients.needed

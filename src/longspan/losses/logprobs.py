@@ -67,7 +67,7 @@ class _Logprobs(torch.autograd.Function):
         """Recompute each tile, and let autograd go through it."""
         ctx.logits.head.regather()
         labels_T, hidden_TD, *parameters = ctx.saved_tensors
-        by_name = dict(zip(ctx.logits.head.bare.trained(), parameters, strict=True))
+        by_name = dict(zip(ctx.logits.head.bare.trained_names(), parameters, strict=True))
         gradients = TileGradients(hidden_TD, by_name, ctx.needs_input_grad[3:])
         for span in _tiles(ctx.logits, len(labels_T)):
             with torch.enable_grad(), torch.autocast(**ctx.autocast):

@@ -65,12 +65,14 @@ class TileGradients:
     def _add_to_sum(self, name: str, grad: Tensor) -> None:
         if name in self.sums:
             self.sums[name] += grad
-        elif self._wide:
-            dtype = torch.promote_types(grad.dtype, torch.float32)
-            # The first gradient may be a view or expanded: do not add in place to it.
-            self.sums[name] = grad.to(dtype, copy=True) if grad.dtype != dtype or not grad.is_contiguous() else grad
-        else:
-            self.sums[name] = grad
+            return
+        dtype = torch.promote_types(grad.dtype, torch.float32) if self._wide else grad.dtype
+        # The sum is changed in place, but the first gradient may be expanded, or be another parameter's as well:
+        # autograd returns one tensor for both inputs of an addition.
+        address = grad.untyped_storage().data_ptr()
+        shared = any(other.untyped_storage().data_ptr() == address for other in self.sums.values())
+        private = grad.dtype == dtype and grad.is_contiguous() and not shared
+        self.sums[name] = grad if private else grad.to(dtype, copy=True)
 
     def of_parameters(self) -> list[Tensor | None]:
         """Return the sum of each parameter's gradients; None if it needs none."""

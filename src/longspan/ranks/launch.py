@@ -58,7 +58,8 @@ class StopRequest(Signals):
         grace_s: float = GRACE_S,
         late: tuple[str, str] = ("not saved", "progress since the last checkpoint is lost (--grace gives it longer)"),
     ) -> None:
-        super().__init__((signal.SIGTERM, signal.SIGINT), repeat_s)
+        # The launcher's ranks ignore Ctrl-C until they get here, and so does a shell's background job.
+        super().__init__((signal.SIGTERM, signal.SIGINT), repeat_s, keep_ignored=False)
         self._stops, self._grace_s, self._late = stops, grace_s, late
         self._timer: threading.Timer | None = None
 

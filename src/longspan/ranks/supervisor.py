@@ -73,23 +73,26 @@ class RankFailed(RuntimeError):
 
 
 class Signals:
-    """Catches the signals that stop a job: a context manager. Signals that the process ignores (nohup) stay ignored.
+    """Catches the signals that stop a job: a context manager.
+
+    With `keep_ignored`, signals that the process ignores (nohup) stay ignored.
 
     Attributes:
         signum: the first signal; None before it.
         again: whether a second one came, more than `repeat_s` after the first.
     """
 
-    def __init__(self, signums: tuple[int, ...], repeat_s: float) -> None:
+    def __init__(self, signums: tuple[int, ...], repeat_s: float, *, keep_ignored: bool = True) -> None:
         self.signum: int | None = None
         self.again = False
+        self._keep_ignored = keep_ignored
         self._signums, self._repeat_s, self._since = signums, repeat_s, 0.0
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         with contextlib.suppress(ValueError):  # only the main thread can catch signals
             for signum in self._signums:
-                if signal.getsignal(signum) is not signal.SIG_IGN:
+                if not self._keep_ignored or signal.getsignal(signum) is not signal.SIG_IGN:
                     self._previous[signum] = signal.signal(signum, self._on_signal)
         return self
 

@@ -85,9 +85,10 @@ def _check_requested(kernel: Kernel, request: KernelRequest) -> tuple[Kernel, Ch
     missing_lse = _missing_lse(kernel, request)
     tiled_instead = kernel is SDPA and request.ring > 1
     if missing_lse is not None and not tiled_instead:
-        other = "ring=1 with more ulysses"
-        if request.ring == 1:
-            other = "head_chunks=1 and overlap_chunks=1 without checkpointing='selective'"
+        changes = ["ring=1 with more ulysses"] if request.ring > 1 and kernel is not EAGER else []
+        if request.lse:
+            changes.append("head_chunks=1 and overlap_chunks=1 without checkpointing='selective'")
+        other = " and ".join(changes)
         raise LongspanError(
             f"the kernel {missing_lse}; use kernel='auto' or 'tiled', a function that returns it "
             f"(longspan.kernel_with_lse), or {other}"

@@ -42,6 +42,7 @@ class CachedTokens(Stage):
         self.segments: Segments | None = None  # of the whole sequence; None without padding
         self.visible: VisibleKeys | None = None
         self.positions: Tensor | None = None  # of the new tokens, int64 [1 or rows, new]
+        self.max_position = 0  # in chunked prefill, that of the whole prompt
         self.info: CachedInfo | None = None
 
     def reset(self) -> None:
@@ -74,12 +75,8 @@ class CachedTokens(Stage):
             )
         if is_on_cpu(batch):
             check_ids(call.model, batch, self.traits)
-        check_positions(call.model, self._max_position(call))
-
-    def _max_position(self, call: ForwardCall) -> int:
-        """Return the largest position; in chunked prefill, that of the whole prompt."""
-        assert call.cache is not None and self.positions is not None
-        return max(int(self.positions.max()), call.cache.announced - 1)
+        self.max_position = max(int(positions.max()), cache.announced - 1)
+        check_positions(call.model, self.max_position)
 
     def before(self, call: ForwardCall) -> None:
         assert call.cache is not None
@@ -88,7 +85,7 @@ class CachedTokens(Stage):
         self.info = CachedInfo(
             length=step.past + step.new,
             segments=self.segments,
-            max_position=self._max_position(call),
+            max_position=self.max_position,
             layout=sp.layout,
             visible=self.visible,
             cache=cache,

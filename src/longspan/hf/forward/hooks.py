@@ -123,6 +123,8 @@ class ForwardHooks:
     def before(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run all checks, share their errors, then change the inputs."""
         self._reset()  # if the last forward raised
+        if self.gradients is not None:
+            self.gradients.restore()  # if the last backward raised
         call = ForwardCall.of(model, kwargs)
         stages: list[Stage] = []
         problem: Exception | None = None
@@ -134,7 +136,11 @@ class ForwardHooks:
                 stage.check(call)
         except Exception as error:  # of any kind: the other ranks must raise too
             problem = error
-        self._raise_on_every_rank(call, problem)
+        try:
+            self._raise_on_every_rank(call, problem)
+        except Exception:
+            self._reset()  # free the batch
+            raise
         for stage in stages:
             stage.before(call)
         return (), call.inputs

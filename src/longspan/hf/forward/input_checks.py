@@ -54,13 +54,16 @@ class SupportedArguments(Stage):
 
 
 class GradientsSummed(Stage):
-    """Refuse parameters whose gradient would not be summed; restore gradients that a backward set aside and raised."""
+    """Refuse parameters whose gradient would not be summed."""
 
     def __init__(self, gradients: GradientSum) -> None:
         self.gradients = gradients
 
-    def check(self, call: ForwardCall) -> None:
+    def restore(self) -> None:
+        """Restore the gradients that a backward set aside before it raised."""
         self.gradients.forget_unfinished()
+
+    def check(self, call: ForwardCall) -> None:
         self.gradients.check(call.model)
 
 

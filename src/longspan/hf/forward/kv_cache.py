@@ -303,6 +303,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
                 difference.
         """
         path, state = Path(folder), state_of(model)
+        cls(model, offload=offload)  # refuse the arguments before the files are read
         index, parts = kv_cache_files.read_index(path, state.config, state.sp)
         cache = cls(model, room=max(room, index["length"]), dtype=index["dtype"], offload=offload)
         kv_cache_files.fill(cache, path, index, parts)
