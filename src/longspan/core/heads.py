@@ -58,8 +58,8 @@ def split_heads(q_heads: int, kv_heads: int, ranks: int, *, kv_replication: bool
     """Split the heads of one attention layer over `ranks` ranks.
 
     The slowest rank sets the pace, so no rank gets more than ceil(q_heads / ranks) query heads. Among the splits that
-    reach this, one along KV groups is preferred: it sends no KV head twice (with more ranks than KV heads, exactly one
-    KV head to each rank). With more ranks than KV heads, or uneven groups, a KV head is in the shards of several ranks:
+    reach this, one along KV groups is preferred: with at most as many ranks as KV heads it sends each KV head once;
+    with more, each rank gets one. With more ranks, or uneven groups, a KV head is in the shards of several ranks:
     `longspan.comm.all_to_all` copies it into each rank's message (`_pack`), and sums the gradients that return
     (`_unpack`). Query heads stay in order, so that gathering them is a concatenation.
 

@@ -20,7 +20,7 @@ TILE = (256, 1024)
 """Largest tile (queries, keys) whose mask is materialized; it bounds the memory per head."""
 
 _NARROW = 128
-"""Tiles of fewer queries cost more in calls than they save in work."""
+"""Tiles with fewer queries or keys than this cost more in calls than they save in work."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,8 +70,8 @@ def _fewest_hops(block: int, ranks: Collection[int], size: int) -> tuple[int, in
     if len(ranks) == size:
         return size - 1, 0
     stops = [0, *sorted([(rank - block) % size for rank in ranks if rank != block]), size]
-    # Go right to one rank and left to the others, skipping the widest gap between two ranks; of equal gaps the last,
-    # which goes further right.
+    # Send right up to the last rank before the widest gap, and left for the ranks after it. Of equal gaps the last,
+    # which sends further right.
     gaps = list(map(operator.sub, stops[1:], stops))
     widest = len(gaps) - 1 - gaps[::-1].index(max(gaps))
     return stops[widest], size - stops[widest + 1]

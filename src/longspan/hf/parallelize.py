@@ -207,8 +207,8 @@ def _warn_of_idle_ranks(model: PreTrainedModel, sp: SequenceSharding) -> None:
     if idle:
         fits = max(u for u in range(1, q_heads + 1) if sp.size % u == 0)
         warnings.warn(
-            f"`ulysses={sp.ulysses_size}` is more than the model's {q_heads} query heads: {idle} of them compute no "
-            f"attention; try `ulysses={fits}, ring={sp.size // fits}`",
+            f"`ulysses={sp.ulysses_size}` is more than the model's {q_heads} query heads: {idle} of the ranks compute "
+            f"no attention; try `ulysses={fits}, ring={sp.size // fits}`",
             stacklevel=3,
         )
 

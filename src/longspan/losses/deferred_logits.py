@@ -192,7 +192,7 @@ class Head:
         self.loss = "tiled"
         self.vocab_shard: VocabShard | None = None
         self.gather: Callable[[], None] | None = None
-        # Of the instance, so hooks around the call stay, FSDP's among them. A compiler breaks its graph here.
+        # Set on the instance, so that hooks around `__call__`, FSDP's too, still run. A compiler breaks its graph here.
         module.forward = not_compiled(self._forward)
 
     @property

@@ -36,7 +36,7 @@ class RecomputedActivations:
         self.compute: Callable[..., Any] = module.forward
         self.on = True
         self._recomputing = not_compiled(self._recompute)  # a compiler breaks its graph here
-        module.forward = self._forward  # of the instance, so hooks around the call stay
+        module.forward = self._forward  # on the instance, so that hooks around `__call__` still run
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.on or not torch.is_grad_enabled():

@@ -185,7 +185,7 @@ class CheckpointedLayer:
         self.layer, self.memory, self.store, self.bind, self.draws = layer, memory, store, bind, draws
         self.groups = groups or LayerGroups()
         self._checkpointed = not_compiled(self._checkpoint)  # a compiler breaks its graph here
-        layer.forward = self  # of the instance, so hooks around the call stay
+        layer.forward = self  # on the instance, so that hooks around `__call__` still run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         off = self.memory.checkpointing == "none"

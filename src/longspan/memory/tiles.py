@@ -66,7 +66,7 @@ class Tiled:
         ]
         # A compiler breaks its graph at these.
         self._with_grad, self._without_grad = not_compiled(self._forward_with_grad), not_compiled(self._forward_no_grad)
-        module.forward = self._forward  # of the instance, so hooks around the call stay
+        module.forward = self._forward  # on the instance, so that hooks around `__call__` still run
 
     def compute_with(self, hidden: Tensor, parameters: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Return the module's outputs for a tile, then its routers' logits if they are saved.

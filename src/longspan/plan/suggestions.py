@@ -124,16 +124,16 @@ def find_suggestions(
 
     `chooses`: whether the planner chose the memory options, and so has tried all of them on these GPUs.
     """
-    open_to_choice = fixed
+    fixed_options = fixed
     if not chooses:  # memory options that the job has, stay
         own = {f.name: getattr(job.memory, f.name) for f in fields(Memory)}
-        open_to_choice = {name: value for name, value in own.items() if value != getattr(FASTEST, name)} | dict(fixed)
+        fixed_options = {name: value for name, value in own.items() if value != getattr(FASTEST, name)} | dict(fixed)
 
     def with_chosen_options(mesh: Mesh) -> Plan | None:
-        smallest = smallest_memory_candidates(job, hardware, open_to_choice)
+        smallest = smallest_memory_candidates(job, hardware, fixed_options)
         if not any(Plan(model, replace(job, memory=memory), mesh, hardware).fits for memory in smallest):
             return None
-        plan = chosen_plan(model, job, mesh, hardware, open_to_choice)
+        plan = chosen_plan(model, job, mesh, hardware, fixed_options)
         return plan if plan.fits else None
 
     def as_it_is(mesh: Mesh) -> Plan | None:
@@ -144,7 +144,7 @@ def find_suggestions(
     limit = MOST_GPUS if chooses else MOST_SEARCHED
     more, fewer = _on_more(model, job, gpus, hardware, with_chosen_options if chooses else as_it_is, limit)
     nothing = memory_options is None and more is None
-    reached = longest(model, job, gpus, hardware, open_to_choice) if few and nothing else None
+    reached = longest(model, job, gpus, hardware, fixed_options) if few and nothing else None
     return Suggestions(job, fixed, memory_options, more, fewer, reached, max(limit, gpus))
 
 

@@ -83,7 +83,8 @@ def find_resume(config: TrainConfig, inputs: Inputs, ranks: Ranks, *, verify: bo
     `verify` compares the content of the checkpoint's files with their checksums.
 
     Raises:
-        LongspanError: on every rank, for a damaged checkpoint, or one of another run.
+        LongspanError: on every rank, if the checkpoint of --resume, or every checkpoint of the run, is damaged or of
+            another run.
     """
     resume, passed_over = _find_checkpoint(config, ranks, verify)
     inputs = dataclasses.replace(inputs, resume=resume, passed_over=tuple(passed_over))

@@ -4,10 +4,12 @@ Liu et al. 2023, "Ring Attention with Blockwise Transformers", arXiv:2310.01889;
 (arXiv:2407.21783). Contiguous and zigzag rings, the all-gather variant, and attention on one device (one block, nothing
 sent) are this one loop; they differ in layout, kernel, and how blocks are sent.
 
-Per rank and layer the forward sends b * S/R * Hk * (D + Dv) bytes for every step of a block, R - 1 steps if every rank
-needs every block. The backward sends that again, and dK and dV in fp32 as often. With GQA only KV heads are sent.
+Per rank and layer the forward sends b * N/R * K * (D + V) bytes in each of up to R - 1 steps (N tokens of the sequence,
+R ranks of the ring, b bytes per element). The backward sends that again, and dK and dV in fp32 as often. With GQA only
+KV heads are sent.
 
-Shape suffixes: B batch, S tokens of the local block, T tokens of a KV block, H query heads, K KV heads, D head_dim.
+Shape suffixes: B batch, S tokens of the local block, T tokens of a KV block, H query heads, K KV heads, D head_dim
+(of v it may be another, V).
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ class Ring:
         """Attend from the local block's queries to the whole sequence, exactly, with gradients.
 
         Returns:
-            `[B, S, H, Dv]`; zero for queries that see nothing (padding).
+            `[B, S, H, V]`; zero for queries that see nothing (padding).
         """
         if q_BSHD.shape[2] == 0:  # no rank of this ring has heads
             return scores.output_without_heads(q_BSHD, v_BTKD)

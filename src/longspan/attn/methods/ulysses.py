@@ -1,7 +1,8 @@
 """Ulysses attention: all-to-all, attention of all tokens on the local heads, all-to-all back; with a ring inside: USP.
 
 Jacobs et al. 2023, "DeepSpeed-Ulysses", arXiv:2309.14509. A forward is two all-to-alls: one sends q, k and v packed,
-the other the output; each rank sends b*S*D*(2Hq + 2Hk)/P * (P-1)/P bytes. In USP (Fang & Zhao 2024, arXiv:2405.07719)
+the other the output; of N tokens over P ranks each rank sends b*N*D*(2H + 2K)/P * (P-1)/P bytes (b bytes per element,
+batch 1, D = V). In USP (Fang & Zhao 2024, arXiv:2405.07719)
 the tokens are those of one ring block, and the inner method receives the other blocks.
 
 Shape suffixes: B batch, L local tokens, S tokens of the block (the sequence if there is no ring), T keys of the block,
@@ -48,7 +49,10 @@ class Ulysses:
     wire_dtype: CacheDtype = "exact"
 
     def __call__(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKV: Tensor, scores: Scores) -> Tensor:
-        """Return the attention of the local queries, `[B, L, H, V]`. Keys may belong to another sequence."""
+        """Return the attention of the local queries, `[B, L, H, V]`.
+
+        K and V may come from another sequence (cross-attention).
+        """
         shards, trim_to = self.shards, self.trim_to
         D, V = q_BLHD.shape[3], v_BLKV.shape[3]
         local = shards[self.group.rank()]

@@ -1,4 +1,4 @@
-"""How KV blocks go round a ring: how far each travels, what each rank sends, and what each rank computes.
+"""How KV blocks go round a ring: how far each is sent, what each rank sends, and what each rank computes.
 
 The same layout, regions and routes as `longspan.attn.methods.ring`, for the masks that the planner knows. No table of
 ranks x ranks is built, so that rings of thousands cost nothing.
@@ -21,7 +21,7 @@ class RingSchedule:
     """How KV blocks go round a ring in one attention.
 
     Attributes:
-        routes: how far each block travels, and so what each rank sends and receives.
+        routes: how far each block is sent, and so what each rank sends and receives.
         pairs: (query, key) pairs that each rank computes.
         own: fraction of the pairs of the rank with most pairs that lie in its own block, which it computes before any
             other block arrives.
