@@ -46,6 +46,8 @@ def _as_under_torchrun() -> Iterator[None]:
 
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     with mock.patch.dict(os.environ, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks):
+        AcceleratorState._reset_state(True)  # another test may have left the state of one process
+        PartialState._reset_state()
         try:
             yield
         finally:

@@ -174,8 +174,11 @@ def verify(path: Path | str, ranks: Ranks | None = None, *, content: bool = True
     path, ranks = Path(path), ranks or Ranks()
     checkpoint, problem = _check(path, ranks, content)
     if checkpoint is None:
-        others = [step_path(path.parent, step) for step in reversed(ranks.first(lambda: complete_steps(path.parent)))]
-        undamaged = next((other for other in others if other != path and _check(other, ranks, True)[0]), None)
+        # Rank 0's paths: another rank may have been given another folder, and all must make the same checks.
+        rejected, others = ranks.first(
+            lambda: (path, [step_path(path.parent, step) for step in reversed(complete_steps(path.parent))])
+        )
+        undamaged = next((other for other in others if other != rejected and _check(other, ranks, True)[0]), None)
         raise LongspanError(f"{problem}; {_resume_hint(undamaged)}")
     return checkpoint
 
