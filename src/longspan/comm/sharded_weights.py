@@ -125,10 +125,11 @@ class BareModule(nn.Module):
     def trained(self) -> dict[str, Tensor]:
         """Return the parameters that need a gradient, by name, as they are now: gathered, under FSDP."""
         owners, trained = dict(self.named_modules()), dict[str, Tensor]()
-        for name in self.trained_names():
+        for name, p in self.named_parameters():
             path, _, own = name.rpartition(".")
-            p, shards = self.get_parameter(name), shards_of(owners[path])
-            trained[name] = p if shards is None else shards.local(own, p)
+            if p.requires_grad:
+                shards = shards_of(owners[path])
+                trained[name] = p if shards is None else shards.local(own, p)
         return trained
 
     def trained_names(self) -> list[str]:
