@@ -117,7 +117,7 @@ def _compare_models(truths: list[list[Truth]]) -> None:
             graphs = counter.frame_count
 
 
-def test_compiled_layers_make_no_logits_and_keep_their_memory_options(pool2: RankPool) -> None:
+def test_compiled_layers_compute_no_logits_and_keep_their_memory_options(pool2: RankPool) -> None:
     """With sliding windows on a ring and on a tensor axis: the gradients are the same."""
     truths = [[truth_of(build(case[0], vocab_size=64), batch(n=n)) for n in case[3]] for case in MODELS]
     pool2.run(_compare_models, truths, timeout=240)

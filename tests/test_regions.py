@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.core import regions
-from longspan.core.regions import Call, Region, intersections, joined, tiles
+from longspan.core.regions import Call, Region, intersections, merge_calls, tiles
 
 spans = st.tuples(st.integers(0, 60), st.integers(1, 50)).map(lambda x: (x[0], x[0] + x[1]))
 drawn = st.builds(
@@ -126,11 +126,11 @@ def test_joined_calls_compute_the_same_pairs(rows: Any, q_cuts: Any, mine: Any, 
         for tile in tiles(part)
         for r, dq, dk in ((tile.region, q_at[m] - q_runs[m][0], k_at[n] - k_runs[n][0]),)
     ]
-    fewer = joined(calls)
+    fewer = merge_calls(calls)
     assert sorted(p for call in fewer for p in placed(call)) == sorted(p for call in calls for p in placed(call))
-    assert len(fewer) <= len(calls) and joined(fewer) == fewer
+    assert len(fewer) <= len(calls) and merge_calls(fewer) == fewer
 
 
 def test_a_masked_tile_is_not_joined() -> None:
     left, right = (Call((0, 1), (0, 8), (k, k + 8), "masked", Region(0, 8, k, k + 8)) for k in (0, 8))
-    assert joined([right, left]) == [left, right]
+    assert merge_calls([right, left]) == [left, right]

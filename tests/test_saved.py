@@ -67,9 +67,9 @@ def test_without_a_ring_a_gpu_copies_only_a_v_that_is_a_view(
 ) -> None:
     """Keys and values are not copied, unless saving v would keep a fused projection alive."""
     made: list[int] = []
-    of = ring._KVBlock.of
+    of = ring._KVPair.of
     monkeypatch.setattr(ring, "_kernel_rereads_kv", lambda device: False)
-    monkeypatch.setattr(ring._KVBlock, "of", lambda *args: made.append(1) or of(*args))
+    monkeypatch.setattr(ring._KVPair, "of", lambda *args: made.append(1) or of(*args))
     with fake_world(0, ulysses):
         sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=ulysses))
         found = saved(sp, torch.float32, source, kernel="tiled")

@@ -288,7 +288,7 @@ def test_a_classifier_is_trained_evaluated_and_saved(pool4: RankPool, tmp_path: 
     assert float(loaded.eval()(**batch).loss.detach()) == pytest.approx(evaluated["eval_loss"], rel=1e-4)
 
 
-def test_an_evaluation_of_the_loss_makes_no_logits(pool2: RankPool, tmp_path: Path) -> None:
+def test_an_evaluation_of_the_loss_computes_no_logits(pool2: RankPool, tmp_path: Path) -> None:
     assert pool2.run(_seen_logits, {"ulysses": 2}, tmp_path) == [[], []]
 
 

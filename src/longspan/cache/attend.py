@@ -21,7 +21,7 @@ Sent per rank and layer on u x r ranks (the planner counts the same: `longspan.p
 - a few tokens: Hq / u * (r u - 1) such heads of output per token; without a ring, in the model's dtype
 
 Shape suffixes: B batch, L my tokens of a chunk, S tokens of a block of it, N new tokens, T tokens that I store, H query
-heads, K KV heads, D head_dim; lower-case h, k: this rank's.
+heads, K KV heads, D head_dim of q and k, V of v; lower-case h, k: this rank's.
 """
 
 from __future__ import annotations
@@ -130,14 +130,14 @@ def attend(
         layer: this layer's cache; tokens before `first_visible` are dropped from it.
         q: queries `[B, L, H, D]` of my new tokens if they are sharded, else of all.
         k: their keys `[B, L, K, D]`.
-        v: their values `[B, L, K, Dv]`; if the cache shares them, the first elements of the keys.
+        v: their values `[B, L, K, V]`; if the cache shares them, the first elements of the keys.
         mask: of the layer, over the whole sequence; its `q_start` is that of the new tokens.
         scores: of all heads.
         kernel: as for `longspan.attention`; must return log-sum-exps.
         first_visible: the first token that later ones will see (`first_visible_token`).
 
     Returns:
-        The exact output of the same tokens, `[B, L, H, Dv]`, and the kernel that ran.
+        The exact output of the same tokens, `[B, L, H, V]`, and the kernel that ran.
 
     Raises:
         LongspanError: the kernel returns no log-sum-exp.
@@ -147,12 +147,12 @@ def attend(
     if prepared is None:
         prepared = step.kernels[key] = _prepare(step, mask, scores, q, k, v, layer.start, kernel)
     mine = prepared.mine
-    q_BShD, k_BSkD, v_BSkD = _to_heads(step, prepared, q, k, v, layer.shared)
+    q_BShD, k_BSkD, v_BSkV = _to_heads(step, prepared, q, k, v, layer.shared)
     spans = [slice(*span) for span in step.local_spans]
-    k_new, v_new = (_select(x, spans).transpose(1, 2) for x in (k_BSkD, v_BSkD))
+    k_new, v_new = (_select(x, spans).transpose(1, 2) for x in (k_BSkD, v_BSkV))
     layer.heads, layer.local_kv_heads = (q.shape[2], k.shape[2]), (mine.kv_start, mine.kv_stop)
     layer.append(k_new, v_new)
-    del k_new, v_new, k_BSkD, v_BSkD
+    del k_new, v_new, k_BSkD, v_BSkV
     partial = _partial_attention(step, prepared, layer, q_BShD, scores.of_heads(mine.q_start, mine.q_stop), v_dim)
     layer.release()
     layer.drop_before(first_visible, step.kv_placement.count(step.sp.ring_rank, first_visible))
@@ -228,10 +228,10 @@ def _to_heads(
     if not step.sharded or sp.ulysses_size == 1:
         return q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads]
     assert sp.ulysses_group is not None
-    D, Dv = q.shape[3], v.shape[3]
+    D, V = q.shape[3], v.shape[3]
     sent, kinds, counts = [q, k], ["q", "kv"], [(mine.q_heads, D), (mine.kv_heads, D)]
     if not shared:  # otherwise the values are part of the keys
-        sent, kinds, counts = [*sent, v], [*kinds, "kv"], [*counts, (mine.kv_heads, Dv)]
+        sent, kinds, counts = [*sent, v], [*kinds, "kv"], [*counts, (mine.kv_heads, V)]
     packed_SBW = scatter_heads(sent, kinds, prepared.shards, sp.ulysses_group)
     parts = packed_SBW.split([heads * dim for heads, dim in counts], -1)
     q, k, *values = (part.unflatten(2, count).transpose(0, 1) for part, count in zip(parts, counts, strict=True))
@@ -249,7 +249,7 @@ def _partial_attention(
     step: CacheStep, prepared: _Prepared, layer: LayerCache, q_BShD: Tensor, scores: Scores, v_dim: int
 ) -> Tensor:
     """Return my heads' attention of all queries to the tokens that I store: output and log-sum-exp, `[B, h, R * S,
-    Dv + 1]`, in fp32 or wider.
+    V + 1]`, in fp32 or wider.
     """
     q_BhND = _gather_queries(step, q_BShD).transpose(1, 2)
     B, h, N = q_BhND.shape[:3]
@@ -290,7 +290,7 @@ def _gather_queries(step: CacheStep, q_BShD: Tensor) -> Tensor:
 
 
 def _merge_sharded(step: CacheStep, prepared: _Prepared, partial: Tensor, scores: Scores, dtype: torch.dtype) -> Tensor:
-    """Return all heads' output of my tokens, `[B, L, H, Dv]`."""
+    """Return all heads' output of my tokens, `[B, L, H, V]`."""
     sp, mine = step.sp, prepared.mine
     parts = partial[None]
     if sp.ring_size > 1:
@@ -311,7 +311,7 @@ def _merge_sharded(step: CacheStep, prepared: _Prepared, partial: Tensor, scores
 def _merge_unsharded(
     step: CacheStep, prepared: _Prepared, partial: Tensor, scores: Scores, dtype: torch.dtype
 ) -> Tensor:
-    """Return all heads' output of all new tokens, on every rank: `[B, N, H, Dv]`."""
+    """Return all heads' output of all new tokens, on every rank: `[B, N, H, V]`."""
     sp, shards, mine = step.sp, prepared.shards, prepared.mine
     if sp.ring_size == 1:  # nothing to merge over ranks, so send the output alone
         partial = _merge(partial[None], scores.of_heads(mine.q_start, mine.q_stop)).to(dtype)
@@ -331,7 +331,7 @@ def _merge_unsharded(
 
 
 def _merge(parts_RBhNW: Tensor, scores: Scores) -> Tensor:
-    """Return the parts' outputs, weighted by their log-sum-exps, in the ring's order: `[B, h, N, Dv]`. Add sinks."""
+    """Return the parts' outputs, weighted by their log-sum-exps, in the ring's order: `[B, h, N, V]`. Add sinks."""
     outs, lses = parts_RBhNW[..., :-1], parts_RBhNW[..., -1]
     highest = lses.amax(0)
     if scores.sinks is not None:

@@ -6,10 +6,10 @@ weighted sum of the c. This is attention of H query heads of R + rope elements o
 first R elements of its keys (DeepSeek-AI 2024, "DeepSeek-V2", arXiv:2405.04434, section 2.1.2 and appendix C). A cache
 stores R + rope elements per token, 576 in DeepSeek-V3, instead of 128 x (192 + 128).
 
-Sums run in another order than in a model that expands its keys. Attention takes (2 R + rope) / (D + Dv) times as many
+Sums run in another order than in a model that expands its keys. Attention takes (2 R + rope) / (D + V) times as many
 multiplications, 3.4 in DeepSeek-V3.
 
-Shape suffixes: B batch, L new tokens, H query heads, N elements of a head's key without position, D its whole key, Dv
+Shape suffixes: B batch, L new tokens, H query heads, N elements of a head's key without position, D its whole key, V
 its value, R the latent vector.
 """
 
@@ -69,7 +69,7 @@ class LatentLayer:
             self._captured = args[0]
 
     def weights(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights that expand a latent vector to keys, `[H, N, R]`, and to values, `[H, Dv, R]`, in the
+        """Return the weights that expand a latent vector to keys, `[H, N, R]`, and to values, `[H, V, R]`, in the
         dtype of `like`.
         """
         projection: Any = self.layer.kv_b_proj
@@ -88,12 +88,12 @@ class LatentLayer:
             c: latent vectors of the new tokens, `[B, L, R]`.
             q: queries `[B, L, H, D]`.
             k: keys that the layer expanded, `[B, L, H, D]`.
-            v: values, `[B, L, H, Dv]`.
+            v: values, `[B, L, H, V]`.
             first: whether the cache is empty; then check the layer's expansion.
 
         Returns:
             Queries `[B, L, H, R + rope]`, keys `[B, L, 1, R + rope]`, values `[B, L, 1, R]`, and the weights that
-            expand weighted sums to outputs, `[H, Dv, R]`.
+            expand weighted sums to outputs, `[H, V, R]`.
 
         Raises:
             LongspanError: the layer does not compute its keys and values from these vectors.
@@ -121,7 +121,7 @@ class LatentLayer:
 
 
 def expand(out_BLHR: Tensor, for_values_HDR: Tensor) -> Tensor:
-    """Return outputs `[B, L, H, Dv]` from weighted sums of latent vectors."""
+    """Return outputs `[B, L, H, V]` from weighted sums of latent vectors."""
     return torch.einsum("blhr,hdr->blhd", out_BLHR, for_values_HDR)
 
 

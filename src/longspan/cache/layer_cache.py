@@ -43,22 +43,22 @@ class LayerCache:
         self._parts: list[Tensor] = []  # of the keys, then of the values; each [B, K, capacity, width]
         self._at = 0  # index of the first token in them
 
-    def append(self, k_BKTD: Tensor, v_BKTD: Tensor) -> None:
+    def append(self, k_BKTD: Tensor, v_BKTV: Tensor) -> None:
         """Copy the next tokens' keys and values into the cache.
 
         Raises:
             LongspanError: their dtype, rows, heads or head_dims differ from the cached ones.
         """
-        new = self.encoded(k_BKTD, v_BKTD)
+        new = self.encoded(k_BKTD, v_BKTV)
         self.reserve(new, k_BKTD.shape[2])
         span = slice(self._at + self.count, self._at + self.count + k_BKTD.shape[2])
         for part, x in zip(self._parts, new, strict=True):
             part[:, :, span] = x
         self.count += k_BKTD.shape[2]
 
-    def encoded(self, k_BKTD: Tensor, v_BKTD: Tensor) -> list[Tensor]:
+    def encoded(self, k_BKTD: Tensor, v_BKTV: Tensor) -> list[Tensor]:
         """Return the stored form of keys and values: the parts of the keys, then those of the values, if stored."""
-        xs = (k_BKTD,) if self.shared else (k_BKTD, v_BKTD)
+        xs = (k_BKTD,) if self.shared else (k_BKTD, v_BKTV)
         return [part for x in xs for part in ((x,) if self._format is None else self._format.encode(x))]
 
     def decoded(self, parts: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -119,7 +119,7 @@ class LayerCache:
         self.count = min(self.count, count)
 
     def read(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return keys [B, K, T, D] and values [B, K, T, Dv] in `dtype`; views if they are stored so."""
+        """Return keys [B, K, T, D] and values [B, K, T, V] in `dtype`; views if they are stored so."""
         return self.decoded(self.parts, dtype)
 
     @property

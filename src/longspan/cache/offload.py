@@ -144,9 +144,9 @@ class OffloadedLayerCache(LayerCache):
         self._last_write: Copy | None = None
         self._current: _StagedLayer | None = None
 
-    def append(self, k_BKTD: Tensor, v_BKTD: Tensor) -> None:
+    def append(self, k_BKTD: Tensor, v_BKTV: Tensor) -> None:
         """As `LayerCache.append`; also copy the layer to the device, and start to copy the next one."""
-        new = self.encoded(k_BKTD, v_BKTD)
+        new = self.encoded(k_BKTD, v_BKTV)
         tokens, staging = k_BKTD.shape[2], self._staging
         self.reserve(new, tokens)
         self._current = staged = staging.fetch(self._index, tokens)

@@ -138,8 +138,8 @@ class SequenceSharding:
         overlap_chunks: number of chunks of heads whose all-to-alls overlap with the attention of another chunk, in
             forward and backward; at most the query heads of a rank (in a ring its KV heads). 1: all heads at once, no
             overlap. "auto": `OVERLAPPED_CHUNKS` if the ranks of a Ulysses group are on several hosts and the
-            all-to-all takes long on their link, which is measured here; otherwise 1 (`choose_overlap_chunks`). The
-            forward is equal bit for bit.
+            all-to-all takes long on their link, which is measured here; otherwise 1
+            (`longspan.core.overlap_chunks`). The forward is equal bit for bit.
         wire_dtype: dtype in which the Ulysses all-to-all sends q, k, v, outputs and their gradients. "exact": their
             own. "int8" and "fp8" (e4m3) are LOSSY: one byte per element and an fp32 scale per token and head, in
             forward and backward; computation stays in the model's dtype. Each time it is sent, an element is off by at

@@ -105,7 +105,7 @@ def tiles(region: Region, *, materialized: bool = False) -> Iterator[Tile]:
             tile may be larger than `TILE`.
     """
     if materialized:
-        yield from _small(region)
+        yield from _masked_tiles(region)
     elif region.hi_binds:
         yield from _band(region)
     elif not region.lo_binds:
@@ -123,11 +123,11 @@ def _trapezium(r: Region) -> Iterator[Tile]:
     if corner > r.k0:
         yield Tile(Region(r.q0, r.q1, r.k0, corner, r.lo, r.hi), "full")
     size = min(r.k1 - corner, r.q1 - r.q0)
-    yield from _parts(r, (r.q0, r.q0 + size), (corner, corner + size))
-    yield from _parts(r, (r.q0 + size, r.q1), (corner, r.k1))
+    yield from _tiles_within(r, (r.q0, r.q0 + size), (corner, corner + size))
+    yield from _tiles_within(r, (r.q0 + size, r.q1), (corner, r.k1))
 
 
-def _parts(r: Region, q: Span, k: Span) -> Iterator[Tile]:
+def _tiles_within(r: Region, q: Span, k: Span) -> Iterator[Tile]:
     part = r.within(q, k)
     if part is not None:
         yield from tiles(part)
@@ -145,17 +145,17 @@ def _band(r: Region) -> Iterator[Tile]:
         left = min(max(block.q1 - 1 - r.hi, block.k0), block.k1)  # the first key that every query of the block sees
         right = block.k1 if r.lo is None else max(left, min(block.k1, block.q0 - r.lo + 1))
         if right - left < _NARROW:
-            yield from _small(block)
+            yield from _masked_tiles(block)
             continue
         for keys in ((block.k0, left), (left, right), (right, block.k1)):
             part = block.within((block.q0, block.q1), keys)
             if part is not None and part.hi_binds:
-                yield from _small(part)
+                yield from _masked_tiles(part)
             elif part is not None:
                 yield from tiles(part)
 
 
-def _small(r: Region) -> Iterator[Tile]:
+def _masked_tiles(r: Region) -> Iterator[Tile]:
     for q in range(r.q0, r.q1, TILE[0]):
         for k in range(r.k0, r.k1, TILE[1]):
             part = r.within((q, q + TILE[0]), (k, k + TILE[1]))
@@ -217,7 +217,7 @@ class Call:
         return slice(*self.rows), slice(None), slice(*self.keys)
 
 
-def joined(calls: Iterable[Call]) -> list[Call]:
+def merge_calls(calls: Iterable[Call]) -> list[Call]:
     """Merge calls that are adjacent in the tensors into one rectangle or triangle; return them sorted.
 
     Neighbours in a tensor need not be neighbours in the sequence. A zigzag block has an early and a late span. With its
@@ -229,13 +229,13 @@ def joined(calls: Iterable[Call]) -> list[Call]:
     """
     merged = list(calls)
     if any(call.kind == "full" for call in merged):  # not for documents, perhaps thousands, which are triangles only
-        merged = _joined_along("queries", _joined_along("keys", _joined_triangles(merged)))
+        merged = _merge_along("queries", _merge_along("keys", _merge_triangles(merged)))
     if len({call.rows for call in merged}) > 1:
-        merged = _joined_along("rows", merged)
+        merged = _merge_along("rows", merged)
     return sorted(merged, key=attrgetter("rows", "queries", "keys"))
 
 
-def _joined_triangles(calls: list[Call]) -> list[Call]:
+def _merge_triangles(calls: list[Call]) -> list[Call]:
     """Merge a triangle into the previous one if its queries also see all keys of the previous one."""
     out: dict[tuple[Span, int, int], Call] = {}  # triangles by where they end
     full: dict[tuple[Span, Span], list[Call]] = defaultdict(list)
@@ -257,7 +257,7 @@ def _joined_triangles(calls: list[Call]) -> list[Call]:
     return [*out.values(), *rest, *(call for call in calls if call.kind == "masked")]
 
 
-def _joined_along(axis: str, calls: list[Call]) -> list[Call]:
+def _merge_along(axis: str, calls: list[Call]) -> list[Call]:
     """Merge calls that differ along one axis alone and are adjacent there."""
     kinds = ("full", "causal") if axis == "rows" else ("full",)
     same, span = attrgetter("kind", *({"rows", "queries", "keys"} - {axis})), attrgetter(axis)

@@ -90,55 +90,16 @@ def _covered(runs: Iterable[tuple[int, int]], size: int) -> tuple[int, ...]:
     return tuple(itertools.accumulate(change[:size]))
 
 
-OVERLAPPED_CHUNKS = 4
-"""Chunks of heads for `overlap_chunks="auto"`: a quarter of an all-to-all that attention hides stays exposed."""
-
-CHUNK_START_S = 1e-4
-"""Seconds that each further chunk costs besides its message: kernel launches and copies."""
-
-WORTH_CHUNKS = 8
-"""Use chunks if the all-to-all takes at least this many times as long as the overhead that chunks add. If nothing
-overlaps with it, at most an eighth of its time is lost; if enough does, three quarters are hidden.
-"""
-
-
-@dataclass(frozen=True)
-class AllToAllLink:
-    """The measured time of an all-to-all of a Ulysses group.
-
-    Attributes:
-        start_s: seconds of an empty message.
-        per_byte_s: seconds per byte of a rank's buffer, its own part included.
-    """
-
-    start_s: float
-    per_byte_s: float
-
-
-def choose_overlap_chunks(sent_bytes: int, link: AllToAllLink | None) -> int:
-    """Return the number of chunks for `overlap_chunks="auto"`: several if the all-to-all takes long on this link.
-
-    Args:
-        sent_bytes: bytes of a rank's q, k and v.
-        link: between the ranks of a Ulysses group; None inside one host, where chunks gain nothing.
-    """
-    if link is None:
-        return 1
-    added = (OVERLAPPED_CHUNKS - 1) * (link.start_s + CHUNK_START_S)
-    takes = link.start_s + sent_bytes * link.per_byte_s
-    return OVERLAPPED_CHUNKS if takes >= WORTH_CHUNKS * added else 1
-
-
-SMALL = 1 << 20
-"""Bytes of all keys and values of a ring, up to which the latency of messages dominates."""
+ALL_GATHER_MAX_BYTES = 1 << 20
+"""Bytes of all keys and values of a ring up to which `ring_impl="auto"` may all-gather: latency dominates."""
 
 
 def choose_ring_impl(asked: str, kv_bytes: int, routes: Routes | None) -> str:
     """Resolve `ring_impl="auto"`, for the planner too.
 
     "p2p" overlaps sending with attention and sends a block only to ranks that need it. "allgather" saves the latency of
-    R - 2 messages. It pays only if all keys and values of the ring are small (`SMALL` bytes) and every rank needs every
-    block.
+    R - 2 messages. It pays only if all keys and values of the ring are small (`ALL_GATHER_MAX_BYTES`) and every rank
+    needs every block.
 
     Args:
         asked: "auto", "p2p" or "allgather".
@@ -147,7 +108,7 @@ def choose_ring_impl(asked: str, kv_bytes: int, routes: Routes | None) -> str:
     """
     if asked != "auto":
         return asked
-    if kv_bytes > SMALL:
+    if kv_bytes > ALL_GATHER_MAX_BYTES:
         return "p2p"
     everywhere = routes is None or all(
         sum(hops) == len(routes.right) - 1 for hops in zip(routes.right, routes.left, strict=True)

@@ -193,7 +193,7 @@ def compile_layers(model: nn.Module, **options: Any) -> None:
     """Compile the decoder layers of a parallelized model with `torch.compile`, for training.
 
     Each layer is compiled by itself, inside its activation checkpoint. Graphs break at attention, at collectives and at
-    modules that run tile by tile: these run uncompiled, so every memory option stays, and no logits are made.
+    modules that run tile by tile: these run uncompiled, so every memory option stays, and no logits are computed.
     Without gradients, in `model.eval()` and in generation, layers are not compiled.
 
         model = longspan.parallelize(model, sp, memory="longest")

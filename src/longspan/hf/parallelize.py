@@ -23,11 +23,11 @@ from longspan.comm.consistency import ReplicaCheck, broadcast_weights
 from longspan.core.memory import Memory, MemoryLevel
 from longspan.core.validation import checked_call
 from longspan.hf.checks.batches import BatchCheck
-from longspan.hf.checks.misuse import refuse_savers, refuse_wrappers_and_casts
+from longspan.hf.checks.misuse import refuse_saving_shards, refuse_wrappers_and_casts
 from longspan.hf.checks.version import check_version
 from longspan.hf.forward.binding import AttentionLayers
 from longspan.hf.forward.hooks import ForwardHooks
-from longspan.hf.forward.input_checks import ModelUnchanged, WeightsUnchanged
+from longspan.hf.forward.input_checks import ModelChangeCheck, WeightDamageCheck
 from longspan.hf.forward.logits import head_of
 from longspan.hf.forward.stage import ModelTraits
 from longspan.hf.generate import Generate
@@ -91,8 +91,8 @@ def parallelize(
             forwards. 0: never.
         check_at_rest: compute checksums of this rank's weights after each optimizer step, and compare them before the
             next step and at each forward, to detect damaged memory. Each check reads all of this rank's weights once.
-        logits: True: make logits in training too. By default a training forward with labels makes none: head and cross
-            entropy run tile by tile over the tokens, and `out.logits` is None (`longspan.losses.cross_entropy`).
+        logits: True: compute logits in training too. By default a training forward with labels computes none: head and
+            cross entropy run tile by tile over the tokens, and `out.logits` is None (`longspan.losses.cross_entropy`).
         memory: how to save memory in training. "fastest": not at all. "longest": every memory option that stays on the
             device. "auto": the fastest memory options that fit this device, chosen by the planner at the first training
             forward and at each batch larger than all before. A `longspan.Memory`: exactly these.
@@ -109,9 +109,9 @@ def parallelize(
 
         - `loss` is the mean over every unmasked token of the global batch, equal on every rank. For a sequence
           classifier it is the mean over the rows of the global batch.
-        - `logits`, if made, are those of this rank's tokens. For a sequence classifier they are those of this replica's
-          rows, equal on every rank of the sequence group; a custom loss computed from them on each of these ranks has
-          the gradients of a single one.
+        - `logits`, if computed, are those of this rank's tokens. For a sequence classifier they are those of this
+          replica's rows, equal on every rank of the sequence group; a custom loss computed from them on each of these
+          ranks has the gradients of a single one.
         - With `output_router_logits=True` a mixture of experts adds `aux_loss`, its load-balancing loss over all tokens
           of the global batch.
         - `use_cache` is off, except with a `longspan.ShardedCache`.
@@ -144,21 +144,21 @@ def parallelize(
     head = head_of(inner)
     if head is not None:
         head.loss = checked.memory.head_loss
-    batches, unchanged = _consistency_checks(model, sp, options, checked)
+    batches, model_changes = _consistency_checks(model, sp, options, checked)
     tensor = None
     if checked.tensor_plan is not None:
         tensor = TensorParallel(inner, sp, tensor_style, checked.tensor_plan, head)
     gradients = _shard_weights(sp, options, checked, head)
     state = ParallelState(inner.config, sp, traits, attention, memory_manager, head, tensor, gradients)
-    weights_unchanged = WeightsUnchanged(inner) if check_at_rest else None
+    weight_damage = WeightDamageCheck(inner) if check_at_rest else None
     state.forward = ForwardHooks(
-        inner, state, batches=batches, unchanged=unchanged, weights=weights_unchanged, make_logits=logits
+        inner, state, batches=batches, model_changes=model_changes, weight_damage=weight_damage, compute_logits=logits
     )
     state.forward.install(inner, fsdp=checked.shards_weights)
     if inner.can_generate():
         inner.generate = Generate(inner, sp)
     if sp.tensor_size > 1 or checked.shards_weights:
-        refuse_savers(model, inner)
+        refuse_saving_shards(model, inner)
     inner.longspan_state = state
     return model
 
@@ -175,7 +175,7 @@ def _prepare_weights_and_dropout(model: PreTrainedModel, sp: SequenceSharding, o
 
 def _consistency_checks(
     model: nn.Module, sp: SequenceSharding, options: ParallelizeOptions, checked: Checked
-) -> tuple[BatchCheck | None, ModelUnchanged | None]:
+) -> tuple[BatchCheck | None, ModelChangeCheck | None]:
     """Return what compares batches over the ranks, and what detects changes of the model; None where not needed."""
     inner, batches = checked.model, None
     if sp.job_size > 1:
@@ -185,7 +185,7 @@ def _consistency_checks(
         return None, None
     refuse_wrappers_and_casts(model, inner)
     sharded = sp.tensor_size > 1 or checked.shards_weights
-    return batches, ModelUnchanged(inner, sp, options.mp_policy, sharded=sharded)
+    return batches, ModelChangeCheck(inner, sp, options.mp_policy, sharded=sharded)
 
 
 def _shard_weights(

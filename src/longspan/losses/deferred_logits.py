@@ -22,11 +22,11 @@ from longspan.compat.torch_api import not_compiled, register_tree
 from longspan.core.errors import LongspanError
 from longspan.losses.vocab_parallel import VocabShard
 
-LOGITS_HINT = "training with labels does not make them; call longspan.parallelize(..., logits=True)"
+LOGITS_HINT = "training with labels does not compute them; call longspan.parallelize(..., logits=True)"
 
 
-class LogitsNotMade(LongspanError, AttributeError, KeyError, IndexError):
-    """Logits were requested that were not made. With these base classes `hasattr`, `get` and `iter` still work."""
+class LogitsNotComputed(LongspanError, AttributeError, KeyError, IndexError):
+    """Logits were requested that were not computed. With these base classes `hasattr`, `get` and `iter` still work."""
 
     __str__ = LongspanError.__str__
 
@@ -128,23 +128,25 @@ class DeferredLogits:
         whole = [at[0] is Ellipsis] if len(at) == 2 else [part == slice(None) for part in at[:-1]]
         if len(at) in (2, self.hidden.dim()) and all(whole) and isinstance(at[-1], slice):
             return self.then(lambda logits: logits[..., at[-1]])
-        raise LogitsNotMade(f"something reads logits[{index!r}], but {LOGITS_HINT}")
+        raise LogitsNotComputed(f"something reads logits[{index!r}], but {LOGITS_HINT}")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         known: dict[Any, Any] = {torch.tanh: cls.tanh, torch.mul: cls.__mul__, torch.div: cls.__truediv__}
         method = known.get(func)
         if method is None or kwargs or not isinstance(args[0], cls):
-            raise LogitsNotMade(f"something calls {getattr(func, '__name__', func)} on logits, but {LOGITS_HINT}")
+            raise LogitsNotComputed(f"something calls {getattr(func, '__name__', func)} on logits, but {LOGITS_HINT}")
         return method(*args)
 
     def __getattr__(self, name: str) -> Any:
-        raise LogitsNotMade(f"something reads logits.{name}, but {LOGITS_HINT}")
+        raise LogitsNotComputed(f"something reads logits.{name}, but {LOGITS_HINT}")
 
 
 def _number(value: Any) -> Any:
     if isinstance(value, Tensor) and (value.requires_grad or value.dim()):
-        raise LogitsNotMade(f"something multiplies logits by a tensor of shape {tuple(value.shape)}, but {LOGITS_HINT}")
+        raise LogitsNotComputed(
+            f"something multiplies logits by a tensor of shape {tuple(value.shape)}, but {LOGITS_HINT}"
+        )
     return value
 
 

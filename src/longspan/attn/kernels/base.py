@@ -5,7 +5,8 @@ log-sum-exp of the WHOLE row of scores (flash attention's; Dao et al. 2022, arXi
 simply add up. So a `BlockKernel` serves one device, a Ulysses rank and a ring. An `AutogradKernel`, which returns
 no log-sum-exp, needs all keys on the rank.
 
-Shape suffixes: B batch, H query heads, K KV heads, Q queries, T keys, D head_dim.
+Shape suffixes: B batch, H query heads, K KV heads, Q queries, T keys, D head_dim of q and k,
+V of v.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ class SoftmaxAccumulator:
     """Online softmax: output and log-sum-exp of the keys seen so far, in fp32 at least.
 
     Attributes:
-        out: [B, H, Q, Dv], with memory order [B, Q, H, Dv], which kernels return and models use.
+        out: [B, H, Q, V], with memory order [B, Q, H, V], which kernels return and models use.
         lse: [B, H, Q]; -inf where no key was seen.
     """
 
@@ -162,7 +163,7 @@ class SoftmaxAccumulator:
         or scalar loop), and a head must be equal bit for bit on whichever rank it is computed.
 
         Args:
-            out: [rows, H, queries, Dv], the attention to these keys alone.
+            out: [rows, H, queries, V], the attention to these keys alone.
             lse: [rows, H, queries], their log-sum-exp.
             rows: of the batch; default all.
             queries: default all.
@@ -192,7 +193,7 @@ class BackwardInputs:
 
     Attributes:
         q: [B, H, Q, D].
-        out: [B, H, Q, Dv], the output over all blocks.
+        out: [B, H, Q, V], the output over all blocks.
         grad: the output's gradient.
         lse: [B, H, Q], the log-sum-exp of the whole row; 0 for a query that sees nothing.
     """
@@ -233,7 +234,7 @@ class BlockKernel(Kernel, Protocol):
         """
 
     def forward(
-        self, q_BHQD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, block: Any, scores: Scores
+        self, q_BHQD: Tensor, k_BKTD: Tensor, v_BKTV: Tensor, block: Any, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         """Compute attention to one block, without sinks (they join at the end).
 
@@ -241,22 +242,22 @@ class BlockKernel(Kernel, Protocol):
             q_BHQD: local queries of all local heads or, with `head_chunks`, of some. Any strides with a contiguous last
                 dimension.
             k_BKTD: the block's keys; K divides H, in equal groups.
-            v_BKTD: the block's values; their head_dim may differ.
+            v_BKTV: the block's values; their head_dim may differ.
             block: from `prepare`.
             scores: of these heads.
 
         Returns:
-            The output [B, H, Q, Dv], and the log-sum-exp [B, H, Q] in fp32 at least, over these keys; zero and -inf
+            The output [B, H, Q, V], and the log-sum-exp [B, H, Q] in fp32 at least, over these keys; zero and -inf
             where a query sees none of them.
         """
 
     def backward(
-        self, inputs: BackwardInputs, k_BKTD: Tensor, v_BKTD: Tensor, block: Any, scores: Scores
+        self, inputs: BackwardInputs, k_BKTD: Tensor, v_BKTV: Tensor, block: Any, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this block's part of dq [B, H, Q, D], and its dk [B, K, T, D] and dv [B, K, T, Dv].
+        """Return this block's part of dq [B, H, Q, D], and its dk [B, K, T, D] and dv [B, K, T, V].
 
         `inputs` are the queries, and the output, its gradient and the log-sum-exp of the WHOLE row. They and `k_BKTD`
-        and `v_BKTD` may contain only some of the heads.
+        and `v_BKTV` may contain only some of the heads.
         """
 
     def to_kernel_layout(self, xs: Sequence[Tensor], v_dim: int, scores: Scores) -> list[Tensor]:
@@ -267,22 +268,22 @@ class BlockKernel(Kernel, Protocol):
         return list(xs)
 
     def accumulate(
-        self, into: SoftmaxAccumulator, q_BHQD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, block: Any, scores: Scores
+        self, into: SoftmaxAccumulator, q_BHQD: Tensor, k_BKTD: Tensor, v_BKTV: Tensor, block: Any, scores: Scores
     ) -> None:
         """Merge `forward` into `into`; a kernel of many small calls may do so in place."""
-        into.add(*self.forward(q_BHQD, k_BKTD, v_BKTD, block, scores))
+        into.add(*self.forward(q_BHQD, k_BKTD, v_BKTV, block, scores))
 
     def accumulate_gradients(
         self,
         into: tuple[Tensor, Tensor, Tensor],
         inputs: BackwardInputs,
         k_BKTD: Tensor,
-        v_BKTD: Tensor,
+        v_BKTV: Tensor,
         block: Any,
         scores: Scores,
     ) -> None:
         """Add `backward` to `into`, which is (dq, dk, dv) in fp32 at least."""
-        for total, more in zip(into, self.backward(inputs, k_BKTD, v_BKTD, block, scores), strict=True):
+        for total, more in zip(into, self.backward(inputs, k_BKTD, v_BKTV, block, scores), strict=True):
             total += more
 
 
@@ -290,19 +291,19 @@ class AddingKernel(BlockKernel):
     """A kernel of many calls: a subclass defines `accumulate` and `accumulate_gradients`, and the rest follows."""
 
     def forward(
-        self, q_BHQD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, block: Any, scores: Scores
+        self, q_BHQD: Tensor, k_BKTD: Tensor, v_BKTV: Tensor, block: Any, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         """See `BlockKernel`."""
-        into = SoftmaxAccumulator(q_BHQD, v_BKTD.shape[3])
-        self.accumulate(into, q_BHQD, k_BKTD, v_BKTD, block, scores)
+        into = SoftmaxAccumulator(q_BHQD, v_BKTV.shape[3])
+        self.accumulate(into, q_BHQD, k_BKTD, v_BKTV, block, scores)
         return into.out, into.lse
 
     def backward(
-        self, inputs: BackwardInputs, k_BKTD: Tensor, v_BKTD: Tensor, block: Any, scores: Scores
+        self, inputs: BackwardInputs, k_BKTD: Tensor, v_BKTV: Tensor, block: Any, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `BlockKernel`; gradients are summed in fp32 at least."""
-        dq, dk, dv = (torch.zeros_like(x, dtype=inputs.lse.dtype) for x in (inputs.q, k_BKTD, v_BKTD))
-        self.accumulate_gradients((dq, dk, dv), inputs, k_BKTD, v_BKTD, block, scores)
+        dq, dk, dv = (torch.zeros_like(x, dtype=inputs.lse.dtype) for x in (inputs.q, k_BKTD, v_BKTV))
+        self.accumulate_gradients((dq, dk, dv), inputs, k_BKTD, v_BKTV, block, scores)
         return dq, dk, dv
 
 
@@ -312,14 +313,14 @@ class AutogradKernel(Kernel, Protocol):
     def prepare_batch(self, blocks: Blocks) -> Any:
         """Return what `run` needs, on the device; called once per batch."""
 
-    def run(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, prepared: Any, scores: Scores) -> Tensor:
-        """Return the attention of all tokens, `[B, S, H, Dv]`; zero for a query that sees nothing."""
+    def run(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, prepared: Any, scores: Scores) -> Tensor:
+        """Return the attention of all tokens, `[B, S, H, V]`; zero for a query that sees nothing."""
 
     def to_kernel_layout(
-        self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, prepared: Any
+        self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, prepared: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Copy q, k and v now if `run` would copy them, so that the caller can free the received buffer."""
-        return q_BSHD, k_BTKD, v_BTKD
+        return q_BSHD, k_BTKD, v_BTKV
 
 
 KernelT = TypeVar("KernelT", bound=Kernel)

@@ -67,11 +67,11 @@ class FunctionKernel(AutogradKernel):
         """Return the segments, cut at chunks too, and the mask."""
         return segments_with_chunks(blocks), blocks.mask
 
-    def run(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, prepared: Any, scores: Scores) -> Tensor:
+    def run(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, prepared: Any, scores: Scores) -> Tensor:
         segments, mask = prepared
         more = self._more(segments, mask, scores)
-        out: Tensor = self.function(q_BSHD, k_BTKD, v_BTKD, causal=mask.causal, scale=scores.scale, **more)
-        expected = (*q_BSHD.shape[:3], v_BTKD.shape[3])
+        out: Tensor = self.function(q_BSHD, k_BTKD, v_BTKV, causal=mask.causal, scale=scores.scale, **more)
+        expected = (*q_BSHD.shape[:3], v_BTKV.shape[3])
         if tuple(out.shape) != expected:
             raise LongspanError(
                 f"the kernel returned the shape {tuple(out.shape)}, [B, S, heads, D] = {expected} is needed"
@@ -109,7 +109,7 @@ class LseKernel(TiledKernel):
         expected = [(B, Q, H, v.shape[3]), (B, H, Q)]
         if shapes != expected:
             raise LongspanError(
-                f"the kernel {self.name} returned {shapes}; (out, lse) of [B, Q, H, Dv] and [B, H, Q] is needed: "
+                f"the kernel {self.name} returned {shapes}; (out, lse) of [B, Q, H, V] and [B, H, Q] is needed: "
                 f"{expected}"
             )
         out, lse = result
@@ -133,7 +133,7 @@ def kernel_with_lse(function: Callable[..., tuple[Tensor, Tensor]]) -> LseKernel
         function: `f(q, k, v, *, causal, scale, bias) -> (out, lse)` for one tile, differentiable in both outputs. q is
             `[B, Q, H, D]`, k and v `[B, T, K, D]` with K dividing H. `causal` is True only for Q = T, a tile on the
             diagonal. `bias` is added to the scores, -inf where a mask hides a key, broadcastable to `[B, H, Q, T]`, or
-            None. `out` is `[B, Q, H, Dv]`, `lse` the log-sum-exp of the scores, `[B, H, Q]`, fp32 at least.
+            None. `out` is `[B, Q, H, V]`, `lse` the log-sum-exp of the scores, `[B, H, Q]`, fp32 at least.
 
     Returns:
         A kernel for `longspan.attention(kernel=...)` and `longspan.parallelize(kernel=...)`.

@@ -1,6 +1,6 @@
 """Kernel "flash_attn": the package of that name (Dao 2023, arXiv:2307.08691), all documents of a batch in one call.
 
-Shape suffixes: B batch, S tokens, H query heads, K KV heads, D head_dim.
+Shape suffixes: B batch, S tokens, H query heads, K KV heads, D head_dim of q and k, V of v.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ class FlashAttnKernel(AutogradKernel):
         longest = max(stop - start for start, stop in runs)
         return Packed(options, at.to(blocks.device), ends.to(blocks.device), longest)
 
-    def run(self, q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, prepared: Packed, scores: Scores) -> Tensor:
+    def run(self, q_BSHD: Tensor, k_BSKD: Tensor, v_BSKV: Tensor, prepared: Packed, scores: Scores) -> Tensor:
         flash, options = import_flash_attn(), {**prepared.options, "softmax_scale": scores.scale}
         at, ends = prepared.at, prepared.ends
         if at is None:
-            out: Tensor = flash.flash_attn_func(q_BSHD, k_BSKD, v_BSKD, **options)
+            out: Tensor = flash.flash_attn_func(q_BSHD, k_BSKD, v_BSKV, **options)
             return out
         B, S = q_BSHD.shape[:2]
-        q, k, v = (x.flatten(0, 1).index_select(0, at) for x in (q_BSHD, k_BSKD, v_BSKD))
+        q, k, v = (x.flatten(0, 1).index_select(0, at) for x in (q_BSHD, k_BSKD, v_BSKV))
         packed = flash.flash_attn_varlen_func(q, k, v, ends, ends, prepared.longest, prepared.longest, **options)
         out = packed.new_zeros(B * S, *packed.shape[1:]).index_copy(0, at, packed).unflatten(0, (B, S))
         return out

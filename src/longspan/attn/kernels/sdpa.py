@@ -3,7 +3,7 @@
 Documents and chunks are separate calls, so that the cost follows the mask; a short window runs as blocks of queries
 with two blocks of keys each. Autograd computes the gradients.
 
-Shape suffixes: B batch, S tokens, H query heads, K KV heads, D head_dim.
+Shape suffixes: B batch, S tokens, H query heads, K KV heads, D head_dim of q and k, V of v.
 """
 
 from __future__ import annotations
@@ -142,24 +142,24 @@ class SdpaKernel(AutogradKernel):
         return SdpaCalls(mask.causal, mask.window, tuple(RowSplits.of(row, blocks.lengths[0]) for row in rows))
 
     def to_kernel_layout(
-        self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, prepared: SdpaCalls
+        self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, prepared: SdpaCalls
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `AutogradKernel`: heads first on a CPU, for one call of all tokens."""
         windowed = prepared.window is not None and prepared.window < q_BSHD.shape[1]
         if windowed or prepared.cuts is not None or prepared.buckets is not None:
-            return q_BSHD, k_BTKD, v_BTKD  # each segment is copied by itself
-        q, k, v = (x.transpose(1, 2) for x in _heads_first(q_BSHD, k_BTKD, v_BTKD))
+            return q_BSHD, k_BTKD, v_BTKV  # each segment is copied by itself
+        q, k, v = (x.transpose(1, 2) for x in _heads_first(q_BSHD, k_BTKD, v_BTKV))
         return q, k, v
 
-    def run(self, q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, prepared: SdpaCalls, scores: Scores) -> Tensor:
+    def run(self, q_BSHD: Tensor, k_BSKD: Tensor, v_BSKV: Tensor, prepared: SdpaCalls, scores: Scores) -> Tensor:
         """See `AutogradKernel`."""
         if prepared.buckets is not None:
-            return _bucketed(q_BSHD, k_BSKD, v_BSKD, prepared, scores)
+            return _bucketed(q_BSHD, k_BSKD, v_BSKV, prepared, scores)
         if prepared.cuts is None:
-            return _one(q_BSHD, k_BSKD, v_BSKD, prepared, scores)
+            return _one(q_BSHD, k_BSKD, v_BSKV, prepared, scores)
         if len(prepared.cuts) == 1:  # the same splits in all rows
-            return _row(q_BSHD, k_BSKD, v_BSKD, prepared.cuts[0], prepared, scores)
-        rows = zip(q_BSHD.split(1), k_BSKD.split(1), v_BSKD.split(1), prepared.cuts, strict=True)
+            return _row(q_BSHD, k_BSKD, v_BSKV, prepared.cuts[0], prepared, scores)
+        rows = zip(q_BSHD.split(1), k_BSKD.split(1), v_BSKV.split(1), prepared.cuts, strict=True)
         return torch.cat([_row(q, k, v, cut, prepared, scores) for q, k, v, cut in rows])
 
 
@@ -191,17 +191,17 @@ def _bucket(group: list[tuple[int, int]], device: torch.device) -> Bucket:
     return Bucket(at.to(device), is_real, at.flatten()[real].to(device))
 
 
-def _bucketed(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, calls: SdpaCalls, scores: Scores) -> Tensor:
+def _bucketed(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKV: Tensor, calls: SdpaCalls, scores: Scores) -> Tensor:
     """Gather each bucket, compute it in one call, and scatter the result; padding between segments is zero."""
     assert calls.buckets is not None
     B, S, H = q_BSHD.shape[:3]
-    flat = [x.flatten(0, 1) for x in (q_BSHD, k_BSKD, v_BSKD)]
+    flat = [x.flatten(0, 1) for x in (q_BSHD, k_BSKD, v_BSKV)]
     outs = []
     for bucket in calls.buckets:
         q, k, v = (x.index_select(0, bucket.at.flatten()).unflatten(0, bucket.at.shape) for x in flat)
         out = _one(q, k, v, calls, scores).flatten(0, 1)
         outs.append(out if bucket.real is None else out.index_select(0, bucket.real))
-    out = q_BSHD.new_zeros(B * S, H, v_BSKD.shape[3])
+    out = q_BSHD.new_zeros(B * S, H, v_BSKV.shape[3])
     to = torch.cat([bucket.to for bucket in calls.buckets])
     merged: Tensor = out.index_copy(0, to, torch.cat(outs)).unflatten(0, (B, S))
     return merged
@@ -221,20 +221,20 @@ def _row(q: Tensor, k: Tensor, v: Tensor, cut: RowSplits, calls: SdpaCalls, scor
 def _one(q: Tensor, k: Tensor, v: Tensor, calls: SdpaCalls, scores: Scores) -> Tensor:
     if calls.window is not None and calls.window < q.shape[1]:
         return _windowed(q, k, v, calls.window, scores)
-    out_BHSD = _call(*_heads_first(q, k, v), is_causal=calls.causal, scale=scores.scale)
-    return out_BHSD.transpose(1, 2)
+    out_BHSV = _call(*_heads_first(q, k, v), is_causal=calls.causal, scale=scores.scale)
+    return out_BHSV.transpose(1, 2)
 
 
 def _heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return `[B, S, H, D]` as `[B, H, S, D]`: views, or copies on a CPU where they pay off."""
-    q_BHSD, k_BKSD, v_BKSD = (x.transpose(1, 2) for x in (q, k, v))
+    q_BHSD, k_BKSD, v_BKSV = (x.transpose(1, 2) for x in (q, k, v))
     if q.device.type == "cpu":
         # The CPU kernel reads K and V again for every block of queries: contiguous heads are worth a copy.
-        k_BKSD, v_BKSD = k_BKSD.contiguous(), v_BKSD.contiguous()
+        k_BKSD, v_BKSV = k_BKSD.contiguous(), v_BKSV.contiguous()
         if q.requires_grad and _within_a_row(q):
             # `q` is a view of the packed QKV buffer. Copy it, so that saving `q` does not keep K and V alive.
             q_BHSD = q_BHSD.contiguous()
-    return q_BHSD, k_BKSD, v_BKSD
+    return q_BHSD, k_BKSD, v_BKSV
 
 
 def _within_a_row(x_BSHD: Tensor) -> bool:
@@ -244,10 +244,10 @@ def _within_a_row(x_BSHD: Tensor) -> bool:
     return wider and (H == 1 or x_BSHD.stride(2) == D)
 
 
-def _call(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, **options: Any) -> Tensor:
+def _call(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSV: Tensor, **options: Any) -> Tensor:
     if q_BHSD.shape[1] != k_BKSD.shape[1]:  # a branch, because the comparison may be symbolic when compiled
         options["enable_gqa"] = True
-    out: Tensor = F.scaled_dot_product_attention(q_BHSD, k_BKSD, v_BKSD, **options)
+    out: Tensor = F.scaled_dot_product_attention(q_BHSD, k_BKSD, v_BKSV, **options)
     return out
 
 

@@ -4,7 +4,8 @@ A tile is one kernel call. Full tiles and triangles run in torch's flash attenti
 materialized run there too on a CPU, whose kernel takes a mask; on a GPU as matrix products of at most
 `longspan.core.regions.TILE`. There are no empty tiles, so the cost follows the mask.
 
-Shape suffixes: B batch, H query heads, K KV heads, G queries to a KV head, Q queries, T keys, D head_dim.
+Shape suffixes: B batch, H query heads, K KV heads, G queries to a KV head, Q queries, T keys, D head_dim of
+q and k, V of v.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from longspan.compat.torch_attention import flash_cpu as _flash_cpu
 from longspan.compat.torch_attention import flash_cpu_backward as _flash_cpu_backward
 from longspan.compat.torch_attention import flash_cuda as _flash_cuda
 from longspan.compat.torch_attention import flash_cuda_backward as _flash_cuda_backward
-from longspan.core.regions import Call, Region, TileKind, joined, tiles
+from longspan.core.regions import Call, Region, TileKind, merge_calls, tiles
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -78,7 +79,7 @@ class TiledKernel(AddingKernel):
         materialized = must_materialize(blocks.mask, blocks.kind) or not flash
         out: list[TiledBlock | None] = []
         for parts in blocks.parts:
-            calls = joined(
+            calls = merge_calls(
                 Call(
                     part.rows,
                     (r.q0 + part.q_at, r.q1 + part.q_at),
@@ -134,7 +135,7 @@ class TiledKernel(AddingKernel):
         return xs if _flash_of(xs[0], dim, scores.softcap) is None else [_padded(x, dim) for x in xs]
 
     def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, how: TileScores) -> tuple[Tensor, Tensor]:
-        """Return the output [B, H, Q, Dv] and log-sum-exp [B, H, Q] over one tile's keys."""
+        """Return the output [B, H, Q, V] and log-sum-exp [B, H, Q] over one tile's keys."""
         flash = _flash_of(q, v.shape[3], how.softcap, how.bias)
         if flash is None:
             return _materialized(q, k, v, how)

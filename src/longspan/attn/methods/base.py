@@ -17,8 +17,8 @@ from longspan.attn.score import Scores
 class AttentionMethod(Protocol):
     """Exact attention of the local queries."""
 
-    def __call__(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, scores: Scores, /) -> Tensor:
-        """Return `[B, L, H, Dv]` for q `[B, L, H, D]`, k `[B, M, K, D]`, v `[B, M, K, Dv]` and these heads' scores."""
+    def __call__(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKV: Tensor, scores: Scores, /) -> Tensor:
+        """Return `[B, L, H, V]` for q `[B, L, H, D]`, k `[B, M, K, D]`, v `[B, M, K, V]` and these heads' scores."""
 
 
 class SavedAttentions(Protocol):

@@ -14,7 +14,7 @@ Per rank a forward sends b*S*D*(2Hq + 2Hk)/P * (P-1)/P bytes, as `Ulysses`, and 
 `recompute_all_to_all` the backward sends (4Hq + 4Hk): 3Hq + 2Hk to scatter, Hq + 2Hk to gather.
 
 Shape suffixes: B batch, S tokens of the block (the sequence if there is no ring), T keys of the block, L local tokens,
-H query heads, K KV heads, h and k those of this rank in a chunk, D head_dim, W packed row.
+H query heads, K KV heads, h and k those of this rank in a chunk, D head_dim of q and k, V of v, W packed row.
 """
 
 from __future__ import annotations
@@ -86,20 +86,20 @@ class ChunkedUlysses:
         self,
         q_BLHD: Tensor,
         k_BLKD: Tensor,
-        v_BLKD: Tensor,
+        v_BLKV: Tensor,
         scores: Scores,
         saved_attentions: SavedAttentions | None = None,
     ) -> Tensor:
-        """Return the attention of the local queries, exactly: `[B, L, H, Dv]`. Keys may belong to another sequence.
+        """Return the attention of the local queries, exactly: `[B, L, H, V]`. Keys may belong to another sequence.
 
         With `recompute_all_to_all`, `saved_attentions` saves output and log-sum-exp instead of autograd. When the layer
         is recomputed, they are loaded, and nothing is computed or sent.
         """
         grad = torch.is_grad_enabled() and any(
-            x is not None and x.requires_grad for x in (q_BLHD, k_BLKD, v_BLKD, scores.sinks)
+            x is not None and x.requires_grad for x in (q_BLHD, k_BLKD, v_BLKV, scores.sinks)
         )
         saves = grad or (saved_attentions is not None and saved_attentions.recomputing)
-        return _apply(q_BLHD, k_BLKD, v_BLKD, scores.sinks, self, scores, saved_attentions if saves else None)
+        return _apply(q_BLHD, k_BLKD, v_BLKV, scores.sinks, self, scores, saved_attentions if saves else None)
 
     def packs_qkv(self, queries: int, keys: int) -> bool:
         """Whether q, k and v are sent in one message: they belong to the same tokens."""
@@ -185,7 +185,7 @@ def _by_chunk(tensors: list[Tensor], method: ChunkedUlysses) -> list[_Received]:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, method: ChunkedUlysses, scores: Scores, received: list[_Received] | None = None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the local output `[B, L, H, Dv]` and each chunk's log-sum-exp [B, h, S]; append to `received`."""
+    """Return the local output `[B, L, H, V]` and each chunk's log-sum-exp [B, h, S]; append to `received`."""
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lses, kv = list[Tensor](), list[Tensor]()
 
@@ -196,16 +196,16 @@ def _forward(
         (q_BhSD,), received_kv = scattered.take()
         if chunk.first_of_kv:
             kv[:] = received_kv
-        k_BkTD, v_BkTD = kv
+        k_BkTD, v_BkTV = kv
         if chunk.local.q_heads:
             heads = scores.of_heads(chunk.local.q_start, chunk.local.q_stop)
-            chunk_out, lse = chunk.ring.forward(q_BhSD, k_BkTD, v_BkTD, heads)
+            chunk_out, lse = chunk.ring.forward(q_BhSD, k_BkTD, v_BkTV, heads)
         else:
             chunk_out = q_BhSD.new_empty(*q_BhSD.shape[:3], v.shape[3])
             lse = q_BhSD.new_empty(q_BhSD.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         if received is not None:
             received.append([q_BhSD, chunk_out, *received_kv])
-        del q_BhSD, k_BkTD, v_BkTD, received_kv
+        del q_BhSD, k_BkTD, v_BkTV, received_kv
         if chunk.last_of_kv:
             kv.clear()
         lses.append(lse)
@@ -252,22 +252,22 @@ def _backward(
     def compute(number: int, chunk: HeadChunk, scattered: _ScatteredHeads) -> list[AllToAll]:
         from_q_heads, received_kv = scattered.take()
         if received is not None:
-            q_BhSD, out_BhSD, *received_kv = received[number]
+            q_BhSD, out_BhSV, *received_kv = received[number]
             received[number] = []
-            (grad_BhSD,) = from_q_heads
+            (grad_BhSV,) = from_q_heads
         else:
-            q_BhSD, out_BhSD, grad_BhSD = from_q_heads
+            q_BhSD, out_BhSV, grad_BhSV = from_q_heads
         if chunk.first_of_kv:
             kv[:] = received_kv
-        k_BkTD, v_BkTD = kv
-        dq_BhSD, dkv = q_BhSD, [k_BkTD, v_BkTD]  # empty tensors if this rank has no head in the chunk
+        k_BkTD, v_BkTV = kv
+        dq_BhSD, dkv = q_BhSD, [k_BkTD, v_BkTV]  # empty tensors if this rank has no head in the chunk
         if chunk.local.q_heads:
             heads = chunk.local.q_start, chunk.local.q_stop
-            dq_BhSD, dk_BkTD, dv_BkTD, chunk_dsinks = chunk.ring.backward(
-                q_BhSD, k_BkTD, v_BkTD, (out_BhSD, lses[number], grad_BhSD), scores.of_heads(*heads)
+            dq_BhSD, dk_BkTD, dv_BkTV, chunk_dsinks = chunk.ring.backward(
+                q_BhSD, k_BkTD, v_BkTV, (out_BhSV, lses[number], grad_BhSV), scores.of_heads(*heads)
             )
-            dkv = [dk_BkTD, dv_BkTD]
-            del dk_BkTD, dv_BkTD
+            dkv = [dk_BkTD, dv_BkTV]
+            del dk_BkTD, dv_BkTV
             if dsinks is not None and chunk_dsinks is not None:
                 dsinks[slice(*heads)] = chunk_dsinks
             if not (chunk.first_of_kv and chunk.last_of_kv):  # several chunks use these KV heads: accumulate in fp32
@@ -275,7 +275,7 @@ def _backward(
         if sums and chunk.last_of_kv:
             dkv = [x.to(dtype) for x, (_, dtype) in zip(sums, kv_specs, strict=True)]
             sums.clear()
-        del from_q_heads, received_kv, q_BhSD, out_BhSD, grad_BhSD, k_BkTD, v_BkTD
+        del from_q_heads, received_kv, q_BhSD, out_BhSV, grad_BhSV, k_BkTD, v_BkTV
         if not chunk.last_of_kv:
             return _gather_back([dq], [dq_BhSD], ["q"], chunk, method)
         kv.clear()

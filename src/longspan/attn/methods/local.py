@@ -25,16 +25,16 @@ class LocalAttention:
     prepared: Any
     kv_head_index: Tensor | None = None
 
-    def to_kernel_layout(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def to_kernel_layout(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See `AutogradKernel.to_kernel_layout`."""
         if q_BSHD.shape[2] == 0 or self.kv_head_index is not None:
-            return q_BSHD, k_BTKD, v_BTKD
-        return self.kernel.to_kernel_layout(q_BSHD, k_BTKD, v_BTKD, self.prepared)
+            return q_BSHD, k_BTKD, v_BTKV
+        return self.kernel.to_kernel_layout(q_BSHD, k_BTKD, v_BTKV, self.prepared)
 
-    def __call__(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores) -> Tensor:
-        """Return the attention of all tokens on these heads: `[B, S, H, Dv]`."""
+    def __call__(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, scores: Scores) -> Tensor:
+        """Return the attention of all tokens on these heads: `[B, S, H, V]`."""
         if q_BSHD.shape[2] == 0:
-            return scores.output_without_heads(q_BSHD, v_BTKD)
+            return scores.output_without_heads(q_BSHD, v_BTKV)
         if self.kv_head_index is not None:
-            k_BTKD, v_BTKD = (x.index_select(2, self.kv_head_index) for x in (k_BTKD, v_BTKD))
-        return self.kernel.run(q_BSHD, k_BTKD, v_BTKD, self.prepared, scores)
+            k_BTKD, v_BTKV = (x.index_select(2, self.kv_head_index) for x in (k_BTKD, v_BTKV))
+        return self.kernel.run(q_BSHD, k_BTKD, v_BTKV, self.prepared, scores)

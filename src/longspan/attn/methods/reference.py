@@ -35,15 +35,15 @@ class ReferenceRing:
     blocks: Blocks
     kv_head_index: Tensor | None = None
 
-    def __call__(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores) -> Tensor:
-        """Attend from the local block's queries to the whole sequence: `[B, S, H, Dv]`."""
+    def __call__(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, scores: Scores) -> Tensor:
+        """Attend from the local block's queries to the whole sequence: `[B, S, H, V]`."""
         if q_BSHD.shape[2] == 0:
-            return scores.output_without_heads(q_BSHD, v_BTKD)
-        q_BHSD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in (q_BSHD, k_BTKD, v_BTKD))
+            return scores.output_without_heads(q_BSHD, v_BTKV)
+        q_BHSD, k_BKTD, v_BKTV = (x.transpose(1, 2) for x in (q_BSHD, k_BTKD, v_BTKV))
         with without_autocast(q_BSHD.device):
-            return self._attend(q_BHSD, k_BKTD, v_BKTD, scores).transpose(1, 2)
+            return self._attend(q_BHSD, k_BKTD, v_BKTV, scores).transpose(1, 2)
 
-    def _attend(self, q_BHSD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scores: Scores) -> Tensor:
+    def _attend(self, q_BHSD: Tensor, k_BKTD: Tensor, v_BKTV: Tensor, scores: Scores) -> Tensor:
         dtype = torch.promote_types(q_BHSD.dtype, torch.float32)
         batch, heads = q_BHSD.shape[:2]
         mask, ends = self.blocks.mask, self.blocks.ends
@@ -53,7 +53,7 @@ class ReferenceRing:
         if scores.sinks is not None:
             highest_BHS = torch.maximum(highest_BHS, scores.sinks.detach().to(dtype)[:, None])
         total_BHS = q_BHSD.new_zeros(q_BHSD.shape[:3], dtype=dtype)
-        out_BHSV = q_BHSD.new_zeros(*q_BHSD.shape[:3], v_BKTD.shape[3], dtype=dtype)
+        out_BHSV = q_BHSD.new_zeros(*q_BHSD.shape[:3], v_BKTV.shape[3], dtype=dtype)
         for step in range(self.blocks.count):
             i, j = self.blocks.positions((rank - step) % self.blocks.count)
             s_BHST = q_BHSD.to(dtype) @ self._of_heads(k_BKTD, heads, dtype).transpose(2, 3)
@@ -70,10 +70,10 @@ class ReferenceRing:
             p_BHST = (s_BHST - new_highest_BHS[..., None]).exp()
             rescale_BHS = (highest_BHS - new_highest_BHS).exp()
             total_BHS = total_BHS * rescale_BHS + p_BHST.sum(-1)
-            out_BHSV = out_BHSV * rescale_BHS[..., None] + p_BHST @ self._of_heads(v_BKTD, heads, dtype)
+            out_BHSV = out_BHSV * rescale_BHS[..., None] + p_BHST @ self._of_heads(v_BKTV, heads, dtype)
             highest_BHS = new_highest_BHS
             if step + 1 < self.blocks.count:
-                k_BKTD, v_BKTD = ring_shift(k_BKTD, self.group), ring_shift(v_BKTD, self.group)
+                k_BKTD, v_BKTV = ring_shift(k_BKTD, self.group), ring_shift(v_BKTV, self.group)
         if scores.sinks is not None:
             total_BHS = total_BHS + (scores.sinks.to(dtype)[:, None] - highest_BHS).exp()
         return (out_BHSV / torch.where(total_BHS > 0, total_BHS, 1)[..., None]).to(q_BHSD.dtype)

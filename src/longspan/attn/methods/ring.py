@@ -9,7 +9,7 @@ R ranks of the ring, b bytes per element). The backward sends that again, and dK
 KV heads are sent.
 
 Shape suffixes: B batch, S tokens of the local block, T tokens of a KV block, H query heads, K KV heads, D head_dim
-(of v it may be another, V).
+of q and k, V of v.
 """
 
 from __future__ import annotations
@@ -66,39 +66,39 @@ class Ring:
     def size(self) -> int:
         return len(self.blocks)
 
-    def __call__(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, scores: Scores) -> Tensor:
+    def __call__(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, scores: Scores) -> Tensor:
         """Attend from the local block's queries to the whole sequence, exactly, with gradients.
 
         Returns:
             `[B, S, H, V]`; zero for queries that see nothing (padding).
         """
         if q_BSHD.shape[2] == 0:  # no rank of this ring has heads
-            return scores.output_without_heads(q_BSHD, v_BTKD)
-        q_BHSD, k_BKTD, v_BKTD = (x.transpose(1, 2) for x in (q_BSHD, k_BTKD, v_BTKD))
-        out_BHSD: Tensor = _apply(q_BHSD, k_BKTD, v_BKTD, scores.sinks, self, scores)
-        return out_BHSD.transpose(1, 2)
+            return scores.output_without_heads(q_BSHD, v_BTKV)
+        q_BHSD, k_BKTD, v_BKTV = (x.transpose(1, 2) for x in (q_BSHD, k_BTKD, v_BTKV))
+        out_BHSV: Tensor = _apply(q_BHSD, k_BKTD, v_BKTV, scores.sinks, self, scores)
+        return out_BHSV.transpose(1, 2)
 
-    def forward(self, q_BHSD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    def forward(self, q_BHSD: Tensor, k_BKTD: Tensor, v_BKTV: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         """Compute the forward outside of autograd, of at least one head, for callers that save tensors themselves.
 
         Returns:
-            The output `[B, H, S, Dv]`, and the log-sum-exp of whole rows [B, H, S], 0 for queries that see nothing.
+            The output `[B, H, S, V]`, and the log-sum-exp of whole rows [B, H, S], 0 for queries that see nothing.
         """
-        return _forward(q_BHSD, _local_block(q_BHSD, k_BKTD, v_BKTD, self, saved=False), self, scores)
+        return _forward(q_BHSD, _local_block(q_BHSD, k_BKTD, v_BKTV, self, saved=False), self, scores)
 
     def backward(
         self,
         q_BHSD: Tensor,
         k_BKTD: Tensor,
-        v_BKTD: Tensor,
+        v_BKTV: Tensor,
         out_lse_grad: tuple[Tensor, Tensor, Tensor],
         scores: Scores,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Compute the gradients of q, k, v and sinks, without recomputing the forward.
 
-        `out_lse_grad` are output and log-sum-exp of `forward`, and the output's gradient `[B, H, S, Dv]`.
+        `out_lse_grad` are output and log-sum-exp of `forward`, and the output's gradient `[B, H, S, V]`.
         """
-        block = _local_block(q_BHSD, k_BKTD, v_BKTD, self, saved=False)
+        block = _local_block(q_BHSD, k_BKTD, v_BKTV, self, saved=False)
         return _backward(q_BHSD, block, out_lse_grad, self, scores)
 
 
@@ -125,7 +125,7 @@ class _RingAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         q, out, lse, sinks, *kv = ctx.saved_tensors
-        local = _KVBlock(*kv) if len(kv) == 2 else _KVBlock.of(kv[0], *ctx.shapes)
+        local = _KVPair(*kv) if len(kv) == 2 else _KVPair.of(kv[0], *ctx.shapes)
         with named_range("longspan.attention"):
             return *_backward(q, local, (out, lse, grad), ctx.ring, replace(ctx.scores, sinks=sinks)), None, None
 
@@ -134,17 +134,17 @@ class _RingAttention(torch.autograd.Function):
 # The two loops. Autocast is off in them: it would cast fp32 sums to half precision.
 
 
-def _forward(q_BHSD: Tensor, local: _KVBlock, ring: Ring, scores: Scores) -> tuple[Tensor, Tensor]:
-    """Return the output [B, H, S, Dv], and the log-sum-exp of whole rows [B, H, S]."""
+def _forward(q_BHSD: Tensor, local: _KVPair, ring: Ring, scores: Scores) -> tuple[Tensor, Tensor]:
+    """Return the output [B, H, S, V], and the log-sum-exp of whole rows [B, H, S]."""
     total, heads = SoftmaxAccumulator(q_BHSD, local.v.shape[3]), q_BHSD.shape[1]
     with without_autocast(q_BHSD.device):
         (kernel_q,) = ring.kernel.to_kernel_layout([q_BHSD], local.v.shape[3], scores)
         for _, received in _kv_blocks(local, ring):
-            for kv in received:
-                block = ring.blocks[kv.source]
-                if block is not None:
-                    k_BKTD, v_BKTD = (_kv_of(x, ring, (0, heads), heads) for x in (kv.kv.k, kv.kv.v))
-                    ring.kernel.accumulate(total, kernel_q, k_BKTD, v_BKTD, block, scores)
+            for block in received:
+                prepared = ring.blocks[block.source]
+                if prepared is not None:
+                    k_BKTD, v_BKTV = (_kv_of(x, ring, (0, heads), heads) for x in (block.kv.k, block.kv.v))
+                    ring.kernel.accumulate(total, kernel_q, k_BKTD, v_BKTV, prepared, scores)
         del kernel_q
         if scores.sinks is not None:  # a sink is one more key per head, whose value is zero
             total.add(total.out.new_zeros(()), scores.sinks[:, None].expand(q_BHSD.shape[:3]))
@@ -152,12 +152,12 @@ def _forward(q_BHSD: Tensor, local: _KVBlock, ring: Ring, scores: Scores) -> tup
 
 
 def _backward(
-    q_BHSD: Tensor, local: _KVBlock, out_lse_grad: tuple[Tensor, Tensor, Tensor], ring: Ring, scores: Scores
+    q_BHSD: Tensor, local: _KVPair, out_lse_grad: tuple[Tensor, Tensor, Tensor], ring: Ring, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Send the blocks around again, each followed by its gradient; return the gradients of q, k, v and sinks."""
     out, lse_BHS, grad = out_lse_grad
     # A GPU kernel takes the output and its gradient with tokens first, and would copy them for every tile.
-    out_BHSD, grad_BHSD = _tokens_first(out), _tokens_first(grad)
+    out_BHSV, grad_BHSV = _tokens_first(out), _tokens_first(grad)
     dq_BHSD, local_grad = torch.zeros_like(q_BHSD, dtype=lse_BHS.dtype), local.zeros(lse_BHS.dtype)
     reducer = _ReduceScatterReducer(local_grad, ring) if ring.impl == "allgather" else _P2PReducer(local_grad, ring)
     heads = q_BHSD.shape[1]
@@ -165,26 +165,26 @@ def _backward(
     first_heads = reducer.first_heads(heads)
     with without_autocast(q_BHSD.device):
         kernel_q, kernel_out, kernel_grad = ring.kernel.to_kernel_layout(
-            [q_BHSD, out_BHSD, grad_BHSD], local.v.shape[3], scores
+            [q_BHSD, out_BHSV, grad_BHSV], local.v.shape[3], scores
         )
         inputs = BackwardInputs(kernel_q, kernel_out, kernel_grad, lse_BHS)
         del kernel_q, kernel_out, kernel_grad
         for step, received in _kv_blocks(local, ring):
-            for kv in received:
-                is_local = kv.source == ring.rank
+            for block in received:
+                is_local = block.source == ring.rank
                 kv_grad = local_grad if is_local else local_grad.zeros(lse_BHS.dtype)
                 until = first_heads if is_local else heads
-                _attend_backward(inputs, dq_BHSD, kv, kv_grad, (0, until), ring, scores)
-                reducer.add(kv, step, kv_grad)
+                _attend_backward(inputs, dq_BHSD, block, kv_grad, (0, until), ring, scores)
+                reducer.add(block, step, kv_grad)
             reducer.send(step)
-        local_kv = _ReceivedBlock(ring.rank, 0, local)
-        _attend_backward(inputs, dq_BHSD, local_kv, local_grad, (first_heads, heads), ring, scores)
+        local_block = _ReceivedBlock(ring.rank, 0, local)
+        _attend_backward(inputs, dq_BHSD, local_block, local_grad, (first_heads, heads), ring, scores)
         del inputs
         reducer.finish()
     dsinks = None
     if scores.sinks is not None:
         sink_weight_BHS = (scores.sinks.to(lse_BHS.dtype)[:, None] - lse_BHS).exp()
-        delta_BHS = (grad_BHSD.to(lse_BHS.dtype) * out_BHSD).sum(-1)
+        delta_BHS = (grad_BHSV.to(lse_BHS.dtype) * out_BHSV).sum(-1)
         dsinks = -(sink_weight_BHS * delta_BHS).sum((0, 2)).to(scores.sinks.dtype)
     return dq_BHSD.to(q_BHSD.dtype), local_grad.k.to(q_BHSD.dtype), local_grad.v.to(q_BHSD.dtype), dsinks
 
@@ -193,28 +193,28 @@ def _attend_backward(
     inputs: BackwardInputs,
     dq_BHSD: Tensor,
     received: _ReceivedBlock,
-    kv_grad: _KVBlock,
+    kv_grad: _KVPair,
     heads: Span,
     ring: Ring,
     scores: Scores,
 ) -> None:
     """Add the gradients of query heads [start, stop) and one KV block to `dq_BHSD` and `kv_grad`."""
-    block = ring.blocks[received.source]
-    if block is None or heads[0] == heads[1]:
+    prepared = ring.blocks[received.source]
+    if prepared is None or heads[0] == heads[1]:
         return
     total = dq_BHSD.shape[1]
-    k_BKTD, v_BKTD = (_kv_of(x, ring, heads, total) for x in (received.kv.k, received.kv.v))
+    k_BKTD, v_BKTV = (_kv_of(x, ring, heads, total) for x in (received.kv.k, received.kv.v))
     if ring.kv_head_index is None:
-        dk_BKTD, dv_BKTD = (_kv_of(x, ring, heads, total) for x in (kv_grad.k, kv_grad.v))
+        dk_BKTD, dv_BKTV = (_kv_of(x, ring, heads, total) for x in (kv_grad.k, kv_grad.v))
     else:  # the heads were repeated: add their gradients below
-        dk_BKTD, dv_BKTD = kv_grad.k.new_zeros(k_BKTD.shape), kv_grad.v.new_zeros(v_BKTD.shape)
+        dk_BKTD, dv_BKTV = kv_grad.k.new_zeros(k_BKTD.shape), kv_grad.v.new_zeros(v_BKTV.shape)
     at = slice(None), slice(*heads)
-    grads = dq_BHSD[at], dk_BKTD, dv_BKTD
-    ring.kernel.accumulate_gradients(grads, inputs.at(*at), k_BKTD, v_BKTD, block, scores.of_heads(*heads))
+    grads = dq_BHSD[at], dk_BKTD, dv_BKTV
+    ring.kernel.accumulate_gradients(grads, inputs.at(*at), k_BKTD, v_BKTV, prepared, scores.of_heads(*heads))
     if ring.kv_head_index is not None:
         index = ring.kv_head_index[slice(*heads)]
         kv_grad.k.index_add_(1, index, dk_BKTD)
-        kv_grad.v.index_add_(1, index, dv_BKTD)
+        kv_grad.v.index_add_(1, index, dv_BKTV)
 
 
 def _kv_of(x_BKTD: Tensor, ring: Ring, heads: Span, total: int) -> Tensor:
@@ -235,12 +235,12 @@ def _kv_of(x_BKTD: Tensor, ring: Ring, heads: Span, total: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _KVBlock:
+class _KVPair:
     """Keys and values of one block, or their gradients.
 
     Attributes:
         k: [B, K, T, D].
-        v: [B, K, T, Dv].
+        v: [B, K, T, V].
         packed: the buffer that both are views of, so that they are one message; None if they are the caller's tensors
             (a ring of one).
     """
@@ -250,7 +250,7 @@ class _KVBlock:
     packed: Tensor | None = None
 
     @classmethod
-    def of(cls, packed: Tensor, k_shape: torch.Size, v_shape: torch.Size) -> _KVBlock:
+    def of(cls, packed: Tensor, k_shape: torch.Size, v_shape: torch.Size) -> _KVPair:
         n = k_shape.numel()
         return cls(packed[:n].view(k_shape), packed[n:].view(v_shape), packed)
 
@@ -264,22 +264,22 @@ class _KVBlock:
         """The tensors to save for the backward; K and V are saved once."""
         return (self.k, self.v) if self.packed is None else (self.packed,)
 
-    def like(self, packed: Tensor) -> _KVBlock:
-        return _KVBlock.of(packed, self.k.shape, self.v.shape)
+    def like(self, packed: Tensor) -> _KVPair:
+        return _KVPair.of(packed, self.k.shape, self.v.shape)
 
-    def zeros(self, dtype: torch.dtype) -> _KVBlock:
+    def zeros(self, dtype: torch.dtype) -> _KVPair:
         return self.like(self.k.new_zeros(self.k.numel() + self.v.numel(), dtype=dtype))
 
 
-def _local_block(q: Tensor, k: Tensor, v: Tensor, ring: Ring, *, saved: bool = True) -> _KVBlock:
+def _local_block(q: Tensor, k: Tensor, v: Tensor, ring: Ring, *, saved: bool = True) -> _KVPair:
     """Pack local keys and values if they are sent.
 
     A ring of one packs them on a CPU, whose kernel reads them once per block of queries and is faster with contiguous
     heads, and if saving them would keep a larger buffer alive.
     """
     if ring.size == 1 and not _kernel_rereads_kv(k.device) and (not saved or owns_storage(q, k, v)):
-        return _KVBlock(k, v)
-    return _KVBlock.of(torch.cat([k.reshape(-1), v.reshape(-1)]), k.shape, v.shape)
+        return _KVPair(k, v)
+    return _KVPair.of(torch.cat([k.reshape(-1), v.reshape(-1)]), k.shape, v.shape)
 
 
 def _kernel_rereads_kv(device: torch.device) -> bool:
@@ -303,10 +303,10 @@ class _ReceivedBlock:
 
     source: int
     direction: int
-    kv: _KVBlock
+    kv: _KVPair
 
 
-def _kv_blocks(local: _KVBlock, ring: Ring) -> Iterator[tuple[int, list[_ReceivedBlock]]]:
+def _kv_blocks(local: _KVPair, ring: Ring) -> Iterator[tuple[int, list[_ReceivedBlock]]]:
     """Yield each step's KV blocks; step 0 is the local one. The next step's are in flight while one is computed."""
     current, routes = [_ReceivedBlock(ring.rank, 0, local)], ring.routes
     if ring.impl == "allgather" and ring.group is not None:
@@ -342,7 +342,7 @@ class _P2PReducer:
     rank, which holds its own part in `local_grad`.
     """
 
-    def __init__(self, local_grad: _KVBlock, ring: Ring) -> None:
+    def __init__(self, local_grad: _KVPair, ring: Ring) -> None:
         self.local_grad, self.ring, self.routes = local_grad, ring, ring.routes
         self.works: list[dist.Work] = []
         self.sends: list[P2PMessage] = []
@@ -361,7 +361,7 @@ class _P2PReducer:
         kv_heads = heads if self.ring.kv_head_index is not None else self.local_grad.k.shape[1]
         return heads // 2 if kv_heads == 1 else kv_heads // 2 * (heads // kv_heads)
 
-    def add(self, received: _ReceivedBlock, step: int, kv_grad: _KVBlock) -> None:
+    def add(self, received: _ReceivedBlock, step: int, kv_grad: _KVPair) -> None:
         """Add this rank's part of the gradient of a block that was received in this step."""
         direction = received.direction
         if direction == 0:
@@ -409,7 +409,7 @@ class _P2PReducer:
 class _ReduceScatterReducer:
     """Sums the gradients of all KV blocks by one reduce-scatter, the adjoint of the all-gather."""
 
-    def __init__(self, local_grad: _KVBlock, ring: Ring) -> None:
+    def __init__(self, local_grad: _KVPair, ring: Ring) -> None:
         self.local_grad, self.ring = local_grad, ring
         self.parts: dict[int, Tensor] = {}
 
@@ -417,7 +417,7 @@ class _ReduceScatterReducer:
         """Return all heads: the reduce-scatter needs the local block's gradient too."""
         return heads
 
-    def add(self, received: _ReceivedBlock, step: int, kv_grad: _KVBlock) -> None:
+    def add(self, received: _ReceivedBlock, step: int, kv_grad: _KVPair) -> None:
         self.parts[received.source] = kv_grad.message
 
     def send(self, step: int) -> None:

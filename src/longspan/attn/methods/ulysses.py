@@ -6,7 +6,7 @@ batch 1, D = V). In USP (Fang & Zhao 2024, arXiv:2405.07719)
 the tokens are those of one ring block, and the inner method receives the other blocks.
 
 Shape suffixes: B batch, L local tokens, S tokens of the block (the sequence if there is no ring), T keys of the block,
-H query heads, K KV heads, h and k those of this rank, D head_dim of q and k, V head_dim of v, W packed row.
+H query heads, K KV heads, h and k those of this rank, D head_dim of q and k, V of v, W packed row.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Ulysses:
         # Attend on the local heads.
         if isinstance(self.inner, LocalAttention):
             q_BShD, k_BTkD, v_BTkV = self.inner.to_kernel_layout(q_BShD, k_BTkD, v_BTkV)
-        packed_SBW = q_SBW = k_TBW = v_TBW = q_BLHD[:0]  # free the received buffer if the kernel layout copied it
+        del packed_SBW, q_SBW, k_TBW, v_TBW  # frees the received buffer if the kernel layout copied it
         out_BShV = self.inner(q_BShD, k_BTkD, v_BTkV, scores.of_heads(local.q_start, local.q_stop))
         del q_BShD, k_BTkD, v_BTkV  # autograd saves them, or a checkpoint frees them before the second all-to-all
 

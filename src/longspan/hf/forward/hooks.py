@@ -14,7 +14,7 @@ from torch import nn
 
 from longspan.compat.torch_api import not_compiled
 from longspan.hf.forward.cached import CachedTokens
-from longspan.hf.forward.input_checks import GradientsSummed, ModelUnchanged, SupportedArguments, WeightsUnchanged
+from longspan.hf.forward.input_checks import GradientsSummed, ModelChangeCheck, SupportedArguments, WeightDamageCheck
 from longspan.hf.forward.logits import DeferLogits, SelectLogits
 from longspan.hf.forward.loss_stages import GlobalLoss, HeldBackLabels, LossFunction, RouterLoss
 from longspan.hf.forward.pooled import PooledHead
@@ -40,9 +40,9 @@ class ForwardHooks:
         model: the transformers model.
         state: the parts of it that stages use.
         batches: compares the batches of all ranks; None on one rank.
-        unchanged: detects changes of the model; None on one rank.
-        weights: compares checksums of weights between optimizer steps; None without `check_at_rest`.
-        make_logits: make logits in training too.
+        model_changes: detects changes of the model; None on one rank.
+        weight_damage: compares checksums of weights between optimizer steps; None without `check_at_rest`.
+        compute_logits: compute logits in training too.
     """
 
     def __init__(
@@ -51,17 +51,17 @@ class ForwardHooks:
         state: ParallelState,
         *,
         batches: BatchCheck | None,
-        unchanged: ModelUnchanged | None,
-        weights: WeightsUnchanged | None,
-        make_logits: bool,
+        model_changes: ModelChangeCheck | None,
+        weight_damage: WeightDamageCheck | None,
+        compute_logits: bool,
     ) -> None:
         traits, sp, tensor, head = state.traits, state.sp, state.tensor, state.head
         self.traits, self.batches = traits, batches
-        self.options = ForwardOptions(make_logits=make_logits)
+        self.options = ForwardOptions(compute_logits=compute_logits)
         self.losses = GlobalLoss(sp, batches, self.options)
         self.running: tuple[ForwardCall, list[Stage]] | None = None
 
-        self.unchanged, self.weights, self.tensor = unchanged, weights, tensor
+        self.model_changes, self.weight_damage, self.tensor = model_changes, weight_damage, tensor
         self.gradients = None if state.gradients is None else GradientsSummed(state.gradients)
         self.arguments = SupportedArguments(traits)
         self.shard = ShardBatch(traits, sp, tensor, batches)
@@ -80,11 +80,11 @@ class ForwardHooks:
         """Compose the stages of one forward."""
         stages: list[Stage | None]
         if call.cache is not None:
-            stages = [self.unchanged, self.tensor, self.cached, self.layers]
+            stages = [self.model_changes, self.tensor, self.cached, self.layers]
         else:
             stages = [
-                self.unchanged,
-                self.weights,
+                self.model_changes,
+                self.weight_damage,
                 self.arguments,
                 self.tensor,
                 self.gradients,
@@ -188,7 +188,7 @@ class ForwardHooks:
 
     @contextlib.contextmanager
     def only_loss(self) -> Iterator[None]:
-        """Within this, make no logits in a forward with labels, in evaluation either."""
+        """Within this, compute no logits in a forward with labels, in evaluation either."""
         self.options.loss_only = True
         try:
             yield

@@ -67,7 +67,7 @@ class GradientsSummed(Stage):
         self.gradients.check(call.model)
 
 
-class ModelUnchanged(Stage):
+class ModelChangeCheck(Stage):
     """Refuse a model that was wrapped, recast or given other parameters after `parallelize`.
 
     Args:
@@ -144,7 +144,7 @@ class ModelUnchanged(Stage):
                 )
 
 
-class WeightsUnchanged(Stage):
+class WeightDamageCheck(Stage):
     """Checksum this rank's weights (under FSDP its shards) between optimizer steps, to detect damaged memory.
 
     Checksums are computed after each optimizer step, and compared before the next step and at the next forward. A

@@ -1,7 +1,7 @@
-"""The stages that decide which logits a forward makes, and outputs without logits, which say so when read.
+"""The stages that decide which logits a forward computes, and outputs without logits, which say so when read.
 
-A training forward with labels makes no logits: its head returns `longspan.losses.deferred_logits.DeferredLogits`, from
-which the loss computes logits and gradients tile by tile.
+A training forward with labels computes no logits: its head returns `longspan.losses.deferred_logits.DeferredLogits`,
+from which the loss computes logits and gradients tile by tile.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.validation import format_value
 from longspan.hf.forward.gathering import SelectedTokens
 from longspan.hf.forward.stage import ForwardCall, ForwardOptions, ModelTraits, Stage
-from longspan.losses.deferred_logits import LOGITS_HINT, DeferredLogits, Head, LogitsNotMade
+from longspan.losses.deferred_logits import LOGITS_HINT, DeferredLogits, Head, LogitsNotComputed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,7 +38,7 @@ def head_of(model: PreTrainedModel) -> Head | None:
 
 
 class DeferLogits(Stage):
-    """Make no logits if the loss is all that is needed: the head then returns `DeferredLogits`."""
+    """Compute no logits if the loss is all that is needed: the head then returns `DeferredLogits`."""
 
     def __init__(self, head: Head | None, options: ForwardOptions) -> None:
         self.head, self.options = head, options
@@ -50,7 +50,7 @@ class DeferLogits(Stage):
     def before(self, call: ForwardCall) -> None:
         options = self.options
         call.has_labels = call.inputs.get("labels") is not None
-        loss_suffices = options.loss_only or (call.model.training and not options.make_logits)
+        loss_suffices = options.loss_only or (call.model.training and not options.compute_logits)
         if self.head is not None:
             self.head.defer_next = options.return_deferred or call.scored or (call.has_labels and loss_suffices)
 
@@ -77,11 +77,11 @@ def _without_logits(kind: Any) -> Any:
 
     def item(self: Any, key: Any) -> Any:
         if key == "logits":
-            raise LogitsNotMade(f"this output has no logits: {LOGITS_HINT}")
+            raise LogitsNotComputed(f"this output has no logits: {LOGITS_HINT}")
         try:
             return kind.__getitem__(self, key)
         except IndexError as error:
-            raise LogitsNotMade(f"this output has no entry {key}, as it has no logits: {LOGITS_HINT}") from error
+            raise LogitsNotComputed(f"this output has no entry {key}, as it has no logits: {LOGITS_HINT}") from error
 
     logits = property(read, lambda self, value: None)
     return type(kind.__name__, (kind,), {"logits": logits, "__getitem__": item, "__module__": kind.__module__})

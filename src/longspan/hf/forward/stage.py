@@ -124,14 +124,14 @@ class ForwardOptions:
     """Options of the next forwards that are not arguments of the call.
 
     Attributes:
-        make_logits: make logits in training with labels too.
+        compute_logits: compute logits in training with labels too.
         return_deferred: return logits as `DeferredLogits`.
-        loss_only: make no logits in evaluation either, if there are labels.
+        loss_only: compute no logits in evaluation either, if there are labels.
         rows: rows of a classifier's batch that count in its loss; None for all.
         scoring: options of the log-probabilities for `fused_lm_head=True`.
     """
 
-    make_logits: bool = False
+    compute_logits: bool = False
     return_deferred: bool = False
     loss_only: bool = False
     rows: int | None = None
