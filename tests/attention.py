@@ -77,6 +77,15 @@ HARD = {
 
 CASES = {**PLAIN, **HARD}
 
+FEW = (
+    "fewer KV heads than ranks", "length does not divide", "a KV group cut unevenly", "a rank without heads",
+    "another head_dim for v", "bidirectional", "documents and window", "chunks and documents",
+    "a prefix for each row", "sinks, softcap and window", "sinks and documents with padding", "alibi, bidirectional",
+    "a bias", "a mask function, documents, softcap", "many short documents", "cross attention with documents",
+    "chunked prefill with documents",
+)  # fmt: skip
+"""Every option and every kind of shape at least once: for tests of what all masks have in common."""
+
 
 def sharding(ulysses: int, ring: int = 1, **more: Any) -> longspan.SequenceSharding:
     """Return a sharding over the ranks of the job; `more` are arguments of `SequenceSharding`."""

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import socket
-import subprocess
-import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from longspan import cli
 from longspan.core.errors import LongspanError
 from longspan.core.sections import make, replace
 from longspan.ranks import agreement, rendezvous
 from longspan.ranks.agreement import compare
 from longspan.ranks.job import VARIABLES, read_job
 from longspan.ranks.rendezvous import Peers, wait_for_ranks
-from tests.pool import RankPool
+from tests.pool import RankPool, run_forked
 
 ROOT = Path(__file__).parents[1]
 
@@ -224,25 +226,26 @@ def test_a_clone_has_another_connection_to_the_same_keys(store: Any) -> None:
     assert peers.missing("beat") == [0]
 
 
+def _command(job: dict[str, str], command: list[str]) -> tuple[int, str]:
+    """Return exit code and errors of a command whose environment describes a job."""
+    os.environ.update(job)
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        return cli.main(command), printed.getvalue()
+
+
 @pytest.mark.launcher
 def test_different_flags_are_refused_on_every_rank(tmp_path: Path) -> None:
     """As on several machines, each process is started by hand, and rank 0 hosts the store."""
     port = _free_port()
     flags = ["--data", "pydoc", "--config", str(ROOT / "examples" / "llama-tiny.json"), "--context", "64"]
-    processes = []
-    for rank, steps in enumerate(("3", "4")):
-        job = dict(zip(VARIABLES, (str(rank), "2", "127.0.0.1", str(port)), strict=True))
-        environment = {**os.environ, **job, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "longspan", "train", *flags, "--ulysses", "2", "--out", str(tmp_path / "out")]
-        processes.append(
-            subprocess.Popen(
-                [*command, "--steps", steps], env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
-        )
-    for process in processes:
-        _, printed = process.communicate(timeout=200)
-        assert process.returncode == 2, printed
-        assert "steps is 4 on rank 1, 3 on rank 0" in printed
+    command = ["train", *flags, "--ulysses", "2", "--out", str(tmp_path / "out"), "--steps"]
+    jobs = [dict(zip(VARIABLES, (rank, "2", "127.0.0.1", str(port)), strict=True)) for rank in "01"]
+    with ThreadPoolExecutor() as threads:
+        runs = [
+            threads.submit(run_forked, _command, job, [*command, steps]) for job, steps in zip(jobs, "34", strict=True)
+        ]
+        for code, errors in (run.result() for run in runs):
+            assert code == 2 and "steps is 4 on rank 1, 3 on rank 0" in errors, errors
 
 
 def test_the_start_has_another_timeout_than_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:

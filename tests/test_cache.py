@@ -35,7 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Gemma3Text": {},
     "DeepseekV3": CHANGES["DeepseekV3"],
 }
-RINGS = {"Llama": (2, 4), "MQA": (1,), "uneven": (1, 2), "Mistral": (4,), "Gemma3Text": (2, 4), "DeepseekV3": (1, 2, 4)}
+RINGS = {"Llama": (2,), "MQA": (1,), "uneven": (1, 2), "Mistral": (4,), "Gemma3Text": (2,), "DeepseekV3": (1, 2)}
 
 
 def _build(name: str) -> Any:
@@ -166,18 +166,15 @@ def _saved(folder: Path, name: str, dtype: str) -> None:
         cache.save(folder)
 
 
-def _loaded(folder: Path, name: str, second: Tensor, expected: Any, rings: list[int]) -> list[Any]:
-    """A second turn with a cache of another mesh."""
-    found = []
-    for ring in rings:
-        model, _ = parallelized(name, ring, False)
-        cache = longspan.ShardedCache.load(folder, model)
-        assert cache.get_seq_length() == PROMPT + NEW - 1
-        out = generated(model, {"input_ids": second, "past_key_values": cache})
-        if expected is not None:
-            check_generated(out, expected)
-        found.append(out)
-    return found
+def _loaded(folder: Path, name: str, second: Tensor, expected: Any, ring: int) -> Any:
+    """Generate a second turn with a cache that another mesh has saved."""
+    model, _ = parallelized(name, ring, False)
+    cache = longspan.ShardedCache.load(folder, model)
+    assert cache.get_seq_length() == PROMPT + NEW - 1
+    out = generated(model, {"input_ids": second, "past_key_values": cache})
+    if expected is not None:
+        check_generated(out, expected)
+    return out
 
 
 def _not_saved(folder: Path, by_library: bool) -> str:
@@ -205,10 +202,10 @@ def test_a_saved_cache_loads_on_another_mesh(get_pool: Any, tmp_path: Path, name
     get_pool(4).run(_saved, folder, name, dtype)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache"]
     assert len(list(folder.glob("part-*"))) == 4
-    runs = get_pool(2).run(_loaded, folder, name, second, expected, [1, 2])
-    runs += get_pool(4).run(_loaded, folder, name, second, expected, [2, 4])
-    for out in (out for run in runs for out in run):
-        check_generated(out, runs[0][0])  # quantized too: its bytes are read as they were written
+    outs = get_pool(2).run(_loaded, folder, name, second, expected, 1)
+    outs += get_pool(4).run(_loaded, folder, name, second, expected, 4)
+    for out in outs:
+        check_generated(out, outs[0])  # quantized too: its bytes are read as they were written
 
 
 def test_an_incomplete_cache_is_refused(pool2: RankPool, tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def _drawn(case: Case, ring: int, chunks: int, code: Any) -> dict[str, float]:
     return _errors(case, run(case, _sharding(ring, chunks, code)), code)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     case=drawn_cases(20, sinks=st.booleans()),
     mesh=st.sampled_from([(2, 1), (4, 1), (4, 2)]),

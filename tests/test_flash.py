@@ -15,7 +15,7 @@ import longspan
 from longspan.attn.kernels.base import BlockRegion
 from longspan.attn.kernels.flash_calls import FlashSequence, flash_sequences, group_by_window, merge_regions, window_of
 from longspan.core.regions import Region
-from tests.attention import CASES, check_all, compare, drawn_cases, one_device, sharding
+from tests.attention import CASES, FEW, check_all, compare, drawn_cases, one_device, sharding
 from tests.choose import confirming
 from tests.flash_emulated import emulated, seen_by
 from tests.oracle import Case
@@ -52,12 +52,12 @@ def test_keys_of_documents_in_another_order() -> None:
 def _everywhere(ring: int, layout: str, impl: str = "p2p") -> dict[str, dict[str, float]]:
     sp = sharding(dist.get_world_size() // ring, ring, layout=layout, ring_impl=impl)
     with emulated():
-        names = [name for name in (MASKS if ring > 1 else MASKS[::4]) if not name.startswith("long")]
+        names = [name for name in FEW if name in MASKS]
         return {name: compare(CASES[name], sp, "flash") for name in names}
 
 
 @pytest.mark.parametrize(
-    ("ring", "layout"), [(4, "zigzag"), (2, "contiguous"), (1, "zigzag"), *confirming([(4, "contiguous")])]
+    ("ring", "layout"), [(4, "zigzag"), (2, "contiguous"), *confirming([(4, "contiguous"), (1, "zigzag")])]
 )
 def test_exact_on_every_mesh(pool4: RankPool, ring: int, layout: str) -> None:
     for found in pool4.run(_everywhere, ring, layout):
@@ -77,7 +77,7 @@ def _drawn(case: Case, ring: int, layout: str) -> dict[str, float]:
         return compare(case, sharding(dist.get_world_size() // ring, ring, layout=layout), "flash")
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     case=CASE,
     ring=st.sampled_from([2, 4]),
@@ -142,7 +142,7 @@ def _dense(r: Region) -> torch.Tensor:
     return ok if r.hi is None else ok & (i - j <= r.hi)
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(region=REGION, others=st.lists(REGION, max_size=2), at=st.tuples(st.integers(0, 20), st.integers(0, 20)))
 @example(Region(0, 10, 0, 2, None, 8), [], (0, 0))  # few keys: a left limit alone would limit the right side
 @example(Region(0, 20, 0, 4, 0, None), [], (0, 0))  # few keys: a right limit that would be read as none
@@ -179,7 +179,7 @@ def test_a_call_has_each_query_and_key_once(drawn: list[tuple[int, Region]]) -> 
             assert len(places) == len(set(places))
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(a=REGION, q=st.integers(0, 28), k=st.integers(0, 28))
 def test_merged_regions_contain_the_same_pairs(a: Region, q: int, k: int) -> None:
     cuts = [((0, q), (0, 60)), ((q, 60), (0, k)), ((q, 60), (k, 60))]
@@ -205,18 +205,18 @@ def _calls(sp: longspan.SequenceSharding, n: int, **mask: Any) -> tuple[list[dic
     return calls.forward, calls.backward
 
 
-THOUSAND = torch.cat([torch.zeros(1), (1 + torch.arange(1000) * 7 % 5).cumsum(0)]).long()
-"""Borders of 1,000 documents of 1 to 5 tokens."""
+MANY = torch.cat([torch.zeros(1), (1 + torch.arange(200) * 7 % 5).cumsum(0)]).long()
+"""Borders of 200 documents of 1 to 5 tokens."""
 
 
 @pytest.mark.parametrize("mask", [{}, {"window": 3}, {"causal": False}])
-def test_a_thousand_documents_are_one_call(mask: dict[str, Any]) -> None:
-    forward, backward = _calls(one_device(), int(THOUSAND[-1]), cu_seqlens=THOUSAND, **mask)
+def test_many_documents_are_one_call(mask: dict[str, Any]) -> None:
+    forward, backward = _calls(one_device(), int(MANY[-1]), cu_seqlens=MANY, **mask)
     for (call,) in (forward, backward):
-        assert call["cum_seq_q"].tolist() == call["cum_seq_k"].tolist() == THOUSAND.tolist()
+        assert call["cum_seq_q"].tolist() == call["cum_seq_k"].tolist() == MANY.tolist()
         assert (call["max_q"], call["max_k"]) == (5, 5)
     # Adjacent documents are a view, not a copy.
-    assert forward[0]["query"].untyped_storage().nbytes() == 4 * 8 * 2 * int(THOUSAND[-1])
+    assert forward[0]["query"].untyped_storage().nbytes() == 4 * 8 * 2 * int(MANY[-1])
 
 
 def test_documents_with_padding_between_are_one_call() -> None:

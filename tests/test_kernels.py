@@ -22,7 +22,8 @@ from longspan.attn.mask import Mask
 from longspan.attn.score import Scores
 from longspan.bench.meters import count_sent
 from longspan.core.errors import LongspanError
-from tests.attention import CASES, HARD, check_all, compare, one_device, sharding
+from tests.attention import CASES, FEW, HARD, check_all, compare, one_device, sharding
+from tests.choose import confirming
 from tests.flexing import differentiable_flex
 from tests.oracle import Case, errors, make, options
 from tests.pool import RankPool
@@ -218,11 +219,13 @@ def test_an_invalid_table_is_refused(tmp_path: Path, text: str, message: str) ->
 
 
 FLEX = [name for name in HARD if "cross" not in name]
+SINKS = "sinks, softcap and window"
 
 
-@pytest.mark.parametrize("name", FLEX)
+@pytest.mark.parametrize("name", [SINKS, *confirming(name for name in FLEX if name != SINKS)])
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_flex_forward_takes_every_mask(name: str) -> None:
+def test_flex_forward_is_exact(name: str) -> None:
+    """With sinks; `test_flex.py` compiles the other masks and compares them too."""
     case = HARD[name]
     x = make(case)
     with torch.no_grad():
@@ -232,8 +235,8 @@ def test_flex_forward_takes_every_mask(name: str) -> None:
     assert errors(case, {"out": out})["out"] <= MARGIN
 
 
-def _flex_ring(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
-    sp = sharding(dist.get_world_size() // ring, ring, ring_impl="p2p")
+def _flex_errors(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
+    sp = sharding(dist.get_world_size() // ring, ring, ring_impl="p2p") if ring > 1 else one_device()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flex, "_flex_attention", differentiable_flex)
         patch.setattr(flex, "BLOCK", 4)  # so that these short sequences have full blocks
@@ -241,11 +244,14 @@ def _flex_ring(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
         return {name: compare(HARD[name], sp) for name in names}
 
 
+def test_flex_gradients_are_exact() -> None:
+    check_all(_flex_errors(1, [name for name in FLEX if "prefill" not in name]))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("ring", [1, pytest.param(2, marks=pytest.mark.confirms), 4])
-def test_flex_in_a_ring(pool4: RankPool, ring: int) -> None:
-    names = FLEX if ring > 1 else [name for name in FLEX if "prefill" not in name]
-    for found in pool4.run(_flex_ring, ring, names):
+@pytest.mark.parametrize("ring", [4, *confirming([2])])
+def test_flex_gradients_in_a_ring_are_exact(pool4: RankPool, ring: int) -> None:
+    for found in pool4.run(_flex_errors, ring, [name for name in FEW if name in FLEX]):
         check_all(found)
 
 
@@ -279,7 +285,7 @@ def _stand_in_backward(*args: Any, **options: Any) -> Any:
 
 
 def _as_on_a_gpu(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
-    sp = sharding(dist.get_world_size() // ring, ring, ring_impl="p2p")
+    sp = sharding(dist.get_world_size() // ring, ring, ring_impl="p2p") if ring > 1 else one_device()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "_flash_cuda", _stand_in)
         patch.setattr(tiles, "_flash_cuda_backward", _stand_in_backward)
@@ -289,12 +295,15 @@ def _as_on_a_gpu(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
         return {name: compare(CASES[name], sp, "tiled") for name in names}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ring", [1, pytest.param(2, marks=pytest.mark.confirms), 4])
-def test_tiles_as_on_a_gpu(pool4: RankPool, ring: int) -> None:
+def test_tiles_as_on_a_gpu_are_exact() -> None:
     """Calls of torch's flash attention for GPUs match its signature; the other tiles are materialized."""
-    names = [name for name, case in CASES.items() if case.dtype == torch.float32 and not name.startswith("long")]
-    for found in pool4.run(_as_on_a_gpu, ring, names):
+    check_all(_as_on_a_gpu(1, [name for name in CASES if not name.startswith("long")]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ring", [4, *confirming([2])])
+def test_tiles_as_on_a_gpu_are_exact_in_a_ring(pool4: RankPool, ring: int) -> None:
+    for found in pool4.run(_as_on_a_gpu, ring, list(FEW)):
         check_all(found)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import gc
 import itertools
+import multiprocessing
 import os
 import random
-import subprocess
+import signal
 import sys
 import threading
 import time
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -30,6 +31,7 @@ from longspan.memory.offload.allocator import Allocator
 from longspan.memory.offload.disk import DiskStore
 from longspan.memory.offload.host import HostStore
 from tests.disk import largest_file
+from tests.pool import RankError, run_forked
 from tests.side_stream import LateSide
 
 CPU = torch.device("cpu")
@@ -138,6 +140,7 @@ def test_a_disk_returns_every_tensor(played: list[DiskStore], ops: list[Any], li
         assert store.changed.wait_for(lambda: not store._allocator.used, timeout=60)
 
 
+@settings(max_examples=40)
 @given(ops=OPS, lifo=st.booleans(), in_flight=st.integers(0, 3))
 @example([("put", 5), ("put", 5), ("put", 5), ("get", 2), ("abandon", 1), ("get", 0)], False, 0)  # prefetched in vain
 def test_the_host_returns_every_tensor(ops: list[Any], lifo: bool, in_flight: int) -> None:
@@ -512,45 +515,39 @@ def test_metrics_of_both_directions_and_their_reset(disk: DiskStore) -> None:
     }  # fmt: skip
 
 
-PROCESS = """
-import os, sys, time, torch
-from longspan.memory.offload.disk import DiskStore
-store = DiskStore(sys.argv[1], torch.device("cpu"))
-store.reserve(1 << 22)
-stored = [store.put(torch.randn(100_000)) for _ in range(8)]
-print("ready", flush=True)
-"""
-ENDS = {
-    "killed": "time.sleep(600)",
-    "forked": """
-child = os.fork()
-if not child:
-    try:
+def _store_of_a_process(folder: Path) -> tuple[DiskStore, list[Any]]:
+    store = DiskStore(str(folder), CPU)
+    store.reserve(1 << 22)
+    return store, [store.put(torch.randn(100_000)) for _ in range(8)]
+
+
+def _killed(folder: Path) -> None:
+    _held = _store_of_a_process(folder)
+    assert not list(folder.iterdir())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _use_and_close(store: DiskStore, stored: list[Any]) -> None:
+    with pytest.raises(ValueError, match="forked"):
         store.put(torch.zeros(3))
-    except ValueError as error:
-        assert "forked" in str(error)
-        stored.clear()
-        store.close()
-        sys.exit(7)
-    os._exit(1)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-assert len(stored[0].get()) == 100_000
-""",
-}
+    stored.clear()
+    store.close()
+    sys.exit(7)
 
 
-@pytest.mark.parametrize("end", ENDS)
-def test_a_process_that_ends_leaves_no_file(tmp_path: Path, end: str) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", PROCESS + ENDS[end], str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+def _forks(folder: Path) -> int | None:
+    """Return the exit code of a forked process, which may close the store but not use it."""
+    store, stored = _store_of_a_process(folder)
+    child = multiprocessing.get_context("fork").Process(target=_use_and_close, args=(store, stored))
+    child.start()
+    child.join(60)
+    assert len(stored[0].get()) == 100_000
+    return child.exitcode
+
+
+def test_a_process_that_ends_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="exit code -9"):
+        run_forked(_killed, tmp_path)
     assert not list(tmp_path.iterdir())
-    if end == "killed":
-        process.kill()
-    errors = process.communicate(timeout=100)[1]
-    assert (process.returncode, errors) == (-9 if end == "killed" else 0, "")
+    assert run_forked(_forks, tmp_path) == 7
     assert not list(tmp_path.iterdir())

@@ -77,7 +77,7 @@ def check(found: list[tuple[list[Program], Program]]) -> int:
     return sum(message.sends for program in layers for step in program for message in step.messages)
 
 
-MESHES = [(2, 1), (3, 1), (4, 1), (5, 1), (8, 1), (2, 2), (3, 2), (2, 4)]
+MESHES = [(2, 1), (3, 1), (4, 1), (2, 2), (2, 4), *confirming([(5, 1), (8, 1), (3, 2)])]
 
 
 @pytest.mark.parametrize(("layout", "ring", "ulysses"), each_value(["zigzag", "contiguous"], grouped(MESHES)))
@@ -91,7 +91,7 @@ def test_all_gathered_blocks_send_no_messages() -> None:
     assert check(fake_programs(3, 1, list(MASKS.values()), ring_impl="allgather")) == 0
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     ring=st.integers(2, 7),
     n=st.integers(1, 60),

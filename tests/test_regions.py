@@ -116,7 +116,7 @@ plain = st.lists(
 
 @settings(max_examples=300)
 @given(plain, cuts, some, cuts, some)
-def test_joined_calls_compute_the_same_pairs(rows: Any, q_cuts: Any, mine: Any, k_cuts: Any, theirs: Any) -> None:
+def test_merged_calls_compute_the_same_pairs(rows: Any, q_cuts: Any, mine: Any, k_cuts: Any, theirs: Any) -> None:
     q_runs, k_runs = runs(q_cuts, mine), runs(k_cuts, theirs)
     q_at, k_at = ([sum(b - a for a, b in held[:m]) for m in range(len(held))] for held in (q_runs, k_runs))
     calls = [
@@ -131,6 +131,6 @@ def test_joined_calls_compute_the_same_pairs(rows: Any, q_cuts: Any, mine: Any, 
     assert len(fewer) <= len(calls) and merge_calls(fewer) == fewer
 
 
-def test_a_masked_tile_is_not_joined() -> None:
+def test_a_masked_tile_is_not_merged() -> None:
     left, right = (Call((0, 1), (0, 8), (k, k + 8), "masked", Region(0, 8, k, k + 8)) for k in (0, 8))
     assert merge_calls([right, left]) == [left, right]
