@@ -123,6 +123,8 @@ LEARNT = {"max_position_embeddings": 1024}
         (LEARNT, False, AUTO, 2048, "RoPE scaling needs rotary ones"),
         (LEARNT, False, RopeAsked("yarn", 2.0), 512, "it has no rotary embeddings"),
         (LEARNT, True, RopeAsked(), 2049, r"or --rope-scaling yarn \(x 3 of its 1024 original positions\)"),
+        ({**LEARNT, "rope_parameters": {"full_attention": None, "sliding_attention": {"rope_type": "default"}}}, True,
+         RopeAsked(), 2049, "longer than the 1024 positions of it"),
         (LEARNT, True, RopeAsked("yarn"), 512, r"512 tokens .* within the positions of it \(1,024\)"),
         (LEARNT, True, RopeAsked("linear", 2.0), 4096,
          "--rope-factor 2 x 1024 original positions of it are 2048 positions, .*; give --rope-factor 4"),

@@ -220,7 +220,8 @@ def rope_state(config: Mapping[str, Any], positions: int | None, rotary: bool, d
     """
     parameters = _parameters(config)
     several = any(isinstance(value, Mapping) for value in parameters.values())
-    table: Mapping[str, Any] = parameters.get("full_attention", {}) if several else parameters
+    # Beam's layers with full attention have no positions: None instead of a table.
+    table: Mapping[str, Any] = (parameters.get("full_attention") or {}) if several else parameters
     kind = table.get("rope_type", table.get("type")) or "default"
     factor, stated = table.get("factor"), table.get("original_max_position_embeddings")
     stated = config.get("original_max_position_embeddings") or stated  # Phi-3 has it there, and transformers prefers it
