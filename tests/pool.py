@@ -208,14 +208,21 @@ class RankPool:
             RankHang: no rank failed, and some did not answer in time.
             TypeError: `fn` or `args` cannot be pickled.
         """
+        if self._has_too_many_threads():
+            self._run(_nothing, (), self.timeout)  # a task starts by destroying the groups of the previous one
+            if self._has_too_many_threads():
+                self.close()
+        return self._run(fn, args, self.timeout if timeout is None else timeout)
+
+    def _has_too_many_threads(self) -> bool:
+        return any(_threads(pid) > MAX_THREADS for pid in self.pids)
+
+    def _run(self, fn: Callable[..., Any], args: tuple[Any, ...], limit_s: float) -> list[Any]:
         self._tasks += 1
         try:
             task = pickle.dumps((self._tasks, fn, args))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(f"a task is a function at the top of a module with picklable arguments: {error}") from None
-        limit_s = self.timeout if timeout is None else timeout
-        if any(_threads(pid) > MAX_THREADS for pid in self.pids):
-            self.close()
         try:
             if not self._workers:
                 self._start()
@@ -364,6 +371,10 @@ def _answer(conn: Connection, rank: int, fn: Callable[..., Any], *args: Any) -> 
         kind = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
         answer = pickle.dumps(Failure(rank, kind, str(error), traceback.format_exc()))
     conn.send_bytes(answer)
+
+
+def _nothing() -> None:
+    """A task that does nothing."""
 
 
 def _forget_meshes() -> None:

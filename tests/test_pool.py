@@ -111,10 +111,11 @@ def test_a_rank_that_ends_is_named_with_its_exit_code(pool2: RankPool) -> None:
     assert pool2.run(dist.get_rank) == [0, 1]
 
 
-def test_groups_of_earlier_tasks_are_freed(pool2: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.pool.MAX_THREADS", 10**6)
-    first, *_, last = (max(pool2.run(_make_groups, 10)) for _ in range(3))
+def test_groups_of_earlier_tasks_are_freed_and_ranks_stay(pool2: RankPool) -> None:
+    pids = pool2.run(os.getpid)
+    first, *_, last = (max(pool2.run(_make_groups, 30)) for _ in range(3))
     assert last <= first + 5
+    assert pool2.run(os.getpid) == pids
 
 
 _HELD: list[dist.ProcessGroup] = []
