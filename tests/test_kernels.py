@@ -17,7 +17,7 @@ from longspan.attn import prepare
 from longspan.attn.kernels import choice as kernels
 from longspan.attn.kernels import cudnn, flex
 from longspan.attn.kernels import tiled as tiles
-from longspan.attn.kernels.base import BackwardInputs, KernelRequest
+from longspan.attn.kernels.base import KernelRequest
 from longspan.attn.mask import Mask
 from longspan.attn.score import Scores
 from longspan.bench.meters import count_sent
@@ -338,27 +338,6 @@ def test_cudnn_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(cudnn, "_unfit", lambda need: None)
     found = compare(CASES[name], one_device(), "cudnn")
     assert max(found.values()) <= MARGIN, found
-
-
-@pytest.mark.parametrize(("kv_heads", "v_dim"), [(4, 64), (2, 64), (2, 32)])
-@pytest.mark.parametrize("kind", ["full", "causal"])
-def test_arguments_of_a_gpus_flash_attention(
-    monkeypatch: pytest.MonkeyPatch, kind: Any, kv_heads: int, v_dim: int
-) -> None:
-    """torch's own operators, on tensors without data: arguments, shapes and dtypes."""
-    monkeypatch.setattr(tiles, "_flash_of", lambda *_: "cuda")
-    monkeypatch.setattr(tiles, "for_device", lambda *xs: list(xs))
-    q, k, v = (
-        torch.empty(2, heads, 128, dim, device="meta", dtype=torch.bfloat16)
-        for heads, dim in ((4, 64), (kv_heads, 64), (kv_heads, v_dim))
-    )
-    q, k, v = tiles.TILED.to_kernel_layout([q, k, v], v_dim, Scores())
-    how = tiles.TileScores(kind, None, 0.125, None)
-    out, lse = tiles.TILED.tile_forward(q, k, v, how)
-    assert (out.shape, out.dtype) == ((2, 4, 128, 64), torch.bfloat16)
-    assert (lse.shape, lse.dtype) == ((2, 4, 128), torch.float32)
-    grads = tiles.TILED.tile_backward(BackwardInputs(q, out, out, lse), k, v, how)
-    assert [(x.shape, x.dtype) for x in grads] == [(x.shape, x.dtype) for x in (q, k, v)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -28,22 +28,6 @@ def test_heads_are_split_once_evenly_with_the_kv_heads_they_need(kv: int, group:
         assert sum(shard.group_sizes) == shard.q_heads and len(shard.group_sizes) == shard.kv_heads
 
 
-@pytest.mark.parametrize(
-    ("q", "kv", "ranks", "sent"),
-    [
-        (64, 8, 8, [1] * 8),  # Llama-2-70B on 8 GPUs: one KV head each
-        (64, 8, 4, [2] * 4),
-        (64, 8, 16, [1] * 16),  # more ranks than KV heads: each gets the one that its queries need
-        (14, 2, 4, [1] * 4),  # Qwen2.5-0.5B: 7 queries to a KV head, cut 4 + 3
-        (6, 3, 2, [2, 2]),  # 3 + 3 queries rather than 4 + 2: the middle KV head goes to both
-        (8, 8, 3, [3, 3, 2]),
-        (2, 1, 4, [1, 1, 0, 0]),  # more ranks than query heads: some compute nothing
-    ],
-)
-def test_kv_heads_sent(q: int, kv: int, ranks: int, sent: list[int]) -> None:
-    assert [shard.kv_heads for shard in split_heads(q, kv, ranks)] == sent
-
-
 @given(kv=st.integers(1, 16), group=st.integers(1, 8), ranks=st.integers(1, 16))
 def test_without_replication_no_kv_head_is_sent_twice(kv: int, group: int, ranks: int) -> None:
     if ranks > kv:

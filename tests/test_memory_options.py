@@ -254,6 +254,7 @@ def test_a_retained_graph_supports_a_second_backward() -> None:
             assert torch.allclose(grad, 2 * once[name], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.confirms  # by tests/test_guards.py, under FSDP
 def test_a_compiled_model_keeps_its_memory_options() -> None:
     truth = truth_of(build("Gemma2"), batch())  # sliding windows, and logits with a softcap
     model = longspan.parallelize(build("Gemma2"), ONE_DEVICE, memory=MEMORY_OPTIONS["all"]).train()
