@@ -23,6 +23,7 @@ from longspan.attn.score import Scores
 from longspan.attn.segments import Segments, cu_seqlens_segments, document_segments, paired_segments
 from longspan.attn.shapes import Shapes, check_tensors
 from longspan.comm.arguments import check_integers, check_sharding, check_tensor
+from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.core.validation import LARGEST_COUNT, check_number, format_value
 
@@ -210,6 +211,9 @@ def attention(
         LongspanError: for ranks, dtypes, shapes and head counts that do not fit, for what the kernel cannot compute,
             and for a plan of other tensors. Every rank raises the same, before anything is sent.
     """
+    if torch.compiler.is_compiling() and plan is None and _breaks_graphs(sp, options):
+        out: Tensor = _uncompiled_attention(q, k, v, sp, kernel=kernel, **options)
+        return out
     given = AttentionOptions.of(options)
     check_tensors(q, k, v)
     shapes = Shapes.of(q, k, v, given.scores)
@@ -219,6 +223,19 @@ def attention(
         _check_given_plan(plan, given, kernel)
         plan.check(shapes, given.scores)
     return plan(q, k, v, given.scores)
+
+
+_uncompiled_attention = not_compiled(attention)
+
+
+def _breaks_graphs(sp: SequenceSharding, options: dict[str, Any]) -> bool:
+    """Return whether a compiler meets rings or chunks, which it skips.
+
+    One break here is cheaper than one in every function down to there: the compiler would trace masks and routes again
+    for each of them, and could not use cached plans.
+    """
+    check_sharding(sp)
+    return sp.ring_size > 1 or sp.overlap_chunks not in (1, "auto") or options.get("head_chunks", 1) != 1
 
 
 def prepare_attention(
