@@ -299,18 +299,17 @@ def _without_padding(request: registry.MaskRequest, info: Any) -> Mask:
     not hasattr(masking_utils, "remap_positions_for_packed_sequence"),
     reason="transformers before 5.23 counts chunks from the start of the row, whatever position ids say",
 )
-def test_an_untested_version_is_named_and_checked_once(pool4: RankPool) -> None:
+def test_an_untested_version_is_named_and_checked_once(pool2: RankPool) -> None:
     warning = (
         f"transformers {transformers.__version__} is newer than 5.4, the newest version that longspan was tested with"
     )
     for ring in (1, 2):
-        found = pool4.run(_parallelized_untested, ring)
-        assert found == [[warning, ""], [""], [""], [""]]
+        assert pool2.run(_parallelized_untested, ring) == [[warning, ""], [""]]
     for changes, what in (
         ({"binding.cache_name": _other_name}, r"Llama4Text|did not use its cache|passes .*cache"),
         ({"registry._mask": _without_padding}, r"logits of Llama with padding differ by"),
     ):
-        errors = [texts[-1] for texts in pool4.run(partial(_parallelized_untested, 2, **changes))]
+        errors = [texts[-1] for texts in pool2.run(partial(_parallelized_untested, 2, **changes))]
         assert all(e.startswith(f"{warning}. A check of small models failed") and re.search(what, e) for e in errors)
 
 

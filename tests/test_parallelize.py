@@ -118,25 +118,6 @@ def test_gradient_checkpointing(pool2: RankPool, family: str, reentrant: bool, f
     pool2.run(_checkpointed, family, reentrant, fsdp)
 
 
-def _lora() -> None:
-    from peft import LoraConfig, get_peft_model
-
-    def wrapped() -> Any:
-        model = build("Llama")
-        torch.manual_seed(7)
-        peft = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-        return peft.float()
-
-    sp = sharding(data=2)
-    model = longspan.parallelize(wrapped(), sp, fsdp=False)  # with FSDP: test_peft_on_embedding_and_head
-    _compare(wrapped(), model, batch(), sp)
-    assert all("lora" in name for name in gradients(model))
-
-
-def test_peft_lora(pool4: RankPool) -> None:
-    pool4.run(_lora)
-
-
 def _two_models() -> None:
     sp = sharding()
     base = build("Llama")
@@ -159,7 +140,7 @@ def test_models_in_one_process_are_independent(pool2: RankPool) -> None:
     pool2.run(_two_models)
 
 
-def _evaluate() -> None:
+def _evaluate(truth: Truth) -> None:
     sp = sharding()
     model = longspan.parallelize(build("Llama"), sp).eval()
     whole = batch()
@@ -168,7 +149,6 @@ def _evaluate() -> None:
         positional = model(whole["input_ids"])
         cut = model(**longspan.shard_batch(whole, sp))
     assert out.loss is None and out.past_key_values is None
-    truth = truth_of(build("Llama").eval(), whole)
     assert torch.equal(positional.logits, out.logits) and torch.equal(cut.logits, out.logits)
     check_loss(float(cut.loss), truth)
     embedded = model(inputs_embeds=build("Llama").get_input_embeddings()(whole["input_ids"]))
@@ -178,7 +158,7 @@ def _evaluate() -> None:
 
 
 def test_evaluation_sharded_batches_and_embeddings(pool4: RankPool) -> None:
-    pool4.run(_evaluate)
+    pool4.run(_evaluate, truth_of(build("Llama").eval(), batch()))
 
 
 def _logits_stay() -> None:
@@ -441,9 +421,9 @@ def _outer_groups(family: str, changes: dict[str, Any], outer: list[list[str]], 
     # Only the norm is gathered with a table: the largest group is one table, not embedding and head.
     hidden, largest = 32, groups[0][0]
     assert 640 * hidden <= largest <= 640 * hidden + 2 * hidden
-    for _ in range(2):  # prefetching differs from the second forward on
-        model.zero_grad()
-        compare(truth, model, batch(vocab=640), sp)
+    model(**rows_of(batch(vocab=640), sp.data_rank, 2)).loss.backward()
+    model.zero_grad()
+    compare(truth, model, batch(vocab=640), sp)  # prefetching differs from the second forward on
 
 
 @pytest.mark.parametrize("case", OUTER)
@@ -453,29 +433,37 @@ def test_embedding_and_head_are_separate_groups(pool4: RankPool, case: str) -> N
     pool4.run(_outer_groups, family, changes, outer, truth_of(build(family, **changes), batch(vocab=640)))
 
 
-def _adapted_head(whole_head: bool) -> None:
-    """Adapters on the embedding and the head, or a fully trained head: their backward may read weights."""
+ADAPTED: dict[str, dict[str, Any]] = {
+    "attention": {"target_modules": ["q_proj", "v_proj"]},
+    "embedding and head": {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+    "trained head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+}
+
+
+def _adapted(kind: str) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    def wrapped() -> Any:
-        model = build("Llama")
-        torch.manual_seed(7)
-        targets = ["q_proj"] if whole_head else ["embed_tokens", "lm_head", "q_proj"]
-        saved = ["lm_head"] if whole_head else None
-        config = LoraConfig(r=4, target_modules=targets, modules_to_save=saved, init_lora_weights=False)
-        return get_peft_model(model, config).float()
+    model = build("Llama")
+    torch.manual_seed(7)
+    return get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **ADAPTED[kind])).float()
 
+
+def _compare_adapted(kind: str, truth: Truth) -> None:
     sp = sharding(data=2)
-    model = longspan.parallelize(wrapped(), sp)
+    model = longspan.parallelize(_adapted(kind), sp, fsdp=kind != "attention")
+    compare(truth, model, batch(), sp)
+    if kind == "attention":
+        assert all("lora" in name for name in gradients(model))
+        return
     embedding, head = ([names for _, names in _groups(model) if any(part in name for name in names)]
                        for part in ("embed_tokens", "lm_head"))  # fmt: skip
     assert len(embedding) == len(head) == 1 and embedding != head
-    _compare(wrapped(), model, batch(), sp)
 
 
-@pytest.mark.parametrize("whole_head", [False, True])
-def test_peft_on_embedding_and_head(pool4: RankPool, whole_head: bool) -> None:
-    pool4.run(_adapted_head, whole_head)
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_adapters_have_the_gradients_of_one_process(pool4: RankPool, kind: str) -> None:
+    """Without FSDP; with FSDP on embedding and head, whose backward may read weights."""
+    pool4.run(_compare_adapted, kind, truth_of(_adapted(kind), batch()))
 
 
 def _heads_that_share() -> None:

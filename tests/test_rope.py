@@ -17,6 +17,7 @@ from longspan.core.rope import AUTO, RopeAsked, RopeChoice, RopeFlags, rope_stat
 from longspan.core.sections import make
 from longspan.hf.pretrained import check_language_model, read_model_config
 from longspan.verify import VerifyConfig, worker
+from tests.choose import confirming
 from tests.models import build
 from tests.pool import RankPool
 from tests.training import LLAMA, losses_of, said_by, write_config
@@ -141,7 +142,8 @@ def test_impossible_positions_are_refused(
         scaling_for(state, asked, context, "it")
 
 
-@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "longrope"])
+# In `tests/test_models.py` too, without flags: dynamic and linear.
+@pytest.mark.parametrize("kind", ["yarn", "longrope", *confirming(["linear", "dynamic"])])
 def test_scaled_ranks_compute_what_one_process_does(pool4: RankPool, tmp_path: Path, kind: RopeChoice) -> None:
     """The first of 4 ranks has no token beyond the original positions: dynamic scaling must use the global length."""
     factors = None
