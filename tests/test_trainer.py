@@ -34,9 +34,12 @@ STEPS = {"max_steps": 8}
 
 EVALUATED = {**STEPS, "eval_strategy": "steps", "eval_steps": 4}
 
+# Those with replicas and a ring are the meshes of other tests of this file.
 MESHES = [
-    {"ulysses": 2}, {"data": 2, "ring": 2},
-    *confirming([{"data": 2}, {"ring": 2, "ulysses": 2}, {"data": 2, "ring": 2, "ulysses": 2}]),
+    {"ulysses": 2},
+    *confirming([
+        {"data": 2}, {"data": 2, "ring": 2}, {"ring": 2, "ulysses": 2}, {"data": 2, "ring": 2, "ulysses": 2},
+    ]),
 ]  # fmt: skip
 
 MIXED = [{"ring": 2}, {"data": 2, "ulysses": 2}]
@@ -52,7 +55,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "checkpointed": {"gradient_checkpointing": True},
     "no clipping": {"max_grad_norm": 0.0},
 }
-CONFIRMING = ("replicated weights", "checkpointed", "no clipping")
+CONFIRMING = ("replicated weights", "checkpointed", "no clipping", "lora")  # "lora": the run that resumes
 
 
 @functools.cache
@@ -108,8 +111,11 @@ def _after(log: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
     return [record for record in log if record["step"] > step]
 
 
-@pytest.mark.parametrize("name", ["plain", "lora"])
-def test_a_run_resumes_on_another_mesh(pool2: RankPool, pool4: RankPool, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "mesh"), [("plain", {"data": 2, "ring": 2}), ("lora", {"ring": 2})], ids=str)
+def test_a_run_resumes_on_another_mesh(
+    pool2: RankPool, pool4: RankPool, name: str, mesh: dict[str, int], tmp_path: Path
+) -> None:
+    """From the newest complete checkpoint, or from one that is named."""
     variant = VARIANTS[name]
     pool2.run(sharded, {"ulysses": 2}, tmp_path, {**SAVED, **EVALUATED, **variant})
     complete = tmp_path / "checkpoint-4"
@@ -120,11 +126,9 @@ def test_a_run_resumes_on_another_mesh(pool2: RankPool, pool4: RankPool, name: s
     assert found == complete and "checkpoint-6 is incomplete" in wrong
     with pytest.raises(LongspanError, match=r"checkpoint-6 is incomplete: .*trainer_state\.json"):
         shards_of(str(tmp_path / "checkpoint-6"))
-    on_4 = (pool4, {"data": 2, "ring": 2}, tmp_path / "again", str(complete))
-    for pool, mesh, out, resume in ((pool2, {"ulysses": 2}, tmp_path, True), on_4):
-        again = {**EVALUATED, **variant, "resume_from_checkpoint": resume}
-        for log in pool.run(sharded, mesh, out, again):
-            compare(_after(log, 4), _after(_plain(name), 4))
+    pool, out, resume = (pool4, tmp_path, True) if name == "plain" else (pool2, tmp_path / "again", str(complete))
+    for log in pool.run(sharded, mesh, out, {**EVALUATED, **variant, "resume_from_checkpoint": resume}):
+        compare(_after(log, 4), _after(_plain(name), 4))
 
 
 def _saves(mesh: dict[str, int], out: Path, changes: dict[str, Any]) -> torch.Tensor:

@@ -140,12 +140,13 @@ def plain(kind: str) -> list[dict[str, Any]]:
         return log_of(kind, None, Path(folder))
 
 
-CONFIRMING = ("text", "completion only", "dpo lora", "reward")  # each option is in another case
+CONFIRMING = ("text", "completion only", "accumulated", "dpo lora", "reward")  # each option is in another case
 
 
 @pytest.mark.parametrize("kind", [*(kind for kind in KINDS if kind not in CONFIRMING), *confirming(CONFIRMING)])
 def test_the_log_is_that_of_one_process(get_pool: Callable[[int], RankPool], kind: str, tmp_path: Path) -> None:
-    mesh = {"ulysses": 2} if kind in ("packed", "accumulated", "dpo lora", "reward lora") else {"data": 2, "ring": 2}
+    on_4 = ("text", "completion only", "lora", "dpo", "reward")
+    mesh = {"data": 2, "ring": 2} if kind in on_4 else {"ulysses": 2}
     ranks = functools.reduce(lambda a, b: a * b, mesh.values())
     for log in get_pool(ranks).run(log_of, kind, mesh, tmp_path):
         expected = plain(kind)
