@@ -32,8 +32,9 @@ FAULTS: dict[str, Callable[[Any], Any]] = {
 
 
 def _refused(
-    mine: dict[str, Any] | None = None, changes: Any = None, family: str = "Llama", fault: str = "", **options: Any
-) -> str:
+    sp: longspan.SequenceSharding, mine: Any = None, changes: Any = None, family: str = "Llama", fault: str = "",
+    **options: Any,
+) -> str:  # fmt: skip
     """Parallelize with a difference on rank 1: its `mine` options, `changes` to its config, or a `fault`."""
     model = build("Llama", seed=dist.get_rank() % 2 if fault == "seed" else 0)
     if dist.get_rank() == 1:
@@ -41,7 +42,7 @@ def _refused(
         model = build(family, **(changes or {})) if changes or family != "Llama" else model
         FAULTS.get(fault, lambda _: None)(model)
     with pytest.raises(LongspanError) as error:
-        longspan.parallelize(model, sharding(data=2), **options)
+        longspan.parallelize(model, sp, **options)
     return str(error.value)
 
 
@@ -68,7 +69,8 @@ CASES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 
 
 def _all_refused(cases: list[dict[str, Any]]) -> list[str]:
-    return [_refused(**case) for case in cases]
+    sp = sharding(data=2)
+    return [_refused(sp, **case) for case in cases]
 
 
 def test_differences_are_named_on_every_rank(pool4: RankPool) -> None:

@@ -100,9 +100,9 @@ MISUSE: dict[str, tuple[Any, str]] = {
 
 
 def _misused(names: list[str], fsdp: bool) -> list[str]:
-    messages = []
+    messages, sp = [], sharding(data=2)
     for name in names:
-        model = longspan.parallelize(build("Llama"), sharding(data=2), fsdp=fsdp)
+        model = longspan.parallelize(build("Llama"), sp, fsdp=fsdp)
         try:
             MISUSE[name][0](model)
             messages.append(f"{name} was accepted")

@@ -23,9 +23,9 @@ from tests.tolerance import MARGIN
 
 def _errors(cases: list[Case], kernel: Any) -> list[dict[str, Any]]:
     """Return for each case whether the output equals one device's bit for bit, and the errors against the oracle."""
-    found = []
+    found, sp = [], sharding(dist.get_world_size())
     for case in cases:
-        ours = run(case, sharding(dist.get_world_size()), kernel)
+        ours = run(case, sp, kernel)
         single = run(case, one_device(), kernel)
         found.append({"equal": torch.equal(ours["out"], single["out"]), "errors": errors(case, ours)})
     return found
