@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from longspan.core import regions
@@ -116,6 +116,7 @@ plain = st.lists(
 
 @settings(max_examples=300)
 @given(plain, cuts, some, cuts, some)
+@example([Region(0, 24, 0, 24, 0)], [0, 8], [True], [2, 4, 6, 8], [True] * 3)  # a triangle in three parts
 def test_merged_calls_compute_the_same_pairs(rows: Any, q_cuts: Any, mine: Any, k_cuts: Any, theirs: Any) -> None:
     q_runs, k_runs = runs(q_cuts, mine), runs(k_cuts, theirs)
     q_at, k_at = ([sum(b - a for a, b in held[:m]) for m in range(len(held))] for held in (q_runs, k_runs))

@@ -229,7 +229,10 @@ def merge_calls(calls: Iterable[Call]) -> list[Call]:
     """
     merged = list(calls)
     if any(call.kind == "full" for call in merged):  # not for documents, perhaps thousands, which are triangles only
-        merged = _merge_along("queries", _merge_along("keys", _merge_triangles(merged)))
+        before = len(merged) + 1
+        while len(merged) < before:  # a triangle that has grown may continue the previous one
+            before = len(merged)
+            merged = _merge_along("queries", _merge_along("keys", _merge_triangles(merged)))
     if len({call.rows for call in merged}) > 1:
         merged = _merge_along("rows", merged)
     return sorted(merged, key=attrgetter("rows", "queries", "keys"))
