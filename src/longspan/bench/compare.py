@@ -230,7 +230,7 @@ def message_sizes(what: str, shape: ModelShape, runs: Sequence[tuple[Job, Mesh]]
     return {key: _thin_out(sorted(sizes)) for key, sizes in found.items()}
 
 
-def _sent(what: str, shape: ModelShape, job: Job, mesh: Mesh) -> list[Sent]:
+def _sent(what: str, shape: ModelShape, job: Job, mesh: Mesh) -> Sequence[Sent]:
     if what == "attention":
         return method_sent(shape, shape.layers[0], job, mesh)
     every = communication(shape, job, mesh, CATALOGUE["cpu"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from longspan.core.cache_dtype import CACHE_DTYPES, OFFLOADS, CacheDtype, CacheOffload
@@ -139,18 +140,23 @@ class Mesh:
 
     def stride(self, axis: str) -> int:
         """Return the distance between neighbours of a group along `axis`; `fsdp` is data x ring x ulysses."""
-        return {
-            "tensor": 1,
-            "ulysses": self.tensor,
-            "sequence": self.tensor,
-            "fsdp": self.tensor,
-            "ring": self.tensor * self.ulysses,
-            "data": self.tensor * self.sequence,
-        }[axis]
+        return self._groups[axis][0]
 
     def size(self, axis: str) -> int:
         """Return the ranks of a group along `axis`."""
-        return {"fsdp": self.weights, "sequence": self.sequence}.get(axis) or int(getattr(self, axis))
+        return self._groups[axis][1]
+
+    @cached_property
+    def _groups(self) -> dict[str, tuple[int, int]]:
+        """Stride and ranks of a group along each axis."""
+        return {
+            "tensor": (1, self.tensor),
+            "ulysses": (self.tensor, self.ulysses),
+            "sequence": (self.tensor, self.sequence),
+            "fsdp": (self.tensor, self.weights),
+            "ring": (self.tensor * self.ulysses, self.ring),
+            "data": (self.tensor * self.sequence, self.data),
+        }
 
     def __str__(self) -> str:
         named = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]

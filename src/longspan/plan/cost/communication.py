@@ -6,6 +6,7 @@ byte. LASP-2 is a formula, with its source.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -127,6 +128,7 @@ def input_recompute_sent(model: ModelShape, job: Job, mesh: Mesh) -> list[Sent]:
     return recomputed
 
 
-def method_sent(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh) -> list[Sent]:
+@functools.lru_cache(maxsize=4096)
+def method_sent(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh) -> tuple[Sent, ...]:
     """Return what the sequence and tensor methods send for one layer and one micro-batch, forward and backward."""
-    return layer.mixer.sent(job, mesh) + [s for s in layer_tensor_sent(model, layer, job, mesh) if s.method]
+    return (*layer.mixer.sent(job, mesh), *(s for s in layer_tensor_sent(model, layer, job, mesh) if s.method))

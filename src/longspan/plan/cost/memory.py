@@ -7,6 +7,8 @@ backward (prefill, decode). `benchmarks/plan_accuracy.py` compares the sum with 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from dataclasses import replace
 
 from longspan.plan.cost.saved import mlp_tiles
@@ -49,19 +51,31 @@ def memory(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, tiles: i
 
     `tiles`: of MLP and norms in prefill and decode, unless the job sets them.
     """
+    once = sums_gradients_once(model, job, mesh, hardware)
+    held = _without_reserve(model, job, mesh, hardware.on_cpu, once, tiles)
+    return {**held, "reserve": int(hardware.reserve_bytes)}
+
+
+@functools.lru_cache(maxsize=4096)
+def _without_reserve(
+    model: ModelShape, job: Job, mesh: Mesh, on_cpu: bool, once: bool, tiles: int
+) -> Mapping[str, int]:
+    """Return `memory` without the reserve: the same for many kinds of GPU.
+
+    `once`: whether gradients of all micro-batches are summed over the ranks once.
+    """
     if job.mode == "train":
-        c = CostContext(job, mesh, model.d_model, hardware.on_cpu)
+        c = CostContext(job, mesh, model.d_model, on_cpu)
         at_rest = {} if on_host(c) else weights_at_rest(model, job, mesh)
-        peaks = training_peaks(model, c, once=sums_gradients_once(model, job, mesh, hardware))
+        peaks = training_peaks(model, c, once)
     else:
         one_forward = job
         if job.mode == "prefill" and job.prefill_chunk is not None:
             one_forward = replace(job, context=min(job.prefill_chunk, job.context))
-        c = CostContext(one_forward, mesh, model.d_model, hardware.on_cpu)
+        c = CostContext(one_forward, mesh, model.d_model, on_cpu)
         at_rest = {} if on_host(c) else weights_at_rest(model, job, mesh)
-        at_rest["kv_cache"] = cache_on_device(model, job, mesh, hardware.on_cpu)
+        at_rest["kv_cache"] = cache_on_device(model, job, mesh, on_cpu)
         peaks = _forward_peaks(model, c, tiles)
-    at_rest["reserve"] = int(hardware.reserve_bytes)
     peak = max(peaks, key=lambda items: sum(items.values()))
     return {name: int(at_rest.get(name, 0) + peak.get(name, 0)) for name in ITEMS}
 

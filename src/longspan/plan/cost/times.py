@@ -235,7 +235,7 @@ def exposed_layer_seconds(
     return exposed + (_ring_waits(ring, computing, schedule, job, mesh, hardware) if schedule is not None else 0.0)
 
 
-def _split_ring(sents: list[Sent]) -> tuple[list[Sent], list[Sent]]:
+def _split_ring(sents: Sequence[Sent]) -> tuple[list[Sent], list[Sent]]:
     return [sent for sent in sents if sent.op == "p2p"], [sent for sent in sents if sent.op != "p2p"]
 
 

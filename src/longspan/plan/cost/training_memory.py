@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 
 from longspan.core.tile_sizes import GRADIENT_BUCKET, HEAD_ROWS, NARROW_PARTS, head_tile
 from longspan.plan.cost.saved import (
@@ -33,7 +35,7 @@ from longspan.plan.cost.weights import (
     shard_elements,
     weight_ranks,
 )
-from longspan.plan.layers import CostContext, SavedActivations
+from longspan.plan.layers import Buffers, CostContext, SavedActivations
 from longspan.plan.models.shape import LayerShape, ModelShape
 
 Peak = dict[str, int]
@@ -51,6 +53,27 @@ def training_peaks(model: ModelShape, c: CostContext, once: bool) -> list[Peak]:
         *step.layer_backward(first_layer, step.in_first_layer()),
         *step.outside_layers(at_loss),
     ]
+
+
+@dataclass(frozen=True)
+class _LayerBackward:
+    """Bytes in the backward of whichever layer needs most, the same for all layers of a step.
+
+    Attributes:
+        exchanged: by the recomputed all-to-all, beyond what the recomputed layer saves; 0 if none is recomputed.
+        mlp: by the MLP's backward.
+        mlp_sums: by the sums of the MLP's gradients.
+        before_norm: saved activations that are free when the norm behind the attention is reached.
+        before_attention: those that are free when the attention is reached.
+        attention: buffers of the attention's backward.
+    """
+
+    exchanged: int
+    mlp: int
+    mlp_sums: int
+    before_norm: SavedActivations
+    before_attention: SavedActivations
+    attention: Buffers
 
 
 class _Step:
@@ -164,22 +187,34 @@ class _Step:
 
         `rest`: gradients and gathered weights.
         """
+        c, largest = self.c, self._largest_backward
+        items = {**saved.items(), **rest}
+        if largest.exchanged:  # the layer has not saved anything yet but its normalised input
+            yield {**items, "attention_workspace": largest.exchanged, "hidden": 2 * self.hidden}
+        gradients = rest["gradients"] + largest.mlp_sums
+        yield {**items, "gradients": gradients, "mlp": largest.mlp, "hidden": 2 * self.hidden}
+        if c.job.memory.tiled_norms:  # the MLP's backward is over
+            in_norm = saved - largest.before_norm
+            yield {**in_norm.items(), **rest, "hidden": 2 * self.hidden + norm_backward_bytes(c)}
+        in_attention = saved - largest.before_attention
+        yield {**in_attention.items(), **rest, **largest.attention.items(), "hidden": self.hidden}
+
+    @cached_property
+    def _largest_backward(self) -> _LayerBackward:
         c, layers = self.c, self.layers
         exchanged = max(_recomputed_exchange(layer, c) for layer in layers)
-        if exchanged:  # the layer has not saved anything yet but its normalised input
-            recomputed = max(recomputed_per_token(layer, c).total for layer in layers) * c.tokens
-            yield {**saved.items(), **rest, "attention_workspace": exchanged - recomputed, "hidden": 2 * self.hidden}
+        if exchanged:
+            exchanged -= max(recomputed_per_token(layer, c).total for layer in layers) * c.tokens
         mlp, sums = max((mlp_backward_bytes(layer, c) for layer in layers), key=sum)
-        gradients = rest["gradients"] + sums
-        yield {**saved.items(), **rest, "gradients": gradients, "mlp": mlp, "hidden": 2 * self.hidden}
-        if c.job.memory.tiled_norms:  # the MLP's backward is over
-            of_mlp = min(saved_per_token(layer, c).mlp for layer in layers) * c.tokens
-            in_norm = saved - SavedActivations(mlp=of_mlp)
-            yield {**in_norm.items(), **rest, "hidden": 2 * self.hidden + norm_backward_bytes(c)}
-        buffers = max((layer.mixer.backward_buffers(c) for layer in layers), key=lambda b: b.total)
         freed = min((freed_per_token(layer, c) for layer in layers), key=lambda each: each.total)
-        in_attention = saved - freed * c.tokens
-        yield {**in_attention.items(), **rest, **buffers.items(), "hidden": self.hidden}
+        return _LayerBackward(
+            exchanged,
+            mlp,
+            sums,
+            before_norm=SavedActivations(mlp=min(saved_per_token(layer, c).mlp for layer in layers) * c.tokens),
+            before_attention=freed * c.tokens,
+            attention=max((layer.mixer.backward_buffers(c) for layer in layers), key=lambda b: b.total),
+        )
 
     # Outside the layers.
 

@@ -33,9 +33,13 @@ def weight_ranks(job: Job, mesh: Mesh) -> int:
 
 def elements_at_rest(model: ModelShape, job: Job, mesh: Mesh) -> int:
     """Return the elements of all weights on a rank."""
-    ranks = weight_ranks(job, mesh)
-    layers = sum(count * shard_elements(layer.parameters, ranks, mesh.tensor) for layer, count in model.layer_kinds)
-    return layers + shard_elements(model.root, ranks, mesh.tensor)
+    return _elements_at_rest(model, weight_ranks(job, mesh), mesh.tensor)
+
+
+@functools.lru_cache(maxsize=1024)
+def _elements_at_rest(model: ModelShape, ranks: int, tensor: int) -> int:
+    layers = sum(count * shard_elements(layer.parameters, ranks, tensor) for layer, count in model.layer_kinds)
+    return layers + shard_elements(model.root, ranks, tensor)
 
 
 def weights_at_rest(model: ModelShape, job: Job, mesh: Mesh) -> dict[str, int]:
@@ -85,11 +89,13 @@ def outer_groups(model: ModelShape) -> tuple[tuple[str, tuple[Parameter, ...]], 
     return tuple((what, parameters) for what, parameters in groups if parameters)
 
 
+@functools.lru_cache(maxsize=64)
 def own_head(model: ModelShape) -> int:
     """Return the elements of the head's own FSDP group; 0 for a tied head."""
     return sum(p.numel for what, parameters in outer_groups(model) if what == "final norm and head" for p in parameters)
 
 
+@functools.lru_cache(maxsize=64)
 def always_gathered(model: ModelShape) -> int:
     """Return the elements outside layers that stay gathered all through a step.
 

@@ -80,17 +80,11 @@ class Softmax(Mixer):
 
     def max_heads(self, mesh: Mesh) -> RankHeads:
         """Return the heads of the rank with most heads, as they are behind the all-to-all."""
-        return self._rank_heads(max(self.head_shards(mesh), key=lambda shard: (shard.q_heads, shard.kv_heads)))
+        return _max_heads(self, mesh.tensor, mesh.ulysses)
 
     def local_heads(self, mesh: Mesh) -> RankHeads:
         """Return a rank's heads before the all-to-all: all that tensor parallelism leaves it."""
-        return self._rank_heads(head_shards(self.q_heads, self.kv_heads, mesh.tensor, 1)[0])
-
-    def _rank_heads(self, shard: HeadShard) -> RankHeads:
-        q, kv = shard.q_heads, shard.kv_heads
-        return RankHeads(
-            q * self.head_dim, kv * (self.head_dim + self.v_head_dim), q * self.v_head_dim, q_heads=q, kv_heads=kv
-        )
+        return _max_heads(self, mesh.tensor, 1)
 
     def cache_mixer(self, job: Job, mesh: Mesh) -> Softmax:
         """Return the attention to a KV cache.
@@ -243,6 +237,15 @@ class Softmax(Mixer):
                 f"ulysses={max(1, kv // t)}, ring={u * mesh.ring // max(1, kv // t)}, or allow KV replication"
             )
         return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _max_heads(layer: Softmax, tensor: int, ulysses: int) -> RankHeads:
+    shards = head_shards(layer.q_heads, layer.kv_heads, tensor, ulysses)
+    q, kv = max((shard.q_heads, shard.kv_heads) for shard in shards)
+    return RankHeads(
+        q * layer.head_dim, kv * (layer.head_dim + layer.v_head_dim), q * layer.v_head_dim, q_heads=q, kv_heads=kv
+    )
 
 
 @functools.lru_cache(maxsize=1024)
