@@ -22,7 +22,7 @@ from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 import longspan
 from longspan.core.layout import Layout, choose_layout
 from longspan.core.memory import LONGEST, Memory
-from longspan.plan import Job, Mesh, planned, read_hardware, read_model
+from longspan.plan import Job, Mesh, plan_mesh, read_hardware, read_model
 
 RANKS = 4
 TOKENS = 8  # token runs that a picture shows
@@ -150,7 +150,7 @@ def planned_bars(ax: Axes) -> None:
         "saved for backward": ("activations_hidden", "activations_attention", "activations_mlp"),
     }
     for y, memory in enumerate(levels.values()):
-        plan = planned(model, Job(context=1 << 17, memory=memory), mesh, hardware)
+        plan = plan_mesh(model, Job(context=1 << 17, memory=memory), mesh, hardware)
         at = 0.0
         rest = dict(plan.memory_bytes)
         for name, keys in items.items():

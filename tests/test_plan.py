@@ -27,11 +27,11 @@ from longspan.plan import (
     Plan,
     cost,
     longest_context,
+    plan_mesh,
     read_hardware,
     read_model,
     search,
 )
-from longspan.plan import planned as planned_with
 from longspan.plan.command import PlanConfig
 from longspan.plan.cost.communication import method_sent
 from longspan.plan.cost.times import LayerSeconds, exposed_layer_seconds, ring_wait, step_times
@@ -417,7 +417,7 @@ def test_slow_links_change_the_ring_implementation() -> None:
     asked = [(long, A100, "auto", "p2p"), (short, A100, "auto", "allgather")]
     asked += [(long, slow("p2p"), "allgather", "allgather"), (short, slow("all_gather"), "p2p", "p2p")]
     for job, hardware, flag, impl in asked:
-        plan = planned_with(LLAMA, job, mesh, hardware)
+        plan = plan_mesh(LLAMA, job, mesh, hardware)
         assert (plan.job.ring_impl, plan.ring_impl) == (flag, impl)
         notes = [note for note in plan.notes if note.startswith("--ring-impl")]
         assert len(notes) == (flag != "auto")
@@ -426,7 +426,7 @@ def test_slow_links_change_the_ring_implementation() -> None:
             assert f"--ring-impl {impl} is planned: " in notes[0] and f"auto would take {other}" in notes[0]
         assert (f"--ring-impl {flag}" in str(command(plan))) == (flag != "auto")
         assert plan_dict(plan)["ring_impl"] == impl and plan_dict(plan)["layout"] == "zigzag"
-    stubborn = planned_with(LLAMA, replace(long, ring_impl="p2p"), mesh, slow("p2p"))
+    stubborn = plan_mesh(LLAMA, replace(long, ring_impl="p2p"), mesh, slow("p2p"))
     assert stubborn.ring_impl == "p2p" and "--ring-impl p2p" in str(command(stubborn))
 
 

@@ -21,7 +21,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
 from longspan.core.layout import choose_layout
 from longspan.core.memory import Memory
-from longspan.plan import CATALOGUE, Job, Mesh, Plan, cost, planned, read_hardware, read_model, search
+from longspan.plan import CATALOGUE, Job, Mesh, Plan, cost, plan_mesh, read_hardware, read_model, search
 from longspan.plan.command import PlanConfig
 from longspan.plan.cost.memory import ITEMS
 from longspan.plan.job import Mode
@@ -68,7 +68,7 @@ def test_gpu_counts_reach_eight_times_the_jobs(gpus: int, expected: list[int]) -
 
 
 @pytest.mark.parametrize("mode", ["prefill", *confirming(["train", "decode"])])
-def test_every_point_equals_planned(mode: Mode) -> None:
+def test_every_point_equals_its_plan(mode: Mode) -> None:
     job = Job(context=200_000, batch=4, mode=mode)
     data = grid(MODEL, job, 6, HARDWARE)
     for i, context in list(enumerate(data["contexts"]))[::3]:
@@ -79,7 +79,7 @@ def test_every_point_equals_planned(mode: Mode) -> None:
             best = None if point["recommended"] is None else Mesh(*point["plans"][point["recommended"]]["mesh"])
             assert best == (found.recommended and found.recommended.mesh)
             for compact in point["plans"]:
-                _check(compact, data, planned(MODEL, at_point, Mesh(*compact["mesh"]), HARDWARE))
+                _check(compact, data, plan_mesh(MODEL, at_point, Mesh(*compact["mesh"]), HARDWARE))
 
 
 def _check(compact: dict[str, Any], data: dict[str, Any], plan: Any) -> None:
@@ -134,7 +134,7 @@ def test_lines_follow_a_mesh_as_far_as_it_fits() -> None:
     for line in data["lines"]:
         mesh = Mesh(**{axis: int(size) for axis, size in (part.split("=") for part in line["mesh"].split())})
         assert line["contexts"] == data["contexts"]
-        plans = [planned(MODEL, dataclasses.replace(job, context=n), mesh, HARDWARE) for n in line["contexts"]]
+        plans = [plan_mesh(MODEL, dataclasses.replace(job, context=n), mesh, HARDWARE) for n in line["contexts"]]
         assert line["memory"] == [plan.memory_total_bytes for plan in plans]
         assert line["step"] == pytest.approx([plan.step_seconds for plan in plans], rel=1e-5)
         assert [plan.fits for plan in plans] == [i < line["fitting"] for i in range(len(plans))]

@@ -130,7 +130,7 @@ def _plain_targets() -> list[Target]:
         Target("read_hardware", plan.read_hardware, {"name_or_path": "h100"}),
         Target("search", plan.search, {"model": model, "job": plan.Job(4096), "gpus": 2, "hardware": hardware}),
         Target("cost", plan.cost, costed),
-        Target("planned", plan.planned, costed),
+        Target("plan_mesh", plan.plan_mesh, costed),
         Target("longest_context", plan.longest_context, costed),
         Target("Link", plan.Link, {"bandwidth": 1e9, "latency": dict(hardware.intra.latency)}),
         Target("Hardware", lambda **changes: dataclasses.replace(hardware, **changes), {

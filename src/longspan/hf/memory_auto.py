@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from longspan.comm.mesh import SequenceSharding
 
-BASE_OF_A_RANK = 1 << 30
+PROCESS_BYTES = 1 << 30
 """Bytes of Python and its libraries on a CPU, or of a CUDA context on a GPU, which no plan counts."""
 
 
@@ -39,14 +39,15 @@ def hardware_of(device: torch.device, rank_bytes: float | None = None) -> Hardwa
 
     Args:
         device: of the ranks.
-        rank_bytes: memory of a rank; by default the device's, without `BASE_OF_A_RANK`.
+        rank_bytes: memory of a rank; by default the device's, without `PROCESS_BYTES`.
     """
-    held = max(device_memory(device) - BASE_OF_A_RANK, BASE_OF_A_RANK / 4) if rank_bytes is None else rank_bytes
+    if rank_bytes is None:
+        rank_bytes = max(device_memory(device) - PROCESS_BYTES, PROCESS_BYTES / 4)
     if device.type == "cpu":
-        return dataclasses.replace(read_hardware("cpu"), memory_bytes=held)
+        return dataclasses.replace(read_hardware("cpu"), memory_bytes=rank_bytes)
     named = torch.cuda.get_device_name(device).lower().replace(" ", "-")
     known = max((name for name in CATALOGUE if name.split("-")[0] in named), key=len, default="h100")
-    return dataclasses.replace(read_hardware(known), memory_bytes=held)
+    return dataclasses.replace(read_hardware(known), memory_bytes=rank_bytes)
 
 
 def hardware_of_ranks(rank_memory: float | None, ranks_here: int) -> Hardware:
@@ -57,10 +58,10 @@ def hardware_of_ranks(rank_memory: float | None, ranks_here: int) -> Hardware:
         ranks_here: ranks on this machine; torchrun's LOCAL_WORLD_SIZE wins.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    nbytes = None if rank_memory is None else 1e9 * rank_memory
-    if nbytes is None and device.type == "cpu" and "LOCAL_WORLD_SIZE" not in os.environ:
-        nbytes = max(device_memory(device) / ranks_here - BASE_OF_A_RANK, BASE_OF_A_RANK / 4)
-    return hardware_of(device, nbytes)
+    rank_bytes = None if rank_memory is None else 1e9 * rank_memory
+    if rank_bytes is None and device.type == "cpu" and "LOCAL_WORLD_SIZE" not in os.environ:
+        rank_bytes = max(device_memory(device) / ranks_here - PROCESS_BYTES, PROCESS_BYTES / 4)
+    return hardware_of(device, rank_bytes)
 
 
 class AutoMemory:

@@ -11,7 +11,7 @@ from longspan.plan.hardware import CATALOGUE, Hardware, Link, read_hardware
 from longspan.plan.job import Job, Mesh
 from longspan.plan.models.read import read_model
 from longspan.plan.models.shape import LayerShape, ModelShape
-from longspan.plan.search import Plan, Search, cost, longest_context, planned, search
+from longspan.plan.search import Plan, Search, cost, longest_context, plan_mesh, search
 
 __all__ = [
     "CATALOGUE",
@@ -26,7 +26,7 @@ __all__ = [
     "Search",
     "cost",
     "longest_context",
-    "planned",
+    "plan_mesh",
     "read_hardware",
     "read_model",
     "search",

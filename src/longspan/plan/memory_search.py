@@ -19,7 +19,7 @@ from longspan.plan.hardware import Hardware
 from longspan.plan.job import Job, Mesh
 from longspan.plan.limits import mesh_refusal, refusal, unsupported_mesh
 from longspan.plan.models.shape import ModelShape
-from longspan.plan.search import Plan, Search, cost, longest_context, meshes, planned, search
+from longspan.plan.search import Plan, Search, cost, longest_context, meshes, plan_mesh, search
 
 STEP = 1024
 """The longest context is a multiple of so many tokens."""
@@ -27,7 +27,7 @@ STEP = 1024
 CONTEXT_LIMIT = 1 << 32
 """Tokens at which the search for the longest context stops."""
 
-MOST_GPUS = 1 << 10
+MOST_GPUS_WITH_OPTIONS = 1 << 10
 """The most GPUs for which all combinations are tried on each mesh, and the longest context is searched."""
 
 Fixed = Mapping[str, Any]
@@ -35,7 +35,7 @@ Fixed = Mapping[str, Any]
 
 NOTHING_FIXED: Fixed = {}
 
-_CHOICES: dict[str, tuple[Any, ...]] = {
+_VALUES: dict[str, tuple[Any, ...]] = {
     "checkpointing": CHECKPOINTING,
     "layers_per_checkpoint": (1, 0),
     "offload": ("none", "host"),
@@ -48,7 +48,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 
 def combinations(job: Job, hardware: Hardware, fixed: Fixed = NOTHING_FIXED, *, few: bool = False) -> list[Memory]:
     """Return the combinations to try, each with the `fixed` memory options; with `few`, only eight."""
-    off = {name: (getattr(FASTEST, name),) for name in _CHOICES}
+    off = {name: (getattr(FASTEST, name),) for name in _VALUES}
     without: set[str] = (
         {"layers_per_checkpoint", "offload", "tiled_norms", "head_chunks", "cpu_offload"} if few else set()
     )
@@ -58,11 +58,11 @@ def combinations(job: Job, hardware: Hardware, fixed: Fixed = NOTHING_FIXED, *, 
         without.add("cpu_offload")
     if job.mode != "train":  # nothing is saved for a backward
         without |= {"checkpointing", "layers_per_checkpoint", "offload", "tiled_norms"}
-    choices = {name: off[name] if name in without else values for name, values in _CHOICES.items()}
-    choices |= {name: (value,) for name, value in fixed.items()}
+    tried = {name: off[name] if name in without else values for name, values in _VALUES.items()}
+    tried |= {name: (value,) for name, value in fixed.items()}
     every = []
-    for values in itertools.product(*choices.values()):
-        options = dict(zip(choices, values, strict=True))
+    for values in itertools.product(*tried.values()):
+        options = dict(zip(tried, values, strict=True))
         offloads, grouped = options["offload"] != "none", options["layers_per_checkpoint"] != 1
         needs_checkpoints = options["checkpointing"] == "none" and (offloads or grouped)
         # Layers need not share a checkpoint that is offloaded, unless that is asked for.
@@ -77,8 +77,9 @@ def combinations(job: Job, hardware: Hardware, fixed: Fixed = NOTHING_FIXED, *, 
 def fastest_that_fits(
     model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fixed: Fixed = NOTHING_FIXED
 ) -> Plan | None:
-    """Return the plan of the fastest combination that fits, with the reason as its choice; None if nothing fits."""
-    plans = _plans(model, job, mesh, hardware, combinations(job, hardware, fixed, few=mesh.gpus > MOST_GPUS))
+    """Return the plan of the fastest combination that fits, with the reason as its decision; None if nothing fits."""
+    few = mesh.gpus > MOST_GPUS_WITH_OPTIONS
+    plans = _plans(model, job, mesh, hardware, combinations(job, hardware, fixed, few=few))
     if not any(plan.fits for plan in plans):
         return None
 
@@ -97,10 +98,10 @@ def fastest_that_fits(
     if at:
         before = ordered[at - 1]
         why += (
-            f". What is faster ({at} of {len(ordered)} combinations) does not fit; the last of these, "
+            f". The next faster combination does not fit ({at} of {len(ordered)} are faster): "
             f"{before.job.memory.describe()}, {before.reasons[0]}"
         )
-    return replace(plan, choices=(why,))
+    return replace(plan, decisions=(why,))
 
 
 def _plans(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, options: Iterable[Memory]) -> list[Plan]:
@@ -122,8 +123,8 @@ def chosen_plan(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fix
     chosen = fastest_that_fits(model, job, mesh, hardware, fixed)
     if chosen is None:
         return least_memory(model, job, mesh, hardware, fixed)
-    plan = planned(model, chosen.job, mesh, hardware)
-    return plan if plan.job.memory == FASTEST else replace(plan, choices=(*chosen.choices, *plan.choices))
+    plan = plan_mesh(model, chosen.job, mesh, hardware)
+    return plan if plan.job.memory == FASTEST else replace(plan, decisions=(*chosen.decisions, *plan.decisions))
 
 
 def search_memory_options(
@@ -142,7 +143,7 @@ def search_memory_options(
 
 
 def smallest_memory_candidates(job: Job, hardware: Hardware, fixed: Fixed) -> list[Memory]:
-    """Return the combinations one of which needs least memory; which one depends on the peak."""
+    """Return the few combinations among which is the one that needs least memory, wherever the peak is."""
     every = combinations(job, hardware, fixed)
     if job.mode != "train":
         return every
@@ -157,9 +158,9 @@ def longest(model: ModelShape, job: Job, gpus: int, hardware: Hardware, fixed: F
     The context is a multiple of 1,024 tokens. Only meshes that this version runs count.
 
     Raises:
-        LongspanError: if `gpus` is below 1 or above `MOST_GPUS`.
+        LongspanError: if `gpus` is below 1 or above `MOST_GPUS_WITH_OPTIONS`.
     """
-    check_number("gpus with --context max", gpus, 1, MOST_GPUS, whole=True)
+    check_number("gpus with --context max", gpus, 1, MOST_GPUS_WITH_OPTIONS, whole=True)
     options = smallest_memory_candidates(job, hardware, fixed)
     reached, fits_on = _furthest(model, job, options, _running_meshes(model, job, gpus), hardware)
     if not reached:

@@ -33,14 +33,14 @@ class Plan:
         job: the job.
         mesh: a mesh that can hold it.
         hardware: the kind of GPU.
-        choices: what the planner chose that the job left open, and why.
+        decisions: what the planner decided where the job left it open, and why.
     """
 
     model: ModelShape
     job: Job
     mesh: Mesh
     hardware: Hardware
-    choices: tuple[str, ...] = ()
+    decisions: tuple[str, ...] = ()
 
     @property
     def _case(self) -> tuple[ModelShape, Job, Mesh, Hardware]:
@@ -172,9 +172,9 @@ class Plan:
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know: choices, replicated KV heads, positions that end early, what waits."""
+        """What the user should know: decisions, replicated KV heads, positions that end early, what waits."""
         return (
-            *self.choices,
+            *self.decisions,
             *notes(self.model, self.job, self.mesh),
             *self._offload_notes(),
             *self._weight_notes(),
@@ -262,16 +262,22 @@ def cost(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
     return Plan(model, job, mesh, hardware)
 
 
-def planned(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
-    """Return `cost`, with the faster ring implementation if the job leaves it open.
-
-    The code's own rule (`ring_impl="auto"`) does not know the links. If these make the other implementation clearly
-    faster, or only that one fits, the plan uses it, and has a note and a flag that say so.
+def plan_mesh(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
+    """Return `cost`, with the faster ring implementation if the job leaves it open; see `with_faster_ring`.
 
     Raises:
         LongspanError: as `cost`.
     """
-    plan = cost(model, job, mesh, hardware)
+    return with_faster_ring(cost(model, job, mesh, hardware))
+
+
+def with_faster_ring(plan: Plan) -> Plan:
+    """Return a plan with the faster ring implementation if its job leaves it open.
+
+    The code's own rule (`ring_impl="auto"`) does not know the links. If these make the other implementation clearly
+    faster, or only that one fits, the plan uses it, and has a note and a flag that say so.
+    """
+    job = plan.job
     if job.ring_impl != "auto" or plan.ring_impl is None:
         return plan
     # No ring implementation saves more than the exposed communication.
@@ -279,15 +285,17 @@ def planned(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan
         return plan
     impls: tuple[RingImpl, ...] = ("p2p", "allgather")
     for impl in impls:
-        other = Plan(model, replace(job, ring_impl=impl), mesh, hardware)
-        if impl == plan.ring_impl or other.fits < plan.fits:
+        if impl == plan.ring_impl:
+            continue
+        other = Plan(plan.model, replace(job, ring_impl=impl), plan.mesh, plan.hardware)
+        if other.fits < plan.fits:
             continue
         only_this_fits = other.fits > plan.fits
         if only_this_fits or other.step_seconds < (1 - WORTH) * plan.step_seconds:
             gain = f"{1 - other.step_seconds / plan.step_seconds:.0%} faster by this model"
             why = "fits" if only_this_fits else gain
             note = f"--ring-impl {impl} is planned: {why}, where auto would take {plan.ring_impl}"
-            plan = replace(other, choices=(note,))
+            plan = replace(other, decisions=(note,))
     return plan
 
 
@@ -300,7 +308,7 @@ def search(
     job: Job,
     gpus: int,
     hardware: Hardware,
-    plan_of: Callable[[ModelShape, Job, Mesh, Hardware], Plan] = planned,
+    plan_of: Callable[[ModelShape, Job, Mesh, Hardware], Plan] = plan_mesh,
 ) -> Search:
     """Return the plans of every mesh of `gpus` GPUs, each by `plan_of`, ranked by whether they fit, step time and
     memory.
@@ -318,11 +326,11 @@ def search(
             plans.append(plan_of(model, job, mesh, hardware))
         else:
             rejected.append((mesh, problem))
-    plans.sort(key=rank)
+    plans.sort(key=sort_key)
     return Search(tuple(plans), tuple(rejected))
 
 
-def rank(plan: Plan) -> tuple[bool, float, int]:
+def sort_key(plan: Plan) -> tuple[bool, float, int]:
     """Return the key that sorts plans: those that fit, the fastest first; then the others, least memory first."""
     return not plan.fits, plan.step_seconds if plan.fits else plan.memory_total_bytes, plan.memory_total_bytes
 

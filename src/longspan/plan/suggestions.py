@@ -12,7 +12,7 @@ from longspan.plan.hardware import Hardware
 from longspan.plan.job import Job, Mesh
 from longspan.plan.limits import GB, refusal
 from longspan.plan.memory_search import (
-    MOST_GPUS,
+    MOST_GPUS_WITH_OPTIONS,
     NOTHING_FIXED,
     Fixed,
     chosen_plan,
@@ -22,8 +22,7 @@ from longspan.plan.memory_search import (
     smallest_memory_candidates,
 )
 from longspan.plan.models.shape import ModelShape
-from longspan.plan.search import MOST_GPUS as MOST_SEARCHED
-from longspan.plan.search import Plan, format_items, meshes, planned
+from longspan.plan.search import MOST_GPUS, Plan, format_items, meshes, plan_mesh
 
 
 def choose(
@@ -42,7 +41,7 @@ def choose(
         raise LongspanError(problem)
     plan = fastest_that_fits(model, job, mesh, hardware, fixed)
     if plan is not None:
-        return plan.job.memory, plan.choices[0]
+        return plan.job.memory, plan.decisions[0]
     least = least_memory(model, job, mesh, hardware, fixed)
     suggestions = find_suggestions(model, job, mesh.gpus, hardware, fixed, chooses=True)
     raise LongspanError(
@@ -137,11 +136,11 @@ def find_suggestions(
         return plan if plan.fits else None
 
     def as_it_is(mesh: Mesh) -> Plan | None:
-        return planned(model, job, mesh, hardware) if Plan(model, job, mesh, hardware).fits else None
+        return plan_mesh(model, job, mesh, hardware) if Plan(model, job, mesh, hardware).fits else None
 
-    few = gpus <= MOST_GPUS  # memory options are chosen mesh by mesh
+    few = gpus <= MOST_GPUS_WITH_OPTIONS  # memory options are chosen mesh by mesh
     memory_options = _fastest(model, job, gpus, with_chosen_options) if few and not chooses else None
-    limit = MOST_GPUS if chooses else MOST_SEARCHED
+    limit = MOST_GPUS_WITH_OPTIONS if chooses else MOST_GPUS
     more, fewer = _on_more(model, job, gpus, hardware, with_chosen_options if chooses else as_it_is, limit)
     nothing = memory_options is None and more is None
     reached = longest(model, job, gpus, hardware, fixed_options) if few and nothing else None

@@ -15,7 +15,7 @@ from longspan.plan.hardware import Hardware
 from longspan.plan.job import Job, Mesh, head_shards, layout_of
 from longspan.plan.limits import refusal
 from longspan.plan.models.shape import ModelShape
-from longspan.plan.search import MOST_GPUS, Plan, Search, planned, search
+from longspan.plan.search import MOST_GPUS, Plan, Search, plan_mesh, search
 from longspan.plan.views.commands import command
 
 BEST = 6
@@ -144,7 +144,7 @@ def _compact(plan: Plan, collectives: Distinct, notes: Distinct) -> dict[str, An
 def _line(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> dict[str, Any]:
     """Return one mesh at every context that it can hold; the first `fitting` of them fit in memory."""
     jobs = [replace(job, context=context) for context in contexts(job)]
-    plans = [planned(model, each, mesh, hardware) for each in jobs if refusal(model, each, mesh) is None]
+    plans = [plan_mesh(model, each, mesh, hardware) for each in jobs if refusal(model, each, mesh) is None]
     return {
         "mesh": str(mesh),
         "contexts": [plan.job.context for plan in plans],

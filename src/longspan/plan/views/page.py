@@ -25,7 +25,7 @@ from longspan.plan.hardware import CATALOGUE, Hardware
 from longspan.plan.job import Job, Mesh
 from longspan.plan.limits import refusal, unsupported
 from longspan.plan.models.shape import ModelShape
-from longspan.plan.search import Plan, meshes, planned, rank
+from longspan.plan.search import Plan, meshes, sort_key, with_faster_ring
 from longspan.plan.views.commands import memory_flags
 from longspan.plan.views.curves import Distinct, contexts, gpu_counts, six
 
@@ -143,8 +143,8 @@ def settings_grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware) ->
         plans = sorted((Plan(model, asked, mesh, hardware) for mesh in legal), key=lambda p: p.memory_total_bytes)
         held.append([index for plan in plans for index in indices(plan)])
         for kind, points in zip(kinds, timed, strict=True):
-            fitting = (planned(model, asked, plan.mesh, kind) for plan in plans if _may_fit(plan, kind))
-            best = sorted((plan for plan in fitting if plan.fits), key=rank)[:BEST]
+            fitting = (with_faster_ring(replace(plan, hardware=kind)) for plan in plans if _may_fit(plan, kind))
+            best = sorted((plan for plan in fitting if plan.fits), key=sort_key)[:BEST]
             points.append([number for plan in best for number in (*indices(plan), *_times(plan))])
     own = [_memory(job.memory.checkpointing, each) == job.memory for each in options.values()]
     return {
