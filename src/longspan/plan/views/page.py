@@ -81,9 +81,9 @@ def _gpu_counts(gpus: int, batches: list[int]) -> list[int]:
 
 
 def _memory(checkpointing: str, options: dict[str, Any]) -> Memory:
-    """Return the memory options of two switches; without checkpointing nothing is offloaded."""
-    nothing_moves = {"offload": "none", "offload_folder": ""} if checkpointing == "none" else {}
-    return Memory(**{**options, "checkpointing": checkpointing, **nothing_moves})
+    """Return the memory options of two switches; without checkpointing no checkpoint is offloaded or shared."""
+    of_checkpoints = {"offload": "none", "offload_folder": "", "layers_per_checkpoint": 1}
+    return Memory(**{**options, "checkpointing": checkpointing, **(of_checkpoints if checkpointing == "none" else {})})
 
 
 def _memory_options(job: Job, hardware: Hardware) -> dict[str, dict[str, Any]]:
