@@ -701,11 +701,6 @@ def test_the_methods_side_by_side(capsys: pytest.CaptureFixture[str], monkeypatc
     assert any("LASP-2: is for linear attention layers" in line for line in lines)
 
 
-def test_a_job_that_fits_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--model", "llama-3.1-405b", "--gpu", "l40s", "--gpus", "2", "--context", "1M"]) == 1
-    assert "nothing fits; the nearest is" in capsys.readouterr().out
-
-
 def test_generate_parses_the_command_of_a_prompt_in_chunks(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--model", "llama-3.1-8b", "--gpu", "a100-80gb", "--gpus", "16", "--context", "1M"]
     reports = {}

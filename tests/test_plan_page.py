@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 import shlex
@@ -28,13 +29,14 @@ from longspan.plan.job import Mode
 from longspan.plan.methods import compare
 from longspan.plan.suggestions import find_suggestions
 from longspan.plan.views.commands import command
-from longspan.plan.views.curves import BEST, PARTS_SHOWN, RANKS_SHOWN, contexts, gpu_counts, grid
+from longspan.plan.views.curves import BEST, PARTS_SHOWN, RANKS_SHOWN, contexts, gpu_counts, grid, held_tokens
 from longspan.plan.views.drawing import SIZE, draw
 from longspan.plan.views.page import render, settings_grid
 from longspan.plan.views.report import to_dict
 from tests.choose import confirming, each_value
 
 MODEL, HARDWARE = read_model("llama-2-70b"), read_hardware("a100-80gb")
+LONG_NAME = "/data/models/" + 8 * "a-long-name_" + ".json"
 NASTY = 'a</script ><script>window.broken = 1</script><!--<script >"{{DATA}}"'
 
 
@@ -117,7 +119,7 @@ def test_a_point_lists_the_best_the_recommended_and_one_axis_meshes() -> None:
 
 
 def test_heads_equal_split_heads() -> None:
-    data = grid(MODEL, Job(context=131072), 32, HARDWARE)
+    _, _, data = _page(Job(context=131072), 8)
     assert (data["heads"]["q"], data["heads"]["kv"]) == (64, 8)
     for key, shards in data["heads"]["shards"].items():
         tensor, ulysses = map(int, key.split(","))
@@ -129,7 +131,7 @@ def test_heads_equal_split_heads() -> None:
 
 def test_lines_follow_a_mesh_as_far_as_it_fits() -> None:
     job = Job(context=1_000_000, mode="prefill")
-    data = grid(MODEL, job, 8, HARDWARE)
+    _, _, data = _page(job, 8, LONG_NAME)
     assert "ulysses=8" in [line["mesh"] for line in data["lines"]]
     for line in data["lines"]:
         mesh = Mesh(**{axis: int(size) for axis, size in (part.split("=") for part in line["mesh"].split())})
@@ -159,15 +161,20 @@ def test_the_page_loads_nothing() -> None:
     assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|import\(", page)
 
 
-@pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
-def test_the_page_has_the_tokens_of_every_rank(kind: str) -> None:
+def test_the_page_has_the_tokens_of_every_rank() -> None:
     """For every mesh and context that it may show; its script knows no layout."""
-    page, _, data = _page(Job(context=100_001, layout=kind), 12)
+    job = Job(context=100_001, layout="zigzag")
+    page, _, data = _page(job, 12)
     shown = {(plan["mesh"][1], plan["mesh"][2]) for row in data["points"] for point in row for plan in point["plans"]}
     assert {f"{ring},{ulysses}" for ring, ulysses in shown} == set(data["layouts"])
     assert any(ring > 1 and ulysses > 1 for ring, ulysses in shown)
-    for ring, ulysses in shown:
-        tokens, layout = data["layouts"][f"{ring},{ulysses}"], choose_layout(kind, ring, ulysses)
+    in_order = held_tokens(
+        dataclasses.replace(job, layout="contiguous"), {Mesh(ring=ring, ulysses=ulysses) for ring, ulysses in shown}
+    )
+    for (ring, ulysses), (kind, layouts) in itertools.product(
+        shown, [("zigzag", data["layouts"]), ("contiguous", in_order)]
+    ):
+        tokens, layout = layouts[f"{ring},{ulysses}"], choose_layout(kind, ring, ulysses)
         assert tokens["kind"] == layout.kind
         for n, at_context in zip(data["contexts"], tokens["contexts"], strict=True):
             assert len(at_context["parts"]) == (layout.size if layout.size <= PARTS_SHOWN else RANKS_SHOWN)
@@ -236,7 +243,7 @@ def test_page_opens_without_an_error(browser: Any, tmp_path: Path) -> None:
 
 
 def test_sliders_change_bars_collectives_and_ranks(browser: Any, tmp_path: Path) -> None:
-    page, _, _ = _page(Job(context=131072, mode="prefill"), 4)
+    page, _, _ = _page(Job(context=131072, mode="prefill"), 8)
     _open(browser, tmp_path / "plan.html", page)
 
     def shown() -> tuple[list[str], str]:
@@ -248,13 +255,11 @@ def test_sliders_change_bars_collectives_and_ranks(browser: Any, tmp_path: Path)
     bars, collectives = shown()
     _press(browser, "#context", RIGHT)
     assert _find(browser, "#context-value")[0].text == "256k tokens"
-    assert "256k tokens on 4 GPUs" in _find(browser, "#answer")[0].text
+    assert "256k tokens on 8 GPUs" in _find(browser, "#answer")[0].text
     later_bars, later_collectives = shown()
     assert later_bars != bars
     assert later_collectives != collectives
 
-    assert len(_find(browser, "#ranks .rank")) == 4
-    _press(browser, "#gpus", RIGHT)
     assert len(_find(browser, "#ranks .rank")) == 8
     _press(browser, "#gpus", RIGHT, 2)
     assert len(_find(browser, "#ranks .rank")) == 16
@@ -307,7 +312,7 @@ def test_meshes_that_do_not_fit_are_marked(browser: Any, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("width", "mode"), each_value([360, 800, 1400], ["train", "prefill", "decode"]))
 def test_nothing_is_wider_than_the_window(browser: Any, tmp_path: Path, mode: Mode, width: int) -> None:
-    page, _, _ = _page(Job(context=1_000_000, mode=mode), 8, name="/data/models/" + 8 * "a-long-name_" + ".json")
+    page, _, _ = _page(Job(context=1_000_000, mode=mode), 8, LONG_NAME)
     _open(browser, tmp_path / "plan.html", page, width)
     assert browser.execute_script("return document.documentElement.clientWidth") > width - 20
     _press(browser, "#gpus", RIGHT, 3)
@@ -548,7 +553,14 @@ def test_text_is_readable_in_both_themes(browser: Any, tmp_path: Path, theme: st
     assert (paper < 0.05) == (theme == "dark")
 
 
-@pytest.mark.parametrize("extra", [["--compare"], ["--memory-options"], ["--json"], *confirming([([],)])])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["--compare", "--memory-options"],
+        ["--json", "--grad-checkpointing", "--layers-per-checkpoint", "2"],
+        *confirming([([],)]),
+    ],
+)
 def test_the_path_of_the_page_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str]) -> None:
     path, hardware = tmp_path / "new" / "plan.html", tmp_path / "one.toml"
     hardware.write_text('like = "cpu"\nmemory_bytes = 64e9\nflops = 1e13\n')
@@ -587,5 +599,6 @@ def test_drawing_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_drawing_without_a_mesh(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="nothing is drawn: pip install matplotlib")
-    with pytest.raises(LongspanError, match="no mesh of 67 GPUs can hold a context of 3 tokens"):
-        draw(grid(MODEL, Job(context=3, batch=2), 67, HARDWARE), tmp_path / "plan.png")
+    few_heads = read_model("gemma-3-1b")
+    with pytest.raises(LongspanError, match="no mesh of 5 GPUs can hold a context of 3 tokens"):
+        draw(grid(few_heads, Job(context=3, batch=2), 5, HARDWARE), tmp_path / "plan.png")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import re
@@ -38,43 +39,46 @@ SCREENS = [
 WIDTHS = (80, 100, 120, 200)
 
 
-def printed(monkeypatch: pytest.MonkeyPatch, screen: str, *widths: int) -> list[list[str]]:
-    """The lines of a screen on terminals of several widths, of one search."""
-    files = [io.StringIO() for _ in widths]
+@functools.cache
+def searched(screen: str) -> tuple[Any, ...]:
+    """Search once for all widths; return what `longspan plan` shows."""
+    given: list[tuple[Any, ...]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("longspan.plan.views.tables.show", lambda *args: given.append(args))
+        assert main(["plan", *screen.split()]) in (0, 1)
+    (args,) = given
+    return args
 
-    def at_all_widths(*args: Any) -> None:
-        for file, width in zip(files, widths, strict=True):
-            show(*args, console=Console(highlight=False, file=file, width=width))
 
-    monkeypatch.setattr("longspan.plan.views.tables.show", at_all_widths)
-    assert main(["plan", *screen.split()]) in (0, 1)
-    return [file.getvalue().splitlines() for file in files]
+def lines_of(screen: str, width: int) -> list[str]:
+    """Return the lines of a screen on a terminal of `width` columns."""
+    file = io.StringIO()
+    show(*searched(screen), console=Console(highlight=False, file=file, width=width))
+    return file.getvalue().splitlines()
 
 
 AUTO = [screen for screen in SCREENS if "--memory auto" in screen]
 
 
 @pytest.mark.parametrize("screen", [*(screen for screen in SCREENS if screen not in AUTO), *confirming(AUTO)])
-def test_no_word_is_cut_at_any_width(screen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_word_is_cut_at_any_width(screen: str) -> None:
     """Every word on a narrow screen stands on a very wide one, and no line is longer than the screen."""
-    wide, *narrower = printed(monkeypatch, screen, WIDE, *WIDTHS)
-    known = set(" ".join(wide).split())
-    for width, lines in zip(WIDTHS, narrower, strict=True):
+    known = set(" ".join(lines_of(screen, WIDE)).split())
+    for width in WIDTHS:
         # The command is one line to be copied; what is left out is named below its table.
-        folded = "\n".join(line.rstrip() for line in lines if "longspan train --" not in line)
+        folded = "\n".join(line.rstrip() for line in lines_of(screen, width) if "longspan train --" not in line)
         assert max(map(len, folded.splitlines())) <= width
         assert "…" not in folded
         text = re.sub(r"not\s+shown:[^()]*\(a\s+terminal\s+of\s+\d+\s+columns\s+shows\s+all\)", "", folded)
         assert {word for word in text.split() if word.strip("─")} <= known
 
 
-def test_the_named_width_shows_every_column(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_named_width_shows_every_column() -> None:
     for screen in SCREENS[:3]:
-        (narrow,) = printed(monkeypatch, screen, 80)
-        named = max(int(n) for n in re.findall(r"a\s+terminal\s+of\s+(\d+)\s+columns", " ".join(narrow)))
-        enough, one_less = printed(monkeypatch, screen, named, named - 1)
-        assert "not shown" not in " ".join(enough)
-        assert "not shown" in " ".join(one_less)
+        narrow = " ".join(lines_of(screen, 80))
+        named = max(int(n) for n in re.findall(r"a\s+terminal\s+of\s+(\d+)\s+columns", narrow))
+        assert "not shown" not in " ".join(lines_of(screen, named))
+        assert "not shown" in " ".join(lines_of(screen, named - 1))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +131,7 @@ def test_suggestions_fit_and_repeat_no_given_flag(
     if main([*args, "--gpus", "2"]) == 0:
         return
     text = " ".join(capsys.readouterr().out.split())
-    assert "nothing fits" in text
+    assert "nothing fits; the nearest is" in text
     advice = text[text.index("nothing fits") : text.index("meshes that cannot hold the job")]
     flags = [word for word in given.split() if word.startswith("--")]
     for flag in [*flags, "--checkpointing" if "--grad-checkpointing" in flags else "--gpus"]:
