@@ -162,8 +162,8 @@ def test_wrong_arguments_raise(call: Callable[[Any], Any], text: str, sp: longsp
         (lambda m, sp, to: checkpoint.load(3, m, _sgd(m)), r"`checkpoint` must be a path .*got 3"),
         (lambda m, sp, to: checkpoint.load_weights(to, None), r"`model` must be a model .*got None"),
         (lambda m, sp, to: checkpoint.export(to, m, dtype="b16"), r"`dtype` must be a floating .*got 'b16'"),
-        (lambda m, sp, to: checkpoint.choose(to, "auto"), r"`ranks` must be longspan.checkpoint.Ranks\(\) or None"),
-        (lambda m, sp, to: checkpoint.latest(None), r"`folder` must be a path .*got None"),
+        (lambda m, sp, to: checkpoint.newest_undamaged(to, "auto"), r"`ranks` must be .*checkpoint.Ranks\(\) or None"),
+        (lambda m, sp, to: checkpoint.read_newest(None), r"`folder` must be a path .*got None"),
     ],
 )  # fmt: skip
 def test_wrong_calls_with_a_model_raise(
@@ -182,7 +182,7 @@ def test_paths_as_text_and_dtypes_as_names(sp: longspan.SequenceSharding, tmp_pa
     for path in (str(saved), run):  # a run's folder: its newest
         checkpoint.load(path, other, _sgd(other))
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-    found, _ = checkpoint.choose(run)
+    found, _ = checkpoint.newest_undamaged(run)
     assert found is not None and found.step == 3
     checkpoint.export(folder, model)
     assert transformers.AutoModelForCausalLM.from_pretrained(folder).dtype == torch.float32

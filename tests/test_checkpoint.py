@@ -36,7 +36,7 @@ def _save(folder: Path, step: int, keep: int = 0) -> None:
 
 def test_a_saved_checkpoint_loads(tmp_path: Path) -> None:
     _save(tmp_path, 5)
-    found = checkpoint.latest(tmp_path)
+    found = checkpoint.read_newest(tmp_path)
     assert found is not None and (found.step, found.state) == (5, {"step times two": 10})
     expected_model, expected_optimizer = _model(seed=5)
     expected = list(expected_model.parameters())
@@ -54,7 +54,7 @@ def test_a_saved_checkpoint_loads(tmp_path: Path) -> None:
 
 def test_the_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     _save(tmp_path, 5)
-    found = checkpoint.latest(tmp_path)
+    found = checkpoint.read_newest(tmp_path)
     assert found is not None
     small = _model()[0]
     for model, said in (
@@ -89,13 +89,13 @@ def test_a_killed_save_leaves_no_checkpoint(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000003")
     (tmp_path / "step-00000003" / MARKER).unlink()
     assert checkpoint.complete_steps(tmp_path) == [1]
-    found = checkpoint.latest(tmp_path)
+    found = checkpoint.read_newest(tmp_path)
     assert found is not None and found.step == 1
     with pytest.raises(
         LongspanError, match=r"step-00000003 is not complete: it has no complete\.json; resume from the newest"
     ):
-        checkpoint.verify(tmp_path / "step-00000003")
-    chosen, passed_over = checkpoint.choose(tmp_path, Ranks())
+        checkpoint.read_verified(tmp_path / "step-00000003")
+    chosen, passed_over = checkpoint.newest_undamaged(tmp_path, Ranks())
     assert chosen is not None and chosen.step == 1 and chosen.verified
     assert len(passed_over) == 1 and "step-00000003 has no complete.json" in passed_over[0]
     _save(tmp_path, 2)
@@ -123,25 +123,25 @@ def test_a_changed_marker_is_damaged(tmp_path: Path) -> None:
         assert changed != text
         marker.write_text(changed)
         with pytest.raises(LongspanError, match=r"complete\.json is damaged: .*text does not match its checksum"):
-            checkpoint.latest(tmp_path)
+            checkpoint.read_newest(tmp_path)
     marker.write_text(json.dumps({"step": 2}))
     with pytest.raises(LongspanError, match=r"damaged: KeyError: 'crc32'; no other checkpoint next to it is undamaged"):
-        checkpoint.latest(tmp_path)
+        checkpoint.read_newest(tmp_path)
     files = {p.name: p.stat().st_size for p in marker.parent.iterdir() if p != marker}
     marker.write_text(json.dumps({"step": 2, "state": {}, "files": files}))
     with pytest.raises(LongspanError, match=r"earlier version: it has no checksums.* --model OUT/hf --out ANOTHER"):
-        checkpoint.latest(tmp_path)
+        checkpoint.read_newest(tmp_path)
     marker.write_text(text)
     (tmp_path / "step-00000002").rename(tmp_path / "step-00000009")  # sound, but of another step
     with pytest.raises(LongspanError, match=r"complete\.json is damaged: .*it is that of step 2"):
-        checkpoint.latest(tmp_path)
+        checkpoint.read_newest(tmp_path)
     pipe = checkpoint.step_path(tmp_path, 3)
     pipe.mkdir()
     os.mkfifo(pipe / MARKER)
     with pytest.raises(LongspanError, match=r"complete\.json is damaged: it is no regular file"):
-        checkpoint.verify(pipe)
+        checkpoint.read_verified(pipe)
     assert checkpoint.complete_steps(tmp_path) == [9]
-    assert checkpoint.latest(tmp_path / "nothing") is None
+    assert checkpoint.read_newest(tmp_path / "nothing") is None
 
 
 class _Bomb:
@@ -171,7 +171,7 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
 
     (folder / ".metadata").write_bytes(pickle.dumps(_Bomb(ran)))
     _sign(folder)
-    found = checkpoint.latest(tmp_path)
+    found = checkpoint.read_newest(tmp_path)
     assert found is not None
     checkpoint.load(found, *_model())  # torch's own metadata is not opened
 
@@ -185,7 +185,7 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
         place[-2:] = [len(whole["__0_0.distcp"]), len(bomb.getvalue())]
         (folder / "index.json").write_text(json.dumps(index))
         _sign(folder)
-        found = checkpoint.latest(tmp_path)
+        found = checkpoint.read_newest(tmp_path)
         assert found is not None
         with pytest.raises(LongspanError, match=r"step-00000001 cannot be read: .*[Ww]eights.only"):
             checkpoint.load(found, *_model())
@@ -206,7 +206,7 @@ def test_an_index_that_points_outside_is_refused(tmp_path: Path) -> None:
         assert text != whole
         (folder / "index.json").write_text(text)
         _sign(folder)
-        found = checkpoint.latest(tmp_path)
+        found = checkpoint.read_newest(tmp_path)
         assert found is not None
         with pytest.raises(LongspanError, match=said):
             checkpoint.load(found, *_model())
@@ -231,7 +231,7 @@ def test_nan_and_infinity_are_never_saved(tmp_path: Path) -> None:
 
 def _verify(path: Path) -> str:
     try:
-        checkpoint.verify(path, Ranks())
+        checkpoint.read_verified(path, Ranks())
     except LongspanError as error:
         return str(error)
     return ""
@@ -251,7 +251,7 @@ def _on_two_ranks(folder: Path) -> dict[str, object]:
         (mine / "step-00000002" / "__1_0.distcp").unlink(missing_ok=True)
         (mine / "step-00000002" / "__0_0.distcp").unlink()
     said["half"] = _verify(mine / "step-00000002")
-    found, passed_over = checkpoint.choose(mine, Ranks())
+    found, passed_over = checkpoint.newest_undamaged(mine, Ranks())
     said["chosen"] = (found.step if found else None, len(passed_over))
     if rank == 1:
         shutil.rmtree(mine / "step-00000002")

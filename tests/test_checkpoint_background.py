@@ -145,7 +145,7 @@ def test_a_killed_save_leaves_the_earlier_checkpoints(tmp_path: Path, place: str
     process.start()
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
-    found, passed_over = checkpoint.choose(tmp_path, Ranks())
+    found, passed_over = checkpoint.newest_undamaged(tmp_path, Ranks())
     assert found is not None and (found.step, passed_over) == (newest, [])
     checkpoint.save(tmp_path, 3, *small_model(0), {}, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]

@@ -42,7 +42,7 @@ def test_a_failed_write_names_the_bytes_and_leaves_nothing(tmp_path: Path, room:
     assert 3 * 4 * 200 * 201 < needed < 10 * 4 * 200 * 201 and free > needed
     assert "unexpected pos" not in said
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-    assert checkpoint.choose(tmp_path, Ranks())[0] is not None
+    assert checkpoint.newest_undamaged(tmp_path, Ranks())[0] is not None
     _save(tmp_path, 2)
 
 
@@ -82,7 +82,7 @@ def test_a_full_disk(tiny_disk: Path) -> None:
         with pytest.raises(DiskFull, match=r"does not fit: it needs [\d,]+ bytes"):
             _save(tiny_disk, 2, width=100)
     assert sorted(path.name for path in tiny_disk.iterdir()) == ["else", "step-00000001"]
-    checkpoint.verify(tiny_disk / "step-00000001", Ranks())
+    checkpoint.read_verified(tiny_disk / "step-00000001", Ranks())
 
 
 # --- old checkpoints that cannot be removed
@@ -97,7 +97,7 @@ def test_links_and_folders_that_cannot_be_removed_do_not_end_a_run(
     (folder / "step-00000001").symlink_to(elsewhere)
     _save(folder, 2, keep=1)
     assert [path.name for path in folder.iterdir()] == ["step-00000002"]
-    checkpoint.verify(elsewhere, Ranks())  # only the link is removed
+    checkpoint.read_verified(elsewhere, Ranks())  # only the link is removed
 
     remove = shutil.rmtree
 

@@ -72,7 +72,7 @@ def test_a_damaged_checkpoint_is_refused_or_passed_over_with_a_warning(config: T
     text = said_by(config)
     assert re.search(r"warning: passed over a damaged checkpoint: .*step-00000003/__0_0\.distcp is damaged", text)
     assert "resuming after step 2" in text and losses_of(config.out) == whole
-    found, passed_over = checkpoint.choose(config.checkpoints, checkpoint.Ranks())
+    found, passed_over = checkpoint.newest_undamaged(config.checkpoints, checkpoint.Ranks())
     assert found is not None and (found.step, passed_over) == (3, [])
     for step in (1, 2, 3):
         _damage(config, step)
@@ -163,7 +163,7 @@ def test_another_batch_needs_its_flag(config: TrainConfig) -> None:
     _refused(more, r"made with 2 sequences per step, now there would be 4 .*--batch 2, or --change-batch", batch=4)
     _refused(more, r"now there would be 1 \(--batch, or else --micro-batch x --data-degree\)", batch=None)
     train(replace(more, batch=4, change_batch=True))
-    last = checkpoint.latest(config.checkpoints)
+    last = checkpoint.read_newest(config.checkpoints)
     assert last is not None and last.state["data"]["sequences"] == 3 * 2 + 4
 
 

@@ -18,7 +18,7 @@ from tests.models import batch, build
 from tests.pool import RankPool
 
 STEP = Beat(
-    number=1, place="step 3, optimizer", moves=7, long=False, longest_s=2.0, where="loop.py:1 in run", waits=True
+    number=1, place="step 3, optimizer", moves=7, unlimited=False, longest_s=2.0, where="loop.py:1 in run", waits=True
 )
 
 
@@ -51,7 +51,7 @@ def test_a_rank_without_a_heartbeat_is_named_with_its_place() -> None:
 
 def test_a_rank_that_never_beats_or_stops_in_a_long_phase_is_lost() -> None:
     assert "rank 2 of 3: no heartbeat" in _silent(Beat())
-    assert "rank 2 of 3: no heartbeat" in _silent(replace(STEP, place="save", long=True))
+    assert "rank 2 of 3: no heartbeat" in _silent(replace(STEP, place="save", unlimited=True))
     assert not _silent(replace(STEP, done=True))
 
 
@@ -82,7 +82,7 @@ def test_ranks_that_compute_have_ten_times_their_longest_phase() -> None:
 
 
 def test_long_phases_have_no_limit_and_only_rank_0_judges_stalls() -> None:
-    export = replace(STEP, place="export", long=True)
+    export = replace(STEP, place="export", unlimited=True)
     assert not _judge(_watch(), 20_000, export, STEP, STEP)
     assert not _judge(_watch(stalls=False), 20_000, STEP)
 
@@ -178,7 +178,7 @@ def _relay(front: socket.socket, port: int, cut: threading.Event) -> None:
 def test_a_rank_alone_has_no_threads() -> None:
     before = threading.active_count()
     with Heartbeat(Peers(0, 1, 1.0), lambda *_: None) as heartbeat:
-        heartbeat.at("data", 1, long=True)
+        heartbeat.at("data", 1, unlimited=True)
         assert threading.active_count() == before
 
 

@@ -166,7 +166,7 @@ def test_nan_in_a_checkpoint_is_named(out: Path, monkeypatch: pytest.MonkeyPatch
         model = torch.nn.Linear(2, 2)
         torch.nn.init.constant_(model.weight, float("nan"))
         checkpoint.save(out / "checkpoints", 3, model, torch.optim.AdamW(model.parameters()), {})
-    found = checkpoint.newest(out, Ranks())
+    found = checkpoint.newest_verified(out, Ranks())
     assert found.step == 3 and found.verified
     with pytest.raises(LongspanError, match=r"step-00000003 cannot be used: weight holds nan \(4 of 4 .*an older one"):
         checkpoint.load_weights(found, torch.nn.Linear(2, 2))

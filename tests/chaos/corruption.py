@@ -50,7 +50,7 @@ def damage_and_load(count: int, seed: int, folder: Path, counts: Counts) -> None
         kind = rng.choice(sorted(KINDS))
         what = f"seed {seed}, number {number}: {kind}: {KINDS[kind](target, rng)}"
         try:
-            found = checkpoint.latest(target.parent)
+            found = checkpoint.read_newest(target.parent)
             assert found is not None
             checkpoint.load(found, model, optimizer)
         except LongspanError as error:

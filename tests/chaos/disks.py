@@ -166,7 +166,7 @@ def _damage(out: Path) -> str:
     partial = [path.name for path in folder.iterdir() if not re.fullmatch(r"step-\d+", path.name)]
     partial += [path.name for path in out.iterdir() if path.name.startswith((".shared", MAKING))]
     try:
-        _, passed_over = checkpoint.choose(folder, checkpoint.Ranks())
+        _, passed_over = checkpoint.newest_undamaged(folder, checkpoint.Ranks())
     except LongspanError as error:
         return str(error)
     return f"left: {partial}, passed over: {passed_over}" if partial or passed_over else ""

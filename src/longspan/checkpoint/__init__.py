@@ -12,7 +12,7 @@ disk.py       full disks, disks that ranks do not share, two runs in one folder
 ranks.py      the ranks that save or load together
 """
 
-from longspan.checkpoint.damage import Checkpoint, choose, latest, newest, verify
+from longspan.checkpoint.damage import Checkpoint, newest_undamaged, newest_verified, read_newest, read_verified
 from longspan.checkpoint.disk import RunLock, check_shared
 from longspan.checkpoint.exporting import check_replaceable, export, exported_step
 from longspan.checkpoint.folder import MARKER, complete_steps, step_path
@@ -30,15 +30,15 @@ __all__ = [
     "Saver",
     "check_replaceable",
     "check_shared",
-    "choose",
     "complete_steps",
     "export",
     "exported_step",
-    "latest",
     "load",
     "load_weights",
-    "newest",
+    "newest_undamaged",
+    "newest_verified",
+    "read_newest",
+    "read_verified",
     "save",
     "step_path",
-    "verify",
 ]

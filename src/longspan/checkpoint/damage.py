@@ -6,8 +6,17 @@
 | a changed marker | its own CRC-32, and its text written again | `_parse` |
 | a file that is missing or has another size | `stat` of every file | `Checkpoint.wrong_size` |
 | changed bytes in a file | the CRC-32 of every file in the marker | `Checkpoint.wrong_content` |
-| ranks that see different folders | the marker's CRC-32, compared over the ranks | `verify` |
+| ranks that see different folders | the marker's CRC-32, compared over the ranks | `read_verified` |
 | an index that points outside its files | bounds of every piece | `tensors.read_index` |
+
+Four functions find a checkpoint to resume from:
+
+| function | which checkpoint | if it is damaged | compares | called on |
+|---|---|---|---|---|
+| `read_verified` | the one at a path | raise | all content | all ranks |
+| `newest_verified` | a run's newest | raise | all content | all ranks |
+| `newest_undamaged` | a run's newest | take the one before it | all content | all ranks |
+| `read_newest` | a run's newest | raise | sizes only | any rank |
 
 A save reads its files back the same way before it writes the marker (`saving.py`).
 """
@@ -160,7 +169,7 @@ def _parse(path: Path, text: bytes) -> Checkpoint:
 
 
 @checked_call(path=as_path, ranks=check_ranks)
-def verify(path: Path | str, ranks: Ranks | None = None, *, content: bool = True) -> Checkpoint:
+def read_verified(path: Path | str, ranks: Ranks | None = None, *, content: bool = True) -> Checkpoint:
     """Return the checkpoint at `path` if it is undamaged. Collective: each rank reads a part of the files.
 
     Args:
@@ -184,7 +193,7 @@ def verify(path: Path | str, ranks: Ranks | None = None, *, content: bool = True
 
 
 @checked_call(folder=as_path, ranks=check_ranks)
-def choose(
+def newest_undamaged(
     folder: Path | str, ranks: Ranks | None = None, *, content: bool = True
 ) -> tuple[Checkpoint | None, list[str]]:
     """Return a run's newest undamaged checkpoint, the same on every rank. Collective.
@@ -192,7 +201,7 @@ def choose(
     Args:
         folder: holds the run's checkpoints.
         ranks: the ranks that take part; by default all of the job.
-        content: as in `verify`.
+        content: as in `read_verified`.
 
     Returns:
         The checkpoint (None if there is none at all), and what is wrong with the newer ones.
@@ -217,23 +226,25 @@ def choose(
 
 
 @checked_call(where=as_path, ranks=check_ranks)
-def newest(
+def newest_verified(
     where: Path | str, ranks: Ranks | None = None, flag: str = "--resume", *, content: bool = True
 ) -> Checkpoint:
-    """Return the newest checkpoint of a run, or the one at the path. Unlike `choose`, pass over none. Collective.
+    """Return the newest checkpoint of a run, or the one at the path. Collective.
+
+    A damaged one is an error; `newest_undamaged` would pass over it.
 
     Args:
         where: a run's folder, its folder of checkpoints, or one checkpoint.
         ranks: the ranks that take part; by default all of the job.
         flag: names the option in messages.
-        content: as in `verify`.
+        content: as in `read_verified`.
 
     Raises:
-        LongspanError: on every rank, if there is none, or as `verify`.
+        LongspanError: on every rank, if there is none, or as `read_verified`.
     """
     ranks = ranks or Ranks()
     path: Path = ranks.first(lambda: _newest_path(Path(where).absolute(), flag))  # "." has neither name nor parent
-    return verify(path, ranks, content=content)
+    return read_verified(path, ranks, content=content)
 
 
 def _newest_path(where: Path, flag: str) -> Path:
@@ -250,11 +261,11 @@ def _newest_path(where: Path, flag: str) -> Path:
 
 
 @checked_call(folder=as_path)
-def latest(folder: Path) -> Checkpoint | None:
+def read_newest(folder: Path) -> Checkpoint | None:
     """Return the newest complete checkpoint of a folder, or None. Not collective; file content is not read.
 
     Raises:
-        LongspanError: as `verify`; an older checkpoint is never taken silently.
+        LongspanError: as `read_verified`; an older checkpoint is never taken silently.
     """
     steps = complete_steps(folder)
     if not steps:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from longspan.checkpoint.damage import Checkpoint, newest, resume_hint, verify
+from longspan.checkpoint.damage import Checkpoint, newest_verified, read_verified, resume_hint
 from longspan.checkpoint.finite import check_finite, short_name
 from longspan.checkpoint.ranks import Ranks, check_ranks, checked_on_all
 from longspan.checkpoint.tensors import (
@@ -51,7 +51,8 @@ def load(
     """Read weights and optimizer state in place, on this mesh or another, sharded by FSDP or not. Collective.
 
     Args:
-        checkpoint: from `choose`, `newest` or `verify`; or a path, as `newest` takes it. Verified unless it is already.
+        checkpoint: from a function of `damage.py`, or a path as `newest_verified` takes it. It is verified here unless
+            it is already.
         model: its weights are replaced.
         optimizer: of the model; its state is replaced.
         ranks: the ranks that take part; by default all of the job.
@@ -92,8 +93,8 @@ def load_weights(checkpoint: Checkpoint | Path | str, model: torch.nn.Module, ra
 
 def _verified(checkpoint: Checkpoint | Path | str, ranks: Ranks) -> Checkpoint:
     if not isinstance(checkpoint, Checkpoint):
-        return newest(Path(checkpoint), ranks, "checkpoint")
-    return checkpoint if checkpoint.verified else verify(checkpoint.path, ranks)
+        return newest_verified(Path(checkpoint), ranks, "checkpoint")
+    return checkpoint if checkpoint.verified else read_verified(checkpoint.path, ranks)
 
 
 def _read(checkpoint: Checkpoint, parts: dict[str, Any], ranks: Ranks) -> None:

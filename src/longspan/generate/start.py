@@ -35,7 +35,7 @@ def start(
         LongspanError: on every rank: if `open_text` raises, ranks have different inputs, or the model cannot be loaded
             or sharded.
     """
-    heartbeat.at("start", long=True)
+    heartbeat.at("start", unlimited=True)
     with agreement.refusing_together(heartbeat.peers, alive=True):
         prompt = open_text(config) if opened is None else opened
     facts = {
@@ -46,7 +46,7 @@ def start(
     }
     agreement.agree(heartbeat.peers, facts, alive=True)
     heartbeat.peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
-    heartbeat.at("loading", long=True)
+    heartbeat.at("loading", unlimited=True)
     if launch.is_first_rank():
         print(f"loading {config.model}", file=sys.stderr, flush=True)
     with launch.stdout_to_stderr():

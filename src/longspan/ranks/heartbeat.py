@@ -9,7 +9,7 @@ its last known place. The rules, with the timeout T in seconds (`Watch` implemen
    for a GPU looks busy.)
 3. In a step, no rank may stay in a phase for longer than 10 times the longest phase so far, and at least T; before the
    second step 30 T, and at least half an hour.
-4. In a long phase (start, data, save, export) only rule 1 holds.
+4. In an unlimited phase (start, data, save, export) only rule 1 holds.
 
 Time counts only while the judge itself runs: a job that was suspended as a whole is not lost.
 """
@@ -60,7 +60,7 @@ class Beat:
     number: int = 0  # of the beat
     place: str = "starting"  # phase, with the step
     moves: int = 0  # phases begun so far
-    long: bool = True  # whether the phase has no time limit
+    unlimited: bool = True  # whether the phase has no time limit
     longest_s: float = 0.0  # longest phase of a step so far; 0 before the second step
     cpu_s: float = 0.0  # processor seconds used
     where: str = ""  # line of Python that the main thread is in
@@ -133,7 +133,7 @@ class Watch:
         )
 
     def _stalled(self, now: float, running: dict[int, Beat]) -> str:
-        if any(beat.long for beat in running.values()):
+        if any(beat.unlimited for beat in running.values()):
             return ""
         if any(now - self._beat_at[rank] > self._timeout_s / 4 for rank in running):
             return ""  # that rank may be lost, and then rule 1 names it
@@ -199,17 +199,17 @@ class Heartbeat:
         for thread in self._threads:
             thread.join(timeout=2 * self._tick_s + 1)
 
-    def at(self, phase: str, step: int | None = None, *, long: bool = False) -> None:
-        """Begin a phase; `long` for one without a time limit, such as loading, a save or an export."""
+    def at(self, phase: str, step: int | None = None, *, unlimited: bool = False) -> None:
+        """Begin a phase; `unlimited` for one without a time limit, such as loading, a save or an export."""
         now, beat = time.monotonic(), self._beat
         longest_s = beat.longest_s
-        if not beat.long and self._step > self._first_step:  # the first step also compiles and allocates
+        if not beat.unlimited and self._step > self._first_step:  # the first step also compiles and allocates
             longest_s = max(longest_s, now - self._began)
         if step is not None:
             self._step = step
             self._first_step = step if self._first_step < 0 else self._first_step
         place = phase if step is None else f"step {step}, {phase}"
-        self._beat = replace(beat, place=place, moves=beat.moves + 1, long=long, longest_s=longest_s)
+        self._beat = replace(beat, place=place, moves=beat.moves + 1, unlimited=unlimited, longest_s=longest_s)
         self._began = now
 
     # --- in threads

@@ -166,9 +166,9 @@ def _find_checkpoint(config: TrainConfig, ranks: Ranks, verify: bool) -> tuple[C
             )
         return None, []
     if config.checkpoint.resume == "auto":
-        found, passed_over = checkpoint.choose(config.checkpoints, ranks, content=verify)
+        found, passed_over = checkpoint.newest_undamaged(config.checkpoints, ranks, content=verify)
     else:
-        found, passed_over = checkpoint.verify(config.checkpoint.resume, ranks, content=verify), []
+        found, passed_over = checkpoint.read_verified(config.checkpoint.resume, ranks, content=verify), []
     if found is not None and found.step > config.steps:
         raise LongspanError(
             f"checkpoint {found.path} is at step {found.step}, after --steps {config.steps}; give more steps or "

@@ -70,7 +70,7 @@ class Trainer:
         self._at = self._heart.at
         if config.deterministic:
             be_deterministic()
-        self._at("start", long=True)
+        self._at("start", unlimited=True)
         self.inputs = self._agreed_inputs(alive=heartbeat is not None)
         with _quiet_gloo():
             self.sp = make_sharding(config.parallel)
@@ -106,7 +106,7 @@ class Trainer:
     def _begin(self) -> None:
         """Build the model, and load the checkpoint to resume from, if any."""
         config = self.config
-        self._at("loading", long=True)
+        self._at("loading", unlimited=True)
         self.inputs = find_resume(config, self.inputs, self.outputs.ranks)
         self.finished: str | None = self.outputs.ranks.first(lambda: finished(config, self.inputs))
         if self.finished is not None:
@@ -171,7 +171,7 @@ class Trainer:
         except BaseException as error:
             # All ranks raise a LongspanError, so a save in progress can complete. After another error, a peer may be
             # gone.
-            self._at("finishing the save in progress", long=True)
+            self._at("finishing the save in progress", unlimited=True)
             self.outputs.abandon(600 if isinstance(error, LongspanError) else 10)
             raise
         finally:
@@ -187,7 +187,7 @@ class Trainer:
                 self._log_start()
                 with self._batches() as batches:
                     while self.step < config.steps:
-                        self._at("data", self.step + 1, long=True)
+                        self._at("data", self.step + 1, unlimited=True)
                         batch = next(batches)
                         self._at("comparing batches", self.step + 1)
                         signum = self._agree(batch, stop.signum or 0)
@@ -210,7 +210,7 @@ class Trainer:
                 self._export(last=True)
 
     def _save(self, *, last: bool = False) -> None:
-        self._at("save", self.step, long=True)
+        self._at("save", self.step, unlimited=True)
         state = {
             "data": self.data_state,
             "tokens": self.tokens,
@@ -222,7 +222,7 @@ class Trainer:
             self._export(last=last)
 
     def _export(self, *, last: bool) -> None:
-        self._at("export", self.step, long=True)
+        self._at("export", self.step, unlimited=True)
         self.outputs.export(self.step, self.model, self.inputs, self.generation_config, last=last)
 
     def _log_start(self) -> None:
@@ -301,7 +301,7 @@ class Trainer:
             dist.barrier(group=self.cpu_group)
 
     def _write_timeline(self, recorder: Recorder) -> None:
-        self._at("gathering the trace", self.step + 1, long=True)
+        self._at("gathering the trace", self.step + 1, unlimited=True)
         events = gather_trace(recorder.events, self.cpu_group)
         if not self.first:
             return
@@ -335,7 +335,7 @@ class Trainer:
                 raise LongspanError(self.health.format_updated(self.step + 1, value, norm))
         if not (math.isfinite(value) and math.isfinite(norm)):
             self.optimizer.zero_grad()
-            self._at("looking for the first value that is not finite", self.step + 1, long=True)
+            self._at("looking for the first value that is not finite", self.step + 1, unlimited=True)
             found = watch(self.model, self.sp, lambda: self._accumulate(batch))
             raise LongspanError(self.health.format_nonfinite(self.step + 1, value, norm, found, self.started_step))
         self.optimizer.step()  # no effect on weights that were updated in the backward

@@ -55,7 +55,7 @@ def shards_of(folder: str) -> checkpoint.Checkpoint:
             f"{folder} is incomplete: it has no {STATE}, which is written last; resume from an older checkpoint, or "
             "from the newest complete one with resume_from_checkpoint=True"
         )
-    found = checkpoint.latest(Path(folder) / SHARDS)
+    found = checkpoint.read_newest(Path(folder) / SHARDS)
     if found is None:
         raise LongspanError(
             f"{folder} has no {SHARDS}/ with sharded weights: it was not written by a longspan.trainer, or with "

@@ -69,7 +69,7 @@ def open_resumed(config: VerifyConfig, ranks: Ranks, *, content: bool = True) ->
         LongspanError: on every rank, for a damaged checkpoint, or one of another model than `--config`.
     """
     assert config.resume is not None
-    resumed = checkpoint.newest(path_of("--resume", config.resume), ranks, content=content)
+    resumed = checkpoint.newest_verified(path_of("--resume", config.resume), ranks, content=content)
     return ranks.each(lambda: open_inputs(config, resumed))
 
 
