@@ -77,6 +77,8 @@ PRELOAD = (
     "longspan.hf.parallelize",
     "longspan.train.loop",
     "longspan.verify.job",
+    "peft",
+    "torch.utils.tensorboard",
 )
 """Modules that the server imports. It ignores names that do not exist."""
 
@@ -139,7 +141,8 @@ class _Worker:
         return text or "(no stack: the process did not react to the signal)"
 
 
-def _context() -> Any:
+def fork_server() -> Any:
+    """Return the multiprocessing context whose processes are forked from the server of the pools."""
     multiprocessing.set_forkserver_preload(list(PRELOAD))
     return multiprocessing.get_context(START)
 
@@ -151,7 +154,7 @@ def run_forked(fn: Callable[..., Any], *args: Any, timeout: float = 240.0) -> An
         RankError: it raised, or the process ended.
         RankHang: it did not return in time.
     """
-    context = _context()
+    context = fork_server()
     conn, child_conn = context.Pipe()
     process = context.Process(target=_answer, args=(child_conn, 0, fn, *args))
     process.start()
@@ -258,7 +261,7 @@ class RankPool:
         # The store is in this process, so it outlives a rank; the system picks a free port.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="longspan-pool-")
-        context = _context()
+        context = fork_server()
         for rank in range(self.world_size):
             conn, child_conn = context.Pipe()
             dump = Path(self._folder.name, f"rank{rank}.stacks")

@@ -22,6 +22,7 @@ from longspan.ranks.heartbeat import Heartbeat
 from longspan.ranks.job import Job, first_host, read_job
 from longspan.ranks.launch import RankFailed, Stopped, StopRequest
 from longspan.ranks.rendezvous import wait_for_ranks
+from tests.command import ForkedLauncher, launch_forked
 
 
 def _warn_and_report(offset: int) -> tuple[int, int, list[float]]:
@@ -130,7 +131,7 @@ def test_ranks_share_cores_and_timeout_and_one_of_them_shows_warnings(capfd: pyt
 )
 def test_a_dead_rank_is_named(how: str, message: str, details: str) -> None:
     with pytest.raises(RankFailed, match=message) as caught:
-        launch.launch(_end_while_others_wait, how, nproc=2)
+        launch_forked(_end_while_others_wait, how, nproc=2)
     assert details in caught.value.details
 
 
@@ -148,15 +149,20 @@ def test_a_dead_rank_is_named(how: str, message: str, details: str) -> None:
 )
 def test_a_rank_that_hangs_is_named_with_its_place(how: str, message: str) -> None:
     with pytest.raises(RankFailed, match=message):
-        launch.launch(_hang_in_step_7, how, nproc=2)
+        launch_forked(_hang_in_step_7, how, nproc=2)
+
+
+def _launch_waiting(folder: str, grace_s: float) -> None:
+    launch.launch(_wait_with_stopped_rank, folder, nproc=2, grace_s=grace_s)
 
 
 def _start(folder: Path, grace_s: float) -> tuple[subprocess.Popen[str], list[int]]:
     """Start a launcher of two waiting ranks, one of them stopped; return it and their process ids."""
-    code = "from longspan.ranks import launch\nfrom tests import test_launch\nif __name__ == '__main__':\n"
-    code += f"    launch.launch(test_launch._wait_with_stopped_rank, {str(folder)!r}, nproc=2, grace_s={grace_s})\n"
     script = folder / "launcher.py"
-    script.write_text(code)
+    script.write_text(
+        "from tests import test_launch\nif __name__ == '__main__':\n"
+        f"    test_launch._launch_waiting({str(folder)!r}, {grace_s})\n"
+    )
     (folder / "tmp").mkdir()
     source, root = Path(launch.__file__).parents[2], Path(__file__).parents[1]
     environment = {
@@ -166,12 +172,17 @@ def _start(folder: Path, grace_s: float) -> tuple[subprocess.Popen[str], list[in
         "OMP_NUM_THREADS": "1",
     }
     process = subprocess.Popen([sys.executable, str(script)], env=environment, stderr=subprocess.PIPE, text=True)
+    return process, _ranks_of(process, folder)
+
+
+def _ranks_of(process: subprocess.Popen[str] | ForkedLauncher, folder: Path) -> list[int]:
+    """Wait until the ranks wait; return their process ids."""
     files = [folder / "rank-0", folder / "rank-1"]
     end = time.monotonic() + 120
     while not all(file.exists() and file.read_text() for file in files):
         assert time.monotonic() < end and process.poll() is None, process.communicate()[1]
         time.sleep(0.05)
-    return process, [int(file.read_text()) for file in files]
+    return [int(file.read_text()) for file in files]
 
 
 def _gone(pids: list[int], limit_s: float = 30) -> bool:
@@ -228,7 +239,8 @@ def test_only_loopback_is_used_and_no_rank_survives_a_killed_launcher(tmp_path: 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs /proc")
 def test_a_signal_ends_waiting_and_stopped_ranks(tmp_path: Path) -> None:
     """Rank 0 catches the signal in a collective and rank 1 is stopped, so neither can end by itself."""
-    process, pids = _start(tmp_path, 2)
+    process = ForkedLauncher(tmp_path, _launch_waiting, str(tmp_path), 2)
+    pids = _ranks_of(process, tmp_path)
     process.send_signal(signal.SIGTERM)
     _, printed = process.communicate(timeout=60)
     assert process.returncode == 143, printed

@@ -103,12 +103,15 @@ def base_config(folder: Path, **changes: Any) -> TrainConfig:
 # --- the job with its fault, in its processes
 
 
-def _run_job(path: Path) -> int:
+def run_here(path: Path) -> int:
     """Run a job as the command line does, with its fault."""
     config, fault = pickle.loads(path.read_bytes())
     train_job._train_rank = _Rank(fault, path.parent)  # type: ignore[assignment]
     sys.modules["longspan.train"].run = lambda _: train_job.run(config)  # type: ignore[attr-defined]
     return cli_main(["train"])
+
+
+_train_rank = train_job._train_rank  # before it is replaced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +129,7 @@ class _Rank:
             config = replace(config, **fault.how)
         if fault is not None and fault.rank == rank and fault.kind == "leave":
             _leave_in_step(fault)
-        train_job._train_rank(config)  # only the launcher's is replaced
+        _train_rank(config)
 
 
 def _leave_in_step(fault: Fault) -> None:
@@ -154,18 +157,25 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in mine.items() if name not in VARIABLES}
 
 
-def run_job(config: TrainConfig, fault: Fault | None, folder: Path) -> tuple[int | None, str]:
-    """Run a job with a fault; return its exit code (None if it hung) and stderr."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "job.pickle").write_bytes(pickle.dumps((config, fault)))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.chaos.ranks", str(folder / "job.pickle")],
+def start(job: Path) -> subprocess.Popen[str]:
+    """Start the command of a job."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.chaos.ranks", str(job)],
         env=environment(),
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def run_job(
+    config: TrainConfig, fault: Fault | None, folder: Path, start: Callable[[Path], Any] = start
+) -> tuple[int | None, str]:
+    """Run a job with a fault; return its exit code (None if it hung) and stderr."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "job.pickle").write_bytes(pickle.dumps((config, fault)))
+    process = start(folder / "job.pickle")
     try:
         if fault is not None and fault.kind in ("kill", "stop"):
             _strike(process, config, fault, folder)
@@ -178,7 +188,7 @@ def run_job(config: TrainConfig, fault: Fault | None, folder: Path) -> tuple[int
         process.kill()
 
 
-def _strike(process: subprocess.Popen[str], config: TrainConfig, fault: Fault, folder: Path) -> None:
+def _strike(process: Any, config: TrainConfig, fault: Fault, folder: Path) -> None:
     pid = folder / f"rank-{fault.rank}"
     if wait_for(process, config, fault.lines, fault.after_s, lambda: pid.exists() and bool(pid.read_text())):
         with contextlib.suppress(ProcessLookupError):
@@ -186,7 +196,7 @@ def _strike(process: subprocess.Popen[str], config: TrainConfig, fault: Fault, f
 
 
 def wait_for(
-    process: subprocess.Popen[Any],
+    process: Any,
     config: TrainConfig,
     lines: int,
     after_s: float,
@@ -225,15 +235,17 @@ def result(out: Path) -> tuple[dict[int, float], dict[str, bytes]]:
     return {record["step"]: record["loss"] for record in records}, weights
 
 
-def attempt(config: TrainConfig, fault: Fault, folder: Path, expected: Any) -> Outcome:
+def attempt(
+    config: TrainConfig, fault: Fault, folder: Path, expected: Any, start: Callable[[Path], Any] = start
+) -> Outcome:
     """Run a job with a fault, judge its end, and, if it can continue, compare its result with the expected one."""
     again = fault.how != "restart"
     mine = replace(config, out=folder / "run", max_restarts=0 if again else 1)
-    code, output = run_job(mine, fault, folder)
+    code, output = run_job(mine, fault, folder, start)
     outcome = Outcome(fault, verdict(fault, code, output), output)
     if fault.kind != "mismatch" and outcome.verdict in ("refused", "wrong"):
         if again:
-            code, _ = run_job(replace(mine, max_restarts=0), None, folder)
+            code, _ = run_job(replace(mine, max_restarts=0), None, folder, start)
         outcome.recovered = code == 0 and result(mine.out) == expected
     return outcome
 
@@ -265,4 +277,4 @@ def run(budget: Budget, counts: Counts) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(_run_job(Path(sys.argv[1])))
+    sys.exit(run_here(Path(sys.argv[1])))

@@ -7,24 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from longspan.train import TrainConfig
 from tests.chaos import ranks
 from tests.chaos.ranks import Fault
+from tests.command import ForkedLauncher
 from tests.pool import RankPool
+from tests.training import train
 
 
-def _train(config: TrainConfig) -> None:
-    from longspan.train.loop import Trainer
-
-    Trainer(config).run()
+def _start(job: Path) -> ForkedLauncher:
+    return ForkedLauncher(job.parent, ranks.run_here, job)
 
 
 @pytest.mark.launcher
 def test_a_killed_rank_is_named_and_the_job_recovers_the_same_bits(pool2: RankPool, tmp_path: Path) -> None:
-    config = ranks.base_config(tmp_path, ring=1, steps=6, timeout=60)
-    pool2.run(_train, config, timeout=240)
-    fault = Fault("kill", rank=1, lines=3, how="restart")
-    outcome = ranks.attempt(config, fault, tmp_path / "killed", ranks.result(config.out))
+    config = ranks.base_config(tmp_path, ring=1, steps=4, timeout=60)
+    pool2.run(train, config, timeout=240)
+    fault = Fault("kill", rank=1, lines=2, how="restart")
+    outcome = ranks.attempt(config, fault, tmp_path / "killed", ranks.result(config.out), _start)
     assert (outcome.verdict, outcome.recovered) == ("refused", True), outcome.output
     assert "rank 1 of 2 was killed by SIGKILL" in outcome.output and "restart 1 of 1" in outcome.output
 

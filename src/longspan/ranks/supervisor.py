@@ -46,6 +46,8 @@ REPEAT_S = 1.0
 _SETTLE_S = 5.0
 #: Seconds for ranks to exit after all reported a result.
 _EXIT_S = 30.0
+#: Starts the processes of the ranks, with a Python of their own: a fork could not use a GPU. Tests replace it.
+process_context: Any = multiprocessing.get_context("spawn")
 #: In the environment of ranks that were started here.
 SUPERVISED = "LONGSPAN_SUPERVISED"
 #: Exit code of a rank that its heartbeat has ended.
@@ -158,14 +160,13 @@ class _Ranks:
         self._pipes: dict[int, Connection] = {}
 
     def start(self, entry: Callable[..., Any], args: tuple[Any, ...], port: int) -> None:
-        context = multiprocessing.get_context("spawn")
         resource_tracker.ensure_running()  # otherwise the first process starts it, and it unblocks signals
         # Ctrl-C reaches the ranks as well. Block it until they ignore it, so that this process alone decides.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for rank in range(self.nproc):
-                self._pipes[rank], of_rank = context.Pipe(duplex=False)
-                process = context.Process(
+                self._pipes[rank], of_rank = process_context.Pipe(duplex=False)
+                process = process_context.Process(
                     target=_rank_main, args=(rank, of_rank, entry, args, self.nproc, port), name=f"rank {rank}"
                 )
                 process.start()
