@@ -204,6 +204,7 @@ import os, socket, sys
 from pathlib import Path
 import torch, transformers
 import longspan, longspan.checkpoint, longspan.hf.parallelize
+transformers.LlamaForCausalLM  # before the forks: it is imported when it is first named
 
 def script():
     sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2))

@@ -28,33 +28,70 @@ HEAVY = ("torch", "transformers", "numpy", "datasets", "pyarrow", "tensorboard",
 
 REPORT_HEAVY = f"print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr)"
 
-# Import the libraries first, as their effects are not longspan's.
-IMPORT_ALL = """
-import contextlib, importlib, json, os, sys
-modules, libraries, folder = json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
+# Each code runs in a fork of one process, which has imported the libraries: the slow part, and their effects are not
+# longspan's.
+IN_FORKS = """
+import contextlib, importlib, json, os, sys, traceback
+codes, libraries = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 for name in libraries:
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
-import torch, torch.distributed
-state = {}
-for name in modules:
-    before = dict(os.environ)
-    with open(os.path.join(folder, "output"), "w+") as output:
-        saved = [os.dup(1), os.dup(2)]
-        for fd in (1, 2):
-            os.dup2(output.fileno(), fd)
-        importlib.import_module(name)
-        sys.stdout.flush(), sys.stderr.flush()
-        for fd, old in zip((1, 2), saved):
-            os.dup2(old, fd)
-        output.seek(0)
-        printed = output.read()
-    state[name] = {
-        "printed": printed,
-        "environment": sorted({k for k, v in before.items() ^ os.environ.items()}),
-        "touched": torch.cuda.is_initialized() or torch.distributed.is_initialized(),
-    }
-json.dump(state, open(os.path.join(folder, "state.json"), "w"))
+import torch.distributed.fsdp, transformers.modeling_utils
+for code in codes:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            exec(code, {})
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0, code
+"""
+
+IMPORT_ALL = """
+import importlib, json, os, sys, torch, torch.distributed
+def import_all(modules, folder):
+    state = {}
+    for name in modules:
+        before = dict(os.environ)
+        with open(os.path.join(folder, "output"), "w+") as output:
+            saved = [os.dup(1), os.dup(2)]
+            for fd in (1, 2):
+                os.dup2(output.fileno(), fd)
+            importlib.import_module(name)
+            sys.stdout.flush(), sys.stderr.flush()
+            for fd, old in zip((1, 2), saved):
+                os.dup2(old, fd)
+            output.seek(0)
+            printed = output.read()
+        state[name] = {
+            "printed": printed,
+            "environment": sorted({k for k, v in before.items() ^ os.environ.items()}),
+            "touched": torch.cuda.is_initialized() or torch.distributed.is_initialized(),
+        }
+    json.dump(state, open(os.path.join(folder, "state.json"), "w"))
+"""
+
+# After a module whose package has a function's name was imported.
+PUBLIC_NAMES = """
+import {first}, longspan, inspect
+for name in ('attention', 'parallelize', 'shard_batch', 'init_mesh', 'causal_lm_loss'):
+    assert inspect.isfunction(getattr(longspan, name)), name
+import longspan.exchange
+from longspan import exchange
+assert all(inspect.isfunction(getattr(exchange, name)) for name in exchange.__all__)
+"""
+
+WITHOUT_ACCELERATE = """
+import sys
+sys.modules["accelerate"] = None
+import longspan
+try:
+    longspan.trainer
+except longspan.LongspanError as error:
+    print(error)
 """
 
 
@@ -76,13 +113,24 @@ def test_public_names_exist() -> None:
         _ = longspan.no_such_name
 
 
-def test_import_prints_nothing_and_changes_nothing(tmp_path: Path) -> None:
+def test_imports_have_no_effects_and_do_not_depend_on_their_order(tmp_path: Path) -> None:
+    """No module prints or changes anything; public names are functions; a missing package is named with its extra."""
     modules = [name for name in MODULES if not name.endswith("__main__")]
     if importlib.util.find_spec("lm_eval") is None:  # a plug-in of an optional package
         modules.remove("longspan.lm_eval.model")
-    _python("-c", IMPORT_ALL, json.dumps(modules), json.dumps(HEAVY), str(tmp_path))
+    firsts = ("longspan.attn.methods.ulysses", "longspan.hf.parallelize")
+    codes = [
+        f"{IMPORT_ALL}import_all({modules!r}, {str(tmp_path)!r})",
+        *(PUBLIC_NAMES.format(first=first) for first in firsts),
+        WITHOUT_ACCELERATE,
+    ]
+    done = _python("-c", IN_FORKS, json.dumps(codes), json.dumps(HEAVY))
     state = json.loads((tmp_path / "state.json").read_text())
     assert state == {name: {"printed": "", "environment": [], "touched": False} for name in modules}
+    assert done.stdout == (
+        "longspan.trainer needs accelerate, which is not installed; install longspan with its extra 'train' "
+        '(pip install ".[train]"), or pip install accelerate\n'
+    )
 
 
 def test_every_file_is_a_module() -> None:
@@ -109,21 +157,6 @@ def test_the_oldest_versions_are_the_lower_bounds() -> None:
     # A bound may be shorter than a version: 3 is 3.0.0.
     padded = {name: ".".join([*version.split("."), "0", "0"][:3]) for name, version in floors.items()}
     assert pinned == padded
-
-
-def test_public_names_are_functions_whatever_was_imported_before() -> None:
-    running = []
-    for first in ("longspan.attn.methods.ulysses", "longspan.hf.parallelize"):  # and none first: README's lines
-        code = (
-            f"import {first}, longspan, inspect\n"
-            "for name in ('attention', 'parallelize', 'shard_batch', 'init_mesh', 'causal_lm_loss'):\n"
-            "    assert inspect.isfunction(getattr(longspan, name)), name\n"
-            "import longspan.exchange\n"
-            "from longspan import exchange\n"
-            "assert all(inspect.isfunction(getattr(exchange, name)) for name in exchange.__all__)\n"
-        )
-        running.append(subprocess.Popen([sys.executable, "-c", code]))
-    assert [process.wait(timeout=120) for process in running] == [0, 0]
 
 
 def test_no_test_module_is_imported_by_others() -> None:
@@ -158,19 +191,6 @@ def test_a_missing_optional_package_is_named_with_its_extra(
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for package, extra in EXTRAS.items():
         assert any(re.match(rf"{package.replace('_', '-')}\b", wanted) for wanted in extras[extra]), package
-    code = """
-import sys
-sys.modules["accelerate"] = None
-import longspan
-try:
-    longspan.trainer
-except longspan.LongspanError as error:
-    print(error)
-"""
-    assert _python("-c", code).stdout == (
-        "longspan.trainer needs accelerate, which is not installed; install longspan with its extra 'train' "
-        '(pip install ".[train]"), or pip install accelerate\n'
-    )
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     assert main(["train", "--data", "pydoc", "--out", "never-written"]) == 2
     assert "longspan train needs tensorboard, which is not installed" in capsys.readouterr().err

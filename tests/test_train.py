@@ -30,6 +30,7 @@ from longspan.ranks.launch import RankFailed
 from longspan.train import TrainConfig, run
 from longspan.train.memory_choice import resolve
 from tests.choose import confirming
+from tests.command import launch_forked
 from tests.models import widened
 from tests.pool import THREADS, RankError, RankPool
 from tests.tolerance import excess, excess_of_losses, roughly
@@ -124,11 +125,17 @@ PLAIN_LOOP = [
     ]),
 ]  # fmt: skip
 
+LOGGED = {
+    "ring x ulysses": "4 cpu ranks, data 1 x ring 2 x ulysses 2 (zigzag, p2p); fp32",
+    "data x ulysses, accumulating": "4 cpu ranks, data 2 x ulysses 2; fp32",
+}
+
 
 @pytest.mark.parametrize(("pack", "names"), PLAIN_LOOP)
 def test_losses_are_those_of_a_plain_loop(
     config: TrainConfig, pool4: RankPool, pack: Any, names: tuple[str, ...]
 ) -> None:
+    """The first rank alone logs the mesh."""
     config = replace(config, pack=pack, steps=4)
     plain, exact = _plain_losses(config), _plain_losses(config, torch.float64)
     assert plain[4] < plain[1] - 0.4
@@ -146,7 +153,13 @@ def test_losses_are_those_of_a_plain_loop(
     }  # fmt: skip
     for name in names:
         other = replace(config, out=config.out / name, save_every=0, export="never", **meshes[name])
-        train(other) if other.parallel.ranks == 1 else _on(pool4, other)
+        if other.parallel.ranks == 1:
+            train(other)
+        else:
+            first, *others = pool4.run(said_by, other, timeout=240)
+            assert LOGGED.get(name, "") in first and others == [""] * 3
+            record = json.loads((other.out / "metrics.jsonl").read_text().splitlines()[-1])
+            assert 0 < record["communication"] < 1
         assert excess_of_losses(losses_of(other.out), plain, exact) <= 1, name
 
 
@@ -360,18 +373,6 @@ def test_the_export_is_a_hugging_face_folder(tmp_path: Path, config: TrainConfig
     assert again.model.tokenizer_name == again.model.model
     _on(pool2, again)
     assert excess(losses_of(again.out)[1], *loss_of(batches[:4])) <= 1
-
-
-def test_a_run_logs_its_mesh_once(config: TrainConfig, pool4: RankPool, tmp_path: Path) -> None:
-    short = replace(config, steps=2, save_every=0, export="never")
-    for name, changes, said in (
-        ("usp", {"ring": 2, "ulysses": 2}, "4 cpu ranks, data 1 x ring 2 x ulysses 2 (zigzag, auto); fp32"),
-        ("ulysses", {"data_degree": 2, "ulysses": 2}, "4 cpu ranks, data 2 x ulysses 2; fp32"),
-    ):
-        first, *others = pool4.run(said_by, replace(short, out=tmp_path / name, **changes), timeout=240)
-        assert said in first and others == [""] * 3
-        record = json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])
-        assert 0 < record["communication"] < 1
 
 
 def test_every_reported_step_is_logged_in_full(config: TrainConfig, pool2: RankPool) -> None:
@@ -603,7 +604,7 @@ def test_a_failing_offload_disk_ends_the_run_after_its_last_checkpoint(
     disk = {"offload": "disk", "offload_folder": str(tmp_path), "out": tmp_path / "fails"}
     config = replace(config, ulysses=2, context=201, checkpointing="full", **disk)  # type: ignore[arg-type]
     with pytest.raises(LongspanError, match=rf"activations in offload_folder='{tmp_path}'.*Input/output error"):
-        launch.launch(_rank_with_a_bad_disk, config, nproc=2)
+        launch_forked(_rank_with_a_bad_disk, config, nproc=2)
     assert losses_of(config.out).keys() >= {1, 2}
     assert not [path for path in tmp_path.iterdir() if path.is_file() and path.name != "config.json"]
     _on(pool2, replace(config, resume="auto"))
