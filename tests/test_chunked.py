@@ -61,6 +61,11 @@ MANY = {
 }
 """Cases with several KV heads on a rank, so that there are chunks, and scores that differ by head."""
 
+SOME = [
+    "many KV heads", "KV heads of several ranks, in different chunks", "ranks without heads", "all by head",
+    "documents, window, sinks", "keys of another length", "bf16, KV heads of several ranks",
+]  # fmt: skip
+
 
 def chunked_plan(
     case: Case, x: dict[str, Tensor], qkv: Sequence[Tensor], sp: longspan.SequenceSharding, sinks: Any, chunks: int
@@ -173,8 +178,7 @@ def test_exact_for_every_mask(get_pool: Any, world: int, ring: int) -> None:
 
 @pytest.mark.parametrize(("world", "ring", "chunks"), [(2, 1, 1), (4, 2, 2), *confirming([(2, 2, 1)])])
 def test_exact_in_a_checkpointed_layer(get_pool: Any, world: int, ring: int, chunks: int) -> None:
-    names = ["many KV heads", "ranks without heads", "all by head", "documents, window, sinks", "bf16"]
-    for found in get_pool(world).run(_errors, names, ring, chunks, True):
+    for found in get_pool(world).run(_errors, SOME, ring, chunks, True):
         check_all(found)
 
 
@@ -237,7 +241,7 @@ def _overlapped(names: Sequence[str], ring: int, chunks: int, recompute: bool) -
     each_value(grouped([(2, 1, 2), (4, 1, 3), (2, 1, 9), (4, 2, 2)]), [False, True]),
 )
 def test_overlapped_is_exact(get_pool: Any, world: int, ring: int, chunks: int, recompute: bool) -> None:
-    for found in get_pool(world).run(_overlapped, list(MANY), ring, chunks, recompute):
+    for found in get_pool(world).run(_overlapped, SOME, ring, chunks, recompute):
         check_all(found)
 
 

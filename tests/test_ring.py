@@ -56,7 +56,7 @@ def _everywhere(ring: int, layout: str, names: list[str], impl: str = "p2p") -> 
 
 
 ALL = tuple(CASES)
-MESHES = [(2, 2, ALL), (4, 4, FEW), (4, 2, ALL), (4, 1, FEW), *confirming([(4, 4, ALL), (4, 1, ALL)])]
+MESHES = [(2, 2, ALL), (4, 4, FEW), (4, 2, FEW), (4, 1, FEW), *confirming([(4, 4, ALL), (4, 2, ALL), (4, 1, ALL)])]
 
 
 @pytest.mark.parametrize(("layout", "world", "ring", "names"), each_value(["zigzag", "contiguous"], grouped(MESHES)))
@@ -68,7 +68,7 @@ def test_exact_on_every_mesh(get_pool: Any, world: int, ring: int, layout: str, 
 @pytest.mark.slow
 @pytest.mark.parametrize("ring", [8, *confirming([4, 2])])
 def test_exact_over_8_ranks(pool8: RankPool, ring: int) -> None:
-    for found in pool8.run(_everywhere, ring, "zigzag", list(FEW), timeout=120):
+    for found in pool8.run(_everywhere, ring, "zigzag", [name for name in FEW if name in HARD], timeout=120):
         check_all(found)
 
 
