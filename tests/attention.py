@@ -81,8 +81,8 @@ FEW = (
     "fewer KV heads than ranks", "length does not divide", "a KV group cut unevenly", "a rank without heads",
     "another head_dim for v", "bidirectional", "documents and window", "chunks and documents",
     "a prefix for each row", "sinks, softcap and window", "sinks and documents with padding", "alibi, bidirectional",
-    "a bias", "a mask function, documents, softcap", "many short documents", "cross attention with documents",
-    "chunked prefill with documents",
+    "a bias", "a mask function, documents, softcap", "a mask function that leaves rows empty", "many short documents",
+    "cross attention with documents", "chunked prefill with documents",
 )  # fmt: skip
 """Every option and every kind of shape at least once: for tests of what all masks have in common."""
 
