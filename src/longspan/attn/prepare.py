@@ -297,7 +297,10 @@ def _blocks(
 
 
 def pairs_of_blocks(layout: Layout, lengths: Lengths, mask: Mask, batch: int) -> list[list[int]]:
-    """Return `pairs[i][j]`: how many pairs of a query of block i and a key of block j attend; `mask_mod` is ignored."""
+    """Return `pairs[i][j]`: how many pairs of a query of block i and a key of block j attend; `mask_mod` is ignored.
+
+    `Blocks.parts`, which decides what is computed, intersects the same regions and spans.
+    """
     pairs = [[0] * layout.ring for _ in range(layout.ring)]
     q_spans, q_ranks = layout.runs(lengths[0])
     k_spans, k_ranks = layout.runs(lengths[1])

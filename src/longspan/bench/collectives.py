@@ -50,7 +50,7 @@ def measure_collectives(config: BenchConfig, device: torch.device, measured: str
     Raises:
         LongspanError: for a mesh without such an axis.
     """
-    mesh = init_mesh(*config.parallel.degrees.values(), device_type=device.type)
+    mesh = init_mesh(**config.parallel.degrees, device_type=device.type)
     if isinstance(mesh, OneDeviceMesh):
         raise LongspanError(f"{config.parallel.flags} has no axis of more than one rank; give one, such as --ulysses 4")
     timed: list[TimedCollective] = []

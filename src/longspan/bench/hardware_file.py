@@ -54,7 +54,7 @@ def measure_hardware(
     from longspan.bench.links import measure_links
     from longspan.comm.mesh import init_mesh
 
-    mesh = init_mesh(*config.parallel.degrees.values(), device_type=device.type)
+    mesh = init_mesh(**config.parallel.degrees, device_type=device.type)
     links = measure_links(config, mesh, device, messages)
     degrees = {**config.parallel.degrees, "fsdp": config.parallel.ranks // config.parallel.tensor}
     return MeasuredHardware(

@@ -123,7 +123,10 @@ class BareModule(nn.Module):
         return torch.func.functional_call(self, parameters, (hidden,)) if parameters else self.forward(hidden)
 
     def trained(self) -> dict[str, Tensor]:
-        """Return the parameters that need a gradient, by name, as they are now: gathered, under FSDP."""
+        """Return the parameters that need a gradient, by name, as they are now: gathered, under FSDP.
+
+        Collective if a weight's parts are fetched over the tensor group (`Rule.parts`).
+        """
         owners, trained = dict(self.named_modules()), dict[str, Tensor]()
         for name, p in self.named_parameters():
             path, _, own = name.rpartition(".")

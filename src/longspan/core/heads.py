@@ -61,7 +61,8 @@ def split_heads(q_heads: int, kv_heads: int, ranks: int, *, kv_replication: bool
     reach this, one along KV groups is preferred: with at most as many ranks as KV heads it sends each KV head once;
     with more, each rank gets one. With more ranks, or uneven groups, a KV head is in the shards of several ranks:
     `longspan.comm.all_to_all` copies it into each rank's message (`_pack`), and sums the gradients that return
-    (`_unpack`). Query heads stay in order, so that gathering them is a concatenation.
+    (`_unpack`; for heads in chunks `_write_heads`). Query heads stay in order, so that gathering them is a
+    concatenation.
 
     Args:
         q_heads: query heads of the model.

@@ -33,7 +33,7 @@ def _job(config: ModelFlags, model_config: Any, tokens: int) -> tuple[Job, Mesh]
         weight_sharding=config.fsdp and config.parallel.ranks > 1,
         layout=config.parallel.layout,
     )
-    return job, Mesh(*config.parallel.degrees.values())
+    return job, Mesh(**config.parallel.degrees)
 
 
 def _cached_job(config: GenerateConfig, model_config: Any, tokens: int) -> tuple[Job, Mesh]:

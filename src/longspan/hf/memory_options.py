@@ -127,7 +127,7 @@ class MemoryManager(Stage):
                 f"{self.memory.checkpointing!r}: each layer would be checkpointed twice; call "
                 f"gradient_checkpointing_disable(), or parallelize with checkpointing='none'"
             )
-        self._reserve(call)
+        self._reserve(call)  # here because it may raise: errors of checks reach every rank
 
     def before(self, call: ForwardCall) -> None:
         if call.model.training and self.auto is not None and self._choose(call, self.auto):
@@ -155,7 +155,7 @@ class MemoryManager(Stage):
         length, rows = call.info.length, len(call.tokens)
         if length * rows <= auto.largest:
             return False
-        fixed: dict[str, Any] = {"cpu_offload": False}
+        fixed: dict[str, Any] = {"cpu_offload": False}  # FSDP's: it cannot change after parallelize
         if self.modules.untiled is not None:
             fixed["tiled_mlp"] = 1
         if self._checkpoints_by_itself:

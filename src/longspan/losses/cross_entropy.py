@@ -108,7 +108,11 @@ class _LossSum(torch.autograd.Function):
 
 
 class _DeferredLossSum(torch.autograd.Function):
-    """Loss of deferred logits: the forward computes each tile once, with its gradients."""
+    """Loss of deferred logits: the forward computes each tile once, with its gradients.
+
+    Its inputs are the hidden states and the head's weights as `BareModule.trained` returns them (under FSDP gathered,
+    on a tensor axis plain shards), so that autograd passes their gradients on to FSDP and to the `DTensor`.
+    """
 
     @staticmethod
     def forward(

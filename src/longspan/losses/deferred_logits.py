@@ -87,7 +87,7 @@ class DeferredLogits:
 
     @property
     def requires_grad(self) -> bool:
-        return torch.is_grad_enabled() and (self.hidden.requires_grad or bool(self.head.bare.trained()))
+        return torch.is_grad_enabled() and (self.hidden.requires_grad or bool(self.head.bare.trained_names()))
 
     def _empty(self) -> Tensor:
         """Return the logits of no tokens."""

@@ -72,6 +72,7 @@ class Trainer:
             be_deterministic()
         self._at("start", unlimited=True)
         self.inputs = self._agreed_inputs(alive=heartbeat is not None)
+        self._heart.peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
         with _quiet_gloo():
             self.sp = make_sharding(config.parallel)
             self.group = self.sp.mesh_group
@@ -87,7 +88,7 @@ class Trainer:
             raise
 
     def _agreed_inputs(self, alive: bool) -> Inputs:
-        """Return the inputs, once they are known to be equal on every rank; then make the process group."""
+        """Return the inputs, once they are known to be equal on every rank. Needs no process group."""
         config, peers = self.config, self._heart.peers
         with agreement.refusing_together(peers, alive=alive):
             inputs = open_local(config)
@@ -100,7 +101,6 @@ class Trainer:
         if config.optimizer.optimizer == "adamw8bit":
             facts["torchao"] = check_torchao()
         agreement.agree(peers, facts, alive=alive)
-        peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
         return inputs
 
     def _begin(self) -> None:

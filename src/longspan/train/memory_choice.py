@@ -31,8 +31,8 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     from longspan.hf.tensor_parallel.plan import tensor_plan
     from longspan.train.inputs import load_model_config, model_flag, model_origin
 
-    parallel, flags, longest = config.parallel, config.memory, config.context == "max"
-    if longest:  # unscaled: the longest context follows from its positions and --rope-scaling
+    parallel, flags, longest_context = config.parallel, config.memory, config.context == "max"
+    if longest_context:  # unscaled: the longest context follows from its positions and --rope-scaling
         model_config, _ = read_model_config(*model_flag(config), max(2, parallel.ranks))
     else:
         model_config, _ = load_model_config(config)
@@ -42,22 +42,22 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     try:
         shape = shape_of_model(model)
     except LongspanError:
-        if flags.memory == "auto" or longest:
+        if flags.memory == "auto" or longest_context:
             raise
         return config, []  # the planner cannot read this model, so it chooses nothing
     job = Job(
-        context=1 if longest else config.tokens,
+        context=1 if longest_context else config.tokens,
         batch=config.sequences_per_forward,
         dtype=config.dtype,
         weight_sharding=config.fsdp,
         tensor_style=parallel.tensor_style,
     )
-    mesh = Mesh(*parallel.degrees.values())
+    mesh = Mesh(**parallel.degrees)
     for layer, _ in shape.layer_kinds:
         problem = layer.mixer.ulysses_refusal(job, mesh)
         if problem is not None:
             raise LongspanError(problem)
-    if flags.level != "auto" and not longest:
+    if flags.level != "auto" and not longest_context:
         return config, []
     fixed = flags.fixed()
     if flags.level == "auto" and MemoryModules(model).untiled is not None:
@@ -66,7 +66,7 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         fixed = {**{f.name: getattr(LONGEST, f.name) for f in dataclasses.fields(LONGEST)}, **fixed}
     hardware = hardware_of_ranks(flags.rank_memory, min(parallel.ranks, config.nproc or parallel.ranks))
     messages = [f"{hardware.memory_bytes / 1e9:.2f} GB for a rank, {mesh}"]
-    if longest:
+    if longest_context:
         fits = longest_context_on(shape, job, mesh, hardware, fixed)
         if fits is None:
             choose(shape, dataclasses.replace(job, context=STEP), mesh, hardware, fixed)  # raises with the reason
@@ -76,7 +76,7 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         bound = "" if context == fits else f"; {fits:,} would fit, the model's positions end at {context:,}"
         messages.append(f"--context max: {context:,} tokens{bound}")
         job = dataclasses.replace(job, context=context)
-    by_default = flags.memory == "by-flags" and not longest
+    by_default = flags.memory == "by-flags" and not longest_context
     try:
         memory, message = choose(shape, job, mesh, hardware, fixed)
     except LongspanError as error:

@@ -100,7 +100,10 @@ class Blocks:
 
     @cached_property
     def parts(self) -> tuple[tuple[BlockRegion, ...], ...]:
-        """Return the mask's regions within each block; none if nothing attends to the block."""
+        """Return the mask's regions within each block; none if nothing attends to the block.
+
+        `pairs_of_blocks` in `attn/prepare.py`, which decides what is sent, intersects the same regions and spans.
+        """
         out: list[list[BlockRegion]] = [[] for _ in range(self.count)]
         q_at, k_at = _offsets(self.q_spans, (0,) * len(self.q_spans)), _offsets(self.k_spans, self.source_ranks)
         for rows in row_groups(self.mask, self.batch):
