@@ -289,7 +289,7 @@ def group_name(group: dist.ProcessGroup) -> str:
 def make_sharding(parallel: ParallelConfig) -> SequenceSharding:
     """Return the sharding that a command's flags ask for, on a mesh over all ranks of the job. Collective."""
     return SequenceSharding(
-        init_mesh(**parallel.degrees),
+        init_mesh(parallel.data_degree, parallel.ring, parallel.ulysses, parallel.tensor),
         parallel.layout,
         ring_impl=parallel.ring_impl,
         overlap_chunks=parallel.overlap_chunks,
