@@ -31,7 +31,7 @@ from longspan.plan.layers.exchange import chunk_count
 from longspan.plan.limits import refusal
 from longspan.plan.memory_search import combinations, longest, memory_rows
 from longspan.plan.models import ModelShape, shape_from_config
-from longspan.plan.suggestions import choose
+from longspan.plan.suggestions import choose_memory
 from longspan.plan.views.commands import command, memory_flags
 
 LEAN = replace(LONGEST, head_chunks=0)
@@ -304,20 +304,20 @@ def test_a_memory_option_adds_no_more_than_its_workspace(
 
 def test_the_fastest_that_fits_is_chosen() -> None:
     job, mesh = Job(context=1 << 19), Mesh(ulysses=8)
-    found, why = choose(LLAMA, job, mesh, H100)
+    found, why = choose_memory(LLAMA, job, mesh, H100)
     fitting = {m: cost(LLAMA, replace(job, memory=m), mesh, H100) for m in combinations(job, H100)}
     seconds = min(plan.step_seconds for plan in fitting.values() if plan.fits)
     assert fitting[found].fits and fitting[found].step_seconds == pytest.approx(seconds, rel=1e-3)
     assert found.describe() in why and "does not fit" in why and "GB per GPU" in why
-    short, nothing_faster = choose(LLAMA, replace(job, context=4096), mesh, H100)
+    short, nothing_faster = choose_memory(LLAMA, replace(job, context=4096), mesh, H100)
     assert short == FASTEST and "does not fit" not in nothing_faster
-    fixed, _ = choose(LLAMA, job, mesh, H100, {"checkpointing": "full", "head_chunks": 2})
+    fixed, _ = choose_memory(LLAMA, job, mesh, H100, {"checkpointing": "full", "head_chunks": 2})
     assert (fixed.checkpointing, fixed.head_chunks) == ("full", 2)
 
 
 def test_the_error_lists_items_and_suggestions_if_nothing_fits() -> None:
     with pytest.raises(LongspanError) as error:
-        choose(LLAMA, Job(context=4 << 20), Mesh(), H100)
+        choose_memory(LLAMA, Job(context=4 << 20), Mesh(), H100)
     for part in (
         "4,194,304 tokens do not fit on one GPU of h100",
         "activations_hidden",
@@ -326,9 +326,9 @@ def test_the_error_lists_items_and_suggestions_if_nothing_fits() -> None:
     ):
         assert part in str(error.value), part
     with pytest.raises(LongspanError, match="offload='host' moves what checkpointing saves"):
-        choose(LLAMA, Job(context=8192), Mesh(), H100, {"checkpointing": "none", "offload": "host"})
+        choose_memory(LLAMA, Job(context=8192), Mesh(), H100, {"checkpointing": "none", "offload": "host"})
     with pytest.raises(LongspanError, match="needs at least 64 query heads"):
-        choose(LLAMA, Job(context=8192), Mesh(ulysses=64), H100)
+        choose_memory(LLAMA, Job(context=8192), Mesh(ulysses=64), H100)
 
 
 def test_the_longest_context_fits_and_the_next_does_not() -> None:
@@ -336,7 +336,7 @@ def test_the_longest_context_fits_and_the_next_does_not() -> None:
     assert found is not None and found.fits and found.runs and found.job.context % 1024 == 0
     longer = replace(found.job, context=found.job.context + 1024)
     with pytest.raises(LongspanError):
-        choose(LLAMA, longer, found.mesh, H100)
+        choose_memory(LLAMA, longer, found.mesh, H100)
     assert longest(read_model("llama-3.1-405b"), Job(context=1), 1, read_hardware("l40s")) is None
 
 

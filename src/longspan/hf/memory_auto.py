@@ -14,7 +14,7 @@ from longspan.core.parallel import TensorStyle
 from longspan.hf.shapes import shape_of_model
 from longspan.plan.hardware import CATALOGUE, Hardware, read_hardware
 from longspan.plan.job import Job, Mesh
-from longspan.plan.suggestions import choose
+from longspan.plan.suggestions import choose_memory
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -119,4 +119,4 @@ class AutoMemory:
             self.hardware = hardware_of(sp.device, float(least))
         job = dataclasses.replace(self.job, context=length, batch=rows * sp.data_size)
         mesh = Mesh(sp.data_size, sp.ring_size, sp.ulysses_size, sp.tensor_size)
-        return choose(self.shape, job, mesh, self.hardware, fixed)
+        return choose_memory(self.shape, job, mesh, self.hardware, fixed)

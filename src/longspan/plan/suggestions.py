@@ -25,7 +25,7 @@ from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import MOST_GPUS, Plan, format_items, meshes, plan_mesh
 
 
-def choose(
+def choose_memory(
     model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fixed: Fixed = NOTHING_FIXED
 ) -> tuple[Memory, str]:
     """Return the fastest combination of memory options that fits, and a sentence: its cost, and what does not fit.

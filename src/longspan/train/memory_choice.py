@@ -11,7 +11,7 @@ from longspan.core.sections import replace
 from longspan.hf.memory_auto import hardware_of_ranks
 from longspan.plan.job import Job, Mesh
 from longspan.plan.memory_search import STEP, longest_context_on
-from longspan.plan.suggestions import choose
+from longspan.plan.suggestions import choose_memory
 from longspan.train.config import TrainConfig
 
 
@@ -69,7 +69,9 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     if longest_context:
         fits = longest_context_on(shape, job, mesh, hardware, fixed)
         if fits is None:
-            choose(shape, dataclasses.replace(job, context=STEP), mesh, hardware, fixed)  # raises with the reason
+            choose_memory(
+                shape, dataclasses.replace(job, context=STEP), mesh, hardware, fixed
+            )  # raises with the reason
             raise LongspanError(f"--context max: not even {STEP:,} tokens fit on {mesh}")
         end = dataclasses.replace(shape, rope=config.model.rope()).furthest
         context = fits if end is None else min(fits, end)
@@ -78,7 +80,7 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         job = dataclasses.replace(job, context=context)
     by_default = flags.memory == "by-flags" and not longest_context
     try:
-        memory, message = choose(shape, job, mesh, hardware, fixed)
+        memory, message = choose_memory(shape, job, mesh, hardware, fixed)
     except LongspanError as error:
         if not by_default:
             raise

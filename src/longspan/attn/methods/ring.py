@@ -46,7 +46,7 @@ class Ring:
         routes: how far each block is sent.
         impl: "p2p" or "allgather".
         kernel: attention of the local queries to one block.
-        blocks: what the kernel prepared for each block; None if nothing attends to the block.
+        prepared: what the kernel prepared for each block; None if nothing attends to the block.
         kv_head_index: the KV head of every query head, int64 [H], if KV groups are uneven. Received heads are repeated
             by it; each KV head is sent once.
     """
@@ -55,7 +55,7 @@ class Ring:
     routes: Routes
     impl: str
     kernel: BlockKernel
-    blocks: tuple[Any, ...]
+    prepared: tuple[Any, ...]
     kv_head_index: Tensor | None = None
 
     @property
@@ -64,7 +64,7 @@ class Ring:
 
     @property
     def size(self) -> int:
-        return len(self.blocks)
+        return len(self.prepared)
 
     def __call__(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, scores: Scores) -> Tensor:
         """Attend from the local block's queries to the whole sequence, exactly, with gradients.
@@ -141,7 +141,7 @@ def _forward(q_BHSD: Tensor, local: _KVPair, ring: Ring, scores: Scores) -> tupl
         (kernel_q,) = ring.kernel.to_kernel_layout([q_BHSD], local.v.shape[3], scores)
         for _, received in _kv_blocks(local, ring):
             for block in received:
-                prepared = ring.blocks[block.source]
+                prepared = ring.prepared[block.source]
                 if prepared is not None:
                     k_BKTD, v_BKTV = (_kv_of(x, ring, (0, heads), heads) for x in (block.kv.k, block.kv.v))
                     ring.kernel.accumulate(total, kernel_q, k_BKTD, v_BKTV, prepared, scores)
@@ -199,7 +199,7 @@ def _attend_backward(
     scores: Scores,
 ) -> None:
     """Add the gradients of query heads [start, stop) and one KV block to `dq_BHSD` and `kv_grad`."""
-    prepared = ring.blocks[received.source]
+    prepared = ring.prepared[received.source]
     if prepared is None or heads[0] == heads[1]:
         return
     total = dq_BHSD.shape[1]
