@@ -69,9 +69,8 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     if longest_context:
         fits = longest_context_on(shape, job, mesh, hardware, fixed)
         if fits is None:
-            choose_memory(
-                shape, dataclasses.replace(job, context=STEP), mesh, hardware, fixed
-            )  # raises with the reason
+            shortest = dataclasses.replace(job, context=STEP)
+            choose_memory(shape, shortest, mesh, hardware, fixed)  # raises with the reason
             raise LongspanError(f"--context max: not even {STEP:,} tokens fit on {mesh}")
         end = dataclasses.replace(shape, rope=config.model.rope()).furthest
         context = fits if end is None else min(fits, end)
