@@ -320,7 +320,7 @@ def test_nothing_is_wider_than_the_window(browser: Any, tmp_path: Path, mode: Mo
     assert browser.get_log("browser") == []
 
 
-@pytest.mark.parametrize("width", [360, 800, 1400])
+@pytest.mark.parametrize("width", [360, *confirming([800, 1400])])
 def test_switches_and_methods_are_no_wider_than_the_window(browser: Any, tmp_path: Path, width: int) -> None:
     page, _ = _switched()
     _open(browser, tmp_path / "plan.html", page, width)
