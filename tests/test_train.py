@@ -173,6 +173,7 @@ def _train_deterministically(config: TrainConfig) -> bool:
         del os.environ["CUBLAS_WORKSPACE_CONFIG"]
 
 
+@pytest.mark.confirms
 def test_deterministic_kernels_change_nothing_on_a_cpu(config: TrainConfig, pool2: RankPool) -> None:
     config = replace(config, steps=2, ulysses=2, save_every=0, export="never")
     _on(pool2, config)
