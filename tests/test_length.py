@@ -204,7 +204,7 @@ def test_a_second_backward(kind: str) -> None:
     """A retained graph gives the same gradients again; without it, or with other kernels, it raises."""
     module, hidden, labels = _case("plain", torch.float32)
     head = Head(module)
-    head.defer_next, head.loss = True, kind
+    head.defer_next, head.loss_kernel = True, kind
     loss = loss_sum(module(hidden), labels)
     loss.backward(retain_graph=True)
     first = [hidden.grad.clone(), module.weight.grad.clone()]

@@ -72,7 +72,7 @@ CASES = [
 ]
 
 
-CONFIRMING = (0, 3, 4, 6, 7, 9, 11, 16, 17, 18, 20, 23, 25, 26, 28, 29, 30, 31, 33)  # each of their options is in another case
+CONFIRMING = (0, 3, 4, 6, 7, 9, 11, 16, 17, 18, 20, 23, 25, 26, 28, 29, 30, 31, 33)  # their options are in others
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def read_verified(path: Path | str, ranks: Ranks | None = None, *, content: bool
             lambda: (path, [step_path(path.parent, step) for step in reversed(complete_steps(path.parent))])
         )
         undamaged = next((other for other in others if other != rejected and _check(other, ranks, True)[0]), None)
-        raise LongspanError(f"{problem}; {_resume_hint(undamaged)}")
+        raise LongspanError(f"{problem}; {_format_resume_hint(undamaged)}")
     return checkpoint
 
 
@@ -285,11 +285,11 @@ def resume_hint(path: Path) -> str:
             with contextlib.suppress(LongspanError):
                 checkpoint = Checkpoint.read(other)
                 if checkpoint.wrong_content(list(checkpoint.files)) is None:
-                    return _resume_hint(other)
-    return _resume_hint(None)
+                    return _format_resume_hint(other)
+    return _format_resume_hint(None)
 
 
-def _resume_hint(undamaged: Path | None) -> str:
+def _format_resume_hint(undamaged: Path | None) -> str:
     if undamaged is None:
         return "no other checkpoint next to it is undamaged; start again with another --out"
     return f"resume from the newest undamaged checkpoint: --resume {undamaged}"

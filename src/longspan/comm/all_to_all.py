@@ -227,7 +227,7 @@ def _unflatten(flat_spans: list[int], tensors: int) -> _HeadSpans:
 
 
 class AllToAll:
-    """An all-to-all of packed rows; it holds both buffers until `wait`.
+    """An all-to-all of packed rows. Making one starts it; it holds both buffers until `wait`.
 
     Args:
         packed: rows for the first rank, then rows for the second, ...
@@ -421,7 +421,7 @@ def _unpack(recv: Tensor, spans: _HeadSpans, outs_BLHD: list[Tensor]) -> list[Te
     parts_GRLBhD = _split_groups(recv, spans, outs_BLHD)
     if parts_GRLBhD is not None:
         for part_GRLBhD, out_BLHD in zip(parts_GRLBhD, outs_BLHD, strict=True):
-            summed = part_GRLBhD[:, 0] if part_GRLBhD.shape[1] == 1 else part_GRLBhD.sum(1)
+            summed = part_GRLBhD[:, 0] if part_GRLBhD.shape[1] == 1 else part_GRLBhD.sum(1)  # in fp32 inside
             _in_groups(out_BLHD, part_GRLBhD).copy_(summed)
         return outs_BLHD
     wide = torch.promote_types(recv.dtype, torch.float32)

@@ -181,7 +181,7 @@ class Head:
         bare: the module that computes logits.
         defer_next: whether to defer the output of the next call.
         observer: called with each tile of logits that is computed.
-        loss: what computes the loss: "tiled", or a name of `longspan.losses.fused_heads`.
+        loss_kernel: "tiled", or a name of `longspan.losses.fused_heads`.
         gather: gathers the weights if they are sharded.
         vocab_shard: this rank's shard, if a tensor group shards the vocabulary; the head returns its logits.
     """
@@ -191,7 +191,7 @@ class Head:
         self.bare = BareModule(module)
         self.defer_next = False
         self.observer: Callable[[Tensor], None] | None = None
-        self.loss = "tiled"
+        self.loss_kernel = "tiled"
         self.vocab_shard: VocabShard | None = None
         self.gather: Callable[[], None] | None = None
         # Set on the instance, so that hooks around `__call__`, FSDP's too, still run. A compiler breaks its graph here.

@@ -77,16 +77,16 @@ def open_local(config: TrainConfig) -> Inputs:
     return Inputs(model_config, tokenizer, source, run_identity(config, model_config, tokenizer, source), rope)
 
 
-def find_resume(config: TrainConfig, inputs: Inputs, ranks: Ranks, *, verify: bool = True) -> Inputs:
+def find_resume(config: TrainConfig, inputs: Inputs, ranks: Ranks, *, content: bool = True) -> Inputs:
     """Return `inputs` with the checkpoint to resume from, if any. Collective over `ranks`.
 
-    `verify` compares the content of the checkpoint's files with their checksums.
+    `content` compares the checkpoint's files with their checksums, too.
 
     Raises:
         LongspanError: on every rank, if the checkpoint of --resume, or every checkpoint of the run, is damaged or of
             another run.
     """
-    resume, passed_over = _find_checkpoint(config, ranks, verify)
+    resume, passed_over = _find_checkpoint(config, ranks, content)
     inputs = dataclasses.replace(inputs, resume=resume, passed_over=tuple(passed_over))
     ranks.each(lambda: _check_same_run(config, inputs))
     return inputs
@@ -100,7 +100,7 @@ def check_inputs(config: TrainConfig) -> Inputs:
             run uses or that cannot be written, or an `OUT/hf` that longspan did not write.
     """
     check_output("--out", config.checkpoints, folder=True)
-    inputs = find_resume(config, open_local(config), Ranks(), verify=False)
+    inputs = find_resume(config, open_local(config), Ranks(), content=False)
     next(iter(inputs.sequences(config.tokens)))
     try:
         if config.out.exists() and not launch.under_torchrun():  # under torchrun another rank may hold the lock already
@@ -157,7 +157,7 @@ def model_origin(config: TrainConfig, model_config: Any) -> Origin:
     return Origin(AutoModelForCausalLM, model_config, torch.float32, config.model.model, config.seed, label)
 
 
-def _find_checkpoint(config: TrainConfig, ranks: Ranks, verify: bool) -> tuple[Checkpoint | None, list[str]]:
+def _find_checkpoint(config: TrainConfig, ranks: Ranks, content: bool) -> tuple[Checkpoint | None, list[str]]:
     if config.checkpoint.resume == "never":
         steps = ranks.first(lambda: checkpoint.complete_steps(config.checkpoints))
         if steps:
@@ -166,9 +166,9 @@ def _find_checkpoint(config: TrainConfig, ranks: Ranks, verify: bool) -> tuple[C
             )
         return None, []
     if config.checkpoint.resume == "auto":
-        found, passed_over = checkpoint.newest_undamaged(config.checkpoints, ranks, content=verify)
+        found, passed_over = checkpoint.newest_undamaged(config.checkpoints, ranks, content=content)
     else:
-        found, passed_over = checkpoint.read_verified(config.checkpoint.resume, ranks, content=verify), []
+        found, passed_over = checkpoint.read_verified(config.checkpoint.resume, ranks, content=content), []
     if found is not None and found.step > config.steps:
         raise LongspanError(
             f"checkpoint {found.path} is at step {found.step}, after --steps {config.steps}; give more steps or "
