@@ -69,7 +69,7 @@ FAULTS = (
           "% len(self.right), direction) > hop", "tests/test_p2p_schedule.py -k matches_its_receive"),
     # attn: masks, softmax, ring
     Fault("window_one_token_too_wide", "attn/mask.py", "None if self.window is None else self.window - 1",
-          "None if self.window is None else self.window", "tests/test_local.py -k agree"),
+          "None if self.window is None else self.window", "tests/test_ring.py -k test_one_device"),
     Fault("softmax_merge_not_normalized", "attn/kernels/base.py", "(before / total)[..., None]",
           "before[..., None]", "tests/test_ring.py -k test_one_device"),
     Fault("empty_rows_are_nan", "attn/kernels/base.py", "torch.where(torch.isneginf(highest), 0.0, highest)", "highest",
