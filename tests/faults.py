@@ -111,9 +111,9 @@ FAULTS = (
     Fault("loss_counts_masked_labels", "hf/forward/loss.py", "_mean_over_ranks(total, (labels != IGNORE).sum()",
           "_mean_over_ranks(total, (labels == labels).sum()", "tests/test_loss.py"),
     Fault("label_smoothing_gradient", "losses/cross_entropy.py", "-(1 - terms.label_smoothing) * scale_T",
-          "-1 * scale_T", "tests/test_length.py -k all_its_gradients"),
+          "-1 * scale_T", "tests/test_length.py -k test_loss_and_gradients"),
     Fault("z_loss_gradient", "losses/cross_entropy.py", "(1 + 2 * terms.z_loss * lse_T)",
-          "(1 + terms.z_loss * lse_T)", "tests/test_length.py -k all_its_gradients"),
+          "(1 + terms.z_loss * lse_T)", "tests/test_length.py -k test_loss_and_gradients"),
     Fault("logprob_of_the_wrong_label", "losses/logprobs.py", "torch.where(counts, labels_T, 0)[:, None]",
           "torch.where(counts, 0, labels_T)[:, None].clamp_min(0)", "tests/test_length.py -k token_logprobs"),
     # hf: cut, gradients, weights, generation
