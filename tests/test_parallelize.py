@@ -76,7 +76,7 @@ def _accumulated(fsdp: bool, once: bool, truths: list[Truth]) -> None:
     check_gradients(gradients(model), truths[1])
 
 
-@pytest.mark.parametrize(("fsdp", "once"), each_value([True, False], [True, False]))
+@pytest.mark.parametrize(("fsdp", "once"), [(True, False), (True, True), (False, True)])
 def test_gradient_accumulation(pool4: RankPool, fsdp: bool, once: bool) -> None:
     steps = [{**b, "num_items_in_batch": ITEMS} for b in BATCHES]
     # The gradients of the last run: those of all batches so far.
