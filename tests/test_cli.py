@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import is_dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -338,8 +340,9 @@ def test_help_lists_every_option(name: str, config: type, capsys: pytest.Capture
     for option in options(config).values():
         assert f"--{option.flag}" in said
     words = " ".join(said.replace("│", " ").split())
-    for text in field_texts(config).values():
-        assert text in words
+    for field, text in field_texts(config).items():
+        # The help of tyro 0.9 has no texts of sections.
+        assert text in words or version("tyro").startswith("0.") and is_dataclass(getattr(config(), field))
     assert "--from" in said and "{None}" not in said
     assert cli.main(["--help"]) == 0
     said = capsys.readouterr().out

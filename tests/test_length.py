@@ -118,7 +118,7 @@ def test_torchs_linear_cross_entropy(head: str, smoothing: float) -> None:
     for name, dtype in (("torch", torch.float32), ("tiled", torch.float32), ("tiled", torch.float64)):
         module, hidden, labels = _case(head, dtype)
         deferring = Head(module)
-        deferring.defer_next, deferring.loss = True, name
+        deferring.defer_next, deferring.loss_kernel = True, name
         loss = loss_sum(module(hidden), labels, LossTerms(smoothing))
         found.append([loss.detach(), *torch.autograd.grad(loss * 0.25, [hidden, *module.parameters()])])
     for mine, single, exact in zip(*found, strict=True):
@@ -136,10 +136,10 @@ def test_torchs_linear_cross_entropy(head: str, smoothing: float) -> None:
 )
 def test_unsupported_head_losses_raise(name: str, head: str, dtype: torch.dtype, terms: LossTerms, text: str) -> None:
     if name == "torch" and not hasattr(F, "linear_cross_entropy"):
-        text = "which came with 2.13"
+        text = "it needs torch 2.13"
     module, hidden, labels = _case(head, dtype)
     deferring = Head(module)
-    deferring.defer_next, deferring.loss = True, name
+    deferring.defer_next, deferring.loss_kernel = True, name
     with pytest.raises(LongspanError, match=f"head_loss='{name}'.*({text}).*; use head_loss='tiled'"):
         loss_sum(module(hidden), labels, terms)
 

@@ -423,7 +423,8 @@ def test_shapes_from_modules_and_from_a_config_are_equal(family: str) -> None:
     model = build(family)
     read, known = shape_from_modules(model), config_shape(model.config)
     assert read.params == known.params == sum(p.numel() for p in model.parameters())
-    assert [p.name for p in read.root] == [p.name for p in known.root] and read.tied == known.tied
+    names = [p.name.replace("embed_out", "lm_head") for p in read.root]  # GPT-NeoX's head in transformers 5.5
+    assert names == [p.name for p in known.root] and read.tied == known.tied
     for mine, theirs in zip(read.layers, known.layers, strict=True):
         assert (mine.mixer, mine.mlp) == (theirs.mixer, theirs.mlp)
         assert (mine.active_params, mine.mlp_params) == (theirs.active_params, theirs.mlp_params)

@@ -50,7 +50,7 @@ _UNSET = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_ex
 
 
 def families() -> list[str]:
-    """Return `causal/MODEL_TYPE` and `masked/MODEL_TYPE` for each in transformers' lists, one name per class."""
+    """Return `causal/MODEL_TYPE` and `masked/MODEL_TYPE` for each in transformers' lists, its own name per class."""
     from transformers.models.auto import modeling_auto as auto
 
     found: dict[Any, str] = {}
@@ -59,7 +59,9 @@ def families() -> list[str]:
         ("masked", auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
     ):
         for model_type, name in names.items():
-            found.setdefault((kind, name, config_class(model_type)), f"{kind}/{model_type}")
+            cls = config_class(model_type)
+            own = cls.model_type if names.get(cls.model_type) == name else model_type
+            found.setdefault((kind, name, cls), f"{kind}/{own}")
     return list(found.values())
 
 
