@@ -418,6 +418,23 @@ def test_auto_chooses_options_that_fit_and_explains_them(family: str, monkeypatc
         model(**batch(rows=4, n=120000))
 
 
+def _options_by_step(sizes: list[tuple[int, int]]) -> list[Memory]:
+    sp = longspan.SequenceSharding(longspan.init_mesh(data=2))
+    model = longspan.parallelize(build("Llama"), sp, memory="auto").train()
+    options = []
+    for lengths in sizes:
+        model(**batch(rows=1, n=lengths[sp.data_rank])).loss.backward()
+        state = model.longspan_state.memory
+        options.append(state.memory)
+        assert state.auto.largest == max(map(max, sizes[: len(options)]))
+    return options
+
+
+def test_replicas_with_batches_of_different_sizes_choose_together(pool2: RankPool) -> None:
+    first, second = pool2.run(_options_by_step, [(8, 16), (24, 16), (20, 22)], timeout=60)
+    assert first == second
+
+
 @pytest.mark.parametrize("family", ["Mistral", "Qwen3Moe", "GptOss", "Gemma3Text", "Phi3", "GPTNeoX", "GPT2", "Olmo2"])
 def test_shapes_from_modules_and_from_a_config_are_equal(family: str) -> None:
     model = build(family)

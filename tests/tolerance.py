@@ -119,8 +119,10 @@ def excess(
 def excess_of_rows(found: Tensor, single: Tensor, exact: Tensor) -> float:
     """Return `excess` of the worst row (along the last dim), so that one wrong token is not averaged away.
 
-    The limit is that of one device's worst row, as a single row can be right by luck.
+    The limit is that of one device's worst row, as a single row can be right by luck. 0 without rows.
     """
+    if not exact.numel():
+        return 0.0
     exact = exact.double()
     apart, noise = ((x.detach().double() - exact).norm(dim=-1) / exact.norm(dim=-1) for x in (found, single))
     worst = float(apart.nan_to_num(nan=torch.inf).max())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +100,20 @@ class AutoMemory:
             tensor_style=style,
         )
         self.hardware: Hardware | None = None
+
+    def largest_of_replicas(self, length: int, rows: int) -> tuple[int, int]:
+        """Return the length and rows of the replica whose batch has the most tokens. Collective.
+
+        Replicas need the same options: a recomputation gathers weights, which all ranks do together.
+        """
+        sp = self.sp
+        if sp.data_size == 1:
+            return length, rows
+        sizes = torch.zeros(sp.data_size, 2, dtype=torch.int64, device=sp.device)
+        sizes[sp.data_rank] = torch.tensor((length, rows))
+        dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=sp.mesh_group)
+        most_tokens: list[int] = max(sizes.tolist(), key=math.prod)
+        return most_tokens[0], most_tokens[1]
 
     def choose(self, length: int, rows: int, fixed: dict[str, Any]) -> tuple[Memory, str]:
         """Return the fastest options that fit the smallest device of all ranks, and the reason. Collective.

@@ -147,12 +147,12 @@ class MemoryManager(Stage):
         return any(getattr(layer, "gradient_checkpointing", False) for layer in self.layers)
 
     def _choose(self, call: ForwardCall, auto: AutoMemory) -> bool:
-        """Choose memory options if the batch is larger than all before, and return whether it is. Collective.
+        """Choose memory options if a replica's batch is larger than all before, and return whether it is. Collective.
 
         Options that conflict with transformers' own gradient checkpointing are left out.
         """
         assert call.tokens is not None
-        length, rows = call.info.length, len(call.tokens)
+        length, rows = auto.largest_of_replicas(call.info.length, len(call.tokens))
         if length * rows <= auto.largest:
             return False
         fixed: dict[str, Any] = {"cpu_offload": False}  # FSDP's: it cannot change after parallelize
