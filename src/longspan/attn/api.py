@@ -229,7 +229,7 @@ _uncompiled_attention = not_compiled(attention)
 
 
 def _breaks_graphs(sp: SequenceSharding, options: dict[str, Any]) -> bool:
-    """Return whether a compiler meets rings or chunks, which it skips.
+    """Return whether the attention runs in a ring or in chunks of heads, which a compiler skips.
 
     One break here is cheaper than one in every function down to there: the compiler would trace masks and routes again
     for each of them, and could not use cached plans.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from longspan.comm.consistency import gather_numbers, host_group
 from longspan.core.memory import Memory
 from longspan.core.parallel import TensorStyle
 from longspan.hf.shapes import shape_of_model
@@ -91,6 +92,7 @@ class AutoMemory:
         style: TensorStyle,
     ) -> None:
         self.sp, self.largest = sp, 0
+        self.group = host_group(sp) if sp.data_size > 1 else None
         self.shape = shape_of_model(model)
         compute_dtype = (mp_policy and mp_policy.param_dtype) or next(model.parameters()).dtype
         self.job = Job(
@@ -102,18 +104,14 @@ class AutoMemory:
         self.hardware: Hardware | None = None
 
     def largest_of_replicas(self, length: int, rows: int) -> tuple[int, int]:
-        """Return the length and rows of the replica whose batch has the most tokens. Collective.
+        """Return the length and rows of the replica whose batch has the most tokens. Collective over the hosts.
 
         Replicas need the same options: a recomputation gathers weights, which all ranks do together.
         """
-        sp = self.sp
-        if sp.data_size == 1:
+        if self.group is None:
             return length, rows
-        sizes = torch.zeros(sp.data_size, 2, dtype=torch.int64, device=sp.device)
-        sizes[sp.data_rank] = torch.tensor((length, rows))
-        dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=sp.mesh_group)
-        most_tokens: list[int] = max(sizes.tolist(), key=math.prod)
-        return most_tokens[0], most_tokens[1]
+        length, rows = max(gather_numbers([length, rows], self.group, torch.device("cpu")), key=math.prod)
+        return length, rows
 
     def choose(self, length: int, rows: int, fixed: dict[str, Any]) -> tuple[Memory, str]:
         """Return the fastest options that fit the smallest device of all ranks, and the reason. Collective.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, LONGEST, Memory
@@ -13,6 +14,13 @@ from longspan.plan.job import Job, Mesh
 from longspan.plan.memory_search import STEP, longest_context_on
 from longspan.plan.suggestions import choose_memory
 from longspan.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from longspan.core.rope import RopeAsked
+    from longspan.plan.hardware import Hardware
+    from longspan.plan.models.shape import ModelShape
 
 
 def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
@@ -26,19 +34,10 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
             fits, with the memory item by item and what would fit.
     """
     from longspan.hf.memory_options import MemoryModules
-    from longspan.hf.pretrained import read_model_config
     from longspan.hf.shapes import shape_of_model
-    from longspan.hf.tensor_parallel.plan import tensor_plan
-    from longspan.train.inputs import load_model_config, model_flag, model_origin
 
     parallel, flags, longest_context = config.parallel, config.memory, config.context == "max"
-    if longest_context:  # unscaled: the longest context follows from its positions and --rope-scaling
-        model_config, _ = read_model_config(*model_flag(config), max(2, parallel.ranks))
-    else:
-        model_config, _ = load_model_config(config)
-    model = model_origin(config, model_config).on_meta()
-    if parallel.tensor > 1:
-        tensor_plan(model, parallel.tensor, 0, parallel.tensor_style, parallel.sequence_ranks)
+    model = _model_on_meta(config)
     try:
         shape = shape_of_model(model)
     except LongspanError:
@@ -67,16 +66,9 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     hardware = hardware_of_ranks(flags.rank_memory, min(parallel.ranks, config.nproc or parallel.ranks))
     messages = [f"{hardware.memory_bytes / 1e9:.2f} GB for a rank, {mesh}"]
     if longest_context:
-        fits = longest_context_on(shape, job, mesh, hardware, fixed)
-        if fits is None:
-            shortest = dataclasses.replace(job, context=STEP)
-            choose_memory(shape, shortest, mesh, hardware, fixed)  # raises with the reason
-            raise LongspanError(f"--context max: not even {STEP:,} tokens fit on {mesh}")
-        end = dataclasses.replace(shape, rope=config.model.rope()).furthest
-        context = fits if end is None else min(fits, end)
-        bound = "" if context == fits else f"; {fits:,} would fit, the model's positions end at {context:,}"
-        messages.append(f"--context max: {context:,} tokens{bound}")
+        context, message = _longest_context(shape, job, mesh, hardware, fixed, config.model.rope())
         job = dataclasses.replace(job, context=context)
+        messages.append(message)
     by_default = flags.memory == "by-flags" and not longest_context
     try:
         memory, message = choose_memory(shape, job, mesh, hardware, fixed)
@@ -87,6 +79,38 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     if by_default and memory == FASTEST:
         return config, []
     return _with(dataclasses.replace(config, context=job.context), memory), [*messages, message]
+
+
+def _model_on_meta(config: TrainConfig) -> PreTrainedModel:
+    """Return the model without weights, once it is known that `--tensor` can shard it."""
+    from longspan.hf.pretrained import read_model_config
+    from longspan.hf.tensor_parallel.plan import tensor_plan
+    from longspan.train.inputs import load_model_config, model_flag, model_origin
+
+    parallel = config.parallel
+    if config.context == "max":  # unscaled: the longest context follows from its positions and --rope-scaling
+        model_config, _ = read_model_config(*model_flag(config), max(2, parallel.ranks))
+    else:
+        model_config, _ = load_model_config(config)
+    model = model_origin(config, model_config).on_meta()
+    if parallel.tensor > 1:
+        tensor_plan(model, parallel.tensor, 0, parallel.tensor_style, parallel.sequence_ranks)
+    return model
+
+
+def _longest_context(
+    shape: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fixed: dict[str, Any], rope: RopeAsked
+) -> tuple[int, str]:
+    """Return the longest context that fits, within the model's positions, and a message for the user."""
+    fits = longest_context_on(shape, job, mesh, hardware, fixed)
+    if fits is None:
+        shortest = dataclasses.replace(job, context=STEP)
+        choose_memory(shape, shortest, mesh, hardware, fixed)  # raises with the reason
+        raise LongspanError(f"--context max: not even {STEP:,} tokens fit on {mesh}")
+    end = dataclasses.replace(shape, rope=rope).furthest
+    context = fits if end is None else min(fits, end)
+    bound = "" if context == fits else f"; {fits:,} would fit, the model's positions end at {context:,}"
+    return context, f"--context max: {context:,} tokens{bound}"
 
 
 def _with(config: TrainConfig, memory: Memory) -> TrainConfig:

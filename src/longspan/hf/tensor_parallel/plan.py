@@ -46,6 +46,7 @@ PLANS: dict[str, dict[str, str]] = {
     "granitemoe": _ATTENTION,
     "hunyuan_v1_dense": {**_HUNYUAN, **_MLP},
     "hunyuan_v1_moe": _HUNYUAN,
+    "llama4_text": {"layers.*.feed_forward.experts": _EXPERTS},  # transformers 5.5 names only their weights
 }
 """By `model_type`, styles that transformers' plan of a family lacks."""
 
