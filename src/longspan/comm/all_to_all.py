@@ -309,7 +309,8 @@ def _start_scatter(
 
 
 def start_gather_into(
-    outs_BLHD: Sequence[Tensor],
+    outs: Callable[[], Sequence[Tensor]],
+    dims: Sequence[int],
     packed_SBW: Tensor,
     kinds: Sequence[str],
     shards: Sequence[HeadShard],
@@ -319,20 +320,20 @@ def start_gather_into(
     accumulate: bool = False,
     wire_dtype: CacheDtype = "exact",
 ) -> AllToAll:
-    """Start to send some heads back to the tokens' ranks; `wait` writes them into `outs_BLHD`. Outside of autograd.
+    """Start to send some heads back to the tokens' ranks; `wait` writes them into `outs()`. Outside of autograd.
 
-    Heads that are in no shard stay as they are. With `accumulate` KV heads are added to `outs_BLHD`, as gradients of
-    replicated KV heads need (`outs_BLHD` should be fp32 at least); query heads are always overwritten. Other arguments
-    are those of `start_scatter`, and `packed_SBW` is laid out as its result.
+    `outs` returns tensors `[B, L, H, D]` with these `dims` D. It is called when the heads have arrived, so that it can
+    allocate the tensors late. Heads that are in no shard stay as they are. With `accumulate` KV heads are added, as
+    gradients of replicated KV heads need (the tensors should be fp32 at least); query heads are always overwritten.
+    Other arguments are those of `start_scatter`, and `packed_SBW` is laid out as its result.
     """
     spans = _head_spans(shards, kinds)
     adds = [accumulate and kind == "kv" for kind in kinds]
 
     def write(recv: Tensor) -> Tensor:
-        _write_heads(recv, outs_BLHD, spans, adds)
+        _write_heads(recv, outs(), spans, adds)
         return recv
 
-    dims = [out.shape[3] for out in outs_BLHD]
     return _start_gather(packed_SBW, dims, spans, group, wire_dtype, overlapped=overlapped, finish=write)
 
 

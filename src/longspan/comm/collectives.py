@@ -41,8 +41,12 @@ def sum_over(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def replicate(x: Tensor, group: str) -> Tensor:
     """Return `x`, which is equal on all ranks, for computation that is sharded. Gradients are all-reduced."""
     if not (torch.is_grad_enabled() and x.requires_grad):
-        return x  # an operator may not return its input, and would copy it
-    out: Tensor = torch.ops.longspan.replicate(x, group)
+        return x
+    # An operator may not return its input and copies it: only the compiler, which could misread a Function, gets one.
+    if torch.compiler.is_compiling():
+        compiled: Tensor = torch.ops.longspan.replicate(x, group)
+        return compiled
+    out: Tensor = _Replicate.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -77,6 +81,17 @@ def exchange_counts(send: list[int], group: str, device: torch.device) -> list[i
     received = torch.empty_like(counts)
     dist.all_to_all_single(received, counts, group=find_group(group))
     return received.tolist()
+
+
+class _Replicate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grads[0], ctx.group), None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

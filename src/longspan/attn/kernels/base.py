@@ -146,24 +146,34 @@ def _offsets(spans: tuple[Span, ...], source_ranks: tuple[int, ...]) -> list[int
 
 
 class SoftmaxAccumulator:
-    """Online softmax: output and log-sum-exp of the keys seen so far, in fp32 at least.
+    """Online softmax: output and log-sum-exp of the keys seen so far.
 
-    Attributes:
-        out: [B, H, Q, V], with memory order [B, Q, H, V], which kernels return and models use.
-        lse: [B, H, Q]; -inf where no key was seen.
+    A single result for all queries is kept as the kernel returned it, without a copy. Several are summed in fp32 at
+    least, with memory order [B, Q, H, V], which kernels return and models use.
+
+    Args:
+        q_BHQD: the queries; only shape, dtype and device are used.
+        v_dim: head_dim of v.
+        several: whether several results are expected, so that the first is copied and can be freed.
     """
 
-    def __init__(self, q_BHQD: Tensor, v_dim: int) -> None:
-        dtype = torch.promote_types(q_BHQD.dtype, torch.float32)
-        B, H, Q = q_BHQD.shape[:3]
-        self.out = q_BHQD.new_zeros(B, Q, H, v_dim, dtype=dtype).transpose(1, 2)
-        self.lse = q_BHQD.new_full(q_BHQD.shape[:3], -math.inf, dtype=dtype)
+    def __init__(self, q_BHQD: Tensor, v_dim: int, *, several: bool = False) -> None:
+        self._several = several
+        self._shape, self._device = (*q_BHQD.shape[:3], v_dim), q_BHQD.device
+        self._dtype = torch.promote_types(q_BHQD.dtype, torch.float32)
+        self._out: Tensor | None = None
+        self._lse: Tensor | None = None
+        self._summing = False  # whether this object owns `_out` and `_lse`, and may write to them
+
+    def results(self) -> tuple[Tensor, Tensor]:
+        """Return the output `[B, H, Q, V]`, zero where no key was seen, and the log-sum-exp `[B, H, Q]`, -inf there."""
+        if self._out is None:
+            self._start_sums()
+        assert self._out is not None and self._lse is not None
+        return self._out, self._lse
 
     def add(self, out: Tensor, lse: Tensor, rows: Span | None = None, queries: Span | None = None) -> None:
         """Merge the attention to further keys. Exponents are at most 0, so nothing overflows.
-
-        This uses exp and log, not `logaddexp`: on a CPU, results of `logaddexp` depend on an element's position (vector
-        or scalar loop), and a head must be equal bit for bit on whichever rank it is computed.
 
         Args:
             out: [rows, H, queries, V], the attention to these keys alone.
@@ -171,15 +181,116 @@ class SoftmaxAccumulator:
             rows: of the batch; default all.
             queries: default all.
         """
+        B, _, Q, _ = self._shape
+        if self._out is None and rows in (None, (0, B)) and queries in (None, (0, Q)):
+            self._out, self._lse = out, lse.to(self._dtype)
+            if self._several:
+                self._start_sums()
+            return
+        if not self._summing:
+            self._start_sums()
+        assert self._out is not None and self._lse is not None
         at = slice(*rows or (None,)), slice(None), slice(*queries or (None,))
-        old, more = self.lse[at], lse.to(self.lse.dtype)
-        highest = torch.maximum(old, more)
-        highest = torch.where(torch.isneginf(highest), 0.0, highest)  # -inf - -inf is NaN
-        before, now = (old - highest).exp_(), (more - highest).exp_()
-        total = before + now
-        self.lse[at] = highest + total.log()
-        total = torch.where(total > 0, total, 1.0)  # nothing seen yet: all weights are 0
-        self.out[at].mul_((before / total)[..., None]).add_(out * (now / total)[..., None])
+        before, now, self._lse[at] = _weights(self._lse[at], lse.to(self._dtype))
+        total = self._out[at].mul_(before[..., None])
+        if total.is_cuda:  # without a weighted copy in fp32
+            total.addcmul_(out, now[..., None])
+        else:  # the CPU's addcmul may round the last elements of a row differently
+            total.add_(out * now[..., None])
+
+    def add_sinks(self, sinks_H: Tensor) -> None:
+        """Merge one more key per head, whose value is zero."""
+        out, lse = self.results()
+        before, _, self._lse = _weights(lse, sinks_H.to(self._dtype)[:, None].expand(lse.shape))
+        # Not in place: the kernel may still use what it returned. Not in fp32: that would be twice the memory.
+        self._out = torch.mul(out, before[..., None], out=torch.empty_like(out))
+
+    def _start_sums(self) -> None:
+        B, H, Q, V = self._shape
+        out = torch.empty(B, Q, H, V, dtype=self._dtype, device=self._device).transpose(1, 2)
+        if self._out is None:
+            out.zero_()
+            self._lse = torch.full((B, H, Q), -math.inf, dtype=self._dtype, device=self._device)
+        else:
+            out.copy_(self._out)
+            assert self._lse is not None
+            self._lse = self._lse.clone()
+        self._out, self._summing = out, True
+
+
+def _weights(old: Tensor, more: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weights of two partial outputs with these log-sum-exps, and the log-sum-exp of both.
+
+    This uses exp and log, not `logaddexp`: on a CPU, results of `logaddexp` depend on an element's position (vector or
+    scalar loop), and a head must be equal bit for bit on whichever rank it is computed.
+    """
+    highest = torch.maximum(old, more)
+    highest = torch.where(torch.isneginf(highest), 0.0, highest)  # -inf - -inf is NaN
+    before, now = (old - highest).exp_(), (more - highest).exp_()
+    total = before + now
+    lse = highest + total.log()
+    total = torch.where(total > 0, total, 1.0)  # nothing seen yet: all weights are 0
+    return before / total, now / total, lse
+
+
+class GradientSum:
+    """The sum of gradients from several kernel calls, in `dtype`. A single one is kept as the kernel returned it.
+
+    Args:
+        shape: of the tensor.
+        dtype: of the sum, fp32 at least.
+        device: of the sum.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self._dtype, self._device = tuple(shape), dtype, device
+        self._sum: Tensor | None = None
+        self._single: tuple[Tensor, _Index] | None = None
+
+    @classmethod
+    def into(cls, total: Tensor) -> GradientSum:
+        """Return a sum that adds to `total`."""
+        into = cls(total.shape, total.dtype, total.device)
+        into._sum = total
+        return into
+
+    def add(self, more: Tensor, at: _Index = ()) -> None:
+        """Add the gradient of the part that `at` selects, by default of the whole tensor."""
+        if self._sum is None and self._single is None:
+            self._single = more, at
+        else:
+            # Not `total[at] += more`, which copies the sum onto itself.
+            self._summed()[at].add_(more)
+
+    def add_to(self, total: Tensor) -> None:
+        """Add the sum to `total`, of the same shape."""
+        if self._single is not None:
+            more, at = self._single
+            total[at].add_(more)
+        elif self._sum is not None:
+            total.add_(self._sum)
+
+    def total(self) -> Tensor:
+        """Return the sum; zeros if nothing was added."""
+        if self._single is not None and self._single[0].shape == self.shape:
+            return self._single[0]
+        return self._summed()
+
+    def _summed(self) -> Tensor:
+        if self._sum is None:
+            self._sum = torch.zeros(self.shape, dtype=self._dtype, device=self._device)
+        if self._single is not None:
+            (more, at), self._single = self._single, None
+            self._sum[at].add_(more)
+        return self._sum
+
+
+_Index = tuple[slice, ...]
+
+
+def tokens_first(x_BHSD: Tensor) -> Tensor:
+    """Return the same tensor with memory order [B, S, H, D]; a copy only if needed."""
+    return x_BHSD.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -273,25 +384,25 @@ class BlockKernel(Kernel, Protocol):
     def accumulate(
         self, into: SoftmaxAccumulator, q_BHQD: Tensor, k_BKTD: Tensor, v_BKTV: Tensor, block: Any, scores: Scores
     ) -> None:
-        """Merge `forward` into `into`; a kernel of many small calls may do so in place."""
+        """Merge `forward` into `into`; a kernel of several calls may add each."""
         into.add(*self.forward(q_BHQD, k_BKTD, v_BKTV, block, scores))
 
     def accumulate_gradients(
         self,
-        into: tuple[Tensor, Tensor, Tensor],
+        into: tuple[GradientSum, GradientSum, GradientSum],
         inputs: BackwardInputs,
         k_BKTD: Tensor,
         v_BKTV: Tensor,
         block: Any,
         scores: Scores,
     ) -> None:
-        """Add `backward` to `into`, which is (dq, dk, dv) in fp32 at least."""
+        """Add `backward` to the sums of dq, dk and dv; a kernel of several calls may add each."""
         for total, more in zip(into, self.backward(inputs, k_BKTD, v_BKTV, block, scores), strict=True):
-            total += more
+            total.add(more)
 
 
 class AddingKernel(BlockKernel):
-    """A kernel of many calls: a subclass defines `accumulate` and `accumulate_gradients`, and the rest follows."""
+    """A kernel of several calls: a subclass defines `accumulate` and `accumulate_gradients`, and the rest follows."""
 
     def forward(
         self, q_BHQD: Tensor, k_BKTD: Tensor, v_BKTV: Tensor, block: Any, scores: Scores
@@ -299,15 +410,16 @@ class AddingKernel(BlockKernel):
         """See `BlockKernel`."""
         into = SoftmaxAccumulator(q_BHQD, v_BKTV.shape[3])
         self.accumulate(into, q_BHQD, k_BKTD, v_BKTV, block, scores)
-        return into.out, into.lse
+        return into.results()
 
     def backward(
         self, inputs: BackwardInputs, k_BKTD: Tensor, v_BKTV: Tensor, block: Any, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `BlockKernel`; gradients are summed in fp32 at least."""
-        dq, dk, dv = (torch.zeros_like(x, dtype=inputs.lse.dtype) for x in (inputs.q, k_BKTD, v_BKTV))
+        """See `BlockKernel`; several gradients are summed in fp32 at least."""
+        wide = inputs.lse.dtype
+        dq, dk, dv = (GradientSum(x.shape, wide, x.device) for x in (inputs.q, k_BKTD, v_BKTV))
         self.accumulate_gradients((dq, dk, dv), inputs, k_BKTD, v_BKTV, block, scores)
-        return dq, dk, dv
+        return dq.total(), dk.total(), dv.total()
 
 
 class AutogradKernel(Kernel, Protocol):

@@ -19,7 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspan.attn.kernels.base import AddingKernel, BackwardInputs, Blocks, KernelRequest, SoftmaxAccumulator, register
+from longspan.attn.kernels.base import (
+    AddingKernel,
+    BackwardInputs,
+    Blocks,
+    GradientSum,
+    KernelRequest,
+    SoftmaxAccumulator,
+    register,
+)
 from longspan.attn.kernels.flash_calls import FlashCall, flash_calls
 from longspan.attn.score import Scores
 from longspan.compat.torch_attention import FLASH_IMPLEMENTATIONS, activate_flash, active_flash, missing_flash
@@ -80,10 +88,15 @@ class FlashKernel(AddingKernel):
         unused = torch.empty(0, device=blocks.device)
         return [FlashBlock(calls, state, unused) if calls else None for calls in flash_calls(blocks)]
 
+    def to_kernel_layout(self, xs: Sequence[Tensor], v_dim: int, scores: Scores) -> list[Tensor]:
+        """See `BlockKernel`."""
+        dim = _kernel_dim(max(xs[0].shape[3], v_dim))
+        return [_padded_to(x, dim) for x in xs]
+
     def accumulate(
         self, into: SoftmaxAccumulator, q: Tensor, k: Tensor, v: Tensor, block: FlashBlock, scores: Scores
     ) -> None:
-        scale, v_dim = scores.scale_of(q.shape[3]), v.shape[3]
+        scale, v_dim = scores.scale_of(k.shape[3]), v.shape[3]
         q, k, v = _padded(q, k, v)
         for call in block.calls:
             out, lse, *_ = _flash(
@@ -94,20 +107,20 @@ class FlashKernel(AddingKernel):
                 False,
                 **_how(call, scale),
             )
-            out, rows, queries = call.queries.put(out, q)
-            lse = call.queries.put(lse.transpose(-1, -2), q, -torch.inf)[0]
+            out, rows, queries = call.queries.put(out, q.shape)
+            lse = call.queries.put(lse.transpose(-1, -2), q.shape, -torch.inf)[0]
             into.add(out[..., :v_dim], lse, rows, queries)
 
     def accumulate_gradients(
         self,
-        into: tuple[Tensor, Tensor, Tensor],
+        into: tuple[GradientSum, GradientSum, GradientSum],
         inputs: BackwardInputs,
         k: Tensor,
         v: Tensor,
         block: FlashBlock,
         scores: Scores,
     ) -> None:
-        scale = scores.scale_of(inputs.q.shape[3])
+        scale = scores.scale_of(k.shape[3])
         q, k, v, grad, out = _padded(inputs.q, k, v, inputs.grad, inputs.out)
         for call in block.calls:
             of_q, of_k = call.queries, call.keys
@@ -126,8 +139,9 @@ class FlashKernel(AddingKernel):
                 **_how(call, scale),
             )
             for total, tokens, more in zip(into, (of_q, of_k, of_k), parts, strict=True):
-                more, rows, columns = tokens.put(more, total)
-                total[slice(*rows or (None,)), :, slice(*columns or (None,))] += more[..., : total.shape[3]]
+                more, rows, columns = tokens.put(more, total.shape)
+                at = slice(*rows or (None,)), slice(None), slice(*columns or (None,))
+                total.add(more[..., : total.shape[3]], at)
 
 
 def unlike_flash(request: KernelRequest) -> list[str]:
@@ -161,9 +175,17 @@ def _unfit(request: KernelRequest) -> str | None:
 
 
 def _padded(*xs: Tensor) -> list[Tensor]:
-    """Pad each head with zeros to one head_dim, a multiple of 8; no score and no gradient changes."""
-    dim = -(-max(x.shape[3] for x in xs) // 8) * 8
-    return [x if x.shape[3] == dim else F.pad(x, (0, dim - x.shape[3])) for x in xs]
+    """Pad each head with zeros to one head_dim that the kernel takes; no score and no gradient changes."""
+    dim = _kernel_dim(max(x.shape[3] for x in xs))
+    return [_padded_to(x, dim) for x in xs]
+
+
+def _kernel_dim(dim: int) -> int:
+    return -(-dim // 8) * 8
+
+
+def _padded_to(x: Tensor, dim: int) -> Tensor:
+    return x if x.shape[3] == dim else F.pad(x, (0, dim - x.shape[3]))
 
 
 def _borders(call: FlashCall) -> tuple[Tensor | None, Tensor | None, int, int]:

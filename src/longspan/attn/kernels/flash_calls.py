@@ -64,12 +64,12 @@ class Tokens:
         x_BSHD = x_BSHD[slice(*self.rows), slice(*self.columns)]
         return x_BSHD.flatten(0, 1) if self.packed else x_BSHD
 
-    def put(self, y: Tensor, like_BHSD: Tensor, fill: float = 0.0) -> tuple[Tensor, Span | None, Span | None]:
+    def put(self, y: Tensor, shape: Sequence[int], fill: float = 0.0) -> tuple[Tensor, Span | None, Span | None]:
         """Undo `take`: return `[rows, heads, columns, ...]` and its rows and columns (None: all, others get `fill`)."""
         if self.at is None:
             y = y.unflatten(0, (self.rows[1] - self.rows[0], -1)) if self.packed else y
             return y.transpose(1, 2), self.rows, self.columns
-        B, _, S = like_BHSD.shape[:3]
+        B, _, S = shape[:3]
         out = y.new_full((B * S, *y.shape[1:]), fill).index_copy_(0, self.at, y)
         return out.unflatten(0, (B, S)).transpose(1, 2), None, None
 

@@ -19,7 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspan.attn.kernels.base import AddingKernel, BackwardInputs, Blocks, KernelRequest, SoftmaxAccumulator, register
+from longspan.attn.kernels.base import (
+    AddingKernel,
+    BackwardInputs,
+    Blocks,
+    GradientSum,
+    KernelRequest,
+    SoftmaxAccumulator,
+    register,
+    tokens_first,
+)
 from longspan.attn.mask import Mask
 from longspan.attn.score import ScoreKind, Scores
 from longspan.compat.torch_attention import flash_cpu as _flash_cpu
@@ -108,7 +117,7 @@ class TiledKernel(AddingKernel):
 
     def accumulate_gradients(
         self,
-        into: tuple[Tensor, Tensor, Tensor],
+        into: tuple[GradientSum, GradientSum, GradientSum],
         inputs: BackwardInputs,
         k: Tensor,
         v: Tensor,
@@ -117,6 +126,8 @@ class TiledKernel(AddingKernel):
     ) -> None:
         scale = scores.scale_of(k.shape[3])
         q, k, v, out, grad = self.to_kernel_layout([inputs.q, k, v, inputs.out, inputs.grad], v.shape[3], scores)
+        if len(block.calls) > 1 and q.is_cuda:  # torch's flash attention would copy them for every tile
+            out, grad = tokens_first(out), tokens_first(grad)
         inputs = BackwardInputs(q, out, grad, inputs.lse)
         for call in block.calls:
             part = inputs.at(*call.at_queries)
@@ -125,8 +136,7 @@ class TiledKernel(AddingKernel):
                 parts = self.tile_backward(part, k[call.at_keys], v[call.at_keys], how)
                 places = call.at_queries, call.at_keys, call.at_keys
                 for total, at, more in zip(into, places, parts, strict=True):
-                    # Not `total[at] += more`, which copies the sum onto itself.
-                    total[at].add_(_cut(more, total.shape[3]))
+                    total.add(_cut(more, total.shape[3]), at)
 
     def to_kernel_layout(self, xs: Sequence[Tensor], v_dim: int, scores: Scores) -> list[Tensor]:
         """Cast and pad tensors for `tile_forward` and `tile_backward`; no copy if nothing changes."""

@@ -33,6 +33,7 @@ from longspan.attn.score import Scores
 from longspan.comm.all_to_all import start_gather_into, start_scatter
 from longspan.compat.torch_api import named_range, not_compiled
 from longspan.core.heads import HeadShard
+from longspan.core.layout import Span
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -186,7 +187,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, method: ChunkedUlysses, scores: Scores, received: list[_Received] | None = None
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the local output `[B, L, H, V]` and each chunk's log-sum-exp [B, h, S]; append to `received`."""
-    out = q.new_empty(*q.shape[:3], v.shape[3])
+    out = _LocalTensor((*q.shape[:3], v.shape[3]), q.dtype, q.device)
     lses, kv = list[Tensor](), list[Tensor]()
 
     def start(chunk: HeadChunk) -> _ScatteredHeads:
@@ -209,10 +210,12 @@ def _forward(
         if chunk.last_of_kv:
             kv.clear()
         lses.append(lse)
-        return _gather_back([out], [chunk_out], ["q"], chunk, method)
+        outputs = [chunk_out]
+        del chunk_out
+        return _gather_back([out], outputs, ["q"], chunk, method)
 
     _run_chunks(method, start, compute)
-    return out, lses
+    return out.tensor(), lses
 
 
 def _backward(
@@ -236,13 +239,10 @@ def _backward(
         scores: of all heads.
     """
     (q_shape, q_dtype), *kv_specs = specs
-    dq = with_q_heads[0].new_empty(q_shape, dtype=q_dtype)
     # Gradients of KV heads that several ranks hold return in separate chunks: accumulate them in fp32 and round once.
-    wide = torch.promote_types(q_dtype, torch.float32)
-    dk, dv = (
-        dq.new_zeros(shape, dtype=wide) if method.sums_kv_heads else dq.new_empty(shape, dtype=dtype)
-        for shape, dtype in kv_specs
-    )
+    wide, device = torch.promote_types(q_dtype, torch.float32), with_q_heads[0].device
+    dq, summed = _LocalTensor(q_shape, q_dtype, device), method.sums_kv_heads
+    dk, dv = (_LocalTensor(shape, wide if summed else dtype, device, zero=summed) for shape, dtype in kv_specs)
     dsinks = None if scores.sinks is None else torch.zeros_like(scores.sinks)
     kv, sums = list[Tensor](), list[Tensor]()
 
@@ -275,19 +275,21 @@ def _backward(
         if sums and chunk.last_of_kv:
             dkv = [x.to(dtype) for x, (_, dtype) in zip(sums, kv_specs, strict=True)]
             sums.clear()
-        del from_q_heads, received_kv, q_BhSD, out_BhSV, grad_BhSV, k_BkTD, v_BkTV
+        grads = [dq_BhSD, *dkv]
+        del from_q_heads, received_kv, q_BhSD, out_BhSV, grad_BhSV, k_BkTD, v_BkTV, dq_BhSD, dkv
         if not chunk.last_of_kv:
-            return _gather_back([dq], [dq_BhSD], ["q"], chunk, method)
+            return _gather_back([dq], grads[:1], ["q"], chunk, method)
         kv.clear()
         if method.packs_qkv(q_shape[1], kv_specs[0][0][1]):
-            return _gather_back([dq, dk, dv], [dq_BhSD, *dkv], ["q", "kv", "kv"], chunk, method)
+            return _gather_back([dq, dk, dv], grads, ["q", "kv", "kv"], chunk, method)
         return [
-            *_gather_back([dq], [dq_BhSD], ["q"], chunk, method),
-            *_gather_back([dk, dv], dkv, ["kv", "kv"], chunk, method),
+            *_gather_back([dq], grads[:1], ["q"], chunk, method),
+            *_gather_back([dk, dv], grads[1:], ["kv", "kv"], chunk, method),
         ]
 
     _run_chunks(method, start, compute)
-    return dq, dk.to(kv_specs[0][1]), dv.to(kv_specs[1][1]), dsinks
+    (_, k_dtype), (_, v_dtype) = kv_specs
+    return dq.tensor(), dk.tensor().to(k_dtype), dv.tensor().to(v_dtype), dsinks
 
 
 def _run_chunks(
@@ -390,20 +392,46 @@ def _unpack(all_to_all: AllToAll, heads: list[int], dims: list[int], length: int
     ]
 
 
+class _LocalTensor:
+    """A tensor `[B, L, H, D]` of the local tokens that chunks of heads are written to; allocated with the first chunk.
+
+    With `zero` it starts as zeros, because chunks are added.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, zero: bool = False) -> None:
+        self.shape, self._dtype, self._device, self._zero = tuple(shape), dtype, device, zero
+        self._tensor: Tensor | None = None
+
+    def tensor(self) -> Tensor:
+        if self._tensor is None:
+            make = torch.zeros if self._zero else torch.empty
+            self._tensor = make(self.shape, dtype=self._dtype, device=self._device)
+        return self._tensor
+
+    def write(self, heads: Span, x_BhLD: Tensor) -> None:
+        """Write some heads. All heads are kept without a copy."""
+        x_BLhD = x_BhLD.transpose(1, 2)
+        if self._tensor is None and x_BLhD.shape == self.shape and x_BLhD.dtype == self._dtype:
+            self._tensor = x_BLhD
+        else:
+            self.tensor()[:, :, slice(*heads)] = x_BLhD
+
+
 def _gather_back(
-    outs: list[Tensor], xs_BhSD: Sequence[Tensor], kinds: list[str], chunk: HeadChunk, method: ChunkedUlysses
+    outs: list[_LocalTensor], xs_BhSD: list[Tensor], kinds: list[str], chunk: HeadChunk, method: ChunkedUlysses
 ) -> list[AllToAll]:
-    """Start sending a chunk's heads of all tokens back into `outs`, `[B, L, H, D]` of the local tokens."""
+    """Start sending a chunk's heads of all tokens back into `outs`; empty `xs_BhSD`, to free them early."""
     if method.group is None:
         local = chunk.local
         for out, x, kind in zip(outs, xs_BhSD, kinds, strict=True):
-            heads = (local.q_start, local.q_stop) if kind == "q" else (local.kv_start, local.kv_stop)
-            out[:, :, slice(*heads)] = x.transpose(1, 2)
+            out.write((local.q_start, local.q_stop) if kind == "q" else (local.kv_start, local.kv_stop), x)
         return []
     packed_SBW = _pack(xs_BhSD, outs[0].shape[1] * method.group.size())
+    xs_BhSD.clear()
     return [
         start_gather_into(
-            outs,
+            lambda: [out.tensor() for out in outs],
+            [out.shape[3] for out in outs],
             packed_SBW,
             kinds,
             chunk.shards,

@@ -22,7 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.attn.kernels.base import BackwardInputs, BlockKernel, SoftmaxAccumulator, without_autocast
+from longspan.attn.kernels.base import (
+    BackwardInputs,
+    BlockKernel,
+    GradientSum,
+    SoftmaxAccumulator,
+    tokens_first,
+    without_autocast,
+)
 from longspan.attn.score import Scores
 from longspan.comm.p2p import P2PMessage, post, wait_for
 from longspan.compat.torch_api import gather_into, named_range, not_compiled, scatter_into
@@ -115,7 +122,7 @@ class _RingAttention(torch.autograd.Function):
         local = _local_block(q, k, v, ring)
         if any(ctx.needs_input_grad) and local.packed is not None and not owns_storage(q):
             # `q` is a view of the packed QKV buffer. Copy it, so that saving `q` does not keep K and V alive.
-            q = _tokens_first(q)
+            q = tokens_first(q)
         out, lse = _forward(q, local, ring, scores)
         ctx.save_for_backward(q, out, lse, sinks, *local.saved)
         ctx.shapes, ctx.ring, ctx.scores = (k.shape, v.shape), ring, scores
@@ -136,7 +143,8 @@ class _RingAttention(torch.autograd.Function):
 
 def _forward(q_BHSD: Tensor, local: _KVPair, ring: Ring, scores: Scores) -> tuple[Tensor, Tensor]:
     """Return the output [B, H, S, V], and the log-sum-exp of whole rows [B, H, S]."""
-    total, heads = SoftmaxAccumulator(q_BHSD, local.v.shape[3]), q_BHSD.shape[1]
+    heads = q_BHSD.shape[1]
+    total = SoftmaxAccumulator(q_BHSD, local.v.shape[3], several=ring.size > 1)
     with without_autocast(q_BHSD.device):
         (kernel_q,) = ring.kernel.to_kernel_layout([q_BHSD], local.v.shape[3], scores)
         for _, received in _kv_blocks(local, ring):
@@ -147,74 +155,104 @@ def _forward(q_BHSD: Tensor, local: _KVPair, ring: Ring, scores: Scores) -> tupl
                     ring.kernel.accumulate(total, kernel_q, k_BKTD, v_BKTV, prepared, scores)
         del kernel_q
         if scores.sinks is not None:  # a sink is one more key per head, whose value is zero
-            total.add(total.out.new_zeros(()), scores.sinks[:, None].expand(q_BHSD.shape[:3]))
-    return total.out.to(q_BHSD.dtype), total.lse.masked_fill(torch.isneginf(total.lse), 0)
+            total.add_sinks(scores.sinks)
+    out, lse = total.results()
+    return out.to(q_BHSD.dtype), lse.masked_fill(torch.isneginf(lse), 0)
 
 
 def _backward(
     q_BHSD: Tensor, local: _KVPair, out_lse_grad: tuple[Tensor, Tensor, Tensor], ring: Ring, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Send the blocks around again, each followed by its gradient; return the gradients of q, k, v and sinks."""
-    out, lse_BHS, grad = out_lse_grad
-    # A GPU kernel takes the output and its gradient with tokens first, and would copy them for every tile.
-    out_BHSV, grad_BHSV = _tokens_first(out), _tokens_first(grad)
-    dq_BHSD, local_grad = torch.zeros_like(q_BHSD, dtype=lse_BHS.dtype), local.zeros(lse_BHS.dtype)
-    reducer = _ReduceScatterReducer(local_grad, ring) if ring.impl == "allgather" else _P2PReducer(local_grad, ring)
-    heads = q_BHSD.shape[1]
-    # The last heads of the local block are computed at the end, while the last gradient is in flight.
-    first_heads = reducer.first_heads(heads)
+    """Return the gradients of q, k, v and sinks."""
+    out_BHSV, lse_BHS, grad_BHSV = out_lse_grad
+    if ring.size > 1:  # a GPU kernel takes them with tokens first, and would copy them for every block
+        out_BHSV, grad_BHSV = tokens_first(out_BHSV), tokens_first(grad_BHSV)
+    backward = _backward_of_one_block if ring.size == 1 else _backward_of_blocks
     with without_autocast(q_BHSD.device):
         kernel_q, kernel_out, kernel_grad = ring.kernel.to_kernel_layout(
             [q_BHSD, out_BHSV, grad_BHSV], local.v.shape[3], scores
         )
         inputs = BackwardInputs(kernel_q, kernel_out, kernel_grad, lse_BHS)
         del kernel_q, kernel_out, kernel_grad
-        for step, received in _kv_blocks(local, ring):
-            for block in received:
-                is_local = block.source == ring.rank
-                kv_grad = local_grad if is_local else local_grad.zeros(lse_BHS.dtype)
-                until = first_heads if is_local else heads
-                _attend_backward(inputs, dq_BHSD, block, kv_grad, (0, until), ring, scores)
-                reducer.add(block, step, kv_grad)
-            reducer.send(step)
-        local_block = _ReceivedBlock(ring.rank, 0, local)
-        _attend_backward(inputs, dq_BHSD, local_block, local_grad, (first_heads, heads), ring, scores)
+        grads = [x.to(q_BHSD.dtype) for x in backward(inputs, q_BHSD.shape, local, ring, scores)]
         del inputs
-        reducer.finish()
     dsinks = None
     if scores.sinks is not None:
         sink_weight_BHS = (scores.sinks.to(lse_BHS.dtype)[:, None] - lse_BHS).exp()
         delta_BHS = (grad_BHSV.to(lse_BHS.dtype) * out_BHSV).sum(-1)
         dsinks = -(sink_weight_BHS * delta_BHS).sum((0, 2)).to(scores.sinks.dtype)
-    return dq_BHSD.to(q_BHSD.dtype), local_grad.k.to(q_BHSD.dtype), local_grad.v.to(q_BHSD.dtype), dsinks
+    dq_BHSD, dk_BKTD, dv_BKTV = grads
+    return dq_BHSD, dk_BKTD, dv_BKTV, dsinks
 
 
-def _attend_backward(
-    inputs: BackwardInputs,
-    dq_BHSD: Tensor,
-    received: _ReceivedBlock,
-    kv_grad: _KVPair,
-    heads: Span,
-    ring: Ring,
-    scores: Scores,
-) -> None:
-    """Add the gradients of query heads [start, stop) and one KV block to `dq_BHSD` and `kv_grad`."""
-    prepared = ring.prepared[received.source]
-    if prepared is None or heads[0] == heads[1]:
-        return
-    total = dq_BHSD.shape[1]
-    k_BKTD, v_BKTV = (_kv_of(x, ring, heads, total) for x in (received.kv.k, received.kv.v))
+def _backward_of_one_block(
+    inputs: BackwardInputs, q_shape: torch.Size, local: _KVPair, ring: Ring, scores: Scores
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk and dv of a ring of one, as the kernel returned them if it made one call."""
+    wide, heads = inputs.lse.dtype, (0, q_shape[1])
+    dq = GradientSum(q_shape, wide, inputs.q.device)
+    grads = _block_gradients(inputs, dq, local, ring.prepared[0], heads, ring, scores)
     if ring.kv_head_index is None:
-        dk_BKTD, dv_BKTV = (_kv_of(x, ring, heads, total) for x in (kv_grad.k, kv_grad.v))
-    else:  # the heads were repeated: add their gradients below
-        dk_BKTD, dv_BKTV = kv_grad.k.new_zeros(k_BKTD.shape), kv_grad.v.new_zeros(v_BKTV.shape)
-    at = slice(None), slice(*heads)
-    grads = dq_BHSD[at], dk_BKTD, dv_BKTV
-    ring.kernel.accumulate_gradients(grads, inputs.at(*at), k_BKTD, v_BKTV, prepared, scores.of_heads(*heads))
-    if ring.kv_head_index is not None:
-        index = ring.kv_head_index[slice(*heads)]
-        kv_grad.k.index_add_(1, index, dk_BKTD)
-        kv_grad.v.index_add_(1, index, dv_BKTV)
+        dk, dv = grads
+        return dq.total(), dk.total(), dv.total()
+    kv_grad = local.zeros(wide)
+    _add_gradients(kv_grad, grads, heads, q_shape[1], ring)
+    return dq.total(), kv_grad.k, kv_grad.v
+
+
+def _backward_of_blocks(
+    inputs: BackwardInputs, q_shape: torch.Size, local: _KVPair, ring: Ring, scores: Scores
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Send the blocks around again, each followed by its gradient; return dq, dk and dv."""
+    wide, heads = inputs.lse.dtype, q_shape[1]
+    dq_BHSD = inputs.q.new_zeros(q_shape, dtype=wide)
+    reducer = (_ReduceScatterReducer if ring.impl == "allgather" else _P2PReducer)(local, wide, heads, ring)
+    # The last heads of the local block are computed at the end, while the last gradient is in flight.
+    first_heads = reducer.first_heads
+
+    def attend(block: _ReceivedBlock, step: int, span: Span) -> None:
+        prepared = ring.prepared[block.source]
+        if prepared is not None and span[0] < span[1]:
+            dq = GradientSum.into(dq_BHSD[:, slice(*span)])
+            reducer.add(block, step, _block_gradients(inputs, dq, block.kv, prepared, span, ring, scores), span)
+        elif block.direction:
+            reducer.add(block, step, None, span)
+
+    for step, received in _kv_blocks(local, ring):
+        for block in received:
+            attend(block, step, (0, first_heads if block.direction == 0 and block.source == ring.rank else heads))
+        reducer.send(step)
+    del received, block  # the last block is not needed any more
+    attend(_ReceivedBlock(ring.rank, 0, local), 0, (first_heads, heads))
+    kv_grad = reducer.finish()
+    return dq_BHSD, kv_grad.k, kv_grad.v
+
+
+_KVGradients = tuple[GradientSum, GradientSum]
+
+
+def _block_gradients(
+    inputs: BackwardInputs, dq: GradientSum, kv: _KVPair, prepared: Any, heads: Span, ring: Ring, scores: Scores
+) -> _KVGradients:
+    """Add the gradient of query heads [start, stop) to `dq`; return those of their KV heads, as `_kv_of` returns them.
+
+    `prepared` is what the kernel prepared for this block; None if nothing attends to it.
+    """
+    k_BKTD, v_BKTV = (_kv_of(x, ring, heads, inputs.q.shape[1]) for x in (kv.k, kv.v))
+    dk, dv = (GradientSum(x.shape, inputs.lse.dtype, x.device) for x in (k_BKTD, v_BKTV))
+    if prepared is not None:
+        of_heads = inputs.at(slice(None), slice(*heads))
+        ring.kernel.accumulate_gradients((dq, dk, dv), of_heads, k_BKTD, v_BKTV, prepared, scores.of_heads(*heads))
+    return dk, dv
+
+
+def _add_gradients(into: _KVPair, grads: _KVGradients, heads: Span, total: int, ring: Ring) -> None:
+    """Add the gradients that `_block_gradients` returned for query heads [start, stop) out of `total`."""
+    for sum_BKTD, grad in zip((into.k, into.v), grads, strict=True):
+        if ring.kv_head_index is None:
+            grad.add_to(_kv_of(sum_BKTD, ring, heads, total))
+        else:  # the heads were repeated
+            sum_BKTD.index_add_(1, ring.kv_head_index[slice(*heads)], grad.total().to(sum_BKTD.dtype))
 
 
 def _kv_of(x_BKTD: Tensor, ring: Ring, heads: Span, total: int) -> Tensor:
@@ -279,7 +317,10 @@ def _local_block(q: Tensor, k: Tensor, v: Tensor, ring: Ring, *, saved: bool = T
     """
     if ring.size == 1 and not _kernel_rereads_kv(k.device) and (not saved or owns_storage(q, k, v)):
         return _KVPair(k, v)
-    return _KVPair.of(torch.cat([k.reshape(-1), v.reshape(-1)]), k.shape, v.shape)
+    local = _KVPair.of(k.new_empty(k.numel() + v.numel()), k.shape, v.shape)
+    local.k.copy_(k)
+    local.v.copy_(v)
+    return local
 
 
 def _kernel_rereads_kv(device: torch.device) -> bool:
@@ -290,11 +331,6 @@ def owns_storage(*xs: Tensor) -> bool:
     """Whether saving these tensors keeps at most an eighth more memory alive than their own (a sequence's padding)."""
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in xs}
     return 8 * sum(storages.values()) <= 9 * sum(x.nbytes for x in xs)
-
-
-def _tokens_first(x_BHSD: Tensor) -> Tensor:
-    """Return the same tensor with memory order [B, S, H, D]; a copy only if needed."""
-    return x_BHSD.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -339,37 +375,38 @@ class _P2PReducer:
     """Sums the gradients of KV blocks, in fp32 at least: each rank that a block reaches adds its part.
 
     A gradient follows one step behind its block. The last rank that the block reaches sends it directly to the source
-    rank, which holds its own part in `local_grad`.
+    rank.
+
+    Attributes:
+        first_heads: query heads of the local block to compute in step 0. They hide the first block's transfer; the
+            others hide the last gradient's. Query heads of one KV group stay together, unless it is the only group.
     """
 
-    def __init__(self, local_grad: _KVPair, ring: Ring) -> None:
-        self.local_grad, self.ring, self.routes = local_grad, ring, ring.routes
+    def __init__(self, local: _KVPair, dtype: torch.dtype, heads: int, ring: Ring) -> None:
+        self.local_grad, self.heads, self.ring = local.zeros(dtype), heads, ring
         self.works: list[dist.Work] = []
         self.sends: list[P2PMessage] = []
         self.sending: list[P2PMessage] = []  # keeps the buffers alive until they are sent
         self.partial_sums: dict[int, Tensor] = {}  # received, by direction
         self.returned: list[Tensor] = []
+        kv_heads = heads if ring.kv_head_index is not None else local.k.shape[1]
+        self.first_heads = heads // 2 if kv_heads == 1 else kv_heads // 2 * (heads // kv_heads)
 
-    def first_heads(self, heads: int) -> int:
-        """Return how many query heads of the local block to compute in step 0.
-
-        They hide the first block's transfer; the others hide the last gradient's. Query heads of one KV group stay
-        together, unless it is the only group.
-        """
-        if self.ring.size == 1:
-            return heads
-        kv_heads = heads if self.ring.kv_head_index is not None else self.local_grad.k.shape[1]
-        return heads // 2 if kv_heads == 1 else kv_heads // 2 * (heads // kv_heads)
-
-    def add(self, received: _ReceivedBlock, step: int, kv_grad: _KVPair) -> None:
-        """Add this rank's part of the gradient of a block that was received in this step."""
+    def add(self, received: _ReceivedBlock, step: int, grads: _KVGradients | None, heads: Span) -> None:
+        """Add this rank's part of the gradient of a block that was received in this step; None if it has none."""
         direction = received.direction
         if direction == 0:
-            return
-        if step > 1:
+            kv_grad = self.local_grad
+        elif step == 1:
+            kv_grad = self.local_grad.zeros(self.local_grad.k.dtype)
+        else:
             self._wait()
-            kv_grad.message.add_(self.partial_sums.pop(direction))
-        if self.routes.hops(received.source, direction) > step:
+            kv_grad = self.local_grad.like(self.partial_sums.pop(direction))
+        if grads is not None:
+            _add_gradients(kv_grad, grads, heads, self.heads, self.ring)
+        if direction == 0:
+            return
+        if self.ring.routes.hops(received.source, direction) > step:
             peer, kind = (self.ring.rank + direction) % self.ring.size, _GRAD
         else:
             peer, kind = received.source, _GRAD_TO_SOURCE
@@ -379,14 +416,14 @@ class _P2PReducer:
         """Send the sums of this step, and start to receive those of the neighbours."""
         self._wait()
         receives = []
-        rank, size = self.ring.rank, self.ring.size
+        rank, size, routes = self.ring.rank, self.ring.size, self.ring.routes
         for direction in (+1, -1) if step else ():
             neighbour = (rank - direction) % size
             source = (neighbour - direction * step) % size  # of the block that it has just computed
-            if self.routes.hops(source, direction) > step:
+            if routes.hops(source, direction) > step:
                 self.partial_sums[direction] = torch.empty_like(self.local_grad.message)
                 receives.append(P2PMessage(self.partial_sums[direction], neighbour, _tag(_GRAD, direction)))
-            if self.routes.hops(rank, direction) == step:
+            if routes.hops(rank, direction) == step:
                 self.returned.append(torch.empty_like(self.local_grad.message))
                 last = (rank + direction * step) % size
                 receives.append(P2PMessage(self.returned[-1], last, _tag(_GRAD_TO_SOURCE, direction)))
@@ -395,35 +432,37 @@ class _P2PReducer:
             self.works = post(self.sends, receives, self.ring.group)
         self.sending, self.sends = self.sends, []
 
-    def finish(self) -> None:
-        """Wait for the local block's gradients from other ranks, and add them."""
+    def finish(self) -> _KVPair:
+        """Wait for the local block's gradients from other ranks; return the sum."""
         self._wait()
         for part in self.returned:
             self.local_grad.message.add_(part)
+        return self.local_grad
 
     def _wait(self) -> None:
         wait_for(self.works)
-        self.works = []
+        self.works, self.sending = [], []
 
 
 class _ReduceScatterReducer:
-    """Sums the gradients of all KV blocks by one reduce-scatter, the adjoint of the all-gather."""
+    """Sums the gradients of all KV blocks by one reduce-scatter, the adjoint of the all-gather.
 
-    def __init__(self, local_grad: _KVPair, ring: Ring) -> None:
-        self.local_grad, self.ring = local_grad, ring
-        self.parts: dict[int, Tensor] = {}
+    Attributes:
+        first_heads: all heads: the reduce-scatter needs the local block's gradient too.
+    """
 
-    def first_heads(self, heads: int) -> int:
-        """Return all heads: the reduce-scatter needs the local block's gradient too."""
-        return heads
+    def __init__(self, local: _KVPair, dtype: torch.dtype, heads: int, ring: Ring) -> None:
+        self.local, self.first_heads, self.ring = local, heads, ring
+        self.parts = local.k.new_zeros(ring.size, local.k.numel() + local.v.numel(), dtype=dtype)
+        self.reduced = torch.empty_like(self.parts[0])
 
-    def add(self, received: _ReceivedBlock, step: int, kv_grad: _KVPair) -> None:
-        self.parts[received.source] = kv_grad.message
+    def add(self, received: _ReceivedBlock, step: int, grads: _KVGradients | None, heads: Span) -> None:
+        if grads is not None:
+            _add_gradients(self.local.like(self.parts[received.source]), grads, heads, self.first_heads, self.ring)
 
     def send(self, step: int) -> None:
         if self.ring.group is not None:
-            parts = torch.stack([self.parts[rank] for rank in range(self.ring.size)])
-            scatter_into(self.local_grad.message, parts.view(-1), group=self.ring.group)
+            scatter_into(self.reduced, self.parts.view(-1), group=self.ring.group)
 
-    def finish(self) -> None:
-        """Nothing is in flight."""
+    def finish(self) -> _KVPair:
+        return self.local.like(self.reduced)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from longspan.plan.job import local_batch, local_tokens
+from longspan.plan.job import layout_of, local_batch, local_tokens
 from longspan.plan.layers import exchange
+from longspan.plan.layers.attended_keys import CAUSAL
 from longspan.plan.layers.base import Buffers, offloads
 
 if TYPE_CHECKING:
@@ -17,14 +18,14 @@ KERNEL_DQ = 4
 """Bytes per element of dQ that a GPU's flash backward accumulates in fp32, besides dQ itself."""
 
 
-def _kernel_backward(layer: Softmax, c: CostContext) -> int:
-    """Return the bytes of the flash backward itself, for all heads of the rank."""
+def _kernel_backward(layer: Softmax, c: CostContext, keys: float = 1) -> int:
+    """Return the bytes inside the flash backward, for all heads of the rank and this share of a block's keys."""
     if c.on_cpu:
         return 0
     heads = layer.max_heads(c.mesh)
     # With grouped queries it writes dK and dV for every query head, and sums each group afterwards.
-    per_query_head = c.b * (heads.q + heads.out) if heads.q_heads > heads.kv_heads else 0
-    return c.tokens * c.mesh.ulysses * (KERNEL_DQ * heads.q + per_query_head)
+    per_query_head = c.b * (heads.q + heads.out) * keys if heads.q_heads > heads.kv_heads else 0
+    return int(c.tokens * c.mesh.ulysses * (KERNEL_DQ * heads.q + per_query_head))
 
 
 def backward_buffers(layer: Softmax, c: CostContext) -> Buffers:
@@ -41,11 +42,16 @@ def backward_buffers(layer: Softmax, c: CostContext) -> Buffers:
     result = in_tokens * (mine.q + mine.kv)
     d_out = in_tokens * mine.out
     stays = d_out + (result if chunks > 1 else 0)
-    kernel = _kernel_backward(layer, c)
-    if c.mesh.ring > 1:  # its sums include the output's gradient in head layout
+    # The output and its gradient, copied from the received rows, or some of their heads.
+    sliced = chunks > 1 and not exchanged
+    copied = (recomputed or sliced) and not c.on_cpu
+    copies = 2 * in_heads * heads.out if copied or (recomputed and c.mesh.ring > 1) else 0
+    if c.mesh.ring > 1:  # its sums include the output's gradient in head layout, or a slice of it
         ring = ring_buffers(layer, c, backward=True)
-        computing = ring.workspace + -(-(kernel + received) // chunks)
+        computing = ring.workspace + -(-(copies + received) // chunks)
+        stays -= d_out // chunks * sliced
         return Buffers(ring.comm, computing + (stays if recomputed or chunks > 1 else 0))
+    kernel = _kernel_backward(layer, c) + copies
     computing = received + gradients + in_heads * heads.out * exchanged + kernel
     sending = received + in_heads * heads.out + d_out + (result + d_out if recomputed else 0)
     # The kernel's saved tensors are freed before gradients are sent back, unless something else holds them.
@@ -82,7 +88,7 @@ def _ring_forward(layer: Softmax, c: CostContext) -> Buffers:
     tile_bytes = 4 if c.on_cpu else c.b
     sums = tokens * 4 * (heads.out + heads.q_heads)
     casts = tokens * 4 * (heads.q + heads.kv) * (c.b < tile_bytes)
-    tile = tokens * heads.out * (tile_bytes + 4)  # a tile's output, and its weighted copy in fp32
+    tile = tokens * heads.out * (8 if c.on_cpu else c.b)  # a tile's output, and on a CPU its weighted copy
     gathered = exchange.ring_impl(layer, c.job, c.mesh, heads.kv_heads) == "allgather"
     # The rank's own block, packed to be sent, and either all blocks, or the current and the next one.
     blocks = 1 + (c.mesh.ring if gathered else min(exchange.schedule(layer, c.job, c.mesh).routes.rounds, 2))
@@ -96,20 +102,25 @@ def _ring_backward(layer: Softmax, c: CostContext) -> Buffers:
     # The output's gradient, and in fp32 dQ, and dK and dV of the rank's own block.
     sums = tokens * (c.b * heads.out + 4 * (heads.q + heads.kv))
     casts = tokens * 4 * (heads.q + heads.kv + 2 * heads.out) * (c.b < tile_bytes)
-    tile = casts + tokens * tile_bytes * (heads.q + heads.kv)
     if exchange.ring_impl(layer, c.job, c.mesh, heads.kv_heads) == "allgather":
-        received = c.mesh.ring * block + (c.mesh.ring - 1) * gradient
-        reduced = c.mesh.ring * gradient
-        peaks = [Buffers(received, sums + tile), Buffers(received + reduced, sums)]
-    else:
-        routes = exchange.schedule(layer, c.job, c.mesh).routes
-        directions, rounds = any(routes.right) + any(routes.left), routes.rounds
-        # (KV blocks, gradients) while a tile is computed. Round 0: the rank's own block. Then a received block, to
-        # which it adds a gradient; from round 2 on another gradient arrives and one leaves. At the end one leaves and
-        # the local gradient arrives.
-        held = [(1, 0), (min(rounds, 2), 1)] + [(1 + (rounds > 2), 3)] * (rounds > 1)
-        peaks = [Buffers(directions * (n * block + m * gradient), sums + tile) for n, m in held]
-        peaks.append(Buffers(directions * (block + 2 * gradient), sums))
+        tile = casts + tokens * tile_bytes * (heads.q + heads.kv) + _kernel_backward(layer, c)
+        return Buffers(c.mesh.ring * (block + gradient), sums + tile)
+    # A causal zigzag ring computes a block with half of its keys, or half of the queries.
+    halved = not c.on_cpu and layer.keys == CAUSAL and layout_of(c.job, c.mesh).kind == "zigzag"
+    keys = 0.5 if halved else 1.0
+    tile = casts + int(tokens * tile_bytes * (heads.q + heads.kv * keys)) + _kernel_backward(layer, c, keys)
+    # Half of the heads of the rank's own block, whose outputs and gradients the kernel copies.
+    own = tile if c.on_cpu else (tokens * c.b * (heads.q + heads.kv + 2 * heads.out) + _kernel_backward(layer, c)) // 2
+    routes = exchange.schedule(layer, c.job, c.mesh).routes
+    directions, rounds = any(routes.right) + any(routes.left), routes.rounds
+    # (KV blocks, gradients) while a tile is computed. Round 0: the rank's own block. Then a received block; from round
+    # 2 on a gradient arrives and one leaves. A CPU computes a block in several tiles, and sums their gradients. At the
+    # end, with the rest of its own block, one gradient leaves and the local one arrives.
+    summed = 1 if c.on_cpu else 0
+    packed = block if c.job.memory.recompute_all_to_all else 0  # the rank's own block, which otherwise is saved so
+    held = [(1, 0, own), (min(rounds, 2), summed, tile)] + [(1 + (rounds > 2), 2 + summed, tile)] * (rounds > 1)
+    held.append((0, 2, 0 if c.on_cpu else own))
+    peaks = [Buffers(packed + directions * (n * block + m * gradient), sums + computed) for n, m, computed in held]
     return max(peaks, key=lambda buffers: buffers.total)
 
 

@@ -1,0 +1,79 @@
+"""Live bytes on a fake GPU (`tests/syncs.py`): which memory a computation holds, to the byte, without a GPU.
+
+Counted is every storage of a tensor on the device from the operator that allocates it until it is freed. Of what an
+operator allocates and frees inside, only the backward of flash attention is known, and counted on request.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """A context that counts the bytes of device tensors; within `on_gpu()`.
+
+    Args:
+        given: tensors that exist already and are not counted.
+        inside: whether to count what flash attention's backward allocates and frees inside.
+
+    Attributes:
+        now: bytes allocated in this context that are alive.
+        peak: the most since the start or `restart`.
+        at: the operator that reached the peak.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, given: Iterable[Tensor] = (), *, inside: bool = False) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.at, self.inside = "", inside
+        self._seen = {x.untyped_storage()._cdata: 0 for x in given}
+
+    def restart(self) -> None:
+        """Forget the peak so far."""
+        self.peak = self.now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and x.device.type != "cpu":
+                self._count(x, func)
+        if self.inside and func.overloadpacket is torch.ops.aten._flash_attention_backward:
+            self._reach(self.now + flash_backward_bytes(*args[:5]), func)
+        return out
+
+    def _reach(self, live: int, func: Any) -> None:
+        if live > self.peak:
+            self.peak, self.at = live, str(func)
+
+    def _count(self, x: Tensor, func: Any) -> None:
+        storage = x.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen[key] = size
+        self.now += size
+        self._reach(self.now, func)
+        weakref.finalize(storage, self._free, key)
+
+    def _free(self, key: int) -> None:
+        self.now -= self._seen.pop(key, 0)
+
+
+def flash_backward_bytes(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> int:
+    """Return what torch's FlashAttention-2 allocates inside its backward (`attention_backward.cu`, `mha_bwd`).
+
+    dQ in fp32; with grouped queries dK and dV of every query head; and copies of an output and a gradient that are not
+    contiguous.
+    """
+    groups = q.shape[-2] // k.shape[-2]
+    per_query_head = groups * (k.nbytes + v.nbytes) if groups > 1 else 0
+    return 4 * q.numel() + per_query_head + sum(x.nbytes for x in (grad, out) if not x.is_contiguous())
