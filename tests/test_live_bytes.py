@@ -149,7 +149,7 @@ def test_a_ring() -> None:
 def test_sinks_rescale_the_output_in_its_own_dtype() -> None:
     with on_gpu():
         sinks = torch.empty(HEADS, device="cuda", requires_grad=True)
-    assert units({}, scores=Scores(sinks=sinks)).forward == about(2)
+    assert units({}, scores=Scores(sinks=sinks)).forward <= 1 + 2 * MORE
 
 
 MESHES = [{}, {"ulysses": 2}, {"ulysses": 8}, {"ring": 2}, {"ring": 8}, {"ring": 4, "ulysses": 2}]

@@ -163,7 +163,7 @@ class SoftmaxAccumulator:
         self._dtype = torch.promote_types(q_BHQD.dtype, torch.float32)
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
-        self._summing = False  # whether this object owns `_out` and `_lse`, and may write to them
+        self._summing = False
 
     def results(self) -> tuple[Tensor, Tensor]:
         """Return the output `[B, H, Q, V]`, zero where no key was seen, and the log-sum-exp `[B, H, Q]`, -inf there."""
@@ -202,20 +202,16 @@ class SoftmaxAccumulator:
         """Merge one more key per head, whose value is zero."""
         out, lse = self.results()
         before, _, self._lse = _weights(lse, sinks_H.to(self._dtype)[:, None].expand(lse.shape))
-        # Not in place: the kernel may still use what it returned. Not in fp32: that would be twice the memory.
-        self._out = torch.mul(out, before[..., None], out=torch.empty_like(out))
+        self._out = out.mul_(before[..., None])
 
     def _start_sums(self) -> None:
-        B, H, Q, V = self._shape
-        out = torch.empty(B, Q, H, V, dtype=self._dtype, device=self._device).transpose(1, 2)
         if self._out is None:
-            out.zero_()
-            self._lse = torch.full((B, H, Q), -math.inf, dtype=self._dtype, device=self._device)
+            self._out = zeros_tokens_first(self._shape, self._dtype, self._device)
+            self._lse = torch.full(self._shape[:3], -math.inf, dtype=self._dtype, device=self._device)
         else:
-            out.copy_(self._out)
             assert self._lse is not None
-            self._lse = self._lse.clone()
-        self._out, self._summing = out, True
+            self._out = self._out.to(self._dtype)
+        self._summing = True
 
 
 def _weights(old: Tensor, more: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -277,8 +273,10 @@ class GradientSum:
         return self._summed()
 
     def _summed(self) -> Tensor:
+        if self._sum is None and self._single is not None and self._single[0].shape == self.shape:
+            self._sum, self._single = self._single[0].to(self._dtype), None
         if self._sum is None:
-            self._sum = torch.zeros(self.shape, dtype=self._dtype, device=self._device)
+            self._sum = zeros_tokens_first(self.shape, self._dtype, self._device)
         if self._single is not None:
             (more, at), self._single = self._single, None
             self._sum[at].add_(more)
@@ -291,6 +289,12 @@ _Index = tuple[slice, ...]
 def tokens_first(x_BHSD: Tensor) -> Tensor:
     """Return the same tensor with memory order [B, S, H, D]; a copy only if needed."""
     return x_BHSD.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def zeros_tokens_first(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros `[B, H, S, D]` with memory order [B, S, H, D], which is that of a model's q, k and v."""
+    B, H, S, D = shape
+    return torch.zeros(B, S, H, D, dtype=dtype, device=device).transpose(1, 2)
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -362,7 +366,7 @@ class BlockKernel(Kernel, Protocol):
 
         Returns:
             The output [B, H, Q, V], and the log-sum-exp [B, H, Q] in fp32 at least, over these keys; zero and -inf
-            where a query sees none of them.
+            where a query sees none of them. New tensors: the caller writes to them.
         """
 
     def backward(
@@ -371,7 +375,7 @@ class BlockKernel(Kernel, Protocol):
         """Return this block's part of dq [B, H, Q, D], and its dk [B, K, T, D] and dv [B, K, T, V].
 
         `inputs` are the queries, and the output, its gradient and the log-sum-exp of the WHOLE row. They and `k_BKTD`
-        and `v_BKTV` may contain only some of the heads.
+        and `v_BKTV` may contain only some of the heads. Return new tensors: the caller writes to them.
         """
 
     def to_kernel_layout(self, xs: Sequence[Tensor], v_dim: int, scores: Scores) -> list[Tensor]:

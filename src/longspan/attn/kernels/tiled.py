@@ -126,7 +126,7 @@ class TiledKernel(AddingKernel):
     ) -> None:
         scale = scores.scale_of(k.shape[3])
         q, k, v, out, grad = self.to_kernel_layout([inputs.q, k, v, inputs.out, inputs.grad], v.shape[3], scores)
-        if len(block.calls) > 1 and q.is_cuda:  # torch's flash attention would copy them for every tile
+        if len(block.calls) > 1 and _flash_of(q, v.shape[3], scores.softcap) == "cuda":  # it would copy every tile
             out, grad = tokens_first(out), tokens_first(grad)
         inputs = BackwardInputs(q, out, grad, inputs.lse)
         for call in block.calls:

@@ -29,6 +29,7 @@ from longspan.attn.kernels.base import (
     SoftmaxAccumulator,
     tokens_first,
     without_autocast,
+    zeros_tokens_first,
 )
 from longspan.attn.score import Scores
 from longspan.comm.p2p import P2PMessage, post, wait_for
@@ -157,7 +158,10 @@ def _forward(q_BHSD: Tensor, local: _KVPair, ring: Ring, scores: Scores) -> tupl
         if scores.sinks is not None:  # a sink is one more key per head, whose value is zero
             total.add_sinks(scores.sinks)
     out, lse = total.results()
-    return out.to(q_BHSD.dtype), lse.masked_fill(torch.isneginf(lse), 0)
+    out = out.to(q_BHSD.dtype)
+    if not owns_storage(out):  # the kernel padded its heads, and saving it would keep the padding alive
+        out = tokens_first(out)
+    return out, lse.masked_fill(torch.isneginf(lse), 0)
 
 
 def _backward(
@@ -167,6 +171,8 @@ def _backward(
     out_BHSV, lse_BHS, grad_BHSV = out_lse_grad
     if ring.size > 1:  # a GPU kernel takes them with tokens first, and would copy them for every block
         out_BHSV, grad_BHSV = tokens_first(out_BHSV), tokens_first(grad_BHSV)
+    elif grad_BHSV.stride(3) != 1:  # such as the expanded gradient of a sum, which kernels may refuse
+        grad_BHSV = tokens_first(grad_BHSV)
     backward = _backward_of_one_block if ring.size == 1 else _backward_of_blocks
     with without_autocast(q_BHSD.device):
         kernel_q, kernel_out, kernel_grad = ring.kernel.to_kernel_layout(
@@ -205,7 +211,7 @@ def _backward_of_blocks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Send the blocks around again, each followed by its gradient; return dq, dk and dv."""
     wide, heads = inputs.lse.dtype, q_shape[1]
-    dq_BHSD = inputs.q.new_zeros(q_shape, dtype=wide)
+    dq_BHSD = zeros_tokens_first(q_shape, wide, inputs.q.device)
     reducer = (_ReduceScatterReducer if ring.impl == "allgather" else _P2PReducer)(local, wide, heads, ring)
     # The last heads of the local block are computed at the end, while the last gradient is in flight.
     first_heads = reducer.first_heads
