@@ -1,9 +1,9 @@
 """Flash attention's two operators as on a GPU, for CPU tensors, in plain formulas.
 
 The checks and the windows are those of torch's `flash_api.cpp`: the diagonal ends at the last query and the last key of
-a sequence; a limit of at least the longest sequence of keys is none; if a window has one limit, the other is the
-longest sequence of keys. Rows without keys return zero and +inf. Half precision is computed in fp32. For comparisons,
-fp32 and fp64, which a GPU's kernel refuses, are accepted.
+a sequence; is_causal sets the right limit to 0; a limit of at least the longest sequence of keys is none; if a window
+has one limit, the other is the longest sequence of keys. Rows without keys return zero and +inf. Half precision is
+computed in fp32. For comparisons, fp32 and fp64, which a GPU's kernel refuses, are accepted.
 """
 
 from __future__ import annotations
@@ -81,7 +81,10 @@ def _window(left: int | None, right: int | None, causal: bool, max_q: int, max_k
     """Return the limits as the kernel reads them; no negative one but -1 is valid."""
     left, right = -1 if left is None else left, -1 if right is None else right
     assert left >= -1 and right >= -1, f"window {left}, {right} would be read as no limit"
-    assert not causal or (left, right) == (-1, 0), "is_causal sets the right limit to 0"
+    assert (left, right) != (-1, 0) or causal, "a causal call says is_causal"
+    if causal:
+        assert (left, right) == (-1, -1), "with a limit, FA2 does not pack the query heads of a lone query"
+        right = 0
     left, right = (-1 if limit >= max_k else limit for limit in (left, right))
     if left < 0 <= right:
         left = max_k
@@ -103,7 +106,8 @@ def _allowed(Q: int, T: int, window: tuple[int, int]) -> Tensor:
 def seen_by(Q: int, T: int, window: tuple[int, int], max_q: int = 0, max_k: int = 0) -> Tensor:
     """Return the keys of each query in a call with this window, bool [Q, T]."""
     max_q, max_k = max(Q, max_q), max(T, max_k)
-    return _allowed(Q, T, _window(*window, window == (-1, 0), max_q, max_k))
+    causal = window == (-1, 0)
+    return _allowed(Q, T, _window(*((-1, -1) if causal else window), causal, max_q, max_k))
 
 
 def _sequences(ends: Tensor | None, rows: int) -> list[Any]:

@@ -241,4 +241,4 @@ def test_a_zigzag_ring_makes_one_call_per_block(pool4: RankPool) -> None:
     for rank, shapes in enumerate(pool4.run(_shapes_in_a_ring, "zigzag")):
         before = [(whole, half, -1, -1)] * rank  # all local queries see the first span of earlier ranks
         behind = [(half, whole, -1, -1)] * (3 - rank)  # the second local span sees both spans of later ranks
-        assert shapes[0] == (whole, whole, -1, 0) and sorted(shapes[1:]) == sorted(before + behind), (rank, shapes)
+        assert shapes[0] == (whole, whole, -1, -1) and sorted(shapes[1:]) == sorted(before + behind), (rank, shapes)

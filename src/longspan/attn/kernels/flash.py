@@ -193,7 +193,8 @@ def _borders(call: FlashCall) -> tuple[Tensor | None, Tensor | None, int, int]:
 
 
 def _how(call: FlashCall, scale: float) -> dict[str, Any]:
-    left, right = call.window
+    # is_causal sets the right limit. With an explicit one, FA2 does not pack the query heads of a lone query.
+    left, right = (-1, -1) if call.causal else call.window
     return {"scale": scale, "window_size_left": left, "window_size_right": right}
 
 
