@@ -10,6 +10,7 @@ seen; operators known to wait are listed.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -32,6 +33,12 @@ SHAPES = {  # the shape of the output depends on the values of the input
     "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount", "argwhere",
 }  # fmt: skip
 
+_NO_WORK = {f"aten::{name}" for name in (
+    "empty.memory_format", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view",
+    "unbind.int", "split.Tensor", "split_with_sizes", "lift_fresh",
+)}  # fmt: skip
+"""Operators that launch nothing, besides those that torch knows as views."""
+
 
 def one_gpu() -> longspan.SequenceSharding:
     """Return the sharding of a single process on the fake GPU. Within `on_gpu()`."""
@@ -43,9 +50,13 @@ class Seen(list[str]):
 
     Attributes:
         largest: bytes of the largest tensor on the device.
+        launches: operators that start work on the device, by name: neither views, nor allocations, nor empty.
     """
 
-    largest: int = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+        self.launches = Counter[str]()
 
 
 @contextlib.contextmanager
@@ -130,9 +141,11 @@ class _Counts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = self._run(func, args, kwargs or {})
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and x.is_meta:
-                self.log.largest = max(self.log.largest, x.untyped_storage().nbytes())
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.is_meta]
+        for x in made:
+            self.log.largest = max(self.log.largest, x.untyped_storage().nbytes())
+        if any(x.numel() for x in made) and not (getattr(func, "is_view", False) or func.name() in _NO_WORK):
+            self.log.launches[func.name().removeprefix("aten::")] += 1
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -111,7 +111,7 @@ def test_merged_parts_equal_one_softmax_with_sinks() -> None:
         more = torch.full((2, 3, 4, 1), -torch.inf).double()
         more = more if sinks is None else sinks[:, None, None].expand_as(more)
         p = torch.cat([x, more], -1).softmax(-1)[..., :-1].nan_to_num(0.0)
-        torch.testing.assert_close(_merge(torch.stack(parts), scores), p @ v, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(_merge(torch.stack(parts), scores, v.dtype), p @ v, rtol=1e-12, atol=1e-12)
 
 
 def test_a_layer_grows_by_an_eighth_and_frees_tokens_behind_a_window() -> None:

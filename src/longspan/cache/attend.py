@@ -12,7 +12,7 @@ Million-Token Inference", arXiv:2411.01783):
 4. An all-to-all returns the partial outputs, which are merged by their log-sum-exps, as in flash decoding.
 
 Every rank computes a few new tokens redundantly, so no query is sent: each rank takes the queries of its heads, and one
-all-gather of the partial outputs gives every rank all of them.
+all-gather of the partial outputs gives every rank all of them. Without a ring, a rank's output is the whole one.
 
 Sent per rank and layer on u x r ranks (the planner counts the same: `longspan.plan.layers.exchange`):
 
@@ -32,9 +32,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-from longspan.attn.kernels.base import BlockKernel, Blocks, KernelRequest
+from longspan.attn.kernels.base import BlockKernel, Blocks, KernelRequest, SoftmaxAccumulator
 from longspan.attn.kernels.choice import AnyKernel, Choice, choose_kernel, returns_lse
 from longspan.comm.all_to_all import gather_heads, scatter_heads
 from longspan.compat.torch_api import gather_into
@@ -153,11 +154,20 @@ def attend(
     layer.heads, layer.local_kv_heads = (q.shape[2], k.shape[2]), (mine.kv_start, mine.kv_stop)
     layer.append(k_new, v_new)
     del k_new, v_new, k_BSkD, v_BSkV
-    partial = _partial_attention(step, prepared, layer, q_BShD, scores.of_heads(mine.q_start, mine.q_stop), v_dim)
+    of_mine = scores.of_heads(mine.q_start, mine.q_stop)
+    out, lse = _local_attention(step, prepared, layer, q_BShD, of_mine, v_dim)
     layer.release()
     layer.drop_before(first_visible, step.kv_placement.count(step.sp.ring_rank, first_visible))
-    merge = _merge_sharded if step.sharded else _merge_unsharded
-    return merge(step, prepared, partial, scores, q.dtype), prepared.choice
+    if step.sp.ring_size == 1:
+        out = _add_sinks(out, lse, of_mine.sinks).to(q.dtype).transpose(1, 2)
+        combine = _heads_to_tokens if step.sharded else _gather_all_heads
+        return combine(step, prepared, out), prepared.choice
+    partial = _packed(out, lse)
+    del out, lse
+    if step.sharded:
+        out = _merge_my_tokens(step, partial, of_mine, q.dtype).transpose(1, 2)
+        return _heads_to_tokens(step, prepared, out), prepared.choice
+    return _merge_all_tokens(step, prepared, partial, scores, q.dtype).transpose(1, 2), prepared.choice
 
 
 def first_visible_token(length: int, window: int | None, chunk_size: int | None) -> int:
@@ -245,26 +255,19 @@ def _select(x_BSKD: Tensor, spans: list[slice]) -> Tensor:
     return torch.cat([x_BSKD[:, span] for span in spans], 1) if spans else x_BSKD[:, :0]
 
 
-def _partial_attention(
+def _local_attention(
     step: CacheStep, prepared: _Prepared, layer: LayerCache, q_BShD: Tensor, scores: Scores, v_dim: int
-) -> Tensor:
-    """Return my heads' attention of all queries to the tokens that I store: output and log-sum-exp, `[B, h, R * S,
-    V + 1]`, in fp32 or wider.
+) -> tuple[Tensor, Tensor]:
+    """Return my heads' attention of all queries to the tokens that I store: output `[B, h, R * S, V]` and log-sum-exp
+    `[B, h, R * S]`.
     """
     q_BhND = _gather_queries(step, q_BShD).transpose(1, 2)
-    B, h, N = q_BhND.shape[:3]
-    out: Tensor | int = 0
-    lse: Tensor | float = -torch.inf
-    if prepared.block is not None:
-        k, v = layer.read(q_BShD.dtype)
-        if prepared.kv_index is not None:
-            k, v = (x.index_select(1, prepared.kv_index) for x in (k, v))
-        out, lse = prepared.kernel.forward(q_BhND, k, v, prepared.block, scores)
-    # Allocate after the kernel, which needs memory of its own.
-    partial = q_BhND.new_empty(B, h, N, v_dim + 1, dtype=torch.promote_types(q_BhND.dtype, torch.float32))
-    partial[..., :v_dim] = out
-    partial[..., v_dim] = lse
-    return partial
+    if prepared.block is None:
+        return SoftmaxAccumulator(q_BhND, v_dim).results()
+    k, v = layer.read(q_BShD.dtype)
+    if prepared.kv_index is not None:
+        k, v = (x.index_select(1, prepared.kv_index) for x in (k, v))
+    return prepared.kernel.forward(q_BhND, k, v, prepared.block, scores)
 
 
 def _gather_queries(step: CacheStep, q_BShD: Tensor) -> Tensor:
@@ -286,62 +289,101 @@ def _gather_queries(step: CacheStep, q_BShD: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Merge partial outputs.
+# Combine the outputs of all ranks.
 
 
-def _merge_sharded(step: CacheStep, prepared: _Prepared, partial: Tensor, scores: Scores, dtype: torch.dtype) -> Tensor:
-    """Return all heads' output of my tokens, `[B, L, H, V]`."""
-    sp, mine = step.sp, prepared.mine
-    parts = partial[None]
-    if sp.ring_size > 1:
-        send = partial.new_empty(sp.ring_size, *partial.shape[:2], partial.shape[2] // sp.ring_size, partial.shape[3])
-        for rank, block in enumerate(send):
-            torch.cat([partial[:, :, a:b] for a, b in sp.layout.block(step.new, rank)], 2, out=block)
-        parts = torch.empty_like(send)
-        if send.numel():
-            dist.all_to_all_single(parts.view(-1), send.view(-1), group=sp.ring_group)
-        del send, block
-    out = _merge(parts, scores.of_heads(mine.q_start, mine.q_stop)).to(dtype).transpose(1, 2)
-    if sp.ulysses_size == 1:
-        return out
-    assert sp.ulysses_group is not None
-    return gather_heads(out, prepared.shards, sp.ulysses_group)
+def _add_sinks(out_BhNV: Tensor, lse_BhN: Tensor, sinks_h: Tensor | None) -> Tensor:
+    """Merge one more key per head, whose value is zero."""
+    if sinks_h is None:
+        return out_BhNV
+    return out_BhNV * (lse_BhN - sinks_h[:, None]).sigmoid()[..., None]
 
 
-def _merge_unsharded(
+def _heads_to_tokens(step: CacheStep, prepared: _Prepared, out_BShV: Tensor) -> Tensor:
+    """Return all heads' output of my tokens, `[B, L, H, V]`, from my heads' output of the block's tokens."""
+    if step.sp.ulysses_size == 1:
+        return out_BShV
+    assert step.sp.ulysses_group is not None
+    return gather_heads(out_BShV, prepared.shards, step.sp.ulysses_group)
+
+
+def _gather_all_heads(step: CacheStep, prepared: _Prepared, out_BNhV: Tensor) -> Tensor:
+    """Return all heads' output, on every rank: `[B, N, H, V]`."""
+    if step.sp.size == 1:
+        return out_BNhV
+    received = _gathered(step, prepared, out_BNhV, head_dim=2)[0]
+    return _joined_heads(prepared, received, head_dim=2)
+
+
+def _gathered(step: CacheStep, prepared: _Prepared, mine: Tensor, head_dim: int) -> Tensor:
+    """Gather a tensor of each rank's heads from all ranks, `[ring, ulysses, *shape]`, heads padded to the most of a
+    rank.
+    """
+    assert step.sp.group is not None
+    missing = max(shard.q_heads for shard in prepared.shards) - mine.shape[head_dim]
+    if missing:
+        mine = F.pad(mine, (0, 0) * (mine.dim() - 1 - head_dim) + (0, missing))
+    mine = mine.contiguous()
+    received = mine.new_empty(step.sp.ring_size, step.sp.ulysses_size, *mine.shape)
+    gather_into(received.view(-1), mine.view(-1), group=step.sp.group)
+    return received
+
+
+def _joined_heads(prepared: _Prepared, received: Tensor, head_dim: int) -> Tensor:
+    """Join the heads of all Ulysses ranks: `[ulysses, *shape]` with `head_dim` counted in `shape`, without padding."""
+    counts = [shard.q_heads for shard in prepared.shards]
+    if len(set(counts)) == 1:  # a view for one token of one row
+        return received.movedim(0, head_dim).flatten(head_dim, head_dim + 1)
+    return torch.cat([x.narrow(head_dim, 0, n) for x, n in zip(received, counts, strict=True)], head_dim)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Merge the partial outputs of a ring.
+
+
+def _packed(out_BhNV: Tensor, lse_BhN: Tensor) -> Tensor:
+    """Pack output and log-sum-exp, `[B, h, N, V + 1]`, in fp32 or wider."""
+    B, h, N, V = out_BhNV.shape
+    packed = lse_BhN.new_empty(B, h, N, V + 1)
+    packed[..., :V] = out_BhNV
+    packed[..., V] = lse_BhN
+    return packed
+
+
+def _merge_my_tokens(step: CacheStep, partial: Tensor, scores: Scores, dtype: torch.dtype) -> Tensor:
+    """Return my heads' output of the block's tokens, `[B, h, S, V]`."""
+    sp = step.sp
+    send = partial.new_empty(sp.ring_size, *partial.shape[:2], partial.shape[2] // sp.ring_size, partial.shape[3])
+    for rank, block in enumerate(send):
+        torch.cat([partial[:, :, a:b] for a, b in sp.layout.block(step.new, rank)], 2, out=block)
+    parts = torch.empty_like(send)
+    if send.numel():
+        dist.all_to_all_single(parts.view(-1), send.view(-1), group=sp.ring_group)
+    del send, block
+    return _merge(parts, scores, dtype)
+
+
+def _merge_all_tokens(
     step: CacheStep, prepared: _Prepared, partial: Tensor, scores: Scores, dtype: torch.dtype
 ) -> Tensor:
-    """Return all heads' output of all new tokens, on every rank: `[B, N, H, V]`."""
-    sp, shards, mine = step.sp, prepared.shards, prepared.mine
-    if sp.ring_size == 1:  # nothing to merge over ranks, so send the output alone
-        partial = _merge(partial[None], scores.of_heads(mine.q_start, mine.q_stop)).to(dtype)
-    if sp.size == 1:
-        return partial.transpose(1, 2)
-    B, _, N, width = partial.shape
-    most = max(shard.q_heads for shard in shards)
-    send = partial.new_zeros(B, most, N, width)
-    send[:, : partial.shape[1]] = partial
-    assert sp.group is not None
-    received = send.new_empty(sp.ring_size, sp.ulysses_size, *send.shape)
-    gather_into(received.view(-1), send.view(-1), group=sp.group)
-    outs = [received[:, u, :, : shard.q_heads] for u, shard in enumerate(shards)]
-    if sp.ring_size == 1:
-        return torch.cat([out[0] for out in outs], 1).transpose(1, 2)
-    return _merge(torch.cat(outs, 2), scores).to(dtype).transpose(1, 2)
+    """Return all heads' output of all new tokens, on every rank: `[B, H, N, V]`."""
+    received = _gathered(step, prepared, partial, head_dim=1)
+    return _merge(_joined_heads(prepared, received.transpose(0, 1), head_dim=2), scores, dtype)
 
 
-def _merge(parts_RBhNW: Tensor, scores: Scores) -> Tensor:
-    """Return the parts' outputs, weighted by their log-sum-exps, in the ring's order: `[B, h, N, V]`. Add sinks."""
+def _merge(parts_RBhNW: Tensor, scores: Scores, dtype: torch.dtype) -> Tensor:
+    """Return the parts' outputs, weighted by their log-sum-exps: `[B, h, N, V]`. Add sinks. Overwrites the parts."""
     outs, lses = parts_RBhNW[..., :-1], parts_RBhNW[..., -1]
+    limits = torch.finfo(lses.dtype)
     highest = lses.amax(0)
-    if scores.sinks is not None:
-        sinks = scores.sinks.to(lses.dtype)[:, None]
+    sinks = None if scores.sinks is None else scores.sinks.to(lses.dtype)[:, None]
+    if sinks is not None:
         highest = torch.maximum(highest, sinks)
-    highest = torch.where(torch.isneginf(highest), 0.0, highest)
-    total = torch.zeros_like(highest) if scores.sinks is None else (sinks - highest).exp()
-    out = torch.zeros_like(outs[0])
-    for part, lse in zip(outs, lses, strict=True):
-        weight = (lse - highest).exp()
-        total = total + weight
-        out += part * weight[..., None]
-    return out / torch.where(total > 0, total, 1.0)[..., None]
+    highest = highest.clamp_(min=limits.min)  # -inf - -inf is NaN
+    weights = (lses - highest).exp_()
+    total = weights.sum(0)
+    if sinks is not None:
+        total += (sinks - highest).exp_()
+    total = total.clamp_(min=limits.tiny)  # 0 for a query that sees no key
+    out = outs.mul_(weights[..., None]).sum(0)
+    return torch.div(out, total[..., None], out=torch.empty_like(out, dtype=dtype))  # one kernel with the cast

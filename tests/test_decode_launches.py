@@ -1,0 +1,74 @@
+"""What a decoded token costs on a fake GPU (`tests/syncs.py`): operators of a layer, and what makes the host wait."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import longspan
+from longspan.attn.kernels import flash
+from longspan.attn.mask import Mask
+from longspan.attn.score import Scores
+from longspan.cache.attend import attend, start_step
+from longspan.cache.layer_cache import LayerCache
+from longspan.core.kv_placement import KVPlacement
+from tests.fakes import fake_world
+from tests.syncs import on_gpu
+
+PAST, H, K, D = 4096, 32, 8, 128
+
+
+@torch.no_grad()
+def _second_layer(ring: int, ulysses: int, rows: int = 1, sinks: bool = False) -> tuple[Counter[str], list[str]]:
+    """Return the launches and waits of the second layer of a token, on the first rank."""
+    launches: Counter[str] = Counter()
+
+    def sent(*_: Any, **__: Any) -> None:
+        launches["collective"] += 1
+
+    names = ("all_gather_into_tensor", "all_gather_single", "all_to_all_single")
+    nothing: dict[str, Any] = {name: sent for name in names if hasattr(dist, name)}
+    with fake_world(0, ring * ulysses), mock.patch.multiple(dist, **nothing), on_gpu() as seen:
+        sp = longspan.SequenceSharding(longspan.init_mesh(ring=ring, ulysses=ulysses, device_type="cpu"))
+        placement, caches = KVPlacement(ring), [LayerCache(PAST + 200), LayerCache(PAST + 200)]
+        scores = Scores(sinks=torch.empty(H, device="cuda") if sinks else None)
+        for new in (PAST, 1, 1):
+            step = start_step(sp, placement, new)
+            mask = Mask(q_start=step.past)
+            for cache in caches:
+                n = new if new == 1 else PAST // sp.size
+                q, k, v = (torch.empty(rows, n, h, D, dtype=torch.bfloat16, device="cuda") for h in (H, K, K))
+                seen.clear()
+                seen.launches.clear()
+                launches.clear()
+                with mock.patch.object(flash, "_flash", wraps=flash._flash) as call:
+                    out, choice = attend(step, cache, q, k, v, mask, scores)
+                assert out.shape == q.shape and choice.name == "flash"
+                args, options = call.call_args  # FA2 packs the query heads of a KV head if no limit is given
+                assert args[8] or ring > 1, args
+                assert options["window_size_left"] == options["window_size_right"] == -1, options
+    return launches + seen.launches, list(seen)
+
+
+@pytest.mark.parametrize(
+    ("ring", "ulysses", "rows", "sinks", "most"),
+    [
+        (1, 1, 1, False, 3),
+        (1, 1, 2, True, 7),
+        (1, 8, 1, False, 4),
+        (1, 8, 2, False, 5),
+        (8, 1, 1, False, 15),
+        (2, 4, 1, False, 15),
+        (2, 4, 2, True, 20),
+    ],
+)
+def test_launches_of_a_layer_and_token(ring: int, ulysses: int, rows: int, sinks: bool, most: int) -> None:
+    """Append (2), attention, gather; a ring packs (2) and merges."""
+    launches, waits = _second_layer(ring, ulysses, rows, sinks)
+    assert waits == []
+    assert launches.total() == most, launches
