@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 
 import longspan
 from longspan.attn.kernels import flash
@@ -16,9 +17,11 @@ from longspan.attn.mask import Mask
 from longspan.attn.score import Scores
 from longspan.cache.attend import attend, start_step
 from longspan.cache.layer_cache import LayerCache
+from longspan.comm.consistency import ReplicaCheck
 from longspan.core.kv_placement import KVPlacement
+from longspan.hf.checks import batches
 from tests.fakes import fake_world
-from tests.syncs import on_gpu
+from tests.syncs import on_gpu, one_gpu
 
 PAST, H, K, D = 4096, 32, 8, 128
 
@@ -72,3 +75,55 @@ def test_launches_of_a_layer_and_token(ring: int, ulysses: int, rows: int, sinks
     launches, waits = _second_layer(ring, ulysses, rows, sinks)
     assert waits == []
     assert launches.total() == most, launches
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A whole model.
+
+
+def _model(sp: longspan.SequenceSharding, **options: Any) -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=2, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).to(device="cuda").eval()
+    return longspan.parallelize(model, sp, fsdp=False, **options)
+
+
+@torch.no_grad()
+def test_a_token_makes_the_host_wait_for_nothing() -> None:
+    ids = torch.zeros(2, 300, dtype=torch.int64)
+    with on_gpu() as seen:
+        model, ids = _model(one_gpu()), ids.to("cuda", non_blocking=True)
+        for generating in (False, True):
+            cache = longspan.ShardedCache(model)
+            seen.clear()
+            model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+            for length in range(301, 304):
+                more = {}
+                if generating:  # transformers gives mask and positions of every token
+                    cache.generated_from = 300
+                    more = {
+                        "attention_mask": torch.ones(2, length, device="cuda"),
+                        "position_ids": torch.empty(2, 1, dtype=torch.int64, device="cuda"),
+                        "cache_position": torch.empty(1, dtype=torch.int64, device="cuda"),
+                    }
+                seen.launches.clear()
+                model(input_ids=ids[:, :1], past_key_values=cache, logits_to_keep=1, **more)
+            assert seen == []
+            assert seen.launches.total() <= 105, seen.launches  # of these longspan's: 2 x 3, and 3 of the token
+
+
+def test_no_digest_is_computed_that_nobody_reads() -> None:
+    """On several ranks: a batch without labels has no loss, whose all-reduce would carry the digest."""
+    model = torch.nn.Linear(1, 1)
+    with fake_world(0, 2), on_gpu() as seen:
+        sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2, device_type="cpu"))
+        check = batches.BatchCheck(sp, None, ReplicaCheck(model, 0))
+        check.forward = batches.THOROUGH
+        batch = {"input_ids": torch.empty(1, 1, dtype=torch.int64, device="cuda")}
+        with mock.patch.object(batches, "gather_numbers", lambda mine, *_: [mine] * 2):
+            check.compare(model, {**batch, "cache": "a cache of 5 tokens"}, False, None)
+            assert seen == [] and not seen.launches and check.to_carry() is None
+            check.compare(model, {**batch, "labels": batch["input_ids"]}, False, None)
+            assert seen == [] and seen.launches and check.to_carry() is not None

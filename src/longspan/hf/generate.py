@@ -68,6 +68,7 @@ class Generate:
         mask = more.get("attention_mask")
         # Without padding: position ids count real tokens.
         cache.announced = length if mask is None else int(mask.sum(-1).max())
+        cache.generated_from = length
         chunk = _option(settings, more, "prefill_chunk_size")
         if chunk is None and length > PREFILL_CHUNK * self.sp.size:
             chunk = PREFILL_CHUNK * self.sp.size
@@ -84,7 +85,7 @@ class Generate:
         try:
             return type(model).generate(model, inputs, generation_config, **more)
         finally:
-            cache.announced = 0
+            cache.announced, cache.generated_from = 0, None
             if not is_assistant:  # an assistant's drafts are cropped afterwards
                 cache.rollback = None
 

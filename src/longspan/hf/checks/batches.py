@@ -94,7 +94,7 @@ class BatchCheck:
             self.left -= 1
         structure, call_facts = _structure(batch), _call_facts(model, batch, router)
         content = _content(batch, thorough)
-        if content is None and problem is None:
+        if content is None and problem is None and _has_labels(batch):  # otherwise no all-reduce would carry it
             self.mine = _on_device(batch)
         flags = (_REFUSED if problem is not None else 0) | (_LATE if self._found_difference() else 0)
         numbers = [flags, _number(call_facts), _number(structure), content or 0, weights]
@@ -216,9 +216,8 @@ def _format(value: Any) -> str:
 
 def _call_facts(model: nn.Module, batch: Mapping[str, Any], router: bool) -> dict[str, str]:
     """Return what must be equal on all ranks, also across replicas, as it decides their joint collectives."""
-    labels = batch.get("labels") is not None or batch.get("shift_labels") is not None
     facts = {
-        "a batch's labels": "given" if labels else "missing",
+        "a batch's labels": "given" if _has_labels(batch) else "missing",
         "num_items_in_batch": _format_number(batch.get("num_items_in_batch")),
         "the router loss": "asked for" if router else "not asked for",
         "the model's mode": "training" if model.training else "evaluation",
@@ -228,6 +227,10 @@ def _call_facts(model: nn.Module, batch: Mapping[str, Any], router: bool) -> dic
         if torch.is_autocast_enabled(device):
             facts[f"autocast of {device}"] = str(torch.get_autocast_dtype(device))
     return facts
+
+
+def _has_labels(batch: Mapping[str, Any]) -> bool:
+    return batch.get("labels") is not None or batch.get("shift_labels") is not None
 
 
 def _format_number(items: Any) -> str:

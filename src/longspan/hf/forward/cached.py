@@ -18,7 +18,7 @@ from longspan.hf.batch import check_cache_position
 from longspan.hf.documents import VisibleKeys
 from longspan.hf.forward.binding import check_positions
 from longspan.hf.forward.gathering import SelectedTokens
-from longspan.hf.forward.kv_cache import CachedInfo
+from longspan.hf.forward.kv_cache import CachedInfo, KnownTokens
 from longspan.hf.forward.shard_batch import check_ids, tokens_of
 from longspan.hf.forward.stage import ForwardCall, ModelTraits, Stage
 
@@ -41,12 +41,13 @@ class CachedTokens(Stage):
         self.traits, self.sp, self.tensor = traits, sp, tensor
         self.segments: Segments | None = None  # of the whole sequence; None without padding
         self.visible: VisibleKeys | None = None
+        self.known: KnownTokens | None = None  # with the new tokens
         self.positions: Tensor | None = None  # of the new tokens, int64 [1 or rows, new]
         self.max_position = 0  # in chunked prefill, that of the whole prompt
         self.info: CachedInfo | None = None
 
     def reset(self) -> None:
-        self.segments = self.visible = self.positions = self.info = None
+        self.segments = self.visible = self.known = self.positions = self.info = None
 
     def check(self, call: ForwardCall) -> None:
         assert call.cache is not None
@@ -61,27 +62,53 @@ class CachedTokens(Stage):
             )
         if cache.batch_size not in (-1, rows):
             raise LongspanError(f"the cache holds {cache.batch_size} rows, the batch has {rows}; make a new cache")
-        mask = batch.get("attention_mask")
-        self.segments, self.visible = _segments(mask, rows, past + new)
+        known = cache.known_after(new)
+        largest = self._read(call, past, new) if known is None else self._take(call, known, past, new)
+        if is_on_cpu(batch):
+            check_ids(call.model, batch, self.traits)
+        self.max_position = max(largest, cache.announced - 1)
+        check_positions(call.model, self.max_position)
+
+    def _read(self, call: ForwardCall, past: int, new: int) -> int:
+        """Read padding and positions, which waits for a GPU; return the largest position."""
+        batch, tokens = call.batch, tokens_of(call.batch)
         check_cache_position(batch.get("cache_position"), past, new)
+        self.segments, self.visible = _segments(batch.get("attention_mask"), tokens.shape[0], past + new)
         positions = self.traits.positions(batch, past)
+        counted = positions is None and self.segments is None
+        self._set_positions(positions, call, past, new)
+        assert self.positions is not None
+        largest = last = past + new - 1
+        if not counted:
+            largest, last = torch.stack([self.positions.max(), self.positions[..., -1].max()]).tolist()
+        all_real = self.segments is None or all(self.segments)
+        self.known = KnownTokens(past + new, self.segments, self.visible is not None, last) if all_real else None
+        return largest
+
+    def _take(self, call: ForwardCall, known: KnownTokens, past: int, new: int) -> int:
+        """Take over padding and positions of generated tokens; return the largest position."""
+        self.known, self.segments = known, known.segments
+        self.visible = VisibleKeys(call.batch["attention_mask"].bool()) if known.holes else None
+        self._set_positions(self.traits.positions(call.batch, past), call, past, new)
+        return known.last_position
+
+    def _set_positions(self, positions: Tensor | None, call: ForwardCall, past: int, new: int) -> None:
+        tokens = tokens_of(call.batch)
         if positions is None:
-            positions = _positions(None if self.segments is None else mask, past, new, tokens.device)
+            mask = None if self.segments is None else call.batch.get("attention_mask")
+            positions = _positions(mask, past, new, tokens.device)
         self.positions = positions = positions if positions.dim() > 1 else positions[None]
         if positions.shape[-1] != new:
             raise LongspanError(
-                f"`position_ids` has the shape {tuple(positions.shape)}, the {rows} rows have {new} new tokens behind "
-                f"{past} in the cache"
+                f"`position_ids` has the shape {tuple(positions.shape)}, the {tokens.shape[0]} rows have {new} new "
+                f"tokens behind {past} in the cache"
             )
-        if is_on_cpu(batch):
-            check_ids(call.model, batch, self.traits)
-        self.max_position = max(int(positions.max()), cache.announced - 1)
-        check_positions(call.model, self.max_position)
 
     def before(self, call: ForwardCall) -> None:
         assert call.cache is not None
         batch, cache, sp = call.batch, call.cache, self.sp
         step = cache.begin(tokens_of(batch).shape[1])
+        cache.known = self.known
         self.info = CachedInfo(
             length=step.past + step.new,
             segments=self.segments,

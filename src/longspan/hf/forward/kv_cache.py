@@ -32,6 +32,7 @@ from longspan.hf.forward import kv_cache_files
 from longspan.hf.state import state_of
 
 if TYPE_CHECKING:
+    from longspan.attn.segments import Segments
     from longspan.cache.latent import LatentLayer
     from longspan.comm.mesh import SequenceSharding
 
@@ -49,6 +50,28 @@ class CachedInfo(SequenceInfo):
     cache: ShardedCache
     step: CacheStep
     keep: int
+
+
+@dataclass(frozen=True)
+class KnownTokens:
+    """What the host knows of the tokens of a cache, so that it need not read mask and positions of generated ones.
+
+    Attributes:
+        length: tokens.
+        segments: as in `SequenceInfo`; every row has a real token.
+        holes: whether a row has padding between real tokens.
+        last_position: the largest position id of the rows' last tokens.
+    """
+
+    length: int
+    segments: Segments | None
+    holes: bool
+    last_position: int
+
+    def followed(self, length: int) -> KnownTokens:
+        """Return the same for a length that differs by generated tokens: all real, with consecutive positions."""
+        segments = None if self.segments is None else tuple(((row[0][0], length),) for row in self.segments)
+        return KnownTokens(length, segments, self.holes, self.last_position + length - self.length)
 
 
 class ShardedCache(Cache):  # type: ignore[misc]
@@ -75,6 +98,9 @@ class ShardedCache(Cache):  # type: ignore[misc]
         layer_caches: each layer's keys and values on this rank.
         step: the forward in progress; None between forwards.
         announced: tokens of the whole prompt, if it is read in chunks.
+        generated_from: in `generate`: tokens of the prompt, padding included; transformers makes mask and positions of
+            later ones. None: any token may be padding.
+        known: what the host knows of the cached tokens; None if a forward must read it.
         rollback: length that a crop may go back to, while drafted tokens may be rejected.
 
     Raises:
@@ -104,6 +130,8 @@ class ShardedCache(Cache):  # type: ignore[misc]
         self.room = -(-room // self.sp.ring_size) + GENERATED_RUN if room else 0
         self.layer_caches: dict[int, LayerCache] = {}
         self.announced = 0
+        self.generated_from: int | None = None
+        self.known: KnownTokens | None = None
         self.rollback: int | None = None
         self.step: CacheStep | None = None
 
@@ -131,6 +159,13 @@ class ShardedCache(Cache):  # type: ignore[misc]
 
     def end(self) -> None:
         self.step = None
+
+    def known_after(self, new: int) -> KnownTokens | None:
+        """Return what is known with `new` more tokens; None if they are not generated."""
+        past = self.kv_placement.length
+        if self.known is None or self.generated_from is None or past < self.generated_from:
+            return None
+        return self.known.followed(past + new)
 
     def layer_cache(self, layer: int, reach: int | None = None) -> LayerCache:
         """Return a layer's keys and values on this rank.
@@ -223,6 +258,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
     def reset(self) -> None:
         """Remove all tokens."""
         self.kv_placement, self.layer_caches, self.step, self.rollback = KVPlacement(self.sp.ring_size), {}, None, None
+        self.known = None
         if self.staging is not None:
             self.staging.reset()
 
@@ -262,6 +298,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
             self.rollback = self.kv_placement.length
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.known = None  # padding of the rows
         for store in self.layer_caches.values():
             store.select_rows(beam_idx)
 

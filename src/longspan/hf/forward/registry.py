@@ -115,7 +115,8 @@ def longspan_attention(
     latents = None if layer.latents is None else layer.latents.take()
     q, k, v = (x.transpose(1, 2) for x in _one_dtype(query, key, value))
     if isinstance(info, CachedInfo):
-        return _with_cache(layer, module.layer_idx, attention_mask, info, (q, k, v), scores, latents), None
+        out = _with_cache(layer, module.layer_idx, attention_mask, info, (q, k, v), scores, latents)
+        return _viewable(out), None
     try:
         plan = _plan(layer, attention_mask, info, Shapes.of(q, k, v, scores), scores)
     except LongspanError as error:
@@ -125,10 +126,12 @@ def longspan_attention(
         out = saved_attention(plan, q, k, v, scores, layer.layer_call)
     else:
         out = plan(q, k, v, scores, layer.layer_call)
-    out = out if info.padding is None else _padding_sees_itself(out, v, info.padding)
-    if out.stride(-2) != out.shape[-1]:  # after chunks of heads or padding: models view the output as [B, L, H * D]
-        out = out.contiguous()
-    return out, None
+    return _viewable(out if info.padding is None else _padding_sees_itself(out, v, info.padding)), None
+
+
+def _viewable(out_BLHD: Tensor) -> Tensor:
+    """Return the output so that models can view it as `[B, L, H * D]`: a copy after chunks of heads or padding."""
+    return out_BLHD if out_BLHD.stride(-2) == out_BLHD.shape[-1] else out_BLHD.contiguous()
 
 
 def _padding_sees_itself(out_BLHD: Tensor, v_BLKD: Tensor, padding_BL: Tensor) -> Tensor:
