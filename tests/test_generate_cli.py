@@ -20,6 +20,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig
 
 from longspan import cli
+from longspan.bench.meters import Sent, count_sent
 from longspan.core.errors import LongspanError
 from longspan.core.sections import make, replace
 from longspan.generate.config import GenerateConfig
@@ -155,6 +156,19 @@ def test_text_equals_one_process(
         if "ring" in mesh:  # each rank has all KV heads of some tokens
             assert sum(report["cache_bytes"]) == report["cached_tokens"] * 2 * 2 * 2 * 8 * 4
     assert pool2.run(_generate, _config(folder, **drawn, ulysses=2, prefill_chunk=50))[0]["ids"] == sampled
+
+
+def _agreements(config: GenerateConfig) -> tuple[int, int, int]:
+    """Return how often the hosts agreed on signals, and compared batches, and how many tokens were generated."""
+    with count_sent() as sent:
+        report = _generate(config)
+    of_signals, of_batches = Sent("all_reduce", 2 * 8), Sent("all_gather", 5 * 8)
+    return sent.count(of_signals), sent.count(of_batches), report["new_tokens"]
+
+
+def test_the_hosts_agree_once_in_many_tokens(folder: Path, pool2: RankPool) -> None:
+    for agreed, compared, new in pool2.run(_agreements, _config(folder, ulysses=2, fsdp=False, prefill_chunk=50)):
+        assert new == NEW and 5 <= agreed == compared < NEW  # four chunks, the first token, and about once a second
 
 
 def _flags(folder: Path, command: str = "generate") -> list[str]:

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from longspan.ranks.heartbeat import Heartbeat
 
 
+_MOST_TOKENS, _EVERY_US = 64, 1_000_000
+"""The hosts agree on signals and compare their batches once in so many generated tokens, or microseconds."""
+
+
 class Generation:
     """The generation of one rank. `prompt` is None if each rank opens it.
 
@@ -57,6 +61,7 @@ class Generation:
         self._progress = Progress(self.prompt.tokens, self.first)
         self._progress.follow(decoder_layers(self.model), config.chunk or self.prompt.tokens)
         self._forwards = self._reused = 0
+        self._agreed = 0, 0.0  # tokens in the cache, and the time, when the hosts last agreed
 
     def run(self) -> dict[str, Any]:
         """Generate and write.
@@ -65,7 +70,7 @@ class Generation:
             The report.
 
         Raises:
-            Stopped: if a signal reached any rank; all ranks end after the same token.
+            Stopped: if a signal reached any rank; all ranks end after the same token, within about a second.
         """
         settings, config = self.settings(), self.config
         ids = torch.from_numpy(self.prompt.ids)[None].to(self.sp.device)
@@ -74,7 +79,7 @@ class Generation:
         stream = TextStream(self._tokenizer if self.first else None, output, config.out)
         stream.before = self._progress.clear
         began = time.perf_counter()
-        with StopRequest(stops="stopping after this token", late=("not ended", "the text stops here")) as stop:
+        with StopRequest(stops="stopping", late=("not ended", "the text stops here")) as stop:
             hook = self.model.register_forward_hook(lambda *_: self._forward_done(stop))
             try:
                 if config.cache_dir is not None and self.prompt.text_tokens:
@@ -157,15 +162,26 @@ class Generation:
             torch.cuda.synchronize()  # kernels are launched ahead of the progress
         signum = stop.signum or 0
         if self._hosts is not None:
-            most = torch.tensor(signum)
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=self._hosts)
-            signum = int(most)
+            due = held <= prefill or held >= self._cache.compare_from
+            signum = self._agree(signum, held) if due else 0
         if held <= prefill:
             self._progress.at(held)
         self._forwards += 1
         self._heartbeat.at("prompt" if held < prefill else "new tokens", self._forwards)
         if signum:
             raise Stopped(signum)
+
+    def _agree(self, signum: int, held: int) -> int:
+        """Return the largest signal of any rank, and set after which token the hosts agree again."""
+        before, began = self._agreed
+        self._agreed = held, time.perf_counter()
+        us = int(1e6 * (self._agreed[1] - began)) // max(1, held - before)
+        most = torch.tensor([signum, us])
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._hosts)
+        signum, us = most.tolist()
+        generating = before >= self.prompt.tokens  # otherwise `us` is that of a prompt's token
+        self._cache.compare_from = held + (min(_MOST_TOKENS, max(1, _EVERY_US // max(1, us))) if generating else 0)
+        return signum
 
     def _end(self, stream: TextStream, began: float, why: str) -> None:
         held = self._cache.get_seq_length()

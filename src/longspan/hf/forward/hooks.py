@@ -163,7 +163,8 @@ class ForwardHooks:
 
     def _raise_on_every_rank(self, call: ForwardCall, problem: Exception | None) -> None:
         """Raise on every rank if a rank has a problem, or if the ranks' batches differ. Collective."""
-        if self.batches is None:
+        alone = call.cache is not None and call.cache.kv_placement.length + 1 < call.cache.compare_from
+        if self.batches is None or alone:
             if problem is not None:
                 raise problem
             return

@@ -101,6 +101,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         generated_from: in `generate`: tokens of the prompt, padding included; transformers makes mask and positions of
             later ones. None: any token may be padding.
         known: what the host knows of the cached tokens; None if a forward must read it.
+        compare_from: the ranks do not compare the batches of forwards that end before this token.
         rollback: length that a crop may go back to, while drafted tokens may be rejected.
 
     Raises:
@@ -132,6 +133,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         self.announced = 0
         self.generated_from: int | None = None
         self.known: KnownTokens | None = None
+        self.compare_from = 0
         self.rollback: int | None = None
         self.step: CacheStep | None = None
 
