@@ -130,7 +130,7 @@ bench: $(BENCH_STAMP)  ## measure side by side with DeepSpeed, and the planner a
 	$(BIN)/python benchmarks/models_verified.py
 
 # It installs nothing: on a machine with a GPU torch is there, and in the version that its driver wants.
-gpu:  ## what one GPU says: kernels, rings, memory and speed, with verdicts and a report, under 8 minutes
+gpu:  ## what one GPU says: kernels, gradients, caches, messages and memory, with verdicts and a report, under 8 minutes
 	@env -u OMP_NUM_THREADS PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(GPU_ARGS)
 
 # pyproject.toml's bounds are left out, to find breaking changes before users do. torch is the newest that has a build

@@ -42,19 +42,21 @@ class Watch:
         return len(self.works)
 
 
-class _Weak:
+class WeakTensor:
     """A weak reference to a tensor's memory."""
 
     def __init__(self, x: Tensor) -> None:
         self.storage = StorageWeakRef(x.untyped_storage())
-        self.like = x.dtype, x.storage_offset(), tuple(x.shape), x.stride()
+        self.like = x.dtype, x.device, x.storage_offset(), tuple(x.shape), x.stride()
 
     def __call__(self) -> Tensor | None:
         if self.storage.expired():
             return None
-        dtype, offset, shape, stride = self.like
+        dtype, device, offset, shape, stride = self.like
         storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
-        return None if storage is None else torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
+        if storage is None:
+            return None
+        return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, shape, stride)
 
 
 class _Work:
@@ -70,7 +72,7 @@ class _Work:
             with torch.no_grad():
                 x.fill_(torch.nan if x.is_floating_point() else torch.iinfo(x.dtype).min)
         self.before = x.detach().clone()
-        self.where = _Weak(x)
+        self.where = WeakTensor(x)
 
     def wait(self, *args: Any) -> bool:
         if self.number == self.watch.forget:

@@ -23,6 +23,13 @@ COLLECTIVES = (
 """Collectives whose tensors the caller frees last; each version of torch has some of them."""
 
 
+def at_rest(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
+    """Return the bytes of this rank's weights and optimizer state."""
+    states = optimizer.state.values() if optimizer is not None else ()
+    tensors = [*model.parameters(), *(x for state in states for x in state.values() if isinstance(x, torch.Tensor))]
+    return sum((x.to_local() if hasattr(x, "to_local") else x).nbytes for x in tensors)
+
+
 def peak_of(run: Callable[[], Any], trace: Path, mapped: int = 0) -> int:
     """Return the peak bytes of CPU tensors that `run` allocates.
 

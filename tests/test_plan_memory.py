@@ -18,7 +18,7 @@ from longspan.plan.cost.saved import saved_per_token
 from longspan.plan.layers import CostContext
 from longspan.plan.models import shape_from_config
 from tests.choose import confirming, pairwise
-from tests.memory import peak_of
+from tests.memory import at_rest, peak_of
 from tests.pool import RankPool
 
 SMALL = {
@@ -141,11 +141,10 @@ def peak_of_a_step(config: dict[str, Any], context: int, mesh: Mesh, options: di
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     step(tokens[:, : 16 * sp.size])  # makes the optimizer's state
-    state = [x for values in optimizer.state.values() for x in values.values() if isinstance(x, Tensor)]
-    at_rest = sum(local(x).nbytes for x in [*model.parameters(), *state])
+    state_bytes = at_rest(model, optimizer)
     peak = peak_of(lambda: step(tokens), folder / f"trace-{sp.rank}-{sp.data_rank}.json")
     torch.set_num_threads(threads)
-    return at_rest + peak
+    return state_bytes + peak
 
 
 WIDE = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 768, "num_key_value_heads": 4}
@@ -201,11 +200,7 @@ def peak_of_a_prompt(config: dict[str, Any], chunk: int, mesh: Mesh, style: Any,
         for part in tokens.split(chunk, 1):
             model(input_ids=part, past_key_values=cache, logits_to_keep=1)
 
-    return sum(local(p).nbytes for p in model.parameters()) + peak_of(read, folder / f"trace-{sp.replica_rank}.json")
-
-
-def local(x: Any) -> Any:
-    return x.to_local() if hasattr(x, "to_local") else x
+    return at_rest(model) + peak_of(read, folder / f"trace-{sp.replica_rank}.json")
 
 
 @pytest.mark.parametrize(

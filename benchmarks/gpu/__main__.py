@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -29,24 +30,20 @@ from typing import Any
 import torch
 
 from benchmarks import common
-from benchmarks.gpu import kernels, model, ranks, speed, table
+from benchmarks.gpu import exchange, kernels, model, table
 from benchmarks.gpu.setup import FAILED, MEASURED, STOPPED, WRONG, Row, Setup, brief
 
 Item = Callable[[Setup], Iterator[Row]]
 
 ITEMS: dict[str, tuple[Item, int, str]] = {
-    "kernels": (kernels.accuracy, 130, "Kernels against fp64"),
-    "autocast": (kernels.autocast, 20, "Inside and outside autocast"),
-    "rings": (ranks.rings, 60, "Rings and USP, four processes on one device"),
-    "memory": (model.memory, 60, "Peak memory of rank 0 of 8, against the plan"),
-    "speed": (speed.kernel_speed, 70, "TFLOP/s of each kernel"),
-    "syncs": (speed.syncs, 20, "Waits for the device in a layer"),
-    "documents": (speed.many_documents, 15, "Packed documents"),
-    "blockmask": (speed.block_masks, 30, "BlockMask"),
-    "copies": (speed.copies, 10, "Copies around the exchange"),
-    "host": (speed.host_time, 10, "Host time of a layer"),
-    "steps": (model.step_time, 30, "Training steps"),
-    "choices": (kernels.choices, 10, 'Choices of "auto"'),
+    "accuracy": (kernels.accuracy, 70, "Kernels against fp64"),
+    "speed": (kernels.speed, 70, "TFLOP/s of each kernel"),
+    "options": (model.options, 50, "Gradients under every memory option"),
+    "decode": (model.decode, 30, "KV caches, token by token"),
+    "late": (exchange.late, 70, "Messages as late as possible, four ranks"),
+    "nccl": (exchange.nccl, 30, "NCCL in a group of one"),
+    "memory": (model.memory, 80, "Peak memory of rank 0 of 8, against the plan"),
+    "flex": (kernels.flex, 60, "FlexAttention"),
 }
 """Name -> function, its seconds (`PATIENCE` times as many with `--quick`), heading."""
 
@@ -164,15 +161,13 @@ def write(folder: Path, device: str, hardware: dict[str, Any], found: dict[str, 
     env = {**common.environment(["longspan", "torch", "transformers", "triton", "flash-attn"]), **hardware}
     env["command"] = "python -m benchmarks.gpu" + "".join(f" {word}" for word in sys.argv[1:])
     rows = [row for each in found.values() for row in each]
-    counts = {
-        v: sum(row.verdict.split(":")[0] == v for row in rows) for v in sorted({r.verdict.split(":")[0] for r in rows})
-    }
+    counts = Counter(row.verdict.split(":")[0] for row in rows)
     gpu = (
         f"{env['gpu']}, {env['gpu_memory_gib']} GiB, CUDA {env['cuda']}, driver {env['driver']}"
         if "gpu" in env
         else "none"
     )
-    summary = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
+    summary = ", ".join(f"{n} {verdict}" for verdict, n in sorted(counts.items()))
     env["ranks"] = f"device {device}; GPU: {gpu}; {seconds:.0f} s"
     lines = [f"- verdicts: {summary}", ""]
     for name, each in found.items():

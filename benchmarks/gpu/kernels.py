@@ -1,27 +1,28 @@
-"""Every kernel against fp64: outputs and gradients, in units of rounding (`tests/tolerance.py`)."""
+"""Attention kernels: accuracy against fp64 in units of rounding (`tests/tolerance.py`), and speed."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import longspan
-from benchmarks.gpu.setup import FAILED, MEASURED, OK, SKIPPED, STOPPED, WRONG, Row, Setup, brief
+from benchmarks.common import DTYPES
+from benchmarks.gpu.setup import BELOW, FAILED, MEASURED, OK, SKIPPED, STOPPED, WRONG, Row, Setup, brief
+from longspan.attn.mask import Mask
 from longspan.compat.torch_attention import active_flash
 from longspan.core.errors import LongspanError
-from tests.oracle import Case, errors, make, options, truth_of
-from tests.tolerance import MARGIN, NOT_MORE
+from tests.oracle import Case, errors, make, options
+from tests.tolerance import MARGIN
 
-NAMES = ("auto", "sdpa", "flash", "tiled", "cudnn", "flash_attn", "eager", "flex", "flash3", "flash4")
-"""Names of kernels: slow ones, which compile, come late, and those that replace torch's flash attention last."""
+NAMES = ("auto", "cudnn", "flash", "sdpa", "tiled", "flash_attn", "flash3", "flash4")
+"""Names of kernels, except those that compile; those that replace torch's flash attention come last."""
+
+FLEX = ("a mask function", "softcap", "documents and sinks")
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -68,16 +69,16 @@ def cases(setup: Setup) -> dict[str, Case]:
     return found
 
 
-def attend(case: Case, kernel: Any, setup: Setup, autocast: bool = False) -> dict[str, Tensor]:
+def attend(case: Case, kernel: Any, setup: Setup, grad: bool = True) -> dict[str, Tensor]:
     """Return output and gradients of one case, on the CPU."""
     x = {name: t.to(setup.device) for name, t in make(case).items()}
-    leaves = {name: t.requires_grad_() for name, t in x.items() if name in ("q", "k", "v", "sinks")}
-    with torch.autocast(setup.device, BF16) if autocast else contextlib.nullcontext():
-        out = longspan.attention(
-            leaves["q"], leaves["k"], leaves["v"], setup.one_device(),
-            sinks=leaves.get("sinks"), kernel=kernel, **options_of(case, x),
-        )  # fmt: skip
-    out.backward(x["grad"].to(out.dtype))
+    leaves = {name: t.requires_grad_(grad) for name, t in x.items() if name in ("q", "k", "v", "sinks")}
+    out = longspan.attention(
+        leaves["q"], leaves["k"], leaves["v"], setup.one_device(),
+        sinks=leaves.get("sinks"), kernel=kernel, **options_of(case, x),
+    )  # fmt: skip
+    if grad:
+        out.backward(x["grad"].to(out.dtype))
     found = {"out": out, **{f"d{name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}}
     return {name: t.detach().cpu() for name, t in found.items()}
 
@@ -87,125 +88,51 @@ def options_of(case: Case, x: dict[str, Tensor]) -> dict[str, Any]:
     return {name: t.cpu() if name == "documents" and t is not None else t for name, t in options(case, x).items()}
 
 
-@dataclass
-class _Tally:
-    """Outcomes of one kernel in one dtype."""
-
-    worst: float = 0.0
-    where: str = ""
-    runs: int = 0
-    wrong: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    refused: dict[str, list[str]] = field(default_factory=dict)
-
-
-def chosen(case: Case, kernel: str, setup: Setup) -> tuple[str, str]:
-    """Return the kernel that is used for `kernel`, and the reason."""
-    x = {name: t.to(setup.device) for name, t in make(case).items()}
-    q, k, v = (x[name].requires_grad_() for name in "qkv")
-    choice = longspan.explain_kernel(
-        q, k, v, setup.one_device(), kernel=kernel, sinks=x.get("sinks"), **options_of(case, x)
-    )  # fmt: skip
-    return choice.name, choice.reason
-
-
 def accuracy(setup: Setup) -> Iterator[Row]:
-    """Every kernel, every kind of mask, head_dim and number of KV heads, forward and backward, against fp64."""
-    tallies: dict[tuple[str, str], _Tally] = {}
-    seen: set[tuple[str, str]] = set()
-    left_out = 0
-    for kernel in NAMES:
-        for name, case in cases(setup).items():
-            if not setup.time_left(8.0 if setup.on_gpu else 1.0):
+    """Every kernel but those that compile, every kind of mask, head_dim and number of KV heads, forward and backward,
+    against fp64."""
+    for kernel, (name, dtype) in itertools.product(NAMES[1:], DTYPES.items()):
+        tried = {what: case for what, case in cases(setup).items() if case.dtype == dtype}
+        yield setup.row(f"{kernel}, {name}", functools.partial(against_fp64, setup, kernel, tried), 5.0)
+
+
+def flex(setup: Setup) -> Iterator[Row]:
+    """FlexAttention, whose compilation takes most of the time, on three kinds of masks: forward and backward, against
+    fp64. It has no backward without a GPU."""
+    for what, case in cases(setup).items():
+        if what.startswith(FLEX) and case.dtype == BF16:
+            measure = functools.partial(against_fp64, setup, "flex", {what: case}, grad=setup.on_gpu)
+            yield setup.row(what, measure, 20.0)
+
+
+def against_fp64(setup: Setup, kernel: str, tried: dict[str, Case], grad: bool = True) -> tuple[str, str, float]:
+    """Return figure, verdict and largest error of a kernel."""
+    worst, where, runs, left_out, raised = 0.0, "", 0, 0, False
+    bad, refused = [], set[str]()
+    for name, case in tried.items():
+        own_flash()
+        try:
+            if not setup.time_left(5.0 if setup.on_gpu else 1.0):
                 left_out += 1
                 continue
-            _one(setup, kernel, name, case, tallies, seen)
-    for (kernel, dtype), tally in tallies.items():
-        yield from _rows(kernel, dtype, tally)
-    if left_out:
-        yield Row("runs that were left out", str(left_out), f"{STOPPED}: the item's time was up")
-
-
-def _one(
-    setup: Setup, kernel: str, name: str, case: Case,
-    tallies: dict[tuple[str, str], _Tally], seen: set[tuple[str, str]],
-) -> None:  # fmt: skip
-    dtype = "bf16" if case.dtype == BF16 else "fp32"
-    try:
-        real, _ = chosen(case, kernel, setup)
-    except LongspanError as error:
-        if "unknown" not in str(error):
-            reason = str(error).split(";")[0]
-            tallies.setdefault((kernel, dtype), _Tally()).refused.setdefault(reason, []).append(name)
-        return
-    if (real, name) in seen:
-        return
-    own_flash()
-    seen.add((real, name))
-    tally = tallies.setdefault((real, dtype), _Tally())
-    try:
-        found = errors(case, attend(case, kernel, setup))
-    except Exception as error:  # the other kernels still run
-        tally.failed.append(f"{name}: {brief(error)}")
-        return
-    tally.runs += 1
-    what, worst = max(found.items(), key=lambda item: item[1] if math.isfinite(item[1]) else math.inf)
-    if worst > tally.worst or not math.isfinite(worst):
-        tally.worst, tally.where = worst, f"{what} of {name}"
-    if not worst <= MARGIN:
-        tally.wrong.append(f"{what} of {name}: {worst:.3g}")
-
-
-def _rows(kernel: str, dtype: str, tally: _Tally) -> Iterator[Row]:
-    what = f"{kernel}, {dtype}"
-    if tally.runs:
-        figure = f"{tally.worst:.2f} of {MARGIN:g} at most ({tally.where}; {tally.runs} cases)"
-        yield Row(what, figure, WRONG if tally.wrong else OK, dataclasses.asdict(tally))
-    for line in tally.wrong:
-        yield Row(what, line, WRONG)
-    for line in tally.failed:
-        yield Row(what, line, FAILED)
-    for reason, names in tally.refused.items():
-        yield Row(what, f"{len(names)} cases, such as {names[0]}", f"{SKIPPED}: {reason}")
-
-
-def autocast(setup: Setup) -> Iterator[Row]:
-    """Attention of bf16 tensors inside and outside of `torch.autocast`: fp32 parts must stay fp32."""
-    n, dim = setup.size(600, 64), setup.size(128, 16)
-    base = Case(n, 1, 8, 2, dim, dim, dtype=BF16)
-    for what, case in {
-        "causal": base,
-        "documents": dataclasses.replace(base, documents=tuple(i * 5 // n for i in range(n))),
-        "softcap": dataclasses.replace(base, softcap=20.0),
-    }.items():
-        seen = set()
-        for kernel in ("auto", "tiled"):
-            try:
-                real, _ = chosen(case, kernel, setup)
-            except LongspanError:
-                continue
-            if real in seen:
-                continue
-            seen.add(real)
-            outside, inside = (_distances(case, attend(case, kernel, setup, cast)) for cast in (False, True))
-            name, ratio = max(((k, inside[k] / outside[k]) for k in inside), key=lambda item: item[1])
-            figure = f"{ratio:.3f} of {NOT_MORE:g} at most (error inside over outside, {name})"
-            yield Row(f"{real}, {what}", figure, OK if ratio <= NOT_MORE else WRONG, ratio)
-
-
-def _distances(case: Case, found: dict[str, Tensor]) -> dict[str, float]:
-    truth = truth_of(case)
-    return {name: float((y.double() - truth[name]).norm() / truth[name].norm()) for name, y in found.items()}
-
-
-def choices(setup: Setup) -> Iterator[Row]:
-    """The choice of "auto" for each kind of mask, and the reason."""
-    for name, case in cases(setup).items():
-        if case.dtype != BF16 or case.kv_heads != 2 or case.dim != setup.size(128, 16):
+            found = errors(case, attend(case, kernel, setup, grad))
+        except LongspanError as error:
+            refused.add(str(error).split(";")[0])
             continue
-        with contextlib.suppress(LongspanError):
-            kernel, reason = chosen(case, "auto", setup)
-            yield Row(name, f"{kernel}: {reason}", MEASURED)
+        except Exception as error:  # the other cases still run
+            raised = True
+            bad.append(f"{name}: {brief(error)}")
+            continue
+        runs += 1
+        of, error = max(found.items(), key=lambda item: item[1])
+        if error >= worst:
+            worst, where = error, f"{of} of {name}"
+        if error > MARGIN:
+            bad.append(f"{of} of {name}: {error:.3g}")
+    figure = f"{worst:.2f} of {MARGIN:g} at most ({where}; {runs} cases)"
+    figure += "".join(f"; {text}" for text in [*bad, *refused, *[f"{left_out} cases not begun"][: left_out > 0]])
+    verdict = FAILED if raised else WRONG if bad else OK if runs else f"{SKIPPED}: no case"
+    return figure, verdict, worst
 
 
 def own_flash() -> None:
@@ -214,12 +141,73 @@ def own_flash() -> None:
         torch.nn.attention.restore_flash_attention_impl()
 
 
-@functools.cache
-def known(setup: Setup) -> tuple[str, ...]:
-    """Return one name of each kernel that supports a causal mask without gradients."""
-    found: dict[str, str] = {}
-    q = torch.empty(1, 16, 8, 64, dtype=BF16, device=setup.device)
-    for name in NAMES[1:]:
-        with contextlib.suppress(LongspanError):
-            found.setdefault(longspan.explain_kernel(q, q, q, setup.one_device(), kernel=name).name, name)
-    return tuple(found.values())
+# --- speed
+
+
+def speed(setup: Setup) -> Iterator[Row]:
+    """TFLOP/s of each kernel, forward and backward, by mask; "auto" should be within a tenth of the fastest."""
+    long = setup.size(16384, 256)
+    cuts = torch.linspace(0, long, 33).round().to(torch.int64)
+    segments = (tuple(itertools.pairwise(cuts.tolist())),)
+    tried: list[tuple[str, int, dict[str, Any], Mask]] = [
+        ("causal", n, {}, Mask()) for n in setup.size((16384, 131072), (256,))
+    ]
+    tried += [
+        ("32 documents", long, {"cu_seqlens": cuts}, Mask(segments=segments)),
+        ("a window of an eighth", long, {"window": long // 8}, Mask(window=long // 8)),
+    ]
+    tried += [("causal", n, {}, Mask()) for n in setup.size((65536, 32768), ())]
+    for what, n, how, mask in tried:
+        yield from _speed_of(setup, f"{what}, {n:,} tokens", n, how, mask)
+
+
+def _speed_of(setup: Setup, what: str, n: int, how: dict[str, Any], mask: Mask) -> Iterator[Row]:
+    heads, _, dim = _sizes(setup)
+    flops = 4 * heads * dim * sum(region.pairs for region in mask.regions(0, n, n))
+    rates: dict[str, tuple[float, float, float]] = {}
+    for kernel in NAMES:
+        if not setup.time_left(10.0 if setup.on_gpu else 1.0):
+            yield Row(f"{kernel}, {what}", "", f"{STOPPED}: the item's time was up")
+            continue
+        own_flash()
+        try:
+            forward, both = both_ways(setup, n, kernel=kernel, **how)
+            f = setup.seconds(forward)
+            b = max(setup.seconds(both) - f, 1e-9)
+        except LongspanError:  # such as cudnn with a window, or what is not installed
+            continue
+        except Exception as error:
+            yield Row(f"{kernel}, {what}", brief(error), FAILED)
+            continue
+        rates[kernel] = flops / f / 1e12, 2.5 * flops / b / 1e12, f + b
+    for kernel, (f_rate, b_rate, seconds) in rates.items():
+        slower = seconds / min(each for *_, each in rates.values())
+        verdict = MEASURED if kernel != "auto" or not setup.on_gpu else OK if slower <= 1.1 else BELOW
+        figure = f"forward {f_rate:.4g}, backward {b_rate:.4g} TFLOP/s; {slower:.2f} x the fastest's time"
+        yield Row(f"{kernel}, {what}", figure, verdict, {"forward": f_rate, "backward": b_rate})
+
+
+def _sizes(setup: Setup) -> tuple[int, int, int]:
+    return setup.size((32, 8, 128), (4, 2, 32))
+
+
+def both_ways(
+    setup: Setup, n: int, dtype: torch.dtype = BF16, dim: int = 0, **how: Any
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Return a forward, and a forward with its backward."""
+    heads, kv_heads, usual = _sizes(setup)
+    g = torch.Generator(setup.device).manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(1, n, h, dim or usual, device=setup.device, generator=g, dtype=dtype)
+        for h in (heads, kv_heads, kv_heads, heads)
+    )
+    sp = setup.one_device()
+
+    def forward() -> Tensor:
+        return longspan.attention(q.detach(), k.detach(), v.detach(), sp, **how)
+
+    def both() -> None:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        longspan.attention(*leaves, sp, **how).backward(grad)
+
+    return forward, both

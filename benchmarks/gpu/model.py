@@ -1,122 +1,258 @@
-"""A model's training step on the device: its peak memory against the plan, and its time."""
+"""A Llama on the device: gradients under every memory option, KV caches, and peak memory against the plan."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
 import gc
+import itertools
+import statistics
+import tempfile
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import longspan
-from benchmarks.gpu.setup import BELOW, FAILED, MEASURED, OK, SKIPPED, STOPPED, Row, Setup, brief, needs_cuda
-from longspan.core.memory import Memory
+from benchmarks.common import DTYPES
+from benchmarks.gpu.setup import BELOW, MEASURED, OK, SKIPPED, WRONG, Row, Setup
+from longspan.compat.transformers_api import cache_name
+from longspan.core.memory import LONGEST, Memory
 from longspan.plan import Job, Mesh, cost, read_hardware
 from longspan.plan.models.read import shape_from_config
 from tests.fakes import fake_world
+from tests.models import Run, Truth, batch, build, gradient_excess, run_of, truth_by, widened
+from tests.tolerance import excess, excess_of_rows
 
-LLAMA: dict[str, Any] = {
-    "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 8,
-    "num_hidden_layers": 4, "vocab_size": 32000, "max_position_embeddings": 1 << 22,
+BF16, FP32 = DTYPES["bf16"], DTYPES["fp32"]
+LAYERS = 2
+SMALL: dict[str, Any] = {
+    "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "num_hidden_layers": LAYERS, "vocab_size": 2048, "max_position_embeddings": 1 << 22,
 }  # fmt: skip
-LONG = {**LLAMA, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_hidden_layers": 2}
-LONG |= {"vocab_size": 8192}
-"""Small enough for two million tokens in half a minute."""
+TINY = {**SMALL, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 64}
+OPTIONS = {
+    "no option": Memory(),
+    "all activations saved": Memory(recompute_mlp_act=False),
+    "full": Memory(checkpointing="full"),
+    "save_attention": Memory(checkpointing="save_attention"),
+    "selective": Memory(checkpointing="selective"),
+    "layers_per_checkpoint=2": Memory(checkpointing="full", layers_per_checkpoint=2),
+    "offload to the host": Memory(checkpointing="full", offload="host"),
+    "save_attention, offload to the host": Memory(checkpointing="save_attention", offload="host"),
+    "offload to a disk": Memory(checkpointing="full", offload="disk"),
+    "tiled_mlp=3": Memory(tiled_mlp=3),
+    "tiled_norms": Memory(tiled_norms=True),
+    "head_chunks=2": Memory(head_chunks=2),
+    "head_loss=torch": Memory(head_loss="torch"),
+    "head_loss=liger": Memory(head_loss="liger"),
+    "longest": LONGEST,
+    "several": Memory(checkpointing="selective", head_chunks=2, tiled_mlp=2, tiled_norms=True, offload="disk"),
+}
 
-TINY = {**LLAMA, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_hidden_layers": 2}
-TINY |= {"vocab_size": 256}
+
+def llama(setup: Setup, dtype: torch.dtype) -> Any:
+    """Return a Llama of two layers with random weights, on the CPU."""
+    return build("Llama", **setup.size(SMALL, TINY)).to(dtype)
 
 
-class Trainer:
-    """A Llama with random weights and its training step in bf16; with FSDP, weights are fp32."""
+# --- loss and gradients
 
-    def __init__(self, setup: Setup, config: dict[str, Any], sp: longspan.SequenceSharding, fsdp: bool) -> None:
-        import transformers
-        from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        self.setup, self.vocabulary = setup, config["vocab_size"]
-        torch.manual_seed(0)
-        with torch.device(setup.device):
-            made = transformers.LlamaConfig(**config)
-            model = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.float32 if fsdp else torch.bfloat16)
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if fsdp else None
-        self.model = longspan.parallelize(model, sp, fsdp=fsdp, mp_policy=policy)
-        self.model.train()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+def options(setup: Setup) -> Iterator[Row]:
+    """Loss and gradients of a Llama of two layers under every memory option, against fp64 on the CPU, in units of the
+    limit that the rounding of plain transformers on the same device sets (`tests.tolerance.excess`)."""
+    for (name, memory), (dtype_name, dtype) in itertools.product(OPTIONS.items(), DTYPES.items()):
+        yield setup.row(f"{name}, {dtype_name}", functools.partial(check, setup, memory, dtype), 3.0)
 
-    def step(self, context: int) -> None:
-        tokens = torch.randint(0, self.vocabulary, (1, context), device=self.setup.device)
-        self.model(input_ids=tokens, labels=tokens).loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+
+def check(setup: Setup, memory: Memory, dtype: torch.dtype, fsdp: bool = False) -> tuple[str, str, float]:
+    """Return figure, verdict and error of one training step."""
+    truth = _truth(setup, dtype)
+    model = llama(setup, dtype).to("cpu" if memory.cpu_offload else setup.device)
+    model = longspan.parallelize(model, setup.one_device(), fsdp=fsdp, memory=memory).train()
+    loss = model(**_batch(setup, setup.device)).loss
+    loss.backward()
+    found = gradient_excess(_gradients(model), truth)
+    found["the loss"] = excess(float(loss.detach()), truth.single.loss, truth.exact.loss, dtype=dtype)
+    of, worst = max(found.items(), key=lambda item: item[1])
+    return f"{worst:.2f} of 1 at most ({of})", OK if worst <= 1 else WRONG, worst
+
+
+def _gradients(model: Any) -> dict[str, Tensor]:
+    """Return the gradients of a model on one process, on the CPU."""
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: (x.to_local() if isinstance(x, DTensor) else x).cpu() for name, x in grads.items()}
+
+
+def _batch(setup: Setup, device: str) -> dict[str, Tensor]:
+    return {name: x.to(device) for name, x in batch(2, setup.size(1024, 40)).items()}
+
+
+@functools.cache
+def _truth(setup: Setup, dtype: torch.dtype) -> Truth:
+    """Return the results of plain transformers: in fp64 on the CPU, in `dtype` on the device."""
+
+    def run(model: Any) -> Run:
+        device = "cpu" if model.dtype == torch.float64 else setup.device
+        found = run_of(model.to(device), _batch(setup, device))
+        return Run(found.loss, found.logits.cpu(), _gradients(model), None)
+
+    return truth_by(llama(setup, dtype), run)
+
+
+# --- KV caches
+
+CACHES = {"exact": {}, "exact, in host memory": {"offload": "host"}, "int8": {"dtype": "int8"}, "fp8": {"dtype": "fp8"}}
+LOSSY = {"int8": 0.03, "fp8": 0.1}
+"""Largest error of all logits, relative to their norm."""
+MORE_LAUNCHES = 8
+"""A layer and token, beyond those of transformers."""
+
+
+class _Launches(TorchDispatchMode):
+    """Counts operators that start a kernel: all but views and allocations."""
+
+    supports_higher_order_operators = True
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returns = func._schema.returns if hasattr(func, "_schema") else ()
+        view = returns and all(x.alias_info is not None and not x.alias_info.is_write for x in returns)
+        self.count += not (view or "empty" in str(func) or "_unsafe_view" in str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class _Decoded:
+    """Logits of the prompt's last token and of each new one, [tokens, vocabulary], and what a token costs."""
+
+    logits: Tensor
+    seconds: float
+    launches: int
+    waits: int
+
+    def __str__(self) -> str:
+        return f"{self.seconds * 1e3:.2f} ms, {self.launches} launches, {self.waits} waits a token"
+
+
+def decode(setup: Setup) -> Iterator[Row]:
+    """A prompt, then token by token, with each kind of KV cache: logits against fp64 on the CPU, within the rounding of
+    transformers' own cache on the same device; time, launches and waits of a token."""
+    from transformers import DynamicCache
+
+    plain = llama(setup, BF16 if setup.on_gpu else FP32).eval()
+    prompt, new = setup.size(2048, 40), setup.size(40, 6)
+    ids = torch.randint(64, (1, prompt + new), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        exact = widened(plain)(ids).logits[0, prompt - 1 :]
+    model = longspan.parallelize(copy.deepcopy(plain).to(setup.device), setup.one_device(), fsdp=False)
+    ids = ids.to(setup.device)
+    single = _decoded(setup, plain.to(setup.device), DynamicCache(), ids, prompt)
+    yield Row("transformers", str(single), MEASURED)
+
+    def judged(how: dict[str, Any]) -> tuple[str, str, float]:
+        found = _decoded(setup, model, longspan.ShardedCache(model, room=prompt + new, **how), ids, prompt)
+        if (dtype := how.get("dtype")) is None:
+            error, limit = excess_of_rows(found.logits, single.logits, exact), 1.0
+        else:
+            error, limit = float((found.logits.double() - exact).norm() / exact.norm()), LOSSY[dtype]
+        more = (found.launches - single.launches) / LAYERS
+        figure = f"error {error:.3g} of {limit:g} at most; {found}; {more:g} launches a layer above transformers'"
+        verdict = WRONG if not error <= limit else BELOW if found.waits or more > MORE_LAUNCHES else OK
+        return figure, verdict, error
+
+    for what, how in CACHES.items():
+        yield setup.row(what, functools.partial(judged, how), 3.0)
+
+
+def _decoded(setup: Setup, model: Any, cache: Any, ids: Tensor, prompt: int) -> _Decoded:
+    logits, launches, times, waits = [], _Launches(), [], []
+    with torch.no_grad():
+        for at in (0, *range(prompt, ids.shape[1])):
+            tokens = ids[:, at : at + 1] if at else ids[:, :prompt]
+            with contextlib.ExitStack() as watching:
+                if at == prompt + 1:
+                    watching.enter_context(launches)
+                elif at == prompt + 2:
+                    waits = watching.enter_context(setup.waits())
+                begin = time.perf_counter()
+                out = model(tokens, **{cache_name(type(model).forward): cache}, use_cache=True, logits_to_keep=1)
+            setup.wait()
+            if at > prompt + 2:
+                times.append(time.perf_counter() - begin)
+            logits.append(out.logits[0, -1].cpu())
+    return _Decoded(torch.stack(logits), statistics.median(times), launches.count, len(waits))
+
+
+# --- peak memory against the plan
+
+WIDE = {**SMALL, "hidden_size": 1024, "intermediate_size": 2816, "num_key_value_heads": 8, "vocab_size": 8192}
+"""Small enough for a million tokens in ten seconds."""
+MESHES = ({"ulysses": 8}, {"ring": 8}, {"ring": 2, "ulysses": 4})
 
 
 def memory(setup: Setup) -> Iterator[Row]:
-    """Peak of rank 0 in a fake world of 8 (nothing is sent), against `longspan plan`."""
-    line = needs_cuda(setup, "peak memory of rank 0 of 8")
-    if line is not None:
-        yield line
-        return
-    capacity = torch.cuda.get_device_properties(0).total_memory
-    for axes in ({"ulysses": 8}, {"ring": 8}, {"ring": 2, "ulysses": 4}):
-        for local in (32768, 65536, 131072, 262144):
-            context = 8 * local
-            what = f"{local:,} tokens a rank, {' x '.join(f'{axis} {size}' for axis, size in axes.items())}"
-            planned = planned_bytes(axes, context)
-            # Per rank and layer: 4 D H S^2 / 2 / 8 in the forward, the same recomputed, 2.5 times that in the backward.
-            seconds = 4.5 * LONG["num_hidden_layers"] * 4 * LONG["hidden_size"] * context**2 / 2 / 8 / 3e14
-            if planned > 0.9 * capacity:
-                yield Row(what, f"{planned / 2**30:.1f} GiB planned", f"{SKIPPED}: more than the device has")
-            elif not setup.time_left(seconds + 5):
-                yield Row(what, f"about {seconds:.0f} s", f"{STOPPED}: the item's time was up")
-            else:
-                try:
-                    yield _memory_of(setup, what, axes, context, planned)
-                except Exception as error:
-                    yield Row(what, brief(error), FAILED)
+    """Peak of rank 0 of 8 in a training step with FSDP2, against `longspan plan`. Nothing is sent. On a CPU, the peak
+    of its tensors."""
+    local = setup.size(32768, 256)
+    tried = [(axes, "full", local) for axes in setup.size(MESHES, MESHES[2:])]
+    tried += [({"ulysses": 8}, name, local) for name in setup.size(("no option", "selective", "longest"), ("longest",))]
+    tried += [(axes, "full", 131072) for axes in setup.size(MESHES, ())]
+    for axes, name, local in tried:
+        what = f"{name}, {local:,} tokens a rank, {' x '.join(f'{axis} {size}' for axis, size in axes.items())}"
+        # Per rank and layer: 4 D H S^2 / 2 / 8 in the forward, the same recomputed, 2.5 times that in the backward.
+        seconds = 4.5 * LAYERS * 4 * WIDE["hidden_size"] * (8 * local) ** 2 / 2 / 8 / 3e14
+        yield setup.row(what, functools.partial(_compare, setup, axes, OPTIONS[name], 8 * local), seconds + 3)
 
 
-def planned_bytes(axes: dict[str, int], context: int) -> float:
-    """Return the planned bytes of a step of this item, without the reserve."""
-    job = Job(context=context, dtype="bf16", memory=Memory(checkpointing="full"), ring_impl="p2p")
-    shape = shape_from_config({"model_type": "llama", **LONG}, "benchmark")
-    plan = cost(shape, job, Mesh(**axes), read_hardware("h100"))
-    return plan.memory_total_bytes - plan.memory_bytes.get("reserve", 0)
-
-
-def _memory_of(setup: Setup, what: str, axes: dict[str, int], context: int, planned: float) -> Row:
+def _compare(setup: Setup, axes: dict[str, int], memory: Memory, context: int) -> tuple[str, str, float]:
+    config = setup.size(WIDE, {**WIDE, "hidden_size": 128, "intermediate_size": 352, "vocab_size": 512})
+    planned = planned_bytes(setup, config, axes, memory, context)
+    if setup.on_gpu and planned > 0.9 * torch.cuda.get_device_properties(0).total_memory:
+        return f"{planned / 2**30:.1f} GiB planned", f"{SKIPPED}: more than the device has", planned
     with fake_world(0, 8):
-        sp = longspan.SequenceSharding(longspan.init_mesh(**axes), ring_impl="p2p")
-        trainer = Trainer(setup, LONG, sp, fsdp=True)
-        trainer.model.gradient_checkpointing_enable()
-        trainer.step(1024)  # allocates the optimizer's state
-        gc.collect()
-        torch.cuda.reset_peak_memory_stats()
-        trainer.step(context)
-        setup.wait()
-        peak = torch.cuda.max_memory_allocated()
-        del trainer
-    gc.collect()
-    torch.cuda.empty_cache()
+        peak = _peak(setup, config, axes, memory, context)
     ratio = planned / peak
-    figure = f"{peak / 2**30:.2f} GiB, planned {planned / 2**30:.2f}: {ratio:.3f} (goal 0.9 to 1.1)"
-    return Row(what, figure, OK if 0.9 <= ratio <= 1.1 else BELOW, ratio)
+    figure = f"{peak / 2**20:,.1f} MiB, planned {planned / 2**20:,.1f}: {ratio:.3f} (goal 0.9 to 1.1)"
+    return figure, OK if 0.9 <= ratio <= 1.1 else BELOW if setup.on_gpu else MEASURED, ratio
 
 
-def step_time(setup: Setup) -> Iterator[Row]:
-    """A training step with and without activation checkpointing, which recomputes a third: at most 1.4 of the time."""
-    config, context = (TINY, 256) if setup.quick else (LLAMA, 16384)
-    seconds: dict[bool, float] = {}
-    for again in (False, True):
-        trainer = Trainer(setup, config, setup.one_device(), fsdp=False)
-        if again:
-            trainer.model.gradient_checkpointing_enable()
-        seconds[again] = setup.seconds(lambda trainer=trainer: trainer.step(context), 3, 2.0)
-        del trainer
-        gc.collect()
-        name = "with" if again else "without"
-        figure = f"{seconds[again] * 1e3:.1f} ms, {context / seconds[again]:,.0f} tokens/s"
-        yield Row(f"a step of {context:,} tokens {name} checkpointing", figure, MEASURED, seconds[again])
-    ratio = seconds[True] / seconds[False]
-    verdict = MEASURED if not setup.on_gpu else OK if ratio <= 1.4 else BELOW
-    yield Row("with over without", f"{ratio:.3f} (goal 1.4)", verdict, ratio)
+def _peak(setup: Setup, config: dict[str, Any], axes: dict[str, int], memory: Memory, context: int) -> int:
+    sp = longspan.SequenceSharding(longspan.init_mesh(**axes, device_type=setup.device), ring_impl="p2p")
+    model = build("Llama", **config).to(setup.device)
+    model = longspan.parallelize(model, sp, mp_policy=MixedPrecisionPolicy(BF16, FP32), memory=memory).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step(context: int) -> None:
+        tokens = torch.randint(0, config["vocab_size"], (1, context), device=setup.device)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(1024)  # allocates the optimizer's state
+    gc.collect()
+    if setup.on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        step(context)
+        return torch.cuda.max_memory_allocated()
+    from tests.memory import at_rest, peak_of  # they need pytest
+
+    with tempfile.TemporaryDirectory() as folder:
+        return at_rest(model, optimizer) + peak_of(lambda: step(context), Path(folder) / "trace.json")
+
+
+def planned_bytes(setup: Setup, config: dict[str, Any], axes: dict[str, int], memory: Memory, context: int) -> float:
+    """Return the planned bytes of a step, without the reserve."""
+    job = Job(context=context, dtype="bf16", memory=memory, ring_impl="p2p")
+    shape = shape_from_config({"model_type": "llama", **config}, "benchmark")
+    plan = cost(shape, job, Mesh(**axes), read_hardware("h100" if setup.on_gpu else "cpu"))
+    return plan.memory_total_bytes - plan.memory_bytes.get("reserve", 0)

@@ -10,16 +10,15 @@ from typing import Any
 import torch
 
 import longspan
-from benchmarks.gpu.kernels import BF16, FP32, NAMES, attend, own_flash
+from benchmarks.gpu.kernels import BF16, FP32, NAMES, attend, both_ways, own_flash
 from benchmarks.gpu.setup import FAILED, MEASURED, SKIPPED, STOPPED, WRONG, Row, Setup, brief
-from benchmarks.gpu.speed import both_ways
 from longspan.attn.kernels.table import WHAT, capability_of
 from longspan.core.errors import LongspanError
 from tests.oracle import Case, errors
 from tests.tolerance import MARGIN
 
 LIMIT_S = 420
-TRIED = tuple(name for name in NAMES if name not in ("auto", "eager"))
+TRIED = (*NAMES[1:], "flex")
 
 
 def masks(n: int) -> dict[str, dict[str, Any]]:

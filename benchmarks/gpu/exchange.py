@@ -1,0 +1,163 @@
+"""Communication on one GPU: four ranks over a transport that is as late as possible, and NCCL in a group of one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import longspan
+from benchmarks.common import DTYPES
+from benchmarks.gpu import model
+from benchmarks.gpu.kernels import BF16, cases, options_of
+from benchmarks.gpu.setup import BELOW, MEASURED, OK, WRONG, Row, Setup
+from longspan.comm.all_to_all import start_scatter
+from longspan.comm.consistency import gather_numbers
+from longspan.comm.p2p import P2PMessage, post, wait_for
+from longspan.core.heads import split_heads
+from longspan.core.memory import Memory
+from tests.fakes import fake_world
+from tests.late import LateTransport
+from tests.oracle import Case, errors, make
+from tests.tolerance import MARGIN
+
+RANKS = 4
+MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "USP 2 x 2": ({"ring": 2, "ulysses": 2}, {"ring_impl": "p2p"}),
+    "ulysses 4, heads in two chunks": ({"ulysses": 4}, {"overlap_chunks": 2}),
+    "ring 4": ({"ring": 4}, {"ring_impl": "p2p"}),
+    "ring 4, all-gather": ({"ring": 4}, {"ring_impl": "allgather"}),
+    "ulysses 4": ({"ulysses": 4}, {}),
+}
+MASKS = ("causal", "bidirectional", "documents and sinks", "window")
+
+
+def late(setup: Setup) -> Iterator[Row]:
+    """Attention of four ranks over a transport that is as late as possible, output and gradients against fp64; and the
+    rate at which the all-to-all packs and unpacks."""
+    for kernel, masks in (("auto", MASKS), ("cudnn", MASKS[:2])):
+        for dtype, what in itertools.product(DTYPES, list(MESHES)[: setup.size(len(MESHES), 2)]):
+            tried = {mask: case_of(setup, mask, DTYPES[dtype]) for mask in masks[: setup.size(4, 2)]}
+            yield setup.row(
+                f"{what}, {kernel}, {dtype}", functools.partial(on_mesh, setup, *MESHES[what], kernel, tried), 5.0
+            )
+    yield from _copies(setup)
+
+
+def case_of(setup: Setup, mask: str, dtype: torch.dtype) -> Case:
+    """Return a case whose length the ranks do not divide."""
+    case = next(c for name, c in cases(setup).items() if name.startswith(f"{mask}, ") and c.dtype == dtype)
+    return dataclasses.replace(case, n=case.n - 3, documents=case.documents and case.documents[3:])
+
+
+def on_mesh(
+    setup: Setup, axes: dict[str, int], options: dict[str, Any], kernel: str, tried: dict[str, Case]
+) -> tuple[str, str, float]:
+    """Return figure, verdict and largest error of some cases on a mesh of four ranks."""
+    transport, found = LateTransport(setup.device), dict[str, dict[str, Tensor]]()
+    while transport.unsettled():
+        found = {}
+        for rank in range(RANKS):
+            with fake_world(rank, RANKS), transport.installed():
+                sp = longspan.SequenceSharding(longspan.init_mesh(**axes, device_type=setup.device), **options)
+                for what, case in tried.items():
+                    transport.begin(what)
+                    mine = attend(case, sp, kernel, setup.device)
+                    sums = found.setdefault(what, {})
+                    sums.update({k: sums.get(k, 0) + x if k != "out" else x for k, x in mine.items()})
+    worst, where = max(
+        (error, f"{of} of {what}") for what, case in tried.items() for of, error in errors(case, found[what]).items()
+    )
+    figure = f"{worst:.2f} of {MARGIN:g} at most ({where}; {len(tried)} masks, {transport.passes} passes)"
+    return figure, OK if worst <= MARGIN else WRONG, worst
+
+
+def attend(case: Case, sp: longspan.SequenceSharding, kernel: str, device: str) -> dict[str, Tensor]:
+    """Return the output of the full sequence, and this rank's part of its gradients, on the CPU."""
+    x = {name: t.to(device) for name, t in make(case).items()}
+    leaves = {name: t.requires_grad_() for name, t in x.items() if name in ("q", "k", "v", "sinks")}
+    q, k, v = (sp.shard(leaves[name]) for name in "qkv")
+    out = longspan.attention(q, k, v, sp, sinks=leaves.get("sinks"), kernel=kernel, **options_of(case, x))
+    out.backward(sp.shard(x["grad"]))
+    found = {"out": sp.gather(out.detach(), length=case.n)}
+    found |= {f"d{name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    return {name: t.cpu().double() for name, t in found.items()}
+
+
+def _copies(setup: Setup) -> Iterator[Row]:
+    n, heads, dim = setup.size(32768, 512), 32, 128
+    source = torch.empty(1, n, heads, dim, dtype=BF16, device=setup.device).normal_()
+    into = torch.empty_like(source)
+    copy = 2 * source.nbytes / setup.seconds(lambda: into.copy_(source))
+    yield Row("a plain copy", f"{copy / 1e9:.0f} GB/s", MEASURED, copy)
+    with fake_world(0, 8), mock.patch.object(dist, "all_to_all_single", lambda *_, **__: None):
+        group = dist.group.WORLD
+        packed = longspan.exchange.seq_to_heads(source, group)
+        for what, run in {
+            "seq_to_heads (packs)": lambda: longspan.exchange.seq_to_heads(source, group),
+            "heads_to_seq (unpacks)": lambda: longspan.exchange.heads_to_seq(packed, group),
+        }.items():
+            rate = 2 * source.nbytes / setup.seconds(run)
+            verdict = MEASURED if not setup.on_gpu else OK if rate >= 0.85 * copy else BELOW
+            figure = f"{rate / 1e9:.0f} GB/s, {rate / copy:.2f} of a plain copy (goal 0.85)"
+            yield Row(f"{what}, {n:,} tokens of 8 ranks", figure, verdict, rate / copy)
+
+
+# --- NCCL in a group of one
+
+
+def nccl(setup: Setup) -> Iterator[Row]:
+    """NCCL, and gloo beside it, in a group of one (on a CPU gloo alone): asynchronous all-to-all, messages to oneself,
+    FSDP2 with weights in host memory, and CPU and GPU tensors in flight together."""
+    device = torch.device(setup.device, 0) if setup.on_gpu else None
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if setup.on_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1, device_id=device
+    )  # type: ignore[attr-defined]
+    try:
+        for what, check in {
+            "an all-to-all in flight": _all_to_all,
+            "a message to oneself": _to_oneself,
+            "gloo and NCCL in flight together": _together,
+            "FSDP2 with weights in host memory": functools.partial(
+                model.check, memory=Memory(cpu_offload=True), dtype=BF16, fsdp=True
+            ),
+        }.items():
+            yield setup.row(what, functools.partial(check, setup), 5.0)
+    finally:
+        dist.destroy_process_group()
+
+
+def _all_to_all(setup: Setup) -> tuple[str, str]:
+    q, k = (torch.randn(1, setup.size(8192, 64), heads, 64, device=setup.device) for heads in (8, 2))
+    started = start_scatter([q, k], ["q", "kv"], split_heads(8, 2, 1), dist.group.WORLD, overlapped=True)
+    expected = torch.cat([q, k], 2).transpose(0, 1).flatten(2)
+    return f"{q.nbytes + k.nbytes:,} bytes", OK if torch.equal(started.wait(), expected) else WRONG
+
+
+def _to_oneself(setup: Setup) -> tuple[str, str]:
+    sent = [torch.randn(setup.size(1 << 20, 100), device=setup.device) for _ in range(2)]
+    received = [torch.full_like(x, torch.nan) for x in sent]
+    messages = [[P2PMessage(x, 0, tag) for tag, x in enumerate(xs)] for xs in (sent, received)]
+    # gloo connects no rank to itself.
+    with contextlib.nullcontext() if setup.on_gpu else LateTransport(setup.device).installed():
+        wait_for(post(*messages, dist.group.WORLD))
+    return "two messages", OK if all(map(torch.equal, received, sent)) else WRONG
+
+
+def _together(setup: Setup) -> tuple[str, str]:
+    group = dist.group.WORLD
+    xs = [torch.full((1 << 16,), 3.0, device=device) for device in (setup.device, "cpu") for _ in range(2)]
+    works = [dist.all_reduce(x, group=group, async_op=True) for x in xs]
+    rows = gather_numbers([5, 7], group, torch.device("cpu"))
+    for work in works:
+        work.wait()
+    right = rows == [[5, 7]] and all(bool((x == 3).all()) for x in xs)
+    return f"{len(xs)} all-reduces and a gather", OK if right else WRONG
