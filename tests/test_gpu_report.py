@@ -132,8 +132,8 @@ def test_a_table_is_measured_and_read_again(tmp_path: Path, monkeypatch: pytest.
     assert table.write(tmp_path / "mine.toml", rows, "this machine") == 2
     found = longspan.kernel_table(tmp_path / "mine.toml").rows[:2]
     assert [(row.what, row.dtype, row.device, row.head_dim) for row in found] == [
-        ("mod", "float32", "cpu", 16),
-        ("causal", "float32", "cpu", 16),
+        (("mod",), ("float32",), "cpu", 16),
+        (("causal",), ("float32",), "cpu", 16),
     ]
     assert found[0].kernels == ("tiled",) and set(found[1].kernels) == {"sdpa", "tiled"}
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,17 @@ from torch import Tensor
 import longspan
 from longspan.attn import prepare
 from longspan.attn.kernels import choice as kernels
-from longspan.attn.kernels import cudnn, flex
+from longspan.attn.kernels import cudnn, flash, flex
 from longspan.attn.kernels import tiled as tiles
-from longspan.attn.kernels.base import KernelRequest
+from longspan.attn.kernels.base import BlockKernel, KernelRequest
 from longspan.attn.mask import Mask
+from longspan.attn.methods import self_check
 from longspan.attn.score import Scores
 from longspan.bench.meters import count_sent
 from longspan.core.errors import LongspanError
 from tests.attention import CASES, FEW, HARD, check_all, compare, one_device, sharding
 from tests.choose import confirming
+from tests.flash_emulated import emulated
 from tests.flexing import differentiable_flex
 from tests.oracle import Case, errors, make, options
 from tests.pool import RankPool
@@ -39,7 +43,7 @@ EXPLAINED = [
     ({"window": 3}, "sdpa: "),
     (
         {"window": 257, "n": 300},
-        "tiled: tiles through torch's flash attention for CPU, in fp32; by row 6 of longspan's table: what window -> ",
+        "tiled: tiles through torch's flash attention for CPU, in fp32; by row 7 of longspan's table: what window -> ",
     ),
     ({"chunk_size": 3}, "sdpa: "),
     ({"softcap": 3.0}, "tiled: sdpa cannot do softcap; tiles of 256 x 1024 as matrix products, because of the softcap"),
@@ -84,7 +88,7 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
             longspan.attention(*_qkv(), one_device(), prefix=2)
     assert [record.message for record in caplog.records] == [
         "attention kernel tiled: sdpa cannot do prefix; tiles through torch's flash attention for CPU, in fp32; by row "
-        "7 of longspan's table: everything -> sdpa, tiled"
+        "8 of longspan's table: everything -> sdpa, tiled"
     ]
 
 
@@ -99,15 +103,25 @@ def _on_a_gpu(
 
 LONG, DOCUMENTS = Mask(window=300), Mask(segments=(((0, 3), (3, 8)),))
 ON_A_GPU = [
-    ({}, "sdpa"),
-    ({"mask": Mask(causal=False)}, "sdpa"),
-    ({"ring": 2}, "flash"),
+    ({}, "cudnn"),
+    ({"mask": Mask(causal=False), "dtype": torch.float16}, "cudnn"),
+    ({"ring": 2}, "cudnn"),
+    ({"lse": True, "capability": (10, 0)}, "cudnn"),
+    ({"scores": Scores(sinks=torch.zeros(4))}, "cudnn"),
+    ({"capability": (8, 0)}, "sdpa"),
+    ({"capability": (8, 0), "lse": True}, "flash"),
+    ({"capability": (12, 0), "ring": 2}, "flash"),
+    ({"head_dims": (192, 192)}, "sdpa"),
+    ({"head_dims": (192, 128), "ring": 2}, "flash"),
+    ({"head_dims": (100, 100), "ring": 2}, "flash"),
+    ({"dtype": torch.float32}, "sdpa"),
+    ({"failed": frozenset({"cudnn"})}, "sdpa"),
+    ({"failed": frozenset({"cudnn"}), "lse": True}, "flash"),
     ({"mask": Mask(window=3)}, "flash"),
     ({"mask": LONG, "ring": 2}, "flash"),
     ({"mask": DOCUMENTS}, "flash"),
     ({"mask": DOCUMENTS, "ring": 2}, "flash"),
     ({"mask": Mask(prefix=3)}, "flash"),
-    ({"scores": Scores(sinks=torch.zeros(4))}, "flash"),
     ({"scores": Scores(softcap=3.0)}, "flex"),
     ({"scores": Scores(alibi=torch.ones(4)), "ring": 2}, "flex"),
     ({"mask": Mask(mask_mod=lambda b, h, q, kv: q >= kv)}, "flex"),
@@ -124,13 +138,37 @@ def test_the_choice_on_a_gpu(monkeypatch: pytest.MonkeyPatch, need: dict[str, An
     assert _on_a_gpu(monkeypatch, **need).name == name
 
 
+@pytest.mark.parametrize(
+    ("capability", "installed", "name"),
+    [
+        ((9, 0), ["FA3", "FA4"], "flash3"),
+        ((9, 0), ["FA4"], "flash4"),
+        ((9, 0), [], "flash"),
+        ((8, 0), ["FA3"], "flash"),
+    ],
+)
+@pytest.mark.parametrize("need", [{"mask": LONG}, {"mask": Mask(window=3), "ring": 2}, {"mask": DOCUMENTS}])
+def test_windows_and_documents_use_installed_flash(
+    monkeypatch: pytest.MonkeyPatch, need: Any, capability: tuple[int, int], installed: list[str], name: str
+) -> None:
+    monkeypatch.setattr(flash, "missing_flash", lambda of, device: None if of in installed else f"{of} is missing")
+    assert _on_a_gpu(monkeypatch, capability=capability, **need).name == name
+
+
 def test_the_choice_on_a_gpu_names_what_was_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(_on_a_gpu(monkeypatch, mask=LONG, dtype=torch.float32)) == (
         "tiled: flash needs fp16 or bf16, these tensors are float32; tiles of 256 x 1024 as matrix products: torch's "
-        "flash attention for GPUs does not take float32 with head_dim 64; by row 4 of longspan's table: device cuda, "
+        "flash attention for GPUs does not take float32 with head_dim 64; by row 5 of longspan's table: device cuda, "
         "what window -> flash, tiled"
     )
-    assert "sdpa returns no log-sum-exp, which a ring of 2 needs to" in str(_on_a_gpu(monkeypatch, ring=2))
+    older = str(_on_a_gpu(monkeypatch, ring=2, capability=(8, 0)))
+    assert "sdpa returns no log-sum-exp, which a ring of 2 needs to" in older
+    assert str(_on_a_gpu(monkeypatch, ring=2)) == (
+        "cudnn: cuDNN's attention, tile by tile; by row 2 of longspan's table: device cuda, capability 9.0 or 10.0, "
+        "what causal or full, dtype bfloat16 or float16, head_dim 128 -> cudnn, sdpa, flash, tiled"
+    )
+    failed = str(_on_a_gpu(monkeypatch, ring=2, failed=frozenset({"cudnn"})))
+    assert failed.startswith("flash: cudnn does not work on every rank; sdpa returns no log-sum-exp")
 
 
 REFUSED_ON_A_GPU = [
@@ -189,9 +227,9 @@ def test_a_custom_table_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     for other in (
         {"capability": (8, 0)},
-        {"mask": Mask(causal=False)},
-        {"dtype": torch.float16},
-        {"head_dims": (72, 72)},
+        {"mask": Mask(causal=False), "capability": (8, 0)},
+        {"dtype": torch.float32},
+        {"head_dims": (72, 72), "dtype": torch.float32},
     ):
         assert _on_a_gpu(monkeypatch, table, **other).name == "sdpa", other
     assert str(longspan.explain_kernel(*_qkv(), one_device(), kernel=table)).startswith("sdpa: ")
@@ -204,7 +242,9 @@ BAD_TABLES = [
     ("[[row]]\nwhat = 'causal'", r"row 1: kernels=None must be a list of names"),
     ("[[row]]\nkernels = ['tiled']\n[[row]]\nkernels = ['flashy']", "row 2: kernels=.* 'flashy' is none of them"),
     ("[[row]]\nkernels = ['tiled']\nwhat = 'sinks'", "what='sinks' must be one of mod, window, .*"),
+    ("[[row]]\nkernels = ['tiled']\nwhat = ['causal', 'sinks']", "must be one of mod, window, .*, or a list of them"),
     ("[[row]]\nkernels = ['tiled']\ncapability = 9", 'capability=9 must be .*, such as "9.0"'),
+    ("[[row]]\nkernels = ['tiled']\ncapability = ['9.0', 10.0, '9']", "capability=.* must be .*, or a list of them"),
     ("[[row]]\nkernels = ['tiled']\nheads = 9", "row 1 has heads; a row may have kernels, device"),
     ("[[row]]\nkernels = ['tiled']\nhead_dim = 0", "head_dim=0 must be at least 1"),
     ("[[row]\n", "is not TOML"),
@@ -216,6 +256,114 @@ def test_an_invalid_table_is_refused(tmp_path: Path, text: str, message: str) ->
     (tmp_path / "mine.toml").write_text(text)
     with pytest.raises(LongspanError, match=f"mine.toml.*{message}"):
         longspan.kernel_table(tmp_path / "mine.toml")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The check before a kernel's first use.
+
+
+class _Untrusted(BlockKernel):
+    """Tiles with one fault, on some ranks."""
+
+    name, self_check = "untrusted", True
+
+    def __init__(self, fault: str, ranks: tuple[int, ...] = (0,)) -> None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.fault, self.calls = fault if rank in ranks else "", 0
+
+    def refuses(self, request: KernelRequest) -> str | None:
+        return "untrusted is not installed; install it" if self.fault == "missing" else None
+
+    def describe(self, request: KernelRequest) -> str:
+        return "tiles"
+
+    def prepare(self, blocks: Any) -> Any:
+        return tiles.TILED.prepare(blocks)
+
+    def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        out, lse = tiles.TILED.forward(*args)
+        if self.fault == "raises":
+            raise RuntimeError("no execution plan\nmore")
+        if self.fault == "one row":
+            out[1, 2, 77] *= 1.5
+        return out, lse + (self.fault == "log-sum-exp")
+
+    def backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = tiles.TILED.backward(*args)
+        return dq, dk * (1 - (self.fault == "dk")), dv + (torch.nan if self.fault == "NaN" else 0)
+
+
+@pytest.fixture
+def untrusted_table(tmp_path: Path) -> Iterator[longspan.KernelTable]:
+    kernels.REGISTRY["untrusted"] = _Untrusted("")
+    (tmp_path / "mine.toml").write_text('[[row]]\nkernels = ["untrusted", "tiled"]\n')
+    yield longspan.kernel_table(tmp_path / "mine.toml")
+    del kernels.REGISTRY["untrusted"]
+
+
+def _with_a_fault(table: Any, fault: str, sp: Any = None, ranks: tuple[int, ...] = (0,)) -> Any:
+    """Return output, names of the kernels of two attentions, and the warnings of both."""
+    kernels.REGISTRY["untrusted"] = made = _Untrusted(fault, ranks)
+    sp = sp or one_device()
+    q, k, v = (x.to(torch.bfloat16) for x in _qkv(8 // sp.size))
+    with warnings.catch_warnings(record=True) as caught, count_sent() as log:
+        warnings.simplefilter("always")
+        before = longspan.explain_kernel(q, k, v, sp, kernel=table).name
+        assert made.calls == 0 and not log
+        outs = [longspan.attention(q, k, v, sp, kernel=table, scale=scale) for scale in (None, 1.0)]
+        checked = made.calls
+        longspan.attention(q, k, v, sp, kernel=table)
+        assert made.calls - checked <= sp.size  # the blocks of an attention: nothing is checked again
+        after = longspan.explain_kernel(q, k, v, sp, kernel=table)
+    return outs[0], before, after, [str(w.message) for w in caught], [entry.op for entry in log]
+
+
+def test_a_kernel_that_computes_what_fp32_does_is_used(untrusted_table: Any) -> None:
+    _, before, after, warned, _ = _with_a_fault(untrusted_table, "")
+    assert (before, after.name, warned) == ("untrusted", "untrusted", [])
+
+
+@pytest.mark.parametrize("fault", ["one row", "log-sum-exp", "dk", "NaN", "raises"])
+def test_a_kernel_that_fails_its_check_is_passed_over_with_one_warning(untrusted_table: Any, fault: str) -> None:
+    _, before, after, warned, _ = _with_a_fault(untrusted_table, fault)
+    assert before == "untrusted" and len(warned) == 1
+    assert re.search("'untrusted' fails its check on cpu for bfloat16 with head_dim 8: ", warned[0])
+    assert ("RuntimeError: no execution plan; the next" in warned[0]) == (fault == "raises")
+    assert str(after).startswith("tiled: untrusted does not work on every rank; tiles through")
+
+
+def _in_a_world(path: Path, fault: str) -> Any:
+    kernels.REGISTRY["untrusted"] = _Untrusted("")
+    try:
+        sp = sharding(dist.get_world_size())
+        return _with_a_fault(longspan.kernel_table(path), fault, sp, ranks=(1,))[1:]
+    finally:
+        del kernels.REGISTRY["untrusted"]
+
+
+@pytest.mark.parametrize("fault", ["", "missing", "dk", "raises"])
+def test_ranks_agree_on_a_kernel_that_works_everywhere(
+    pool2: RankPool, untrusted_table: Any, tmp_path: Path, fault: str
+) -> None:
+    for rank, (before, after, warned, sent) in enumerate(pool2.run(_in_a_world, tmp_path / "mine.toml", fault)):
+        assert before == ("tiled" if rank == 1 and fault == "missing" else "untrusted")
+        assert after.name == ("tiled" if fault else "untrusted")
+        assert len(warned) == (rank == 1 and fault not in ("", "missing"))
+        # One gather when all ranks choose the same, else a second one; later attentions gather nothing.
+        assert sent.count("all_gather") == (2 if fault else 1)
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash3"])
+def test_kernels_of_gpus_pass_their_check(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(cudnn, "_cudnn", _cudnn)
+    monkeypatch.setattr(cudnn, "_cudnn_backward", _cudnn_backward)
+    monkeypatch.setattr(cudnn, "_unfit", lambda need: None)
+    monkeypatch.setattr(tiles, "for_device", lambda *xs: list(xs))
+    monkeypatch.setattr(flash, "missing_flash", lambda *_: None)
+    monkeypatch.setattr(flash, "activate_flash", lambda _: None)
+    with emulated():
+        assert self_check._passes(kernels.REGISTRY[name], torch.device("cpu"), torch.bfloat16, (64, 64))
 
 
 FLEX = [name for name in HARD if "cross" not in name]
@@ -240,7 +388,7 @@ def _flex_errors(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flex, "_flex_attention", differentiable_flex)
         patch.setattr(flex, "BLOCK", 4)  # so that these short sequences have full blocks
-        patch.setattr(prepare, "choose_kernel", lambda *_: (flex.FLEX, kernels.Choice("flex", "for this test")))
+        patch.setattr(prepare, "choose_checked", lambda *_, **__: (flex.FLEX, kernels.Choice("flex", "for this test")))
         return {name: compare(HARD[name], sp) for name in names}
 
 

@@ -18,7 +18,6 @@ from longspan.attn.kernels.choice import (
     EAGER,
     AnyKernel,
     Choice,
-    choose_kernel,
     log_choice,
     refuse_learnt_biases,
     returns_lse,
@@ -29,6 +28,7 @@ from longspan.attn.methods.chunked import ChunkedUlysses, HeadChunk
 from longspan.attn.methods.local import LocalAttention
 from longspan.attn.methods.reference import ReferenceRing
 from longspan.attn.methods.ring import Ring
+from longspan.attn.methods.self_check import choose_checked
 from longspan.attn.methods.ulysses import Ulysses
 from longspan.attn.score import ScoreKind, Scores
 from longspan.attn.shapes import Shapes
@@ -121,7 +121,8 @@ def prepare(
     recompute_all_to_all: bool = False,
     head_chunks: int = 1,
 ) -> AttentionPlan:
-    """Make the plan of one attention. Nothing is computed or sent, and every rank raises the same.
+    """Make the plan of one attention. Every rank raises the same, and nothing is sent or computed but the check of a
+    kernel before its first use (`methods/self_check.py`).
 
     Args:
         shapes: of the local tensors.
@@ -140,7 +141,7 @@ def prepare(
     check_attention(shapes, sp, mask, scores, lengths)
     recompute_all_to_all = recompute_all_to_all or head_chunks != 1
     chosen, choice, overlap_chunks = choose_kernel_and_overlap(
-        shapes, sp, mask, scores, lengths, kernel, needs_lse=recompute_all_to_all
+        shapes, sp, mask, scores, lengths, kernel, needs_lse=recompute_all_to_all, check=True
     )
     if not torch.compiler.is_compiling():
         log_choice(choice)
@@ -207,10 +208,12 @@ def choose_kernel_and_overlap(
     kernel: AnyKernel,
     *,
     needs_lse: bool,
+    check: bool = False,
 ) -> tuple[Kernel, Choice, int]:
     """Return the kernel, why it was chosen, and in how many chunks all-to-alls overlap with attention (1: they do not).
 
     With `overlap_chunks="auto"` they overlap only if a kernel that returns the log-sum-exp can compute this attention.
+    With `check` a kernel is checked before its first use (`choose_checked`).
     """
     request = KernelRequest(
         mask.limited_to(max(lengths)),
@@ -226,10 +229,11 @@ def choose_kernel_and_overlap(
     overlap_chunks = _overlap_chunks(shapes, sp)
     if overlap_chunks > 1 and not needs_lse and sp.overlap_chunks == "auto":
         try:
-            return *choose_kernel(kernel, replace(request, lse=True)), overlap_chunks
+            return *choose_checked(kernel, replace(request, lse=True), sp, run=check), overlap_chunks
         except LongspanError:  # any other reason is raised below
             overlap_chunks = 1
-    return *choose_kernel(kernel, replace(request, lse=needs_lse or overlap_chunks > 1)), overlap_chunks
+    request = replace(request, lse=needs_lse or overlap_chunks > 1)
+    return *choose_checked(kernel, request, sp, run=check), overlap_chunks
 
 
 def _overlap_chunks(shapes: Shapes, sp: SequenceSharding) -> int:

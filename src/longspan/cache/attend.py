@@ -36,7 +36,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longspan.attn.kernels.base import BlockKernel, Blocks, KernelRequest, SoftmaxAccumulator
-from longspan.attn.kernels.choice import AnyKernel, Choice, choose_kernel, returns_lse
+from longspan.attn.kernels.choice import AnyKernel, Choice, returns_lse
+from longspan.attn.methods.self_check import choose_checked
 from longspan.comm.all_to_all import gather_heads, scatter_heads
 from longspan.compat.torch_api import gather_into
 from longspan.core.errors import LongspanError
@@ -195,7 +196,7 @@ def _prepare(
     mask = mask.limited_to(step.kv_placement.length)
     dims = q.shape[3], v.shape[3]
     request = KernelRequest(mask, scores, q.device, False, max(2, sp.ring_size), False, q.dtype, dims, lse=True)
-    chosen, choice = choose_kernel(kernel, request)
+    chosen, choice = choose_checked(kernel, request, sp)
     if not returns_lse(chosen):
         raise LongspanError(
             f"the kernel {chosen.name} returns no log-sum-exp, which a cache needs to merge partial outputs; "

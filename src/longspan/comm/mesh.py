@@ -184,6 +184,7 @@ class SequenceSharding:
         check_flag("kv_replication", kv_replication)
         self.mesh = mesh
         self.plans: OrderedDict[Any, Any] = OrderedDict()  # the last few of `longspan.attention`
+        self.failed_kernels: dict[Any, frozenset[str]] = {}  # by kind of attention (`attn/methods/self_check.py`)
         self.kv_replication = kv_replication
         self.ring_impl = ring_impl
         self.overlap_chunks = overlap_chunks

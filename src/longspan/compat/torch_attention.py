@@ -115,6 +115,14 @@ def activate_flash(implementation: str) -> None:
         torch.nn.attention.activate_flash_attention_impl(implementation)
 
 
+def restore_flash(implementation: str | None) -> None:
+    """Undo `activate_flash`: make the earlier result of `active_flash` the implementation again."""
+    if active_flash() != implementation:
+        torch.nn.attention.restore_flash_attention_impl()
+        if implementation is not None:
+            activate_flash(implementation)
+
+
 def flex() -> Any:
     """Return the module `torch.nn.attention.flex_attention`.
 

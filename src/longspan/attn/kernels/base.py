@@ -41,6 +41,7 @@ class KernelRequest:
         dtype: of q, k and v.
         head_dims: of q and k, and of v.
         lse: whether the log-sum-exp is needed even without a ring, because the method saves it.
+        failed: names of kernels that "auto" passes over: they do not work on every rank (`methods/self_check.py`).
     """
 
     mask: Mask
@@ -52,6 +53,7 @@ class KernelRequest:
     dtype: torch.dtype = torch.float32
     head_dims: tuple[int, int] = (64, 64)
     lse: bool = False
+    failed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -343,7 +345,12 @@ class BlockKernel(Kernel, Protocol):
     """A kernel that returns a log-sum-exp, for one device and for every block of a ring.
 
     To write one, inherit from this and define `name`, `refuses`, `describe`, `prepare`, `forward` and `backward`.
+
+    Attributes:
+        self_check: whether "auto" compares the kernel with fp32 before its first use on a device.
     """
+
+    self_check: bool = False
 
     def prepare(self, blocks: Blocks) -> Sequence[Any]:
         """Return what `forward` and `backward` need for each KV block, on the device; called once per batch.

@@ -72,7 +72,7 @@ def choose_kernel(kernel: AnyKernel, request: KernelRequest) -> tuple[Kernel, Ch
         raise LongspanError(
             f"kernel={kernel!r} is unknown; choose {', '.join(('auto', *REGISTRY))}, or pass a callable"
         )
-    if isinstance(kernel, KernelTable) or (isinstance(kernel, str) and kernel == "auto"):
+    if chosen_by_table(kernel):
         chosen, choice = _choose_by_table(request, table_of(kernel))
     else:
         chosen, choice = _check_requested(as_kernel(kernel), request)
@@ -159,7 +159,23 @@ def _why_not(kernel: Kernel, request: KernelRequest) -> str | None:
         refusal = kernel.refuses(request)
     except LongspanError as error:  # a package that is not installed
         refusal = str(error)
-    return None if refusal is None else refusal.split(";")[0].replace(f"kernel={kernel.name!r}", kernel.name)
+    if refusal is not None:
+        return refusal.split(";")[0].replace(f"kernel={kernel.name!r}", kernel.name)
+    if kernel.name in request.failed:
+        return f"{kernel.name} does not work on every rank"
+    if is_checked(kernel) and torch.compiler.is_compiling():
+        return f"{kernel.name} cannot be checked by a compiler"
+    return None
+
+
+def is_checked(kernel: Kernel) -> bool:
+    """Whether "auto" compares a kernel with fp32 before its first use on a device (`methods/self_check.py`)."""
+    return getattr(kernel, "self_check", False)
+
+
+def chosen_by_table(kernel: AnyKernel) -> bool:
+    """Whether a table chooses the kernel: a custom one, or longspan's for "auto"."""
+    return isinstance(kernel, KernelTable) or (isinstance(kernel, str) and kernel == "auto")
 
 
 def table_of(kernel: AnyKernel) -> KernelTable:

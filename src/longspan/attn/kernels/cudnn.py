@@ -1,7 +1,6 @@
 """Kernel "cudnn": cuDNN's attention with its log-sum-exp, tile by tile, for masks without windows.
 
-Each document is a separate call, so it is for long sequences, causal or not. "auto" uses it only if a table says so
-(`table.toml`).
+Each document is a separate call, so it is for long sequences, causal or not.
 
 Shape suffixes: B batch, H query heads, K KV heads, Q queries, T keys, D head_dim.
 """
@@ -24,6 +23,7 @@ class CudnnKernel(TiledKernel):
     """Masks whose tiles are full or triangles; masked tiles of a custom mask go to "tiled"."""
 
     name = "cudnn"
+    self_check = True
 
     def refuses(self, request: KernelRequest) -> str | None:
         unable = unlike_flash(request) + ["window"] * (request.mask.window is not None)

@@ -63,6 +63,7 @@ class FlashKernel(AddingKernel):
 
     def __init__(self, name: str = "flash", implementation: str | None = None) -> None:
         self.name, self.implementation = name, implementation
+        self.self_check = implementation is not None
 
     def refuses(self, request: KernelRequest) -> str | None:
         unable = unlike_flash(request)

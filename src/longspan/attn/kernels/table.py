@@ -49,26 +49,26 @@ class TableRow:
         summary: the row as one line, formatted when it is read: a compiler that traces a choice cannot format.
         kernels: names in order.
         device: type of the device.
-        capability: of a GPU, such as "9.0".
-        what: one of `WHAT`.
-        dtype: one of `DTYPES`.
+        capability: of GPUs, such as "9.0".
+        what: some of `WHAT`.
+        dtype: some of `DTYPES`.
         head_dim: largest head_dim.
     """
 
     summary: str
     kernels: tuple[str, ...]
     device: str | None = None
-    capability: str | None = None
-    what: str | None = None
-    dtype: str | None = None
+    capability: tuple[str, ...] | None = None
+    what: tuple[str, ...] | None = None
+    dtype: tuple[str, ...] | None = None
     head_dim: int | None = None
 
     def matches(self, request: KernelRequest) -> bool:
         return (
             self.device in (None, request.device.type)
-            and self.capability in (None, capability_of(request.device))
-            and self.what in (None, what_of(request))
-            and self.dtype in (None, str(request.dtype).removeprefix("torch."))
+            and (self.capability is None or capability_of(request.device) in self.capability)
+            and (self.what is None or what_of(request) in self.what)
+            and (self.dtype is None or str(request.dtype).removeprefix("torch.") in self.dtype)
             and (self.head_dim is None or max(request.head_dims) <= self.head_dim)
         )
 
@@ -90,10 +90,8 @@ class KernelTable:
         return next(row for row in self.rows if row.matches(request))
 
     def rows_of(self, device: torch.device) -> str:
-        """Format the rows for a device; they may differ between ranks with different GPUs."""
-        capability = capability_of(device)
-        rows = (r for r in self.rows if r.device in (None, device.type) and r.capability in (None, capability))
-        return "; ".join(row.summary for row in rows)
+        """Format the rows for a type of device, of any compute capability."""
+        return "; ".join(row.summary for row in self.rows if row.device in (None, device.type))
 
 
 def read_rows(name: str, path: Path, known: Collection[str] | None) -> tuple[TableRow, ...]:
@@ -122,20 +120,26 @@ def _row(toml: Toml, number: int, values: dict[str, Any], known: Collection[str]
         raise wrong("kernels", 'a list of names, such as ["flash", "tiled"]')
     if known is not None and (unknown := [kernel for kernel in kernels if kernel not in known]):
         raise wrong("kernels", f"of {', '.join(known)}; {unknown[0]!r} is none of them")
+    several: dict[str, Any] = {k: _as_tuple(values[k]) for k in ("capability", "what", "dtype") if k in values}
     for key, allowed in (("what", WHAT), ("dtype", DTYPES)):
-        if key in values and values[key] not in allowed:
-            raise wrong(key, f"one of {', '.join(allowed)}")
+        if not all(value in allowed for value in several.get(key, ())):
+            raise wrong(key, f"one of {', '.join(allowed)}, or a list of them")
     if "device" in values and not isinstance(values["device"], str):
         raise wrong("device", 'a type of device, such as "cuda"')
-    if "capability" in values and not re.fullmatch(r"\d+\.\d+", str(values["capability"])):
-        raise wrong("capability", 'a compute capability in quotes, such as "9.0"')
+    if not all(re.fullmatch(r"\d+\.\d+", str(value)) for value in several.get("capability", ())):
+        raise wrong("capability", 'a compute capability in quotes, such as "9.0", or a list of them')
     dim = values.get("head_dim")
     if "head_dim" in values and (isinstance(dim, bool) or not isinstance(dim, int) or dim < 1):
         raise wrong("head_dim", "at least 1")
     source = f"row {number} of {'longspan' if known is None else toml.path.name}'s table"
-    keys = ", ".join(f"{name} {values[name]}" for name in names if name != "kernels" and name in values)
-    summary = f"{source}: {keys or 'everything'} -> {', '.join(kernels)}"
-    return TableRow(summary, **{**values, "kernels": tuple(kernels)})
+    keys = [name for name in names if name != "kernels" and name in values]
+    formatted = ", ".join(f"{name} {' or '.join(map(str, _as_tuple(values[name])))}" for name in keys)
+    summary = f"{source}: {formatted or 'everything'} -> {', '.join(kernels)}"
+    return TableRow(summary, **{**values, **several, "kernels": tuple(kernels)})
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list) else (value,)
 
 
 DEFAULT = KernelTable("longspan's", read_rows("longspan's table", Path(__file__).with_name("table.toml"), None))

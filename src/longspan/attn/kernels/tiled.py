@@ -148,7 +148,7 @@ class TiledKernel(AddingKernel):
         """Return the output [B, H, Q, V] and log-sum-exp [B, H, Q] over one tile's keys."""
         flash = _flash_of(q, v.shape[3], how.softcap, how.bias)
         if flash is None:
-            return _materialized(q, k, v, how)
+            return attend_materialized(q, k, v, how)
         causal = how.kind == "causal"
         if flash == "cuda":
             out, lse, *_ = _flash_cuda(q, k, v, 0.0, causal, False, scale=how.scale)
@@ -164,7 +164,7 @@ class TiledKernel(AddingKernel):
         """Return dq, dk and dv of one tile, from the whole row's output and log-sum-exp."""
         flash = _flash_of(inputs.q, v.shape[3], how.softcap, how.bias)
         if flash is None:
-            return _materialized_backward(inputs, k, v, how)
+            return attend_materialized_backward(inputs, k, v, how)
         q, out, grad, lse, causal = inputs.q, inputs.out, inputs.grad, inputs.lse, how.kind == "causal"
         if flash == "cpu":
             dq, dk, dv = _flash_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, attn_mask=how.bias, scale=how.scale)
@@ -295,7 +295,8 @@ def _by_q_head(x: Tensor, group: int) -> Tensor:
     return heads
 
 
-def _materialized(q: Tensor, k: Tensor, v: Tensor, how: TileScores) -> tuple[Tensor, Tensor]:
+def attend_materialized(q: Tensor, k: Tensor, v: Tensor, how: TileScores) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp by the formula, in fp32 at least."""
     q, k, v = _wide(q, k, v)
     x, _ = _scores(q, k, how)
     lse = torch.logsumexp(x, -1)
@@ -303,7 +304,7 @@ def _materialized(q: Tensor, k: Tensor, v: Tensor, how: TileScores) -> tuple[Ten
     return _by_q_head(torch.matmul(_by_kv_head(p, k), v), q.shape[1] // k.shape[1]), lse
 
 
-def _materialized_backward(
+def attend_materialized_backward(
     inputs: BackwardInputs, k: Tensor, v: Tensor, how: TileScores
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute dS = P * (dO V^T - rowsum(dO * O)), then its gradient through the softcap, then dQ and dK."""
