@@ -82,6 +82,8 @@ class Scores:
 
     def of_heads(self, start: int, stop: int) -> Scores:
         """Return the scores of query heads [start, stop) of these."""
+        if start == 0 and self.sinks is None and self.alibi is None:
+            return self
         sinks = None if self.sinks is None else self.sinks[start:stop]
         alibi = None if self.alibi is None else self.alibi[start:stop]
         return replace(self, sinks=sinks, alibi=alibi, first_head=self.first_head + start)

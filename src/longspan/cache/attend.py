@@ -63,6 +63,7 @@ class CacheStep:
         sharded: whether the new tokens are sharded; else every rank computes all of them.
         local_spans: the tokens that this ring rank stores, as spans of the block's tokens (sharded) or of the new ones.
         kernels: prepared kernels, by kind of layer.
+        masks: of the new tokens, by what a layer requests.
         stored_layers: layers whose new keys and values are in the cache.
     """
 
@@ -72,6 +73,7 @@ class CacheStep:
     sharded: bool
     local_spans: tuple[Span, ...]
     kernels: dict[Any, _Prepared] = field(default_factory=dict)
+    masks: dict[Any, Mask] = field(default_factory=dict)
     stored_layers: set[Any] = field(default_factory=set)
 
     @property

@@ -19,7 +19,6 @@ from longspan.hf.batch import SequenceInfo
 from longspan.hf.forward.kv_cache import CachedInfo
 from longspan.hf.forward.registry import NAME, LayerBinding
 from longspan.hf.forward.stage import ForwardCall, Stage
-from longspan.hf.pretrained import position_range
 from longspan.hf.support import HELP, attention_layers
 
 if TYPE_CHECKING:
@@ -134,13 +133,12 @@ def _check_counted(name: str, cache: str) -> Callable[..., None]:
     return hook
 
 
-def check_positions(model: PreTrainedModel, max_position: int) -> None:
-    """Raise for positions beyond the model's range.
+def check_positions(limit: int | None, max_position: int) -> None:
+    """Raise for positions beyond a model's range, which is `position_range(model.config)`.
 
     Raises:
         LongspanError: with the range and the fix.
     """
-    limit = position_range(model.config)
     if limit is not None and max_position >= limit:
         raise LongspanError(
             f"the batch has positions up to {max_position}, the model's range is {limit} (max_position_embeddings); "

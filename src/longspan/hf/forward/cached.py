@@ -21,6 +21,7 @@ from longspan.hf.forward.gathering import SelectedTokens
 from longspan.hf.forward.kv_cache import CachedInfo, KnownTokens
 from longspan.hf.forward.shard_batch import check_ids, tokens_of
 from longspan.hf.forward.stage import ForwardCall, ModelTraits, Stage
+from longspan.hf.pretrained import position_range
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,6 +44,7 @@ class CachedTokens(Stage):
         self.visible: VisibleKeys | None = None
         self.known: KnownTokens | None = None  # with the new tokens
         self.positions: Tensor | None = None  # of the new tokens, int64 [1 or rows, new]
+        self.position_range: tuple[int | None, ...] = ()  # of the config, read for the first tokens of a cache: slow
         self.max_position = 0  # in chunked prefill, that of the whole prompt
         self.info: CachedInfo | None = None
 
@@ -67,7 +69,9 @@ class CachedTokens(Stage):
         if is_on_cpu(batch):
             check_ids(call.model, batch, self.traits)
         self.max_position = max(largest, cache.announced - 1)
-        check_positions(call.model, self.max_position)
+        if not past or not self.position_range:
+            self.position_range = (position_range(call.model.config),)
+        check_positions(self.position_range[0], self.max_position)
 
     def _read(self, call: ForwardCall, past: int, new: int) -> int:
         """Read padding and positions, which waits for a GPU; return the largest position."""

@@ -162,7 +162,9 @@ def _with_cache(
             f"this model can be trained and scored, not generate: call it without a cache"
         )
     info.step.stored_layers.add(number)
-    mask = replace(_mask(request, info), q_start=info.step.past)
+    mask = info.step.masks.get(request)
+    if mask is None:
+        mask = info.step.masks[request] = replace(_mask(request, info), q_start=info.step.past)
     back = info.cache.rollback
     length = info.length if back is None else min(back, info.length)
     first = first_visible_token(length, request.window, request.chunk_size)

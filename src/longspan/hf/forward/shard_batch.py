@@ -14,6 +14,7 @@ from longspan.hf.batch import IGNORE, SequenceInfo, cut_batch, fill_padding
 from longspan.hf.forward.binding import check_positions
 from longspan.hf.forward.loss import problem_of
 from longspan.hf.forward.stage import ForwardCall, ModelTraits, Stage
+from longspan.hf.pretrained import position_range
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,7 +44,7 @@ class ShardBatch(Stage):
             call.inputs = dict(call.batch)
         else:
             call.inputs = self._shard(call.batch)
-        check_positions(call.model, call.info.max_position)
+        check_positions(position_range(call.model.config), call.info.max_position)
         call.tokens = tokens_of(call.inputs)
 
     def before(self, call: ForwardCall) -> None:
