@@ -24,10 +24,12 @@ from longspan.bench.meters import Sent, count_sent
 from longspan.core.errors import LongspanError
 from longspan.core.sections import make, replace
 from longspan.generate.config import GenerateConfig
+from longspan.generate.fit import _cached_job, choose_weights
 from longspan.generate.job import format_report, open_fitting_prompt
 from longspan.generate.rank import Generation
 from longspan.generate.score import ScoreConfig, open_text
 from longspan.generate.stream import Decoder, Progress, progress_line
+from longspan.hf.shapes import shape_of
 from longspan.plan.generation import check_fits, check_score_fits, peak_items, scoring_peak_items
 from longspan.plan.hardware import read_hardware
 from longspan.plan.job import Job, Mesh
@@ -83,7 +85,10 @@ def test_a_second_question_reuses_the_saved_cache(pool2: RankPool, tmp_path: Pat
     (tmp_path / "book.txt").write_text(book)
     where: dict[str, Any] = {"model": str(tmp_path / "hf"), "file": tmp_path / "book.txt"}
     config = make(GenerateConfig, **where, cache_dir=tmp_path / "kept", json=True, prefill_chunk=200)
-    for town, mesh, reused in (("Oslo", {"ulysses": 2}, 0), ("Paris", {"ring": 2, "fsdp": False}, len(book))):
+    for town, mesh, reused in (
+        ("Oslo", {"ulysses": 2, "weights": "sharded"}, 0),
+        ("Paris", {"ring": 2, "weights": "replicated"}, len(book)),
+    ):
         asked = replace(config, question=f"Who lives in {town}?", **mesh)  # type: ignore[arg-type]
         report = pool2.run(_generate, asked)[0]
         assert report["text"].strip() == re.findall(rf"{town}\? (.*)", book)[0]
@@ -108,7 +113,7 @@ def test_adapters_are_generated_scored_and_verified(
     options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": 259, "pad_token_id": 0}
     greedy = plain.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist()
     assert greedy != _plain(folder)
-    for mesh in ({"ulysses": 2}, {"ring": 2, "fsdp": False}):
+    for mesh in ({"ulysses": 2, "weights": "sharded"}, {"ring": 2, "weights": "replicated"}):
         assert pool2.run(_generate, _config(tmp_path, temperature=0.0, **mesh))[0]["ids"] == greedy
     assert cli.main(["score", "--model", str(tmp_path), "--text", PROMPT, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -141,7 +146,8 @@ def test_text_equals_one_process(
     sampled = _plain(folder, do_sample=True, temperature=0.7, top_k=9)
     drawn = {"temperature": 0.7, "top_k": 9}
     for mesh in (
-        {"ulysses": 2, "prefill_chunk": 50}, {"ring": 2, "fsdp": False, "cache_offload": "host"},
+        {"ulysses": 2, "weights": "sharded", "prefill_chunk": 50},
+        {"ring": 2, "weights": "replicated", "cache_offload": "host"},
         {"tensor": 2, "tensor_style": "megatron-sp", "prefill_chunk": 50},
     ):  # fmt: skip
         for rank, report in enumerate(pool2.run(_generate, _config(folder, temperature=0.0, **mesh))):
@@ -167,7 +173,9 @@ def _agreements(config: GenerateConfig) -> tuple[int, int, int]:
 
 
 def test_the_hosts_agree_once_in_many_tokens(folder: Path, pool2: RankPool) -> None:
-    for agreed, compared, new in pool2.run(_agreements, _config(folder, ulysses=2, fsdp=False, prefill_chunk=50)):
+    for agreed, compared, new in pool2.run(
+        _agreements, _config(folder, ulysses=2, weights="replicated", prefill_chunk=50)
+    ):
         assert new == NEW and 5 <= agreed == compared < NEW  # four chunks, the first token, and about once a second
 
 
@@ -235,7 +243,11 @@ def test_scores_equal_one_process(folder: Path, pool2: RankPool, tmp_path: Path)
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(folder).double()(ids).logits[0, :-1]
     expected = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-    for mesh, name in (({"ring": 2}, "a.npz"), ({"ulysses": 2, "fsdp": False}, "a.jsonl"), ({"ring": 2}, "a.parquet")):
+    for mesh, name in (
+        ({"ring": 2}, "a.npz"),
+        ({"ulysses": 2, "weights": "replicated"}, "a.jsonl"),
+        ({"ring": 2}, "a.parquet"),
+    ):
         out = tmp_path / name
         report = pool2.run(_score, make(ScoreConfig, model=str(folder), text=PROMPT, out=out, **mesh))[1]
         if out.suffix == ".npz":
@@ -341,11 +353,61 @@ def test_the_suggested_mesh_fits_and_smaller_ones_do_not() -> None:
     assert sum(items.values()) > hardware.memory_bytes
 
 
+def test_weights_are_replicated_where_they_fit_else_on_a_tensor_axis() -> None:
+    llama = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, dtype="bfloat16",
+    )  # fmt: skip
+
+    def chosen(gb: float, **more: Any) -> tuple[str, str, str | None]:
+        config, reason = choose_weights(make(GenerateConfig, model="x", rank_memory=gb, **more), llama, 8000)
+        return config.weights, config.parallel.flags, reason
+
+    assert chosen(40, ulysses=4) == ("replicated", "--ulysses 4", "replicated, as they fit: a token gathers none")
+    weights, mesh, reason = chosen(12, ulysses=4, ring=2)
+    assert (weights, mesh) == ("replicated", "--ring 2 --tensor 4")
+    assert reason is not None and re.fullmatch(
+        r"replicated with --ring 2 --tensor 4 instead of --ring 2 --ulysses 4, with --ring 2 --ulysses 4 they do not "
+        r"fit \(\d+\.\d\d of 12.00 GB per rank\): a token gathers none",
+        reason,
+    )
+    weights, mesh, reason = chosen(12, ring=4)
+    assert (weights, mesh) == ("sharded", "--ring 4")
+    assert reason is not None and reason.startswith("sharded, every token gathers them: replicated with --ring 4 they")
+    assert chosen(1, ulysses=4)[:2] == ("sharded", "--ulysses 4")
+    assert chosen(1, ulysses=4, weights="replicated") == ("replicated", "--ulysses 4", None)
+    assert chosen(40) == ("auto", "--ulysses 1", None)
+
+
+def test_the_chosen_tensor_axis_generates_the_same_text(folder: Path, pool2: RankPool) -> None:
+    config = _config(folder, ulysses=2, temperature=0.0)
+    model_config = AutoConfig.from_pretrained(folder)
+    hardware = read_hardware("cpu")
+    needed = [
+        sum(peak_items(shape_of(model_config), *_cached_job(each, model_config, 200), hardware, each.chunk).values())
+        for each in (replace(config, weights="replicated"), replace(config, weights="replicated", ulysses=1, tensor=2))
+    ]
+    config = replace(config, rank_memory=sum(needed) / 2e9)
+    assert open_fitting_prompt(config).flags.parallel.flags == "--tensor 2"
+    assert [report["ids"] for report in pool2.run(_generate, config)] == [_plain(folder)] * 2
+
+
 @pytest.mark.launcher
 def test_ctrl_c_ends_all_ranks_and_keeps_the_text(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "text.txt"
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": THREADS}
-    flags = [*_flags(folder)[:-1], "3000", "--temperature", "0", "--ring", "2", "--no-fsdp", "--out", str(out)]
+    flags = [
+        *_flags(folder)[:-1],
+        "3000",
+        "--temperature",
+        "0",
+        "--ring",
+        "2",
+        "--weights",
+        "replicated",
+        "--out",
+        str(out),
+    ]
     command = [sys.executable, "-m", "longspan", *flags]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=environment, start_new_session=True) as process:

@@ -38,9 +38,11 @@ class ModelFlags(RopeFlags, RankFlags):
     """How ranks share the work, and a KV cache: ring ranks by tokens, ulysses and tensor ranks by KV heads."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """dtype of weights and computing. auto: the one in the model's config."""
-    fsdp: bool = True
-    """Shard the weights over all ranks (FSDP2) and gather them layer by layer, for every chunk of the prompt and every
-    new token. Off: every rank holds all weights."""
+    weights: Literal["auto", "replicated", "sharded"] = "auto"
+    """replicated: every rank holds all weights, or its part of a tensor axis. sharded: over all ranks (FSDP2), gathered
+    layer by layer for every forward, which generate runs for every new token. auto: for generate, replicated where the
+    planner says that they fit; else with the Ulysses ranks as a tensor axis, if these fit; else sharded. For score,
+    sharded."""
     kernel: KernelName = "auto"
     """Local attention kernel."""
     json: bool = False
@@ -48,6 +50,10 @@ class ModelFlags(RopeFlags, RankFlags):
     rank_memory: float | None = None
     """GB that the planner assumes for a rank's weights, activations and cache. Default: the memory of its GPU, or its
     share of the machine's."""
+
+    @property
+    def fsdp(self) -> bool:
+        return self.weights != "replicated"
 
     def check(self) -> None:
         """Raise on invalid values, without reading any file.

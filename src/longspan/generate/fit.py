@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError
 from longspan.hf.memory_auto import hardware_of_ranks
+from longspan.hf.pretrained import is_adapter
 from longspan.hf.shapes import shape_of
 from longspan.plan.cost.memory import staged_bytes
 from longspan.plan.cost.offload import offloaded_bytes
-from longspan.plan.generation import check_fits, check_score_fits, peak_items
+from longspan.plan.cost.tensor import can_cut
+from longspan.plan.generation import check_fits, check_score_fits, does_not_fit, peak_items
 from longspan.plan.job import Job, Mesh
 from longspan.plan.layers.softmax import Softmax
 
@@ -43,6 +45,40 @@ def _cached_job(config: GenerateConfig, model_config: Any, tokens: int) -> tuple
 
 def _hardware(config: ModelFlags) -> Hardware:
     return hardware_of_ranks(config.rank_memory, config.nproc or config.parallel.ranks)
+
+
+def choose_weights(config: GenerateConfig, model_config: Any, tokens: int) -> tuple[GenerateConfig, str | None]:
+    """Decide `--weights auto` for a prompt of `tokens`: return the config, and the choice with its reason.
+
+    Replicated weights are not gathered for every token, and neither are those on a tensor axis.
+
+    Returns:
+        None as the reason if there is nothing to decide.
+    """
+    given = config.parallel
+    if config.weights != "auto" or given.ranks == 1:
+        return config, None
+    sharded = replace(config, weights="sharded")
+    try:
+        shape = shape_of(model_config)
+    except LongspanError as error:
+        return sharded, f"sharded, as the planner cannot read this model ({error})"
+    hardware, needed = _hardware(config), list[str]()
+    meshes = [given]
+    splits = all(can_cut(layer) for layer, _ in shape.layer_kinds) and not is_adapter(config.model)
+    if given.ulysses > 1 and given.tensor == 1 and splits:
+        meshes.append(replace(given, ulysses=1, tensor=given.ulysses))
+    for parallel in meshes:
+        chosen = replace(config, weights="replicated", parallel=parallel)
+        job, mesh = _cached_job(chosen, model_config, tokens + config.max_new_tokens)
+        job = replace(job, cache_offload=config.cache_offload)
+        problem = does_not_fit(shape, job, mesh, hardware, chosen.chunk)
+        if problem is None:
+            axis = "" if parallel is given else f" with {parallel.flags} instead of {given.flags}"
+            why = "as they fit" if parallel is given else needed[0]
+            return chosen, f"replicated{axis}, {why}: a token gathers none"
+        needed.append(f"with {parallel.flags} they do not fit ({problem})")
+    return sharded, f"sharded, every token gathers them: replicated {'; '.join(needed)}"
 
 
 def check_memory(config: GenerateConfig, model_config: Any, tokens: int) -> str:

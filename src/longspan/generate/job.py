@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from longspan.core.validation import check_processes
@@ -68,14 +69,16 @@ def open_fitting_prompt(config: GenerateConfig) -> Prompt:
     Raises:
         LongspanError: as `open_prompt` and `check_memory`.
     """
-    from longspan.generate.fit import check_memory
+    from longspan.generate.fit import check_memory, choose_weights
     from longspan.generate.prompt import open_prompt
 
     prompt = open_prompt(config)
+    config, reason = choose_weights(config, prompt.model_config, prompt.tokens)
     planned = check_memory(config, prompt.model_config, prompt.tokens)
     if launch.is_first_rank():
-        print(f"prompt: {prompt.tokens:,} tokens; {planned}", file=sys.stderr, flush=True)
-    return prompt
+        lines = [f"prompt: {prompt.tokens:,} tokens; {planned}", *([] if reason is None else [f"weights: {reason}"])]
+        print("\n".join(lines), file=sys.stderr, flush=True)
+    return replace(prompt, flags=config)
 
 
 def _generate_rank(config: GenerateConfig, prompt: Prompt | None) -> dict[str, Any]:

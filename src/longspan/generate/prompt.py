@@ -35,12 +35,14 @@ class Prompt:
     """A model's config and the tokens to run.
 
     Attributes:
+        flags: of the command, with what `--weights auto` has chosen.
         model_config: the Hugging Face config.
         ids: token ids, int64 [S].
         text_tokens: first tokens that do not depend on the question.
         key: name of their cache in `--cache-dir`; "" without it.
     """
 
+    flags: Any
     model_config: Any
     ids: NDArray[np.int64]
     text_tokens: int = 0
@@ -98,12 +100,12 @@ def open_prompt(config: GenerateConfig) -> Prompt:
     check_ids(config, model_config, ids)
     fit_positions(config, model_config, len(ids), config.max_new_tokens)
     if config.cache_dir is None:
-        return Prompt(model_config, ids)
+        return Prompt(config, model_config, ids)
     other = _encoded(config, tokenizer, text if config.question is None else f"{text.removesuffix(config.question)}?")
     length = min(len(ids) - 1, len(other))  # at least one token must be computed to generate the next one
     differs = np.flatnonzero(ids[:length] != other[:length])
     shared = int(differs[0]) if len(differs) else length
-    return Prompt(model_config, ids, shared, _cache_key(config, model_config, ids[:shared]))
+    return Prompt(config, model_config, ids, shared, _cache_key(config, model_config, ids[:shared]))
 
 
 def _cache_key(config: GenerateConfig, model_config: Any, ids: NDArray[np.int64]) -> str:

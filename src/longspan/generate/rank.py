@@ -40,6 +40,7 @@ class Generation:
     """The generation of one rank. `prompt` is None if each rank opens it.
 
     Attributes:
+        config: the flags, with what `--weights auto` has chosen.
         first: whether this rank writes.
         report: the results after the end; see docs/reference/json.md.
 
@@ -48,9 +49,10 @@ class Generation:
     """
 
     def __init__(self, config: GenerateConfig, heartbeat: Heartbeat, prompt: Prompt | None) -> None:
-        self.config, self._heartbeat = config, heartbeat
+        self._heartbeat = heartbeat
         self.report: dict[str, Any] | None = None
         self.prompt, self.sp, self.model = start(config, heartbeat, prompt, open_fitting_prompt)
+        self.config = config = self.prompt.flags
         self.first = self.sp.replica_rank == 0
         self._hosts = None if self.sp.world_group is None else host_group(self.sp)
         self._tokenizer = load_tokenizer(tokenizer_name(config))

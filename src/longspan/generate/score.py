@@ -116,7 +116,7 @@ def open_text(config: ScoreConfig) -> Prompt:
             f"{config.parallel.ranks} ranks of {config.parallel.flags}"
         )
     check_score_memory(config, model_config, len(ids))
-    return Prompt(model_config, ids)
+    return Prompt(config, model_config, ids)
 
 
 def _score_rank(config: ScoreConfig, opened: Prompt | None) -> dict[str, Any]:

@@ -38,6 +38,7 @@ def start(
     heartbeat.at("start", unlimited=True)
     with agreement.refusing_together(heartbeat.peers, alive=True):
         prompt = open_text(config) if opened is None else opened
+    config = prompt.flags
     facts = {
         **agreement.settings(config),
         **agreement.versions(),

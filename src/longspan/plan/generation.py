@@ -60,6 +60,18 @@ def check_fits(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, chun
     _check(model, asked, mesh, hardware, lambda j, m: peak_items(model, j, m, hardware, chunk), f" ({held})")
 
 
+def does_not_fit(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, chunk: int) -> str | None:
+    """Return why the prompt and its cache do not fit, in a few words; None if they do. Arguments as of `peak_items`."""
+    problem = refusal(model, replace(job, mode="decode"), mesh)
+    if problem is not None:
+        return problem
+    total = sum(peak_items(model, job, mesh, hardware, chunk).values())
+    if total > hardware.memory_bytes:
+        return f"{total / GB:.2f} of {hardware.memory_bytes / GB:.2f} GB per rank"
+    stored = offloaded_bytes(model, job, mesh, hardware)
+    return None if stored.fits(hardware) else f"{stored.host_node_bytes / GB:.2f} GB of host memory per node"
+
+
 def check_score_fits(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> None:
     """Raise if a text of `job.context` tokens to score does not fit.
 

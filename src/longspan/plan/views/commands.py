@@ -58,7 +58,7 @@ def _generate_command(plan: Plan) -> str | None:
     words += [f"--cache-offload {job.cache_offload}"] if job.cache_offload != "none" else []
     words += [] if job.cache_latent else ["--no-cache-latent"]
     words += [f"--prefill-chunk {job.prefill_chunk}"] if job.prefill_chunk is not None else []
-    words += [] if job.weight_sharding else ["--no-fsdp"]
+    words += [f"--weights {'sharded' if job.weight_sharding else 'replicated'}"] if mesh.gpus > 1 else []
     return _started(plan, "generate", [*words, *_rope_flags(plan)])
 
 
