@@ -21,6 +21,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, LONGEST, Memory
 from longspan.hf.memory_auto import hardware_of
 from longspan.hf.shapes import config_shape, shape_from_modules
+from longspan.memory import checkpointing
 from longspan.memory.normed_linear import NormedLinear
 from longspan.memory.offload.disk import DiskStore
 from longspan.memory.tiles import Tiled
@@ -204,6 +205,20 @@ def test_saved_attention_sends_nothing_twice(ring: int) -> None:
     plain = _sent(FASTEST, ring)
     assert _sent(Memory(checkpointing="save_attention"), ring) == plain
     assert sum(_sent(Memory(checkpointing="full"), ring).values()) > sum(plain.values())
+
+
+def test_saved_attention_stores_its_output_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    put: list[Tensor] = []
+    of = DiskStore.put
+    monkeypatch.setattr(checkpointing, "SMALL", 0)
+    monkeypatch.setattr(DiskStore, "put", lambda store, x: put.append(x) or of(store, x))
+    memory = Memory(checkpointing="save_attention", offload="disk")
+    model = longspan.parallelize(build("Llama"), ONE_DEVICE, memory=memory, kernel="tiled").train()
+    loss = model(**batch()).loss
+    heads, layers = model.config.num_attention_heads, model.config.num_hidden_layers
+    assert sum(x.dim() == 4 and x.shape[1] == heads for x in put) == 2 * layers  # queries and output
+    assert sum(x.dim() == 4 and x.shape[2] == heads for x in put) == 0
+    loss.backward()
 
 
 class _Calls:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,13 @@ class OnDevice:
         return self.tensor
 
 
+class Stored(Protocol):
+    """A saved tensor, wherever it is."""
+
+    def get(self) -> Tensor:
+        """Return the tensor on its device."""
+
+
 def put(store: Store | None, tensor: Tensor) -> OnDevice | Future:
     """Offload a tensor to the store, if there is one and the tensor is not small."""
     return OnDevice(tensor) if store is None or tensor.nbytes < SMALL else store.put(tensor.detach())
@@ -53,8 +60,8 @@ def put(store: Store | None, tensor: Tensor) -> OnDevice | Future:
 class SavedAttention:
     """The tensors that one attention saves."""
 
-    def __init__(self, store: Store | None, tensors: Sequence[Tensor]) -> None:
-        self.stored = [put(store, x) for x in tensors]
+    def __init__(self, stored: Sequence[Stored]) -> None:
+        self.stored = stored
         self.fetched: list[Tensor] | None = None
 
     def tensors(self) -> list[Tensor]:
@@ -99,7 +106,11 @@ class LayerCall:
 
     def save(self, tensors: Sequence[Tensor]) -> SavedAttention:
         """Save the tensors of the attention that runs."""
-        self.saved.append(SavedAttention(self.store, tensors))
+        return self.save_stored([put(self.store, x) for x in tensors])
+
+    def save_stored(self, stored: Sequence[Stored]) -> SavedAttention:
+        """Save tensors of the attention that runs, which `put` has stored."""
+        self.saved.append(SavedAttention(stored))
         return self.saved[-1]
 
     def load_next(self) -> SavedAttention:

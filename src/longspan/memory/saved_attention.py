@@ -14,6 +14,7 @@ which here is all of the attention's backward.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,7 @@ from longspan.memory.checkpointing import OnDevice, put
 if TYPE_CHECKING:
     from longspan.attn.prepare import AttentionPlan
     from longspan.attn.score import Scores
-    from longspan.memory.checkpointing import LayerCall
+    from longspan.memory.checkpointing import LayerCall, Stored
     from longspan.memory.offload.store import Future
 
 
@@ -60,8 +61,13 @@ class _SavedAttention(torch.autograd.Function):
         # Do not offload a weight: FSDP frees its storage, and fills it again.
         weight, store = None if inputs[3] is None else inputs[3].untyped_storage().data_ptr(), call.store
 
+        stored: list[_StoredTensor] = []
+
         def pack(x: Tensor) -> OnDevice | Future:
-            return OnDevice(x) if x.untyped_storage().data_ptr() == weight else put(store, x)
+            if x.untyped_storage().data_ptr() == weight:
+                return OnDevice(x)
+            stored.append(_StoredTensor(x, future := put(store, x)))
+            return future
 
         with torch.enable_grad(), saved_tensors_hooks(pack, lambda stored: stored.get()):
             q, k, v, sinks = (inner(i, x) for i, x in enumerate(inputs))
@@ -69,7 +75,9 @@ class _SavedAttention(torch.autograd.Function):
             out = plan(q, k, v, dataclasses.replace(scores, sinks=sinks))
             end: Tensor = _ReceiveGradient.apply(out, passed)  # type: ignore[no-untyped-call]
         ctx.edge = get_gradient_edge(end)
-        ctx.saved = call.save([out])
+        # Without an all-to-all, attention saves its output, heads first. Do not store it again.
+        again = next((x.stored for x in stored if x.equals(out.transpose(1, 2))), None)
+        ctx.saved = call.save([out]) if again is None else call.save_stored([_Transposed(again)])
         return out.detach()
 
     @staticmethod
@@ -79,6 +87,28 @@ class _SavedAttention(torch.autograd.Function):
         found = dict(ctx.grads)
         ctx.grads.clear()
         return None, None, None, None, *(found.get(i) for i in range(4))
+
+
+class _StoredTensor:
+    """Remembers a tensor that was stored, and does not keep it alive."""
+
+    def __init__(self, x: Tensor, stored: Stored) -> None:
+        self.stored = stored
+        self._storage, self._at = weakref.ref(x.untyped_storage()), (x.data_ptr(), x.shape, x.stride(), x.dtype)
+
+    def equals(self, x: Tensor) -> bool:
+        """Whether `x` is the same tensor. A freed tensor's memory may have been allocated again."""
+        return self._storage() is not None and self._at == (x.data_ptr(), x.shape, x.stride(), x.dtype)
+
+
+class _Transposed:
+    """A stored `[B, H, L, V]`, as `[B, L, H, V]`."""
+
+    def __init__(self, stored: Stored) -> None:
+        self._stored = stored
+
+    def get(self) -> Tensor:
+        return self._stored.get().transpose(1, 2)
 
 
 class _CatchGradient(torch.autograd.Function):
