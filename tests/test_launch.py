@@ -10,12 +10,15 @@ import subprocess
 import sys
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from longspan.compat.torch_api import copy_job_timeout, give_hosts_time
 from longspan.core.errors import LongspanError
 from longspan.ranks import launch, rendezvous, supervisor
 from longspan.ranks.heartbeat import Heartbeat
@@ -23,6 +26,7 @@ from longspan.ranks.job import Job, first_host, read_job
 from longspan.ranks.launch import RankFailed, Stopped, StopRequest
 from longspan.ranks.rendezvous import wait_for_ranks
 from tests.command import ForkedLauncher, launch_forked
+from tests.fakes import fake_world
 
 
 def _warn_and_report(offset: int) -> tuple[int, int, list[float]]:
@@ -414,6 +418,50 @@ def test_a_group_with_gpus_also_has_gloo_and_is_bound_to_its_device(monkeypatch:
     asked.clear()
     peers.init_process_group("cpu", 900)
     assert asked["backend"] == "gloo" and asked["device_id"] is None and "current" not in asked
+
+
+def test_each_backend_of_a_new_group_gets_its_own_timeout(store: Any) -> None:
+    """Hosts may wait for each other longer than GPUs."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=900))
+    try:
+        give_hosts_time(timedelta(seconds=7200))
+        for group in (dist.new_group([0]), dist.group.WORLD):
+            host: Any = copy_job_timeout(group)
+            assert host._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 7200
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("axes", "groups"),
+    [
+        ({"ulysses": 8}, 1),  # the default one
+        ({"ring": 2, "ulysses": 4}, 3),  # both axes
+        ({"data": 2, "ulysses": 4}, 3),
+        ({"data": 2, "ring": 2, "ulysses": 2}, 5),  # the sequence
+        ({"ulysses": 4, "tensor": 2}, 4),  # the ranks that share weights
+    ],
+)
+def test_groups_of_a_mesh(axes: dict[str, int], groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts use them, too. Only beside a group for GPUs alone do they get another, once."""
+    import torch.distributed as dist
+
+    import longspan
+
+    with fake_world(0, 8):
+        sp = longspan.SequenceSharding(longspan.init_mesh(**axes, device_type="cpu"))
+        assert sp.host_group is sp.mesh_group is dist.group.WORLD
+        assert longspan.SequenceSharding(sp.mesh).fsdp_mesh is sp.fsdp_mesh  # makes no more
+        assert sum(group.size() > 1 for group in dist.distributed_c10d._world.pg_names) == groups
+        del sp.host_group
+        made = mock.Mock(side_effect=lambda ranks, **options: (ranks, options["backend"]))
+        monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+        monkeypatch.setattr(dist, "new_group", made)
+        assert sp.host_group == sp.host_group == (list(range(8)), "gloo")
+        assert made.call_count == 1
 
 
 def test_a_stop_request_stores_the_signal_and_restores_handlers(capfd: pytest.CaptureFixture[str]) -> None:

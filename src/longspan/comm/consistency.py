@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from longspan.comm.digests import Digester, digest_of_text, digests_of, weights_of
-from longspan.comm.errors import error_text, raise_on_every_rank
+from longspan.comm.errors import raise_on_every_rank
 from longspan.comm.objects import gather_objects
 from longspan.core.errors import LongspanError
 from longspan.core.rank_differences import differences, format_ranks, listed, odd_ones
@@ -140,35 +139,6 @@ class ReplicaCheck:
             f"{self.every} training forwards ago (forward {self.seen} now). Either the ranks' optimizers "
             f"differ, or a rank's memory was damaged: continue from an earlier checkpoint, and test that machine"
         )
-
-
-def host_group(sp: SequenceSharding, timeout_s: float | None = None) -> dist.ProcessGroup:
-    """Return a gloo group of all ranks, for the hosts to communicate without waiting for their GPUs. Collective.
-
-    `timeout_s` is the timeout of a new group, by default torch's.
-
-    Raises:
-        LongspanError: if gloo cannot connect the hosts.
-    """
-    group = sp.mesh_group
-    assert group is not None
-    if sp.device.type == "cpu":
-        return group
-    try:
-        made = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=None if timeout_s is None else timedelta(seconds=timeout_s),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
-    except RuntimeError as error:
-        raise LongspanError(
-            f"the hosts cannot connect over gloo ({error_text(error)}), which compares their batches; set the network "
-            f"interface in GLOO_SOCKET_IFNAME, or switch the comparison off: "
-            f"parallelize(..., check_batches=0, check_weights=0)"
-        ) from error
-    assert isinstance(made, dist.ProcessGroup)
-    return made
 
 
 def is_on_cpu(values: Mapping[str, Any]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -24,7 +25,7 @@ from longspan.core.layout import choose_layout
 from longspan.core.parallel import AXES, ParallelConfig
 from longspan.core.validation import LARGEST_COUNT, check_choice, check_flag, check_number, checked_call, format_value
 from longspan.ranks.job import read_job
-from longspan.ranks.rendezvous import wait_for_ranks
+from longspan.ranks.rendezvous import HOST_TIMEOUT_S, wait_for_ranks
 
 GLOO_TIMEOUT_S, NCCL_TIMEOUT_S = 1800, 600  # torch's own defaults
 
@@ -93,7 +94,7 @@ def init_mesh(
         wait_for_ranks(timeout, timeout).init_process_group(device_type, timeout or default_s)
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
     for group in mesh.get_all_groups():
-        copy_job_timeout(group, device_type)
+        copy_job_timeout(group)
     return mesh
 
 
@@ -220,7 +221,7 @@ class SequenceSharding:
         large = tuple(axis for axis in axes if self.mesh[axis].size() > 1)
         if len(large) < 2:
             return self.mesh.get_group(large[0] if large else axes[-1])
-        return copy_job_timeout(flatten_mesh(self.mesh[large], "_".join(large)).get_group(), self.mesh.device_type)
+        return copy_job_timeout(flatten_mesh(self.mesh[large], "_".join(large)).get_group())
 
     @cached_property
     def fsdp_mesh(self) -> DeviceMesh | None:
@@ -228,7 +229,7 @@ class SequenceSharding:
         if not isinstance(self.mesh, DeviceMesh):
             return None
         flat = flatten_mesh(self.mesh["data", "ring", "ulysses"], "data_sequence")
-        copy_job_timeout(flat.get_group(), self.mesh.device_type)
+        copy_job_timeout(flat.get_group())
         return flat
 
     def shards_weights(self, *, fsdp: bool, cpu_offload: bool) -> bool:
@@ -250,7 +251,34 @@ class SequenceSharding:
         """The process group of all ranks of the mesh, for consistency checks. None on one process."""
         if self.tensor_size == 1 or not isinstance(self.mesh, DeviceMesh):
             return self.world_group
-        return copy_job_timeout(flatten_mesh(self.mesh, "all").get_group(), self.mesh.device_type)
+        return copy_job_timeout(flatten_mesh(self.mesh, "all").get_group())
+
+    @cached_property
+    def host_group(self) -> dist.ProcessGroup | None:
+        """The group by which the hosts of `mesh_group` communicate without waiting for their GPUs. None on one process.
+
+        It is `mesh_group` itself, whose CPU tensors gloo sends, unless another library made a group for GPUs only.
+
+        Raises:
+            LongspanError: if gloo cannot connect the hosts.
+        """
+        group = self.mesh_group
+        if group is None or "cpu:" in dist.get_backend_config(group):
+            return group
+        try:
+            made: dist.ProcessGroup = dist.new_group(
+                dist.get_process_group_ranks(group),
+                timeout=timedelta(seconds=HOST_TIMEOUT_S),
+                backend="gloo",
+                use_local_synchronization=True,
+            )
+        except RuntimeError as error:
+            raise LongspanError(
+                f"the hosts cannot connect over gloo ({str(error).splitlines()[0]}), which compares their batches; set "
+                f"the network interface in GLOO_SOCKET_IFNAME, or switch the comparison off: "
+                f"parallelize(..., check_batches=0, check_weights=0)"
+            ) from error
+        return made
 
     @property
     def job_size(self) -> int:

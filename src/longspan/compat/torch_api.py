@@ -148,17 +148,19 @@ def flatten_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     return flat
 
 
-def copy_job_timeout(group: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
-    """Give a group the default group's timeout; torch gives new groups its own default (10 minutes for NCCL).
+def copy_job_timeout(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Give each backend of a group the timeout that the default group's has for the same device.
 
-    Backends without a timeout are left alone. Public way: none for groups that a DeviceMesh makes. When gone: torch's
-    default.
+    torch gives new groups its own default (10 minutes for NCCL). Backends without a timeout are left alone. Public way:
+    none for groups that a DeviceMesh makes. When gone: torch's default.
     """
-    try:
-        backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type))
-        dist.distributed_c10d._set_pg_timeout(backend.options._timeout, group)
-    except (AttributeError, RuntimeError):  # a backend without options, or none for the device
-        pass
+    mine: Any = group
+    for device in getattr(mine, "_device_types", ()):
+        try:
+            default: Any = dist.distributed_c10d._get_default_group()._get_backend(device)
+            mine._get_backend(device)._set_default_timeout(default.options._timeout)
+        except (AttributeError, RuntimeError):  # a backend without options, or none for the device
+            pass
     return group
 
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longspan.cache.folder import INDEX
-from longspan.comm.consistency import host_group
 from longspan.compat.transformers_api import cache_name
 from longspan.data import load_tokenizer
 from longspan.generate.fit import planned_cache
@@ -54,7 +53,7 @@ class Generation:
         self.prompt, self.sp, self.model = start(config, heartbeat, prompt, open_fitting_prompt)
         self.config = config = self.prompt.flags
         self.first = self.sp.replica_rank == 0
-        self._hosts = None if self.sp.world_group is None else host_group(self.sp)
+        self._hosts = self.sp.host_group
         self._tokenizer = load_tokenizer(tokenizer_name(config))
         room = self.prompt.tokens + config.max_new_tokens
         self._cache = ShardedCache(

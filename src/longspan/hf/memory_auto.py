@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from longspan.comm.consistency import gather_numbers, host_group
+from longspan.comm.consistency import gather_numbers
 from longspan.core.memory import Memory
 from longspan.core.parallel import TensorStyle
 from longspan.hf.shapes import shape_of_model
@@ -92,7 +92,7 @@ class AutoMemory:
         style: TensorStyle,
     ) -> None:
         self.sp, self.largest = sp, 0
-        self.group = host_group(sp) if sp.data_size > 1 else None
+        self.group = sp.host_group if sp.data_size > 1 else None
         self.shape = shape_of_model(model)
         compute_dtype = (mp_policy and mp_policy.param_dtype) or next(model.parameters()).dtype
         self.job = Job(

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from longspan import checkpoint
 from longspan.checkpoint.identity import flat
-from longspan.comm.consistency import gather_numbers, host_group
+from longspan.comm.consistency import gather_numbers
 from longspan.comm.mesh import make_sharding
 from longspan.compat.torchao_api import check_torchao
 from longspan.core.errors import LongspanError
@@ -39,7 +39,7 @@ from longspan.hf.weights.shard_slices import tensor_parts
 from longspan.ranks import agreement
 from longspan.ranks.heartbeat import Heartbeat
 from longspan.ranks.launch import Stopped, StopRequest
-from longspan.ranks.rendezvous import GROUP_TIMEOUT_S, wait_for_ranks
+from longspan.ranks.rendezvous import wait_for_ranks
 from longspan.tracing.files import gather_trace, write_timeline
 from longspan.tracing.record import Recorder
 from longspan.tracing.spans import read_trace
@@ -76,8 +76,7 @@ class Trainer:
         with _quiet_gloo():
             self.sp = make_sharding(config.parallel)
             self.group = self.sp.mesh_group
-            # Ranks wait on the host for a rank that reads long, so no NCCL collective times out.
-            self.cpu_group = None if self.group is None else host_group(self.sp, GROUP_TIMEOUT_S)
+            self.cpu_group = self.sp.host_group
             self.first = self.sp.data_rank == self.sp.rank == self.sp.tensor_rank == 0
             self.display = Display(config.steps, enabled=self.first)
             self.outputs = Outputs(config, self.display.log)

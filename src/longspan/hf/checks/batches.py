@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from longspan.comm.consistency import ReplicaCheck, gather_numbers, host_group, is_on_cpu
+from longspan.comm.consistency import ReplicaCheck, gather_numbers, is_on_cpu
 from longspan.comm.digests import digest_of_text
 from longspan.comm.errors import raise_on_every_rank
 from longspan.comm.objects import gather_objects
@@ -59,7 +59,7 @@ class BatchCheck:
 
     def __init__(self, sp: SequenceSharding, forwards: int | None, replicas: ReplicaCheck) -> None:
         self.sp, self.left, self.replicas, self.forward = sp, forwards, replicas, 0
-        self.group = host_group(sp) if forwards != 0 or replicas.every else None
+        self.group = sp.host_group if forwards != 0 or replicas.every else None
         self.batch_ranks = sp.size * sp.tensor_size  # ranks with the same batch; they are neighbours
         self.mine: Tensor | None = None  # digest of the batch, if the loss's all-reduce compares it
         self.pending: deque[_Pending] = deque()
