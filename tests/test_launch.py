@@ -20,17 +20,19 @@ import pytest
 
 from longspan.compat.torch_api import copy_job_timeout, give_hosts_time
 from longspan.core.errors import LongspanError
-from longspan.ranks import launch, rendezvous, supervisor
+from longspan.ranks import launch, numa, rendezvous, supervisor
 from longspan.ranks.heartbeat import Heartbeat
-from longspan.ranks.job import Job, first_host, read_job
+from longspan.ranks.job import SUPERVISED, Job, first_host, read_job
 from longspan.ranks.launch import RankFailed, Stopped, StopRequest
 from longspan.ranks.rendezvous import wait_for_ranks
 from tests.command import ForkedLauncher, launch_forked
 from tests.fakes import fake_world
 
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
-def _warn_and_report(offset: int) -> tuple[int, int, list[float]]:
-    """Warn by several libraries; return this rank plus an offset, its threads, and the timeouts of all groups."""
+
+def _warn_and_report(offset: int) -> tuple[int, int, list[float], str]:
+    """Warn by several libraries; return rank plus offset, threads, timeouts of all groups, and allocator settings."""
     import logging
 
     import torch
@@ -46,7 +48,7 @@ def _warn_and_report(offset: int) -> tuple[int, int, list[float]]:
     sp = longspan.SequenceSharding(longspan.init_mesh(ring=2, ulysses=1, timeout=77))
     groups: list[Any] = [dist.group.WORLD, sp.ring_group, sp.ulysses_group, sp.group, sp.world_group]
     timeouts = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
-    return dist.get_rank() + offset, torch.get_num_threads(), timeouts
+    return dist.get_rank() + offset, torch.get_num_threads(), timeouts, os.environ["PYTORCH_ALLOC_CONF"]
 
 
 def _end_while_others_wait(how: str) -> None:
@@ -103,7 +105,7 @@ def _wait_with_stopped_rank(folder: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", *ALLOCATOR):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -116,7 +118,8 @@ def _as_under_torchrun(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
 @pytest.mark.launcher
 def test_ranks_share_cores_and_timeout_and_one_of_them_shows_warnings(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    assert launch.launch(_warn_and_report, 10, nproc=2) == (10, launch.threads_per_rank(2), [77.0] * 5)
+    found = launch.launch(_warn_and_report, 10, nproc=2)
+    assert found == (10, launch.threads_per_rank(2), [77.0] * 5, "expandable_segments:True")
     assert signal.getsignal(signal.SIGTERM) is before
     printed = capfd.readouterr().err
     for text in ("a warning of Python", "a warning of transformers", "a warning of torch"):
@@ -411,13 +414,51 @@ def test_a_group_with_gpus_also_has_gloo_and_is_bound_to_its_device(monkeypatch:
         dist.distributed_c10d, "_get_default_group", lambda: SimpleNamespace(_get_backend=lambda _: host)
     )
     monkeypatch.setattr(rendezvous, "use_loopback", lambda: None)
+    monkeypatch.setattr(rendezvous, "bind_to_node_of", lambda gpu: asked.update(bound=gpu))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: f"properties of {device}")
     peers = rendezvous.Peers(3, 8, 60, dist.HashStore(), "session", _a_job(3))  # type: ignore[attr-defined]
     peers.init_process_group("cuda", 900)
     assert asked["backend"] == "cpu:gloo,cuda:nccl" and asked["device_id"] == asked["current"] == torch.device("cuda:3")
     assert asked["timeout"].total_seconds() == 900 and asked["host"] == rendezvous.HOST_TIMEOUT_S
+    assert "bound" not in asked
+    monkeypatch.setenv(SUPERVISED, "1")
+    peers.init_process_group("cuda", 900)
+    assert asked["bound"] == "properties of cuda:3"
     asked.clear()
     peers.init_process_group("cpu", 900)
-    assert asked["backend"] == "gloo" and asked["device_id"] is None and "current" not in asked
+    assert asked["backend"] == "gloo" and asked["device_id"] is None and not asked.keys() & {"current", "bound"}
+
+
+@pytest.mark.parametrize(
+    ("node", "allowed", "expected"),
+    [
+        ("1", {0, 1, 2, 3, 4, 5, 8}, {4, 5, 8}),
+        ("1", {0, 1}, set()),  # the user chose other CPUs
+        ("1", {4, 5}, set()),  # there already
+        ("-1", {0, 1, 2, 3, 4, 5}, set()),  # a machine without nodes
+        ("2", {0, 4}, set()),  # no such folder
+    ],
+)
+def test_a_rank_is_bound_to_the_cpus_beside_its_gpu(
+    node: str, allowed: set[int], expected: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"bus/pci/devices/0000:3b:00.0/numa_node": node, "devices/system/node/node1/cpulist": "4-6,8\n"}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    bound: set[int] = set()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: allowed)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: bound.update(cpus))
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    assert numa.bind_to_node_of(gpu, tmp_path) == bound == expected
+    assert not numa.bind_to_node_of(SimpleNamespace(), tmp_path)  # of another maker
+
+
+@pytest.mark.parametrize("name", ALLOCATOR)
+def test_the_user_configures_the_allocator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "max_split_size_mb:512")
+    supervisor.use_expandable_segments()
+    assert {key: os.environ[key] for key in ALLOCATOR if key in os.environ} == {name: "max_split_size_mb:512"}
 
 
 def test_each_backend_of_a_new_group_gets_its_own_timeout(store: Any) -> None:

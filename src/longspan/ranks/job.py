@@ -18,6 +18,8 @@ from longspan.core.errors import LongspanError
 
 #: torchrun's (and torch.distributed's) description of a job: all four, or this process is no rank of one.
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: In the environment of ranks that longspan's launcher started.
+SUPERVISED = "LONGSPAN_SUPERVISED"
 #: Ports for the steps of Slurm: above the well-known ones, below those that systems assign.
 _PORTS = range(15000, 30000)
 _FIX = f"start the job by torchrun, which sets them all, or run `unset {' '.join(VARIABLES)}` if there is no such job"

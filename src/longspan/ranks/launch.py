@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError
 from longspan.ranks.heartbeat import Heartbeat, ending_with_the_agent
-from longspan.ranks.job import VARIABLES, adopt_step, read_job
+from longspan.ranks.job import SUPERVISED, VARIABLES, adopt_step, read_job
 from longspan.ranks.rendezvous import wait_for_ranks
 from longspan.ranks.supervisor import (
     GRACE_S,
     LOST_CODE,
-    SUPERVISED,
     RankFailed,
     Signals,
     Stopped,

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError
 from longspan.core.rank_differences import format_ranks
-from longspan.ranks.job import VARIABLES, Job, read_job
+from longspan.ranks.job import SUPERVISED, VARIABLES, Job, read_job
+from longspan.ranks.numa import bind_to_node_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,7 +95,7 @@ class Peers:
 
         With GPUs it has two backends, NCCL for CUDA tensors and gloo for CPU tensors: hosts then wait for each other
         without aborting an NCCL communicator. Bound to its device, NCCL connects at once, and the mesh's groups are
-        split from it.
+        split from it. A rank that longspan's launcher started is bound to the CPUs beside its GPU.
 
         Args:
             device_type: "cpu" or "cuda".
@@ -118,6 +119,8 @@ class Peers:
         if device_type == "cuda":
             device = torch.device("cuda", device_index(job, torch.cuda.device_count()))
             torch.cuda.set_device(device)
+            if SUPERVISED in os.environ:  # torchrun has an option for it
+                bind_to_node_of(torch.cuda.get_device_properties(device))
         dist.init_process_group(
             "gloo" if device is None else "cpu:gloo,cuda:nccl",
             store=dist.PrefixStore(f"{self._session}/groups", self._store),  # type: ignore[attr-defined]

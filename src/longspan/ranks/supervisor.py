@@ -31,6 +31,7 @@ from multiprocessing import connection, resource_tracker
 from typing import TYPE_CHECKING, Any, Self
 
 from longspan.core.errors import LongspanError
+from longspan.ranks.job import SUPERVISED
 from longspan.ranks.rendezvous import END_REASON_KEY, use_loopback
 
 if TYPE_CHECKING:
@@ -48,8 +49,6 @@ _SETTLE_S = 5.0
 _EXIT_S = 30.0
 #: Starts the processes of the ranks, with a Python of their own: a fork could not use a GPU. Tests replace it.
 process_context: Any = multiprocessing.get_context("spawn")
-#: In the environment of ranks that were started here.
-SUPERVISED = "LONGSPAN_SUPERVISED"
 #: Exit code of a rank that its heartbeat has ended.
 LOST_CODE = 75
 
@@ -328,6 +327,7 @@ def _rank_main(
         **{SUPERVISED: "1"},
     )
     use_loopback()
+    use_expandable_segments()
     if rank:
         silence_libraries()
     end = _run(entry, args, nproc)
@@ -343,6 +343,15 @@ def _rank_main(
             stream.flush()
     if end.kind != "done":
         os._exit(1)  # destroying the process group may abort, or hang
+
+
+def use_expandable_segments() -> None:
+    """Let torch's allocator grow its segments of GPU memory, unless the user has configured it: sequences of different
+    lengths fragment fixed ones. Call it before the first use of a GPU.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # torch reads one of them
+    if not any(name in os.environ for name in names):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def silence_libraries() -> None:
