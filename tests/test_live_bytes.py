@@ -1,7 +1,8 @@
-"""Memory of attention on a fake GPU, in units of the bytes of q of a rank's tokens."""
+"""Memory on a fake GPU: of an attention, in units of the bytes of q of a rank's tokens, and of a training step."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor
 
 import longspan
@@ -18,17 +20,24 @@ from longspan.attn.mask import Mask
 from longspan.attn.prepare import prepare
 from longspan.attn.score import Scores
 from longspan.attn.shapes import Shapes
-from longspan.core.memory import Memory
+from longspan.core.memory import FASTEST, LONGEST, Memory
+from longspan.hf.weights.gradients import GradientSum
 from longspan.plan import Job, Mesh
+from longspan.plan.cost.training_memory import training_peaks
 from longspan.plan.layers import CostContext
 from longspan.plan.layers.softmax import Softmax
+from longspan.plan.models import shape_from_config
+from tests.choose import each_value
 from tests.fakes import fake_world
 from tests.live import LiveBytes
 from tests.syncs import on_gpu
 
 LOCAL, HEADS, DIM = 4096, 32, 128
 UNIT = LOCAL * HEADS * DIM * 2
-NOTHING: dict[str, Any] = {"all_to_all_single": lambda *_, **__: None, "batch_isend_irecv": lambda _: []}
+NOTHING: dict[str, Any] = {"batch_isend_irecv": lambda _: []}
+NOTHING |= dict.fromkeys(
+    ("all_to_all_single", "all_reduce", "broadcast", "all_gather_into_tensor"), lambda *_, **__: None
+)
 
 
 @pytest.fixture(autouse=True)
@@ -173,3 +182,52 @@ def test_planned_bytes_of_a_backward(way: str, kv_heads: int) -> None:
         ranks = {0, math.prod(mesh.values()) - 1}
         used = max(units(mesh, kv_heads, rank=rank, inside=True, **options).backward for rank in ranks)
         assert planned == pytest.approx(used, rel=0.01), mesh
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A training step of a Llama whose weights are small beside its activations.
+
+CONFIG = {
+    "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32,
+    "vocab_size": 1024, "num_hidden_layers": 4, "max_position_embeddings": 1 << 20,
+}  # fmt: skip
+OPTIONS = {
+    "fastest": FASTEST,
+    "full": Memory(checkpointing="full"),
+    "selective": Memory(checkpointing="selective"),
+    "save_attention": Memory(checkpointing="save_attention"),
+    "tiled_mlp": Memory(tiled_mlp=4),
+    "tiled_norms": Memory(tiled_norms=True),
+    "longest": LONGEST,
+    "a chunk per KV head": dataclasses.replace(LONGEST, head_chunks=0),
+}
+PER_RANK = 16_384
+WEIGHTS = {"weights", "optimizer", "gradients", "gathered_weights"}  # items that are not counted here
+
+
+@pytest.mark.parametrize(
+    ("option", "mesh"), each_value(OPTIONS, [{}, {"ulysses": 2}, {"ring": 4}, {"ring": 2, "ulysses": 2}])
+)
+def test_planned_bytes_of_a_step(option: str, mesh: dict[str, int]) -> None:
+    size = math.prod(mesh.values())
+    job = Job(context=PER_RANK * size, dtype="bf16", memory=OPTIONS[option])
+    c = CostContext(job, Mesh(**mesh), CONFIG["hidden_size"], on_cpu=False)
+    peaks = training_peaks(shape_from_config({"model_type": "llama", **CONFIG}, "test"), c, once=False)
+    planned = max(sum(size for item, size in peak.items() if item not in WEIGHTS) for peak in peaks)
+    assert planned == pytest.approx(bytes_of_a_step(mesh, OPTIONS[option]), rel=0.05)
+
+
+def bytes_of_a_step(mesh: dict[str, int], memory: Memory) -> int:
+    size = math.prod(mesh.values())
+    with fake_world(0, size), on_gpu(), mock.patch.object(GradientSum, "_finish", lambda sums: sums.fresh.clear()):
+        sp = longspan.SequenceSharding(longspan.init_mesh(**mesh, device_type="cpu"))
+        sp.device = torch.device("cuda", 0)
+        with torch.device("cuda"):
+            llama = transformers.LlamaConfig(**CONFIG)  # type: ignore[arg-type]
+            model = transformers.AutoModelForCausalLM.from_config(llama, dtype=torch.bfloat16)
+        unchecked: dict[str, Any] = {"fsdp": False, "weights": "same", "check_batches": 0, "check_weights": 0}
+        longspan.parallelize(model, sp, memory=memory, kernel="flash", **unchecked).train()
+        ids = torch.zeros(1, PER_RANK * size, dtype=torch.int64, device="cuda")
+        with LiveBytes(model.parameters(), inside=True) as live:
+            model(input_ids=ids, labels=ids).loss.backward()
+    return live.peak

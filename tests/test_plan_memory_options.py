@@ -78,7 +78,8 @@ def test_saved_while_a_layer_is_recomputed() -> None:
     plain = SavedActivations(2 * (NORM + HIDDEN), Q + KV + OUT + LSE + OUT, 4 * 2 * 96)
     assert per_token(recomputed_per_token, Memory(checkpointing="full")) == plain
     assert per_token(saved_per_token, Memory(recompute_mlp_act=False)) == plain
-    from_matrices = replace(plain, mlp=2 * 2 * 96)  # what gate and up gave; the rest follows from it
+    # What gate and up gave; the rest follows from it, and their input from the norm's product.
+    from_matrices = replace(plain, hidden=2 * NORM + HIDDEN, mlp=2 * 2 * 96)
     assert per_token(saved_per_token, FASTEST) == from_matrices
     assert per_token(recomputed_per_token, Memory(checkpointing="save_attention")) == replace(plain, attention=0)
     assert per_token(recomputed_per_token, Memory(checkpointing="selective")) == replace(plain, attention=Q + KV)

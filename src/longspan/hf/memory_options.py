@@ -17,7 +17,7 @@ from longspan.core.validation import checked_call
 from longspan.hf.forward.registry import LayerBinding
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.state import state_of
-from longspan.hf.support import attention_layers, decoder_layers, draws
+from longspan.hf.support import attention_layers, decoder_layers, draws, final_norm
 from longspan.memory.activations import RecomputedActivations
 from longspan.memory.checkpointing import COMPILED, CheckpointedLayer, LayerCall, LayerGroups, forward_of
 from longspan.memory.normed_linear import NormedLinear
@@ -227,7 +227,7 @@ class MemoryModules:
     Attributes:
         layers: the decoder layers.
         mlps: parts of a layer with matrices and without attention.
-        norms: of the layers.
+        norms: of the layers, and the one behind them.
         names: of all modules.
         untiled: why some MLP cannot run tile by tile; None if all can.
     """
@@ -237,7 +237,7 @@ class MemoryModules:
         self.names = {module: name for name, module in model.named_modules()}
         self.untiled: str | None = None
         self.mlps = [mlp for layer in self.layers for mlp in self._mlps(layer)]
-        self.norms = [*self._norms()]
+        self.norms = [*self._norms(), *filter(_is_norm, final_norm(model))]
 
     def check(self, memory: Memory) -> None:
         """Raise for memory options that the model does not support.
@@ -270,9 +270,13 @@ class MemoryModules:
 
     def _norms(self) -> Iterator[nn.Module]:
         for module in (module for layer in self.layers for module in layer.modules()):
-            leaf = [*module.parameters()] and not [*module.children()]
-            if "Norm" in type(module).__name__ and leaf and _takes_one(module):
+            if _is_norm(module):
                 yield module
+
+
+def _is_norm(module: nn.Module) -> bool:
+    leaf = [*module.parameters()] and not [*module.children()]
+    return "Norm" in type(module).__name__ and bool(leaf) and _takes_one(module)
 
 
 def _takes_one(module: nn.Module) -> bool:

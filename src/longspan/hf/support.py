@@ -74,6 +74,19 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in layers if not any(m in every and m is not layer for m in layer.modules())]
 
 
+def final_norm(model: nn.Module) -> list[nn.Module]:
+    """Return the last norm next to the decoder layers and after them, or an empty list."""
+    last = decoder_layers(model)[-1:]
+    for owner in model.modules():
+        children = list(owner.children())
+        lists = [i for i, child in enumerate(children) if isinstance(child, nn.ModuleList) and last == list(child)[-1:]]
+        if last and lists:
+            after = children[lists[-1] + 1 :]
+            norms = [m for m in after if "Norm" in type(m).__name__ and list(m.parameters())]
+            return norms[-1:]
+    return []
+
+
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """Return the child that contains the layers; its output goes into the model's head."""
     layers = set(decoder_layers(model))

@@ -195,6 +195,7 @@ class _MatmulTile:
             total += loss
             if grad.dtype != logits.dtype:
                 logits.copy_(grad)
+            del grad  # before the next one is allocated
         # `tile` now holds the gradient of its logits.
         if self.gradients.of_hidden is not None:
             torch.mm(tile, self.weight_VD, out=self.gradients.of_hidden[span])

@@ -22,7 +22,7 @@ from longspan.comm.mesh import mesh_of_one
 from longspan.comm.sharded_weights import as_local
 from longspan.compat.torch_api import sum_gradients
 from longspan.core.errors import LongspanError
-from longspan.hf.support import decoder_layers
+from longspan.hf.support import decoder_layers, final_norm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -96,7 +96,7 @@ def outer_groups(model: PreTrainedModel) -> tuple[nn.Module | None, list[nn.Modu
         which they run, or an empty list if they share a weight.
     """
     embedding, head = model.get_input_embeddings(), _child_with(model, model.get_output_embeddings())
-    tail = [] if head is None else [*_final_norm(model), head]
+    tail = [] if head is None else [*final_norm(model), head]
     if not isinstance(embedding, nn.Module) or _shares(embedding, model):
         embedding = None
     if tail and (_shares(nn.ModuleList(tail), model) or any(decoder_layers(module) for module in tail)):
@@ -109,19 +109,6 @@ def _child_with(model: nn.Module, inside: nn.Module | None) -> nn.Module | None:
     if inside is None:
         return None
     return next((child for child in model.children() if any(module is inside for module in child.modules())), None)
-
-
-def _final_norm(model: nn.Module) -> list[nn.Module]:
-    """Return the last norm next to the decoder layers and after them, or an empty list."""
-    last = decoder_layers(model)[-1:]
-    for owner in model.modules():
-        children = list(owner.children())
-        lists = [i for i, child in enumerate(children) if isinstance(child, nn.ModuleList) and last == list(child)[-1:]]
-        if last and lists:
-            after = children[lists[-1] + 1 :]
-            norms = [m for m in after if "Norm" in type(m).__name__ and list(m.parameters())]
-            return norms[-1:]
-    return []
 
 
 def _shares(module: nn.Module, model: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from longspan.core.tile_sizes import FEWEST_ROWS, layers_held, layers_per_checkp
 from longspan.plan.cost.weights import layer_gradient
 from longspan.plan.job import Job, recomputed_inputs
 from longspan.plan.layers import CostContext, SavedActivations
-from longspan.plan.layers.base import offloads
+from longspan.plan.layers.base import Parameter, offloads
 from longspan.plan.models.shape import LayerShape, ModelShape
 
 OFFLOADED_LAYERS = 2
@@ -98,9 +98,15 @@ def _around_attention(layer: LayerShape, c: CostContext) -> tuple[int, int]:
         return normed, normed
     # A linear layer saves its input: one tensor for Q, K and V and one for gate and up; autocast makes five.
     qkv_inputs, mlp_inputs = (3, 2) if autocasts(c.job) else (1, 1)
-    # A tiled MLP saves its input before any cast.
+    # A tiled MLP saves its input before any cast. An RMSNorm ends in a product, which is recomputed like an activation.
     mlp_input = mlp_inputs * c.b * c.d if c.job.memory.tiled_mlp == 1 else stream_bytes(c)
+    if recomputes_mlp_act(c.job) and not autocasts(c.job) and not any(p.name.endswith("bias") for p in _norms(layer)):
+        mlp_input = 0
     return normed + qkv_inputs * c.b * c.d, normed + mlp_input
+
+
+def _norms(layer: LayerShape) -> list[Parameter]:
+    return [p for p in layer.parameters if "norm" in p.name or "ln_" in p.name]
 
 
 def _mlp_saved(layer: LayerShape, c: CostContext) -> int:
