@@ -18,6 +18,7 @@ import longspan
 from longspan.attn.score import Scores
 from longspan.bench.meters import count_sent
 from longspan.cache import folder as files
+from longspan.cache import layer_cache
 from longspan.cache.attend import _merge
 from longspan.cache.layer_cache import LayerCache
 from longspan.plan import Job, Mesh
@@ -147,7 +148,11 @@ def _quantized(expected: tuple[Tensor, Tensor], limits: dict[str, float]) -> Non
         generated(model, {**prompt(), "past_key_values": exact})
         for dtype, limit in limits.items():
             cache = longspan.ShardedCache(model, dtype=dtype)
-            logits = generated(model, {**prompt(), "past_key_values": cache})[1]
+            found = generated(model, {**prompt(), "past_key_values": cache})
+            logits = found[1]
+            with mock.patch.object(layer_cache, "_TILE_ON_CPU", 1):  # four tokens at a time
+                tiled = longspan.ShardedCache(model, dtype=dtype)
+                check_generated(generated(model, {**prompt(), "past_key_values": tiled}), found)
             error = float((logits - expected[1]).norm() / expected[1].norm())
             assert limit / 100 < error < limit, (dtype, error)
             assert cache.nbytes == exact.nbytes * (8 + 4) // (4 * 8)  # head_dim 8 in fp32

@@ -18,17 +18,20 @@ from longspan.attn.score import Scores
 from longspan.cache.attend import attend, start_step
 from longspan.cache.layer_cache import LayerCache
 from longspan.comm.consistency import ReplicaCheck
+from longspan.core.cache_dtype import CacheDtype
 from longspan.core.kv_placement import KVPlacement
 from longspan.hf.checks import batches
 from tests.fakes import fake_world
-from tests.syncs import on_gpu, one_gpu
+from tests.syncs import Seen, on_gpu, one_gpu
 
-PAST, H, K, D = 4096, 32, 8, 128
+H, K, D = 32, 8, 128
 
 
 @torch.no_grad()
-def _second_layer(ring: int, ulysses: int, rows: int = 1, sinks: bool = False) -> tuple[Counter[str], list[str]]:
-    """Return the launches and waits of the second layer of a token, on the first rank."""
+def _second_layer(
+    ring: int, ulysses: int, rows: int = 1, sinks: bool = False, dtype: CacheDtype = "exact", past: int = 4096
+) -> tuple[Counter[str], Seen]:
+    """Return the launches of the second layer of a token on the first rank, and what waits."""
     launches: Counter[str] = Counter()
 
     def sent(*_: Any, **__: Any) -> None:
@@ -38,24 +41,25 @@ def _second_layer(ring: int, ulysses: int, rows: int = 1, sinks: bool = False) -
     nothing: dict[str, Any] = {name: sent for name in names if hasattr(dist, name)}
     with fake_world(0, ring * ulysses), mock.patch.multiple(dist, **nothing), on_gpu() as seen:
         sp = longspan.SequenceSharding(longspan.init_mesh(ring=ring, ulysses=ulysses, device_type="cpu"))
-        placement, caches = KVPlacement(ring), [LayerCache(PAST + 200), LayerCache(PAST + 200)]
+        placement, caches = KVPlacement(ring), [LayerCache(past + 200, dtype) for _ in range(2)]
         scores = Scores(sinks=torch.empty(H, device="cuda") if sinks else None)
-        for new in (PAST, 1, 1):
+        for new in (past, 1, 1):
             step = start_step(sp, placement, new)
             mask = Mask(q_start=step.past)
             for cache in caches:
-                n = new if new == 1 else PAST // sp.size
+                n = new if new == 1 else past // sp.size
                 q, k, v = (torch.empty(rows, n, h, D, dtype=torch.bfloat16, device="cuda") for h in (H, K, K))
                 seen.clear()
                 seen.launches.clear()
                 launches.clear()
+                seen.largest = 0
                 with mock.patch.object(flash, "_flash", wraps=flash._flash) as call:
                     out, choice = attend(step, cache, q, k, v, mask, scores)
                 assert out.shape == q.shape and choice.name == "flash"
                 args, options = call.call_args  # FA2 packs the query heads of a KV head if no limit is given
                 assert args[8] or ring > 1, args
                 assert options["window_size_left"] == options["window_size_right"] == -1, options
-    return launches + seen.launches, list(seen)
+    return launches + seen.launches, seen
 
 
 @pytest.mark.parametrize(
@@ -75,6 +79,17 @@ def test_launches_of_a_layer_and_token(ring: int, ulysses: int, rows: int, sinks
     launches, waits = _second_layer(ring, ulysses, rows, sinks)
     assert waits == []
     assert launches.total() == most, launches
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_a_quantized_cache_is_decoded_tile_by_tile(dtype: CacheDtype) -> None:
+    """No tensor is larger than the stored bytes of the keys: not even the keys in bf16, let alone fp32."""
+    past = 1 << 18
+    launches, seen = _second_layer(1, 1, dtype=dtype, past=past)
+    assert seen == [] and seen.largest == (past + 200) * K * D
+    assert launches["_flash_attention_forward"] == 9 and launches.total() < 9 * 22 + 30
+    launches, _ = _second_layer(1, 1, dtype=dtype)
+    assert launches["_flash_attention_forward"] == 1 and launches.total() <= 27, launches
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -44,6 +44,8 @@ from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_heads
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from longspan.attn.mask import Mask
     from longspan.attn.score import Scores
     from longspan.cache.layer_cache import LayerCache
@@ -91,7 +93,8 @@ class _Prepared:
         mine: my heads.
         kv_index: KV head of each of my query heads, if they do not form equal groups.
         kernel: returns log-sum-exps.
-        block: what the kernel prepared; None if no query sees a key that I store.
+        blocks: what the kernel prepared, for each tile of the keys that I store; None for one that no query sees.
+        tile: tokens of a tile; None if there is one.
         choice: the kernel's name, and why it was chosen.
     """
 
@@ -99,7 +102,8 @@ class _Prepared:
     mine: HeadShard
     kv_index: Tensor | None
     kernel: BlockKernel
-    block: Any
+    blocks: Sequence[Any]
+    tile: int | None
     choice: Choice
 
 
@@ -149,7 +153,7 @@ def attend(
     v_dim = v.shape[3]
     prepared = step.kernels.get(key := (mask, scores.kind, q.shape, k.shape, v_dim, layer.start))
     if prepared is None:
-        prepared = step.kernels[key] = _prepare(step, mask, scores, q, k, v, layer.start, kernel)
+        prepared = step.kernels[key] = _prepare(step, layer, mask, scores, q, k, v, kernel)
     mine = prepared.mine
     q_BShD, k_BSkD, v_BSkV = _to_heads(step, prepared, q, k, v, layer.shared)
     spans = [slice(*span) for span in step.local_spans]
@@ -190,7 +194,14 @@ def first_visible_token(length: int, window: int | None, chunk_size: int | None)
 
 
 def _prepare(
-    step: CacheStep, mask: Mask, scores: Scores, q: Tensor, k: Tensor, v: Tensor, start: int, kernel: AnyKernel
+    step: CacheStep,
+    layer: LayerCache,
+    mask: Mask,
+    scores: Scores,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kernel: AnyKernel,
 ) -> _Prepared:
     sp = step.sp
     shards = split_heads(q.shape[2], k.shape[2], sp.ulysses_size, kv_replication=sp.kv_replication)
@@ -205,11 +216,14 @@ def _prepare(
             f"parallelize the model with kernel='auto' or 'tiled'"
         )
     index = None if mine.kv_head_index is None else torch.tensor(mine.kv_head_index, device=q.device)
-    block = None
-    keys = step.kv_placement.held(sp.ring_rank, start)
+    prepared: Sequence[Any] = ()
+    keys = step.kv_placement.held(sp.ring_rank, layer.start)
+    elements = q.shape[0] * mine.kv_heads * (dims[0] + (0 if layer.shared else dims[1]))
+    tile = layer.tile(elements, step.new, q.device)
     if keys and mine.q_heads:
         past = step.past
         queries = sp.layout.local_length(step.new) * sp.size if step.sharded else step.new
+        keys, tiles = _cut(keys, tile)
         blocks = Blocks(
             mask=mask,
             kind=scores.kind,
@@ -219,13 +233,27 @@ def _prepare(
             lengths=(step.new, step.kv_placement.length),
             q_spans=((past, past + queries),),
             k_spans=keys,
-            source_ranks=(0,) * len(keys),
+            source_ranks=tiles,
             device=q.device,
             dtype=q.dtype,
             head_dims=dims,
         )
-        block = chosen.prepare(blocks)[0]
-    return _Prepared(shards, mine, index, chosen, block, choice)
+        prepared = chosen.prepare(blocks)
+    return _Prepared(shards, mine, index, chosen, prepared, tile, choice)
+
+
+def _cut(spans: Sequence[Span], tile: int | None) -> tuple[tuple[Span, ...], tuple[int, ...]]:
+    """Cut the spans of the stored tokens where a tile ends; return them, and the tile of each."""
+    if tile is None:
+        return tuple(spans), (0,) * len(spans)
+    cut, tiles, at = [], [], 0
+    for start, stop in spans:
+        while start < stop:
+            end = min(stop, start + tile - at % tile)
+            cut.append((start, end))
+            tiles.append(at // tile)
+            start, at = end, at + end - start
+    return tuple(cut), tuple(tiles)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -264,13 +292,18 @@ def _local_attention(
     """Return my heads' attention of all queries to the tokens that I store: output `[B, h, R * S, V]` and log-sum-exp
     `[B, h, R * S]`.
     """
-    q_BhND = _gather_queries(step, q_BShD).transpose(1, 2)
-    if prepared.block is None:
-        return SoftmaxAccumulator(q_BhND, v_dim).results()
-    k, v = layer.read(q_BShD.dtype)
-    if prepared.kv_index is not None:
-        k, v = (x.index_select(1, prepared.kv_index) for x in (k, v))
-    return prepared.kernel.forward(q_BhND, k, v, prepared.block, scores)
+    q_BhND, kernel = _gather_queries(step, q_BShD).transpose(1, 2), prepared.kernel
+    into = SoftmaxAccumulator(q_BhND, v_dim, several=len(prepared.blocks) > 1)
+    for tile, block in enumerate(prepared.blocks):
+        if block is None:
+            continue
+        span = (0, None) if prepared.tile is None else (tile * prepared.tile, (tile + 1) * prepared.tile)
+        k, v = layer.read(q_BShD.dtype, *span)
+        if prepared.kv_index is not None:
+            k, v = (x.index_select(1, prepared.kv_index) for x in (k, v))
+        kernel.accumulate(into, q_BhND, k, v, block, scores)
+        del k, v
+    return into.results()
 
 
 def _gather_queries(step: CacheStep, q_BShD: Tensor) -> Tensor:

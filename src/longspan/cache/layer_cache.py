@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _SMALLEST = 64  # tokens of capacity
 _GROWTH = 8  # grow by an eighth
+# Elements of a quantized cache that are decoded at a time: on a CPU they stay in its cache, on a GPU tiles are few.
+_TILE, _TILE_ON_CPU = 1 << 26, 1 << 19
 
 
 class LayerCache:
@@ -118,9 +120,24 @@ class LayerCache:
         """Keep the first `count` tokens only."""
         self.count = min(self.count, count)
 
-    def read(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return keys [B, K, T, D] and values [B, K, T, V] in `dtype`; views if they are stored so."""
-        return self.decoded(self.parts, dtype)
+    def read(self, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> tuple[Tensor, Tensor]:
+        """Return keys `[B, K, T, D]` and values `[B, K, T, V]` of the stored tokens [start, stop), by default all, in
+        `dtype`; views if they are stored so.
+        """
+        stop = self.count if stop is None else min(stop, self.count)
+        return self.decoded([x[:, :, self._at + start : self._at + stop] for x in self._parts], dtype)
+
+    def tile(self, elements: int, queries: int, device: torch.device) -> int | None:
+        """Return how many tokens to read at a time; None for all, as they are stored as they are read.
+
+        Args:
+            elements: of one token.
+            queries: some times as many tokens are not large next to them, and merging their outputs costs little.
+            device: of the tokens.
+        """
+        if self._format is None:
+            return None
+        return max(1, 4 * queries, (_TILE_ON_CPU if device.type == "cpu" else _TILE) // max(1, elements))
 
     @property
     def parts(self) -> list[Tensor]:

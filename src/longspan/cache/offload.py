@@ -158,10 +158,10 @@ class OffloadedLayerCache(LayerCache):
         self.count += tokens
         staging.prefetch(self._index + 1, tokens)
 
-    def read(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def read(self, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> tuple[Tensor, Tensor]:
         """As `LayerCache.read`, on the device; valid between `append` and `release`."""
         assert self._current is not None
-        return self.decoded([x.permute(1, 2, 0, 3) for x in self._current.parts], dtype)
+        return self.decoded([x[start:stop].permute(1, 2, 0, 3) for x in self._current.parts], dtype)
 
     def release(self) -> None:
         """Free the copy on the device."""

@@ -20,6 +20,9 @@ Runs = Sequence[tuple[int, int]]
 """Content of a packed row: (number of vectors, elements of a vector), one run after the other."""
 
 
+_SMALLEST = 2.0**-149  # above 0 in fp32: a vector of zeros is divided by it
+
+
 @dataclass(frozen=True)
 class QuantizedFormat:
     """A format of one byte per element: int8 or a floating-point dtype of 8 bits, and its largest number."""
@@ -31,7 +34,7 @@ class QuantizedFormat:
         """Quantize vectors `[..., D]`: return bytes `[..., D]` and fp32 scales `[..., 1]`."""
         wide = x.float()
         scale = wide.abs().amax(-1, keepdim=True) / self.largest
-        wide = wide / torch.where(scale > 0, scale, 1.0)
+        wide = wide / scale.clamp_min(_SMALLEST)
         if not self.dtype.is_floating_point:
             wide = wide.round_()
         # As uint8: a CPU's index operations do not support 8-bit floats.
@@ -39,7 +42,11 @@ class QuantizedFormat:
 
     def decode(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Undo `encode`: return vectors `[..., D]` in `dtype`."""
-        return (codes.view(self.dtype).float() * scale).to(dtype)
+        codes = codes.view(self.dtype)
+        if self.dtype.is_floating_point:  # exact in every dtype, and 8 bits are not multiplied by fp32
+            codes = codes.to(dtype if dtype.itemsize < 4 else torch.float32)
+        # The product is computed in fp32 and rounded once, on a GPU without a tensor of it.
+        return torch.mul(codes, scale, out=torch.empty_like(codes, dtype=dtype))
 
 
 QUANTIZED_FORMATS = {"int8": QuantizedFormat(torch.int8, 127.0), "fp8": QuantizedFormat(torch.float8_e4m3fn, 448.0)}
