@@ -2,9 +2,10 @@
 
     python -m benchmarks.decode [--quick]
 
-The table has a row per mesh (the first is one process with transformers' own cache) and dtype of the cache:
+The table has a row per mesh (the first is one process with transformers' own model and cache) and dtype of the cache:
 
-- seconds of the prefill (to the first token), and generated tokens per second;
+- seconds of the prefill (to the first token), and generated tokens per second, by the median token. The plain process
+  and one rank take turns in one process; the other meshes run after them;
 - MiB of keys and values on the rank with most, and planned (equal for the exact cache);
 - MiB of tensors at the peak of the prefill, and planned;
 - bytes that a rank sends per generated token, and for a step of 128 new tokens, each next to the formula (equal);
@@ -17,6 +18,8 @@ CPUs over gloo, so ratios of bytes hold on any machine, times do not.
 from __future__ import annotations
 
 import argparse
+import itertools
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -52,13 +55,36 @@ def _model(quick: bool) -> Any:
 
 def _timed(model: Any, cache: Any, ids: Tensor, prompt: int) -> tuple[float, float, Tensor]:
     """Return seconds of the prefill, tokens per second after it, and the logits of every new token."""
-    started = time.perf_counter()
+    times = [time.perf_counter()]
     logits = [model(input_ids=ids[:, :prompt], past_key_values=cache, logits_to_keep=1).logits[:, -1]]
-    first = time.perf_counter()
+    times.append(time.perf_counter())
     for i in range(prompt, ids.shape[1]):
         logits.append(model(input_ids=ids[:, i : i + 1], past_key_values=cache, use_cache=True).logits[:, -1])
-    rate = (ids.shape[1] - prompt) / (time.perf_counter() - first)
-    return first - started, rate, torch.stack(logits, 1)
+        times.append(time.perf_counter())
+    prefill, *tokens = (after - before for before, after in itertools.pairwise(times))
+    return prefill, 1 / statistics.median(tokens), torch.stack(logits, 1)
+
+
+@torch.no_grad()
+def _in_turns(quick: bool, ids: Tensor) -> tuple[dict[str, Any], Tensor]:
+    """Return the row of plain transformers, and its logits; time it and one rank in turns."""
+    prompt, plain = SIZES[quick][2], _model(quick)
+    ours = longspan.parallelize(_model(quick), longspan.SequenceSharding(longspan.init_mesh()), fsdp=False)
+    runs: dict[str, list[tuple[float, float]]] = {"plain": [], "one rank": []}
+    for _ in range(1 if quick else 5):
+        cache = transformers.DynamicCache(config=plain.config)
+        *figures, expected = _timed(plain, cache, ids, prompt)
+        runs["plain"].append(tuple(figures))
+        runs["one rank"].append(_timed(ours, longspan.ShardedCache(ours, room=ids.shape[1] + 1), ids, prompt)[:2])
+    medians = {name: [statistics.median(column) for column in zip(*each, strict=True)] for name, each in runs.items()}
+    nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    row = {
+        "mesh": "one process", "cache": "exact", "prefill_s": medians["plain"][0],
+        "tokens_per_s": medians["plain"][1], "cache_bytes": nbytes, "planned_bytes": nbytes, "memory_bytes": 0,
+        "planned_memory_bytes": 0, "sent_per_token": 0, "planned_per_token": 0, "sent_short": 0, "planned_short": 0,
+        "logits_error": 0.0, "one_rank": medians["one rank"],
+    }  # fmt: skip
+    return row, expected
 
 
 @torch.no_grad()
@@ -79,7 +105,8 @@ def _on_mesh(quick: bool, mesh: Mesh, dtype: str, ids: Tensor, expected: Tensor)
         model(input_ids=ids[:, :SHORT], past_key_values=cache, logits_to_keep=1)
     token = Job(context=prompt, mode="decode", dtype="fp32", weight_sharding=False)
     short = replace(token, context=SHORT, mode="prefill", prefill_chunk=SHORT)
-    planned = [layer.mixer.cache_by_rank(token, mesh, generated, prompt, dtype)[sp.rank] for layer in shape.layers]  # type: ignore[attr-defined]
+    stored = replace(token, cache=dtype)
+    planned = [layer.mixer.cache_by_rank(stored, mesh, generated, prompt)[sp.rank] for layer in shape.layers]
     cached = replace(token, context=prompt + generated, cache=dtype)
     of_rank = peak_items(shape, cached, mesh, read_hardware("cpu"), prompt)
     per_token, of_short = (
@@ -117,21 +144,17 @@ def _memory(model: Any, ids: Tensor, dtype: str, room: int) -> int:
 def measure(quick: bool) -> Iterator[dict[str, Any]]:
     _, _, prompt, new = SIZES[quick]
     ids = torch.randint(0, 512, (1, prompt + new), generator=torch.Generator().manual_seed(1))
-    model = _model(quick)
-    with torch.no_grad():
-        cache = transformers.DynamicCache(config=model.config)
-        prefill, rate, expected = _timed(model, cache, ids, prompt)
-    nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    yield {
-        "mesh": "one process", "cache": "exact", "prefill_s": prefill, "tokens_per_s": rate, "cache_bytes": nbytes,
-        "planned_bytes": nbytes, "memory_bytes": 0, "planned_memory_bytes": 0, "sent_per_token": 0,
-        "planned_per_token": 0, "sent_short": 0, "planned_short": 0, "logits_error": 0.0,
-    }  # fmt: skip
-    for world in (2,) if quick else (2, 4):
+    for world in (1, 2) if quick else (1, 2, 4):
         pool = RankPool(world, timeout=600)
-        for mesh in (Mesh(ulysses=world), Mesh(ring=world), Mesh(tensor=world)):
-            for dtype in ("exact", "int8", "fp8") if world == 2 and mesh.tensor == 1 else ("exact",):
+        if world == 1:
+            plain, expected = pool.run(_in_turns, quick, ids)[0]
+            one_rank = dict(zip(("prefill_s", "tokens_per_s"), plain.pop("one_rank"), strict=True))
+            yield plain
+        for mesh in dict.fromkeys((Mesh(ulysses=world), Mesh(ring=world), Mesh(tensor=world))):
+            for dtype in ("exact", "int8", "fp8") if world < 4 and mesh.tensor == 1 else ("exact",):
                 rows = pool.run(_on_mesh, quick, mesh, dtype, ids, expected)
+                if world == 1:
+                    rows[0] |= {"mesh": "one rank", **(one_rank if dtype == "exact" else {})}
                 most = {
                     name: max(row[name] for row in rows) for name in ("memory_bytes", "sent_per_token", "sent_short")
                 }
