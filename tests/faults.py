@@ -134,8 +134,12 @@ FAULTS = (
     # cache
     Fault("cache_forgets_a_token_of_the_window", "cache/attend.py", "max(0, length - window + 1)",
           "max(0, length - window + 2)", "tests/test_generate.py -k greedy"),
-    Fault("cache_merge_unweighted", "cache/attend.py", "weight = (lse - highest).exp()",
-          "weight = torch.ones_like(lse)", "tests/test_cache.py -k softmax"),
+    Fault("cache_merge_unweighted", "cache/attend.py", "weights = (lses - highest).exp_()",
+          "weights = torch.ones_like(lses)", "tests/test_cache.py -k softmax"),
+    Fault("cache_reads_the_first_tile_again", "cache/attend.py", "(tile * prepared.tile, (tile + 1) * prepared.tile)",
+          "(0, prepared.tile)", "tests/test_cache.py -k quantized"),
+    Fault("generated_tokens_see_padding", "hf/forward/kv_cache.py", "((row[0][0], length),)", "((0, length),)",
+          "tests/test_generate.py -k greedy"),
     Fault("crop_keeps_rejected_tokens", "core/kv_placement.py", "(a, min(b, length)) for a, b in runs",
           "(a, b) for a, b in runs", "tests/test_generate.py -k drafted"),
     # memory
