@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -28,23 +27,22 @@ from longspan.hf.weights import fsdp
 from tests.fakes import fake_world
 from tests.late import LateTransport
 
-ROOT = Path(__file__).parent.parent
-
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The report of all items."""
     folder = tmp_path_factory.mktemp("report")
-    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "benchmarks.gpu", "--quick", "--device", "cpu", "--out", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=580)
-    assert done.returncode in (0, 1), done.stdout + done.stderr
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # OpenMP does not survive the fork of an item
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(sys, "argv", ["gpu", "--quick", "--device", "cpu", "--out", str(folder)])
+        report.main()
+    torch.set_num_threads(threads)
     (data,) = folder.glob("*-gpu-cpu.json")
     (text,) = folder.glob("*-gpu-cpu.md")
-    return {"code": done.returncode, "text": text.read_text(), **json.loads(data.read_text())}
+    return {"code": ended.value.code, "text": text.read_text(), **json.loads(data.read_text())}
 
 
-@pytest.mark.launcher
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 class TestReport:
