@@ -380,7 +380,11 @@ def _use_the_local_block_twice(patch: pytest.MonkeyPatch) -> None:
 def _do_not_return_gradients(patch: pytest.MonkeyPatch) -> None:
     from longspan.attn.methods.ring import _P2PReducer
 
-    patch.setattr(_P2PReducer, "finish", lambda self: self._wait())
+    def local_part(self: Any) -> Any:
+        self._wait()
+        return self.local_grad
+
+    patch.setattr(_P2PReducer, "finish", local_part)
 
 
 def _drop_a_gradient_in_transit(patch: pytest.MonkeyPatch) -> None:
@@ -388,11 +392,11 @@ def _drop_a_gradient_in_transit(patch: pytest.MonkeyPatch) -> None:
 
     original = _P2PReducer.add
 
-    def forgetful(self: Any, block: Any, step: int, part: Any) -> None:
+    def forgetful(self: Any, block: Any, step: int, *part: Any) -> None:
         if self.ring.rank == 3 and step == 2:  # the block of rank 1, from rank 2
             self._wait()
             self.partial_sums[block.direction].zero_()
-        original(self, block, step, part)
+        original(self, block, step, *part)
 
     patch.setattr(_P2PReducer, "add", forgetful)
 
