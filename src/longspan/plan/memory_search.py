@@ -147,7 +147,7 @@ def smallest_memory_candidates(job: Job, hardware: Hardware, fixed: Fixed) -> li
     every = combinations(job, hardware, fixed)
     if job.mode != "train":
         return every
-    best = {"tiled_mlp": (0,), "tiled_norms": (True,), "head_chunks": (0,), "checkpointing": ("selective", "full")}
+    best = {"tiled_mlp": (0,), "tiled_norms": (True,), "head_chunks": (0, 1), "checkpointing": ("selective", "full")}
     open_options = {name: values for name, values in best.items() if name not in fixed}
     return [memory for memory in every if all(getattr(memory, name) in of for name, of in open_options.items())]
 
