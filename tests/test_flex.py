@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,16 +18,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import longspan
 from longspan.attn.kernels import flex
-from longspan.attn.kernels.base import BackwardInputs, Blocks
+from longspan.attn.kernels.base import Blocks
 from longspan.attn.mask import Mask, over_indices
 from longspan.attn.score import Scores
 from longspan.compat import torch_attention
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Layout
-from tests.attention import one_device
+from tests.attention import compare, one_device, sharding
 from tests.choose import confirming
 from tests.flexing import classes, listed
 from tests.oracle import Case, errors, make, options
+from tests.pool import RankPool
 from tests.tolerance import MARGIN
 
 CPU = torch.device("cpu")
@@ -189,13 +192,16 @@ def test_blocks_of_a_long_sequence_are_small(n: int, document: int, share: int) 
 # Programs.
 
 
-@pytest.fixture
-def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """FlexAttention traced as for a GPU and run without code generation; one entry per compiled program."""
-    made: list[int] = []
+FORWARD, BACKWARD = "flex_attention", "flex_attention_backward"
+
+
+@contextlib.contextmanager
+def _traced() -> Iterator[list[list[str]]]:
+    """Trace FlexAttention as for a GPU, run it without code generation; list the operators of each compiled program."""
+    made: list[list[str]] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        made.append(len(graph.graph.nodes))
+        made.append([name for node in graph.graph.nodes if (name := str(node.target)) in (FORWARD, BACKWARD)])
         return graph.forward
 
     compile_ = torch.compile
@@ -204,12 +210,18 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return compile_(function, **{"backend": backend, **kwargs})
 
     torch.compiler.reset()
-    monkeypatch.setattr(torch, "compile", compiled)
-    attend = flex._flex_attention.__wrapped__(True)
-    monkeypatch.setattr(torch, "compile", compile_)
-    monkeypatch.setattr(flex, "_flex_attention", lambda compiled: attend)
-    yield made
+    with mock.patch.object(torch, "compile", compiled):
+        attend, backward = flex._flex_attention.__wrapped__(True), flex._flex_backward.__wrapped__(True)
+    named = {"_flex_attention": lambda compiled: attend, "_flex_backward": lambda compiled: backward}
+    with mock.patch.multiple(flex, **named), mock.patch.object(torch_flex, "_validate_device", lambda *_: None):
+        yield made
     torch.compiler.reset()
+
+
+@pytest.fixture
+def programs() -> Iterator[list[list[str]]]:
+    with _traced() as made:
+        yield made
 
 
 def _documents(n: int) -> tuple[int, ...]:
@@ -235,7 +247,7 @@ def _found(case: Case, **more: Any) -> dict[str, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kind_of_layer_is_compiled_once_for_all_lengths(programs: list[int], kind: str) -> None:
+def test_a_kind_of_layer_is_compiled_once_for_all_lengths(programs: list[list[str]], kind: str) -> None:
     for n in LENGTHS:
         case = KINDS[kind](n)
         assert max(_found(case).values()) <= MARGIN, n
@@ -243,7 +255,7 @@ def test_a_kind_of_layer_is_compiled_once_for_all_lengths(programs: list[int], k
 
 
 @pytest.mark.confirms
-def test_new_functions_for_each_batch_do_not_recompile(programs: list[int]) -> None:
+def test_new_functions_for_each_batch_do_not_recompile(programs: list[list[str]]) -> None:
     """Lengths of tensors that a function holds become dynamic once they change: at most three programs."""
 
     def functions(n: int) -> dict[str, Any]:
@@ -261,34 +273,48 @@ def test_new_functions_for_each_batch_do_not_recompile(programs: list[int]) -> N
     assert len(programs) <= 3
 
 
-@pytest.mark.slow
-def test_the_backward_is_compiled_once(programs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch refuses a compiled backward on a CPU; without that check it runs."""
-    monkeypatch.setattr(torch_flex, "_validate_device", lambda *args: None)
-    for n in LENGTHS[:3]:
-        case = Case(n=n, window=90, documents=_documents(n), batch=2, softcap=3.0)
-        x = make(case)
-        (block,) = flex.FLEX.prepare(
-            _blocks(Mask(window=90, segments=(_runs_of(case.documents or ()),) * 2), 2, (n, n))
-        )
-        q, k, v, grad = (x[name].transpose(1, 2) for name in ("q", "k", "v", "grad"))
-        scores = Scores(softcap=3.0)
-        with torch.no_grad():
-            out, lse = flex.FLEX.forward(q, k, v, block, scores)
-        dq, dk, dv = flex.FLEX.backward(BackwardInputs(q, out, grad, lse), k, v, block, scores)
-        found = {"out": out, "dq": dq, "dk": dk, "dv": dv}
-        of_case = errors(case, {name: y.transpose(1, 2) for name, y in found.items()})
-        assert max(of_case.values()) <= MARGIN, of_case
-        assert len(programs) == 2  # a forward alone, and one with its backward
+def _errors_and_programs(
+    cases: list[Case], ring: int = 1, **more: Any
+) -> tuple[list[dict[str, float]], list[list[str]]]:
+    """Return the errors of outputs and gradients of some attentions, and the programs compiled for all of them."""
+    sp = sharding(1, ring, layout="zigzag", ring_impl="p2p") if ring > 1 else one_device()
+    with _traced() as programs, mock.patch.object(flex.FlexKernel, "refuses", lambda *_: None):
+        return [compare(case, sp, "flex", **more) for case in cases], programs
 
 
-def _runs_of(ids: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    borders = [0, *(at for at in range(1, len(ids)) if ids[at] != ids[at - 1]), len(ids)]
-    return tuple(itertools.pairwise(borders))
+def _case(n: int, **scores: Any) -> Case:
+    return Case(n=n, documents=_documents(n), batch=2, q_heads=8, kv_heads=4, **scores)
+
+
+def _check_programs(
+    found: list[dict[str, float]], programs: list[list[str]], backwards: int, forwards: int = 1
+) -> None:
+    assert max(max(of_case.values()) for of_case in found) <= MARGIN, found
+    assert sorted(programs) == [[FORWARD]] * forwards + [[BACKWARD]] * backwards  # no backward runs a forward
 
 
 @pytest.mark.slow
-def test_too_many_programs_raise(programs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scores", [{"window": 90, "softcap": 3.0}, {"alibi": True, "bias": "waves"}])
+def test_a_backward_is_compiled_once_without_a_forward(scores: dict[str, Any]) -> None:
+    _check_programs(*_errors_and_programs([_case(n, **scores) for n in LENGTHS[:2]]), 1)
+
+
+@pytest.mark.slow
+def test_programs_of_head_chunks() -> None:
+    """A chunk of padded tokens has other strides than one that is a view of all heads."""
+    cases = [_case(n) for n in (300, 512, 100, 640)]
+    _check_programs(*_errors_and_programs(cases, head_chunks=2), 2, 2)
+
+
+@pytest.mark.slow
+def test_programs_of_a_ring(pool2: RankPool) -> None:
+    """The backward of the local block runs in two halves of the heads, so there is more than one program."""
+    for found in pool2.run(_errors_and_programs, [_case(512, softcap=3.0)], 2):
+        _check_programs(*found, 2)
+
+
+@pytest.mark.slow
+def test_too_many_programs_raise(programs: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_attention, "RECOMPILE_LIMIT", 2)
     kinds = [Case(n=20), Case(n=20, chunk_size=3), Case(n=20, prefix=3)]
     with torch._dynamo.config.patch(recompile_limit=1):

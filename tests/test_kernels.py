@@ -125,6 +125,7 @@ ON_A_GPU = [
     ({"scores": Scores(softcap=3.0)}, "flex"),
     ({"scores": Scores(alibi=torch.ones(4)), "ring": 2}, "flex"),
     ({"mask": Mask(mask_mod=lambda b, h, q, kv: q >= kv)}, "flex"),
+    ({"scores": Scores(softcap=3.0), "head_dims": (512, 512)}, "tiled"),
     ({"mask": DOCUMENTS, "dtype": torch.float32}, "sdpa"),
     ({"mask": LONG, "dtype": torch.float32}, "tiled"),
     ({"mask": LONG, "head_dims": (512, 512)}, "tiled"),
@@ -173,6 +174,7 @@ def test_the_choice_on_a_gpu_names_what_was_passed_over(monkeypatch: pytest.Monk
 
 REFUSED_ON_A_GPU = [
     ("flash", {"scores": Scores(softcap=2.0)}, "kernel='flash' cannot do softcap; use kernel='auto'"),
+    ("flex", {"head_dims": (64, 320)}, "kernel='flex' needs a head_dim of at most 256, these tensors have 320"),
     ("flash", {"dtype": torch.float64}, "needs fp16 or bf16, these tensors are float64; use kernel='auto'"),
     ("flash", {"head_dims": (320, 8)}, "a head_dim of at most 256, these tensors have 320"),
     (
@@ -387,6 +389,7 @@ def _flex_errors(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
     sp = sharding(dist.get_world_size() // ring, ring, ring_impl="p2p") if ring > 1 else one_device()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flex, "_flex_attention", differentiable_flex)
+        patch.setattr(flex, "_flex_backward", lambda compiled: None)
         patch.setattr(flex, "BLOCK", 4)  # so that these short sequences have full blocks
         patch.setattr(prepare, "choose_checked", lambda *_, **__: (flex.FLEX, kernels.Choice("flex", "for this test")))
         return {name: compare(HARD[name], sp) for name in names}

@@ -175,17 +175,21 @@ def test_a_ring_and_usp(name: str, ring: int, heads: tuple[int, int]) -> None:
 
 
 def _of_flex_shapes(q: Any, k: Any, v: Any, *_: Any) -> Any:
-    """Stand in for FlexAttention, which refuses tensors without data: results of the same shapes, with gradients."""
-    q, k, v = (x.flatten(2, 3) for x in (q, k, v))
-    group = q.shape[1] // k.shape[1]
-    seen = (k.mean(-1, keepdim=True) * v).mean(2, keepdim=True).repeat_interleave(group, 1)
-    return q.mean(-1, keepdim=True) * seen, q.float().mean(-1)
+    """Stand in for FlexAttention, which refuses tensors without data: an output and a log-sum-exp."""
+    q, v = q.flatten(2, 3), v.flatten(2, 3)
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _of_flex_gradients(q: Any, k: Any, v: Any, out: Any, lse: Any, grad: Any, *_: Any) -> Any:
+    assert out.shape == grad.shape == (*q.shape[:4], v.shape[4]) and lse.shape == (*q.shape[:4], 1)
+    return tuple(torch.empty_like(x.flatten(2, 3)) for x in (q, k, v))
 
 
 @pytest.fixture
 def uncompiled() -> Iterator[None]:
     """Replace FlexAttention: there is no GPU to compile it for."""
-    with mock.patch.object(longspan_flex, "_flex_attention", lambda compiled: _of_flex_shapes):
+    forward, backward = (lambda compiled: _of_flex_shapes), (lambda compiled: _of_flex_gradients)
+    with mock.patch.multiple(longspan_flex, _flex_attention=forward, _flex_backward=backward):
         yield
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import math
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -162,6 +163,61 @@ def flex_attend() -> Callable[..., tuple[Tensor, Tensor]]:
         return out, aux.lse
 
     return attend
+
+
+def flex_attend_backward() -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
+    """Return a function of FlexAttention's dq, dk and dv, from output and log-sum-exp; None if torch cannot trace it.
+
+    It takes what `flex_attend`'s function does, and after `v` the output, its log-sum-exp (natural logarithm) and its
+    gradient. They may be those of a whole row of scores, of which `k` and `v` are one block.
+
+    Versions: the compiler traces a call of this operator from 2.13 on. Public way: none; autograd, which runs the
+    forward a second time. When gone: that.
+    """
+    module = flex()
+    hops: Any = importlib.import_module("torch._higher_order_ops.flex_attention")
+    tracing = importlib.import_module("torch._dynamo.variables.higher_order_ops")
+    traced = hasattr(getattr(tracing, "FlexAttentionBackwardHighOrderVariable", None), "create_wrapped_node")
+    if not (traced and hasattr(module, "_apply_kernel_options") and hasattr(hops, "create_fw_bw_graph")):
+        return None
+    hops.create_fw_bw_graph = _among_fake_tensors(hops.create_fw_bw_graph)
+
+    def unchanged(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score
+
+    def attend_backward(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, blocks: tuple[Tensor | None, ...],
+        mask_mod: Any, score_mod: Any, scale: float | None, enable_gqa: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        size = q.shape[3], k.shape[3]
+        q, k, v, out, lse, grad = (x.view(*x.shape[:2], x.shape[2] * x.shape[3], -1) for x in (q, k, v, out, lse, grad))
+        for x in (q, k, v):  # as flex_attention does
+            torch._dynamo.mark_static(x, -3)
+            torch._dynamo.mark_static(x, -1)
+        mask = module.BlockMask((q.shape[2], k.shape[2]), *blocks, BLOCK_SIZE=size, mask_mod=mask_mod)
+        options = module._apply_kernel_options(q, k, v, False, None, module.AuxRequest(lse=True))
+        dq, dk, dv, _ = torch.ops.higher_order.flex_attention_backward(
+            q, k, v, out, lse[..., 0] / math.log(2), grad, None, score_mod or unchanged, None, mask.as_tuple(),
+            1 / math.sqrt(q.shape[3]) if scale is None else scale, options, (), (),
+        )  # fmt: skip
+        return dq, dk, dv
+
+    return attend_backward
+
+
+def _among_fake_tensors(differentiate: Callable[..., Any]) -> Callable[..., Any]:
+    """Let torch differentiate a score function as within AOTAutograd: with gradients, fake tensors and tensor indices.
+
+    Version 2.13 sees to none of them if the compiler traces a call of the backward operator.
+    """
+    index = importlib.import_module("torch._dynamo._trace_wrapped_higher_order_op").TransformGetItemToIndex
+    fake_mode_of = importlib.import_module("torch._guards").detect_fake_mode
+
+    def within(score_mod: Any, index_values: Any, other_buffers: Any) -> Any:
+        with torch.enable_grad(), index(), fake_mode_of(index_values) or contextlib.nullcontext():
+            return differentiate(score_mod, index_values, other_buffers)
+
+    return within
 
 
 RECOMPILE_LIMIT = 64

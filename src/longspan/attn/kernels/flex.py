@@ -24,11 +24,15 @@ from longspan.attn.kernels.base import BackwardInputs, BlockKernel, BlockRegion,
 from longspan.attn.kernels.flex_blocks import BlockLists, block_lists
 from longspan.attn.mask import Mask, MaskMod
 from longspan.attn.score import Bias, Scores
-from longspan.compat.torch_attention import compiled_whole, flex_attend, mark_dynamic
+from longspan.compat.torch_attention import compiled_whole, flex_attend, flex_attend_backward, mark_dynamic
 from longspan.core.layout import Span
 
 BLOCK = 128
 """Queries, and keys, of a FlexAttention block."""
+
+_LARGEST = 256
+"""Largest head_dim on a GPU. Wider heads are padded to 512; torch's tile of 64 queries and three stages of 32 keys and
+values, in fp32 of 32 and 16, then need 256 KiB of shared memory, and no GPU has more than 227 for a block."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +81,9 @@ class FlexKernel(BlockKernel):
     def refuses(self, request: KernelRequest) -> str | None:
         if request.device.type == "cpu" and request.grad:
             return "kernel='flex': FlexAttention has no backward on CPU; use kernel='auto' or 'tiled'"
+        dim = max(request.head_dims)
+        if request.device.type != "cpu" and dim > _LARGEST:
+            return f"kernel='flex' needs a head_dim of at most {_LARGEST}, these tensors have {dim}; use kernel='auto'"
         return None
 
     def describe(self, request: KernelRequest) -> str:
@@ -87,24 +94,31 @@ class FlexKernel(BlockKernel):
         return [_prepared(blocks, block, parts) if parts else None for block, parts in enumerate(blocks.parts)]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: FlexBlock, scores: Scores) -> tuple[Tensor, Tensor]:
-        heads, queries = q.shape[1:3]
         out, lse = _flex_attention(q.device.type != "cpu")(
-            _in_blocks(q, block.counts[0]),
-            _in_blocks(k, block.counts[1]),
-            _in_blocks(v, block.counts[1]),
-            block.lists.tensors,
-            block.mask_mod(scores.first_head),
-            block.score_mod(scores),
-            scores.scale,
-            k.shape[1] != heads,
+            *(_in_blocks(x, block.counts[at]) for x, at in ((q, 0), (k, 1), (v, 1))),
+            *self._how(q, k, block, scores),
         )
-        return out[:, :, :queries], lse[:, :, :queries]
+        return out[:, :, : q.shape[2]], lse[:, :, : q.shape[2]]
 
     def backward(
         self, inputs: BackwardInputs, k: Tensor, v: Tensor, block: FlexBlock, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Recompute the forward and run FlexAttention's backward; see `backward_by_autograd`."""
-        return backward_by_autograd(functools.partial(self.forward, block=block, scores=scores), inputs, k, v)
+        """Run FlexAttention's backward alone; before torch 2.13 the forward too, by `backward_by_autograd`."""
+        run = _flex_backward(k.device.type != "cpu")
+        if run is None:
+            return backward_by_autograd(functools.partial(self.forward, block=block, scores=scores), inputs, k, v)
+        q, (of_q, of_k) = inputs.q, block.counts
+        lse_BHQ1 = inputs.lse.to(torch.promote_types(q.dtype, torch.float32))[..., None]
+        dq, dk, dv = run(
+            *(_in_blocks(x, count) for x, count in ((q, of_q), (k, of_k), (v, of_k))),
+            *(_in_blocks(x, of_q) for x in (inputs.out, lse_BHQ1, inputs.grad)),
+            *self._how(q, k, block, scores),
+        )
+        return dq[:, :, : q.shape[2]], dk[:, :, : k.shape[2]], dv[:, :, : k.shape[2]]
+
+    def _how(self, q: Tensor, k: Tensor, block: FlexBlock, scores: Scores) -> tuple[Any, ...]:
+        mask_mod, score_mod = block.mask_mod(scores.first_head), block.score_mod(scores)
+        return block.lists.tensors, mask_mod, score_mod, scores.scale, k.shape[1] != q.shape[1]
 
 
 def backward_by_autograd(forward: Any, inputs: BackwardInputs, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,6 +185,8 @@ def _filled(x: Tensor, blocks: int) -> Tensor:
 
 def _in_blocks(x_BHSD: Tensor, blocks: int) -> Tensor:
     """Pad tokens to whole blocks and split them, [B, H, blocks, BLOCK, D]: a view if they are whole."""
+    if not torch.is_grad_enabled():  # a view of an input of an autograd Function would still require gradients, and
+        x_BHSD = x_BHSD.detach()  # be recompiled
     missing = blocks * BLOCK - x_BHSD.shape[2]
     if missing and x_BHSD.stride(2) > x_BHSD.stride(1):  # another order of strides would be recompiled
         x_BHSD = torch.nn.functional.pad(x_BHSD.transpose(1, 2), (0, 0, 0, 0, 0, missing)).transpose(1, 2)
@@ -229,11 +245,18 @@ def _bias_from_head(bias: Bias, first_head: int, like: Tensor) -> Bias:
 
 @functools.cache
 def _flex_attention(compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
-    attend = flex_attend()
-    if not compiled:
-        return attend
+    return _compiled(flex_attend()) if compiled else flex_attend()
+
+
+@functools.cache
+def _flex_backward(compiled: bool) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
+    attend = flex_attend_backward()
+    return attend if attend is None or not compiled else _compiled(attend)
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled_whole(
-        attend,
+        function,
         "kernel='flex': FlexAttention",
         "use kernel='tiled'; a mask_mod or bias that changes with the batch must hold the batch's values in tensors, "
         "not in Python numbers",
