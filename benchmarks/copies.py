@@ -1,10 +1,11 @@
-"""Bytes copied around each all-to-all by longspan and by DeepSpeed's two implementations.
+"""Bytes copied, and their time, around each all-to-all by longspan and by DeepSpeed's two implementations.
 
     python benchmarks/copies.py
 
-torch's profiler records every copy kernel of one attention's forward and backward, with its shapes. Copies are sorted
-by their time: before the first all-to-all, before the local kernel, before the last all-to-all, and after it; in the
-backward likewise. The bytes do not depend on the machine or its load. Copies inside the local kernel are excluded.
+torch's profiler records every copy kernel of one attention's forward and backward, with its shapes and duration. Copies
+are sorted by when they start: before the first all-to-all, before the local kernel, before the last all-to-all, and
+after it; in the backward likewise. The bytes do not depend on the machine or its load. Copies inside the local kernel
+are excluded.
 """
 
 from __future__ import annotations
@@ -24,9 +25,18 @@ from longspan.bench import peers
 HEAD_DIM = 64
 MOVERS = {"aten::copy_", "aten::cat", "aten::index_select", "aten::gather", "aten::index", "aten::index_put_",
           "aten::index_copy_", "aten::index_add_", "aten::add_", "aten::add", "aten::sum"}  # fmt: skip
-ITEM_BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "int": 4, "bool": 1}
+ITEM_BYTES = {
+    "float": 4,
+    "c10::complex<double>": 16,
+    "double": 8,
+    "c10::BFloat16": 2,
+    "c10::Half": 2,
+    "long int": 8,
+    "int": 4,
+    "bool": 1,
+}
 STAGES = ("in", "arrival", "back", "after")
-IMPLEMENTATIONS = ("longspan", "longspan, plain kernel", "DistributedAttention", "ALST")
+IMPLEMENTATIONS = ("longspan", "longspan, recomputed", "longspan, plain kernel", "DistributedAttention", "ALST")
 
 
 def main() -> None:
@@ -55,13 +65,22 @@ def parse_args() -> argparse.Namespace:
 def measure(batch: int, tokens: int, heads: str) -> list[dict[str, Any]]:
     """One profiled forward + backward of each implementation, fp32; copies of rank 0 by stage."""
     import longspan
+    from longspan.attn.mask import Mask
+    from longspan.attn.prepare import prepare
+    from longspan.attn.score import Scores
+    from longspan.attn.shapes import Shapes
 
     peers.start_deepspeed()
     sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=dist.get_world_size()))
     q_heads, kv_heads = map(int, heads.split("/"))
     n = tokens // sp.size
+    shapes = Shapes.of(
+        *(torch.empty(batch, n, h, HEAD_DIM).requires_grad_() for h in (q_heads, kv_heads, kv_heads)), Scores()
+    )
+    recomputed = prepare(shapes, sp, Mask(), Scores(), (tokens, tokens), recompute_all_to_all=True)
     attends = {
         "longspan": lambda q, k, v: longspan.attention(q, k, v, sp, causal=True),
+        "longspan, recomputed": lambda q, k, v: longspan.attention(q, k, v, sp, plan=recomputed),
         "longspan, plain kernel": lambda q, k, v: longspan.attention(q, k, v, sp, causal=True, kernel=plain_kernel),
         "DistributedAttention": peers.deepspeed_attention(sp.group, kv_heads),
         "ALST": peers.alst_attention(sp.group, q_heads, kv_heads, HEAD_DIM, n * sp.size, batch),
@@ -130,7 +149,7 @@ def by_stage(events: list[dict[str, Any]]) -> dict[str, Any]:
         raise SystemExit(f"the profile shows {len(kernels)} kernels and {len(exchanges)} exchanges: cannot sort copies")
     kernel_start, kernel_end = kernels[0]["ts"], max(e["ts"] + e["dur"] for e in kernels)
     first, last = exchanges[0]["ts"], exchanges[-1]["ts"]
-    stages = {name: {"copies": 0, "bytes": 0} for name in STAGES}
+    stages = {name: {"copies": 0, "bytes": 0, "ms": 0.0} for name in STAGES}
     for event in events:
         if event["name"] not in MOVERS or kernel_start <= event["ts"] < kernel_end:
             continue
@@ -144,6 +163,7 @@ def by_stage(events: list[dict[str, Any]]) -> dict[str, Any]:
             stage = "back" if event["ts"] < first_after(exchanges, kernel_end, last) else "after"
         stages[stage]["copies"] += 1
         stages[stage]["bytes"] += moved
+        stages[stage]["ms"] += event["dur"] / 1e3
     return {"stages": stages, "exchanges": len(exchanges), "other_collectives": [e["name"] for e in others]}
 
 
@@ -181,7 +201,7 @@ def product(dims: list[int]) -> int:
 
 
 def render(rows: list[dict[str, Any]]) -> str:
-    header = ["P", "batch", "heads", "pass", "implementation", *STAGES, "copied in all", "copies",
+    header = ["P", "batch", "heads", "pass", "implementation", *STAGES, "copied in all", "copies", "ms",
               "All-to-Alls", "other"]  # fmt: skip
     cells = []
     for row in rows:
@@ -193,6 +213,7 @@ def render(rows: list[dict[str, Any]]) -> str:
                 str(row["ranks"]), str(row["batch"]), row["heads"], way, row["implementation"],
                 *(f"{s['bytes'] / row['q_bytes']:.2f}" for s in stages),
                 f"{total / row['q_bytes']:.2f}", str(sum(s["copies"] for s in stages)),
+                f"{sum(s['ms'] for s in stages):.2f}",
                 str(found["exchanges"]), str(len(found["other_collectives"])),
             ])  # fmt: skip
     return "\n".join([

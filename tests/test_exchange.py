@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan import exchange
 from longspan.bench.meters import count_sent
 from longspan.comm import all_to_all
 from longspan.core.errors import LongspanError
-from longspan.core.heads import split_heads
+from longspan.core.heads import split_head_chunks, split_heads
 from tests.choose import each_value
 from tests.pool import RankPool
 
@@ -122,3 +125,74 @@ def _bad_input() -> None:
 
 def test_bad_input(pool2: RankPool) -> None:
     pool2.run(_bad_input)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Copies.
+
+
+class _Copies(TorchDispatchMode):
+    """Lists the bytes of an element, and of all elements, of each copy or addition in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[int, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten.add_):
+            self.found.append((args[0].itemsize, args[0].nbytes))
+        return func(*args, **(kwargs or {}))
+
+
+def _spans(heads: tuple[int, int], ranks: int, chunks: int) -> list[list[list[tuple[int, int]]]]:
+    """Return the heads of q, k and v of each rank, for each chunk."""
+    groups = split_head_chunks(split_heads(*heads, ranks), chunks)
+    return [all_to_all._head_spans(shards, ["q", "kv", "kv"]) for group in groups for shards in group]
+
+
+# Heads, ranks, chunks, head_dim: and the copies of a chunk's pack and unpack, and the bytes of their elements.
+COPIES = [
+    ((32, 8), 8, 1, 128, 3, 3, 16),
+    ((32, 16), 8, 2, 128, 3, 3, 16),
+    ((32, 8), 8, 1, 36, 3, 3, 8),
+    ((32, 8), 8, 1, 33, 3, 3, 2),
+    ((16, 2), 8, 1, 64, 3, 1 + 2 * 4, 16),  # four ranks' gradients of a KV head are added in turn
+    ((10, 5), 4, 1, 64, 12, 12, 16),  # uneven: rank by rank
+]
+
+
+@pytest.mark.parametrize(("heads", "ranks", "chunks", "dim", "packs", "unpacks", "itemsize"), COPIES)
+def test_one_copy_serves_all_ranks(
+    heads: tuple[int, int], ranks: int, chunks: int, dim: int, packs: int, unpacks: int, itemsize: int
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    xs = [torch.randn(2, 5, h, dim, generator=draw).to(torch.bfloat16) for h in (heads[0], heads[1], heads[1])]
+    adds = [False, *[ranks > heads[1]] * 2]
+    outs = [torch.zeros_like(x, dtype=torch.float32 if add else x.dtype) for x, add in zip(xs, adds, strict=True)]
+    expected = [out.clone() for out in outs]
+    for spans in _spans(heads, ranks, chunks):
+        sent_heads = sum(stop - start for of in spans for start, stop in of)
+        with _Copies() as packing:
+            sent = all_to_all._pack(xs, spans, 2 * 5 * dim * sent_heads)
+        by_rank = [x[:, :, a:b].transpose(0, 1).flatten(2) for of in spans for x, (a, b) in zip(xs, of, strict=True)]
+        rows = [torch.cat(by_rank[i : i + 3], 2).flatten() for i in range(0, len(by_rank), 3)]
+        assert torch.equal(sent, torch.cat(rows))
+        assert packing.found and len(packing.found) == packs
+        assert sum(nbytes for _, nbytes in packing.found) == sent.nbytes and {n for n, _ in packing.found} == {itemsize}
+        with _Copies() as unpacking:
+            all_to_all._write_heads(sent, outs, spans, adds)
+        assert len(unpacking.found) == unpacks
+        assert unpacking.found[0][0] == itemsize
+        for of in spans:
+            for into, x, (a, b), add in zip(expected, xs, of, adds, strict=True):
+                into[:, :, a:b] = into[:, :, a:b] + x[:, :, a:b] if add else x[:, :, a:b]
+    assert all(torch.equal(out, true) for out, true in zip(outs, expected, strict=True))
+
+
+def test_elements_are_wide_only_where_they_are_aligned() -> None:
+    x = torch.arange(2 * 3 * 40, dtype=torch.bfloat16).view(2, 3, 40)
+    for part, itemsize in ((x[..., :32], 16), (x[..., 4:36], 8), (x[..., 1:33], 2), (x[..., :6], 2), (x.mT, 2)):
+        into = torch.empty_like(part, memory_format=torch.contiguous_format)
+        with _Copies() as copies:
+            all_to_all.copy_wide(into, part)
+        assert torch.equal(into, part) and copies.found == [(itemsize, part.nbytes)], part.shape

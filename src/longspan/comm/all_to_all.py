@@ -375,55 +375,64 @@ def _split_rows(packed: Tensor, spans: _HeadSpans, xs_BLHD: Sequence[Tensor]) ->
     return views
 
 
-def _split_groups(packed: Tensor, spans: _HeadSpans, xs_BLHD: Sequence[Tensor]) -> list[Tensor] | None:
-    """View a packed buffer as `[G, R, L, B, h, D]` of each tensor, so that one copy serves all ranks.
+def _pair_groups(packed: Tensor, spans: _HeadSpans, xs_BLHD: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]] | None:
+    """View a packed buffer as `[G, R, L, B, h, D]` of each tensor, and the tensor as `[G, L, B, h, D]`.
 
-    None unless each tensor's heads are split evenly and each shard is held by R neighbouring ranks.
+    So one copy serves all ranks. None unless each tensor is cut into G equal parts, each of whose heads (or the same
+    chunk of each) are held by R neighbouring ranks.
     """
     groups = []
     for x_BLHD, of_tensor in zip(xs_BLHD, zip(*spans, strict=True), strict=True):
-        heads, h = x_BLHD.shape[2], of_tensor[0][1]
-        r = len(spans) * h // heads
-        if r == 0 or any(span != (i // r * h, (i // r + 1) * h) for i, span in enumerate(of_tensor)):
+        (start, stop), r = of_tensor[0], of_tensor.count(of_tensor[0])
+        count = len(spans) // r
+        step = x_BLHD.shape[2] // count  # heads from one group to the next
+        expected = ((i // r * step + start, i // r * step + stop) for i in range(len(spans)))
+        if start == stop or stop > step or step * count != x_BLHD.shape[2] or of_tensor != tuple(expected):
             return None
-        groups.append((h, r))
+        groups.append((count, r, x_BLHD.unflatten(2, (count, step))[:, :, :, start:stop]))
     batch, tokens = xs_BLHD[0].shape[:2]
-    dims = [x.shape[3] for x in xs_BLHD]
-    rows_PLBW = packed.view(len(spans), tokens, batch, -1)
-    parts_PLBW = rows_PLBW.split([h * d for (h, _), d in zip(groups, dims, strict=True)], 3)
+    parts_PLBW = packed.view(len(spans), tokens, batch, -1).split([x.shape[3:].numel() for *_, x in groups], 3)
     return [
-        part_PLBW.unflatten(3, (h, d)).unflatten(0, (-1, r))
-        for part_PLBW, (h, r), d in zip(parts_PLBW, groups, dims, strict=True)
+        (part_PLBW.unflatten(3, x_BLGhD.shape[3:]).unflatten(0, (count, r)), x_BLGhD.permute(2, 1, 0, 3, 4))
+        for part_PLBW, (count, r, x_BLGhD) in zip(parts_PLBW, groups, strict=True)
     ]
 
 
-def _in_groups(x_BLHD: Tensor, part_GRLBhD: Tensor) -> Tensor:
-    """View all heads as `[G, L, B, h, D]`."""
-    x_BLGhD: Tensor = x_BLHD.unflatten(2, (-1, part_GRLBhD.shape[4]))
-    return x_BLGhD.permute(2, 1, 0, 3, 4)
+def copy_wide(into: Tensor, x: Tensor) -> None:
+    """Copy in elements of 16 or 8 bytes where strides allow it: a GPU thread copies one element of a strided tensor."""
+    for wide in (torch.complex128, torch.int64):
+        if all(_fits(y, wide) for y in (into, x)):
+            into, x = into.view(wide), x.view(wide)
+            break
+    into.copy_(x)
+
+
+def _fits(x: Tensor, wide: torch.dtype) -> bool:
+    n = wide.itemsize // x.dtype.itemsize
+    aligned = (x.storage_offset(), x.shape[-1], *x.stride()[:-1])
+    return n > 1 and x.stride(-1) == 1 and not any(size % n for size in aligned)
 
 
 def _pack(xs_BLHD: Sequence[Tensor], spans: _HeadSpans, elements: int) -> Tensor:
     """Copy the heads of each rank into one send buffer, rank after rank. Every element is copied once."""
     send = xs_BLHD[0].new_empty(elements)
-    parts_GRLBhD = _split_groups(send, spans, xs_BLHD)
-    if parts_GRLBhD is not None:
-        for part_GRLBhD, x_BLHD in zip(parts_GRLBhD, xs_BLHD, strict=True):
-            part_GRLBhD.copy_(_in_groups(x_BLHD, part_GRLBhD).unsqueeze(1))
+    groups = _pair_groups(send, spans, xs_BLHD)
+    if groups is not None:
+        for part_GRLBhD, x_GLBhD in groups:
+            copy_wide(part_GRLBhD, x_GLBhD.unsqueeze(1))
         return send
     for parts_BLhD, of_rank in zip(_split_rows(send, spans, xs_BLHD), spans, strict=True):
         for part_BLhD, x_BLHD, (start, stop) in zip(parts_BLhD, xs_BLHD, of_rank, strict=True):
-            part_BLhD.copy_(x_BLHD[:, :, start:stop])
+            copy_wide(part_BLhD, x_BLHD[:, :, start:stop])
     return send
 
 
 def _unpack(recv: Tensor, spans: _HeadSpans, outs_BLHD: list[Tensor]) -> list[Tensor]:
     """Mirror `_pack` into `outs_BLHD`: the parts of a replicated head are summed, in fp32 or wider."""
-    parts_GRLBhD = _split_groups(recv, spans, outs_BLHD)
-    if parts_GRLBhD is not None:
-        for part_GRLBhD, out_BLHD in zip(parts_GRLBhD, outs_BLHD, strict=True):
-            summed = part_GRLBhD[:, 0] if part_GRLBhD.shape[1] == 1 else part_GRLBhD.sum(1)  # in fp32 inside
-            _in_groups(out_BLHD, part_GRLBhD).copy_(summed)
+    groups = _pair_groups(recv, spans, outs_BLHD)
+    if groups is not None:
+        for part_GRLBhD, out_GLBhD in groups:  # the sum is in fp32 inside
+            copy_wide(out_GLBhD, part_GRLBhD[:, 0] if part_GRLBhD.shape[1] == 1 else part_GRLBhD.sum(1))
         return outs_BLHD
     wide = torch.promote_types(recv.dtype, torch.float32)
     overlap = [any(a[1] > b[0] for a, b in itertools.pairwise(spans)) for spans in zip(*spans, strict=True)]
@@ -434,10 +443,16 @@ def _unpack(recv: Tensor, spans: _HeadSpans, outs_BLHD: list[Tensor]) -> list[Te
 
 def _write_heads(recv: Tensor, outs_BLHD: Sequence[Tensor], spans: _HeadSpans, adds: Sequence[bool]) -> None:
     """Write, or for some tensors add, every rank's heads to `outs_BLHD`."""
+    groups = _pair_groups(recv, spans, outs_BLHD)
+    if groups is not None:
+        for (part_GRLBhD, out_GLBhD), add in zip(groups, adds, strict=True):
+            for part_GLBhD in part_GRLBhD.unbind(1):  # one after the other: rounded as rank by rank
+                out_GLBhD.add_(part_GLBhD) if add else copy_wide(out_GLBhD, part_GLBhD)
+        return
     for parts_BLhD, of_rank in zip(_split_rows(recv, spans, outs_BLHD), spans, strict=True):
         for part_BLhD, out_BLHD, (start, stop), add in zip(parts_BLhD, outs_BLHD, of_rank, adds, strict=True):
             into_BLhD = out_BLHD[:, :, start:stop]
-            into_BLhD.add_(part_BLhD) if add else into_BLhD.copy_(part_BLhD)
+            into_BLhD.add_(part_BLhD) if add else copy_wide(into_BLhD, part_BLhD)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

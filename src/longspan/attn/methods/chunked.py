@@ -30,7 +30,7 @@ from torch import Tensor
 from longspan.attn.methods.base import SavedAttentions
 from longspan.attn.methods.ring import Ring, owns_storage
 from longspan.attn.score import Scores
-from longspan.comm.all_to_all import start_gather_into, start_scatter
+from longspan.comm.all_to_all import copy_wide, start_gather_into, start_scatter
 from longspan.compat.torch_api import named_range, not_compiled
 from longspan.core.heads import HeadShard
 from longspan.core.layout import Span
@@ -451,6 +451,6 @@ def _pack(xs_BhSD: Sequence[Tensor], tokens: int) -> Tensor:
     widths = [x.shape[1] * x.shape[3] for x in xs_BhSD]
     packed_SBW = xs_BhSD[0].new_empty(tokens, batch, sum(widths))
     for part_SBW, x_BhSD in zip(packed_SBW[:length].split(widths, -1), xs_BhSD, strict=True):
-        part_SBW.unflatten(2, (x_BhSD.shape[1], x_BhSD.shape[3])).copy_(x_BhSD.permute(2, 0, 1, 3))
+        copy_wide(part_SBW.unflatten(2, (x_BhSD.shape[1], x_BhSD.shape[3])), x_BhSD.permute(2, 0, 1, 3))
     packed_SBW[length:] = 0
     return packed_SBW
