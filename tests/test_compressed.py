@@ -149,7 +149,7 @@ def test_scales_are_sent_in_the_same_message(pool2: RankPool, dtype: torch.dtype
 @pytest.mark.parametrize(("code", "dtype"), each_value(["int8", "fp8"], [torch.float32, torch.bfloat16]))
 def test_packed_rows_are_rounded(code: str, dtype: torch.dtype) -> None:
     """With runs of several sizes, empty blocks and zeros; a nonfinite element makes its vector NaN."""
-    blocks = [[(2, 3), (1, 3), (2, 5)], [], [(0, 3), (1, 7)]]
+    blocks = [((2, 3), (1, 3), (2, 5)), (), ((0, 3), (1, 7))]
     widths = [sum(count * d for count, d in runs) for runs in blocks]
     flat = torch.randn(4 * sum(widths)).to(dtype)
     flat[:3], flat[4] = 0, 1e4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import itertools
 import sys
 from typing import Any
@@ -254,3 +255,22 @@ def test_q_passes_at_most_12_functions_and_no_file_twice(monkeypatch: pytest.Mon
         for path in found:
             modules = [module for module, _ in itertools.groupby(path, key=lambda step: step[0])]
             assert len(modules) == len(set(modules)), (what, modules)
+
+
+def _own_calls(ulysses: int, **options: Any) -> int:
+    """Return the calls of longspan's functions in an attention with a plan."""
+    sp = sharding_of(ulysses) if ulysses > 1 else one_device()
+    q, k, v = (torch.randn(1, 32 // ulysses, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    plan = longspan.prepare_attention(q, k, v, sp, **options)
+    longspan.attention(q, k, v, sp, plan=plan)  # fills caches
+    with cProfile.Profile() as profile:
+        longspan.attention(q, k, v, sp, plan=plan)
+    return sum(
+        entry.callcount for entry in profile.getstats() if "/longspan/" in getattr(entry.code, "co_filename", "")
+    )
+
+
+def test_a_layer_with_a_plan_makes_few_calls(pool2: RankPool) -> None:
+    three = torch.arange(32)[None] * 3 // 32
+    assert _own_calls(1) <= 25 and _own_calls(1, documents=three) <= 45
+    assert max(pool2.run(_own_calls, 2)) <= 135

@@ -60,6 +60,8 @@ class AttentionOptions:
             LongspanError: for values that are not allowed.
             TypeError: for an unknown option.
         """
+        if not options:
+            return _NOTHING
         for name in options:
             if name not in _DEFAULTS:
                 raise TypeError(f"longspan.attention has no option {name!r}; it has {', '.join(_DEFAULTS)}")
@@ -135,6 +137,10 @@ _DEFAULTS = {
     **_defaults(AttentionOptions, "mask", "scores", "in_plan"),
     "mask": None,
 }
+
+
+_NOTHING = AttentionOptions(Mask(), Scores())
+"""No options: what every layer with a plan passes."""
 
 
 def attention(

@@ -88,7 +88,7 @@ class AttentionPlan:
             LongspanError: with both shapes.
         """
         planned = self.shapes
-        if replace(given, grad=planned.grad) != planned:
+        if given != planned and replace(given, grad=planned.grad) != planned:
             raise LongspanError(f"the plan was made for {planned}, it is used with {given}; make one for these tensors")
         if given.grad and not planned.grad:
             raise LongspanError(

@@ -58,9 +58,12 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise LongspanError(f"`{name}` must be a tensor, got {describe(x)}")
-    listed = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
+
+    def listed() -> str:
+        return ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
+
     if not q.dim() == k.dim() == v.dim() == 4:
-        raise LongspanError(f"attention needs [batch, tokens, heads, head_dim], four dimensions each, got {listed}")
+        raise LongspanError(f"attention needs [batch, tokens, heads, head_dim], four dimensions each, got {listed()}")
     if not q.device == k.device == v.device:
         raise LongspanError(f"q, k and v must be on one device, got q {q.device}, k {k.device}, v {v.device}")
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
@@ -68,8 +71,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"attention needs q, k and v of one floating dtype, got q {q.dtype}, k {k.dtype}, v {v.dtype}; cast them"
         )
     if not q.shape[0] == k.shape[0] == v.shape[0] or k.shape[1] != v.shape[1]:
-        raise LongspanError(f"q, k and v must have the same batch, k and v the same tokens, got {listed}")
+        raise LongspanError(f"q, k and v must have the same batch, k and v the same tokens, got {listed()}")
     if min(*q.shape[:2], k.shape[1]) < 1:
-        raise LongspanError(f"attention over no tokens: {listed}")
+        raise LongspanError(f"attention over no tokens: {listed()}")
     if q.shape[3] != k.shape[3] or k.shape[2] != v.shape[2]:
-        raise LongspanError(f"q and k need the same head_dim, k and v the same number of heads, got {listed}")
+        raise LongspanError(f"q and k need the same head_dim, k and v the same number of heads, got {listed()}")

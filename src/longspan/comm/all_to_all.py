@@ -23,8 +23,10 @@ a head, W packed row, P ranks, R ranks that hold the same heads, G groups of suc
 
 from __future__ import annotations
 
+import functools
 import itertools
-from typing import TYPE_CHECKING, Any
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
 
     from longspan.core.cache_dtype import CacheDtype
 
-_HeadSpans = list[list[Span]]
+_HeadSpans = tuple[tuple[Span, ...], ...]
 """`spans[rank][tensor]`: the heads of each tensor that a rank holds. Operators take it as a flat list of integers."""
 
 
@@ -210,16 +212,18 @@ def gather_heads(
 
 
 def _head_spans(shards: Sequence[HeadShard], kinds: Sequence[str]) -> _HeadSpans:
-    return [[(s.q_start, s.q_stop) if kind == "q" else (s.kv_start, s.kv_stop) for kind in kinds] for s in shards]
+    of_kind = {"q": [(s.q_start, s.q_stop) for s in shards], "kv": [(s.kv_start, s.kv_stop) for s in shards]}
+    return tuple(zip(*(of_kind[kind] for kind in kinds), strict=True))
 
 
 def _flatten(spans: _HeadSpans) -> list[int]:
     return [end for of_rank in spans for span in of_rank for end in span]
 
 
-def _unflatten(flat_spans: list[int], tensors: int) -> _HeadSpans:
-    spans = list(zip(flat_spans[::2], flat_spans[1::2], strict=True))
-    return [spans[i : i + tensors] for i in range(0, len(spans), tensors)]
+@functools.lru_cache(maxsize=256)
+def _unflatten(flat_spans: tuple[int, ...], tensors: int) -> _HeadSpans:
+    spans = tuple(zip(flat_spans[::2], flat_spans[1::2], strict=True))
+    return tuple(spans[i : i + tensors] for i in range(0, len(spans), tensors))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -297,7 +301,7 @@ def _start_scatter(
 ) -> AllToAll:
     batch, tokens = xs_BLHD[0].shape[:2]
     rows, size = batch * tokens, group.size()
-    sent = _row_contents(spans, [x.shape[3] for x in xs_BLHD])
+    sent = _row_contents(spans, tuple(x.shape[3] for x in xs_BLHD))
     received = [sent[group.rank()]] * size
     local_width = row_width(received[0])
 
@@ -347,7 +351,7 @@ def _start_gather(
     overlapped: bool,
     finish: Callable[[Tensor], Tensor],
 ) -> AllToAll:
-    received = _row_contents(spans, dims)
+    received = _row_contents(spans, tuple(dims))
     sent = [received[group.rank()]] * group.size()
     rows = packed_SBW.shape[0] // group.size() * packed_SBW.shape[1]
     packed = packed_SBW.contiguous().view(-1)  # no copy if the tokens come first; else it is freed before `finish`
@@ -358,15 +362,16 @@ def _start_gather(
 # Packing: a buffer of rows `[L, B, W]` for (or from) each rank.
 
 
-def _row_contents(spans: _HeadSpans, dims: Sequence[int]) -> list[Runs]:
+@functools.lru_cache(maxsize=256)
+def _row_contents(spans: _HeadSpans, dims: tuple[int, ...]) -> tuple[Runs, ...]:
     """Return the content of each rank's row: heads and head_dim of each tensor."""
-    return [[(stop - start, d) for (start, stop), d in zip(of_rank, dims, strict=True)] for of_rank in spans]
+    return tuple(tuple((stop - start, d) for (start, stop), d in zip(of_rank, dims, strict=True)) for of_rank in spans)
 
 
 def _split_rows(packed: Tensor, spans: _HeadSpans, xs_BLHD: Sequence[Tensor]) -> list[list[Tensor]]:
     """View a packed buffer as the heads `[B, L, h, D]` of each rank and tensor; `xs_BLHD` have the tensors' shapes."""
     batch, tokens = xs_BLHD[0].shape[:2]
-    contents = _row_contents(spans, [x.shape[3] for x in xs_BLHD])
+    contents = _row_contents(spans, tuple(x.shape[3] for x in xs_BLHD))
     blocks = packed.split([tokens * batch * row_width(runs) for runs in contents])
     views = []
     for block, runs in zip(blocks, contents, strict=True):
@@ -381,36 +386,67 @@ def _pair_groups(packed: Tensor, spans: _HeadSpans, xs_BLHD: Sequence[Tensor]) -
     So one copy serves all ranks. None unless each tensor is cut into G equal parts, each of whose heads (or the same
     chunk of each) are held by R neighbouring ranks.
     """
-    groups = []
-    for x_BLHD, of_tensor in zip(xs_BLHD, zip(*spans, strict=True), strict=True):
-        (start, stop), r = of_tensor[0], of_tensor.count(of_tensor[0])
-        count = len(spans) // r
-        step = x_BLHD.shape[2] // count  # heads from one group to the next
-        expected = ((i // r * step + start, i // r * step + stop) for i in range(len(spans)))
-        if start == stop or stop > step or step * count != x_BLHD.shape[2] or of_tensor != tuple(expected):
-            return None
-        groups.append((count, r, x_BLHD.unflatten(2, (count, step))[:, :, :, start:stop]))
+    groups = _groups(spans, tuple(x.shape[2] for x in xs_BLHD))
+    if groups is None:
+        return None
     batch, tokens = xs_BLHD[0].shape[:2]
-    parts_PLBW = packed.view(len(spans), tokens, batch, -1).split([x.shape[3:].numel() for *_, x in groups], 3)
+    widths = [of.heads * x.shape[3] for of, x in zip(groups, xs_BLHD, strict=True)]
+    parts_PLBW = packed.view(len(spans), tokens, batch, -1).split(widths, 3)
     return [
-        (part_PLBW.unflatten(3, x_BLGhD.shape[3:]).unflatten(0, (count, r)), x_BLGhD.permute(2, 1, 0, 3, 4))
-        for part_PLBW, (count, r, x_BLGhD) in zip(parts_PLBW, groups, strict=True)
+        (
+            part_PLBW.unflatten(3, (of.heads, x_BLHD.shape[3])).unflatten(0, (of.number, of.ranks)),
+            x_BLHD.unflatten(2, (of.number, of.step))[:, :, :, of.first : of.first + of.heads].permute(2, 1, 0, 3, 4),
+        )
+        for part_PLBW, of, x_BLHD in zip(parts_PLBW, groups, xs_BLHD, strict=True)
     ]
+
+
+class _Groups(NamedTuple):
+    """How the heads of a tensor are cut.
+
+    Attributes:
+        number: of the groups of ranks that hold the same heads.
+        ranks: of a group.
+        heads: of a group.
+        first: the first group's first head.
+        step: heads from one group to the next.
+    """
+
+    number: int
+    ranks: int
+    heads: int
+    first: int
+    step: int
+
+
+@functools.lru_cache(maxsize=256)
+def _groups(spans: _HeadSpans, heads: tuple[int, ...]) -> tuple[_Groups, ...] | None:
+    groups = []
+    for total, of_tensor in zip(heads, zip(*spans, strict=True), strict=True):
+        (start, stop), ranks = of_tensor[0], of_tensor.count(of_tensor[0])
+        count = len(spans) // ranks
+        step = total // count
+        expected = ((i // ranks * step + start, i // ranks * step + stop) for i in range(len(spans)))
+        if start == stop or stop > step or step * count != total or of_tensor != tuple(expected):
+            return None
+        groups.append(_Groups(count, ranks, stop - start, start, step))
+    return tuple(groups)
 
 
 def copy_wide(into: Tensor, x: Tensor) -> None:
     """Copy in elements of 16 or 8 bytes where strides allow it: a GPU thread copies one element of a strided tensor."""
+    divisor, itemsize = math.gcd(_alignment(into), _alignment(x)), x.dtype.itemsize
     for wide in (torch.complex128, torch.int64):
-        if all(_fits(y, wide) for y in (into, x)):
+        if itemsize < wide.itemsize and divisor * itemsize % wide.itemsize == 0:
             into, x = into.view(wide), x.view(wide)
             break
     into.copy_(x)
 
 
-def _fits(x: Tensor, wide: torch.dtype) -> bool:
-    n = wide.itemsize // x.dtype.itemsize
-    aligned = (x.storage_offset(), x.shape[-1], *x.stride()[:-1])
-    return n > 1 and x.stride(-1) == 1 and not any(size % n for size in aligned)
+def _alignment(x: Tensor) -> int:
+    """Return how many elements of a tensor can be viewed as one, or a divisor of 16 times as many."""
+    *strides, last = x.stride()
+    return math.gcd(x.storage_offset(), x.shape[-1], *strides) if last == 1 else 1
 
 
 def _pack(xs_BLHD: Sequence[Tensor], spans: _HeadSpans, elements: int) -> Tensor:
@@ -461,22 +497,23 @@ def _write_heads(recv: Tensor, outs_BLHD: Sequence[Tensor], spans: _HeadSpans, a
 
 @torch.library.custom_op("longspan::scatter_heads", mutates_args=())
 def _scatter_op(xs_BLHD: list[Tensor], flat_spans: list[int], group: str, wire_dtype: str) -> Tensor:
-    spans = _unflatten(flat_spans, len(xs_BLHD))
+    spans = _unflatten(tuple(flat_spans), len(xs_BLHD))
     return _start_scatter(xs_BLHD, spans, find_group(group), wire_dtype, overlapped=False).wait()
 
 
 @_scatter_op.register_fake
 def _(xs_BLHD: list[Tensor], flat_spans: list[int], group: str, wire_dtype: str) -> Tensor:
     ranks, (batch, tokens) = find_group(group), xs_BLHD[0].shape[:2]
-    contents = _row_contents(_unflatten(flat_spans, len(xs_BLHD)), [x.shape[3] for x in xs_BLHD])
-    return xs_BLHD[0].new_empty(ranks.size() * tokens, batch, row_width(contents[ranks.rank()]))
+    local = _unflatten(tuple(flat_spans), len(xs_BLHD))[ranks.rank()]
+    width = sum((stop - start) * x.shape[3] for (start, stop), x in zip(local, xs_BLHD, strict=True))
+    return xs_BLHD[0].new_empty(ranks.size() * tokens, batch, width)
 
 
 @torch.library.custom_op("longspan::gather_heads", mutates_args=())
 def _gather_op(
     x_SBW: Tensor, heads: list[int], dims: list[int], flat_spans: list[int], group: str, wire_dtype: str
 ) -> list[Tensor]:
-    spans, ranks = _unflatten(flat_spans, len(heads)), find_group(group)
+    spans, ranks = _unflatten(tuple(flat_spans), len(heads)), find_group(group)
     recv = _start_gather(x_SBW, dims, spans, ranks, wire_dtype, overlapped=False, finish=lambda recv: recv).wait()
     return _unpack(recv, spans, _new_outputs(x_SBW, heads, dims, ranks.size()))
 

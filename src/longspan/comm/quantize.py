@@ -8,6 +8,7 @@ vector takes D + 4 bytes. A vector with a nonfinite element becomes NaN.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from longspan.core.cache_dtype import SCALE_BYTES
 
-Runs = Sequence[tuple[int, int]]
+Runs = tuple[tuple[int, int], ...]
 """Content of a packed row: (number of vectors, elements of a vector), one run after the other."""
 
 
@@ -56,6 +57,7 @@ _MAX_ELEMENTS = 1 << 22
 """Elements converted to fp32 at a time, so that the temporary memory does not grow with the buffer."""
 
 
+@functools.lru_cache(maxsize=256)
 def row_width(runs: Runs, wire_dtype: str = "exact") -> int:
     """Return the elements of a packed row: with another wire dtype than "exact" its bytes."""
     extra = 0 if wire_dtype == "exact" else SCALE_BYTES
@@ -117,7 +119,7 @@ def _vectors(flat: Tensor, quantized: Tensor, rows: int, blocks: Sequence[Runs])
             )
 
 
-def _merge_equal(runs: Runs) -> list[tuple[int, int]]:
+def _merge_equal(runs: Runs) -> Runs:
     """Merge neighbouring runs with vectors of one size; drop empty runs."""
     out: list[tuple[int, int]] = []
     for count, d in runs:
@@ -125,4 +127,4 @@ def _merge_equal(runs: Runs) -> list[tuple[int, int]]:
             out[-1] = (out[-1][0] + count, d)
         elif count:
             out.append((count, d))
-    return out
+    return tuple(out)

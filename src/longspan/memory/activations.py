@@ -79,9 +79,11 @@ class _Recomputed:
 
 def _pack(x: Tensor) -> SavedTensor | _Recomputed:
     node: Any = x.grad_fn
-    while node is not None and node.name() in _VIEWS and x.is_contiguous():
+    if node is None or x.numel() < _FEWEST:
+        return SavedTensor(x)
+    while node is not None and (name := node.name()) in _VIEWS and x.is_contiguous():
         node = node.next_functions[0][0]
-    if node is None or x.numel() < _FEWEST or node.name() not in ELEMENTWISE:
+    if node is None or name not in ELEMENTWISE:
         return SavedTensor(x)
     if any(before is None for before, _ in node.next_functions):
         return SavedTensor(x)  # a product saves each factor only for the other's gradient
