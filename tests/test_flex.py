@@ -294,7 +294,7 @@ def _check_programs(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scores", [{"window": 90, "softcap": 3.0}, {"alibi": True, "bias": "waves"}])
+@pytest.mark.parametrize("scores", [{"window": 90, "softcap": 3.0}, *confirming([{"alibi": True, "bias": "waves"}])])
 def test_a_backward_is_compiled_once_without_a_forward(scores: dict[str, Any]) -> None:
     _check_programs(*_errors_and_programs([_case(n, **scores) for n in LENGTHS[:2]]), 1)
 
@@ -306,7 +306,7 @@ def test_programs_of_head_chunks() -> None:
     _check_programs(*_errors_and_programs(cases, head_chunks=2), 2, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.confirms
 def test_programs_of_a_ring(pool2: RankPool) -> None:
     """The backward of the local block runs in two halves of the heads, so there is more than one program."""
     for found in pool2.run(_errors_and_programs, [_case(512, softcap=3.0)], 2):
