@@ -85,6 +85,8 @@ FAULTS = (
           "sum_BKTD.index_copy_(1,", "tests/test_ring.py -k every_mesh"),
     Fault("second_gradient_replaces_the_first", "attn/kernels/base.py", "self._summed()[at].add_(more)",
           "self._summed()[at].copy_(more)", "tests/test_ring.py -k test_one_device"),
+    Fault("single_result_summed_in_fp32", "attn/kernels/base.py", "if self._several:", "if True:",
+          "tests/test_live_bytes.py -k one_device"),
     Fault("padding_ends_a_token_early", "attn/segments.py", "torch.stack([count, first, last + 1], -1)",
           "torch.stack([count, first, last], -1)", "tests/test_batch.py"),
     Fault("documents_begin_a_token_early", "attn/segments.py", "starts_of_row[b].append(i + 1)",
@@ -109,6 +111,8 @@ FAULTS = (
     Fault("replicated_gradient_not_summed", "comm/collectives.py", "return all_reduce(grads[0], ctx.group), None",
           "return grads[0], None", "tests/test_tensor.py -k 'one_process and Llama'"),
     # losses
+    Fault("loss_keeps_an_fp32_part", "losses/cross_entropy.py", "del grad  # before the next one is allocated",
+          "pass", "tests/test_live_bytes.py -k step"),
     Fault("loss_counts_masked_labels", "hf/forward/loss.py", "_mean_over_ranks(total, (labels != IGNORE).sum()",
           "_mean_over_ranks(total, (labels == labels).sum()", "tests/test_loss.py"),
     Fault("label_smoothing_gradient", "losses/cross_entropy.py", "-(1 - terms.label_smoothing) * scale_T",
@@ -144,6 +148,8 @@ FAULTS = (
     Fault("crop_keeps_rejected_tokens", "core/kv_placement.py", "(a, min(b, length)) for a, b in runs",
           "(a, b) for a, b in runs", "tests/test_generate.py -k drafted"),
     # memory
+    Fault("final_norm_not_tiled", "hf/memory_options.py", ", *filter(_is_norm, final_norm(model))]", "]",
+          "tests/test_live_bytes.py -k step"),
     Fault("write_during_offload_unnoticed", "memory/offload/store.py", "version_of(self.data) != self._version",
           "version_of(self.data) < 0", "tests/test_offload.py"),
     Fault("change_in_place_unnoticed", "memory/activations.py", "if version_of(self.x) != self.version:",

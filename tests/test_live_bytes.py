@@ -206,7 +206,9 @@ OPTIONS = {
     "save_attention": Memory(checkpointing="save_attention"),
     "tiled_mlp": Memory(tiled_mlp=4),
     "tiled_norms": Memory(tiled_norms=True),
+    "activations saved": Memory(recompute_mlp_act=False),
     "longest": LONGEST,
+    "fewest inputs": dataclasses.replace(LONGEST, layers_per_checkpoint=0),
     "a chunk per KV head": dataclasses.replace(LONGEST, head_chunks=0),
 }
 PER_RANK = 16_384
@@ -222,7 +224,7 @@ def test_planned_bytes_of_a_step(option: str, mesh: dict[str, int]) -> None:
     c = CostContext(job, Mesh(**mesh), CONFIG["hidden_size"], on_cpu=False)
     peaks = training_peaks(shape_from_config({"model_type": "llama", **CONFIG}, "test"), c, once=False)
     planned = max(sum(size for item, size in peak.items() if item not in WEIGHTS) for peak in peaks)
-    assert planned == pytest.approx(bytes_of_a_step(mesh, OPTIONS[option]), rel=0.05)
+    assert planned == pytest.approx(bytes_of_a_step(mesh, OPTIONS[option]), rel=0.035)
 
 
 def bytes_of_a_step(mesh: dict[str, int], memory: Memory) -> int:

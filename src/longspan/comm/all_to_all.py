@@ -329,7 +329,7 @@ def start_gather_into(
     `outs` returns tensors `[B, L, H, D]` with these `dims` D. It is called when the heads have arrived, so that it can
     allocate the tensors late. Heads that are in no shard stay as they are. With `accumulate` KV heads are added, as
     gradients of replicated KV heads need (the tensors should be fp32 at least); query heads are always overwritten.
-    Other arguments are those of `start_scatter`, and `packed_SBW` is laid out as its result.
+    Other arguments are those of `start_scatter`, and `packed_SBW` has the layout of its result.
     """
     spans = _head_spans(shards, kinds)
     adds = [accumulate and kind == "kv" for kind in kinds]

@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from longspan.attn.mask import Mask, row_groups
@@ -151,12 +152,12 @@ class SoftmaxAccumulator:
     """Online softmax: output and log-sum-exp of the keys seen so far.
 
     A single result for all queries is kept as the kernel returned it, without a copy. Several are summed in fp32 at
-    least, with memory order [B, Q, H, V], which kernels return and models use.
+    least.
 
     Args:
         q_BHQD: the queries; only shape, dtype and device are used.
         v_dim: head_dim of v.
-        several: whether several results are expected, so that the first is copied and can be freed.
+        several: whether several results are expected, so that the first is cast at once and can be freed.
     """
 
     def __init__(self, q_BHQD: Tensor, v_dim: int, *, several: bool = False) -> None:
@@ -165,13 +166,11 @@ class SoftmaxAccumulator:
         self._dtype = torch.promote_types(q_BHQD.dtype, torch.float32)
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
-        self._summing = False
 
     def results(self) -> tuple[Tensor, Tensor]:
         """Return the output `[B, H, Q, V]`, zero where no key was seen, and the log-sum-exp `[B, H, Q]`, -inf there."""
-        if self._out is None:
-            self._start_sums()
-        assert self._out is not None and self._lse is not None
+        if self._out is None or self._lse is None:
+            return self._sums()
         return self._out, self._lse
 
     def add(self, out: Tensor, lse: Tensor, rows: Span | None = None, queries: Span | None = None) -> None:
@@ -187,14 +186,12 @@ class SoftmaxAccumulator:
         if self._out is None and rows in (None, (0, B)) and queries in (None, (0, Q)):
             self._out, self._lse = out, lse.to(self._dtype)
             if self._several:
-                self._start_sums()
+                self._sums()
             return
-        if not self._summing:
-            self._start_sums()
-        assert self._out is not None and self._lse is not None
         at = slice(*rows or (None,)), slice(None), slice(*queries or (None,))
-        before, now, self._lse[at] = _weights(self._lse[at], lse.to(self._dtype))
-        total = self._out[at].mul_(before[..., None])
+        all_out, all_lse = self._sums()
+        before, now, all_lse[at] = _weights(all_lse[at], lse.to(self._dtype))
+        total = all_out[at].mul_(before[..., None])
         if total.is_cuda:  # without a weighted copy in fp32
             total.addcmul_(out, now[..., None])
         else:  # the CPU's addcmul may round the last elements of a row differently
@@ -206,14 +203,13 @@ class SoftmaxAccumulator:
         before, _, self._lse = _weights(lse, sinks_H.to(self._dtype)[:, None].expand(lse.shape))
         self._out = out.mul_(before[..., None])
 
-    def _start_sums(self) -> None:
-        if self._out is None:
+    def _sums(self) -> tuple[Tensor, Tensor]:
+        """Return the sums so far, to add to: in fp32 at least."""
+        if self._out is None or self._lse is None:
             self._out = zeros_tokens_first(self._shape, self._dtype, self._device)
             self._lse = torch.full(self._shape[:3], -math.inf, dtype=self._dtype, device=self._device)
-        else:
-            assert self._lse is not None
-            self._out = self._out.to(self._dtype)
-        self._summing = True
+        self._out = self._out.to(self._dtype)
+        return self._out, self._lse
 
 
 def _weights(old: Tensor, more: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -242,8 +238,8 @@ class GradientSum:
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self._dtype, self._device = tuple(shape), dtype, device
-        self._sum: Tensor | None = None
-        self._single: tuple[Tensor, _Index] | None = None
+        self._sum: Tensor | None = None  # of the whole tensor; in the kernel's dtype if it is a single gradient
+        self._part: tuple[Tensor, _Index] | None = None  # a single gradient, of a part
 
     @classmethod
     def into(cls, total: Tensor) -> GradientSum:
@@ -254,33 +250,33 @@ class GradientSum:
 
     def add(self, more: Tensor, at: _Index = ()) -> None:
         """Add the gradient of the part that `at` selects, by default of the whole tensor."""
-        if self._sum is None and self._single is None:
-            self._single = more, at
-        else:
+        if self._sum is not None or self._part is not None:
             # Not `total[at] += more`, which copies the sum onto itself.
             self._summed()[at].add_(more)
+        elif more.shape == self.shape:
+            self._sum = more
+        else:
+            self._part = more, at
 
     def add_to(self, total: Tensor) -> None:
         """Add the sum to `total`, of the same shape."""
-        if self._single is not None:
-            more, at = self._single
+        if self._part is not None:
+            more, at = self._part
             total[at].add_(more)
         elif self._sum is not None:
             total.add_(self._sum)
 
     def total(self) -> Tensor:
         """Return the sum; zeros if nothing was added."""
-        if self._single is not None and self._single[0].shape == self.shape:
-            return self._single[0]
-        return self._summed()
+        return self._summed() if self._sum is None else self._sum
 
     def _summed(self) -> Tensor:
-        if self._sum is None and self._single is not None and self._single[0].shape == self.shape:
-            self._sum, self._single = self._single[0].to(self._dtype), None
+        """Return the sum so far, to add to: in `dtype`."""
         if self._sum is None:
             self._sum = zeros_tokens_first(self.shape, self._dtype, self._device)
-        if self._single is not None:
-            (more, at), self._single = self._single, None
+        self._sum = self._sum.to(self._dtype)
+        if self._part is not None:
+            (more, at), self._part = self._part, None
             self._sum[at].add_(more)
         return self._sum
 
@@ -291,6 +287,11 @@ _Index = tuple[slice, ...]
 def tokens_first(x_BHSD: Tensor) -> Tensor:
     """Return the same tensor with memory order [B, S, H, D]; a copy only if needed."""
     return x_BHSD.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def pad_heads(x: Tensor, dim: int) -> Tensor:
+    """Pad each head with zeros to `dim` elements: no score and no gradient changes."""
+    return x if x.shape[3] == dim else F.pad(x, (0, dim - x.shape[3]))
 
 
 def zeros_tokens_first(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

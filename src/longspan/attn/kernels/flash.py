@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from longspan.attn.kernels.base import (
@@ -26,6 +25,7 @@ from longspan.attn.kernels.base import (
     GradientSum,
     KernelRequest,
     SoftmaxAccumulator,
+    pad_heads,
     register,
 )
 from longspan.attn.kernels.flash_calls import FlashCall, flash_calls
@@ -92,7 +92,7 @@ class FlashKernel(AddingKernel):
     def to_kernel_layout(self, xs: Sequence[Tensor], v_dim: int, scores: Scores) -> list[Tensor]:
         """See `BlockKernel`."""
         dim = _kernel_dim(max(xs[0].shape[3], v_dim))
-        return [_padded_to(x, dim) for x in xs]
+        return [pad_heads(x, dim) for x in xs]
 
     def accumulate(
         self, into: SoftmaxAccumulator, q: Tensor, k: Tensor, v: Tensor, block: FlashBlock, scores: Scores
@@ -176,17 +176,13 @@ def _unfit(request: KernelRequest) -> str | None:
 
 
 def _padded(*xs: Tensor) -> list[Tensor]:
-    """Pad each head with zeros to one head_dim that the kernel takes; no score and no gradient changes."""
+    """Pad heads to one head_dim that the kernel takes."""
     dim = _kernel_dim(max(x.shape[3] for x in xs))
-    return [_padded_to(x, dim) for x in xs]
+    return [pad_heads(x, dim) for x in xs]
 
 
 def _kernel_dim(dim: int) -> int:
     return -(-dim // 8) * 8
-
-
-def _padded_to(x: Tensor, dim: int) -> Tensor:
-    return x if x.shape[3] == dim else F.pad(x, (0, dim - x.shape[3]))
 
 
 def _borders(call: FlashCall) -> tuple[Tensor | None, Tensor | None, int, int]:

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from longspan.attn.kernels.base import (
@@ -26,6 +25,7 @@ from longspan.attn.kernels.base import (
     GradientSum,
     KernelRequest,
     SoftmaxAccumulator,
+    pad_heads,
     register,
     tokens_first,
 )
@@ -142,7 +142,7 @@ class TiledKernel(AddingKernel):
         """Cast and pad tensors for `tile_forward` and `tile_backward`; no copy if nothing changes."""
         xs = for_device(*xs)
         dim = max(xs[0].shape[3], v_dim)
-        return xs if _flash_of(xs[0], dim, scores.softcap) is None else [_padded(x, dim) for x in xs]
+        return xs if _flash_of(xs[0], dim, scores.softcap) is None else [pad_heads(x, dim) for x in xs]
 
     def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, how: TileScores) -> tuple[Tensor, Tensor]:
         """Return the output [B, H, Q, V] and log-sum-exp [B, H, Q] over one tile's keys."""
@@ -258,13 +258,8 @@ def _flash_of(q: Tensor, v_dim: int, softcap: float | None, bias: Tensor | None 
     return "cuda" if q.is_cuda and bias is None and takes_flash(q.device, q.dtype, (q.shape[3], v_dim)) else None
 
 
-def _padded(x: Tensor, dim: int) -> Tensor:
-    """Pad heads with zeros: flash attention needs one head_dim for q, k and v (MLA has two)."""
-    return x if x.shape[3] == dim else F.pad(x, (0, dim - x.shape[3]))
-
-
 def _cut(x: Tensor, dim: int) -> Tensor:
-    """Undo `_padded`."""
+    """Undo `pad_heads`."""
     return x if x.shape[3] == dim else x[..., :dim]
 
 
