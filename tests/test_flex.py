@@ -290,7 +290,9 @@ def _check_programs(
     found: list[dict[str, float]], programs: list[list[str]], backwards: int, forwards: int = 1
 ) -> None:
     assert max(max(of_case.values()) for of_case in found) <= MARGIN, found
-    assert sorted(programs) == [[FORWARD]] * forwards + [[BACKWARD]] * backwards  # no backward runs a forward
+    if torch_attention.flex_attend_backward() is None:  # before torch 2.13 a backward runs a forward
+        return
+    assert sorted(programs) == [[FORWARD]] * forwards + [[BACKWARD]] * backwards
 
 
 @pytest.mark.slow
