@@ -132,7 +132,7 @@ FAULTS = (
           "tests/test_parallelize.py -k accumulation"),
     Fault("fsdp_averages", "hf/weights/fsdp.py", "            sum_gradients(module)", "            pass",
           "tests/test_parallelize.py -k accumulation"),
-    Fault("kept_logits_off_by_one", "hf/forward/gathering.py", "held[rank].append(before + token - start)",
+    Fault("kept_logits_off_by_one", "hf/forward/logits.py", "held[rank].append(before + token - start)",
           "held[rank].append(max(0, before + token - start - 1))", "tests/test_parallelize.py -k logits_to_keep"),
     Fault("ranks_draw_other_tokens", "hf/generate.py", "module.set_rng_state(shared.cpu())", "pass",
           "tests/test_generate.py -k 'greedy or ways'"),

@@ -29,7 +29,7 @@ from longspan.generate.job import format_report, open_fitting_prompt
 from longspan.generate.rank import Generation
 from longspan.generate.score import ScoreConfig, open_text
 from longspan.generate.stream import Decoder, Progress, progress_line
-from longspan.hf.shapes import shape_of
+from longspan.hf.planning import shape_of
 from longspan.plan.generation import check_fits, check_score_fits, peak_items, scoring_peak_items
 from longspan.plan.hardware import read_hardware
 from longspan.plan.job import Job, Mesh

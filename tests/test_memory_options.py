@@ -19,8 +19,7 @@ from longspan.comm.mesh import OneDeviceMesh
 from longspan.core import tile_sizes
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, LONGEST, Memory
-from longspan.hf.memory_auto import hardware_of
-from longspan.hf.shapes import config_shape, shape_from_modules
+from longspan.hf.planning import config_shape, hardware_of, shape_from_modules
 from longspan.memory import checkpointing
 from longspan.memory.normed_linear import NormedLinear
 from longspan.memory.offload.disk import DiskStore
@@ -415,7 +414,7 @@ def test_auto_chooses_options_that_fit_and_explains_them(family: str, monkeypatc
     jobs = (Job(context=1500, dtype="fp32", weight_sharding=False, memory=memory) for memory in (FASTEST, LONGEST))
     needed = [cost(shape, job, Mesh(), cpu).memory_total_bytes for job in jobs]  # memory for one of them
     room = _with(cpu, sum(needed) / 2)
-    monkeypatch.setattr("longspan.hf.memory_auto.hardware_of", lambda device, _=None: room)
+    monkeypatch.setattr("longspan.hf.planning.hardware_of", lambda device, _=None: room)
     truth = gradients_of(copy.deepcopy(plain), long)
     model = longspan.parallelize(plain, ONE_DEVICE, memory="auto").train()
     assert "attention: chosen at the first forward" in longspan.explain(model)
@@ -466,7 +465,7 @@ def test_auto_omits_options_that_conflict(monkeypatch: pytest.MonkeyPatch) -> No
     def least(auto: Any, length: int, rows: int, fixed: dict[str, Any]) -> tuple[Memory, str]:
         return Memory(**{"checkpointing": "full", "tiled_mlp": 2, "tiled_norms": True, **fixed}), "a fake planner"
 
-    monkeypatch.setattr("longspan.hf.memory_auto.AutoMemory.choose", least)
+    monkeypatch.setattr("longspan.hf.planning.AutoMemory.choose", least)
     model = longspan.parallelize(build("Mixtral"), ONE_DEVICE, memory="auto").train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     loss = model(**batch(), output_router_logits=True).loss
@@ -486,7 +485,7 @@ def gradients_of(model: Any, whole: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def test_auto_reserves_room_when_it_chooses_an_offload(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Memory(checkpointing="full", offload="disk")
-    monkeypatch.setattr("longspan.hf.memory_auto.AutoMemory.choose", lambda *_: (memory, "a fake planner"))
+    monkeypatch.setattr("longspan.hf.planning.AutoMemory.choose", lambda *_: (memory, "a fake planner"))
     model = longspan.parallelize(build("Llama"), ONE_DEVICE, memory="auto").train()
     reserved: list[int] = []
     plain = DiskStore.reserve

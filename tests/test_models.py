@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from transformers import masking_utils as masks
 
 import longspan
-from longspan.hf.forward.masks import MaskRequest, longspan_mask
+from longspan.hf.forward.registry import MaskRequest, longspan_mask
 from tests.choose import confirming, each_value
 from tests.models import (
     FAMILIES,

@@ -304,7 +304,7 @@ def _scale_one_ranks_heads(patch: pytest.MonkeyPatch) -> None:
 
 
 def _average_the_loss_per_rank(patch: pytest.MonkeyPatch) -> None:
-    from longspan.hf.forward import loss_stages
+    from longspan.hf.forward import loss as loss_module
 
     def loss(logits: Any, labels: torch.Tensor, sp: Any, *_: Any) -> torch.Tensor:
         total = F.cross_entropy(
@@ -315,7 +315,7 @@ def _average_the_loss_per_rank(patch: pytest.MonkeyPatch) -> None:
         dist.all_reduce(every, group=sp.world_group)
         return mine + (every - mine).detach()
 
-    patch.setattr(loss_stages, "mean_loss", loss)
+    patch.setattr(loss_module, "mean_loss", loss)
 
 
 def _do_not_sum_gradients(patch: pytest.MonkeyPatch) -> None:
@@ -334,10 +334,10 @@ def _average_gradients_over_ranks(patch: pytest.MonkeyPatch) -> None:
 
 
 def _report_another_loss(patch: pytest.MonkeyPatch) -> None:
-    from longspan.hf.forward import loss_stages
+    from longspan.hf.forward import loss as loss_module
 
-    original = loss_stages.mean_loss
-    patch.setattr(loss_stages, "mean_loss", lambda *args: original(*args) * (1 + 1e-7 * _rank()))
+    original = loss_module.mean_loss
+    patch.setattr(loss_module, "mean_loss", lambda *args: original(*args) * (1 + 1e-7 * _rank()))
 
 
 def _nan_in_one_gradient(patch: pytest.MonkeyPatch) -> None:

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from longspan.core.memory import Memory as Memory
     from longspan.hf.batch import shard_batch as shard_batch
     from longspan.hf.checks.nonfinite import find_nonfinite as find_nonfinite
-    from longspan.hf.explain import explain as explain
     from longspan.hf.forward.kv_cache import ShardedCache as ShardedCache
+    from longspan.hf.forward.logprobs import token_logprobs as token_logprobs
     from longspan.hf.forward.loss import causal_lm_loss as causal_lm_loss
     from longspan.hf.loading import from_pretrained as from_pretrained
-    from longspan.hf.logprobs import token_logprobs as token_logprobs
     from longspan.hf.memory_options import compile_layers as compile_layers
     from longspan.hf.parallelize import parallelize as parallelize
+    from longspan.hf.state import explain as explain
     from longspan.hf.weights.gradients import no_sync as no_sync
-    from longspan.hf.weights.optimizer_in_backward import optimizer_in_backward as optimizer_in_backward
+    from longspan.hf.weights.gradients import optimizer_in_backward as optimizer_in_backward
     from longspan.trainers.mixin import TrainerMixin as TrainerMixin
     from longspan.trainers.mixin import trainer as trainer
 
@@ -46,7 +46,7 @@ _DEFINED_IN = {
     "attention": "longspan.attn.api",
     "causal_lm_loss": "longspan.hf.forward.loss",
     "compile_layers": "longspan.hf.memory_options",
-    "explain": "longspan.hf.explain",
+    "explain": "longspan.hf.state",
     "explain_kernel": "longspan.attn.api",
     "find_nonfinite": "longspan.hf.checks.nonfinite",
     "from_pretrained": "longspan.hf.loading",
@@ -55,10 +55,10 @@ _DEFINED_IN = {
     "prepare_attention": "longspan.attn.api",
     "init_mesh": "longspan.comm.mesh",
     "no_sync": "longspan.hf.weights.gradients",
-    "optimizer_in_backward": "longspan.hf.weights.optimizer_in_backward",
+    "optimizer_in_backward": "longspan.hf.weights.gradients",
     "parallelize": "longspan.hf.parallelize",
     "shard_batch": "longspan.hf.batch",
-    "token_logprobs": "longspan.hf.logprobs",
+    "token_logprobs": "longspan.hf.forward.logprobs",
     "trainer": "longspan.trainers.mixin",
 }
 _MODULES = ("exchange",)

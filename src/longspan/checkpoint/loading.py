@@ -29,8 +29,7 @@ from longspan.checkpoint.tensors import (
     without_group_warning,
 )
 from longspan.comm.arguments import check_module, check_optimizer
-from longspan.compat.torch_checkpoint import flat_names
-from longspan.compat.torchao_api import as_plain
+from longspan.compat.torch_checkpoint import as_plain, flat_names
 from longspan.core.errors import LongspanError
 from longspan.core.validation import as_path, checked_call
 

@@ -43,8 +43,7 @@ from longspan.checkpoint.tensors import INDEX, RecordingWriter, cause, format_in
 from longspan.comm.arguments import check_module, check_optimizer
 from longspan.comm.digests import local_part
 from longspan.compat.torch_api import NO_GROUP_WARNING
-from longspan.compat.torch_checkpoint import flat_names
-from longspan.compat.torchao_api import as_plain
+from longspan.compat.torch_checkpoint import as_plain, flat_names
 from longspan.core.errors import LongspanError
 from longspan.core.system import DiskFull, free_memory, is_full
 from longspan.core.validation import as_path, check_count, checked_call, format_value

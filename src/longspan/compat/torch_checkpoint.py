@@ -1,15 +1,24 @@
-"""Private names of torch's Distributed Checkpoint."""
+"""Private names of torch's Distributed Checkpoint and of torchao's 8-bit optimizer states, a tensor class that
+checkpoints and meshes do not support.
+"""
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
+import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor, Shard
 
 from longspan.compat.versions import missing
+from longspan.core.errors import LongspanError
 
 
 @dataclass(frozen=True)
@@ -55,3 +64,108 @@ def write_through(writer: FileSystemWriter, files: FileSystem) -> None:
     if not isinstance(getattr(writer, "fs", None), FileSystem):
         raise missing("torch", "FileSystemWriter.fs", "checksums of written files")
     writer.fs = files
+
+
+_MODULES = ("torchao.optim", "torchao.prototype.low_bit_optim")
+_FEWEST = 4096  # elements of a weight for which 8-bit states pay (as in bitsandbytes)
+
+
+def check_torchao() -> str:
+    """Return the installed version of torchao (0.9 to 0.18 are tested).
+
+    Raises:
+        LongspanError: if it is missing, or has no AdamW with 8-bit states.
+    """
+    _adamw8bit()
+    return importlib.metadata.version("torchao")
+
+
+def _adamw8bit() -> Any:
+    for module in _MODULES:
+        try:
+            return importlib.import_module(module).AdamW8bit
+        except (ImportError, AttributeError):
+            continue
+    raise LongspanError(
+        "--optimizer adamw8bit needs torchao (torchao.optim.AdamW8bit), which is missing or cannot be imported: "
+        'pip install ".[adamw8bit]" (torchao) on every machine, or leave --optimizer at adamw'
+    )
+
+
+def adamw8bit(groups: list[dict[str, Any]], lr: float, betas: tuple[float, float]) -> torch.optim.Optimizer:
+    """Return torchao's AdamW8bit, with the same kind of state on all ranks, so that a checkpoint can store it.
+
+    torchao chooses 8 bits by each rank's part of a weight, and parts differ. Here a weight's states have 8 bits if
+    every rank's part consists of whole blocks of 256 elements.
+
+    Versions: torchao 0.9 to 0.18, whose `_new_buffer` makes a state. When gone: torchao's own choice, which `as_plain`
+    refuses where ranks differ.
+    """
+    kind = _adamw8bit()
+
+    class AdamW8bit(kind):  # type: ignore[misc, valid-type]
+        def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
+            local = p.to_local() if isinstance(p, DTensor) else p
+            blocks = _scale_shape(p, self.block_size) is not None
+            out: Tensor = self._subclass_zeros(local, signed, self.block_size) if blocks else torch.zeros_like(local)
+            return _like(p, out, tuple(p.shape)).to(p.device)
+
+    made: torch.optim.Optimizer = AdamW8bit(groups, lr=lr, betas=betas)
+    return made
+
+
+def as_plain(state: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state dict with each 8-bit tensor as plain codes and scales that share its memory.
+
+    Codes have the weight's shape, and scales as many rows as there are rows of whole blocks. Sharded like the weight,
+    they can be loaded on another mesh.
+
+    Versions: torchao 0.9 to 0.18 (`codes`, `scale`). When gone: an AttributeError.
+    """
+    if "state" not in state:
+        return state
+    plain = {
+        name: {key: _plain(x) for key, x in values.items()} if isinstance(values, dict) else values
+        for name, values in state["state"].items()
+    }
+    return {**state, "state": plain}
+
+
+def _plain(x: Any) -> Any:
+    local = x.to_local() if isinstance(x, DTensor) else x
+    if not (isinstance(local, Tensor) and hasattr(local, "codes") and hasattr(local, "scale")):
+        return x
+    block = local.codes.numel() // local.scale.numel()
+    shape = _scale_shape(x, block)
+    if shape is None:
+        raise LongspanError(
+            f"an 8-bit optimizer state of shape {tuple(x.shape)} does not consist of whole blocks of {block} elements "
+            "on every rank, so a checkpoint cannot store it; make the optimizer by longspan train, or use AdamW"
+        )
+    scale = local.scale.view(-1, shape[1])
+    return {"codes": _like(x, local.codes, tuple(x.shape)), "scale": _like(x, scale, shape)}
+
+
+def _scale_shape(x: Tensor, block: int) -> tuple[int, int] | None:
+    """Return (rows of whole blocks, blocks in such a row), or None if a rank's part is not of whole blocks."""
+    if not x.dim() or x.numel() < _FEWEST or x.numel() % block:
+        return None
+    width = math.prod(x.shape[1:])
+    rows = block // math.gcd(width, block)  # the fewest with whole blocks
+    if isinstance(x, DTensor):
+        ranks = x.device_mesh.size()
+        part = -(-x.shape[0] // ranks)
+        if x.placements != (Shard(0),) or part % rows or part * (ranks - 1) >= x.shape[0]:
+            return None
+    return x.shape[0] // rows, rows * width // block
+
+
+def _like(x: Tensor, local: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return `local` as a rank's part of a tensor of `shape` that is sharded like `x`."""
+    if not isinstance(x, DTensor):
+        return local
+    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    sharded: Tensor = DTensor.from_local(
+        local, x.device_mesh, x.placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+    return sharded

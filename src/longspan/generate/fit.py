@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError
-from longspan.hf.memory_auto import hardware_of_ranks
+from longspan.hf.planning import hardware_of_ranks, shape_of
 from longspan.hf.pretrained import is_adapter
-from longspan.hf.shapes import shape_of
 from longspan.plan.cost.memory import staged_bytes
 from longspan.plan.cost.offload import offloaded_bytes
 from longspan.plan.cost.tensor import can_cut

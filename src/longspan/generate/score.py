@@ -134,7 +134,7 @@ def score_rank(config: ScoreConfig, heartbeat: Heartbeat, opened: Prompt | None)
 
     from longspan.generate.start import start
     from longspan.generate.stream import Progress
-    from longspan.hf.logprobs import token_logprobs
+    from longspan.hf.forward.logprobs import token_logprobs
     from longspan.hf.support import decoder_layers
 
     prompt, sp, model = start(config, heartbeat, opened, open_text)

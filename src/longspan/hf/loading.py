@@ -25,10 +25,8 @@ from longspan.core.memory import Memory
 from longspan.core.validation import checked_call, refuse_unknown
 from longspan.hf.parallelize import parallelize
 from longspan.hf.pretrained import base_of, check_source, is_adapter, open_config, read_adapter
-from longspan.hf.weights.files import WeightFiles
-from longspan.hf.weights.meta_init import materialize, to_meta
-from longspan.hf.weights.origin import Origin
-from longspan.hf.weights.sources import Files, FirstRank
+from longspan.hf.weights.origin import Origin, WeightFiles
+from longspan.hf.weights.sources import Files, FirstRank, materialize, to_meta
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from longspan.hf.memory_auto import AutoMemory
+    from longspan.hf.planning import AutoMemory
     from longspan.memory.offload.store import Store
 
 

@@ -23,12 +23,16 @@ from longspan.comm.consistency import ReplicaCheck, broadcast_weights
 from longspan.core.memory import Memory, MemoryLevel
 from longspan.core.validation import checked_call
 from longspan.hf.checks.batches import BatchCheck
-from longspan.hf.checks.misuse import refuse_saving_shards, refuse_wrappers_and_casts
 from longspan.hf.checks.version import check_version
 from longspan.hf.forward.binding import AttentionLayers
 from longspan.hf.forward.hooks import ForwardHooks
-from longspan.hf.forward.input_checks import ModelChangeCheck, WeightDamageCheck
 from longspan.hf.forward.logits import head_of
+from longspan.hf.forward.misuse import (
+    ModelChangeCheck,
+    WeightDamageCheck,
+    refuse_saving_shards,
+    refuse_wrappers_and_casts,
+)
 from longspan.hf.forward.stage import ModelTraits
 from longspan.hf.generate import Generate
 from longspan.hf.memory_options import MemoryManager

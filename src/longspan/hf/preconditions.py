@@ -22,8 +22,8 @@ from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_groups, split_heads
 from longspan.core.memory import FASTEST, Memory, MemoryLevel, memory_of
 from longspan.core.validation import check_choice, check_flag, format_value
-from longspan.hf.memory_auto import AutoMemory
 from longspan.hf.memory_options import MemoryModules
+from longspan.hf.planning import AutoMemory
 from longspan.hf.state import is_parallelized
 from longspan.hf.support import attention_dropout, check_model, refuse_dropout, transformers_model
 from longspan.hf.tensor_parallel.plan import STYLES, TensorPlan, TensorStyle, tensor_plan

@@ -1,11 +1,13 @@
-"""`model.longspan_state`: what `parallelize` made of a model."""
+"""`model.longspan_state`: what `parallelize` made of a model, and `longspan.explain`, which describes it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError
+from longspan.core.validation import checked_call
 
 if TYPE_CHECKING:
     from torch import nn
@@ -16,8 +18,7 @@ if TYPE_CHECKING:
     from longspan.hf.forward.stage import ModelTraits
     from longspan.hf.memory_options import MemoryManager
     from longspan.hf.tensor_parallel.layers import TensorParallel
-    from longspan.hf.weights.gradients import GradientSum
-    from longspan.hf.weights.optimizer_in_backward import InBackward
+    from longspan.hf.weights.gradients import GradientSum, InBackward
     from longspan.losses.deferred_logits import Head
 
 
@@ -66,3 +67,26 @@ def state_of(model: nn.Module) -> ParallelState:
         if isinstance(state, ParallelState):
             return state
     raise LongspanError(f"{type(model).__name__} is not parallelized; call longspan.parallelize(model, sp) first")
+
+
+@checked_call()
+def explain(model: nn.Module) -> str:
+    """Return what `parallelize` chose for a model: mesh, layout, memory options and why, and in its last forward the
+    attention kernel of each kind of layer.
+
+    Raises:
+        LongspanError: for a model that is not parallelized.
+    """
+    state = state_of(model)
+    sp = state.sp
+    tensor = "" if state.tensor is None else f" tensor={sp.tensor_size} ({state.tensor.style})"
+    axes = f"data={sp.data_size} ring={sp.ring_size} ulysses={sp.ulysses_size}{tensor}"
+    lines = [f"mesh: {axes}, layout {sp.layout.kind}"]
+    if sp.wire_dtype != "exact" and sp.ulysses_size > 1:
+        lines.append(f"exchange: {sp.wire_dtype}, LOSSY: a byte per element, a scale per token and head")
+    lines.append(f"memory: {state.memory.memory.describe()} ({state.memory.why})")
+    chosen = Counter(str(layer.choice) for layer in state.attention.layers if layer.choice is not None)
+    lines += [f"attention of {count} layers: {choice}" for choice, count in chosen.items()]
+    if not chosen:
+        lines.append("attention: chosen at the first forward")
+    return "\n".join(lines)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from longspan.compat.lm_eval_api import harness_command_line
+from longspan.compat.friends_api import harness_command_line
 from longspan.core.errors import LongspanError
 from longspan.ranks import launch
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from longspan.core.errors import LongspanError
-from longspan.hf.logprobs import token_logprobs
+from longspan.hf.forward.logprobs import token_logprobs
 from longspan.losses.cross_entropy import IGNORE
 
 if TYPE_CHECKING:

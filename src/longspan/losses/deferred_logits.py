@@ -2,9 +2,10 @@
 
 The logits of a long sequence are the largest tensor of a training step: tokens x vocabulary. A loss needs them for one
 tile of tokens at a time. So in training the head returns `DeferredLogits`, which records what the model does to its
-logits on their way to the loss (a scale, a softcap, a cast) and applies it to each tile.
+logits on their way to the loss (a scale, a softcap, a cast) and applies it to each tile. A tensor group shards the
+vocabulary (`VocabShard`): its ranks reduce three numbers per token (Megatron-LM, arXiv:1909.08053, section 3).
 
-Shape suffixes: T tokens (any leading dimensions), D hidden size, V vocabulary.
+Shape suffixes: T tokens (any leading dimensions), D hidden size, V vocabulary, or this rank's shard of it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from longspan.comm.sharded_weights import BareModule, as_local
+from longspan.comm.tensor import TensorGroup
 from longspan.compat.torch_api import not_compiled, register_tree
 from longspan.core.errors import LongspanError
-from longspan.losses.vocab_parallel import VocabShard
+from longspan.core.tile_sizes import even_span
 
 LOGITS_HINT = "training with labels does not compute them; call longspan.parallelize(..., logits=True)"
 
@@ -181,7 +183,7 @@ class Head:
         bare: the module that computes logits.
         defer_next: whether to defer the output of the next call.
         observer: called with each tile of logits that is computed.
-        loss_kernel: "tiled", or a name of `longspan.losses.fused_heads`.
+        loss_kernel: "tiled", or a name of `longspan.losses.cross_entropy`.
         gather: gathers the weights if they are sharded.
         vocab_shard: this rank's shard, if a tensor group shards the vocabulary; the head returns its logits.
     """
@@ -219,3 +221,56 @@ class Head:
         if defer and len(args) == 1 and not kwargs:
             return DeferredLogits(self, _Identity.apply(args[0]))  # type: ignore[no-untyped-call]
         return self.bare.forward(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """This rank's shard of the vocabulary.
+
+    Attributes:
+        group: the ranks that share the vocabulary.
+        start: my first id.
+        width: number of my ids.
+        size: ids of the whole vocabulary.
+    """
+
+    group: TensorGroup
+    start: int
+    width: int
+    size: int
+
+    @classmethod
+    def of(cls, group: TensorGroup, size: int) -> VocabShard:
+        """Return this rank's shard of `size` ids, cut as `DTensor` cuts them."""
+        start, stop = even_span(size, group.rank, group.size)
+        return cls(group, start, stop - start, size)
+
+    @property
+    def widest(self) -> int:
+        """The largest `width` of all ranks: all ranks cut their tokens into the same tiles."""
+        return -(-self.size // self.group.size)
+
+    def find(self, labels_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which labels are in my shard, `[T]`, and their indices in it, `[T, 1]`; 0 for the others."""
+        mine_T = (labels_T >= self.start) & (labels_T < self.start + self.width)
+        return mine_T, torch.where(mine_T, labels_T - self.start, 0)[:, None]
+
+    def of_label(self, x_TV: Tensor, labels_T: Tensor) -> Tensor:
+        """Return the label's entry, `[T]`; 0 if another rank holds it."""
+        mine_T, index = self.find(labels_T)
+        return torch.where(mine_T, x_TV.gather(-1, index)[:, 0], 0)
+
+    def log_softmax(self, logits_TV: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return my shard of the log-softmax over the whole vocabulary; differentiable, collective."""
+        x = logits_TV.to(dtype)
+        highest = self.group.largest(x.amax(-1, keepdim=True))
+        total = self.group.sum_out((x - highest).exp().sum(-1, keepdim=True))
+        # Every rank subtracts it from its own shard, so its gradient is the sum over the ranks.
+        return x - self.group.copy_in(total.log() + highest)
+
+    def is_top1(self, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+        """Return whether the label has the largest logit; the first of equals. Collective."""
+        best, index = logits_TV.detach().max(-1)
+        is_best = best == self.group.largest(best)
+        first = self.group.smallest(torch.where(is_best, index + self.start, self.size))
+        return first == labels_T

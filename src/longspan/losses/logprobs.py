@@ -14,9 +14,8 @@ from torch import Tensor
 
 from longspan.core.tile_sizes import head_tile
 from longspan.losses.cross_entropy import IGNORE
-from longspan.losses.deferred_logits import DeferredLogits
+from longspan.losses.deferred_logits import DeferredLogits, VocabShard
 from longspan.losses.tile_gradients import TileGradients
-from longspan.losses.vocab_parallel import VocabShard
 
 
 def logprobs_of(

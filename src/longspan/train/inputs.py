@@ -57,7 +57,7 @@ def open_local(config: TrainConfig) -> Inputs:
         LongspanError: for a missing or unsuitable model, tokenizer or text.
     """
     if config.optimizer.optimizer == "adamw8bit":
-        from longspan.compat.torchao_api import check_torchao
+        from longspan.compat.torch_checkpoint import check_torchao
 
         check_torchao()
     model_config, rope = load_model_config(config)

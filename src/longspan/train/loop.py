@@ -24,18 +24,17 @@ from longspan import checkpoint
 from longspan.checkpoint.identity import flat
 from longspan.comm.consistency import gather_numbers
 from longspan.comm.mesh import make_sharding
-from longspan.compat.torchao_api import check_torchao
+from longspan.compat.torch_checkpoint import check_torchao
 from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import reduces_once
 from longspan.data import ROUNDS_AHEAD, StepBatch, check_same_text, deal, merge_rounds, prefetch, rounds
 from longspan.hf.batch import shard_batch
 from longspan.hf.checks.nonfinite import watch
 from longspan.hf.loading import load_sharded
-from longspan.hf.memory_auto import device_memory
+from longspan.hf.planning import device_memory
 from longspan.hf.state import state_of
-from longspan.hf.weights.gradients import no_sync
-from longspan.hf.weights.optimizer_in_backward import optimizer_in_backward
-from longspan.hf.weights.shard_slices import tensor_parts
+from longspan.hf.weights.gradients import no_sync, optimizer_in_backward
+from longspan.hf.weights.sources import tensor_parts
 from longspan.ranks import agreement
 from longspan.ranks.heartbeat import Heartbeat
 from longspan.ranks.launch import Stopped, StopRequest

@@ -9,7 +9,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, LONGEST, Memory
 from longspan.core.memory_flags import MemoryFlags
 from longspan.core.sections import replace
-from longspan.hf.memory_auto import hardware_of_ranks
+from longspan.hf.planning import hardware_of_ranks
 from longspan.plan.job import Job, Mesh
 from longspan.plan.memory_search import STEP, longest_context_on
 from longspan.plan.suggestions import choose_memory
@@ -34,7 +34,7 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
             fits, with the memory item by item and what would fit.
     """
     from longspan.hf.memory_options import MemoryModules
-    from longspan.hf.shapes import shape_of_model
+    from longspan.hf.planning import shape_of_model
 
     parallel, flags, longest_context = config.parallel, config.memory, config.context == "max"
     model = _model_on_meta(config)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from longspan.compat.torchao_api import adamw8bit
+from longspan.compat.torch_checkpoint import adamw8bit
 from longspan.train.config import TrainConfig
 
 

@@ -1,7 +1,7 @@
 """TRL's trainers: remove their fused head, and count sequence groups as processes.
 
 TRL replaces a model's forward by one with a "fused" head, which multiplies hidden states by the head's weight. With a
-sharded sequence it would combine one rank's tokens with the labels of all. `longspan.hf.forward.scored` replaces it.
+sharded sequence it would combine one rank's tokens with the labels of all. `longspan.hf.forward.logprobs` replaces it.
 
 A trainer that generates (GRPO) draws each prompt once per completion for all processes, and ranks the completions of a
 prompt against each other. The ranks of a sequence group must draw, shuffle and rank as one process.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import set_seed
 
-from longspan.compat.trl_api import count_tokens_once, fused_head_of
+from longspan.compat.friends_api import count_tokens_once, fused_head_of
 from longspan.core.errors import LongspanError
 from longspan.hf.forward.stage import Scoring
 from longspan.hf.support import transformers_model

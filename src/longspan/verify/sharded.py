@@ -26,8 +26,7 @@ from longspan.hf.loading import find_source, load_from
 from longspan.hf.parallelize import parallelize
 from longspan.hf.support import check_model, switch_dropout_off
 from longspan.hf.weights.origin import Origin
-from longspan.hf.weights.shard_slices import my_slices
-from longspan.hf.weights.sources import FirstRank
+from longspan.hf.weights.sources import FirstRank, my_slices
 from longspan.verify.compare import ErrorSums, LocalRows, compare_rows, row_chunks
 from longspan.verify.config import VerifyConfig
 from longspan.verify.judge import Criterion, judge, layer_of

@@ -14,11 +14,11 @@ from torch import nn
 
 from longspan.compat.torch_api import not_compiled
 from longspan.hf.forward.cached import CachedTokens
-from longspan.hf.forward.input_checks import GradientsSummed, ModelChangeCheck, SupportedArguments, WeightDamageCheck
 from longspan.hf.forward.logits import DeferLogits, SelectLogits
-from longspan.hf.forward.loss_stages import GlobalLoss, HeldBackLabels, LossFunction, RouterLoss
+from longspan.hf.forward.logprobs import ScoredLabels
+from longspan.hf.forward.loss import GlobalLoss, HeldBackLabels, LossFunction, RouterLoss
+from longspan.hf.forward.misuse import GradientsSummed, ModelChangeCheck, SupportedArguments, WeightDamageCheck
 from longspan.hf.forward.pooled import PooledHead
-from longspan.hf.forward.scored import ScoredLabels
 from longspan.hf.forward.shard_batch import ShardBatch
 from longspan.hf.forward.stage import ForwardCall, ForwardOptions, Stage
 from longspan.hf.support import innermost_decoder

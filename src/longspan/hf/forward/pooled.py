@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from longspan.core.errors import LongspanError
-from longspan.hf.forward.gathering import gather_tokens
-from longspan.hf.forward.loss_stages import GlobalLoss, HeldBackLabels
+from longspan.hf.forward.logits import gather_tokens
+from longspan.hf.forward.loss import GlobalLoss, HeldBackLabels
 from longspan.hf.forward.stage import ForwardCall
 from longspan.hf.support import HELP
 

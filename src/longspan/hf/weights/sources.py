@@ -1,31 +1,36 @@
 """Fill the shards of a model that was sharded without weights: each rank reads its rows from files, or the first rank
 makes the full model and sends them.
+
+Until it is sharded, the model has stubs: of any shape in the memory of one number, on the CPU, so that libraries that
+add to a model (PEFT) make their own parameters on the CPU, with values. While it is sharded, it has meta tensors.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from longspan.comm.consistency import gather_numbers
 from longspan.comm.digests import local_part
 from longspan.comm.errors import on_every_rank
 from longspan.comm.objects import broadcast_object
 from longspan.compat.transformers_api import keys_in_model
+from longspan.core.errors import LongspanError
+from longspan.core.tile_sizes import even_span
 from longspan.hf.pretrained import without_progress_bars
-from longspan.hf.weights.files import WeightFiles
-from longspan.hf.weights.meta_init import set_tensor, stub, tied_names
-from longspan.hf.weights.origin import Origin
-from longspan.hf.weights.shard_slices import my_slices, slices_of
+from longspan.hf.weights.origin import Origin, WeightFiles
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from longspan.comm.mesh import SequenceSharding
 
 
@@ -209,3 +214,107 @@ def _parameters(model: nn.Module) -> dict[str, _TensorInfo]:
 def _buffers(model: nn.Module) -> dict[str, _TensorInfo]:
     buffers = model.named_buffers(remove_duplicate=False)
     return {name: _TensorInfo(name, tuple(x.shape), x.dtype, False) for name, x in buffers}
+
+
+_FIX = "load the whole model with transformers, change it, and give it to longspan.parallelize"
+
+
+def stub(shape: Iterable[int], dtype: torch.dtype) -> Tensor:
+    """Return a stub of NaN, which shows in whatever is computed from it; of zeros for integers."""
+    value = math.nan if dtype.is_floating_point else 0
+    return torch.full((), value, dtype=dtype).expand(tuple(shape))
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter, in the model's order: several for a tied one."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(p, []).append(name)
+    return list(names.values())
+
+
+def set_tensor(model: nn.Module, name: str, value: Tensor) -> None:
+    """Set a parameter or buffer by its name."""
+    owner, _, own = name.rpartition(".")
+    setattr(model.get_submodule(owner), own, value)
+
+
+def to_meta(model: nn.Module, stubs: Mapping[nn.Parameter, str]) -> dict[str, str]:
+    """Move stubs to the meta device; ties and other parameters stay.
+
+    Args:
+        model: may wrap the model that the stubs belonged to, and have other parameters.
+        stubs: with the names they had.
+
+    Returns:
+        By name in `model`, the name in `stubs`.
+
+    Raises:
+        LongspanError: if a stub was replaced, or another parameter was computed from one.
+    """
+    names = {}
+    missing = dict(stubs)
+    for (first, *others), p in zip(tied_names(model), list(model.parameters()), strict=True):
+        if p not in stubs:
+            if p.is_floating_point() and bool(p.isnan().any()):
+                raise LongspanError(
+                    f"`prepare` computed {first} from weights, which are not loaded yet (or it is NaN); {_FIX}"
+                )
+            continue
+        names[first] = missing.pop(p)
+        empty = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for name in (first, *others):
+            set_tensor(model, name, empty)
+    if missing:
+        name = next(iter(missing.values()))
+        raise LongspanError(f"`prepare` has replaced parameter {name}, which is not loaded yet; {_FIX}")
+    return names
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Allocate tensors that are on the meta device (under FSDP2, this rank's shards); the others keep their values."""
+    ties = tied_names(model)
+    tensors: dict[str, Any] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    values = {name: local_part(x).clone() for name, x in tensors.items() if not x.is_meta}
+    del tensors
+    model.to_empty(device=device)
+    for first, *others in ties:
+        for name in others:
+            set_tensor(model, name, model.get_parameter(first))
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, x in values.items():
+        local_part(tensors[name]).copy_(x)
+
+
+def tensor_parts(p: Tensor) -> int:
+    """Return over how many ranks of the tensor group a weight is sharded; 1 for none."""
+    return _tensor_shard(p)[1]
+
+
+def my_slices(p: Tensor, sp: SequenceSharding) -> tuple[slice, ...]:
+    """Return the slices of a weight that this rank holds, one per dimension."""
+    return slices_of(p, sp, sp.data_rank * sp.size + sp.rank, sp.tensor_rank)
+
+
+def slices_of(p: Tensor, sp: SequenceSharding, rank: int, tensor_rank: int) -> tuple[slice, ...]:
+    """Return the slices of a weight that the given rank of data x sequence and of the tensor group holds."""
+    shape = list(p.shape)
+    starts = [0] * len(shape)
+    dim, parts = _tensor_shard(p)
+    if parts > 1:
+        starts[dim], stop = even_span(shape[dim], tensor_rank, parts)
+        shape[dim] = stop - starts[dim]
+    if isinstance(p, DTensor) and "tensor" not in (p.device_mesh.mesh_dim_names or ())[:1]:
+        first, stop = even_span(shape[0], rank, sp.world_size)
+        starts[0], shape[0] = starts[0] + first, stop - first
+    return tuple(slice(start, start + length) for start, length in zip(starts, shape, strict=True))
+
+
+def _tensor_shard(p: Tensor) -> tuple[int, int]:
+    """Return the dimension that is sharded over the tensor group, and over how many ranks."""
+    names = (p.device_mesh.mesh_dim_names or ()) if isinstance(p, DTensor) else ()
+    if not isinstance(p, DTensor) or "tensor" not in names:
+        return 0, 1
+    axis = names.index("tensor")
+    placement = p.placements[axis]
+    return (placement.dim, p.device_mesh.size(axis)) if isinstance(placement, Shard) else (0, 1)

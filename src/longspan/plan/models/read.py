@@ -81,7 +81,7 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     Missing keys have the defaults of the config class, except for sizes that every model must state. Of a multimodal
     model the text part is read. An unknown model type is read as Llama (with experts if it counts any), unless its
     keys show layers of another kind; `assumption` then lists what was assumed, since biases or norms may be missing.
-    `longspan.hf.shapes` reads such a model from its modules.
+    `longspan.hf.planning` reads such a model from its modules.
 
     Args:
         config: the keys of a `config.json`.

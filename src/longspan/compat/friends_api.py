@@ -1,9 +1,11 @@
-"""TRL's private names. TRL is not imported: all of this inspects a trainer or model that it has made."""
+"""Private names of TRL and lm-evaluation-harness. TRL is not imported: this inspects what it has made."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
+
+from longspan.core.errors import LongspanError, require
 
 _PATCHED = "_fused_forward"
 
@@ -41,3 +43,17 @@ def count_tokens_once(trainer: Any, times: int) -> None:
         return generated
 
     trainer._generate = counted
+
+
+def harness_command_line() -> Any:
+    """Return the class of the harness's command line, which every rank runs after it has registered longspan's model.
+
+    Versions: lm-eval 0.4.13. Public way: the command `lm_eval`, which knows no models of other packages. When gone, or
+    not installed: LongspanError.
+    """
+    require("lm-evaluation-harness", "lm_eval")
+    try:
+        from lm_eval._cli import HarnessCLI
+    except ImportError as error:
+        raise LongspanError(f"lm-eval cannot be imported: {error}; pip install 'lm-eval==0.4.13'") from error
+    return HarnessCLI
