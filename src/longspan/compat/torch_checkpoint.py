@@ -71,11 +71,7 @@ _FEWEST = 4096  # elements of a weight for which 8-bit states pay (as in bitsand
 
 
 def check_torchao() -> str:
-    """Return the installed version of torchao (0.9 to 0.18 are tested).
-
-    Raises:
-        LongspanError: if it is missing, or has no AdamW with 8-bit states.
-    """
+    """Return the installed version of torchao (0.9 to 0.18 are tested). When gone, or not installed: LongspanError."""
     _adamw8bit()
     return importlib.metadata.version("torchao")
 
