@@ -148,8 +148,7 @@ def _compared_with_the_loss(family: str, cut: bool) -> tuple[list[str], int]:
                 mine["input_ids"] = mine["input_ids"].roll(1, 0)
             if cut:
                 given = longspan.shard_batch(mine, sp, shift=family != "Bert")
-                whole = batches.device_digest(mine)
-                info = dataclasses.replace(given["longspan"], digest=None, device_digest=whole)
+                info = dataclasses.replace(given["longspan"], digest=batches.device_digest(mine))
                 mine = {**given, "longspan": info}
             try:
                 with count_sent() as sent:

@@ -498,9 +498,9 @@ def test_losses_are_counted_if_only_the_loss_is_requested() -> None:
     """A trainer reads from this count whether a forward computed the loss of all ranks."""
     model = longspan.parallelize(build("Llama"), ONE_DEVICE).eval()
     hooks = model.longspan_state.forward
-    with hooks.only_loss():
+    with hooks.options.during(loss_only=True):
         model(**batch())
     assert hooks.losses.computed == 1
-    with hooks.deferring():  # without labels
+    with hooks.options.during(return_deferred=True):  # without labels
         model(input_ids=batch()["input_ids"])
     assert hooks.losses.computed == 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from longspan.losses.cross_entropy import IGNORE as IGNORE
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
-    from longspan.core.layout import Layout, Span
+    from longspan.core.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,7 @@ class SequenceInfo:
         layout: which rank holds which tokens; the model's sharding must have the same.
         starts: for each run of `segments` the position id of its first token, if position ids restart; None: all 0.
         shifted: whether labels are shifted, as a causal LM's are.
-        digest: `digest` of the full batch, to detect ranks with different batches; None if it is on a GPU.
-        device_digest: `device_digest` of a batch that `shard_batch` sharded on a GPU, int64 [] on that GPU.
+        digest: of the full batch, if `shard_batch` sharded it: by `digest`, or on a GPU by `device_digest`.
         counted: whether `position_ids` were not given and count along the row.
         visible: which keys are real, if an attention mask has zeros between the ones of a row.
         fillers: for each key of the batch, the values of one real token per row, `[B, ...]`, which replace padding in a
@@ -58,17 +57,12 @@ class SequenceInfo:
     layout: Layout
     starts: tuple[tuple[int, ...], ...] | None = None
     shifted: bool = True
-    digest: int | None = None
-    device_digest: Tensor | None = dataclasses.field(default=None, compare=False, repr=False)
+    digest: int | Tensor | None = dataclasses.field(default=None, compare=False, repr=False)
     counted: bool = False
     visible: VisibleKeys | None = dataclasses.field(default=None, compare=False, repr=False)
     fillers: dict[str, Tensor] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     padding: Tensor | None = dataclasses.field(default=None, compare=False, repr=False)
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
-
-    def describe(self) -> str:
-        """Return all attributes but the digests as text, equal on all ranks of a sequence group."""
-        return repr(dataclasses.replace(self, digest=None))
 
 
 def digest(batch: Mapping[str, Any]) -> int:
@@ -97,11 +91,7 @@ _PER_BATCH = {*BORDER_KEYS, *LONGEST_KEYS}
 
 
 def check_batch(name: str, batch: Any) -> None:
-    """Raise unless `batch` is a mapping, before its contents are checked.
-
-    Raises:
-        LongspanError: with the value.
-    """
+    """Raise unless `batch` is a mapping, before its contents are checked."""
     if not isinstance(batch, Mapping):
         raise LongspanError(f"`{name}` must be a dict of tensors such as {{'input_ids': ids}}, got {describe(batch)}")
 
@@ -148,8 +138,7 @@ def shard_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool =
         return dict(batch)
     out = cut_batch(batch, sp, shift=shift)
     on_cpu = all(x.device.type == "cpu" for x in batch.values() if isinstance(x, Tensor))
-    digests = {"digest": digest(batch)} if on_cpu else {"device_digest": device_digest(batch)}
-    out["longspan"] = dataclasses.replace(out["longspan"], **digests)
+    out["longspan"] = dataclasses.replace(out["longspan"], digest=(digest if on_cpu else device_digest)(batch))
     return out
 
 
@@ -184,16 +173,12 @@ def cut_batch(
     else:
         out["position_ids"] = _part(positions, sp)
         max_position = int(positions.max())
-    padded = sp.layout.local_length(n) * sp.size > n or any(_tokens_in(row) < n for row in rows or ())
+    padded = sp.layout.local_length(n) * sp.size > n or any(sum(b - a for a, b in row) < n for row in rows or ())
     fillers = _fillers(batch, rows, batch_size, n) if padded else {}
     out["longspan"] = SequenceInfo(
         n, rows, max_position, sp.layout, starts, shift, counted=counted, visible=visible, fillers=fillers
     )
     return out
-
-
-def _tokens_in(row: Sequence[Span]) -> int:
-    return sum(stop - start for start, stop in row)
 
 
 def _fillers(batch: Mapping[str, Any], rows: Segments | None, batch_size: int, n: int) -> dict[str, Tensor]:
@@ -297,11 +282,7 @@ def _check_lengths(batch: Mapping[str, Any], batch_size: int, n: int) -> None:
 
 
 def check_cache_position(value: Any, past: int, new: int) -> None:
-    """Raise for a `cache_position` other than the positions of the new tokens; transformers needs no other.
-
-    Raises:
-        LongspanError: with what is accepted.
-    """
+    """Raise for a `cache_position` other than the positions of the new tokens; transformers needs no other."""
     if value is None:
         return
     if not isinstance(value, Tensor) or value.tolist() != list(range(past, past + new)):

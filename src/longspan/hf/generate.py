@@ -33,7 +33,6 @@ class Generate:
 
     def __init__(self, model: PreTrainedModel, sp: SequenceSharding) -> None:
         self.model, self.sp = model, sp
-        self.warned = False
         functools.update_wrapper(self, type(model).generate)
 
     def __call__(self, inputs: Any = None, generation_config: Any = None, **more: Any) -> Any:
@@ -48,9 +47,12 @@ class Generate:
         _refuse(settings, more, cache)
         implementation = more.pop("cache_implementation", None) or getattr(settings, "cache_implementation", None)
         if implementation is not None:
-            self._warn_once(
-                f"cache_implementation={implementation!r}: a parallelized model generates with a longspan.ShardedCache"
-            )
+            if self.sp.data_rank == self.sp.rank == self.sp.tensor_rank == 0:
+                warnings.warn(
+                    f"cache_implementation={implementation!r}: a parallelized model generates with a "
+                    "longspan.ShardedCache",
+                    stacklevel=2,
+                )
             if getattr(settings, "cache_implementation", None) is not None:
                 generation_config = settings = copy.deepcopy(settings)
                 settings.cache_implementation = None
@@ -89,17 +91,9 @@ class Generate:
             if not is_assistant:  # an assistant's drafts are cropped afterwards
                 cache.rollback = None
 
-    def _warn_once(self, text: str) -> None:
-        if not self.warned and self.sp.data_rank == self.sp.rank == self.sp.tensor_rank == 0:
-            warnings.warn(text, stacklevel=3)
-        self.warned = True
-
     def _equal_chunks(self, tokens: int, chunk: int | None) -> int | None:
         """Return the chunk size with which every replica's prompt has equally many chunks: their forwards are
         collective.
-
-        Raises:
-            LongspanError: on every rank, if a replica's prompt has too few tokens.
         """
         if self.sp.data_size == 1 or self.sp.world_group is None:
             return chunk

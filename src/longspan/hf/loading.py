@@ -122,13 +122,7 @@ def load_sharded(
 ) -> Any:
     """Parallelize the model of an `origin`; with FSDP its weights are read, or sent, shard by shard. Collective.
 
-    Args:
-        origin: the same on every rank.
-        sp: the sharding.
-        prepare: as in `from_pretrained`.
-        later: the caller fills parameters and persistent buffers (from a checkpoint): read nothing.
-        fsdp: as in `parallelize`.
-        options: of `parallelize`.
+    `later`: the caller fills parameters and persistent buffers (from a checkpoint), so nothing is read.
     """
     sharded, memory_options = fsdp and sp.job_size > 1, options.get("memory")
     offloads = fsdp and isinstance(memory_options, Memory) and memory_options.cpu_offload
@@ -175,15 +169,9 @@ def load_from(
     cast_to: torch.dtype | None = None,
     **options: Any,
 ) -> Any:
-    """Parallelize the model of a source, and fill its shards. Collective.
+    """Parallelize the model of a source, from `find_source` and used once, and fill its shards. Collective.
 
-    Args:
-        source: from `find_source` for this origin; used once.
-        origin: as in `load_sharded`.
-        sp: the sharding.
-        prepare: as in `from_pretrained`.
-        cast_to: dtype of the parameters, if it is not the one in which they are loaded.
-        options: of `parallelize`.
+    `cast_to`: dtype of the parameters, if it is not the one in which they are loaded.
     """
     base = source.model
     if origin.name is not None:

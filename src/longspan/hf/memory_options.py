@@ -34,20 +34,14 @@ if TYPE_CHECKING:
 
 
 class MemoryManager(Stage):
-    """Apply memory options to a model, and change them between steps.
+    """Apply memory options to a model, its attention layers bound, before FSDP, and change them between steps.
 
     Args:
-        modules: of the transformers model, its attention layers bound, before FSDP.
+        modules: of the model.
         config: of the model.
         memory: the memory options.
         store: where saved activations are offloaded; None: they stay on the device.
         auto: chooses options for each batch larger than all before; None: they stay.
-
-    Attributes:
-        why: the reason for the options, for `longspan.explain`.
-
-    Raises:
-        LongspanError: for an option that the model does not support, naming the layer.
     """
 
     def __init__(
@@ -63,11 +57,7 @@ class MemoryManager(Stage):
         self.set(memory, store, "as parallelize was asked")
 
     def set(self, memory: Memory, store: Store | None, why: str) -> None:
-        """Change the memory options, between two steps; `cpu_offload` is FSDP's, and stays.
-
-        Raises:
-            LongspanError: for an option that the model does not support, naming the layer.
-        """
+        """Change the memory options, between two steps; `cpu_offload` is FSDP's, and stays."""
         self.modules.check(memory)
         self.memory, self.store, self.why = memory, store, why
         self._install(memory)
@@ -166,11 +156,7 @@ class MemoryManager(Stage):
         return True
 
     def _reserve(self, call: ForwardCall) -> None:
-        """Reserve room in the store for the activations that the forward saves.
-
-        Raises:
-            LongspanError: if there is none, with the bytes.
-        """
+        """Reserve room in the store for the activations that the forward saves."""
         if self.store is None or not torch.is_grad_enabled():
             return
         assert call.tokens is not None
@@ -240,11 +226,7 @@ class MemoryModules:
         self.norms = [*self._norms(), *filter(_is_norm, final_norm(model))]
 
     def check(self, memory: Memory) -> None:
-        """Raise for memory options that the model does not support.
-
-        Raises:
-            LongspanError: naming the layer.
-        """
+        """Raise for memory options that the model does not support."""
         if memory.tiled_mlp != 1 and self.untiled is not None:
             raise LongspanError(f"{self.untiled}; use tiled_mlp=1")
 

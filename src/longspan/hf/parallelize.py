@@ -126,18 +126,9 @@ def parallelize(
             options (naming the ranks and the difference).
     """
     options = ParallelizeOptions(
-        fsdp=fsdp,
-        mp_policy=mp_policy,
-        kernel=kernel,
-        weights=weights,
-        check_batches=check_batches,
-        check_weights=check_weights,
-        check_at_rest=check_at_rest,
-        logits=logits,
-        memory=memory,
-        dropout=dropout,
-        tensor_style=tensor_style,
-    )
+        fsdp, mp_policy, kernel, weights, check_batches, check_weights, check_at_rest, logits, memory, dropout,
+        tensor_style,
+    )  # fmt: skip
     checked = check_on_every_rank(model, sp, options)
     check_version(sp, parallelize)
     inner = checked.model

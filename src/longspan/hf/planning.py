@@ -36,20 +36,12 @@ if TYPE_CHECKING:
 
 
 def config_shape(config: Any) -> ModelShape:
-    """Return the shape of a Hugging Face config.
-
-    Raises:
-        LongspanError: for a family that the planner does not know; `shape_of_model` reads any.
-    """
+    """Return the shape of a Hugging Face config."""
     return shape_from_config(config.to_dict(), type(config).__name__.removesuffix("Config"))
 
 
 def shape_of_model(model: PreTrainedModel) -> ModelShape:
-    """Return the shape of `model`, which may be on the meta device.
-
-    Raises:
-        LongspanError: for a model whose structure the planner cannot read, with the reason.
-    """
+    """Return the shape of `model`, which may be on the meta device."""
     config = model.config.get_text_config()
     if is_family(config.to_dict()):
         return config_shape(config)
@@ -63,9 +55,6 @@ def shape_of(config: Any) -> ModelShape:
     """Return the shape of the causal language model of a config.
 
     If the planner does not know the family, the model is built on the meta device.
-
-    Raises:
-        LongspanError: for a config of another kind of model, and as in `shape_of_model`.
     """
     if is_family(config.get_text_config().to_dict()):
         return config_shape(config)
@@ -78,11 +67,7 @@ def shape_of(config: Any) -> ModelShape:
 
 
 def shape_from_modules(model: PreTrainedModel) -> ModelShape:
-    """Return the shape that the modules of `model` have.
-
-    Raises:
-        LongspanError: for a layer without attention, naming it.
-    """
+    """Return the shape that the modules of `model` have."""
     config = model.config.get_text_config()
     blocks = decoder_layers(model)
     if not blocks:
@@ -272,21 +257,7 @@ def hardware_of_ranks(rank_memory: float | None, ranks_here: int) -> Hardware:
 
 
 class AutoMemory:
-    """Choose memory options by the planner.
-
-    Args:
-        model: the transformers model.
-        sp: its sharding.
-        fsdp: whether weights are sharded.
-        mp_policy: FSDP's mixed precision, for the compute dtype.
-        style: of the tensor axis.
-
-    Attributes:
-        largest: tokens of the largest batch so far.
-
-    Raises:
-        LongspanError: for a model that the planner cannot read.
-    """
+    """Choose memory options by the planner. `largest`: tokens of the largest batch so far."""
 
     def __init__(
         self,
@@ -321,13 +292,7 @@ class AutoMemory:
     def choose(self, length: int, rows: int, fixed: dict[str, Any]) -> tuple[Memory, str]:
         """Return the fastest options that fit the smallest device of all ranks, and the reason. Collective.
 
-        Args:
-            length: tokens of a sequence.
-            rows: sequences of a replica.
-            fixed: memory options that stay, by the fields of `Memory`.
-
-        Raises:
-            LongspanError: if nothing fits: with the memory item by item, and what would fit.
+        A replica has `rows` sequences of `length` tokens; the options in `fixed` stay.
         """
         sp = self.sp
         if self.hardware is None:

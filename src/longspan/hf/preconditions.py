@@ -56,35 +56,20 @@ class ParallelizeOptions:
 
 @dataclass(frozen=True)
 class Checked:
-    """What the checks of `parallelize` return.
-
-    Attributes:
-        model: the transformers model.
-        memory: memory options; with `memory="auto"` those before the first batch.
-        modules: the modules that memory options concern.
-        store: where offloaded activations go; None without offload.
-        auto: chooses memory options per batch, with `memory="auto"`.
-        tensor_plan: how each weight is sharded over the tensor axis; None if its size is 1.
-        shards_weights: FSDP shards the weights.
-        sums_gradients: all ranks hold all weights, so gradients are summed after each backward.
-    """
+    """What the checks of `parallelize` return."""
 
     model: PreTrainedModel
-    memory: Memory
+    memory: Memory  # with `memory="auto"` the options before the first batch
     modules: MemoryModules
-    store: Store | None
+    store: Store | None  # of offloaded activations
     auto: AutoMemory | None
-    tensor_plan: TensorPlan | None
-    shards_weights: bool
-    sums_gradients: bool
+    tensor_plan: TensorPlan | None  # None if the tensor axis has size 1
+    shards_weights: bool  # by FSDP
+    sums_gradients: bool  # after each backward, as all ranks hold all weights
 
 
 def check_on_every_rank(model: nn.Module, sp: SequenceSharding, options: ParallelizeOptions) -> Checked:
-    """Check model and options on this rank, then compare them over all ranks. Collective.
-
-    Raises:
-        LongspanError: on every rank, if a check fails on any rank or if the ranks differ.
-    """
+    """Check model and options on this rank, then compare them over all ranks. Collective."""
     checked, facts, digests, problem = None, dict[str, str](), dict[str, int](), None
     try:
         checked = check_alone(model, sp, options)
@@ -99,11 +84,7 @@ def check_on_every_rank(model: nn.Module, sp: SequenceSharding, options: Paralle
 
 
 def check_alone(model: nn.Module, sp: SequenceSharding, options: ParallelizeOptions) -> Checked:
-    """Check what one rank can check by itself.
-
-    Raises:
-        LongspanError: naming the option, or the layer and the reason.
-    """
+    """Check what one rank can check by itself."""
     inner = transformers_model(model)
     if is_parallelized(inner):
         raise LongspanError(f"{type(inner).__name__} is parallelized already; a model is given to parallelize once")
@@ -141,16 +122,7 @@ def check_ahead(
 ) -> None:
     """Raise for what `parallelize`, or the first training forward, would refuse, before there are ranks.
 
-    Args:
-        model: may be on the meta device.
-        device: of the ranks.
-        ring_size: size of the ring axis.
-        fsdp: whether weights are sharded if there are several ranks.
-        kernel: the local attention.
-        memory_options: of `parallelize`.
-
-    Raises:
-        LongspanError: naming the layer and the reason.
+    The model may be on the meta device; `device` is that of the ranks.
     """
     _check_structure(model, device, ring_size, kernel, memory_options, fsdp=fsdp)
     refuse_dropout(attention_dropout(model))
@@ -234,11 +206,7 @@ def _facts(model: nn.Module, sp: SequenceSharding, options: ParallelizeOptions) 
 
 
 def heads_of_ranks(model: PreTrainedModel, sp: SequenceSharding) -> tuple[HeadShard, ...]:
-    """Return the heads of each Ulysses rank of this tensor rank.
-
-    Raises:
-        LongspanError: if the mesh has more ranks than the heads allow.
-    """
+    """Return the heads of each Ulysses rank of this tensor rank."""
     config = model.config.get_text_config()
     q_heads: int = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or q_heads

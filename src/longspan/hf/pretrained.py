@@ -29,13 +29,9 @@ HUB_WAIT_S = 5
 
 
 def check_source(flag: str, name: str, *, local: bool = False, kind: Literal["model", "dataset"] = "model") -> None:
-    """Raise unless a name is a local path or on the Hugging Face hub. A mistyped path is not looked up there.
+    """Raise unless a name is a local path (`local`: only that) or on the Hugging Face hub. `flag` is for messages.
 
-    Args:
-        flag: the option, for messages.
-        name: to check.
-        local: whether it must be a local path.
-        kind: of the repository on the hub.
+    A mistyped path is not looked up there.
     """
     path = existing_path(flag, name)
     if path is None and (local or means_a_path(name)):
@@ -158,16 +154,9 @@ def tokenizer_of(flag: str, name: str) -> str:
 
 
 def read_model_config(flag: str, name: str, context: int, rope: RopeAsked = AS_IS) -> tuple[Any, RopeScaling | None]:
-    """Read the Hugging Face config of a model, and apply a RoPE scaling.
+    """Read the Hugging Face config of a model, folder or file; return it with the RoPE scaling that was applied.
 
-    Args:
-        flag: the option, for messages.
-        name: of a model, folder or file.
-        context: tokens per sequence.
-        rope: the RoPE scaling.
-
-    Returns:
-        The config, and the scaling that was applied, if any.
+    `context` is in tokens per sequence; `flag` names the option in messages.
     """
     _refuse_planners_name(flag, name)
     check_source(flag, name, local=flag == "--config")
@@ -212,19 +201,9 @@ def without_dropout(config: Any) -> Any:
 
 
 def check_language_model(where: str, config: Any, context: int, rope: RopeAsked = AS_IS) -> RopeScaling | None:
-    """Check that a config is a language model's, and apply a RoPE scaling.
+    """Raise unless a config is a language model's; apply a RoPE scaling to it, in place, and return it.
 
-    Args:
-        where: names the config in messages.
-        config: the Hugging Face config; a scaling changes it in place.
-        context: tokens per sequence.
-        rope: the RoPE scaling.
-
-    Returns:
-        The scaling that was applied.
-
-    Raises:
-        LongspanError: if it is another kind of model, or its positions are fewer than the context and cannot be scaled.
+    `context` is in tokens per sequence; `where` names the config in messages.
     """
     kind = kind_of(config)
     if getattr(config, "is_encoder_decoder", False) or (kind is not None and not _has_text_model(config)):

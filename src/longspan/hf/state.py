@@ -24,31 +24,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class ParallelState:
-    """The parts of a parallelized model.
+    """The parts of a parallelized model."""
 
-    Attributes:
-        config: the model's own copy.
-        sp: the sharding.
-        traits: of the model, from before FSDP.
-        attention: the attention layers.
-        memory: applies the memory options in use.
-        head: the language-model head; None if the model has none.
-        tensor: the tensor axis; None if its size is 1.
-        gradients: the gradient sum without FSDP; None with FSDP or on one rank.
-        forward: the stages around the forward.
-        in_backward: the optimizer that updates weights in the backward, if there is one.
-    """
-
-    config: Any
+    config: Any  # the model's own copy
     sp: SequenceSharding
-    traits: ModelTraits
+    traits: ModelTraits  # from before FSDP
     attention: AttentionLayers
     memory: MemoryManager
     head: Head | None
-    tensor: TensorParallel | None
-    gradients: GradientSum | None
+    tensor: TensorParallel | None  # None if the tensor axis has size 1
+    gradients: GradientSum | None  # None with FSDP or on one rank
     forward: ForwardHooks = field(init=False)
-    in_backward: InBackward | None = None
+    in_backward: InBackward | None = None  # the optimizer that updates weights in the backward
 
 
 def is_parallelized(model: nn.Module) -> bool:

@@ -41,11 +41,7 @@ _DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_pro
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model: `model` itself, or the one in a PEFT wrapper.
-
-    Raises:
-        LongspanError: if there is none.
-    """
+    """Return the transformers model: `model` itself, or the one in a PEFT wrapper."""
     unwrap: Any = getattr(model, "get_base_model", None)
     inner = model if unwrap is None else unwrap()
     if not isinstance(inner, PreTrainedModel):
@@ -136,11 +132,7 @@ def draws(module: nn.Module) -> bool:
 
 
 def refuse_dropout(dropout: tuple[str, float, str] | None) -> None:
-    """Raise if the result of `attention_dropout` is not None.
-
-    Raises:
-        LongspanError: with the fix.
-    """
+    """Raise if the result of `attention_dropout` is not None."""
     if dropout is not None:
         layer, p, key = dropout
         raise LongspanError(
@@ -185,17 +177,9 @@ def check_model(
     *,
     recompute_all_to_all: bool = False,
 ) -> None:
-    """Refuse a model that would not compute the same when its sequence is sharded.
+    """Refuse a model that would not compute the same when its sequence is sharded; it may be on the meta device.
 
-    Args:
-        model: may be on the meta device.
-        device: of the ranks.
-        ring_size: size of the ring axis.
-        kernel: the local attention.
-        recompute_all_to_all: whether the kernel must return log-sum-exps for it.
-
-    Raises:
-        LongspanError: naming the layer and the reason.
+    To recompute the all-to-all, the kernel must return log-sum-exps.
     """
     name, modality = type(model).__name__, kind_of(model.config)
     try:

@@ -364,11 +364,7 @@ _HEAD_LOSSES: dict[str, tuple[Callable[..., str | None], Callable[..., Tensor]]]
 
 
 def head_loss(name: str, logits: DeferredLogits, labels_T: Tensor, terms: LossTerms) -> Tensor:
-    """Return the sum of the tokens' losses by the named kernel, fp64 [].
-
-    Raises:
-        LongspanError: the kernel does not support the loss, the head or autocast; the message says why.
-    """
+    """Return the sum of the tokens' losses by the named kernel, fp64 []."""
     (refuses, compute), module = _HEAD_LOSSES[name], logits.head.module
     reason = refuses(logits, terms)
     linear = isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward

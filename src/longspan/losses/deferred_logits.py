@@ -225,19 +225,12 @@ class Head:
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's shard of the vocabulary.
-
-    Attributes:
-        group: the ranks that share the vocabulary.
-        start: my first id.
-        width: number of my ids.
-        size: ids of the whole vocabulary.
-    """
+    """This rank's shard of the vocabulary."""
 
     group: TensorGroup
-    start: int
-    width: int
-    size: int
+    start: int  # my first id
+    width: int  # number of my ids
+    size: int  # ids of the whole vocabulary
 
     @classmethod
     def of(cls, group: TensorGroup, size: int) -> VocabShard:

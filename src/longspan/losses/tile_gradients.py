@@ -9,11 +9,9 @@ from torch import Tensor
 
 
 class TileGradients:
-    """Gradients of all tokens' hidden states, and of the trained parameters, summed over tiles.
+    """Gradients of all tokens' hidden states `[T, ...]`, and of the trained parameters, summed over tiles.
 
     Args:
-        hidden: the module's input for all tokens, `[T, ...]`.
-        parameters: the module's trained parameters, by name.
         needs_grad: of `hidden`, then of each parameter.
         dtype: of the hidden states' gradient.
         wide: whether to sum in fp32 at least, as several tiles need.

@@ -10,7 +10,6 @@ overrides some methods, and uses `longspan.compat.accelerate_api.ReplicaAccelera
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import sys
 from collections.abc import Mapping
@@ -115,9 +114,10 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         self.longspan_config = copy.deepcopy(inner.config)
         for model in (self.model, getattr(self, "ref_model", None)):
             if model is not None and not is_parallelized(model):
-                scoring = remove_fused_head(model, self)
+                temperature, entropy_grad = remove_fused_head(model, self)
                 parallelize(model, sp, **self.longspan_options)
-                state_of(model).forward.options.scoring = scoring
+                options = state_of(model).forward.options
+                options.temperature, options.entropy_grad = temperature, entropy_grad
 
     @property
     def _forward_hooks(self) -> ForwardHooks:
@@ -248,7 +248,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         """As the base class, with the logits of all tokens gathered, or without any if only the loss is needed."""
         inputs = self._mask_repeated(dict(inputs))
         self.longspan_eval.items = self._labelled(inputs)
-        with self._forward_hooks.only_loss() if prediction_loss_only else contextlib.nullcontext():
+        with self._forward_hooks.options.during(loss_only=prediction_loss_only):
             loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         count = self.longspan_eval.items
         if loss is not None and count is not None:

@@ -15,15 +15,16 @@ from transformers import set_seed
 
 from longspan.compat.friends_api import count_tokens_once, fused_head_of
 from longspan.core.errors import LongspanError
-from longspan.hf.forward.stage import Scoring
 from longspan.hf.support import transformers_model
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
 
 
-def remove_fused_head(model: Any, trainer: Any) -> Scoring:
-    """Restore a model's own forward if TRL has replaced it, and return what the fused head computes.
+def remove_fused_head(model: Any, trainer: Any) -> tuple[float, bool]:
+    """Restore a model's own forward if TRL has replaced it.
+
+    Return the fused head's temperature, and whether its entropies have a gradient.
 
     Raises:
         LongspanError: for a head in fp32.
@@ -31,7 +32,7 @@ def remove_fused_head(model: Any, trainer: Any) -> Scoring:
     inner: Any = transformers_model(model)
     options = fused_head_of(inner)
     if options is None:
-        return Scoring()
+        return 1.0, False
     if options.get("cast_lm_head_to_fp32"):
         raise LongspanError(
             "cast_lm_head_to_fp32=True does not work with a sharded sequence: the head is computed tile by tile in its "
@@ -39,7 +40,7 @@ def remove_fused_head(model: Any, trainer: Any) -> Scoring:
         )
     del inner.forward
     trains_entropy = getattr(trainer, "entropy_coef", 0.0) or getattr(trainer, "use_adaptive_entropy", False)
-    return Scoring(float(options.get("temperature", 1.0)), bool(trains_entropy))
+    return float(options.get("temperature", 1.0)), bool(trains_entropy)
 
 
 def count_sequence_groups(trainer: Any, sp: SequenceSharding) -> None:

@@ -78,9 +78,6 @@ class BatchCheck:
             batch: full, or sharded by `shard_batch`.
             router: whether the router loss is requested.
             problem: this rank's error, if it refuses its batch.
-
-        Raises:
-            LongspanError: naming the ranks, and what differs.
         """
         self.mine = None
         weights = self.replicas.number(model)
@@ -208,7 +205,7 @@ def _format(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, SequenceInfo):  # shards differ, their source must not
-        return f"cut from {value.describe()}"
+        return f"cut from {value!r}"
     if isinstance(value, bool | int | float | str):
         return repr(value)
     return type(value).__name__
@@ -243,15 +240,13 @@ def _content(batch: Mapping[str, Any], wait: bool) -> int | None:
     """Return a digest of the values; None if they are on a GPU and the host must not wait."""
     info = batch.get("longspan")
     if isinstance(info, SequenceInfo):
-        if info.digest is not None or info.device_digest is None:
-            return info.digest or 0
-        return int(info.device_digest) if wait else None
+        return int(info.digest or 0) if wait or not isinstance(info.digest, Tensor) else None
     return digest(batch) if wait or is_on_cpu(batch) else None
 
 
 def _on_device(batch: Mapping[str, Any]) -> Tensor:
     """Return the digest of the values on their device, without waiting: fp64 [], an integer below 2^31."""
     info = batch.get("longspan")
-    given = info.device_digest if isinstance(info, SequenceInfo) else device_digest(batch)
-    assert given is not None
+    given = info.digest if isinstance(info, SequenceInfo) else device_digest(batch)
+    assert isinstance(given, Tensor)
     return ((given >> 33) & 0x7FFFFFFF).double()

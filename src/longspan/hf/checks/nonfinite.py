@@ -9,6 +9,7 @@ them, which is the same on all ranks; the lowest number is the origin.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -53,14 +54,8 @@ class NonFinite:
         return f"{self.tensor} on {format_ranks(self.ranks)} ({bad:,} of {of:,} values are NaN or infinite)"
 
 
-@dataclass(frozen=True)
-class _Local:
-    """The first on this rank; `order` is its number among the tensors of a run."""
-
-    order: int
-    kind: str
-    tensor: str
-    values: tuple[int, int]
+_First = tuple[int, NonFinite] | None
+"""The first on this rank, without `ranks`, after its number among the tensors of a run."""
 
 
 @checked_call(model=check_module, batch=check_batch, backward=check_flag)
@@ -133,7 +128,7 @@ def first_nonfinite_weight(model: nn.Module, sp: SequenceSharding) -> NonFinite 
     for i in (~sums.isfinite()).nonzero().flatten().tolist():
         count = _count(local[i])
         if count:
-            first = _Local(i, "weight", f"weight {names[i]}", (count, local[i].numel()))
+            first = i, NonFinite((), "weight", f"weight {names[i]}", (count, local[i].numel()))
             break
     return _first_of_all(first, sp)
 
@@ -144,7 +139,7 @@ class _Watcher:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.order = 0
-        self.first: _Local | None = None
+        self.first: _First = None
         self.handles: list[Any] = []
         self.head: Head | None = state_of(model).head
 
@@ -169,7 +164,7 @@ class _Watcher:
             local = local_part(x)
             count = _count(local)
             if count:
-                self.first = _Local(self.order, kind, tensor, (count, local.numel()))
+                self.first = self.order, NonFinite((), kind, tensor, (count, local.numel()))
 
     def _before(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -194,15 +189,16 @@ class _Watcher:
             self.handles.append(x.register_hook(lambda grad: self.look("gradient", tensor, grad)))
 
 
-def _first_of_all(mine: _Local | None, sp: SequenceSharding) -> NonFinite | None:
+def _first_of_all(mine: _First, sp: SequenceSharding) -> NonFinite | None:
     group = sp.mesh_group
     ranks = [0] if group is None else dist.get_process_group_ranks(group)
-    every = [(x, rank) for x, rank in zip(gather_objects(mine, group), ranks, strict=True) if x is not None]
+    every = [(*x, rank) for x, rank in zip(gather_objects(mine, group), ranks, strict=True) if x is not None]
     if not every:
         return None
-    first = min((x for x, _ in every), key=lambda x: x.order)
-    where = tuple(rank for x, rank in every if (x.order, x.tensor) == (first.order, first.tensor))
-    return NonFinite(where, first.kind, first.tensor, first.values)
+    first: NonFinite
+    order, first, _ = min(every, key=lambda x: x[0])
+    where = tuple(rank for number, x, rank in every if (number, x.tensor) == (order, first.tensor))
+    return dataclasses.replace(first, ranks=where)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -42,11 +42,7 @@ _checked: set[str] = set()
 
 
 def check_version(sp: SequenceSharding, parallelize: Callable[..., Any]) -> None:
-    """Warn of an untested version of transformers, and check it once per process. Collective.
-
-    Raises:
-        LongspanError: on every rank, if a small model computes something else when it is parallelized.
-    """
+    """Warn of an untested version of transformers, and check it once per process. Collective."""
     warning, version = untested("transformers"), transformers.__version__
     if warning is None or version in _checked:
         return

@@ -65,7 +65,7 @@ class AttentionLayers(Stage):
         self.max_position = call.info.max_position
 
     def after(self, call: ForwardCall, output: Any) -> Any:
-        bypassed = [layer.name for layer in self.layers if not layer.seen]
+        bypassed = [layer.name for layer in self.layers if layer.choice is None]
         if bypassed:
             raise LongspanError(
                 f"layer {bypassed[0]} of {self.name} ({len(bypassed)} of {len(self.layers)} layers) did not call its "
@@ -134,11 +134,7 @@ def _check_counted(name: str, cache: str) -> Callable[..., None]:
 
 
 def check_positions(limit: int | None, max_position: int) -> None:
-    """Raise for positions beyond a model's range, which is `position_range(model.config)`.
-
-    Raises:
-        LongspanError: with the range and the fix.
-    """
+    """Raise for positions beyond a model's range, which is `position_range(model.config)`."""
     if limit is not None and max_position >= limit:
         raise LongspanError(
             f"the batch has positions up to {max_position}, the model's range is {limit} (max_position_embeddings); "

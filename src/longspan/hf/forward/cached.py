@@ -153,10 +153,7 @@ class CachedTokens(Stage):
 def last_tokens(hidden: Tensor, info: CachedInfo, sp: SequenceSharding) -> Tensor:
     """Return the hidden states of the last `info.keep` new tokens, `[B, keep, D]`, on every rank of the group.
 
-    Args:
-        hidden: of my new tokens `[B, L, D]` if they are sharded, else of all.
-        info: of the forward.
-        sp: the sharding.
+    `hidden` are those of my new tokens `[B, L, D]` if they are sharded, else of all.
     """
     step = info.step
     if not step.sharded:

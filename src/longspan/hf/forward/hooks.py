@@ -6,7 +6,6 @@ others waiting in the next collective.
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,7 @@ from longspan.hf.forward.cached import CachedTokens
 from longspan.hf.forward.logits import DeferLogits, SelectLogits
 from longspan.hf.forward.logprobs import ScoredLabels
 from longspan.hf.forward.loss import GlobalLoss, HeldBackLabels, LossFunction, RouterLoss
-from longspan.hf.forward.misuse import GradientsSummed, ModelChangeCheck, SupportedArguments, WeightDamageCheck
+from longspan.hf.forward.misuse import ModelChangeCheck, WeightDamageCheck
 from longspan.hf.forward.pooled import PooledHead
 from longspan.hf.forward.shard_batch import ShardBatch
 from longspan.hf.forward.stage import ForwardCall, ForwardOptions, Stage
@@ -25,8 +24,6 @@ from longspan.hf.support import innermost_decoder
 from longspan.hf.weights.fsdp import reshard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from transformers import PreTrainedModel
 
     from longspan.hf.checks.batches import BatchCheck
@@ -36,13 +33,7 @@ if TYPE_CHECKING:
 class ForwardHooks:
     """The stages of a model, and the hooks that run them.
 
-    Args:
-        model: the transformers model.
-        state: the parts of it that stages use.
-        batches: compares the batches of all ranks; None on one rank.
-        model_changes: detects changes of the model; None on one rank.
-        weight_damage: compares checksums of weights between optimizer steps; None without `check_at_rest`.
-        compute_logits: compute logits in training too.
+    On one rank there is no `batches` (compares the ranks' batches) and no `model_changes`.
     """
 
     def __init__(
@@ -62,8 +53,7 @@ class ForwardHooks:
         self.running: tuple[ForwardCall, list[Stage]] | None = None
 
         self.model_changes, self.weight_damage, self.tensor = model_changes, weight_damage, tensor
-        self.gradients = None if state.gradients is None else GradientsSummed(state.gradients)
-        self.arguments = SupportedArguments(traits)
+        self.gradients = state.gradients
         self.shard = ShardBatch(traits, sp, tensor, batches)
         self.cached = CachedTokens(traits, sp, tensor)
         self.memory = state.memory
@@ -85,9 +75,7 @@ class ForwardHooks:
             stages = [
                 self.model_changes,
                 self.weight_damage,
-                self.arguments,
                 self.tensor,
-                self.gradients,
                 self.shard,
                 self.memory,
                 self.defer,
@@ -124,7 +112,7 @@ class ForwardHooks:
         """Run all checks, share their errors, then change the inputs."""
         self._reset()  # if the last forward raised
         if self.gradients is not None:
-            self.gradients.restore()  # if the last backward raised
+            self.gradients.forget_unfinished()  # if the last backward raised
         call = ForwardCall.of(model, kwargs)
         stages: list[Stage] = []
         problem: Exception | None = None
@@ -134,6 +122,8 @@ class ForwardHooks:
             self.running = call, stages
             for stage in stages:
                 stage.check(call)
+            if self.gradients is not None and call.cache is None:
+                self.gradients.check(model)
         except Exception as error:  # of any kind: the other ranks must raise too
             problem = error
         try:
@@ -177,21 +167,3 @@ class ForwardHooks:
         """Behind FSDP's hooks: release weights that a forward without gradients gathered, and no backward would."""
         if not torch.is_grad_enabled() and not self.options.return_deferred:
             reshard(model)
-
-    @contextlib.contextmanager
-    def deferring(self) -> Iterator[None]:
-        """Within this, return logits as `DeferredLogits`."""
-        self.options.return_deferred = True
-        try:
-            yield
-        finally:
-            self.options.return_deferred = False
-
-    @contextlib.contextmanager
-    def only_loss(self) -> Iterator[None]:
-        """Within this, compute no logits in a forward with labels, in evaluation either."""
-        self.options.loss_only = True
-        try:
-            yield
-        finally:
-            self.options.loss_only = False

@@ -39,34 +39,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CachedInfo(SequenceInfo):
-    """Facts about a forward with a cache. `length` and `segments` include the cached tokens.
-
-    Attributes:
-        cache: the cache.
-        step: the forward's new tokens.
-        keep: number of last tokens whose logits every rank needs; 0: each rank needs those of its own tokens.
-    """
+    """Facts about a forward with a cache. `length` and `segments` include the cached tokens."""
 
     cache: ShardedCache
-    step: CacheStep
-    keep: int
+    step: CacheStep  # the forward's new tokens
+    keep: int  # last tokens whose logits every rank needs; 0: each rank needs those of its own tokens
 
 
 @dataclass(frozen=True)
 class KnownTokens:
-    """What the host knows of the tokens of a cache, so that it need not read mask and positions of generated ones.
-
-    Attributes:
-        length: tokens.
-        segments: as in `SequenceInfo`; every row has a real token.
-        holes: whether a row has padding between real tokens.
-        last_position: the largest position id of the rows' last tokens.
-    """
+    """What the host knows of the tokens of a cache, so that it need not read mask and positions of generated ones."""
 
     length: int
-    segments: Segments | None
-    holes: bool
-    last_position: int
+    segments: Segments | None  # as in `SequenceInfo`; every row has a real token
+    holes: bool  # a row has padding between real tokens
+    last_position: int  # the largest position id of the rows' last tokens
 
     def followed(self, length: int) -> KnownTokens:
         """Return the same for a length that differs by generated tokens: all real, with consecutive positions."""
@@ -148,11 +135,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         return self.step
 
     def check_complete(self) -> None:
-        """Raise if a forward failed half-way, so that some layers contain more tokens than others.
-
-        Raises:
-            LongspanError: with the number of tokens that all layers contain.
-        """
+        """Raise if a forward failed half-way, so that some layers contain more tokens than others."""
         if self.step is not None:
             raise LongspanError(
                 f"a forward with this cache did not end (it broke off behind {self.step.past} tokens), so its layers "
@@ -170,12 +153,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         return self.known.followed(past + new)
 
     def layer_cache(self, layer: int, reach: int | None = None) -> LayerCache:
-        """Return a layer's keys and values on this rank.
-
-        Args:
-            layer: its number.
-            reach: size of its window or chunk, if it has one.
-        """
+        """Return a layer's keys and values on this rank. `reach`: size of its window or chunk, if it has one."""
         if layer not in self.layer_caches:
             room = self.room if reach is None else min(self.room, reach)
             staging = self.staging
@@ -186,10 +164,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
     def holds_latents(self, store: LayerCache, latents: LatentLayer, qkv: tuple[Tensor, Tensor, Tensor]) -> bool:
         """Return whether a layer stores latent vectors; `longspan.core.cache_dtype.holds_latent` decides at first use.
 
-        Args:
-            store: the layer's.
-            latents: of the layer.
-            qkv: of new tokens, `[B, L, heads, head_dim]`.
+        `qkv` are of new tokens, `[B, L, heads, head_dim]`.
         """
         if store.rows is None:
             sp, (q, k, v) = self.sp, qkv

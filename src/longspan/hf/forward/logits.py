@@ -134,11 +134,7 @@ class SelectLogits(Stage):
 
 
 def _selected(keep: int | Tensor, n: int) -> Sequence[int]:
-    """Return the positions that `logits_to_keep` selects of a sequence of n tokens.
-
-    Raises:
-        LongspanError: for a position outside the sequence.
-    """
+    """Return the positions that `logits_to_keep` selects of a sequence of n tokens."""
     if not isinstance(keep, Tensor):
         return range(max(0, n - keep), n)
     positions = [int(i) for i in keep.tolist()]

@@ -92,7 +92,7 @@ def token_logprobs(
     labels = cut.pop("labels", None)
     if labels is None:
         raise LongspanError("the batch was cut without labels; give them to longspan.shard_batch")
-    with forward.deferring():
+    with forward.options.during(return_deferred=True):
         logits = model(**cut).logits
     if not isinstance(logits, DeferredLogits):
         raise LongspanError(f"{forward.traits.name} does not call its head as transformers' models do")
@@ -113,7 +113,7 @@ class ScoredOutput(ModelOutput):  # type: ignore[misc]
     Attributes:
         loss: minus the mean of `log_probs` over this replica's labelled tokens.
         log_probs: log p(next token).
-        entropy: of the prediction, in nats; has a gradient if `Scoring.entropy`.
+        entropy: of the prediction, in nats; has a gradient if `ForwardOptions.entropy_grad`.
         is_top1, mean_logits, log_sum_sq_probs: see `longspan.losses.logprobs.EXTRAS`; no gradient.
         label_mask: whether the next token is labelled.
         aux_loss: a mixture of experts' load-balancing loss, if requested.
@@ -148,15 +148,15 @@ class ScoredLabels(Stage):
 
     def after(self, call: ForwardCall, output: Any) -> Any:
         assert self.labels is not None
-        logits, options = output["logits"], self.options.scoring
+        logits, options = output["logits"], self.options
         if not isinstance(logits, DeferredLogits):
             raise LongspanError(f"{type(call.model).__name__} does not call its head as transformers' models do")
         if options.temperature != 1:
             logits = logits / options.temperature
-        extras = tuple(name for name in EXTRAS if not (options.entropy and name == "entropy"))
-        names = ("log_probs", *(["entropy"] if options.entropy else []), *extras, "label_mask")
+        extras = tuple(name for name in EXTRAS if not (options.entropy_grad and name == "entropy"))
+        names = ("log_probs", *(["entropy"] if options.entropy_grad else []), *extras, "label_mask")
         labelled = (self.labels != IGNORE).to(logits.hidden.dtype)
-        mine = (*logprobs_of(logits, self.labels, options.entropy, extras), labelled)
+        mine = (*logprobs_of(logits, self.labels, options.entropy_grad, extras), labelled)
         scores: dict[str, Any] = {
             name: gather_tokens(x, self.sp, call.info)[:, :-1] for name, x in zip(names, mine, strict=True)
         }

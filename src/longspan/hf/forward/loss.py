@@ -119,10 +119,6 @@ def mean_row_loss(
         sp: the sharding.
         rows: number of first rows that count; by default all.
         batches: as for `mean_loss`.
-
-    Returns:
-        A scalar, fp32 (fp64 for fp64): the mean over labels that are not -100 (one label of several), or over all
-        entries (regression, several labels).
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     logits_BC, labels = logits[:rows].to(dtype), labels[:rows].to(logits.device)

@@ -7,6 +7,7 @@ they were weights, a parameter added later. This changes the instances, not thei
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import sys
 import weakref
@@ -21,12 +22,10 @@ from torch.distributed.tensor import DTensor
 from longspan.comm.digests import digests_of, local_part
 from longspan.compat.torch_api import WRAPPED, before_casting, forbid_ddp, is_replica, version_of, wrapped_by_ddp
 from longspan.core.errors import LongspanError
-from longspan.hf.forward.stage import ForwardCall, ModelTraits, Stage
-from longspan.hf.support import HELP, refuse_dropout
+from longspan.hf.forward.stage import ForwardCall, Stage
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
-    from longspan.hf.weights.gradients import GradientSum
 
 
 NO_DDP = (
@@ -38,16 +37,13 @@ _SAVE = (
     "on every rank call longspan.checkpoint.export(folder, model) for a Hugging Face folder, "
     "or longspan.checkpoint.save for a checkpoint to resume from"
 )
-_ACCELERATE = ("save_model", "save_state")
-"""Methods of `accelerate.Accelerator` that write what a model's `state_dict` returns."""
+_ACCELERATE = ("save_model", "save_state")  # methods of `Accelerator` that write what a model's `state_dict` returns
 
 
 def refuse_wrappers_and_casts(model: nn.Module, inner: nn.Module) -> None:
-    """Make DistributedDataParallel around the model, copies of it and other dtypes raise at once.
+    """Make DistributedDataParallel around the user's model, copies of it and other dtypes raise at once.
 
-    Args:
-        model: the user's, possibly a wrapper.
-        inner: the transformers model in it.
+    `inner` is the transformers model in it.
     """
     for each in {id(model): model, id(inner): inner}.values():
         forbid_ddp(each, _NoDDP())
@@ -91,18 +87,12 @@ def refuse_saving_shards(model: nn.Module, inner: nn.Module) -> None:
     for each in {id(model): model, id(inner): inner}.values():
         for name in ("save_pretrained", "push_to_hub"):
             if hasattr(each, name):
-                setattr(each, name, _CannotSave(name))
+                setattr(each, name, functools.partial(_cannot_save, name))
         each.register_state_dict_pre_hook(_refuse_accelerate)
 
 
-class _CannotSave:
-    """Replaces a method of a model; can be pickled and copied with it."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        raise LongspanError(f"{self.name} cannot save shards, and the weights of this model are sharded; {_SAVE}")
+def _cannot_save(method: str, *_: Any, **__: Any) -> NoReturn:
+    raise LongspanError(f"{method} cannot save shards, and the weights of this model are sharded; {_SAVE}")
 
 
 def _refuse_accelerate(*_: Any) -> None:
@@ -120,56 +110,10 @@ def _refuse_accelerate(*_: Any) -> None:
 _SEARCHES = 3  # first training forwards that search for optimizers
 
 
-class SupportedArguments(Stage):
-    """Refuse arguments that a sharded forward does not support."""
-
-    def __init__(self, traits: ModelTraits) -> None:
-        self.traits = traits
-
-    def check(self, call: ForwardCall) -> None:
-        batch, name, argument = call.batch, self.traits.name, self.traits.cache_name
-        cache = batch.get("cache")
-        if cache is not None or batch.get("use_cache"):
-            given = f"{argument} is a {type(cache).__name__}" if cache is not None else "use_cache=True"
-            raise LongspanError(
-                f"{given}: a parallelized model keeps its keys and values in a cache sharded over the ranks; pass "
-                f"{argument}=longspan.ShardedCache(model) (`generate` makes one itself), or leave both out"
-            )
-        if batch.get("output_attentions"):
-            raise LongspanError(
-                "output_attentions=True is not supported on a parallelized model: attention weights are never made; "
-                "leave it out"
-            )
-        if batch.get("encoder_hidden_states") is not None:
-            raise LongspanError(f"encoder_hidden_states ask {name} for cross attention to another sequence; {HELP}")
-        if batch.get("labels") is not None and not self.traits.accepts("labels"):
-            raise LongspanError(f"{name} takes no labels: it has no head that predicts tokens; leave them out")
-        if call.model.training:
-            refuse_dropout(self.traits.dropout)
-
-
-class GradientsSummed(Stage):
-    """Refuse parameters whose gradient would not be summed."""
-
-    def __init__(self, gradients: GradientSum) -> None:
-        self.gradients = gradients
-
-    def restore(self) -> None:
-        """Restore the gradients that a backward set aside before it raised."""
-        self.gradients.forget_unfinished()
-
-    def check(self, call: ForwardCall) -> None:
-        self.gradients.check(call.model)
-
-
 class ModelChangeCheck(Stage):
     """Refuse a model that was wrapped, recast or given other parameters after `parallelize`.
 
-    Args:
-        model: before its weights are sharded.
-        sp: the sharding.
-        policy: FSDP's mixed precision, if any.
-        sharded: whether its weights will be sharded, which replaces its parameters.
+    `model` is not sharded yet; `sharded` if it will be, which replaces its parameters.
     """
 
     def __init__(

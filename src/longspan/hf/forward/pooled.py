@@ -48,12 +48,7 @@ class PooledHead(HeldBackLabels):
         self.ids = self.info = None
 
     def check(self, call: ForwardCall) -> None:
-        """Raise for what the model's pooling would refuse, or misread, after its forward.
-
-        Raises:
-            LongspanError: for several rows and no padding token, labels of another number of rows, or a row of padding
-                alone.
-        """
+        """Raise for what the model's pooling would refuse, or misread, after its forward."""
         batch = call.batch
         tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch.get("inputs_embeds")
         rows = len(tokens) if isinstance(tokens, Tensor) else 0

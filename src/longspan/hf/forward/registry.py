@@ -55,29 +55,16 @@ _NO_MEANING = {
 
 @dataclass
 class LayerBinding:
-    """How an attention layer is sharded; its attribute `longspan_layer`.
+    """How an attention layer is sharded; its attribute `longspan_layer`."""
 
-    Attributes:
-        name: of the module.
-        sp: the sharding.
-        kernel: as for `longspan.attention`.
-        model: one object for all layers of a model, so that two models called with one batch do not share plans.
-        memory: recompute the all-to-all or not, and in how many head chunks.
-        layer_call: while a checkpointed layer runs: what it saves of its attention.
-        choice: the kernel of the last forward.
-        seen: whether the layer has called longspan's attention.
-        latents: captures the latent vectors of DeepSeek's attention; None for other layers.
-    """
-
-    name: str
+    name: str  # of the module
     sp: SequenceSharding
     kernel: AnyKernel
-    model: object
+    model: object  # one for all layers of a model, so that two models called with one batch do not share plans
     memory: Memory = FASTEST
-    layer_call: LayerCall | None = None
-    choice: Choice | None = None
-    seen: bool = False
-    latents: LatentLayer | None = None
+    layer_call: LayerCall | None = None  # while a checkpointed layer runs: what it saves of its attention
+    choice: Choice | None = None  # the kernel of the last forward
+    latents: LatentLayer | None = None  # captures the latent vectors of DeepSeek's attention
 
 
 @not_compiled  # a plan is made once per batch; a compiler must not move collectives
@@ -91,11 +78,7 @@ def longspan_attention(
     dropout: float = 0.0,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention of my tokens in the registry's layout: `[B, heads, L, D]` in, `[B, L, heads, D]` out.
-
-    Raises:
-        LongspanError: for a layer without `longspan_layer`, a mask from outside the registry, or an unknown keyword.
-    """
+    """Compute attention of my tokens in the registry's layout: `[B, heads, L, D]` in, `[B, L, heads, D]` out."""
     layer = getattr(module, "longspan_layer", None)
     if not isinstance(layer, LayerBinding):
         raise LongspanError(
@@ -113,7 +96,6 @@ def longspan_attention(
             f"registry; {HELP}"
         )
     scores = _scores(layer, attention_mask, info, scaling, dropout, more)
-    layer.seen = True
     latents = None if layer.latents is None else layer.latents.take()
     q, k, v = (x.transpose(1, 2) for x in _one_dtype(query, key, value))
     if isinstance(info, CachedInfo):
@@ -298,9 +280,6 @@ def longspan_mask(
 
     A mask function is opaque, so compare it with each supported mask, on tokens around the borders of windows and
     chunks. It sees no padding or documents: `ShardBatch` removes them from the inputs.
-
-    Raises:
-        LongspanError: for a mask that is none of causal, bidirectional, a sliding window of either, or causal chunks.
     """
     if local_size is not None and local_size < 1:  # a window that no layer uses (Qwen2-MoE), and that `Mask` refuses
         return MaskRequest(causal=True, window=local_size)

@@ -1,4 +1,4 @@
-"""The stage that replaces a full batch by this rank's tokens."""
+"""The stage that checks a full batch, and replaces it by this rank's tokens."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from longspan.hf.forward.binding import check_positions
 from longspan.hf.forward.loss import problem_of
 from longspan.hf.forward.stage import ForwardCall, ModelTraits, Stage
 from longspan.hf.pretrained import position_range
+from longspan.hf.support import HELP, refuse_dropout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 
 class ShardBatch(Stage):
-    """Shard the batch, unless `longspan.shard_batch` has sharded it; raise for ids outside the model's tables.
+    """Shard the batch, unless `longspan.shard_batch` has sharded it; raise for arguments that cannot be sharded and
+    ids outside the model's tables.
 
     `batches` decides whether this forward may wait for the GPU.
     """
@@ -36,6 +38,9 @@ class ShardBatch(Stage):
         self.traits, self.sp, self.tensor, self.batches = traits, sp, tensor, batches
 
     def check(self, call: ForwardCall) -> None:
+        _refuse_arguments(call.batch, self.traits)
+        if call.model.training:
+            refuse_dropout(self.traits.dropout)
         if is_on_cpu(call.batch) or (self.batches is not None and self.batches.thorough):
             check_ids(call.model, call.batch, self.traits)
             self._check_labels(call.model, call.batch)
@@ -111,6 +116,25 @@ class ShardBatch(Stage):
                 )
 
 
+def _refuse_arguments(batch: Mapping[str, Any], traits: ModelTraits) -> None:
+    name, argument, cache = traits.name, traits.cache_name, batch.get("cache")
+    if cache is not None or batch.get("use_cache"):
+        given = f"{argument} is a {type(cache).__name__}" if cache is not None else "use_cache=True"
+        raise LongspanError(
+            f"{given}: a parallelized model keeps its keys and values in a cache sharded over the ranks; pass "
+            f"{argument}=longspan.ShardedCache(model) (`generate` makes one itself), or leave both out"
+        )
+    if batch.get("output_attentions"):
+        raise LongspanError(
+            "output_attentions=True is not supported on a parallelized model: attention weights are never made; "
+            "leave it out"
+        )
+    if batch.get("encoder_hidden_states") is not None:
+        raise LongspanError(f"encoder_hidden_states ask {name} for cross attention to another sequence; {HELP}")
+    if batch.get("labels") is not None and not traits.accepts("labels"):
+        raise LongspanError(f"{name} takes no labels: it has no head that predicts tokens; leave them out")
+
+
 def tokens_of(inputs: Mapping[str, Any]) -> Tensor:
     """Return the ids of a batch, or its embeddings."""
     tokens: Tensor = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
@@ -118,11 +142,7 @@ def tokens_of(inputs: Mapping[str, Any]) -> Tensor:
 
 
 def check_ids(model: PreTrainedModel, batch: Mapping[str, Any], traits: ModelTraits) -> None:
-    """Raise for ids outside the model's tables: after sharding, only the rank that holds one would fail.
-
-    Raises:
-        LongspanError: with the id and the range.
-    """
+    """Raise for ids outside the model's tables: after sharding, only the rank that holds one would fail."""
     config = model.config.get_text_config()
     size, ids = config.vocab_size, batch.get("input_ids")
     if isinstance(ids, Tensor) and ids.numel():

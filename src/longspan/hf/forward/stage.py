@@ -12,6 +12,7 @@ Each stage has one concern. Its hooks run in this order:
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from longspan.hf.forward.kv_cache import ShardedCache
 from longspan.hf.support import attention_dropout, router_top_k
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from transformers import PreTrainedModel
 
@@ -49,29 +50,17 @@ class Stage:
 
 @dataclass(frozen=True)
 class ModelTraits:
-    """Facts about a model's class and config that decide its stages.
+    """Facts about a model's class and config that decide its stages."""
 
-    Attributes:
-        name: of the class, before FSDP replaces it.
-        signature: of `forward`.
-        cache_name: the argument that takes a KV cache.
-        labels_per_token: labels are not shifted: a masked LM or a token classifier.
-        labels_per_row: a sequence classifier or reward model.
-        top_k: experts per token, if the model's router loss is known.
-        dropout: the first attention layer with dropout.
-        own_positions: how the model computes position ids from tokens or mask.
-        rotary: whether positions are rotary, so that negative ones are allowed.
-    """
-
-    name: str
-    signature: inspect.Signature
-    cache_name: str
-    labels_per_token: bool
-    labels_per_row: bool
-    top_k: int | None
-    dropout: tuple[str, float, str] | None
-    own_positions: OwnPositions | None
-    rotary: bool
+    name: str  # of the class, before FSDP replaces it
+    signature: inspect.Signature  # of `forward`
+    cache_name: str  # the argument that takes a KV cache
+    labels_per_token: bool  # not shifted: a masked LM or a token classifier
+    labels_per_row: bool  # a sequence classifier or reward model
+    top_k: int | None  # experts per token, if the model's router loss is known
+    dropout: tuple[str, float, str] | None  # of the first attention layer that has it
+    own_positions: OwnPositions | None  # how the model computes position ids from tokens or mask
+    rotary: bool  # negative positions are allowed
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelTraits:
@@ -91,11 +80,8 @@ class ModelTraits:
         return argument in self.signature.parameters
 
     def positions(self, batch: Mapping[str, Any], past: int = 0) -> Tensor | None:
-        """Return the position ids of a batch, given or computed as the model would; None if they count along rows.
-
-        Args:
-            batch: the full batch.
-            past: tokens in the KV cache.
+        """Return the position ids of a full batch behind `past` cached tokens, given or computed as the model would;
+        None if they count along rows.
         """
         own, given, mask = self.own_positions, batch.get("position_ids"), batch.get("attention_mask")
         if given is not None or own is None:
@@ -106,63 +92,41 @@ class ModelTraits:
         return own.of_embeds(batch["inputs_embeds"]) if ids is None else own.of_ids(ids, past)
 
 
-@dataclass(frozen=True)
-class Scoring:
-    """Options of log-probabilities that are not arguments of the call.
-
-    Attributes:
-        temperature: divides the logits.
-        entropy: whether entropies have a gradient.
-    """
-
-    temperature: float = 1.0
-    entropy: bool = False
-
-
 @dataclass
 class ForwardOptions:
-    """Options of the next forwards that are not arguments of the call.
+    """Options of the next forwards that are not arguments of the call."""
 
-    Attributes:
-        compute_logits: compute logits in training with labels too.
-        return_deferred: return logits as `DeferredLogits`.
-        loss_only: compute no logits in evaluation either, if there are labels.
-        rows: rows of a classifier's batch that count in its loss; None for all.
-        scoring: options of the log-probabilities for `fused_lm_head=True`.
-    """
+    compute_logits: bool = False  # in training with labels too
+    return_deferred: bool = False  # logits as `DeferredLogits`
+    loss_only: bool = False  # compute no logits in evaluation either, if there are labels
+    rows: int | None = None  # of a classifier's batch that count in its loss; None for all
+    temperature: float = 1.0  # divides the logits of `fused_lm_head=True`
+    entropy_grad: bool = False  # its entropies have a gradient
 
-    compute_logits: bool = False
-    return_deferred: bool = False
-    loss_only: bool = False
-    rows: int | None = None
-    scoring: Scoring = field(default_factory=Scoring)
+    @contextlib.contextmanager
+    def during(self, **options: bool) -> Iterator[None]:
+        """Within this, have these options."""
+        before = {name: getattr(self, name) for name in options}
+        vars(self).update(options)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
 
 
 @dataclass
 class ForwardCall:
-    """The forward in progress, shared by its stages.
-
-    Attributes:
-        model: whose forward it is.
-        batch: the caller's arguments by name; a KV cache that is no `ShardedCache` under "cache".
-        cache: the sharded KV cache, if the forward has one.
-        scored: called with `fused_lm_head=True`.
-        inputs: what the model's forward receives.
-        tokens: ids or embeddings of my tokens, `[B, L, ...]`.
-        has_labels: whether a loss is computed.
-        loss: what the model's loss function returned, and its version.
-        router_loss: the load-balancing loss of all ranks.
-    """
+    """The forward in progress, shared by its stages."""
 
     model: PreTrainedModel
-    batch: dict[str, Any]
+    batch: dict[str, Any]  # the caller's arguments by name; a KV cache that is no `ShardedCache` under "cache"
     cache: ShardedCache | None = None
-    scored: bool = False
-    inputs: dict[str, Any] = field(default_factory=dict)
-    tokens: Tensor | None = None
+    scored: bool = False  # called with `fused_lm_head=True`
+    inputs: dict[str, Any] = field(default_factory=dict)  # what the model's forward receives
+    tokens: Tensor | None = None  # ids or embeddings of my tokens, `[B, L, ...]`
     has_labels: bool = False
-    loss: tuple[Tensor, int] | None = None
-    router_loss: Tensor | None = None
+    loss: tuple[Tensor, int] | None = None  # what the model's loss function returned, and its version
+    router_loss: Tensor | None = None  # the load-balancing loss of all ranks
 
     @classmethod
     def of(cls, model: PreTrainedModel, kwargs: dict[str, Any]) -> ForwardCall:
@@ -170,14 +134,10 @@ class ForwardCall:
         return cls(model, batch, scored=bool(batch.pop("fused_lm_head", False)))
 
     def name_arguments(self, traits: ModelTraits, args: tuple[Any, ...]) -> None:
-        """Add the positional arguments to the batch by name, and take the cache out of it.
-
-        Raises:
-            TypeError: Python's own, for too many arguments or one given twice.
-        """
+        """Add the positional arguments to the batch by name, and take the cache out of it."""
         named = dict(zip(traits.signature.parameters, args, strict=False))
         if named.keys() & self.batch.keys() or len(named) < len(args):
-            traits.signature.bind(*args, **self.batch)
+            traits.signature.bind(*args, **self.batch)  # raises Python's own error
         self.batch = named | self.batch
         cache = take_cache(self.batch)
         if isinstance(cache, ShardedCache):

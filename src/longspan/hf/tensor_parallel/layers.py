@@ -46,14 +46,7 @@ if TYPE_CHECKING:
 
 
 class TensorParallel(Stage):
-    """Shard a model over its tensor group, and hook its layers.
-
-    Args:
-        model: the transformers model, before FSDP.
-        sp: its sharding.
-        style: of the residual stream.
-        plan: of its weights.
-        head: the model's head.
+    """Shard a model over its tensor group, before FSDP, and hook its layers.
 
     Attributes:
         tokens: in this rank's sequence shard, in the current forward.

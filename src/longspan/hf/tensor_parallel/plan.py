@@ -90,17 +90,9 @@ class TensorPlan:
 
 
 def tensor_plan(model: PreTrainedModel, size: int, rank: int, style: TensorStyle, others: int = 1) -> TensorPlan:
-    """Plan the shards of each weight; nothing is changed.
+    """Plan the shards of each weight for one rank of a tensor group; nothing is changed.
 
-    Args:
-        model: before it is sharded.
-        size: ranks of a tensor group.
-        rank: this rank's place in it.
-        style: of the residual stream.
-        others: ranks of the sequence group, for the mesh that an error suggests.
-
-    Raises:
-        LongspanError: naming the layer, with the numbers and a mesh that fits.
+    `others`: ranks of the sequence group, for the mesh that an error suggests.
     """
     return _Planner(model, size, rank, style, others).plan()
 

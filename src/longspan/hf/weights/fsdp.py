@@ -42,7 +42,6 @@ def apply_fsdp(
         cpu_offload: hold shards, gradients and optimizer state in pinned host memory; copy a group's weights to the
             device to gather them, and its gradient back once it is summed.
     """
-    check_cpu_offload(sp.device, cpu_offload)
     options: dict[str, Any] = {
         "mesh": sp.fsdp_mesh or mesh_of_one(sp.device),
         "mp_policy": mp_policy or MixedPrecisionPolicy(),
@@ -89,11 +88,8 @@ def gather_group_of(model: nn.Module, module: nn.Module) -> None:
 
 
 def outer_groups(model: PreTrainedModel) -> tuple[nn.Module | None, list[nn.Module]]:
-    """Return the groups outside the layers, before FSDP.
-
-    Returns:
-        The input embedding, or None if it shares a weight with another module; final norm and head in the order in
-        which they run, or an empty list if they share a weight.
+    """Return the groups outside the layers, before FSDP: the input embedding, None if it shares a weight with another
+    module; final norm and head in the order in which they run, an empty list if they share one.
     """
     embedding, head = model.get_input_embeddings(), _child_with(model, model.get_output_embeddings())
     tail = [] if head is None else [*final_norm(model), head]

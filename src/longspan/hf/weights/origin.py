@@ -21,29 +21,17 @@ from longspan.hf.pretrained import check_weights, first_line, kind_of
 
 @dataclass(frozen=True)
 class Origin:
-    """How to make a model.
+    """How to make a model."""
 
-    Attributes:
-        auto: the `AutoModel...` class that chooses the model's class.
-        config: the Hugging Face config; not changed.
-        dtype: of the weights.
-        name: the folder, or the model on the hub, with the weights; None: random weights.
-        seed: of random weights.
-        label: names the model in messages.
-        strict: whether to raise on missing weights, and to warn of unused ones.
-        options: of `auto.from_config` and `auto.from_pretrained`.
-        adapter: the folder of a PEFT adapter, or None.
-    """
-
-    auto: Any
-    config: Any
+    auto: Any  # the `AutoModel...` class that chooses the model's class
+    config: Any  # the Hugging Face config; not changed
     dtype: torch.dtype
-    name: str | None = None
-    seed: int = 0
-    label: str = "the config"
-    strict: bool = True
-    options: Mapping[str, Any] = field(default_factory=dict)
-    adapter: str | None = None
+    name: str | None = None  # the folder, or the model on the hub, with the weights; None: random weights
+    seed: int = 0  # of random weights
+    label: str = "the config"  # names the model in messages
+    strict: bool = True  # raise on missing weights, and warn of unused ones
+    options: Mapping[str, Any] = field(default_factory=dict)  # of `auto.from_config` and `auto.from_pretrained`
+    adapter: str | None = None  # the folder of a PEFT adapter
 
     def build(self) -> Any:
         """Make the full model on the CPU, or raise if transformers cannot, or weights are missing. Seeds torch."""

@@ -83,12 +83,9 @@ class Files:
     def fill(
         self, parameters: Mapping[str, nn.Parameter], dtypes: Mapping[str, torch.dtype], sp: SequenceSharding
     ) -> None:
-        """Read this rank's rows. Collective.
+        """Read this rank's rows of sharded parameters, by their names in `model`. Collective.
 
-        Args:
-            parameters: sharded, by their names in `model`.
-            dtypes: to round to before the parameters' own dtype, by the same names.
-            sp: the sharding.
+        Values are rounded to `dtypes` before the parameters' own dtype.
         """
         files = self.files
         if files is None:
@@ -240,17 +237,9 @@ def set_tensor(model: nn.Module, name: str, value: Tensor) -> None:
 
 
 def to_meta(model: nn.Module, stubs: Mapping[nn.Parameter, str]) -> dict[str, str]:
-    """Move stubs to the meta device; ties and other parameters stay.
+    """Move stubs to the meta device; ties and other parameters stay. Return by name in `model` the name in `stubs`.
 
-    Args:
-        model: may wrap the model that the stubs belonged to, and have other parameters.
-        stubs: with the names they had.
-
-    Returns:
-        By name in `model`, the name in `stubs`.
-
-    Raises:
-        LongspanError: if a stub was replaced, or another parameter was computed from one.
+    `model` may wrap the model that the stubs belonged to, and have other parameters.
     """
     names = {}
     missing = dict(stubs)
