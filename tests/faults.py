@@ -145,7 +145,7 @@ FAULTS = (
           "(0, prepared.tile)", "tests/test_cache.py -k quantized"),
     Fault("generated_tokens_see_padding", "hf/forward/kv_cache.py", "((row[0][0], length),)", "((0, length),)",
           "tests/test_generate.py -k greedy"),
-    Fault("crop_keeps_rejected_tokens", "core/kv_placement.py", "(a, min(b, length)) for a, b in runs",
+    Fault("crop_keeps_rejected_tokens", "core/cache.py", "(a, min(b, length)) for a, b in runs",
           "(a, b) for a, b in runs", "tests/test_generate.py -k drafted"),
     # memory
     Fault("final_norm_not_tiled", "hf/memory_options.py", ", *filter(_is_norm, final_norm(model))]", "]",

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import longspan
 from longspan.core.errors import LongspanError
-from longspan.core.rank_differences import differences, odd_ones
+from longspan.core.formatting import differences, odd_ones
 from tests.models import batch, build, compare, sharding, truth_of
 from tests.pool import RankError, RankPool
 

@@ -33,7 +33,7 @@ from longspan.data import (
     prefetch,
 )
 from longspan.data.source import Place
-from longspan.data.tokens import split_text
+from longspan.data.stream import split_text
 from tests.pool import RankPool
 
 EOS = 1

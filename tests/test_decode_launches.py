@@ -18,8 +18,7 @@ from longspan.attn.score import Scores
 from longspan.cache.attend import attend, start_step
 from longspan.cache.layer_cache import LayerCache
 from longspan.comm.consistency import ReplicaCheck
-from longspan.core.cache_dtype import CacheDtype
-from longspan.core.kv_placement import KVPlacement
+from longspan.core.cache import CacheDtype, KVPlacement
 from longspan.hf.checks import batches
 from tests.fakes import fake_world
 from tests.syncs import Seen, on_gpu, one_gpu

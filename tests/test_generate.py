@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 import longspan
-from longspan.core.kv_placement import KVPlacement, tokens_per_rank
+from longspan.core.cache import KVPlacement, tokens_per_rank
 from longspan.core.layout import Layout
 from tests.choose import confirming
 from tests.generating import FAMILY, NEW, PROMPT, check_generated, generated, made, parallelized, plain, prompt

@@ -20,7 +20,7 @@ import pytest
 
 from longspan.compat.torch_api import copy_job_timeout, give_hosts_time
 from longspan.core.errors import LongspanError
-from longspan.ranks import launch, numa, rendezvous, supervisor
+from longspan.ranks import job, launch, rendezvous, supervisor
 from longspan.ranks.heartbeat import Heartbeat
 from longspan.ranks.job import SUPERVISED, Job, first_host, read_job
 from longspan.ranks.launch import RankFailed, Stopped, StopRequest
@@ -450,8 +450,8 @@ def test_a_rank_is_bound_to_the_cpus_beside_its_gpu(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: allowed)
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: bound.update(cpus))
     gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
-    assert numa.bind_to_node_of(gpu, tmp_path) == bound == expected
-    assert not numa.bind_to_node_of(SimpleNamespace(), tmp_path)  # of another maker
+    assert job.bind_to_node_of(gpu, tmp_path) == bound == expected
+    assert not job.bind_to_node_of(SimpleNamespace(), tmp_path)  # of another maker
 
 
 @pytest.mark.parametrize("name", ALLOCATOR)

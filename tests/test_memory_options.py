@@ -21,7 +21,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, LONGEST, Memory
 from longspan.hf.planning import config_shape, hardware_of, shape_from_modules
 from longspan.memory import checkpointing
-from longspan.memory.normed_linear import NormedLinear
+from longspan.memory.activations import NormedLinear
 from longspan.memory.offload.disk import DiskStore
 from longspan.memory.tiles import Tiled
 from longspan.plan import Hardware, Job, Mesh, cost

@@ -27,9 +27,9 @@ from torch import Tensor
 from longspan.core.errors import LongspanError
 from longspan.core.memory import Memory
 from longspan.memory.offload import host, store_for
-from longspan.memory.offload.allocator import Allocator
 from longspan.memory.offload.disk import DiskStore
 from longspan.memory.offload.host import HostStore
+from longspan.memory.offload.store import Allocator
 from tests.disk import largest_file
 from tests.pool import RankError, run_forked
 from tests.side_stream import LateSide

@@ -16,7 +16,7 @@ from longspan.attn.methods.ring import Ring
 from longspan.bench.meters import count_sent
 from longspan.comm.all_to_all import AllToAll
 from longspan.core.errors import LongspanError
-from longspan.core.overlap_chunks import AllToAllLink, choose_overlap_chunks
+from longspan.core.routes import AllToAllLink, choose_overlap_chunks
 from tests.attention import one_device
 from tests.fakes import fake_world
 from tests.oracle import Case, make

@@ -166,9 +166,8 @@ def _parse(config_class: type[Any], args: list[str], *, prog: str, summary: str)
     """As `parse`; also return, by flag, the place of its value in the file."""
     import tyro
 
-    from longspan.cli_file import expand_home, read_flags
     from longspan.cli_help import documented, wrapped
-    from longspan.cli_values import value_rule
+    from longspan.cli_values import expand_home, read_flags, value_rule
     from longspan.ranks.launch import is_first_local_rank
 
     path, flags = _split_from(args)

@@ -36,9 +36,8 @@ from longspan.compat.torch_api import named_range
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, check_heads, split_head_chunks, split_heads
 from longspan.core.layout import Layout
-from longspan.core.overlap_chunks import choose_overlap_chunks
 from longspan.core.regions import intersections
-from longspan.core.routes import choose_ring_impl, ring_routes
+from longspan.core.routes import choose_overlap_chunks, choose_ring_impl, ring_routes
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding

@@ -12,7 +12,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.parallel import ParallelConfig
 from longspan.core.sections import values
 from longspan.core.validation import LARGEST_COUNT, LARGEST_JOB, LONGEST_WAIT_S, check_number, check_output
-from longspan.ranks.rendezvous import START_TIMEOUT_S
+from longspan.ranks.job import START_TIMEOUT_S
 
 Benchmark = Literal["link", "collectives", "attention", "step"]
 _ON_MESH, _COMPARING, _PRINTED = ("link", "collectives"), ("attention", "step"), ("collectives", "attention", "step")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.bench.config import MAX_CONTEXT, BenchConfig
-from longspan.core.cache_dtype import CACHE_DTYPES
+from longspan.core.cache import CACHE_DTYPES
 from longspan.core.errors import LongspanError
 from longspan.core.validation import existing_path, format_value
 from longspan.plan.job import Job, Mesh

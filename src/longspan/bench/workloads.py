@@ -26,7 +26,7 @@ from longspan.comm.digests import local_part
 from longspan.comm.mesh import OneDeviceMesh, SequenceSharding, init_mesh
 from longspan.comm.shard import shard
 from longspan.comm.tensor import TensorGroup
-from longspan.core.cache_dtype import CacheDtype
+from longspan.core.cache import CacheDtype
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
 from longspan.core.parallel import AXES

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from longspan.attn.score import Scores
     from longspan.cache.layer_cache import LayerCache
     from longspan.comm.mesh import SequenceSharding
-    from longspan.core.kv_placement import KVPlacement
+    from longspan.core.cache import KVPlacement
     from longspan.core.layout import Span
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from longspan.core.cache_dtype import CacheDtype
+    from longspan.core.cache import CacheDtype
 
 _SMALLEST = 64  # tokens of capacity
 _GROWTH = 8  # grow by an eighth

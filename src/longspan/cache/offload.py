@@ -15,11 +15,11 @@ from torch import Tensor
 
 from longspan.cache.layer_cache import LayerCache
 from longspan.core.errors import LongspanError
-from longspan.core.system import free_memory
+from longspan.core.tile_sizes import free_memory
 from longspan.memory.offload.host import CudaCopier
 
 if TYPE_CHECKING:
-    from longspan.core.cache_dtype import CacheDtype
+    from longspan.core.cache import CacheDtype
     from longspan.memory.offload.host import Copier, Copy
 
 

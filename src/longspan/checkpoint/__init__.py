@@ -6,10 +6,9 @@ saving.py     save, at once or in a thread
 loading.py    load, on any mesh
 exporting.py  Hugging Face folders: a model, or a PEFT adapter
 tensors.py    torch's tensor files with checksums, and their index
-finite.py     NaN and infinity are neither saved nor loaded
 identity.py   compare a run and its model with those of a checkpoint
 disk.py       full disks, disks that ranks do not share, two runs in one folder
-ranks.py      the ranks that save or load together
+ranks.py      the ranks that save or load together; NaN and infinity are neither saved nor loaded
 """
 
 from longspan.checkpoint.damage import Checkpoint, newest_undamaged, newest_verified, read_newest, read_verified
@@ -19,7 +18,7 @@ from longspan.checkpoint.folder import MARKER, complete_steps, step_path
 from longspan.checkpoint.loading import load, load_weights
 from longspan.checkpoint.ranks import Ranks
 from longspan.checkpoint.saving import Saver, save
-from longspan.core.system import DiskFull
+from longspan.core.errors import DiskFull
 
 __all__ = [
     "MARKER",

@@ -15,8 +15,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longspan.core.errors import LongspanError
-from longspan.core.system import DiskFull, format_os_error
+from longspan.core.errors import DiskFull, LongspanError, format_os_error
 
 if TYPE_CHECKING:
     from longspan.checkpoint.ranks import Ranks

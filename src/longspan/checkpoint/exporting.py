@@ -18,13 +18,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule
 
 from longspan.checkpoint.disk import check_room, format_disk_full
-from longspan.checkpoint.finite import check_finite
 from longspan.checkpoint.folder import MAKING, FileRecord, put_in_place, remove, write_durably
-from longspan.checkpoint.ranks import Ranks, check_ranks, checked_on_all
+from longspan.checkpoint.ranks import Ranks, check_finite, check_ranks, checked_on_all
 from longspan.comm.arguments import as_dtype, check_module
 from longspan.compat.transformers_api import new_model
-from longspan.core.errors import LongspanError
-from longspan.core.system import DiskFull
+from longspan.core.errors import DiskFull, LongspanError
 from longspan.core.validation import as_path, check_choice, checked_call
 from longspan.hf.pretrained import without_progress_bars
 from longspan.hf.support import transformers_model

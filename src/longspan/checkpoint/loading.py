@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from longspan.checkpoint.damage import Checkpoint, newest_verified, read_verified, resume_hint
-from longspan.checkpoint.finite import check_finite, short_name
-from longspan.checkpoint.ranks import Ranks, check_ranks, checked_on_all
+from longspan.checkpoint.ranks import Ranks, check_finite, check_ranks, checked_on_all, short_name
 from longspan.checkpoint.tensors import (
     INDEX,
     IndexReader,

@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from longspan.checkpoint.damage import Checkpoint, format_marker
 from longspan.checkpoint.disk import check_room, format_disk_full
-from longspan.checkpoint.finite import check_finite
 from longspan.checkpoint.folder import (
     MAKING,
     MARKER,
@@ -38,14 +37,14 @@ from longspan.checkpoint.folder import (
     step_path,
     write_durably,
 )
-from longspan.checkpoint.ranks import Ranks, checked_on_all
+from longspan.checkpoint.ranks import Ranks, check_finite, checked_on_all
 from longspan.checkpoint.tensors import INDEX, RecordingWriter, cause, format_index, without_group_warning
 from longspan.comm.arguments import check_module, check_optimizer
 from longspan.comm.digests import local_part
 from longspan.compat.torch_api import NO_GROUP_WARNING
 from longspan.compat.torch_checkpoint import as_plain, flat_names
-from longspan.core.errors import LongspanError
-from longspan.core.system import DiskFull, free_memory, is_full
+from longspan.core.errors import DiskFull, LongspanError, is_full
+from longspan.core.tile_sizes import free_memory
 from longspan.core.validation import as_path, check_count, checked_call, format_value
 
 _PER_TENSOR = 2048

@@ -44,7 +44,7 @@ from longspan.ranks.heartbeat import waiting
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from longspan.core.cache_dtype import CacheDtype
+    from longspan.core.cache import CacheDtype
 
 _HeadSpans = tuple[tuple[Span, ...], ...]
 """`spans[rank][tensor]`: the heads of each tensor that a rank holds. Operators take it as a flat list of integers."""

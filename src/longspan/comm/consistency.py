@@ -18,7 +18,7 @@ from longspan.comm.digests import Digester, digest_of_text, digests_of, weights_
 from longspan.comm.errors import raise_on_every_rank
 from longspan.comm.objects import gather_objects
 from longspan.core.errors import LongspanError
-from longspan.core.rank_differences import differences, format_ranks, listed, odd_ones
+from longspan.core.formatting import differences, format_ranks, listed, odd_ones
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding

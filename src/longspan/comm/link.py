@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from longspan.core.overlap_chunks import AllToAllLink
+from longspan.core.routes import AllToAllLink
 
 _SHORT_BYTES, _LONG_BYTES = 4 << 10, 1 << 20
 """Buffers of the two all-to-alls that are timed: the short one for latency, the long one for bandwidth."""

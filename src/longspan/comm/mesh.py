@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from longspan.comm.link import measure_link
 from longspan.compat.torch_api import copy_job_timeout, flatten_mesh
 from longspan.compat.torch_api import find_group as find_group
-from longspan.core.cache_dtype import CacheDtype
+from longspan.core.cache import CacheDtype
 from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout
 from longspan.core.parallel import AXES, ParallelConfig
@@ -140,7 +140,7 @@ class SequenceSharding:
             forward and backward; at most the query heads of a rank (in a ring its KV heads). 1: all heads at once, no
             overlap. "auto": `OVERLAPPED_CHUNKS` if the ranks of a Ulysses group are on several hosts and the
             all-to-all takes long on their link, which is measured here; otherwise 1
-            (`longspan.core.overlap_chunks`). The forward is equal bit for bit.
+            (`longspan.core.routes`). The forward is equal bit for bit.
         wire_dtype: dtype in which the Ulysses all-to-all sends q, k, v, outputs and their gradients. "exact": their
             own. "int8" and "fp8" (e4m3) are LOSSY: one byte per element and an fp32 scale per token and head, in
             forward and backward; computation stays in the model's dtype. Each time it is sent, an element is off by at

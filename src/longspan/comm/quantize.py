@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longspan.core.cache_dtype import SCALE_BYTES
+from longspan.core.cache import SCALE_BYTES
 
 Runs = tuple[tuple[int, int], ...]
 """Content of a packed row: (number of vectors, elements of a vector), one run after the other."""

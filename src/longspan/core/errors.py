@@ -1,8 +1,11 @@
-"""The exception for input that a user can correct, and checks for optional packages."""
+"""Errors that a user can correct: wrong input, a missing package, a disk."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib.util
+from collections.abc import Iterator
 
 #: The extra of pyproject.toml that installs an optional package.
 EXTRAS = {
@@ -60,3 +63,30 @@ def not_installed(use: str, package: str) -> LongspanError:
         f"{use} needs {name}, which is not installed; install longspan with its extra {extra!r} "
         f'(pip install ".[{extra}]"), or pip install {name}'
     )
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Return whether an error means a full disk, an exhausted quota or the maximum file size."""
+    return isinstance(error, OSError) and error.errno in _FULL
+
+
+def format_os_error(error: OSError) -> str:
+    """Format an error of the operating system in one line."""
+    where = f": {error.filename}" if error.filename else ""
+    return f"[Errno {error.errno}] {error.strerror}{where}" if error.strerror else f"{type(error).__name__}: {error}"
+
+
+class DiskFull(LongspanError):
+    """The disk has no room for new files; complete ones stay."""
+
+
+@contextlib.contextmanager
+def os_errors_as_longspan_errors() -> Iterator[None]:
+    """Raise an OSError of the body as a LongspanError, or as `DiskFull`."""
+    try:
+        yield
+    except OSError as error:
+        raise (DiskFull if is_full(error) else LongspanError)(format_os_error(error)) from error

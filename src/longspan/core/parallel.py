@@ -1,4 +1,4 @@
-"""How the ranks of a job share the work: one value, from the command line to the mesh. Standard library only."""
+"""How a job is run: how its ranks share the work, one value from the command line to the mesh."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from longspan.core.cache_dtype import CACHE_DTYPES, CacheDtype
+from longspan.core.cache import CACHE_DTYPES, CacheDtype
 from longspan.core.layout import LayoutName, layout_names
 from longspan.core.validation import LARGEST_COUNT, LARGEST_JOB, check_choice, check_number
 
@@ -108,3 +108,8 @@ class ParallelConfig:
 
 def _flag(axis: str) -> str:
     return "--data-degree" if axis == "data" else f"--{axis}"
+
+
+KernelName = Literal[
+    "auto", "sdpa", "flash", "tiled", "block", "flex", "cudnn", "flash3", "flash4", "flash_attn", "eager"
+]

@@ -1,8 +1,10 @@
-"""Sizes of tiles, buckets and groups, shared by the code that uses them and the planner. Standard library only."""
+"""Sizes of tiles, buckets and groups, shared by the code that uses them and the planner; and of free memory."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable, Sequence
+from pathlib import Path
 
 from longspan.core.layout import Span
 
@@ -121,3 +123,15 @@ FEWEST_ROWS = 2048, 512
 reads and writes the fp32 sums of the weights' gradients, which on an H100 takes, by its maker's figures, as long as 200
 rows.
 """
+
+
+def free_memory() -> int | None:
+    """Return the bytes that processes of this machine can still allocate, or None if unknown."""
+    limits = []
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        limits.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")))
+    with contextlib.suppress(OSError, ValueError):  # "max": no limit
+        group = Path("/sys/fs/cgroup")
+        limits.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return min(limits, default=None)

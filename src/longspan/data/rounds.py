@@ -21,7 +21,7 @@ import torch.distributed as dist
 from longspan.comm.errors import on_every_rank
 from longspan.comm.objects import gather_objects
 from longspan.core.errors import LongspanError
-from longspan.core.rank_differences import format_ranks, odd_ones
+from longspan.core.formatting import format_ranks, odd_ones
 from longspan.data.stream import Piece, SequenceStream
 
 if TYPE_CHECKING:

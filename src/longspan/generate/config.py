@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from longspan.core.cache_dtype import CacheDtype, CacheOffload
+from longspan.core.cache import CacheDtype, CacheOffload
 from longspan.core.errors import LongspanError
-from longspan.core.kernel_names import KernelName
-from longspan.core.memory_flags import flags_last
-from longspan.core.parallel import ParallelConfig
+from longspan.core.memory import flags_last
+from longspan.core.parallel import KernelName, ParallelConfig
 from longspan.core.rope import RopeFlags
 from longspan.core.validation import (
     LARGEST_COUNT,
@@ -19,7 +18,7 @@ from longspan.core.validation import (
     check_number,
     check_output,
 )
-from longspan.ranks.flags import RankFlags
+from longspan.ranks.job import RankFlags
 
 AXES_OF_A_REPLICA = ("ring", "ulysses", "tensor", "tensor_style", "layout")
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from longspan.core.errors import LongspanError
 from longspan.data import BYTES, TextTokenizer, load_tokenizer
-from longspan.data.tokens import split_text
+from longspan.data.stream import split_text
 from longspan.hf.pretrained import (
     base_of,
     check_language_model,

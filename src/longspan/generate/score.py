@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError, require
-from longspan.core.memory_flags import flags_last
+from longspan.core.memory import flags_last
 from longspan.core.parallel import ParallelConfig
 from longspan.core.validation import LARGEST_COUNT, check_number, check_output
 from longspan.generate.config import AXES_OF_A_REPLICA, ModelFlags

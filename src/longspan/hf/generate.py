@@ -13,8 +13,8 @@ import torch.distributed as dist
 from longspan.comm.arguments import check_tensor
 from longspan.comm.consistency import gather_numbers
 from longspan.compat.transformers_api import cache_name, take_cache
+from longspan.core.cache import PREFILL_CHUNK
 from longspan.core.errors import LongspanError
-from longspan.core.kv_placement import PREFILL_CHUNK
 from longspan.hf.forward.kv_cache import ShardedCache
 from longspan.hf.state import is_parallelized, state_of
 

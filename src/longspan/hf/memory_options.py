@@ -18,9 +18,8 @@ from longspan.hf.forward.registry import LayerBinding
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.state import state_of
 from longspan.hf.support import attention_layers, decoder_layers, draws, final_norm
-from longspan.memory.activations import RecomputedActivations
+from longspan.memory.activations import NormedLinear, RecomputedActivations
 from longspan.memory.checkpointing import COMPILED, CheckpointedLayer, LayerCall, LayerGroups, forward_of
-from longspan.memory.normed_linear import NormedLinear
 from longspan.memory.offload import store_for
 from longspan.memory.tiles import Tiled
 

@@ -1,14 +1,8 @@
-"""Recompute an MLP's activation function in the backward instead of saving its result.
-
-For `down(act(gate(x)) * up(x))` autograd saves four tensors of the intermediate size: the outputs of both matmuls, the
-activation function's result, and the input of the last matmul. The last two follow from the first two by elementwise
-operations, so the backward recomputes them, by the same operations on the same numbers: bit for bit. Fused SwiGLU
-kernels (Liger) and Megatron's selective recomputation do the same; this works for any MLP written in plain PyTorch,
-because autograd knows which operation made a saved tensor.
-"""
+"""MLPs and linear layers that recompute what autograd would save: activation functions, and the outputs of norms."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +11,7 @@ from torch import Tensor, nn
 
 from longspan.compat.torch_api import ELEMENTWISE, not_compiled, saved_tensors_are_hooked, version_of
 from longspan.core.errors import LongspanError
+from longspan.memory.tiles import InputSource
 
 _VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "SqueezeBackward1"}
 _FEWEST = 1 << 10  # elements of a tensor worth recomputing
@@ -70,28 +65,65 @@ class SavedTensor:
         return self.x
 
 
-class _Recomputed:
-    """Stands for a saved tensor: the autograd node that recomputes it, and its shape."""
-
-    def __init__(self, node: Any, shape: torch.Size) -> None:
-        self.node, self.shape = node, shape
-
-
-def _pack(x: Tensor) -> SavedTensor | _Recomputed:
+def _pack(x: Tensor) -> Callable[[], Tensor]:
     node: Any = x.grad_fn
     if node is None or x.numel() < _FEWEST:
-        return SavedTensor(x)
+        return SavedTensor(x).get
     while node is not None and (name := node.name()) in _VIEWS and x.is_contiguous():
         node = node.next_functions[0][0]
     if node is None or name not in ELEMENTWISE:
-        return SavedTensor(x)
+        return SavedTensor(x).get
     if any(before is None for before, _ in node.next_functions):
-        return SavedTensor(x)  # a product saves each factor only for the other's gradient
-    return _Recomputed(node, x.shape)
+        return SavedTensor(x).get  # a product saves each factor only for the other's gradient
+    return functools.partial(_recompute, node, x.shape)
 
 
-def _unpack(packed: SavedTensor | _Recomputed) -> Tensor:
-    if isinstance(packed, _Recomputed):
-        with torch.no_grad():
-            return ELEMENTWISE[packed.node.name()](packed.node).reshape(packed.shape)
-    return packed.get()
+def _recompute(node: Any, shape: torch.Size) -> Tensor:
+    with torch.no_grad():
+        return ELEMENTWISE[node.name()](node).reshape(shape)
+
+
+def _unpack(get: Callable[[], Tensor]) -> Tensor:
+    return get()
+
+
+class NormedLinear:
+    """Replaces the `forward` of a linear layer whose input may be the output of a tiled norm.
+
+    Attributes:
+        on: whether the input is recomputed; else the module runs unchanged.
+    """
+
+    def __init__(self, module: nn.Linear) -> None:
+        self.compute: Callable[..., Any] = module.forward
+        self.on = True
+        self._normed = not_compiled(self._without_input)  # a compiler breaks its graph here
+        module.forward = self._forward  # type: ignore[method-assign]
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._normed(*args, **kwargs) if self.on else self.compute(*args, **kwargs)
+
+    def _without_input(self, *args: Any, **kwargs: Any) -> Any:
+        source = None if kwargs or len(args) != 1 else _source_of(args[0])
+        if source is None:
+            return self.compute(*args, **kwargs)
+        # The hook outlives this call: do not let it hold the tensor.
+        normed = args[0].untyped_storage().data_ptr(), args[0].numel()
+
+        def pack(x: Tensor) -> Callable[[], Tensor]:
+            if (x.untyped_storage().data_ptr(), x.numel()) != normed:
+                return SavedTensor(x).get
+            return functools.partial(_recompute_normed, source, x.shape)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            return self.compute(*args)
+
+
+def _recompute_normed(source: InputSource, shape: torch.Size) -> Tensor:
+    return source.full_output().view(shape)
+
+
+def _source_of(x: Any) -> InputSource | None:
+    if not (isinstance(x, Tensor) and torch.is_grad_enabled()) or torch.is_autocast_enabled(x.device.type):
+        return None  # autocast saves a copy of its own
+    return InputSource.of(x)

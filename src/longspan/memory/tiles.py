@@ -11,11 +11,11 @@ Three details save more:
   as it has what the backward needs, which is before the layer's last MLP: that MLP runs once less.
 - The output of a norm is not saved for the tiled MLP or linear layer that reads it: they recompute it from the norm's
   input, which is saved anyway (`InputSource`).
-- The backward of a tiled MLP continues through its norm tile by tile (`_NormThenModule`).
-"""
+- The backward of a tiled MLP continues through its norm tile by tile (`_NormThenModule`)."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,7 +26,6 @@ from longspan.comm.sharded_weights import BareModule
 from longspan.compat.torch_api import not_compiled, waits_for_gradient
 from longspan.core.errors import LongspanError
 from longspan.losses.tile_gradients import TileGradients
-from longspan.memory.forward_state import ForwardState
 
 _CHECKED_TOKENS = 4
 
@@ -435,3 +434,32 @@ def _at(x: Tensor, hidden: Tensor, span: slice) -> Tensor:
     """Return some tokens of a tensor of all tokens, `[B, L, ...]` or `[B * L, ...]`."""
     batched = x.shape[:2] == hidden.shape[:2]
     return (x.reshape(-1, *x.shape[2:]) if batched else x)[span]
+
+
+class ForwardState:
+    """The autocast state now and, if the forward draws random numbers, the state of the generators."""
+
+    def __init__(self, device: torch.device, *, draws: bool) -> None:
+        self._device, kind = device, device.type
+        self._autocast = torch.amp.is_autocast_available(kind)
+        if self._autocast:
+            self._enabled, self._dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        self._host_rng = torch.get_rng_state() if draws else None
+        self._device_rng = torch.get_device_module(device).get_rng_state(device) if draws and kind != "cpu" else None
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore the state for the body."""
+        with contextlib.ExitStack() as stack:
+            if self._host_rng is not None:
+                devices = [] if self._device_rng is None else [self._device]
+                kind = self._device.type if devices else "cuda"
+                stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
+                torch.set_rng_state(self._host_rng)
+            if self._device_rng is not None:
+                torch.get_device_module(self._device).set_rng_state(self._device_rng, self._device)
+            if self._autocast:
+                stack.enter_context(
+                    torch.autocast(self._device.type, dtype=self._dtype, enabled=self._enabled, cache_enabled=False)
+                )
+            yield

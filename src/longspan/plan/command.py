@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from longspan.core.cache_dtype import CacheDtype, CacheOffload
+from longspan.core.cache import CacheDtype, CacheOffload
 from longspan.core.errors import LongspanError
-from longspan.core.memory import LONGEST, MemoryLevel
-from longspan.core.memory_flags import MemoryFlags, flags_last
+from longspan.core.memory import LONGEST, MemoryFlags, MemoryLevel, flags_last
 from longspan.core.parallel import ParallelConfig
 from longspan.core.rope import RopeChoice, RopeFlags, scaling_for
 from longspan.core.validation import LARGEST_COUNT, LARGEST_JOB, check_number, check_output

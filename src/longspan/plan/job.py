@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from longspan.core.cache_dtype import CACHE_DTYPES, OFFLOADS, CacheDtype, CacheOffload
+from longspan.core.cache import CACHE_DTYPES, OFFLOADS, CacheDtype, CacheOffload, is_sharded
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_groups, split_heads
-from longspan.core.kv_placement import is_sharded
 from longspan.core.layout import Layout, LayoutName, choose_layout, layout_names
 from longspan.core.memory import FASTEST, Memory
 from longspan.core.parallel import AXES, RING_IMPLS, TENSOR_STYLES, RingImpl, TensorStyle
@@ -41,9 +40,9 @@ class Job:
         overlap_chunks: chunks of heads in which the all-to-all overlaps with attention; see `SequenceSharding`.
         wire_dtype: wire dtype of the all-to-all: "exact", or lossy "int8" or "fp8". The time to convert is not
             counted.
-        cache: dtype of the KV cache (`longspan.core.cache_dtype.CACHE_DTYPES`).
-        cache_offload: where the KV cache is stored (`longspan.core.cache_dtype.OFFLOADS`).
-        cache_latent: cache MLA's latent vectors if they are smaller (`longspan.core.cache_dtype.holds_latent`).
+        cache: dtype of the KV cache (`longspan.core.cache.CACHE_DTYPES`).
+        cache_offload: where the KV cache is stored (`longspan.core.cache.OFFLOADS`).
+        cache_latent: cache MLA's latent vectors if they are smaller (`longspan.core.cache.holds_latent`).
         prefill_chunk: tokens per chunk of a prompt, over all ranks, as `longspan generate` runs it: keys and values
             stay in the cache, and queries are sent. None: the whole prompt in one forward.
     """

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 from longspan.core.errors import LongspanError
-from longspan.core.memory import FASTEST, Memory
-from longspan.core.memory_flags import flags_to_add
+from longspan.core.memory import FASTEST, Memory, flags_to_add
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import Job, Mesh
 from longspan.plan.limits import GB, refusal

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from longspan.core.errors import LongspanError
-from longspan.core.rank_differences import differences, format_ranks, listed
+from longspan.core.formatting import differences, format_ranks, listed
 from longspan.core.sections import values
 from longspan.ranks.rendezvous import GROUP_TIMEOUT_S, Peers, poll
 

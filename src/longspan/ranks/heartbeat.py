@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
-from longspan.core.rank_differences import format_ranks
+from longspan.core.formatting import format_ranks
 from longspan.ranks.rendezvous import Peers
 
 _BUSY = 0.05  # of a core: gloo's threads and this one take less while everything waits

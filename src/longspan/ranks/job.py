@@ -1,4 +1,4 @@
-"""The job that this process is a rank of, as torchrun's or Slurm's environment variables describe it.
+"""The job that this process is a rank of, as torchrun's or Slurm's environment variables describe it, and its flags.
 
     srun --ntasks-per-node 8 --gpus-per-node 8 longspan train ...
 
@@ -13,13 +13,18 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from longspan.core.errors import LongspanError
+from longspan.core.validation import LARGEST_COUNT, LONGEST_WAIT_S, check_number
 
 #: torchrun's (and torch.distributed's) description of a job: all four, or this process is no rank of one.
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: In the environment of ranks that longspan's launcher started.
 SUPERVISED = "LONGSPAN_SUPERVISED"
+#: Default of --start-timeout in seconds: on a busy machine, importing torch and transformers can take minutes.
+START_TIMEOUT_S = 600
 #: Ports for the steps of Slurm: above the well-known ones, below those that systems assign.
 _PORTS = range(15000, 30000)
 _FIX = f"start the job by torchrun, which sets them all, or run `unset {' '.join(VARIABLES)}` if there is no such job"
@@ -162,3 +167,57 @@ def _integer(name: str, least: int, most: int | None = None) -> int:
             f"{_SLURM_FIX if of_slurm else _FIX}"
         )
     return number
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFlags:
+    """The ranks on this machine, and timeouts."""
+
+    nproc: int | None = None
+    """Ranks on this machine. By default as many as the mesh needs."""
+    timeout: int | None = None
+    """Seconds after which a rank that stopped, hangs or is cut off ends the job and is named. By default 60, with GPUs
+    300. Loading, a save or an export may take longer."""
+    start_timeout: int = START_TIMEOUT_S
+    """Seconds within which all ranks must have started."""
+
+    def check_ranks(self) -> None:
+        """Raise on a value out of range."""
+        if self.nproc is not None:
+            check_number("--nproc", self.nproc, 1, LARGEST_COUNT)
+        if self.timeout is not None:
+            check_number("--timeout", self.timeout, 1, LONGEST_WAIT_S)
+        check_number("--start-timeout", self.start_timeout, 1, LONGEST_WAIT_S)
+
+
+def bind_to_node_of(gpu: Any, system: Path = Path("/sys")) -> set[int]:
+    """Restrict this thread, and those that it starts, to the CPUs of a GPU's NUMA node.
+
+    A copy between a GPU and memory of another node crosses the link between the sockets.
+
+    Args:
+        gpu: properties of the GPU, as `torch.cuda.get_device_properties` returns them.
+        system: where sysfs is mounted.
+
+    Returns:
+        The CPUs; empty if nothing changed: the node is unknown, there is only one, or this process may not use its
+        CPUs (as under `numactl`).
+    """
+    try:
+        address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+        node = int((system / "bus/pci/devices" / address / "numa_node").read_text())
+        listed = (system / f"devices/system/node/node{node}/cpulist").read_text()
+        allowed = os.sched_getaffinity(0)
+        cpus = allowed & {cpu for part in listed.strip().split(",") for cpu in _range(part)}
+        if not cpus or cpus == allowed:
+            return set()
+        os.sched_setaffinity(0, cpus)
+    except (AttributeError, OSError, ValueError):  # not Linux, or no such file: an unknown node is -1
+        return set()
+    return cpus
+
+
+def _range(part: str) -> range:
+    """Return the CPUs of "3" or "0-15"."""
+    first, _, last = part.partition("-")
+    return range(int(first), int(last or first) + 1)

@@ -18,17 +18,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError
-from longspan.core.rank_differences import format_ranks
-from longspan.ranks.job import SUPERVISED, VARIABLES, Job, read_job
-from longspan.ranks.numa import bind_to_node_of
+from longspan.core.formatting import format_ranks
+from longspan.ranks.job import START_TIMEOUT_S, SUPERVISED, VARIABLES, Job, bind_to_node_of, read_job
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 #: Default of --timeout in seconds: without and with GPUs.
 CPU_TIMEOUT_S, GPU_TIMEOUT_S = 60, 300
-#: Default of --start-timeout in seconds: on a busy machine, importing torch and transformers can take minutes.
-START_TIMEOUT_S = 600
 #: Timeout in seconds of the whole job's collectives. The heartbeat finds lost ranks, so this can be long: while rank 0
 #: exports a large model, the others wait for hours.
 GROUP_TIMEOUT_S = 24 * 3600

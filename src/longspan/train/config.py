@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from longspan.core.errors import LongspanError
-from longspan.core.kernel_names import KernelName
-from longspan.core.memory import Memory, MemoryLevel
-from longspan.core.memory_flags import MemoryFlags, flags_last
-from longspan.core.parallel import ParallelConfig
+from longspan.core.memory import Memory, MemoryFlags, MemoryLevel, flags_last
+from longspan.core.parallel import KernelName, ParallelConfig
 from longspan.core.rope import RopeFlags
 from longspan.core.validation import (
     LARGEST_COUNT,
@@ -20,7 +18,7 @@ from longspan.core.validation import (
     check_number,
     path_of,
 )
-from longspan.ranks.flags import RankFlags
+from longspan.ranks.job import RankFlags
 
 
 @flags_last

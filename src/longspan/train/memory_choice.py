@@ -6,8 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError
-from longspan.core.memory import FASTEST, LONGEST, Memory
-from longspan.core.memory_flags import MemoryFlags
+from longspan.core.memory import FASTEST, LONGEST, Memory, MemoryFlags
 from longspan.core.sections import replace
 from longspan.hf.planning import hardware_of_ranks
 from longspan.plan.job import Job, Mesh

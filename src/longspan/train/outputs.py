@@ -12,8 +12,7 @@ import torch
 
 from longspan import checkpoint
 from longspan.checkpoint import DiskFull, Ranks, RunLock, Saver
-from longspan.core.errors import LongspanError
-from longspan.core.system import is_full
+from longspan.core.errors import LongspanError, is_full
 from longspan.train.config import TrainConfig
 from longspan.train.inputs import Inputs
 from longspan.train.metrics import MetricsLog, StepMetrics

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Literal
 
 from longspan.core.errors import LongspanError
-from longspan.core.kernel_names import KernelName
-from longspan.core.memory_flags import MemoryFlags, flags_last
-from longspan.core.parallel import ParallelConfig
+from longspan.core.memory import MemoryFlags, flags_last
+from longspan.core.parallel import KernelName, ParallelConfig
 from longspan.core.rope import RopeFlags
 from longspan.core.validation import LARGEST_COUNT, LARGEST_SEED, check_name, check_number
-from longspan.ranks.flags import RankFlags
+from longspan.ranks.job import RankFlags
 
 _MOST_TOKENS = 1 << 30
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
-from longspan.core.rank_differences import format_ranks
+from longspan.core.formatting import format_ranks
 from longspan.verify.judge import GROUP_ORDER, SHARPNESS, Check, Criterion, wide_limit
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import IO, TYPE_CHECKING
 
+from longspan.core.formatting import format_ranks
 from longspan.core.memory import FASTEST
-from longspan.core.rank_differences import format_ranks
 from longspan.verify.judge import HALF_STEP, ROUNDINGS, Check
 from longspan.verify.report import Report, diagnosis, smaller_faults_hint
 

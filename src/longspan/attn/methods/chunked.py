@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from longspan.comm.all_to_all import AllToAll
-    from longspan.core.cache_dtype import CacheDtype
+    from longspan.core.cache import CacheDtype
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from longspan.attn.score import Scores
-    from longspan.core.cache_dtype import CacheDtype
+    from longspan.core.cache import CacheDtype
     from longspan.core.heads import HeadShard
 
 

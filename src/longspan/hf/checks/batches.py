@@ -26,7 +26,7 @@ from longspan.comm.errors import raise_on_every_rank
 from longspan.comm.objects import gather_objects
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
-from longspan.core.rank_differences import differences, listed, odd_ones
+from longspan.core.formatting import differences, listed, odd_ones
 from longspan.hf.batch import SequenceInfo, device_digest, digest
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from longspan.comm.arguments import check_module
 from longspan.comm.digests import local_part
 from longspan.comm.objects import gather_objects
-from longspan.core.rank_differences import format_ranks
+from longspan.core.formatting import format_ranks
 from longspan.core.validation import check_flag, checked_call
 from longspan.hf.batch import check_batch
 from longspan.hf.state import state_of

@@ -22,10 +22,9 @@ from longspan.cache.attend import CacheStep, start_step
 from longspan.cache.layer_cache import LayerCache
 from longspan.cache.offload import OffloadedLayerCache, Staging
 from longspan.comm.arguments import check_module
-from longspan.core.cache_dtype import CACHE_DTYPES, OFFLOADS, CacheDtype, holds_latent
+from longspan.core.cache import CACHE_DTYPES, GENERATED_RUN, OFFLOADS, CacheDtype, KVPlacement, holds_latent
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
-from longspan.core.kv_placement import GENERATED_RUN, KVPlacement
 from longspan.core.validation import as_path, check_choice, check_count, check_flag, check_number, checked_call
 from longspan.hf.batch import SequenceInfo
 from longspan.hf.forward import kv_cache_files
@@ -162,7 +161,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         return self.layer_caches[layer]
 
     def holds_latents(self, store: LayerCache, latents: LatentLayer, qkv: tuple[Tensor, Tensor, Tensor]) -> bool:
-        """Return whether a layer stores latent vectors; `longspan.core.cache_dtype.holds_latent` decides at first use.
+        """Return whether a layer stores latent vectors; `longspan.core.cache.holds_latent` decides at first use.
 
         `qkv` are of new tokens, `[B, L, heads, head_dim]`.
         """

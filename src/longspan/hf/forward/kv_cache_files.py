@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from longspan.cache import folder as files
 from longspan.comm.errors import on_every_rank
 from longspan.comm.objects import gather_objects
-from longspan.core.errors import LongspanError
+from longspan.core.errors import LongspanError, os_errors_as_longspan_errors
 from longspan.core.heads import split_groups, split_heads
-from longspan.core.system import os_errors_as_longspan_errors
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -2,11 +2,9 @@
 
 `store_for` returns the `Store` that `Memory.offload` asks for:
 
-    host.py            pinned host memory, copied on a side stream of the GPU
-    disk.py            a file, written and read by threads; disk_file.py is the file itself
-    store.py           `Store`, what both share: a tensor as bytes, entries in order, futures, prefetching
-    allocator.py       byte ranges of a file or a buffer
-    transfer_stats.py  bytes moved, seconds of moving, seconds waited
+    host.py   pinned host memory, copied on a side stream of the GPU
+    disk.py   a file, written and read by threads; disk_file.py is the file itself
+    store.py  `Store`, what both share: tensors as bytes, entries in order, futures, prefetching, statistics
 """
 
 from __future__ import annotations

@@ -18,10 +18,8 @@ import torch
 from torch import Tensor
 
 from longspan.core.errors import LongspanError
-from longspan.memory.offload.allocator import Allocator
 from longspan.memory.offload.disk_file import BLOCK, OffloadFile, aligned_buffer, buffer_of
-from longspan.memory.offload.store import Entry, Store
-from longspan.memory.offload.transfer_stats import Direction
+from longspan.memory.offload.store import Allocator, Direction, Entry, Store
 
 MIB = 1 << 20
 CHUNK_BYTES = 4 * MIB

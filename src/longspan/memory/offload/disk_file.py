@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from longspan.core.errors import LongspanError
-from longspan.core.system import format_os_error, is_full
+from longspan.core.errors import LongspanError, format_os_error, is_full
 
 BLOCK = 4096
 """Bytes. O_DIRECT needs memory, file offset and length to be multiples of it, on every file system that supports it."""

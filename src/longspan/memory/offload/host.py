@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from longspan.core.errors import LongspanError
-from longspan.core.system import free_memory
-from longspan.memory.offload.allocator import Allocator
-from longspan.memory.offload.store import Entry, Store
-from longspan.memory.offload.transfer_stats import DeviceTimer
+from longspan.core.tile_sizes import free_memory
+from longspan.memory.offload.store import Allocator, DeviceTimer, Entry, Store
 
 IN_FLIGHT = 2
 """Tensors on their way to the host; the device holds them until then."""

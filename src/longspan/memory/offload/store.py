@@ -1,21 +1,168 @@
-"""What both stores share: entries in the order of `put`, futures, prefetching, and the end of a store."""
+"""What both stores share: tensors as bytes, entries in the order of `put`, futures, prefetching, ranges, statistics."""
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import itertools
 import os
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from longspan.compat.torch_api import version_of
 from longspan.core.errors import LongspanError
-from longspan.memory.offload.transfer_stats import TransferStats
+
+
+class Allocator:
+    """Tracks which of `size` bytes are used. Freed ranges merge with free neighbours, so a training step needs no more
+    bytes than the first one.
+
+    Args:
+        align: every range starts at a multiple of `align` bytes and is rounded up to one.
+    """
+
+    def __init__(self, align: int) -> None:
+        self.align = align
+        self.size = self.used = 0
+        self._holes: list[tuple[int, int]] = []  # free (start, stop), ascending; no two touch
+
+    def rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self.align) * self.align
+
+    def allocate(self, nbytes: int) -> int | None:
+        """Return the start of a range of `nbytes`; None if no hole is large enough."""
+        nbytes = self.rounded(nbytes)
+        for i, (start, stop) in enumerate(self._holes):
+            if stop - start >= nbytes:
+                self._holes[i : i + 1] = [(start + nbytes, stop)] if start + nbytes < stop else []
+                self.used += nbytes
+                return start
+        return None
+
+    def free(self, start: int, nbytes: int) -> None:
+        """Free a range: the result of `allocate` and its argument."""
+        nbytes = self.rounded(nbytes)
+        self.used -= nbytes
+        self._add_hole(start, start + nbytes)
+
+    def size_for(self, nbytes: int) -> int:
+        """Return the size that surely has a range of `nbytes` at its end."""
+        tail = self._holes[-1][0] if self._holes and self._holes[-1][1] == self.size else self.size
+        return max(self.size, tail + self.rounded(nbytes))
+
+    def grow(self, size: int) -> None:
+        """Grow to `size` bytes; never shrink."""
+        if size > self.size:
+            before, self.size = self.size, size
+            self._add_hole(before, size)
+
+    def _add_hole(self, start: int, stop: int) -> None:
+        i = bisect.bisect(self._holes, (start, stop))
+        if i < len(self._holes) and self._holes[i][0] == stop:
+            stop = self._holes.pop(i)[1]
+        if i and self._holes[i - 1][1] == start:
+            i -= 1
+            start = self._holes.pop(i)[0]
+        self._holes.insert(i, (start, stop))
+
+
+Direction = Literal["out", "in"]
+"""Out of the memory that computes, and back in."""
+_DIRECTIONS: tuple[Direction, ...] = ("out", "in")
+
+
+class DeviceTimer(Protocol):
+    """Times some work of a device."""
+
+    def done(self) -> bool:
+        """Return whether the work has ended; do not wait."""
+
+    def seconds(self) -> float:
+        """Return how long it took; valid once `done`."""
+
+
+class TransferStats:
+    """Counts transfers; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._active: dict[Direction, int] = dict.fromkeys(_DIRECTIONS, 0)
+        self._since: dict[Direction, float] = dict.fromkeys(_DIRECTIONS, 0.0)
+        self._timers: deque[tuple[str, DeviceTimer]] = deque()
+        self.reset()
+
+    def reset(self) -> None:
+        """Reset all counts to zero; transfers in flight count from now."""
+        with self._lock:
+            self._totals = {
+                f"{what}_{direction}": 0.0
+                for what in ("bytes", "seconds", "waited_seconds")
+                for direction in _DIRECTIONS
+            }
+            self._timers.clear()
+            self._since = dict.fromkeys(_DIRECTIONS, time.perf_counter())
+
+    @contextlib.contextmanager
+    def transfer(self, direction: Direction, nbytes: int) -> Iterator[None]:
+        """Time the body as a transfer. Overlapping transfers count once, so bytes / seconds is bandwidth."""
+        with self._lock:
+            if not self._active[direction]:
+                self._since[direction] = time.perf_counter()
+            self._active[direction] += 1
+        try:
+            yield
+            with self._lock:
+                self._totals[f"bytes_{direction}"] += nbytes
+        finally:
+            with self._lock:
+                self._active[direction] -= 1
+                if not self._active[direction]:
+                    self._totals[f"seconds_{direction}"] += time.perf_counter() - self._since[direction]
+
+    @contextlib.contextmanager
+    def wait(self, direction: Direction) -> Iterator[None]:
+        """Time the body as waiting."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._totals[f"waited_seconds_{direction}"] += time.perf_counter() - start
+
+    def add_transfer(self, direction: Direction, nbytes: int, timer: DeviceTimer) -> None:
+        """Count a transfer of `nbytes` that a device does asynchronously."""
+        with self._lock:
+            self._totals[f"bytes_{direction}"] += nbytes
+            self._timers.append((f"seconds_{direction}", timer))
+
+    def add_wait(self, direction: Direction, timer: DeviceTimer) -> None:
+        """Count a wait that a device does asynchronously."""
+        with self._lock:
+            self._timers.append((f"waited_seconds_{direction}", timer))
+
+    def collect(self) -> None:
+        """Read the timers that are done. Call it now and then, so that timers do not pile up."""
+        with self._lock:
+            for _ in range(len(self._timers)):
+                key, timer = self._timers.popleft()
+                if timer.done():
+                    self._totals[key] += timer.seconds()
+                else:
+                    self._timers.append((key, timer))
+
+    def metrics(self) -> dict[str, float]:
+        """Return the totals since `reset`: see `Store.metrics`."""
+        self.collect()
+        with self._lock:
+            return dict(self._totals)
 
 
 @dataclass(frozen=True)

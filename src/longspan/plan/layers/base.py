@@ -218,7 +218,7 @@ class Mixer(ABC):
             job: its context is the prompt.
             mesh: the mesh.
             generated: tokens after the prompt.
-            chunk: tokens per chunk of the prompt; None: the job's, or else that of `longspan.core.kv_placement`.
+            chunk: tokens per chunk of the prompt; None: the job's, or else that of `longspan.core.cache`.
             step: count the keys that the last `step` tokens attend to, rather than those that later tokens will.
         """
 

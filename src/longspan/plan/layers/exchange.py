@@ -9,9 +9,8 @@ import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from longspan.core.cache_dtype import vector_bytes
+from longspan.core.cache import is_sharded, vector_bytes
 from longspan.core.heads import split_head_chunks
-from longspan.core.kv_placement import is_sharded
 from longspan.core.routes import choose_ring_impl
 from longspan.plan.job import attention_passes, layout_of, local_batch, local_tokens, prompt_chunks
 from longspan.plan.layers.base import Sent
@@ -205,7 +204,7 @@ def chunk(layer: Softmax, job: Job, mesh: Mesh, tokens: int, ulysses_rank: int |
     """Return what one chunk of a prompt sends over a KV cache, whatever this holds.
 
     Besides the all-to-all, a ring sends queries to the keys, and partial outputs back. The chunk's `tokens` are enough
-    to be cut over the ranks (`longspan.core.kv_placement.is_sharded`). `ulysses_rank`: the rank that sends; None: the
+    to be cut over the ranks (`longspan.core.cache.is_sharded`). `ulysses_rank`: the rank that sends; None: the
     rank that sends most.
     """
     layer = layer.cache_mixer(job, mesh)

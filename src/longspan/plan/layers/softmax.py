@@ -9,9 +9,8 @@ import functools
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from longspan.core.cache_dtype import holds_latent, vector_bytes
+from longspan.core.cache import holds_latent, tokens_per_rank, vector_bytes
 from longspan.core.heads import HeadShard
-from longspan.core.kv_placement import tokens_per_rank
 from longspan.plan.job import Job, Mesh, head_shards, layout_of, local_batch, local_tokens
 from longspan.plan.layers import attention_memory, exchange
 from longspan.plan.layers.attended_keys import CAUSAL, AttendedKeys

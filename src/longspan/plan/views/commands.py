@@ -6,8 +6,7 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
-from longspan.core.memory import FASTEST, LONGEST, Memory
-from longspan.core.memory_flags import flags_to_add
+from longspan.core.memory import FASTEST, LONGEST, Memory, flags_to_add
 from longspan.plan.job import Job, Mesh
 from longspan.plan.models.catalogue import CONFIGS, ELSEWHERE, HUB
 from longspan.plan.search import Plan

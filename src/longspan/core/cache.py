@@ -1,20 +1,56 @@
-"""KV placement: which ring rank holds which tokens of a growing sequence, the layout of a KV cache.
+"""The KV cache: its dtypes and bytes, and which ring rank holds which tokens of a growing sequence.
 
 A batch's `Layout` moves every token when the length changes; in a cache no token moves. A prompt chunk is split over
 the ring by the layout of that chunk (zigzag: every rank gets the same number of query-key pairs). A few tokens of one
-forward are split evenly. Generated tokens go in short runs to the rank with the fewest tokens.
-"""
+forward are split evenly. Generated tokens go in short runs to the rank with the fewest tokens."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from longspan.core.layout import Span
 
 if TYPE_CHECKING:
     from longspan.core.layout import Layout
+
+
+CacheDtype = Literal["exact", "int8", "fp8"]
+
+CACHE_DTYPES: tuple[CacheDtype, ...] = get_args(CacheDtype)
+"""exact: as the model computes them. int8, fp8: one byte per element and an fp32 scale per head and token."""
+
+CacheOffload = Literal["none", "host"]
+
+OFFLOADS: tuple[CacheOffload, ...] = get_args(CacheOffload)
+"""none: on the device. host: in host memory; a layer is copied to the device when it runs."""
+
+SCALE_BYTES = 4
+
+
+def holds_latent(latent: int, kv_heads: int, elements: int, shared: bool) -> bool:
+    """Return whether a cache stores the latent vectors of a layer (MLA) instead of its keys and values.
+
+    Args:
+        latent: elements of a token's latent vector and rotary part; 0 for other attention.
+        kv_heads: of the rank with most KV heads.
+        elements: of a head's key and value together.
+        shared: whether every rank may store the vectors, which belong to all heads.
+    """
+    return shared and 0 < latent < kv_heads * elements
+
+
+def vector_bytes(code: str, elements: int, bytes_per_element: int) -> int:
+    """Return the bytes of one key or value of one head.
+
+    Args:
+        code: of `CACHE_DTYPES`.
+        elements: its head_dim.
+        bytes_per_element: as the model computes it.
+    """
+    return elements * bytes_per_element if code == "exact" else elements + SCALE_BYTES
+
 
 GENERATED_RUN = 64
 """Consecutive generated tokens of one rank: few, so that ranks stay balanced; more than one, so that a rank holds few
