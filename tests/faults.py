@@ -113,8 +113,8 @@ FAULTS = (
     # losses
     Fault("loss_keeps_an_fp32_part", "losses/cross_entropy.py", "del grad  # before the next one is allocated",
           "pass", "tests/test_live_bytes.py -k step"),
-    Fault("loss_counts_masked_labels", "hf/forward/loss.py", "_mean_over_ranks(total, (labels != IGNORE).sum()",
-          "_mean_over_ranks(total, (labels == labels).sum()", "tests/test_loss.py"),
+    Fault("loss_counts_masked_labels", "hf/forward/loss.py", "terms), (labels != IGNORE).sum()",
+          "terms), (labels == labels).sum()", "tests/test_loss.py"),
     Fault("label_smoothing_gradient", "losses/cross_entropy.py", "-(1 - terms.label_smoothing) * scale_T",
           "-1 * scale_T", "tests/test_length.py -k test_loss_and_gradients"),
     Fault("z_loss_gradient", "losses/cross_entropy.py", "(1 + 2 * terms.z_loss * lse_T)",

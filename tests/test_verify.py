@@ -304,18 +304,18 @@ def _scale_one_ranks_heads(patch: pytest.MonkeyPatch) -> None:
 
 
 def _average_the_loss_per_rank(patch: pytest.MonkeyPatch) -> None:
-    from longspan.hf.forward import loss as loss_module
+    from longspan.hf.forward.loss import GlobalLoss
 
-    def loss(logits: Any, labels: torch.Tensor, sp: Any, *_: Any) -> torch.Tensor:
+    def loss(losses: Any, logits: Any, labels: torch.Tensor, *_: Any) -> torch.Tensor:
         total = F.cross_entropy(
             logits.compute(logits.hidden.flatten(0, 1)).float(), labels.flatten(), ignore_index=-100, reduction="sum"
         )
-        mine = total / (labels != -100).sum().clamp_min(1) / sp.world_size
+        mine = total / (labels != -100).sum().clamp_min(1) / losses.sp.world_size
         every = mine.detach().clone()
-        dist.all_reduce(every, group=sp.world_group)
+        dist.all_reduce(every, group=losses.sp.world_group)
         return mine + (every - mine).detach()
 
-    patch.setattr(loss_module, "mean_loss", loss)
+    patch.setattr(GlobalLoss, "of_tokens", loss)
 
 
 def _do_not_sum_gradients(patch: pytest.MonkeyPatch) -> None:
@@ -334,10 +334,10 @@ def _average_gradients_over_ranks(patch: pytest.MonkeyPatch) -> None:
 
 
 def _report_another_loss(patch: pytest.MonkeyPatch) -> None:
-    from longspan.hf.forward import loss as loss_module
+    from longspan.hf.forward.loss import GlobalLoss
 
-    original = loss_module.mean_loss
-    patch.setattr(loss_module, "mean_loss", lambda *args: original(*args) * (1 + 1e-7 * _rank()))
+    original = GlobalLoss.of_tokens
+    patch.setattr(GlobalLoss, "of_tokens", lambda *args: original(*args) * (1 + 1e-7 * _rank()))
 
 
 def _nan_in_one_gradient(patch: pytest.MonkeyPatch) -> None:

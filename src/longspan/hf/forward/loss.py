@@ -77,75 +77,8 @@ def causal_lm_loss(
         _check_labels(shifted_labels, logits.shape[-1])
     check_number("label_smoothing", label_smoothing, 0, 1)
     check_number("z_loss", z_loss, 0, 1e6)
-    return mean_loss(logits, shifted_labels, sp, num_items_in_batch, terms=LossTerms(label_smoothing, z_loss))
-
-
-def mean_loss(
-    logits: Tensor | DeferredLogits,
-    shifted_labels: Tensor,
-    sp: SequenceSharding,
-    num_items_in_batch: Tensor | int | None = None,
-    batches: BatchCheck | None = None,
-    terms: LossTerms = CROSS_ENTROPY,
-) -> Tensor:
-    """Return `causal_lm_loss`. Its all-reduce carries the batch comparison of `batches`."""
-    if logits.shape[:-1] != shifted_labels.shape:
-        raise LongspanError(
-            f"logits of shape {tuple(logits.shape)} do not belong to labels of shape {tuple(shifted_labels.shape)}"
-        )
-    labels = shifted_labels.to(logits.device)
-    total = loss_sum(logits, labels, terms)
-    loss = _mean_over_ranks(total, (labels != IGNORE).sum(), sp, batches, num_items_in_batch)
-    return loss.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def mean_row_loss(
-    logits: Tensor,
-    labels: Tensor,
-    problem: str,
-    sp: SequenceSharding,
-    rows: int | None = None,
-    batches: BatchCheck | None = None,
-) -> Tensor:
-    """Return the loss of a sequence classifier over all rows of the global batch, equal on every rank.
-
-    The ranks of a sequence group hold the same logits, and each gets the full gradient with respect to them;
-    `longspan.hf.forward.pooled` then selects the part of this rank's tokens.
-
-    Args:
-        logits: of this replica's rows, `[B, labels]`, equal on the ranks of its sequence group.
-        labels: `[B]` or `[B, labels]`.
-        problem: from `problem_of`.
-        sp: the sharding.
-        rows: number of first rows that count; by default all.
-        batches: as for `mean_loss`.
-    """
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    logits_BC, labels = logits[:rows].to(dtype), labels[:rows].to(logits.device)
-    if problem == "single_label_classification":
-        total = F.cross_entropy(logits_BC, labels.reshape(-1), ignore_index=IGNORE, reduction="sum")
-        count = (labels != IGNORE).sum()
-    else:
-        of_entry = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
-        total = of_entry(logits_BC, labels.reshape(logits_BC.shape).to(dtype), reduction="sum")
-        count = torch.tensor(logits_BC.numel(), device=logits.device)
-    # All ranks of a sequence group add the same number, and each needs its full gradient.
-    total = ScaledGradient.apply(total.double(), sp.size)  # type: ignore[no-untyped-call]
-    return _mean_over_ranks(total, count, sp, batches).to(dtype)
-
-
-def _mean_over_ranks(
-    total: Tensor, count: Tensor, sp: SequenceSharding, batches: BatchCheck | None, items: Tensor | int | None = None
-) -> Tensor:
-    """Return the sum of all ranks' totals, divided by that of their counts or by `items`, in one all-reduce."""
-    carry = None if batches is None else batches.to_carry()
-    carry = torch.zeros((), dtype=torch.float64, device=total.device) if carry is None else carry.to(total.device)
-    sums = sum_over(torch.stack([total.double(), count.double(), carry]), sp.world_group)
-    if batches is not None:
-        batches.carried(sums[2].detach())
-    if items is None:
-        items = sums[1].detach().clamp_min(1)
-    return sums[0] / (items.to(sums.device) if isinstance(items, Tensor) else items)
+    losses = GlobalLoss(sp, None, ForwardOptions())
+    return losses.of_tokens(logits, shifted_labels, num_items_in_batch, LossTerms(label_smoothing, z_loss))
 
 
 def problem_of(config: Any, labels: Tensor) -> str:
@@ -182,7 +115,7 @@ def _check_labels(labels: Tensor, vocabulary: int) -> None:
 
 
 class GlobalLoss:
-    """Mean losses over the global batch. Their all-reduce also carries the batch comparison of GPUs.
+    """Mean losses over the global batch, equal on every rank; their all-reduce also carries the batch comparison.
 
     Attributes:
         computed: losses so far; a trainer reads whether a forward added one.
@@ -192,15 +125,57 @@ class GlobalLoss:
         self.sp, self.batches, self.options = sp, batches, options
         self.computed = 0
 
-    def of_tokens(self, logits: Tensor | DeferredLogits, labels: Tensor, items: Any) -> Tensor:
-        """Return the mean over labelled tokens, or the sum divided by `items`."""
-        self.computed += 1
-        return mean_loss(logits, labels, self.sp, items, self.batches)
+    def of_tokens(
+        self, logits: Tensor | DeferredLogits, labels: Tensor, items: Any, terms: LossTerms = CROSS_ENTROPY
+    ) -> Tensor:
+        """Return `causal_lm_loss`."""
+        if logits.shape[:-1] != labels.shape:
+            raise LongspanError(
+                f"logits of shape {tuple(logits.shape)} do not belong to labels of shape {tuple(labels.shape)}"
+            )
+        labels = labels.to(logits.device)
+        loss = self._mean(loss_sum(logits, labels, terms), (labels != IGNORE).sum(), items)
+        return loss.to(torch.promote_types(logits.dtype, torch.float32))
 
     def of_rows(self, logits: Tensor, labels: Tensor, config: Any) -> Tensor:
-        """Return the mean over a classifier's rows."""
+        """Return the loss of a sequence classifier over all rows of the global batch.
+
+        The ranks of a sequence group hold the same logits, and each gets the full gradient with respect to them;
+        `longspan.hf.forward.pooled` then selects the part of this rank's tokens.
+
+        Args:
+            logits: of this replica's rows, `[B, labels]`, equal on the ranks of its sequence group.
+            labels: `[B]` or `[B, labels]`.
+            config: of the model.
+        """
+        dtype, rows, problem = (
+            torch.promote_types(logits.dtype, torch.float32),
+            self.options.rows,
+            problem_of(config, labels),
+        )
+        logits_BC, labels = logits[:rows].to(dtype), labels[:rows].to(logits.device)
+        if problem == "single_label_classification":
+            total = F.cross_entropy(logits_BC, labels.reshape(-1), ignore_index=IGNORE, reduction="sum")
+            count = (labels != IGNORE).sum()
+        else:
+            of_entry = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
+            total = of_entry(logits_BC, labels.reshape(logits_BC.shape).to(dtype), reduction="sum")
+            count = torch.tensor(logits_BC.numel(), device=logits.device)
+        # All ranks of a sequence group add the same number, and each needs its full gradient.
+        total = ScaledGradient.apply(total.double(), self.sp.size)  # type: ignore[no-untyped-call]
+        return self._mean(total, count).to(dtype)
+
+    def _mean(self, total: Tensor, count: Tensor, items: Tensor | int | None = None) -> Tensor:
+        """Return the sum of all ranks' totals, divided by that of their counts or by `items`, in one all-reduce."""
         self.computed += 1
-        return mean_row_loss(logits, labels, problem_of(config, labels), self.sp, self.options.rows, self.batches)
+        carry = None if self.batches is None else self.batches.to_carry()
+        carry = torch.zeros((), dtype=torch.float64, device=total.device) if carry is None else carry.to(total.device)
+        sums = sum_over(torch.stack([total.double(), count.double(), carry]), self.sp.world_group)
+        if self.batches is not None:
+            self.batches.carried(sums[2].detach())
+        if items is None:
+            items = sums[1].detach().clamp_min(1)
+        return sums[0] / (items.to(sums.device) if isinstance(items, Tensor) else items)
 
 
 class LossFunction(Stage):
