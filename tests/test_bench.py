@@ -19,10 +19,17 @@ from hypothesis import strategies as st
 
 from longspan import cli
 from longspan.bench import BenchConfig, run, worker
-from longspan.bench.compute import FORWARD_AND_BACKWARD, Compute, causal_attention_flops, overhead
-from longspan.bench.hardware_file import MeasuredHardware, as_toml, print_table
+from longspan.bench.hardware import (
+    FORWARD_AND_BACKWARD,
+    Compute,
+    MeasuredHardware,
+    as_toml,
+    causal_attention_flops,
+    overhead,
+)
 from longspan.bench.links import Fit, bytes_sent, fit
-from longspan.bench.meters import count_sent
+from longspan.bench.meters import count_sent, median_seconds
+from longspan.bench.output import print_hardware
 from longspan.core.errors import LongspanError
 from longspan.core.sections import make, options, replace
 from longspan.plan import Job, Mesh, read_model
@@ -257,7 +264,7 @@ def test_the_hidden_share_is_the_time_that_overlap_saves() -> None:
         ([1.0] * 5, [1.0] * 5, [0.9] * 5, 1.0),
         ([1.0, 1.0, 9.0, 1.0, 9.0], [1.0] * 5, [1.5, 1.5, 9.5, 1.5, 1.5], 0.5),  # two rounds were disturbed
     ):
-        with mock.patch.object(links, "round_seconds", lambda *_, times=(sent, computed, both): list(times)):
+        with mock.patch.object(links, "time_rounds", lambda *_, times=(sent, computed, both): list(times)):
             assert links.hidden_share(list, 1e-4, torch.device("cpu")) == pytest.approx(share)
 
 
@@ -267,19 +274,16 @@ def _medians() -> list[float]:
     import torch
     import torch.distributed as dist
 
-    from longspan.bench.meters import median_seconds, smallest
-
     rank = dist.get_rank()
     clock = iter(range(10**6))
     works = [lambda n=n: [next(clock) for _ in range(n * rank)] for n in (1, 5)]
     # A clock that advances by one second per read; rank 1's works read it `n` more times.
     with mock.patch.object(time, "perf_counter", lambda: float(next(clock))):
-        medians = median_seconds(works, 3, torch.device("cpu"))
-    return [*medians, smallest(7 - rank, torch.device("cpu"))]
+        return median_seconds(works, 3, torch.device("cpu"))
 
 
 def test_the_slowest_rank_counts(pool2: RankPool) -> None:
-    assert pool2.run(_medians) == [[2.0, 6.0, 6]] * 2
+    assert pool2.run(_medians) == [[2.0, 6.0]] * 2
 
 
 # --- the hardware file
@@ -333,7 +337,7 @@ def test_the_file_keeps_any_name() -> None:
 
 def test_the_table_has_speeds_and_links() -> None:
     out = io.StringIO()
-    print_table(_hardware({"ring": {"p2p": Fit(1.5e-5, 3e11, 0.04, hidden=0.73)}}), out)
+    print_hardware(_hardware({"ring": {"p2p": Fit(1.5e-5, 3e11, 0.04, hidden=0.73)}}), out)
     assert "310 TFLOP/s" in out.getvalue() and "2000 GB/s" in out.getvalue()
     for cell in ("ring", "p2p", "15.0 us", "300 GB/s", "4%", "73%"):
         assert cell in out.getvalue()
@@ -367,9 +371,9 @@ def test_two_ranks_from_the_command_line(tmp_path: Path) -> None:
 
 
 def _worker(config: BenchConfig) -> MeasuredHardware:
-    from longspan.bench import compute
+    from longspan.bench import hardware
 
-    with mock.patch.object(compute, "measure_compute", lambda *_: _hardware({}).compute):
+    with mock.patch.object(hardware, "measure_compute", lambda *_: _hardware({}).compute):
         found: MeasuredHardware = worker(config, 2)
     return found
 
@@ -452,7 +456,7 @@ def test_all_ranks_raise_if_the_first_cannot_write_out(pool2: RankPool, tmp_path
         pool2.run(_worker_with_bad_out_on_rank_0, str(tmp_path))
     failures = caught.value.failures  # type: ignore[attr-defined]
     assert len(failures) == 2
-    assert {failure.message.split(" is a folder")[0] for failure in failures.values()} == {f"--out {tmp_path}"}
+    assert {failure.message.split(" is a folder")[0] for failure in failures.values()} == {f"rank 0: --out {tmp_path}"}
 
 
 def _worker_with_bad_out_on_rank_0(folder: str) -> None:

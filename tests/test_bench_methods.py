@@ -50,7 +50,6 @@ def _attention_results(world: int) -> dict[str, dict[str, Any]]:
     import torch.nn.functional as F
 
     from longspan.bench.measure import run
-    from longspan.bench.methods import load_function
     from longspan.bench.workloads import AttentionInputs, ShardingCache
 
     case = AttentionInputs(32, 4, 2, 8, torch.float32, ShardingCache(torch.device("cpu")))
@@ -61,7 +60,7 @@ def _attention_results(world: int) -> dict[str, dict[str, Any]]:
     expected = {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), (x.grad for x in leaves), strict=True))}
     errors: dict[str, dict[str, Any]] = {}
     for row in select((), "attention", world):
-        work = load_function(row.method.attention)(row, case)
+        work = row.method.attention(row, case)
         run(work)
         errors[row.name] = {}
         for name, x in work.results().items():
@@ -126,7 +125,7 @@ def _losses() -> dict[str, list[float]]:
     from longspan.bench.compare import formula
     from longspan.bench.measure import run
     from longspan.bench.meters import count_sent
-    from longspan.bench.methods import Candidate, Method, installed, load_function, read_config
+    from longspan.bench.methods import Candidate, Method, installed, job_of, read_config, shape_of
     from longspan.bench.workloads import ShardingCache, StepInputs
 
     config = make(BenchConfig, what="step", **{**SMALL, **SHAPE})
@@ -135,21 +134,19 @@ def _losses() -> dict[str, list[float]]:
     found = {}
     rows = select(("tp", "megatron-sp", "ulysses", "fsdp-no-prefetch"), "step", dist.get_world_size())
     # A peer's step with longspan's attention, and that of every installed peer.
-    own = Candidate(
-        "own", Method("own", lambda ranks: {}, step="longspan.bench.peers:peer_step", planned=False), rows[2].mesh
-    )
+    own = Candidate("own", Method("own", lambda ranks: {}, step=peers.peer_step, planned=False), rows[2].mesh)
     sp = case.shardings.get(own)
     peers._ATTENTIONS["own"] = lambda *_: lambda q, k, v: longspan.attention(q, k, v, sp, causal=True, length=32)
     names = [kind.name for kind in METHODS.values() if kind.package and installed(kind.package)]
     for row in (*rows, own, *(select(names, "step", dist.get_world_size()) if names else ())):
-        work = load_function(row.method.step)(row, case)
+        work = row.method.step(row, case)
         losses = []
         for _ in range(2):
             with count_sent() as log:
                 run(work)
             losses.append(float(work.results()["loss"]))
         if row.method.planned:
-            method, around = formula(config, model, row, 32)
+            method, around = formula("step", shape_of("step", model), job_of(config, row, 32), row.mesh)
             sent = sum(each.bytes for each in log)
             assert sent == sum(method.values()) + sum(around.values()), (row.name, log, method)
         assert work.state_bytes() > 0
@@ -167,11 +164,11 @@ def test_every_method_takes_the_same_step_and_sends_its_formulas_bytes(pool2: Ra
 def _collectives() -> tuple[dict[str, Any], str]:
     import torch
 
-    from longspan.bench.collectives import measure_collectives
+    from longspan.bench.links import measure_collectives
     from longspan.bench.output import as_json, print_tables
 
     config = make(BenchConfig, what="collectives", ulysses=2, sizes=(64, 1024, 4096, 1 << 40), quick=True)
-    found = measure_collectives(config, torch.device("cpu"), "here")
+    found = {"measured": "here", "rows": measure_collectives(config, torch.device("cpu"))}
     out = io.StringIO()
     print_tables(found, out)
     return as_json(found), out.getvalue()

@@ -2,8 +2,7 @@
 
 - `config`, `job`: the flags, and the command. `output`: tables, JSON and pictures.
 - `meters`, `measure`: timers, counted bytes, traces and memory, which the scripts in benchmarks/ use too.
-- `link`: `links` and `compute` measure, `hardware_file` writes the planner's file.
-- `collectives`: every collective at every size.
+- `links`: latency and bandwidth of collectives (`bench link`, `bench collectives`); `hardware`: the planner's file.
 - `attention`, `step`: `methods` lists the candidates, `workloads` and `peers` make their workloads, `compare` measures
   them next to formulas and predictions.
 

@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 
-from longspan.bench.compute import measure_compute
 from longspan.bench.config import BenchConfig
-from longspan.bench.hardware_file import MeasuredHardware, as_toml, measure_hardware
+from longspan.bench.hardware import MeasuredHardware, as_toml, measure_compute, measure_hardware
 from longspan.bench.measure import Measurement, measure
-from longspan.bench.methods import Candidate, job_of, load_function, read_config, select, shape_of
+from longspan.bench.methods import Candidate, job_of, read_config, select, shape_of
 from longspan.bench.workloads import AttentionInputs, ShardingCache, StepInputs, Workload
 from longspan.core.errors import LongspanError
 from longspan.core.parallel import ParallelConfig
@@ -59,6 +58,22 @@ class Result:
     predicted: Prediction | None = None
     reason: str | None = None  # why it is not measured
 
+    @property
+    def sent(self) -> tuple[int, int]:
+        """Bytes sent for the method, and for everything else (weights, gradients, loss), on the rank with most.
+
+        The planned bytes of everything else are subtracted by collective. Without a formula of the method, what
+        remains is the method's.
+        """
+        assert self.measured is not None
+        total = sum(self.measured.sent.values())
+        left = {op: count - self.other_formula.get(op, 0) for op, count in self.measured.sent.items()}
+        if self.formula is None:
+            method = sum(max(0, count) for count in left.values())
+        else:
+            method = sum(count for op, count in left.items() if op in self.formula)
+        return method, total - method
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -72,6 +87,10 @@ class Comparison:
     results: tuple[Result, ...]  # in the order of contexts and methods
     # Hardware file of each mesh measured for predictions
     hardware: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def contexts(self) -> list[int]:
+        return list(dict.fromkeys(result.context for result in self.results))
 
 
 def compare(config: BenchConfig, ranks: int, device: torch.device, measured: str) -> Comparison:
@@ -133,73 +152,65 @@ def _compare_at(
 ) -> list[Result]:
     """Return the results of all candidates at one context."""
     workloads: dict[str, Workload] = {}
-    reasons: dict[str, str] = {}
+    results = {}
     shape = shape_of(config.what, model)
     for candidate in candidates:
-        reason = refusal(shape, job_of(config, candidate, context), candidate.mesh)
+        name, mesh, job = candidate.name, candidate.mesh, job_of(config, candidate, context)
+        reason = refusal(shape, job, mesh)
         if reason is None:
             try:
-                workloads[candidate.name] = _make_workload(config, model, candidate, context, shardings)
+                workload = workloads[name] = _make_workload(config, model, candidate, context, shardings)
             except LongspanError as error:  # the same on every rank, as it depends on sizes alone
                 reason = str(error)
         if reason is not None:
-            reasons[candidate.name] = reason
-            if candidate.name in config.methods or candidate.method.name in config.methods:
-                raise LongspanError(f"--methods {candidate.name} at {context} tokens: {reason}")
-    measured = measure(workloads, config.times, shardings.device) if workloads else {}
-    results = []
-    for candidate in candidates:
-        name = candidate.name
-        if name in reasons:
-            results.append(Result(candidate, context, reason=reasons[name]))
+            if name in config.methods or candidate.method.name in config.methods:
+                raise LongspanError(f"--methods {name} at {context} tokens: {reason}")
+            results[name] = Result(candidate, context, reason=reason)
             continue
-        method, other = formula(config, model, candidate, context)
-        known = hardware.get(str(candidate.mesh)) if candidate.method.planned else None
-        job = job_of(config, candidate, context)
-        results.append(
-            Result(
-                candidate,
-                context,
-                workloads[name].sequences,
-                measured[name],
-                # A peer's step uses longspan's FSDP and sum of the loss, but has no formula for its attention.
-                formula=method if candidate.method.planned else None,
-                other_formula=other,
-                predicted=None if known is None else predict(config.what, shape, job, candidate.mesh, known),
-            )
+        planned, known = candidate.method.planned, hardware.get(str(mesh))
+        method, other = formula(config.what, shape, job, mesh)
+        results[name] = Result(
+            candidate,
+            context,
+            workload.sequences,
+            # A peer's step uses longspan's FSDP and sum of the loss, but has no formula for its attention.
+            formula=method if planned else None,
+            other_formula=other,
+            predicted=predict(config.what, shape, job, mesh, known) if planned and known else None,
         )
+    for name, found in measure(workloads, config.times, shardings.device).items() if workloads else ():
+        results[name] = dataclasses.replace(results[name], measured=found)
     workloads.clear()
     gc.collect()  # models have reference cycles
-    return results
+    return list(results.values())
 
 
 def _make_workload(
     config: BenchConfig, model: dict[str, Any], candidate: Candidate, context: int, shardings: ShardingCache
 ) -> Workload:
     dtype = _DTYPES[config.dtype]
-    workload: Workload
     if config.what == "step":
-        workload = load_function(candidate.method.step)(candidate, StepInputs(model, context, dtype, shardings))
-    else:
-        heads, kv_heads, head_dim = (model[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-        inputs = AttentionInputs(context, heads, kv_heads, head_dim, dtype, shardings)
-        workload = load_function(candidate.method.attention)(candidate, inputs)
-    return workload
+        assert candidate.method.step is not None
+        return candidate.method.step(candidate, StepInputs(model, context, dtype, shardings))
+    heads, kv_heads, head_dim = (model[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    assert candidate.method.attention is not None
+    inputs = AttentionInputs(context, heads, kv_heads, head_dim, dtype, shardings)
+    return candidate.method.attention(candidate, inputs)
 
 
-def formula(
-    config: BenchConfig, model: dict[str, Any], candidate: Candidate, context: int
-) -> tuple[dict[str, int], dict[str, int]]:
+def _planned(what: str, shape: ModelShape, job: Job, mesh: Mesh) -> Sequence[Sent]:
+    """Return what an attention or a step sends by the planner's formulas."""
+    if what == "attention":
+        return method_sent(shape, shape.layers[0], job, mesh)
+    every = communication(shape, job, mesh, CATALOGUE["cpu"])
+    return [Sent(each.op, each.axis, each.what, each.bytes_per_gpu, each.count, each.method) for each in every]
+
+
+def formula(what: str, shape: ModelShape, job: Job, mesh: Mesh) -> tuple[dict[str, int], dict[str, int]]:
     """Return the planned bytes that a rank sends, by collective: for the method, and for everything else."""
-    shape, job = shape_of(config.what, model), job_of(config, candidate, context)
-    method: Counter[str] = Counter()
-    other: Counter[str] = Counter()
-    if config.what == "attention":
-        for sent in method_sent(shape, shape.layers[0], job, candidate.mesh):
-            method[sent.op] += sent.bytes * sent.calls
-    else:
-        for each in communication(shape, job, candidate.mesh, CATALOGUE["cpu"]):
-            (method if each.method else other)[each.op] += each.bytes_total
+    method, other = Counter[str](), Counter[str]()
+    for sent in _planned(what, shape, job, mesh):
+        (method if sent.method else other)[sent.op] += sent.bytes * sent.calls
     return dict(method), dict(other)
 
 
@@ -224,17 +235,10 @@ def message_sizes(what: str, shape: ModelShape, runs: Sequence[tuple[Job, Mesh]]
     """Return (axis, collective) -> bytes that a rank sends in one call of these runs, at most `MAX_SIZES` of them."""
     found: dict[tuple[str, str], set[float]] = {}
     for job, mesh in runs:
-        for sent in _sent(what, shape, job, mesh):
+        for sent in _planned(what, shape, job, mesh):
             if mesh.size(sent.axis) > 1 and sent.bytes:
                 found.setdefault((sent.axis, sent.op), set()).add(float(sent.bytes))
     return {key: _thin_out(sorted(sizes)) for key, sizes in found.items()}
-
-
-def _sent(what: str, shape: ModelShape, job: Job, mesh: Mesh) -> Sequence[Sent]:
-    if what == "attention":
-        return method_sent(shape, shape.layers[0], job, mesh)
-    every = communication(shape, job, mesh, CATALOGUE["cpu"])
-    return [Sent(each.op, each.axis, each.what, each.bytes_per_gpu, each.count, each.method) for each in every]
 
 
 def _thin_out(sizes: list[float]) -> list[float]:

@@ -9,10 +9,11 @@ from typing import Literal
 from tyro.conf import Positional  # imports no torch; tyro looks the annotation up when it makes the help
 
 from longspan.core.errors import LongspanError
+from longspan.core.memory import flags_last
 from longspan.core.parallel import ParallelConfig
 from longspan.core.sections import values
-from longspan.core.validation import LARGEST_COUNT, LARGEST_JOB, LONGEST_WAIT_S, check_number, check_output
-from longspan.ranks.job import START_TIMEOUT_S
+from longspan.core.validation import LARGEST_COUNT, check_number, check_output
+from longspan.ranks.job import RankFlags
 
 Benchmark = Literal["link", "collectives", "attention", "step"]
 _ON_MESH, _COMPARING, _PRINTED = ("link", "collectives"), ("attention", "step"), ("collectives", "attention", "step")
@@ -37,14 +38,15 @@ ELEMENT_BYTES = 4
 """Collectives are measured in fp32, as gradients are summed in it; other transfers do not depend on the dtype."""
 
 
+@flags_last
 @dataclass(frozen=True)
-class BenchConfig:
+class BenchConfig(RankFlags):
     """Measure your machines, and the methods on them.
 
     link: latency and bandwidth of the collectives on each axis of a mesh, and the matmul, attention and memory speed of
     one rank, written to a hardware file for the planner. collectives: every collective at every size, next to the fit.
-    attention, step: one attention or one training step by every method, in turns. All ranks are busy concurrently. The
-    command starts its ranks; under torchrun (several machines) it joins them.
+    attention, step: one attention or one training step by every method, in turns, on 2 ranks unless --nproc says more.
+    All ranks are busy concurrently. The command starts its ranks; under torchrun (several machines) it joins them.
     """
 
     what: Positional[Benchmark]
@@ -53,8 +55,6 @@ class BenchConfig:
         default_factory=ParallelConfig, metadata={"only": ("data_degree", "ring", "ulysses", "tensor")}
     )
     """link, collectives: the mesh; an axis of 1 has no link."""
-    nproc: int | None = None
-    """Ranks on this machine. Default: the product of the axes; for attention and step 2."""
     sizes: tuple[int, ...] = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
     """link, collectives: bytes of a collective's whole tensor (64k, 1M): the input of a sum or all-to-all, the result
     of a gather. Rounded up to a multiple of the ranks."""
@@ -104,10 +104,6 @@ class BenchConfig:
     quick: bool = False
     """Only test that it runs. attention, step: one context of 512 tokens, 2 rounds; collectives: the 3 smallest sizes,
     2 rounds."""
-    timeout: int | None = None
-    """Seconds after which a rank that does not respond is named and ends the job. Default: 60, with GPUs 300."""
-    start_timeout: int = START_TIMEOUT_S
-    """Seconds within which all ranks must have started."""
 
     @property
     def compares(self) -> bool:
@@ -146,11 +142,7 @@ class BenchConfig:
                 )
         self.parallel.check()
         check_number("--rounds", self.rounds, 1, LARGEST_COUNT)
-        if self.nproc is not None:
-            check_number("--nproc", self.nproc, 1, LARGEST_JOB)
-        if self.timeout is not None:
-            check_number("--timeout", self.timeout, 1, LONGEST_WAIT_S)
-        check_number("--start-timeout", self.start_timeout, 1, LONGEST_WAIT_S)
+        self.check_ranks()
         if self.compares:
             self._check_comparison()
         if self.png is not None:
@@ -169,7 +161,7 @@ class BenchConfig:
         if self.model is None and self.heads % self.kv_heads:
             raise LongspanError(f"--heads {self.heads} is no multiple of --kv-heads {self.kv_heads}; give a multiple")
 
-    def check_ranks(self, ranks: int) -> None:
+    def check_contexts(self, ranks: int) -> None:
         """Raise on contexts that the ranks of the job do not divide.
 
         Raises:

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from longspan.bench.config import BenchConfig
 from longspan.core.errors import LongspanError, require
-from longspan.core.validation import check_processes
 from longspan.ranks import launch
 from longspan.ranks.job import read_job
 
 if TYPE_CHECKING:
     import torch
 
-    from longspan.bench.hardware_file import MeasuredHardware
     from longspan.ranks.heartbeat import Heartbeat
 
 
@@ -30,61 +28,44 @@ def run(config: BenchConfig) -> int:
         LongspanError: on bad input.
         longspan.ranks.launch.RankFailed: if a rank dies.
     """
-    config.check()
     ranks = _count_ranks(config)
-    if not launch.under_torchrun():
-        check_processes(ranks, f"--nproc {ranks}" if config.compares else config.parallel.flags)
-        if config.what == "link":
-            config.check_out()  # under torchrun, `worker` does this on the first rank
-    check_ranks(config, ranks)
+    mesh = f"--nproc {ranks}" if config.compares else config.parallel.flags
+    launch.open_first(config, lambda _: check_ranks(config, ranks), ranks, mesh)
     # With --json, stdout has the results alone: libraries print there too.
     with launch.stdout_to_stderr() if config.json else contextlib.nullcontext():
         found = launch.launch(_bench_rank, config, ranks, nproc=ranks)
     if launch.is_first_rank():
-        if config.what == "link":
-            _write_hardware(config, found)
-        else:
-            from longspan.bench.output import write_output
+        from longspan.bench.output import write_output
 
-            write_output(config, found)
+        write_output(config, found)
     return 0
-
-
-def _write_hardware(config: BenchConfig, hardware: MeasuredHardware) -> None:
-    from longspan.bench.hardware_file import as_toml, print_table
-
-    print_table(hardware)  # before writing, so that a full disk does not lose the results
-    config.out.parent.mkdir(parents=True, exist_ok=True)
-    config.out.write_text(as_toml(hardware))
-    print(f"\nwritten to {config.out}")
 
 
 def _count_ranks(config: BenchConfig) -> int:
     """Return the ranks of the job: of the mesh, or for a comparison of torchrun's job or `--nproc`."""
     if not config.compares:
-        launch.check_nproc(config.parallel.ranks, config.nproc, config.parallel.flags)
         return config.parallel.ranks
     job = read_job()
-    if job is not None:
-        launch.check_nproc(job.world_size, config.nproc, "bench")
-        return job.world_size
-    return config.nproc or 2
+    return job.world_size if job is not None else config.nproc or 2
 
 
 def check_ranks(config: BenchConfig, ranks: int) -> None:
-    """Raise if the config cannot be measured on this number of ranks.
+    """Raise if the config cannot be measured on this number of ranks, or on the first rank if its results cannot be
+    written.
 
     Raises:
         LongspanError: with the numbers and a fix.
     """
     if config.what == "link":
+        if launch.is_first_rank():
+            config.check_out()
         return
     if ranks < 2:
         raise LongspanError(f"bench {config.what} compares what {ranks} rank sends with nothing; give 2 ranks or more")
     if config.compares:
         from longspan.bench.methods import read_config, select
 
-        config.check_ranks(ranks)
+        config.check_contexts(ranks)
         select(config.methods, config.what, ranks)
         read_config(config)
     if config.png is not None:
@@ -101,7 +82,8 @@ def worker(config: BenchConfig, ranks: int, heartbeat: Heartbeat | None = None) 
     """Measure on this rank; every rank of the job calls it.
 
     Returns:
-        The same on every rank: `MeasuredHardware` for `link`, `Collectives` for `collectives`, else a `Comparison`.
+        The same on every rank: `MeasuredHardware` for `link`, `output.Collectives` for `collectives`, else a
+        `Comparison`.
 
     Raises:
         LongspanError: on every rank, for bad input.
@@ -109,28 +91,25 @@ def worker(config: BenchConfig, ranks: int, heartbeat: Heartbeat | None = None) 
     import torch
 
     from longspan.ranks import agreement
-    from longspan.ranks.rendezvous import wait_for_ranks
 
     config.check()
-    check_ranks(config, ranks)
-    peers = wait_for_ranks(config.timeout, config.start_timeout) if heartbeat is None else heartbeat.peers
-    settings = agreement.settings(config, leave_out=("out", "name", "json", "png", "trace"))  # used by the first rank
-    agreement.agree(peers, {**settings, **agreement.versions()}, alive=heartbeat is not None)
-    peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
+    # What the first rank alone uses may differ.
+    settings = agreement.settings(config, leave_out=("out", "name", "json", "png", "trace"))
+    agreement.open_together(
+        heartbeat or launch.unwatched(config), lambda: check_ranks(config, ranks), lambda _: settings
+    )
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     measured = _describe_run(device, ranks)
     if config.what == "link":
-        from longspan.bench.hardware_file import measure_hardware
-        from longspan.checkpoint import Ranks
+        from longspan.bench.hardware import measure_hardware
 
-        Ranks().first(config.check_out)  # the first rank writes the file; raise on all
         return measure_hardware(config, device, config.name, measured)
     if config.what == "collectives":
-        from longspan.bench.collectives import measure_collectives
+        from longspan.bench.links import measure_collectives
 
-        return measure_collectives(config, device, measured)
+        return {"measured": measured, "rows": measure_collectives(config, device)}
     from longspan.bench.compare import compare
 
     return compare(config, ranks, device, measured)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,9 +15,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.bench.config import ELEMENT_BYTES, BenchConfig
-from longspan.bench.meters import median_seconds, round_seconds
-from longspan.comm.mesh import OneDeviceMesh
+from longspan.bench.meters import Spread, count_sent, median_seconds, most_sent, time_rounds
+from longspan.comm.mesh import OneDeviceMesh, init_mesh
 from longspan.compat.torch_api import flatten_mesh, gather_into, scatter_into
+from longspan.core.errors import LongspanError
 
 FSDP_AXES = ("data", "ring", "ulysses")
 """Weights are sharded, and gradients summed, over these axes together; measured as the axis "fsdp"."""
@@ -55,17 +58,15 @@ def _p2p(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup, overlapped: boo
     return requests
 
 
-Collective = Callable[..., Pending]
-"""(send buffer, receive buffer, n, group): the first n elements are the whole tensor; `overlapped=True` only starts it.
-"""
-
-COLLECTIVES: dict[str, Collective] = {
+COLLECTIVES: dict[str, Callable[..., Pending]] = {
     "all_to_all": _all_to_all,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_reduce": _all_reduce,
     "p2p": _p2p,
 }
+"""(send buffer, receive buffer, n, group): the first n elements are the whole tensor; `overlapped=True` only starts it.
+"""
 
 
 def collectives_of(axis: str) -> tuple[str, ...]:
@@ -111,13 +112,45 @@ def measure_links(
     return {axis: fits for axis, fits in links.items() if fits}
 
 
+def measure_collectives(config: BenchConfig, device: torch.device) -> list[dict[str, Any]]:
+    """Return every collective on every axis at every size, next to the fit over all sizes and the formula, for JSON.
+
+    All groups of an axis run concurrently. Collective.
+
+    Raises:
+        LongspanError: for a mesh without an axis of more than one rank.
+    """
+    mesh = init_mesh(**config.parallel.degrees, device_type=device.type)
+    if isinstance(mesh, OneDeviceMesh):
+        raise LongspanError(f"{config.parallel.flags} has no axis of more than one rank; give one, such as --ulysses 4")
+    rows: list[dict[str, Any]] = []
+    for axis, ranks in config.parallel.degrees.items():
+        for op in COLLECTIVES if ranks > 1 else ():
+            counts = _counts(config.bytes_each, ranks)
+            runs = _runs(op, counts, mesh.get_group(axis), device)
+            sent = []
+            for run in runs:
+                with count_sent() as log:
+                    run()
+                sent.append(sum(most_sent(log).values()))
+            spreads, line = _fitted(op, counts, ranks, runs, config.times, device)
+            for n, counted, spread in zip(counts, sent, spreads, strict=True):
+                formula = bytes_sent(op, ELEMENT_BYTES * n, ranks)
+                rows.append({
+                    "axis": axis, "ranks": ranks, "op": op, "size": ELEMENT_BYTES * n, "sent": counted,
+                    "formula": formula, "seconds": dataclasses.asdict(spread), "fitted": line.seconds(formula),
+                    "fit": dataclasses.asdict(line),
+                })  # fmt: skip
+    return rows
+
+
 def _sizes(config: BenchConfig, axis: str, ranks: int, messages: MessageSizes | None) -> dict[str, list[int]]:
     """Return collective -> bytes of the whole tensor to measure on an axis."""
     if messages is None:
         return {name: sorted(set(config.sizes)) for name in collectives_of(axis)}
     found = {}
     for name in collectives_of(axis):
-        sizes = sorted({round(size_that_sends(name, sent, ranks)) for sent in messages.get((axis, name), ())})
+        sizes = sorted({round(sent / bytes_sent(name, 1.0, ranks)) for sent in messages.get((axis, name), ())})
         if sizes:
             found[name] = sizes
     return found
@@ -131,25 +164,31 @@ def _measure_axis(
     axes: tuple[str, ...],
 ) -> dict[str, Fit]:
     """Return collective -> fit on a group that stands for these `axes`."""
-    if not sizes:
-        return {}
-    ranks = group.size()
-    counts = {name: _counts(of_op, ranks) for name, of_op in sizes.items()}
-    # Zeros, as sums of them do not overflow. Write them, as reading pages never written costs a CPU nothing.
-    largest = max(n for of_op in counts.values() for n in of_op)
-    x, y = (torch.empty(largest, dtype=torch.float32, device=device).zero_() for _ in range(2))
     fits = {}
-    for name, of_op in counts.items():
-        runs = [partial(COLLECTIVES[name], x, y, n, group) for n in of_op]
-        seconds = median_seconds(runs, config.rounds, device)
-        found = fit([bytes_sent(name, ELEMENT_BYTES * n, ranks) for n in of_op], seconds)
-        if any(name in _overlapped_on(axis, device) for axis in axes):
-            timed = list(zip(of_op, seconds, strict=True))
-            n, alone = ([each for each in timed if each[1] < MAX_OVERLAPPED_S] or timed[:1])[-1]
-            start = partial(COLLECTIVES[name], x, y, n, group, overlapped=True)
-            found = replace(found, hidden=hidden_share(start, alone, device))
-        fits[name] = found
+    for op, of_op in sizes.items():
+        counts = _counts(of_op, group.size())
+        runs = _runs(op, counts, group, device)
+        spreads, found = _fitted(op, counts, group.size(), runs, config.rounds, device)
+        if any(op in _overlapped_on(axis, device) for axis in axes):
+            timed = list(zip(runs, (spread.median for spread in spreads), strict=True))
+            run, alone = ([each for each in timed if each[1] < MAX_OVERLAPPED_S] or timed[:1])[-1]
+            found = replace(found, hidden=hidden_share(partial(run, overlapped=True), alone, device))
+        fits[op] = found
     return fits
+
+
+def _runs(op: str, counts: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+    # Zeros, as sums of them do not overflow. Write them, as reading pages never written costs a CPU nothing.
+    x, y = (torch.empty(max(counts), dtype=torch.float32, device=device).zero_() for _ in range(2))
+    return [partial(COLLECTIVES[op], x, y, n, group) for n in counts]
+
+
+def _fitted(
+    op: str, counts: Sequence[int], ranks: int, runs: Sequence[Any], rounds: int, device: torch.device
+) -> tuple[list[Spread], Fit]:
+    spreads = [Spread.of(seconds) for seconds in time_rounds(runs, rounds, device)]
+    sent = [bytes_sent(op, ELEMENT_BYTES * n, ranks) for n in counts]
+    return spreads, fit(sent, [spread.median for spread in spreads])
 
 
 MAX_OVERLAPPED_S = 0.3
@@ -195,7 +234,7 @@ def hidden_share(start: Callable[[], Pending], alone: float, device: torch.devic
     times = max(1, round(16 * alone / each))
     in_turn = [partial(both, 0), partial(compute, times), partial(both, times)]
     count = min(_MAX_ROUNDS, max(_MIN_ROUNDS, round(MAX_OVERLAPPED_S / alone)))
-    rounds = zip(*round_seconds(in_turn, count, device), strict=True)
+    rounds = zip(*time_rounds(in_turn, count, device), strict=True)
     shares = [(sent + computed - took) / min(sent, computed) for sent, computed, took in rounds]
     share: float = min(1.0, max(0.0, statistics.median(shares)))
     return share
@@ -244,11 +283,6 @@ def bytes_sent(op: str, size: float, ranks: int) -> float:
     return size * (ranks - 1) / ranks * (2 if op == "all_reduce" else 1)
 
 
-def size_that_sends(op: str, sent: float, ranks: int) -> float:
-    """Return the size of the whole tensor of which each rank sends `sent` bytes: the inverse of `bytes_sent`."""
-    return sent / bytes_sent(op, 1.0, ranks)
-
-
 def fit(sent: Sequence[float], seconds: Sequence[float]) -> Fit:
     """Fit latency and bandwidth by non-negative least squares of the relative errors.
 
@@ -262,10 +296,9 @@ def fit(sent: Sequence[float], seconds: Sequence[float]) -> Fit:
     least = min(t / x for x, t in zip(sent, seconds, strict=True)) / _HEADROOM
     beyond = [t - least * x for x, t in zip(sent, seconds, strict=True)]
     latency, per_byte = _nonnegative_line(sent, beyond, [t**-2 for t in seconds])
-    line = Fit(latency, 1 / (least + per_byte), 0.0)
-    errors = [abs(line.seconds(x) - t) / t for x, t in zip(sent, seconds, strict=True)]
     points = tuple(sorted(zip(map(float, sent), seconds, strict=True)))
-    return Fit(line.latency, line.bandwidth, statistics.median(errors), points)
+    line = Fit(latency, 1 / (least + per_byte), 0.0, points)
+    return replace(line, residual=statistics.median(abs(line.seconds(x) - t) / t for x, t in points))
 
 
 def _nonnegative_line(xs: Sequence[float], ys: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:

@@ -4,37 +4,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from longspan.bench.meters import Sent, count_sent, reduce_times, rotate, synchronize, wait_for_all
+from longspan.bench.meters import Spread, count_sent, most_sent, reduce_times, rotate, synchronize, wait_for_all
 from longspan.bench.workloads import Workload
-from longspan.comm.objects import gather_objects
 from longspan.tracing.files import gather_trace
 from longspan.tracing.record import Recorder, memory_rise
 from longspan.tracing.spans import Figures, RankTrace, figures, imbalance, read_trace, transfer
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Median and quartiles over rounds, in seconds; each round is the slowest rank's."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> Spread:
-        """Summarize the seconds of some rounds."""
-        if len(seconds) < 2:
-            return cls(seconds[0], seconds[0], seconds[0])
-        low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
-        return cls(median, low, high)
 
 
 @dataclass(frozen=True)
@@ -133,16 +114,6 @@ def _trace(workload: Workload, device: torch.device) -> list[dict[str, Any]]:
     with recorder.step(lambda: wait_for_all(device)):
         run(workload)
     return gather_trace(recorder.events)
-
-
-def most_sent(log: Sequence[Sent]) -> dict[str, int]:
-    """Return the bytes, by collective, of the rank that sends most. Collective."""
-    sent: Counter[str] = Counter()
-    for each in log:
-        sent[each.op] += each.bytes
-    if not dist.is_initialized():
-        return dict(sent)
-    return max(gather_objects(dict(sent), dist.group.WORLD), key=lambda of_rank: sum(of_rank.values()))
 
 
 def _peak_bytes(workload: Workload, device: torch.device) -> int:

@@ -6,7 +6,9 @@ A time is that of the slowest rank, as the others wait for it.
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from longspan.comm.objects import gather_objects
 
 CPU = torch.device("cpu")
 Times = dict[str, list[float]]
@@ -78,25 +82,32 @@ def reduce_times(
     return dict(zip(times, x.tolist(), strict=True))
 
 
-def round_seconds(runs: Sequence[Callable[[], object]], rounds: int, device: torch.device) -> list[list[float]]:
+def time_rounds(runs: Sequence[Callable[[], object]], rounds: int, device: torch.device) -> list[list[float]]:
     """Return the slowest rank's seconds of every round, for each of `runs`. Collective over all ranks."""
     wall, _ = alternate({str(i): run for i, run in enumerate(runs)}, rounds, device)
     return list(wall.values())
 
 
 def median_seconds(runs: Sequence[Callable[[], object]], rounds: int, device: torch.device) -> list[float]:
-    """Return the medians of `round_seconds`. Collective over all ranks."""
-    times = torch.tensor(round_seconds(runs, rounds, device), dtype=torch.float64)
-    medians: list[float] = times.quantile(0.5, dim=1).tolist()
-    return medians
+    """Return the medians of `time_rounds`. Collective over all ranks."""
+    return [statistics.median(seconds) for seconds in time_rounds(runs, rounds, device)]
 
 
-def smallest(value: int, device: torch.device) -> int:
-    """Return the smallest `value` of all ranks. Collective."""
-    x = torch.tensor(value, device=device)
-    if dist.is_initialized():
-        dist.all_reduce(x, dist.ReduceOp.MIN)
-    return int(x)
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles over rounds, in seconds; each round is the slowest rank's."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Spread:
+        """Summarize the seconds of some rounds."""
+        if len(seconds) < 2:
+            return cls(seconds[0], seconds[0], seconds[0])
+        low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
+        return cls(median, low, high)
 
 
 def wait_for_all(device: torch.device) -> None:
@@ -126,6 +137,16 @@ class Sent:
 
     op: str
     bytes: int
+
+
+def most_sent(log: Sequence[Sent]) -> dict[str, int]:
+    """Return the bytes, by collective, of the rank that sends most. Collective."""
+    sent: Counter[str] = Counter()
+    for each in log:
+        sent[each.op] += each.bytes
+    if not dist.is_initialized():
+        return dict(sent)
+    return max(gather_objects(dict(sent), dist.group.WORLD), key=lambda of_rank: sum(of_rank.values()))
 
 
 @contextlib.contextmanager

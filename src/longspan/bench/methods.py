@@ -1,13 +1,8 @@
-"""The methods that `bench attention` and `bench step` compare, their meshes, and the planner's model and job of each.
-
-`attention` and `step` name a function as "module:function" that returns one rank's workload
-(`longspan.bench.workloads`). It is imported when the method is measured, so that this module needs no torch.
-"""
+"""The methods that `bench attention` and `bench step` compare, their meshes, and the planner's job of each."""
 
 from __future__ import annotations
 
 import difflib
-import importlib
 import importlib.util
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from longspan.bench.config import MAX_CONTEXT, BenchConfig
+from longspan.bench.workloads import (
+    AttentionInputs,
+    StepInputs,
+    Workload,
+    longspan_step,
+    sequence_attention,
+    tensor_attention,
+)
 from longspan.core.cache import CACHE_DTYPES
 from longspan.core.errors import LongspanError
 from longspan.core.validation import existing_path, format_value
@@ -30,8 +33,9 @@ class Method:
 
     name: str  # in `--methods`
     meshes: Callable[[int], Mapping[str, Mesh]]  # number of ranks -> candidates: names and meshes
-    attention: str = ""  # function that makes its attention; "" if it has none
-    step: str = ""  # function that makes its training step; "" if it has none
+    # Functions of a candidate and its inputs that make one rank's workload; None if it has none.
+    attention: Callable[[Candidate, AttentionInputs], Workload] | None = None
+    step: Callable[[Candidate, StepInputs], Workload] | None = None
     package: str = ""  # that it needs; "" for longspan's own methods
     job: Mapping[str, Any] = field(default_factory=dict)  # settings of the planner's job
     options: Mapping[str, Any] = field(default_factory=dict)  # settings of its workload
@@ -67,14 +71,21 @@ def _one_axis(axis: str, name: str = "", **settings: Any) -> Method:
     return Method(name, lambda ranks: {name: Mesh(**{axis: ranks})}, **settings)
 
 
-_STEP = "longspan.bench.workloads:longspan_step"
-_SEQUENCE: dict[str, Any] = {"attention": "longspan.bench.workloads:sequence_attention", "step": _STEP}
-_TENSOR: dict[str, Any] = {"attention": "longspan.bench.workloads:tensor_attention", "step": _STEP}
-_PEER: dict[str, Any] = {
-    "attention": "longspan.bench.peers:peer_attention",
-    "step": "longspan.bench.peers:peer_step",
-    "planned": False,
-}
+def _peer_attention(candidate: Candidate, inputs: AttentionInputs) -> Workload:
+    from longspan.bench.peers import peer_attention  # needs transformers
+
+    return peer_attention(candidate, inputs)
+
+
+def _peer_step(candidate: Candidate, inputs: StepInputs) -> Workload:
+    from longspan.bench.peers import peer_step
+
+    return peer_step(candidate, inputs)
+
+
+_SEQUENCE: dict[str, Any] = {"attention": sequence_attention, "step": longspan_step}
+_TENSOR: dict[str, Any] = {"attention": tensor_attention, "step": longspan_step}
+_PEER: dict[str, Any] = {"attention": _peer_attention, "step": _peer_step, "planned": False}
 
 METHODS: dict[str, Method] = {
     method.name: method
@@ -100,8 +111,8 @@ METHODS: dict[str, Method] = {
         ),
         _one_axis("ring", **_SEQUENCE),
         Method("usp", _usp_meshes, **_SEQUENCE),
-        _one_axis("data", "fsdp-no-prefetch", step=_STEP, options={"prefetch": False}),
-        _one_axis("ulysses", "ulysses-no-prefetch", step=_STEP, options={"prefetch": False}),
+        _one_axis("data", "fsdp-no-prefetch", step=longspan_step, options={"prefetch": False}),
+        _one_axis("ulysses", "ulysses-no-prefetch", step=longspan_step, options={"prefetch": False}),
         # The wrong placement across nodes: neighbouring ranks form rings, ranks far apart form Ulysses groups.
         Method(
             "usp-swapped",
@@ -170,13 +181,6 @@ def _check_measurable(method: Method, name: str, what: str) -> None:
 def installed(package: str) -> bool:
     """Whether a package can be found, without importing it."""
     return importlib.util.find_spec(package) is not None
-
-
-def load_function(path: str) -> Callable[..., Any]:
-    """Import the function that "module:function" names."""
-    module, _, name = path.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return function
 
 
 # --- for the planner

@@ -1,7 +1,8 @@
-"""The output of `bench collectives`, `attention` and `step`: tables, JSON, a picture, and traces with timelines."""
+"""The output of `longspan bench`: tables, the hardware file, JSON, a picture, and traces with timelines."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -17,22 +18,31 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from longspan.bench.collectives import Collectives
     from longspan.bench.compare import Comparison, Result
     from longspan.bench.config import BenchConfig
+    from longspan.bench.hardware import MeasuredHardware
 
 SCHEMA = "longspan.bench/1"
-WIDTH = 140
+_LEFT = ("axis", "collective", "method", "formula")  # columns of text
+
+Collectives = dict[str, Any]
+""""measured" (date, machine and versions) and "rows" (of `longspan.bench.links.measure_collectives`)."""
 
 
-def write_output(config: BenchConfig, found: Comparison | Collectives) -> None:
-    """Print the results and write the files that `config` asks for. Call it on the first rank alone.
+def write_output(config: BenchConfig, found: Any) -> None:
+    """Print what `longspan.bench.job.worker` returned, and write the files that `config` asks for, on the first rank.
 
     Raises:
         LongspanError: if a file cannot be written.
     """
-    from longspan.bench.collectives import Collectives
+    if config.what == "link":
+        from longspan.bench.hardware import as_toml
 
+        print_hardware(found)  # before writing, so that a full disk does not lose the results
+        config.out.parent.mkdir(parents=True, exist_ok=True)
+        config.out.write_text(as_toml(found))
+        print(f"\nwritten to {config.out}")
+        return
     if config.json:
         print(json.dumps(as_json(found), indent=1))
     else:
@@ -40,73 +50,102 @@ def write_output(config: BenchConfig, found: Comparison | Collectives) -> None:
     out = sys.stderr if config.json else sys.stdout
     if config.png is not None:
         write("picture", config.png, lambda path: draw(found, path), out)
-    if config.trace is not None and not isinstance(found, Collectives):
-        _write_traces(found, config.trace, out)
-
-
-def _write_traces(found: Comparison, folder: Path, out: IO[str]) -> None:
-    for result in found.results:
-        if result.measured is not None:
-            name = result.candidate.name
-            title = f"{name}: {found.shape}, {result.context:,} tokens, {found.dtype}; {found.measured}"
-            write_timeline(result.measured.trace, folder / f"{name}-{result.context}", title, out)
+    if config.trace is not None:
+        for result in found.results:
+            if result.measured is not None:
+                name = result.candidate.name
+                title = f"{name}: {found.shape}, {result.context:,} tokens, {found.dtype}; {found.measured}"
+                write_timeline(result.measured.trace, config.trace / f"{name}-{result.context}", title, out)
 
 
 # --- tables
 
 
-def print_tables(found: Comparison | Collectives, file: IO[str] | None = None) -> None:
-    """Print the results, by default to stdout."""
+def _console(file: IO[str] | None, width: int) -> Console:
     from rich.console import Console
 
-    from longspan.bench.collectives import Collectives
-
     console = Console(file=file, highlight=False, markup=False)
-    console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
-    if isinstance(found, Collectives):
-        console.print(f"longspan bench collectives  {found.measured}\n")
-        console.print(_collectives_table(found))
-        console.print(
-            "\nsent: bytes that each rank sends; fit: latency + sent / bandwidth over all sizes of a row's collective"
-        )
-        return
-    console.print(f"longspan bench {found.what}  {found.shape}, {found.dtype}: {found.measured}\n")
-    for context in dict.fromkeys(result.context for result in found.results):
-        _print_context(console, [result for result in found.results if result.context == context], context)
-    _legend(console, found)
+    console.width = min(console.width, width) if console.is_terminal else width
+    return console
 
 
-def _collectives_table(found: Collectives) -> Table:
+def _table(*columns: str, title: str | None = None) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 2, 0, 0))
-    for name in ("axis", "ranks", "collective", "size", "sent", "formula", "median", "quartiles", "fit", "off", "GB/s"):
-        table.add_column(name, justify="left" if name in ("axis", "collective") else "right")
-    for t in found.timed:
-        formula = "= sent" if t.sent == t.formula else size(t.formula)
-        table.add_row(
-            t.axis, str(t.ranks), t.op, size(t.size), size(t.sent), formula,
-            time_text(t.seconds.median), f"{time_text(t.seconds.low)} - {time_text(t.seconds.high)}",
-            time_text(t.fitted), f"{t.fitted / t.seconds.median - 1:+.0%}", f"{t.sent / t.seconds.median / 1e9:.3g}",
-        )  # fmt: skip
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 2, 0, 0), title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=True)
     return table
 
 
-def _print_context(console: Console, results: list[Result], context: int) -> None:
-    from rich import box
-    from rich.table import Table
+def print_hardware(hardware: MeasuredHardware, file: IO[str] | None = None) -> None:
+    """Print the speed of a rank and its links in at most 100 columns, by default to stdout."""
+    console, compute, dtype = _console(file, 100), hardware.compute, hardware.dtype
+    console.print(f"longspan bench link  {hardware.name}: {hardware.measured}\n")
+    for label, value in {
+        f"matmul, {dtype}": f"{compute.flops / 1e12:.4g} TFLOP/s",
+        f"causal attention, {dtype}, forward": f"{compute.attention_forward_flops / 1e12:.4g} TFLOP/s",
+        f"causal attention, {dtype}, forward + backward": f"{compute.attention_flops / 1e12:.4g} TFLOP/s",
+        "memory bandwidth": f"{compute.memory_bandwidth / 1e9:.4g} GB/s",
+        "memory": f"{compute.memory_bytes / 2**30:.4g} GiB",
+    }.items():
+        console.print(f"{label:44} {value:>18}  per rank")
+    if not hardware.links:
+        console.print("\nNo axis of the mesh is above 1, so there is no link to measure, only compute and memory.")
+        return
+    table = _table("axis", "ranks", "collective", "latency", "bandwidth", "residual", "hidden")
+    for axis, fits in hardware.links.items():
+        for number, (op, fit) in enumerate(fits.items()):
+            table.add_row(
+                *((axis, str(hardware.degrees[axis])) if number == 0 else ("", "")),
+                op,
+                f"{fit.latency * 1e6:.1f} us",
+                f"{fit.bandwidth / 1e9:.4g} GB/s",
+                f"{fit.residual:.0%}",
+                "-" if fit.hidden is None else f"{fit.hidden:.0%}",
+            )
+    console.print("", table, "", sep="\n")
+    console.print("time = latency + bytes sent per rank / bandwidth; residual = the fit's median relative error;")
+    console.print("hidden = the share of the time that overlaps with computing of the same length")
 
-    predicted = any(result.predicted for result in results)
-    table = Table(
-        box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 2, 0, 0), title=f"{context:,} tokens", title_justify="left"
+
+def print_tables(found: Comparison | Collectives, file: IO[str] | None = None) -> None:
+    """Print the results, by default to stdout."""
+    console = _console(file, 140)
+    if isinstance(found, dict):
+        _print_collectives(console, found)
+        return
+    console.print(f"longspan bench {found.what}  {found.shape}, {found.dtype}: {found.measured}\n")
+    for context in found.contexts:
+        _print_context(console, [result for result in found.results if result.context == context], context)
+    _print_legend(console, found)
+
+
+def _print_collectives(console: Console, found: Collectives) -> None:
+    console.print(f"longspan bench collectives  {found['measured']}\n")
+    table = _table(
+        "axis", "ranks", "collective", "size", "sent", "by formula", "median", "quartiles", "fit", "off", "GB/s"
     )
+    for row in found["rows"]:
+        median, low, high = (row["seconds"][name] for name in ("median", "low", "high"))
+        table.add_row(
+            row["axis"], str(row["ranks"]), row["op"], size(row["size"]), size(row["sent"]),
+            "= sent" if row["sent"] == row["formula"] else size(row["formula"]),
+            time_text(median), f"{time_text(low)} - {time_text(high)}", time_text(row["fitted"]),
+            f"{row['fitted'] / median - 1:+.0%}", f"{row['sent'] / median / 1e9:.3g}",
+        )  # fmt: skip
+    console.print(table)
+    console.print(
+        "\nsent: bytes that each rank sends; fit: latency + sent / bandwidth over all sizes of a row's collective"
+    )
+
+
+def _print_context(console: Console, results: list[Result], context: int) -> None:
+    predicted = any(result.predicted for result in results)
     names = ["method", "forward", "backward", "both", "spread", "in flight", "exposed"]
     names += ["transfer", "planned", "planned both"] if predicted else []
-    names += ["sent", "formula", "other", "peak"]
-    for name in names:
-        left = name in ("method", "formula")
-        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    table = _table(*names, "sent", "formula", "other", "peak", title=f"{context:,} tokens")
     for result in sorted(results, key=_order):
         table.add_row(*_cells(result, predicted))
     console.print(table)
@@ -133,39 +172,21 @@ def _cells(result: Result, predicted: bool) -> list[str]:
         p = result.predicted
         cells += [time_text(m.transfer)]
         cells += ["-", "-"] if p is None else [time_text(p.communication), time_text(p.total)]
-    method, other = sent_of(result)
+    method, other = result.sent
     return [result.candidate.name, *cells, size(method), formula_text(result), size(other), size(m.peak_bytes)]
-
-
-def sent_of(result: Result) -> tuple[int, int]:
-    """Return the bytes sent for the method, and for everything else (weights, gradients, loss), on the rank with most.
-
-    The planned bytes of everything else are subtracted by collective. Without a formula of the method, what remains is
-    the method's.
-    """
-    assert result.measured is not None
-    total = sum(result.measured.sent.values())
-    if result.formula is None:
-        method = sum(max(0, count - result.other_formula.get(op, 0)) for op, count in result.measured.sent.items())
-        return method, total - method
-    method = 0
-    for op, count in result.measured.sent.items():
-        if op in result.formula:
-            method += count - result.other_formula.get(op, 0)
-    return method, total - method
 
 
 def formula_text(result: Result) -> str:
     """Return the planned bytes of the method, or "= sent" if they equal the counted ones."""
     if result.formula is None:
         return "none"
-    expected, (method, _) = sum(result.formula.values()), sent_of(result)
+    expected, (method, _) = sum(result.formula.values()), result.sent
     if method == expected:
         return "= sent"
     return f"{size(expected)} ({method - expected:+,} B)"
 
 
-def _legend(console: Console, found: Comparison) -> None:
+def _print_legend(console: Console, found: Comparison) -> None:
     console.print(
         "Times are medians over rounds, of the slowest rank; spread: distance of the quartiles. Fastest per sequence\n"
         "first. in flight: a collective runs, including the wait for slower ranks; exposed: and nothing computes\n"
@@ -178,7 +199,7 @@ def _legend(console: Console, found: Comparison) -> None:
             else ""
         )
     )
-    for context in dict.fromkeys(result.context for result in found.results):
+    for context in found.contexts:
         ratio = tp_over_ulysses([result for result in found.results if result.context == context])
         if ratio is not None:
             console.print(
@@ -191,11 +212,11 @@ def tp_over_ulysses(results: list[Result]) -> dict[str, float] | None:
     """Return tensor parallelism's communication over Ulysses' at one context; None if one was not measured."""
     by_name = {result.candidate.name: result for result in results if result.measured is not None}
     tp, ulysses = by_name.get("tp"), by_name.get("ulysses")
-    if tp is None or ulysses is None or not sent_of(ulysses)[0]:
+    if tp is None or ulysses is None or not ulysses.sent[0]:
         return None
     assert tp.measured and ulysses.measured and tp.formula and ulysses.formula
     return {
-        "bytes": sent_of(tp)[0] / sent_of(ulysses)[0],
+        "bytes": tp.sent[0] / ulysses.sent[0],
         "formula": sum(tp.formula.values()) / sum(ulysses.formula.values()),
         "seconds": tp.measured.communication / max(ulysses.measured.communication, 1e-12),
     }
@@ -206,10 +227,8 @@ def tp_over_ulysses(results: list[Result]) -> dict[str, float] | None:
 
 def as_json(found: Comparison | Collectives) -> dict[str, Any]:
     """Return the results for JSON (schema `longspan.bench/1`, docs/reference/json.md)."""
-    from longspan.bench.collectives import Collectives
-
-    if isinstance(found, Collectives):
-        return {"schema": SCHEMA, "what": "collectives", **found.as_json()}
+    if isinstance(found, dict):
+        return {"schema": SCHEMA, "what": "collectives", **found}
     return {
         "schema": SCHEMA,
         "what": found.what,
@@ -223,25 +242,19 @@ def as_json(found: Comparison | Collectives) -> dict[str, Any]:
 
 
 def _row(result: Result) -> dict[str, Any]:
-    mesh = result.candidate.mesh
+    mesh, m, predicted = result.candidate.mesh, result.measured, result.predicted
     head = {
         "method": result.candidate.name,
         "mesh": {axis: getattr(mesh, axis) for axis in ("data", "ring", "ulysses", "tensor")},
         "context": result.context,
     }
-    m = result.measured
     if m is None:
         return {**head, "reason": result.reason}
-    method, other = sent_of(result)
-    spreads = {
-        name: {"median": each.median, "low": each.low, "high": each.high}
-        for name, each in (("forward", m.forward), ("backward", m.backward), ("total", m.total))
-    }
-    predicted = result.predicted
+    method, other = result.sent
     return {
         **head,
         "sequences": result.sequences,
-        "seconds": spreads,
+        "seconds": {name: dataclasses.asdict(getattr(m, name)) for name in ("forward", "backward", "total")},
         "rounds": list(m.rounds),
         "communication_seconds": m.communication,
         "exposed_seconds": m.exposed,
@@ -273,26 +286,28 @@ def draw(found: Comparison | Collectives, path: Path) -> None:
     require("--png", "matplotlib")
     from matplotlib.figure import Figure
 
-    from longspan.bench.collectives import Collectives
-
-    if isinstance(found, Collectives):
-        _collectives(Figure(figsize=(14, 6), dpi=100, facecolor="white", layout="constrained"), found, path)
+    columns, rows = 2, 8
+    if not isinstance(found, dict):
+        columns, rows = len(found.contexts), len({result.candidate.name for result in found.results})
+    figure = Figure((5 + 4.5 * columns, 2.2 + 0.5 * rows), 100, facecolor="white", layout="constrained")
+    if isinstance(found, dict):
+        _draw_collectives(figure, found)
+        title = found["measured"]
     else:
-        _methods(Figure, found, path)
+        _draw_methods(figure, found)
+        title = f"{found.shape}, {found.dtype}\n{found.measured}"
+    figure.suptitle(title, fontsize=11, color=_INK, parse_math=False)
+    figure.savefig(path, format="png")
 
 
-def _methods(figure_of: Any, found: Comparison, path: Path) -> None:
+def _draw_methods(figure: Any, found: Comparison) -> None:
     from matplotlib.patches import Patch
 
-    contexts = list(dict.fromkeys(result.context for result in found.results))
     names = list(dict.fromkeys(result.candidate.name for result in found.results))
-    figure = figure_of(figsize=(5 + 4.5 * len(contexts), 2.2 + 0.5 * len(names)), dpi=100, facecolor="white",
-                       layout="constrained")  # fmt: skip
-    every: Any = figure.subplots(1, len(contexts), squeeze=False)[0]
-    for axes, context in zip(every, contexts, strict=True):
-        for y, name in enumerate(names):
-            result = next(e for e in found.results if e.candidate.name == name and e.context == context)
-            m = result.measured
+    every: Any = figure.subplots(1, len(found.contexts), squeeze=False)[0]
+    for axes, context in zip(every, found.contexts, strict=True):
+        for result in (result for result in found.results if result.context == context):
+            y, m = names.index(result.candidate.name), result.measured
             if m is None:
                 axes.text(0, y, " not measured", va="center", color=_MUTED)
                 continue
@@ -309,32 +324,26 @@ def _methods(figure_of: Any, found: Comparison, path: Path) -> None:
         axes.set_xlim(left=0)
         axes.set_title(f"{context:,} tokens", color=_INK)
         axes.set_xlabel("ms per sequence" + ("; blue: predicted" if any(e.predicted for e in found.results) else ""))
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        axes.spines[["top", "right"]].set_visible(False)
     kinds = {"computing and rest": "#B9BEC6", "exposed communication": "#A33B00"}
     bars = [Patch(color=colour, label=name) for name, colour in kinds.items()]
     figure.legend(handles=bars, frameon=False, fontsize=9, loc="outside lower center", ncols=2)
-    figure.suptitle(f"{found.shape}, {found.dtype}\n{found.measured}", fontsize=11, color=_INK, parse_math=False)
-    figure.savefig(path, format="png")
 
 
-def _collectives(figure: Any, found: Collectives, path: Path) -> None:
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
-    axes_of = list(dict.fromkeys(t.axis for t in found.timed))
+def _draw_collectives(figure: Any, found: Collectives) -> None:
+    axes_of = list(dict.fromkeys(row["axis"] for row in found["rows"]))
     for axes, axis in zip(figure.subplots(1, len(axes_of), squeeze=False)[0], axes_of, strict=True):
-        ops = list(dict.fromkeys(t.op for t in found.timed if t.axis == axis))
-        for op, colour in zip(ops, _LINES, strict=False):
-            of_op = [t for t in found.timed if t.axis == axis and t.op == op]
-            sizes = [t.size for t in of_op]
-            axes.plot(sizes, [t.seconds.median * 1e3 for t in of_op], "o", color=colour, label=op)
-            axes.plot(sizes, [t.fitted * 1e3 for t in of_op], "-", color=colour, alpha=0.6)
+        mine = [row for row in found["rows"] if row["axis"] == axis]
+        for op, colour in zip(dict.fromkeys(row["op"] for row in mine), _LINES, strict=False):
+            sizes, medians, fitted = zip(
+                *(
+                    (row["size"], row["seconds"]["median"] * 1e3, row["fitted"] * 1e3)
+                    for row in mine
+                    if row["op"] == op
+                ),
+                strict=True,
+            )
+            axes.plot(sizes, medians, "o", color=colour, label=op)
+            axes.plot(sizes, fitted, "-", color=colour, alpha=0.6)
         axes.set(xscale="log", yscale="log", xlabel="bytes of the whole tensor", ylabel="ms (line: fit)", title=axis)
-        sizes = sorted({t.size for t in found.timed if t.axis == axis})
-        axes.set_xticks(sizes, [size(nbytes) for nbytes in sizes], rotation=45)
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda ms, _: f"{ms:g}"))
-        axes.yaxis.set_minor_formatter(FuncFormatter(lambda ms, _: f"{ms:g}"))
         axes.legend(frameon=False)
-    figure.suptitle(found.measured, fontsize=11, color=_INK, parse_math=False)
-    figure.savefig(path, format="png")

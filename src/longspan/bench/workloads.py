@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from longspan.attn.api import attention
-from longspan.bench.methods import Candidate
 from longspan.comm.digests import local_part
 from longspan.comm.mesh import OneDeviceMesh, SequenceSharding, init_mesh
 from longspan.comm.shard import shard
@@ -31,6 +30,9 @@ from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
 from longspan.core.parallel import AXES
 from longspan.plan.job import Mesh
+
+if TYPE_CHECKING:
+    from longspan.bench.methods import Candidate
 
 
 @dataclass(frozen=True)

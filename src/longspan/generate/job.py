@@ -7,7 +7,6 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from longspan.core.validation import check_processes
 from longspan.generate.config import GenerateConfig, ModelFlags
 from longspan.hf.pretrained import check_names
 from longspan.ranks import launch
@@ -52,15 +51,14 @@ def launch_ranks(
     Raises:
         LongspanError: as `config.check` and `open_text`, for names that do not exist, or another number of ranks.
     """
-    config.check()
-    launch.check_nproc(config.parallel.ranks, config.nproc, config.parallel.flags)
-    opened: Prompt | None = None
-    if not launch.under_torchrun():
-        check_names(config.model, None, None, config.tokenizer)
-        check_processes(config.parallel.ranks, config.parallel.flags)
-        opened = open_text(config)
+    opened = launch.open_first(config, lambda config: _open(config, open_text))
     report: dict[str, Any] = launch.launch(entry, config, opened, nproc=config.parallel.ranks)
     return report
+
+
+def _open(config: Flags, open_text: Callable[[Flags], Prompt]) -> Prompt:
+    check_names(config.model, None, None, config.tokenizer)
+    return open_text(config)
 
 
 def open_fitting_prompt(config: GenerateConfig) -> Prompt:

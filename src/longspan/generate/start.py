@@ -35,18 +35,8 @@ def start(
         LongspanError: on every rank: if `open_text` raises, ranks have different inputs, or the model cannot be loaded
             or sharded.
     """
-    heartbeat.at("start", unlimited=True)
-    with agreement.refusing_together(heartbeat.peers, alive=True):
-        prompt = open_text(config) if opened is None else opened
+    prompt = agreement.open_together(heartbeat, lambda: open_text(config) if opened is None else opened, _facts)
     config = prompt.flags
-    facts = {
-        **agreement.settings(config),
-        **agreement.versions(),
-        **agreement.model_facts(prompt.model_config),
-        "tokens of the text": f"{prompt.tokens} #{zlib.crc32(prompt.ids.tobytes()):08x}",
-    }
-    agreement.agree(heartbeat.peers, facts, alive=True)
-    heartbeat.peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
     heartbeat.at("loading", unlimited=True)
     if launch.is_first_rank():
         print(f"loading {config.model}", file=sys.stderr, flush=True)
@@ -67,3 +57,11 @@ def start(
             origin, sp, fsdp=config.fsdp, kernel=config.kernel, tensor_style=config.parallel.tensor_style
         )
     return prompt, sp, model.eval()
+
+
+def _facts(prompt: Prompt) -> dict[str, Any]:
+    return {
+        **agreement.settings(prompt.flags),
+        **agreement.model_facts(prompt.model_config),
+        "tokens of the text": f"{prompt.tokens} #{zlib.crc32(prompt.ids.tobytes()):08x}",
+    }

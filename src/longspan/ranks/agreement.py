@@ -10,13 +10,18 @@ import contextlib
 import json
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import differences, format_ranks, listed
 from longspan.core.sections import values
 from longspan.ranks.rendezvous import GROUP_TIMEOUT_S, Peers, poll
+
+if TYPE_CHECKING:
+    from longspan.ranks.heartbeat import Heartbeat
+
+T = TypeVar("T")
 
 #: Longer values are cut to this many characters, with a checksum, so that a rank sends a few kilobytes at most.
 _LONGEST = 80
@@ -25,6 +30,28 @@ _LISTED = 6
 _REFUSED = "refused"
 #: Seconds that rank 0, which may host the store, waits for the others to read a refusal.
 _READ_S = 3.0
+
+
+def open_together(heartbeat: Heartbeat, open_inputs: Callable[[], T], facts: Callable[[T], Mapping[str, Any]]) -> T:
+    """Open a job's inputs on every rank, compare them, and make the process group. Collective.
+
+    Args:
+        heartbeat: of this rank.
+        open_inputs: opens this rank's inputs.
+        facts: of the inputs, by name, which must be equal on every rank; versions are compared, too.
+
+    Raises:
+        LongspanError: on every rank, if `open_inputs` raises on any rank, or for ranks that differ, as `agree`.
+    """
+    import torch
+
+    heartbeat.at("start", unlimited=True)
+    peers, alive = heartbeat.peers, heartbeat.beats
+    with refusing_together(peers, alive=alive):
+        opened = open_inputs()
+    agree(peers, {**versions(), **facts(opened)}, alive=alive)
+    peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
+    return opened
 
 
 def agree(peers: Peers, facts: Mapping[str, Any], *, alive: bool = False) -> None:

@@ -185,6 +185,11 @@ class Heartbeat:
             peers.world_size, peers.timeout_s, cpu=not torch.cuda.is_available(), stalls=peers.rank == 0
         )
 
+    @property
+    def beats(self) -> bool:
+        """Whether the ranks are watched, so that a wait for a slow one needs no limit."""
+        return bool(self._threads)
+
     def __enter__(self) -> Heartbeat:
         for work in () if self.peers.alone else (self._run, self._watch_store):
             self._threads.append(threading.Thread(target=work, name="longspan-heartbeat", daemon=True))

@@ -16,6 +16,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError
+from longspan.core.validation import check_processes
 from longspan.ranks.heartbeat import Heartbeat, ending_with_the_agent
 from longspan.ranks.job import SUPERVISED, VARIABLES, adopt_step, read_job
 from longspan.ranks.rendezvous import wait_for_ranks
@@ -32,6 +33,8 @@ from longspan.ranks.supervisor import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from longspan.ranks.job import RankFlags
 
 __all__ = ["GRACE_S", "RankFailed", "StopRequest", "Stopped", "joined", "launch", "threads_per_rank"]
 
@@ -157,6 +160,36 @@ def check_nproc(needed: int, nproc: int | None, mesh: str) -> None:
         )
 
 
+def open_first(
+    config: Any, open_inputs: Callable[[Any], Any], ranks: int = 0, mesh: str = "", *, dry_run: bool = False
+) -> Any:
+    """Check a command's config, then open its inputs, before any rank starts.
+
+    Under torchrun the ranks have started: they open the inputs together, by `longspan.ranks.agreement.open_together`.
+
+    Args:
+        config: of the command; it has `check`, the fields of `RankFlags`, and `parallel`.
+        open_inputs: raises if the job could not run.
+        ranks: of the job; by default those of `config.parallel`.
+        mesh: flags that say so, for messages.
+        dry_run: whether no rank will be started here, so that there may be any number of them.
+
+    Returns:
+        What `open_inputs(config)` returns; None under torchrun.
+
+    Raises:
+        LongspanError: as `config.check`, `check_nproc` and `open_inputs`, or for more ranks than this machine starts.
+    """
+    config.check()
+    ranks, mesh = ranks or config.parallel.ranks, mesh or config.parallel.flags
+    check_nproc(ranks, config.nproc, mesh)
+    if under_torchrun():
+        return None
+    if not dry_run:
+        check_processes(ranks, mesh)
+    return open_inputs(config)
+
+
 def launch(entry: Callable[..., Any], *args: Any, nproc: int, grace_s: float = GRACE_S) -> Any:
     """Run `entry(*args)` on `nproc` ranks and return rank 0's result.
 
@@ -201,6 +234,11 @@ def _run_in_this_process(entry: Callable[..., Any], *args: Any) -> Any:
         raise RankFailed(f"rank {rank} called sys.exit({end.code!r}) before the job was done") from end
 
 
+def unwatched(flags: RankFlags) -> Heartbeat:
+    """Wait for the other ranks, and return a heartbeat that does not beat, for ranks that something else watches."""
+    return Heartbeat(wait_for_ranks(flags.timeout, flags.start_timeout), lambda *_: None)
+
+
 @contextlib.contextmanager
 def joined(timeout_s: float | None = None, start_s: float | None = None) -> Iterator[Heartbeat]:
     """Wait for the other ranks, and run a heartbeat while this context lasts: put it around a rank's whole job.
@@ -232,14 +270,15 @@ def _end_lost_job(message: str, stored: bool) -> None:
 
 
 @contextlib.contextmanager
-def stdout_to_stderr() -> Iterator[None]:
-    """Send what libraries write to stdout (gloo does, from C++) to stderr: stdout is for results."""
+def stdout_to_stderr(*, discard: bool = False) -> Iterator[None]:
+    """Send what libraries write to stdout (gloo does, from C++) to stderr, or discard it: stdout is for results."""
     sys.stdout.flush()
-    stdout = os.dup(1)
-    os.dup2(2, 1)
+    stdout, other = os.dup(1), os.open(os.devnull, os.O_WRONLY) if discard else os.dup(2)
+    os.dup2(other, 1)
     try:
         yield
     finally:
         sys.stdout.flush()
         os.dup2(stdout, 1)
         os.close(stdout)
+        os.close(other)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from longspan.core.errors import LongspanError
+from longspan.core.formatting import parameters
+from longspan.core.layout import choose_layout
+from longspan.core.memory import FASTEST
 from longspan.core.sections import replace
-from longspan.core.validation import check_processes
 from longspan.hf.pretrained import check_names
 from longspan.ranks import agreement, launch
 from longspan.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from longspan.train.inputs import Inputs
 
 
 def run(config: TrainConfig) -> int:
@@ -23,30 +31,22 @@ def run(config: TrainConfig) -> int:
         longspan.ranks.launch.RankFailed: if a rank died, was lost or ended early, more often than `max_restarts`.
         longspan.ranks.launch.Stopped: if a signal ended the run early, after a checkpoint was saved.
     """
-    config.check()
-    under_torchrun = launch.under_torchrun()
-    if not under_torchrun:  # before slow imports
-        check_names(config.model.model, config.model.config, config.data.data, config.model.tokenizer)
-    launch.check_nproc(config.parallel.ranks, config.nproc, config.parallel.flags)
-    if config.max_restarts and (config.parallel.ranks == 1 or under_torchrun):
+    if config.max_restarts and (config.parallel.ranks == 1 or launch.under_torchrun()):
         raise LongspanError(
             f"--max-restarts {config.max_restarts} restarts ranks that this command starts, and it starts none; give "
             "torchrun's --max-restarts, or leave it out on one rank"
         )
+    opened = launch.open_first(config, _open, dry_run=config.dry_run)
     if config.dry_run:
-        from longspan.train.summary import dry_run
-
-        lines = dry_run(_resolved(config))
+        lines = dry_run(*(opened or _resolve(config)))
         if launch.is_first_rank():
             print(*lines, sep="\n", flush=True)
         return 0
-    if not under_torchrun:  # under torchrun, the ranks check after the rendezvous: checks may be slow
-        check_processes(config.parallel.ranks, config.parallel.flags)
-        from longspan.train.inputs import check_inputs, finished
+    if opened is not None:
+        from longspan.train.inputs import finished
 
-        config = _resolved(config)
-        nothing_to_do = finished(config, check_inputs(config))
-        if nothing_to_do is not None:
+        config, inputs = opened
+        if (nothing_to_do := finished(config, inputs)) is not None:
             print(nothing_to_do, flush=True)
             return 0
     try:
@@ -58,15 +58,21 @@ def run(config: TrainConfig) -> int:
     return 0
 
 
-def _resolved(config: TrainConfig) -> TrainConfig:
-    """Resolve --context max and --memory auto by the planner; the first rank prints the choice."""
+def _open(config: TrainConfig) -> tuple[TrainConfig, Inputs]:
+    check_names(config.model.model, config.model.config, config.data.data, config.model.tokenizer)
+    return _resolve(config)
+
+
+def _resolve(config: TrainConfig) -> tuple[TrainConfig, Inputs]:
+    """Resolve --context max and --memory auto, and check the inputs; the first rank prints the planner's choice."""
+    from longspan.train.inputs import check_inputs
     from longspan.train.memory_choice import resolve
 
     config, messages = resolve(config)
     config.check()
     if messages and launch.is_first_rank():
         print(*messages, sep="\n", flush=True)
-    return config
+    return config, check_inputs(config)
 
 
 def _train(config: TrainConfig) -> None:
@@ -86,12 +92,74 @@ def _train_rank(config: TrainConfig) -> None:
     with launch.joined(config.timeout, config.start_timeout) as heartbeat:
         from transformers.utils.logging import disable_progress_bar
 
-        from longspan.train.inputs import check_inputs
         from longspan.train.loop import Trainer
 
         if launch.started_elsewhere():
             with agreement.refusing_together(heartbeat.peers, alive=True):
-                config = _resolved(config)
-                check_inputs(config)
+                config, _ = _resolve(config)
         disable_progress_bar()  # it would show one per rank and file
         Trainer(config, heartbeat).run()
+
+
+# --- what a run logs before its first step, and a dry run
+
+
+def run_summary(config: TrainConfig, inputs: Inputs, weights: int, device: torch.device) -> list[str]:
+    """Return lines about the model of `weights` parameters, the ranks, the job, and what is unusual about it."""
+    parallel = config.parallel
+    ring = f"ring {parallel.ring} x " if parallel.ring > 1 else ""
+    tensor = f" x tensor {parallel.tensor}" if parallel.tensor > 1 else ""
+    layout = choose_layout(parallel.layout, parallel.ring, parallel.ulysses).kind
+    how = f" ({layout}, {parallel.ring_impl})" if ring else ""
+    lines = [
+        f"{type(inputs.model_config).__name__.removesuffix('Config')}, {parameters(weights)}; "
+        f"{parallel.ranks} {device.type} ranks, data {parallel.data_degree} x {ring}ulysses {parallel.ulysses}{tensor}"
+        f"{how}; {config.dtype}, FSDP {'on' if config.fsdp else 'off'}; context {config.tokens:,}, batch "
+        f"{config.sequences} = {config.sequences * config.tokens:,} tokens per step"
+    ]
+    if inputs.rope is not None:
+        lines.append(str(inputs.rope))
+    memory = config.memory.to_memory()
+    if memory != FASTEST:
+        lines.append(f"memory: {memory.describe()}")
+    return [*lines, *(f"warning: passed over a damaged checkpoint: {problem}" for problem in inputs.passed_over)]
+
+
+def dry_run(config: TrainConfig, inputs: Inputs) -> list[str]:
+    """Check a resolved config as far as possible without ranks and weights; return lines about what would run.
+
+    Raises:
+        LongspanError: for anything that the run would refuse.
+    """
+    import torch
+
+    from longspan.hf.preconditions import check_ahead
+    from longspan.hf.weights.fsdp import check_cpu_offload
+    from longspan.memory.offload import store_for
+    from longspan.train.inputs import model_origin
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = model_origin(config, inputs.model_config).on_meta()
+    memory = config.memory.to_memory()
+    check_ahead(
+        model,
+        device=device,
+        ring_size=config.parallel.ring,
+        fsdp=config.fsdp,
+        kernel=config.model.kernel,
+        memory_options=memory,
+    )
+    weights = sum(p.numel() for p in model.parameters())
+    lines = [
+        "dry run: no rank is started, nothing is trained or written",
+        *run_summary(config, inputs, weights, device),
+    ]
+    try:
+        check_cpu_offload(device, memory.cpu_offload)
+        store_for(memory, device)
+    except LongspanError as error:  # the ranks may run elsewhere
+        lines.append(f"warning: not on this machine, which has no GPU: {error}")
+    start = "the beginning" if inputs.resume is None else f"step {inputs.resume.step} ({inputs.resume.path})"
+    export = "" if config.checkpoint.export == "never" else f", {config.exported}"
+    lines.append(f"{config.steps} steps from {start}; text of {config.data.data}; to {config.checkpoints}{export}")
+    return lines

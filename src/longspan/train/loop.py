@@ -9,7 +9,6 @@ import hashlib
 import io
 import math
 import os
-import sys
 import time
 import zlib
 from collections.abc import Iterator
@@ -37,8 +36,7 @@ from longspan.hf.weights.gradients import no_sync, optimizer_in_backward
 from longspan.hf.weights.sources import tensor_parts
 from longspan.ranks import agreement
 from longspan.ranks.heartbeat import Heartbeat
-from longspan.ranks.launch import Stopped, StopRequest
-from longspan.ranks.rendezvous import wait_for_ranks
+from longspan.ranks.launch import Stopped, StopRequest, stdout_to_stderr, unwatched
 from longspan.tracing.files import gather_trace, write_timeline
 from longspan.tracing.record import Recorder
 from longspan.tracing.spans import read_trace
@@ -47,10 +45,10 @@ from longspan.train.config import TrainConfig
 from longspan.train.health import Health
 from longspan.train.identity import changed_settings, settings_of
 from longspan.train.inputs import Inputs, find_resume, finished, model_origin, open_local
+from longspan.train.job import run_summary
 from longspan.train.metrics import CommunicationSampler, Display, StepMetrics, model_flops, peak_flops, peak_memory
 from longspan.train.optimizer import clip_gradients, make_optimizer, make_scheduler
 from longspan.train.outputs import Outputs
-from longspan.train.summary import run_summary
 
 
 class Trainer:
@@ -65,14 +63,12 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, heartbeat: Heartbeat | None = None) -> None:
         self.config = config
-        self._heart = heartbeat or Heartbeat(wait_for_ranks(config.timeout, config.start_timeout), lambda *_: None)
-        self._at = self._heart.at
+        heartbeat = heartbeat or unwatched(config)
+        self._at = heartbeat.at
         if config.deterministic:
             be_deterministic()
-        self._at("start", unlimited=True)
-        self.inputs = self._agreed_inputs(alive=heartbeat is not None)
-        self._heart.peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
-        with _quiet_gloo():
+        self.inputs = agreement.open_together(heartbeat, lambda: open_local(config), self._facts)
+        with stdout_to_stderr(discard=True):  # gloo greets there
             self.sp = make_sharding(config.parallel)
             self.group = self.sp.mesh_group
             self.cpu_group = self.sp.host_group
@@ -85,21 +81,15 @@ class Trainer:
             self.outputs.release()
             raise
 
-    def _agreed_inputs(self, alive: bool) -> Inputs:
-        """Return the inputs, once they are known to be equal on every rank. Needs no process group."""
-        config, peers = self.config, self._heart.peers
-        with agreement.refusing_together(peers, alive=alive):
-            inputs = open_local(config)
+    def _facts(self, inputs: Inputs) -> dict[str, Any]:
         facts = {
-            **agreement.settings(config),
-            **agreement.versions(),
+            **agreement.settings(self.config),
             **agreement.model_facts(inputs.model_config),
             **{key: value for key, value in flat(inputs.identity).items() if not key.startswith("model.")},
         }
-        if config.optimizer.optimizer == "adamw8bit":
+        if self.config.optimizer.optimizer == "adamw8bit":
             facts["torchao"] = check_torchao()
-        agreement.agree(peers, facts, alive=alive)
-        return inputs
+        return facts
 
     def _begin(self) -> None:
         """Build the model, and load the checkpoint to resume from, if any."""
@@ -436,17 +426,3 @@ def be_deterministic() -> None:
 def step_seed(seed: int, step: int, rank: int) -> int:
     """Return the 64-bit seed of one rank's step: a hash, so that no two share a random stream."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=8).digest())
-
-
-@contextlib.contextmanager
-def _quiet_gloo() -> Iterator[None]:
-    """Discard stdout: gloo greets there, from C++, when a group is made."""
-    sys.stdout.flush()
-    stdout, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    try:
-        yield
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
-        os.close(nowhere)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from longspan.core.validation import check_processes
 from longspan.hf.pretrained import check_names
 from longspan.ranks import launch
 from longspan.verify.config import VerifyConfig
@@ -28,22 +27,23 @@ def run(config: VerifyConfig) -> int:
         LongspanError: on bad input.
         longspan.ranks.launch.RankFailed: if a rank dies.
     """
-    config.check()
-    launch.check_nproc(config.parallel.ranks, config.nproc, config.parallel.flags)
-    if not launch.under_torchrun():
-        check_names(config.model, config.config, config.data, config.tokenizer)
-        check_processes(config.parallel.ranks, config.parallel.flags)
-    from longspan.checkpoint import Ranks
-    from longspan.verify.inputs import open_inputs, open_resumed
+    launch.open_first(config, _open)
     from longspan.verify.report import print_json
     from longspan.verify.table import print_table
 
-    if not launch.under_torchrun():  # fail before any rank starts
-        open_inputs(config) if config.resume is None else open_resumed(config, Ranks(), content=False)
     report: Report = launch.launch(_verify_rank, config, nproc=config.parallel.ranks)
     if launch.is_first_rank():
         print_json(report) if config.json else print_table(report)
     return report.exit_code
+
+
+def _open(config: VerifyConfig) -> None:
+    """Open the inputs, to fail before any rank starts; the ranks open them again."""
+    check_names(config.model, config.config, config.data, config.tokenizer)
+    from longspan.checkpoint import Ranks
+    from longspan.verify.inputs import open_inputs, open_resumed
+
+    open_inputs(config) if config.resume is None else open_resumed(config, Ranks(), content=False)
 
 
 def _verify_rank(config: VerifyConfig) -> Report:
@@ -66,7 +66,8 @@ def worker(config: VerifyConfig, heartbeat: Heartbeat | None = None) -> Report:
     from longspan.verify.sharded import logits_part, make_models, make_report, sharded_parts
     from longspan.verify.unsharded import unsharded_runs
 
-    inputs, ranks = _agreed_inputs(config, heartbeat)
+    config.check()
+    inputs, ranks = _agreed_inputs(config, heartbeat or launch.unwatched(config))
     sp = make_sharding(config.parallel)
     hosts = sp.host_group
     batch_BS = {name: x.to(sp.device) for name, x in inputs.batch_BS.items()}
@@ -92,27 +93,19 @@ def worker(config: VerifyConfig, heartbeat: Heartbeat | None = None) -> Report:
     return make_report(config, sp, hosts, references, parts, inputs.checkpoint)
 
 
-def _agreed_inputs(config: VerifyConfig, heartbeat: Heartbeat | None) -> tuple[Inputs, Ranks]:
+def _agreed_inputs(config: VerifyConfig, heartbeat: Heartbeat) -> tuple[Inputs, Ranks]:
     """Return the inputs once all ranks agree on them, and the ranks that read files. Starts the process group."""
-    import torch
-
     from longspan.checkpoint import Ranks
     from longspan.ranks import agreement
-    from longspan.ranks.rendezvous import wait_for_ranks
     from longspan.verify.inputs import open_inputs, open_resumed
 
-    config.check()
-    alive = heartbeat is not None
-    peers = wait_for_ranks(config.timeout, config.start_timeout) if heartbeat is None else heartbeat.peers
-    inputs = None
-    with agreement.refusing_together(peers, alive=alive):
-        if config.resume is None:
-            inputs = open_inputs(config)
-    facts = {**agreement.settings(config), **agreement.versions()}
-    if inputs is not None:
-        facts |= agreement.model_facts(inputs.model_config)
-    agreement.agree(peers, facts, alive=alive)
-    peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
+    def opened() -> Inputs | None:
+        # Reading a checkpoint needs the process group: ranks divide its files and compare its marker.
+        return open_inputs(config) if config.resume is None else None
+
+    def facts(inputs: Inputs | None) -> dict[str, Any]:
+        return agreement.settings(config) | ({} if inputs is None else agreement.model_facts(inputs.model_config))
+
+    inputs = agreement.open_together(heartbeat, opened, facts)
     ranks = Ranks.apart()
-    # Reading a checkpoint needs the process group: ranks divide its files and compare its marker.
     return inputs if inputs is not None else open_resumed(config, ranks), ranks

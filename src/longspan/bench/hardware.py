@@ -1,20 +1,26 @@
-"""The speed of one rank while all ranks are busy: matmul, causal attention, memory.
+"""The hardware file of `longspan bench link`: the links of a mesh, and the speed of one rank while all ranks are busy.
 
 Shapes: [S, d] x [d, 4d] for the matmul, [1, H, S, D] for attention.
 """
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from longspan.bench.config import BenchConfig
-from longspan.bench.meters import median_seconds, smallest
+from longspan.bench.links import Fit, MessageSizes, measure_links
+from longspan.bench.meters import median_seconds, reduce_times
+from longspan.comm.mesh import init_mesh
 
 FORWARD_AND_BACKWARD = 3.5
 """FLOPs of attention's forward and backward over those of its forward: 2 matmuls, and 5 in a backward that recomputes
@@ -77,7 +83,7 @@ def measure_compute(config: BenchConfig, device: torch.device) -> Compute:
         attention_block=block,
         attention_width=width,
         memory_bandwidth=_copy_bandwidth(config.rounds, shapes, device),
-        memory_bytes=smallest(_memory_bytes(device), device),
+        memory_bytes=_memory_bytes(device),
     )
 
 
@@ -148,11 +154,109 @@ def _copy_bandwidth(rounds: int, shapes: _Shapes, device: torch.device) -> float
 
 
 def _memory_bytes(device: torch.device) -> int:
+    """Return the memory of the rank with the least."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_on_node()
+        mine = torch.cuda.mem_get_info(device)[1]
+    else:
+        mine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_on_node()
+    return int(reduce_times({"": [float(mine)]}, dist.ReduceOp.MIN, device)[""][0])
 
 
 def ranks_on_node() -> int:
     """Return the ranks on this machine, from torchrun's environment; 1 for a single process."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+# --- the file
+
+
+@dataclass(frozen=True)
+class MeasuredHardware:
+    """The links and the speed of the ranks, the same on every rank."""
+
+    name: str
+    dtype: str  # of matmul and attention
+    measured: str  # date, machine and versions
+    ranks_per_node: int
+    compute: Compute  # speed of one rank
+    degrees: Mapping[str, int]  # mesh axis or "fsdp" -> its ranks
+    links: Mapping[str, Mapping[str, Fit]]  # mesh axis or "fsdp" -> collective -> its fit
+    on_gpu: bool = False
+
+
+def measure_hardware(
+    config: BenchConfig,
+    device: torch.device,
+    name: str,
+    measured: str,
+    messages: MessageSizes | None = None,
+    compute: Compute | None = None,
+) -> MeasuredHardware:
+    """Measure the links of the config's mesh, and the speed of a rank unless it is given. Collective.
+
+    Args:
+        config: of `bench link`.
+        device: this rank's device.
+        name: of the hardware.
+        measured: date, machine and versions.
+        messages: the only collectives and sizes to measure; by default those of the config.
+        compute: the speed of a rank.
+    """
+    mesh = init_mesh(**config.parallel.degrees, device_type=device.type)
+    links = measure_links(config, mesh, device, messages)
+    degrees = {**config.parallel.degrees, "fsdp": config.parallel.ranks // config.parallel.tensor}
+    return MeasuredHardware(
+        name=name,
+        dtype=config.dtype,
+        measured=measured,
+        ranks_per_node=ranks_on_node(),
+        compute=measure_compute(config, device) if compute is None else compute,
+        degrees={axis: degrees[axis] for axis in links},
+        links=links,
+        on_gpu=device.type == "cuda",
+    )
+
+
+def as_toml(hardware: MeasuredHardware) -> str:
+    """Return the hardware file (schema: docs/reference/json.md)."""
+    compute = hardware.compute
+    tables: dict[str, dict[str, Any]] = {
+        "": {
+            "name": hardware.name,
+            "memory_bytes": compute.memory_bytes,
+            "flops": compute.flops,
+            "memory_bandwidth": compute.memory_bandwidth,
+            "gpus_per_node": hardware.ranks_per_node,
+            "matmul_efficiency": 1.0,  # flops is measured, not from a data sheet
+            "attention_flops": compute.attention_flops,
+            "attention_forward_flops": compute.attention_forward_flops,
+            "attention_block": compute.attention_block,
+            "attention_width": compute.attention_width,
+            # Default for links without `hidden`: a GPU sends while it computes; CPU ranks need their cores for both.
+            "overlaps": hardware.on_gpu,
+            "on_cpu": not hardware.on_gpu,
+            "reserve_bytes": 2e9 if hardware.on_gpu else 0.0,
+            "dtype": hardware.dtype,
+            "measured": hardware.measured,
+        }
+    }
+    for axis, fits in hardware.links.items():
+        for op, fit in fits.items():
+            table = {"latency": fit.latency, "bandwidth": fit.bandwidth, "residual": fit.residual}
+            points = tuple((round(sent), seconds) for sent, seconds in fit.points)
+            more = {"points": points or None, "hidden": fit.hidden}
+            tables[f"links.{axis}.{op}"] = table | {key: value for key, value in more.items() if value is not None}
+    lines = []
+    for name, keys in tables.items():
+        lines += ["", f"[{name}]"] if name else []
+        lines += [f"{key} = {_toml(value)}" for key, value in keys.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4e}"  # TOML would read a number without exponent and point as an integer
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    # A JSON value is a TOML value, except for DEL in a text, which JSON does not escape.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
