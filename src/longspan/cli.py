@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import errno
 import importlib
 import inspect
@@ -20,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+from longspan import __version__
 from longspan.core.errors import LongspanError, require
 from longspan.core.sections import make, options
 from longspan.core.validation import check_text, format_value, nearest, path_of
@@ -43,14 +43,11 @@ _USAGE = """usage: longspan COMMAND [--from FILE.toml] [--flag value ...]
 
 Train and run Transformers on sequences longer than one GPU can hold, exactly.
 
-{commands}
+{}
 
 longspan COMMAND --help   all flags of a command
 longspan --version
-"""
-
-
-_VERSION = ("--version", "-V", "version")
+""".format("\n".join(f"  {name:<10}{text}" for name, (_, _, text) in COMMANDS.items()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,28 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     if args[:1] == ["help"]:
         args = [*args[1:2], "--help"]
-    if args and args[0] not in ("-h", "--help", *_VERSION):
+    if args and args[0] not in ("-h", "--help", "--version", "-V", "version"):
         return _run(args[0], args[1:])
     try:
-        _print_about(args[:1] != [] and args[0] in _VERSION)
-        sys.stdout.flush()
+        print(f"longspan {__version__}" if args and "v" in args[0].lower() else _USAGE, flush=True)
     except BrokenPipeError:
         return _end_broken_pipe()
     return 0 if args else 2
-
-
-def _print_about(version: bool) -> None:
-    """Print the version or the list of commands."""
-    from longspan.cli_help import indented, paragraphs
-
-    if version:
-        from longspan import __version__
-
-        print(f"longspan {__version__}")
-        return
-    column = max(map(len, COMMANDS)) + 4
-    commands = "\n".join(indented(name, text, column) for name, (_, _, text) in COMMANDS.items())
-    print(paragraphs(_USAGE).format(commands=commands))
 
 
 def _run(command: str, args: list[str]) -> int:
@@ -93,7 +75,8 @@ def _run(command: str, args: list[str]) -> int:
     origins: dict[str, str] = {}
     try:
         if command not in COMMANDS:
-            raise LongspanError(_no_command(command))
+            hint = nearest(command, COMMANDS) if command[:1] != "-" else f"give one first: {', '.join(COMMANDS)}"
+            raise LongspanError(f"there is no command {format_value(command)}; {hint}")
         module_name, config_name, text = COMMANDS[command]
         module = importlib.import_module(module_name)
         config_class = getattr(module, config_name)
@@ -128,14 +111,6 @@ def _run(command: str, args: list[str]) -> int:
     return code
 
 
-def _no_command(command: str) -> str:
-    if not command.startswith("-"):
-        return f"there is no command {format_value(command)}; {nearest(command, COMMANDS)}"
-    close = difflib.get_close_matches(command, ["--version", "--help"], n=1, cutoff=0.7)
-    hint = f"did you mean {close[0]!r}?" if close else f"the command comes first: longspan {'|'.join(COMMANDS)} ..."
-    return f"there is no option {format_value(command)} before a command; {hint}"
-
-
 def _end_broken_pipe() -> int:
     """Return the exit code after the reader of stdout has closed it (`longspan plan ... | head -1`); print nothing."""
     with contextlib.suppress(OSError, ValueError):  # drop what is still in the buffer
@@ -166,7 +141,7 @@ def _parse(config_class: type[Any], args: list[str], *, prog: str, summary: str)
     """As `parse`; also return, by flag, the place of its value in the file."""
     import tyro
 
-    from longspan.cli_help import documented, wrapped
+    from longspan.cli_help import documented
     from longspan.cli_values import expand_home, read_flags, value_rule
     from longspan.ranks.launch import is_first_local_rank
 
@@ -193,7 +168,7 @@ def _parse(config_class: type[Any], args: list[str], *, prog: str, summary: str)
     missing = (dataclasses.MISSING, dataclasses.MISSING)
     required = [f.name for f in dataclasses.fields(config_class) if (f.default, f.default_factory) == missing]
     defaults = make(config_class, **{**dict.fromkeys(required, tyro.MISSING), **from_file})
-    with registry, wrapped():
+    with registry:
         parsed = tyro.cli(
             arguments,
             args=flags,

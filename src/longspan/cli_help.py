@@ -1,20 +1,15 @@
-"""The help of a command: its fields' docstrings, wrapped at the terminal's width."""
+"""The help of a command: its fields' docstrings, and the options of other tools."""
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import dataclasses
 import difflib
 import functools
 import inspect
-import io
-import shutil
-import sys
 import textwrap
 import typing
-from collections.abc import Iterator
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 from longspan.core.sections import is_section, shown
 
@@ -77,29 +72,8 @@ def suggest_option(name: str, known: list[str], prog: str, prefix: str = "") -> 
     return f"did you mean {prefix}{names[close[0]]}?" if prefix else f"did you mean {names[close[0]]!r}?"
 
 
-def width() -> int:
-    """Return the columns of the terminal, at least 40; 80 without a terminal."""
-    return max(40, shutil.get_terminal_size().columns)
-
-
-def indented(name: str, text: str, column: int) -> str:
-    """Return `name`, and `text` from `column` on, wrapped."""
-    hanging = " " * column
-    return textwrap.fill(text, width(), initial_indent=f"  {name}".ljust(column), subsequent_indent=hanging)
-
-
-def paragraphs(text: str) -> str:
-    """Return `text` with its long lines wrapped."""
-    return "\n".join(
-        textwrap.fill(line, width(), subsequent_indent=line[: -len(line.lstrip())]) for line in text.split("\n")
-    )
-
-
 def documented(config_class: type[Any]) -> Any:
-    """Return tyro's rule for a config class whose docstrings are wrapped at the terminal's width.
-
-    tyro itself keeps the line breaks of the source.
-    """
+    """Return tyro's rule for a config of sections: their flags have no prefix, and only those that `shown` names."""
     import tyro
 
     constructors = tyro.constructors
@@ -142,36 +116,3 @@ def field_texts(config_class: type[Any]) -> dict[str, str]:
                 if isinstance(text, ast.Constant) and isinstance(text.value, str):
                     texts[statement.target.id] = " ".join(text.value.split())
     return texts
-
-
-class _Buffer(io.TextIOWrapper):
-    """Collects printed text, with the encoding and colours of a stream."""
-
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__(io.BytesIO(), encoding=stream.encoding or "utf-8", errors="replace")
-        self._stream = stream
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    def text(self) -> str:
-        """Return everything printed."""
-        self.seek(0)
-        return self.read()
-
-
-@contextlib.contextmanager
-def wrapped() -> Iterator[None]:
-    """Wrap the long lines of everything printed inside, and print it at the end.
-
-    Raises:
-        BrokenPipeError: if the reader of stdout has closed it.
-    """
-    buffer = _Buffer(sys.stdout)
-    try:
-        with contextlib.redirect_stdout(buffer):
-            yield
-    finally:
-        for line in buffer.text().splitlines():
-            print(paragraphs(line) if "\x1b" not in line and line[:1].isalnum() else line)
-        sys.stdout.flush()
