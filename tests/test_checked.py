@@ -113,14 +113,11 @@ def test_check_output_creates_nothing(tmp_path: Path) -> None:
 def test_files_that_are_no_text_raise(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "latin").write_bytes(b"\xe4")
-    with (tmp_path / "large").open("wb") as large:
-        large.truncate(65 << 20)
     for name, message in (
         ("gone", "No such file"),
-        (".", "it is a folder"),
+        (".", "not a regular file"),
         ("pipe", "not a regular file"),
         ("latin", "not UTF-8 text"),
-        ("large", "68,157,440 bytes"),
     ):
         with pytest.raises(LongspanError, match=message):
             read_text("--x", tmp_path / name)

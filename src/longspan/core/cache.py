@@ -42,13 +42,7 @@ def holds_latent(latent: int, kv_heads: int, elements: int, shared: bool) -> boo
 
 
 def vector_bytes(code: str, elements: int, bytes_per_element: int) -> int:
-    """Return the bytes of one key or value of one head.
-
-    Args:
-        code: of `CACHE_DTYPES`.
-        elements: its head_dim.
-        bytes_per_element: as the model computes it.
-    """
+    """Return the bytes of one key or value of one head; `bytes_per_element` are the model's."""
     return elements * bytes_per_element if code == "exact" else elements + SCALE_BYTES
 
 
@@ -69,10 +63,7 @@ def is_sharded(layout: Layout, tokens: int) -> bool:
 
 
 class KVPlacement:
-    """The tokens that each ring rank holds, in the sequence's order.
-
-    Args:
-        ring: ranks of the ring.
+    """The tokens that each rank of a ring holds, in the sequence's order.
 
     Attributes:
         length: tokens of the whole sequence.
@@ -104,7 +95,6 @@ class KVPlacement:
         return sharded
 
     def _add_chunk(self, blocks: Sequence[Sequence[Span]], tokens: int) -> None:
-        """Append a chunk; `blocks` are each ring rank's spans, from the chunk's start."""
         for runs, block in zip(self.runs, blocks, strict=True):
             for a, b in block:
                 _append(runs, (self.length + a, self.length + b))
@@ -112,7 +102,7 @@ class KVPlacement:
         self._left = 0
 
     def _add_evenly(self, tokens: int) -> None:
-        """Append tokens of one forward that every rank has computed: one span for each rank."""
+        """Append tokens that every rank has computed: one span for each rank."""
         each = -(-tokens // len(self.runs))
         while tokens:
             self._growing, self._left = self._emptiest(), min(each, tokens)
@@ -142,16 +132,11 @@ class KVPlacement:
 def tokens_per_rank(
     layout: Layout, prompt: int, generated: int = 0, start: int = 0, chunk: int | None = None
 ) -> tuple[int, ...]:
-    """Return how many tokens from `start` on each ring rank holds of a prompt and the tokens generated after it.
+    """Return how many tokens from `start` on each ring rank holds of a prompt, processed in chunks, and of the tokens
+    generated one by one after it.
 
-    Full chunks give every rank the same number of tokens, so those in the middle are not simulated.
-
-    Args:
-        layout: of the ranks.
-        prompt: tokens of the prompt, which is processed in chunks.
-        generated: tokens generated one by one.
-        start: the first token that counts.
-        chunk: tokens of a chunk; `PREFILL_CHUNK` per rank if None.
+    `chunk` is `PREFILL_CHUNK` per rank if None. Full chunks give every rank the same number of tokens, so those in the
+    middle are not simulated.
     """
     if layout.ring == 1:
         return (max(0, prompt + generated - start),)

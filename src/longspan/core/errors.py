@@ -32,15 +32,7 @@ class LongspanError(ValueError):
 
 
 def require(use: str, *packages: str) -> None:
-    """Raise if an optional package is not installed; none is imported.
-
-    Args:
-        use: the command or flag that needs them: "longspan train", "--png".
-        packages: keys of `EXTRAS`.
-
-    Raises:
-        LongspanError: naming the package and the extra that installs it.
-    """
+    """Raise if an optional package (a key of `EXTRAS`) is not installed; none is imported. `use` is what needs it."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise not_installed(use, package)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
 
 def parameters(count: float) -> str:
@@ -42,32 +41,21 @@ def odd_ones(seen: Sequence[Hashable]) -> list[int]:
 
 
 def differences(facts: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list[str]:
-    """Return a text for every key whose values differ over the ranks: the odd values first, then the usual one.
-
-    Args:
-        facts: of each rank, by key.
-        ranks: their numbers in the job.
-    """
+    """Return a text for every key whose values differ over the ranks: the odd values first, then the usual one."""
     keys = dict.fromkeys(key for each in facts for key in each)
     texts = []
     for key in keys:
         values = [each.get(key) for each in facts]
         if len(set(values)) > 1:
-            odd = odd_ones(values)
-            usual = [i for i in range(len(values)) if i not in odd]
-            parts = [*_parts(values, odd), (usual[0], usual)]
-            sides = [f"{_format_value(values[i])} on {format_ranks([ranks[j] for j in some])}" for i, some in parts]
+            holders: dict[str | None, list[int]] = {}
+            for rank, value in zip(ranks, values, strict=True):
+                holders.setdefault(value, []).append(rank)
+            odd_ranks = odd_ones(values)
+            usual = next(value for i, value in enumerate(values) if i not in odd_ranks)
+            odd = [value for value in holders if value != usual][:_SHOWN]
+            sides = [f"{_format_value(value)} on {format_ranks(holders[value])}" for value in [*odd, usual]]
             texts.append(f"{key} is {', '.join(sides)}")
     return texts
-
-
-def _parts(values: Sequence[Any], odd: list[int]) -> list[tuple[int, list[int]]]:
-    """Group the odd indices by value: the first index of each value, and all of them."""
-    return [
-        (i, [j for j in odd if values[j] == values[i]])
-        for n, i in enumerate(odd)
-        if all(values[j] != values[i] for j in odd[:n])
-    ][:_SHOWN]
 
 
 def _format_value(value: str | None) -> str:

@@ -55,23 +55,18 @@ def check_heads(q_heads: int, kv_heads: int) -> None:
 
 
 def split_heads(q_heads: int, kv_heads: int, ranks: int, *, kv_replication: bool = True) -> tuple[HeadShard, ...]:
-    """Split the heads of one attention layer over `ranks` ranks.
+    """Split the heads of one attention layer over `ranks` ranks; query heads stay in order.
 
-    The slowest rank sets the pace, so no rank gets more than ceil(q_heads / ranks) query heads. Among the splits that
-    reach this, one along KV groups is preferred: with at most as many ranks as KV heads it sends each KV head once;
-    with more, each rank gets one. With more ranks, or uneven groups, a KV head is in the shards of several ranks:
-    `longspan.comm.all_to_all` copies it into each rank's message (`_pack`), and sums the gradients that return
-    (`_unpack`; for heads in chunks `_write_heads`). Query heads stay in order, so that gathering them is a
-    concatenation.
+    No rank gets more than ceil(q_heads / ranks) query heads, as the slowest sets the pace. Among the splits that reach
+    this, one along KV groups is preferred. With more ranks than KV heads, or uneven groups, a KV head is in the shards
+    of several ranks: `longspan.comm.all_to_all` copies it into each rank's message (`_pack`), and sums the gradients
+    that return (`_unpack`; for heads in chunks `_write_heads`).
 
     Args:
-        q_heads: query heads of the model.
-        kv_heads: KV heads of the model; divides `q_heads`.
+        q_heads: a multiple of `kv_heads`.
+        kv_heads: KV heads of the model.
         ranks: size of the Ulysses group. If it exceeds `q_heads`, some ranks compute no head.
         kv_replication: whether one KV head may be sent to several ranks.
-
-    Returns:
-        One `HeadShard` per rank.
 
     Raises:
         LongspanError: on impossible head counts, or if `kv_replication` is refused and `ranks > kv_heads`.
@@ -91,17 +86,9 @@ def split_heads(q_heads: int, kv_heads: int, ranks: int, *, kv_replication: bool
 
 
 def split_groups(q_heads: int, kv_heads: int, ranks: int) -> tuple[HeadShard, ...]:
-    """Split the heads of one attention layer along KV groups: no rank has parts of two groups.
+    """Split the heads of one attention layer over a tensor group along KV groups: no rank has parts of two.
 
-    With fewer ranks than KV heads each rank has whole groups; with more, each has query heads of one group.
-
-    Args:
-        q_heads: query heads of the model.
-        kv_heads: KV heads of the model; divides `q_heads`.
-        ranks: size of the tensor group.
-
-    Returns:
-        One `HeadShard` per rank. Some ranks have no head if there are more ranks than query heads.
+    With more ranks than query heads, some have none.
     """
     check_heads(q_heads, kv_heads)
     group = q_heads // kv_heads
@@ -121,7 +108,7 @@ def split_head_chunks(
 
     Returns:
         Groups of chunks, by the KV heads that they share; for every chunk the shard of each rank. Ranks with few heads
-        have none in the last chunks. If a group has several chunks, each rank has one KV head in it, which all need.
+        have none in the last chunks.
     """
     most = max(shard.kv_heads for shard in shards)
     count = max(min(chunks, most) if chunks else most, overlap_chunks)

@@ -64,7 +64,6 @@ class Zigzag(RingLayout):
 
 
 LAYOUTS: dict[str, RingLayout] = {}
-"""The registry, by name."""
 
 
 def register_layout(layout: RingLayout) -> None:
@@ -87,23 +86,13 @@ else:  # the command line's choices are those of the registry
     LayoutName = Literal[("auto", *LAYOUTS)]
 
 
-def layout_names() -> tuple[str, ...]:
-    """Return "auto" and every registered layout."""
-    return ("auto", *LAYOUTS)
-
-
 @dataclass(frozen=True)
 class Layout:
     """One sequence cut over ring x ulysses ranks: first into ring blocks, then each block into equal parts.
 
-    The Ulysses ranks of a block hold its parts in order, so that their all-to-all restores the block. `kind` names the
-    `RingLayout` of the blocks. Every rank holds the same number of tokens, so that collectives are regular; padding is
-    at the end of the sequence, where a causal mask already hides it.
-
-    Attributes:
-        ring: number of blocks.
-        ulysses: parts of a block.
-        kind: name of the ring layout.
+    The Ulysses ranks of a block hold its parts in order, so that their all-to-all restores the block. Every rank holds
+    the same number of tokens; padding is at the end of the sequence, where a causal mask already hides it. `kind` names
+    the registered `RingLayout` of the blocks.
     """
 
     ring: int = 1
@@ -112,19 +101,7 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Ranks that share the sequence."""
         return self.ring * self.ulysses
-
-    @property
-    def ring_layout(self) -> RingLayout:
-        """The registered layout of this kind.
-
-        Raises:
-            LongspanError: if there is none.
-        """
-        if self.kind not in LAYOUTS:
-            raise LongspanError(f"layout {self.kind!r} is not registered; there are {', '.join(LAYOUTS)}")
-        return LAYOUTS[self.kind]
 
     def local_length(self, n: int) -> int:
         """Return the tokens per rank, padding included, of a sequence of `n` tokens."""
@@ -133,7 +110,7 @@ class Layout:
         local = -(-n // self.size)
         if self.ring == 1:
             return local
-        multiple = self.ring_layout.multiple(self.ring)
+        multiple = LAYOUTS[self.kind].multiple(self.ring)
         step = multiple // math.gcd(multiple, self.ulysses)  # so that `ulysses` parts are a multiple
         return -(-local // step) * step
 
@@ -183,10 +160,10 @@ def choose_layout(name: str, ring: int, ulysses: int) -> Layout:
 
 @functools.lru_cache(maxsize=64)
 def _blocks(kind: str, n: int, ring: int) -> tuple[tuple[Span, ...], ...]:
-    """Return every block of `n` tokens (padding included) with adjacent spans joined; check the layout's answer."""
+    """Return every block of `n` tokens, padding included, with adjacent spans joined; check what the layout returns."""
     if ring == 1:
         return (((0, n),),)
-    layout = Layout(ring, 1, kind).ring_layout
+    layout = LAYOUTS[kind]
     blocks = tuple(_join_adjacent(spans) for spans in layout.blocks(n, ring))
     in_order = sorted(span for spans in blocks for span in spans)
     ends = [(0, 0), *in_order, (n, n)]

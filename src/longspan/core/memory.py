@@ -116,11 +116,7 @@ LONGEST = Memory(checkpointing="full", tiled_mlp=0, tiled_norms=True)
 
 
 def memory_of(asked: object) -> Memory:
-    """Return the options of a level ("fastest", "longest"), or `asked` itself if it is a `Memory`.
-
-    Raises:
-        LongspanError: `asked` is neither.
-    """
+    """Return the options of a level ("fastest", "longest"), or `asked` itself if it is a `Memory`."""
     if isinstance(asked, Memory):
         return asked
     levels = {"fastest": FASTEST, "longest": LONGEST}
@@ -169,11 +165,7 @@ class MemoryFlags:
     """Keep weights, gradients and optimizer states in host memory."""
 
     def fixed(self) -> dict[str, Any]:
-        """Return the options that flags set one by one, as fields of `Memory`.
-
-        Raises:
-            LongspanError: two flags contradict each other.
-        """
+        """Return the options that flags set one by one, as fields of `Memory`."""
         given: dict[str, Any] = {
             "checkpointing": None if self.checkpointing == "by-memory" else self.checkpointing,
             "offload": None if self.offload == "by-memory" else self.offload,
@@ -202,15 +194,10 @@ class MemoryFlags:
 
     @property
     def chooses(self) -> bool:
-        """Whether the planner chooses memory options."""
         return self.level == "auto"
 
     def to_memory(self) -> Memory:
-        """Return the requested options; if the planner chooses, `FASTEST` with the fixed ones.
-
-        Raises:
-            LongspanError: options contradict each other.
-        """
+        """Return the requested options; if the planner chooses, `FASTEST` with the fixed ones."""
         fixed = self.fixed()
         # These need a checkpointing; the planner will choose it.
         if self.chooses and (fixed.get("offload", "none") != "none" or fixed.get("layers_per_checkpoint", 1) != 1):

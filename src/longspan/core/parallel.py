@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from longspan.core.cache import CACHE_DTYPES, CacheDtype
-from longspan.core.layout import LayoutName, layout_names
+from longspan.core.layout import LAYOUTS, LayoutName
 from longspan.core.validation import LARGEST_COUNT, LARGEST_JOB, check_choice, check_number
 
 AXES = ("data", "ring", "ulysses", "tensor")
@@ -52,17 +52,14 @@ class ParallelConfig:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Size of every axis, in the mesh's order."""
         return dict(zip(AXES, (self.data_degree, self.ring, self.ulysses, self.tensor), strict=True))
 
     @property
     def ranks(self) -> int:
-        """Ranks of the whole job."""
         return math.prod(self.degrees.values())
 
     @property
     def sequence_ranks(self) -> int:
-        """Ranks that share one sequence."""
         return self.ring * self.ulysses
 
     @property
@@ -82,11 +79,7 @@ class ParallelConfig:
         return self.wire_dtype != "exact" and self.ulysses > 1
 
     def check(self) -> None:
-        """Raise on values out of range, naming the flag.
-
-        Raises:
-            LongspanError: with the value and the range.
-        """
+        """Raise on values out of range, naming the flag."""
         self.check_degrees(_flag)
         check_number(f"the product of {self.flags}", self.ranks, 1, LARGEST_JOB)
         self.check_choices(lambda field: f"--{field.replace('_', '-')}")
@@ -98,7 +91,7 @@ class ParallelConfig:
 
     def check_choices(self, name: Callable[[str], str] = str) -> None:
         """Raise on an unknown layout, ring_impl, tensor_style, wire_dtype or overlap_chunks."""
-        check_choice(name("layout"), self.layout, layout_names())
+        check_choice(name("layout"), self.layout, ("auto", *LAYOUTS))
         check_choice(name("ring_impl"), self.ring_impl, RING_IMPLS)
         check_choice(name("tensor_style"), self.tensor_style, TENSOR_STYLES)
         check_choice(name("wire_dtype"), self.wire_dtype, CACHE_DTYPES)

@@ -97,12 +97,11 @@ class Tile:
 
 
 def tiles(region: Region, *, materialized: bool = False) -> Iterator[Tile]:
-    """Cut a trimmed region into tiles: as few and as large as possible without a materialized mask.
+    """Cut a region that `Region.within` returned into tiles: as few and as large as possible without a materialized
+    mask.
 
-    Args:
-        region: as `Region.within` returns it.
-        materialized: whether every tile's scores or mask are materialized (a bias, a softcap, a mask_mod), so that no
-            tile may be larger than `TILE`.
+    With `materialized`, every tile's scores or mask are (a bias, a softcap, a mask_mod), so no tile is larger than
+    `TILE`.
     """
     if materialized:
         yield from _masked_tiles(region)
@@ -166,13 +165,7 @@ def _masked_tiles(r: Region) -> Iterator[Tile]:
 def intersections(
     regions: Iterable[Region], q_spans: Sequence[Span], k_spans: Sequence[Span]
 ) -> Iterator[tuple[int, int, Region]]:
-    """Yield (m, n, part) for each region and each query span m and key span n that it intersects.
-
-    Args:
-        regions: a packed sequence has thousands, most of which intersect few spans.
-        q_spans: disjoint, sorted.
-        k_spans: disjoint, sorted.
-    """
+    """Yield (m, n, part) for each region and each query span m and key span n (disjoint, sorted) that it intersects."""
     # Binary search: there may be thousands of regions.
     q_starts, k_starts = [start for start, _ in q_spans], [start for start, _ in k_spans]
     for region in regions:
@@ -223,9 +216,7 @@ def merge_calls(calls: Iterable[Call]) -> list[Call]:
     Neighbours in a tensor need not be neighbours in the sequence. A zigzag block has an early and a late span. With its
     own keys these are a triangle, a rectangle below it and a triangle: by their indices, one larger triangle. With
     another block's keys, both query spans see the early keys, or the late queries see both key spans: one rectangle.
-
-    Args:
-        calls: disjoint calls of one KV block. Those with a mask stay as they are.
+    Calls with a mask stay as they are.
     """
     merged = list(calls)
     if any(call.kind == "full" for call in merged):  # not for documents, perhaps thousands, which are triangles only

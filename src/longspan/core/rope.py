@@ -38,8 +38,8 @@ class RopeAsked:
             linear. Or a kind.
         factor: positions over original positions; None: the smallest integer that the context needs.
         original: positions before any scaling; None: from the config.
-        short: longrope: divisors of each angle in sequences of at most the original positions.
-        long: longrope: divisors in longer sequences.
+        short, long: longrope: divisors of each angle in sequences of at most the original positions, and in longer
+            ones.
         file: of `short` and `long`.
     """
 
@@ -69,11 +69,7 @@ class RopeFlags:
     """JSON with "short_factor" and "long_factor" for longrope, or a config.json that has them."""
 
     def rope(self) -> RopeAsked:
-        """Return the requested scaling.
-
-        Raises:
-            LongspanError: for flags that exclude each other, impossible numbers, or a file that cannot be read.
-        """
+        """Return the requested scaling, or raise on flags that exclude each other or a file that cannot be read."""
         given = {
             "--rope-factor": self.rope_factor,
             "--rope-original": self.rope_original,
@@ -189,9 +185,6 @@ def full_table(parameters: Mapping[str, Any]) -> tuple[str | None, Mapping[str, 
 
     In some models (Gemma-3) layers with a window have their own table. They need no scaling: distances within a window
     do not grow.
-
-    Raises:
-        LongspanError: if there are several tables and none is for full attention.
     """
     tables = {key: value for key, value in parameters.items() if isinstance(value, Mapping)}
     if not tables:
@@ -248,30 +241,25 @@ class RopeScaling:
         factor: positions over original positions.
         original: positions before any scaling.
         positions: `max_position_embeddings` of the scaled config.
-        short, long: as in `RopeAsked`.
-        file: as in `RopeAsked`.
+        asked: what it answers.
         replaced: the config's scaling in words; "" for none.
-        asked_original: the user gave the original positions.
     """
 
     kind: RopeKind
     factor: float
     original: int
     positions: int
-    short: tuple[float, ...] = ()
-    long: tuple[float, ...] = ()
-    file: str = ""
+    asked: RopeAsked
     replaced: str = ""
-    asked_original: bool = False
 
     @property
     def flags(self) -> dict[str, str]:
         """The flags of this scaling, with their values."""
         flags = {"--rope-scaling": self.kind, "--rope-factor": f"{self.factor!r}".removesuffix(".0")}
-        if self.asked_original:
+        if self.asked.original is not None:
             flags["--rope-original"] = str(self.original)
-        if self.file:
-            flags["--longrope-factors"] = self.file
+        if self.asked.file:
+            flags["--longrope-factors"] = self.asked.file
         return flags
 
     def __str__(self) -> str:
@@ -283,11 +271,7 @@ class RopeScaling:
 def scaling_for(state: RopeState, asked: RopeAsked, context: int, where: str) -> RopeScaling | None:
     """Return the scaling for sequences of `context` tokens, or None if the config stays as it is.
 
-    Args:
-        state: the model's positions.
-        asked: the requested scaling.
-        context: tokens per sequence.
-        where: name of the model in messages.
+    `where` names the model in messages.
 
     Raises:
         LongspanError: if no scaling gives the model such positions, with the numbers and the fix.
@@ -336,17 +320,8 @@ def scaling_for(state: RopeState, asked: RopeAsked, context: int, where: str) ->
             f"--longrope-factors {asked.file} has {len(asked.long)} numbers, and a head of {where} has "
             f"{state.dims // 2} angles ({state.dims} rotary dimensions); give one number per angle"
         )
-    return RopeScaling(
-        kind,
-        factor,
-        original,
-        original if kind == "dynamic" else reach,  # transformers' dynamic RoPE begins to scale there
-        asked.short,
-        asked.long,
-        asked.file,
-        state.scaling,
-        asked.original is not None,
-    )
+    positions = original if kind == "dynamic" else reach  # transformers' dynamic RoPE begins to scale there
+    return RopeScaling(kind, factor, original, positions, asked, state.scaling)
 
 
 def furthest(state: RopeState, asked: RopeAsked) -> int | None:
@@ -394,5 +369,5 @@ def scaled_table(table: Mapping[str, Any], scaling: RopeScaling) -> dict[str, An
     if scaling.kind in ("yarn", "longrope"):
         scaled["original_max_position_embeddings"] = scaling.original
     if scaling.kind == "longrope":
-        scaled |= {"short_factor": list(scaling.short), "long_factor": list(scaling.long)}
+        scaled |= {"short_factor": list(scaling.asked.short), "long_factor": list(scaling.asked.long)}
     return scaled

@@ -26,7 +26,6 @@ class Routes:
 
     @property
     def rounds(self) -> int:
-        """Largest number of hops of a block."""
         return max(*self.right, *self.left)
 
     @cached_property
@@ -55,10 +54,8 @@ def ring_routes(readers: Sequence[Collection[int]]) -> Routes:
     """Return the shortest routes of all blocks to the ranks that need them.
 
     A block that every rank needs goes right, once around. If few ranks need it (a sliding window), it may be shorter to
-    send it both ways: under zigzag a window needs the neighbours on both sides.
-
-    Args:
-        readers: `readers[j]` are the ranks whose queries attend to anything in block j, with or without rank j.
+    send it both ways: under zigzag a window needs the neighbours on both sides. `readers[j]` are the ranks whose
+    queries attend to anything in block j, with or without rank j.
     """
     size = len(readers)
     hops = [_fewest_hops(j, ranks, size) for j, ranks in enumerate(readers)]
@@ -66,7 +63,6 @@ def ring_routes(readers: Sequence[Collection[int]]) -> Routes:
 
 
 def _fewest_hops(block: int, ranks: Collection[int], size: int) -> tuple[int, int]:
-    """Return the hops of a block to the right and to the left that reach all `ranks`."""
     if len(ranks) == size:
         return size - 1, 0
     stops = [0, *sorted([(rank - block) % size for rank in ranks if rank != block]), size]
@@ -99,12 +95,7 @@ def choose_ring_impl(asked: str, kv_bytes: int, routes: Routes | None) -> str:
 
     "p2p" overlaps sending with attention and sends a block only to ranks that need it. "allgather" saves the latency of
     R - 2 messages. It pays only if all keys and values of the ring are small (`ALL_GATHER_MAX_BYTES`) and every rank
-    needs every block.
-
-    Args:
-        asked: "auto", "p2p" or "allgather".
-        kv_bytes: bytes of the keys and values of the whole ring.
-        routes: how far blocks are sent; None for all the way.
+    needs every block (`routes` is None, or goes all the way).
     """
     if asked != "auto":
         return asked
@@ -130,23 +121,16 @@ overlaps with it, at most an eighth of its time is lost; if enough does, three q
 
 @dataclass(frozen=True)
 class AllToAllLink:
-    """The measured time of an all-to-all of a Ulysses group.
-
-    Attributes:
-        start_s: seconds of an empty message.
-        per_byte_s: seconds per byte of a rank's buffer, its own part included.
-    """
+    """The measured time of an all-to-all of a Ulysses group: of an empty message, and per byte of a rank's buffer."""
 
     start_s: float
     per_byte_s: float
 
 
 def choose_overlap_chunks(sent_bytes: int, link: AllToAllLink | None) -> int:
-    """Return the number of chunks for `overlap_chunks="auto"`: several if the all-to-all takes long on this link.
+    """Resolve `overlap_chunks="auto"`: several if the all-to-all of a rank's q, k and v takes long.
 
-    Args:
-        sent_bytes: bytes of a rank's q, k and v.
-        link: between the ranks of a Ulysses group; None inside one host, where chunks gain nothing.
+    `link` is None inside one host, where chunks gain nothing.
     """
     if link is None:
         return 1

@@ -17,13 +17,7 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True)
 class Option:
-    """A flag of a command.
-
-    Attributes:
-        name: of the field.
-        section: the field of the config that holds it; "" for the config itself.
-        kind: its type.
-    """
+    """A flag of a command: the name of its field, the field of the config that is its section ("": none), its type."""
 
     name: str
     section: str

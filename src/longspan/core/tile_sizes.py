@@ -19,15 +19,9 @@ LOSS_TILE = (1 << 24, 1 << 20)
 def gradient_buckets(
     sizes: Sequence[int], kinds: Sequence[Hashable] | None = None, limit: int = GRADIENT_BUCKET
 ) -> list[range]:
-    """Group gradients that are summed together: neighbours of one kind, about `limit` elements.
+    """Group gradients that are summed together: neighbours of one kind (dtypes), about `limit` elements.
 
-    Args:
-        sizes: elements of each parameter, in the model's order.
-        kinds: what must be equal within a bucket (dtypes); None: all are equal.
-        limit: elements of a bucket; a larger parameter has a bucket of its own.
-
-    Returns:
-        The indices of each bucket's parameters.
+    A larger parameter has a bucket of its own. Return the indices of each bucket's parameters.
     """
     starts: list[int] = []
     filled = 0
@@ -46,13 +40,8 @@ WHOLE_GRADIENTS = 1 / 8
 def reduces_once(sharded: bool, gradient_bytes: float, memory_bytes: float) -> bool:
     """Return whether `--reduce auto` reduces gradients once, after the last micro-batch, instead of after each.
 
-    Without FSDP this costs no memory: every rank holds the whole model's gradients anyway. With FSDP every rank then
-    holds them, instead of its shard, from the first micro-batch to the last.
-
-    Args:
-        sharded: whether FSDP shards the weights.
-        gradient_bytes: of all gradients, in the dtype of the reduction.
-        memory_bytes: of a device.
+    Without FSDP (`sharded`) this costs no memory: every rank holds the whole model's gradients anyway. With FSDP every
+    rank then holds them, instead of its shard, from the first micro-batch to the last.
     """
     return not sharded or gradient_bytes <= WHOLE_GRADIENTS * memory_bytes
 
@@ -84,13 +73,8 @@ def head_tile(vocabulary: int, on_cpu: bool) -> int:
 def mlp_rows(tokens: int, hidden: int, width: int, tiles: int, on_cpu: bool) -> int:
     """Return the tokens of a tile of an MLP.
 
-    Args:
-        tokens: of a rank.
-        hidden: input features.
-        width: of the widest intermediate.
-        tiles: number of tiles; 0: such that a tile's intermediates, about six in forward and backward, take about a
-            quarter of the hidden states of all tokens.
-        on_cpu: whether it runs on a CPU.
+    With `tiles=0`, a tile's intermediates, about six in forward and backward, take about a quarter of the hidden states
+    of all tokens. `width` is the widest intermediate's.
     """
     if tiles:
         return max(1, -(-tokens // tiles))
@@ -103,10 +87,9 @@ def norm_rows(tokens: int, on_cpu: bool) -> int:
 
 
 def layers_held(layers: int, per_checkpoint: int) -> tuple[int, int]:
-    """Return how many layer inputs are held with `per_checkpoint` layers in a group (`Memory.layers_per_checkpoint`).
+    """Return how many layer inputs are held with `per_checkpoint` layers in a group.
 
-    Returns:
-        The number at the end of the forward, and the largest: when a group's inputs have been recomputed.
+    At the end of the forward, and the most, when a group's inputs have been recomputed.
     """
     groups = -(-layers // per_checkpoint)
     last = layers - (groups - 1) * per_checkpoint

@@ -10,7 +10,6 @@ import math
 import numbers
 import os
 import re
-import stat
 import tomllib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -31,8 +30,6 @@ LONGEST_WAIT_S = 30 * 24 * 3600
 LARGEST_SEED = (1 << 63) - 1
 """The largest seed that torch, numpy and Python's own generator all take."""
 
-_LARGEST_TEXT = 64 << 20  # bytes
-_LONGEST_PATH, _LONGEST_NAME = 4096, 255  # bytes, on Linux
 _FILE_ENDINGS = (".txt", ".json", ".jsonl", ".parquet", ".toml", ".csv", ".gz", ".zst", ".zip", ".safetensors", ".bin")
 
 
@@ -95,11 +92,7 @@ def check_number(
 
 
 def check_count(name: str, value: Any) -> None:
-    """Raise unless `value` is an integer of 0 or more.
-
-    Raises:
-        LongspanError: with the value.
-    """
+    """Raise unless `value` is an integer of 0 or more."""
     check_number(name, value, 0, LARGEST_COUNT, whole=True)
 
 
@@ -110,11 +103,7 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_function(name: str, value: Any, arguments: str) -> None:
-    """Raise unless `value` is a function of these arguments: "q, k" positional, in "q, k, *, scale" the last by name.
-
-    Raises:
-        LongspanError: with the value.
-    """
+    """Raise unless `value` is a function of these arguments. In "q, k, *, scale" the last is given by name."""
     expected = f"{name} must be a function ({arguments})"
     if not callable(value):
         raise LongspanError(f"{expected}, got {format_value(value)} ({type(value).__name__})")
@@ -137,12 +126,7 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 
 
 def check_processes(ranks: int, mesh: str) -> None:
-    """Raise for more ranks than one machine can start: each is a process that imports torch.
-
-    Args:
-        ranks: of the job, all on this machine.
-        mesh: description of the mesh in the message.
-    """
+    """Raise for more ranks than one machine can start. `mesh` is for the message."""
     cores = os.cpu_count() or 1
     most = max(64, 4 * cores)
     if ranks > most:
@@ -168,13 +152,11 @@ def checked_call(
 ) -> Callable[[Function], Function]:
     """Decorate a public function: a wrong call raises LongspanError, not an error deep inside the function.
 
-    Missing and unknown arguments raise with the nearest name. Each of `checks` is called with the name and the
-    value of its argument; it raises LongspanError, or returns the value to use instead (None: the given one).
-
     Args:
         together: runs the checks on every rank and raises on all if one fails; called with the checks and the call's
             arguments by name. By default each rank checks for itself.
-        checks: by argument.
+        checks: by argument; each is called with the name and the value. It raises LongspanError, or returns the value
+            to use instead (None: the given one).
     """
 
     def decorate(function: Function) -> Function:
@@ -225,11 +207,7 @@ def _bind(
 
 
 def as_path(name: str, value: Any) -> Path:
-    """Return a path that was given as text or as a `Path`.
-
-    Raises:
-        LongspanError: for anything else, and for what `path_of` refuses.
-    """
+    """Return a path that was given as text or as a `Path`."""
     if not isinstance(value, str | os.PathLike):
         raise LongspanError(
             f"`{name}` must be a path (text or pathlib.Path), got {format_value(value)} ({type(value).__name__})"
@@ -269,28 +247,17 @@ def path_of(name: str, text: str) -> Path:
         raise LongspanError(f"{name} is empty; give a path")
     try:
         path = Path(text).expanduser()
+        path.lstat()
     except RuntimeError as error:
         raise LongspanError(f"{name} {text}: this machine has no user of that name; write the full path") from error
-    encoded = os.fsencode(path)
-    too_long = len(encoded) >= _LONGEST_PATH or max(map(len, encoded.split(b"/"))) > _LONGEST_NAME
-    try:
-        path.lstat()
     except OSError as error:
-        too_long = too_long or error.errno == errno.ENAMETOOLONG
-    if too_long:
-        raise LongspanError(
-            f"{name} {format_value(text)} is too long for a path: a system allows about {_LONGEST_NAME} bytes a name "
-            f"and {_LONGEST_PATH:,} in all; give a shorter one"
-        )
+        if error.errno == errno.ENAMETOOLONG:
+            raise LongspanError(f"{name} {format_value(text)} is too long for a path; give a shorter one") from error
     return path
 
 
 def existing_path(name: str, text: str) -> Path | None:
-    """Return the file or folder at a path, or None.
-
-    Raises:
-        LongspanError: as `path_of`, and for a broken link and a folder without permission.
-    """
+    """Return the file or folder at a path, or None. Raise for a broken link, and as `path_of`."""
     path = path_of(name, text)
     try:
         if path.is_symlink() and not path.exists():
@@ -320,42 +287,29 @@ def means_a_path(text: str) -> bool:
 def check_output(name: str, path: Path, *, folder: bool = False, example: str = "NAME") -> None:
     """Raise for a file, or with `folder` a folder, that cannot be written, without creating anything."""
     what = "folder" if folder else "file"
-    try:
-        if path.exists() and path.is_dir() != folder:
-            other = "file; give a folder" if folder else f"folder; give a file, such as {name} {path / example}"
-            raise LongspanError(f"{name} {path} is a {other}")
-        parent = path
-        while not parent.exists() and not parent.is_symlink() and parent != parent.parent:
-            parent = parent.parent
-        if parent.is_symlink() and not parent.exists():
-            raise LongspanError(f"{name} {path} cannot be written: {parent} is a link to nothing")
-        if parent != path and not parent.is_dir():
-            raise LongspanError(f"{name} {path} cannot be written: {parent} is not a folder; give another {what}")
-        if not os.access(parent, os.W_OK):
-            raise LongspanError(f"{name} {path} cannot be written: permission denied; give another {what}")
-    except OSError as error:
-        raise LongspanError(f"{name} {path} cannot be written: {error}; give another {what}") from error
+    existing = next((p for p in (path, *path.parents) if os.path.lexists(p)), Path())
+    if not existing.exists():
+        problem = f"{existing} is a link to nothing"
+    elif existing != path and not existing.is_dir():
+        problem = f"{existing} is not a folder"
+    elif not os.access(existing, os.W_OK):
+        problem = "permission denied"
+    elif existing == path and path.is_dir() != folder:
+        other = "file; give a folder" if folder else f"folder; give a file, such as {name} {path / example}"
+        raise LongspanError(f"{name} {path} is a {other}")
+    else:
+        return
+    raise LongspanError(f"{name} {path} cannot be written: {problem}; give another {what}")
 
 
 # --- files
 
 
 def read_text(name: str, path: Path) -> str:
-    """Return the text of a settings file.
-
-    Raises:
-        LongspanError: for a file that is missing, unreadable, too long, not regular, or not UTF-8.
-    """
+    """Return the text of a settings file, or raise LongspanError."""
     try:
-        status = path.stat()
-        if stat.S_ISDIR(status.st_mode):
-            raise LongspanError(f"{name} {path} cannot be read: it is a folder; give a file")
-        if not stat.S_ISREG(status.st_mode):
+        if path.exists() and not path.is_file():  # a pipe might never end
             raise LongspanError(f"{name} {path} cannot be read: it is not a regular file")
-        if status.st_size > _LARGEST_TEXT:
-            raise LongspanError(
-                f"{name} {path} has {status.st_size:,} bytes, more than the {_LARGEST_TEXT:,} that are read of it"
-            )
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise LongspanError(
@@ -367,14 +321,7 @@ def read_text(name: str, path: Path) -> str:
 
 @dataclass(frozen=True)
 class Toml:
-    """The values of a TOML file, and their lines.
-
-    Attributes:
-        name: the flag that named the file.
-        path: the file.
-        values: of the file.
-        lines: line numbers, by the path of keys.
-    """
+    """The values of a TOML file, and line numbers by the path of keys. `name` is the flag that named the file."""
 
     name: str
     path: Path
@@ -394,23 +341,15 @@ class Toml:
 
 
 def read_toml(name: str, path: Path) -> Toml:
-    """Read a TOML file.
-
-    Raises:
-        LongspanError: for a file that cannot be read, and for invalid TOML, with the line.
-    """
+    """Read a TOML file; raise LongspanError with the line if it is invalid."""
     text = read_text(name, path)
     try:
         values = tomllib.loads(f"{text}\n")  # without it, an error at the end would have no line
     except RecursionError as error:
         raise LongspanError(f"{name} {path} is not readable TOML: it is nested too deeply") from error
     except ValueError as error:  # TOMLDecodeError, or an integer of thousands of digits
-        raise LongspanError(f"{name} {path} is not TOML: {_shortened(str(error))}") from error
+        raise LongspanError(f"{name} {path} is not TOML: {format_value(str(error))}") from error
     return Toml(name, path, values, _lines(text))
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 200 else f"{text[:150]}..."
 
 
 def _lines(text: str) -> dict[tuple[str, ...], int]:

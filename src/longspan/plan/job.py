@@ -10,7 +10,7 @@ from typing import Literal
 from longspan.core.cache import CACHE_DTYPES, OFFLOADS, CacheDtype, CacheOffload, is_sharded
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_groups, split_heads
-from longspan.core.layout import Layout, LayoutName, choose_layout, layout_names
+from longspan.core.layout import LAYOUTS, Layout, LayoutName, choose_layout
 from longspan.core.memory import FASTEST, Memory
 from longspan.core.parallel import AXES, RING_IMPLS, TENSOR_STYLES, RingImpl, TensorStyle
 from longspan.core.tile_sizes import layers_held, layers_per_checkpoint
@@ -71,7 +71,7 @@ class Job:
             ("mode", ("train", "prefill", "decode")),
             ("dtype", ("bf16", "fp32")),
             ("tensor_style", TENSOR_STYLES),
-            ("layout", tuple(layout_names())),
+            ("layout", ("auto", *LAYOUTS)),
             ("ring_impl", RING_IMPLS),
             ("wire_dtype", CACHE_DTYPES),
             ("cache", CACHE_DTYPES),
