@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import differences, format_ranks, listed
 from longspan.core.sections import values
-from longspan.ranks.rendezvous import GROUP_TIMEOUT_S, Peers, poll
+from longspan.ranks.rendezvous import GROUP_TIMEOUT_S, Peers, poll, store_errors
 
 if TYPE_CHECKING:
     from longspan.ranks.heartbeat import Heartbeat
@@ -55,13 +55,10 @@ def open_together(heartbeat: Heartbeat, open_inputs: Callable[[], T], facts: Cal
 
 
 def agree(peers: Peers, facts: Mapping[str, Any], *, alive: bool = False) -> None:
-    """Compare `facts` over all ranks. Collective.
+    """Compare `facts` over all ranks, as text. Collective.
 
-    Args:
-        peers: the ranks.
-        facts: values by name, compared as text.
-        alive: whether a heartbeat watches the ranks, so that this may wait for a slow one; otherwise a rank that does
-            not answer within the peers' timeout is an error.
+    With `alive`, a heartbeat watches the ranks, so that this may wait for a slow one; otherwise a rank that does not
+    answer within the peers' timeout is an error.
 
     Raises:
         LongspanError: the same on every rank: each key that differs, with ranks and values; or the errors of ranks in
@@ -69,22 +66,15 @@ def agree(peers: Peers, facts: Mapping[str, Any], *, alive: bool = False) -> Non
     """
     if peers.alone:
         return
-    try:
+    with store_errors():
         verdict = _exchange(peers, {key: short(value) for key, value in facts.items()}, alive)
-    except RuntimeError as error:  # of the store's connection
-        raise LongspanError(f"the job's store is gone, so the rank that hosts it has ended: {error}") from error
     if verdict:
         raise LongspanError(verdict)
 
 
 @contextlib.contextmanager
 def refusing_together(peers: Peers, *, alive: bool = False) -> Iterator[None]:
-    """Send an exception that this rank raises inside to the others, which wait in `agree`, so that all ranks end.
-
-    Raises:
-        LongspanError: as it was raised inside; on the others by `agree`.
-        Exception: any other exception, as it was raised inside.
-    """
+    """Send an exception that this rank raises inside to the others, which wait in `agree`, so that all ranks end."""
     try:
         yield
     except Exception as error:

@@ -104,9 +104,7 @@ class Watch:
     def judge(self, now: float, beats: dict[int, Beat]) -> str:
         """Return what is wrong with the job; empty if nothing is.
 
-        Args:
-            now: seconds by an `AwakeClock`.
-            beats: latest beat of each rank; for a rank without one, time counts from the first call.
+        `now` are seconds by an `AwakeClock`. For a rank without a beat, time counts from the first call.
         """
         for rank, beat in beats.items():
             before = self._last.get(rank)
@@ -164,10 +162,8 @@ def _places(beats: dict[int, Beat], ranks: list[int]) -> str:
 class Heartbeat:
     """This rank's heartbeat: a context manager around a whole job. Does nothing on a single rank.
 
-    Args:
-        peers: the ranks.
-        on_lost: called in a thread, as the main thread may wait forever, to end this process: with the message, and
-            whether the job's store has it.
+    `on_lost` is called in a thread, as the main thread may wait forever, to end this process: with the message, and
+    whether the job's store has it.
     """
 
     def __init__(self, peers: Peers, on_lost: Callable[[str, bool], None]) -> None:

@@ -58,11 +58,7 @@ class Job:
 
 
 def read_job() -> Job | None:
-    """Return the job that the environment describes, or None. In a step of `srun`, set torchrun's variables first.
-
-    Raises:
-        LongspanError: if variables are missing or impossible, naming them.
-    """
+    """Return the job that the environment describes, or None. In a step of `srun`, set torchrun's variables first."""
     adopt_step()
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return None
@@ -88,9 +84,6 @@ def adopt_step() -> None:
     """Set torchrun's variables from Slurm's, in the environment, where other libraries look too.
 
     Do nothing if RANK or WORLD_SIZE is set, outside of a step, and in a step of one task.
-
-    Raises:
-        LongspanError: if Slurm's variables describe no possible step, naming the variable.
     """
     environment = os.environ
     if "RANK" in environment or "WORLD_SIZE" in environment or "SLURM_PROCID" not in environment:
@@ -112,11 +105,7 @@ def adopt_step() -> None:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a Slurm node list: "gpu003" of "gpu[003-007,12],login1".
-
-    Raises:
-        LongspanError: if the list names no host.
-    """
+    """Return the first host of a Slurm node list: "gpu003" of "gpu[003-007,12],login1"."""
     first = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])+(?=,|$)", nodes.strip())
     host = re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group()) if first else ""
     if not re.fullmatch(r"[\w.-]+", host):
@@ -159,13 +148,9 @@ def _integer(name: str, least: int, most: int | None = None) -> int:
     text = os.environ.get(name, "")
     number = int(text) if text.strip().lstrip("+-").isdecimal() else None
     if number is None or number < least or (most is not None and number > most):
-        of_slurm = name.startswith("SLURM")
         limits = f"of at least {least}" if most is None else f"from {least} to {most}"
         wrong = f"{name}={text}, which is no integer {limits}" if text else f"no {name}"
-        raise LongspanError(
-            f"the environment {'describes a step of Slurm, but ' if of_slurm else ''}has {wrong}; "
-            f"{_SLURM_FIX if of_slurm else _FIX}"
-        )
+        raise LongspanError(f"the environment has {wrong}; {_SLURM_FIX if name.startswith('SLURM') else _FIX}")
     return number
 
 
@@ -191,17 +176,11 @@ class RankFlags:
 
 
 def bind_to_node_of(gpu: Any, system: Path = Path("/sys")) -> set[int]:
-    """Restrict this thread, and those that it starts, to the CPUs of a GPU's NUMA node.
+    """Restrict this thread, and those that it starts, to the CPUs of a GPU's NUMA node; return them.
 
-    A copy between a GPU and memory of another node crosses the link between the sockets.
-
-    Args:
-        gpu: properties of the GPU, as `torch.cuda.get_device_properties` returns them.
-        system: where sysfs is mounted.
-
-    Returns:
-        The CPUs; empty if nothing changed: the node is unknown, there is only one, or this process may not use its
-        CPUs (as under `numactl`).
+    A copy between a GPU and memory of another node crosses the link between the sockets, and Linux places memory that
+    is pinned on the node of the thread. Change nothing and return an empty set if the node is unknown, there is only
+    one, or this process may not use its CPUs (as under `numactl`). `gpu` are torch's properties of the device.
     """
     try:
         address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
@@ -218,6 +197,5 @@ def bind_to_node_of(gpu: Any, system: Path = Path("/sys")) -> set[int]:
 
 
 def _range(part: str) -> range:
-    """Return the CPUs of "3" or "0-15"."""
     first, _, last = part.partition("-")
     return range(int(first), int(last or first) + 1)

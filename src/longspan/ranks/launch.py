@@ -49,8 +49,7 @@ class StopRequest(Signals):
 
     A second signal, later than `repeat_s` after the first, acts as it would without this. (Ctrl-C reaches a rank twice
     at once, from the terminal and from the launcher.) A job that is still inside `grace_s` seconds after the first
-    signal is ended; `late` is what it has not done, and the consequence. The job's first rank prints `stops` on the
-    first signal.
+    signal is ended; `late` is what it has not done, and the consequence.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class StopRequest(Signals):
             self._timer.cancel()
 
     def on_first(self, signum: int) -> None:
-        """Start the timer, and print that the job stops."""
+        """Start the timer, and print `stops` on the first rank."""
         self._timer = threading.Timer(self._grace_s, self._end_late, (signum,))
         self._timer.daemon = True
         self._timer.start()
@@ -130,15 +129,10 @@ def let_first_rank_report() -> None:
 
 
 def check_nproc(needed: int, nproc: int | None, mesh: str) -> None:
-    """Raise if the number of processes is not the number of ranks of the mesh, before any of them starts.
+    """Raise if the number of processes is not that of the mesh (`needed`), before any of them starts.
 
-    Args:
-        needed: ranks of the mesh.
-        nproc: processes on this machine, or None for as many as the mesh needs.
-        mesh: its flags, for the message.
-
-    Raises:
-        LongspanError: with both numbers; or for variables that describe no possible job.
+    `nproc` are the processes on this machine, None for as many as the mesh needs; `mesh` are its flags, for the
+    message.
     """
     job = read_job()
     if job is not None:
@@ -194,15 +188,8 @@ def launch(entry: Callable[..., Any], *args: Any, nproc: int, grace_s: float = G
     """Run `entry(*args)` on `nproc` ranks and return rank 0's result.
 
     One rank runs in this process, without a process group. Several are started by `longspan.ranks.supervisor`, unless
-    torchrun has already started this process as one of them. `entry` reads the job from torchrun's environment
-    variables (as `longspan.init_mesh` does). A script that calls this needs `if __name__ == "__main__":`, and `entry`
-    and `args` must be picklable.
-
-    Args:
-        entry: what every rank runs.
-        args: its arguments.
-        nproc: ranks of the job.
-        grace_s: seconds for the ranks to end after a signal.
+    torchrun has already started this process as one of them. A script that calls this needs `if __name__ ==
+    "__main__":`, and `entry` and `args` must be picklable. After a signal the ranks have `grace_s` seconds to end.
 
     Raises:
         LongspanError: raised by a rank (the first one's), for a wrong number of processes under torchrun, or for
@@ -244,7 +231,7 @@ def joined(timeout_s: float | None = None, start_s: float | None = None) -> Iter
     """Wait for the other ranks, and run a heartbeat while this context lasts: put it around a rank's whole job.
 
     A rank that is stopped, hung or cut off is named within `timeout_s` (by default 60, with GPUs 300), and every rank
-    ends; `longspan.ranks.heartbeat` has the rules.
+    ends.
 
     Raises:
         LongspanError: if a rank does not arrive within `start_s` (by default 600 seconds), or there is no such job.

@@ -22,7 +22,7 @@ from longspan.core.formatting import format_ranks
 from longspan.ranks.job import START_TIMEOUT_S, SUPERVISED, VARIABLES, Job, bind_to_node_of, read_job
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 #: Default of --timeout in seconds: without and with GPUs.
 CPU_TIMEOUT_S, GPU_TIMEOUT_S = 60, 300
@@ -94,10 +94,6 @@ class Peers:
         without aborting an NCCL communicator. Bound to its device, NCCL connects at once, and the mesh's groups are
         split from it. A rank that longspan's launcher started is bound to the CPUs beside its GPU.
 
-        Args:
-            device_type: "cpu" or "cuda".
-            timeout_s: timeout of a collective.
-
         Raises:
             LongspanError: if the machine has fewer GPUs than ranks.
         """
@@ -164,8 +160,7 @@ def wait_for_ranks(timeout_s: float | None = None, start_s: float | None = None)
         start_s: seconds to wait for the ranks; by default `START_TIMEOUT_S`.
 
     Raises:
-        LongspanError: within about `start_s` seconds, naming the missing ranks, or the variables if there is no such
-            job.
+        LongspanError: naming the missing ranks, or the variables if there is no such job.
     """
     import torch
     import torch.distributed as dist
@@ -183,11 +178,18 @@ def wait_for_ranks(timeout_s: float | None = None, start_s: float | None = None)
         store = _connect(job, start_s) if job and world > 1 else None
     if store is None:
         return Peers(rank, world, timeout_s, job=job)
-    try:
+    with store_errors():
         session = _gather(store, rank, world, start_s, job)
-    except RuntimeError as error:  # of the store's connection
-        raise LongspanError(f"the job's store is gone, so the rank that holds it has ended: {error}") from error
     return Peers(rank, world, timeout_s, store, session, job)
+
+
+@contextlib.contextmanager
+def store_errors() -> Iterator[None]:
+    """Raise an error of the store's connection as a LongspanError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LongspanError(f"the job's store is gone, so the rank that hosts it has ended: {error}") from error
 
 
 def _connect(job: Job, timeout_s: float) -> Any:

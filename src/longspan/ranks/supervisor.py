@@ -346,8 +346,9 @@ def _rank_main(
 
 
 def use_expandable_segments() -> None:
-    """Let torch's allocator grow its segments of GPU memory, unless the user has configured it: sequences of different
-    lengths fragment fixed ones. Call it before the first use of a GPU.
+    """Let torch's allocator grow its segments of GPU memory, unless the user has configured it.
+
+    Sequences of different lengths fragment fixed segments. Call it before the first use of a GPU.
     """
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # torch reads one of them
     if not any(name in os.environ for name in names):
@@ -357,8 +358,7 @@ def use_expandable_segments() -> None:
 def silence_libraries() -> None:
     """Hide the warnings of libraries on this rank, as the job's first rank shows the same ones. Errors stay visible.
 
-    Call it before they are imported: transformers and torch's C++ code read their variables then. torch sets up its
-    loggers when it is imported.
+    Call it before they are imported: transformers and torch's C++ code read their variables then.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
