@@ -67,7 +67,6 @@ def test_long_values_are_cut_in_messages() -> None:
         ("a\0b", "NUL byte"),
         ("~nobody-of-this-name/x", "no user of that name"),
         ("x" * 300, "too long for a path"),
-        ("gone/" + "x" * 300, "too long for a path"),
         ("x/" * 2100, "too long for a path"),
     ],
 )

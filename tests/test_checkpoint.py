@@ -127,10 +127,6 @@ def test_a_changed_marker_is_damaged(tmp_path: Path) -> None:
     marker.write_text(json.dumps({"step": 2}))
     with pytest.raises(LongspanError, match=r"damaged: KeyError: 'crc32'; no other checkpoint next to it is undamaged"):
         checkpoint.read_newest(tmp_path)
-    files = {p.name: p.stat().st_size for p in marker.parent.iterdir() if p != marker}
-    marker.write_text(json.dumps({"step": 2, "state": {}, "files": files}))
-    with pytest.raises(LongspanError, match=r"earlier version: it has no checksums.* --model OUT/hf --out ANOTHER"):
-        checkpoint.read_newest(tmp_path)
     marker.write_text(text)
     (tmp_path / "step-00000002").rename(tmp_path / "step-00000009")  # sound, but of another step
     with pytest.raises(LongspanError, match=r"complete\.json is damaged: .*it is that of step 2"):

@@ -46,8 +46,7 @@ from longspan.comm.errors import error_text
 from longspan.core.errors import LongspanError
 from longspan.core.validation import as_path, checked_call
 
-FORMAT = 2
-"""Of the marker. Format 1 had no checksums, and its metadata was a pickle."""
+FORMAT = 2  # of the marker
 
 
 @dataclass(frozen=True)
@@ -70,11 +69,7 @@ class Checkpoint:
 
     @classmethod
     def read(cls, path: Path) -> Checkpoint:
-        """Read the marker, and check that every file has the right size; file content is not read.
-
-        Raises:
-            LongspanError: naming the file that is missing or damaged.
-        """
+        """Read the marker, and check that every file has the right size; file content is not read."""
         if not path.is_dir():
             raise LongspanError(f"checkpoint {path} does not exist")
         marker = path / MARKER
@@ -141,12 +136,6 @@ def _crc32_of(body: dict[str, Any]) -> str:
 
 def _parse(path: Path, text: bytes) -> Checkpoint:
     marker = json.loads(text)
-    if marker.keys() == {"step", "state", "files"}:
-        raise LongspanError(
-            f"checkpoint {path} was made by an earlier version: it has no checksums, and its metadata is a pickle, "
-            "which can run code when it is read; finish the run with the version that made it, or start another one "
-            "from its weights: --model OUT/hf --out ANOTHER"
-        )
     if marker["crc32"] != _crc32_of({name: value for name, value in marker.items() if name != "crc32"}):
         raise ValueError("its text does not match its checksum")
     if marker["format"] != FORMAT:
@@ -183,12 +172,7 @@ def read_verified(path: Path | str, ranks: Ranks | None = None, *, content: bool
     path, ranks = Path(path), ranks or Ranks()
     checkpoint, problem = _check(path, ranks, content)
     if checkpoint is None:
-        # Rank 0's paths: another rank may have been given another folder, and all must make the same checks.
-        rejected, others = ranks.first(
-            lambda: (path, [step_path(path.parent, step) for step in reversed(complete_steps(path.parent))])
-        )
-        undamaged = next((other for other in others if other != rejected and _check(other, ranks, True)[0]), None)
-        raise LongspanError(f"{problem}; {_format_resume_hint(undamaged)}")
+        raise LongspanError(f"{problem}; {ranks.first(lambda: resume_hint(path))}")
     return checkpoint
 
 
@@ -231,16 +215,8 @@ def newest_verified(
 ) -> Checkpoint:
     """Return the newest checkpoint of a run, or the one at the path. Collective.
 
-    A damaged one is an error; `newest_undamaged` would pass over it.
-
-    Args:
-        where: a run's folder, its folder of checkpoints, or one checkpoint.
-        ranks: the ranks that take part; by default all of the job.
-        flag: names the option in messages.
-        content: as in `read_verified`.
-
-    Raises:
-        LongspanError: on every rank, if there is none, or as `read_verified`.
+    A damaged one is an error; `newest_undamaged` would pass over it. Arguments are as in `read_verified`, but `where`
+    is a run's folder, its folder of checkpoints, or one checkpoint, and `flag` names the option in messages.
     """
     ranks = ranks or Ranks()
     path: Path = ranks.first(lambda: _newest_path(Path(where).absolute(), flag))  # "." has neither name nor parent
@@ -264,8 +240,7 @@ def _newest_path(where: Path, flag: str) -> Path:
 def read_newest(folder: Path) -> Checkpoint | None:
     """Return the newest complete checkpoint of a folder, or None. Not collective; file content is not read.
 
-    Raises:
-        LongspanError: as `read_verified`; an older checkpoint is never taken silently.
+    A damaged one is an error; an older checkpoint is never taken silently.
     """
     steps = complete_steps(folder)
     if not steps:
@@ -285,14 +260,8 @@ def resume_hint(path: Path) -> str:
             with contextlib.suppress(LongspanError):
                 checkpoint = Checkpoint.read(other)
                 if checkpoint.wrong_content(list(checkpoint.files)) is None:
-                    return _format_resume_hint(other)
-    return _format_resume_hint(None)
-
-
-def _format_resume_hint(undamaged: Path | None) -> str:
-    if undamaged is None:
-        return "no other checkpoint next to it is undamaged; start again with another --out"
-    return f"resume from the newest undamaged checkpoint: --resume {undamaged}"
+                    return f"resume from the newest undamaged checkpoint: --resume {other}"
+    return "no other checkpoint next to it is undamaged; start again with another --out"
 
 
 def _check(path: Path, ranks: Ranks, content: bool) -> tuple[Checkpoint | None, str]:
@@ -302,7 +271,9 @@ def _check(path: Path, ranks: Ranks, content: bool) -> tuple[Checkpoint | None, 
         checkpoint = Checkpoint.read(path)
         marker = FileRecord.of(path / MARKER)
         if content:
-            problem = checkpoint.wrong_content(_my_files(checkpoint.files, ranks)) or ""
+            files = checkpoint.files
+            by_size = sorted(files, key=lambda name: (-files[name].size, name))
+            problem = checkpoint.wrong_content(by_size[ranks.rank :: ranks.size]) or ""
     except Exception as error:  # of any kind: all ranks must return the same
         problem = error_text(error)
     reports = ranks.gather((problem, marker, socket.gethostname()))
@@ -315,15 +286,3 @@ def _check(path: Path, ranks: Ranks, content: bool) -> tuple[Checkpoint | None, 
         return None, f"rank {rank} on {host}: {problem}" if len(markers) > 1 else problem  # some ranks see a marker
     assert checkpoint is not None
     return dataclasses.replace(checkpoint, verified=content), ""
-
-
-def _my_files(files: dict[str, FileRecord], ranks: Ranks) -> list[str]:
-    """Return the files that this rank reads: largest first, each to the rank with the fewest bytes."""
-    mine: list[str] = []
-    loads = [0] * ranks.size
-    for name in sorted(files, key=lambda name: (-files[name].size, name)):
-        reader = loads.index(min(loads))
-        loads[reader] += files[name].size
-        if reader == ranks.rank:
-            mine.append(name)
-    return mine

@@ -13,7 +13,7 @@ import time
 import uuid
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from longspan.core.errors import DiskFull, LongspanError, format_os_error
 
@@ -130,8 +130,8 @@ class RunLock:
     """Lock a run's folder for this process, by a system lock on `OUT/.lock`.
 
     The system releases the lock when the process ends, however it ends, so it is never stale. It works over machines on
-    NFS (Linux, version 3 with lockd, version 4), CIFS, and Lustre and GPFS if mounted with locks. On a file system
-    without locks, the process that the file names is looked up; this misses processes on other machines, so it warns.
+    NFS (Linux, version 3 with lockd, version 4), CIFS, and Lustre and GPFS if mounted with locks. A file system without
+    locks is warned of.
 
     Raises:
         LongspanError: if another process holds the lock, naming that process and its machine.
@@ -143,7 +143,7 @@ class RunLock:
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             self._take()
-            mine = {"pid": os.getpid(), "host": socket.gethostname(), "started": _started(os.getpid())}
+            mine = {"pid": os.getpid(), "host": socket.gethostname()}
             os.ftruncate(self._fd, 0)
             with contextlib.suppress(OSError):  # a full disk: the lock holds, only its owner is not named
                 os.pwrite(self._fd, json.dumps(mine).encode(), 0)
@@ -156,26 +156,18 @@ class RunLock:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._refuse(_holder(self._fd))
+            raise LongspanError(
+                f"{self.path.parent} is in use by {_holder(self._fd)}: two runs in one folder overwrite each other; "
+                "end that one, or give another --out"
+            ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            holder = _holder(self._fd)
-            on_this_machine = holder.get("host") == socket.gethostname()
-            if on_this_machine and _started(holder.get("pid", 0)) == holder.get("started") is not None:
-                self._refuse(holder)
             warnings.warn(
                 f"the file system of {self.path.parent} has no locks ({error.strerror}): a second run in it is not "
-                "noticed, unless it is on this machine",
+                "noticed",
                 stacklevel=4,
             )
-
-    def _refuse(self, holder: dict[str, Any]) -> None:
-        who = f"process {holder['pid']} on {holder['host']}" if {"pid", "host"} <= holder.keys() else "another process"
-        raise LongspanError(
-            f"{self.path.parent} is in use by {who}: two runs in one folder overwrite each other; end that one, or "
-            "give another --out"
-        )
 
     def release(self) -> None:
         """Release the lock."""
@@ -191,15 +183,8 @@ class RunLock:
         self.release()
 
 
-def _holder(fd: int) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
+def _holder(fd: int) -> str:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         holder = json.loads(os.pread(fd, 4096, 0))
-        return holder if isinstance(holder, dict) else {}
-    return {}
-
-
-def _started(pid: int) -> str | None:
-    """Return when a process of this machine began, in ticks since boot: process numbers are used again."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return None
+        return f"process {holder['pid']} on {holder['host']}"
+    return "another process"

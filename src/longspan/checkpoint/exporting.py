@@ -109,11 +109,7 @@ def export(
 
 @checked_call(folder=as_path)
 def check_replaceable(folder: Path) -> None:
-    """Raise if a folder holds files that longspan did not write.
-
-    Raises:
-        LongspanError: naming a file.
-    """
+    """Raise if a folder holds files that longspan did not write, naming one."""
     if folder.is_dir():
         try:
             written = set(json.loads((folder / RECORD).read_text())["files"])

@@ -76,10 +76,9 @@ def _with_8_bit_states(state: Any, read: Any) -> Any:
 
 @checked_call(checked_on_all, checkpoint=_check_source, model=check_module, ranks=check_ranks)
 def load_weights(checkpoint: Checkpoint | Path | str, model: torch.nn.Module, ranks: Ranks | None = None) -> None:
-    """Read the weights only, in the dtypes of `model`; no optimizer is needed. Collective. Arguments are as in `load`.
+    """Read the weights only, in the dtypes of `model`; no optimizer is needed.
 
-    Raises:
-        LongspanError: on every rank, if the checkpoint is damaged or of another model, or a weight is not finite.
+    Collective. Arguments are as in `load`.
     """
     ranks = ranks or Ranks()
     checkpoint = _verified(checkpoint, ranks)

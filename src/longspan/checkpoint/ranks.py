@@ -48,12 +48,10 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return dist.get_world_size(self.group) if dist.is_initialized() else 1
 
     @property
     def rank(self) -> int:
-        """This rank's place among them."""
         return dist.get_rank(self.group) if dist.is_initialized() else 0
 
     def gather(self, mine: Any) -> list[Any]:

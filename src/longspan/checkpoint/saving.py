@@ -172,11 +172,7 @@ class Saver:
         return self._path
 
     def finish(self) -> Path | None:
-        """Wait for the save and return its path, or None if there was none; the same on every rank.
-
-        Raises:
-            LongspanError: as `save`.
-        """
+        """Wait for the save and return its path, or None if there was none; the same on every rank."""
         if self._thread is not None:
             self._thread.join()
         path, error = self._path, self._error

@@ -73,9 +73,7 @@ class _RecordedFile(io.IOBase):
 class RecordedFiles(FileSystem):
     """torch's file system, with a record of every file it writes.
 
-    Attributes:
-        records: of each file, by name.
-        error: the first of the disk. torch reports a full disk as "unexpected pos", without the reason.
+    `error` is the first of the disk: torch reports a full disk as "unexpected pos", without the reason.
     """
 
     def __init__(self) -> None:
@@ -146,8 +144,10 @@ def format_index(metadata: Metadata) -> str:
 
 
 def read_index(text: str, sizes: dict[str, int]) -> Metadata:
-    """Return torch's metadata from JSON, or raise: every piece must be inside its tensor, and inside one of the files
-    that the marker names (`sizes`, in bytes).
+    """Return torch's metadata from JSON.
+
+    Raise unless every piece is inside its tensor, and inside one of the files that the marker names (`sizes`, in
+    bytes).
     """
     try:
         return _parse_index(json.loads(text), sizes)

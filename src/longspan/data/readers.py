@@ -41,11 +41,7 @@ class Reader(Protocol):
 class LocalFiles:
     """Files one after another: .txt, then .jsonl, then .parquet, each kind in the given order.
 
-    Every row of .jsonl and .parquet must have the field. An explicit null is an empty text.
-
-    Args:
-        files: regular files with one of the endings `KINDS`.
-        text_field: the column that contains the text (.jsonl, .parquet).
+    Every row of .jsonl and .parquet must have the field `text_field`. An explicit null is an empty text.
 
     Raises:
         LongspanError: for a file that cannot be read, or whose columns or first rows lack the field; on iteration for
@@ -68,11 +64,6 @@ class LocalFiles:
                 budget -= min(file.stat().st_size, _CHECKED_BYTES)
 
     def seek(self, state: dict[str, Any] | None) -> None:
-        if state is not None and state.keys() != _START.keys():
-            raise LongspanError(
-                f"the place {format_value(state)} in the data was written by another version of longspan; start "
-                "another run from its weights: --model OUT/hf --out ANOTHER"
-            )
         self._at = dict(state or _START)
 
     def tell(self) -> dict[str, Any]:
@@ -122,19 +113,12 @@ class LocalFiles:
                 f"{self.text_field!r}"
             )
         if self.text_field not in row:
-            self._refuse_rows(file, row)
+            raise LongspanError(
+                f"--data {file}: line {number} has no field {self.text_field!r}; it has "
+                f"{', '.join(map(repr, row)) or 'nothing'}: choose a field that all rows have with --text-field, or "
+                "remove that row (a row with an empty text is skipped)"
+            )
         return _checked_text(row[self.text_field], f"the field {self.text_field!r} of --data {file}, line {number},")
-
-    def _refuse_rows(self, file: Path, row: dict[str, Any]) -> NoReturn:
-        """Raise with the number of rows of a file that lack the field."""
-        rows = [(number, isinstance(x, dict) and self.text_field in x) for number, x, _ in self._rows(file, 1, 0)]
-        lacking = [number for number, has_field in rows if not has_field]
-        fields = ", ".join(map(repr, row)) or "nothing"
-        raise LongspanError(
-            f"--data {file}: {len(lacking)} of {len(rows)} rows have no field {self.text_field!r}, the first in line "
-            f"{lacking[0]}; line {lacking[0]} has {fields}: choose a field that all rows have with --text-field, or "
-            "remove those rows (a row with an empty text is skipped)"
-        )
 
     def _open_parquet(self, file: Path) -> Any:
         import pyarrow as pa
@@ -224,12 +208,7 @@ class Texts:
 
 
 class HubDataset:
-    """A dataset of the Hugging Face hub, as a stream. A null is an empty text.
-
-    Args:
-        name: `OWNER/NAME`, or `OWNER/NAME:CONFIG`.
-        split: of the dataset.
-        text_field: the column that contains the text.
+    """A dataset of the Hugging Face hub (`OWNER/NAME`, or `OWNER/NAME:CONFIG`), as a stream. A null is an empty text.
 
     Raises:
         LongspanError: if it cannot be opened; on iteration for rows that cannot be read or have no such column.

@@ -35,13 +35,7 @@ ROUNDS_AHEAD = 10
 
 @dataclass(frozen=True)
 class Round:
-    """Consecutive pieces of text.
-
-    Attributes:
-        pieces: without their text.
-        mine: ids of the pieces that this rank tokenised, by their index in `pieces`.
-        checksum: of all their text, to compare the ranks' data.
-    """
+    """Consecutive pieces without text, the ids of those that this rank tokenised, and a checksum of all text."""
 
     pieces: list[Piece]
     mine: dict[int, Ids]
@@ -71,12 +65,10 @@ def rounds(stream: SequenceStream, characters: int, ranks: int, rank: int) -> It
 
 
 def merge_rounds(mine: Iterator[Round], group: dist.ProcessGroup, data: str) -> Iterator[tuple[Piece, Ids]]:
-    """Yield all pieces in order with their ids. Collective.
+    """Yield all pieces in order with their ids, from each rank's `rounds`. Collective over `group`: all ranks, on their
+    hosts.
 
-    Args:
-        mine: this rank's `rounds`.
-        group: all ranks, on their hosts.
-        data: `--data`, for messages.
+    `data` is `--data`, for messages.
 
     Raises:
         LongspanError: on every rank, if a rank cannot read or tokenise its text, or ranks read different text.
@@ -95,11 +87,7 @@ def merge_rounds(mine: Iterator[Round], group: dist.ProcessGroup, data: str) -> 
 
 
 def check_same_text(checksums: Sequence[int], data: str) -> None:
-    """Raise if the ranks' checksums of their text differ.
-
-    Raises:
-        LongspanError: naming the ranks that differ from most.
-    """
+    """Raise if the ranks' checksums of their text differ, naming the ranks that differ from most."""
     if odd := odd_ones(checksums):
         raise LongspanError(
             f"the ranks read different data (unlike most: {format_ranks(odd)}); every machine needs the same files in "

@@ -89,11 +89,7 @@ class DocumentSource:
             self.identity["data"] = [[data, split]]
 
     def documents(self, start: Place | None = None) -> Iterator[tuple[Place, str]]:
-        """Yield every document with its place, from `start` on, without end.
-
-        Raises:
-            LongspanError: for text that cannot be read, and for data in which every document is empty.
-        """
+        """Yield every document with its place, from `start` on, without end."""
         place, any_text = start or Place(), start is not None
         while True:
             for window, texts in self._windows(place):

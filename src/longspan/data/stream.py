@@ -34,8 +34,7 @@ PIECE_CHARACTERS = 1 << 20
 def load_tokenizer(name: str) -> Any:
     """Return the Hugging Face tokenizer of a name or folder, or the byte tokenizer for "bytes".
 
-    Raises:
-        LongspanError: if there is none, or it has no end-of-text token to separate documents.
+    Raise if it has no end-of-text token to separate documents.
     """
     if name != BYTES:
         check_source("--tokenizer", name)
@@ -120,14 +119,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a document that is tokenised by itself.
-
-    Attributes:
-        place: of the document.
-        number: of the piece in the document.
-        last: whether it ends the document.
-        text: its characters.
-    """
+    """A part of a document that is tokenised by itself; `number` and `last` are its place in the document."""
 
     place: Place
     number: int
@@ -138,11 +130,7 @@ class Piece:
 class SequenceStream:
     """Sequences of `context` tokens: the documents concatenated and cut, nothing dropped, epoch after epoch.
 
-    Args:
-        source: the documents.
-        tokenizer: of their text.
-        context: tokens per sequence.
-        state: of the sequence to resume after; None for the beginning. It may come from another context.
+    `state` is that of the sequence to resume after; None for the beginning. It may come from another context.
 
     Raises (on iteration):
         LongspanError: if an epoch has fewer tokens than one sequence.
@@ -170,11 +158,7 @@ class SequenceStream:
         return self.tokenizer.ids(piece.text, first=piece.number == 0, last=piece.last)
 
     def pack(self, tokenised: Iterable[tuple[Piece, NDArray[np.int64]]]) -> Iterator[Sequence]:
-        """Yield the sequences, from `pieces` and their ids.
-
-        Raises:
-            LongspanError: as iteration.
-        """
+        """Yield the sequences, from `pieces` and their ids."""
         number = self._state["sequences"] if self._state else 0
         parts: list[NDArray[np.int64]] = []
         starts: list[int] = []

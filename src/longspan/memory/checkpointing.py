@@ -14,9 +14,8 @@ the backward recomputes the other inputs, each of which is the previous layer's 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,33 +27,21 @@ from longspan.core.errors import LongspanError
 
 if TYPE_CHECKING:
     from longspan.core.memory import Memory
-    from longspan.memory.offload.store import Future, Store
+    from longspan.memory.offload.store import Store
 
 
 SMALL = 4096
 """Bytes up to which a tensor is not worth offloading."""
 
 
-class OnDevice:
-    """A saved tensor that stays on its device, with the interface of `Future`."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()  # avoid a reference cycle with the node that holds this
-
-    def get(self) -> Tensor:
-        return self.tensor
+Stored = Callable[[], Tensor]
+"""Returns a saved tensor on its device, wherever it is."""
 
 
-class Stored(Protocol):
-    """A saved tensor, wherever it is."""
-
-    def get(self) -> Tensor:
-        """Return the tensor on its device."""
-
-
-def put(store: Store | None, tensor: Tensor) -> OnDevice | Future:
+def put(store: Store | None, tensor: Tensor) -> Stored:
     """Offload a tensor to the store, if there is one and the tensor is not small."""
-    return OnDevice(tensor) if store is None or tensor.nbytes < SMALL else store.put(tensor.detach())
+    tensor = tensor.detach()  # avoid a reference cycle with the node that holds this
+    return (lambda: tensor) if store is None or tensor.nbytes < SMALL else store.put(tensor).get
 
 
 class SavedAttention:
@@ -67,7 +54,7 @@ class SavedAttention:
     def tensors(self) -> list[Tensor]:
         """Return the tensors on their device; fetch them once for the layer's recomputation and its backward."""
         if self.fetched is None:
-            self.fetched = [stored.get() for stored in self.stored]
+            self.fetched = [get() for get in self.stored]
         return self.fetched
 
     def drop(self) -> None:
@@ -75,29 +62,22 @@ class SavedAttention:
         self.fetched = None
 
 
-@dataclass
 class LayerCall:
     """One call of a checkpointed layer: implements `SavedAttentions` for its attentions.
 
     Attributes:
         layer: the layer.
         inputs: its arguments.
-        store: where to offload; None: nowhere.
         checkpointing: how the layer is checkpointed.
         recomputing: whether the layer is being recomputed.
-        saved: what each attention saved, in the order of their calls.
-        next: index of the attention that is recomputed next.
         index: the layer's place in its group.
     """
 
-    layer: CheckpointedLayer
-    inputs: _Inputs
-    store: Store | None
-    checkpointing: str
-    recomputing: bool = False
-    saved: list[SavedAttention] = field(default_factory=list)
-    next: int = 0
-    index: int = 0
+    def __init__(self, layer: CheckpointedLayer, inputs: _Inputs) -> None:
+        self.layer, self.inputs, self.checkpointing = layer, inputs, layer.memory.checkpointing
+        self.recomputing, self.index = False, 0
+        self._saved: list[SavedAttention] = []  # in the order of the attentions' calls
+        self._next = 0  # the attention that is recomputed next
 
     @property
     def save_all(self) -> bool:
@@ -106,22 +86,32 @@ class LayerCall:
 
     def save(self, tensors: Sequence[Tensor]) -> SavedAttention:
         """Save the tensors of the attention that runs."""
-        return self.save_stored([put(self.store, x) for x in tensors])
+        return self.save_stored([put(self.layer.store, x) for x in tensors])
 
     def save_stored(self, stored: Sequence[Stored]) -> SavedAttention:
         """Save tensors of the attention that runs, which `put` has stored."""
-        self.saved.append(SavedAttention(stored))
-        return self.saved[-1]
+        self._saved.append(SavedAttention(stored))
+        return self._saved[-1]
 
     def load_next(self) -> SavedAttention:
         """Return what the next attention saved in the forward."""
-        if self.next == len(self.saved):
+        if self._next == len(self._saved):
             raise LongspanError(
-                f"a checkpointed layer called {len(self.saved)} attentions in its forward and calls another one when "
+                f"a checkpointed layer called {len(self._saved)} attentions in its forward and calls another one when "
                 f"recomputed, so it does not compute the same twice; use checkpointing='full' or 'none'"
             )
-        self.next += 1
-        return self.saved[self.next - 1]
+        self._next += 1
+        return self._saved[self._next - 1]
+
+    def bound(self, *, recomputing: bool) -> _Bound:
+        """Return a context in which the layer's attentions save into this call, or load from it."""
+        return _Bound(self, recomputing)
+
+    def begin(self, recomputing: bool) -> None:
+        """Begin a run of the layer."""
+        self.recomputing, self._next = recomputing, 0
+        if self.checkpointing in ("save_attention", "selective"):
+            self.layer.bind(self)
 
     def forward(self) -> Any:
         """Compute the layer, or recompute it with gradients."""
@@ -135,26 +125,24 @@ class LayerCall:
         if isinstance(module, FSDPModule):
             module.unshard()
         try:
-            with torch.no_grad(), _Recomputing(self, bound=bool(self.saved)):
+            with torch.no_grad(), self.bound(recomputing=True):
                 out: Tensor = _hidden(self.layer.compute(*positional, **named))
                 return out
         finally:
-            for saved in self.saved:
+            for saved in self._saved:
                 saved.drop()  # the layer's own backward fetches it again
             if isinstance(module, FSDPModule) and not next_in_backward:
                 module.reshard()
 
 
-class _Recomputing(contextlib.AbstractContextManager[None]):
-    """Around a layer's recomputation. A class, as torch enters it again for every backward of a retained graph."""
+class _Bound(contextlib.AbstractContextManager[None]):
+    """See `LayerCall.bound`. A class, as torch enters it again for every backward of a retained graph."""
 
-    def __init__(self, call: LayerCall, *, bound: bool) -> None:
-        self.call, self.bound = call, bound
+    def __init__(self, call: LayerCall, recomputing: bool) -> None:
+        self.call, self.recomputing = call, recomputing
 
     def __enter__(self) -> None:
-        self.call.recomputing, self.call.next = True, 0
-        if self.bound:
-            self.call.layer.bind(self.call)
+        self.call.begin(self.recomputing)
 
     def __exit__(self, *_: object) -> None:
         self.call.layer.bind(None)
@@ -209,26 +197,16 @@ class CheckpointedLayer:
 
     def _checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         inputs = _Inputs(args, kwargs, self.store, self.groups.previous_output(self, [*args, *kwargs.values()]))
-        call = LayerCall(self, inputs, self.store, self.memory.checkpointing)
-        saves = call.save_all or call.checkpointing == "selective"
+        call = LayerCall(self, inputs)
         out = checkpoint(
             lambda _: call.forward(),
             inputs.anchor,  # tells torch the device
             use_reentrant=False,
             preserve_rng_state=self.draws,
-            context_fn=lambda: (self._binding(call if saves else None), _Recomputing(call, bound=saves)),
+            context_fn=lambda: (call.bound(recomputing=False), call.bound(recomputing=True)),
         )
         self.groups.record(call, out)
         return out
-
-    @contextlib.contextmanager
-    def _binding(self, call: LayerCall | None) -> Iterator[None]:
-        """Bind `call` to the layer's attentions for the body."""
-        self.bind(call)
-        try:
-            yield
-        finally:
-            self.bind(None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -238,9 +216,7 @@ class CheckpointedLayer:
 class LayerGroups:
     """Remembers the previous layer call during a forward, to find layers whose input is the previous layer's output.
 
-    Args:
-        per_checkpoint: layers of a group.
-        last: the model's last layer.
+    A group has `per_checkpoint` layers; `last` is the model's last layer.
     """
 
     def __init__(self, per_checkpoint: int = 1, last: nn.Module | None = None) -> None:
@@ -320,7 +296,7 @@ class _Inputs:
         self.names, self.count = tuple(named), len(args)
         self.needs_grad = [isinstance(x, Tensor) and x.requires_grad for x in self.original]
         pairs = zip(self.original, self.needs_grad, strict=True)
-        self.saved = [(recomputed or put(store, x)) if needs else x for x, needs in pairs]
+        self.saved = [(recomputed.get if recomputed else put(store, x)) if needs else x for x, needs in pairs]
 
     def for_forward(self) -> tuple[list[Any], dict[str, Any]]:
         """Return views of the inputs.
@@ -330,23 +306,17 @@ class _Inputs:
         """
         original, self.original = self.original, None
         assert original is not None
-        pairs = zip(original, self.needs_grad, strict=True)
-        return self._as_arguments([x.view_as(x) if needs else x for x, needs in pairs])
+        return self._as_arguments(original, lambda x: x.view_as(x))
 
     def for_recompute(self) -> tuple[list[Any], dict[str, Any]]:
         """Return the inputs as leaves that need a gradient."""
-        return self._as_arguments([x.get().detach().requires_grad_() if needs else x for x, needs in self._pairs()])
+        return self._as_arguments(self.saved, lambda get: get().detach().requires_grad_())
 
     def peek(self) -> tuple[list[Any], dict[str, Any]]:
         """Return the inputs for a run without gradients before the layer's own recomputation."""
-        return self._as_arguments([_peek(x) if needs else x for x, needs in self._pairs()])
+        recomputed = self.recomputed
+        return self._as_arguments(self.saved, lambda get: recomputed.peek() if recomputed else get())
 
-    def _pairs(self) -> Iterator[tuple[Any, bool]]:
-        return zip(self.saved, self.needs_grad, strict=True)
-
-    def _as_arguments(self, values: list[Any]) -> tuple[list[Any], dict[str, Any]]:
-        return values[: self.count], dict(zip(self.names, values[self.count :], strict=True))
-
-
-def _peek(x: Any) -> Tensor:
-    return x.peek() if isinstance(x, RecomputedInput) else x.get()
+    def _as_arguments(self, values: Sequence[Any], tensor: Callable[[Any], Tensor]) -> tuple[list[Any], dict[str, Any]]:
+        out = [tensor(x) if needs else x for x, needs in zip(values, self.needs_grad, strict=True)]
+        return out[: self.count], dict(zip(self.names, out[self.count :], strict=True))

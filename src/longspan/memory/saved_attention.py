@@ -22,13 +22,12 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from longspan.compat.torch_api import graph_is_kept
-from longspan.memory.checkpointing import OnDevice, put
+from longspan.memory.checkpointing import put
 
 if TYPE_CHECKING:
     from longspan.attn.prepare import AttentionPlan
     from longspan.attn.score import Scores
     from longspan.memory.checkpointing import LayerCall, Stored
-    from longspan.memory.offload.store import Future
 
 
 def saved_attention(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, scores: Scores, call: LayerCall) -> Tensor:
@@ -59,17 +58,17 @@ class _SavedAttention(torch.autograd.Function):
             return entered
 
         # Do not offload a weight: FSDP frees its storage, and fills it again.
-        weight, store = None if inputs[3] is None else inputs[3].untyped_storage().data_ptr(), call.store
+        weight, store = None if inputs[3] is None else inputs[3].untyped_storage().data_ptr(), call.layer.store
 
         stored: list[_StoredTensor] = []
 
-        def pack(x: Tensor) -> OnDevice | Future:
+        def pack(x: Tensor) -> Stored:
             if x.untyped_storage().data_ptr() == weight:
-                return OnDevice(x)
-            stored.append(_StoredTensor(x, future := put(store, x)))
-            return future
+                return put(None, x)
+            stored.append(_StoredTensor(x, get := put(store, x)))
+            return get
 
-        with torch.enable_grad(), saved_tensors_hooks(pack, lambda stored: stored.get()):
+        with torch.enable_grad(), saved_tensors_hooks(pack, lambda get: get()):
             q, k, v, sinks = (inner(i, x) for i, x in enumerate(inputs))
             assert q is not None and k is not None and v is not None
             out = plan(q, k, v, dataclasses.replace(scores, sinks=sinks))
@@ -77,7 +76,7 @@ class _SavedAttention(torch.autograd.Function):
         ctx.edge = get_gradient_edge(end)
         # Without an all-to-all, attention saves its output, heads first. Do not store it again.
         again = next((x.stored for x in stored if x.equals(out.transpose(1, 2))), None)
-        ctx.saved = call.save([out]) if again is None else call.save_stored([_Transposed(again)])
+        ctx.saved = call.save([out]) if again is None else call.save_stored([lambda: again().transpose(1, 2)])
         return out.detach()
 
     @staticmethod
@@ -99,16 +98,6 @@ class _StoredTensor:
     def equals(self, x: Tensor) -> bool:
         """Whether `x` is the same tensor. A freed tensor's memory may have been allocated again."""
         return self._storage() is not None and self._at == (x.data_ptr(), x.shape, x.stride(), x.dtype)
-
-
-class _Transposed:
-    """A stored `[B, H, L, V]`, as `[B, L, H, V]`."""
-
-    def __init__(self, stored: Stored) -> None:
-        self._stored = stored
-
-    def get(self) -> Tensor:
-        return self._stored.get().transpose(1, 2)
 
 
 class _CatchGradient(torch.autograd.Function):

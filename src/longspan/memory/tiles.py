@@ -43,8 +43,7 @@ class Tiled:
 
     Attributes:
         on: whether calls go tile by tile; else the module runs unchanged.
-        routers: the routers within it.
-        saves_router_logits: whether the routers' logits of all tokens are saved, for the router loss.
+        saves_router_logits: whether the logits of the routers within it are saved, of all tokens, for the router loss.
     """
 
     def __init__(
@@ -68,12 +67,7 @@ class Tiled:
         module.forward = self._forward  # on the instance, so that hooks around `__call__` still run
 
     def compute_with(self, hidden: Tensor, parameters: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return the module's outputs for a tile, then its routers' logits if they are saved.
-
-        Args:
-            hidden: the tile.
-            parameters: tensors that replace parameters of the module.
-        """
+        """Return the module's outputs for a tile, with these parameters, then its routers' logits if they are saved."""
         routers = self.routers if self.saves_router_logits else []
         for router in routers:
             router.recorded = []
@@ -146,10 +140,8 @@ class Tiled:
 class TiledRouter:
     """Records a router's logits of each tile, and shows those of all tokens to the router's hooks once.
 
-    transformers records a router's first output by a hook on its call. Within a tile the hook sees None.
-
-    Args:
-        module: the router; it returns a tuple, the logits first.
+    The router returns a tuple, the logits first. transformers records them by a hook on its call. Within a tile the
+    hook sees None.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -169,11 +161,7 @@ class TiledRouter:
         return None, *out[1:]
 
     def take(self, name: str) -> Tensor:
-        """Return the logits of the tile that was computed.
-
-        Raises:
-            LongspanError: the router does not return them.
-        """
+        """Return the logits of the tile that was computed."""
         recorded, self.recorded = self.recorded or [], None
         if len(recorded) != 1:
             raise LongspanError(
@@ -250,13 +238,7 @@ class _SavedInput:
 
 
 class InputSource:
-    """Where the backward finds the input of a module.
-
-    Args:
-        saved: a saved tensor.
-        norm: computes the input from it; None: the saved tensor is the input.
-        dtype: of the input.
-    """
+    """Where the backward finds the input of a module: a saved tensor, or what `norm` computes from it, in `dtype`."""
 
     def __init__(self, saved: _SavedInput, norm: Tiled | None, dtype: torch.dtype) -> None:
         self.saved, self.norm, self.dtype = saved, norm, dtype
@@ -284,8 +266,6 @@ class InputSource:
 
 
 class _SaveInput(torch.autograd.Function):
-    """Saves a tiled module's input."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)

@@ -7,9 +7,8 @@ buffers.
 
 from __future__ import annotations
 
-import contextlib
-import queue
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -31,10 +30,9 @@ READ_AHEAD = 4 * CHUNK_BYTES
 
 
 class _Entry(Entry):
-    """A tensor that is being written, or is in the file.
+    """A tensor that is being written, or is in the file at `offset`.
 
     Attributes:
-        offset: of its bytes in the file.
         pending: chunks that threads have yet to write or read; until 0 its space in the file is not freed.
         ready: the event after which a GPU's tensor may be read.
     """
@@ -61,8 +59,7 @@ class DiskStore(Store):
         folder: on a disk local to this machine.
         device: of the tensors.
         in_flight: bytes that may wait to be written; `put` waits beyond that.
-        max_tensors: tensors of one size that may wait, whatever their bytes. On a CPU they occupy the memory that
-            offload should save. None: no such limit.
+        max_tensors: tensors of one size that may wait, whatever their bytes. None: no such limit.
         read_ahead: bytes to read before they are requested, at least. None: read nothing ahead.
         chunk_bytes: bytes of a single write or read, a multiple of 4096.
         direct: False goes through the page cache.
@@ -91,7 +88,7 @@ class DiskStore(Store):
         self._via_host = via_host or device.type != "cpu"
         self._allocator = Allocator(BLOCK)
         self._bytes_in_flight = 0
-        self._buffers = _IOBuffers(chunk_bytes, device)
+        self._device, self._of_thread = device, threading.local()
         self._writers = ThreadPoolExecutor(THREADS, "longspan-offload-write")
         self._readers = ThreadPoolExecutor(THREADS, "longspan-offload-read")
 
@@ -114,7 +111,7 @@ class DiskStore(Store):
 
     def _new_entry(self, tensor: Tensor) -> _Entry:
         entry = _Entry(tensor)
-        entry.ready = self._buffers.record_event()
+        entry.ready = self._event()
         return entry
 
     def _start_storing(self, entry: _Entry) -> None:
@@ -161,7 +158,7 @@ class DiskStore(Store):
             target = torch.empty(entry.nbytes, dtype=torch.uint8, device=entry.meta.device)
         else:
             target = aligned_buffer(self._allocator.rounded(entry.nbytes))
-        reading = _Read(entry, target, self._buffers.record_event())
+        reading = _Read(entry, target, self._event())
         reading.pending = self._submit(self._readers, self._read, reading, entry.nbytes)
         entry.pending += reading.pending
         return reading
@@ -180,7 +177,6 @@ class DiskStore(Store):
         fetch.cancelled = True
 
     def _submit(self, pool: ThreadPoolExecutor, work: Callable[[Any, int, int], None], item: Any, nbytes: int) -> int:
-        """Submit `work(item, start, stop)` for every chunk; return their number."""
         starts = range(0, nbytes, self._chunk_bytes)
         for start in starts:
             pool.submit(work, item, start, min(start + self._chunk_bytes, nbytes))
@@ -226,18 +222,29 @@ class DiskStore(Store):
 
     def _write_chunk(self, entry: _Entry, start: int, stop: int) -> None:
         assert entry.data is not None
-        with self._buffers.borrow() as buffer:
-            buffer.load(entry.data[start:stop], entry.ready)
-            self._file.write(buffer.memory[: self._allocator.rounded(stop - start)], entry.offset + start)
+        buffer = self._buffer()
+        buffer.copy(buffer.tensor[: stop - start], entry.data[start:stop], entry.ready)
+        self._file.write(buffer.memory[: self._allocator.rounded(stop - start)], entry.offset + start)
 
     def _read_chunk(self, reading: _Read, start: int, stop: int) -> None:
         offset, size = reading.entry.offset + start, self._allocator.rounded(stop - start)
         if not self._via_host:
             self._file.read(buffer_of(reading.target)[start : start + size], offset)
             return
-        with self._buffers.borrow() as buffer:
-            self._file.read(buffer.memory[:size], offset)
-            buffer.unload(reading.target[start:stop], reading.ready)
+        buffer = self._buffer()
+        self._file.read(buffer.memory[:size], offset)
+        buffer.copy(reading.target[start:stop], buffer.tensor[: stop - start], reading.ready)
+
+    def _buffer(self) -> _IOBuffer:
+        """Return this thread's buffer."""
+        if not hasattr(self._of_thread, "buffer"):
+            self._of_thread.buffer = _IOBuffer(self._chunk_bytes, self._device)
+        buffer: _IOBuffer = self._of_thread.buffer
+        return buffer
+
+    def _event(self) -> Any:
+        """Return an event after all work that the device has queued; None on a CPU."""
+        return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
 
 
 class _IOBuffer:
@@ -245,17 +252,11 @@ class _IOBuffer:
 
     def __init__(self, chunk_bytes: int, device: torch.device) -> None:
         cuda = device.type == "cuda"
-        self.buffer = aligned_buffer(chunk_bytes, pinned=cuda)
-        self.memory = buffer_of(self.buffer)
+        self.tensor = aligned_buffer(chunk_bytes, pinned=cuda)
+        self.memory = buffer_of(self.tensor)
         self.stream = torch.cuda.Stream(device) if cuda else None
 
-    def load(self, source: Tensor, ready: Any) -> None:
-        self._copy(self.buffer[: len(source)], source, ready)
-
-    def unload(self, target: Tensor, ready: Any) -> None:
-        self._copy(target, self.buffer[: len(target)], ready)
-
-    def _copy(self, into: Tensor, source: Tensor, ready: Any) -> None:
+    def copy(self, into: Tensor, source: Tensor, ready: Any) -> None:
         if self.stream is None:
             # Not torch's copy, which would start compute threads for each of these threads.
             np.copyto(into.numpy(), source.numpy())
@@ -265,26 +266,3 @@ class _IOBuffer:
                 self.stream.wait_event(ready)
             into.copy_(source, non_blocking=True)
         self.stream.synchronize()
-
-
-class _IOBuffers:
-    """A pool of buffers, made on demand: as many as threads copy at once."""
-
-    def __init__(self, chunk_bytes: int, device: torch.device) -> None:
-        self._chunk_bytes, self._device = chunk_bytes, device
-        self._free: queue.LifoQueue[_IOBuffer] = queue.LifoQueue()
-
-    def record_event(self) -> Any:
-        """Return an event after all work that the device has queued; None on a CPU."""
-        return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
-
-    @contextlib.contextmanager
-    def borrow(self) -> Iterator[_IOBuffer]:
-        try:
-            buffer = self._free.get_nowait()
-        except queue.Empty:
-            buffer = _IOBuffer(self._chunk_bytes, self._device)
-        try:
-            yield buffer
-        finally:
-            self._free.put(buffer)

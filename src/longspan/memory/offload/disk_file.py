@@ -26,16 +26,8 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 class OffloadFile:
     """An unnamed file in `folder`: the system deletes it when the process ends, however it ends.
 
-    Uses O_DIRECT if the file system supports it. The page cache would fill the memory of the machine (or container)
-    with the bytes that offload should move out of it, until the kernel throttles the writer.
-
-    Args:
-        folder: on a disk of this machine.
-        direct: False disables O_DIRECT.
-
-    Attributes:
-        direct: whether O_DIRECT is used.
-        size: bytes that are reserved.
+    Uses O_DIRECT if the file system supports it (`direct`). The page cache would fill the memory of the machine (or
+    container) with the bytes that offload should move out of it, until the kernel throttles the writer.
 
     Raises:
         LongspanError: the folder does not exist, is not a folder, or cannot be written to.
@@ -173,7 +165,6 @@ def _set_direct(fd: int) -> bool:
 
 
 def _file_system_of(fd: int) -> str:
-    """Return the type of the file system that a file is on; empty if unknown."""
     device = os.fstat(fd).st_dev
     with contextlib.suppress(OSError, IndexError):
         for line in Path("/proc/self/mountinfo").read_text().splitlines():

@@ -28,13 +28,9 @@ class Copy(DeviceTimer, Protocol):
     """An asynchronous copy on the side stream."""
 
     def join(self, tensor: Tensor) -> DeviceTimer:
-        """Make the current stream, and the stream that started the copy, run after it.
+        """Make the current stream, and the stream that started the copy, run after it; return how long it waits.
 
-        Args:
-            tensor: the device's side of the copy.
-
-        Returns:
-            How long the current stream waits.
+        `tensor` is the device's side of the copy.
         """
 
     def wait(self) -> None:
@@ -48,10 +44,7 @@ class Copier(Protocol):
         """Allocate uint8 `[nbytes]` of host memory for asynchronous copies."""
 
     def begin(self, source: Tensor, into: Tensor) -> Copy:
-        """Copy after all work of the current stream and all earlier copies.
-
-        The caller keeps both tensors alive until the copy is done or joined.
-        """
+        """Copy after all work of the current stream and all earlier copies; the caller keeps both tensors alive."""
 
 
 class _Entry(Entry):
@@ -66,9 +59,7 @@ class _Entry(Entry):
 class HostStore(Store):
     """A `Store` in host memory.
 
-    Args:
-        copier: the side stream.
-        in_flight: tensors that the device may still hold. Beyond that, compute waits on the device for a copy.
+    With more than `in_flight` tensors on their way, compute waits on the device for a copy.
     """
 
     def __init__(self, copier: Copier, *, in_flight: int = IN_FLIGHT) -> None:

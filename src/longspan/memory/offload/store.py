@@ -22,11 +22,9 @@ from longspan.core.errors import LongspanError
 
 
 class Allocator:
-    """Tracks which of `size` bytes are used. Freed ranges merge with free neighbours, so a training step needs no more
-    bytes than the first one.
+    """Tracks which of `size` bytes of a file or a buffer are used, in multiples of `align`, lowest first.
 
-    Args:
-        align: every range starts at a multiple of `align` bytes and is rounded up to one.
+    Freed ranges merge with free neighbours, so a training step needs no more bytes than the first one.
     """
 
     def __init__(self, align: int) -> None:
@@ -80,7 +78,7 @@ _DIRECTIONS: tuple[Direction, ...] = ("out", "in")
 
 
 class DeviceTimer(Protocol):
-    """Times some work of a device."""
+    """Times some work of a device; `seconds` is valid once `done`."""
 
     def done(self) -> bool:
         """Return whether the work has ended; do not wait."""
@@ -90,7 +88,7 @@ class DeviceTimer(Protocol):
 
 
 class TransferStats:
-    """Counts transfers; thread-safe."""
+    """Bytes moved, seconds of moving, and seconds that compute waited, by direction; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -169,9 +167,8 @@ class TransferStats:
 class TensorMeta:
     """Metadata that rebuilds a tensor from its bytes.
 
-    Attributes:
-        order: dims from the slowest to the fastest in memory. A dense tensor gets its strides back, because a kernel or
-            a projection chose that layout.
+    `order` are the dims from the slowest to the fastest in memory. A dense tensor gets its strides back, because a
+    kernel or a projection chose that layout.
     """
 
     dtype: torch.dtype
@@ -256,9 +253,6 @@ class Future:
 class Store(ABC):
     """Where the tensors of one device are offloaded to. Every method may be called from any thread.
 
-    Args:
-        prefetch_bytes: bytes to fetch before they are requested, at least; None: fetch nothing ahead.
-
     Attributes:
         stats: of all transfers.
         entries: by number, in the order of `put`, without those that are dropped.
@@ -289,8 +283,7 @@ class Store(ABC):
     def put(self, tensor: Tensor) -> Future:
         """Start to offload a tensor. Wait only while too much is in flight; hold the tensor only until it is offloaded.
 
-        Args:
-            tensor: any strided tensor; must not be written to from now on. A tensor put twice is stored twice.
+        `tensor` is strided and must not be written to from now on. A tensor put twice is stored twice.
 
         Raises:
             LongspanError: no space is left, or a disk error lost an earlier tensor.
