@@ -87,9 +87,9 @@ def test_longrope_takes_its_factors_from_a_file(tmp_path: Path) -> None:
     with pytest.raises(LongspanError, match=r"has 4 numbers, and a head of .* has 8 angles \(16 rotary dimensions\)"):
         read_model_config("--config", str(write_config(tmp_path, head_dim=16)), 1024, asked)
     for held, message in (
-        ({"short_factor": [1.0]}, "has no list long_factor"),
+        ({"short_factor": [1.0]}, "KeyError: 'long_factor'"),
         ({"short_factor": [1.0], "long_factor": [1.0, 2.0]}, "short_factor has 1 numbers and long_factor 2"),
-        ({"short_factor": [1.0], "long_factor": [0]}, "long_factor contains 0; give numbers above 0"),
+        ({"short_factor": [1.0], "long_factor": [0]}, "give as many in both, all above 0"),
     ):
         file.write_text(json.dumps(held))
         with pytest.raises(LongspanError, match=message):

@@ -52,16 +52,16 @@ def value_rule(info: Any) -> Any:
     import tyro
 
     kind = info.type
-    words = [word for t in typing.get_args(kind) if typing.get_origin(t) is Literal for word in typing.get_args(t)]
-    if words and int in typing.get_args(kind):
-        return _integer_or(words)
     inner = [t for t in typing.get_args(kind) if t is not type(None)]
-    if len(inner) == 1 and len(typing.get_args(kind)) == 2:
-        kind = inner[0]
+    words = [word for t in inner if typing.get_origin(t) is Literal for word in typing.get_args(t)]
+    if words and int in inner:
+        kind = int
+    elif len(inner) == 1 and len(typing.get_args(kind)) == 2:
+        words, kind = [], inner[0]
     elif kind not in (int, Path):
         return None
     readers: dict[Any, tuple[str, Any]] = {
-        int: ("INT", parse_integer),
+        int: (f"INT|{{{','.join(words)}}}" if words else "INT", parse_integer),
         float: ("FLOAT", float),
         str: ("STR", str),
         Path: ("PATH", lambda text: path_of("the path", text)),
@@ -69,32 +69,20 @@ def value_rule(info: Any) -> Any:
     if kind not in readers:
         return None
     metavar, read = readers[kind]
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=metavar,
-        instance_from_str=lambda words: read(words[0]),
-        is_instance=lambda value: value is None or isinstance(value, kind),
-        str_from_instance=lambda value: [str(value)],
-    )
 
-
-def _integer_or(words: list[str]) -> Any:
-    """Return tyro's spec for an integer or one of the words."""
-    import tyro
-
-    def read(given: list[str]) -> int | str:
+    def parse(given: list[str]) -> Any:
         if given[0] in words:
             return given[0]
         try:
-            return parse_integer(given[0])
+            return read(given[0])
         except ValueError as error:
-            raise ValueError(f"{error}, and not {' or '.join(words)}") from None
+            raise ValueError(f"{error}, and not {' or '.join(words)}" if words else str(error)) from None
 
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
-        metavar=f"INT|{{{','.join(words)}}}",
-        instance_from_str=read,
-        is_instance=lambda value: isinstance(value, int) or value in words,
+        metavar=metavar,
+        instance_from_str=parse,
+        is_instance=lambda value: value is None or value in words or isinstance(value, kind),
         str_from_instance=lambda value: [str(value)],
     )
 

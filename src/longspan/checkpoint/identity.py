@@ -10,6 +10,7 @@ from typing import Any
 
 from longspan.checkpoint.damage import Checkpoint
 from longspan.core.errors import LongspanError
+from longspan.core.formatting import listed
 from longspan.hf.pretrained import first_line
 
 _IRRELEVANT = {
@@ -25,8 +26,6 @@ _IRRELEVANT = {
 
 _LIBRARY = "transformers"
 """The version that wrote the config. Keys that only one version knows are not compared with another version's."""
-
-_LISTED = 6  # differences in a message; of the others the number
 
 
 def model_identity(model_config: Any) -> dict[str, Any]:
@@ -106,4 +105,4 @@ def _saved_identity(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 def _listed(changed: dict[str, tuple[Any, Any]]) -> str:
     parts = [f"{name} was {before}, is {now}" for name, (before, now) in changed.items()]
-    return "; ".join(parts[:_LISTED]) + (f"; and {len(parts) - _LISTED} more" if len(parts) > _LISTED else "")
+    return listed(parts, 6)

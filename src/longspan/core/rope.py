@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from longspan.core.errors import LongspanError
-from longspan.core.validation import LARGEST_COUNT, check_number, existing_path, format_value, read_text
+from longspan.core.validation import LARGEST_COUNT, check_number, existing_path, read_text
 
 RopeKind = Literal["linear", "dynamic", "yarn", "longrope"]
 RopeChoice = Literal["as-is", "auto", "linear", "dynamic", "yarn", "longrope"]
@@ -104,28 +104,23 @@ def _read_factors(path: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
     flag = "--longrope-factors"
     if existing_path(flag, str(path)) is None:
         raise LongspanError(f"{flag} {path} does not exist; give JSON with short_factor and long_factor")
-    text = read_text(flag, path)
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise LongspanError(f"{flag} {path} is not JSON: {error}; give short_factor and long_factor") from error
-    content = content if isinstance(content, dict) else {}
-    table = _parameters(content) or content
-    lists = []
-    for key in ("short_factor", "long_factor"):
-        numbers = table.get(key)
-        if not isinstance(numbers, list) or not numbers:
-            raise LongspanError(f"{flag} {path} has no list {key}; give both, short_factor and long_factor")
-        for x in numbers:
-            if isinstance(x, bool) or not isinstance(x, int | float) or not 0 < x < math.inf:
-                raise LongspanError(f"{flag} {path}: {key} contains {format_value(x)}; give numbers above 0")
-        lists.append(tuple(float(x) for x in numbers))
-    if len(lists[0]) != len(lists[1]):
+        content = json.loads(read_text(flag, path))
+        table = _parameters(content) or content
+        short, long = (tuple(map(float, table[key])) for key in ("short_factor", "long_factor"))
+    except LongspanError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise LongspanError(
-            f"{flag} {path}: short_factor has {len(lists[0])} numbers and long_factor {len(lists[1])}; give one "
-            "number for each angle of a head in both"
+            f"{flag} {path} cannot be used: {type(error).__name__}: {error}; give JSON with the lists short_factor and "
+            "long_factor"
+        ) from error
+    if not short or len(short) != len(long) or not all(0 < x < math.inf for x in short + long):
+        raise LongspanError(
+            f"{flag} {path}: short_factor has {len(short)} numbers and long_factor {len(long)}; give as many in both, "
+            "all above 0: one for each angle of a head"
         )
-    return lists[0], lists[1]
+    return short, long
 
 
 # ---------------------------------------------------------------------------------------------------------------------

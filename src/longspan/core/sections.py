@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,13 +29,6 @@ class Option:
         return self.name.replace("_", "-")
 
 
-def options(config_class: type[Any]) -> dict[str, Option]:
-    """Return all flags of a command, by the name of their field."""
-    key: Any = config_class  # mypy: a type is hashable
-    return _options(key)
-
-
-@functools.cache
 def _options(config_class: Any) -> dict[str, Option]:
     by_name: dict[str, Option] = {}
     kinds = typing.get_type_hints(config_class)
@@ -47,6 +41,10 @@ def _options(config_class: Any) -> dict[str, Option]:
             assert part.name not in by_name, f"two fields of {config_class.__name__} are called {part.name}"
             by_name[part.name] = Option(part.name, field.name, inner[part.name])
     return by_name
+
+
+options: Callable[[Any], dict[str, Option]] = functools.cache(_options)
+"""Return all flags of a command (its config class), by the name of their field."""
 
 
 def is_section(kind: Any) -> bool:

@@ -20,8 +20,6 @@ KINDS = (".txt", ".jsonl", ".parquet")
 """The files that are read. A .txt file is one document, line breaks kept."""
 
 _LONGEST_LINE = 1 << 30  # bytes of a .jsonl row
-_CHECKED_BYTES = 1 << 20  # of each .jsonl file, before anything else is done
-_CHECKED_BYTES_IN_ALL = 64 << 20
 _START = {"file": 0, "row": 0, "offset": 0}
 
 
@@ -44,7 +42,7 @@ class LocalFiles:
     Every row of .jsonl and .parquet must have the field `text_field`. An explicit null is an empty text.
 
     Raises:
-        LongspanError: for a file that cannot be read, or whose columns or first rows lack the field; on iteration for
+        LongspanError: for a file that cannot be read, or whose columns or first row lack the field; on iteration for
             any other row.
     """
 
@@ -52,16 +50,13 @@ class LocalFiles:
         self.files = sorted(files, key=lambda file: KINDS.index(file.suffix))
         self.text_field = text_field
         self._at = dict(_START)
-        budget = _CHECKED_BYTES_IN_ALL
         for file in self.files:
             if file.suffix == ".parquet":
                 self._open_parquet(file)
-            elif file.suffix == ".jsonl" and budget > 0:
-                for number, row, offset in self._rows(file, 1, 0):
+            elif file.suffix == ".jsonl":
+                for number, row, _ in self._rows(file, 1, 0):
                     self._text_of(file, number, row)
-                    if offset >= _CHECKED_BYTES:
-                        break
-                budget -= min(file.stat().st_size, _CHECKED_BYTES)
+                    break
 
     def seek(self, state: dict[str, Any] | None) -> None:
         self._at = dict(state or _START)
