@@ -306,26 +306,6 @@ def test_a_file_that_other_ranks_do_not_see_is_detected(tmp_path: Path, pool2: R
     assert list(tmp_path.iterdir()) == []
 
 
-def _save_where_rank_1_cannot(folder: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        if torch.distributed.get_rank() == 1:
-            patch.setattr("torch.distributed.checkpoint.FileSystemWriter.write_data", _no_space)
-        _save(folder, 7)
-
-
-def _no_space(*_: object) -> None:
-    raise OSError(28, "No space left on device")
-
-
-def test_if_a_rank_cannot_write_all_raise(tmp_path: Path, pool2: RankPool) -> None:
-    with pytest.raises(RankError) as caught:
-        pool2.run(_save_where_rank_1_cannot, tmp_path, timeout=240)
-    messages = {failure.message for failure in caught.value.failures.values()}
-    assert len(caught.value.failures) == 2
-    assert all("step-00000007 cannot be written: rank 1: OSError: [Errno 28]" in message for message in messages)
-    assert list(tmp_path.iterdir()) == []
-
-
 def _saves_on_some_ranks(folder: str) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters()) if dist.get_rank() == 0 else None

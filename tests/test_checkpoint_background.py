@@ -97,9 +97,7 @@ def _full_on_rank_1(folder: Path) -> tuple[str, str]:
     with pytest.MonkeyPatch.context() as patch:
         if torch.distributed.get_rank() == 1:
             patch.setattr(checkpoint.tensors.RecordedFiles, "create_stream", full)
-            fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
-        else:
-            fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
+        fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
         optimizer = torch.optim.AdamW(model.parameters())
         saver.start(folder, 1, model, optimizer, {})
         try:

@@ -41,39 +41,12 @@ def _file(tmp_path: Path, text: str) -> str:
 
 
 def test_flags_are_the_fields() -> None:
-    config = _parse(
-        *[
-            "--config",
-            "a.json",
-            "--data",
-            "pydoc",
-            "--context",
-            "128k",
-            "--ring",
-            "2",
-            "--ulysses",
-            "4",
-            "--ring-impl",
-            "p2p",
-            "--no-fsdp",
-        ],
-        *["--betas", "0.8", "0.9", "--schedule", "linear", "--pack", "documents", "--nproc", "4", "--out", "here"],
-    )
-    assert config == make(
-        TrainConfig,
-        config=Path("a.json"),
-        data="pydoc",
-        context=131072,
-        ring=2,
-        ulysses=4,
-        ring_impl="p2p",
-        fsdp=False,
-        betas=(0.8, 0.9),
-        schedule="linear",
-        pack="documents",
-        nproc=4,
-        out=Path("here"),
-    )
+    flags = "--config a.json --data pydoc --context 128k --ring 2 --ulysses 4 --ring-impl p2p --no-fsdp --out here"
+    more = "--betas 0.8 0.9 --schedule linear --pack documents --nproc 4"
+    assert _parse(*flags.split(), *more.split()) == make(
+        TrainConfig, config=Path("a.json"), data="pydoc", context=131072, ring=2, ulysses=4, ring_impl="p2p",
+        fsdp=False, betas=(0.8, 0.9), schedule="linear", pack="documents", nproc=4, out=Path("here"),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -145,40 +118,28 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     [
         ("ulysses = 4", r"line 1: ulysses belongs in the table \[parallel\]; move it there"),
         ("[parallel]\nsteps = 4", r"line 2: steps belongs above all tables"),
-        ("[parallel]\nlr = 4", r"line 2: lr belongs in the table \[optimizer\]"),
         ("[parallel]\nulysses = 1.5", r"line 2: ulysses = 1.5 is invalid: give a whole number"),
         ("[parallel]\nulyses = 4", r"line 2: unknown key 'ulyses'; did you mean 'ulysses'\?"),
         ("zzz = 4", r"unknown key 'zzz'; longspan train --help lists all"),
         ("learning_rate = 1e-4", r"line 1: unknown key 'learning_rate'; did you mean 'lr'\?"),
-        ("gradient_accumulation_steps = 4", r"did you mean 'batch'\?"),
         ("[train]\nulysses = 4", r"unknown key 'train'; "),
-        ("seed = {a = 1}", r"line 1: seed = {'a': 1} is invalid: give a whole number"),
-        ("ulysses = ", r"run\.toml is not TOML: "),
         (
             "[checkpoint]\nsave_every = 3\nsave-every = 4",
             r"line 3: save-every is also set in .*line 2, spelled differently",
         ),
         ("lr = 1\nlr = 2", r"is not TOML: .*line 2"),
         ("[optimizer]\nlr = '0.1'", r"line 2: lr = '0.1' is invalid: give a number"),
-        ("steps = 1.5", r"line 1: steps = 1.5 is invalid: give a whole number"),
         ("steps = '8kk'", r"steps = '8kk' is invalid: '8kk' is not an integer"),
-        ("steps = true", r"steps = True is invalid"),
         ("fsdp = 'no'", r"fsdp = 'no' is invalid: give true or false"),
         ("out = 5", r"out = 5 is invalid: give a path"),
         ("[data]\ndata = ['pydoc', '--steps', '7']", r"data = \['pydoc', '--steps', '7'\] is invalid: give text"),
-        ("[optimizer]\nbetas = [0.9]", r"betas = \[0.9\] is invalid: give a list of 2 numbers"),
         ("[optimizer]\nbetas = [0.9, 0.9, '--lr', 9]", r"give a list of 2 numbers"),
-        ("[optimizer]\nbetas = [0.9, '--lr=9']", r"give a number"),
         (
             "[optimizer]\nschedule = 'Linear'",
             r"schedule = 'Linear' is invalid: choose one of 'cosine', 'linear', 'constant'",
         ),
-        ("'lr=3 --steps' = 1", r"unknown key 'lr=3 --steps'"),
         ("no-fsdp = true", r"unknown key 'no-fsdp'; did you mean 'fsdp'"),
-        ("from = 'x.toml'", r"unknown key 'from'"),
         ('out = "a\\u0000b"', r"NUL byte"),
-        ("lr = " + "[" * 20_000, r"nested too deeply"),
-        ("steps = " + "1" * 5000, r"is not TOML"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -213,14 +174,10 @@ def test_paths_of_a_file_are_relative_to_it(tmp_path: Path, monkeypatch: pytest.
         assert Path(config.data.data).absolute() == tmp_path / "jobs" / "texts"
         assert os.path.abspath(config.out) == str(tmp_path / "runs" / "a") and "jobs/.." not in str(config.out)
         assert Path(config.memory.offload_folder).absolute() == tmp_path / "jobs" / "spill"
-        assert (config.model.tokenizer, config.checkpoint.resume, config.model.model) == (
-            "bytes",
-            "auto",
-            "gpt2-medium",
-        )
-        assert _parse("--from", named, "--out", "x", "--config", "y.json").out == Path(
-            "x"
-        )  # flags are relative to the working folder
+        names = config.model.tokenizer, config.checkpoint.resume, config.model.model
+        assert names == ("bytes", "auto", "gpt2-medium")
+        # Flags are relative to the working folder.
+        assert _parse("--from", named, "--out", "x", "--config", "y.json").out == Path("x")
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert _parse("--from", _file(tmp_path, '[model]\nmodel = "/abs/m"')).model.model == "/abs/m"
     with pytest.raises(
@@ -233,12 +190,8 @@ def test_paths_of_a_file_are_relative_to_it(tmp_path: Path, monkeypatch: pytest.
     ("flags", "said"),
     [
         (["--lr", "nan"], "--lr must be finite and above 0, got nan"),
-        (["--lr", "inf"], "--lr must be finite and above 0, got inf"),
-        (["--clip", "nan"], "--clip must be finite and at least 0, got nan"),
         (["--weight-decay=-inf"], "--weight-decay must be finite and at least 0, got -inf"),
-        (["--betas", "0.9", "1"], "--betas must be below 1, got 1.0"),
         (["--betas", "nan", "0.9"], "--betas must be at least 0 and below 1, got nan"),
-        (["--seed", "-1"], "--seed must be at least 0, got -1"),
         (["--seed", str(1 << 63)], "--seed must be at most 9,223,372,036,854,775,807, got 9223372036854775808"),
         (["--steps", "9" * 25], "--steps must be at most 1,099,511,627,776, got"),
         (["--ulysses", "70000"], "--ulysses must be at most 65,536, got 70000"),
@@ -246,14 +199,11 @@ def test_paths_of_a_file_are_relative_to_it(tmp_path: Path, monkeypatch: pytest.
         (["--data-degree", "60000"], "starts 60000 processes on this machine"),
         (["--config", "nope.json"], "--config nope.json does not exist"),
         (["--data", "./gone"], "--data ./gone is neither a file nor a directory"),
-        (["--data", "gone/"], "--data gone/ is neither"),
         (["--tokenizer", "a/b/c"], "--tokenizer a/b/c does not exist, and no name on the Hugging Face hub either"),
         (["--data=~nobody-of-this-name/x"], "no user of that name"),
         (["--data", "x" * 5000], "is too long for a path"),
         (["--out", "/proc/version/out"], "cannot be written"),
-        (["--resume", "x" * 300], "--resume 'xxx"),
         (["--text-field", ""], "--text-field is empty"),
-        (["--tokenizer", ""], "--tokenizer is empty"),
     ],
 )
 def test_values_out_of_range_are_refused(
@@ -346,14 +296,9 @@ def test_help_lists_every_option(name: str, config: type, capsys: pytest.Capture
     assert "--from" in said and "{None}" not in said
     assert cli.main(["--help"]) == 0
     said = capsys.readouterr().out
-    assert all(command in said for command in cli.COMMANDS)
-
-
-def test_no_command_shows_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([]) == 2
-    assert "usage: longspan COMMAND" in capsys.readouterr().out
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("longspan 0.")
+    assert "usage: longspan COMMAND" in said and all(command in said for command in cli.COMMANDS)
+    assert cli.main([]) == 2 and capsys.readouterr().out == said
+    assert cli.main(["--version"]) == 0 and capsys.readouterr().out.startswith("longspan 0.")
 
 
 # --- exit codes

@@ -142,9 +142,6 @@ def test_split_text_loses_nothing(text: str, limit: int) -> None:
     parts = split_text(text, limit)
     assert "".join(parts) == text
     assert all(len(part) <= limit for part in parts)
-
-
-def test_split_text_cuts_after_a_line_or_a_word() -> None:
     assert split_text("one\ntwo three", 6) == ["one\n", "two ", "three"]
 
 
@@ -198,6 +195,9 @@ def test_a_stream_resumes_from_any_state(folder: Path, by_bytes: TextTokenizer, 
             assert got.starts == expected.starts
             # The reader may spell the same place in another way.
             assert got.state | {"reader": None} == expected.state | {"reader": None}
+    # Another context resumes at the same token.
+    long = _take(DocumentSource(str(folder), shuffle=4), by_bytes, 2 * context, 2, whole[2].state)
+    assert np.concatenate([s.ids for s in whole[3:7]]).tolist() == np.concatenate([s.ids for s in long]).tolist()
 
 
 def test_pieces_of_a_long_document_make_no_difference(
@@ -211,13 +211,6 @@ def test_pieces_of_a_long_document_make_no_difference(
     assert [s.starts for s in pieces] == [s.starts for s in whole]
     resumed = _take(DocumentSource(str(tmp_path)), by_bytes, 50, 25, pieces[4].state)
     assert [s.ids.tolist() for s in resumed] == [s.ids.tolist() for s in whole[5:]]
-
-
-def test_another_context_resumes_at_the_same_token(folder: Path, by_bytes: TextTokenizer) -> None:
-    state = _take(DocumentSource(str(folder)), by_bytes, 20, 3)[-1].state
-    short = _take(DocumentSource(str(folder)), by_bytes, 20, 7)[3:]
-    long = _take(DocumentSource(str(folder)), by_bytes, 40, 2, state)
-    assert np.concatenate([s.ids for s in short]).tolist() == np.concatenate([s.ids for s in long]).tolist()
 
 
 # --- over several ranks
@@ -253,16 +246,11 @@ def _tokenised_together(
         return [(s.ids.tolist(), s.starts, s.state) for s in found], counting.texts
 
 
-@pytest.mark.parametrize("context", [50])
 def test_ranks_that_share_tokenisation_have_the_stream_of_one_rank(
-    folder: Path,
-    by_bytes: TextTokenizer,
-    context: int,
-    pool4: RankPool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, by_bytes: TextTokenizer, pool4: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit, from the beginning and from any state, over several epochs, with documents of many pieces."""
+    context = 50
     folder = shutil.copytree(folder, tmp_path / "data")
     (folder / "long.txt").write_text("many words in one line, as long as a book. " * 60)
     monkeypatch.setattr("longspan.data.stream.split_text", lambda text: split_text(text, 100))
@@ -368,12 +356,10 @@ def test_missing_unknown_and_empty_data_is_refused(folder: Path, tmp_path: Path)
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": null}\n')
     _refused(r"holds no text: every document is empty", tmp_path)
     _refused(r"--shuffle -1 must be 0", PYDOC, shuffle=-1)
-
-
-def test_too_little_text_is_refused_with_both_numbers(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("twelve bytes")
-    _refused(r"not enough text for one sequence: --data .* gives 13 tokens, --context needs 14", tmp_path, context=14)
-    assert _take(DocumentSource(str(tmp_path)), TextTokenizer(load_tokenizer(BYTES)), 13, 1)
+    said = r"not enough text for one sequence: --data .* gives 13 tokens, --context needs 14"
+    _refused(said, tmp_path / "a.txt", context=14)
+    assert _take(DocumentSource(str(tmp_path / "a.txt")), TextTokenizer(load_tokenizer(BYTES)), 13, 1)
 
 
 def test_unreadable_files_are_refused_by_name(tmp_path: Path) -> None:
@@ -385,7 +371,7 @@ def test_unreadable_files_are_refused_by_name(tmp_path: Path) -> None:
     _refused(r"--data .*c\.txt cannot be read: UnicodeDecodeError", tmp_path / "c.txt")
 
 
-def test_rows_without_the_field_are_counted_and_refused(tmp_path: Path) -> None:
+def test_rows_without_the_field_are_refused(tmp_path: Path) -> None:
     rows = [{"text": "there"} if i % 2 else {"body": "not there"} for i in range(7)]
     (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
     _refused(r"a\.jsonl: line 1 has no field 'text'; it has 'body'", tmp_path)
@@ -421,7 +407,7 @@ def test_columns_of_parquet_files_are_checked(tmp_path: Path) -> None:
         assert _documents(DocumentSource(str(tmp_path), shuffle=0), 3) == ["one of 51", "y", "z"]
 
 
-@pytest.mark.parametrize("name", ["a*.txt", "[ab].txt", "{a,b}.txt", "a::b.txt", "x y.jsonl"])
+@pytest.mark.parametrize("name", ["a*.txt", "[ab].txt", "a::b.txt", "x y.jsonl"])
 def test_a_file_name_is_no_pattern(name: str, tmp_path: Path) -> None:
     mine = json.dumps({"text": "mine"}) if name.endswith(".jsonl") else "mine"
     for other in ("ab.txt", "a.txt", "b.txt", "whatx.txt"):

@@ -132,27 +132,18 @@ class KVPlacement:
 def tokens_per_rank(
     layout: Layout, prompt: int, generated: int = 0, start: int = 0, chunk: int | None = None
 ) -> tuple[int, ...]:
-    """Return how many tokens from `start` on each ring rank holds of a prompt, processed in chunks, and of the tokens
-    generated one by one after it.
+    """Return how many tokens from `start` on each ring rank holds of a prompt and of the tokens generated after it.
 
-    `chunk` is `PREFILL_CHUNK` per rank if None. Full chunks give every rank the same number of tokens, so those in the
-    middle are not simulated.
+    The prompt is processed in chunks of `chunk` tokens, by default `PREFILL_CHUNK` per rank.
     """
     if layout.ring == 1:
         return (max(0, prompt + generated - start),)
     chunk = chunk or PREFILL_CHUNK * layout.size
-    before = between = 0  # full chunks before `start`, and after it
-    if is_sharded(layout, chunk) and layout.local_length(chunk) * layout.size == chunk:
-        whole = prompt // chunk
-        before = min(start // chunk, whole)
-        between = max(0, whole - before - 1)
-    placement, rest = KVPlacement(layout.ring), prompt - (before + between) * chunk
-    while rest:
-        placement.add(layout, min(chunk, rest))
-        rest -= min(chunk, rest)
+    placement = KVPlacement(layout.ring)
+    for begin in range(0, prompt, chunk):
+        placement.add(layout, min(chunk, prompt - begin))
     placement.grow(generated)
-    each = between * chunk // layout.ring
-    return tuple(placement.count(rank, start - before * chunk) + each for rank in range(layout.ring))
+    return tuple(placement.count(rank, start) for rank in range(layout.ring))
 
 
 def _append(runs: list[Span], run: Span) -> None:

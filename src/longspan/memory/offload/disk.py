@@ -94,14 +94,13 @@ class DiskStore(Store):
 
     def close(self) -> None:
         """End the threads and free the disk space; stored tensors are lost. A second call does nothing."""
-        if not self.forked:
-            with self.changed:
-                self._closed = True
-                for entry in list(self.entries.values()):
-                    self.drop(entry)
-                self.changed.notify_all()
-            for pool in (self._writers, self._readers):
-                pool.shutdown(wait=True, cancel_futures=True)
+        with self.changed:
+            self._closed = True
+            for entry in list(self.entries.values()):
+                self.drop(entry)
+            self.changed.notify_all()
+        for pool in (self._writers, self._readers):
+            pool.shutdown(wait=True, cancel_futures=True)
         self._file.close()
 
     # Below: with the lock held.

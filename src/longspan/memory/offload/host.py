@@ -69,7 +69,7 @@ class HostStore(Store):
         self._outgoing: deque[_Entry] = deque()
 
     def close(self) -> None:
-        if self._closed or self.forked:
+        if self._closed:
             return
         with self.changed:
             for entry in list(self.entries.values()):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
-import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -267,7 +266,7 @@ class Store(ABC):
         self.entries: dict[int, Entry] = {}
         self._numbers = itertools.count()
         self.changed = threading.Condition()
-        self._pid, self._closed = os.getpid(), False
+        self._closed = False
 
     def reserve(self, nbytes: int) -> None:
         """Reserve space for `nbytes` more. Call it before the first layer of a forward.
@@ -397,17 +396,7 @@ class Store(ABC):
                 total += other.nbytes
         return coming
 
-    @property
-    def forked(self) -> bool:
-        """Whether this process is a fork of the one that made the store: threads, streams and files do not survive."""
-        return os.getpid() != self._pid
-
     def check_usable(self) -> None:
-        """Raise if the store is closed, or belongs to the process that this one was forked from."""
-        if self.forked:
-            raise LongspanError(
-                f"process {self._pid} made this activation store, and its fork, process {os.getpid()}, cannot use it; "
-                "build the model in the forked process"
-            )
+        """Raise if the store is closed."""
         if self._closed:
             raise LongspanError("the activation store is closed; its tensors are lost")
