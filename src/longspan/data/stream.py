@@ -6,10 +6,10 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import queue
-import threading
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -263,37 +263,15 @@ def _collate(sequences: list[Sequence], pack: Pack) -> dict[str, torch.Tensor]:
 @contextlib.contextmanager
 def prefetch(items: Iterator[T], depth: int = 2) -> Iterator[Iterator[T]]:
     """Make the next `depth` items in a thread, so that reading and tokenising overlap with the training."""
-    ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(maxsize=depth)
-    stop = threading.Event()
+    thread = ThreadPoolExecutor(1, "longspan-data")
+    ahead = deque(thread.submit(next, items) for _ in range(depth))
 
-    def put(item: T | None, error: BaseException | None) -> None:
-        while not stop.is_set():
-            with contextlib.suppress(queue.Full):
-                return ready.put((item, error), timeout=0.1)
-
-    def work() -> None:
-        try:
-            for item in items:
-                put(item, None)
-                if stop.is_set():
-                    return
-            put(None, StopIteration())
-        except BaseException as error:  # raised again in the consumer
-            put(None, error)
-
-    def take() -> T | None:
-        if stop.is_set():  # the thread has ended
-            raise StopIteration
-        item, error = ready.get()
-        if error is not None:
-            stop.set()
-            raise error
+    def take() -> T:
+        item = ahead.popleft().result()  # or what `items` raised, StopIteration too
+        ahead.append(thread.submit(next, items))
         return item
 
-    thread = threading.Thread(target=work, name="longspan-data", daemon=True)
-    thread.start()
     try:
         yield iter(take, None)  # a function and no generator: it holds no item
     finally:
-        stop.set()
-        thread.join(timeout=10)
+        thread.shutdown(cancel_futures=True)
