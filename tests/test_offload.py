@@ -224,7 +224,7 @@ def test_a_put_waits_while_too_much_is_in_flight(disk: DiskStore, gate: threadin
     gate.set()
     thread.join(60)
     assert torch.equal(late[0].get(), torch.full((10_000,), 7.0))
-    assert disk.metrics()["waited_seconds_out"] > 0
+    assert disk.stats.take()["waited"] > 0
 
 
 def test_the_file_does_not_grow_from_step_to_step_and_abandoned_space_is_freed(disk: DiskStore) -> None:
@@ -495,22 +495,16 @@ def test_closing_ends_a_put_that_waits(disk: DiskStore, gate: threading.Event) -
     assert "closed" in errors[0] and not closing.is_alive()
 
 
-def test_metrics_of_both_directions_and_their_reset(disk: DiskStore) -> None:
+def test_transfers_are_counted_since_the_last_report(disk: DiskStore) -> None:
     stored = disk.put(torch.randn(5000))
     _written(disk)
     stored.get()
-    found = disk.metrics()
-    assert found["bytes_out"] == found["bytes_in"] == 20_000
-    assert found["seconds_out"] > 0 and found["seconds_in"] > 0 and found["waited_seconds_out"] == 0
-    disk.reset()
-    assert not any(disk.metrics().values())
-    side = LateSide()
-    host = HostStore(side, in_flight=0)
+    found = disk.stats.take()
+    assert found["bytes"] == 40_000 and found["seconds"] > 0
+    assert not any(disk.stats.take().values())
+    host = HostStore(LateSide(), in_flight=0)
     host.put(torch.randn(10)).get()
-    assert host.metrics() == {
-        "bytes_out": 40, "bytes_in": 40, "seconds_out": 1, "seconds_in": 1, "waited_seconds_out": 1,
-        "waited_seconds_in": 1,
-    }  # fmt: skip
+    assert host.stats.take() == {"bytes": 80, "seconds": 2, "waited": 2}
 
 
 def _killed(folder: Path) -> None:

@@ -401,13 +401,10 @@ def offload_metrics(model: Any, seconds: float) -> dict[str, float | None]:
     store = state_of(model).memory.store
     if store is None:
         return {}
-    stats = store.metrics()
-    store.reset()
-    moving = stats["seconds_out"] + stats["seconds_in"]
-    waited = stats["waited_seconds_out"] + stats["waited_seconds_in"]
+    moved = store.stats.take()
     return {
-        "offload_gb_per_s": (stats["bytes_out"] + stats["bytes_in"]) / moving / 1e9 if moving else 0.0,
-        "offload_waited": waited / seconds,
+        "offload_gb_per_s": moved["bytes"] / moved["seconds"] / 1e9 if moved["seconds"] else 0.0,
+        "offload_waited": moved["waited"] / seconds,
     }
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from longspan.core.errors import LongspanError
 from longspan.memory.offload.disk_file import BLOCK, OffloadFile, aligned_buffer, buffer_of
-from longspan.memory.offload.store import Allocator, Direction, Entry, Store
+from longspan.memory.offload.store import Allocator, Entry, Store
 
 MIB = 1 << 20
 CHUNK_BYTES = 4 * MIB
@@ -116,7 +116,7 @@ class DiskStore(Store):
     def _start_storing(self, entry: _Entry) -> None:
         self._raise_error()
         if not self._has_room(entry.nbytes):
-            with self.stats.wait("out"):
+            with self.stats.wait():
                 self.changed.wait_for(lambda: self._closed or self._has_room(entry.nbytes))
             self.check_usable()
             self._raise_error()
@@ -164,7 +164,7 @@ class DiskStore(Store):
 
     def _finish_fetch(self, entry: _Entry, fetch: _Read) -> Tensor:
         if fetch.pending:
-            with self.stats.wait("in"):
+            with self.stats.wait():
                 self.changed.wait_for(lambda: self._closed or not fetch.pending)
             self.check_usable()
             entry.check()
@@ -184,7 +184,7 @@ class DiskStore(Store):
     # Below: in the threads.
 
     def _write(self, entry: _Entry, start: int, stop: int) -> None:
-        error = "" if entry.dropped else self._try("out", self._write_chunk, entry, start, stop)
+        error = "" if entry.dropped else self._try(self._write_chunk, entry, start, stop)
         with self.changed:
             entry.pending -= 1
             entry.error = entry.error or error
@@ -196,7 +196,7 @@ class DiskStore(Store):
                 self.changed.notify_all()
 
     def _read(self, reading: _Read, start: int, stop: int) -> None:
-        error = "" if reading.cancelled else self._try("in", self._read_chunk, reading, start, stop)
+        error = "" if reading.cancelled else self._try(self._read_chunk, reading, start, stop)
         with self.changed:
             reading.pending -= 1
             reading.entry.pending -= 1
@@ -206,12 +206,10 @@ class DiskStore(Store):
             if not reading.pending:
                 self.changed.notify_all()
 
-    def _try(
-        self, direction: Direction, work: Callable[[Any, int, int], None], item: Any, start: int, stop: int
-    ) -> str:
+    def _try(self, work: Callable[[Any, int, int], None], item: Any, start: int, stop: int) -> str:
         """Return an error as text: an exception would keep the tensors of its frames alive."""
         try:
-            with self.stats.transfer(direction, stop - start):
+            with self.stats.transfer(stop - start):
                 work(item, start, stop)
         except OSError as error:
             return self._file.describe(error)

@@ -99,7 +99,7 @@ class HostStore(Store):
             return
         entry.chunk, entry.offset, entry.memory = self._pool.allocate(entry.nbytes)
         entry.copy_out = self._copier.begin(entry.data, entry.memory)
-        self.stats.add_transfer("out", entry.nbytes, entry.copy_out)
+        self.stats.add("seconds", entry.copy_out, entry.nbytes)
         self._outgoing.append(entry)
         while len(self._outgoing) > self._in_flight:
             self._release(self._outgoing.popleft())
@@ -107,19 +107,19 @@ class HostStore(Store):
     def _release(self, entry: _Entry) -> None:
         """Free the device memory; whatever reuses it runs after the copy."""
         assert entry.copy_out is not None and entry.data is not None
-        self.stats.add_wait("out", entry.copy_out.join(entry.data))
+        self.stats.add("waited", entry.copy_out.join(entry.data))
         entry.release()
 
     def _start_fetch(self, entry: _Entry) -> tuple[Tensor, Copy]:
         assert entry.memory is not None
         target = torch.empty(entry.nbytes, dtype=torch.uint8, device=entry.meta.device)
         copy = self._copier.begin(entry.memory, target)
-        self.stats.add_transfer("in", entry.nbytes, copy)
+        self.stats.add("seconds", copy, entry.nbytes)
         return target, copy
 
     def _finish_fetch(self, entry: _Entry, fetch: tuple[Tensor, Copy]) -> Tensor:
         target, copy = fetch
-        self.stats.add_wait("in", copy.join(target))
+        self.stats.add("waited", copy.join(target))
         return target
 
     def _cancel_fetch(self, fetch: tuple[Tensor, Copy]) -> None:

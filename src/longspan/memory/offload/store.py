@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -71,9 +71,7 @@ class Allocator:
         self._holes.insert(i, (start, stop))
 
 
-Direction = Literal["out", "in"]
-"""Out of the memory that computes, and back in."""
-_DIRECTIONS: tuple[Direction, ...] = ("out", "in")
+_KEYS = ("bytes", "seconds", "waited")
 
 
 class DeviceTimer(Protocol):
@@ -87,63 +85,46 @@ class DeviceTimer(Protocol):
 
 
 class TransferStats:
-    """Bytes moved, seconds of moving, and seconds that compute waited, by direction; thread-safe."""
+    """Bytes moved, seconds of moving, and seconds that compute waited, both directions together; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._active: dict[Direction, int] = dict.fromkeys(_DIRECTIONS, 0)
-        self._since: dict[Direction, float] = dict.fromkeys(_DIRECTIONS, 0.0)
+        self._active, self._since = 0, 0.0
         self._timers: deque[tuple[str, DeviceTimer]] = deque()
-        self.reset()
-
-    def reset(self) -> None:
-        """Reset all counts to zero; transfers in flight count from now."""
-        with self._lock:
-            self._totals = {
-                f"{what}_{direction}": 0.0
-                for what in ("bytes", "seconds", "waited_seconds")
-                for direction in _DIRECTIONS
-            }
-            self._timers.clear()
-            self._since = dict.fromkeys(_DIRECTIONS, time.perf_counter())
+        self._totals = dict.fromkeys(_KEYS, 0.0)
 
     @contextlib.contextmanager
-    def transfer(self, direction: Direction, nbytes: int) -> Iterator[None]:
+    def transfer(self, nbytes: int) -> Iterator[None]:
         """Time the body as a transfer. Overlapping transfers count once, so bytes / seconds is bandwidth."""
         with self._lock:
-            if not self._active[direction]:
-                self._since[direction] = time.perf_counter()
-            self._active[direction] += 1
+            if not self._active:
+                self._since = time.perf_counter()
+            self._active += 1
         try:
             yield
             with self._lock:
-                self._totals[f"bytes_{direction}"] += nbytes
+                self._totals["bytes"] += nbytes
         finally:
             with self._lock:
-                self._active[direction] -= 1
-                if not self._active[direction]:
-                    self._totals[f"seconds_{direction}"] += time.perf_counter() - self._since[direction]
+                self._active -= 1
+                if not self._active:
+                    self._totals["seconds"] += time.perf_counter() - self._since
 
     @contextlib.contextmanager
-    def wait(self, direction: Direction) -> Iterator[None]:
+    def wait(self) -> Iterator[None]:
         """Time the body as waiting."""
         start = time.perf_counter()
         try:
             yield
         finally:
             with self._lock:
-                self._totals[f"waited_seconds_{direction}"] += time.perf_counter() - start
+                self._totals["waited"] += time.perf_counter() - start
 
-    def add_transfer(self, direction: Direction, nbytes: int, timer: DeviceTimer) -> None:
-        """Count a transfer of `nbytes` that a device does asynchronously."""
+    def add(self, key: str, timer: DeviceTimer, nbytes: int = 0) -> None:
+        """Count what a device does asynchronously, as "seconds" (of moving `nbytes`) or "waited"."""
         with self._lock:
-            self._totals[f"bytes_{direction}"] += nbytes
-            self._timers.append((f"seconds_{direction}", timer))
-
-    def add_wait(self, direction: Direction, timer: DeviceTimer) -> None:
-        """Count a wait that a device does asynchronously."""
-        with self._lock:
-            self._timers.append((f"waited_seconds_{direction}", timer))
+            self._totals["bytes"] += nbytes
+            self._timers.append((key, timer))
 
     def collect(self) -> None:
         """Read the timers that are done. Call it now and then, so that timers do not pile up."""
@@ -155,11 +136,12 @@ class TransferStats:
                 else:
                     self._timers.append((key, timer))
 
-    def metrics(self) -> dict[str, float]:
-        """Return the totals since `reset`: see `Store.metrics`."""
+    def take(self) -> dict[str, float]:
+        """Return the `bytes`, `seconds` and `waited` seconds since the last call; a device's, of work that is done."""
         self.collect()
         with self._lock:
-            return dict(self._totals)
+            totals, self._totals = self._totals, dict.fromkeys(_KEYS, 0.0)
+            return totals
 
 
 @dataclass(frozen=True)
@@ -309,16 +291,6 @@ class Store(ABC):
             if data is None:
                 data = self._finish_fetch(entry, fetch)
         return entry.meta.view(data)
-
-    def metrics(self) -> dict[str, float]:
-        """Return `bytes_*`, `seconds_*` (of moving) and `waited_seconds_*` (of compute waiting) since `reset`, for each
-        direction `out` and `in`. Seconds of a GPU are device time, of work that is done.
-        """
-        return self.stats.metrics()
-
-    def reset(self) -> None:
-        """Reset the metrics to zero."""
-        self.stats.reset()
 
     @abstractmethod
     def close(self) -> None:
