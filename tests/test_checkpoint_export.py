@@ -239,4 +239,4 @@ def test_a_script_that_ends_with_an_export_does_not_abort(tmp_path: Path) -> Non
     """The script does not destroy its process group: when Python ends, no thread of gloo may still hold a tensor."""
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "hf"), "4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.stdout == "0 0\n" * 4, done.stderr
+    assert done.stdout.count("0 0\n") == 4, done.stdout + done.stderr

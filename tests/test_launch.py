@@ -361,7 +361,7 @@ def test_a_batch_script_and_a_single_task_are_no_job(monkeypatch: pytest.MonkeyP
     [
         ({"SLURM_PROCID": "12"}, "SLURM_PROCID=12, which is no integer from 0 to 11; set MASTER_ADDR"),
         ({"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS=many, which is no integer of at least 1"),
-        ({"SLURM_LOCALID": ""}, "but has no SLURM_LOCALID; set"),
+        ({"SLURM_LOCALID": ""}, "has no SLURM_LOCALID; set"),
         ({"SLURM_STEP_NODELIST": "", "SLURM_JOB_NODELIST": ""}, "neither SLURM_STEP_NODELIST nor SLURM_JOB_NODELIST"),
         ({"SLURM_STEP_NODELIST": "gpu[007"}, "the node list 'gpu[007' of Slurm names no first host; set MASTER_ADDR"),
     ],
