@@ -70,14 +70,14 @@ class LayerCall:
         inputs: its arguments.
         checkpointing: how the layer is checkpointed.
         recomputing: whether the layer is being recomputed.
+        next: the attention that is recomputed next.
         index: the layer's place in its group.
     """
 
     def __init__(self, layer: CheckpointedLayer, inputs: _Inputs) -> None:
         self.layer, self.inputs, self.checkpointing = layer, inputs, layer.memory.checkpointing
-        self.recomputing, self.index = False, 0
+        self.recomputing, self.next, self.index = False, 0, 0
         self._saved: list[SavedAttention] = []  # in the order of the attentions' calls
-        self._next = 0  # the attention that is recomputed next
 
     @property
     def save_all(self) -> bool:
@@ -95,23 +95,13 @@ class LayerCall:
 
     def load_next(self) -> SavedAttention:
         """Return what the next attention saved in the forward."""
-        if self._next == len(self._saved):
+        if self.next == len(self._saved):
             raise LongspanError(
                 f"a checkpointed layer called {len(self._saved)} attentions in its forward and calls another one when "
                 f"recomputed, so it does not compute the same twice; use checkpointing='full' or 'none'"
             )
-        self._next += 1
-        return self._saved[self._next - 1]
-
-    def bound(self, *, recomputing: bool) -> _Bound:
-        """Return a context in which the layer's attentions save into this call, or load from it."""
-        return _Bound(self, recomputing)
-
-    def begin(self, recomputing: bool) -> None:
-        """Begin a run of the layer."""
-        self.recomputing, self._next = recomputing, 0
-        if self.checkpointing in ("save_attention", "selective"):
-            self.layer.bind(self)
+        self.next += 1
+        return self._saved[self.next - 1]
 
     def forward(self) -> Any:
         """Compute the layer, or recompute it with gradients."""
@@ -125,7 +115,7 @@ class LayerCall:
         if isinstance(module, FSDPModule):
             module.unshard()
         try:
-            with torch.no_grad(), self.bound(recomputing=True):
+            with torch.no_grad(), _Bound(self, recomputing=True):
                 out: Tensor = _hidden(self.layer.compute(*positional, **named))
                 return out
         finally:
@@ -136,13 +126,18 @@ class LayerCall:
 
 
 class _Bound(contextlib.AbstractContextManager[None]):
-    """See `LayerCall.bound`. A class, as torch enters it again for every backward of a retained graph."""
+    """Lets the layer's attentions save into a call, or load from it.
 
-    def __init__(self, call: LayerCall, recomputing: bool) -> None:
+    A class, as torch enters it again for every backward of a retained graph.
+    """
+
+    def __init__(self, call: LayerCall, *, recomputing: bool) -> None:
         self.call, self.recomputing = call, recomputing
 
     def __enter__(self) -> None:
-        self.call.begin(self.recomputing)
+        self.call.recomputing, self.call.next = self.recomputing, 0
+        if self.call.checkpointing in ("save_attention", "selective"):
+            self.call.layer.bind(self.call)
 
     def __exit__(self, *_: object) -> None:
         self.call.layer.bind(None)
@@ -203,7 +198,7 @@ class CheckpointedLayer:
             inputs.anchor,  # tells torch the device
             use_reentrant=False,
             preserve_rng_state=self.draws,
-            context_fn=lambda: (call.bound(recomputing=False), call.bound(recomputing=True)),
+            context_fn=lambda: (_Bound(call, recomputing=False), _Bound(call, recomputing=True)),
         )
         self.groups.record(call, out)
         return out
