@@ -115,6 +115,18 @@ def test_merged_parts_equal_one_softmax_with_sinks() -> None:
         torch.testing.assert_close(_merge(torch.stack(parts), scores, v.dtype), p @ v, rtol=1e-12, atol=1e-12)
 
 
+def test_a_full_window_does_not_move_at_every_token() -> None:
+    """Its layer has room for the window alone."""
+    store = LayerCache(room=64)
+    with mock.patch.object(store, "_reallocate", wraps=store._reallocate) as moves:
+        for i in range(400):
+            x = torch.full((1, 1, 1, 2), float(i))
+            store.append(x, x)
+            store.drop_before(max(0, i - 62), min(i + 1, 63))
+    assert moves.call_count <= 400 // 8 and store.allocated == 72 * 2 * 2 * 4
+    assert store.read(torch.float32)[0][0, 0, :, 0].tolist() == list(range(337, 400))
+
+
 def test_a_layer_grows_by_an_eighth_and_frees_tokens_behind_a_window() -> None:
     def tokens(first: int, n: int) -> tuple[Tensor, Tensor]:
         at = torch.arange(first, first + n, dtype=torch.float32)[None, None, :, None]

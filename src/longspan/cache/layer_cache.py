@@ -86,7 +86,7 @@ class LayerCache:
                 )
         capacity = self._parts[0].shape[2]
         if self._at + needed > capacity:
-            fits = needed <= capacity
+            fits = needed + needed // _GROWTH <= capacity  # with less, a full window would move at every token
             self._reallocate(capacity if fits else max(needed, capacity + capacity // _GROWTH, self.room))
 
     def _reallocate(self, capacity: int) -> None:
