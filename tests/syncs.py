@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import transformers
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch.autograd.function import BackwardCFunction
@@ -44,6 +45,16 @@ _NO_WORK = {f"aten::{name}" for name in (
 def one_gpu() -> longspan.SequenceSharding:
     """Return the sharding of a single process on the fake GPU. Within `on_gpu()`."""
     return longspan.SequenceSharding(OneDeviceMesh("cuda"))
+
+
+def gpu_llama(sp: longspan.SequenceSharding, **options: Any) -> Any:
+    """Return a small parallelized Llama in bf16 on the fake GPU. Within `on_gpu()`."""
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=2, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).to(device="cuda").eval()
+    return longspan.parallelize(model, sp, fsdp=False, **options)
 
 
 class Seen(list[str]):

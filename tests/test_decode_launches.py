@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 
 import longspan
 from longspan.attn.kernels import flash
@@ -21,7 +20,7 @@ from longspan.comm.consistency import ReplicaCheck
 from longspan.core.cache import CacheDtype, KVPlacement
 from longspan.hf.checks import batches
 from tests.fakes import fake_world
-from tests.syncs import Seen, on_gpu, one_gpu
+from tests.syncs import Seen, gpu_llama, on_gpu, one_gpu
 
 H, K, D = 32, 8, 128
 
@@ -95,20 +94,11 @@ def test_a_quantized_cache_is_decoded_tile_by_tile(dtype: CacheDtype) -> None:
 # A whole model.
 
 
-def _model(sp: longspan.SequenceSharding, **options: Any) -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=2, bos_token_id=None, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).to(device="cuda").eval()
-    return longspan.parallelize(model, sp, fsdp=False, **options)
-
-
 @torch.no_grad()
 def test_a_token_makes_the_host_wait_for_nothing() -> None:
     ids = torch.zeros(2, 300, dtype=torch.int64)
     with on_gpu() as seen:
-        model, ids = _model(one_gpu()), ids.to("cuda", non_blocking=True)
+        model, ids = gpu_llama(one_gpu()), ids.to("cuda", non_blocking=True)
         for generating in (False, True):
             cache = longspan.ShardedCache(model)
             seen.clear()

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from longspan.attn.mask import Mask
     from longspan.attn.score import Scores
     from longspan.cache.layer_cache import LayerCache
+    from longspan.cache.static import StaticDecode
     from longspan.comm.mesh import SequenceSharding
     from longspan.core.cache import KVPlacement
     from longspan.core.layout import Span
@@ -67,6 +68,7 @@ class CacheStep:
         kernels: prepared kernels, by kind of layer.
         masks: of the new tokens, by what a layer requests.
         stored_layers: layers whose new keys and values are in the cache.
+        static: for a decode step of constant shapes.
     """
 
     sp: SequenceSharding
@@ -77,6 +79,7 @@ class CacheStep:
     kernels: dict[Any, _Prepared] = field(default_factory=dict)
     masks: dict[Any, Mask] = field(default_factory=dict)
     stored_layers: set[Any] = field(default_factory=set)
+    static: StaticDecode | None = None
 
     @property
     def past(self) -> int:
@@ -156,15 +159,18 @@ def attend(
         prepared = step.kernels[key] = _prepare(step, layer, mask, scores, q, k, v, kernel)
     mine = prepared.mine
     q_BShD, k_BSkD, v_BSkV = _to_heads(step, prepared, q, k, v, layer.shared)
-    spans = [slice(*span) for span in step.local_spans]
-    k_new, v_new = (_select(x, spans).transpose(1, 2) for x in (k_BSkD, v_BSkV))
     layer.heads, layer.local_kv_heads = (q.shape[2], k.shape[2]), (mine.kv_start, mine.kv_stop)
-    layer.append(k_new, v_new)
-    del k_new, v_new, k_BSkD, v_BSkV
+    if step.static is not None:
+        layer.write(step.static.slots(layer, mask).new, k_BSkD.transpose(1, 2), v_BSkV.transpose(1, 2))
+    else:
+        spans = [slice(*span) for span in step.local_spans]
+        layer.append(*(_select(x, spans).transpose(1, 2) for x in (k_BSkD, v_BSkV)))
+    del k_BSkD, v_BSkV
     of_mine = scores.of_heads(mine.q_start, mine.q_stop)
     out, lse = _local_attention(step, prepared, layer, q_BShD, of_mine, v_dim)
     layer.release()
-    layer.drop_before(first_visible, step.kv_placement.count(step.sp.ring_rank, first_visible))
+    if step.static is None:
+        layer.drop_before(first_visible, step.kv_placement.count(step.sp.ring_rank, first_visible))
     if step.sp.ring_size == 1:
         out = _add_sinks(out, lse, of_mine.sinks).to(q.dtype).transpose(1, 2)
         combine = _heads_to_tokens if step.sharded else _gather_all_heads
@@ -206,16 +212,21 @@ def _prepare(
     sp = step.sp
     shards = split_heads(q.shape[2], k.shape[2], sp.ulysses_size, kv_replication=sp.kv_replication)
     mine = shards[sp.ulysses_rank]
-    mask = mask.limited_to(step.kv_placement.length)
+    index = None if mine.kv_head_index is None else torch.tensor(mine.kv_head_index, device=q.device)
     dims = q.shape[3], v.shape[3]
+    if step.static is None:
+        mask = mask.limited_to(step.kv_placement.length)
     request = KernelRequest(mask, scores, q.device, False, max(2, sp.ring_size), False, q.dtype, dims, lse=True)
+    if step.static is not None:
+        slots = (step.static.slots(layer, mask),) if mine.q_heads else ()
+        chosen, choice = step.static.kernel(request)
+        return _Prepared(shards, mine, index, chosen, slots, None, choice)
     chosen, choice = choose_checked(kernel, request, sp)
     if not returns_lse(chosen):
         raise LongspanError(
             f"the kernel {chosen.name} returns no log-sum-exp, which a cache needs to merge partial outputs; "
             f"parallelize the model with kernel='auto' or 'tiled'"
         )
-    index = None if mine.kv_head_index is None else torch.tensor(mine.kv_head_index, device=q.device)
     prepared: Sequence[Any] = ()
     keys = step.kv_placement.held(sp.ring_rank, layer.start)
     elements = q.shape[0] * mine.kv_heads * (dims[0] + (0 if layer.shared else dims[1]))
@@ -298,7 +309,7 @@ def _local_attention(
         if block is None:
             continue
         span = (0, None) if prepared.tile is None else (tile * prepared.tile, (tile + 1) * prepared.tile)
-        k, v = layer.read(q_BShD.dtype, *span)
+        k, v = layer.read(q_BShD.dtype, *span) if step.static is None else layer.read_capacity(q_BShD.dtype)
         if prepared.kv_index is not None:
             k, v = (x.index_select(1, prepared.kv_index) for x in (k, v))
         kernel.accumulate(into, q_BhND, k, v, block, scores)

@@ -116,6 +116,27 @@ class LayerCache:
         if self._parts and self._parts[0].shape[2] > max(_SMALLEST, 2 * count):
             self._reallocate(max(_SMALLEST, count + count // _GROWTH))
 
+    def make_room(self, tokens: int) -> None:
+        """Make room for `tokens` more, of zeros: a masked NaN would still spoil a sum."""
+        if self._at + self.count + tokens > self._parts[0].shape[2]:
+            self._reallocate(self.count + tokens)
+        for part in self._parts:
+            part[:, :, self._at + self.count :] = 0
+
+    @property
+    def layout(self) -> tuple[int, int, int]:
+        """The first cached token, the index of this rank's first one in the tensors, and the capacity."""
+        return self.start, self._at, self._parts[0].shape[2]
+
+    def write(self, at: Tensor, k_BKTD: Tensor, v_BKTV: Tensor) -> None:
+        """Write keys and values to the indices `at`, int64 on the device, without counting them."""
+        for part, x in zip(self._parts, self.encoded(k_BKTD, v_BKTV), strict=True):
+            part.index_copy_(2, at, x)
+
+    def read_capacity(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """As `read`, of the whole capacity."""
+        return self.decoded(self._parts, dtype)
+
     def crop(self, count: int) -> None:
         """Keep the first `count` tokens only."""
         self.count = min(self.count, count)

@@ -281,6 +281,16 @@ def tree_leaves(tree: Any) -> list[Any]:
     return list(_pytree.tree_leaves(tree))
 
 
+def flatten_tree(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Return `tree_leaves`, and a function that returns the same tree with other leaves. When gone: LongspanError."""
+    try:
+        from torch.utils import _pytree
+    except ImportError as error:
+        raise missing("torch", "torch.utils._pytree", "nested values") from error
+    leaves, kind = _pytree.tree_flatten(tree)
+    return leaves, lambda others: _pytree.tree_unflatten(others, kind)
+
+
 def own_parameters(module: nn.Module) -> dict[str, Any]:
     """Return the dict of a module's own parameters, to replace one by a tensor for a while; FSDP2 writes to it too.
 

@@ -103,6 +103,9 @@ class GenerateConfig(ModelFlags):
     cache_latent: bool = True
     """For DeepSeek's attention (MLA), cache the latent vectors if they take less memory on these ranks.
     --no-cache-latent: cache keys and values."""
+    cuda_graph: bool = False
+    """Replay each new token's forward as a CUDA graph, so that the host does not limit the speed. Needs a GPU, --cache
+    exact, and weights that are not sharded by FSDP."""
     cache_dir: Path | None = None
     """Folder to save the KV cache of the text in, without the --question: the next question about the same text loads
     it, on any mesh. It takes as much disk as the cache takes memory. All machines must see the folder."""
@@ -143,6 +146,13 @@ class GenerateConfig(ModelFlags):
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise LongspanError("--temperature 0 does not sample, so --top-k and --top-p have no effect; leave one out")
         check_number("--seed", self.seed, 0, LARGEST_SEED, whole=True)
+        needed = {"cache": ("exact",), "cache_offload": ("none",), "weights": ("auto", "replicated")}
+        for name, values in {**needed, "kernel": ("auto", "flash")}.items() if self.cuda_graph else ():
+            if getattr(self, name) not in values:
+                flag = f"--{name.replace('_', '-')}"
+                raise LongspanError(
+                    f"--cuda-graph needs {flag} {' or '.join(values)}, got {getattr(self, name)}; leave one of them out"
+                )
         if self.out is not None:
             check_output("--out", self.out, example="text.txt")
         if self.cache_dir is not None:

@@ -57,7 +57,12 @@ class Generation:
         self._tokenizer = load_tokenizer(tokenizer_name(config))
         room = self.prompt.tokens + config.max_new_tokens
         self._cache = ShardedCache(
-            self.model, room=room, dtype=config.cache, offload=config.cache_offload, latent=config.cache_latent
+            self.model,
+            room=room,
+            dtype=config.cache,
+            offload=config.cache_offload,
+            latent=config.cache_latent,
+            cuda_graph=config.cuda_graph,
         )
         self._progress = Progress(self.prompt.tokens, self.first)
         self._progress.follow(decoder_layers(self.model), config.chunk or self.prompt.tokens)
@@ -113,7 +118,7 @@ class Generation:
             dist.all_reduce(saved, dist.ReduceOp.MIN, group=self._hosts)
         if saved:
             room = self.prompt.tokens + self.config.max_new_tokens
-            self._cache = ShardedCache.load(folder, self.model, room, self.config.cache_offload)
+            self._cache = ShardedCache.load(folder, self.model, room, self.config.cache_offload, self.config.cuda_graph)
             self._reused = self._cache.get_seq_length()
             self._progress.at(self._reused)
             return

@@ -98,7 +98,7 @@ class FlashKernel(AddingKernel):
         self, into: SoftmaxAccumulator, q: Tensor, k: Tensor, v: Tensor, block: FlashBlock, scores: Scores
     ) -> None:
         scale, v_dim = scores.scale_of(k.shape[3]), v.shape[3]
-        q, k, v = _padded(q, k, v)
+        q, k, v = padded(q, k, v)
         for call in block.calls:
             out, lse, *_ = _flash(
                 *(tokens.take(x) for tokens, x in ((call.queries, q), (call.keys, k), (call.keys, v))),
@@ -122,7 +122,7 @@ class FlashKernel(AddingKernel):
         scores: Scores,
     ) -> None:
         scale = scores.scale_of(k.shape[3])
-        q, k, v, grad, out = _padded(inputs.q, k, v, inputs.grad, inputs.out)
+        q, k, v, grad, out = padded(inputs.q, k, v, inputs.grad, inputs.out)
         for call in block.calls:
             of_q, of_k = call.queries, call.keys
             parts = _flash_backward(
@@ -175,7 +175,7 @@ def _unfit(request: KernelRequest) -> str | None:
     return unfit_for_gpu(request) or too_wide
 
 
-def _padded(*xs: Tensor) -> list[Tensor]:
+def padded(*xs: Tensor) -> list[Tensor]:
     """Pad heads to one head_dim that the kernel takes."""
     dim = _kernel_dim(max(x.shape[3] for x in xs))
     return [pad_heads(x, dim) for x in xs]
@@ -195,6 +195,6 @@ def _how(call: FlashCall, scale: float) -> dict[str, Any]:
     return {"scale": scale, "window_size_left": left, "window_size_right": right}
 
 
-register(FlashKernel())
+FLASH = register(FlashKernel())
 for _name, _implementation in FLASH_IMPLEMENTATIONS.items():
     register(FlashKernel(_name, _implementation))

@@ -33,12 +33,14 @@ class AttentionLayers(Stage):
     Attributes:
         layers: in the order of the model.
         max_position: the largest position id of the forward in progress, for RoPEs that depend on the length.
+        rope_of_length: whether there is such a RoPE.
     """
 
     def __init__(
         self, model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel, memory: Memory = FASTEST
     ) -> None:
         self.name, self.layers, self.max_position = type(model).__name__, list[LayerBinding](), 0
+        self.rope_of_length = False
         memo: dict[int, Any] = {}
         configured = [m for m in model.modules() if isinstance(m.__dict__.get("config"), PreTrainedConfig)]
         for module in configured:
@@ -58,6 +60,7 @@ class AttentionLayers(Stage):
         for module in model.modules():
             kind = getattr(module, "rope_type", None)
             if {"dynamic", "longrope"} & (set(kind.values()) if isinstance(kind, dict) else {kind}):
+                self.rope_of_length = True
                 module.register_forward_pre_hook(self._append_max_position, with_kwargs=True)
                 module.register_forward_hook(_drop_last_position)
 
@@ -114,6 +117,8 @@ def _count_global_positions(sp: SequenceSharding, cache: str) -> Callable[..., A
         if isinstance(info, CachedInfo):
             if info.step.sharded:
                 positions = info.step.past + sp.positions(info.step.new)
+            elif info.step.static is not None:
+                positions = info.step.static.index
         elif isinstance(info, SequenceInfo):
             positions = sp.positions(info.length)
         return args, kwargs if positions is None else {**kwargs, cache: _TokensBefore(positions)}

@@ -111,7 +111,7 @@ class CachedTokens(Stage):
     def before(self, call: ForwardCall) -> None:
         assert call.cache is not None
         batch, cache, sp = call.batch, call.cache, self.sp
-        step = cache.begin(tokens_of(batch).shape[1])
+        step = cache.begin(tokens_of(batch).shape[1], self._row_starts(batch))
         cache.known = self.known
         self.info = CachedInfo(
             length=step.past + step.new,
@@ -128,6 +128,13 @@ class CachedTokens(Stage):
         call.inputs = {key: value for key, value in batch.items() if key not in (*parts, "cache_position")}
         call.inputs |= {key: shard(x, sp) if step.sharded else x for key, x in parts.items() if x is not None}
         call.inputs |= {"longspan": self.info, "attention_mask": None, "use_cache": True, self.traits.cache_name: cache}
+
+    def _row_starts(self, batch: Mapping[str, Any]) -> tuple[int, ...] | None:
+        """Return the first real token of each row; None for what a step of constant shapes cannot contain."""
+        ids = batch.get("input_ids")
+        if ids is None or ids.shape[1] > 1 or self.known is None or self.visible is not None:
+            return None
+        return (0,) * len(ids) if self.segments is None else tuple(row[0][0] for row in self.segments)
 
     def after(self, call: ForwardCall, output: Any) -> Any:
         assert call.cache is not None

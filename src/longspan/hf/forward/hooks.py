@@ -6,6 +6,7 @@ others waiting in the next collective.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +52,7 @@ class ForwardHooks:
         self.options = ForwardOptions(compute_logits=compute_logits)
         self.losses = GlobalLoss(sp, batches, self.options)
         self.running: tuple[ForwardCall, list[Stage]] | None = None
+        self.model, self.shards_weights, self.replays = model, False, False
 
         self.model_changes, self.weight_damage, self.tensor = model_changes, weight_damage, tensor
         self.gradients = state.gradients
@@ -106,6 +108,22 @@ class ForwardHooks:
         if fsdp:
             model.register_forward_hook(self.release_weights)
         model.loss_function = self.loss_function.compute
+        self.shards_weights = fsdp
+
+    def replay_decode_steps(self) -> None:
+        """Let the model's own forward, between the hooks, capture and replay decode steps of constant shapes."""
+        if self.replays:
+            return
+        self.replays, forward = True, self.model.forward
+
+        @functools.wraps(forward)
+        def replaying(*args: Any, **kwargs: Any) -> Any:
+            step = getattr(kwargs.get("longspan"), "step", None)
+            if step is None or step.static is None:
+                return forward(*args, **kwargs)
+            return step.static.forward(forward, kwargs, kwargs[self.traits.cache_name])
+
+        self.model.forward = replaying
 
     @not_compiled
     def before(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

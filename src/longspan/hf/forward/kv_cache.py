@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache
 from longspan.cache.attend import CacheStep, start_step
 from longspan.cache.layer_cache import LayerCache
 from longspan.cache.offload import OffloadedLayerCache, Staging
+from longspan.cache.static import StaticDecode
 from longspan.comm.arguments import check_module
 from longspan.core.cache import CACHE_DTYPES, GENERATED_RUN, OFFLOADS, CacheDtype, KVPlacement, holds_latent
 from longspan.core.errors import LongspanError
@@ -28,7 +29,7 @@ from longspan.core.heads import split_heads
 from longspan.core.validation import as_path, check_choice, check_count, check_flag, check_number, checked_call
 from longspan.hf.batch import SequenceInfo
 from longspan.hf.forward import kv_cache_files
-from longspan.hf.state import state_of
+from longspan.hf.state import ParallelState, state_of
 
 if TYPE_CHECKING:
     from longspan.attn.segments import Segments
@@ -78,6 +79,9 @@ class ShardedCache(Cache):  # type: ignore[misc]
             the next one is prefetched, so the device holds at most two layers.
         latent: for DeepSeek's attention (MLA), store latent vectors on every Ulysses rank if they are smaller than the
             keys and values of its heads. False: never.
+        cuda_graph: run generated tokens, one per row and forward, as a CUDA graph: a step then costs the host one
+            launch. Its kernel is flash attention, or the formula where flash does not fit. Other forwards run as
+            usual. Needs a GPU, an exact cache on it, and weights that FSDP does not shard; beams are refused.
 
     Attributes:
         kv_placement: which ring rank holds which tokens.
@@ -89,14 +93,22 @@ class ShardedCache(Cache):  # type: ignore[misc]
         known: what the host knows of the cached tokens; None if a forward must read it.
         compare_from: the ranks do not compare the batches of forwards that end before this token.
         rollback: length that a crop may go back to, while drafted tokens may be rejected.
+        static: runs generated tokens with `cuda_graph`.
 
     Raises:
-        LongspanError: for a model that is not parallelized or has a lossy wire dtype; an unknown dtype or offload.
+        LongspanError: for a model that is not parallelized or has a lossy wire dtype; an unknown dtype or offload;
+            `cuda_graph` where a step cannot be captured.
     """
 
-    @checked_call(model=check_module, room=check_count, latent=check_flag)
+    @checked_call(model=check_module, room=check_count, latent=check_flag, cuda_graph=check_flag)
     def __init__(
-        self, model: Any, room: int = 0, dtype: str = "exact", offload: str = "none", latent: bool = True
+        self,
+        model: Any,
+        room: int = 0,
+        dtype: str = "exact",
+        offload: str = "none",
+        latent: bool = True,
+        cuda_graph: bool = False,
     ) -> None:
         state = state_of(model)
         if state.sp.wire_dtype != "exact":
@@ -122,12 +134,25 @@ class ShardedCache(Cache):  # type: ignore[misc]
         self.compare_from = 0
         self.rollback: int | None = None
         self.step: CacheStep | None = None
+        self.static: StaticDecode | None = None
+        if cuda_graph:
+            check_capturable(state, self.dtype, offload)
+            self.static = StaticDecode(self.sp.device)
+            state.forward.replay_decode_steps()
 
     # --- one forward
 
-    def begin(self, new: int) -> CacheStep:
-        """Append the forward's new tokens to `kv_placement`, and return its step."""
+    def begin(self, new: int, starts: tuple[int, ...] | None = None) -> CacheStep:
+        """Append the forward's new tokens to `kv_placement`, and return its step.
+
+        Args:
+            new: their number.
+            starts: the first real token of each row, if the step may have constant shapes.
+        """
         self.step = start_step(self.sp, self.kv_placement, new)
+        if self.static is not None:
+            first = self.rollback is not None or not self.layer_caches
+            self.step = self.static.begin(self.step, list(self.layer_caches.values()), None if first else starts)
         if self.staging is not None:
             self.staging.clear()
             self.staging.prefetch(0, sum(b - a for a, b in self.step.local_spans))
@@ -179,6 +204,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         storage = "" if self.dtype == "exact" else f", {self.dtype}"
         storage += "" if self.staging is None else ", in the host's memory"
         storage += "" if self.latent else ", without latent vectors"
+        storage += "" if self.static is None else ", with a CUDA graph"
         broken = "" if self.step is None else ", in which a forward broke off"
         return f"a cache of {self.kv_placement.length} tokens{rows}{storage}{broken}"
 
@@ -274,6 +300,11 @@ class ShardedCache(Cache):  # type: ignore[misc]
             self.rollback = self.kv_placement.length
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.static is not None:
+            raise LongspanError(
+                "cuda_graph=True does not support beam search, which reorders the rows of the cache at every token; "
+                "use longspan.ShardedCache(model) without it"
+            )
         self.known = None  # padding of the rows
         for store in self.layer_caches.values():
             store.select_rows(beam_idx)
@@ -301,8 +332,10 @@ class ShardedCache(Cache):  # type: ignore[misc]
         kv_cache_files.save(self, Path(folder))
 
     @classmethod
-    @checked_call(folder=as_path, model=check_module, room=check_count)
-    def load(cls, folder: str | Path, model: Any, room: int = 0, offload: str = "none") -> ShardedCache:
+    @checked_call(folder=as_path, model=check_module, room=check_count, cuda_graph=check_flag)
+    def load(
+        cls, folder: str | Path, model: Any, room: int = 0, offload: str = "none", cuda_graph: bool = False
+    ) -> ShardedCache:
         """Load a saved cache onto this model's mesh. Collective in the sequence group.
 
         Args:
@@ -310,6 +343,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
             model: with the same config and weights as the saving one; weights are not compared.
             room: as for a new cache.
             offload: as for a new cache.
+            cuda_graph: as for a new cache.
 
         Raises:
             LongspanError: on every rank: for missing or damaged files, or a model with another config, naming the
@@ -318,7 +352,9 @@ class ShardedCache(Cache):  # type: ignore[misc]
         path, state = Path(folder), state_of(model)
         cls(model, offload=offload)  # refuse the arguments before the files are read
         index, parts = kv_cache_files.read_index(path, state.config, state.sp)
-        cache = cls(model, room=max(room, index["length"]), dtype=index["dtype"], offload=offload)
+        cache = cls(
+            model, room=max(room, index["length"]), dtype=index["dtype"], offload=offload, cuda_graph=cuda_graph
+        )
         kv_cache_files.fill(cache, path, index, parts)
         return cache
 
@@ -337,3 +373,25 @@ class ShardedCache(Cache):  # type: ignore[misc]
     def device_nbytes(self) -> int:
         """Peak bytes of keys and values on the device with offload; else `nbytes`."""
         return self.nbytes if self.staging is None else self.staging.peak_bytes
+
+
+def check_capturable(state: ParallelState, dtype: str, offload: str) -> None:
+    """Raise where a CUDA graph cannot replay a decode step of this model and cache.
+
+    Raises:
+        LongspanError: with the reason.
+    """
+    kernels = {layer.kernel for layer in state.attention.layers}
+    reasons = {
+        "a CUDA GPU; this model is on another device": state.sp.device.type != "cuda",
+        f"dtype='exact'; this is {dtype!r}": dtype != "exact",
+        f"offload='none'; this is {offload!r}": offload != "none",
+        "weights on every rank or over the tensor axis; FSDP shards these (fsdp=False, --weights replicated)": (
+            state.forward.shards_weights
+        ),
+        "kernel='auto' or 'flash'": not kernels <= {"auto", "flash"},
+        "a RoPE that does not depend on the length": state.attention.rope_of_length,
+    }
+    missing = next((reason for reason, applies in reasons.items() if applies), None)
+    if missing is not None:
+        raise LongspanError(f"cuda_graph=True needs {missing}; leave it out")

@@ -148,7 +148,11 @@ def _with_cache(
     info.step.stored_layers.add(number)
     mask = info.step.masks.get(request)
     if mask is None:
-        mask = info.step.masks[request] = replace(_mask(request, info), q_start=info.step.past)
+        if info.step.static is None:
+            mask = replace(_mask(request, info), q_start=info.step.past)
+        else:  # it knows where each row starts
+            mask = Mask(True, request.window, request.chunk_size, q_start=info.step.past)
+        info.step.masks[request] = mask
     back = info.cache.rollback
     length = info.length if back is None else min(back, info.length)
     first = first_visible_token(length, request.window, request.chunk_size)
