@@ -106,7 +106,7 @@ def test_random_damage_is_detected_and_named(tmp_path: Path) -> None:
     """`python -m tests.chaos --only corruption` damages more."""
     counts = Counts("corruption")
     corruption.damage_and_load(16, 1, tmp_path, counts)
-    assert counts.refused == counts.tried == 16, counts.notes
+    assert counts["refused"] == counts["tried"] == 16, counts.notes
 
 
 def test_a_changed_marker_is_damaged(tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ from longspan.core.memory import Memory
 from longspan.memory.offload import host, store_for
 from longspan.memory.offload.disk import DiskStore
 from longspan.memory.offload.host import HostStore
-from longspan.memory.offload.store import Allocator
 from tests.disk import largest_file
 from tests.pool import RankError, run_forked
 from tests.side_stream import LateSide
@@ -241,25 +240,6 @@ def test_the_file_does_not_grow_from_step_to_step_and_abandoned_space_is_freed(d
     _written(disk)
     disk.reserve(0)
     assert disk._allocator.used == 0
-
-
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 50)), max_size=60))
-def test_allocated_ranges_never_overlap_and_merge_when_freed(ops: list[tuple[bool, int]]) -> None:
-    allocator, taken = Allocator(8), list[tuple[int, int]]()
-    for take, number in ops:
-        if take or not taken:
-            if (at := allocator.allocate(number)) is None:
-                allocator.grow(allocator.size_for(number))
-                at = allocator.allocate(number)
-            assert at is not None and at % 8 == 0 and at + number <= allocator.size
-            taken.append((at, number))
-        else:
-            allocator.free(*taken.pop(number % len(taken)))
-        ends = [x for at, n in sorted(taken) for x in (at, at + n)]
-        assert ends == sorted(ends) and allocator.used == sum(allocator.rounded(n) for _, n in taken)
-    for taken_range in taken:
-        allocator.free(*taken_range)
-    assert allocator.allocate(allocator.size) == (0 if allocator.size else None)
 
 
 @pytest.mark.parametrize("in_flight", [0, 2])

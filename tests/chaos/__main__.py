@@ -36,7 +36,7 @@ def run(part: str, seed: int, minutes: float, share: float) -> Counts:
             importlib.import_module(f"tests.chaos.{part}").run(budget, counts)
         except Exception:
             counts.add("traceback", f"seed {seed}: {traceback.format_exc()}")
-    print(f"{part}: {counts.tried} tried in {time.monotonic() - start:.0f} s", flush=True)
+    print(f"{part}: {counts['tried']} tried in {time.monotonic() - start:.0f} s", flush=True)
     return counts
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+# refused: a clear message names the rank or file. recovered: a job continued to the same bits. survived: it went on,
+# with the same bits. harmless: no fault after all. skipped: cannot run on this machine. hung: no end within the limit.
+# silent: no error. traceback: an error of Python. wrong: any other bad end (leftover files, other bits).
 COLUMNS = (
     "tried", "refused", "recovered", "survived", "harmless", "skipped", "hung", "silent", "traceback", "wrong",
 )  # fmt: skip
@@ -54,47 +58,22 @@ class Outcome:
     recovered: bool | None = None
 
 
-@dataclasses.dataclass
-class Counts:
-    """One row of the table.
+class Counts(Counter[str]):
+    """One row of the table: how many attempts ended in each of `COLUMNS`. `notes` has a line for each bad one."""
 
-    Attributes:
-        part: its name.
-        tried: attempts.
-        refused: ended with a clear message, which names the rank or file.
-        recovered: jobs that continued to the same bits.
-        survived: jobs that did not end, with the same bits.
-        harmless: no fault after all: valid input, or a fault that came too late.
-        skipped: parts that cannot run on this machine; not tried.
-        hung: no end within the limit.
-        silent: a fault without any error.
-        traceback: an error of Python.
-        wrong: any other bad end: a message that names nothing, leftover files, other bits.
-        notes: a line for each bad or skipped one.
-    """
-
-    part: str
-    tried: int = 0
-    refused: int = 0
-    recovered: int = 0
-    survived: int = 0
-    harmless: int = 0
-    skipped: int = 0
-    hung: int = 0
-    silent: int = 0
-    traceback: int = 0
-    wrong: int = 0
-    notes: list[str] = dataclasses.field(default_factory=list)
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self.part, self.notes = part, list[str]()
 
     @property
     def good(self) -> bool:
-        return not any(getattr(self, name) for name in BAD) and bool(self.tried or self.skipped)
+        return not any(self[name] for name in BAD) and bool(self["tried"] or self["skipped"])
 
     def add(self, verdict: str, note: str = "") -> None:
         """Count one attempt; keep the note if it ended badly."""
         if verdict not in COLUMNS[1:]:
             raise ValueError(f"no outcome: {verdict}; there are {', '.join(COLUMNS[1:])}")
-        self.tried += verdict != "skipped"
+        self["tried"] += verdict != "skipped"
         self._count(verdict, note)
 
     def add_job(self, seed: int, outcome: Outcome) -> None:
@@ -106,15 +85,17 @@ class Counts:
             self._count("recovered" if outcome.recovered else "wrong", f"not recovered: {note}")
 
     def _count(self, verdict: str, note: str) -> None:
-        setattr(self, verdict, getattr(self, verdict) + 1)
+        self[verdict] += 1
         if note and verdict in (*BAD, "skipped"):
             self.notes.append(f"{verdict}: {note}")
 
 
 def table(rows: Sequence[Counts]) -> str:
     """Return the notes of all parts, a row for each, and their sum."""
-    total = Counts("all", **{name: sum(getattr(row, name) for row in rows) for name in COLUMNS})
+    total = Counts("all")
+    for row in rows:
+        total.update(row)
     lines = [f"{row.part}: {note}" for row in rows for note in row.notes]
     lines.append(f"{'':12}" + "".join(f"{name:>11}" for name in COLUMNS))
-    lines += [f"{row.part:12}" + "".join(f"{getattr(row, name):11}" for name in COLUMNS) for row in (*rows, total)]
+    lines += [f"{row.part:12}" + "".join(f"{row[name]:11}" for name in COLUMNS) for row in (*rows, total)]
     return "\n".join(lines)

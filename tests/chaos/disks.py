@@ -190,7 +190,7 @@ def run(budget: Budget, counts: Counts) -> None:
             expected = result(mine.out)
             shutil.rmtree(mine.out)
             for _ in range(budget.times(8)):
-                if counts.tried and not budget.more():
+                if counts["tried"] and not budget.more():
                     return
                 counts.add_job(budget.seed, attempt(config, draw(rng, config), disk, expected))
     except CannotMount as error:

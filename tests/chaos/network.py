@@ -128,7 +128,7 @@ def run(budget: Budget, counts: Counts) -> None:
             assert not any(codes), errors
             expected = result(config.out)
             for count in range(budget.times(4) * len(KINDS)):
-                if counts.tried and not budget.more():
+                if counts["tried"] and not budget.more():
                     return
                 cut = draw(rng, KINDS[count % len(KINDS)], config)
                 counts.add_job(budget.seed, attempt(net, config, cut, budget.folder / f"cut-{count}", expected))

@@ -270,7 +270,7 @@ def run(budget: Budget, counts: Counts) -> None:
     for seed in budget.seeds(3):
         rng = random.Random(seed)
         for kind in KINDS:
-            if counts.tried and not budget.more():
+            if counts["tried"] and not budget.more():
                 return
             fault = draw(rng, kind, config)
             counts.add_job(seed, attempt(config, fault, budget.folder / f"{seed}-{kind}", expected))

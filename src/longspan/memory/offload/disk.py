@@ -69,6 +69,8 @@ class DiskStore(Store):
         LongspanError: the folder does not exist, is not a folder, or cannot be written to.
     """
 
+    entry_class = _Entry
+
     def __init__(
         self,
         folder: str,
@@ -108,12 +110,8 @@ class DiskStore(Store):
     def _reserve(self, nbytes: int) -> None:
         self._grow(self._allocator.used + self._allocator.rounded(nbytes))
 
-    def _new_entry(self, tensor: Tensor) -> _Entry:
-        entry = _Entry(tensor)
-        entry.ready = self._event()
-        return entry
-
     def _start_storing(self, entry: _Entry) -> None:
+        entry.ready = self._event()
         self._raise_error()
         if not self._has_room(entry.nbytes):
             with self.stats.wait():

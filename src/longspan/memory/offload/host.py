@@ -8,7 +8,9 @@ the host never waits.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -48,11 +50,10 @@ class Copier(Protocol):
 
 
 class _Entry(Entry):
-    """A tensor that is copied to the host, or is there: `memory` is uint8 `[nbytes]` at `offset` of chunk `chunk`."""
+    """A tensor that is copied to the host, or is there, in `memory`, uint8 `[nbytes]`, which `free` gives back."""
 
     memory: Tensor | None = None
-    chunk = 0
-    offset = 0
+    free: Callable[[], None] | None = None
     copy_out: Copy | None = None
 
 
@@ -61,6 +62,8 @@ class HostStore(Store):
 
     With more than `in_flight` tensors on their way, compute waits on the device for a copy.
     """
+
+    entry_class = _Entry
 
     def __init__(self, copier: Copier, *, in_flight: int = IN_FLIGHT) -> None:
         super().__init__()
@@ -91,13 +94,10 @@ class HostStore(Store):
     def _reserve(self, nbytes: int) -> None:
         self._pool.reserve(nbytes)
 
-    def _new_entry(self, tensor: Tensor) -> _Entry:
-        return _Entry(tensor)
-
     def _start_storing(self, entry: _Entry) -> None:
         if entry.data is None or not entry.nbytes:
             return
-        entry.chunk, entry.offset, entry.memory = self._pool.allocate(entry.nbytes)
+        entry.memory, entry.free = self._pool.allocate(entry.nbytes)
         entry.copy_out = self._copier.begin(entry.data, entry.memory)
         self.stats.add("seconds", entry.copy_out, entry.nbytes)
         self._outgoing.append(entry)
@@ -127,11 +127,11 @@ class HostStore(Store):
         copy.join(target)
 
     def _free(self, entry: _Entry) -> None:
-        if entry.memory is None:
-            entry.data = None
-            return
         entry.memory = None
-        self._pool.free(entry.chunk, entry.offset, entry.nbytes)
+        if entry.free is None:  # an empty tensor
+            entry.data = None
+        else:
+            entry.free()
 
 
 class _PinnedPool:
@@ -149,19 +149,16 @@ class _PinnedPool:
             for size in _powers(missing):
                 self._add(size)
 
-    def allocate(self, nbytes: int) -> tuple[int, int, Tensor]:
-        """Return the chunk, the offset in it, and the memory, uint8 `[nbytes]`."""
-        for number, (memory, allocator) in enumerate(self._chunks):
+    def allocate(self, nbytes: int) -> tuple[Tensor, Callable[[], None]]:
+        """Return memory, uint8 `[nbytes]`, and a function that frees it."""
+        for memory, allocator in self._chunks:
             offset = allocator.allocate(nbytes)
             if offset is not None:
-                return number, offset, memory[offset : offset + nbytes]
+                return memory[offset : offset + nbytes], functools.partial(allocator.free, offset, nbytes)
         size = _power_above(nbytes)
         self._check(size)
         self._add(size)
         return self.allocate(nbytes)
-
-    def free(self, chunk: int, offset: int, nbytes: int) -> None:
-        self._chunks[chunk][1].free(offset, nbytes)
 
     def _check(self, needed: int) -> None:
         free = free_memory()

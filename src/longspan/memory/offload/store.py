@@ -241,6 +241,8 @@ class Store(ABC):
         changed: hold it to read or change `entries`; its waiters wake when space is freed or a transfer ends.
     """
 
+    entry_class: type[Entry]
+
     def __init__(self, prefetch_bytes: int | None = 0) -> None:
         self.stats = TransferStats()
         self.abandoned: deque[Entry] = deque()
@@ -270,7 +272,7 @@ class Store(ABC):
             LongspanError: no space is left, or a disk error lost an earlier tensor.
         """
         self.check_usable()
-        entry = self._new_entry(tensor)
+        entry = self.entry_class(tensor)
         with self.changed:
             self._clean_up()
             self._start_storing(entry)
@@ -300,10 +302,6 @@ class Store(ABC):
 
     @abstractmethod
     def _reserve(self, nbytes: int) -> None: ...
-
-    @abstractmethod
-    def _new_entry(self, tensor: Tensor) -> Entry:
-        """Return a new entry. Without the lock."""
 
     @abstractmethod
     def _start_storing(self, entry: Any) -> None: ...
