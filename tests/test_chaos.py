@@ -1,16 +1,18 @@
-"""Some attempts of bad input (`tests/chaos/inputs.py`), each refused clearly, and their judgement."""
+"""Some attempts of bad input and of a rank that differs (`tests/chaos`), each refused clearly, and their judgement."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import longspan
 from longspan.core.errors import LongspanError
-from tests.chaos import api, inputs
+from tests.chaos import api, edges, inputs
 from tests.chaos.inputs import MAKERS, Attempt, Started, campaign, judge
+from tests.pool import RankPool
 
 SEED, GOOD = 20261122, ("harmless", "refused")
 
@@ -67,3 +69,23 @@ def test_outcomes_are_judged() -> None:
     ]
     for run, bad, outcome in cases:
         assert judge(Attempt("flags", "x", bad, run), limit_s=0.2).outcome == outcome
+
+
+def test_a_rank_that_differs_is_refused_on_all(pool4: RankPool) -> None:
+    for seed in range(1000, 1008):
+        outcome, note = edges.judge(edges.draw(seed, 4), pool4)
+        assert outcome == "refused", note
+
+
+def test_silence_and_unclear_errors_are_bad_outcomes(pool4: RankPool, monkeypatch: Any) -> None:
+    one = replace(edges.draw(1, 4), fault="nothing")
+    assert edges.judge(one, pool4) == ("silent", str(one))
+    errors = iter([["same"] * 4, ["one", "other", "one", "one"], [f"{edges.RAW}TypeError: planted"] * 4])
+    monkeypatch.setattr(RankPool, "run", lambda *_, **__: next(errors))
+    assert [edges.judge(one, pool4)[0] for _ in range(3)] == ["refused", "wrong", "traceback"]
+
+
+def test_a_seed_draws_one_try() -> None:
+    drawn = [edges.draw(seed, 4) for seed in range(200)]
+    assert drawn == [edges.draw(seed, 4) for seed in range(200)]
+    assert {one.fault for one in drawn} == set(edges.FAULTS)
