@@ -24,16 +24,13 @@ _START = {"file": 0, "row": 0, "offset": 0}
 
 
 class Reader(Protocol):
-    """The documents of one epoch, from a state that is a few plain values."""
+    """The documents of one epoch, from a state on: a few plain values that `tell` returned, or None."""
 
-    def seek(self, state: dict[str, Any] | None) -> None:
-        """Go to a state that `tell` returned; None is the beginning."""
+    def seek(self, state: dict[str, Any] | None) -> None: ...
 
-    def tell(self) -> dict[str, Any]:
-        """Return the state after the last document."""
+    def tell(self) -> dict[str, Any]: ...
 
-    def __iter__(self) -> Iterator[str]:
-        """Yield the documents from the state on."""
+    def __iter__(self) -> Iterator[str]: ...
 
 
 class LocalFiles:

@@ -37,17 +37,14 @@ class Place:
 class DocumentSource:
     """Documents in an order that depends on the data and the seed alone, epoch after epoch, without end.
 
-    Documents are read as a stream and shuffled in windows: the next `shuffle` documents (fewer if they are long) are
-    permuted by a generator that is seeded with the seed, the epoch and the window. So a place in the order is a few
-    numbers, and resuming reads one window again. The list of files is shuffled too.
+    Documents are read as a stream and shuffled in windows: the next `shuffle` documents (fewer if they are long; 0
+    keeps the order) are permuted by a generator that is seeded with the seed, the epoch and the window. So a place in
+    the order is a few numbers, and resuming reads one window again. The list of files is shuffled too.
 
     Args:
         data: a `.txt` (one document), `.jsonl` or `.parquet` file, a folder of these, "pydoc", or a name on the Hugging
-            Face hub (`NAME` or `NAME:CONFIG`).
+            Face hub (`NAME` or `NAME:CONFIG`) with its `split`.
         text_field: the column that contains the text (`.jsonl`, `.parquet`, hub).
-        split: the split of a dataset from the hub.
-        shuffle: documents per window; 0 keeps the order.
-        seed: of the shuffling.
 
     Attributes:
         identity: what the order of the documents depends on; a resumed run must have the same.
