@@ -17,7 +17,7 @@ from torch import Tensor
 
 import longspan
 from longspan.verify.judge import NUDGES
-from longspan.verify.unsharded import keep_furthest, nudged
+from longspan.verify.runs import keep_furthest, nudged
 from tests.tolerance import excess, excess_of_rows
 
 BASE = {

@@ -21,7 +21,7 @@ from longspan.train import TrainConfig, run
 from longspan.train.metrics import MetricsLog
 from tests.disk import largest_file
 from tests.pool import RankError, RankPool
-from tests.training import losses_of, said_by, train, write_config
+from tests.training import losses_of, refused, said_by, train, write_config
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +54,6 @@ def _damage(config: TrainConfig, step: int) -> Path:
     return path
 
 
-def _refused(base: TrainConfig, match: str, **changes: Any) -> None:
-    """The launcher raises, before any rank starts."""
-    with pytest.raises(LongspanError, match=match):
-        run(replace(base, **changes))
-
-
 # --- damage
 
 
@@ -67,7 +61,7 @@ def test_a_damaged_checkpoint_is_refused_or_passed_over_with_a_warning(config: T
     whole, path = losses_of(config.out), _damage(config, 3)
     older = config.checkpoints / "step-00000002"
     said = rf"step-00000003/__0_0\.distcp is damaged: .* CRC-32 .*; resume from .* undamaged .*: --resume {older}"
-    _refused(config, said, resume=str(path.parent))
+    refused(config, said, resume=str(path.parent))
     shutil.rmtree(config.out / "hf")
     text = said_by(config)
     assert re.search(r"warning: passed over a damaged checkpoint: .*step-00000003/__0_0\.distcp is damaged", text)
@@ -92,18 +86,18 @@ def test_another_model_or_other_data_is_named_key_by_key(config: TrainConfig, tm
         ("rope_theta", 5e5): r"model\.rope_parameters\.rope_theta was 10000\.0, is 500000\.0",
     }.items():
         other = write_config(tmp_path, **dict([change]))
-        _refused(config, said, config=other)
-    _refused(config, r"pack was stream, is documents", pack="documents")
+        refused(config, said, config=other)
+    refused(config, r"pack was stream, is documents", pack="documents")
     # Other text of the same length under the same name.
     changed = tmp_path / "text.txt"
     text = Path(config.data.data).read_text()
     changed.write_text(text[:5000] + "X" + text[5001:])
-    _refused(config, r"differ: changed: text\.txt \(as long, with other text\); give the same", data=str(changed))
+    refused(config, r"differ: changed: text\.txt \(as long, with other text\); give the same", data=str(changed))
     # The same tokenizer but for one rule, with as many ids.
     tokenizers = [_tokenizer(tmp_path / name, lower) for name, lower in (("plain", False), ("lower", True))]
     first = replace(config, out=tmp_path / "words", tokenizer=tokenizers[0], steps=1, export="never")
     train(first)
-    _refused(first, r"tokenizer\.content was [0-9a-f]{16}, is [0-9a-f]{16}; give the same", tokenizer=tokenizers[1])
+    refused(first, r"tokenizer\.content was [0-9a-f]{16}, is [0-9a-f]{16}; give the same", tokenizer=tokenizers[1])
 
 
 def test_only_changed_files_are_named(config: TrainConfig, tmp_path: Path) -> None:
@@ -160,8 +154,8 @@ def test_keys_that_one_library_version_lacks_are_not_compared() -> None:
 
 def test_another_batch_needs_its_flag(config: TrainConfig) -> None:
     more = replace(config, steps=4, export="never")
-    _refused(more, r"made with 2 sequences per step, now there would be 4 .*--batch 2, or --change-batch", batch=4)
-    _refused(more, r"now there would be 1 \(--batch, or else --micro-batch x --data-degree\)", batch=None)
+    refused(more, r"made with 2 sequences per step, now there would be 4 .*--batch 2, or --change-batch", batch=4)
+    refused(more, r"now there would be 1 \(--batch, or else --micro-batch x --data-degree\)", batch=None)
     train(replace(more, batch=4, change_batch=True))
     last = checkpoint.read_newest(config.checkpoints)
     assert last is not None and last.state["data"]["sequences"] == 3 * 2 + 4
@@ -183,11 +177,11 @@ def test_unused_weights_in_a_folder_are_warned_of(config: TrainConfig, tmp_path:
 
 def test_a_folder_in_use_or_with_other_files_is_refused_before_the_start(config: TrainConfig, tmp_path: Path) -> None:
     with RunLock(config.out):
-        _refused(config, r"run is in use by process \d+ on .*another --out")
+        refused(config, r"run is in use by process \d+ on .*another --out")
         with pytest.raises(LongspanError, match=r"run is in use by process \d+"):
             train(config)
     (config.out / "hf" / "mine.bin").write_text("x")
-    _refused(config, r"hf holds 1 files that longspan did not write \(mine\.bin, .*--export never")
+    refused(config, r"hf holds 1 files that longspan did not write \(mine\.bin, .*--export never")
     train(replace(config, export="never"))
     assert (config.out / "hf" / "mine.bin").exists()
 

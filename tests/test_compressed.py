@@ -20,7 +20,7 @@ from longspan.comm import quantize
 from longspan.core import sections
 from longspan.core.errors import LongspanError
 from longspan.train.config import TrainConfig
-from longspan.train.identity import changed_settings
+from longspan.train.inputs import changed_settings
 from tests.attention import CASES, drawn_cases, one_device, run
 from tests.choose import each_value, grouped
 from tests.models import Truth, batch, build, gradients, rows_of, truth_of

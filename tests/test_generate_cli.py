@@ -24,16 +24,16 @@ from longspan.bench.meters import Sent, count_sent
 from longspan.core.errors import LongspanError
 from longspan.core.sections import make, replace
 from longspan.generate.config import GenerateConfig
-from longspan.generate.fit import _cached_job, choose_weights
+from longspan.generate.fit import choose_weights, question
 from longspan.generate.job import format_report, open_fitting_prompt
 from longspan.generate.rank import Generation
-from longspan.generate.score import ScoreConfig, open_text
-from longspan.generate.stream import Decoder, Progress, progress_line
-from longspan.hf.planning import shape_of
+from longspan.generate.score import ScoreConfig, open_text, score_rank
+from longspan.generate.stream import Decoder, progress_line
 from longspan.plan.generation import check_fits, check_score_fits, peak_items, scoring_peak_items
 from longspan.plan.hardware import read_hardware
 from longspan.plan.job import Job, Mesh
 from longspan.plan.models.read import read_model
+from longspan.ranks.launch import unwatched
 from longspan.verify import VerifyConfig
 from longspan.verify.job import worker as verify_worker
 from tests.pool import THREADS, RankPool
@@ -71,10 +71,7 @@ def _plain(folder: Path, **more: Any) -> list[int]:
 
 def _generate(config: GenerateConfig) -> dict[str, Any]:
     """This rank's part."""
-    from longspan.ranks.heartbeat import Heartbeat
-    from longspan.ranks.rendezvous import wait_for_ranks
-
-    return Generation(config, Heartbeat(wait_for_ranks(60), lambda *_: None), open_fitting_prompt(config)).run()
+    return Generation(config, unwatched(config), open_fitting_prompt(config)).run()
 
 
 def test_a_second_question_reuses_the_saved_cache(pool2: RankPool, tmp_path: Path) -> None:
@@ -212,30 +209,8 @@ def test_characters_of_several_tokens_are_decoded_together() -> None:
     assert progress_line(25, 100, 5.0) == "reading 25 %: 25 of 100 tokens, 5 tokens/s, 15 s left"
 
 
-def test_progress_follows_the_layers_of_a_chunk(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("longspan.generate.stream.EVERY_S", 0.0)
-    layers = [torch.nn.Identity() for _ in range(4)]
-    progress = Progress(100, True)
-    progress.follow(layers, 60)
-    for _ in range(2):
-        for layer in layers:
-            layer(torch.ones(1))
-        progress.at(60)
-    said = [int(line.split()[1]) for line in capsys.readouterr().err.splitlines()]
-    assert said == [12, 24, 36, 48, 60, 68, 76, 84, 92, 60]
-    progress.clear()
-    layers[0](torch.ones(1))
-    assert capsys.readouterr().err == ""
-
-
 def _score(config: ScoreConfig) -> dict[str, Any]:
-    from longspan.generate.score import score_rank
-    from longspan.ranks.heartbeat import Heartbeat
-    from longspan.ranks.rendezvous import wait_for_ranks
-
-    return score_rank(config, Heartbeat(wait_for_ranks(60), lambda *_: None), open_text(config))
+    return score_rank(config, unwatched(config), open_text(config))
 
 
 def test_scores_equal_one_process(folder: Path, pool2: RankPool, tmp_path: Path) -> None:
@@ -382,9 +357,8 @@ def test_weights_are_replicated_where_they_fit_else_on_a_tensor_axis() -> None:
 def test_the_chosen_tensor_axis_generates_the_same_text(folder: Path, pool2: RankPool) -> None:
     config = _config(folder, ulysses=2, temperature=0.0)
     model_config = AutoConfig.from_pretrained(folder)
-    hardware = read_hardware("cpu")
     needed = [
-        sum(peak_items(shape_of(model_config), *_cached_job(each, model_config, 200), hardware, each.chunk).values())
+        sum(peak_items(*question(each, model_config, 200), each.chunk).values())
         for each in (replace(config, weights="replicated"), replace(config, weights="replicated", ulysses=1, tensor=2))
     ]
     config = replace(config, rank_memory=sum(needed) / 2e9)
@@ -396,19 +370,8 @@ def test_the_chosen_tensor_axis_generates_the_same_text(folder: Path, pool2: Ran
 def test_ctrl_c_ends_all_ranks_and_keeps_the_text(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "text.txt"
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": THREADS}
-    flags = [
-        *_flags(folder)[:-1],
-        "3000",
-        "--temperature",
-        "0",
-        "--ring",
-        "2",
-        "--weights",
-        "replicated",
-        "--out",
-        str(out),
-    ]
-    command = [sys.executable, "-m", "longspan", *flags]
+    more = ["3000", "--temperature", "0", "--ring", "2", "--weights", "replicated", "--out", str(out)]
+    command = [sys.executable, "-m", "longspan", *_flags(folder)[:-1], *more]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=environment, start_new_session=True) as process:
         deadline = time.monotonic() + 200

@@ -18,15 +18,13 @@ from longspan.train import TrainConfig
 from longspan.train.health import Health
 from tests.nan_fault import NaNFault, poison
 from tests.pool import RankError, RankPool
-from tests.training import write_config
+from tests.training import small_run, write_config
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
-    return make(TrainConfig,
-        data="pydoc", config=write_config(tmp_path), context=61, batch=2, steps=4, lr=1e-3, dtype="fp32", log_every=1,
-        save_every=1, keep=0, out=tmp_path / "run", export="never",
-    )  # fmt: skip
+    changes: dict[str, Any] = {"batch": 2, "lr": 1e-3, "warmup": 0, "clip": 1.0, "save_every": 1, "export": "never"}
+    return small_run(write_config(tmp_path), tmp_path / "run", **changes)
 
 
 def _train(config: TrainConfig, fault: str, passing: bool) -> str:

@@ -16,8 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from examples.ruler import needles
-from longspan.lm_eval.ranks import Leader, end, serve
-from longspan.lm_eval.scorer import until
+from longspan.lm_eval.scorer import Leader, end, serve, until
 from tests.models import BASE, build
 from tests.pool import RankPool
 

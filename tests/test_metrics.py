@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import time
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -26,6 +25,7 @@ from longspan.train.metrics import (
     peak_memory,
 )
 from tests.pool import RankPool
+from tests.training import log_of
 
 
 def _metrics(step: int, **changes: object) -> StepMetrics:
@@ -121,7 +121,7 @@ def test_the_log_is_jsonl_and_tensorboard(tmp_path: Path) -> None:
     log.write(_metrics(1, loss=2 / 3))
     log.write(_metrics(2, communication=None))
     log.close()
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    records = log_of(tmp_path)
     assert [record["step"] for record in records] == [1, 2]
     assert records[0]["loss"] == 2 / 3
     assert records[1]["communication"] is None
@@ -141,7 +141,7 @@ def test_a_resumed_log_drops_what_came_after(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, resumed_step=2)
     log.write(_metrics(3, loss=9.0))
     log.close()
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    records = log_of(tmp_path)
     assert [(record["step"], record["loss"]) for record in records] == [(1, 2.5), (2, 2.5), (3, 9.0)]
 
 

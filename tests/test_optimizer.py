@@ -22,48 +22,26 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import longspan
 from longspan.comm.mesh import mesh_of_one
 from longspan.core.errors import LongspanError
-from longspan.core.sections import make, replace
+from longspan.core.sections import replace
 from longspan.data.stream import Sequence, deal
-from longspan.train import TrainConfig, run
+from longspan.train import TrainConfig
 from tests.choose import confirming, each_value
 from tests.fakes import fake_world
 from tests.memory import peak_of
 from tests.pool import RankError, RankPool, run_forked
 from tests.tolerance import roughly
-from tests.training import LLAMA, losses_of, train, write_config
+from tests.training import LLAMA, log_of, losses_of, refused, small_run, train, train_on, weights_of, write_config
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
     """4 steps of one sequence of 60 tokens."""
-    return make(TrainConfig,
-        data="pydoc", config=write_config(tmp_path), context=61, batch=1, steps=4, lr=1e-2, warmup=1, clip=0,
-        dtype="fp32", log_every=1, save_every=2, keep=0, out=tmp_path / "run",
-    )  # fmt: skip
-
-
-def _on(pool: RankPool, config: TrainConfig) -> None:
-    pool.run(train, config, timeout=240)
-
-
-def _weights(out: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(out / "hf" / "model.safetensors")
-
-
-def _log(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return small_run(write_config(tmp_path), tmp_path / "run", batch=1, clip=0)
 
 
 def _same_weights(one: TrainConfig, other: TrainConfig) -> bool:
-    expected = _weights(one.out)
-    return all(torch.equal(x, expected[name]) for name, x in _weights(other.out).items())
-
-
-def _refused(base: TrainConfig, match: str, **changes: Any) -> None:
-    with pytest.raises(LongspanError, match=match):
-        run(replace(base, **changes))
+    expected = weights_of(one.out)
+    return all(torch.equal(x, expected[name]) for name, x in weights_of(other.out).items())
 
 
 # --- the step in the backward
@@ -79,20 +57,20 @@ def test_the_step_in_the_backward_is_the_step_after_it(
     plain = replace(config, **mesh)
     inside = replace(plain, optimizer_in_backward=True, out=config.out / "inside")
     for one in (plain, inside):
-        _on(pool2, one)
+        train_on(pool2, one)
     assert losses_of(inside.out) == losses_of(plain.out)
     assert _same_weights(plain, inside)
-    for mine, theirs in zip(_log(inside.out), _log(plain.out), strict=True):
+    for mine, theirs in zip(log_of(inside.out), log_of(plain.out), strict=True):
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=roughly(torch.float32))
         assert mine["lr"] == theirs["lr"]
 
 
 def test_a_run_resumes_with_and_without_the_step_in_the_backward(config: TrainConfig, pool2: RankPool) -> None:
     whole = replace(config, ulysses=2, schedule="constant")
-    _on(pool2, whole)
+    train_on(pool2, whole)
     parts = replace(whole, out=config.out / "parts")
     for steps, inside in ((1, True), (2, False), (4, True)):
-        _on(pool2, replace(parts, steps=steps, optimizer_in_backward=inside))
+        train_on(pool2, replace(parts, steps=steps, optimizer_in_backward=inside))
     assert losses_of(parts.out) == losses_of(whole.out)
     assert _same_weights(whole, parts)
 
@@ -207,10 +185,10 @@ def test_misuse_of_the_step_in_the_backward_is_refused(pool2: RankPool) -> None:
 
 def test_flags_that_exclude_the_step_in_the_backward_are_refused(config: TrainConfig) -> None:
     inside = replace(config, ulysses=2, optimizer_in_backward=True)
-    _refused(inside, r"--clip 1 needs it; use --clip 0", clip=1.0)
-    _refused(inside, r"--batch 4 accumulates gradients over 4 of them; give --batch 1, or --micro-batch 4", batch=4)
-    _refused(inside, r"leave --no-fsdp out", fsdp=False)
-    _refused(inside, r"--check-at-rest reads all weights around each", check_at_rest=True)
+    refused(inside, r"--clip 1 needs it; use --clip 0", clip=1.0)
+    refused(inside, r"--batch 4 accumulates gradients over 4 of them; give --batch 1, or --micro-batch 4", batch=4)
+    refused(inside, r"leave --no-fsdp out", fsdp=False)
+    refused(inside, r"--check-at-rest reads all weights around each", check_at_rest=True)
     assert not config.out.exists()
 
 
@@ -220,18 +198,18 @@ def test_flags_that_exclude_the_step_in_the_backward_are_refused(config: TrainCo
 def test_gradients_summed_in_bf16_are_near_and_not_equal(config: TrainConfig, pool2: RankPool) -> None:
     plain = replace(config, ulysses=2, dtype="bf16", steps=3, export="never", save_every=0)
     rounded = replace(plain, grad_dtype="bf16", out=config.out / "rounded")
-    _on(pool2, plain)
-    _on(pool2, rounded)
+    train_on(pool2, plain)
+    train_on(pool2, rounded)
     losses, exact = losses_of(rounded.out), losses_of(plain.out)
     assert losses != exact and losses[1] == exact[1]  # no gradient has been summed before the first loss
     assert all(abs(losses[step] / exact[step] - 1) < roughly(torch.bfloat16) for step in exact)
 
 
 def test_sums_in_bf16_are_refused_without_fsdp_and_on_one_rank(config: TrainConfig) -> None:
-    _refused(
+    refused(
         config, r"with --no-fsdp gradients are summed in fp32; leave it out", grad_dtype="bf16", ulysses=2, fsdp=False
     )
-    _refused(config, r"one rank sums no gradients; leave it out", grad_dtype="bf16")
+    refused(config, r"one rank sums no gradients; leave it out", grad_dtype="bf16")
 
 
 # --- FSDP's offload
@@ -475,5 +453,5 @@ def test_8_bit_states_without_torchao_are_refused_before_anything_starts(
     for name in ("torchao.optim", "torchao.prototype.low_bit_optim"):
         monkeypatch.setitem(sys.modules, name, None)
     message = r"\[adamw8bit\]\" \(torchao\) on every machine, or leave --optimizer"
-    _refused(config, message, optimizer="adamw8bit")
+    refused(config, message, optimizer="adamw8bit")
     assert not config.out.exists()

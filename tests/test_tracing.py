@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.core.errors import LongspanError
-from longspan.tracing.files import merge, write_timeline
 from longspan.tracing.spans import (
     STEP,
     RankTrace,
@@ -26,7 +25,7 @@ from longspan.tracing.spans import (
     union,
     without,
 )
-from longspan.tracing.timeline import render, summary_lines
+from longspan.tracing.timeline import merge, render, summary_lines, write_timeline
 
 MAIN, GLOO = 7, 8
 

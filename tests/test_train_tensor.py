@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -26,20 +25,17 @@ from longspan.verify.report import Report
 from tests.models import build
 from tests.pool import RankPool
 from tests.tolerance import roughly
-from tests.training import losses_of, train, write_config
+from tests.training import log_of, losses_of, small_run, train, train_on, weights_of, write_config
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
     """4 steps of 4 sequences of 60 tokens; clipped, so that a wrong norm shows in the losses."""
-    return make(TrainConfig,
-        data="pydoc", config=write_config(tmp_path, vocab_size=385), context=61, batch=4, steps=4, lr=1e-2, warmup=1,
-        clip=0.5, dtype="fp32", log_every=1, save_every=2, keep=0, out=tmp_path / "alone",
-    )  # fmt: skip
+    return small_run(write_config(tmp_path, vocab_size=385), tmp_path / "alone")
 
 
 def _on(pool: RankPool, config: TrainConfig) -> dict[int, float]:
-    pool.run(train, config, timeout=240)
+    train_on(pool, config)
     return losses_of(config.out)
 
 
@@ -49,12 +45,6 @@ def _after_two(config: TrainConfig, out: Path, **changes: Any) -> TrainConfig:
     shutil.copytree(config.checkpoints / name, out / "checkpoints" / name)
     shutil.copy(config.out / "metrics.jsonl", out / "metrics.jsonl")
     return replace(config, out=out, **changes)
-
-
-def _weights(config: TrainConfig) -> dict[str, torch.Tensor]:
-    from transformers import AutoModelForCausalLM
-
-    return dict(AutoModelForCausalLM.from_pretrained(config.exported).state_dict())
 
 
 def _near(found: dict[int, float], plain: dict[int, float]) -> bool:
@@ -71,9 +61,9 @@ def test_losses_equal_those_of_one_process_and_a_run_resumes_on_any_mesh(
     other: dict[str, Any] = {"tensor_style": "tp", "export": "never"}
     both = replace(config, out=tmp_path / "both", tensor=2, ulysses=2, tensor_style="megatron-sp")
     assert _near(_on(pool4, both), plain)
-    line = json.loads((both.out / "metrics.jsonl").read_text().splitlines()[-1])
+    line = log_of(both.out)[-1]
     assert line["tokens"] == 4 * 4 * 61  # a tensor group's tokens count once
-    ours, theirs = _weights(both), _weights(config)
+    ours, theirs = weights_of(both.out), weights_of(config.out)
     assert ours.keys() == theirs.keys()
     assert all((ours[name] - theirs[name]).abs().max() < 1e-4 for name in theirs)
 

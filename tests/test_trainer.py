@@ -22,8 +22,7 @@ from accelerate.tracking import GeneralTracker, on_main_process
 import longspan
 from longspan.compat.accelerate_api import ReplicaAccelerator
 from longspan.core.errors import LongspanError
-from longspan.trainers.folders import newest_complete, shards_of
-from tests.choose import confirming
+from longspan.trainers.saving import newest_complete, shards_of
 from tests.fitting import Samples, arguments, as_launched, collate, made, plain, sharded, sharded_alone
 from tests.models import BASE, build
 from tests.pool import RankPool
@@ -34,28 +33,16 @@ STEPS = {"max_steps": 8}
 
 EVALUATED = {**STEPS, "eval_strategy": "steps", "eval_steps": 4}
 
-# Those with replicas and a ring are the meshes of other tests of this file.
-MESHES = [
-    {"ulysses": 2},
-    *confirming([
-        {"data": 2}, {"data": 2, "ring": 2}, {"ring": 2, "ulysses": 2}, {"data": 2, "ring": 2, "ulysses": 2},
-    ]),
-]  # fmt: skip
-
 MIXED = [{"ring": 2}, {"data": 2, "ulysses": 2}]
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulation": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
     "accumulation of replicated weights": {"fsdp": False, "gradient_accumulation_steps": 2},
-    "lora": {"lora": True},
     "bf16": {"bf16": True},
+    "lora": {"lora": True},
     "by length": {"train_sampling_strategy": "group_by_length"},
-    "replicated weights": {"fsdp": False},
-    "checkpointed": {"gradient_checkpointing": True},
-    "no clipping": {"max_grad_norm": 0.0},
 }
-CONFIRMING = ("replicated weights", "checkpointed", "no clipping", "lora")  # "lora": the run that resumes
 
 
 @functools.cache
@@ -78,22 +65,8 @@ def compare(found: list[dict[str, Any]], expected: list[dict[str, Any]], toleran
                 assert mine[key] == pytest.approx(theirs[key], rel=tolerance), (key, mine["step"])
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_the_log_is_that_of_one_process(
-    get_pool: Callable[[int], RankPool], mesh: dict[str, int], tmp_path: Path
-) -> None:
-    ranks = functools.reduce(lambda a, b: a * b, mesh.values())
-    logs = get_pool(ranks).run(sharded, mesh, tmp_path, EVALUATED)
-    for log in logs:
-        compare(log, _plain("plain"))
-
-
-@pytest.mark.parametrize(
-    "name", [*(name for name in VARIANTS if name not in ("plain", *CONFIRMING)), *confirming(CONFIRMING)]
-)
-def test_options_have_the_effect_that_they_have_on_one_process(
-    get_pool: Callable[[int], RankPool], name: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "lora"])
+def test_the_log_is_that_of_one_process(get_pool: Callable[[int], RankPool], name: str, tmp_path: Path) -> None:
     mesh = MIXED[list(VARIANTS).index(name) % 2]
     ranks = functools.reduce(lambda a, b: a * b, mesh.values())
     tolerance = 2e-2 if name == "bf16" else 2e-4
@@ -229,14 +202,10 @@ def _evaluated(mesh: dict[str, int] | None, out: Path) -> dict[str, float]:
         return dict(made(mesh, out, compute_metrics=_accuracy).evaluate())
 
 
-@pytest.mark.parametrize("mesh", [*confirming([{"ulysses": 2}, {"data": 2}]), {"data": 2, "ring": 2}], ids=str)
-def test_metrics_see_all_tokens_and_each_sample_once(
-    get_pool: Callable[[int], RankPool], mesh: dict[str, int], tmp_path: Path
-) -> None:
+def test_metrics_see_all_tokens_and_each_sample_once(pool4: RankPool, tmp_path: Path) -> None:
     """Ten samples in batches of four: two replicas fill the last batch."""
     expected = _evaluated(None, tmp_path)
-    ranks = functools.reduce(lambda a, b: a * b, mesh.values())
-    for found in get_pool(ranks).run(_evaluated, mesh, tmp_path):
+    for found in pool4.run(_evaluated, {"data": 2, "ring": 2}, tmp_path):
         for key in ("eval_loss", "eval_accuracy", "eval_rows"):
             assert found[key] == pytest.approx(expected[key], rel=1e-5), key
 
@@ -426,11 +395,7 @@ def _loop_on(mesh: dict[str, int], precision: str) -> tuple[list[float], list[fl
         return _loop(mesh, precision)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "precision"),
-    [*confirming([({"ulysses": 2}, "no")]), ({"data": 2, "ring": 2}, "no"), ({"ulysses": 2}, "bf16")],
-    ids=str,
-)
+@pytest.mark.parametrize(("mesh", "precision"), [({"data": 2, "ring": 2}, "no"), ({"ulysses": 2}, "bf16")], ids=str)
 def test_a_loop_on_accelerate(get_pool: Callable[[int], RankPool], mesh: dict[str, int], precision: str) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     expected, _ = _loop(None, precision)

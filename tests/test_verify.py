@@ -22,8 +22,7 @@ from longspan.verify import VerifyConfig, run, worker
 from longspan.verify.compare import ErrorSums
 from longspan.verify.inputs import build_model, load_model_config, make_batch
 from longspan.verify.judge import SHARPNESS, Criterion, judge
-from longspan.verify.report import Equality, Report, diagnosis, print_json
-from longspan.verify.table import print_table
+from longspan.verify.report import Equality, Report, diagnosis, print_json, print_table
 from tests.choose import confirming, each_value, pairwise
 from tests.pool import RankError, RankPool
 from tests.tolerance import roughly
@@ -118,14 +117,11 @@ def test_a_compressed_all_to_all_is_lossy(
     assert "LOSSY" in shown and "PASS" not in shown
 
 
-@pytest.mark.parametrize("fsdp", [True, *confirming([False])], ids=["fsdp", "plain"])
-def test_replicas_with_different_batches_pass(models: dict[str, Path], pool4: RankPool, fsdp: bool) -> None:
-    memory_options: dict[str, Any] = (
-        {"memory": "longest", "layers_per_checkpoint": 2, "offload": "disk"} if fsdp else {}
-    )
-    report = pool4.run(worker, _config(models["llama"], 2, data_degree=2, batch=2, fsdp=fsdp, **memory_options))[0]
+def test_replicas_with_different_batches_pass(models: dict[str, Path], pool4: RankPool) -> None:
+    memory: dict[str, Any] = {"memory": "longest", "layers_per_checkpoint": 2, "offload": "disk"}
+    report = pool4.run(worker, _config(models["llama"], 2, data_degree=2, batch=2, **memory))[0]
     assert report.passed, _failing(report)
-    assert ("layers_per_checkpoint=2, offload=disk" in report.setup["memory"]) == fsdp
+    assert "layers_per_checkpoint=2, offload=disk" in report.setup["memory"]
     assert report.rank_tokens == ((0, ((0, 30),)), (0, ((30, 59),)), (1, ((0, 30),)), (1, ((30, 59),)))
 
 
@@ -139,18 +135,8 @@ def test_a_gradient_whose_terms_cancel_is_compared_with_its_layer(
     assert max(max(check.sharded) for check in report.checks) < SHARPNESS
 
 
-RINGS: list[dict[str, Any]] = [
-    {"ring": 4},
-    {"ring": 2, "ulysses": 2},
-    {"ring": 4, "layout": "contiguous"},
-    {"ring": 4, "ring_impl": "allgather"},
-]
-
-
 @pytest.mark.parametrize(
-    ("dtype", "changes"),
-    [("fp32", RINGS[0]), ("bf16", RINGS[1]), *confirming([("fp32", RINGS[2]), ("bf16", RINGS[3])])],
-    ids=str,
+    ("dtype", "changes"), [("fp32", {"ring": 4}), ("bf16", {"ring": 2, "ulysses": 2, "layout": "contiguous"})], ids=str
 )
 def test_a_ring_passes(
     models: dict[str, Path], pool4: RankPool, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], dtype: str
@@ -194,9 +180,9 @@ def test_a_model_that_cannot_be_sharded_is_refused_before_the_long_runs(
 
 
 def _no_unsharded_run(patch: pytest.MonkeyPatch) -> None:
-    from longspan.verify import unsharded
+    from longspan.verify import runs
 
-    patch.delattr(unsharded, "run_unsharded")
+    patch.delattr(runs, "run_unsharded")
 
 
 def test_one_process_without_a_group_passes(models: dict[str, Path]) -> None:
@@ -365,18 +351,6 @@ def _miss_a_block(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TiledKernel, "prepare", missed)
 
 
-def _use_the_local_block_twice(patch: pytest.MonkeyPatch) -> None:
-    from longspan.attn.methods import ring
-
-    original = ring._kv_blocks
-
-    def stuck(mine: Any, of: Any) -> Any:
-        for step, blocks in original(mine, of):
-            yield step, [dataclasses.replace(block, kv=mine) for block in blocks]
-
-    patch.setattr(ring, "_kv_blocks", stuck)
-
-
 def _do_not_return_gradients(patch: pytest.MonkeyPatch) -> None:
     from longspan.attn.methods.ring import _P2PReducer
 
@@ -385,39 +359,6 @@ def _do_not_return_gradients(patch: pytest.MonkeyPatch) -> None:
         return self.local_grad
 
     patch.setattr(_P2PReducer, "finish", local_part)
-
-
-def _drop_a_gradient_in_transit(patch: pytest.MonkeyPatch) -> None:
-    from longspan.attn.methods.ring import _P2PReducer
-
-    original = _P2PReducer.add
-
-    def forgetful(self: Any, block: Any, step: int, *part: Any) -> None:
-        if self.ring.rank == 3 and step == 2:  # the block of rank 1, from rank 2
-            self._wait()
-            self.partial_sums[block.direction].zero_()
-        original(self, block, step, *part)
-
-    patch.setattr(_P2PReducer, "add", forgetful)
-
-
-def _reduce_the_local_part_only(patch: pytest.MonkeyPatch) -> None:
-    from longspan.attn.methods import ring
-
-    def alone(out: torch.Tensor, x: torch.Tensor, group: Any) -> None:
-        out.copy_(x.view(group.size(), -1)[group.rank()])
-
-    patch.setattr(ring, "scatter_into", alone)
-
-
-def _positions_of_another_layout(patch: pytest.MonkeyPatch) -> None:
-    from longspan.comm.mesh import SequenceSharding
-
-    def contiguous(sp: Any, n: int) -> torch.Tensor:
-        local = sp.layout.local_length(n)
-        return torch.arange(sp.rank * local, (sp.rank + 1) * local).clamp_(max=n - 1)
-
-    patch.setattr(SequenceSharding, "positions", contiguous)
 
 
 def _worker_with(plant: Callable[[pytest.MonkeyPatch], None], config: VerifyConfig) -> Report:
@@ -457,14 +398,7 @@ def _logits_pass_on(report: Report) -> list[bool]:
 
 
 @pytest.mark.parametrize(
-    ("plant", "changes"),
-    [
-        (_swap_two_ranks, {"ulysses": 4}),
-        (_miss_a_block, {"ring": 4, "dtype": "bf16"}),
-        (_use_the_local_block_twice, {"ring": 2, "ulysses": 2}),
-        (_positions_of_another_layout, {"ring": 4}),  # with random weights, bf16 rounding is larger
-        *confirming([(_swap_two_ranks, {"ulysses": 4, "dtype": "bf16"})]),
-    ],
+    ("plant", "changes"), [(_swap_two_ranks, {"ulysses": 4}), (_miss_a_block, {"ring": 4, "dtype": "bf16"})]
 )
 def test_finds_a_wrong_forward(find: Find, plant: Any, changes: dict[str, Any]) -> None:
     report, failing = find(plant, **changes)
@@ -488,14 +422,7 @@ def test_finds_one_ranks_heads_scaled_by_one_percent(find: Find) -> None:
 
 @DTYPES
 @pytest.mark.parametrize(
-    ("plant", "changes"),
-    [
-        (_drop_kv_gradient, {"ulysses": 4}),
-        (_do_not_return_gradients, {"ring": 2, "ulysses": 2}),
-        (_drop_a_gradient_in_transit, {"ring": 4, "layout": "contiguous"}),
-        (_reduce_the_local_part_only, {"ring": 4, "ring_impl": "allgather"}),
-        *confirming([(_drop_kv_gradient, {"ulysses": 4, "fsdp": False}), (_do_not_return_gradients, {"ring": 4})]),
-    ],
+    ("plant", "changes"), [(_drop_kv_gradient, {"ulysses": 4}), (_do_not_return_gradients, {"ring": 2, "ulysses": 2})]
 )
 def test_finds_lost_gradients_of_keys_and_values(find: Find, plant: Any, changes: dict[str, Any], dtype: str) -> None:
     report, failing = find(plant, **changes, dtype=dtype)
@@ -516,9 +443,8 @@ def test_finds_labels_shifted_after_sharding(find: Find, dtype: str) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("fsdp", [*confirming([True]), False], ids=["fsdp", "plain"])
-def test_finds_a_loss_averaged_per_rank(find: Find, fsdp: bool, dtype: str) -> None:
-    report, failing = find(_average_the_loss_per_rank, ulysses=4, fsdp=fsdp, dtype=dtype)
+def test_finds_a_loss_averaged_per_rank(find: Find, dtype: str) -> None:
+    report, failing = find(_average_the_loss_per_rank, ulysses=4, fsdp=False, dtype=dtype)
     assert "loss" in failing and not failing & LOGITS
     assert "how the tokens of all ranks are counted" in diagnosis(report)
 
@@ -532,9 +458,8 @@ def test_finds_gradients_that_are_not_summed(find: Find, dtype: str) -> None:
     assert equal.differing == (1, 2, 3)
 
 
-@pytest.mark.parametrize("dtype", [*confirming(["fp32"]), "bf16"])
-def test_finds_gradients_averaged_instead_of_summed(find: Find, dtype: str) -> None:
-    report, failing = find(_average_gradients_over_ranks, ulysses=2, dtype=dtype)
+def test_finds_gradients_averaged_instead_of_summed(find: Find) -> None:
+    report, failing = find(_average_gradients_over_ranks, ulysses=2, dtype="bf16")
     assert failing == {line for line, _ in report.groups()} - FORWARD
     halved = pytest.approx(0.5, rel=roughly(torch.bfloat16))  # to within what bf16 itself is off by
     assert all(check.sharded[0] == halved for check in report.checks if not check.passed)
@@ -574,12 +499,12 @@ def test_other_weights_on_a_rank_are_refused_on_every_rank(models: dict[str, Pat
 
 
 def _out_of_memory(patch: pytest.MonkeyPatch) -> None:
-    from longspan.verify import unsharded
+    from longspan.verify import runs
 
     def fail(*_: Any) -> Any:
         raise torch.OutOfMemoryError("tried to allocate 80 GiB")
 
-    patch.setattr(unsharded, "run_unsharded", fail)
+    patch.setattr(runs, "run_unsharded", fail)
 
 
 def test_every_rank_reports_a_reference_out_of_memory_with_a_fix(models: dict[str, Path], pool2: RankPool) -> None:

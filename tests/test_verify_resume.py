@@ -21,8 +21,7 @@ from longspan.core.sections import make, replace
 from longspan.train import TrainConfig
 from longspan.verify import VerifyConfig, run, worker
 from longspan.verify.inputs import open_resumed
-from longspan.verify.report import Report, as_dict
-from longspan.verify.table import print_table
+from longspan.verify.report import Report, as_dict, print_table
 from tests.pool import RankError, RankPool
 from tests.training import LLAMA, train, write_config
 

@@ -6,9 +6,18 @@ import contextlib
 import io
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from longspan.train import TrainConfig
+import pytest
+
+from longspan.core.errors import LongspanError
+from longspan.core.sections import make, replace, values
+from longspan.train import TrainConfig, run
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tests.pool import RankPool
 
 LLAMA = {
     "model_type": "llama",
@@ -33,6 +42,30 @@ def write_config(folder: Path, **changes: Any) -> Path:
     return path
 
 
+def small_run(config: Path, out: Path, **changes: Any) -> TrainConfig:
+    """Return a run on sequences of 60 tokens, which 4 ranks do not divide evenly into pairs of heads or blocks of 16.
+
+    It logs every step and saves every second one.
+    """
+    base: dict[str, Any] = {
+        "data": "pydoc", "context": 61, "batch": 4, "steps": 4, "lr": 1e-2, "warmup": 1, "clip": 0.5, "dtype": "fp32",
+        "log_every": 1, "save_every": 2, "keep": 0,
+    }  # fmt: skip
+    return make(TrainConfig, **base | changes, config=config, out=out)
+
+
+def flags(config: TrainConfig) -> list[str]:
+    """Return the flags of `longspan train` for a config."""
+    found: list[str] = []
+    defaults = values(TrainConfig())
+    for field, value in values(config).items():
+        name = field.replace("_", "-")
+        if value == defaults[field]:
+            continue
+        found += [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+    return found
+
+
 def train(config: TrainConfig) -> None:
     """Train on this rank."""
     from longspan.train.loop import Trainer
@@ -47,7 +80,29 @@ def said_by(config: TrainConfig) -> str:
     return out.getvalue()
 
 
+def train_on(pool: RankPool, config: TrainConfig) -> None:
+    """Train on the ranks of a pool, whose first run imports transformers and datasets."""
+    pool.run(train, config, timeout=240)
+
+
+def refused(base: TrainConfig, match: str, **changes: Any) -> None:
+    """The launcher raises, before any rank starts."""
+    with pytest.raises(LongspanError, match=match):
+        run(replace(base, **changes))
+
+
+def log_of(out: Path) -> list[dict[str, Any]]:
+    """Return the records of a run's log."""
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
 def losses_of(out: Path) -> dict[int, float]:
     """Return step -> loss from the log of a run."""
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    return {record["step"]: record["loss"] for record in map(json.loads, lines)}
+    return {record["step"]: record["loss"] for record in log_of(out)}
+
+
+def weights_of(out: Path) -> dict[str, Tensor]:
+    """Return the exported weights of a run."""
+    from safetensors.torch import load_file
+
+    return load_file(out / "hf" / "model.safetensors")

@@ -6,14 +6,10 @@ the exit code. Only the module of the command is imported, and it does not impor
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import errno
 import importlib
 import inspect
-import os
 import re
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +19,7 @@ from longspan import __version__
 from longspan.core.errors import LongspanError, require
 from longspan.core.sections import make, options
 from longspan.core.validation import check_text, format_value, nearest, path_of
+from longspan.ranks import launch
 
 #: Command: (module, its config class, what it does).
 COMMANDS = {
@@ -59,63 +56,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     if args[:1] == ["help"]:
         args = [*args[1:2], "--help"]
-    if args and args[0] not in ("-h", "--help", "--version", "-V", "version"):
-        return _run(args[0], args[1:])
-    try:
-        print(f"longspan {__version__}" if args and "v" in args[0].lower() else _USAGE, flush=True)
-    except BrokenPipeError:
-        return _end_broken_pipe()
-    return 0 if args else 2
-
-
-def _run(command: str, args: list[str]) -> int:
-    from longspan.ranks.launch import RankFailed, Stopped, is_first_local_rank, let_first_rank_report
-
-    code, why = 0, ""
     origins: dict[str, str] = {}
-    try:
-        if command not in COMMANDS:
-            hint = nearest(command, COMMANDS) if command[:1] != "-" else f"give one first: {', '.join(COMMANDS)}"
-            raise LongspanError(f"there is no command {format_value(command)}; {hint}")
-        module_name, config_name, text = COMMANDS[command]
-        module = importlib.import_module(module_name)
-        config_class = getattr(module, config_name)
-        config, origins = _parse(config_class, args, prog=f"longspan {command}", summary=text)
-        require(f"longspan {command}", *_NEEDS.get(command, ()))
-        code = int(module.run(config))
-        sys.stdout.flush()
-    except BrokenPipeError:
-        return _end_broken_pipe()
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        _end_broken_pipe()
-        code, why = 2, f"longspan: error: the disk is full: {error}; make room, and run it again\n"
-    except LongspanError as error:
-        code, why = 2, f"longspan: error: {error}{_where_given(str(error), origins)}\n"
-    except RankFailed as error:
-        code, why = 1, f"{error.details}longspan: error: {error}\n"
-    except Stopped as stop:  # without waiting: a stopped torchrun agent would wait for the ranks
-        if is_first_local_rank():
-            print(f"longspan: stopped by {signal.Signals(stop.signum).name}", file=sys.stderr)
-        return 128 + stop.signum
-    except SystemExit as end:  # by tyro after --help or wrong flags; a text is a message and means code 1
-        if isinstance(end.__context__, BrokenPipeError):  # raised by rich
-            return _end_broken_pipe()
-        code, why = (1, f"{end.code}\n") if isinstance(end.code, str) else (end.code or 0, "")
-    except KeyboardInterrupt:
-        return 130
-    if code:
-        let_first_rank_report()
-    sys.stderr.write(why)
-    return code
+
+    def run() -> int:
+        if args and args[0] not in ("-h", "--help", "--version", "-V", "version"):
+            return _run(args[0], args[1:], origins)
+        print(f"longspan {__version__}" if args and "v" in args[0].lower() else _USAGE)
+        return 0 if args else 2
+
+    return launch.exit_code(run, lambda message: _where_given(message, origins))
 
 
-def _end_broken_pipe() -> int:
-    """Return the exit code after the reader of stdout has closed it (`longspan plan ... | head -1`); print nothing."""
-    with contextlib.suppress(OSError, ValueError):  # drop what is still in the buffer
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 128 + signal.SIGPIPE
+def _run(command: str, args: list[str], origins: dict[str, str]) -> int:
+    """Run a command; add to `origins`, by flag, the place of its value in the file of `--from`."""
+    if command not in COMMANDS:
+        hint = nearest(command, COMMANDS) if command[:1] != "-" else f"give one first: {', '.join(COMMANDS)}"
+        raise LongspanError(f"there is no command {format_value(command)}; {hint}")
+    module_name, config_name, text = COMMANDS[command]
+    module = importlib.import_module(module_name)
+    config, found = _parse(getattr(module, config_name), args, prog=f"longspan {command}", summary=text)
+    origins.update(found)
+    require(f"longspan {command}", *_NEEDS.get(command, ()))
+    return int(module.run(config))
 
 
 def _where_given(message: str, origins: dict[str, str]) -> str:
@@ -143,7 +105,6 @@ def _parse(config_class: type[Any], args: list[str], *, prog: str, summary: str)
 
     from longspan.cli_help import documented
     from longspan.cli_values import expand_home, read_flags, value_rule
-    from longspan.ranks.launch import is_first_local_rank
 
     path, flags = _split_from(args)
     for flag in flags:
@@ -175,7 +136,7 @@ def _parse(config_class: type[Any], args: list[str], *, prog: str, summary: str)
             default=arguments(config=defaults),
             prog=prog,
             description=f"{summary[0].upper()}{summary[1:]}.\n\n{doc}",
-            console_outputs=is_first_local_rank(),
+            console_outputs=launch.is_first_local_rank(),
         )
     given = {re.sub(r"^--(no-)?|=.*$", "", arg, flags=re.DOTALL).replace("_", "-") for arg in flags}
     return expand_home(parsed.config), {flag: origin for flag, origin in origins.items() if flag not in given}

@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from longspan.cli import main as cli_main
-from longspan.core.sections import make, replace, values
+from longspan.core.sections import replace
 from longspan.ranks.job import VARIABLES
 from longspan.train import TrainConfig
 from longspan.train import job as train_job
 from tests.chaos.counts import Budget, Counts, Outcome
-from tests.training import write_config
+from tests.training import flags as flags
+from tests.training import small_run, write_config
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 180.0
@@ -78,26 +79,8 @@ def draw(rng: random.Random, kind: str, config: TrainConfig) -> Fault:
 
 def base_config(folder: Path, **changes: Any) -> TrainConfig:
     """Return a small job that saves often."""
-    path = write_config(folder)
-    config = make(
-        TrainConfig,
-        data="pydoc",
-        config=path,
-        context=61,
-        ring=2,
-        ulysses=2,
-        batch=2,
-        steps=8,
-        lr=1e-2,
-        warmup=1,
-        dtype="fp32",
-        log_every=1,
-        save_every=2,
-        keep=2,
-        timeout=TIMEOUT_S,
-        out=folder / "faultless",
-    )
-    return replace(config, **changes)
+    base: dict[str, Any] = {"ring": 2, "ulysses": 2, "batch": 2, "steps": 8, "clip": 1.0, "keep": 2}
+    return small_run(write_config(folder), folder / "faultless", **base | {"timeout": TIMEOUT_S} | changes)
 
 
 # --- the job with its fault, in its processes
@@ -214,18 +197,6 @@ def wait_for(
 
 def _lines(log: Path) -> int:
     return len(log.read_text().splitlines()) if log.exists() else 0
-
-
-def flags(config: TrainConfig) -> list[str]:
-    """Return the flags of `longspan train` for a config."""
-    found: list[str] = []
-    defaults = values(TrainConfig())
-    for field, value in values(config).items():
-        name = field.replace("_", "-")
-        if value == defaults[field]:
-            continue
-        found += [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
-    return found
 
 
 def result(out: Path) -> tuple[dict[int, float], dict[str, bytes]]:

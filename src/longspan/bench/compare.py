@@ -19,6 +19,7 @@ import torch
 from longspan.bench.config import BenchConfig
 from longspan.bench.hardware import MeasuredHardware, as_toml, measure_compute, measure_hardware
 from longspan.bench.measure import Measurement, measure
+from longspan.bench.meters import DTYPES
 from longspan.bench.methods import Candidate, job_of, read_config, select, shape_of
 from longspan.bench.workloads import AttentionInputs, ShardingCache, StepInputs, Workload
 from longspan.core.errors import LongspanError
@@ -31,8 +32,6 @@ from longspan.plan.layers import Sent
 from longspan.plan.limits import refusal
 from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import cost
-
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -94,11 +93,7 @@ class Comparison:
 
 
 def compare(config: BenchConfig, ranks: int, device: torch.device, measured: str) -> Comparison:
-    """Measure every method at every context. Collective over all ranks of the job.
-
-    Raises:
-        LongspanError: on every rank, for bad input or a named method that cannot be measured.
-    """
+    """Measure every method at every context. Collective over all ranks of the job."""
     candidates = select(config.methods, config.what, ranks)
     model = read_config(config)
     hardware = _measure_hardware(config, model, candidates, device) if config.predict else {}
@@ -188,7 +183,7 @@ def _compare_at(
 def _make_workload(
     config: BenchConfig, model: dict[str, Any], candidate: Candidate, context: int, shardings: ShardingCache
 ) -> Workload:
-    dtype = _DTYPES[config.dtype]
+    dtype = DTYPES[config.dtype]
     if config.what == "step":
         assert candidate.method.step is not None
         return candidate.method.step(candidate, StepInputs(model, context, dtype, shardings))

@@ -127,11 +127,7 @@ class BenchConfig(RankFlags):
         return min(2, self.rounds) if self.quick else self.rounds
 
     def check(self) -> None:
-        """Raise on invalid values, the same on every rank.
-
-        Raises:
-            LongspanError: with the numbers and a fix.
-        """
+        """Raise on invalid values, the same on every rank."""
         defaults = values(BenchConfig(self.what))
         for name, value in values(self).items():
             users = USED_BY.get(name, (self.what,))
@@ -162,11 +158,7 @@ class BenchConfig(RankFlags):
             raise LongspanError(f"--heads {self.heads} is no multiple of --kv-heads {self.kv_heads}; give a multiple")
 
     def check_contexts(self, ranks: int) -> None:
-        """Raise on contexts that the ranks of the job do not divide.
-
-        Raises:
-            LongspanError: with the nearest multiples.
-        """
+        """Raise on contexts that the ranks of the job do not divide."""
         for context in self.tokens:
             if context % (2 * ranks):
                 below = max(1, context // (2 * ranks)) * 2 * ranks
@@ -191,9 +183,5 @@ class BenchConfig(RankFlags):
             )
 
     def check_out(self) -> None:
-        """Raise if `out` cannot be written; call it on the first rank, which writes it.
-
-        Raises:
-            LongspanError: with the reason.
-        """
+        """Raise if `out` cannot be written; call it on the first rank, which writes it."""
         check_output("--out", self.out, example="link.toml")

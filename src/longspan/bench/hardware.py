@@ -19,14 +19,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from longspan.bench.config import BenchConfig
 from longspan.bench.links import Fit, MessageSizes, measure_links
-from longspan.bench.meters import median_seconds, reduce_times
+from longspan.bench.meters import DTYPES, median_seconds, reduce_times
 from longspan.comm.mesh import init_mesh
 
 FORWARD_AND_BACKWARD = 3.5
 """FLOPs of attention's forward and backward over those of its forward: 2 matmuls, and 5 in a backward that recomputes
 the scores, as flash kernels do (Dao, "FlashAttention-2", 2023, section 4.1)."""
-
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class Compute:
 
 def measure_compute(config: BenchConfig, device: torch.device) -> Compute:
     """Measure the ranks while all are busy; the result is the same on every rank. Collective over all ranks."""
-    shapes, dtype = _SHAPES[device.type], _DTYPES[config.dtype]
+    shapes, dtype = _SHAPES[device.type], DTYPES[config.dtype]
     forward, forward_and_backward, block, width = _attention_flops(config.rounds, shapes, dtype, device)
     return Compute(
         flops=_matmul_flops(config.rounds, shapes, dtype, device),

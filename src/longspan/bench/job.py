@@ -23,10 +23,6 @@ def run(config: BenchConfig) -> int:
 
     Returns:
         The exit code 0.
-
-    Raises:
-        LongspanError: on bad input.
-        longspan.ranks.launch.RankFailed: if a rank dies.
     """
     ranks = _count_ranks(config)
     mesh = f"--nproc {ranks}" if config.compares else config.parallel.flags
@@ -52,9 +48,6 @@ def _count_ranks(config: BenchConfig) -> int:
 def check_ranks(config: BenchConfig, ranks: int) -> None:
     """Raise if the config cannot be measured on this number of ranks, or on the first rank if its results cannot be
     written.
-
-    Raises:
-        LongspanError: with the numbers and a fix.
     """
     if config.what == "link":
         if launch.is_first_rank():
@@ -82,11 +75,8 @@ def worker(config: BenchConfig, ranks: int, heartbeat: Heartbeat | None = None) 
     """Measure on this rank; every rank of the job calls it.
 
     Returns:
-        The same on every rank: `MeasuredHardware` for `link`, `output.Collectives` for `collectives`, else a
+        The same on every rank: `MeasuredHardware` for `link`, "measured" and "rows" for `collectives`, else a
         `Comparison`.
-
-    Raises:
-        LongspanError: on every rank, for bad input.
     """
     import torch
 

@@ -116,9 +116,6 @@ def measure_collectives(config: BenchConfig, device: torch.device) -> list[dict[
     """Return every collective on every axis at every size, next to the fit over all sizes and the formula, for JSON.
 
     All groups of an axis run concurrently. Collective.
-
-    Raises:
-        LongspanError: for a mesh without an axis of more than one rank.
     """
     mesh = init_mesh(**config.parallel.degrees, device_type=device.type)
     if isinstance(mesh, OneDeviceMesh):

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from longspan.bench.meters import Spread, count_sent, most_sent, reduce_times, rotate, synchronize, wait_for_all
 from longspan.bench.workloads import Workload
-from longspan.tracing.files import gather_trace
 from longspan.tracing.record import Recorder, memory_rise
 from longspan.tracing.spans import Figures, RankTrace, figures, imbalance, read_trace, transfer
+from longspan.tracing.timeline import gather_trace
 
 
 @dataclass(frozen=True)

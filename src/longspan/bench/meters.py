@@ -19,6 +19,9 @@ from torch import Tensor
 
 from longspan.comm.objects import gather_objects
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
 CPU = torch.device("cpu")
 Times = dict[str, list[float]]
 """Seconds of each candidate, by round."""

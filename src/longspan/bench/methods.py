@@ -100,11 +100,7 @@ METHODS: dict[str, Method] = {
         # Approximations: one byte per element on the wire.
         *(
             _one_axis(
-                "ulysses",
-                f"ulysses-{dtype}",
-                job={"wire_dtype": dtype},
-                options={"wire_dtype": dtype},
-                **_SEQUENCE,
+                "ulysses", f"ulysses-{dtype}", job={"wire_dtype": dtype}, options={"wire_dtype": dtype}, **_SEQUENCE
             )
             for dtype in CACHE_DTYPES
             if dtype != "exact"
@@ -140,11 +136,7 @@ DEFAULT = ("tp", "megatron-sp", "fsdp", "ulysses", "ring", "usp")
 
 
 def select(names: Sequence[str], what: str, ranks: int) -> tuple[Candidate, ...]:
-    """Return the candidates of methods or single candidates ("usp", "usp-2x4"); by default those of `DEFAULT`.
-
-    Raises:
-        LongspanError: for an unknown method, one that `what` or `ranks` rules out, or a peer that is not installed.
-    """
+    """Return the candidates of methods or single candidates ("usp", "usp-2x4"); by default those of `DEFAULT`."""
     every = {
         name: Candidate(name, method, mesh)
         for method in METHODS.values()
@@ -187,11 +179,7 @@ def installed(package: str) -> bool:
 
 
 def read_config(config: BenchConfig) -> dict[str, Any]:
-    """Return the config.json of the measured model, with the sizes of its heads filled in.
-
-    Raises:
-        LongspanError: for a model that the planner cannot read.
-    """
+    """Return the config.json of the measured model, with the sizes of its heads filled in."""
     if config.model is None:
         return {
             "model_type": "llama",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from longspan.core.errors import require
 from longspan.core.formatting import seconds as time_text
 from longspan.core.formatting import size
-from longspan.tracing.files import write, write_timeline
-from longspan.tracing.timeline import COLOURS
+from longspan.tracing.timeline import COLOURS, write, write_timeline
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,16 +25,12 @@ if TYPE_CHECKING:
 SCHEMA = "longspan.bench/1"
 _LEFT = ("axis", "collective", "method", "formula")  # columns of text
 
-Collectives = dict[str, Any]
-""""measured" (date, machine and versions) and "rows" (of `longspan.bench.links.measure_collectives`)."""
+Data = dict[str, Any]
+"""The results of `bench`, or one of its rows, in the schema of the JSON; tables and pictures show these."""
 
 
 def write_output(config: BenchConfig, found: Any) -> None:
-    """Print what `longspan.bench.job.worker` returned, and write the files that `config` asks for, on the first rank.
-
-    Raises:
-        LongspanError: if a file cannot be written.
-    """
+    """Print what `longspan.bench.job.worker` returned, and write the requested files; on the first rank."""
     if config.what == "link":
         from longspan.bench.hardware import as_toml
 
@@ -43,13 +39,11 @@ def write_output(config: BenchConfig, found: Any) -> None:
         config.out.write_text(as_toml(found))
         print(f"\nwritten to {config.out}")
         return
-    if config.json:
-        print(json.dumps(as_json(found), indent=1))
-    else:
-        print_tables(found)
+    data = as_json(found)
+    print(json.dumps(data, indent=1)) if config.json else print_tables(data)
     out = sys.stderr if config.json else sys.stdout
     if config.png is not None:
-        write("picture", config.png, lambda path: draw(found, path), out)
+        write("picture", config.png, lambda path: draw(data, path), out)
     if config.trace is not None:
         for result in found.results:
             if result.measured is not None:
@@ -110,19 +104,25 @@ def print_hardware(hardware: MeasuredHardware, file: IO[str] | None = None) -> N
     console.print("hidden = the share of the time that overlaps with computing of the same length")
 
 
-def print_tables(found: Comparison | Collectives, file: IO[str] | None = None) -> None:
+def print_tables(data: Data, file: IO[str] | None = None) -> None:
     """Print the results, by default to stdout."""
     console = _console(file, 140)
-    if isinstance(found, dict):
-        _print_collectives(console, found)
+    if data["what"] == "collectives":
+        _print_collectives(console, data)
         return
-    console.print(f"longspan bench {found.what}  {found.shape}, {found.dtype}: {found.measured}\n")
-    for context in found.contexts:
-        _print_context(console, [result for result in found.results if result.context == context], context)
-    _print_legend(console, found)
+    console.print(f"longspan bench {data['what']}  {data['shape']}, {data['dtype']}: {data['measured']}\n")
+    for context, rows in by_context(data):
+        _print_context(console, rows, context)
+    _print_legend(console, data)
 
 
-def _print_collectives(console: Console, found: Collectives) -> None:
+def by_context(data: Data) -> Iterator[tuple[int, list[Data]]]:
+    """Yield each context with its rows."""
+    for context in dict.fromkeys(row["context"] for row in data["rows"]):
+        yield context, [row for row in data["rows"] if row["context"] == context]
+
+
+def _print_collectives(console: Console, found: Data) -> None:
     console.print(f"longspan bench collectives  {found['measured']}\n")
     table = _table(
         "axis", "ranks", "collective", "size", "sent", "by formula", "median", "quartiles", "fit", "off", "GB/s"
@@ -141,52 +141,47 @@ def _print_collectives(console: Console, found: Collectives) -> None:
     )
 
 
-def _print_context(console: Console, results: list[Result], context: int) -> None:
-    predicted = any(result.predicted for result in results)
+def _print_context(console: Console, rows: list[Data], context: int) -> None:
+    predicted = any(row.get("predicted") for row in rows)
     names = ["method", "forward", "backward", "both", "spread", "in flight", "exposed"]
     names += ["transfer", "planned", "planned both"] if predicted else []
     table = _table(*names, "sent", "formula", "other", "peak", title=f"{context:,} tokens")
-    for result in sorted(results, key=_order):
-        table.add_row(*_cells(result, predicted))
+    for row in sorted(rows, key=_order):
+        table.add_row(*_cells(row, predicted))
     console.print(table)
-    for result in results:
-        name = result.candidate.name
-        if result.reason is not None:
-            console.print(f"{name} is not measured: {result.reason}")
-        elif result.sequences > 1:
-            console.print(f"{name} shards no sequence: {result.sequences} sequences at once, one a rank")
+    for row in rows:
+        name = row["method"]
+        if "reason" in row:
+            console.print(f"{name} is not measured: {row['reason']}")
+        elif row["sequences"] > 1:
+            console.print(f"{name} shards no sequence: {row['sequences']} sequences at once, one a rank")
     console.print()
 
 
-def _order(result: Result) -> float:
-    return float("inf") if result.measured is None else result.measured.total.median / result.sequences
+def _order(row: Data) -> float:
+    return float("inf") if "reason" in row else row["seconds"]["total"]["median"] / row["sequences"]
 
 
-def _cells(result: Result, predicted: bool) -> list[str]:
-    m = result.measured
-    if m is None:
-        return [result.candidate.name, *["-"] * (13 if predicted else 10)]
-    cells = [time_text(x) for x in (m.forward.median, m.backward.median, m.total.median)]
-    cells += [f"{(m.total.high - m.total.low) / m.total.median:.0%}", time_text(m.communication), time_text(m.exposed)]
+def _cells(row: Data, predicted: bool) -> list[str]:
+    if "reason" in row:
+        return [row["method"], *["-"] * (13 if predicted else 10)]
+    total, planned = row["seconds"]["total"], row["predicted"]
+    cells = [time_text(row["seconds"][name]["median"]) for name in ("forward", "backward", "total")]
+    cells += [f"{(total['high'] - total['low']) / total['median']:.0%}"]
+    cells += [time_text(row[f"{name}_seconds"]) for name in ("communication", "exposed")]
     if predicted:
-        p = result.predicted
-        cells += [time_text(m.transfer)]
-        cells += ["-", "-"] if p is None else [time_text(p.communication), time_text(p.total)]
-    method, other = result.sent
-    return [result.candidate.name, *cells, size(method), formula_text(result), size(other), size(m.peak_bytes)]
+        cells += [time_text(row["transfer_seconds"])]
+        cells += ["-", "-"] if planned is None else [time_text(planned[name]) for name in ("communication", "total")]
+    sent, formula = row["method_bytes"], row["formula_bytes"]
+    expected = "none" if formula is None else _against(sent, sum(formula.values()))
+    return [row["method"], *cells, size(sent), expected, size(row["other_bytes"]), size(row["peak_bytes"])]
 
 
-def formula_text(result: Result) -> str:
-    """Return the planned bytes of the method, or "= sent" if they equal the counted ones."""
-    if result.formula is None:
-        return "none"
-    expected, (method, _) = sum(result.formula.values()), result.sent
-    if method == expected:
-        return "= sent"
-    return f"{size(expected)} ({method - expected:+,} B)"
+def _against(sent: int, expected: int) -> str:
+    return "= sent" if sent == expected else f"{size(expected)} ({sent - expected:+,} B)"
 
 
-def _print_legend(console: Console, found: Comparison) -> None:
+def _print_legend(console: Console, data: Data) -> None:
     console.print(
         "Times are medians over rounds, of the slowest rank; spread: distance of the quartiles. Fastest per sequence\n"
         "first. in flight: a collective runs, including the wait for slower ranks; exposed: and nothing computes\n"
@@ -195,37 +190,31 @@ def _print_legend(console: Console, found: Comparison) -> None:
         + (
             "\ntransfer: of each collective, from the last rank's call to the last rank's end; planned, planned both:\n"
             "the planner's transfer and total, from links measured on this mesh."
-            if any(result.predicted for result in found.results)
+            if any(row.get("predicted") for row in data["rows"])
             else ""
         )
     )
-    for context in found.contexts:
-        ratio = tp_over_ulysses([result for result in found.results if result.context == context])
-        if ratio is not None:
-            console.print(
-                f"{context:,} tokens: TP sends {ratio['bytes']:.2f} times Ulysses' bytes (formula "
-                f"{ratio['formula']:.2f}) and communicates {ratio['seconds']:.2f} times as long"
-            )
+    for context, rows in by_context(data):
+        by_name = {row["method"]: row for row in rows if "seconds" in row}
+        tp, ulysses = by_name.get("tp"), by_name.get("ulysses")
+        if tp and ulysses and ulysses["method_bytes"]:
+            console.print(f"{context:,} tokens: {tp_over_ulysses(tp, ulysses)}")
 
 
-def tp_over_ulysses(results: list[Result]) -> dict[str, float] | None:
-    """Return tensor parallelism's communication over Ulysses' at one context; None if one was not measured."""
-    by_name = {result.candidate.name: result for result in results if result.measured is not None}
-    tp, ulysses = by_name.get("tp"), by_name.get("ulysses")
-    if tp is None or ulysses is None or not ulysses.sent[0]:
-        return None
-    assert tp.measured and ulysses.measured and tp.formula and ulysses.formula
-    return {
-        "bytes": tp.sent[0] / ulysses.sent[0],
-        "formula": sum(tp.formula.values()) / sum(ulysses.formula.values()),
-        "seconds": tp.measured.communication / max(ulysses.measured.communication, 1e-12),
-    }
+def tp_over_ulysses(tp: Data, ulysses: Data) -> str:
+    """Return tensor parallelism's communication over Ulysses' at one context."""
+    sent = tp["method_bytes"] / ulysses["method_bytes"]
+    planned = sum(tp["formula_bytes"].values()) / sum(ulysses["formula_bytes"].values())
+    seconds = tp["communication_seconds"] / max(ulysses["communication_seconds"], 1e-12)
+    return (
+        f"TP sends {sent:.2f} times Ulysses' bytes (formula {planned:.2f}) and communicates {seconds:.2f} times as long"
+    )
 
 
 # --- JSON
 
 
-def as_json(found: Comparison | Collectives) -> dict[str, Any]:
+def as_json(found: Comparison | Data) -> Data:
     """Return the results for JSON (schema `longspan.bench/1`, docs/reference/json.md)."""
     if isinstance(found, dict):
         return {"schema": SCHEMA, "what": "collectives", **found}
@@ -241,7 +230,7 @@ def as_json(found: Comparison | Collectives) -> dict[str, Any]:
     }
 
 
-def _row(result: Result) -> dict[str, Any]:
+def _row(result: Result) -> Data:
     mesh, m, predicted = result.candidate.mesh, result.measured, result.predicted
     head = {
         "method": result.candidate.name,
@@ -277,60 +266,52 @@ _INK, _MUTED = "#1C1E21", "#5A6068"
 _LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5C5C5C", "#B8A800", "#000000")
 
 
-def draw(found: Comparison | Collectives, path: Path) -> None:
-    """Write a PNG: for methods, total and exposed time per sequence; for collectives, time against size.
-
-    Raises:
-        LongspanError: if matplotlib is missing.
-    """
+def draw(data: Data, path: Path) -> None:
+    """Write a PNG: for methods, total and exposed time per sequence; for collectives, time against size."""
     require("--png", "matplotlib")
     from matplotlib.figure import Figure
 
-    columns, rows = 2, 8
-    if not isinstance(found, dict):
-        columns, rows = len(found.contexts), len({result.candidate.name for result in found.results})
+    columns, rows, title = 2, 8, data["measured"]
+    if data["what"] != "collectives":
+        columns, rows = len(list(by_context(data))), len({row["method"] for row in data["rows"]})
+        title = f"{data['shape']}, {data['dtype']}\n{title}"
     figure = Figure((5 + 4.5 * columns, 2.2 + 0.5 * rows), 100, facecolor="white", layout="constrained")
-    if isinstance(found, dict):
-        _draw_collectives(figure, found)
-        title = found["measured"]
-    else:
-        _draw_methods(figure, found)
-        title = f"{found.shape}, {found.dtype}\n{found.measured}"
+    (_draw_collectives if data["what"] == "collectives" else _draw_methods)(figure, data)
     figure.suptitle(title, fontsize=11, color=_INK, parse_math=False)
     figure.savefig(path, format="png")
 
 
-def _draw_methods(figure: Any, found: Comparison) -> None:
+def _draw_methods(figure: Any, data: Data) -> None:
     from matplotlib.patches import Patch
 
-    names = list(dict.fromkeys(result.candidate.name for result in found.results))
-    every: Any = figure.subplots(1, len(found.contexts), squeeze=False)[0]
-    for axes, context in zip(every, found.contexts, strict=True):
-        for result in (result for result in found.results if result.context == context):
-            y, m = names.index(result.candidate.name), result.measured
-            if m is None:
+    names, contexts = list(dict.fromkeys(row["method"] for row in data["rows"])), list(by_context(data))
+    every: Any = figure.subplots(1, len(contexts), squeeze=False)[0]
+    for axes, (context, rows) in zip(every, contexts, strict=True):
+        for row in rows:
+            y = names.index(row["method"])
+            if "reason" in row:
                 axes.text(0, y, " not measured", va="center", color=_MUTED)
                 continue
-            share = min(1.0, m.exposed / max(f.step for f in m.figures))
-            total = m.total.median / result.sequences * 1e3
+            share = min(1.0, row["exposed_seconds"] / max(figures["step"] for figures in row["figures"]))
+            low, total, high = (row["seconds"]["total"][x] / row["sequences"] * 1e3 for x in ("low", "median", "high"))
             axes.barh(y, total, color="#B9BEC6")
             axes.barh(y, total * share, color="#A33B00")
-            ends = [[total - m.total.low / result.sequences * 1e3], [m.total.high / result.sequences * 1e3 - total]]
-            axes.errorbar(total, y, xerr=ends, color=_INK, capsize=3)
-            if result.predicted is not None:
-                axes.plot(result.predicted.total / result.sequences * 1e3, y, "D", color=COLOURS["attention"])
+            axes.errorbar(total, y, xerr=[[total - low], [high - total]], color=_INK, capsize=3)
+            if row["predicted"] is not None:
+                axes.plot(row["predicted"]["total"] / row["sequences"] * 1e3, y, "D", color=COLOURS["attention"])
         axes.set_yticks(range(len(names)), names if axes is every[0] else [""] * len(names))
         axes.invert_yaxis()
         axes.set_xlim(left=0)
         axes.set_title(f"{context:,} tokens", color=_INK)
-        axes.set_xlabel("ms per sequence" + ("; blue: predicted" if any(e.predicted for e in found.results) else ""))
+        planned = any(row.get("predicted") for row in data["rows"])
+        axes.set_xlabel("ms per sequence" + ("; blue: predicted" if planned else ""))
         axes.spines[["top", "right"]].set_visible(False)
     kinds = {"computing and rest": "#B9BEC6", "exposed communication": "#A33B00"}
     bars = [Patch(color=colour, label=name) for name, colour in kinds.items()]
     figure.legend(handles=bars, frameon=False, fontsize=9, loc="outside lower center", ncols=2)
 
 
-def _draw_collectives(figure: Any, found: Collectives) -> None:
+def _draw_collectives(figure: Any, found: Data) -> None:
     axes_of = list(dict.fromkeys(row["axis"] for row in found["rows"]))
     for axes, axis in zip(figure.subplots(1, len(axes_of), squeeze=False)[0], axes_of, strict=True):
         mine = [row for row in found["rows"] if row["axis"] == axis]

@@ -22,14 +22,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from longspan.bench.methods import Candidate
-from longspan.bench.workloads import (
-    AttentionInputs,
-    StepInputs,
-    Workload,
-    as_leaves,
-    attention_workload,
-    step_workload,
-)
+from longspan.bench.workloads import AttentionInputs, StepInputs, Workload, as_leaves, attention_workload, step_workload
 from longspan.compat.torch_attention import flash_cpu, flash_cpu_backward
 from longspan.compat.transformers_api import register_attention
 from longspan.core.errors import LongspanError
@@ -40,11 +33,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Any]
 
 
 def peer_attention(candidate: Candidate, inputs: AttentionInputs) -> Workload:
-    """Return a peer's attention.
-
-    Raises:
-        LongspanError: if the library cannot divide the heads over these ranks.
-    """
+    """Return a peer's attention."""
     attend = _ATTENTIONS[candidate.method.name](candidate, inputs)
     q, k, v, grad = (x.chunk(candidate.mesh.gpus, 1)[dist.get_rank()] for x in inputs.tensors())
     return attention_workload(as_leaves(q, k, v), grad, attend)
@@ -56,9 +45,6 @@ def peer_step(candidate: Candidate, inputs: StepInputs) -> Workload:
     Each rank computes the logits of its contiguous tokens, as in the libraries' tutorials. FSDP2 shards the weights
     over all ranks as in longspan's step, so that the steps differ in the compared part alone (DeepSpeed's engine would
     use ZeRO).
-
-    Raises:
-        LongspanError: as `peer_attention`, and for a model whose attention is not plain causal softmax attention.
     """
     model = inputs.model()
     config = model.config
@@ -93,7 +79,7 @@ def peer_step(candidate: Candidate, inputs: StepInputs) -> Workload:
         loss: Tensor = local_loss + (total - local_loss.detach())  # the global value with the local gradient
         return loss
 
-    return step_workload(model, compute_loss, inputs.device)
+    return step_workload(model, compute_loss)
 
 
 # --- DeepSpeed

@@ -217,24 +217,46 @@ class StepInputs:
 
 def longspan_step(candidate: Candidate, inputs: StepInputs) -> Workload:
     """Return a step of `longspan.parallelize`: the sequence axes with FSDP2, and the tensor axis."""
+    sp = inputs.shardings.get(candidate)
+    return training_step(
+        inputs.model(),
+        sp,
+        inputs.tokens(sp.data_rank),
+        inputs.dtype,
+        tensor_style=candidate.method.job.get("tensor_style", "tp"),
+        prefetch=candidate.method.options.get("prefetch", True),
+    )
+
+
+def training_step(
+    model: Any,
+    sp: SequenceSharding,
+    ids: Tensor,
+    dtype: torch.dtype = torch.float32,
+    *,
+    fsdp: bool = True,
+    prefetch: bool = True,
+    **options: Any,
+) -> Workload:
+    """Return a step of a model as `longspan train` takes it: weights in fp32, computed in `dtype`.
+
+    `ids` are this replica's tokens `[1, context]`; `options` are those of `longspan.parallelize`.
+    """
     from longspan.hf.parallelize import parallelize  # needs transformers, which an attention does not
 
-    sp = inputs.shardings.get(candidate)
-    # Without FSDP (the tensor axis alone), autocast computes in bf16, as in `longspan train`.
-    fsdp = sp.shards_weights(fsdp=True, cpu_offload=False)
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if inputs.bf16 and fsdp else None
-    style = candidate.method.job.get("tensor_style", "tp")
-    model = parallelize(inputs.model(), sp, mp_policy=policy, tensor_style=style)
-    if not candidate.method.options.get("prefetch", True):
+    bf16, sharded = dtype == torch.bfloat16, sp.shards_weights(fsdp=fsdp, cpu_offload=False)
+    # Without FSDP (the tensor axis alone), autocast computes in bf16.
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 and sharded else None
+    model = parallelize(model, sp, fsdp=fsdp, mp_policy=policy, **options)
+    if not prefetch:
         _disable_prefetch(model)
-    ids = inputs.tokens(sp.data_rank)
-    return step_workload(
-        model,
-        lambda: model(input_ids=ids, labels=ids).loss,
-        inputs.device,
-        autocast=inputs.bf16 and not fsdp,
-        sequences=candidate.mesh.data,
-    )
+
+    def compute_loss() -> Tensor:
+        with torch.autocast(sp.device.type, torch.bfloat16, enabled=bf16 and not sharded):
+            loss: Tensor = model(input_ids=ids, labels=ids).loss
+            return loss
+
+    return step_workload(model, compute_loss, sequences=sp.data_size)
 
 
 def _disable_prefetch(model: nn.Module) -> None:
@@ -246,16 +268,10 @@ def _disable_prefetch(model: nn.Module) -> None:
             module.set_modules_to_backward_prefetch([module])
 
 
-def step_workload(
-    model: Any, compute_loss: Callable[[], Tensor], device: torch.device, *, autocast: bool = False, sequences: int = 1
-) -> Workload:
+def step_workload(model: Any, compute_loss: Callable[[], Tensor], sequences: int = 1) -> Workload:
     """Return forward, backward and AdamW of a sharded model as a workload."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     last: dict[str, Tensor] = {}
-
-    def forward() -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            return compute_loss()
 
     def backward(loss: Tensor) -> None:
         loss.backward()
@@ -267,4 +283,4 @@ def step_workload(
         states = [x for state in optimizer.state.values() for x in state.values()]
         return sum(local_part(x).nbytes for x in (*model.parameters(), *states) if isinstance(x, Tensor))
 
-    return Workload(forward, backward, lambda: dict(last), sequences, state_bytes)
+    return Workload(compute_loss, backward, lambda: dict(last), sequences, state_bytes)

@@ -11,13 +11,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.memory import flags_last
 from longspan.core.parallel import KernelName, ParallelConfig
 from longspan.core.rope import RopeFlags
-from longspan.core.validation import (
-    LARGEST_COUNT,
-    LARGEST_SEED,
-    check_name,
-    check_number,
-    check_output,
-)
+from longspan.core.validation import LARGEST_COUNT, LARGEST_SEED, check_name, check_number, check_output
 from longspan.ranks.job import RankFlags
 
 AXES_OF_A_REPLICA = ("ring", "ulysses", "tensor", "tensor_style", "layout")
@@ -55,11 +49,7 @@ class ModelFlags(RopeFlags, RankFlags):
         return self.weights != "replicated"
 
     def check(self) -> None:
-        """Raise on invalid values, without reading any file.
-
-        Raises:
-            LongspanError: with the value and a fix.
-        """
+        """Raise on invalid values, without reading any file."""
         if not self.model:
             raise LongspanError("--model is missing; give the name or folder of a model with its weights")
         for name in ("model", "tokenizer"):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError
+from longspan.generate.config import GenerateConfig
 from longspan.hf.planning import hardware_of_ranks, shape_of
 from longspan.hf.pretrained import is_adapter
 from longspan.plan.cost.memory import staged_bytes
@@ -16,12 +17,21 @@ from longspan.plan.job import Job, Mesh
 from longspan.plan.layers.softmax import Softmax
 
 if TYPE_CHECKING:
-    from longspan.generate.config import GenerateConfig, ModelFlags
+    from longspan.generate.config import ModelFlags
     from longspan.plan.hardware import Hardware
+    from longspan.plan.models.shape import ModelShape
 
 
-def _job(config: ModelFlags, model_config: Any, tokens: int) -> tuple[Job, Mesh]:
-    """Return the planner's job (this many tokens in a cache, or scored) and mesh."""
+def question(
+    config: ModelFlags, model_config: Any, tokens: int, shape: ModelShape | None = None
+) -> tuple[ModelShape, Job, Mesh, Hardware]:
+    """Return what the planner is asked: whether this many tokens, cached or scored, fit.
+
+    `shape` is the model's, if it is known already.
+
+    Raises:
+        LongspanError: if the planner cannot read the model.
+    """
     import torch
 
     dtype = config.dtype
@@ -34,16 +44,10 @@ def _job(config: ModelFlags, model_config: Any, tokens: int) -> tuple[Job, Mesh]
         weight_sharding=config.fsdp and config.parallel.ranks > 1,
         layout=config.parallel.layout,
     )
-    return job, Mesh(**config.parallel.degrees)
-
-
-def _cached_job(config: GenerateConfig, model_config: Any, tokens: int) -> tuple[Job, Mesh]:
-    job, mesh = _job(config, model_config, tokens)
-    return replace(job, cache=config.cache, cache_latent=config.cache_latent), mesh
-
-
-def _hardware(config: ModelFlags) -> Hardware:
-    return hardware_of_ranks(config.rank_memory, config.nproc or config.parallel.ranks)
+    if isinstance(config, GenerateConfig):
+        job = replace(job, cache=config.cache, cache_latent=config.cache_latent, cache_offload=config.cache_offload)
+    hardware = hardware_of_ranks(config.rank_memory, config.nproc or config.parallel.ranks)
+    return shape or shape_of(model_config), job, Mesh(**config.parallel.degrees), hardware
 
 
 def choose_weights(config: GenerateConfig, model_config: Any, tokens: int) -> tuple[GenerateConfig, str | None]:
@@ -62,16 +66,14 @@ def choose_weights(config: GenerateConfig, model_config: Any, tokens: int) -> tu
         shape = shape_of(model_config)
     except LongspanError as error:
         return sharded, f"sharded, as the planner cannot read this model ({error})"
-    hardware, needed = _hardware(config), list[str]()
-    meshes = [given]
+    needed, meshes = list[str](), [given]
     splits = all(can_cut(layer) for layer, _ in shape.layer_kinds) and not is_adapter(config.model)
     if given.ulysses > 1 and given.tensor == 1 and splits:
         meshes.append(replace(given, ulysses=1, tensor=given.ulysses))
     for parallel in meshes:
         chosen = replace(config, weights="replicated", parallel=parallel)
-        job, mesh = _cached_job(chosen, model_config, tokens + config.max_new_tokens)
-        job = replace(job, cache_offload=config.cache_offload)
-        problem = does_not_fit(shape, job, mesh, hardware, chosen.chunk)
+        asked = question(chosen, model_config, tokens + config.max_new_tokens, shape)
+        problem = does_not_fit(*asked, chosen.chunk)
         if problem is None:
             axis = "" if parallel is given else f" with {parallel.flags} instead of {given.flags}"
             why = "as they fit" if parallel is given else needed[0]
@@ -81,22 +83,15 @@ def choose_weights(config: GenerateConfig, model_config: Any, tokens: int) -> tu
 
 
 def check_memory(config: GenerateConfig, model_config: Any, tokens: int) -> str:
-    """Raise if a prompt of `tokens` and its cache do not fit; return the planned memory in a line.
-
-    Raises:
-        LongspanError: with the planned memory by item, and a fix.
-    """
+    """Raise if a prompt of `tokens` and its cache do not fit; return the planned memory in a line."""
     total = tokens + config.max_new_tokens
     try:
-        shape = shape_of(model_config)
+        asked = question(config, model_config, total)
     except LongspanError as error:
         return f"the planner cannot read this model, so its memory was not checked ({error})"
-    hardware = _hardware(config)
-    job, mesh = _cached_job(config, model_config, total)
-    job = replace(job, cache_offload=config.cache_offload)
-    check_fits(shape, job, mesh, hardware, config.chunk)
-    items = peak_items(shape, job, mesh, hardware, config.chunk)
-    on_host = offloaded_bytes(shape, job, mesh, hardware).host_bytes.get("kv_cache", 0)
+    check_fits(*asked, config.chunk)
+    items, hardware = peak_items(*asked, config.chunk), asked[-1]
+    on_host = offloaded_bytes(*asked).host_bytes.get("kv_cache", 0)
     host = f"; {on_host / 1e9:.2f} GB of cache are in host memory" if on_host else ""
     return (
         f"planned: {sum(items.values()) / 1e9:.2f} of {hardware.memory_bytes / 1e9:.2f} GB per rank, "
@@ -105,16 +100,12 @@ def check_memory(config: GenerateConfig, model_config: Any, tokens: int) -> str:
 
 
 def check_score_memory(config: ModelFlags, model_config: Any, tokens: int) -> None:
-    """Raise if scoring a text of `tokens` does not fit; a model that the planner cannot read is not checked.
-
-    Raises:
-        LongspanError: with the planned memory by item, and a fix.
-    """
+    """Raise if scoring a text of `tokens` does not fit; a model that the planner cannot read is not checked."""
     try:
-        shape = shape_of(model_config)
+        asked = question(config, model_config, tokens)
     except LongspanError:
         return
-    check_score_fits(shape, *_job(config, model_config, tokens), _hardware(config))
+    check_score_fits(*asked)
 
 
 def planned_cache(config: GenerateConfig, model_config: Any, prompt: int, generated: int) -> dict[str, int | None]:
@@ -126,10 +117,9 @@ def planned_cache(config: GenerateConfig, model_config: Any, prompt: int, genera
     """
     device = {} if config.cache_offload == "none" else {"planned_device_cache_bytes": None}
     try:
-        shape = shape_of(model_config)
+        shape, job, mesh, _ = question(config, model_config, max(1, prompt))
     except LongspanError:
         return {"planned_cache_bytes": None, **device}
-    job, mesh = _cached_job(config, model_config, max(1, prompt))
     by_rank = [0] * mesh.sequence
     for layer, count in shape.layer_kinds:
         if not isinstance(layer.mixer, Softmax):

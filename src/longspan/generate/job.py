@@ -47,9 +47,6 @@ def launch_ranks(
     """Check the config, open the text, and return the first rank's result of `entry(config, text)` on every rank.
 
     Under torchrun the ranks open the text after the rendezvous, so `entry` gets None.
-
-    Raises:
-        LongspanError: as `config.check` and `open_text`, for names that do not exist, or another number of ranks.
     """
     opened = launch.open_first(config, lambda config: _open(config, open_text))
     report: dict[str, Any] = launch.launch(entry, config, opened, nproc=config.parallel.ranks)
@@ -62,11 +59,7 @@ def _open(config: Flags, open_text: Callable[[Flags], Prompt]) -> Prompt:
 
 
 def open_fitting_prompt(config: GenerateConfig) -> Prompt:
-    """Return the prompt; raise if it does not fit the model or, by the planner, memory.
-
-    Raises:
-        LongspanError: as `open_prompt` and `check_memory`.
-    """
+    """Return the prompt; raise if it does not fit the model or, by the planner, memory."""
     from longspan.generate.fit import check_memory, choose_weights
     from longspan.generate.prompt import open_prompt
 

@@ -62,11 +62,7 @@ def tokenizer_name(config: ModelFlags) -> str:
 
 
 def read_text(text: str | None, file: Path | None, flag: str) -> str:
-    """Return `text` (the value of `flag`), or the text of a file or stdin.
-
-    Raises:
-        LongspanError: if there is no text, or it is not UTF-8.
-    """
+    """Return `text` (the value of `flag`), or the text of a file or stdin."""
     if text is not None:
         return text
     if file is None and launch.started_elsewhere():
@@ -86,11 +82,7 @@ def read_text(text: str | None, file: Path | None, flag: str) -> str:
 
 
 def open_prompt(config: GenerateConfig) -> Prompt:
-    """Return the prompt of a `GenerateConfig`; no weights are loaded.
-
-    Raises:
-        LongspanError: for a missing or unsuitable model, tokenizer or text, or more tokens than positions.
-    """
+    """Return the prompt of a `GenerateConfig`; no weights are loaded."""
     model_config, _ = read_model_config("--model", config.model, 1)
     tokenizer = load_tokenizer(tokenizer_name(config))
     text = read_text(config.prompt, config.file, "--prompt")
@@ -144,11 +136,7 @@ def text_ids(tokenizer: Any, text: str) -> NDArray[np.int64]:
 
 
 def check_ids(config: ModelFlags, model_config: Any, ids: NDArray[np.int64]) -> None:
-    """Raise if there are no ids, or the model has no embedding for one.
-
-    Raises:
-        LongspanError: with the numbers.
-    """
+    """Raise if there are no ids, or the model has no embedding for one."""
     size = model_config.get_text_config().vocab_size
     if not len(ids):
         raise LongspanError("the text has no tokens; give a longer one")
@@ -160,11 +148,7 @@ def check_ids(config: ModelFlags, model_config: Any, ids: NDArray[np.int64]) -> 
 
 
 def fit_positions(config: ModelFlags, model_config: Any, tokens: int, new: int = 0) -> None:
-    """Apply the requested RoPE scaling to `model_config` in place, then raise if it has too few positions.
-
-    Raises:
-        LongspanError: for more than its positions in `tokens` of the text and `new` tokens, with a fix.
-    """
+    """Apply the requested RoPE scaling to `model_config` in place, then raise if it has too few positions."""
     rope = config.rope()
     if rope.scaling != "as-is":
         check_language_model(f"--model {config.model}", model_config, tokens + new, rope)

@@ -5,30 +5,78 @@ from __future__ import annotations
 import copy
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+import zlib
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from longspan.cache.folder import INDEX
+from longspan.comm.mesh import SequenceSharding, make_sharding
 from longspan.compat.transformers_api import cache_name
 from longspan.data import load_tokenizer
+from longspan.generate.config import ModelFlags
 from longspan.generate.fit import planned_cache
 from longspan.generate.job import open_fitting_prompt
 from longspan.generate.prompt import tokenizer_name
-from longspan.generate.start import start
 from longspan.generate.stream import Progress, TextStream
 from longspan.hf.forward.kv_cache import ShardedCache
+from longspan.hf.loading import load_sharded
+from longspan.hf.pretrained import base_of, is_adapter
 from longspan.hf.support import decoder_layers
+from longspan.hf.weights.origin import Origin
+from longspan.ranks import agreement, launch
 from longspan.ranks.launch import Stopped, StopRequest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from longspan.generate.config import GenerateConfig
     from longspan.generate.prompt import Prompt
     from longspan.ranks.heartbeat import Heartbeat
+
+Flags = TypeVar("Flags", bound=ModelFlags)
+
+
+def start(
+    config: Flags, heartbeat: Heartbeat, opened: Prompt | None, open_text: Callable[[Flags], Prompt]
+) -> tuple[Prompt, SequenceSharding, Any]:
+    """Return the prompt, the sharding and the parallelized model. Collective.
+
+    `opened` is the prompt opened by the launcher; None if each rank opens it by `open_text(config)`.
+    """
+    prompt = agreement.open_together(heartbeat, lambda: open_text(config) if opened is None else opened, _facts)
+    config = prompt.flags
+    heartbeat.at("loading", unlimited=True)
+    if launch.is_first_rank():
+        print(f"loading {config.model}", file=sys.stderr, flush=True)
+    with launch.stdout_to_stderr():
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        sp = make_sharding(config.parallel)
+        own = prompt.model_config.dtype or torch.float32
+        dtype = {"auto": own, "fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype]
+        # From the opened config, whose RoPE scaling may differ from the folder's.
+        base, adapter = base_of("--model", config.model), config.model if is_adapter(config.model) else None
+        origin = Origin(
+            AutoModelForCausalLM, prompt.model_config, dtype, base, label=f"--model {config.model}", adapter=adapter
+        )
+        model = load_sharded(
+            origin, sp, fsdp=config.fsdp, kernel=config.kernel, tensor_style=config.parallel.tensor_style
+        )
+    return prompt, sp, model.eval()
+
+
+def _facts(prompt: Prompt) -> dict[str, Any]:
+    return {
+        **agreement.settings(prompt.flags),
+        **agreement.model_facts(prompt.model_config),
+        "tokens of the text": f"{prompt.tokens} #{zlib.crc32(prompt.ids.tobytes()):08x}",
+    }
 
 
 _MOST_TOKENS, _EVERY_US = 64, 1_000_000
@@ -42,9 +90,6 @@ class Generation:
         config: the flags, with what `--weights auto` has chosen.
         first: whether this rank writes.
         report: the results after the end; see docs/reference/json.md.
-
-    Raises:
-        LongspanError: as `longspan.generate.start.start`.
     """
 
     def __init__(self, config: GenerateConfig, heartbeat: Heartbeat, prompt: Prompt | None) -> None:
@@ -108,11 +153,7 @@ class Generation:
         return self.report
 
     def _read_text(self, ids: Tensor, folder: Path) -> None:
-        """Fill the cache with the text: load an earlier run's cache, or run the model and save it. Collective.
-
-        Raises:
-            LongspanError: on every rank, if the saved cache is damaged, or a new one cannot be written.
-        """
+        """Fill the cache with the text: load an earlier run's cache, or run the model and save it. Collective."""
         saved = torch.tensor(int((folder / INDEX).is_file()))
         if self._hosts is not None:
             dist.all_reduce(saved, dist.ReduceOp.MIN, group=self._hosts)

@@ -72,10 +72,6 @@ def run(config: ScoreConfig) -> int:
 
     Returns:
         The exit code 0.
-
-    Raises:
-        LongspanError: on bad input; nearly always before any rank starts.
-        longspan.ranks.launch.RankFailed: if a rank died or was lost.
     """
     report = launch_ranks(config, open_text, _score_rank)
     if launch.is_first_rank():
@@ -94,12 +90,7 @@ def format_report(report: dict[str, Any]) -> str:
 
 
 def open_text(config: ScoreConfig) -> Prompt:
-    """Return the token ids of a `ScoreConfig`'s text; no weights are loaded.
-
-    Raises:
-        LongspanError: for a missing or unsuitable model, tokenizer or text, more tokens than positions, or, by the
-            planner, too little memory.
-    """
+    """Return the token ids of a `ScoreConfig`'s text; no weights are loaded."""
     from longspan.data import load_tokenizer
     from longspan.generate.fit import check_score_memory
     from longspan.generate.prompt import Prompt, check_ids, fit_positions, read_text, text_ids, tokenizer_name
@@ -125,14 +116,10 @@ def _score_rank(config: ScoreConfig, opened: Prompt | None) -> dict[str, Any]:
 
 
 def score_rank(config: ScoreConfig, heartbeat: Heartbeat, opened: Prompt | None) -> dict[str, Any]:
-    """Score on this rank; every rank of the job calls it and returns the same report.
-
-    Raises:
-        LongspanError: as `longspan.generate.start.start`.
-    """
+    """Score on this rank; every rank of the job calls it and returns the same report."""
     import torch
 
-    from longspan.generate.start import start
+    from longspan.generate.rank import start
     from longspan.generate.stream import Progress
     from longspan.hf.forward.logprobs import token_logprobs
     from longspan.hf.support import decoder_layers

@@ -4,7 +4,6 @@ The harness runs on the first rank: it makes the tasks, computes the metrics and
 tokens, are broadcast to all ranks.
 
 - `scorer`: log-likelihoods and generation of token lists on every rank; needs no harness.
-- `ranks`: repeats the first rank's calls on every rank.
 - `model`: the harness's model class, registered as "longspan".
-- `command`: the harness's command line on as many ranks as `--model_args` name.
+- `__main__`: the harness's command line on as many ranks as `--model_args` name.
 """

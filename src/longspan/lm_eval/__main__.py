@@ -1,8 +1,82 @@
-"""`python -m longspan.lm_eval`: see `longspan.lm_eval.command`."""
+"""The harness's command line on as many ranks as `--model_args` name.
+
+python -m longspan.lm_eval run --model longspan --model_args pretrained=NAME,ring=2,ulysses=2 --tasks ...
+
+It starts its ranks, or joins those of torchrun or srun. Commands other than `run` use one process.
+"""
+
+from __future__ import annotations
 
 import sys
+from typing import Any
 
-from longspan.lm_eval.command import main
+from longspan.compat.friends_api import harness_command_line
+from longspan.core.errors import LongspanError
+from longspan.ranks import launch
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the harness and return its exit code."""
+    given = sys.argv[1:] if argv is None else argv
+
+    def run() -> int:
+        ranks = _ranks(given)
+        launch.check_nproc(ranks, None, f"a mesh of {ranks}")
+        return int(launch.launch(_rank, given, nproc=ranks) or 0)
+
+    return launch.exit_code(run)
+
+
+def _parse(argv: list[str]) -> tuple[Any, Any]:
+    """Return the harness's command line and the parsed arguments."""
+    command_line = harness_command_line()
+
+    from longspan.lm_eval.model import LongspanLM  # registers it
+
+    assert LongspanLM is not None
+    sys.argv = ["lm_eval", *argv]
+    cli = command_line()
+    return cli, cli.parse_args()
+
+
+def _ranks(argv: list[str]) -> int:
+    """Return the ranks of the model's mesh."""
+    _, args = _parse(argv)
+    if args.command != "run":
+        return 1
+    from lm_eval.config.evaluate_config import EvaluatorConfig
+
+    config = EvaluatorConfig.from_cli(args)
+    if config.model != "longspan":
+        raise LongspanError(f"--model {config.model}: give --model longspan, or call lm_eval itself for other models")
+    ranks = 1
+    for axis in ("ring", "ulysses", "tensor"):
+        degree = config.model_args.get(axis, 1)
+        if not isinstance(degree, int) or degree < 1:
+            raise LongspanError(f"--model_args {axis}={degree!r}: give an integer of at least 1")
+        ranks *= degree
+    return ranks
+
+
+def _rank(argv: list[str]) -> int:
+    from longspan.lm_eval.scorer import end, serve
+
+    with launch.joined() as heartbeat:
+        import torch
+
+        heartbeat.peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
+        if heartbeat.peers.rank != 0:
+            serve()
+            return 0
+        code = 0
+        try:
+            cli, args = _parse(argv)
+            cli.execute(args)
+        except SystemExit as stop:  # the harness exits between two calls of the model
+            code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        end()
+        return code
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,8 +10,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
 from longspan.core.errors import LongspanError
-from longspan.lm_eval.ranks import Leader
-from longspan.lm_eval.scorer import Tokens
+from longspan.lm_eval.scorer import Leader, Tokens
 
 _BATCHES_PER_CALL = 64
 """Batches that the ranks compute in one call; the harness caches results between calls."""
@@ -25,12 +24,9 @@ class LongspanLM(TemplateLM):  # type: ignore[misc]
         add_bos_token: add the tokenizer's special tokens; None: as the tokenizer does.
         batch_size: rows of a batch.
         max_gen_toks: most tokens to generate, unless a task gives a number.
-        options: of `longspan.lm_eval.ranks.load_scorer`: pretrained, ring, ulysses, tensor, dtype,
+        options: of `longspan.lm_eval.scorer.load_scorer`: pretrained, ring, ulysses, tensor, dtype,
             tokenizer, max_length, fsdp.
         max_batch_size, device: passed by the harness to every model; unused.
-
-    Raises:
-        LongspanError: as `load_scorer`, or for batch_size=auto.
     """
 
     def __init__(

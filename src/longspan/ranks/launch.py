@@ -15,7 +15,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from longspan.core.errors import LongspanError
+from longspan.core.errors import LongspanError, is_full
 from longspan.core.validation import check_processes
 from longspan.ranks.heartbeat import Heartbeat, ending_with_the_agent
 from longspan.ranks.job import SUPERVISED, VARIABLES, adopt_step, read_job
@@ -126,6 +126,50 @@ def let_first_rank_report() -> None:
     """
     if not is_first_local_rank() and "LOCAL_RANK" in os.environ:  # no agent without LOCAL_RANK
         time.sleep(FIRST_RANK_WAIT_S)
+
+
+def exit_code(run: Callable[[], int], where: Callable[[str], str] = lambda message: "") -> int:
+    """Run a command; print why it fails on the machine's first rank, and return its exit code.
+
+    0: done. 1: `run` says so, or a rank died. 2: bad input. 143, 130: ended early by SIGTERM or Ctrl-C. `where` returns
+    what to add to the message of an error.
+    """
+    code, why = 0, ""
+    try:
+        code = run()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return _end_broken_pipe()
+    except OSError as error:
+        if not is_full(error):
+            raise
+        _end_broken_pipe()
+        code, why = 2, f"longspan: error: the disk is full: {error}; make room, and run it again\n"
+    except LongspanError as error:
+        code, why = 2, f"longspan: error: {error}{where(str(error))}\n"
+    except RankFailed as error:
+        code, why = 1, f"{error.details}longspan: error: {error}\n"
+    except Stopped as stop:  # without waiting: a stopped torchrun agent would wait for the ranks
+        if is_first_local_rank():
+            print(f"longspan: stopped by {signal.Signals(stop.signum).name}", file=sys.stderr)
+        return 128 + stop.signum
+    except SystemExit as end:  # by tyro after --help or wrong flags; a text is a message and means code 1
+        if isinstance(end.__context__, BrokenPipeError):  # raised by rich
+            return _end_broken_pipe()
+        code, why = (1, f"{end.code}\n") if isinstance(end.code, str) else (end.code or 0, "")
+    except KeyboardInterrupt:
+        return 130
+    if code:
+        let_first_rank_report()
+    sys.stderr.write(why)
+    return code
+
+
+def _end_broken_pipe() -> int:
+    """Return the exit code after the reader of stdout has closed it (`longspan plan ... | head -1`); print nothing."""
+    with contextlib.suppress(OSError, ValueError):  # drop what is still in the buffer
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
 
 
 def check_nproc(needed: int, nproc: int | None, mesh: str) -> None:

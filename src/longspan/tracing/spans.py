@@ -171,11 +171,7 @@ def ends_of(spans: Iterable[Span]) -> list[tuple[float, float]]:
 
 
 def read_trace(events: Iterable[dict[str, Any]]) -> tuple[RankTrace, ...]:
-    """Return every rank's step in a merged trace.
-
-    Raises:
-        LongspanError: for a trace without the range of a step.
-    """
+    """Return every rank's step in a merged trace."""
     by_rank: dict[int, list[dict[str, Any]]] = {}
     for event in events:
         if event.get("ph") == "X" and isinstance(event.get("pid"), int):

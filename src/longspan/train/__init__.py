@@ -1,8 +1,8 @@
 """`longspan train`: from a model, a text and a context length to a trained Hugging Face folder.
 
 - `config`: the flags; `job`: starts the ranks; `memory_choice`: resolves `--memory auto` and `--context max`.
-- `inputs`: model config, tokenizer, data and checkpoint; `identity`: what a resumed run must have in common.
-- `loop`: trains; `optimizer`, `health`, `metrics`, `outputs`, `summary`: its parts.
+- `inputs`: model config, tokenizer, data and checkpoint, and what a resumed run must have in common.
+- `loop`: trains; `optimizer`, `health`, `metrics`, `outputs`: its parts.
 
 Importing this package does not import torch, as the command line builds its help from `TrainConfig`.
 """

@@ -10,14 +10,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.memory import Memory, MemoryFlags, MemoryLevel, flags_last
 from longspan.core.parallel import KernelName, ParallelConfig
 from longspan.core.rope import RopeFlags
-from longspan.core.validation import (
-    LARGEST_COUNT,
-    LARGEST_SEED,
-    LONGEST_WAIT_S,
-    check_name,
-    check_number,
-    path_of,
-)
+from longspan.core.validation import LARGEST_COUNT, LARGEST_SEED, LONGEST_WAIT_S, check_name, check_number, path_of
 from longspan.ranks.job import RankFlags
 
 
@@ -283,11 +276,7 @@ class TrainConfig(RankFlags):
         return self.out / "hf"
 
     def check(self) -> None:
-        """Raise on invalid values, without reading any file.
-
-        Raises:
-            LongspanError: with the value and a fix.
-        """
+        """Raise on invalid values, without reading any file."""
         for section in (
             self.model, self.data, self.parallel, self.memory, self.optimizer, self.checkpoint, self.logging
         ):  # fmt: skip

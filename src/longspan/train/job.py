@@ -126,11 +126,7 @@ def run_summary(config: TrainConfig, inputs: Inputs, weights: int, device: torch
 
 
 def dry_run(config: TrainConfig, inputs: Inputs) -> list[str]:
-    """Check a resolved config as far as possible without ranks and weights; return lines about what would run.
-
-    Raises:
-        LongspanError: for anything that the run would refuse.
-    """
+    """Check a resolved config as far as possible without ranks and weights; return lines about what would run."""
     import torch
 
     from longspan.hf.preconditions import check_ahead

@@ -37,14 +37,12 @@ from longspan.hf.weights.sources import tensor_parts
 from longspan.ranks import agreement
 from longspan.ranks.heartbeat import Heartbeat
 from longspan.ranks.launch import Stopped, StopRequest, stdout_to_stderr, unwatched
-from longspan.tracing.files import gather_trace, write_timeline
 from longspan.tracing.record import Recorder
 from longspan.tracing.spans import read_trace
-from longspan.tracing.timeline import summary_lines
+from longspan.tracing.timeline import gather_trace, summary_lines, write_timeline
 from longspan.train.config import TrainConfig
 from longspan.train.health import Health
-from longspan.train.identity import changed_settings, settings_of
-from longspan.train.inputs import Inputs, find_resume, finished, model_origin, open_local
+from longspan.train.inputs import Inputs, changed_settings, find_resume, finished, model_origin, open_local, settings_of
 from longspan.train.job import run_summary
 from longspan.train.metrics import CommunicationSampler, Display, StepMetrics, model_flops, peak_flops, peak_memory
 from longspan.train.optimizer import clip_gradients, make_optimizer, make_scheduler
@@ -55,10 +53,6 @@ class Trainer:
     """One rank of a training run. Every rank makes one. All methods are collective.
 
     `heartbeat` reports this rank's phase; without one, nothing watches the ranks.
-
-    Raises:
-        LongspanError: on every rank: as `open_local` and `find_resume`; for ranks with different settings, inputs or
-            versions; for a model that cannot be sharded.
     """
 
     def __init__(self, config: TrainConfig, heartbeat: Heartbeat | None = None) -> None:

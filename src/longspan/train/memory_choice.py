@@ -27,10 +27,6 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
 
     Depends only on the config, the model's config and the device's memory, so equal machines resolve the same. Ranks
     compare their settings later, which finds machines that differ.
-
-    Raises:
-        LongspanError: for a model that `--tensor` cannot shard, for a mesh that its heads do not allow, and if nothing
-            fits, with the memory item by item and what would fit.
     """
     from longspan.hf.memory_options import MemoryModules
     from longspan.hf.planning import shape_of_model

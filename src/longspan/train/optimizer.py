@@ -12,11 +12,7 @@ from longspan.train.config import TrainConfig
 
 
 def make_optimizer(model: torch.nn.Module, config: TrainConfig, device: torch.device) -> torch.optim.Optimizer:
-    """Return AdamW over all trainable parameters; weight decay applies to matrices only.
-
-    Raises:
-        LongspanError: for 8-bit states without torchao.
-    """
+    """Return AdamW over all trainable parameters; weight decay applies to matrices only."""
     options = config.optimizer
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [

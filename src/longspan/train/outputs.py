@@ -27,10 +27,6 @@ class Outputs:
 
     Attributes:
         ranks: the ranks that write and read, over a group that nothing else uses.
-
-    Raises:
-        LongspanError: on every rank, if another run uses `--out`, not all ranks see it, or longspan did not write its
-            `hf/`.
     """
 
     def __init__(self, config: TrainConfig, log: Callable[[str], None]) -> None:
@@ -111,11 +107,7 @@ class Outputs:
             self._log(f"saved {path}")
 
     def export(self, step: int, model: torch.nn.Module, inputs: Inputs, generation_config: Any, *, last: bool) -> None:
-        """Write the Hugging Face folder of a step.
-
-        Raises:
-            LongspanError: as `save`.
-        """
+        """Write the Hugging Face folder of a step."""
         path, dtype = self.config.exported, _DTYPES[self.config.dtype]
         with self._full_disk_warns(last):
             config, tokenizer = inputs.model_config, inputs.tokenizer
@@ -136,11 +128,7 @@ class Outputs:
     # --- metrics, on the first rank
 
     def open_log(self, step: int) -> None:
-        """Open the log of metrics, for the steps after `step`.
-
-        Raises:
-            LongspanError: if it cannot be written.
-        """
+        """Open the log of metrics, for the steps after `step`."""
         try:
             self._metrics = MetricsLog(self.config.out, step)
         except OSError as error:

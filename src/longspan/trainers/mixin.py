@@ -11,6 +11,7 @@ overrides some methods, and uses `longspan.compat.accelerate_api.ReplicaAccelera
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,8 +33,15 @@ from longspan.hf.forward.loss import ScaledGradient, problem_of
 from longspan.hf.parallelize import parallelize
 from longspan.hf.state import is_parallelized, state_of
 from longspan.hf.support import transformers_model
-from longspan.trainers.folders import SHARDS, STATE, export_into, newest_complete, plain_optimizer, shards_of
-from longspan.trainers.stopping import StopTogether
+from longspan.trainers.saving import (
+    SHARDS,
+    STATE,
+    StopTogether,
+    export_into,
+    newest_complete,
+    plain_optimizer,
+    shards_of,
+)
 from longspan.trainers.trl import count_sequence_groups, remove_fused_head
 
 if TYPE_CHECKING:
@@ -66,6 +74,18 @@ def trainer(cls: Class) -> Class:
         return cls
     made: Any = type(f"Sharded{cls.__name__}", (TrainerMixin, cls), {"__doc__": cls.__doc__, "__module__": __name__})
     return made  # type: ignore[no-any-return]
+
+
+def sharded(method: Any) -> Any:
+    """Let the base class's method run instead where no sequence is sharded, on one device."""
+
+    @functools.wraps(method)
+    def call(self: TrainerMixin, *args: Any, **kwargs: Any) -> Any:
+        if self._sharded:
+            return method(self, *args, **kwargs)
+        return getattr(super(TrainerMixin, self), method.__name__)(*args, **kwargs)
+
+    return call
 
 
 class TrainerMixin(Trainer):  # type: ignore[misc]
@@ -199,16 +219,11 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     # --- loss
 
+    @sharded
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the loss of the global batch, equal on every rank, scaled for the Trainer's gradient averaging."""
-        if not self._sharded:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._forward_hooks.traits.labels_per_row:  # its loss is a mean already
             num_items_in_batch = None
         elif not self.model.training:
@@ -292,19 +307,15 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     # --- checkpoints
 
+    @sharded
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the Hugging Face folder. Older versions of transformers call `_save` on the first rank only."""
-        if not self._sharded:
-            super().save_model(output_dir, _internal_call)
-            return
         self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
+    @sharded
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if not self._sharded:
-            super()._save(output_dir, state_dict)
-            return
         folder = Path(output_dir or self.args.output_dir)
         export_into(folder, self.model, self.longspan_config)
         if self.args.should_save:
@@ -338,32 +349,25 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
                         print(f"longspan: {text}", file=sys.stderr, flush=True)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    @sharded
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self._sharded:
-            super()._save_optimizer_and_scheduler(output_dir)
-            return
         optimizer = plain_optimizer(self.optimizer)
         checkpoints.save(Path(output_dir) / SHARDS, self.state.global_step, self.model, optimizer, {})
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
+    @sharded
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not self._sharded:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-            return
         checkpoints.load_weights(shards_of(resume_from_checkpoint), self.model)
 
+    @sharded
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if not self._sharded or checkpoint is None:
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        checkpoints.load(shards_of(checkpoint), self.model, plain_optimizer(self.optimizer))
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
+        if checkpoint is not None:
+            checkpoints.load(shards_of(checkpoint), self.model, plain_optimizer(self.optimizer))
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
 
+    @sharded
     def _load_best_model(self) -> None:
-        if not self._sharded:
-            super()._load_best_model()
-            return
         checkpoints.load_weights(shards_of(self.state.best_model_checkpoint), self.model)
 
 

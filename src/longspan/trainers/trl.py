@@ -25,9 +25,6 @@ def remove_fused_head(model: Any, trainer: Any) -> tuple[float, bool]:
     """Restore a model's own forward if TRL has replaced it.
 
     Return the fused head's temperature, and whether its entropies have a gradient.
-
-    Raises:
-        LongspanError: for a head in fp32.
     """
     inner: Any = transformers_model(model)
     options = fused_head_of(inner)

@@ -6,9 +6,9 @@ times that of the unsharded run in the same dtype.
 
 - `config`: the flags.
 - `inputs`: the model and the batch.
-- `unsharded`, `sharded`: the runs.
+- `runs`: the unsharded runs and the sharded one.
 - `compare`: errors of tensors; `judge`: their limits.
-- `report`, `table`: the output.
+- `report`: the output.
 
 Importing this package does not import torch, as the command line builds its help from `VerifyConfig`.
 """

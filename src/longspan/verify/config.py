@@ -51,8 +51,6 @@ class VerifyConfig(MemoryFlags, RopeFlags, RankFlags):
     """fp32 detects small faults; bf16 shows that sharding adds nothing to the rounding of bf16."""
     fsdp: bool = True
     """Shard the weights (FSDP2) and compare each rank's shard of every gradient. Off: whole gradients on every rank."""
-    dropout: float = 0.0
-    """Must be 0: dropout draws different numbers on different ranks, so nothing could be compared."""
     fp64: bool = True
     """Compare with an fp64 run. Off: with an fp32 run, if the model does not fit in fp64."""
     kernel: KernelName = "auto"
@@ -76,11 +74,7 @@ class VerifyConfig(MemoryFlags, RopeFlags, RankFlags):
         return "fp64" if self.fp64 else "fp32"
 
     def check(self) -> None:
-        """Raise on values that cannot be verified.
-
-        Raises:
-            LongspanError: with the numbers and a fix.
-        """
+        """Raise on values that cannot be verified."""
         if self.resume is None and (self.model is None) == (self.config is None):
             given = "neither" if self.model is None else "both"
             raise LongspanError(
@@ -100,11 +94,6 @@ class VerifyConfig(MemoryFlags, RopeFlags, RankFlags):
         for name in ("batch", "context"):
             check_number(f"--{name}", getattr(self, name), 1, LARGEST_COUNT)
         self.parallel.check()
-        if self.dropout != 0:
-            raise LongspanError(
-                f"--dropout {self.dropout:g} would draw other numbers on other ranks, and nothing could be compared; "
-                "leave it out: verify switches dropout off"
-            )
         check_number("--seed", self.seed, 0, LARGEST_SEED, whole=True)
         for name in ("text_field", "data", "model", "resume", "tokenizer"):
             if getattr(self, name) is not None:

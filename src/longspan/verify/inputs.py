@@ -48,11 +48,7 @@ class Inputs:
 
 
 def open_inputs(config: VerifyConfig, resumed: Checkpoint | None = None) -> Inputs:
-    """Open and check the inputs; `resumed` is the checkpoint of `--resume`.
-
-    Raises:
-        LongspanError: for a missing or unsuitable model, tokenizer or text, or a model that `--tensor` cannot shard.
-    """
+    """Open and check the inputs; `resumed` is the checkpoint of `--resume`."""
     model_config = load_model_config(config, resumed)
     if config.parallel.tensor > 1:
         model = model_origin(config, model_config).on_meta()
@@ -64,9 +60,6 @@ def open_resumed(config: VerifyConfig, ranks: Ranks, *, content: bool = True) ->
     """Open the checkpoint of `--resume`, then the inputs. Collective over `ranks`.
 
     `content` compares the checkpoint's files with their checksums.
-
-    Raises:
-        LongspanError: on every rank, for a damaged checkpoint, or one of another model than `--config`.
     """
     assert config.resume is not None
     resumed = checkpoint.newest_verified(path_of("--resume", config.resume), ranks, content=content)
@@ -74,12 +67,7 @@ def open_resumed(config: VerifyConfig, ranks: Ranks, *, content: bool = True) ->
 
 
 def load_model_config(config: VerifyConfig, resumed: Checkpoint | None = None) -> Any:
-    """Return the model's Hugging Face config without dropout, which differs between ranks, and without cache.
-
-    Raises:
-        LongspanError: for a missing config, one that differs from the checkpoint's, fewer positions than the context,
-            or a mixture of experts in bf16.
-    """
+    """Return the model's Hugging Face config without dropout, which differs between ranks, and without cache."""
     name, opened = _open_config(config, resumed)
     text = opened.get_text_config()
     experts = max(getattr(text, key, None) or 0 for key in ("num_local_experts", "num_experts", "n_routed_experts"))
@@ -107,11 +95,7 @@ def _open_config(config: VerifyConfig, resumed: Checkpoint | None) -> tuple[str,
 
 
 def build_model(config: VerifyConfig, model_config: Any) -> Any:
-    """Return the unsharded Hugging Face model on the CPU, in training mode and in the verified dtype.
-
-    Raises:
-        LongspanError: if transformers cannot build the model.
-    """
+    """Return the unsharded Hugging Face model on the CPU, in training mode and in the verified dtype."""
     return model_origin(config, model_config).build().train()
 
 
@@ -123,9 +107,6 @@ def model_origin(config: VerifyConfig, model_config: Any) -> Origin:
 
     Attention is transformers' `sdpa`, or `eager` for a model without `sdpa` or with a softcap (Gemma-2), which older
     versions of `sdpa` silently ignore. Random weights (`--config`) depend on the seed alone.
-
-    Raises:
-        LongspanError: if transformers cannot build the model.
     """
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
     from transformers.utils import logging
@@ -167,9 +148,6 @@ def make_batch(config: VerifyConfig, model_config: Any) -> dict[str, torch.Tenso
 
     Labels are masked (-100) unevenly: the first 40 % of the first sequence, less in each further one, and 10 % of the
     rest at random. So ranks have different numbers of unmasked tokens, some none, and a mean of means is wrong.
-
-    Raises:
-        LongspanError: for missing or too little text, or a tokenizer of another model.
     """
     draw = torch.Generator().manual_seed(config.seed)
     rows, tokens = config.batch * config.parallel.data_degree, config.tokens

@@ -22,14 +22,9 @@ def run(config: VerifyConfig) -> int:
 
     Returns:
         The exit code, the same on every rank: 0 if everything agrees, else 1.
-
-    Raises:
-        LongspanError: on bad input.
-        longspan.ranks.launch.RankFailed: if a rank dies.
     """
     launch.open_first(config, _open)
-    from longspan.verify.report import print_json
-    from longspan.verify.table import print_table
+    from longspan.verify.report import print_json, print_table
 
     report: Report = launch.launch(_verify_rank, config, nproc=config.parallel.ranks)
     if launch.is_first_rank():
@@ -52,19 +47,14 @@ def _verify_rank(config: VerifyConfig) -> Report:
 
 
 def worker(config: VerifyConfig, heartbeat: Heartbeat | None = None) -> Report:
-    """Verify on this rank; every rank of the job calls it and returns the same report.
-
-    Raises:
-        LongspanError: on bad input, a damaged checkpoint, or ranks with different inputs or weights.
-    """
+    """Verify on this rank; every rank of the job calls it and returns the same report."""
     import torch
 
     from longspan import checkpoint
     from longspan.checkpoint import Ranks
     from longspan.comm.mesh import make_sharding
     from longspan.verify.inputs import model_origin
-    from longspan.verify.sharded import logits_part, make_models, make_report, sharded_parts
-    from longspan.verify.unsharded import unsharded_runs
+    from longspan.verify.runs import logits_part, make_models, make_report, sharded_parts, unsharded_runs
 
     config.check()
     inputs, ranks = _agreed_inputs(config, heartbeat or launch.unwatched(config))

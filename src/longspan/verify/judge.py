@@ -11,7 +11,6 @@ import math
 import operator
 import re
 import statistics
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -189,13 +188,6 @@ def judge(sums: dict[str, list[ErrorSums]], criterion: Criterion) -> tuple[Check
             limits = (criterion.factor * total.worst_row_unsharded + criterion.floor,) * len(per_rank)
             checks.append(Check("logits, worst token", group, layer, errors, noise, limits, max_abs, worst_row))
     return tuple(checks)
-
-
-def wide_limit(checks: Iterable[Check]) -> float | None:
-    """Return the median limit of the gradients if a fault of `SHARPNESS` would pass in most of them, else None."""
-    limits = [max(check.limit) for check in checks if check.group not in ("loss", "logits")]
-    median = statistics.median(limits) if limits else 0.0
-    return median if median > SHARPNESS else None
 
 
 def _typical_squares(totals: dict[str, ErrorSums]) -> dict[int | None, float]:
