@@ -119,13 +119,11 @@ bench: $(BENCH_STAMP)  ## measure side by side with DeepSpeed, and the planner a
 	$(BIN)/python benchmarks/attention_vs_deepspeed.py
 	$(BIN)/python benchmarks/hf_step_vs_alst.py
 	$(BIN)/python benchmarks/copies.py
-	$(BIN)/python benchmarks/kernel_strides.py
 	$(BIN)/python benchmarks/plan_accuracy.py
 	$(BIN)/python benchmarks/plan_speed.py
 	$(BIN)/python benchmarks/mask_cost.py
 	$(BIN)/python benchmarks/ring_layouts.py
 	$(BIN)/python benchmarks/ring_accuracy.py
-	$(BIN)/python benchmarks/agreement_cost.py
 	$(BIN)/python benchmarks/checkpoint_stall.py
 	$(BIN)/python benchmarks/models_verified.py
 

@@ -9,7 +9,6 @@ The floor is longspan's local kernel on one rank's part of the work (all tokens,
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import common
@@ -18,39 +17,47 @@ import torch.distributed as dist
 
 import longspan
 from longspan.bench import peers
+from longspan.bench.measure import run
+from longspan.bench.workloads import as_leaves, attention_workload
 from longspan.comm.mesh import OneDeviceMesh
 
 HEAD_DIM = 64
 ONE_DEVICE = longspan.SequenceSharding(OneDeviceMesh("cpu"))
 
 
-def main() -> None:
-    args = parse_args()
+def main(
+    ranks: tuple[int, ...] = (2, 4),
+    tokens: tuple[int, ...] = (2048, 4096, 8192),
+    heads: tuple[str, ...] = ("8/8", "8/4", "8/2"),
+    dtypes: tuple[str, ...] = ("fp32", "bf16"),
+    repeats: int = 7,
+    quick: bool = False,
+    name: str = "attention-vs-deepspeed",
+) -> None:
+    """Time all.
+
+    Args:
+        ranks: sequence-parallel ranks (Ulysses).
+        tokens: lengths.
+        heads: query heads / KV heads.
+        dtypes: of the tensors.
+        repeats: timed rounds at 8,192 tokens; more below.
+        quick: 2,048 tokens only, for a first look.
+        name: of the report.
+    """
+    if quick:
+        tokens, repeats, name = (2048,), 5, name + "-quick"
     env = common.environment(["longspan", "torch", "deepspeed"])
     rows: list[dict[str, Any]] = []
-    for ranks in args.ranks:
-        rows += common.run_ranks(measure, ranks, args.tokens, args.heads, args.dtypes, args.repeats)
+    for world in ranks:
+        rows += common.run_ranks(measure, world, tokens, heads, dtypes, repeats)
     text = render(rows, env["cores"])
-    print(text)
-    common.write_report(args.name, "Attention, forward and backward: longspan against DeepSpeed", env, text, rows)
+    common.write_report(name, "Attention, forward and backward: longspan against DeepSpeed", env, text, rows)
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="sequence-parallel ranks (Ulysses)")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192])
-    parser.add_argument("--heads", nargs="+", default=["8/8", "8/4", "8/2"], help="query heads / KV heads")
-    parser.add_argument("--dtypes", nargs="+", choices=list(common.DTYPES), default=["fp32", "bf16"])
-    parser.add_argument("--repeats", type=int, default=7, help="timed rounds at 8,192 tokens; more below")
-    parser.add_argument("--quick", action="store_true", help="2,048 tokens only, for a first look")
-    parser.add_argument("--name", default="attention-vs-deepspeed", help="name of the report")
-    args = parser.parse_args()
-    if args.quick:
-        args.tokens, args.repeats, args.name = [2048], 5, args.name + "-quick"
-    return args
-
-
-def measure(tokens: list[int], heads: list[str], dtypes: list[str], repeats: int) -> list[dict[str, Any]]:
+def measure(
+    tokens: tuple[int, ...], heads: tuple[str, ...], dtypes: tuple[str, ...], repeats: int
+) -> list[dict[str, Any]]:
     """Return every case, the same on every rank."""
     peers.start_deepspeed()
     sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=dist.get_world_size()))
@@ -62,8 +69,6 @@ def measure(tokens: list[int], heads: list[str], dtypes: list[str], repeats: int
                 q_heads, kv_heads = map(int, pair.split("/"))
                 row = case(sp, n, q_heads, kv_heads, common.DTYPES[dtype], rounds)
                 rows.append({"ranks": sp.size, "tokens": n, "heads": pair, "dtype": dtype, **row})
-                if sp.rank == 0:
-                    print(render_row(rows[-1]), flush=True)
     return rows
 
 
@@ -82,11 +87,11 @@ def case(sp: Any, n: int, q_heads: int, kv_heads: int, dtype: torch.dtype, round
     same = step(peers.deepspeed_attention(sp.group, kv_heads, longspan_kernel), mine, grad)
     alone = step(longspan_kernel, floor, floor_grad)
 
-    pairs = zip(("out", "dq", "dk", "dv"), ours(), theirs(), strict=True)
-    errors = {name: common.relative_error(a, b) for name, a, b in pairs}
+    expected = theirs()
+    errors = {name: common.relative_error(x, expected[name]) for name, x in ours().items()}
     limit = 1e-5 if dtype == torch.float32 else 2e-2
     if max(errors.values()) > limit:
-        raise SystemExit(f"the two disagree, so their times cannot be compared: {errors}")
+        raise RuntimeError(f"the two disagree, so their times cannot be compared: {errors}")
     candidates = {"longspan": ours, "deepspeed": theirs, "deepspeed same kernel": same, "floor": alone}
     wall, cpu = common.alternate(candidates, rounds)
     return {
@@ -105,7 +110,7 @@ def longspan_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
 
 
 def leaves(n: int, q_heads: int, kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    return [torch.randn(1, n, h, HEAD_DIM).to(dtype).requires_grad_() for h in (q_heads, kv_heads, kv_heads)]
+    return as_leaves(*(torch.randn(1, n, h, HEAD_DIM).to(dtype) for h in (q_heads, kv_heads, kv_heads)))
 
 
 def step(attend: peers.Attend, inputs: list[torch.Tensor], grad: torch.Tensor) -> Any:
@@ -113,15 +118,13 @@ def step(attend: peers.Attend, inputs: list[torch.Tensor], grad: torch.Tensor) -
 
     Gradients accumulate in `.grad` in the inputs' layout, so the copy of a strided gradient is included.
     """
+    work = attention_workload(inputs, grad, lambda *qkv: attend(*qkv).reshape(grad.shape).contiguous())
 
-    def run() -> list[torch.Tensor]:
-        for x in inputs:
-            x.grad = None
-        out = attend(*inputs).reshape(grad.shape).contiguous()
-        out.backward(grad)
-        return [out, *(x.grad for x in inputs if x.grad is not None)]
+    def step() -> dict[str, torch.Tensor]:
+        run(work)
+        return work.results()
 
-    return run
+    return step
 
 
 HEADER = ["P", "tokens", "heads", "dtype", "longspan ms", "DeepSpeed ms", "same kernel ms", "floor ms",
@@ -137,10 +140,6 @@ def cells(row: dict[str, Any]) -> list[str]:
         *(f"{row[key][name]:.3f}" for key in ("ours_over", "cpu_ours_over") for name in PEERS),
         f"{max(row['errors'].values()):.1e}",
     ]  # fmt: skip
-
-
-def render_row(row: dict[str, Any]) -> str:
-    return "  ".join(f"{name} {cell}" for name, cell in zip(HEADER, cells(row), strict=True))
 
 
 def render(rows: list[dict[str, Any]], cores: int) -> str:
@@ -168,4 +167,4 @@ def render(rows: list[dict[str, Any]], cores: int) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    common.command(main, __doc__)

@@ -12,7 +12,6 @@ calls it, `layer` with a plan that was prepared once per batch.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
@@ -190,40 +189,51 @@ def main() -> None:
         return
     import common
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", type=Path, required=True, help="`src` of an older version")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=9, help="at least; up to six times as many of a short case")
-    parser.add_argument("--seconds", type=float, default=5.0, help="how long a case shall take each version")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--name", default="before-after", help="name of the report")
-    args = parser.parse_args()
-    cases = [case for case in (*ATTENTION, *STEPS, *HOST) if args.only in what(case)]
+    common.command(compare, __doc__)
+
+
+def compare(
+    before: Path, ranks: int = 2, rounds: int = 9, seconds: float = 5.0, only: str = "", name: str = "before-after"
+) -> None:
+    """Compare both versions.
+
+    Args:
+        before: `src` of an older version.
+        ranks: of each version.
+        rounds: at least; up to six times as many of a short case.
+        seconds: how long a case shall take each version.
+        only: cases whose name contains this.
+        name: of the report.
+    """
+    import common
+
     env = common.environment(["torch", "transformers"])
     here = Path(__file__).resolve().parents[1] / "src"
-    groups = {"now": Group(here, args.ranks), "before": Group(args.before.resolve(), args.ranks)}
+    groups = {"now": Group(here, ranks), "before": Group(before.resolve(), ranks)}
     rows: list[dict[str, Any]] = []
-    for case in cases:
-        seconds: dict[str, list[float]] = {side: [] for side in SIDES}
+    for case in (case for case in (*ATTENTION, *STEPS, *HOST) if only in what(case)):
+        took: dict[str, list[float]] = {side: [] for side in SIDES}
         first = groups["now"](case)
-        for turn in range(max(args.rounds, min(6 * args.rounds, int(args.seconds / first)))):
+        for turn in range(max(rounds, min(6 * rounds, int(seconds / first)))):
             for side in SIDES if turn % 2 else reversed(SIDES):
-                seconds[side].append(groups[side](case))
-        rows.append({**case, "seconds": seconds, "ratio": common.paired_ratio(seconds["now"], seconds["before"])})
-        print(common.table(HEADER, [cells(rows[-1])]).splitlines()[-1], flush=True)
+                took[side].append(groups[side](case))
+        rows.append({**case, "seconds": took, "ratio": common.paired_ratio(took["now"], took["before"])})
     for group in groups.values():
         group.close()
-    text = common.table(HEADER, [cells(row) for row in rows]) + "\n"
+    cells = [
+        [what(row), f"{row['tokens']:,}", row["dtype"],
+         *(f"{1e3 * common.median(row['seconds'][side]):.1f}" for side in SIDES), f"{row['ratio']:.3f}"]
+        for row in rows
+    ]  # fmt: skip
+    text = common.table(["what", "tokens", "dtype", "now ms", "before ms", "now/before"], cells) + "\n"
     for kind, key in (("attention", "mesh"), ("step", "step"), ("host", "host")):
-        if found := [row for row in rows if key in row]:
-            ratios = [row["ratio"] for row in found]
+        if ratios := [row["ratio"] for row in rows if key in row]:
             text += f"\n- {kind}: median {common.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}"
     text += (
-        f"\n\n{args.ranks} ranks over gloo, one thread each; attention forward and backward, 8 query and 2 KV heads of"
+        f"\n\n{ranks} ranks over gloo, one thread each; attention forward and backward, 8 query and 2 KV heads of 64, "
+        "window = tokens/8, 16 documents; a step of a Llama of 4 layers, hidden 512, vocabulary 32,000, AdamW."
     )
-    text += " 64, window = tokens/8, 16 documents; a step of a Llama of 4 layers, hidden 512, vocabulary 32,000, AdamW."
-    print(text)
-    common.write_report(args.name, "This version compared with an older one", env, text, rows)
+    common.write_report(name, "This version compared with an older one", env, text, rows)
 
 
 def what(case: dict[str, Any]) -> str:
@@ -232,16 +242,6 @@ def what(case: dict[str, Any]) -> str:
     if "host" in case:
         return f"host, {case['host']}, {case['documents']} documents"
     return f"{case['mesh']}, {case['mask']}"
-
-
-HEADER = ["what", "tokens", "dtype", "now ms", "before ms", "now/before"]
-
-
-def cells(row: dict[str, Any]) -> list[str]:
-    import common
-
-    medians = [f"{1e3 * common.median(row['seconds'][side]):.1f}" for side in SIDES]
-    return [what(row), f"{row['tokens']:,}", row["dtype"], *medians, f"{row['ratio']:.3f}"]
 
 
 if __name__ == "__main__":

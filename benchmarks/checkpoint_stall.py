@@ -11,7 +11,6 @@ timing.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import tempfile
 import time
@@ -32,21 +31,16 @@ WIDTH = 1024
 SAVES = ("torch's, alone", "save", "Saver: stall", "Saver: until complete")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, default=512, help="of weights")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--folder", default=None, help="on the disk to be measured; by default a temporary one")
-    parser.add_argument("--name", default="checkpoint-stall")
-    args = parser.parse_args()
+def main(
+    mib: int = 512, ranks: int = 2, repeats: int = 5, folder: str | None = None, name: str = "checkpoint-stall"
+) -> None:
+    """Time saves of `mib` MiB of weights to a `folder` on the disk to be measured, by default a temporary one."""
     env = common.environment(["longspan", "torch"])
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        found = common.run_ranks(measure, args.ranks, args.mib, args.repeats, folder)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        found = common.run_ranks(measure, ranks, mib, repeats, temporary)
     found["crc32 GB/s"] = checksum_speed()
-    text = render(found)
-    print(text)
-    common.write_report(args.name, "Checkpoints: the stall of a save, and the cost of verifying", env, text, found)
+    title = "Checkpoints: the stall of a save, and the cost of verifying"
+    common.write_report(name, title, env, render(found), found)
 
 
 def measure(mib: int, repeats: int, folder: str) -> dict[str, Any]:
@@ -56,7 +50,7 @@ def measure(mib: int, repeats: int, folder: str) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, WIDTH)).sum().backward()
     optimizer.step()
-    seconds: common.Series = {name: [] for name in SAVES}
+    seconds: dict[str, list[float]] = {name: [] for name in SAVES}
     saver, where = checkpoint.Saver(), Path(folder)
 
     def plain() -> None:
@@ -130,4 +124,4 @@ def render(found: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    common.command(main, __doc__)

@@ -15,7 +15,7 @@ the machine cannot build hosts. Namespaces and processes are always removed, by 
 
     from benchmarks import cluster
     with cluster.hosts(4, rate="1gbit") as net:
-        answer = cluster.run_on(net, "benchmarks/some_script.py", ["--as-rank"])
+        answer = cluster.run_on(net, some_function, tokens=4096)
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import contextlib
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -339,41 +340,43 @@ def run(net: Hosts, words: Sequence[str], timeout: float, env: dict[str, str] | 
 
 
 def run_on(
-    net: Hosts, script: str, args: Sequence[str] = (), timeout: float = 600.0, *, cores: Sequence[int] = (),
-    env: dict[str, str] | None = None,
+    net: Hosts, body: Callable[..., Any], *, timeout: float = 600.0, cores: Sequence[int] = (),
+    env: dict[str, str] | None = None, **arguments: Any,
 ) -> Any:  # fmt: skip
-    """Run a Python script on every rank; return the JSON in the last line that rank 0 prints. Arguments as `started`.
+    """Run a top-level function of a script on every rank, joined by gloo; return rank 0's value, which is JSON.
+
+    `arguments` of the function are JSON, too; the others are those of `started`.
 
     Raises:
-        RankFailed: if a rank fails, the time is over, or rank 0's last line is no JSON; with the ends of their output.
+        RankFailed: if a rank fails, or the time is over; with the ends of their output.
     """
+    script = str(Path(body.__code__.co_filename).resolve())
+    words = [sys.executable, "-m", "benchmarks.cluster", "--as-rank", script, body.__name__, json.dumps(arguments)]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        with started(net, [sys.executable, script, *args], folder, cores=cores, env=env) as ranks:
+        with started(net, words, folder, cores=cores, env=env) as ranks:
             _wait(ranks, timeout, 2, lambda: None)
         codes = [process.returncode for process in ranks]
         if any(codes):
             tails = [_tail(folder / f"{rank}.err") for rank in range(net.ranks)]
             raise RankFailed("\n".join([f"exit codes by rank: {codes}", *tails]))
-        lines = (folder / "0.out").read_text().strip().splitlines()
-        try:
-            return json.loads(lines[-1])
-        except (IndexError, json.JSONDecodeError):
-            raise RankFailed(f"rank 0 must print JSON in its last line; it printed {lines[-1:]}") from None
+        return json.loads((folder / "0.out").read_text().strip().splitlines()[-1])
 
 
 def _tail(path: Path) -> str:
     return "\n".join([f"--- rank {path.stem}", *path.read_text(errors="replace").splitlines()[-15:]])
 
 
-def as_rank(body: Callable[[], Any]) -> None:
-    """On a rank: join the others by gloo, run `body`, and print rank 0's value as JSON for `run_on`."""
+def _as_rank(script: str, name: str, arguments: str) -> None:
+    """On a rank of `run_on`: join the others by gloo, run the function, and print rank 0's value as JSON."""
     import torch
     import torch.distributed as dist
 
+    sys.path.insert(0, str(Path(script).parent))
+    body = runpy.run_path(script)[name]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    value = body()
+    value = body(**json.loads(arguments))
     if dist.get_rank() == 0:
         print(json.dumps(value))
     dist.barrier()
@@ -400,7 +403,7 @@ def check(rate: str) -> bool:
     """Send 64 MiB one way, both ways, and from two hosts to one; return whether times are within 10 % of the rate's."""
     with hosts(3, rate=rate) as net:
         limit_s = 60 + 20 * 8 * CHECK_BYTES / bits_per_second(rate)
-        measured = run_on(net, str(Path(__file__).resolve()), ["--check-as-rank"], timeout=limit_s)
+        measured = run_on(net, measure_patterns, timeout=limit_s)
         alone = CHECK_BYTES / net.bytes_per_second
     predicted = {"one to another": alone, "both ways concurrently": alone, "two to one": 2 * alone}
     good = True
@@ -411,18 +414,14 @@ def check(rate: str) -> bool:
     return good
 
 
-def _check_as_rank() -> dict[str, float]:
+def measure_patterns() -> dict[str, float]:
     """Return the shortest of three times of each pattern."""
     import torch
     import torch.distributed as dist
 
     rank = dist.get_rank()
     x, *buffers = (torch.ones(CHECK_BYTES, dtype=torch.uint8) for _ in range(3))
-    patterns = {
-        "one to another": [(1, 0)],
-        "both ways concurrently": [(1, 0), (0, 1)],
-        "two to one": [(1, 0), (2, 0)],
-    }
+    patterns = {"one to another": [(1, 0)], "both ways concurrently": [(1, 0), (0, 1)], "two to one": [(1, 0), (2, 0)]}
     seconds = {}
     for name, pairs in patterns.items():
         times = []
@@ -459,9 +458,7 @@ def words_of(command: Sequence[str]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.cluster",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m benchmarks.cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--hosts", type=int, default=2, help="network namespaces, each with one link to a switch")
     parser.add_argument("--ranks-per-host", type=int, default=2, help="ranks that share a host")
@@ -469,13 +466,13 @@ def main() -> int:
     parser.add_argument("--delay", help="added one way to every frame between hosts, such as 1ms")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds")
     parser.add_argument("--check", action="store_true", help="measure the rate; exit 1 if it is off by more than 10 %%")
-    parser.add_argument("--check-as-rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--as-rank", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("command", nargs="*", help="the command, after --")
     args = parser.parse_args()
     if args.mbit < 0 or args.hosts < 1 or args.ranks_per_host < 1 or args.timeout <= 0:
         parser.error("--hosts, --ranks-per-host and --timeout must be above 0, --mbit at least 0")
-    if args.check_as_rank:
-        as_rank(_check_as_rank)
+    if args.as_rank:
+        _as_rank(*args.as_rank)
         return 0
     if not args.command and not (args.check and args.mbit):
         parser.error("give a command after --, or --check and a rate")

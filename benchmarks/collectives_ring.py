@@ -9,7 +9,6 @@ is P + 1 times faster, and its busiest rank sends P times less. Results are comp
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -41,26 +40,21 @@ PAIRS = (
 )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rate", default="1gbit", help="of each link, each direction")
-    parser.add_argument("--kib", type=int, nargs="+", default=[256, 2048, 16384], help="a rank's part n, KiB")
-    parser.add_argument("--repeats", type=int, default=9, help="timed rounds")
-    parser.add_argument("--name", default="collectives-ring", help="name of the report")
-    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.as_rank:
-        cluster.as_rank(lambda: [measure(kib << 10, args.repeats) for kib in args.kib])
-        return
+def main(
+    ranks: int = 4, rate: str = "1gbit", kib: tuple[int, ...] = (256, 2048, 16384), repeats: int = 9,
+    name: str = "collectives-ring",
+) -> None:  # fmt: skip
+    """Time parts of `kib` KiB a rank over links of a `rate`."""
     env = common.environment(["longspan", "torch"])
-    env["ranks"] = f"each in a network namespace, gloo over links of {args.rate} (tc tbf), 1 thread each"
-    rank_args = ["--as-rank", "--repeats", str(args.repeats), "--kib", *map(str, args.kib)]
-    with cluster.hosts(args.ranks, args.rate) as net:
-        results = cluster.run_on(net, str(Path(__file__).resolve()), rank_args, timeout=1800)
-        text = describe(results, args.ranks, net)
-    print(text)
-    common.write_report(args.name, "Collectives as rings, over slow links", env, text, results)
+    env["ranks"] = f"each in a network namespace, gloo over links of {rate} (tc tbf), 1 thread each"
+    with cluster.hosts(ranks, rate) as net:
+        results = cluster.run_on(net, measure_all, timeout=1800, kib=kib, repeats=repeats)
+        text = describe(results, ranks, net)
+    common.write_report(name, "Collectives as rings, over slow links", env, text, results)
+
+
+def measure_all(kib: list[int], repeats: int) -> list[dict[str, Any]]:
+    return [measure(each << 10, repeats) for each in kib]
 
 
 def measure(n: int, repeats: int) -> dict[str, Any]:
@@ -142,4 +136,4 @@ def describe(results: list[dict[str, Any]], ranks: int, net: cluster.Hosts) -> s
 
 
 if __name__ == "__main__":
-    cluster.exit_on_missing(main)
+    cluster.exit_on_missing(lambda: common.command(main, __doc__))

@@ -10,8 +10,8 @@ are excluded.
 
 from __future__ import annotations
 
-import argparse
 import json
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -25,41 +25,27 @@ from longspan.bench import peers
 HEAD_DIM = 64
 MOVERS = {"aten::copy_", "aten::cat", "aten::index_select", "aten::gather", "aten::index", "aten::index_put_",
           "aten::index_copy_", "aten::index_add_", "aten::add_", "aten::add", "aten::sum"}  # fmt: skip
-ITEM_BYTES = {
-    "float": 4,
-    "c10::complex<double>": 16,
-    "double": 8,
-    "c10::BFloat16": 2,
-    "c10::Half": 2,
-    "long int": 8,
-    "int": 4,
-    "bool": 1,
-}
+ITEM_BYTES = {"float": 4, "double": 8, "c10::BFloat16": 2, "long int": 8, "int": 4, "bool": 1}
 STAGES = ("in", "arrival", "back", "after")
 IMPLEMENTATIONS = ("longspan", "longspan, recomputed", "longspan, plain kernel", "DistributedAttention", "ALST")
 
 
-def main() -> None:
-    args = parse_args()
+def main(
+    ranks: tuple[int, ...] = (2, 4),
+    batches: tuple[int, ...] = (1, 2),
+    heads: tuple[str, ...] = ("8/8", "8/4"),
+    tokens: int = 2048,
+    name: str = "copies",
+) -> None:
+    """Count copies; `heads` are query heads / KV heads, `name` is the report's."""
     env = common.environment(["longspan", "torch", "deepspeed"])
     rows = []
-    for ranks in args.ranks:
-        for batch in args.batches:
-            for heads in args.heads:
-                rows += common.run_ranks(measure, ranks, batch, args.tokens, heads)
-    text = render(rows)
-    print(text)
-    common.write_report(args.name, "Bytes copied around the all-to-alls: longspan against DeepSpeed", env, text, rows)
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--heads", nargs="+", default=["8/8", "8/4"], help="query heads / KV heads")
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--name", default="copies", help="name of the report")
-    return parser.parse_args()
+    for world in ranks:
+        for batch in batches:
+            for pair in heads:
+                rows += common.run_ranks(measure, world, batch, tokens, pair)
+    title = "Bytes copied around the all-to-alls: longspan against DeepSpeed"
+    common.write_report(name, title, env, render(rows), rows)
 
 
 def measure(batch: int, tokens: int, heads: str) -> list[dict[str, Any]]:
@@ -146,9 +132,13 @@ def by_stage(events: list[dict[str, Any]]) -> dict[str, Any]:
     exchanges = [e for e in events if e["name"].startswith("c10d::alltoall")]
     others = [e for e in events if e["name"].startswith("c10d::") and not e["name"].startswith("c10d::alltoall")]
     if not kernels or not exchanges:
-        raise SystemExit(f"the profile shows {len(kernels)} kernels and {len(exchanges)} exchanges: cannot sort copies")
+        raise RuntimeError(
+            f"the profile shows {len(kernels)} kernels and {len(exchanges)} exchanges: cannot sort copies"
+        )
     kernel_start, kernel_end = kernels[0]["ts"], max(e["ts"] + e["dur"] for e in kernels)
-    first, last = exchanges[0]["ts"], exchanges[-1]["ts"]
+    starts = [e["ts"] for e in exchanges]
+    last_in = max((ts for ts in starts if ts < kernel_start), default=starts[0])
+    first_back = min((ts for ts in starts if ts > kernel_end), default=starts[-1])
     stages = {name: {"copies": 0, "bytes": 0, "ms": 0.0} for name in STAGES}
     for event in events:
         if event["name"] not in MOVERS or kernel_start <= event["ts"] < kernel_end:
@@ -156,23 +146,14 @@ def by_stage(events: list[dict[str, Any]]) -> dict[str, Any]:
         moved = output_bytes(event)
         if not moved or within_mover(event, events):
             continue
-        before_kernel = event["ts"] < kernel_start
-        if before_kernel:
-            stage = "in" if event["ts"] < last_before(exchanges, kernel_start, first) else "arrival"
+        if event["ts"] < kernel_start:
+            stage = "in" if event["ts"] < last_in else "arrival"
         else:
-            stage = "back" if event["ts"] < first_after(exchanges, kernel_end, last) else "after"
+            stage = "back" if event["ts"] < first_back else "after"
         stages[stage]["copies"] += 1
         stages[stage]["bytes"] += moved
         stages[stage]["ms"] += event["dur"] / 1e3
     return {"stages": stages, "exchanges": len(exchanges), "other_collectives": [e["name"] for e in others]}
-
-
-def last_before(exchanges: list[dict[str, Any]], moment: float, default: float) -> float:
-    return max((e["ts"] for e in exchanges if e["ts"] < moment), default=default)
-
-
-def first_after(exchanges: list[dict[str, Any]], moment: float, default: float) -> float:
-    return min((e["ts"] for e in exchanges if e["ts"] > moment), default=default)
 
 
 def within_mover(event: dict[str, Any], events: list[dict[str, Any]]) -> bool:
@@ -188,16 +169,9 @@ def output_bytes(event: dict[str, Any]) -> int:
     """Bytes written: the first tensor of an in-place op, all the inputs of a `cat`, else the largest input."""
     dims, types = event["args"]["Input Dims"], event["args"]["Input type"]
     if event["name"] == "aten::cat":
-        return sum(product(d) for d in dims[0] if d) * 4  # a list of fp32 tensors; the profiler gives no type for it
-    sizes = [product(d) * ITEM_BYTES.get(t, 0) for d, t in zip(dims, types, strict=False) if d]
+        return sum(math.prod(d) for d in dims[0] if d) * 4  # a list of fp32 tensors; the profiler gives no type for it
+    sizes = [math.prod(d) * ITEM_BYTES.get(t, 0) for d, t in zip(dims, types, strict=False) if d]
     return (sizes[0] if event["name"].endswith("_") else max(sizes)) if sizes else 0
-
-
-def product(dims: list[int]) -> int:
-    total = 1
-    for d in dims:
-        total *= d
-    return total
 
 
 def render(rows: list[dict[str, Any]]) -> str:
@@ -223,11 +197,11 @@ def render(rows: list[dict[str, Any]]) -> str:
         " packed Q, K and V are 3.00 of them for 8/8 and 2.00 for 8/4. The least is one copy of Q, K, V on the way in"
         " and one of O after; in backward one of the output's gradient in, and one of dQ, dK, dV after. Sending dQ, dK,"
         " dV in one All-to-All instead of three costs one copy more, on the way back.",
-        "On a CPU longspan's own kernel lays K and V heads-first before it starts (`kernel_strides.py` measures what"
-        " that saves); `plain kernel` is torch's attention on what arrives, as on a GPU: nothing is copied on arrival.",
+        "On a CPU longspan's own kernel lays K and V heads-first before it starts;"
+        " `plain kernel` is torch's attention on what arrives, as on a GPU: nothing is copied on arrival.",
         "`other` counts collectives that are not All-to-Alls (ALST gathers position ids in every layer).",
     ])  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    common.command(main, __doc__)

@@ -17,7 +17,6 @@ CPUs over gloo, so ratios of bytes hold on any machine, times do not.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import time
@@ -176,38 +175,21 @@ def _reference() -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tiny model: that it runs, not how fast")
-    parser.add_argument("--name", default="decode", help="name of the report")
-    options = parser.parse_args()
+def main(quick: bool = False, name: str = "decode") -> None:
+    """Generate on every mesh; `quick`: a tiny model, to see that it runs, not how fast."""
     env = common.environment(["longspan", "torch", "transformers"])
-    rows = list(measure(options.quick))
-    hidden, layers, prompt, new = SIZES[options.quick]
+    rows = list(measure(quick))
+    hidden, layers, prompt, new = SIZES[quick]
     shape = f"Llama: {layers} layers, hidden {hidden}, 8 query and 4 KV heads; fp32, weights replicated or sharded"
     run = f"over the tensor axis; a prompt of {prompt:,} tokens, then {new} one by one, then {SHORT} at once (B/128)."
     text = f"{_table(rows)}\n\n{shape} {run}\n\n{_reference()}"
-    print(text)
-    name = options.name + ("-quick" if options.quick else "")
+    name += "-quick" if quick else ""
     common.write_report(name, "Generation on every mesh, compared with one process", env, text, rows)
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    header = [
-        "mesh",
-        "cache",
-        "prefill s",
-        "tokens/s",
-        "cache MiB",
-        "plan",
-        "all MiB",
-        "plan",
-        "B/token",
-        "plan",
-        "B/128",
-        "plan",
-        "error",
-    ]
+    header = ["mesh", "cache", "prefill s", "tokens/s", "cache MiB", "plan", "all MiB", "plan", "B/token", "plan"]
+    header += ["B/128", "plan", "error"]
     return common.table(
         header,
         [
@@ -224,4 +206,4 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    common.command(main, __doc__)

@@ -1,14 +1,13 @@
 """The loss of a language-model head without its logits: our tiles, torch's `linear_cross_entropy`, and full logits.
 
-    python benchmarks/head_loss.py [--quick]
+    python benchmarks/head_loss.py
 
 Forward and backward of one rank's tokens, in one process, in alternation. `error`: of the loss, against fp64.
 """
 
 from __future__ import annotations
 
-import argparse
-import time
+import functools
 from typing import Any
 
 import common
@@ -20,29 +19,22 @@ from longspan.losses.cross_entropy import loss_sum
 from longspan.losses.deferred_logits import Head
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096])
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--vocab", type=int, default=32000)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="1,024 tokens")
-    parser.add_argument("--name", default="head-loss", help="name of the report")
-    args = parser.parse_args()
+def main(
+    tokens: tuple[int, ...] = (1024, 4096), hidden: int = 512, vocab: int = 32000, rounds: int = 5,
+    name: str = "head-loss",
+) -> None:  # fmt: skip
+    """Time the ways of computing the loss."""
     torch.set_num_threads(1)
-    rows = []
-    for tokens in args.tokens[:1] if args.quick else args.tokens:
-        for dtype in common.DTYPES:
-            rows += case(tokens, args.hidden, args.vocab, dtype, args.rounds)
+    env = common.environment(["torch"])
+    rows = [row for n in tokens for dtype in common.DTYPES for row in case(n, hidden, vocab, dtype, rounds)]
     header = ["tokens", "dtype", "loss", "ms", "over our tiles", "error"]
     cells = [
         [f"{row['tokens']:,}", row["dtype"], row["loss"], f"{1e3 * common.median(row['seconds']):.0f}",
          f"{row['ratio']:.2f}", f"{row['error']:.1e}"]
         for row in rows
     ]  # fmt: skip
-    text = common.table(header, cells) + f"\n\nHidden {args.hidden}, vocabulary {args.vocab:,}, one thread."
-    print(text)
-    common.write_report(args.name, "The loss of a head", common.environment(["torch"]), text, rows)
+    text = common.table(header, cells) + f"\n\nHidden {hidden}, vocabulary {vocab:,}, one thread."
+    common.write_report(name, "The loss of a head", env, text, rows)
 
 
 def case(tokens: int, hidden: int, vocab: int, dtype: str, rounds: int) -> list[dict[str, Any]]:
@@ -64,22 +56,21 @@ def case(tokens: int, hidden: int, vocab: int, dtype: str, rounds: int) -> list[
             ways[f"torch, {policy}"] = lambda policy=policy: F.linear_cross_entropy(
                 x[0], head.weight, labels[0], reduction="sum", ignore_index=-100, options=options(acc_policy=policy)
             )
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
     losses = {}
-    for _ in range(rounds + 1):
-        for name, way in ways.items():
-            head.weight.grad = x.grad = None
-            start = time.perf_counter()
-            loss = way()
-            loss.backward()
-            seconds[name].append(time.perf_counter() - start)
-            losses[name] = float(loss.detach())
+
+    def step(name: str) -> None:
+        head.weight.grad = x.grad = None
+        loss = ways[name]()
+        loss.backward()
+        losses[name] = float(loss.detach())
+
+    wall, _ = common.alternate({name: functools.partial(step, name) for name in ways}, rounds)
     return [
-        {"tokens": tokens, "dtype": dtype, "loss": name, "seconds": found[1:],
-         "ratio": common.paired_ratio(found[1:], seconds["our tiles"][1:]), "error": abs(losses[name] / exact - 1)}
-        for name, found in seconds.items()
+        {"tokens": tokens, "dtype": dtype, "loss": name, "seconds": seconds,
+         "ratio": common.paired_ratio(seconds, wall["our tiles"]), "error": abs(losses[name] / exact - 1)}
+        for name, seconds in wall.items()
     ]  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    common.command(main, __doc__)

@@ -10,7 +10,6 @@ for longer ones.)
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -68,39 +67,32 @@ def step(n: int, kernel: str, options: dict[str, Any]) -> Callable[[], None]:
     return run
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--name", default="mask-cost", help="name of the report")
-    args = parser.parse_args()
+def main(tokens: int = 16384, repeats: int = 3, name: str = "mask-cost") -> None:
+    """Time every mask."""
     torch.set_num_threads(1)
     env = common.environment(["torch"])
-    n = args.tokens
     rows = []
     for kernel in ("sdpa", "tiled"):
         runs = {
-            name: step(n, kernel, options)
-            for name, options in masks(n).items()
+            name: step(tokens, kernel, options)
+            for name, options in masks(tokens).items()
             if kernel == "tiled" or not {"prefix", "mask_mod"} & options.keys()
         }
-        seconds, _ = common.alternate(dict(runs), args.repeats)
-        whole = pairs(n, {})
-        for name, options in masks(n).items():
-            if name in runs:
-                ratio = common.paired_ratio(seconds[name], seconds["causal"])
-                share = pairs(n, options) / whole
-                rows.append({"kernel": kernel, "mask": name, "pairs": share, "time": ratio,
-                             "seconds": common.median(seconds[name])})  # fmt: skip
-                print(rows[-1], flush=True)
+        seconds, _ = common.alternate(dict(runs), repeats)
+        whole = pairs(tokens, {})
+        for mask, options in masks(tokens).items():
+            if mask in runs:
+                ratio = common.paired_ratio(seconds[mask], seconds["causal"])
+                share = pairs(tokens, options) / whole
+                rows.append({"kernel": kernel, "mask": mask, "pairs": share, "time": ratio,
+                             "seconds": common.median(seconds[mask])})  # fmt: skip
     cells = [[r["kernel"], r["mask"], f"{r['pairs']:.3f}", f"{r['time']:.3f}", f"{r['seconds']:.2f}"] for r in rows]
     text = common.table(["kernel", "mask", "pairs / causal", "time / causal", "seconds"], cells) + (
-        f"\n\n{n:,} tokens, {HEADS}/{KV_HEADS} heads of {DIM}, fp32, forward + backward; medians of "
-        f"{args.repeats} rounds."
+        f"\n\n{tokens:,} tokens, {HEADS}/{KV_HEADS} heads of {DIM}, fp32, forward + backward; medians of "
+        f"{repeats} rounds."
     )
-    print(text)
-    common.write_report(args.name, "What a mask costs", env, text, rows)
+    common.write_report(name, "What a mask costs", env, text, rows)
 
 
 if __name__ == "__main__":
-    main()
+    common.command(main, __doc__)

@@ -21,20 +21,20 @@ A part that exceeds its share of the time is ended, and the report says so.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import io
 import json
 import re
-import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks import cluster, common
+from longspan.bench.output import by_context, print_tables, tp_over_ulysses
 
 HOSTS, RANKS = 2, 2
 BUDGET_S = 15 * 60
@@ -133,188 +133,123 @@ def run_part(part: Part, seconds: float) -> dict[str, Any]:
 # --- the report
 
 
-def row_of(part: dict[str, Any], method: str, context: int) -> dict[str, Any] | None:
-    found = (r for r in part["rows"] if r["method"] == method and r["context"] == context and "seconds" in r)
-    return next(found, None)
+Row = dict[str, Any]
+Found = dict[str, dict[str, Any]]
 
 
-def contexts_of(part: dict[str, Any]) -> list[int]:
-    return list(dict.fromkeys(row["context"] for row in part["rows"]))
-
-
-def off(predicted: float, measured: float) -> str:
-    """Return the relative error of a prediction."""
-    return f"{predicted / measured - 1:+.0%}" if measured else "-"
+def rows_of(part: dict[str, Any]) -> Iterator[tuple[int, dict[str, Row]]]:
+    """Yield each context, and its measured rows by method."""
+    for context, rows in by_context(part):
+        yield context, {row["method"]: row for row in rows if "seconds" in row}
 
 
 def table_of(part: dict[str, Any]) -> str:
-    header = ["method", "tokens", "forward ms", "backward ms", "both ms", "quartiles", "in flight ms", "exposed ms",
-              "transfer ms", "planned comm", "planned both", "sent MB", "formula", "peak MB"]  # fmt: skip
-    cells = []
-    for row in part["rows"]:
-        if "seconds" not in row:
-            cells.append([row["method"], str(row["context"]), f"not measured: {row['reason']}", *["-"] * 11])
-            continue
-        total, predicted, formula = row["seconds"]["total"], row["predicted"], row["formula_bytes"]
-        per = 1e3 / row["sequences"]
-        expected = None if formula is None else sum(formula.values())
-        cells.append([
-            row["method"], f"{row['context']:,}", *(f"{row['seconds'][k]['median'] * per:.1f}" for k in
-            ("forward", "backward", "total")), f"{total['low'] * per:.1f} - {total['high'] * per:.1f}",
-            f"{row['communication_seconds'] * per:.1f}", f"{row['exposed_seconds'] * per:.1f}",
-            f"{row['transfer_seconds'] * per:.1f}",
-            "-" if predicted is None else off(predicted["communication"], row["transfer_seconds"]),
-            "-" if predicted is None else off(predicted["total"], total["median"]),
-            f"{row['method_bytes'] / 1e6:.3f}", "-" if expected is None else
-            "equal" if expected == row["method_bytes"] else f"{expected / 1e6:.3f}", f"{row['peak_bytes'] / 1e6:.1f}",
-        ])  # fmt: skip
-    return common.table(header, cells)
+    """Return the tables of `longspan bench`."""
+    out = io.StringIO()
+    print_tables(part, out)
+    return f"```\n{out.getvalue().rstrip()}\n```"
 
 
-def findings(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Return a line for each comparison, with its goal."""
+def total(row: Row) -> float:
+    return float(row["seconds"]["total"]["median"])
+
+
+def ms(row: Row, key: str) -> str:
+    return f"{1e3 * row[key]:.0f} ms"
+
+
+def swapped(wrong: Row, right: Row) -> str:
+    return (
+        f"USP 2x2 with the all-to-all across and the ring inside takes {total(wrong) / total(right):.2f} times as long "
+        "as with the all-to-all inside and the ring across."
+    )
+
+
+def overlapped(on: Row, without: Row) -> str:
+    ratio = common.paired_ratio(on["rounds"], without["rounds"])
+    left = on["exposed_seconds"] / max(without["exposed_seconds"], 1e-9)
+    return (
+        f"{on['method']} takes {ratio:.2f} of Ulysses' time with all heads at once; exposed are "
+        f"{ms(on, 'exposed_seconds')} of {ms(on, 'communication_seconds')} in flight, {left:.2f} of its."
+    )
+
+
+def not_prefetched(without: Row, on: Row) -> str:
+    return (
+        f"{on['method']} without prefetch takes {total(without) / total(on):.2f} times as long, "
+        f"{ms(without, 'exposed_seconds')} exposed instead of {ms(on, 'exposed_seconds')}."
+    )
+
+
+COMPARED: tuple[tuple[str, str, Callable[[Row, Row], str]], ...] = (
+    ("tp", "ulysses", tp_over_ulysses),
+    ("usp-2x2-swapped", "usp-2x2", swapped),
+    ("ulysses-overlap", "ulysses", overlapped),
+    ("ulysses-default", "ulysses", overlapped),
+    ("fsdp-no-prefetch", "fsdp", not_prefetched),
+    ("ulysses-no-prefetch", "ulysses", not_prefetched),
+)
+"""Two methods of a part that measured both, and what their rows say."""
+
+
+def findings(found: Found) -> list[str]:
+    """Return a line for each comparison."""
+    lines = []
+    for name, part in found.items():
+        for context, rows in rows_of(part):
+            for one, other, say in COMPARED:
+                if one in rows and other in rows:
+                    lines.append(f"- {name}, {context:,} tokens: {say(rows[one], rows[other])}")
+            if name.startswith("peers"):
+                lines += [f"- {name}, {context:,} tokens: {line}" for line in peers(part, rows)]
+        lines += [f"- {name}: {line}" for line in predictions(part)]
     across, within = found.get("step across, 200 Mbit/s"), found.get("step within")
-    lines = []
-    for part in (across, within):
-        for context in contexts_of(part) if part else []:
-            tp, ulysses = row_of(part, "tp", context), row_of(part, "ulysses", context)
-            if tp and ulysses:
-                sent = tp["method_bytes"] / ulysses["method_bytes"]
-                planned = sum(tp["formula_bytes"].values()) / sum(ulysses["formula_bytes"].values())
-                lines.append(
-                    f"- {part['part']}, {context:,} tokens: TP sends {sent:.2f} times Ulysses' bytes (formula "
-                    f"{planned:.2f}; 8 GPUs and Llama-2-70B: 14.22) and communicates "
-                    f"{tp['communication_seconds'] / ulysses['communication_seconds']:.2f} times as long."
-                )
-    if across and within:
-        for context in contexts_of(across):
-            for method in dict.fromkeys(row["method"] for row in across["rows"]):
-                far, near = row_of(across, method, context), row_of(within, method, context)
-                if far and near:
-                    slower = far["seconds"]["total"]["median"] / near["seconds"]["total"]["median"]
-                    longer = far["communication_seconds"] / max(near["communication_seconds"], 1e-9)
-                    lines.append(
-                        f"- {method}, {context:,} tokens: across takes {slower:.2f} times as long as within, its "
-                        f"communication {longer:.2f} times."
-                    )
-    lines += crossover(found.get("short across, 200 Mbit/s")) + placement(found.get("placement, 200 Mbit/s"))
-    for part in found.values():
-        lines += overlap(part)
-    lines += prefetch(found.get("prefetch, 200 Mbit/s")) + predictions(list(found.values()))
-    for name, goals in (("200", (0.6, 0.75)), ("100", (0.5, 0.75))):
-        lines += peers(found.get(f"peers across, {name} Mbit/s"), *goals)
-    return lines + peers(found.get("peers within"), 1.0, 1.0)
-
-
-def crossover(part: dict[str, Any] | None) -> list[str]:
-    if not part:
-        return []
-    ratios = {}
-    for context in contexts_of(part):
-        tp, ulysses = row_of(part, "tp", context), row_of(part, "ulysses", context)
-        if tp and ulysses:
-            ratios[context] = tp["communication_seconds"] / max(ulysses["communication_seconds"], 1e-9)
-    if not ratios:
-        return []
-    text = ", ".join(f"{context} tokens {ratio:.2f}" for context, ratio in ratios.items())
-    return [
-        "- Short sequences, TP's communication over Ulysses' (with its gathers of weights): "
-        f"{text}; above 1 Ulysses wins."
-    ]
-
-
-def placement(part: dict[str, Any] | None) -> list[str]:
-    lines = []
-    for context in contexts_of(part) if part else []:
-        right, wrong = row_of(part, "usp-2x2", context), row_of(part, "usp-2x2-swapped", context)
-        if right and wrong:
-            ratio = wrong["seconds"]["total"]["median"] / right["seconds"]["total"]["median"]
+    for context, far in rows_of(across) if across and within else ():
+        near = dict(rows_of(within))[context]  # type: ignore[arg-type]
+        for method in far.keys() & near.keys():
+            slower = total(far[method]) / total(near[method])
+            longer = far[method]["communication_seconds"] / max(near[method]["communication_seconds"], 1e-9)
             lines.append(
-                f"- USP 2x2, {context:,} tokens: the all-to-all across and the ring inside take {ratio:.2f} times as "
-                "long as the all-to-all inside and the ring across."
+                f"- {method}, {context:,} tokens: across takes {slower:.2f} times as long as within, its communication "
+                f"{longer:.2f} times."
             )
     return lines
 
 
-def overlap(part: dict[str, Any]) -> list[str]:
-    """Compare Ulysses whose all-to-all overlaps with the attention with Ulysses without overlap."""
-    lines = []
-    named = {"ulysses-overlap": "with overlap", "ulysses-default": "by default"}
-    for context, method in ((context, method) for context in contexts_of(part) for method in named):
-        on, without = row_of(part, method, context), row_of(part, "ulysses", context)
-        if on and without:
-            ratio = common.paired_ratio(on["rounds"], without["rounds"])
-            lines.append(
-                f"- {part['part']}, {context:,} tokens: Ulysses {named[method]} takes "
-                f"{ratio:.2f} of its time without; exposed are "
-                f"{1e3 * on['exposed_seconds']:.0f} ms of {1e3 * on['communication_seconds']:.0f} in flight, "
-                f"{1e3 * without['exposed_seconds']:.0f} with all heads at once."
-            )
-            if part["part"].startswith("covered"):
-                left = on["exposed_seconds"] / max(without["exposed_seconds"], 1e-9)
-                met = "met" if left <= 0.1 else f"missed by {left - 0.1:.2f}"
-                lines.append(f"- {part['part']}: {left:.2f} of what is exposed without overlap; goal 0.1, {met}.")
-    return lines
-
-
-def prefetch(part: dict[str, Any] | None) -> list[str]:
-    lines = []
-    for context in contexts_of(part) if part else []:
-        for method in ("fsdp", "ulysses"):
-            on, without = row_of(part, method, context), row_of(part, f"{method}-no-prefetch", context)
-            if on and without:
-                lines.append(
-                    f"- {method}, {context:,} tokens: without prefetch a step takes "
-                    f"{without['seconds']['total']['median'] / on['seconds']['total']['median']:.2f} times as long, "
-                    f"{1e3 * without['exposed_seconds']:.0f} ms exposed instead of {1e3 * on['exposed_seconds']:.0f}."
-                )
-    return lines
-
-
-def predictions(of: list[dict[str, Any]]) -> list[str]:
+def predictions(part: dict[str, Any]) -> list[str]:
     """Compare the planner's errors with its goals."""
     lines = []
-    for part in of:
-        rows = [row for row in part["rows"] if row.get("predicted")]
-        for what, goal, measured, predicted in (
-            ("communication", 0.15, lambda r: r["transfer_seconds"], lambda r: r["predicted"]["communication"]),
-            ("step", 0.20, lambda r: r["seconds"]["total"]["median"], lambda r: r["predicted"]["total"]),
-        ):
-            errors = [abs(predicted(row) / measured(row) - 1) for row in rows if measured(row)]
-            if errors:
-                met = sum(error <= goal for error in errors)
-                lines.append(
-                    f"- {part['part']}: the planner's {what} is off by {statistics.median(errors):.0%} (median), "
-                    f"{max(errors):.0%} (worst); within the goal of {goal:.0%} in {met} of {len(errors)}."
-                )
+    rows = [row for row in part["rows"] if row.get("predicted")]
+    for what, goal, measured, predicted in (
+        ("communication", 0.15, lambda r: r["transfer_seconds"], lambda r: r["predicted"]["communication"]),
+        ("step", 0.20, total, lambda r: r["predicted"]["total"]),
+    ):
+        errors = [abs(predicted(row) / measured(row) - 1) for row in rows if measured(row)]
+        if errors:
+            lines.append(
+                f"the planner's {what} is off by {common.median(errors):.0%} (median), {max(errors):.0%} (worst); "
+                f"within the goal of {goal:.0%} in {sum(error <= goal for error in errors)} of {len(errors)}."
+            )
     return lines
 
 
-def peers(part: dict[str, Any] | None, usp_goal: float, ulysses_goal: float) -> list[str]:
+GOALS = {"usp-2x2": 0.6, "ulysses-overlap": 0.75, "ulysses": 1.0}
+"""Of the better peer's time, at 200 Mbit/s."""
+
+
+def peers(part: dict[str, Any], rows: dict[str, Row]) -> list[str]:
     """Compare longspan's time with the better peer's, by the median over rounds of the ratio within a round."""
+    others = {name: row for name, row in rows.items() if name.split("-")[0] in PEERS}
+    if not others:
+        return ["no peer is installed, so nothing is compared."]
+    best = min(others, key=lambda name: total(others[name]))
     lines = []
-    for context in contexts_of(part) if part else []:
-        rows = {row["method"]: row for row in part["rows"] if row["context"] == context and "seconds" in row}
-        others = {name: row for name, row in rows.items() if name.split("-")[0] in PEERS}
-        if not others:
-            lines.append(f"- {part['part']}: no peer is installed, so nothing is compared.")
-            continue
-        best = min(others, key=lambda name: others[name]["seconds"]["total"]["median"])
-        ulysses_only = {
-            name: row for name, row in others.items() if not name.startswith("yunchang") or name.endswith("x1")
-        }
-        plain_best = min(ulysses_only, key=lambda name: ulysses_only[name]["seconds"]["total"]["median"])
-        for name, goal in (("usp-2x2", usp_goal), ("ulysses-overlap", ulysses_goal), ("ulysses", 1.0)):
-            if name in rows:
-                ratio, plain_ratio = (
-                    common.paired_ratio(rows[name]["rounds"], rows[other]["rounds"]) for other in (best, plain_best)
-                )
-                met = "met" if ratio <= goal else f"missed by {ratio - goal:.2f}"
-                lines.append(
-                    f"- {part['part']}, {context:,} tokens: {name} takes {ratio:.2f} of the better peer's time "
-                    f"({best}); goal {goal:g}, {met}; of the better peer's plain Ulysses ({plain_best}) "
-                    f"{plain_ratio:.2f}.{link_alone(rows[name], others[best], part)}"
-                )
+    for name in GOALS.keys() & rows.keys():
+        ratio = common.paired_ratio(rows[name]["rounds"], rows[best]["rounds"])
+        lines.append(
+            f"{name} takes {ratio:.2f} of the better peer's time ({best}; goal {GOALS[name]:g} at 200 Mbit/s)."
+            f"{link_alone(rows[name], others[best], part)}"
+        )
     return lines
 
 
@@ -333,37 +268,35 @@ def link_alone(row: dict[str, Any], other: dict[str, Any], part: dict[str, Any])
     return f" The link alone needs {1e3 * seconds:.0f} ms for its bytes, {ratio:.2f} of that peer's time."
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.methods_on_cluster",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--quick", action="store_true", help="a few small parts, to see that it runs")
-    parser.add_argument("--only", nargs="+", default=[""], help="parts whose names begin with one of these")
-    parser.add_argument("--minutes", type=float, default=BUDGET_S / 60, help="for all parts, at most")
-    parser.add_argument("--name", default="methods-on-cluster", help="name of the report")
-    parser.add_argument("--reports", type=Path, help="its folder, by default benchmarks/reports")
-    args = parser.parse_args()
+def main(
+    quick: bool = False, only: tuple[str, ...] = ("",), minutes: float = BUDGET_S / 60,
+    name: str = "methods-on-cluster", reports: Path | None = None,
+) -> None:  # fmt: skip
+    """Measure all parts.
+
+    Args:
+        quick: a few small parts, to see that it runs.
+        only: parts whose names begin with one of these.
+        minutes: for all parts, at most.
+        name: of the report.
+        reports: its folder, by default benchmarks/reports.
+    """
     env = common.environment(["longspan", "torch", "transformers", "deepspeed", "yunchang"])
     env["ranks"] = f"gloo, {HOSTS} hosts x {RANKS} ranks in network namespaces"
-    if args.quick:
-        args.name += "-quick"
-    todo = [part for part in parts(args.quick) if part.name.startswith(tuple(args.only))]
+    name += "-quick" if quick else ""
+    todo = [part for part in parts(quick) if part.name.startswith(only)]
     if not todo:
-        parser.error(f"--only {' '.join(args.only)}: there are {', '.join(part.name for part in parts(args.quick))}")
+        raise SystemExit(f"--only {' '.join(only)}: there are {', '.join(part.name for part in parts(quick))}")
     found: dict[str, dict[str, Any]] = {}
-    deadline = time.monotonic() + 60 * args.minutes
+    deadline = time.monotonic() + 60 * minutes
     for place, part in enumerate(todo):
         left = deadline - time.monotonic() - 5
         # A part may use what earlier ones have left, but not what later ones need.
         later = sum(each.share for each in todo[place + 1 :]) / sum(each.share for each in todo)
-        seconds = max(1.0, left - later * 60 * args.minutes * 0.9)
+        seconds = max(1.0, left - later * 60 * minutes * 0.9)
         print(f"{part.name}: at most {seconds:.0f} s", file=sys.stderr, flush=True)
         found[part.name] = run_part(part, seconds)
-    text = report(found)
-    print(text)
-    common.write_report(args.name, "Every method on an emulated cluster", env, text, found, args.reports)
+    common.write_report(name, "Every method on an emulated cluster", env, report(found), found, reports)
 
 
 def report(found: dict[str, dict[str, Any]]) -> str:
@@ -371,17 +304,11 @@ def report(found: dict[str, dict[str, Any]]) -> str:
     blocks = ["\n".join(["## Findings", "", *findings(found)])]
     for name, part in found.items():
         why = f"Not measured: {part['reason']}.\n\n" if "reason" in part else ""
-        shape = f"{part['shape']}, {part['dtype']}; {part['measured']}.\n\n" if "shape" in part else ""
-        body = why or f"{shape}{table_of(part)}\n"
+        body = why or f"{table_of(part)}\n"
         blocks.append(f"## {name}\n\n`{part['command']}` ({part['seconds']:g} s)\n\n{body}")
-    blocks.append(
-        "Times are medians over rounds of the slowest rank's, per sequence. Transfer is the time of each collective "
-        "from the last rank's call to the last rank's end. Planned is the planner's error of that, and of the total "
-        "time, with links that the same job measured on each mesh. `ulysses-overlap` uses 4 chunks of heads unless the "
-        "command has another number; other methods send all heads at once."
-    )
+    blocks.append("`ulysses-overlap` uses 4 chunks of heads unless the command has another number.")
     return "\n\n".join(blocks)
 
 
 if __name__ == "__main__":
-    cluster.exit_on_missing(main)
+    cluster.exit_on_missing(lambda: common.command(main, __doc__))

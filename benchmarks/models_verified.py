@@ -10,7 +10,6 @@ differs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -49,43 +48,45 @@ def _line(text: str) -> str:
     return text.strip().rpartition("\n")[2][:200]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", nargs="+", help="only these; docs/reference/models.md is then left alone")
-    parser.add_argument("--again", action="store_true", help="ignore the results of an earlier run")
-    args = parser.parse_args()
+def main(family: tuple[str, ...] = (), again: bool = False) -> None:
+    """Write the page.
+
+    Args:
+        family: only these; docs/reference/models.md is then left alone.
+        again: ignore the results of an earlier run.
+    """
     os.environ["HF_HUB_OFFLINE"] = "1"
-    if args.again:
+    if again:
         RESULTS.unlink(missing_ok=True)
     RESULTS.parent.mkdir(exist_ok=True)
-    names = args.family or families()
-    rows: dict[str, Any] = {} if args.family or not RESULTS.exists() else json.loads(RESULTS.read_text())
+    names = family or families()
+    rows: dict[str, Any] = {} if family or not RESULTS.exists() else json.loads(RESULTS.read_text())
     pools = Pools()
 
-    def store(family: str, column: str, found: list[str]) -> None:
-        rows.setdefault(family, {})[column] = found
-        if not args.family:
+    def store(name: str, column: str, found: list[str]) -> None:
+        rows.setdefault(name, {})[column] = found
+        if not family:
             RESULTS.write_text(json.dumps(rows))
 
     try:
-        for family in names:
-            if family not in rows:
-                outcome = refusal(family, pools)
-                store(family, "accepted", ["equal", ""] if outcome is None else [outcome.kind, outcome.text])
+        for each in names:
+            if each not in rows:
+                outcome = refusal(each, pools)
+                store(each, "accepted", ["equal", ""] if outcome is None else [outcome.kind, outcome.text])
         for column, case in CASES.items():
-            todo = [family for family in names if rows[family]["accepted"][0] == "equal" and column not in rows[family]
-                    and (family.startswith("causal") or case.get("job") != "generate")]  # fmt: skip
+            todo = [each for each in names if rows[each]["accepted"][0] == "equal" and column not in rows[each]
+                    and (each.startswith("causal") or case.get("job") != "generate")]  # fmt: skip
             for at in range(0, len(todo), BLOCK):
-                for family, found in verify(column, todo[at : at + BLOCK], pools).items():
-                    store(family, column, found)
+                for each, found in verify(column, todo[at : at + BLOCK], pools).items():
+                    store(each, column, found)
     finally:
         pools.close()
-    failed = [(family, *cell) for family, row in rows.items() for cell in row.items() if cell[1][0] == "failed"]
-    if not args.family:
+    failed = [(each, *cell) for each, row in rows.items() for cell in row.items() if cell[1][0] == "failed"]
+    if not family:
         (ROOT / "docs" / "reference" / "models.md").write_text(page(rows))
         print("written: docs/reference/models.md")
-    for family, column, found in failed:
-        print(f"FAILED: {family}, {column}: {found[1]}")
+    for each, column, found in failed:
+        print(f"FAILED: {each}, {column}: {found[1]}")
     sys.exit(1 if failed else 0)
 
 
@@ -164,4 +165,4 @@ def _reason(text: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    common.command(main, __doc__)

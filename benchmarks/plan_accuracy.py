@@ -1,6 +1,6 @@
 """The planner against this machine: memory and time of a training step, predicted and measured.
 
-    python benchmarks/plan_accuracy.py [--memory-only | --time-only]
+    python benchmarks/plan_accuracy.py [--no-time | --no-memory]
 
 Memory: bytes of tensors at the peak of a step (weights, gradients, optimizer states, activations, buffers) on the rank
 with most, from torch's profiler, next to the planner's total. Neither counts other memory (libraries, the allocator's
@@ -13,11 +13,9 @@ counts. Two ranks on two cores, as the planner does not describe ranks that shar
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,7 @@ import torch
 import torch.distributed as dist
 
 from longspan.bench.measure import run
-from longspan.bench.meters import CPU
-from longspan.bench.workloads import Workload, step_workload
+from longspan.bench.workloads import Workload, training_step
 from longspan.core.memory import FASTEST, Memory
 from longspan.core.sections import make
 from longspan.tracing.record import memory_rise
@@ -69,25 +66,18 @@ TIME_CASES: list[tuple[dict[str, Any], int, dict[str, int], dict[str, Any]]] = [
 ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--memory-only", action="store_true")
-    parser.add_argument("--time-only", action="store_true")
-    parser.add_argument("--repeats", type=int, default=5, help="timed steps of a case")
-    parser.add_argument("--name", default="plan-accuracy", help="name of the report")
-    args = parser.parse_args()
+def main(memory: bool = True, time: bool = True, repeats: int = 5, name: str = "plan-accuracy") -> None:
+    """Compare `memory` and `time` (of `repeats` steps of a case); `name` is the report's."""
     env = common.environment(["longspan", "torch", "transformers"])
     results: dict[str, Any] = {}
     parts = []
-    if not args.time_only:
+    if memory:
         results["memory"] = [memory_case(*case) for case in MEMORY_CASES]
         parts.append(render_memory(results["memory"]))
-    if not args.memory_only:
-        results["time"], results["link"] = time_cases(args.repeats)
+    if time:
+        results["time"], results["link"] = time_cases(repeats)
         parts.append(render_time(results["time"], results["link"]))
-    text = "\n\n".join(parts)
-    print(text)
-    common.write_report(args.name, "The planner against this machine", env, text, results)
+    common.write_report(name, "The planner against this machine", env, "\n\n".join(parts), results)
 
 
 def written(options: dict[str, Any]) -> dict[str, Any]:
@@ -113,21 +103,16 @@ def predicted(config: dict[str, Any], context: int, ranks: dict[str, int], optio
 def make_step(config: dict[str, Any], context: int, ranks: dict[str, int], options: dict[str, Any]) -> Workload:
     """Return a training step of this rank, as `longspan train` makes it."""
     import transformers
-    from torch.distributed.fsdp import MixedPrecisionPolicy
 
     import longspan
 
     sp = longspan.SequenceSharding(longspan.init_mesh(**ranks), ring_impl=options.get("ring_impl", "auto"))
     torch.manual_seed(0)
     llama = transformers.LlamaConfig(**config, max_position_embeddings=1 << 20)
-    model = transformers.AutoModelForCausalLM.from_config(llama)
-    bf16, sharded = options.get("dtype") == "bf16", options.get("weight_sharding", True)
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 and sharded else None
-    memory_options = options.get("memory", FASTEST)
-    model = longspan.parallelize(model, sp, fsdp=sharded, mp_policy=policy, memory=memory_options).train()
-    torch.manual_seed(sp.data_rank)
-    ids = torch.randint(0, config["vocab_size"], (1, context))
-    return step_workload(model, lambda: model(input_ids=ids, labels=ids).loss, CPU, autocast=bf16 and not sharded)
+    model = transformers.AutoModelForCausalLM.from_config(llama).train()
+    ids = torch.randint(0, config["vocab_size"], (1, context), generator=torch.Generator().manual_seed(sp.data_rank))
+    fsdp, memory = options.get("weight_sharding", True), options.get("memory", FASTEST)
+    return training_step(model, sp, ids, common.DTYPES[options["dtype"]], fsdp=fsdp, memory=memory)
 
 
 def measure_memory(*case: Any) -> dict[str, int]:
@@ -143,14 +128,8 @@ def measure_time(
     config: dict[str, Any], context: int, ranks: dict[str, int], options: dict[str, Any], n: int
 ) -> list[float]:
     step = make_step(config, context, ranks, options)
-    seconds = []
-    for _ in range(n + 1):
-        dist.barrier()
-        start = time.perf_counter()
-        run(step)
-        dist.barrier()
-        seconds.append(time.perf_counter() - start)
-    return seconds[1:]
+    wall, _ = common.alternate({"": lambda: run(step)}, n)
+    return wall[""]
 
 
 def memory_case(config: dict[str, Any], context: int, ranks: dict[str, int], options: dict[str, Any]) -> dict[str, Any]:
@@ -229,4 +208,4 @@ def render_time(rows: list[dict[str, Any]], link: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    common.command(main, __doc__)

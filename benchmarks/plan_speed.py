@@ -8,7 +8,6 @@ collective, time); the command line is started anew for each round.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import time
@@ -23,14 +22,11 @@ MODELS = ("llama-2-70b", "llama-3.1-8b", "qwen3-235b-a22b", "gemma-3-27b", "deep
 CONTEXTS = (8192, 131072, 1 << 20)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--name", default="plan-speed", help="name of the report")
-    args = parser.parse_args()
+def main(repeats: int = 11, name: str = "plan-speed") -> None:
+    """Time the planner and its command."""
     env = common.environment(["longspan", "rich", "tyro"])
     rates, starts = [], []
-    for _ in range(args.repeats):
+    for _ in range(repeats):
         plans, seconds = cost_everything()
         rates.append(plans / seconds)
         starts.append(start_seconds())
@@ -41,11 +37,8 @@ def main() -> None:
         ["`longspan plan` from start to the printed table, median", f"{common.median(starts):.3f} s"],
         ["the same, most", f"{max(starts):.3f} s"],
     ]
-    text = common.table(["what", "measured"], rows)
-    print(text)
-    common.write_report(
-        args.name, "The planner's speed", env, text, {"plans_per_second": rates, "start_seconds": starts}
-    )
+    data = {"plans_per_second": rates, "start_seconds": starts}
+    common.write_report(name, "The planner's speed", env, common.table(["what", "measured"], rows), data)
 
 
 def cost_everything() -> tuple[int, float]:
@@ -70,4 +63,4 @@ def start_seconds() -> float:
 
 
 if __name__ == "__main__":
-    main()
+    common.command(main, __doc__)

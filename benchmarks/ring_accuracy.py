@@ -8,7 +8,6 @@ Output and gradients against one plain fp64 attention; the error is ||a - b|| / 
 
 from __future__ import annotations
 
-import argparse
 import math
 from typing import Any
 
@@ -71,16 +70,13 @@ def body(ring: int, ulysses: int, tokens: int, impl: str) -> list[dict[str, Any]
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--name", default="ring-accuracy", help="name of the report")
-    args = parser.parse_args()
+def main(tokens: int = 2048, name: str = "ring-accuracy") -> None:
+    """Compare errors."""
     env = common.environment(["torch"])
     rows: list[dict[str, Any]] = []
     for ring, ulysses in MESHES:
         for impl in ("p2p", "allgather"):
-            rows += common.run_ranks(body, ring * ulysses, ring, ulysses, args.tokens, impl)
+            rows += common.run_ranks(body, ring * ulysses, ring, ulysses, tokens, impl)
     cells = [
         [f"{r['ring']} x {r['ulysses']}", r["impl"], r["heads"], r["of"], f"{r['ours']:.2e}", f"{r['single']:.2e}",
          f"{r['ours'] / r['single']:.3f}"]
@@ -89,12 +85,11 @@ def main() -> None:
     ratios = [r["ours"] / r["single"] for r in rows]
     header = ["ring x ulysses", "blocks move by", "heads", "of", "error", "one device", "ratio"]
     text = common.table(header, cells) + (
-        f"\n\n{args.tokens:,} tokens, head_dim 64, causal, zigzag, bf16. Ratio: median "
-        f"{common.median(ratios):.3f}, most {max(ratios):.3f}."
+        f"\n\n{tokens:,} tokens, head_dim 64, causal, zigzag, bf16. Ratio: median {common.median(ratios):.3f}, most "
+        f"{max(ratios):.3f}."
     )
-    print(text)
-    common.write_report(args.name, "Ring and USP in bf16 against fp64", env, text, rows)
+    common.write_report(name, "Ring and USP in bf16 against fp64", env, text, rows)
 
 
 if __name__ == "__main__":
-    main()
+    common.command(main, __doc__)

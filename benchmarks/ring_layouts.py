@@ -9,8 +9,8 @@ may share cores, so there the CPU seconds of the busiest rank count.
 
 from __future__ import annotations
 
-import argparse
 import os
+from collections.abc import Callable
 from typing import Any
 
 import common
@@ -38,7 +38,7 @@ def body(ring: int, n: int, repeats: int) -> dict[str, Any]:
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[dist.get_rank() % len(cores)]})
-    steps: dict[str, common.Timer] = {}
+    steps: dict[str, Callable[[], object]] = {}
     for kind in ("zigzag", "contiguous"):
         sp = longspan.SequenceSharding(longspan.init_mesh(ring=ring), layout=kind, ring_impl="p2p")
         local = sp.layout.local_length(n)
@@ -57,20 +57,16 @@ def body(ring: int, n: int, repeats: int) -> dict[str, Any]:
     return {"ring": ring, "wall": wall, "cpu": cpu}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--name", default="ring-layouts", help="name of the report")
-    args = parser.parse_args()
+def main(tokens: int = 16384, repeats: int = 5, name: str = "ring-layouts") -> None:
+    """Count and time both layouts."""
     env = common.environment(["torch"])
-    counts = [counted(ring, args.tokens) for ring in (2, 4, 8)]
+    counts = [counted(ring, tokens) for ring in (2, 4, 8)]
     text = common.table(
         ["ring", "zigzag", "contiguous", "contiguous / zigzag"],
         [[str(c["ring"]), f"{c['zigzag']:.4f}", f"{c['contiguous']:.4f}", f"{c['ratio']:.3f}"] for c in counts],
     )
     text = f"Counted: the busiest rank's work over the mean of all ranks.\n\n{text}\n\n"
-    timed = [common.run_ranks(body, ring, ring, args.tokens, args.repeats) for ring in (2, 4)]
+    timed = [common.run_ranks(body, ring, ring, tokens, repeats) for ring in (2, 4)]
     cells = []
     for run in timed:
         for part in ("forward", "forward + backward"):
@@ -78,15 +74,11 @@ def main() -> None:
                 a, b = run[clock][f"contiguous {part}"], run[clock][f"zigzag {part}"]
                 cells.append([str(run["ring"]), part, clock, f"{common.median(a):.3f}", f"{common.median(b):.3f}",
                               f"{common.paired_ratio(a, b):.3f}"])  # fmt: skip
-    text += (
-        f"Timed: {args.tokens:,} tokens, {HEADS}/{KV_HEADS} heads of {DIM}, fp32, causal; seconds of the busiest rank."
-        "\n\n"
-    )
-    text += common.table(["ring", "part", "clock", "contiguous", "zigzag", "contiguous / zigzag"], cells)
+    text += f"Timed: {tokens:,} tokens, {HEADS}/{KV_HEADS} heads of {DIM}, fp32, causal; seconds of the busiest rank."
+    text += "\n\n" + common.table(["ring", "part", "clock", "contiguous", "zigzag", "contiguous / zigzag"], cells)
     text += f"\n\nA ring of 4 shares {env['cores']} cores here: its wall time is no rank's own, its CPU time is."
-    print(text)
-    common.write_report(args.name, "Zigzag against contiguous blocks", env, text, {"counted": counts, "timed": timed})
+    common.write_report(name, "Zigzag against contiguous blocks", env, text, {"counted": counts, "timed": timed})
 
 
 if __name__ == "__main__":
-    main()
+    common.command(main, __doc__)

@@ -21,14 +21,11 @@ were idle (none in a perfect overlap), and the ring's CPU time beyond that of co
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import importlib
-import json
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -54,34 +51,25 @@ CASES = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=list(CASES), help=f"of {', '.join(CASES)}")
-    parser.add_argument("--heads", default="4/4", help="query/KV heads")
-    parser.add_argument("--repeats", type=int, default=9, help="timed rounds")
-    parser.add_argument("--name", default="ring-overlap", help="name of the report")
-    parser.add_argument("--as-rank", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    heads, kv_heads = map(int, args.heads.split("/"))
-    if args.as_rank:
-        task = json.loads(args.as_rank)
-        cluster.as_rank(lambda: measure(**task))
-        return
+def main(
+    cases: tuple[str, ...] = tuple(CASES), heads: int = 4, kv_heads: int = 4, repeats: int = 9,
+    name: str = "ring-overlap",
+) -> None:  # fmt: skip
+    """Measure some of `CASES`."""
     env = common.environment(["longspan", "torch"])
     env["ranks"] = "each in a network namespace and pinned to a core, gloo over slow links (tc tbf), 1 thread each"
-    results = [measure_case(name, heads, kv_heads, args.repeats) for name in args.cases]
+    results = [measure_case(case, heads, kv_heads, repeats) for case in cases]
     text = describe(results, heads, kv_heads)
-    print(text)
-    common.write_report(args.name, "How much of its communication a ring hides", env, text, results)
+    common.write_report(name, "How much of its communication a ring hides", env, text, results)
 
 
 def measure_case(name: str, heads: int, kv_heads: int, repeats: int) -> dict[str, Any]:
     ranks, layout, causal, tokens = CASES[name]
     task = {"layout": layout, "causal": causal, "tokens": tokens, "heads": heads, "kv_heads": kv_heads}
+    cores = sorted(os.sched_getaffinity(0))
     with cluster.hosts(ranks) as net:
-        script, cores = str(Path(__file__).resolve()), sorted(os.sched_getaffinity(0))
-        rank_args = ["--as-rank", json.dumps(task | {"repeats": repeats, "net": dataclasses.asdict(net)})]
-        measured = cluster.run_on(net, script, rank_args, timeout=1800, cores=cores, env=KEEP_MEMORY)
+        task |= {"repeats": repeats, "net": dataclasses.asdict(net)}
+        measured = cluster.run_on(net, measure, timeout=1800, cores=cores, env=KEEP_MEMORY, **task)
     block_bytes = 2 * tokens * kv_heads * DIM * 4
     shape = {"ranks": ranks, "cores": min(ranks, len(cores)), "tokens_per_rank": tokens, "block_bytes": block_bytes}
     result = {"case": name, **shape, **measured}
@@ -239,4 +227,4 @@ def describe(results: list[dict[str, Any]], heads: int, kv_heads: int) -> str:
 
 
 if __name__ == "__main__":
-    cluster.exit_on_missing(main)
+    cluster.exit_on_missing(lambda: common.command(main, __doc__))
