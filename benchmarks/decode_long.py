@@ -13,7 +13,6 @@ step, and what is left of it if the step is replayed as a CUDA graph (`cuda_grap
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -154,14 +153,12 @@ def _captured_and_not_replayed(run: Callable[[], list[Any]]) -> Callable[[], lis
     return lambda: out
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a short cache: that it runs, not how fast")
-    options = parser.parse_args()
+def main(quick: bool = False) -> None:
+    """Decode; `quick`: a short cache, to see that it runs, not how fast."""
     torch.set_num_threads(1)
     env = common.environment(["longspan", "torch", "transformers"])
-    rows, host = measure(options.quick), host_times(options.quick)
-    cached, turns, n = SIZES[options.quick]
+    rows, host = measure(quick), host_times(quick)
+    cached, turns, n = SIZES[quick]
     table = common.table(
         ["mesh", "ms/token", "best", "cache MiB", "weights MiB", "error"],
         [
@@ -174,13 +171,12 @@ def main() -> None:
     )  # fmt: skip
     text = (
         f"{table}\n\nLlama: {LAYERS} layers, hidden {HIDDEN}, {HEADS} heads of {DIM}; fp32; {cached:,} cached tokens, "
-        f"{turns} turns of {n} tokens.\n\nHost time of a token, a Llama of {2 if options.quick else 32} narrow layers, "
+        f"{turns} turns of {n} tokens.\n\nHost time of a token, a Llama of {2 if quick else 32} narrow layers, "
         f"in microseconds: " + ", ".join(f"{name} {us:,.0f}" for name, us in host.items()) + "."
     )
-    print(text)
-    name = "decode-long" + ("-quick" if options.quick else "")
+    name = "decode-long" + ("-quick" if quick else "")
     common.write_report(name, "Generated tokens over a long cache", env, text, [*rows, host])
 
 
 if __name__ == "__main__":
-    main()
+    common.command(main, __doc__)

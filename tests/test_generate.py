@@ -14,7 +14,6 @@ from longspan.core.cache import KVPlacement, tokens_per_rank
 from longspan.core.layout import Layout
 from tests.choose import confirming
 from tests.generating import FAMILY, NEW, PROMPT, check_generated, generated, made, parallelized, plain, prompt
-from tests.models import sharding
 from tests.pool import RankPool
 
 GENERATED = ["Llama", "Qwen3", "Mistral", "Gemma3Text", "GptOss", "GPT2", "Llama4Text", "Mixtral", "DeepseekV3"]
@@ -211,25 +210,6 @@ def test_different_or_incomplete_caches_raise(pool4: RankPool) -> None:
     assert "ranks 1 were given another one than ranks 0, 2, 3" in prompts[0]
     assert all("it broke off behind 0 tokens" in text for text in broken)
     assert all("there is no new token behind the 0" in text for text in nothing)
-
-
-def _with_adapters(inputs: Any, expected: Any) -> None:
-    model = longspan.parallelize(_adapted(), sharding(ring=2), fsdp=False)
-    check_generated(generated(model, inputs), expected)
-
-
-def _adapted() -> Any:
-    import peft
-
-    torch.manual_seed(5)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    return peft.get_peft_model(made("Llama"), config).eval()
-
-
-def test_adapters(pool2: RankPool) -> None:
-    expected = generated(_adapted(), prompt())
-    assert not torch.equal(expected[1], plain("Llama")[1])
-    pool2.run(_with_adapters, prompt(), expected)
 
 
 @pytest.mark.parametrize(("ring", "ulysses", "kind"), [(2, 2, "zigzag"), (3, 1, "contiguous"), (1, 4, "contiguous")])

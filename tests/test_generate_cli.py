@@ -24,7 +24,7 @@ from longspan.bench.meters import Sent, count_sent
 from longspan.core.errors import LongspanError
 from longspan.core.sections import make, replace
 from longspan.generate.config import GenerateConfig
-from longspan.generate.fit import choose_weights, question
+from longspan.generate.fit import choose_weights
 from longspan.generate.job import format_report, open_fitting_prompt
 from longspan.generate.rank import Generation
 from longspan.generate.score import ScoreConfig, open_text, score_rank
@@ -352,18 +352,6 @@ def test_weights_are_replicated_where_they_fit_else_on_a_tensor_axis() -> None:
     assert chosen(1, ulysses=4)[:2] == ("sharded", "--ulysses 4")
     assert chosen(1, ulysses=4, weights="replicated") == ("replicated", "--ulysses 4", None)
     assert chosen(40) == ("auto", "--ulysses 1", None)
-
-
-def test_the_chosen_tensor_axis_generates_the_same_text(folder: Path, pool2: RankPool) -> None:
-    config = _config(folder, ulysses=2, temperature=0.0)
-    model_config = AutoConfig.from_pretrained(folder)
-    needed = [
-        sum(peak_items(*question(each, model_config, 200), each.chunk).values())
-        for each in (replace(config, weights="replicated"), replace(config, weights="replicated", ulysses=1, tensor=2))
-    ]
-    config = replace(config, rank_memory=sum(needed) / 2e9)
-    assert open_fitting_prompt(config).flags.parallel.flags == "--tensor 2"
-    assert [report["ids"] for report in pool2.run(_generate, config)] == [_plain(folder)] * 2
 
 
 @pytest.mark.launcher

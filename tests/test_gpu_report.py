@@ -23,7 +23,6 @@ from benchmarks.gpu.setup import FAILED, MEASURED, OK, WRONG, Row, Setup
 from longspan.attn.methods import ring
 from longspan.core.memory import Memory
 from longspan.hf import preconditions
-from longspan.hf.weights import fsdp
 from tests.fakes import fake_world
 from tests.late import LateTransport
 
@@ -116,8 +115,7 @@ def test_wrong_gradients_and_lossy_caches_get_their_verdict(monkeypatch: pytest.
 
 def test_weights_in_host_memory_run_on_a_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU has nothing to move, which is refused."""
-    for module in (preconditions, fsdp):
-        monkeypatch.setattr(module, "check_cpu_offload", lambda *args: None)
+    monkeypatch.setattr(preconditions, "check_cpu_offload", lambda *args: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
     assert [row.verdict for row in exchange.nccl(SETUP)] == [OK] * 4
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -29,7 +28,6 @@ from longspan.ranks import launch
 from longspan.ranks.launch import RankFailed
 from longspan.train import TrainConfig, run
 from longspan.train.memory_choice import resolve
-from tests.command import launch_forked
 from tests.models import widened
 from tests.pool import THREADS, RankError, RankPool, run_forked
 from tests.tolerance import excess, excess_of_losses, roughly
@@ -143,14 +141,6 @@ def test_bf16_stays_near_fp32(config: TrainConfig, pool2: RankPool) -> None:
     assert all(abs(losses[step] / plain[step] - 1) < roughly(torch.bfloat16) for step in plain)
     assert losses != plain
     assert {x.dtype for x in weights_of(short.out).values()} == {torch.bfloat16}
-
-
-def test_gradient_checkpointing_changes_nothing(config: TrainConfig, pool2: RankPool) -> None:
-    short = replace(config, steps=2, save_every=0, export="never", ring=2, ring_impl="p2p")
-    train_on(pool2, short)
-    again = replace(short, grad_checkpointing=True, out=short.out / "checkpointing")
-    train_on(pool2, again)
-    assert losses_of(again.out) == losses_of(short.out)
 
 
 def test_memory_options_change_only_rounding(config: TrainConfig, pool2: RankPool) -> None:
@@ -527,38 +517,6 @@ def test_failed_ranks_are_restarted_up_to_max_restarts(
         run(replace(asked, max_restarts=1))
     refused(config, r"--max-restarts 1 restarts ranks that this command starts", max_restarts=1)
     refused(config, r"--timeout must be at least 1, got 0", timeout=0)
-
-
-def _rank_with_a_bad_disk(config: TrainConfig) -> None:
-    """Rank 1's disk fails once the checkpoint of step 2 is there."""
-    from longspan.memory.offload.disk_file import OffloadFile
-    from longspan.train.job import _train_rank
-
-    write, saved = OffloadFile.write, config.checkpoints / "step-00000002" / "complete.json"
-
-    def failing(self: OffloadFile, data: memoryview, at: int) -> None:
-        if os.environ["RANK"] == "1" and saved.exists():
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        write(self, data, at)
-
-    OffloadFile.write = failing  # type: ignore[method-assign]
-    _train_rank(config)
-
-
-@pytest.mark.launcher
-def test_a_failing_offload_disk_ends_the_run_after_its_last_checkpoint(
-    config: TrainConfig, pool2: RankPool, tmp_path: Path
-) -> None:
-    disk = {"offload": "disk", "offload_folder": str(tmp_path), "out": tmp_path / "fails"}
-    config = replace(config, ulysses=2, context=201, checkpointing="full", **disk)  # type: ignore[arg-type]
-    with pytest.raises(LongspanError, match=rf"activations in offload_folder='{tmp_path}'.*Input/output error"):
-        launch_forked(_rank_with_a_bad_disk, config, nproc=2)
-    assert losses_of(config.out).keys() >= {1, 2}
-    assert not [path for path in tmp_path.iterdir() if path.is_file() and path.name != "config.json"]
-    train_on(pool2, replace(config, resume="auto"))
-    plain = replace(config, offload="none", offload_folder="", out=tmp_path / "plain")
-    train_on(pool2, plain)
-    assert losses_of(config.out) == losses_of(plain.out)
 
 
 def test_resuming_another_run_is_refused(uninterrupted: TrainConfig) -> None:

@@ -155,13 +155,6 @@ def test_a_ring_passes(
         assert "0-7, 56-58" in text
 
 
-def test_a_ring_with_windows_and_replicas_passes(models: dict[str, Path], pool4: RankPool) -> None:
-    config = _config(models["gemma2"], 1, ring=2, data_degree=2, fsdp=False)
-    report = pool4.run(worker, config)[0]
-    assert report.passed, _failing(report)
-    assert [replica for replica, _ in report.rank_tokens] == [0, 0, 1, 1]
-
-
 def test_a_model_without_sdpa_and_a_mixture_of_experts_pass(models: dict[str, Path], pool2: RankPool) -> None:
     """The unsharded gemma2 uses eager attention; the fp64 experts do not use grouped matmuls."""
     gemma2 = _config(models["gemma2"], 2, kernel="eager")

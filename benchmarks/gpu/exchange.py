@@ -17,7 +17,7 @@ from torch import Tensor
 import longspan
 from benchmarks.common import DTYPES
 from benchmarks.gpu import model
-from benchmarks.gpu.kernels import BF16, cases, options_of
+from benchmarks.gpu.kernels import BF16, attend, cases
 from benchmarks.gpu.setup import BELOW, MEASURED, OK, WRONG, Row, Setup
 from longspan.comm.all_to_all import start_scatter
 from longspan.comm.consistency import gather_numbers
@@ -26,7 +26,7 @@ from longspan.core.heads import split_heads
 from longspan.core.memory import Memory
 from tests.fakes import fake_world
 from tests.late import LateTransport
-from tests.oracle import Case, errors, make
+from tests.oracle import Case, errors
 from tests.tolerance import MARGIN
 
 RANKS = 4
@@ -70,7 +70,7 @@ def on_mesh(
                 sp = longspan.SequenceSharding(longspan.init_mesh(**axes, device_type=setup.device), **options)
                 for what, case in tried.items():
                     transport.begin(what)
-                    mine = attend(case, sp, kernel, setup.device)
+                    mine = attend(case, kernel, setup, sp=sp)
                     sums = found.setdefault(what, {})
                     sums.update({k: sums.get(k, 0) + x if k != "out" else x for k, x in mine.items()})
     worst, where = max(
@@ -78,18 +78,6 @@ def on_mesh(
     )
     figure = f"{worst:.2f} of {MARGIN:g} at most ({where}; {len(tried)} masks, {transport.passes} passes)"
     return figure, OK if worst <= MARGIN else WRONG, worst
-
-
-def attend(case: Case, sp: longspan.SequenceSharding, kernel: str, device: str) -> dict[str, Tensor]:
-    """Return the output of the full sequence, and this rank's part of its gradients, on the CPU."""
-    x = {name: t.to(device) for name, t in make(case).items()}
-    leaves = {name: t.requires_grad_() for name, t in x.items() if name in ("q", "k", "v", "sinks")}
-    q, k, v = (sp.shard(leaves[name]) for name in "qkv")
-    out = longspan.attention(q, k, v, sp, sinks=leaves.get("sinks"), kernel=kernel, **options_of(case, x))
-    out.backward(sp.shard(x["grad"]))
-    found = {"out": sp.gather(out.detach(), length=case.n)}
-    found |= {f"d{name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-    return {name: t.cpu().double() for name, t in found.items()}
 
 
 def _copies(setup: Setup) -> Iterator[Row]:

@@ -69,18 +69,23 @@ def cases(setup: Setup) -> dict[str, Case]:
     return found
 
 
-def attend(case: Case, kernel: Any, setup: Setup, grad: bool = True) -> dict[str, Tensor]:
-    """Return output and gradients of one case, on the CPU."""
+def attend(
+    case: Case, kernel: Any, setup: Setup, grad: bool = True, sp: longspan.SequenceSharding | None = None
+) -> dict[str, Tensor]:
+    """Return the output of the full sequence, and this rank's part of the gradients, on the CPU.
+
+    `sp` is by default that of one device.
+    """
+    sp = sp or setup.one_device()
     x = {name: t.to(setup.device) for name, t in make(case).items()}
     leaves = {name: t.requires_grad_(grad) for name, t in x.items() if name in ("q", "k", "v", "sinks")}
-    out = longspan.attention(
-        leaves["q"], leaves["k"], leaves["v"], setup.one_device(),
-        sinks=leaves.get("sinks"), kernel=kernel, **options_of(case, x),
-    )  # fmt: skip
+    q, k, v = (sp.shard(leaves[name]) for name in "qkv")
+    out = longspan.attention(q, k, v, sp, sinks=leaves.get("sinks"), kernel=kernel, **options_of(case, x))
     if grad:
-        out.backward(x["grad"].to(out.dtype))
-    found = {"out": out, **{f"d{name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}}
-    return {name: t.detach().cpu() for name, t in found.items()}
+        out.backward(sp.shard(x["grad"]).to(out.dtype))
+    found = {"out": sp.gather(out.detach(), length=case.n)}
+    found |= {f"d{name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    return {name: t.cpu().double() for name, t in found.items()}
 
 
 def options_of(case: Case, x: dict[str, Tensor]) -> dict[str, Any]:
