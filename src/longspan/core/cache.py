@@ -10,7 +10,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
-from longspan.core.layout import Span
+from longspan.core.layout import Span, append_span
 
 if TYPE_CHECKING:
     from longspan.core.layout import Layout
@@ -97,7 +97,7 @@ class KVPlacement:
     def _add_chunk(self, blocks: Sequence[Sequence[Span]], tokens: int) -> None:
         for runs, block in zip(self.runs, blocks, strict=True):
             for a, b in block:
-                _append(runs, (self.length + a, self.length + b))
+                append_span(runs, (self.length + a, self.length + b))
         self.length += tokens
         self._left = 0
 
@@ -119,7 +119,7 @@ class KVPlacement:
             if not self._left:
                 self._growing, self._left = self._emptiest(), GENERATED_RUN
             taken = min(tokens, self._left)
-            _append(self.runs[self._growing], (self.length, self.length + taken))
+            append_span(self.runs[self._growing], (self.length, self.length + taken))
             self.length, self._left, tokens = self.length + taken, self._left - taken, tokens - taken
 
     def crop(self, length: int) -> None:
@@ -144,11 +144,3 @@ def tokens_per_rank(
         placement.add(layout, min(chunk, prompt - begin))
     placement.grow(generated)
     return tuple(placement.count(rank, start) for rank in range(layout.ring))
-
-
-def _append(runs: list[Span], run: Span) -> None:
-    if run[0] == run[1]:
-        return
-    if runs and runs[-1][1] == run[0]:
-        run = runs.pop()[0], run[1]
-    runs.append(run)

@@ -181,13 +181,18 @@ def _blocks(kind: str, n: int, ring: int) -> tuple[tuple[Span, ...], ...]:
     return blocks
 
 
+def append_span(spans: list[Span], span: Span) -> None:
+    """Append a span, joined with the last one if they touch; skip an empty one."""
+    if spans and spans[-1][1] == span[0]:
+        span = spans.pop()[0], span[1]
+    if span[0] < span[1]:
+        spans.append(span)
+
+
 def _join_adjacent(spans: Sequence[Span]) -> tuple[Span, ...]:
     joined: list[Span] = []
-    for start, stop in spans:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        else:
-            joined.append((start, stop))
+    for span in spans:
+        append_span(joined, span)
     return tuple(joined)
 
 

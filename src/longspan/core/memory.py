@@ -166,24 +166,17 @@ class MemoryFlags:
 
     def fixed(self) -> dict[str, Any]:
         """Return the options that flags set one by one, as fields of `Memory`."""
-        given: dict[str, Any] = {
-            "checkpointing": None if self.checkpointing == "by-memory" else self.checkpointing,
-            "offload": None if self.offload == "by-memory" else self.offload,
-            "layers_per_checkpoint": self.layers_per_checkpoint,
-            "tiled_mlp": self.tiled_mlp,
-            "tiled_norms": self.tiled_norms or None,
-            "recompute_mlp_act": self.recompute_mlp_act,
-            "head_chunks": self.head_chunks,
-            "cpu_offload": self.cpu_offload or None,
-        }
+        names = {field.name for field in fields(Memory)}
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields(MemoryFlags)}
+        given = {name: value for name, (value, unset) in values.items() if name in names and value != unset}
         if self.grad_checkpointing:
-            if given["checkpointing"] not in (None, "full"):
+            if given.get("checkpointing", "full") != "full":
                 raise LongspanError(
                     f"--grad-checkpointing means --checkpointing full and contradicts --checkpointing "
                     f"{self.checkpointing}; leave one of them out"
                 )
             given["checkpointing"] = "full"
-        return {name: value for name, value in given.items() if value is not None}
+        return given
 
     @property
     def level(self) -> MemoryLevel:
