@@ -34,6 +34,7 @@ from longspan.bench.meters import count_sent
 from longspan.comm.digests import local_part
 from longspan.plan import Job, Mesh, cost, read_hardware, read_model
 from longspan.plan.generation import peak_items
+from longspan.plan.job import CostContext
 from longspan.plan.models import shape_from_config
 from longspan.tracing.record import memory_rise
 from tests.pool import RankPool
@@ -105,7 +106,10 @@ def _on_mesh(quick: bool, mesh: Mesh, dtype: str, ids: Tensor, expected: Tensor)
     token = Job(context=prompt, mode="decode", dtype="fp32", weight_sharding=False)
     short = replace(token, context=SHORT, mode="prefill", prefill_chunk=SHORT)
     stored = replace(token, cache=dtype)
-    planned = [layer.mixer.cache_by_rank(stored, mesh, generated, prompt)[sp.rank] for layer in shape.layers]
+    planned = [
+        layer.mixer.cache_by_rank(CostContext(shape, stored, mesh), generated, prompt)[sp.rank]
+        for layer in shape.layers
+    ]
     cached = replace(token, context=prompt + generated, cache=dtype)
     of_rank = peak_items(shape, cached, mesh, read_hardware("cpu"), prompt)
     per_token, of_short = (

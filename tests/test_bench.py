@@ -34,6 +34,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.sections import make, options, replace
 from longspan.plan import Job, Mesh, read_model
 from longspan.plan.cost.communication import method_sent
+from longspan.plan.job import CostContext
 from longspan.ranks import launch
 from tests.pool import RankPool
 
@@ -202,7 +203,7 @@ def test_sizes_of_a_step_are_reduced_to_a_few() -> None:
     for sizes in found.values():
         assert sizes == sorted(sizes) and len(sizes) <= MAX_SIZES
         assert all(b > 1.1 * a for a, b in itertools.pairwise(sizes))
-    exchanged = [each.bytes for job, _ in jobs for each in method_sent(shape, shape.layers[0], job, mesh)
+    exchanged = [each.bytes for job, _ in jobs for each in method_sent(shape.layers[0], CostContext(shape, job, mesh))
                  if each.op == "all_to_all"]  # fmt: skip
     assert (found["ulysses", "all_to_all"][0], found["ulysses", "all_to_all"][-1]) == (min(exchanged), max(exchanged))
 
@@ -459,9 +460,10 @@ def test_an_attention_is_predicted_as_in_a_step(method: str) -> None:
         links = {on: MeasuredLink(1e-3, 1e9, (), hidden) for on in (("ulysses", "all_to_all"), ("ring", "p2p"))}
         hardware = dataclasses.replace(CATALOGUE["cpu"], measured=links)
         found = predict("attention", shape, job, candidate.mesh, hardware)
-        computing = layer_seconds(shape, shape.layers[0], job, candidate.mesh, hardware)
+        c = CostContext(shape, job, candidate.mesh, on_cpu=True)
+        computing = layer_seconds(shape.layers[0], c, hardware)
         attention = computing.attention_forward + computing.attention_backward
-        exposed = exposed_layer_seconds(shape, shape.layers[0], computing, job, candidate.mesh, hardware)
+        exposed = exposed_layer_seconds(shape.layers[0], computing, c, hardware)
         assert found.total == pytest.approx(exposed + attention)
         totals.append(found.total)
         assert (found.total == pytest.approx(found.communication + attention)) == (hidden == 0 or method == "ulysses")

@@ -22,6 +22,7 @@ from longspan.cache import layer_cache
 from longspan.cache.attend import _merge
 from longspan.cache.layer_cache import LayerCache
 from longspan.plan import Job, Mesh
+from longspan.plan.job import CostContext
 from longspan.plan.layers import exchange
 from longspan.plan.models import shape_from_config
 from tests.generating import CHANGES, NEW, PROMPT, check_generated, generated, parallelized, plain, prompt
@@ -66,11 +67,13 @@ def _as_planned() -> None:
                 with torch.no_grad(), count_sent() as sent:
                     model(input_ids=ids[:, :1], past_key_values=cache)
             assert _of_layers(sent) == _planned(shape, job, mesh, 1, sp), (name, ring)
-            planned = [layer.mixer.cache_by_rank(job, mesh, tokens, chunk) for layer in shape.layers]
+            planned = [
+                layer.mixer.cache_by_rank(CostContext(shape, job, mesh), tokens, chunk) for layer in shape.layers
+            ]
             assert [cache.layer_caches[i].nbytes for i in range(len(planned))] == [held[sp.rank] for held in planned]
             assert cache.nbytes == sum(held[sp.rank] for held in planned)
-            at_prompt = [layer.mixer.cache_by_rank(job, mesh) for layer in shape.layers]
-            assert [max(held) for held in at_prompt] == [layer.mixer.cache_bytes(job, mesh) for layer in shape.layers]
+            at_prompt = [layer.mixer.cache_by_rank(c) for layer in shape.layers]
+            assert [max(held) for held in at_prompt] == [layer.mixer.cache_bytes(c) for layer in shape.layers]
 
 
 def _of_layers(sent: list[Any]) -> Counter[tuple[str, int]]:
@@ -83,9 +86,9 @@ def _planned(shape: Any, job: Job, mesh: Mesh, tokens: int, sp: Any) -> Counter[
     planned: Counter[tuple[str, int]] = Counter()
     for layer in shape.layers:
         each = (
-            exchange.decode(layer.mixer, job, mesh)
+            exchange.decode(layer.mixer, CostContext(shape, job, mesh))
             if tokens == 1
-            else exchange.chunk(layer.mixer, job, mesh, tokens, sp.ulysses_rank)
+            else exchange.chunk(layer.mixer, CostContext(shape, job, mesh), tokens, sp.ulysses_rank)
         )
         for one in each:
             planned[one.op, one.bytes] += one.calls

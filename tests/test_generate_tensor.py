@@ -11,7 +11,7 @@ import torch
 
 import longspan
 from longspan.hf.tensor_parallel.plan import TensorStyle
-from longspan.plan.job import Job, Mesh
+from longspan.plan.job import CostContext, Job, Mesh
 from longspan.plan.models import shape_from_config
 from tests.choose import confirming
 from tests.generating import PROMPT, check_generated, generated, prompt
@@ -100,7 +100,7 @@ def _reuses(folder: Path, expected: list[Any], more: Any) -> None:
     cache.save(folder)
     shape = shape_from_config(model.config.to_dict(), "test")
     job, mesh = Job(context=PROMPT, dtype="fp32", mode="decode"), Mesh(tensor=2, ring=2)
-    held = [layer.mixer.cache_by_rank(job, mesh) for layer in shape.layers]
+    held = [layer.mixer.cache_by_rank(CostContext(shape, job, mesh)) for layer in shape.layers]
     assert cache.nbytes == sum(of_layer[sp.rank] for of_layer in held)
     second = torch.cat([first, more], 1)
     check_generated(generated(model, {"input_ids": second, "past_key_values": cache}), expected[1])

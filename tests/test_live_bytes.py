@@ -24,9 +24,8 @@ from longspan.core.memory import FASTEST, LONGEST, Memory
 from longspan.hf.weights.gradients import GradientSum
 from longspan.plan import Job, Mesh
 from longspan.plan.cost.training_memory import training_peaks
-from longspan.plan.layers import CostContext
-from longspan.plan.layers.attended_keys import CAUSAL, AttendedKeys, Bidirectional, Window
-from longspan.plan.layers.softmax import Softmax
+from longspan.plan.job import CostContext
+from longspan.plan.layers import CAUSAL, AttendedKeys, Bidirectional, Softmax, Window
 from longspan.plan.models import shape_from_config
 from tests.choose import each_value, pairwise
 from tests.fakes import fake_world
@@ -184,7 +183,7 @@ def test_planned_bytes_of_a_backward(way: str, kind: str, kv_heads: int) -> None
     for mesh in MESHES:
         size = math.prod(mesh.values())
         job = Job(context=LOCAL * size, dtype="bf16", memory=memory)
-        c = CostContext(job, Mesh(**mesh), HEADS * DIM, on_cpu=False)
+        c = CostContext(MODEL, job, Mesh(**mesh))
         layer = Softmax(HEADS, kv_heads, DIM, DIM, keys=keys)
         planned = layer.backward_buffers(c).total / UNIT
         ranks = {0, size // 2, size - 1}
@@ -199,6 +198,7 @@ CONFIG = {
     "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32,
     "vocab_size": 1024, "num_hidden_layers": 4, "max_position_embeddings": 1 << 20,
 }  # fmt: skip
+MODEL = shape_from_config({"model_type": "llama", **CONFIG}, "test")
 OPTIONS = {
     "fastest": FASTEST,
     "full": Memory(checkpointing="full"),
@@ -221,8 +221,7 @@ WEIGHTS = {"weights", "optimizer", "gradients", "gathered_weights"}  # items tha
 def test_planned_bytes_of_a_step(option: str, mesh: dict[str, int]) -> None:
     size = math.prod(mesh.values())
     job = Job(context=PER_RANK * size, dtype="bf16", memory=OPTIONS[option])
-    c = CostContext(job, Mesh(**mesh), CONFIG["hidden_size"], on_cpu=False)
-    peaks = training_peaks(shape_from_config({"model_type": "llama", **CONFIG}, "test"), c, once=False)
+    peaks = training_peaks(CostContext(MODEL, job, Mesh(**mesh)), once=False)
     planned = max(sum(size for item, size in peak.items() if item not in WEIGHTS) for peak in peaks)
     assert planned == pytest.approx(bytes_of_a_step(mesh, OPTIONS[option]), rel=0.035)
 

@@ -36,6 +36,7 @@ from longspan.plan.command import PlanConfig
 from longspan.plan.cost.communication import method_sent
 from longspan.plan.cost.times import LayerSeconds, exposed_layer_seconds, ring_wait, step_times
 from longspan.plan.hardware import OPS, MeasuredLink
+from longspan.plan.job import CostContext
 from longspan.plan.layers import Causal, Chunk, Window
 from longspan.plan.limits import refusal
 from longspan.plan.models import CONFIGS, ModelShape, shape_from_config
@@ -307,9 +308,9 @@ def test_zigzag_balances_a_causal_mask_and_contiguous_does_not() -> None:
     job = Job(context=65536)
     layer = LLAMA.layers[0]
     for ring in (2, 4, 8):
-        whole = layer.mixer.max_flops(job, Mesh())
+        whole = layer.mixer.max_flops(CostContext(LLAMA, job, Mesh()))
         zigzag, contiguous = (
-            layer.mixer.max_flops(replace(job, layout=layout), Mesh(ring=ring))  # type: ignore[arg-type]
+            layer.mixer.max_flops(CostContext(LLAMA, replace(job, layout=layout), Mesh(ring=ring)))  # type: ignore
             for layout in ("zigzag", "contiguous")
         )
         assert zigzag * ring == pytest.approx(whole, rel=1e-3)
@@ -366,9 +367,8 @@ def test_exposed_time_falls_as_the_hidden_share_grows(
     assert all(more <= less * (1 + 1e-9) for less, more in itertools.pairwise(exposed))
     assert exposed[0] == pytest.approx(plans[0].comm_seconds)  # nothing hides
     for hidden, overlaps in ((0.0, False), (1.0, True)):
-        assert step_times(model, job, mesh, shares(hidden)) == step_times(
-            model, job, mesh, shares(None, overlaps=overlaps)
-        )
+        c = CostContext(model, job, mesh)
+        assert step_times(c, shares(hidden)) == step_times(c, shares(None, overlaps=overlaps))
 
 
 @pytest.mark.parametrize("hidden", [0.0, 0.25, 1.0])
@@ -377,25 +377,26 @@ def test_hidden_time_is_bounded_by_the_attention(hidden: float, attention: float
     """Of four chunks three parts of each way, of a ring every message; a collective takes a second."""
     layer, computing = LLAMA.layers[0], LayerSeconds(0.0, 0.0, attention, attention)
     job = Job(context=4096, overlap_chunks=4, memory=FASTEST)
-    exchanged = exposed_layer_seconds(LLAMA, layer, computing, job, Mesh(ulysses=4), shares(hidden))
+    exchanged = exposed_layer_seconds(layer, computing, CostContext(LLAMA, job, Mesh(ulysses=4)), shares(hidden))
     each_way = 4 * 2 * 1.0  # of four chunks, scatter and gather
     assert exchanged == pytest.approx(2 * (each_way - 0.75 * min(hidden * each_way, attention)))
 
     # On 8 ranks all four chunks of a rank share one KV head: the first chunk scatters 3 of 6 units, and the last one
     # gathers its gradient; O and dO are 4 units, 1 per chunk.
     slowly = {("ulysses", "all_to_all"): MeasuredLink(0.0, 1e6, (), hidden)}
-    hardware, sent = replace(A100, measured=slowly), [s.bytes for s in method_sent(LLAMA, layer, job, Mesh(ulysses=8))]
+    c = CostContext(LLAMA, job, Mesh(ulysses=8))
+    hardware, sent = replace(A100, measured=slowly), [s.bytes for s in method_sent(layer, c)]
     way = sum(sent) / 1e6 / 2
-    shared = exposed_layer_seconds(LLAMA, layer, computing, job, Mesh(ulysses=8), hardware)
+    shared = exposed_layer_seconds(layer, computing, c, hardware)
     assert shared == pytest.approx(2 * (way - min(hidden * 0.6 * way, 0.75 * attention)))
 
-    ring, mesh = replace(job, overlap_chunks=1), Mesh(ring=2)
-    schedule = layer.mixer.ring_schedule(ring, mesh)
+    ring = CostContext(LLAMA, replace(job, overlap_chunks=1), Mesh(ring=2))
+    schedule = layer.mixer.ring_schedule(ring)
     assert schedule is not None and schedule.routes.rounds == 1
     # Forward: a block, while the rank's own is computed. Backward: that, and a gradient during the rest of its own.
     messages = [attention * schedule.own] + [attention * schedule.own * 0.5] * 2
     waits = sum(1 - hidden + max(0.0, hidden - overlap) for overlap in messages)
-    assert exposed_layer_seconds(LLAMA, layer, computing, ring, mesh, shares(hidden)) == pytest.approx(waits)
+    assert exposed_layer_seconds(layer, computing, ring, shares(hidden)) == pytest.approx(waits)
 
 
 def test_weights_overlap_with_nothing_on_cpus() -> None:

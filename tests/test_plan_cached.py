@@ -15,6 +15,7 @@ from longspan.plan import Job, Mesh, cost
 from longspan.plan.cost.memory import staged_bytes
 from longspan.plan.generation import check_fits
 from longspan.plan.hardware import read_hardware
+from longspan.plan.job import CostContext
 from longspan.plan.models import shape_from_config
 from longspan.plan.models.read import read_model
 from tests.generating import prompt
@@ -52,7 +53,7 @@ def test_bytes_on_both_sides_are_the_planners(pool4: RankPool) -> None:
         prefilled, after = ([max(rank[at][when][side] for rank in by_rank) for side in (0, 1)] for when in (0, 1))
         plan = cost(shape, job, mesh, gpu)
         assert [plan.memory_bytes["kv_cache"], plan.offloaded.host_bytes["kv_cache"]] == prefilled, (name, ring)
-        assert staged_bytes(shape, job, mesh, generated=2) == after[0], (name, ring)
+        assert staged_bytes(CostContext(shape, job, mesh), generated=2) == after[0], (name, ring)
         on_cpu = cost(shape, job, mesh, read_hardware("cpu"))
         assert on_cpu.memory_bytes["kv_cache"] == sum(prefilled) and not on_cpu.offloaded.host_bytes
 

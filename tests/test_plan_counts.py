@@ -25,9 +25,9 @@ from longspan.core.parallel import TensorStyle
 from longspan.core.routes import ring_routes
 from longspan.plan import Hardware, Job, Mesh, cost, read_hardware
 from longspan.plan.cost.communication import method_sent
-from longspan.plan.layers import AttendedKeys, Causal, Chunk, Window
-from longspan.plan.layers.attended_keys import CAUSAL
-from longspan.plan.layers.ring import ring_schedule
+from longspan.plan.job import CostContext
+from longspan.plan.layers import CAUSAL, AttendedKeys, Causal, Chunk, Window
+from longspan.plan.layers.attended_keys import ring_schedule
 from longspan.plan.models import ModelShape, shape_from_config
 from tests.choose import confirming, each_value, grouped, pairwise
 from tests.fakes import fake_world
@@ -108,7 +108,7 @@ def test_ulysses_attention_sends_what_is_planned(shape: Shape, ulysses: int, dty
 def planned_for(model: ModelShape, job: Job, mesh: Mesh, batch: int) -> Counter[tuple[str, int]]:
     # In training a replica takes its sequences one by one: the two of this batch are twice the bytes of one.
     planned: Counter[tuple[str, int]] = Counter()
-    for sent in method_sent(model, model.layers[0], job, mesh):
+    for sent in method_sent(model.layers[0], CostContext(model, job, mesh)):
         if sent.calls:
             planned[(sent.op, batch * sent.bytes)] += sent.calls
     return planned

@@ -15,7 +15,7 @@ from longspan.core.memory import FASTEST, LONGEST, Memory
 from longspan.plan import Job, Mesh, cost, read_hardware
 from longspan.plan.cost.memory import memory
 from longspan.plan.cost.saved import saved_per_token
-from longspan.plan.layers import CostContext
+from longspan.plan.job import CostContext
 from longspan.plan.models import shape_from_config
 from tests.choose import confirming, pairwise
 from tests.memory import at_rest, peak_of
@@ -177,7 +177,7 @@ def test_memory_of_a_prompt_is_within_a_tenth(
     config = {**SMALL, **config}
     model = shape_from_config({"model_type": "llama", **config}, "test")
     job = Job(WHOLE, mode="prefill", prefill_chunk=chunk, dtype="fp32", weight_sharding=False, tensor_style=style)
-    items = memory(model, job, mesh, read_hardware("cpu"), tiles=1)
+    items = memory(CostContext(model, job, mesh, on_cpu=True), read_hardware("cpu"), tiles=1)
     planned = sum(items.values())
     measured = measured_by(get_pool(mesh.gpus), planned, peak_of_a_prompt, config, chunk, mesh, style, tmp_path)
     assert planned == pytest.approx(measured, rel=0.10), items
@@ -224,7 +224,7 @@ def test_saved_activations_are_exact(
     model = shape_from_config(config, "test")
     kept = Memory(recompute_mlp_act=False)
     job = Job(context=context, memory=kept, **{"dtype": dtype})  # type: ignore[arg-type]
-    c = CostContext(job, mesh, model.d_model, on_cpu=True)
+    c = CostContext(model, job, mesh, on_cpu=True)
     planned = saved_per_token(model.layers[0], c)
     assert planned.total * c.tokens == more - fewer
 

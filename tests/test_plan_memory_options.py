@@ -19,15 +19,14 @@ from longspan.plan import CATALOGUE, Hardware, Job, Mesh, cost, longest_context,
 from longspan.plan.command import PlanConfig
 from longspan.plan.cost.memory import memory
 from longspan.plan.cost.saved import (
-    SavedActivations,
     checkpoint_per_token,
     mlp_backward_bytes,
     mlp_tiles,
     recomputed_per_token,
     saved_per_token,
 )
-from longspan.plan.layers import CostContext
-from longspan.plan.layers.exchange import chunk_count
+from longspan.plan.job import CostContext
+from longspan.plan.layers.base import SavedActivations
 from longspan.plan.limits import refusal
 from longspan.plan.memory_search import combinations, longest, memory_rows
 from longspan.plan.models import ModelShape, shape_from_config
@@ -52,7 +51,7 @@ NORM = 4 * 64 + 4 + 128
 
 def per_token(of: Any, memory_options: Memory, mesh: Mesh = TWO) -> SavedActivations:
     job = Job(context=1024, memory=memory_options)
-    return of(LAYER, CostContext(job, mesh, SMALL.d_model, on_cpu=False))  # type: ignore[no-any-return]
+    return of(LAYER, CostContext(SMALL, job, mesh))  # type: ignore[no-any-return]
 
 
 # ---- Bytes, by hand.
@@ -103,7 +102,7 @@ def test_a_tile_of_the_mlp() -> None:
         (512, Memory(tiled_mlp=600), 512),
     ):
         job = Job(context=2 * tokens, memory=memory_options)
-        c = CostContext(job, TWO, SMALL.d_model, on_cpu=False)
+        c = CostContext(SMALL, job, TWO)
         assert mlp_tiles(LAYER, c) == tiles
         sums = 4 * 3 * 64 * 96 if tiles > 1 else 0
         assert mlp_backward_bytes(LAYER, c) == (each * -(-tokens // tiles), sums)
@@ -214,7 +213,7 @@ def test_a_ring_in_head_chunks_sends_the_same() -> None:
 def test_head_chunks_are_no_more_than_kv_heads() -> None:
     for heads, mesh, n in ((0, TWO, 2), (3, TWO, 2), (3, Mesh(), 3), (0, Mesh(ulysses=8), 1), (1, Mesh(), 1)):
         job = Job(context=1024, memory=Memory(head_chunks=heads))
-        assert chunk_count(LAYER.mixer, job, mesh) == n  # type: ignore[arg-type]
+        assert LAYER.mixer.chunks(CostContext(SMALL, job, mesh)) == n
 
 
 def test_the_time_of_each_memory_option() -> None:
@@ -281,8 +280,8 @@ def test_a_memory_option_adds_no_more_than_its_workspace(
     job = Job(context=1 << power, batch=mesh.data, dtype=dtype, ring_impl="p2p", memory=memory_options)
     assume(refusal(model, job, mesh) is None)
     with_it = replace(job, memory=replace(memory_options, **memory_option))
-    before, after = (sum(memory(model, each, mesh, H100).values()) for each in (job, with_it))
-    c, layer = CostContext(with_it, mesh, model.d_model, on_cpu=False), model.layers[0]
+    before, after = (sum(memory(CostContext(model, each, mesh), H100).values()) for each in (job, with_it))
+    c, layer = CostContext(model, with_it, mesh), model.layers[0]
     extra = 0
     if "checkpointing" in memory_option:
         extra += checkpoint_per_token(layer, c).total * c.tokens

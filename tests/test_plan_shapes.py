@@ -14,7 +14,7 @@ import torch
 from longspan.core.errors import LongspanError
 from longspan.hf.pretrained import positions_of
 from longspan.plan import cost, read_hardware
-from longspan.plan.job import Job, Mesh
+from longspan.plan.job import CostContext, Job, Mesh
 from longspan.plan.layers import Linear, Mlp, Softmax, Window, exchange
 from longspan.plan.models import CONFIGS, FAMILIES, ModelShape, Parameter, read_model, shape_from_config
 from tests.choose import confirming
@@ -228,16 +228,17 @@ def test_matrices_exclude_norms_biases_and_sinks() -> None:
 
 def test_latent_attention_caches_the_latent_vector() -> None:
     """Only if it is smaller: keys and values of one of 128 heads are 320 elements, of two 640."""
-    layer = read_model("deepseek-v3").layers[0]
+    model = read_model("deepseek-v3")
+    layer = model.layers[0]
     assert layer.mixer == Softmax(128, 128, 192, 128, latent_dim=512 + 64, rope_dim=64)
     assert layer.kv_elements_per_token == 512 + 64
     job = Job(context=1024, mode="decode")
     for mesh, elements in ((Mesh(ring=64), 576 / 64), (Mesh(ulysses=64), 576), (Mesh(ulysses=128), 320)):
-        assert layer.mixer.cache_bytes(job, mesh) == 1024 * 2 * elements
+        assert layer.mixer.cache_bytes(CostContext(model, job, mesh)) == 1024 * 2 * elements
     expanded = replace(job, cache_latent=False)
-    assert layer.mixer.cache_bytes(expanded, Mesh(ulysses=64)) == 1024 * 2 * 2 * 320
+    assert layer.mixer.cache_bytes(CostContext(model, expanded, Mesh(ulysses=64))) == 1024 * 2 * 2 * 320
     # It attends with heads of 576 and 512 over one KV head, so partial outputs are wider.
-    (sent,) = exchange.decode(layer.mixer, job, Mesh(ulysses=64))
+    (sent,) = exchange.decode(layer.mixer, CostContext(model, job, Mesh(ulysses=64)))
     assert sent.bytes == 2 * 512 * 2 * 63
 
 

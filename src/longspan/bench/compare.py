@@ -27,7 +27,7 @@ from longspan.core.parallel import ParallelConfig
 from longspan.plan.cost.communication import communication, method_sent
 from longspan.plan.cost.times import exposed_layer_seconds, layer_seconds, seconds_of
 from longspan.plan.hardware import CATALOGUE, Hardware, read_hardware
-from longspan.plan.job import Job, Mesh
+from longspan.plan.job import CostContext, Job, Mesh
 from longspan.plan.layers import Sent
 from longspan.plan.limits import refusal
 from longspan.plan.models.shape import ModelShape
@@ -195,9 +195,10 @@ def _make_workload(
 
 def _planned(what: str, shape: ModelShape, job: Job, mesh: Mesh) -> Sequence[Sent]:
     """Return what an attention or a step sends by the planner's formulas."""
+    c = CostContext(shape, job, mesh, on_cpu=True)
     if what == "attention":
-        return method_sent(shape, shape.layers[0], job, mesh)
-    every = communication(shape, job, mesh, CATALOGUE["cpu"])
+        return method_sent(shape.layers[0], c)
+    every = communication(c, CATALOGUE["cpu"])
     return [Sent(each.op, each.axis, each.what, each.bytes_per_gpu, each.count, each.method) for each in every]
 
 
@@ -262,10 +263,10 @@ def predict(what: str, shape: ModelShape, job: Job, mesh: Mesh, hardware: Hardwa
     if what == "step":
         plan = cost(shape, job, mesh, hardware)
         return Prediction(plan.comm_seconds, plan.step_seconds, plan.memory_total_bytes)
-    layer = shape.layers[0]
-    computing = layer_seconds(shape, layer, job, mesh, hardware)
+    layer, c = shape.layers[0], CostContext(shape, job, mesh, hardware.on_cpu)
+    computing = layer_seconds(layer, c, hardware)
     attention = computing.attention_forward + computing.attention_backward
     return Prediction(
-        seconds_of(method_sent(shape, layer, job, mesh), mesh, hardware),
-        exposed_layer_seconds(shape, layer, computing, job, mesh, hardware) + attention,
+        seconds_of(method_sent(layer, c), c, hardware),
+        exposed_layer_seconds(layer, computing, c, hardware) + attention,
     )

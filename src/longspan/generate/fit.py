@@ -11,9 +11,9 @@ from longspan.hf.planning import hardware_of_ranks, shape_of
 from longspan.hf.pretrained import is_adapter
 from longspan.plan.cost.memory import staged_bytes
 from longspan.plan.cost.offload import offloaded_bytes
-from longspan.plan.cost.tensor import can_cut
+from longspan.plan.cost.weights import can_cut
 from longspan.plan.generation import check_fits, check_score_fits, does_not_fit, peak_items
-from longspan.plan.job import Job, Mesh
+from longspan.plan.job import CostContext, Job, Mesh
 from longspan.plan.layers.softmax import Softmax
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ def check_memory(config: GenerateConfig, model_config: Any, tokens: int) -> str:
     except LongspanError as error:
         return f"the planner cannot read this model, so its memory was not checked ({error})"
     check_fits(*asked, config.chunk)
-    items, hardware = peak_items(*asked, config.chunk), asked[-1]
-    on_host = offloaded_bytes(*asked).host_bytes.get("kv_cache", 0)
+    items, (shape, job, mesh, hardware) = peak_items(*asked, config.chunk), asked
+    on_host = offloaded_bytes(CostContext(shape, job, mesh, hardware.on_cpu), hardware).host_bytes.get("kv_cache", 0)
     host = f"; {on_host / 1e9:.2f} GB of cache are in host memory" if on_host else ""
     return (
         f"planned: {sum(items.values()) / 1e9:.2f} of {hardware.memory_bytes / 1e9:.2f} GB per rank, "
@@ -120,11 +120,11 @@ def planned_cache(config: GenerateConfig, model_config: Any, prompt: int, genera
         shape, job, mesh, _ = question(config, model_config, max(1, prompt))
     except LongspanError:
         return {"planned_cache_bytes": None, **device}
-    by_rank = [0] * mesh.sequence
+    c, by_rank = CostContext(shape, job, mesh), [0] * mesh.sequence
     for layer, count in shape.layer_kinds:
         if not isinstance(layer.mixer, Softmax):
             return {"planned_cache_bytes": None, **device}
-        of_layer = layer.mixer.cache_by_rank(job, mesh, generated, config.chunk)
+        of_layer = layer.mixer.cache_by_rank(c, generated, config.chunk)
         by_rank = [total + count * nbytes for total, nbytes in zip(by_rank, of_layer, strict=True)]
-    staged = staged_bytes(shape, job, mesh, generated, config.chunk)
+    staged = staged_bytes(c, generated, config.chunk)
     return {"planned_cache_bytes": max(by_rank), **dict.fromkeys(device, staged)}

@@ -10,7 +10,7 @@ from longspan.core.tile_sizes import head_tile
 from longspan.plan.cost.memory import memory
 from longspan.plan.cost.offload import HOST_SHARE, offloaded_bytes
 from longspan.plan.hardware import Hardware
-from longspan.plan.job import Job, Mesh
+from longspan.plan.job import CostContext, Job, Mesh
 from longspan.plan.limits import GB, refusal
 from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import bisect_largest, format_items, meshes
@@ -31,10 +31,8 @@ def peak_items(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, chun
         hardware: the kind of GPU.
         chunk: tokens of the prompt per chunk, over all ranks.
     """
-    peaks = [
-        memory(model, replace(job, mode=mode, prefill_chunk=chunk), mesh, hardware, tiles=1)
-        for mode in ("prefill", "decode")
-    ]
+    jobs = [replace(job, mode=mode, prefill_chunk=chunk) for mode in ("prefill", "decode")]
+    peaks = [memory(CostContext(model, each, mesh, hardware.on_cpu), hardware, tiles=1) for each in jobs]
     return max(peaks, key=lambda items: sum(items.values()))
 
 
@@ -42,8 +40,8 @@ def scoring_peak_items(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardwa
     """Return the bytes, item by item, of a forward over a text of `job.context` tokens: no cache, and the head tile by
     tile.
     """
-    prefill = replace(job, mode="prefill")
-    items = {**memory(model, prefill, mesh, hardware, tiles=1), "kv_cache": 0}
+    c = CostContext(model, replace(job, mode="prefill"), mesh, hardware.on_cpu)
+    items = {**memory(c, hardware, tiles=1), "kv_cache": 0}
     rows = min(-(-job.context // mesh.sequence), head_tile(model.vocab, hardware.on_cpu))
     return {**items, "logits": rows * model.vocab * (4 if job.dtype == "fp32" else 8)}
 
@@ -68,7 +66,7 @@ def does_not_fit(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, ch
     total = sum(peak_items(model, job, mesh, hardware, chunk).values())
     if total > hardware.memory_bytes:
         return f"{total / GB:.2f} of {hardware.memory_bytes / GB:.2f} GB per rank"
-    stored = offloaded_bytes(model, job, mesh, hardware)
+    stored = offloaded_bytes(CostContext(model, job, mesh, hardware.on_cpu), hardware)
     return None if stored.fits(hardware) else f"{stored.host_node_bytes / GB:.2f} GB of host memory per node"
 
 
@@ -89,11 +87,11 @@ def _check(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, items_of
 
     def fits(job: Job, mesh: Mesh) -> bool:
         on_device = sum(items_of(job, mesh).values()) <= hardware.memory_bytes
-        return on_device and offloaded_bytes(model, job, mesh, hardware).fits(hardware)
+        return on_device and offloaded_bytes(CostContext(model, job, mesh, hardware.on_cpu), hardware).fits(hardware)
 
     if fits(job, mesh):
         return
-    items, stored = items_of(job, mesh), offloaded_bytes(model, job, mesh, hardware)
+    items, stored = items_of(job, mesh), offloaded_bytes(CostContext(model, job, mesh, hardware.on_cpu), hardware)
     needed = f"{sum(items.values()) / GB:.2f} GB of {hardware.memory_bytes / GB:.2f} GB per rank"
     if stored.host_bytes:
         needed += (

@@ -1,11 +1,11 @@
-"""What to plan: the job, the mesh, and the share of the job on one rank."""
+"""What to plan: the job, the mesh, and a rank's share of the job."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from longspan.core.cache import CACHE_DTYPES, OFFLOADS, CacheDtype, CacheOffload, is_sharded
 from longspan.core.errors import LongspanError
@@ -15,6 +15,9 @@ from longspan.core.memory import FASTEST, Memory
 from longspan.core.parallel import AXES, RING_IMPLS, TENSOR_STYLES, RingImpl, TensorStyle
 from longspan.core.tile_sizes import layers_held, layers_per_checkpoint
 from longspan.core.validation import LARGEST_COUNT, check_choice, check_flag, check_number, format_value
+
+if TYPE_CHECKING:
+    from longspan.plan.models.shape import ModelShape
 
 Mode = Literal["train", "prefill", "decode"]
 
@@ -94,19 +97,53 @@ class Job:
             raise LongspanError("cpu_offload moves FSDP's shards, and weight_sharding is off; leave one of them out")
 
     @property
-    def forwards(self) -> int:
-        """Forwards per step: one per chunk of a prompt, else 1."""
-        return 1 if self.mode != "prefill" or self.prefill_chunk is None else -(-self.context // self.prefill_chunk)
-
-    @property
     def bytes_per_element(self) -> int:
         """Bytes of one element of an activation or a gathered weight."""
         return 2 if self.dtype == "bf16" else 4
 
     @property
-    def bytes_per_weight(self) -> int:
-        """Bytes of one weight at rest."""
-        return 4 if self.mode == "train" else self.bytes_per_element
+    def prompt_chunks(self) -> list[tuple[int, int]]:
+        """(tokens of a chunk over all ranks, number of such chunks); empty for a prompt in one forward."""
+        if self.mode != "prefill" or self.prefill_chunk is None:
+            return []
+        full, rest = divmod(self.context, self.prefill_chunk)
+        return [(tokens, count) for tokens, count in ((self.prefill_chunk, full), (rest, 1)) if tokens and count]
+
+    @property
+    def forwards(self) -> int:
+        """Forwards per step: one per chunk of a prompt, else 1."""
+        return sum(count for _, count in self.prompt_chunks) or 1
+
+    @property
+    def layer_passes(self) -> tuple[int, int]:
+        """How often a layer's forward and its backward run per micro-batch."""
+        if self.mode != "train":
+            return 1, 0
+        return (1 if self.memory.checkpointing == "none" else 2), 1
+
+    @property
+    def attention_passes(self) -> tuple[int, int]:
+        """How often a layer's attention runs, forward and backward.
+
+        If checkpointing saves the attention's result, all-to-all, ring and kernel do not run again with the layer.
+        """
+        if self.mode != "train":
+            return 1, 0
+        return (2 if self.memory.checkpointing == "full" else 1), 1
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether torch casts the inputs of each product to bf16, because weights are fp32 and not sharded."""
+        return self.dtype == "bf16" and not self.weight_sharding
+
+    def recomputed_inputs(self, layers: int) -> int:
+        """Return how many layers run a further forward to recompute the next layer's input.
+
+        These are all layers but the last of each group of `Memory.layers_per_checkpoint`.
+        """
+        if self.mode != "train" or self.memory.checkpointing == "none":
+            return 0
+        return layers - layers_held(layers, layers_per_checkpoint(layers, self.memory.layers_per_checkpoint))[0]
 
 
 @dataclass(frozen=True)
@@ -162,73 +199,87 @@ class Mesh:
         return " ".join(named) or "one GPU"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The share of a job on one rank.
+@dataclass(frozen=True)
+class CostContext:
+    """One job of a model on one mesh, with a rank's share of it: the sizes that all formulas use.
 
-
-def layout_of(job: Job, mesh: Mesh) -> Layout:
-    """Return which rank of a sequence group holds which tokens, as `SequenceSharding` decides it."""
-    return choose_layout(job.layout, mesh.ring, mesh.ulysses)
-
-
-def micro_batches(job: Job, mesh: Mesh) -> int:
-    """Return the forward-backward passes per step: in training a replica runs its sequences one at a time."""
-    return max(1, job.batch // mesh.data) if job.mode == "train" else 1
-
-
-def local_batch(job: Job, mesh: Mesh) -> int:
-    """Return the sequences on a GPU at a time."""
-    return 1 if job.mode == "train" else max(1, -(-job.batch // mesh.data))
-
-
-def local_tokens(job: Job, mesh: Mesh) -> int:
-    """Return one sequence's tokens on a rank, padding included; in decode the one new token, which every rank holds."""
-    return 1 if job.mode == "decode" else layout_of(job, mesh).local_length(job.context)
-
-
-def prompt_chunks(job: Job) -> list[tuple[int, int]]:
-    """Return (tokens of a chunk over all ranks, number of such chunks) for a prompt in chunks."""
-    assert job.prefill_chunk is not None
-    full, rest = divmod(job.context, job.prefill_chunk)
-    return [(tokens, count) for tokens, count in ((job.prefill_chunk, full), (rest, 1)) if tokens and count]
-
-
-def forwards_of(job: Job, mesh: Mesh) -> list[tuple[int, int]]:
-    """Return (one sequence's tokens on a rank, number of such forwards) for the forwards of a step.
-
-    A chunk of a prompt that is too short to be cut is computed by every rank.
+    Attributes:
+        model: the model.
+        job: the job.
+        mesh: the mesh.
+        on_cpu: whether ranks are processes on CPUs.
     """
-    if job.mode != "prefill" or job.prefill_chunk is None:
-        return [(local_tokens(job, mesh), 1)]
-    layout = layout_of(job, mesh)
-    return [(layout.local_length(n) if is_sharded(layout, n) else n, count) for n, count in prompt_chunks(job)]
 
+    model: ModelShape
+    job: Job
+    mesh: Mesh
+    on_cpu: bool = False
 
-def layer_passes(job: Job) -> tuple[int, int]:
-    """Return how often a layer's forward and its backward run per micro-batch."""
-    if job.mode != "train":
-        return 1, 0
-    return (1 if job.memory.checkpointing == "none" else 2), 1
+    @property
+    def d(self) -> int:
+        """Hidden size."""
+        return self.model.d_model
 
+    @property
+    def b(self) -> int:
+        """Bytes per element."""
+        return self.job.bytes_per_element
 
-def attention_passes(job: Job) -> tuple[int, int]:
-    """Return how often a layer's attention runs, forward and backward.
+    @cached_property
+    def layout(self) -> Layout:
+        """Which rank of a sequence group holds which tokens, as `SequenceSharding` decides it."""
+        return choose_layout(self.job.layout, self.mesh.ring, self.mesh.ulysses)
 
-    If checkpointing saves the attention's result, all-to-all, ring and kernel do not run again with the layer.
-    """
-    if job.mode != "train":
-        return 1, 0
-    return (2 if job.memory.checkpointing == "full" else 1), 1
+    @cached_property
+    def micro_batches(self) -> int:
+        """Forward-backward passes per step: in training a replica runs its sequences one at a time."""
+        return max(1, self.job.batch // self.mesh.data) if self.job.mode == "train" else 1
 
+    @cached_property
+    def sequences(self) -> int:
+        """Sequences on a rank at a time."""
+        return 1 if self.job.mode == "train" else max(1, -(-self.job.batch // self.mesh.data))
 
-def recomputed_inputs(layers: int, job: Job) -> int:
-    """Return how many layers run a further forward to recompute the next layer's input.
+    @cached_property
+    def sequence_tokens(self) -> int:
+        """One sequence's tokens on a rank, padding included; in decode the one new token, which every rank holds."""
+        return 1 if self.job.mode == "decode" else self.layout.local_length(self.job.context)
 
-    These are all layers but the last of each group of `Memory.layers_per_checkpoint`.
-    """
-    if job.mode != "train" or job.memory.checkpointing == "none":
-        return 0
-    return layers - layers_held(layers, layers_per_checkpoint(layers, job.memory.layers_per_checkpoint))[0]
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens on a rank, over all its sequences."""
+        return self.sequence_tokens * self.sequences
+
+    @property
+    def forwards(self) -> list[tuple[int, int]]:
+        """(one sequence's tokens on a rank, number of such forwards) for the forwards of a step.
+
+        A chunk of a prompt that is too short to be cut is computed by every rank.
+        """
+        local = self.layout.local_length
+        chunks = [(local(n) if is_sharded(self.layout, n) else n, count) for n, count in self.job.prompt_chunks]
+        return chunks or [(self.sequence_tokens, 1)]
+
+    @property
+    def hidden_shards(self) -> int:
+        """Tensor ranks that share the residual stream: Megatron SP shards it, plain TP replicates it."""
+        return self.mesh.tensor if self.job.tensor_style == "megatron-sp" else 1
+
+    @property
+    def weight_ranks(self) -> int:
+        """Ranks over which weights are sharded."""
+        return self.mesh.weights if self.job.weight_sharding else 1
+
+    @property
+    def on_host(self) -> bool:
+        """Whether weights, gradients and optimizer states are in the host's memory instead of the GPU's."""
+        return self.job.memory.cpu_offload and not self.on_cpu
+
+    @property
+    def offloads(self) -> bool:
+        """Whether checkpoints leave this memory. Offload to the host does nothing on a CPU."""
+        offload = self.job.memory.offload
+        return offload == "disk" or (offload == "host" and not self.on_cpu)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_groups
 from longspan.core.tile_sizes import even_span
-from longspan.plan.cost.tensor import can_cut
-from longspan.plan.job import Job, Mesh
+from longspan.plan.cost.weights import can_cut
+from longspan.plan.job import CostContext, Job, Mesh
 from longspan.plan.models.shape import LayerShape, ModelShape
 
 GB = 1e9
@@ -67,9 +67,10 @@ def _tensor_refusal(layer: LayerShape, t: int) -> str | None:
     return None
 
 
-def notes(model: ModelShape, job: Job, mesh: Mesh) -> Iterator[str]:
+def notes(c: CostContext) -> Iterator[str]:
     """Yield what the user should know of a mesh that can hold the job."""
-    replicated = [(count, layer.mixer.replicated_bytes(job, mesh)) for layer, count in model.layer_kinds]
+    model, job, mesh = c.model, c.job, c.mesh
+    replicated = [(count, layer.mixer.replicated_bytes(c)) for layer, count in model.layer_kinds]
     # Whether K and V of only one layer exist at a time.
     once = job.mode == "train" and (
         job.memory.checkpointing in ("full", "selective") or job.memory.recompute_all_to_all

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from longspan.core.errors import LongspanError
 from longspan.plan.cost.communication import communication
 from longspan.plan.hardware import Hardware
-from longspan.plan.job import Job, Mesh, micro_batches
-from longspan.plan.layers.linear import Linear
+from longspan.plan.job import CostContext, Job, Mesh
+from longspan.plan.layers.base import Linear
 from longspan.plan.limits import refusal
 from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import Plan, cost
@@ -94,5 +94,6 @@ def _seconds_a_layer(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware
     """Return the seconds of the method's collectives in a layer; None if the mesh cannot hold the job."""
     if refusal(model, job, mesh) is not None:
         return None
-    sent = communication(model, job, mesh, hardware)
-    return sum(c.seconds for c in sent if c.method) / len(model.layers) / micro_batches(job, mesh)
+    c = CostContext(model, job, mesh, hardware.on_cpu)
+    seconds = sum(sent.seconds for sent in communication(c, hardware) if sent.method)
+    return seconds / len(model.layers) / c.micro_batches

@@ -16,7 +16,7 @@ from longspan.plan.cost.memory import memory
 from longspan.plan.cost.offload import HOST_SHARE, Bottleneck, Offloaded, offload_wait, offloaded_bytes
 from longspan.plan.cost.times import model_flops, optimizer_seconds, step_times
 from longspan.plan.hardware import Hardware
-from longspan.plan.job import Job, Mesh, micro_batches
+from longspan.plan.job import CostContext, Job, Mesh
 from longspan.plan.limits import GB, notes, refusal, unsupported
 from longspan.plan.models.shape import ModelShape
 
@@ -42,16 +42,17 @@ class Plan:
     hardware: Hardware
     decisions: tuple[str, ...] = ()
 
-    @property
-    def _case(self) -> tuple[ModelShape, Job, Mesh, Hardware]:
-        return self.model, self.job, self.mesh, self.hardware
+    @cached_property
+    def c(self) -> CostContext:
+        """The context of all its costs."""
+        return CostContext(self.model, self.job, self.mesh, self.hardware.on_cpu)
 
     # Memory.
 
     @cached_property
     def memory_bytes(self) -> dict[str, int]:
         """Bytes at the peak, max over ranks, by item (`longspan.plan.cost.memory.ITEMS`)."""
-        return memory(*self._case)
+        return memory(self.c, self.hardware)
 
     @property
     def memory_total_bytes(self) -> int:
@@ -66,7 +67,7 @@ class Plan:
     @cached_property
     def offloaded(self) -> Offloaded:
         """What is in the host's memory or on a disk."""
-        return offloaded_bytes(*self._case)
+        return offloaded_bytes(self.c, self.hardware)
 
     @property
     def fits(self) -> bool:
@@ -93,14 +94,14 @@ class Plan:
     @cached_property
     def max_context(self) -> int:
         """The longest context that fits on this mesh, the rest of the job unchanged; 0 if none fits."""
-        return longest_context(*self._case)
+        return longest_context(self.model, self.job, self.mesh, self.hardware)
 
     # Communication.
 
     @cached_property
     def comm(self) -> tuple[Collective, ...]:
         """Every collective of a step."""
-        return communication(*self._case)
+        return communication(self.c, self.hardware)
 
     @property
     def comm_seconds(self) -> float:
@@ -111,22 +112,22 @@ class Plan:
     def comm_bytes_per_gpu_per_layer(self) -> float:
         """Bytes that one GPU sends for the sequence and tensor methods, per layer and micro-batch."""
         method = sum(c.bytes_total for c in self.comm if c.method)
-        return method / len(self.model.layers) / micro_batches(self.job, self.mesh)
+        return method / len(self.model.layers) / self.c.micro_batches
 
     @cached_property
     def ring_impl(self) -> str | None:
         """Ring implementation: "p2p", "allgather", or "mixed" if layers differ; None without a ring."""
         if self.mesh.ring == 1 or self.job.mode == "decode" or self.job.prefill_chunk is not None:
             return None
-        impls = {impl for layer, _ in self.model.layer_kinds for impl in layer.mixer.ring_impls(self.job, self.mesh)}
+        impls = {impl for layer, _ in self.model.layer_kinds for impl in layer.mixer.ring_impls(self.c)}
         return impls.pop() if len(impls) == 1 else "mixed" if impls else None
 
     # Time.
 
     @cached_property
     def _times(self) -> tuple[float, float]:
-        compute, exposed = step_times(*self._case)
-        return compute + optimizer_seconds(*self._case), exposed
+        compute, exposed = step_times(self.c, self.hardware)
+        return compute + optimizer_seconds(self.c, self.hardware), exposed
 
     @property
     def compute_seconds(self) -> float:
@@ -140,7 +141,7 @@ class Plan:
 
     @cached_property
     def _offload_wait(self) -> tuple[float, Bottleneck | None]:
-        return offload_wait(*self._case, self.offloaded)
+        return offload_wait(self.c, self.hardware, self.offloaded)
 
     @property
     def offload_seconds(self) -> float:
@@ -175,7 +176,7 @@ class Plan:
         """What the user should know: decisions, replicated KV heads, positions that end early, what waits."""
         return (
             *self.decisions,
-            *notes(self.model, self.job, self.mesh),
+            *notes(self.c),
             *self._offload_notes(),
             *self._weight_notes(),
         )

@@ -1,23 +1,37 @@
-"""Every collective of a step.
+"""Every collective of a step, and what the tensor axis sends, as `longspan.hf.tensor_parallel.layers` does it.
 
 Tests compare Ulysses, ring, tensor parallelism, Megatron SP, FSDP, gradient sum and loss with the running code to the
 byte. LASP-2 is a formula, with its source.
+
+TP sums hidden states twice a layer, after attention and after the MLP (Megatron-LM, arXiv:1909.08053). Megatron SP
+(arXiv:2205.05198) splits each AllReduce into an AllGather and a ReduceScatter of the same bytes. Outside the layers the
+embedding's parts are summed, the head's input is gathered and its gradient summed, and the softmax sends three numbers
+per token. Weights that every rank holds, and that see only some heads or tokens, have their gradients summed.
+
+Experts receive tokens by all-to-all. How many depends on the router; an even distribution is assumed.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from longspan.core.tile_sizes import layers_per_checkpoint
-from longspan.plan.cost.tensor import layer_tensor_sent, outer_tensor_sent
-from longspan.plan.cost.weights import layer_weights_sent, outer_weights_sent, sums_gradients, sums_gradients_once
+from longspan.core.tile_sizes import NARROW_PARTS, head_tile, layers_per_checkpoint
+from longspan.plan.cost.weights import (
+    ROWS,
+    cut_dim,
+    gathers,
+    layer_weights_sent,
+    outer_weights_sent,
+    sums_gradients,
+    sums_gradients_once,
+)
 from longspan.plan.hardware import Hardware
-from longspan.plan.job import Job, Mesh, micro_batches, recomputed_inputs
-from longspan.plan.layers import Sent
-from longspan.plan.models.shape import LayerShape, ModelShape
+from longspan.plan.job import CostContext
+from longspan.plan.layers.base import Parameter, Sent
+from longspan.plan.models.shape import LayerShape
 
 
 @dataclass(frozen=True)
@@ -52,18 +66,20 @@ class Collective:
         return self.bytes_per_gpu * self.count
 
 
-def communication(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> tuple[Collective, ...]:
+def communication(c: CostContext, hardware: Hardware) -> tuple[Collective, ...]:
     """Return every collective of one step in the order of the forward; equal ones are counted together."""
     calls: dict[Sent, int] = {}
-    for sent in _step(model, job, mesh, once=sums_gradients_once(model, job, mesh, hardware), on_cpu=hardware.on_cpu):
-        if sent.bytes and sent.calls and mesh.size(sent.axis) > 1:
+    for sent in _step(c, sums_gradients_once(c, hardware)):
+        if sent.bytes and sent.calls and c.mesh.size(sent.axis) > 1:
             key = replace(sent, calls=1)
             calls[key] = calls.get(key, 0) + sent.calls
-    return tuple(_timed(sent, count, mesh, hardware) for sent, count in calls.items())
+    return tuple(_timed(sent, count, c, hardware) for sent, count in calls.items())
 
 
-def _timed(sent: Sent, count: int, mesh: Mesh, hardware: Hardware) -> Collective:
-    stride, size = mesh.stride(sent.axis), mesh.size(sent.axis)
+def _timed(sent: Sent, count: int, c: CostContext, hardware: Hardware) -> Collective:
+    stride, size = c.mesh.stride(sent.axis), c.mesh.size(sent.axis)
+    computing = "computing" if sent.what in ("weights of a layer", "gradients of a layer") else ""
+    overlaps_with = "attention" if sent.op == "p2p" else computing
     return Collective(
         op=sent.op,
         axis=sent.axis,
@@ -72,63 +88,184 @@ def _timed(sent: Sent, count: int, mesh: Mesh, hardware: Hardware) -> Collective
         count=count,
         seconds=count * hardware.seconds(sent.op, sent.axis, sent.bytes, stride, size),
         link=hardware.link_of(stride, size),
-        overlaps_with=_overlapped_with(sent) if hardware.hideable(sent.op, sent.axis) else "",
+        overlaps_with=overlaps_with if hardware.hideable(sent.op, sent.axis) else "",
         method=sent.method,
     )
 
 
-def _overlapped_with(sent: Sent) -> str:
-    if sent.op == "p2p":
-        return "attention"
-    return "computing" if sent.what in ("weights of a layer", "gradients of a layer") else ""
+def _times(sents: Iterable[Sent], times: int) -> list[Sent]:
+    return [replace(sent, calls=sent.calls * times) for sent in sents]
 
 
-def _times(sent: Sent, times: int) -> Sent:
-    return replace(sent, calls=sent.calls * times)
-
-
-def _step(model: ModelShape, job: Job, mesh: Mesh, once: bool, on_cpu: bool) -> Iterator[Sent]:
-    micro = micro_batches(job, mesh)
+def _step(c: CostContext, once: bool) -> Iterator[Sent]:
+    micro, forwards = c.micro_batches, c.job.forwards
     sums = 1 if once else micro
-    for layer, layers in model.layer_kinds:
-        outside_method = [sent for sent in layer_tensor_sent(model, layer, job, mesh) if not sent.method]
-        for sent in (*method_sent(model, layer, job, mesh), *outside_method, *layer_weights_sent(layer, job, mesh)):
-            forwards = 1 if sent.method else job.forwards
-            yield _times(sent, layers * (sums if sums_gradients(sent) else micro) * forwards)
-    for sent in (*input_recompute_sent(model, job, mesh), *outer_tensor_sent(model, job, mesh, on_cpu)):
-        yield _times(sent, micro)
-    for sent in outer_weights_sent(model, job, mesh):
-        yield _times(sent, sums if sums_gradients(sent) else micro * job.forwards)
+    for layer, layers in c.model.layer_kinds:
+        yield from _times(method_sent(layer, c), layers * micro)
+        weights = [*(sent for sent in layer_tensor_sent(layer, c) if not sent.method), *layer_weights_sent(layer, c)]
+        for sent in weights:
+            yield from _times([sent], layers * forwards * (sums if sums_gradients(sent) else micro))
+    yield from _times((*input_recompute_sent(c), *outer_tensor_sent(c)), micro)
+    for sent in outer_weights_sent(c):
+        yield from _times([sent], sums if sums_gradients(sent) else micro * forwards)
 
 
-def input_recompute_sent(model: ModelShape, job: Job, mesh: Mesh) -> list[Sent]:
+@functools.lru_cache(maxsize=4096)
+def method_sent(layer: LayerShape, c: CostContext) -> tuple[Sent, ...]:
+    """Return what the sequence and tensor methods send for one layer and one micro-batch, forward and backward."""
+    return (*layer.mixer.sent(c), *(sent for sent in layer_tensor_sent(layer, c) if sent.method))
+
+
+def input_recompute_sent(c: CostContext) -> list[Sent]:
     """Return what recomputing layers' inputs sends in a micro-batch (`Memory.layers_per_checkpoint`).
 
     All layers but the last of each group run a further forward. Their weights are gathered for it, except for the layer
     whose backward comes next.
     """
-    layers = model.layers
+    layers = c.model.layers
     recomputed: list[Sent] = []
-    if not recomputed_inputs(len(layers), job):
+    if not c.job.recomputed_inputs(len(layers)):
         return recomputed
-    group = layers_per_checkpoint(len(layers), job.memory.layers_per_checkpoint)
+    group = layers_per_checkpoint(len(layers), c.job.memory.layers_per_checkpoint)
     last_of_group = [min(at // group * group + group, len(layers)) - 1 for at in range(len(layers))]
     # Equal layers send the same: cost each kind once.
     runs = Counter(
         (layer, at < last - 1) for at, (layer, last) in enumerate(zip(layers, last_of_group, strict=True)) if at < last
     )
-    for (layer, gathers), count in runs.items():
-        forward = replace(job, mode="prefill", batch=mesh.data)
-        sent = layer_tensor_sent(model, layer, forward, mesh)
-        if job.memory.checkpointing == "full":
-            sent += [each for each in layer.mixer.sent(forward, mesh) if each.calls]
-        if gathers:
-            sent += layer_weights_sent(layer, job, mesh)[:1]
-        recomputed += [_times(each, count) for each in sent]
+    forward = replace(c, job=replace(c.job, mode="prefill", batch=c.mesh.data))
+    for (layer, gathers_weights), count in runs.items():
+        sent = layer_tensor_sent(layer, forward)
+        if c.job.memory.checkpointing == "full":
+            sent += [each for each in layer.mixer.sent(forward) if each.calls]
+        if gathers_weights:
+            sent += layer_weights_sent(layer, c)[:1]
+        recomputed += _times(sent, count)
     return recomputed
 
 
-@functools.lru_cache(maxsize=4096)
-def method_sent(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh) -> tuple[Sent, ...]:
-    """Return what the sequence and tensor methods send for one layer and one micro-batch, forward and backward."""
-    return (*layer.mixer.sent(job, mesh), *(s for s in layer_tensor_sent(model, layer, job, mesh) if s.method))
+# ---------------------------------------------------------------------------------------------------------------------
+# The tensor axis.
+
+
+def _has_experts(layer: LayerShape) -> bool:
+    return any(".experts." in p.name for p in layer.parameters)
+
+
+def _hidden_states(tokens: int, c: CostContext) -> tuple[int, int]:
+    """Return the bytes that a rank sends of so many hidden states: in an AllReduce; in an AllGather."""
+    t, row = c.mesh.tensor, c.b * c.sequences * c.d
+    return 2 * tokens * row * (t - 1) // t, -(-tokens // t) * row * (t - 1)
+
+
+def layer_tensor_sent(layer: LayerShape, c: CostContext) -> list[Sent]:
+    """Return the traffic of one layer and one micro-batch, forward and backward; of a prompt, all its chunks."""
+    if c.mesh.tensor == 1:
+        return []
+    sent = []
+    for tokens, count in c.forwards:
+        sent += _times(_layer(layer, c, tokens), count)
+    if c.job.mode == "train":
+        sent += _gradients(layer.parameters, c, _has_experts(layer))
+    return sent
+
+
+def _layer(layer: LayerShape, c: CostContext, tokens: int) -> list[Sent]:
+    t, experts = c.mesh.tensor, _has_experts(layer)
+    forwards, backwards = c.job.layer_passes
+    # A recomputed layer ends with its MLP's last product. Only a norm behind it needs that product's sum again.
+    last = forwards if any("post_feedforward" in p.name for p in layer.parameters) else 1
+    both, half = _hidden_states(tokens, c)
+    sent = []
+    if c.job.tensor_style == "tp":
+        calls = forwards + backwards if experts else forwards + last + 2 * backwards
+        sent.append(Sent("all_reduce", "tensor", "hidden states summed", both, calls))
+        if experts:
+            sent.append(Sent("all_gather", "tensor", "tokens of a mixture of experts", half, last + backwards))
+    else:
+        gather_calls = forwards + backwards if experts else 2 * (forwards + backwards)
+        scatter_calls = forwards + backwards if experts else forwards + last + 2 * backwards
+        sent += [
+            Sent("all_gather", "tensor", "hidden states gathered", half, gather_calls),
+            Sent("reduce_scatter", "tensor", "hidden states summed", half, scatter_calls),
+        ]
+    if experts:
+        rows = -(-tokens // t) * c.sequences * layer.mlp.per_token
+        size = rows * (t - 1) // t * c.d * c.b
+        sent.append(Sent("all_to_all", "tensor", "tokens to their experts", size, forwards + last + 2 * backwards))
+    return sent
+
+
+def outer_tensor_sent(c: CostContext) -> list[Sent]:
+    """Return the traffic of embedding, head and loss for one micro-batch; of a prompt, all its chunks."""
+    if c.mesh.tensor == 1:
+        return []
+    if c.job.mode == "train":
+        return _training(c)
+    sent = []
+    for tokens, count in c.forwards:
+        sent += _times(_forward(c, tokens), count)
+    return sent
+
+
+def _forward(c: CostContext, tokens: int) -> list[Sent]:
+    """Return embeddings, and the last token's logits. Megatron SP first finds the rank that holds the last token."""
+    t = c.mesh.tensor
+    both, half = _hidden_states(tokens, c)
+    _, last = _hidden_states(1, c)
+    logits = -(-c.model.vocab // t) * (t - 1) * c.b * c.sequences
+    if c.job.tensor_style == "tp":
+        stream = [Sent("all_reduce", "tensor", "embeddings", both, method=False)]
+    else:
+        stream = [
+            Sent("reduce_scatter", "tensor", "embeddings", half, method=False),
+            Sent("all_gather", "tensor", "hidden states, for the last token", half, method=False),
+            Sent("all_gather", "tensor", "the head's input", last, method=False),
+        ]
+    return [*stream, Sent("all_gather", "tensor", "logits of the last token", logits, method=False)]
+
+
+def _training(c: CostContext) -> list[Sent]:
+    t = c.mesh.tensor
+    both, half = _hidden_states(c.sequence_tokens, c)
+    ops = [("all_reduce", both)] if c.job.tensor_style == "tp" else [("all_gather", half), ("reduce_scatter", half)]
+    sent = [Sent(op, "tensor", "embeddings and the head's input", size, 2, method=False) for op, size in ops]
+    for rows, calls in _softmax_rows(c).items():
+        for numbers, what in ((1, "largest logits"), (2, "sums and labels of the softmax")):  # fp32, per token
+            sent.append(Sent("all_reduce", "tensor", what, 2 * 4 * numbers * rows * (t - 1) // t, calls, method=False))
+    return sent + _gradients(tuple(p for p in c.model.root if len(p.shape) == 1), c, experts=False)
+
+
+def _softmax_rows(c: CostContext) -> dict[int, int]:
+    """Return {tokens per softmax: calls}: one per tile of logits, in half precision one per part of a tile."""
+    tokens, rows = c.sequence_tokens, head_tile(-(-c.model.vocab // c.mesh.tensor), c.on_cpu)
+    if c.job.dtype == "fp32" or not gathers(c):  # autocast computes logits in fp32
+        return _parts(tokens, rows)
+    rows = min(tokens, 2 * rows)
+    part = -(-rows // NARROW_PARTS)
+    calls: Counter[int] = Counter()
+    for tile, tiles in _parts(tokens, rows).items():
+        for size, count in _parts(tile, part).items():
+            calls[size] += count * tiles
+    return calls
+
+
+def _parts(total: int, part: int) -> dict[int, int]:
+    """Return {size: count} of the parts of `total`; the last part is the remainder."""
+    return {size: count for size, count in ((part, total // part), (total % part, 1)) if size and count}
+
+
+def _gradients(parameters: tuple[Parameter, ...], c: CostContext, experts: bool) -> list[Sent]:
+    t = c.mesh.tensor
+    return [
+        Sent("all_reduce", "tensor", "gradients of whole weights", 2 * size * (t - 1) // t, method=False)
+        for size in (p.numel * c.b for p in parameters if _is_summed(p, c, experts))
+    ]
+
+
+def _is_summed(p: Parameter, c: CostContext, experts: bool) -> bool:
+    """Whether each tensor rank computes only a part of a weight's gradient."""
+    if cut_dim(p.name) is not None:
+        return False
+    owner = p.name.rpartition(".")[0].rpartition(".")[2]
+    per_head = owner in ("q_norm", "k_norm") or (owner in ROWS and p.name.endswith("bias"))
+    return c.job.tensor_style == "megatron-sp" or per_head or (experts and p.name.startswith("mlp."))

@@ -13,11 +13,10 @@ from dataclasses import replace
 
 from longspan.plan.cost.saved import mlp_tiles
 from longspan.plan.cost.training_memory import training_peaks
-from longspan.plan.cost.weights import gathered_bytes, on_host, sums_gradients_once, weights_at_rest
+from longspan.plan.cost.weights import gathered_bytes, sums_gradients_once, weights_at_rest
 from longspan.plan.hardware import Hardware
-from longspan.plan.job import Job, Mesh, local_batch
-from longspan.plan.layers import CostContext, Mixer, Mlp
-from longspan.plan.models.shape import ModelShape
+from longspan.plan.job import CostContext, Job
+from longspan.plan.layers.base import Mixer, Mlp
 
 ITEMS = {
     "weights": "weights at rest: this GPU's shard",
@@ -46,36 +45,27 @@ FRAME_STATES = 2
 """Hidden states that transformers' frames hold: the embeddings, and the layer's input."""
 
 
-def memory(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, tiles: int = PREFILL_TILES) -> dict[str, int]:
+def memory(c: CostContext, hardware: Hardware, tiles: int = PREFILL_TILES) -> dict[str, int]:
     """Return the bytes of every item of `ITEMS` at the peak, max over ranks.
 
     `tiles`: of MLP and norms in prefill and decode, unless the job sets them.
     """
-    once = sums_gradients_once(model, job, mesh, hardware)
-    held = _without_reserve(model, job, mesh, hardware.on_cpu, once, tiles)
-    return {**held, "reserve": int(hardware.reserve_bytes)}
+    return {**_without_reserve(c, sums_gradients_once(c, hardware), tiles), "reserve": int(hardware.reserve_bytes)}
 
 
 @functools.lru_cache(maxsize=4096)
-def _without_reserve(
-    model: ModelShape, job: Job, mesh: Mesh, on_cpu: bool, once: bool, tiles: int
-) -> Mapping[str, int]:
+def _without_reserve(c: CostContext, once: bool, tiles: int) -> Mapping[str, int]:
     """Return `memory` without the reserve: the same for many kinds of GPU.
 
     `once`: whether gradients of all micro-batches are summed over the ranks once.
     """
-    if job.mode == "train":
-        c = CostContext(job, mesh, model.d_model, on_cpu)
-        at_rest = {} if on_host(c) else weights_at_rest(model, job, mesh)
-        peaks = training_peaks(model, c, once)
+    at_rest = {} if c.on_host else weights_at_rest(c)
+    if c.job.mode == "train":
+        peaks = training_peaks(c, once)
     else:
-        one_forward = job
-        if job.mode == "prefill" and job.prefill_chunk is not None:
-            one_forward = replace(job, context=min(job.prefill_chunk, job.context))
-        c = CostContext(one_forward, mesh, model.d_model, on_cpu)
-        at_rest = {} if on_host(c) else weights_at_rest(model, job, mesh)
-        at_rest["kv_cache"] = cache_on_device(model, job, mesh, on_cpu)
-        peaks = _forward_peaks(model, c, tiles)
+        at_rest["kv_cache"] = cache_on_device(c)
+        chunk = min((tokens for tokens, _ in c.job.prompt_chunks[:1]), default=c.job.context)
+        peaks = _forward_peaks(replace(c, job=replace(c.job, context=chunk)), tiles)
     peak = max(peaks, key=lambda items: sum(items.values()))
     return {name: int(at_rest.get(name, 0) + peak.get(name, 0)) for name in ITEMS}
 
@@ -84,7 +74,7 @@ def _without_reserve(
 # A forward without a backward.
 
 
-def _forward_peaks(model: ModelShape, c: CostContext, tiles: int) -> list[dict[str, int]]:
+def _forward_peaks(c: CostContext, tiles: int) -> list[dict[str, int]]:
     """Return the peak candidates: in attention, the norm behind it, the MLP, the sum of its parts, the last norm.
 
     Megatron SP shards hidden states over the tensor ranks, and gathers them before the products. With TP every rank
@@ -95,31 +85,31 @@ def _forward_peaks(model: ModelShape, c: CostContext, tiles: int) -> list[dict[s
     all_tokens = c.tokens * c.d * c.b if c.mesh.tensor > 1 and c.job.tensor_style == "megatron-sp" else 0
     # The sum with attention's output, and two fp32 tensors of a tile: an RMSNorm's input and its result.
     norm = (FRAME_STATES + 1) * stream + 2 * c.tokens * c.d * 4 // c.hidden_shards // tiles
-    mlps = {layer.mlp for layer, _ in model.layer_kinds}
-    layers = {"gathered_weights": gathered_bytes(model, c.job, c.mesh, 2)}
-    head = {"logits": local_batch(c.job, c.mesh) * model.vocab // c.mesh.tensor * (c.b + 4)}
+    mlps = {layer.mlp for layer, _ in c.model.layer_kinds}
+    layers = {"gathered_weights": gathered_bytes(c, 2)}
+    head = {"logits": c.sequences * c.model.vocab // c.mesh.tensor * (c.b + 4)}
     in_mlp = max(_in_mlp(mlp, c) for mlp in mlps)
-    intermediates = _mlp_intermediates(model, c, tiles)
+    intermediates = _mlp_intermediates(c, tiles)
     return [
-        {**layers, **_attention(model, c), "hidden": (FRAME_STATES + 1) * stream + all_tokens},
+        {**layers, **_attention(c), "hidden": (FRAME_STATES + 1) * stream + all_tokens},
         {**layers, "hidden": norm},
         {**layers, **head, "hidden": in_mlp, "mlp": intermediates},
         {**layers, "hidden": max(_mlp_sum(mlp, c) for mlp in mlps)},
         # There is no layer's input any more.
-        {**head, "gathered_weights": gathered_bytes(model, c.job, c.mesh, 0, heads=2), "hidden": norm - stream},
+        {**head, "gathered_weights": gathered_bytes(c, 0, heads=2), "hidden": norm - stream},
     ]
 
 
-def _attention(model: ModelShape, c: CostContext) -> dict[str, int]:
+def _attention(c: CostContext) -> dict[str, int]:
     """Return what attention holds besides hidden states, in the layer that needs most."""
-    mixers = [layer.mixer for layer, _ in model.layer_kinds]
+    mixers = [layer.mixer for layer, _ in c.model.layer_kinds]
     qkv, out, packed = (max(sizes) for sizes in zip(*(_buffers(m, c) for m in mixers), strict=True))
     exchanged = c.mesh.ulysses > 1 and c.job.mode != "decode"
-    ring = max((m.ring_buffers(c, backward=False) for m in mixers), key=lambda buffers: buffers.total)
+    ring = max((m.ring_buffers(c) for m in mixers), key=lambda buffers: buffers.total)
     # The all-to-all: sent and received buffer. The attention: received buffer, and the output or the ring's sums.
     computing = max(out, ring.workspace)
     workspace = max(2 * packed, packed + computing) if exchanged else computing
-    chunks = min(mixer.chunks(c.job, c.mesh) for mixer in mixers)
+    chunks = min(mixer.chunks(c) for mixer in mixers)
     if chunks > 1:  # one chunk's buffers, and the output received so far
         workspace = -(-workspace // chunks) + out
     return {"qkv": qkv, "attention_workspace": workspace, "comm_buffers": ring.comm}
@@ -127,7 +117,7 @@ def _attention(model: ModelShape, c: CostContext) -> dict[str, int]:
 
 def _buffers(mixer: Mixer, c: CostContext) -> tuple[int, int, int]:
     """Return `Mixer.forward_buffers`; a chunk over latent vectors also holds the layer's own q, k and v."""
-    cached = mixer.cache_mixer(c.job, c.mesh)
+    cached = mixer.cache_mixer(c)
     if c.job.prefill_chunk is None or cached is mixer:
         return mixer.forward_buffers(c)
     qkv, out, packed = cached.forward_buffers(c)
@@ -153,16 +143,16 @@ def _mlp_sum(mlp: Mlp, c: CostContext) -> int:
     if mlp.experts > 1:
         part //= c.mesh.tensor
     elif c.job.tensor_style == "megatron-sp":  # several rows are transposed first; gloo copies its input
-        part *= 1 + (local_batch(c.job, c.mesh) > 1) + c.on_cpu
+        part *= 1 + (c.sequences > 1) + c.on_cpu
     return _in_mlp(mlp, c) + part + c.tokens * c.d * c.b // c.hidden_shards
 
 
-def _mlp_intermediates(model: ModelShape, c: CostContext, tiles: int) -> int:
+def _mlp_intermediates(c: CostContext, tiles: int) -> int:
     """Return the intermediates of one tile of the widest MLP."""
-    layers = [layer for layer, _ in model.layer_kinds]
+    layers = [layer for layer, _ in c.model.layer_kinds]
     widest = c.b * max(layer.mlp.width for layer in layers) // c.mesh.tensor
     asked = min(mlp_tiles(layer, c) for layer in layers)
-    return c.tokens * widest * max(layer.mlp.matrices for layer in layers) // (asked if asked > 1 else tiles)
+    return c.tokens * widest * max(2 + layer.mlp.gated for layer in layers) // (asked if asked > 1 else tiles)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -170,28 +160,27 @@ def _mlp_intermediates(model: ModelShape, c: CostContext, tiles: int) -> int:
 # being computed. A layer with a window then holds what all of these tokens attend to, which is more than it caches.
 
 
-def cache_on_device(model: ModelShape, job: Job, mesh: Mesh, on_cpu: bool) -> int:
+def cache_on_device(c: CostContext) -> int:
     """Return the bytes of the cache in the device's memory; a CPU's memory is the host's."""
-    stored = cache_bytes(model, job, mesh) if job.cache_offload == "none" or on_cpu else 0
-    return stored + (0 if job.cache_offload == "none" else staged_bytes(model, job, mesh))
+    stored = cache_bytes(c) if c.job.cache_offload == "none" or c.on_cpu else 0
+    return stored + (0 if c.job.cache_offload == "none" else staged_bytes(c))
 
 
-def cache_bytes(model: ModelShape, job: Job, mesh: Mesh) -> int:
+def cache_bytes(c: CostContext) -> int:
     """Return the bytes of all layers' keys and values, max over ranks."""
-    return sum(count * layer.mixer.cache_bytes(job, mesh) for layer, count in model.layer_kinds)
+    return sum(count * layer.mixer.cache_bytes(c) for layer, count in c.model.layer_kinds)
 
 
-def staged_bytes(model: ModelShape, job: Job, mesh: Mesh, generated: int = 0, chunk: int | None = None) -> int:
+def staged_bytes(c: CostContext, generated: int = 0, chunk: int | None = None) -> int:
     """Return the bytes of an offloaded cache on the device: two consecutive layers, max over forwards and ranks.
 
     Args:
-        model: the model.
-        job: its context is the prompt.
-        mesh: the mesh.
+        c: its job's context is the prompt.
         generated: tokens generated after the prompt, one per forward.
         chunk: tokens per chunk of the prompt; None: the job's, or else the whole prompt. Every forward of `decode` is
             one token.
     """
+    job = c.job
     length = min(chunk or job.prefill_chunk or job.context, job.context)
     last = job.context % length or length
     # (prompt, generated, tokens of the forward)
@@ -200,14 +189,14 @@ def staged_bytes(model: ModelShape, job: Job, mesh: Mesh, generated: int = 0, ch
         forwards.append((job.context, 0, last))
         if last < length:  # a window holds most in a full chunk
             forwards.append((job.context - last, 0, length))
-    return max(_staged(model, replace(job, context=n), mesh, more, chunk, step) for n, more, step in forwards)
+    return max(_staged(replace(c, job=replace(job, context=n)), more, chunk, step) for n, more, step in forwards)
 
 
-def _staged(model: ModelShape, job: Job, mesh: Mesh, generated: int, chunk: int | None, step: int) -> int:
-    kinds = {layer: layer.mixer.cache_by_rank(job, mesh, generated, chunk, step) for layer, _ in model.layer_kinds}
-    current = [kinds[layer] for layer in model.layers]
+def _staged(c: CostContext, generated: int, chunk: int | None, step: int) -> int:
+    kinds = {layer: layer.mixer.cache_by_rank(c, generated, chunk, step) for layer, _ in c.model.layer_kinds}
+    current = [kinds[layer] for layer in c.model.layers]
     none = [0] * len(current[0])
-    is_first_forward = step == job.context + generated  # the cache is empty: nothing to prefetch
+    is_first_forward = step == c.job.context + generated  # the cache is empty: nothing to prefetch
     prefetched = [none] * len(current) if is_first_forward else [*current[1:], none]
     return max(a + b for one, other in zip(current, prefetched, strict=True) for a, b in zip(one, other, strict=True))
 

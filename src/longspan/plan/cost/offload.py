@@ -12,18 +12,9 @@ from dataclasses import dataclass
 from longspan.plan.cost.memory import cache_bytes, fetched_bytes
 from longspan.plan.cost.saved import DISK_BUFFERS, checkpoint_bytes, checkpoint_per_token
 from longspan.plan.cost.times import layer_seconds
-from longspan.plan.cost.weights import (
-    elements_at_rest,
-    on_host,
-    shard_elements,
-    sums_gradients_once,
-    weight_ranks,
-    weights_at_rest,
-)
+from longspan.plan.cost.weights import elements_at_rest, shard_elements, sums_gradients_once, weights_at_rest
 from longspan.plan.hardware import Hardware
-from longspan.plan.job import Job, Mesh, micro_batches
-from longspan.plan.layers.base import CostContext, offloads
-from longspan.plan.models.shape import ModelShape
+from longspan.plan.job import CostContext
 
 HOST_ITEMS = {
     "weights": "weights at rest, fp32: this GPU's shard",
@@ -76,43 +67,40 @@ class Offloaded:
         return self.host_node_bytes <= HOST_SHARE * hardware.host_memory and disk
 
 
-def offloaded_bytes(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Offloaded:
+def offloaded_bytes(c: CostContext, hardware: Hardware) -> Offloaded:
     """Return the bytes outside the GPU."""
-    c = CostContext(job, mesh, model.d_model, hardware.on_cpu)
+    job = c.job
     train, host = job.mode == "train", dict[str, int]()
     if not train and job.cache_offload == "host" and not c.on_cpu:
-        host["kv_cache"] = cache_bytes(model, job, mesh)
-    if on_host(c):
-        host |= weights_at_rest(model, job, mesh)
+        host["kv_cache"] = cache_bytes(c)
+    if c.on_host:
+        host |= weights_at_rest(c)
         if train:
-            host["gradients"] = elements_at_rest(model, job, mesh) * 4
-    checkpoints = checkpoint_bytes(model, c) if train and offloads(c) else 0
+            host["gradients"] = elements_at_rest(c) * 4
+    checkpoints = checkpoint_bytes(c) if train and c.offloads else 0
     disk = checkpoints if job.memory.offload == "disk" else 0
     if disk:
-        host["disk_buffers"] = min(checkpoints, -(-checkpoints * DISK_BUFFERS // len(model.layers)))
+        host["disk_buffers"] = min(checkpoints, -(-checkpoints * DISK_BUFFERS // len(c.model.layers)))
     elif checkpoints:
         host["activations"] = checkpoints
     host = {name: host[name] for name in HOST_ITEMS if host.get(name)}
-    return Offloaded(host, disk, min(mesh.gpus, hardware.gpus_per_node))
+    return Offloaded(host, disk, min(c.mesh.gpus, hardware.gpus_per_node))
 
 
-def offload_wait(
-    model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, stored: Offloaded
-) -> tuple[float, Bottleneck | None]:
+def offload_wait(c: CostContext, hardware: Hardware, stored: Offloaded) -> tuple[float, Bottleneck | None]:
     """Return the seconds of a step that wait for host link or disk, and the slower of these; None if nothing moves."""
     if not stored.host_bytes and not stored.disk_bytes:
         return 0.0, None
-    c = CostContext(job, mesh, model.d_model, hardware.on_cpu)
-    train, micro, ranks = job.mode == "train", micro_batches(job, mesh), weight_ranks(job, mesh)
-    sums = 1 if sums_gradients_once(model, job, mesh, hardware) else micro
+    train, micro, ranks, tensor = c.job.mode == "train", c.micro_batches, c.weight_ranks, c.mesh.tensor
+    sums = 1 if sums_gradients_once(c, hardware) else micro
     link, write, read = hardware.host_bandwidth, hardware.disk_write, hardware.disk_read
     seconds, bottleneck = 0.0, ("", 0.0, 1.0)
-    for layer, count in model.layer_kinds:
-        computing = layer_seconds(model, layer, job, mesh, hardware)
-        weights = shard_elements(layer.parameters, ranks, mesh.tensor) * PINNED_WEIGHT if on_host(c) else 0
-        moves = train and offloads(c)
+    for layer, count in c.model.layer_kinds:
+        computing = layer_seconds(layer, c, hardware)
+        weights = shard_elements(layer.parameters, ranks, tensor) * PINNED_WEIGHT if c.on_host else 0
+        moves = train and c.offloads
         saved = checkpoint_per_token(layer, c).total * c.tokens if moves else 0
-        cached = fetched_bytes(layer.mixer.cache_bytes(job, mesh), job) if stored.host_bytes.get("kv_cache") else 0
+        cached = fetched_bytes(layer.mixer.cache_bytes(c), c.job) if stored.host_bytes.get("kv_cache") else 0
         on_disk = saved * stored.ranks_per_node if stored.disk_bytes else 0
         gradients = weights * sums / micro
         # (name, bytes, bytes/s); the two directions of the link run concurrently.
@@ -124,7 +112,7 @@ def offload_wait(
             seconds += count * micro * max(0.0, max(size / speed for _, size, speed in moved) - overlap)
             worst = max(((what, size / overlap, speed) for what, size, speed in moved), key=lambda x: x[1] / x[2])
             bottleneck = max(bottleneck, worst, key=lambda x: x[1] / x[2])
-    if on_host(c):  # nothing overlaps with the weights outside the layers
-        root = shard_elements(model.root, ranks, mesh.tensor) * PINNED_WEIGHT
+    if c.on_host:  # nothing overlaps with the weights outside the layers
+        root = shard_elements(c.model.root, ranks, tensor) * PINNED_WEIGHT
         seconds += micro * root * (2 if train else 1) / hardware.host_bandwidth
     return seconds, bottleneck if bottleneck[0] else None

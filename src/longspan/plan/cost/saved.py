@@ -12,10 +12,9 @@ from dataclasses import replace
 
 from longspan.core.tile_sizes import FEWEST_ROWS, layers_held, layers_per_checkpoint, norm_rows
 from longspan.plan.cost.weights import layer_gradient
-from longspan.plan.job import Job, recomputed_inputs
-from longspan.plan.layers import CostContext, SavedActivations
-from longspan.plan.layers.base import Parameter, offloads
-from longspan.plan.models.shape import LayerShape, ModelShape
+from longspan.plan.job import CostContext, Job
+from longspan.plan.layers.base import Parameter, SavedActivations
+from longspan.plan.models.shape import LayerShape
 
 OFFLOADED_LAYERS = 2
 """Layers whose checkpoints are on the GPU under offload: one is moved while the other is made, or used."""
@@ -30,11 +29,6 @@ WEIGHT_SUM = 4
 """Bytes per MLP weight in which a tiled MLP accumulates a layer's gradients: fp32."""
 
 
-def autocasts(job: Job) -> bool:
-    """Whether torch casts the inputs of each product to bf16, because weights are fp32 and not sharded."""
-    return job.dtype == "bf16" and not job.weight_sharding
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Of one layer, in bytes per token of a rank.
 
@@ -43,7 +37,7 @@ def saved_per_token(layer: LayerShape, c: CostContext) -> SavedActivations:
     """Return what one layer saves for its backward."""
     before, behind = _around_attention(layer, c)
     mixer = layer.mixer
-    attention = mixer.saved(c, recompute_all_to_all=c.job.memory.recompute_all_to_all)
+    attention = mixer.saved(c)
     q_norm = next((p for p in layer.parameters if "q_norm" in p.name), None)
     if q_norm is not None:
         heads = (mixer.q_heads + mixer.kv_heads) // c.mesh.tensor
@@ -76,7 +70,7 @@ def freed_per_token(layer: LayerShape, c: CostContext) -> SavedActivations:
 
 def stream_bytes(c: CostContext) -> int:
     """Return the bytes per token of the residual stream, which is a layer's input."""
-    return c.d * (4 if autocasts(c.job) else c.b)
+    return c.d * (4 if c.job.autocasts else c.b)
 
 
 def norm_bytes(c: CostContext) -> int:
@@ -86,7 +80,7 @@ def norm_bytes(c: CostContext) -> int:
 
 def _norm_saved(features: int, c: CostContext) -> int:
     """Return an RMSNorm's fp32 input, one number, and its normalised input; with `tiled_norms` its input alone."""
-    given = features * (4 if autocasts(c.job) else c.b)
+    given = features * (4 if c.job.autocasts else c.b)
     return given if c.job.memory.tiled_norms else features * 4 + 4 + given
 
 
@@ -94,13 +88,13 @@ def _around_attention(layer: LayerShape, c: CostContext) -> tuple[int, int]:
     """Return what norms and products save before the attention, and behind it."""
     norms = 2 if any("post_feedforward" in p.name for p in layer.parameters) else 1
     normed = norms * norm_bytes(c)
-    if c.job.memory.tiled_norms and not autocasts(c.job):  # inputs of products are recomputed from those of the norms
+    if c.job.memory.tiled_norms and not c.job.autocasts:  # inputs of products are recomputed from those of the norms
         return normed, normed
     # A linear layer saves its input: one tensor for Q, K and V and one for gate and up; autocast makes five.
-    qkv_inputs, mlp_inputs = (3, 2) if autocasts(c.job) else (1, 1)
+    qkv_inputs, mlp_inputs = (3, 2) if c.job.autocasts else (1, 1)
     # A tiled MLP saves its input before any cast. An RMSNorm ends in a product, which is recomputed like an activation.
     mlp_input = mlp_inputs * c.b * c.d if c.job.memory.tiled_mlp == 1 else stream_bytes(c)
-    if recomputes_mlp_act(c.job) and not autocasts(c.job) and not any(p.name.endswith("bias") for p in _norms(layer)):
+    if recomputes_mlp_act(c.job) and not c.job.autocasts and not any(p.name.endswith("bias") for p in _norms(layer)):
         mlp_input = 0
     return normed + qkv_inputs * c.b * c.d, normed + mlp_input
 
@@ -178,22 +172,22 @@ def _norm_tile(rows: int, c: CostContext) -> int:
 # Of all layers, at four times in a step.
 
 
-def saved_in_a_step(model: ModelShape, c: CostContext) -> tuple[SavedActivations, ...]:
+def saved_in_a_step(c: CostContext) -> tuple[SavedActivations, ...]:
     """Return what is saved at the loss, and in the backward of the last layer, the one before it, and the first."""
     if c.job.memory.checkpointing == "none":
-        return _all_saved(model, c)
-    n = len(model.layers)
+        return _all_saved(c)
+    n = len(c.model.layers)
     group = layers_per_checkpoint(n, c.job.memory.layers_per_checkpoint)
     inputs, most_inputs = layers_held(n, group)
-    checkpoints = [(checkpoint_per_token(layer, c) * c.tokens, count) for layer, count in model.layer_kinds]
+    checkpoints = [(checkpoint_per_token(layer, c) * c.tokens, count) for layer, count in c.model.layer_kinds]
     largest = _largest(saved for saved, _ in checkpoints)
-    recomputed = _largest(recomputed_per_token(layer, c) * c.tokens for layer, _ in model.layer_kinds)
+    recomputed = _largest(recomputed_per_token(layer, c) * c.tokens for layer, _ in c.model.layer_kinds)
     layer_input = SavedActivations(hidden=stream_bytes(c) // c.hidden_shards * c.tokens)
     # In the first group's backward its recomputed inputs are freed as gradients arrive.
-    gradient = min(layer_gradient(layer, c.job, c.mesh) for layer, _ in model.layer_kinds)
+    gradient = min(layer_gradient(layer, c) for layer, _ in c.model.layer_kinds)
     first_group = SavedActivations(hidden=max(0, layer_input.hidden - gradient) * (min(group, n) - 1))
     in_first = largest + first_group + recomputed
-    if offloads(c):
+    if c.offloads:
         at_loss, before = (largest * min(layers, OFFLOADED_LAYERS) for layers in (n, max(1, n - 1)))
         if group > 1:  # recomputed inputs stay here, and fewer are offloaded
             hidden = layer_input.hidden * min(min(inputs, OFFLOADED_LAYERS) + group - 1, most_inputs)
@@ -208,15 +202,15 @@ def saved_in_a_step(model: ModelShape, c: CostContext) -> tuple[SavedActivations
     return total, total + recomputed, before + recomputed, in_first
 
 
-def _all_saved(model: ModelShape, c: CostContext) -> tuple[SavedActivations, ...]:
+def _all_saved(c: CostContext) -> tuple[SavedActivations, ...]:
     """Return `saved_in_a_step` without checkpointing."""
-    layers = {layer: saved_per_token(layer, c) * c.tokens for layer, _ in model.layer_kinds}
+    layers = {layer: saved_per_token(layer, c) * c.tokens for layer, _ in c.model.layer_kinds}
     # Autocast: the embeddings are fp32, and the first layer saves its cast of them.
-    embedded = SavedActivations(hidden=c.tokens * c.d * 4 if autocasts(c.job) else 0)
-    total = sum((layers[layer] * count for layer, count in model.layer_kinds), embedded)
+    embedded = SavedActivations(hidden=c.tokens * c.d * 4 if c.job.autocasts else 0)
+    total = sum((layers[layer] * count for layer, count in c.model.layer_kinds), embedded)
     # Any kind of layer may be the last: subtract the smallest, so that no peak is underestimated.
     smallest = min(layers.values(), key=lambda saved: saved.total)
-    before = total - smallest if len(model.layers) > 1 else total
+    before = total - smallest if len(c.model.layers) > 1 else total
     return total, total, before, _largest(layers.values())
 
 
@@ -224,10 +218,10 @@ def _largest(saved: Iterable[SavedActivations]) -> SavedActivations:
     return max(saved, key=lambda each: each.total)
 
 
-def checkpoint_bytes(model: ModelShape, c: CostContext) -> int:
+def checkpoint_bytes(c: CostContext) -> int:
     """Return the bytes of all layers' checkpoints, wherever they are stored."""
     if c.job.memory.checkpointing == "none":
         return 0
-    each = ((checkpoint_per_token(layer, c).total, count) for layer, count in model.layer_kinds)
-    recomputed = recomputed_inputs(len(model.layers), c.job) * stream_bytes(c) // c.hidden_shards
+    each = ((checkpoint_per_token(layer, c).total, count) for layer, count in c.model.layer_kinds)
+    recomputed = c.job.recomputed_inputs(len(c.model.layers)) * stream_bytes(c) // c.hidden_shards
     return sum(c.tokens * saved * count for saved, count in each) - c.tokens * recomputed

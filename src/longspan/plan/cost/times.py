@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from longspan.plan.cost.communication import input_recompute_sent, method_sent
+from longspan.plan.cost.communication import input_recompute_sent, layer_tensor_sent, method_sent, outer_tensor_sent
 from longspan.plan.cost.saved import recomputes_mlp_act
-from longspan.plan.cost.tensor import layer_tensor_sent, outer_tensor_sent
 from longspan.plan.cost.weights import (
     elements_at_rest,
     layer_weights_sent,
@@ -22,9 +21,9 @@ from longspan.plan.cost.weights import (
     sums_gradients_once,
 )
 from longspan.plan.hardware import Hardware
-from longspan.plan.job import Job, Mesh, attention_passes, local_batch, local_tokens, micro_batches, recomputed_inputs
-from longspan.plan.layers import Sent
-from longspan.plan.layers.ring import RingSchedule
+from longspan.plan.job import CostContext, Job
+from longspan.plan.layers.attended_keys import RingSchedule
+from longspan.plan.layers.base import Sent
 from longspan.plan.models.shape import LayerShape, ModelShape
 
 NORM_BYTES = 32
@@ -73,47 +72,44 @@ class LayerSeconds:
     attention_backward: float = 0.0
 
 
-def layer_seconds(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh, hardware: Hardware) -> LayerSeconds:
+def layer_seconds(layer: LayerShape, c: CostContext, hardware: Hardware) -> LayerSeconds:
     """Return the seconds of computing one layer for one micro-batch."""
-    tokens = local_batch(job, mesh) * local_tokens(job, mesh)
-    products = 2.0 * tokens * layer.matmul_params_active / mesh.tensor
-    moved = tokens * _elementwise_bytes(model, layer, job, mesh) / hardware.memory_bandwidth
+    job = c.job
+    products = 2.0 * c.tokens * layer.matmul_params_active / c.mesh.tensor
+    moved = c.tokens * _elementwise_bytes(layer, c) / hardware.memory_bandwidth
     # The backward of elementwise work, like that of a product, takes about twice its forward.
     matmul = products / matmul_speed(hardware, job) + moved
-    attention = layer.mixer.max_flops(job, mesh) * _kernel_overhead(layer, job, hardware)
+    attention = layer.mixer.max_flops(c) * _kernel_overhead(layer, job, hardware)
     forward, both = _attention_seconds(attention, hardware, job)
     backward = both - forward
     if job.mode == "decode":
-        read = layer.active_params / mesh.tensor * job.bytes_per_element + layer.mixer.cache_bytes(job, mesh)
+        read = layer.active_params / c.mesh.tensor * c.b + layer.mixer.cache_bytes(c)
         return LayerSeconds(max(matmul + forward, read / hardware.memory_bandwidth), 0.0)
-    accumulated, accumulated_back = layer.mixer.accumulated_bytes(job, mesh)
+    accumulated, accumulated_back = layer.mixer.accumulated_bytes(c)
     forward += accumulated / hardware.memory_bandwidth
     backward += accumulated_back / hardware.memory_bandwidth
     if job.mode == "prefill":
         return LayerSeconds(matmul + forward, 0.0, forward)
-    recomputed = _recompute_seconds(model, layer, job, mesh, hardware, matmul, forward)
+    recomputed = _recompute_seconds(layer, c, hardware, matmul, forward)
     return LayerSeconds(matmul + forward, 2.0 * matmul + backward + recomputed, forward, backward)
 
 
-def _recompute_seconds(
-    model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh, hardware: Hardware, matmul: float, attention: float
-) -> float:
+def _recompute_seconds(layer: LayerShape, c: CostContext, hardware: Hardware, matmul: float, attention: float) -> float:
     """Return the seconds of what one layer's backward recomputes.
 
     `matmul` and `attention` are the seconds of the layer's forward without attention, and of the attention's forward.
     """
-    memory, bandwidth = job.memory, hardware.memory_bandwidth
-    tokens = local_batch(job, mesh) * local_tokens(job, mesh)
+    memory, bandwidth = c.job.memory, hardware.memory_bandwidth
     seconds = {"none": 0.0, "full": matmul + attention}.get(memory.checkpointing, matmul)
-    inputs = recomputed_inputs(len(model.layers), job) / len(model.layers)
+    inputs = c.job.recomputed_inputs(len(c.model.layers)) / len(c.model.layers)
     seconds += inputs * (matmul + (attention if memory.checkpointing == "full" else 0.0))
     if memory.tiled_mlp != 1:
         weights = sum(layer.mlp.active(p) for p in layer.parameters if p.name.startswith("mlp.") and len(p.shape) > 1)
-        seconds += 2.0 * weights * tokens / mesh.tensor / matmul_speed(hardware, job)
+        seconds += 2.0 * weights * c.tokens / c.mesh.tensor / matmul_speed(hardware, c.job)
     if memory.tiled_norms:  # each norm for its own backward, and for that of the layer it feeds
-        seconds += tokens * 4 * NORM_BYTES * model.d_model / bandwidth
-    if recomputes_mlp_act(job):  # SwiGLU: the function (2) and the product (3), then the function for the gate
-        seconds += tokens * 7 * job.bytes_per_element * layer.mlp.width / mesh.tensor / bandwidth
+        seconds += c.tokens * 4 * NORM_BYTES * c.d / bandwidth
+    if recomputes_mlp_act(c.job):  # SwiGLU: the function (2) and the product (3), then the function for the gate
+        seconds += c.tokens * 7 * c.b * layer.mlp.width / c.mesh.tensor / bandwidth
     return seconds
 
 
@@ -126,18 +122,17 @@ def _kernel_overhead(layer: LayerShape, job: Job, hardware: Hardware) -> float:
     return (1.0 + block) * (1.0 + width)
 
 
-def _elementwise_bytes(model: ModelShape, layer: LayerShape, job: Job, mesh: Mesh) -> float:
+def _elementwise_bytes(layer: LayerShape, c: CostContext) -> float:
     """Return one token's memory traffic in a layer's forward, outside products and attention, in eager torch.
 
     `NORM_BYTES` for a norm; in elements, 9 per element of Q and K for rotary embeddings, 3 for a residual, 5 for
     SwiGLU, 2 each for packing and unpacking.
     """
-    b = job.bytes_per_element
-    mixer = layer.mixer
+    b, mixer = c.b, layer.mixer
     q, kv = mixer.q_heads * mixer.head_dim, mixer.kv_heads * (mixer.head_dim + mixer.v_head_dim)
-    packed = 2 * b * (2 * q + kv) if mesh.ulysses > 1 else 0
+    packed = 2 * b * (2 * q + kv) if c.mesh.ulysses > 1 else 0
     heads = 9 * b * (q + kv / 2) + packed + 5 * b * layer.mlp.width
-    return 2 * NORM_BYTES * model.d_model + 6 * b * model.d_model + heads / mesh.tensor
+    return 2 * NORM_BYTES * c.d + 6 * b * c.d + heads / c.mesh.tensor
 
 
 def _attention_seconds(flops: float, hardware: Hardware, job: Job) -> tuple[float, float]:
@@ -149,16 +144,16 @@ def _attention_seconds(flops: float, hardware: Hardware, job: Job) -> tuple[floa
     )
 
 
-def optimizer_seconds(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> float:
+def optimizer_seconds(c: CostContext, hardware: Hardware) -> float:
     """Return the optimizer's time.
 
     AdamW reads a weight, its gradient and two moments and writes three of them: 28 bytes.
     """
-    if job.mode != "train":
+    if c.job.mode != "train":
         return 0.0
-    moved = elements_at_rest(model, job, mesh) * 28.0
-    if job.memory.cpu_offload and not hardware.on_cpu:  # on the host, whose memory a node's ranks share
-        return moved * min(mesh.gpus, hardware.gpus_per_node) / hardware.host_memory_bandwidth
+    moved = elements_at_rest(c) * 28.0
+    if c.on_host:  # whose memory a node's ranks share
+        return moved * min(c.mesh.gpus, hardware.gpus_per_node) / hardware.host_memory_bandwidth
     return moved / hardware.memory_bandwidth
 
 
@@ -166,98 +161,94 @@ def optimizer_seconds(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardwar
 # A step, and its exposed communication.
 
 
-def step_times(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> tuple[float, float]:
+def step_times(c: CostContext, hardware: Hardware) -> tuple[float, float]:
     """Return the seconds of computing and of exposed communication in one step, without the optimizer."""
-    layers = [layer_seconds(model, layer, job, mesh, hardware) for layer, _ in model.layer_kinds]
+    layers = [layer_seconds(layer, c, hardware) for layer, _ in c.model.layer_kinds]
     compute = sum(
         count * (seconds.forward + seconds.backward)
-        for (_, count), seconds in zip(model.layer_kinds, layers, strict=True)
+        for (_, count), seconds in zip(c.model.layer_kinds, layers, strict=True)
     )
-    compute += _head_seconds(model, job, mesh, hardware)
-    micro = micro_batches(job, mesh)
-    sums = 1 if sums_gradients_once(model, job, mesh, hardware) else micro
-    exposed = sums * _exposed(model, job, mesh, hardware, layers, sums=True)
+    compute += _head_seconds(c, hardware)
+    micro = c.micro_batches
+    sums = 1 if sums_gradients_once(c, hardware) else micro
+    exposed = sums * _exposed(c, hardware, layers, sums=True)
     if micro > sums:
-        exposed += (micro - sums) * _exposed(model, job, mesh, hardware, layers, sums=False)
+        exposed += (micro - sums) * _exposed(c, hardware, layers, sums=False)
     return micro * compute, exposed
 
 
-def _head_seconds(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> float:
+def _head_seconds(c: CostContext, hardware: Hardware) -> float:
     """Return the seconds of head and loss: of every token in training, else of the last one of a sequence."""
-    train = job.mode == "train"
-    logits = local_batch(job, mesh) * (local_tokens(job, mesh) if train else 1) * model.vocab / mesh.tensor
-    products = 2.0 * logits * model.d_model / matmul_speed(hardware, job)
+    train = c.job.mode == "train"
+    logits = (c.tokens if train else c.sequences) * c.model.vocab / c.mesh.tensor
+    products = 2.0 * logits * c.d / matmul_speed(hardware, c.job)
     # The loss's forward and backward read and write the logits some eight times in fp32.
     return 3 * products + 32.0 * logits / hardware.memory_bandwidth if train else products
 
 
-def _exposed(
-    model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, of_layers: list[LayerSeconds], sums: bool
-) -> float:
+def _exposed(c: CostContext, hardware: Hardware, of_layers: list[LayerSeconds], sums: bool) -> float:
     """Return the exposed communication of one micro-batch; `sums`: whether gradients are summed after it."""
     exposed = first_gather = 0.0
     # Tensor axis, besides the layers' own sums: embeddings, head, softmax, gradients of replicated weights.
-    tensor = outer_tensor_sent(model, job, mesh, hardware.on_cpu)
-    for (layer, count), computing in zip(model.layer_kinds, of_layers, strict=True):
-        exposed += count * exposed_layer_seconds(model, layer, computing, job, mesh, hardware)
-        weights = [sent for sent in layer_weights_sent(layer, job, mesh) if sums or not sums_gradients(sent)]
-        exposed += count * job.forwards * _never_hidden(weights, mesh, hardware)
+    tensor, forwards = outer_tensor_sent(c), c.job.forwards
+    for (layer, count), computing in zip(c.model.layer_kinds, of_layers, strict=True):
+        exposed += count * exposed_layer_seconds(layer, computing, c, hardware)
+        weights = [sent for sent in layer_weights_sent(layer, c) if sums or not sums_gradients(sent)]
+        exposed += count * forwards * _never_hidden(weights, c, hardware)
         # While a layer computes, the next layer's weights are gathered, and the last one's gradients scattered.
-        gather, *rest = [job.forwards * _hideable([sent], mesh, hardware) for sent in weights] or [0.0]
+        gather, *rest = [forwards * _hideable([sent], c, hardware) for sent in weights] or [0.0]
         exposed += count * (max(0.0, gather - computing.forward) + max(0.0, sum(rest) - computing.backward))
         # Nothing overlaps with the first layer's gather.
         first_gather = max(first_gather, min(gather, computing.forward))
-        of_layer = [sent for sent in layer_tensor_sent(model, layer, job, mesh) if not sent.method]
+        of_layer = [sent for sent in layer_tensor_sent(layer, c) if not sent.method]
         tensor += [replace(sent, calls=sent.calls * count) for sent in of_layer]
     # Recomputed inputs are needed at once: only a ring overlaps, with its attention.
-    ring, blocking = _split_ring(input_recompute_sent(model, job, mesh))
-    attention = of_layers[0].attention_forward * recomputed_inputs(len(model.layers), job)
-    exposed += seconds_of(blocking, mesh, hardware) + _never_hidden(ring, mesh, hardware)
-    exposed += max(0.0, _hideable(ring, mesh, hardware) - attention)
-    outer = [sent for sent in outer_weights_sent(model, job, mesh) if sums or not sums_gradients(sent)]
-    exposed += seconds_of(tensor, mesh, hardware)
-    return exposed + first_gather + job.forwards * seconds_of(outer, mesh, hardware)
+    ring, blocking = _split_ring(input_recompute_sent(c))
+    attention = of_layers[0].attention_forward * c.job.recomputed_inputs(len(c.model.layers))
+    exposed += seconds_of(blocking, c, hardware) + _never_hidden(ring, c, hardware)
+    exposed += max(0.0, _hideable(ring, c, hardware) - attention)
+    outer = [sent for sent in outer_weights_sent(c) if sums or not sums_gradients(sent)]
+    exposed += seconds_of(tensor, c, hardware)
+    return exposed + first_gather + forwards * seconds_of(outer, c, hardware)
 
 
-def exposed_layer_seconds(
-    model: ModelShape, layer: LayerShape, computing: LayerSeconds, job: Job, mesh: Mesh, hardware: Hardware
-) -> float:
+def exposed_layer_seconds(layer: LayerShape, computing: LayerSeconds, c: CostContext, hardware: Hardware) -> float:
     """Return the exposed communication of one layer's sequence and tensor methods in one micro-batch.
 
     A ring's next block is sent while the current one computes, and a chunk of heads while another computes; an
     all-to-all of all heads and an all-gather wait for their data. The part of a message that takes the cores
     (`Hardware.hideable`) is always exposed. `computing`: the layer's seconds.
     """
-    ring, blocking = _split_ring(method_sent(model, layer, job, mesh))
-    exposed = seconds_of(blocking, mesh, hardware) - _hidden_exchange(blocking, computing, job, mesh, hardware)
-    exposed += _never_hidden(ring, mesh, hardware)
-    schedule = layer.mixer.ring_schedule(job, mesh) if ring else None
-    return exposed + (_ring_waits(ring, computing, schedule, job, mesh, hardware) if schedule is not None else 0.0)
+    ring, blocking = _split_ring(method_sent(layer, c))
+    exposed = seconds_of(blocking, c, hardware) - _hidden_exchange(blocking, computing, c, hardware)
+    exposed += _never_hidden(ring, c, hardware)
+    schedule = layer.mixer.ring_schedule(c) if ring else None
+    return exposed + (_ring_waits(ring, computing, schedule, c, hardware) if schedule is not None else 0.0)
 
 
 def _split_ring(sents: Sequence[Sent]) -> tuple[list[Sent], list[Sent]]:
     return [sent for sent in sents if sent.op == "p2p"], [sent for sent in sents if sent.op != "p2p"]
 
 
-def _hidden_exchange(sents: list[Sent], computing: LayerSeconds, job: Job, mesh: Mesh, hardware: Hardware) -> float:
+def _hidden_exchange(sents: list[Sent], computing: LayerSeconds, c: CostContext, hardware: Hardware) -> float:
     """Return the seconds of one layer's all-to-alls that overlap with the attention of other chunks of heads.
 
     The first chunk's scatter and the last chunk's gather overlap with nothing; the others with at most n - 1 of n parts
     of the attention. If chunks share a KV head, it is sent with the first of them and its gradient with the last, so
     that these messages are larger than an n-th.
     """
-    if job.overlap_chunks == 1:
+    if c.job.overlap_chunks == 1:
         return 0.0
 
     def seconds(what: str) -> list[float]:
         return [
-            _hideable([sent], mesh, hardware) for sent in sents if sent.op == "all_to_all" and sent.what.endswith(what)
+            _hideable([sent], c, hardware) for sent in sents if sent.op == "all_to_all" and sent.what.endswith(what)
         ]
 
     outputs = seconds("O to tokens")
     if len(outputs) < 2:
         return 0.0
-    forwards, backwards = attention_passes(job)
+    forwards, backwards = c.job.attention_passes
     forward = sum(seconds("Q, K, V to heads")[1:]) + sum(outputs[:-1])
     backward = sum(seconds("dO to heads")[1:]) + sum(seconds("dQ, dK, dV to tokens")[:-1])
     part = (len(outputs) - 1) / len(outputs)
@@ -266,7 +257,7 @@ def _hidden_exchange(sents: list[Sent], computing: LayerSeconds, job: Job, mesh:
 
 
 def _ring_waits(
-    ring: list[Sent], computing: LayerSeconds, schedule: RingSchedule, job: Job, mesh: Mesh, hardware: Hardware
+    ring: list[Sent], computing: LayerSeconds, schedule: RingSchedule, c: CostContext, hardware: Hardware
 ) -> float:
     """Return the seconds that one layer's forwards and backwards wait for ring messages.
 
@@ -275,9 +266,9 @@ def _ring_waits(
     rounds = schedule.routes.rounds
     if rounds == 0:
         return 0.0
-    forwards, backwards = attention_passes(job)
+    forwards, backwards = c.job.attention_passes
     # Chunks of heads one after the other are like one with all their messages: both sides of `ring_wait` grow alike.
-    kv, gradient = (_hideable(rows, mesh, hardware) / rounds for rows in (ring[::2], ring[1::2]))
+    kv, gradient = (_hideable(rows, c, hardware) / rounds for rows in (ring[::2], ring[1::2]))
     kv, gradient = kv / (forwards + backwards), gradient / max(1, backwards)
     forward = ring_wait(kv, 0.0, computing.attention_forward, schedule.own, rounds)
     return forwards * forward + backwards * ring_wait(kv, gradient, computing.attention_backward, schedule.own, rounds)
@@ -303,21 +294,21 @@ def ring_wait(kv: float, gradient: float, attention: float, own: float, rounds: 
     return sum(max(0.0, wait) for wait in arriving) + between
 
 
-def seconds_of(sents: Sequence[Sent], mesh: Mesh, hardware: Hardware) -> float:
+def seconds_of(sents: Sequence[Sent], c: CostContext, hardware: Hardware) -> float:
     """Return the seconds of all calls."""
-    return sum(sent.calls * _seconds_of_call(sent, mesh, hardware) for sent in sents)
+    return sum(sent.calls * _seconds_of_call(sent, c, hardware) for sent in sents)
 
 
-def _hideable(sents: Sequence[Sent], mesh: Mesh, hardware: Hardware) -> float:
+def _hideable(sents: Sequence[Sent], c: CostContext, hardware: Hardware) -> float:
     """Return the seconds that can overlap with computing."""
     return sum(
-        sent.calls * _seconds_of_call(sent, mesh, hardware) * hardware.hideable(sent.op, sent.axis) for sent in sents
+        sent.calls * _seconds_of_call(sent, c, hardware) * hardware.hideable(sent.op, sent.axis) for sent in sents
     )
 
 
-def _never_hidden(sents: Sequence[Sent], mesh: Mesh, hardware: Hardware) -> float:
-    return seconds_of(sents, mesh, hardware) - _hideable(sents, mesh, hardware)
+def _never_hidden(sents: Sequence[Sent], c: CostContext, hardware: Hardware) -> float:
+    return seconds_of(sents, c, hardware) - _hideable(sents, c, hardware)
 
 
-def _seconds_of_call(sent: Sent, mesh: Mesh, hardware: Hardware) -> float:
-    return hardware.seconds(sent.op, sent.axis, sent.bytes, mesh.stride(sent.axis), mesh.size(sent.axis))
+def _seconds_of_call(sent: Sent, c: CostContext, hardware: Hardware) -> float:
+    return hardware.seconds(sent.op, sent.axis, sent.bytes, c.mesh.stride(sent.axis), c.mesh.size(sent.axis))

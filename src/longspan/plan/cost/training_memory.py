@@ -16,7 +16,6 @@ from functools import cached_property
 
 from longspan.core.tile_sizes import GRADIENT_BUCKET, HEAD_ROWS, NARROW_PARTS, head_tile
 from longspan.plan.cost.saved import (
-    autocasts,
     freed_per_token,
     mlp_backward_bytes,
     norm_backward_bytes,
@@ -29,23 +28,22 @@ from longspan.plan.cost.weights import (
     elements_at_rest,
     gathered_bytes,
     gathers,
-    on_host,
     outer_groups,
     own_head,
     shard_elements,
-    weight_ranks,
 )
-from longspan.plan.layers import Buffers, CostContext, SavedActivations
+from longspan.plan.job import CostContext
+from longspan.plan.layers.base import Buffers, SavedActivations
 from longspan.plan.models.shape import LayerShape, ModelShape
 
 Peak = dict[str, int]
 """Bytes by item, at one time in a step; items at rest are added to all of them."""
 
 
-def training_peaks(model: ModelShape, c: CostContext, once: bool) -> list[Peak]:
+def training_peaks(c: CostContext, once: bool) -> list[Peak]:
     """Return the peak candidates; `once`: whether gradients of all micro-batches are summed over the ranks once."""
-    step = _Step(model, c, once)
-    at_loss, last_layer, before_it, first_layer = (saved + step.rotary_tables for saved in saved_in_a_step(model, c))
+    step = _Step(c, once)
+    at_loss, last_layer, before_it, first_layer = (saved + step.rotary_tables for saved in saved_in_a_step(c))
     return [
         *step.loss(at_loss),
         *step.layer_backward(last_layer, step.in_last_layer()),
@@ -84,25 +82,25 @@ class _Step:
     layer's backward, in which the sent buffer is still held. A tied head's gradient stays to the end.
     """
 
-    def __init__(self, model: ModelShape, c: CostContext, once: bool) -> None:
-        self.model, self.job, self.mesh, self.c = model, c.job, c.mesh, c
-        t, self.autocast = c.mesh.tensor, autocasts(c.job)
+    def __init__(self, c: CostContext, once: bool) -> None:
+        model, t = c.model, c.mesh.tensor
+        self.c, self.model = c, model
         self.layers = [layer for layer, _ in model.layer_kinds]
-        self.ranks, self.sharded, self.to_host = weight_ranks(c.job, c.mesh), gathers(c.job, c.mesh), on_host(c)
+        self.ranks, self.sharded, self.to_host = c.weight_ranks, gathers(c), c.on_host
         # Elements of the largest layer, of the head, and of the head's own FSDP group (0 if it is tied or not sharded).
         self.largest = max(layer.params for layer in self.layers) // t
         self.head = model.vocab * c.d // t
         self.own_head = own_head(model) // t * self.sharded
         # Bytes of hidden states, or of their gradient.
-        self.hidden = c.tokens * c.d * (4 if self.autocast else c.b) // c.hidden_shards
+        self.hidden = c.tokens * c.d * (4 if c.job.autocasts else c.b) // c.hidden_shards
         # Bytes per element of the reduce-scatter's flat fp32 input, which gloo copies.
         self.flat = (8 if c.on_cpu else 4) * self.sharded
         # Bytes of gradients at rest on the device; and of earlier micro-batches', not sharded until they are summed.
-        self.at_rest = 0 if self.to_host else 4 * elements_at_rest(model, c.job, c.mesh)
+        self.at_rest = 0 if self.to_host else 4 * elements_at_rest(c)
         accumulated = 4 * (model.params // t) if once else self.at_rest
         self.earlier = accumulated if c.job.batch > c.mesh.data else 0
         # Bytes of cast weights: autocast's bf16 copies; from the host, a layer's fp32 shard before it is cast.
-        self.casts = 2 * _matrix_elements(model) // t if self.autocast else 0
+        self.casts = 2 * _matrix_elements(model) // t if c.job.autocasts else 0
         self.casts += self.largest * 4 // self.ranks if self.to_host else 0
         # Bytes of a layer's gradients in the compute dtype, and of a tied head's, which stay.
         self.layer_gradients = (self.largest + (0 if self.own_head else self.head)) * c.b
@@ -110,11 +108,11 @@ class _Step:
         self.shard = 0 if self.earlier else self.largest * 4 // self.ranks
         # Cosines and sines of the rank's positions, which all layers share.
         dims = (model.positions.dims or 0) if model.positions.rotary else 0
-        self.rotary_tables = SavedActivations(hidden=2 * dims * c.tokens * (4 if self.autocast else c.b))
+        self.rotary_tables = SavedActivations(hidden=2 * dims * c.tokens * (4 if c.job.autocasts else c.b))
 
     def gathered(self, layers: int, heads: int = 0) -> int:
         """Return the bytes of so many gathered layers, and times the head's own group."""
-        return gathered_bytes(self.model, self.job, self.mesh, layers, heads)
+        return gathered_bytes(self.c, layers, heads)
 
     # Loss and head.
 
@@ -135,9 +133,9 @@ class _Step:
         From the forward on there are the gradients of the head's input and, in fp32, of its weights; the backward casts
         them.
         """
-        c, autocast = self.c, self.autocast
+        c, autocast = self.c, self.c.job.autocasts
         # In fp32 one buffer is logits, then probabilities, then gradient. A cast makes another, autograd a third.
-        rows, vocab = head_tile(self.model.vocab, c.on_cpu), -(-self.model.vocab // self.mesh.tensor)
+        rows, vocab = head_tile(self.model.vocab, c.on_cpu), -(-self.model.vocab // self.c.mesh.tensor)
         tile = min(c.tokens, rows) * vocab * (4 if c.b == 4 else 8)
         if c.b == 2 and not autocast:  # twice the rows, cast part by part
             narrow = min(c.tokens, 2 * rows)
@@ -171,7 +169,7 @@ class _Step:
         embedding = 0
         if not (self.earlier or self.to_host):
             embedding = 4 * sum(
-                shard_elements(parameters, self.ranks, self.mesh.tensor)
+                shard_elements(parameters, self.ranks, self.c.mesh.tensor)
                 for what, parameters in outer_groups(self.model)
                 if what in ("the embedding", "positions")
             )
@@ -196,8 +194,9 @@ class _Step:
         if c.job.memory.tiled_norms:  # the MLP's backward is over
             in_norm = saved - largest.before_norm
             yield {**in_norm.items(), **rest, "hidden": 2 * self.hidden + norm_backward_bytes(c)}
-        in_attention = saved - largest.before_attention
-        yield {**in_attention.items(), **rest, **largest.attention.items(), "hidden": self.hidden}
+        in_attention, buffers = saved - largest.before_attention, largest.attention
+        attention = {"comm_buffers": buffers.comm, "attention_workspace": buffers.workspace}
+        yield {**in_attention.items(), **rest, **attention, "hidden": self.hidden}
 
     @cached_property
     def _largest_backward(self) -> _LayerBackward:
@@ -220,8 +219,8 @@ class _Step:
 
     def outside_layers(self, at_loss: SavedActivations) -> Iterator[Peak]:
         """Yield the peaks in the embeddings' backward, the optimizer, the head's reduce-scatter, the gradient sum."""
-        model, job, mesh, c = self.model, self.job, self.mesh, self.c
-        t, shard = mesh.tensor, elements_at_rest(model, job, mesh)
+        model, c, t = self.model, self.c, self.c.mesh.tensor
+        shard = elements_at_rest(c)
         # The first layer's gradients may still be in flight; a tied table waits for them.
         first_layer = 0 if model.tied else self.largest
         in_flight = (model.root_params // t - self.own_head + first_layer) * self.flat
@@ -235,7 +234,7 @@ class _Step:
             tables = (2 if c.b == 4 else 3) * self.head * c.b
             gradients = in_layers + tables + self.largest * self.flat
             yield {"gradients": gradients, "gathered_weights": self.gathered(0)}
-        if not self.sharded and mesh.weights > 1:
+        if not self.sharded and c.mesh.weights > 1:
             yield {"gradients": shard * 4 + 4 * min(shard, GRADIENT_BUCKET)}
 
 
@@ -247,7 +246,7 @@ def _recomputed_exchange(layer: LayerShape, c: CostContext) -> int:
     """
     if c.mesh.ulysses == 1 or c.job.memory.checkpointing not in ("full", "selective"):
         return 0
-    (qkv, out, packed), n = layer.mixer.forward_buffers(c), layer.mixer.chunks(c.job, c.mesh)
+    (qkv, out, packed), n = layer.mixer.forward_buffers(c), layer.mixer.chunks(c)
     receiving = packed + 3 * out if n == 1 else -(-(packed + 2 * out) // n) + out
     return max(qkv + -(-2 * packed // n), qkv + receiving * (c.job.memory.checkpointing == "full"))
 

@@ -6,11 +6,46 @@ import functools
 import math
 
 from longspan.core.tile_sizes import gradient_buckets, reduces_once
-from longspan.plan.cost.tensor import cut_shape
 from longspan.plan.hardware import Hardware
-from longspan.plan.job import Job, Mesh, micro_batches
-from longspan.plan.layers import CostContext, Parameter, Sent
+from longspan.plan.job import CostContext
+from longspan.plan.layers.base import Parameter, Sent
 from longspan.plan.models.shape import LayerShape, ModelShape
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the tensor axis cuts.
+
+COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
+ROWS = ("o_proj", "down_proj")
+
+
+@functools.lru_cache(maxsize=4096)
+def cut_shape(p: Parameter, tensor: int) -> tuple[int, ...]:
+    """Return the shape of one tensor rank's part of a weight."""
+    dim = cut_dim(p.name)
+    if tensor == 1 or dim is None or dim >= len(p.shape):
+        return p.shape
+    return (*p.shape[:dim], -(-p.shape[dim] // tensor), *p.shape[dim + 1 :])
+
+
+def cut_dim(name: str) -> int | None:
+    """Return the dimension along which the tensor axis cuts a weight, or None."""
+    owner, _, own = name.rpartition(".")
+    last = owner.rpartition(".")[2]
+    if "shared_expert" in name:
+        return None
+    if ".experts." in name or own == "sinks" or last in COLUMNS:
+        return 0
+    return 1 if last in ROWS and own == "weight" else None
+
+
+def can_cut(layer: LayerShape) -> bool:
+    """Whether `longspan.hf.tensor_parallel.plan` can cut such a layer: separate projections, norms per head."""
+    owners = {p.name.rpartition(".")[0].rpartition(".")[2]: p for p in layer.parameters}
+    dim = getattr(layer.mixer, "head_dim", 0)
+    per_head = all(owners[name].shape[0] == dim for name in ("q_norm", "k_norm") if name in owners)
+    gated = "experts" in owners or {"gate_proj", "up_proj", "down_proj"} <= owners.keys()
+    return per_head and gated and {"q_proj", "k_proj", "v_proj", "o_proj"} <= owners.keys()
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # At rest, and gathered.
@@ -26,14 +61,9 @@ def shard_elements(parameters: tuple[Parameter, ...], ranks: int, tensor: int = 
     return sum(-(-shape[0] // ranks) * math.prod(shape[1:]) for shape in shapes)
 
 
-def weight_ranks(job: Job, mesh: Mesh) -> int:
-    """Return the ranks over which weights are sharded."""
-    return mesh.weights if job.weight_sharding else 1
-
-
-def elements_at_rest(model: ModelShape, job: Job, mesh: Mesh) -> int:
+def elements_at_rest(c: CostContext) -> int:
     """Return the elements of all weights on a rank."""
-    return _elements_at_rest(model, weight_ranks(job, mesh), mesh.tensor)
+    return _elements_at_rest(c.model, c.weight_ranks, c.mesh.tensor)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -42,36 +72,32 @@ def _elements_at_rest(model: ModelShape, ranks: int, tensor: int) -> int:
     return layers + shard_elements(model.root, ranks, tensor)
 
 
-def weights_at_rest(model: ModelShape, job: Job, mesh: Mesh) -> dict[str, int]:
+def weights_at_rest(c: CostContext) -> dict[str, int]:
     """Return the bytes of a rank's weights and optimizer state."""
-    shard = elements_at_rest(model, job, mesh)
-    moments = 8 if job.mode == "train" else 0  # AdamW's two, in fp32
-    return {"weights": shard * job.bytes_per_weight, "optimizer": shard * moments}
+    shard, train = elements_at_rest(c), c.job.mode == "train"
+    # Training stores fp32, and two moments of AdamW.
+    return {"weights": shard * (4 if train else c.b), "optimizer": shard * 8 * train}
 
 
-def on_host(c: CostContext) -> bool:
-    """Whether weights, gradients and optimizer states are in the host's memory instead of the GPU's."""
-    return c.job.memory.cpu_offload and not c.on_cpu
-
-
-def gathers(job: Job, mesh: Mesh) -> bool:
+def gathers(c: CostContext) -> bool:
     """Whether weights are gathered for compute, because they are sharded or on the host."""
-    return weight_ranks(job, mesh) > 1 or job.memory.cpu_offload
+    return c.weight_ranks > 1 or c.job.memory.cpu_offload
 
 
-def gathered_bytes(model: ModelShape, job: Job, mesh: Mesh, layers: int, heads: int = 0) -> int:
+def gathered_bytes(c: CostContext, layers: int, heads: int = 0) -> int:
     """Return the bytes of gathered weights: those outside layers that stay gathered, `layers` of the largest layers,
     and `heads` times the head's own FSDP group.
     """
-    if not gathers(job, mesh):
+    if not gathers(c):
         return 0
-    largest = max(layer.params for layer, _ in model.layer_kinds)
-    return (always_gathered(model) + heads * own_head(model) + layers * largest) // mesh.tensor * job.bytes_per_element
+    largest = max(layer.params for layer, _ in c.model.layer_kinds)
+    elements = always_gathered(c.model) + heads * own_head(c.model) + layers * largest
+    return elements // c.mesh.tensor * c.b
 
 
-def layer_gradient(layer: LayerShape, job: Job, mesh: Mesh) -> int:
+def layer_gradient(layer: LayerShape, c: CostContext) -> int:
     """Return the bytes of one layer's fp32 gradients on a rank."""
-    return 4 * shard_elements(layer.parameters, weight_ranks(job, mesh), mesh.tensor)
+    return 4 * shard_elements(layer.parameters, c.weight_ranks, c.mesh.tensor)
 
 
 @functools.lru_cache(maxsize=64)
@@ -109,14 +135,14 @@ def always_gathered(model: ModelShape) -> int:
 # Sent.
 
 
-def layer_weights_sent(layer: LayerShape, job: Job, mesh: Mesh) -> list[Sent]:
+def layer_weights_sent(layer: LayerShape, c: CostContext) -> list[Sent]:
     """Return FSDP's traffic for one layer: weights gathered for forward and backward, fp32 gradients scattered."""
-    f = mesh.weights
-    if not job.weight_sharding or f == 1:
+    f = c.mesh.weights
+    if not c.job.weight_sharding or f == 1:
         return []
-    shard = shard_elements(layer.parameters, f, mesh.tensor)
-    gather = Sent("all_gather", "fsdp", "weights of a layer", shard * (f - 1) * job.bytes_per_element, method=False)
-    if job.mode != "train":
+    shard = shard_elements(layer.parameters, f, c.mesh.tensor)
+    gather = Sent("all_gather", "fsdp", "weights of a layer", shard * (f - 1) * c.b, method=False)
+    if c.job.mode != "train":
         return [gather]
     scatter = Sent("reduce_scatter", "fsdp", "gradients of a layer", shard * (f - 1) * 4, method=False)
     return [gather, gather, scatter]
@@ -127,48 +153,40 @@ def sums_gradients(sent: Sent) -> bool:
     return sent.axis == "fsdp" and (sent.op == "reduce_scatter" or "gradients" in sent.what)
 
 
-def sums_gradients_once(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> bool:
+def sums_gradients_once(c: CostContext, hardware: Hardware) -> bool:
     """Whether a step of several micro-batches sums its gradients over the ranks once, as `longspan train` decides."""
-    all_gradients = model.params // mesh.tensor * 4
-    sharded = job.weight_sharding and mesh.weights > 1
-    return micro_batches(job, mesh) > 1 and reduces_once(sharded, all_gradients, hardware.memory_bytes)
+    all_gradients = c.model.params // c.mesh.tensor * 4
+    return c.micro_batches > 1 and reduces_once(c.weight_ranks > 1, all_gradients, hardware.memory_bytes)
 
 
-def outer_weights_sent(model: ModelShape, job: Job, mesh: Mesh) -> list[Sent]:
+def outer_weights_sent(c: CostContext) -> list[Sent]:
     """Return the traffic of embeddings, head and loss, and without FSDP of the sum of all gradients.
 
     FSDP gathers each group outside the layers once a step: an embedding's backward needs no weights, and a head's
     backward follows its forward.
     """
-    f = mesh.weights
-    if mesh.gpus == 1:
+    f, train = c.mesh.weights, c.job.mode == "train"
+    if c.mesh.gpus == 1:
         return []
     # Five int64 that describe the batch: the hosts of all ranks compare them before anything else.
     everyone = "fsdp" if f > 1 else "tensor"
-    sent = [Sent("all_gather", everyone, "batches compared", 5 * 8 * (mesh.gpus - 1), method=False)]
+    sent = [Sent("all_gather", everyone, "batches compared", 5 * 8 * (c.mesh.gpus - 1), method=False)]
     if f == 1:
         return sent
-    if job.weight_sharding:
-        for what, parameters in outer_groups(model):
-            shard = shard_elements(parameters, f, mesh.tensor) * (f - 1)
-            sent.append(Sent("all_gather", "fsdp", f"weights of {what}", shard * job.bytes_per_element, method=False))
-            if job.mode == "train":
+    if c.job.weight_sharding:
+        for what, parameters in outer_groups(c.model):
+            shard = shard_elements(parameters, f, c.mesh.tensor) * (f - 1)
+            sent.append(Sent("all_gather", "fsdp", f"weights of {what}", shard * c.b, method=False))
+            if train:
                 sent.append(Sent("reduce_scatter", "fsdp", f"gradients of {what}", shard * 4, method=False))
-    if job.mode == "train":
+    if train:
         # Three fp64 numbers: the sum of the tokens' losses, their count, and the digests of batches on a GPU.
         sent.append(Sent("all_reduce", "fsdp", "loss", 2 * 24 * (f - 1) // f, method=False))
-        if not job.weight_sharding:
-            sent += _gradient_sum(model, mesh)
-    return sent
-
-
-def _gradient_sum(model: ModelShape, mesh: Mesh) -> list[Sent]:
-    """Return one flag per parameter, then fp32 gradients in buckets, as `longspan.hf.weights.gradients` sums them."""
-    f = mesh.weights
-    buckets, flags = _buckets(model, mesh.tensor)
-    sent = [Sent("all_reduce", "fsdp", "which gradients exist", 2 * 4 * flags * (f - 1) // f, method=False)]
-    for elements in buckets:
-        sent.append(Sent("all_reduce", "fsdp", "gradients", 2 * 4 * elements * (f - 1) // f, method=False))
+    if train and not c.job.weight_sharding:
+        # A flag per parameter, then fp32 gradients in buckets, as `longspan.hf.weights.gradients` sums them.
+        buckets, flags = _buckets(c.model, c.mesh.tensor)
+        for what, elements in (("which gradients exist", flags), *(("gradients", each) for each in buckets)):
+            sent.append(Sent("all_reduce", "fsdp", what, 2 * 4 * elements * (f - 1) // f, method=False))
     return sent
 
 

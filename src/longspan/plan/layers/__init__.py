@@ -5,24 +5,19 @@ in its own file; a family (`longspan.plan.models.family`) then names it.
 """
 
 from longspan.plan.layers.attended_keys import CAUSAL, AttendedKeys, Bidirectional, Causal, Chunk, Window
-from longspan.plan.layers.base import Buffers, CostContext, Mixer, Parameter, SavedActivations, Sent
-from longspan.plan.layers.linear import Linear
-from longspan.plan.layers.mlp import Mlp
+from longspan.plan.layers.base import Linear, Mixer, Mlp, Parameter, Sent
 from longspan.plan.layers.softmax import Softmax
 
 __all__ = [
     "CAUSAL",
     "AttendedKeys",
     "Bidirectional",
-    "Buffers",
     "Causal",
     "Chunk",
-    "CostContext",
     "Linear",
     "Mixer",
     "Mlp",
     "Parameter",
-    "SavedActivations",
     "Sent",
     "Softmax",
     "Window",

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from longspan.plan.job import layout_of, local_batch, local_tokens
 from longspan.plan.layers import exchange
 from longspan.plan.layers.attended_keys import CAUSAL
-from longspan.plan.layers.base import Buffers, offloads
+from longspan.plan.layers.base import Buffers
 
 if TYPE_CHECKING:
-    from longspan.plan.job import Job, Mesh
-    from longspan.plan.layers.base import CostContext
+    from longspan.plan.job import CostContext
     from longspan.plan.layers.softmax import Softmax
 
 KERNEL_DQ = 4
 """Bytes per element of dQ that a GPU's flash backward accumulates in fp32, besides dQ itself."""
+
+
+def holds_checkpoint(c: CostContext) -> bool:
+    """Whether a checkpoint holds the attention's saved tensors until the end of its layer's backward."""
+    return c.job.memory.checkpointing == "save_attention" and not c.offloads
 
 
 def _kernel_backward(layer: Softmax, c: CostContext, keys: float = 1) -> int:
@@ -34,7 +37,7 @@ def backward_buffers(layer: Softmax, c: CostContext) -> Buffers:
     With head chunks each peak is one chunk's, and the gradients received so far are added.
     """
     heads, mine = layer.max_heads(c.mesh), layer.local_heads(c.mesh)
-    chunks, u = exchange.chunk_count(layer, c.job, c.mesh), c.mesh.ulysses
+    chunks, u = layer.chunks(c), c.mesh.ulysses
     exchanged, recomputed = u > 1, c.job.memory.recompute_all_to_all and u > 1
     in_heads, in_tokens = c.tokens * u * c.b, c.tokens * c.b  # bytes per element in either layout
     gradients = in_heads * (heads.q + heads.kv)
@@ -47,16 +50,15 @@ def backward_buffers(layer: Softmax, c: CostContext) -> Buffers:
     copied = (recomputed or sliced) and not c.on_cpu
     copies = 2 * in_heads * heads.out if copied or (recomputed and c.mesh.ring > 1) else 0
     if c.mesh.ring > 1:  # its sums include the output's gradient in head layout, or a slice of it
-        ring = ring_buffers(layer, c, backward=True)
-        computing = ring.workspace + -(-(copies + received) // chunks)
+        ring = _ring_backward(layer, c)
+        computing = -(-ring.workspace // chunks) + -(-(copies + received) // chunks)
         stays -= d_out // chunks * sliced
-        return Buffers(ring.comm, computing + (stays if recomputed or chunks > 1 else 0))
+        return Buffers(-(-ring.comm // chunks), computing + (stays if recomputed or chunks > 1 else 0))
     kernel = _kernel_backward(layer, c) + copies
     computing = received + gradients + in_heads * heads.out * exchanged + kernel
     sending = received + in_heads * heads.out + d_out + (result + d_out if recomputed else 0)
     # The kernel's saved tensors are freed before gradients are sent back, unless something else holds them.
-    held = c.job.memory.checkpointing == "save_attention" and not offloads(c)
-    freed = 0 if recomputed or held else in_heads * (heads.q + heads.kv + heads.out)
+    freed = 0 if recomputed or holds_checkpoint(c) else in_heads * (heads.q + heads.kv + heads.out)
     returning = 2 * gradients + (result if chunks == 1 else 0) - freed
     if chunks == 1 and not recomputed:  # the incoming gradient is freed when it has been sent
         return Buffers(0, max(computing, d_out + sending, returning) if exchanged else computing + d_out)
@@ -64,54 +66,45 @@ def backward_buffers(layer: Softmax, c: CostContext) -> Buffers:
     return Buffers(0, stays + -(-max(peaks) // chunks))
 
 
-def ring_buffers(layer: Softmax, c: CostContext, *, backward: bool) -> Buffers:
-    """Return the buffers of a ring, or of a chunk of a prompt over a KV cache."""
+# A ring, for the rank whose block is one run of tokens: the tile on its diagonal is the whole block. A CPU computes its
+# tiles in fp32.
+
+
+def ring_buffers(layer: Softmax, c: CostContext) -> Buffers:
+    """Return the buffers of a forward over a ring, or of a chunk of a prompt over a KV cache."""
     if c.job.mode == "prefill" and c.job.prefill_chunk is not None:
-        return _prompt_chunk(layer, c.job, c.mesh)
+        return _prompt_chunk(layer.cache_mixer(c), c)
     if c.mesh.ring == 1 or c.job.mode == "decode":
         return Buffers()
-    buffers = (_ring_backward if backward else _ring_forward)(layer, c)
-    chunks = exchange.chunk_count(layer, c.job, c.mesh)
-    return Buffers(-(-buffers.comm // chunks), -(-buffers.workspace // chunks))
-
-
-# Both rings below are for the rank whose block is one run of tokens: the tile on its diagonal is the whole block. A CPU
-# computes its tiles in fp32.
-
-
-def _block_tokens(job: Job, mesh: Mesh) -> int:
-    return local_tokens(job, mesh) * local_batch(job, mesh) * mesh.ulysses
-
-
-def _ring_forward(layer: Softmax, c: CostContext) -> Buffers:
-    heads, tokens = layer.max_heads(c.mesh), _block_tokens(c.job, c.mesh)
+    heads, tokens, chunks = layer.max_heads(c.mesh), c.tokens * c.mesh.ulysses, layer.chunks(c)
     tile_bytes = 4 if c.on_cpu else c.b
     sums = tokens * 4 * (heads.out + heads.q_heads)
     casts = tokens * 4 * (heads.q + heads.kv) * (c.b < tile_bytes)
     tile = tokens * heads.out * (8 if c.on_cpu else c.b)  # a tile's output, and on a CPU its weighted copy
-    gathered = exchange.ring_impl(layer, c.job, c.mesh, heads.kv_heads) == "allgather"
+    gathered = exchange.ring_impl(layer, c, heads.kv_heads) == "allgather"
     # The rank's own block, packed to be sent, and either all blocks, or the current and the next one.
-    blocks = 1 + (c.mesh.ring if gathered else min(exchange.schedule(layer, c.job, c.mesh).routes.rounds, 2))
-    return Buffers(blocks * c.b * heads.kv * tokens, sums + casts + tile)
+    blocks = 1 + (c.mesh.ring if gathered else min(layer.ring_schedule(c).routes.rounds, 2))
+    return Buffers(-(-blocks * c.b * heads.kv * tokens // chunks), -(-(sums + casts + tile) // chunks))
 
 
 def _ring_backward(layer: Softmax, c: CostContext) -> Buffers:
-    heads, tokens = layer.max_heads(c.mesh), _block_tokens(c.job, c.mesh)
+    """Return the buffers of a backward over a ring, of all head chunks together."""
+    heads, tokens = layer.max_heads(c.mesh), c.tokens * c.mesh.ulysses
     tile_bytes = 4 if c.on_cpu else c.b
     block, gradient = c.b * heads.kv * tokens, 4 * heads.kv * tokens
     # The output's gradient, and in fp32 dQ, and dK and dV of the rank's own block.
     sums = tokens * (c.b * heads.out + 4 * (heads.q + heads.kv))
     casts = tokens * 4 * (heads.q + heads.kv + 2 * heads.out) * (c.b < tile_bytes)
-    if exchange.ring_impl(layer, c.job, c.mesh, heads.kv_heads) == "allgather":
+    if exchange.ring_impl(layer, c, heads.kv_heads) == "allgather":
         tile = casts + tokens * tile_bytes * (heads.q + heads.kv) + _kernel_backward(layer, c)
         return Buffers(c.mesh.ring * (block + gradient), sums + tile)
     # A causal zigzag ring computes a block with half of its keys, or half of the queries.
-    halved = not c.on_cpu and layer.keys == CAUSAL and layout_of(c.job, c.mesh).kind == "zigzag"
+    halved = not c.on_cpu and layer.keys == CAUSAL and c.layout.kind == "zigzag"
     keys = 0.5 if halved else 1.0
     tile = casts + int(tokens * tile_bytes * (heads.q + heads.kv * keys)) + _kernel_backward(layer, c, keys)
     # Half of the heads of the rank's own block, whose outputs and gradients the kernel copies.
     own = tile if c.on_cpu else (tokens * c.b * (heads.q + heads.kv + 2 * heads.out) + _kernel_backward(layer, c)) // 2
-    routes = exchange.schedule(layer, c.job, c.mesh).routes
+    routes = layer.ring_schedule(c).routes
     directions, rounds = any(routes.right) + any(routes.left), routes.rounds
     # (KV blocks, gradients) while a tile is computed. Round 0: the rank's own block. Then a received block; from round
     # 2 on a gradient arrives and one leaves. A CPU computes a block in several tiles, and sums their gradients. At the
@@ -124,14 +117,12 @@ def _ring_backward(layer: Softmax, c: CostContext) -> Buffers:
     return max(peaks, key=lambda buffers: buffers.total)
 
 
-def _prompt_chunk(layer: Softmax, job: Job, mesh: Mesh) -> Buffers:
+def _prompt_chunk(layer: Softmax, c: CostContext) -> Buffers:
     """Return the buffers of a chunk (the job's context) over a KV cache, besides those of the all-to-all.
 
     Over a ring the queries of all blocks; and three fp32 outputs with their log-sum-exps: the running sum, the next
     partial output, and their weighted sum (over a ring: computed, sent, received).
     """
-    layer = layer.cache_mixer(job, mesh)
-    heads = layer.max_heads(mesh)
-    tokens = local_tokens(job, mesh) * local_batch(job, mesh) * mesh.sequence
-    queries = tokens * heads.q * job.bytes_per_element if mesh.ring > 1 else 0
+    heads, tokens = layer.max_heads(c.mesh), c.tokens * c.mesh.sequence
+    queries = tokens * heads.q * c.b if c.mesh.ring > 1 else 0
     return Buffers(comm=queries, workspace=3 * tokens * heads.q_heads * (layer.v_head_dim + 1) * 4)

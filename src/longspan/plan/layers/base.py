@@ -1,17 +1,16 @@
-"""The interface of a mixer, and the values in which layers report their costs."""
+"""What mixes tokens in a layer (`Mixer`), the MLP behind it, and the values in which they report their costs."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
-from longspan.plan.job import Job, Mesh, local_batch, local_tokens
+from longspan.plan.job import CostContext, Job, Mesh
 
 if TYPE_CHECKING:
-    from longspan.plan.layers.ring import RingSchedule
+    from longspan.plan.layers.attended_keys import RingSchedule
 
 
 @dataclass(frozen=True)
@@ -25,38 +24,6 @@ class Parameter:
     def numel(self) -> int:
         """Elements of the tensor."""
         return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class CostContext:
-    """One job on one mesh, with the sizes that all memory formulas use.
-
-    Attributes:
-        job: the job.
-        mesh: the mesh.
-        d: hidden size.
-        on_cpu: whether ranks are processes on CPUs.
-    """
-
-    job: Job
-    mesh: Mesh
-    d: int
-    on_cpu: bool
-
-    @cached_property
-    def tokens(self) -> int:
-        """Tokens on a rank, over all its sequences."""
-        return local_tokens(self.job, self.mesh) * local_batch(self.job, self.mesh)
-
-    @property
-    def b(self) -> int:
-        """Bytes per element."""
-        return self.job.bytes_per_element
-
-    @property
-    def hidden_shards(self) -> int:
-        """Tensor ranks that share the residual stream: Megatron SP shards it, plain TP replicates it."""
-        return self.mesh.tensor if self.job.tensor_style == "megatron-sp" else 1
 
 
 @dataclass(frozen=True)
@@ -104,11 +71,7 @@ class SavedActivations:
 
     def items(self) -> dict[str, int]:
         """Return them under the names of `longspan.plan.cost.memory.ITEMS`."""
-        return {
-            "activations_hidden": self.hidden,
-            "activations_attention": self.attention,
-            "activations_mlp": self.mlp,
-        }
+        return {f"activations_{name}": getattr(self, name) for name in ("hidden", "attention", "mlp")}
 
 
 @dataclass(frozen=True)
@@ -123,14 +86,47 @@ class Buffers:
         """Sum of both."""
         return self.comm + self.workspace
 
-    def items(self) -> dict[str, int]:
-        """Return them under the names of `longspan.plan.cost.memory.ITEMS`."""
-        return {"comm_buffers": self.comm, "attention_workspace": self.workspace}
 
+@dataclass(frozen=True)
+class Mlp:
+    """The part of a layer that follows the mixer: dense, or routed experts.
 
-def offloads(c: CostContext) -> bool:
-    """Whether checkpoints leave this memory. Offload to the host does nothing on a CPU."""
-    return c.job.memory.offload == "disk" or (c.job.memory.offload == "host" and not c.on_cpu)
+    Attributes:
+        ffn: intermediate size of a dense MLP, or of each routed expert.
+        gated: three matrices (SwiGLU and its like) rather than two.
+        experts: routed experts; 0 for a dense MLP.
+        per_token: routed experts per token.
+        shared_ffn: intermediate size of all shared experts together.
+    """
+
+    ffn: int
+    gated: bool = True
+    experts: int = 0
+    per_token: int = 1
+    shared_ffn: int = 0
+
+    @property
+    def width(self) -> int:
+        """Intermediate elements of one token, over all experts that compute it."""
+        return self.shared_ffn + self.per_token * self.ffn
+
+    @property
+    def saved_intermediates(self) -> int:
+        """Tensors of the intermediate size that autograd saves.
+
+        Half of them, the activation function's result and the input of the last product, follow from the others.
+        """
+        return 4 if self.gated else 2
+
+    def active(self, p: Parameter) -> int:
+        """Return the elements of one weight that one token uses."""
+        # Routed experts are stacked along the first dimension.
+        return p.numel // self.experts * self.per_token if p.name.startswith("mlp.experts.") else p.numel
+
+    def saved(self, c: CostContext) -> int:
+        """Return the saved bytes per token: the intermediates; of experts (an estimate) also inputs and outputs."""
+        of_experts = 2 * c.b * c.d * self.per_token if self.experts else 0
+        return self.saved_intermediates * c.b * self.width + of_experts
 
 
 @dataclass(frozen=True)
@@ -185,60 +181,57 @@ class Mixer(ABC):
         """Return `times` the FLOPs of mixing in one forward, over the whole batch and all GPUs."""
 
     @abstractmethod
-    def max_flops(self, job: Job, mesh: Mesh) -> float:
+    def max_flops(self, c: CostContext) -> float:
         """Return the FLOPs of mixing in the forward of one micro-batch, max over ranks."""
 
-    def accumulated_bytes(self, job: Job, mesh: Mesh) -> tuple[float, float]:
+    def accumulated_bytes(self, c: CostContext) -> tuple[float, float]:
         """Return the memory traffic of accumulating partial results, in a forward and in a backward."""
         return 0.0, 0.0
 
     # Communication.
 
     @abstractmethod
-    def sent(self, job: Job, mesh: Mesh) -> list[Sent]:
+    def sent(self, c: CostContext) -> list[Sent]:
         """Return what the sequence methods send, forward and backward; P2P in pairs: K and V, then gradients."""
 
-    def ring_schedule(self, job: Job, mesh: Mesh) -> RingSchedule | None:
+    def ring_schedule(self, c: CostContext) -> RingSchedule | None:
         """Return how KV blocks go round the ring; None if the mixer has no ring."""
         return None
 
-    def ring_impls(self, job: Job, mesh: Mesh) -> set[str]:
+    def ring_impls(self, c: CostContext) -> set[str]:
         """Return the ring implementations in use, "p2p" or "allgather"; empty if the mixer has no ring."""
         return set()
 
     # The cache.
 
     @abstractmethod
-    def cache_by_rank(
-        self, job: Job, mesh: Mesh, generated: int = 0, chunk: int | None = None, step: int = 0
-    ) -> list[int]:
+    def cache_by_rank(self, c: CostContext, generated: int = 0, chunk: int | None = None, step: int = 0) -> list[int]:
         """Return the bytes of its KV cache or state on each rank of a sequence group.
 
         Args:
-            job: its context is the prompt.
-            mesh: the mesh.
+            c: its job's context is the prompt.
             generated: tokens after the prompt.
             chunk: tokens per chunk of the prompt; None: the job's, or else that of `longspan.core.cache`.
             step: count the keys that the last `step` tokens attend to, rather than those that later tokens will.
         """
 
-    def cache_bytes(self, job: Job, mesh: Mesh) -> int:
+    def cache_bytes(self, c: CostContext) -> int:
         """Return the bytes of its KV cache or state, max over ranks."""
-        return max(self.cache_by_rank(job, mesh))
+        return max(self.cache_by_rank(c))
 
-    def cache_mixer(self, job: Job, mesh: Mesh) -> Mixer:
+    def cache_mixer(self, c: CostContext) -> Mixer:
         """Return the mixer that attends to the KV cache, if that is another one."""
         return self
 
-    def replicated_bytes(self, job: Job, mesh: Mesh) -> float:
+    def replicated_bytes(self, c: CostContext) -> float:
         """Return the bytes of K and V beyond an even share, because KV heads are replicated."""
         return 0.0
 
     # Memory.
 
     @abstractmethod
-    def saved(self, c: CostContext, *, recompute_all_to_all: bool = False) -> int:
-        """Return saved bytes per token of a rank, with or without the all-to-all recomputed in the backward."""
+    def saved(self, c: CostContext) -> int:
+        """Return saved bytes per token of a rank."""
 
     def checkpointed(self, c: CostContext) -> int:
         """Return the part of `saved` that checkpointing saves rather than recomputes."""
@@ -251,7 +244,7 @@ class Mixer(ABC):
         """
         return SavedActivations()
 
-    def chunks(self, job: Job, mesh: Mesh) -> int:
+    def chunks(self, c: CostContext) -> int:
         """Return the head chunks that run one after the other (`Memory.head_chunks`)."""
         return 1
 
@@ -259,8 +252,8 @@ class Mixer(ABC):
         """Return a forward's bytes of Q, K and V; of the output; of Q, K and V packed for the all-to-all."""
         return 0, 0, 0
 
-    def ring_buffers(self, c: CostContext, *, backward: bool) -> Buffers:
-        """Return a ring's peak buffers."""
+    def ring_buffers(self, c: CostContext) -> Buffers:
+        """Return a ring's peak buffers in a forward."""
         return Buffers()
 
     def backward_buffers(self, c: CostContext) -> Buffers:
@@ -276,3 +269,43 @@ class Mixer(ABC):
     def ulysses_refusal(self, job: Job, mesh: Mesh) -> str | None:
         """Return the reason why its heads cannot be sharded over the mesh's Ulysses ranks, or None."""
         return None
+
+
+@dataclass(frozen=True)
+class Linear(Mixer):
+    """Linear attention and its gated variants: a state of [head_dim, v_head_dim] per value head."""
+
+    @property
+    def name(self) -> str:
+        return "linear"
+
+    @property
+    def cached_per_token(self) -> int:
+        return 0
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of the state."""
+        return self.q_heads * self.head_dim * self.v_head_dim
+
+    def flops(self, job: Job, times: float) -> float:
+        tokens = job.batch * (1 if job.mode == "decode" else job.context)
+        return times * 4.0 * tokens * self.state_elements
+
+    def max_flops(self, c: CostContext) -> float:
+        return 4.0 * c.tokens * self.state_elements / c.mesh.tensor
+
+    def sent(self, c: CostContext) -> list[Sent]:
+        """Return one AllGather of the states, independent of the length (LASP-2: Sun et al. 2025, arXiv:2502.07563)."""
+        p = c.mesh.sequence
+        if p == 1 or c.job.mode == "decode":
+            return []
+        state = c.b * c.sequences * self.state_elements // c.mesh.tensor
+        return [Sent("all_gather", "sequence", "states of linear attention", state * (p - 1), sum(c.job.layer_passes))]
+
+    def cache_by_rank(self, c: CostContext, generated: int = 0, chunk: int | None = None, step: int = 0) -> list[int]:
+        return [c.sequences * (self.state_elements // c.mesh.tensor) * c.b] * c.mesh.sequence
+
+    def saved(self, c: CostContext) -> int:
+        """Return an estimate: input, output and gates."""
+        return c.b * 3 * (self.q_heads * self.v_head_dim + 2 * self.kv_heads * self.head_dim) // c.mesh.tensor

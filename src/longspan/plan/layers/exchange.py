@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING
 from longspan.core.cache import is_sharded, vector_bytes
 from longspan.core.heads import split_head_chunks
 from longspan.core.routes import choose_ring_impl
-from longspan.plan.job import attention_passes, layout_of, local_batch, local_tokens, prompt_chunks
 from longspan.plan.layers.base import Sent
-from longspan.plan.layers.ring import RingSchedule, ring_schedule
 
 if TYPE_CHECKING:
     from longspan.core.heads import HeadShard
-    from longspan.plan.job import Job, Mesh
+    from longspan.plan.job import CostContext
     from longspan.plan.layers.softmax import Softmax
 
 
@@ -41,19 +39,13 @@ class HeadChunk:
     kv_back: int
 
 
-def chunk_count(layer: Softmax, job: Job, mesh: Mesh) -> int:
-    """Return the chunks that `Memory.head_chunks` gives: at most a rank's KV heads, which 0 stands for."""
-    most = max(1, layer.max_heads(mesh).kv_heads)
-    return min(job.memory.head_chunks or most, most)
-
-
-def head_chunks(layer: Softmax, job: Job, mesh: Mesh) -> tuple[tuple[HeadChunk, ...], ...]:
+def head_chunks(layer: Softmax, c: CostContext) -> tuple[tuple[HeadChunk, ...], ...]:
     """Return the chunks of each Ulysses rank, as `longspan.attn.prepare` cuts them."""
-    shards, overlapped = layer.head_shards(mesh), 1
-    if mesh.ulysses > 1:
-        most = max(shard.kv_heads if mesh.ring > 1 else shard.q_heads for shard in shards)
-        overlapped = max(1, min(job.overlap_chunks, most))
-    return _head_chunks(shards, job.memory.head_chunks, overlapped)
+    shards, overlapped = layer.head_shards(c.mesh), 1
+    if c.mesh.ulysses > 1:
+        most = max(shard.kv_heads if c.mesh.ring > 1 else shard.q_heads for shard in shards)
+        overlapped = max(1, min(c.job.overlap_chunks, most))
+    return _head_chunks(shards, c.job.memory.head_chunks, overlapped)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -75,46 +67,44 @@ def _head_chunks(shards: tuple[HeadShard, ...], chunks: int, overlapped: int) ->
 # A sequence in one forward: Ulysses and the ring.
 
 
-def sequence(layer: Softmax, job: Job, mesh: Mesh) -> list[Sent]:
+def sequence(layer: Softmax, c: CostContext) -> list[Sent]:
     """Return what Ulysses and ring send, on the rank that sends most."""
-    if mesh.sequence == 1:
+    if c.mesh.sequence == 1:
         return []
-    of_ranks = head_chunks(layer, job, mesh)
+    of_ranks = head_chunks(layer, c)
 
     def sent_by(mine: tuple[HeadChunk, ...]) -> list[Sent]:
         sent: list[Sent] = []
         for chunk, of_all in zip(mine, zip(*of_ranks, strict=True), strict=True):
-            sent += [*_ulysses(layer, job, mesh, of_all, chunk), *_ring(layer, job, mesh, chunk.kv)]
+            sent += [*_ulysses(layer, c, of_all, chunk), *_ring(layer, c, chunk.kv)]
         return sent
 
     # Ranks with equal heads send the same.
     return max(map(sent_by, dict.fromkeys(of_ranks)), key=lambda sent: sum(each.bytes * each.calls for each in sent))
 
 
-def _ulysses(layer: Softmax, job: Job, mesh: Mesh, of_ranks: tuple[HeadChunk, ...], mine: HeadChunk) -> list[Sent]:
+def _ulysses(layer: Softmax, c: CostContext, of_ranks: tuple[HeadChunk, ...], mine: HeadChunk) -> list[Sent]:
     """Return two All-to-Alls each way: Q, K and V packed in one, O in one (arXiv:2309.14509, section 3.2).
 
     A rank sends its tokens' rows to every other rank (the widths of their heads), and its heads' outputs to every
     other rank's tokens. If the backward recomputes the all-to-all, it sends Q, K, V and the output along with the
     output's gradient.
     """
-    u = mesh.ulysses
+    u = c.mesh.ulysses
     if u == 1:
         return []
-    rows = local_tokens(job, mesh) * local_batch(job, mesh)
-    q_bytes, v_bytes = (
-        vector_bytes(job.wire_dtype, d, job.bytes_per_element) for d in (layer.head_dim, layer.v_head_dim)
-    )
+    rows = c.tokens
+    q_bytes, v_bytes = (vector_bytes(c.job.wire_dtype, d, c.b) for d in (layer.head_dim, layer.v_head_dim))
     all_packed, all_out, _ = _row_bytes(of_ranks, q_bytes, v_bytes)
     packed, out, packed_gradient = _row_bytes((mine,), q_bytes, v_bytes)
-    forwards, backwards = attention_passes(job)
+    forwards, backwards = c.job.attention_passes
     sent = [
         Sent("all_to_all", "ulysses", "Q, K, V to heads", rows * (all_packed - packed), forwards),
         Sent("all_to_all", "ulysses", "O to tokens", rows * (u - 1) * out, forwards),
     ]
     if backwards:
         what, width = "dO to heads", all_out - out
-        if job.memory.recompute_all_to_all:
+        if c.job.memory.recompute_all_to_all:
             what, width = "Q, K, V, O, dO to heads", all_packed - packed + 2 * width
         sent += [
             Sent("all_to_all", "ulysses", what, rows * width, backwards),
@@ -133,41 +123,35 @@ def _row_bytes(chunks: tuple[HeadChunk, ...], d: int, dv: int) -> tuple[int, int
     )
 
 
-def schedule(layer: Softmax, job: Job, mesh: Mesh) -> RingSchedule:
-    """Return how the layer's KV blocks go round the ring."""
-    return ring_schedule(layout_of(job, mesh), job.context, layer.keys)
-
-
-def block_elements(layer: Softmax, job: Job, mesh: Mesh, kv_heads: int) -> int:
-    """Return the elements of a KV block, which is one P2P message of a ring."""
-    tokens = local_tokens(job, mesh) * mesh.ulysses * local_batch(job, mesh)
-    return tokens * kv_heads * (layer.head_dim + layer.v_head_dim)
-
-
-def ring_impl(layer: Softmax, job: Job, mesh: Mesh, kv_heads: int) -> str:
+def ring_impl(layer: Softmax, c: CostContext, kv_heads: int) -> str:
     """Return the ring implementation that the code chooses for so many KV heads, "p2p" or "allgather"."""
-    all_blocks = mesh.ring * block_elements(layer, job, mesh, kv_heads) * job.bytes_per_element
-    return choose_ring_impl(job.ring_impl, all_blocks, schedule(layer, job, mesh).routes)
+    all_blocks = c.mesh.ring * _block_elements(layer, c, kv_heads) * c.b
+    return choose_ring_impl(c.job.ring_impl, all_blocks, layer.ring_schedule(c).routes)
 
 
-def _ring(layer: Softmax, job: Job, mesh: Mesh, kv_heads: int) -> list[Sent]:
+def _block_elements(layer: Softmax, c: CostContext, kv_heads: int) -> int:
+    """Return the elements of a KV block, which is one P2P message of a ring."""
+    return c.tokens * c.mesh.ulysses * kv_heads * (layer.head_dim + layer.v_head_dim)
+
+
+def _ring(layer: Softmax, c: CostContext, kv_heads: int) -> list[Sent]:
     """Return KV blocks, sent on as far as the mask needs them (Liu et al. 2023, arXiv:2310.01889), and gradients.
 
     In the backward the blocks are sent again, and each rank that receives a block sends its gradient, in fp32. With
     "allgather" every block goes everywhere in one collective, and gradients are reduce-scattered.
     """
-    r = mesh.ring
+    r = c.mesh.ring
     if r == 1:
         return []
-    elements = block_elements(layer, job, mesh, kv_heads)
-    block, gradient = elements * job.bytes_per_element, elements * 4
-    forwards, backwards = attention_passes(job)
-    if ring_impl(layer, job, mesh, kv_heads) == "allgather":
+    elements = _block_elements(layer, c, kv_heads)
+    block, gradient = elements * c.b, elements * 4
+    forwards, backwards = c.job.attention_passes
+    if ring_impl(layer, c, kv_heads) == "allgather":
         return [
             Sent("all_gather", "ring", "K, V of all blocks", block * (r - 1), forwards + backwards),
             Sent("reduce_scatter", "ring", "dK, dV of all blocks", gradient * (r - 1), backwards),
         ]
-    routes = schedule(layer, job, mesh).routes
+    routes = layer.ring_schedule(c).routes
     passes = forwards + backwards
     sends, received = max(
         zip(routes.sends, routes.received, strict=True),
@@ -183,34 +167,34 @@ def _ring(layer: Softmax, job: Job, mesh: Mesh, kv_heads: int) -> list[Sent]:
 # Attention to a sharded KV cache.
 
 
-def decode(layer: Softmax, job: Job, mesh: Mesh, tokens: int = 1) -> list[Sent]:
+def decode(layer: Softmax, c: CostContext, tokens: int = 1) -> list[Sent]:
     """Return what a few new tokens send over a KV cache sharded by heads (ulysses) and tokens (ring).
 
     Every rank computes all of these tokens. One all-gather joins the outputs of all heads, or, over a ring, partial
     outputs and log-sum-exps in fp32.
     """
-    layer = layer.cache_mixer(job, mesh)
-    if mesh.sequence == 1:
+    layer = layer.cache_mixer(c)
+    if c.mesh.sequence == 1:
         return []
-    rows = local_batch(job, mesh) * tokens * layer.max_heads(mesh).q_heads
-    if mesh.ring == 1:
-        outputs = rows * job.bytes_per_element * layer.v_head_dim
-        return [Sent("all_gather", "ulysses", "O of all heads", outputs * (mesh.ulysses - 1))]
+    rows = c.sequences * tokens * layer.max_heads(c.mesh).q_heads
+    if c.mesh.ring == 1:
+        outputs = rows * c.b * layer.v_head_dim
+        return [Sent("all_gather", "ulysses", "O of all heads", outputs * (c.mesh.ulysses - 1))]
     partial = rows * (layer.v_head_dim + 1) * 4
-    return [Sent("all_gather", "sequence", "O and log-sum-exp of all parts", partial * (mesh.sequence - 1))]
+    return [Sent("all_gather", "sequence", "O and log-sum-exp of all parts", partial * (c.mesh.sequence - 1))]
 
 
-def chunk(layer: Softmax, job: Job, mesh: Mesh, tokens: int, ulysses_rank: int | None = None) -> list[Sent]:
+def chunk(layer: Softmax, c: CostContext, tokens: int, ulysses_rank: int | None = None) -> list[Sent]:
     """Return what one chunk of a prompt sends over a KV cache, whatever this holds.
 
     Besides the all-to-all, a ring sends queries to the keys, and partial outputs back. The chunk's `tokens` are enough
     to be cut over the ranks (`longspan.core.cache.is_sharded`). `ulysses_rank`: the rank that sends; None: the
     rank that sends most.
     """
-    layer = layer.cache_mixer(job, mesh)
-    shards = layer.head_shards(mesh)
-    b, d, dv = job.bytes_per_element, layer.head_dim, layer.v_head_dim
-    rows = layout_of(job, mesh).local_length(tokens) * local_batch(job, mesh)
+    layer = layer.cache_mixer(c)
+    shards = layer.head_shards(c.mesh)
+    b, d, dv = c.b, layer.head_dim, layer.v_head_dim
+    rows = c.layout.local_length(tokens) * c.sequences
 
     def packed_width(shard: HeadShard) -> int:
         return shard.q_heads * d + shard.kv_heads * layer.kv_width
@@ -218,21 +202,21 @@ def chunk(layer: Softmax, job: Job, mesh: Mesh, tokens: int, ulysses_rank: int |
     all_packed = sum(map(packed_width, shards))
     candidates = []
     for mine in shards if ulysses_rank is None else shards[ulysses_rank : ulysses_rank + 1]:
-        block = rows * mesh.ulysses * mine.q_heads * (mesh.ring - 1)
+        block = rows * c.mesh.ulysses * mine.q_heads * (c.mesh.ring - 1)
         sent = [
             Sent("all_to_all", "ulysses", "Q, K, V to heads", rows * b * (all_packed - packed_width(mine))),
             Sent("all_gather", "ring", "Q to all keys", block * d * b),
             Sent("all_to_all", "ring", "O and log-sum-exp back", block * (dv + 1) * 4),
-            Sent("all_to_all", "ulysses", "O to tokens", rows * b * (mesh.ulysses - 1) * mine.q_heads * dv),
+            Sent("all_to_all", "ulysses", "O to tokens", rows * b * (c.mesh.ulysses - 1) * mine.q_heads * dv),
         ]
-        candidates.append([each for each in sent if mesh.size(each.axis) > 1])
+        candidates.append([each for each in sent if c.mesh.size(each.axis) > 1])
     return max(candidates, key=lambda sent: sum(each.bytes for each in sent))
 
 
-def prompt(layer: Softmax, job: Job, mesh: Mesh) -> list[Sent]:
-    """Return what a prompt sends in chunks of `job.prefill_chunk`."""
+def prompt(layer: Softmax, c: CostContext) -> list[Sent]:
+    """Return what a prompt sends in chunks of `Job.prefill_chunk`."""
     sent = []
-    for tokens, count in prompt_chunks(job):
-        one = chunk if is_sharded(layout_of(job, mesh), tokens) else decode
-        sent += [replace(each, calls=each.calls * count) for each in one(layer, job, mesh, tokens)]
+    for tokens, count in c.job.prompt_chunks:
+        one = chunk if is_sharded(c.layout, tokens) else decode
+        sent += [replace(each, calls=each.calls * count) for each in one(layer, c, tokens)]
     return sent

@@ -11,11 +11,10 @@ from typing import ClassVar
 
 from longspan.core.cache import holds_latent, tokens_per_rank, vector_bytes
 from longspan.core.heads import HeadShard
-from longspan.plan.job import Job, Mesh, head_shards, layout_of, local_batch, local_tokens
+from longspan.plan.job import CostContext, Job, Mesh, head_shards
 from longspan.plan.layers import attention_memory, exchange
-from longspan.plan.layers.attended_keys import CAUSAL, AttendedKeys
-from longspan.plan.layers.base import Buffers, CostContext, Mixer, SavedActivations, Sent, offloads
-from longspan.plan.layers.ring import RingSchedule
+from longspan.plan.layers.attended_keys import CAUSAL, AttendedKeys, RingSchedule, ring_schedule
+from longspan.plan.layers.base import Buffers, Mixer, SavedActivations, Sent
 
 
 @dataclass(frozen=True)
@@ -85,13 +84,21 @@ class Softmax(Mixer):
         """Return a rank's heads before the all-to-all: all that tensor parallelism leaves it."""
         return _max_heads(self, mesh.tensor, 1)
 
-    def cache_mixer(self, job: Job, mesh: Mesh) -> Softmax:
+    def chunks(self, c: CostContext) -> int:
+        """Return the chunks that `Memory.head_chunks` gives: at most a rank's KV heads, which 0 stands for."""
+        most = max(1, self.max_heads(c.mesh).kv_heads)
+        return min(c.job.memory.head_chunks or most, most)
+
+    def cache_mixer(self, c: CostContext) -> Softmax:
         """Return the attention to a KV cache.
 
         If the cache holds latent vectors, all query heads attend to one KV head of them (`longspan.cache.latent`).
         """
-        latent = _latent_mixer(self, job.cache_latent, job.kv_replication, mesh.tensor, mesh.ulysses)
-        return self if latent is None else latent
+        heads = self.max_heads(c.mesh).kv_heads
+        shareable = c.job.cache_latent and c.mesh.tensor == 1 and (c.mesh.ulysses == 1 or c.job.kv_replication)
+        if not holds_latent(self.latent_dim, heads, self.head_dim + self.v_head_dim, shareable):
+            return self
+        return _over_latent(self)
 
     # Compute: 2 * (D + Dv) FLOPs per query head and (query, key) pair.
 
@@ -100,96 +107,84 @@ class Softmax(Mixer):
         each = 2.0 * self.q_heads * (self.head_dim + self.v_head_dim)
         return times * job.batch * pairs * each
 
-    def max_flops(self, job: Job, mesh: Mesh) -> float:
-        cached = self.cache_mixer(job, mesh)
-        if cached is not self and (job.mode == "decode" or job.prefill_chunk is not None):
-            return cached.max_flops(job, mesh)
-        heads = self.max_heads(mesh).q_heads
-        if job.mode == "decode":
-            pairs = float(self.seen(job.context)) / mesh.ring
-        elif mesh.ring > 1:  # zigzag shards a causal mask evenly, contiguous blocks do not
-            pairs = float(max(self.ring_schedule(job, mesh).pairs))
+    def max_flops(self, c: CostContext) -> float:
+        cached = self.cache_mixer(c)
+        if cached is not self and (c.job.mode == "decode" or c.job.prefill_chunk is not None):
+            return cached.max_flops(c)
+        if c.job.mode == "decode":
+            pairs = float(self.seen(c.job.context)) / c.mesh.ring
+        elif c.mesh.ring > 1:  # zigzag shards a causal mask evenly, contiguous blocks do not
+            pairs = float(max(self.ring_schedule(c).pairs))
         else:
-            pairs = self.keys.pairs(job.context)
-        return 2.0 * local_batch(job, mesh) * pairs * heads * (self.head_dim + self.v_head_dim)
+            pairs = self.keys.pairs(c.job.context)
+        return 2.0 * c.sequences * pairs * self.max_heads(c.mesh).q_heads * (self.head_dim + self.v_head_dim)
 
-    def accumulated_bytes(self, job: Job, mesh: Mesh) -> tuple[float, float]:
+    def accumulated_bytes(self, c: CostContext) -> tuple[float, float]:
         """Return the traffic over all KV blocks that a rank computes.
 
         A partial output is read, weighted and added to the fp32 sum: six passes. dQ, dK and dV are read and added in
         fp32: three passes.
         """
-        if mesh.ring == 1:
+        if c.mesh.ring == 1:
             return 0.0, 0.0
-        heads = self.max_heads(mesh)
-        blocks = 1 + max(self.ring_schedule(job, mesh).routes.received)
-        tokens = blocks * local_batch(job, mesh) * local_tokens(job, mesh) * mesh.ulysses
+        heads = self.max_heads(c.mesh)
+        tokens = (1 + max(self.ring_schedule(c).routes.received)) * c.tokens * c.mesh.ulysses
         return 6.0 * 4 * tokens * heads.out, 3.0 * 4 * tokens * (heads.q + heads.kv)
 
     # Communication.
 
-    def sent(self, job: Job, mesh: Mesh) -> list[Sent]:
-        if job.mode == "decode":
-            return exchange.decode(self, job, mesh)
-        in_chunks = job.mode == "prefill" and job.prefill_chunk is not None
-        return (exchange.prompt if in_chunks else exchange.sequence)(self, job, mesh)
+    def sent(self, c: CostContext) -> list[Sent]:
+        if c.job.mode == "decode":
+            return exchange.decode(self, c)
+        return (exchange.prompt if c.job.prompt_chunks else exchange.sequence)(self, c)
 
-    def ring_schedule(self, job: Job, mesh: Mesh) -> RingSchedule:
-        return exchange.schedule(self, job, mesh)
+    def ring_schedule(self, c: CostContext) -> RingSchedule:
+        return ring_schedule(c.layout, c.job.context, self.keys)
 
-    def ring_impls(self, job: Job, mesh: Mesh) -> set[str]:
-        kv_heads = {chunk.kv for rank in exchange.head_chunks(self, job, mesh) for chunk in rank}
-        return {exchange.ring_impl(self, job, mesh, heads) for heads in kv_heads}
+    def ring_impls(self, c: CostContext) -> set[str]:
+        return {exchange.ring_impl(self, c, chunk.kv) for rank in exchange.head_chunks(self, c) for chunk in rank}
 
     # Memory.
 
-    def cache_by_rank(
-        self, job: Job, mesh: Mesh, generated: int = 0, chunk: int | None = None, step: int = 0
-    ) -> list[int]:
+    def cache_by_rank(self, c: CostContext, generated: int = 0, chunk: int | None = None, step: int = 0) -> list[int]:
         """Return the bytes of keys and values on each rank of a sequence group: its heads (ulysses), tokens (ring)."""
-        cached = self.cache_mixer(job, mesh)
+        cached, job = self.cache_mixer(c), c.job
         if cached is not self:
-            return cached.cache_by_rank(job, mesh, generated, chunk, step)
+            return cached.cache_by_rank(c, generated, chunk, step)
         first = self.keys.cached_from(job.context + generated - step)
-        tokens = tokens_per_rank(layout_of(job, mesh), job.context, generated, first, chunk or job.prefill_chunk)
-        head_bytes = sum(
-            vector_bytes(job.cache, dim, job.bytes_per_element)
-            for dim in ((self.head_dim,) if self.shared else (self.head_dim, self.v_head_dim))
-        )
-        shards = self.head_shards(mesh)
-        return [local_batch(job, mesh) * n * shard.kv_heads * head_bytes for n in tokens for shard in shards]
+        tokens = tokens_per_rank(c.layout, job.context, generated, first, chunk or job.prefill_chunk)
+        dims = (self.head_dim,) if self.shared else (self.head_dim, self.v_head_dim)
+        head_bytes = sum(vector_bytes(job.cache, dim, c.b) for dim in dims)
+        shards = self.head_shards(c.mesh)
+        return [c.sequences * n * shard.kv_heads * head_bytes for n in tokens for shard in shards]
 
-    def replicated_bytes(self, job: Job, mesh: Mesh) -> float:
-        cached = self.cache_mixer(job, mesh)
+    def replicated_bytes(self, c: CostContext) -> float:
+        cached = self.cache_mixer(c)
         if cached is not self:
-            return cached.replicated_bytes(job, mesh)
-        kv, u = max(1, self.kv_heads // mesh.tensor), mesh.ulysses
+            return cached.replicated_bytes(c)
+        kv, u = max(1, self.kv_heads // c.mesh.tensor), c.mesh.ulysses
         if u <= kv:
             return 0.0
-        most = max(shard.kv_heads for shard in self.head_shards(mesh))
-        held = self.cache_bytes(replace(job, mode="prefill", batch=mesh.data), mesh)
+        most = max(shard.kv_heads for shard in self.head_shards(c.mesh))
+        held = self.cache_bytes(replace(c, job=replace(c.job, mode="prefill", batch=c.mesh.data)))
         return held * (1 - kv / u / most)
 
-    def chunks(self, job: Job, mesh: Mesh) -> int:
-        return exchange.chunk_count(self, job, mesh)
-
-    def saved(self, c: CostContext, *, recompute_all_to_all: bool = False) -> int:
+    def saved(self, c: CostContext) -> int:
         """Return the bytes of Q, K, V, the output before and behind the all-to-all, and a log-sum-exp per head.
 
         They are in head layout: the heads of the rank with most heads, over the tokens of its Ulysses group. If the
         backward recomputes the all-to-all, Q, K, V and output are in token layout.
         """
         u, heads = c.mesh.ulysses, self.max_heads(c.mesh)
-        if recompute_all_to_all and u > 1:
+        if c.job.memory.recompute_all_to_all and u > 1:
             mine = self.local_heads(c.mesh)
             return c.b * (mine.q + mine.kv + mine.out) + u * 4 * heads.q_heads
-        saved = u * (c.b * (heads.q + heads.kv + heads.out) + 4 * heads.q_heads)
-        return saved + self._projected(c)
+        return u * (c.b * (heads.q + heads.kv + heads.out) + 4 * heads.q_heads) + self._projected(c)
 
     def checkpointed(self, c: CostContext) -> int:
         """Return, for "save_attention", all of `saved`; for "selective", the local output and the log-sum-exps."""
         if c.job.memory.checkpointing == "save_attention":
-            return self.saved(c, recompute_all_to_all=c.job.memory.recompute_all_to_all)
+            return self.saved(c)
         if c.job.memory.checkpointing == "selective":
             log_sum_exps = c.mesh.ulysses * 4 * self.max_heads(c.mesh).q_heads
             return c.b * self.q_heads * self.v_head_dim // c.mesh.tensor + log_sum_exps
@@ -197,18 +192,12 @@ class Softmax(Mixer):
 
     def freed(self, after_mixer: SavedActivations, c: CostContext) -> SavedActivations:
         # A recomputed all-to-all sends the output in token layout; a checkpoint is freed with its layer.
-        held = c.job.memory.recompute_all_to_all or (c.job.memory.checkpointing == "save_attention" and not offloads(c))
+        held = c.job.memory.recompute_all_to_all or attention_memory.holds_checkpoint(c)
         return after_mixer + SavedActivations(attention=0 if held else self._projected(c))
 
     def _projected(self, c: CostContext) -> int:
         """Return the bytes of the output projection's input, if the all-to-all makes it a tensor of its own."""
         return c.b * self.q_heads * self.v_head_dim // c.mesh.tensor if c.mesh.ulysses > 1 else 0
-
-    def ring_buffers(self, c: CostContext, *, backward: bool) -> Buffers:
-        return attention_memory.ring_buffers(self, c, backward=backward)
-
-    def backward_buffers(self, c: CostContext) -> Buffers:
-        return attention_memory.backward_buffers(self, c)
 
     def forward_buffers(self, c: CostContext) -> tuple[int, int, int]:
         width = self.q_heads * self.head_dim + self.kv_heads * self.kv_width
@@ -218,6 +207,12 @@ class Softmax(Mixer):
             c.tokens * self.q_heads * self.v_head_dim * c.b // c.mesh.tensor,
             c.tokens * c.mesh.ulysses * packed * c.b,
         )
+
+    def ring_buffers(self, c: CostContext) -> Buffers:
+        return attention_memory.ring_buffers(self, c)
+
+    def backward_buffers(self, c: CostContext) -> Buffers:
+        return attention_memory.backward_buffers(self, c)
 
     # Limits.
 
@@ -247,13 +242,8 @@ def _max_heads(layer: Softmax, tensor: int, ulysses: int) -> RankHeads:
     )
 
 
-@functools.lru_cache(maxsize=1024)
-def _latent_mixer(layer: Softmax, latent: bool, kv_replication: bool, tensor: int, ulysses: int) -> Softmax | None:
-    """Return the attention to a cache of latent vectors, or None if the cache holds keys and values."""
-    heads = max(shard.kv_heads for shard in head_shards(layer.q_heads, layer.kv_heads, tensor, ulysses))
-    shareable = latent and tensor == 1 and (ulysses == 1 or kv_replication)
-    if not holds_latent(layer.latent_dim, heads, layer.head_dim + layer.v_head_dim, shareable):
-        return None
+@functools.lru_cache(maxsize=64)
+def _over_latent(layer: Softmax) -> Softmax:
     width = layer.latent_dim
     return replace(
         layer, kv_heads=1, head_dim=width, v_head_dim=width - layer.rope_dim, latent_dim=0, rope_dim=0, shared=True

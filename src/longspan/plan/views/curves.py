@@ -7,12 +7,12 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from longspan.core.formatting import parameters
-from longspan.core.layout import Span
+from longspan.core.layout import Span, choose_layout
 from longspan.core.parallel import AXES
 from longspan.core.validation import LARGEST_COUNT
 from longspan.plan.cost.memory import ITEMS
 from longspan.plan.hardware import Hardware
-from longspan.plan.job import Job, Mesh, head_shards, layout_of
+from longspan.plan.job import Job, Mesh, head_shards
 from longspan.plan.limits import refusal
 from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import MOST_GPUS, Plan, Search, plan_mesh, search
@@ -185,7 +185,7 @@ def held_tokens(job: Job, meshes: set[Mesh]) -> dict[str, Any]:
     """
     layouts: dict[str, Any] = {}
     for ring, ulysses in sorted({(mesh.ring, mesh.ulysses) for mesh in meshes}):
-        layout = layout_of(job, Mesh(ring=ring, ulysses=ulysses))
+        layout = choose_layout(job.layout, ring, ulysses)
         parts = layout.size if layout.size <= PARTS_SHOWN else min(layout.size, RANKS_SHOWN)
         layouts[f"{ring},{ulysses}"] = {
             "kind": layout.kind,

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from longspan.plan.hardware import Hardware
-from longspan.plan.job import Job, layout_of
+from longspan.plan.job import Job
 from longspan.plan.memory_search import MemoryRow
 from longspan.plan.methods import Method
 from longspan.plan.models.shape import ModelShape
@@ -96,7 +96,7 @@ def plan_dict(plan: Plan, *, longest: bool = True) -> dict[str, Any]:
     return {
         **{name: getattr(plan, name) for name in own},
         "mesh": asdict(plan.mesh),
-        "layout": layout_of(plan.job, plan.mesh).kind,
+        "layout": plan.c.layout.kind,
         "fsdp": plan.mesh.weights if plan.job.weight_sharding else 1,
         "memory": asdict(plan.job.memory),
         "rope_scaling": _rope_dict(plan),

@@ -10,7 +10,7 @@ from rich.text import Text
 from longspan.core.formatting import parameters, seconds, size
 from longspan.plan.cost.memory import ITEMS
 from longspan.plan.hardware import Hardware
-from longspan.plan.job import Job, layout_of
+from longspan.plan.job import Job
 from longspan.plan.limits import GB, unsupported
 from longspan.plan.memory_search import MemoryRow
 from longspan.plan.methods import SHORT, Method
@@ -92,7 +92,7 @@ def _title(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> Text:
 
 def _ring(plan: Plan) -> str:
     """Return the layout and the ring implementation, if there is a ring."""
-    return "" if plan.ring_impl is None else f"{layout_of(plan.job, plan.mesh).kind}, {plan.ring_impl}"
+    return "" if plan.ring_impl is None else f"{plan.c.layout.kind}, {plan.ring_impl}"
 
 
 def _named(plan: Plan) -> str:
