@@ -67,9 +67,8 @@ def _as_planned() -> None:
                 with torch.no_grad(), count_sent() as sent:
                     model(input_ids=ids[:, :1], past_key_values=cache)
             assert _of_layers(sent) == _planned(shape, job, mesh, 1, sp), (name, ring)
-            planned = [
-                layer.mixer.cache_by_rank(CostContext(shape, job, mesh), tokens, chunk) for layer in shape.layers
-            ]
+            c = CostContext(shape, job, mesh)
+            planned = [layer.mixer.cache_by_rank(c, tokens, chunk) for layer in shape.layers]
             assert [cache.layer_caches[i].nbytes for i in range(len(planned))] == [held[sp.rank] for held in planned]
             assert cache.nbytes == sum(held[sp.rank] for held in planned)
             at_prompt = [layer.mixer.cache_by_rank(c) for layer in shape.layers]

@@ -18,7 +18,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.layout import LAYOUTS, Contiguous, Layout, RingLayout, choose_layout, register_layout
 from longspan.plan import Job, Mesh, cost, read_hardware, read_model
 from longspan.plan.models import FAMILIES, register, shape_from_config
-from longspan.plan.views.curves import contexts, held_tokens
+from longspan.plan.views.page import contexts, held_tokens
 from tests.pool import RankPool
 
 PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "extend.md"

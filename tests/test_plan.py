@@ -34,16 +34,15 @@ from longspan.plan import (
 )
 from longspan.plan.command import PlanConfig
 from longspan.plan.cost.communication import method_sent
-from longspan.plan.cost.times import LayerSeconds, exposed_layer_seconds, ring_wait, step_times
+from longspan.plan.cost.times import LayerSeconds, hidden_layer_seconds, ring_wait, seconds_of, step_times
 from longspan.plan.hardware import OPS, MeasuredLink
 from longspan.plan.job import CostContext
 from longspan.plan.layers import Causal, Chunk, Window
 from longspan.plan.limits import refusal
 from longspan.plan.models import CONFIGS, ModelShape, shape_from_config
 from longspan.plan.search import meshes
-from longspan.plan.views.commands import command
-from longspan.plan.views.curves import contexts, gpu_counts
-from longspan.plan.views.report import SCHEMA, plan_dict
+from longspan.plan.views.page import contexts, gpu_counts
+from longspan.plan.views.report import SCHEMA, command, plan_dict
 from longspan.train import TrainConfig
 from tests.choose import each_value
 
@@ -371,13 +370,18 @@ def test_exposed_time_falls_as_the_hidden_share_grows(
         assert step_times(c, shares(hidden)) == step_times(c, shares(None, overlaps=overlaps))
 
 
+def exposed_of_layer(computing: LayerSeconds, c: CostContext, hardware: Hardware) -> float:
+    layer = c.model.layers[0]
+    return seconds_of(method_sent(layer, c), c, hardware) - hidden_layer_seconds(layer, computing, c, hardware)
+
+
 @pytest.mark.parametrize("hidden", [0.0, 0.25, 1.0])
 @pytest.mark.parametrize("attention", [0.0, 1.0, 1e6])
 def test_hidden_time_is_bounded_by_the_attention(hidden: float, attention: float) -> None:
     """Of four chunks three parts of each way, of a ring every message; a collective takes a second."""
     layer, computing = LLAMA.layers[0], LayerSeconds(0.0, 0.0, attention, attention)
     job = Job(context=4096, overlap_chunks=4, memory=FASTEST)
-    exchanged = exposed_layer_seconds(layer, computing, CostContext(LLAMA, job, Mesh(ulysses=4)), shares(hidden))
+    exchanged = exposed_of_layer(computing, CostContext(LLAMA, job, Mesh(ulysses=4)), shares(hidden))
     each_way = 4 * 2 * 1.0  # of four chunks, scatter and gather
     assert exchanged == pytest.approx(2 * (each_way - 0.75 * min(hidden * each_way, attention)))
 
@@ -387,7 +391,7 @@ def test_hidden_time_is_bounded_by_the_attention(hidden: float, attention: float
     c = CostContext(LLAMA, job, Mesh(ulysses=8))
     hardware, sent = replace(A100, measured=slowly), [s.bytes for s in method_sent(layer, c)]
     way = sum(sent) / 1e6 / 2
-    shared = exposed_layer_seconds(layer, computing, c, hardware)
+    shared = exposed_of_layer(computing, c, hardware)
     assert shared == pytest.approx(2 * (way - min(hidden * 0.6 * way, 0.75 * attention)))
 
     ring = CostContext(LLAMA, replace(job, overlap_chunks=1), Mesh(ring=2))
@@ -396,7 +400,7 @@ def test_hidden_time_is_bounded_by_the_attention(hidden: float, attention: float
     # Forward: a block, while the rank's own is computed. Backward: that, and a gradient during the rest of its own.
     messages = [attention * schedule.own] + [attention * schedule.own * 0.5] * 2
     waits = sum(1 - hidden + max(0.0, hidden - overlap) for overlap in messages)
-    assert exposed_layer_seconds(layer, computing, ring, shares(hidden)) == pytest.approx(waits)
+    assert exposed_of_layer(computing, ring, shares(hidden)) == pytest.approx(waits)
 
 
 def test_weights_overlap_with_nothing_on_cpus() -> None:

@@ -14,7 +14,7 @@ from longspan.cli import main
 from longspan.plan import Job, Mesh, cost, read_hardware, read_model, search
 from longspan.plan.models import CONFIGS
 from longspan.plan.models.catalogue import ELSEWHERE, HUB
-from longspan.plan.views.commands import command
+from longspan.plan.views.report import command
 from tests.choose import confirming
 
 SMALL = {

@@ -31,7 +31,7 @@ from longspan.plan.limits import refusal
 from longspan.plan.memory_search import combinations, longest, memory_rows
 from longspan.plan.models import ModelShape, shape_from_config
 from longspan.plan.suggestions import choose_memory
-from longspan.plan.views.commands import command, memory_flags
+from longspan.plan.views.report import command, memory_flags
 
 LEAN = replace(LONGEST, head_chunks=0)
 

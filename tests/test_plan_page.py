@@ -28,11 +28,19 @@ from longspan.plan.cost.memory import ITEMS
 from longspan.plan.job import Mode
 from longspan.plan.methods import compare
 from longspan.plan.suggestions import find_suggestions
-from longspan.plan.views.commands import command
-from longspan.plan.views.curves import BEST, PARTS_SHOWN, RANKS_SHOWN, contexts, gpu_counts, grid, held_tokens
 from longspan.plan.views.drawing import SIZE, draw
-from longspan.plan.views.page import render, settings_grid
-from longspan.plan.views.report import to_dict
+from longspan.plan.views.page import (
+    MESHES_SHOWN,
+    PARTS_SHOWN,
+    RANKS_SHOWN,
+    contexts,
+    gpu_counts,
+    grid,
+    held_tokens,
+    render,
+    settings_grid,
+)
+from longspan.plan.views.report import Report, command
 from tests.choose import confirming, each_value
 
 MODEL, HARDWARE = read_model("llama-2-70b"), read_hardware("a100-80gb")
@@ -43,7 +51,7 @@ NASTY = 'a</script ><script>window.broken = 1</script><!--<script >"{{DATA}}"'
 @functools.cache
 def _page(job: Job, gpus: int, name: str = MODEL.name) -> tuple[str, dict[str, Any], dict[str, Any]]:
     model = dataclasses.replace(MODEL, name=name)
-    report = to_dict(search(model, job, gpus, HARDWARE), model, job, gpus, HARDWARE)
+    report = Report(search(model, job, gpus, HARDWARE), model, job, gpus, HARDWARE).to_dict()
     data = grid(model, job, gpus, HARDWARE)
     return render(report, data), report, data
 
@@ -111,7 +119,7 @@ def test_a_point_lists_the_best_the_recommended_and_one_axis_meshes() -> None:
         in_order = [plan.mesh for plan in found.plans]
         printed = data["points"][data["contexts"].index(131072)][j]["command"]
         assert printed == (None if found.recommended is None else command(found.recommended))
-        assert listed[:BEST] == in_order[:BEST]
+        assert listed[:MESHES_SHOWN] == in_order[:MESHES_SHOWN]
         assert listed == [mesh for mesh in in_order if mesh in listed]
         legal = {mesh for mesh in (Mesh(ring=gpus), Mesh(ulysses=gpus), Mesh(tensor=gpus)) if mesh in in_order}
         assert legal <= set(listed)
@@ -350,7 +358,7 @@ def test_a_model_name_is_not_parsed_as_html(browser: Any, tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["gemma-3-12b", *confirming(["deepseek-v3", "gpt-oss-20b"])])
 def test_page_of_other_kinds_of_attention(browser: Any, tmp_path: Path, name: str) -> None:
     model, job = read_model(name), Job(context=65536, batch=2, mode="prefill")
-    report = to_dict(search(model, job, 4, HARDWARE), model, job, 4, HARDWARE)
+    report = Report(search(model, job, 4, HARDWARE), model, job, 4, HARDWARE).to_dict()
     _open(browser, tmp_path / "plan.html", render(report, grid(model, job, 4, HARDWARE)))
     for row in _find(browser, ".mesh"):
         row.click()
@@ -371,9 +379,8 @@ def _switched() -> tuple[str, dict[str, Any]]:
     h100 = CATALOGUE["h100"]
     data = settings_grid(LLAMA, ASKED, 8, h100)
     found = search(LLAMA, ASKED, 8, h100)
-    report = to_dict(
-        found, LLAMA, ASKED, 8, h100, compare(LLAMA, ASKED, 8, h100), (), find_suggestions(LLAMA, ASKED, 8, h100)
-    )
+    methods, advice = compare(LLAMA, ASKED, 8, h100), find_suggestions(LLAMA, ASKED, 8, h100)
+    report = Report(found, LLAMA, ASKED, 8, h100, methods, suggestions=advice).to_dict()
     also = [Mesh(*sizes) for sizes in data["meshes"]]
     return render(report, grid(LLAMA, ASKED, 8, h100, also), data), data
 

@@ -44,7 +44,7 @@ def searched(screen: str) -> tuple[Any, ...]:
     """Search once for all widths; return what `longspan plan` shows."""
     given: list[tuple[Any, ...]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("longspan.plan.views.tables.show", lambda *args: given.append(args))
+        patch.setattr("longspan.plan.views.tables.show", lambda report, top: given.append((report, top)))
         assert main(["plan", *screen.split()]) in (0, 1)
     (args,) = given
     return args

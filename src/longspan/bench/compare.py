@@ -25,7 +25,7 @@ from longspan.bench.workloads import AttentionInputs, ShardingCache, StepInputs,
 from longspan.core.errors import LongspanError
 from longspan.core.parallel import ParallelConfig
 from longspan.plan.cost.communication import communication, method_sent
-from longspan.plan.cost.times import exposed_layer_seconds, layer_seconds, seconds_of
+from longspan.plan.cost.times import hidden_layer_seconds, layer_seconds, seconds_of
 from longspan.plan.hardware import CATALOGUE, Hardware, read_hardware
 from longspan.plan.job import CostContext, Job, Mesh
 from longspan.plan.layers import Sent
@@ -265,8 +265,6 @@ def predict(what: str, shape: ModelShape, job: Job, mesh: Mesh, hardware: Hardwa
         return Prediction(plan.comm_seconds, plan.step_seconds, plan.memory_total_bytes)
     layer, c = shape.layers[0], CostContext(shape, job, mesh, hardware.on_cpu)
     computing = layer_seconds(layer, c, hardware)
-    attention = computing.attention_forward + computing.attention_backward
-    return Prediction(
-        seconds_of(method_sent(layer, c), c, hardware),
-        exposed_layer_seconds(layer, computing, c, hardware) + attention,
-    )
+    in_flight = seconds_of(method_sent(layer, c), c, hardware)
+    exposed = in_flight - hidden_layer_seconds(layer, computing, c, hardware)
+    return Prediction(in_flight, exposed + computing.attention_forward + computing.attention_backward)

@@ -24,7 +24,7 @@ from longspan.plan.models.read import read_model
 from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import MOST_GPUS, Search, search
 from longspan.plan.suggestions import Suggestions, find_suggestions
-from longspan.plan.views.report import to_dict
+from longspan.plan.views.report import Report
 
 
 @flags_last
@@ -176,39 +176,39 @@ def run(config: PlanConfig) -> int:
     hardware = _hardware(config)
     _check(config, model, hardware)
     job, result = _search(config, model, hardware)
-    methods = compare(model, job, config.gpus, hardware) if config.compare else []
-    suggestions = _suggestions(config, result, model, job, hardware) if result.recommended is None else None
-    rows = _memory_options(result, job, hardware) if config.memory_options else []
-    report: dict[str, Any] = {}
-    if config.json or config.html:
-        report = to_dict(result, model, job, config.gpus, hardware, methods, rows, suggestions)
+    report = Report(
+        result,
+        model,
+        job,
+        config.gpus,
+        hardware,
+        methods=compare(model, job, config.gpus, hardware) if config.compare else (),
+        rows=_memory_options(result, job, hardware) if config.memory_options else (),
+        suggestions=_suggestions(config, result, model, job, hardware) if result.recommended is None else None,
+    )
     if config.json:
-        print(json.dumps(report, indent=1))
+        print(json.dumps(report.to_dict(), indent=1))
     else:
         from longspan.plan.views.tables import show
 
-        text = "" if suggestions is None else suggestions.describe()
-        show(result, model, job, config.gpus, hardware, methods, config.top, rows, text)
+        show(report, config.top)
     if config.html or config.png:
-        _write_pictures(config, report, model, job, hardware)
+        _write_pictures(config, report)
     # To train, only a plan that `longspan train` runs counts.
     usable = result.recommended if job.mode == "train" else result.fastest
     return 0 if usable is not None else 1
 
 
-def _write_pictures(
-    config: PlanConfig, report: dict[str, Any], model: ModelShape, job: Job, hardware: Hardware
-) -> None:
+def _write_pictures(config: PlanConfig, report: Report) -> None:
     """Write the page (`--html`) and the picture (`--png`)."""
-    from longspan.plan.views.curves import grid
     from longspan.plan.views.drawing import draw
-    from longspan.plan.views.page import render, settings_grid
+    from longspan.plan.views.page import grid, render, settings_grid
 
-    settings = settings_grid(model, job, config.gpus, hardware) if config.html else None
-    more_meshes = [Mesh(*sizes) for sizes in settings["meshes"]] if settings else []
-    points = grid(model, job, config.gpus, hardware, more_meshes)
+    of_plan = report.model, report.job, report.gpus, report.hardware
+    settings = settings_grid(*of_plan) if config.html else None
+    points = grid(*of_plan, [Mesh(*sizes) for sizes in settings["meshes"]] if settings else [])
     if config.html:
-        page = render(report, points, settings)
+        page = render(report.to_dict(), points, settings)
         _write("page", config.html, lambda path: path.write_text(page, encoding="utf-8"), config.json)
     if config.png:
         _write("picture", config.png, lambda path: draw(points, path), config.json)

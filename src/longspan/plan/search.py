@@ -103,7 +103,7 @@ class Plan:
         """Every collective of a step."""
         return communication(self.c, self.hardware)
 
-    @property
+    @cached_property
     def comm_seconds(self) -> float:
         """Seconds of all collectives of a step, overlapped or not."""
         return sum(c.seconds for c in self.comm)
@@ -126,18 +126,17 @@ class Plan:
 
     @cached_property
     def _times(self) -> tuple[float, float]:
-        compute, exposed = step_times(self.c, self.hardware)
-        return compute + optimizer_seconds(self.c, self.hardware), exposed
+        return step_times(self.c, self.hardware)
 
     @property
     def compute_seconds(self) -> float:
         """Seconds of computing in a step, optimizer included."""
-        return self._times[0]
+        return self._times[0] + optimizer_seconds(self.c, self.hardware)
 
     @property
     def exposed_seconds(self) -> float:
         """Seconds of communication in a step that nothing overlaps with."""
-        return self._times[1]
+        return max(0.0, self.comm_seconds - self._times[1])
 
     @cached_property
     def _offload_wait(self) -> tuple[float, Bottleneck | None]:

@@ -1,4 +1,4 @@
-"""Seconds of a step: computing, by stated efficiencies or measured speeds, and communication that is not overlapped.
+"""Seconds of a step: computing, by stated efficiencies or measured speeds, and communication that overlaps with it.
 
 A product of T tokens with W weights is 2*T*W FLOPs. Attention is 2*(D + Dv) FLOPs per query head and (query, key) pair
 that the mask allows. A backward is twice a product's forward and 2.5 times the attention's, as flash kernels recompute
@@ -9,17 +9,11 @@ MLP adds its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from longspan.plan.cost.communication import input_recompute_sent, layer_tensor_sent, method_sent, outer_tensor_sent
+from longspan.plan.cost.communication import input_recompute_sent, method_sent
 from longspan.plan.cost.saved import recomputes_mlp_act
-from longspan.plan.cost.weights import (
-    elements_at_rest,
-    layer_weights_sent,
-    outer_weights_sent,
-    sums_gradients,
-    sums_gradients_once,
-)
+from longspan.plan.cost.weights import elements_at_rest, layer_weights_sent, sums_gradients_once
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import CostContext, Job
 from longspan.plan.layers.attended_keys import RingSchedule
@@ -158,23 +152,34 @@ def optimizer_seconds(c: CostContext, hardware: Hardware) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A step, and its exposed communication.
+# A step, and the communication that computing hides.
 
 
 def step_times(c: CostContext, hardware: Hardware) -> tuple[float, float]:
-    """Return the seconds of computing and of exposed communication in one step, without the optimizer."""
-    layers = [layer_seconds(layer, c, hardware) for layer, _ in c.model.layer_kinds]
-    compute = sum(
-        count * (seconds.forward + seconds.backward)
-        for (_, count), seconds in zip(c.model.layer_kinds, layers, strict=True)
-    )
-    compute += _head_seconds(c, hardware)
+    """Return the seconds of computing in a step, without the optimizer, and of communication that overlaps with it."""
     micro = c.micro_batches
     sums = 1 if sums_gradients_once(c, hardware) else micro
-    exposed = sums * _exposed(c, hardware, layers, sums=True)
-    if micro > sums:
-        exposed += (micro - sums) * _exposed(c, hardware, layers, sums=False)
-    return micro * compute, exposed
+    compute, hidden, first_gather = _head_seconds(c, hardware), 0.0, 0.0
+    for layer, count in c.model.layer_kinds:
+        computing = layer_seconds(layer, c, hardware)
+        compute += count * (computing.forward + computing.backward)
+        hidden += count * micro * hidden_layer_seconds(layer, computing, c, hardware)
+        # While a layer computes, the next layer's weights are gathered, and the last one's gradients scattered.
+        weights = layer_weights_sent(layer, c)
+        if not weights:
+            continue
+        gather, *rest = (c.job.forwards * _hideable([sent], c, hardware) for sent in weights)
+        unsummed = rest[:1]  # the gather of the backward
+        in_forward = min(gather, computing.forward)
+        hidden += count * micro * in_forward
+        hidden += count * sums * min(sum(rest), computing.backward)
+        hidden += count * (micro - sums) * min(sum(unsummed), computing.backward)
+        first_gather = max(first_gather, in_forward)  # which overlaps with nothing
+    # Recomputed inputs are needed at once: only a ring overlaps, with its attention.
+    if recomputed := c.job.recomputed_inputs(len(c.model.layers)):
+        attention = layer_seconds(c.model.layers[0], c, hardware).attention_forward
+        hidden += micro * min(_hideable(_ring(input_recompute_sent(c)), c, hardware), attention * recomputed)
+    return micro * compute, hidden - micro * first_gather
 
 
 def _head_seconds(c: CostContext, hardware: Hardware) -> float:
@@ -186,51 +191,26 @@ def _head_seconds(c: CostContext, hardware: Hardware) -> float:
     return 3 * products + 32.0 * logits / hardware.memory_bandwidth if train else products
 
 
-def _exposed(c: CostContext, hardware: Hardware, of_layers: list[LayerSeconds], sums: bool) -> float:
-    """Return the exposed communication of one micro-batch; `sums`: whether gradients are summed after it."""
-    exposed = first_gather = 0.0
-    # Tensor axis, besides the layers' own sums: embeddings, head, softmax, gradients of replicated weights.
-    tensor, forwards = outer_tensor_sent(c), c.job.forwards
-    for (layer, count), computing in zip(c.model.layer_kinds, of_layers, strict=True):
-        exposed += count * exposed_layer_seconds(layer, computing, c, hardware)
-        weights = [sent for sent in layer_weights_sent(layer, c) if sums or not sums_gradients(sent)]
-        exposed += count * forwards * _never_hidden(weights, c, hardware)
-        # While a layer computes, the next layer's weights are gathered, and the last one's gradients scattered.
-        gather, *rest = [forwards * _hideable([sent], c, hardware) for sent in weights] or [0.0]
-        exposed += count * (max(0.0, gather - computing.forward) + max(0.0, sum(rest) - computing.backward))
-        # Nothing overlaps with the first layer's gather.
-        first_gather = max(first_gather, min(gather, computing.forward))
-        of_layer = [sent for sent in layer_tensor_sent(layer, c) if not sent.method]
-        tensor += [replace(sent, calls=sent.calls * count) for sent in of_layer]
-    # Recomputed inputs are needed at once: only a ring overlaps, with its attention.
-    ring, blocking = _split_ring(input_recompute_sent(c))
-    attention = of_layers[0].attention_forward * c.job.recomputed_inputs(len(c.model.layers))
-    exposed += seconds_of(blocking, c, hardware) + _never_hidden(ring, c, hardware)
-    exposed += max(0.0, _hideable(ring, c, hardware) - attention)
-    outer = [sent for sent in outer_weights_sent(c) if sums or not sums_gradients(sent)]
-    exposed += seconds_of(tensor, c, hardware)
-    return exposed + first_gather + forwards * seconds_of(outer, c, hardware)
-
-
-def exposed_layer_seconds(layer: LayerShape, computing: LayerSeconds, c: CostContext, hardware: Hardware) -> float:
-    """Return the exposed communication of one layer's sequence and tensor methods in one micro-batch.
+def hidden_layer_seconds(layer: LayerShape, computing: LayerSeconds, c: CostContext, hardware: Hardware) -> float:
+    """Return the overlapped communication of one layer's sequence and tensor methods in one micro-batch.
 
     A ring's next block is sent while the current one computes, and a chunk of heads while another computes; an
     all-to-all of all heads and an all-gather wait for their data. The part of a message that takes the cores
-    (`Hardware.hideable`) is always exposed. `computing`: the layer's seconds.
+    (`Hardware.hideable`) overlaps with nothing. `computing`: the layer's seconds.
     """
-    ring, blocking = _split_ring(method_sent(layer, c))
-    exposed = seconds_of(blocking, c, hardware) - _hidden_exchange(blocking, computing, c, hardware)
-    exposed += _never_hidden(ring, c, hardware)
+    sents = method_sent(layer, c)
+    hidden, ring = _hidden_exchange(sents, computing, c, hardware), _ring(sents)
     schedule = layer.mixer.ring_schedule(c) if ring else None
-    return exposed + (_ring_waits(ring, computing, schedule, c, hardware) if schedule is not None else 0.0)
+    if schedule is not None:
+        hidden += _hideable(ring, c, hardware) - _ring_waits(ring, computing, schedule, c, hardware)
+    return hidden
 
 
-def _split_ring(sents: Sequence[Sent]) -> tuple[list[Sent], list[Sent]]:
-    return [sent for sent in sents if sent.op == "p2p"], [sent for sent in sents if sent.op != "p2p"]
+def _ring(sents: Sequence[Sent]) -> list[Sent]:
+    return [sent for sent in sents if sent.op == "p2p"]
 
 
-def _hidden_exchange(sents: list[Sent], computing: LayerSeconds, c: CostContext, hardware: Hardware) -> float:
+def _hidden_exchange(sents: Sequence[Sent], computing: LayerSeconds, c: CostContext, hardware: Hardware) -> float:
     """Return the seconds of one layer's all-to-alls that overlap with the attention of other chunks of heads.
 
     The first chunk's scatter and the last chunk's gather overlap with nothing; the others with at most n - 1 of n parts
@@ -304,10 +284,6 @@ def _hideable(sents: Sequence[Sent], c: CostContext, hardware: Hardware) -> floa
     return sum(
         sent.calls * _seconds_of_call(sent, c, hardware) * hardware.hideable(sent.op, sent.axis) for sent in sents
     )
-
-
-def _never_hidden(sents: Sequence[Sent], c: CostContext, hardware: Hardware) -> float:
-    return seconds_of(sents, c, hardware) - _hideable(sents, c, hardware)
 
 
 def _seconds_of_call(sent: Sent, c: CostContext, hardware: Hardware) -> float:

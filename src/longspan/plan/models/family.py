@@ -2,12 +2,11 @@
 
 To add a family:
 
-1. Open transformers' `modeling_NAME.py` and `configuration_NAME.py`, and one file of `families/` (`llama.py` first).
+1. Open transformers' `modeling_NAME.py` and `configuration_NAME.py`, and `families.py`.
 2. Write a `Family` from the blocks in `blocks.py`: `mixers` (one per layer type), `mlp`, and the config class's
    `defaults`. Give `types`, `order`, `root` only if they differ from Llama's. A weight that no block yields is a small
    generator of `Parameter`s, named and ordered as in transformers.
-3. Register it: an entry in the `FAMILIES` of a module in `families/` (a new module also goes into both lines of
-   `families/__init__.py`), or `register("model_type", FAMILY)` in your own code.
+3. Register it: an entry in `families.py` or `other_families.py`, or `register("model_type", FAMILY)` in your own code.
 4. Compare every weight with transformers' own module, as `tests/test_plan_shapes.py` does: a missing bias is a silent
    error.
 

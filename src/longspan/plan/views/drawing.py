@@ -15,7 +15,7 @@ SIZE = (1600, 800)
 """Pixels."""
 
 Line = dict[str, Any]
-"""One of the `lines` of `longspan.plan.views.curves.grid`: a mesh along all contexts."""
+"""One of the `lines` of `longspan.plan.views.page.grid`: a mesh along all contexts."""
 
 # Okabe and Ito's palette (yellow darkened for white paper), which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5C5C5C", "#B8A800", "#000000")
@@ -35,7 +35,7 @@ def draw(grid: dict[str, Any], path: Path) -> None:
     Memory, time and context have logarithmic axes.
 
     Args:
-        grid: of `longspan.plan.views.curves.grid`; its `lines` are drawn.
+        grid: of `longspan.plan.views.page.grid`; its `lines` are drawn.
         path: the file.
 
     Raises:
