@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +22,14 @@ from longspan.attn.mask import Mask
 from longspan.attn.prepare import prepare
 from longspan.attn.score import Scores
 from longspan.attn.shapes import Shapes
+from longspan.core.layout import Span
 from longspan.core.memory import FASTEST, LONGEST, Memory
+from longspan.core.regions import Region
 from longspan.hf.weights.gradients import GradientSum
 from longspan.plan import Job, Mesh
 from longspan.plan.cost.training_memory import training_peaks
 from longspan.plan.job import CostContext
-from longspan.plan.layers import CAUSAL, AttendedKeys, Bidirectional, Softmax, Window
+from longspan.plan.layers import CAUSAL, AttendedKeys, Bidirectional, Chunk, Softmax, Window
 from longspan.plan.models import shape_from_config
 from tests.choose import each_value, pairwise
 from tests.fakes import fake_world
@@ -173,6 +177,8 @@ KEYS: dict[str, tuple[AttendedKeys, Mask]] = {
     "causal": (CAUSAL, Mask()),
     "window": (Window(1000), Mask(window=1000)),
     "full": (Bidirectional(), Mask(causal=False)),
+    "short chunks": (Chunk(1000), Mask(chunk_size=1000)),
+    "chunks": (Chunk(6000), Mask(chunk_size=6000)),
 }
 
 
@@ -186,9 +192,61 @@ def test_planned_bytes_of_a_backward(way: str, kind: str, kv_heads: int) -> None
         c = CostContext(MODEL, job, Mesh(**mesh))
         layer = Softmax(HEADS, kv_heads, DIM, DIM, keys=keys)
         planned = layer.backward_buffers(c).total / UNIT
-        ranks = {0, size // 2, size - 1}
+        ranks = range(size) if "chunks" in kind else {0, size // 2, size - 1}
         used = max(units(mesh, kv_heads, mask, rank=rank, inside=True, **options).backward for rank in ranks)
         assert planned == pytest.approx(used, rel=0.05), mesh
+
+
+WORST = {4: (0, 14080, 15104, 16384), 8: (0, 768, 4864, 13568, 32768)}  # by ring; a search found them
+
+
+@pytest.mark.parametrize(("mesh", "kv_heads"), each_value([{"ring": 4}, {"ring": 8}], [8, 32]))
+def test_planned_bytes_of_packed_documents(mesh: dict[str, int], kv_heads: int) -> None:
+    """The worst documents need what is planned; without `documents`, up to 1.8 times that."""
+    ring = mesh["ring"]
+    mask = Mask(segments=(tuple(itertools.pairwise(WORST[ring])),))
+    used = max(units(mesh, kv_heads, mask, rank=rank, inside=True).backward for rank in range(ring))
+    planned, causal = (_planned(ring, kv_heads, CAUSAL, documents=documents) for documents in (True, False))
+    assert planned == pytest.approx(used, rel=0.05)
+    assert used > 1.15 * causal
+
+
+@dataclass(frozen=True)
+class _Documents(AttendedKeys):
+    """Packed documents, given by their starts and the end."""
+
+    starts: tuple[int, ...]
+    name = "documents"
+
+    @property
+    def limit(self) -> int:
+        return 1  # not causal over the whole sequence
+
+    def pairs(self, n: int) -> float:
+        return sum((stop - start) * (stop - start + 1) / 2 for start, stop in itertools.pairwise(self.starts))
+
+    def regions(self, run: Span, n: int) -> Iterator[Region]:
+        for start, stop in itertools.pairwise(self.starts):
+            if start < run[1] and stop > run[0]:
+                yield Region(start, stop, start, stop, 0)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_no_documents_need_more_than_is_planned(layout: Any) -> None:
+    rng = random.Random(0)
+    for ring in (2, 3, 4, 5, 8):
+        for kv_heads in (8, 32):
+            most = 1.05 * _planned(ring, kv_heads, CAUSAL, layout, documents=True)
+            for _ in range(12):
+                cuts = rng.sample(range(1, LOCAL * ring), rng.randrange(1, 3 * ring))
+                keys = _Documents((0, *sorted(cuts), LOCAL * ring))
+                assert _planned(ring, kv_heads, keys, layout) <= most, (ring, keys)
+
+
+def _planned(ring: int, kv_heads: int, keys: AttendedKeys, layout: Any = "auto", *, documents: bool = False) -> float:
+    job = Job(context=LOCAL * ring, layout=layout, documents=documents)
+    c = CostContext(MODEL, job, Mesh(ring=ring))
+    return Softmax(HEADS, kv_heads, DIM, DIM, keys=keys).backward_buffers(c).total / UNIT
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -57,22 +57,6 @@ def per_token(of: Any, memory_options: Memory, mesh: Mesh = TWO) -> SavedActivat
 # ---- Bytes, by hand.
 
 
-@pytest.mark.parametrize(
-    ("checkpointing", "mesh", "attention"),
-    [
-        ("full", TWO, 0),
-        ("selective", TWO, OUT + LSE),
-        ("selective", Mesh(), OUT + LSE),
-        ("save_attention", TWO, Q + KV + OUT + LSE + OUT),
-        ("save_attention", Mesh(), Q + KV + OUT + LSE),  # without an exchange the output is one tensor
-        ("save_attention", Mesh(ulysses=8), Q + 2 * KV + OUT + LSE + OUT),  # 4 KV heads on 8 ranks: each twice
-    ],
-)
-def test_saved_by_checkpointing(checkpointing: Any, mesh: Mesh, attention: int) -> None:
-    saved = per_token(checkpoint_per_token, Memory(checkpointing=checkpointing), mesh)
-    assert saved == SavedActivations(HIDDEN, attention, 0)
-
-
 def test_saved_while_a_layer_is_recomputed() -> None:
     plain = SavedActivations(2 * (NORM + HIDDEN), Q + KV + OUT + LSE + OUT, 4 * 2 * 96)
     assert per_token(recomputed_per_token, Memory(checkpointing="full")) == plain
@@ -158,16 +142,6 @@ def test_a_host_that_is_too_small() -> None:
     disk = replace(job, memory=replace(LONGEST, offload="disk"))
     assert cost(LLAMA, disk, Mesh(ulysses=8), small).fits
     assert not cost(LLAMA, disk, Mesh(ulysses=8), replace(small, disk_bytes=1e11)).fits
-
-
-def test_the_hosts_of_the_catalogue_and_of_a_file(tmp_path: Any) -> None:
-    assert (H100.host_memory, H100.host_bandwidth, CATALOGUE["a100-80gb"].host_bandwidth) == (2e12, 55e9, 25e9)
-    (tmp_path / "like.toml").write_text('like = "h100"\nhost_memory = 1.5e12\ndisk_write = 1e9\ndisk_bytes = 7e12\n')
-    mine = read_hardware(str(tmp_path / "like.toml"))
-    assert (mine.host_memory, mine.disk_write, mine.disk_bytes, mine.disk_read) == (1.5e12, 1e9, 7e12, 12e9)
-    (tmp_path / "bad.toml").write_text('like = "h100"\nhost_memory = 0\n')
-    with pytest.raises(LongspanError, match=r"line 2: host_memory of hardware bad must be above 0"):
-        read_hardware(str(tmp_path / "bad.toml"))
 
 
 # ---- What is sent, and how long it takes.

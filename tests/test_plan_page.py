@@ -33,8 +33,6 @@ from longspan.plan.views.page import (
     MESHES_SHOWN,
     PARTS_SHOWN,
     RANKS_SHOWN,
-    contexts,
-    gpu_counts,
     grid,
     held_tokens,
     render,
@@ -58,23 +56,6 @@ def _page(job: Job, gpus: int, name: str = MODEL.name) -> tuple[str, dict[str, A
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The what-if data.
-
-
-@pytest.mark.parametrize(
-    ("context", "first", "last"),
-    [(131072, 4096, 1 << 24), (1_000_000, 4096, 1 << 24), (1 << 25, 4096, 1 << 27), (3, 2, 1 << 24)],
-)
-def test_contexts_are_powers_of_two_and_the_jobs_own(context: int, first: int, last: int) -> None:
-    found = contexts(Job(context=context))
-    assert found == sorted(set(found))
-    assert (found[0], found[-1]) == (first, last)
-    assert context in found
-    assert all(n.bit_count() == 1 for n in found if n != context)
-
-
-@pytest.mark.parametrize(("gpus", "expected"), [(1, [1, 2, 4, 8]), (6, [1, 2, 4, 6, 8, 16, 32, 64])])
-def test_gpu_counts_reach_eight_times_the_jobs(gpus: int, expected: list[int]) -> None:
-    assert gpu_counts(gpus) == expected
 
 
 @pytest.mark.parametrize("mode", ["prefill", *confirming(["train", "decode"])])
@@ -294,14 +275,6 @@ def test_meshes_are_chosen_by_click_and_by_key(browser: Any, tmp_path: Path) -> 
     assert _find(browser, "#chosen h2")[0].text == after
 
 
-def test_choice_stays_when_the_context_moves(browser: Any, tmp_path: Path) -> None:
-    page, _, _ = _page(Job(context=131072, mode="prefill"), 8)
-    _open(browser, tmp_path / "plan.html", page)
-    _find(browser, ".mesh[data-mesh='tensor=8']")[0].click()
-    _press(browser, "#context", LEFT)
-    assert _find(browser, "#chosen h2")[0].text == "tensor=8"
-
-
 def test_meshes_that_do_not_fit_are_marked(browser: Any, tmp_path: Path) -> None:
     page, _, _ = _page(Job(context=131072), 8)
     _open(browser, tmp_path / "plan.html", page)
@@ -326,16 +299,6 @@ def test_nothing_is_wider_than_the_window(browser: Any, tmp_path: Path, mode: Mo
     _press(browser, "#gpus", RIGHT, 3)
     assert browser.execute_script(TOO_WIDE) == []
     assert browser.get_log("browser") == []
-
-
-@pytest.mark.parametrize("width", [360, *confirming([800, 1400])])
-def test_switches_and_methods_are_no_wider_than_the_window(browser: Any, tmp_path: Path, width: int) -> None:
-    page, _ = _switched()
-    _open(browser, tmp_path / "plan.html", page, width)
-    assert browser.execute_script(TOO_WIDE) == []
-    _find(browser, "#set-hardware")[0].send_keys("m")  # of another kind: less is known of it
-    assert _find(browser, "#plan-command")
-    assert browser.execute_script(TOO_WIDE) == []
 
 
 TOO_WIDE = """
@@ -523,41 +486,6 @@ def test_the_page_has_suggestions_and_methods(browser: Any, tmp_path: Path) -> N
         assert method.ops_per_layer in rows[method.name].text
         assert ("does not fit" in rows[method.name].text) == (not method.plan.fits)
     assert browser.get_log("browser") == []
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_text_is_readable_in_both_themes(browser: Any, tmp_path: Path, theme: str) -> None:
-    page, _ = _switched()
-    media = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-    _open(browser, tmp_path / "plan.html", page)
-    # Of every piece of text, the contrast with what is behind it (WCAG 2, 1.4.3).
-    faint = """
-        const light = (c) => c.map((v) => v / 255).map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
-          .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-        const numbers = (text) => text.match(/[\\d.]+/g).map(Number);
-        const behind = (e) => {
-          for (; e; e = e.parentElement) {
-            const c = numbers(getComputedStyle(e).backgroundColor);
-            if (c.length < 4 || c[3] === 1) return c.slice(0, 3);
-          }
-          return [255, 255, 255];
-        };
-        const found = [];
-        for (const e of document.querySelectorAll("main *")) {
-          const written = [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim());
-          if (!written || e.disabled || e.localName === "title") continue;
-          const style = getComputedStyle(e), own = numbers(e.closest("svg") ? style.fill : style.color);
-          const [a, b] = [light(own.slice(0, 3)), light(behind(e))];
-          const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-          if (contrast < 4.5) found.push([e.outerHTML.slice(0, 90), contrast]);
-        }
-        return [found, light(behind(document.querySelector("main")))];
-    """
-    found, paper = browser.execute_script(faint)
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-    assert found == []
-    assert (paper < 0.05) == (theme == "dark")
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,9 @@ def _assert_as_transformers(shape: ModelShape, config: dict[str, Any]) -> None:
     assert sorted(_ours(shape.root)) == sorted(root)  # GPT-NeoX's head once had another name
     assert shape.params == sum(p.numel() for p in model.parameters())
     assert shape.tied == (model.get_output_embeddings().weight is model.get_input_embeddings().weight)
-    assert [(layer.kind, layer.window) for layer in shape.layers] == [_kind_of(x, model.config) for x in layers]
+    assert [(layer.mixer.name, layer.mixer.window) for layer in shape.layers] == [
+        _kind_of(x, model.config) for x in layers
+    ]
     assert shape.d_model == model.config.hidden_size
     assert shape.vocab == model.config.vocab_size
     assert shape.max_position == model.config.max_position_embeddings
@@ -193,7 +195,7 @@ def test_a_layer_of_llama_2_70b() -> None:
     ((layer, count),) = model.layer_kinds
     assert (count, layer.params) == (80, 855_638_016 + 16_384)
     assert layer.matmul_params_active == 855_638_016
-    assert layer.kv_elements_per_token == 2 * 8 * 128
+    assert layer.mixer.cached_per_token == 2 * 8 * 128
     assert (model.q_heads, model.kv_heads, model.root_params) == (64, 8, 2 * 32000 * 8192 + 8192)
 
 
@@ -201,8 +203,8 @@ def test_equal_layers_are_one_object() -> None:
     model = read_model("gemma-3-4b")
     assert len({id(layer) for layer in model.layers}) == 2
     (sliding, n_sliding), (full, n_full) = model.layer_kinds
-    assert (sliding.kind, sliding.window, n_sliding) == ("sliding", 1024, 29)
-    assert (full.kind, full.window, n_full) == ("full", None, 5)
+    assert (sliding.mixer.name, sliding.mixer.window, n_sliding) == ("sliding", 1024, 29)
+    assert (full.mixer.name, full.mixer.window, n_full) == ("full", None, 5)
     assert model.layers[5] is full
     assert model.layers[0] is sliding
 
@@ -231,7 +233,7 @@ def test_latent_attention_caches_the_latent_vector() -> None:
     model = read_model("deepseek-v3")
     layer = model.layers[0]
     assert layer.mixer == Softmax(128, 128, 192, 128, latent_dim=512 + 64, rope_dim=64)
-    assert layer.kv_elements_per_token == 512 + 64
+    assert layer.mixer.cached_per_token == 512 + 64
     job = Job(context=1024, mode="decode")
     for mesh, elements in ((Mesh(ring=64), 576 / 64), (Mesh(ulysses=64), 576), (Mesh(ulysses=128), 320)):
         assert layer.mixer.cache_bytes(CostContext(model, job, mesh)) == 1024 * 2 * elements
@@ -245,10 +247,10 @@ def test_latent_attention_caches_the_latent_vector() -> None:
 def test_linear_layers_have_a_state_and_no_cache() -> None:
     model = shape_from_config(_random_config("qwen3_next", 1), "small")
     linear, full = (layer for layer, _ in model.layer_kinds)
-    assert (linear.kind, linear.mixer) == ("linear", Linear(6, 2, 128, 128))
+    assert (linear.mixer.name, linear.mixer) == ("linear", Linear(6, 2, 128, 128))
     assert isinstance(linear.mixer, Linear)
-    assert (linear.mixer.state_elements, linear.kv_elements_per_token) == (6 * 128 * 128, 0)
-    assert full.kv_elements_per_token == 2 * full.mixer.kv_heads * full.mixer.head_dim
+    assert (linear.mixer.state_elements, linear.mixer.cached_per_token) == (6 * 128 * 128, 0)
+    assert full.mixer.cached_per_token == 2 * full.mixer.kv_heads * full.mixer.head_dim
     # The model's heads are those that softmax attention exchanges, not the 32 of the linear layers.
     assert shape_from_config(_random_config("qwen3_next", 0), "small").q_heads == full.mixer.q_heads
 
@@ -295,7 +297,7 @@ def test_chunked_layers() -> None:
     config = {**_llama(rms_norm_eps=1e-5, hidden_act="silu"), "model_type": "new", "attention_chunk_size": 8}
     types = ["chunked_attention", "full_attention"]
     model = shape_from_config({**config, "layer_types": types}, "new")
-    assert [(layer.kind, layer.window) for layer in model.layers] == [("chunked", 8), ("full", None)]
+    assert [(layer.mixer.name, layer.mixer.window) for layer in model.layers] == [("chunked", 8), ("full", None)]
 
 
 def _llama(**changes: Any) -> dict[str, Any]:
@@ -470,4 +472,4 @@ def test_cached_elements_per_token_equal_those_of_transformers(model_type: str) 
         with torch.device("meta"):
             cache = _build(config)(input_ids=torch.zeros(2, 5, dtype=torch.int64), use_cache=True).past_key_values
         held = [(x.keys.numel() + x.values.numel()) / (2 * x.keys.shape[2]) for x in cache.layers]
-        assert held == [layer.kv_elements_per_token for layer in shape_from_config(config, model_type).layers]
+        assert held == [layer.mixer.cached_per_token for layer in shape_from_config(config, model_type).layers]

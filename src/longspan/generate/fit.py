@@ -9,8 +9,7 @@ from longspan.core.errors import LongspanError
 from longspan.generate.config import GenerateConfig
 from longspan.hf.planning import hardware_of_ranks, shape_of
 from longspan.hf.pretrained import is_adapter
-from longspan.plan.cost.memory import staged_bytes
-from longspan.plan.cost.offload import offloaded_bytes
+from longspan.plan.cost.memory import offloaded_bytes, staged_bytes
 from longspan.plan.cost.weights import can_cut
 from longspan.plan.generation import check_fits, check_score_fits, does_not_fit, peak_items
 from longspan.plan.job import CostContext, Job, Mesh

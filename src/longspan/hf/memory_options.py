@@ -141,7 +141,8 @@ class MemoryManager(Stage):
         Options that conflict with transformers' own gradient checkpointing are left out.
         """
         assert call.tokens is not None
-        length, rows = auto.largest_of_replicas(call.info.length, len(call.tokens))
+        documents = call.info.segments is not None
+        length, rows, documents = auto.largest_of_replicas(call.info.length, len(call.tokens), documents)
         if length * rows <= auto.largest:
             return False
         fixed: dict[str, Any] = {"cpu_offload": False}  # FSDP's: it cannot change after parallelize
@@ -149,7 +150,7 @@ class MemoryManager(Stage):
             fixed["tiled_mlp"] = 1
         if self._checkpoints_by_itself:
             fixed["checkpointing"] = "none"
-        memory, why = auto.choose(length, rows, fixed)
+        memory, why = auto.choose(length, rows, fixed, documents=documents)
         auto.largest = length * rows
         self.set(memory, store_for(memory, auto.sp.device), why)
         return True

@@ -279,20 +279,23 @@ class AutoMemory:
         )
         self.hardware: Hardware | None = None
 
-    def largest_of_replicas(self, length: int, rows: int) -> tuple[int, int]:
-        """Return the length and rows of the replica whose batch has the most tokens. Collective over the hosts.
+    def largest_of_replicas(self, length: int, rows: int, documents: bool) -> tuple[int, int, bool]:
+        """Return the length and rows of the replica whose batch has the most tokens, and whether any has documents.
+
+        Collective over the hosts.
 
         Replicas need the same options: a recomputation gathers weights, which all ranks do together.
         """
         if self.group is None:
-            return length, rows
-        length, rows = max(gather_numbers([length, rows], self.group, torch.device("cpu")), key=math.prod)
-        return length, rows
+            return length, rows, documents
+        batches = gather_numbers([length, rows, documents], self.group, torch.device("cpu"))
+        length, rows, _ = max(batches, key=lambda batch: batch[0] * batch[1])
+        return length, rows, any(has_documents for *_, has_documents in batches)
 
-    def choose(self, length: int, rows: int, fixed: dict[str, Any]) -> tuple[Memory, str]:
+    def choose(self, length: int, rows: int, fixed: dict[str, Any], *, documents: bool = False) -> tuple[Memory, str]:
         """Return the fastest options that fit the smallest device of all ranks, and the reason. Collective.
 
-        A replica has `rows` sequences of `length` tokens; the options in `fixed` stay.
+        A replica has `rows` sequences of `length` tokens, or of packed documents; the options in `fixed` stay.
         """
         sp = self.sp
         if self.hardware is None:
@@ -300,6 +303,6 @@ class AutoMemory:
             if sp.job_size > 1:
                 dist.all_reduce(least, op=dist.ReduceOp.MIN)
             self.hardware = hardware_of(sp.device, float(least))
-        job = dataclasses.replace(self.job, context=length, batch=rows * sp.data_size)
+        job = dataclasses.replace(self.job, context=length, batch=rows * sp.data_size, documents=documents)
         mesh = Mesh(sp.data_size, sp.ring_size, sp.ulysses_size, sp.tensor_size)
         return choose_memory(self.shape, job, mesh, self.hardware, fixed)

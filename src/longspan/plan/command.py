@@ -59,6 +59,8 @@ class PlanConfig(MemoryFlags, RopeFlags):
         default_factory=ParallelConfig, metadata={"only": ("layout", "ring_impl", "wire_dtype")}
     )
     """How ranks share the work; the plan chooses the mesh."""
+    documents: bool = False
+    """Plan the memory of packed documents (`longspan train --pack documents`), which a ring needs more of."""
     overlap_chunks: int = 1
     """Chunks of heads of the Ulysses all-to-all, each overlapped with the attention of another. 1: no overlap."""
     cache: CacheDtype = "exact"
@@ -126,6 +128,7 @@ class PlanConfig(MemoryFlags, RopeFlags):
             cache_offload=self.cache_offload,
             cache_latent=self.cache_latent,
             prefill_chunk=self.prefill_chunk,
+            documents=self.documents,
         )
 
     def check(self) -> None:

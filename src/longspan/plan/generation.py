@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import head_tile
-from longspan.plan.cost.memory import memory
-from longspan.plan.cost.offload import HOST_SHARE, offloaded_bytes
+from longspan.plan.cost.memory import HOST_SHARE, memory, offloaded_bytes
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import CostContext, Job, Mesh
 from longspan.plan.limits import GB, refusal

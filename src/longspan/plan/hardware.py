@@ -18,6 +18,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.parallel import AXES
 from longspan.core.validation import (
     Toml,
+    check_choice,
     check_flag,
     check_number,
     existing_path,
@@ -180,7 +181,9 @@ class Hardware:
 
     def __post_init__(self) -> None:
         of = f"of hardware {self.name}"
-        for name in ("memory_bytes", "flops", "memory_bandwidth", *_HOST_KEYS):
+        speeds = ("attention_flops", "attention_forward_flops")
+        given = [name for name in speeds if getattr(self, name) is not None]
+        for name in ("memory_bytes", "flops", "memory_bandwidth", *_HOST_KEYS, *given):
             check_number(f"{name} {of}", getattr(self, name), 0, above=True)
         check_number(f"gpus_per_node {of}", self.gpus_per_node, 1, whole=True)
         for name in ("matmul_efficiency", "attention_efficiency", "fp32_ratio"):
@@ -189,22 +192,8 @@ class Hardware:
             check_flag(f"{name} {of}", getattr(self, name))
         for name in ("reserve_bytes", "attention_block", "attention_width", "disk_bytes"):
             check_number(f"{name} {of}", getattr(self, name), 0)
-        for name in ("attention_flops", "attention_forward_flops"):
-            if getattr(self, name) is not None:
-                check_number(f"{name} {of}", getattr(self, name), 0, above=True)
-        if self.measured_dtype not in (None, "bf16", "fp32"):
-            raise LongspanError(f"measured_dtype {of} must be bf16 or fp32, got {format_value(self.measured_dtype)}")
-        for name in ("intra", "inter"):
-            if not isinstance(getattr(self, name), Link):
-                raise LongspanError(f"{name} {of} must be a Link, got {format_value(getattr(self, name))}")
-        if not isinstance(self.measured, Mapping):
-            raise LongspanError(f"measured {of} must be links by (axis, op), got {format_value(self.measured)}")
-        for key, link in self.measured.items():
-            if not (isinstance(key, tuple) and len(key) == 2 and isinstance(link, MeasuredLink)):
-                raise LongspanError(
-                    f"measured {of} must hold a MeasuredLink by (axis, op), got {format_value(link)} by "
-                    f"{format_value(key)}"
-                )
+        if self.measured_dtype is not None:
+            check_choice(f"measured_dtype {of}", self.measured_dtype, ("bf16", "fp32"))
 
     def members_per_node(self, stride: int, size: int) -> int:
         """Return how many of a group of `size` ranks, `stride` apart, share a node."""
@@ -351,13 +340,10 @@ def _read(name_or_path: str, readers: tuple[Path, ...]) -> Hardware:
         sizes = [name for name in CATALOGUE if name.startswith(name_or_path.lower())]
         hint = f"did you mean {' or '.join(sizes)}?" if sizes else nearest(name_or_path.lower(), CATALOGUE)
         raise LongspanError(f"--gpu {name_or_path} is unknown ({hint}); for another GPU give a .toml file")
-    readers = (*readers, path.absolute())
-    if path.resolve() in {reader.resolve() for reader in readers[:-1]}:
-        chain = " -> ".join(str(reader) for reader in readers)
-        raise LongspanError(
-            f"--gpu {readers[0]}: `like` leads back to {path}: {chain}; name the catalogue in one of them"
-        )
-    return _from_toml(read_toml("--gpu", path), readers)
+    if path.resolve() in readers:
+        chain = " -> ".join(map(str, (*readers, path.resolve())))
+        raise LongspanError(f"--gpu {readers[0]}: `like` leads back: {chain}; name the catalogue in one of them")
+    return _from_toml(read_toml("--gpu", path), (*readers, path.resolve()))
 
 
 def _from_toml(file: Toml, readers: tuple[Path, ...]) -> Hardware:
@@ -396,7 +382,7 @@ _GPU_DEFAULTS: dict[str, Any] = {
 
 
 def _table(file: Toml, known: Collection[str], *keys: str) -> dict[str, Any]:
-    """Return the table at `keys`, empty if there is none; raise for another value, and for unknown keys."""
+    """Return the table at `keys`, empty if there is none; raise for anything else, and for unknown keys."""
     table: Any = file.values
     for key in keys:
         table = table.get(key, {})

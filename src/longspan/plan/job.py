@@ -46,6 +46,8 @@ class Job:
         cache: dtype of the KV cache (`longspan.core.cache.CACHE_DTYPES`).
         cache_offload: where the KV cache is stored (`longspan.core.cache.OFFLOADS`).
         cache_latent: cache MLA's latent vectors if they are smaller (`longspan.core.cache.holds_latent`).
+        documents: whether sequences may be packed documents: in a ring, blocks then arrive from both sides. Times are
+            those of whole sequences.
         prefill_chunk: tokens per chunk of a prompt, over all ranks, as `longspan generate` runs it: keys and values
             stay in the cache, and queries are sent. None: the whole prompt in one forward.
     """
@@ -66,6 +68,7 @@ class Job:
     cache_offload: CacheOffload = "none"
     cache_latent: bool = True
     prefill_chunk: int | None = None
+    documents: bool = False
 
     def __post_init__(self) -> None:
         for name in ("context", "batch"):
@@ -84,7 +87,7 @@ class Job:
         for name, value in (("prefill-chunk", self.prefill_chunk), ("overlap-chunks", self.overlap_chunks)):
             if value is not None:
                 check_number(name, value, 1, LARGEST_COUNT, whole=True)
-        for name in ("weight_sharding", "kv_replication", "cache_latent"):
+        for name in ("weight_sharding", "kv_replication", "cache_latent", "documents"):
             check_flag(name, getattr(self, name))
         if not isinstance(self.memory, Memory):
             raise LongspanError(f"memory is {format_value(self.memory)}; make one with longspan.core.memory.Memory")

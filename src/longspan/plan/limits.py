@@ -108,6 +108,6 @@ def unsupported_mesh(model: ModelShape, mesh: Mesh) -> list[str]:
 def unsupported(model: ModelShape, job: Job, mesh: Mesh) -> list[str]:
     """Return what this version plans but does not run for a model, a job and a mesh."""
     reasons = unsupported_mesh(model, mesh)
-    kinds = sorted({layer.kind for layer, _ in model.layer_kinds if not layer.mixer.runs})
+    kinds = sorted({layer.mixer.name for layer, _ in model.layer_kinds if not layer.mixer.runs})
     reasons += [f"{kind} attention layers are refused by longspan.parallelize in this version" for kind in kinds]
     return [*reasons, *model.refused] if job.mode == "train" else reasons

@@ -12,9 +12,8 @@ from longspan.core.formatting import size
 from longspan.core.parallel import RingImpl
 from longspan.core.validation import LARGEST_COUNT, check_number, format_value
 from longspan.plan.cost.communication import Collective, communication
-from longspan.plan.cost.memory import memory
-from longspan.plan.cost.offload import HOST_SHARE, Bottleneck, Offloaded, offload_wait, offloaded_bytes
-from longspan.plan.cost.times import model_flops, optimizer_seconds, step_times
+from longspan.plan.cost.memory import HOST_SHARE, Offloaded, memory, offloaded_bytes
+from longspan.plan.cost.times import Bottleneck, model_flops, offload_wait, optimizer_seconds, step_times
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import CostContext, Job, Mesh
 from longspan.plan.limits import GB, notes, refusal, unsupported

@@ -45,6 +45,7 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         dtype=config.dtype,
         weight_sharding=config.fsdp,
         tensor_style=parallel.tensor_style,
+        documents=config.data.pack == "documents",
     )
     mesh = Mesh(**parallel.degrees)
     for layer, _ in shape.layer_kinds:

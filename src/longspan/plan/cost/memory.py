@@ -1,4 +1,4 @@
-"""Peak memory of one GPU, item by item; the KV cache.
+"""Peak memory of one GPU, item by item; the KV cache; what is in the host's memory or on a disk.
 
 A step has several peak candidates, such as the loss or the backward of the first layer. Each is summed from its items;
 the largest is reported. `training_memory.py` lists those of a training step, this file those of a forward without a
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from longspan.plan.cost.saved import mlp_tiles
+from longspan.plan.cost.saved import DISK_BUFFERS, checkpoint_bytes, mlp_tiles
 from longspan.plan.cost.training_memory import training_peaks
-from longspan.plan.cost.weights import gathered_bytes, sums_gradients_once, weights_at_rest
+from longspan.plan.cost.weights import elements_at_rest, gathered_bytes, sums_gradients_once, weights_at_rest
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import CostContext, Job
 from longspan.plan.layers.base import Mixer, Mlp
@@ -206,3 +206,63 @@ def fetched_bytes(stored: int, job: Job) -> float:
     token all.
     """
     return stored * (job.forwards - 1) / 2 if job.mode == "prefill" else float(stored)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What memory options move to the host's memory or to a disk. The GPUs of a node share both.
+
+HOST_ITEMS = ("weights", "optimizer", "gradients", "activations", "kv_cache", "disk_buffers")
+"""What a rank may hold in its host's memory; `disk_buffers` are checkpoints on their way to or from the disk."""
+
+HOST_SHARE = 0.9
+"""Fraction of a node's memory that ranks may fill: the system, processes and the file cache need the rest."""
+
+
+@dataclass(frozen=True)
+class Offloaded:
+    """What is stored outside a GPU.
+
+    Attributes:
+        host_bytes: of one rank in its host's memory, by item (`HOST_ITEMS`).
+        disk_bytes: of one rank in its file.
+        ranks_per_node: ranks that share a host and its disk.
+    """
+
+    host_bytes: dict[str, int]
+    disk_bytes: int
+    ranks_per_node: int
+
+    @property
+    def host_node_bytes(self) -> int:
+        """Bytes in the host's memory, all ranks of a node."""
+        return sum(self.host_bytes.values()) * self.ranks_per_node
+
+    @property
+    def disk_node_bytes(self) -> int:
+        """Bytes on disk, all ranks of a node."""
+        return self.disk_bytes * self.ranks_per_node
+
+    def fits(self, hardware: Hardware) -> bool:
+        """Whether it fits in a node's memory, and on its disk if the disk's size is known."""
+        disk = hardware.disk_bytes == 0 or self.disk_node_bytes <= hardware.disk_bytes
+        return self.host_node_bytes <= HOST_SHARE * hardware.host_memory and disk
+
+
+def offloaded_bytes(c: CostContext, hardware: Hardware) -> Offloaded:
+    """Return the bytes outside the GPU."""
+    job = c.job
+    train, host = job.mode == "train", dict[str, int]()
+    if not train and job.cache_offload == "host" and not c.on_cpu:
+        host["kv_cache"] = cache_bytes(c)
+    if c.on_host:
+        host |= weights_at_rest(c)
+        if train:
+            host["gradients"] = elements_at_rest(c) * 4
+    checkpoints = checkpoint_bytes(c) if train and c.offloads else 0
+    disk = checkpoints if job.memory.offload == "disk" else 0
+    if disk:
+        host["disk_buffers"] = min(checkpoints, -(-checkpoints * DISK_BUFFERS // len(c.model.layers)))
+    elif checkpoints:
+        host["activations"] = checkpoints
+    host = {name: host[name] for name in HOST_ITEMS if host.get(name)}
+    return Offloaded(host, disk, min(c.mesh.gpus, hardware.gpus_per_node))

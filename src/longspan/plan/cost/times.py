@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from longspan.plan.cost.communication import input_recompute_sent, method_sent
-from longspan.plan.cost.saved import recomputes_mlp_act
-from longspan.plan.cost.weights import elements_at_rest, layer_weights_sent, sums_gradients_once
+from longspan.plan.cost.memory import Offloaded, fetched_bytes
+from longspan.plan.cost.saved import checkpoint_per_token, recomputes_mlp_act
+from longspan.plan.cost.weights import elements_at_rest, layer_weights_sent, shard_elements, sums_gradients_once
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import CostContext, Job
 from longspan.plan.layers.attended_keys import RingSchedule
@@ -288,3 +289,47 @@ def _hideable(sents: Sequence[Sent], c: CostContext, hardware: Hardware) -> floa
 
 def _seconds_of_call(sent: Sent, c: CostContext, hardware: Hardware) -> float:
     return hardware.seconds(sent.op, sent.axis, sent.bytes, c.mesh.stride(sent.axis), c.mesh.size(sent.axis))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Offloads. Checkpoints leave layer by layer in the forward, and return in the backward. With `cpu_offload` weights
+# arrive for both, and gradients leave. An offloaded KV cache arrives layer by layer. A GPU's host link carries both
+# directions at a time.
+
+PINNED_WEIGHT = 4
+"""Bytes of a weight that cross to the GPU under `cpu_offload`: the GPU casts it."""
+
+
+Bottleneck = tuple[str, float, float]
+"""Host link or disk, the bytes/s that it needs to overlap fully, and its bytes/s."""
+
+
+def offload_wait(c: CostContext, hardware: Hardware, stored: Offloaded) -> tuple[float, Bottleneck | None]:
+    """Return the seconds of a step that wait for host link or disk, and the slower of these; None if nothing moves."""
+    if not stored.host_bytes and not stored.disk_bytes:
+        return 0.0, None
+    train, micro, ranks, tensor = c.job.mode == "train", c.micro_batches, c.weight_ranks, c.mesh.tensor
+    sums = 1 if sums_gradients_once(c, hardware) else micro
+    link, write, read = hardware.host_bandwidth, hardware.disk_write, hardware.disk_read
+    seconds, bottleneck = 0.0, ("", 0.0, 1.0)
+    for layer, count in c.model.layer_kinds:
+        computing = layer_seconds(layer, c, hardware)
+        weights = shard_elements(layer.parameters, ranks, tensor) * PINNED_WEIGHT if c.on_host else 0
+        moves = train and c.offloads
+        saved = checkpoint_per_token(layer, c).total * c.tokens if moves else 0
+        cached = fetched_bytes(layer.mixer.cache_bytes(c), c.job) if stored.host_bytes.get("kv_cache") else 0
+        on_disk = saved * stored.ranks_per_node if stored.disk_bytes else 0
+        gradients = weights * sums / micro
+        # (name, bytes, bytes/s); the two directions of the link run concurrently.
+        forward = [("host link", max(saved, weights + cached), link), ("disk", on_disk, write)]
+        backward = [("host link", max(saved + weights, gradients), link), ("disk", on_disk, read)]
+        for moved, overlap in ((forward, computing.forward), (backward, computing.backward * train)):
+            if not overlap:
+                continue
+            seconds += count * micro * max(0.0, max(size / speed for _, size, speed in moved) - overlap)
+            worst = max(((what, size / overlap, speed) for what, size, speed in moved), key=lambda x: x[1] / x[2])
+            bottleneck = max(bottleneck, worst, key=lambda x: x[1] / x[2])
+    if c.on_host:  # nothing overlaps with the weights outside the layers
+        root = shard_elements(c.model.root, ranks, tensor) * PINNED_WEIGHT
+        seconds += micro * root * (2 if train else 1) / hardware.host_bandwidth
+    return seconds, bottleneck if bottleneck[0] else None

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
 
 from longspan.core.tile_sizes import GRADIENT_BUCKET, HEAD_ROWS, NARROW_PARTS, head_tile
 from longspan.plan.cost.saved import (
@@ -33,7 +31,7 @@ from longspan.plan.cost.weights import (
     shard_elements,
 )
 from longspan.plan.job import CostContext
-from longspan.plan.layers.base import Buffers, SavedActivations
+from longspan.plan.layers.base import SavedActivations
 from longspan.plan.models.shape import LayerShape, ModelShape
 
 Peak = dict[str, int]
@@ -51,27 +49,6 @@ def training_peaks(c: CostContext, once: bool) -> list[Peak]:
         *step.layer_backward(first_layer, step.in_first_layer()),
         *step.outside_layers(at_loss),
     ]
-
-
-@dataclass(frozen=True)
-class _LayerBackward:
-    """Bytes in the backward of whichever layer needs most, the same for all layers of a step.
-
-    Attributes:
-        exchanged: by the recomputed all-to-all, beyond what the recomputed layer saves; 0 if none is recomputed.
-        mlp: by the MLP's backward.
-        mlp_sums: by the sums of the MLP's gradients.
-        before_norm: saved activations that are free when the norm behind the attention is reached.
-        before_attention: those that are free when the attention is reached.
-        attention: buffers of the attention's backward.
-    """
-
-    exchanged: int
-    mlp: int
-    mlp_sums: int
-    before_norm: SavedActivations
-    before_attention: SavedActivations
-    attention: Buffers
 
 
 class _Step:
@@ -109,6 +86,19 @@ class _Step:
         # Cosines and sines of the rank's positions, which all layers share.
         dims = (model.positions.dims or 0) if model.positions.rotary else 0
         self.rotary_tables = SavedActivations(hidden=2 * dims * c.tokens * (4 if c.job.autocasts else c.b))
+        # Of whichever layer needs most in its backward: bytes of a recomputed all-to-all, beyond what the layer saves
+        # (0 if none is recomputed), of the MLP and its sums of gradients, and of attention.
+        self.exchanged = max(_recomputed_exchange(layer, c) for layer in self.layers)
+        if self.exchanged:
+            self.exchanged -= max(recomputed_per_token(layer, c).total for layer in self.layers) * c.tokens
+        self.mlp, self.mlp_sums = max((mlp_backward_bytes(layer, c) for layer in self.layers), key=sum)
+        buffers = max((layer.mixer.backward_buffers(c) for layer in self.layers), key=lambda each: each.total)
+        self.attention = {"comm_buffers": buffers.comm, "attention_workspace": buffers.workspace}
+        # Saved activations that are free when the norm behind the attention is reached, and the attention itself.
+        self.before_norm = SavedActivations(mlp=min(saved_per_token(layer, c).mlp for layer in self.layers) * c.tokens)
+        self.before_attention = (
+            min((freed_per_token(layer, c) for layer in self.layers), key=lambda each: each.total) * c.tokens
+        )
 
     def gathered(self, layers: int, heads: int = 0) -> int:
         """Return the bytes of so many gathered layers, and times the head's own group."""
@@ -185,35 +175,16 @@ class _Step:
 
         `rest`: gradients and gathered weights.
         """
-        c, largest = self.c, self._largest_backward
         items = {**saved.items(), **rest}
-        if largest.exchanged:  # the layer has not saved anything yet but its normalised input
-            yield {**items, "attention_workspace": largest.exchanged, "hidden": 2 * self.hidden}
-        gradients = rest["gradients"] + largest.mlp_sums
-        yield {**items, "gradients": gradients, "mlp": largest.mlp, "hidden": 2 * self.hidden}
-        if c.job.memory.tiled_norms:  # the MLP's backward is over
-            in_norm = saved - largest.before_norm
-            yield {**in_norm.items(), **rest, "hidden": 2 * self.hidden + norm_backward_bytes(c)}
-        in_attention, buffers = saved - largest.before_attention, largest.attention
-        attention = {"comm_buffers": buffers.comm, "attention_workspace": buffers.workspace}
-        yield {**in_attention.items(), **rest, **attention, "hidden": self.hidden}
-
-    @cached_property
-    def _largest_backward(self) -> _LayerBackward:
-        c, layers = self.c, self.layers
-        exchanged = max(_recomputed_exchange(layer, c) for layer in layers)
-        if exchanged:
-            exchanged -= max(recomputed_per_token(layer, c).total for layer in layers) * c.tokens
-        mlp, sums = max((mlp_backward_bytes(layer, c) for layer in layers), key=sum)
-        freed = min((freed_per_token(layer, c) for layer in layers), key=lambda each: each.total)
-        return _LayerBackward(
-            exchanged,
-            mlp,
-            sums,
-            before_norm=SavedActivations(mlp=min(saved_per_token(layer, c).mlp for layer in layers) * c.tokens),
-            before_attention=freed * c.tokens,
-            attention=max((layer.mixer.backward_buffers(c) for layer in layers), key=lambda b: b.total),
-        )
+        if self.exchanged:  # the layer has not saved anything yet but its normalised input
+            yield {**items, "attention_workspace": self.exchanged, "hidden": 2 * self.hidden}
+        gradients = rest["gradients"] + self.mlp_sums
+        yield {**items, "gradients": gradients, "mlp": self.mlp, "hidden": 2 * self.hidden}
+        if self.c.job.memory.tiled_norms:  # the MLP's backward is over
+            in_norm = (saved - self.before_norm).items()
+            yield {**in_norm, **rest, "hidden": 2 * self.hidden + norm_backward_bytes(self.c)}
+        in_attention = (saved - self.before_attention).items()
+        yield {**in_attention, **rest, **self.attention, "hidden": self.hidden}
 
     # Outside the layers.
 

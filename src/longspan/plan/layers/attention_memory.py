@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from longspan.plan.layers import exchange
-from longspan.plan.layers.attended_keys import CAUSAL
+from longspan.plan.layers.attended_keys import documents_held
 from longspan.plan.layers.base import Buffers
 
 if TYPE_CHECKING:
@@ -21,14 +21,14 @@ def holds_checkpoint(c: CostContext) -> bool:
     return c.job.memory.checkpointing == "save_attention" and not c.offloads
 
 
-def _kernel_backward(layer: Softmax, c: CostContext, keys: float = 1) -> int:
-    """Return the bytes inside the flash backward, for all heads of the rank and this share of a block's keys."""
+def _kernel_backward(layer: Softmax, c: CostContext, queries: float = 1, keys: float = 1) -> int:
+    """Return the bytes inside the flash backward, for all heads and these fractions of a block's queries and keys."""
     if c.on_cpu:
         return 0
     heads = layer.max_heads(c.mesh)
     # With grouped queries it writes dK and dV for every query head, and sums each group afterwards.
     per_query_head = c.b * (heads.q + heads.out) * keys if heads.q_heads > heads.kv_heads else 0
-    return int(c.tokens * c.mesh.ulysses * (KERNEL_DQ * heads.q + per_query_head))
+    return int(c.tokens * c.mesh.ulysses * (KERNEL_DQ * heads.q * queries + per_query_head))
 
 
 def backward_buffers(layer: Softmax, c: CostContext) -> Buffers:
@@ -98,22 +98,21 @@ def _ring_backward(layer: Softmax, c: CostContext) -> Buffers:
     if exchange.ring_impl(layer, c, heads.kv_heads) == "allgather":
         tile = casts + tokens * tile_bytes * (heads.q + heads.kv) + _kernel_backward(layer, c)
         return Buffers(c.mesh.ring * (block + gradient), sums + tile)
-    # A causal zigzag ring computes a block with half of its keys, or half of the queries.
-    halved = not c.on_cpu and layer.keys == CAUSAL and c.layout.kind == "zigzag"
-    keys = 0.5 if halved else 1.0
-    tile = casts + int(tokens * tile_bytes * (heads.q + heads.kv * keys)) + _kernel_backward(layer, c, keys)
     # Half of the heads of the rank's own block, whose outputs and gradients the kernel copies.
-    own = tile if c.on_cpu else (tokens * c.b * (heads.q + heads.kv + 2 * heads.out) + _kernel_backward(layer, c)) // 2
-    routes = layer.ring_schedule(c).routes
-    directions, rounds = any(routes.right) + any(routes.left), routes.rounds
-    # (KV blocks, gradients) while a tile is computed. Round 0: the rank's own block. Then a received block; from round
-    # 2 on a gradient arrives and one leaves. A CPU computes a block in several tiles, and sums their gradients. At the
-    # end, with the rest of its own block, one gradient leaves and the local one arrives.
-    summed = 1 if c.on_cpu else 0
+    own = (tokens * c.b * (heads.q + heads.kv + 2 * heads.out) + _kernel_backward(layer, c)) // 2
     packed = block if c.job.memory.recompute_all_to_all else 0  # the rank's own block, which otherwise is saved so
-    held = [(1, 0, own), (min(rounds, 2), summed, tile)] + [(1 + (rounds > 2), 2 + summed, tile)] * (rounds > 1)
-    held.append((0, 2, 0 if c.on_cpu else own))
-    peaks = [Buffers(packed + directions * (n * block + m * gradient), sums + computed) for n, m, computed in held]
+    schedule, peaks = layer.ring_schedule(c), []
+    documents = [documents_held(c.layout)] if c.job.documents else []
+    for blocks, gradients, queries, keys in (*schedule.held, *documents):
+        if c.on_cpu:  # it computes a block in several tiles, and sums their gradients
+            gradients, queries, keys = gradients + 1, 1.0, 1.0
+        tile = casts + int(tokens * tile_bytes * (heads.q * queries + heads.kv * keys))
+        tile += _kernel_backward(layer, c, queries, keys)
+        peaks.append(Buffers(packed + blocks * block + gradients * gradient, sums + tile))
+    if c.on_cpu:
+        own = casts + tokens * tile_bytes * (heads.q + heads.kv)
+    peaks.append(Buffers(packed + schedule.first * block, sums + own))
+    peaks.append(Buffers(packed + schedule.last * gradient, sums + (0 if c.on_cpu else own)))
     return max(peaks, key=lambda buffers: buffers.total)
 
 

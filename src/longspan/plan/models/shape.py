@@ -23,16 +23,6 @@ class LayerShape:
     mlp: Mlp
     parameters: tuple[Parameter, ...] = ()
 
-    @property
-    def kind(self) -> str:
-        """The mixer's kind, in reports."""
-        return self.mixer.name
-
-    @property
-    def window(self) -> int | None:
-        """Tokens of the mixer's window or chunk; None: no limit."""
-        return self.mixer.window
-
     @cached_property
     def params(self) -> int:
         """Elements of all weights."""
@@ -52,11 +42,6 @@ class LayerShape:
     def mlp_params(self) -> int:
         """Elements of the MLP's matrices, all experts included."""
         return sum(p.numel for p in self.parameters if p.name.startswith("mlp.") and len(p.shape) > 1)
-
-    @property
-    def kv_elements_per_token(self) -> int:
-        """Elements that each token adds to the cache; 0 in a linear layer."""
-        return self.mixer.cached_per_token
 
 
 @dataclass(frozen=True, eq=False)

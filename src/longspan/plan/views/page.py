@@ -386,5 +386,6 @@ def _flags(job: Job) -> str:
     flags += [f"--{name} {value}" for name, value in named.items() if value != "auto"]
     flags += [f"--overlap-chunks {job.overlap_chunks}"] * (job.overlap_chunks > 1)
     flags += [f"--wire-dtype {job.wire_dtype}"] * (job.wire_dtype != "exact")
+    flags += ["--documents"] * job.documents
     switches = {"fsdp": job.weight_sharding, "kv-replication": job.kv_replication}
     return " ".join([*flags, *(f"--no-{name}" for name, on in switches.items() if not on)])

@@ -83,11 +83,12 @@ def _short_dict(plan: Plan) -> dict[str, Any]:
 
 def _model_dict(model: ModelShape) -> dict[str, Any]:
     own = ("name", "params", "active_params", "d_model", "q_heads", "kv_heads", "vocab", "max_position")
+    kinds = [(layer.mixer, count) for layer, count in model.layer_kinds]
     return {
         **{name: getattr(model, name) for name in own},
         "layers": len(model.layers),
-        "head_dim": max(layer.mixer.head_dim for layer, _ in model.layer_kinds),
-        "layer_kinds": [{"kind": layer.kind, "window": layer.window, "count": n} for layer, n in model.layer_kinds],
+        "head_dim": max(mixer.head_dim for mixer, _ in kinds),
+        "layer_kinds": [{"kind": mixer.name, "window": mixer.window, "count": count} for mixer, count in kinds],
     }
 
 
