@@ -46,11 +46,7 @@ def mesh_refusal(model: ModelShape, job: Job, mesh: Mesh) -> str | None:
     if mesh.sequence > job.context and job.mode != "decode":
         return f"ring={mesh.ring} x ulysses={mesh.ulysses} is more ranks than the context has tokens ({job.context})"
     for layer, _ in model.layer_kinds:
-        problem = (
-            layer.mixer.length_refusal(job.context)
-            or _tensor_refusal(layer, mesh.tensor)
-            or layer.mixer.ulysses_refusal(job, mesh)
-        )
+        problem = _tensor_refusal(layer, mesh.tensor) or layer.mixer.ulysses_refusal(job, mesh)
         if problem is not None:
             return problem
     return None
@@ -70,19 +66,9 @@ def _tensor_refusal(layer: LayerShape, t: int) -> str | None:
 def notes(c: CostContext) -> Iterator[str]:
     """Yield what the user should know of a mesh that can hold the job."""
     model, job, mesh = c.model, c.job, c.mesh
-    replicated = [(count, layer.mixer.replicated_bytes(c)) for layer, count in model.layer_kinds]
-    # Whether K and V of only one layer exist at a time.
-    once = job.mode == "train" and (
-        job.memory.checkpointing in ("full", "selective") or job.memory.recompute_all_to_all
-    )
-    extra = max(each for _, each in replicated) if once else sum(count * each for count, each in replicated)
     kv = max(1, model.kv_heads // mesh.tensor)
-    if extra > 0:
-        what = "KV cache" if job.mode != "train" else "K and V of a layer" if once else "K and V of all layers"
-        yield (
-            f"ulysses={mesh.ulysses} needs {mesh.ulysses} KV heads or replication, the model has {kv}: replicated, "
-            f"+{extra / GB:.1f} GB {what} per GPU"
-        )
+    if mesh.ulysses > kv:
+        yield f"ulysses={mesh.ulysses} needs {mesh.ulysses} KV heads or replication, the model has {kv}: replicated"
     scaling = model.scaling(job.context)
     if scaling is not None:
         flags = " ".join(f"{flag} {value}" for flag, value in scaling.flags.items())

@@ -8,7 +8,7 @@ writing wears it out. For more than 1,024 GPUs it covers eight.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -238,29 +238,31 @@ class MemoryRow:
     max_mesh: Mesh | None
 
 
-def _named_options(job: Job, hardware: Hardware) -> Iterator[tuple[str, Memory]]:
+def _named_options(job: Job, hardware: Hardware) -> dict[str, Memory]:
     full = Memory(checkpointing="full")
-    yield "none", FASTEST
-    for name in CHECKPOINTING[1:]:
-        yield f"checkpointing {name}", Memory(checkpointing=name)
-    if not hardware.on_cpu:
-        yield "checkpointing full, offload host", replace(full, offload="host")
-    yield "checkpointing full, offload disk", replace(full, offload="disk")
-    yield "checkpointing full, a few per checkpoint", replace(full, layers_per_checkpoint=0)
-    yield "tiled MLP", Memory(tiled_mlp=0)
-    yield "tiled norms", Memory(tiled_norms=True)
-    yield "activation functions saved", Memory(recompute_mlp_act=False)
-    yield "head chunks", Memory(head_chunks=0)
+    named = {
+        "none": FASTEST,
+        **{f"checkpointing {name}": Memory(checkpointing=name) for name in CHECKPOINTING[1:]},
+        "checkpointing full, offload host": replace(full, offload="host"),
+        "checkpointing full, offload disk": replace(full, offload="disk"),
+        "checkpointing full, a few per checkpoint": replace(full, layers_per_checkpoint=0),
+        "tiled MLP": Memory(tiled_mlp=0),
+        "tiled norms": Memory(tiled_norms=True),
+        "activation functions saved": Memory(recompute_mlp_act=False),
+        "head chunks": Memory(head_chunks=0),
+        "cpu offload": Memory(cpu_offload=True),
+        "longest": LONGEST,
+        "longest, a few layers per checkpoint": replace(LONGEST, layers_per_checkpoint=0),
+        "longest, offload host": replace(LONGEST, offload="host"),
+        "longest, offload host, cpu offload": replace(LONGEST, offload="host", cpu_offload=True),
+        "longest, offload disk, cpu offload": replace(LONGEST, offload="disk", cpu_offload=True),
+    }
     moves_weights = job.weight_sharding and not hardware.on_cpu
-    if moves_weights:
-        yield "cpu offload", Memory(cpu_offload=True)
-    yield "longest", LONGEST
-    yield "longest, a few layers per checkpoint", replace(LONGEST, layers_per_checkpoint=0)
-    if not hardware.on_cpu:
-        yield "longest, offload host", replace(LONGEST, offload="host")
-    if moves_weights:
-        yield "longest, offload host, cpu offload", replace(LONGEST, offload="host", cpu_offload=True)
-        yield "longest, offload disk, cpu offload", replace(LONGEST, offload="disk", cpu_offload=True)
+    return {
+        name: memory
+        for name, memory in named.items()
+        if (moves_weights or not memory.cpu_offload) and not (hardware.on_cpu and memory.offload == "host")
+    }
 
 
 def memory_rows(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> list[MemoryRow]:
@@ -273,14 +275,14 @@ def memory_rows(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> 
     """
     if job.mode != "train":
         raise LongspanError(f"--memory-options is for training, and --mode is {job.mode}; use --mode train")
-    asked = [*_named_options(job, hardware)]
+    asked = _named_options(job, hardware)
     best = longest(model, job, mesh.gpus, hardware)
     if best is not None:
-        asked.append(("the longest context of all (--context max)", best.job.memory))
+        asked["the longest context of all (--context max)"] = best.job.memory
     candidates = _running_meshes(model, job, mesh.gpus)
     without = cost(model, replace(job, memory=FASTEST), mesh, hardware).memory_total_bytes
     rows: list[MemoryRow] = []
-    for name, memory in asked:
+    for name, memory in asked.items():
         plan = cost(model, replace(job, memory=memory), mesh, hardware)
         reached, fits_on = _furthest(model, job, [memory], candidates, hardware)
         on = mesh if mesh in fits_on or not fits_on else fits_on[0]

@@ -15,9 +15,6 @@ from longspan.core.layout import Layout, Span
 from longspan.core.regions import Region
 from longspan.core.routes import Routes, ring_routes
 
-MOST_CHUNKS = 1 << 18
-"""Chunks of a context that can be planned: each is one region."""
-
 MOST_RANKS = 64
 """Ranks of a ring, evenly spread, whose buffers are counted round by round."""
 
@@ -53,10 +50,6 @@ class AttendedKeys(ABC):
     @abstractmethod
     def regions(self, run: Span, n: int) -> Iterator[Region]:
         """Yield the regions of the mask that may contain tokens of `run`, as queries or as keys."""
-
-    def refusal(self, n: int) -> str | None:
-        """Return the reason why `n` tokens cannot be planned, or None."""
-        return None
 
 
 @dataclass(frozen=True)
@@ -135,11 +128,6 @@ class Chunk(AttendedKeys):
         size = self.tokens
         for start in range(run[0] // size * size, min(run[1], n), size):
             yield Region(start, min(start + size, n), start, min(start + size, n), 0)
-
-    def refusal(self, n: int) -> str | None:
-        if n <= MOST_CHUNKS * self.tokens:
-            return None
-        return f"a context of {n} has more chunks of {self.tokens} than the {MOST_CHUNKS} that can be planned"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -82,8 +82,10 @@ def ring_buffers(layer: Softmax, c: CostContext) -> Buffers:
     casts = tokens * 4 * (heads.q + heads.kv) * (c.b < tile_bytes)
     tile = tokens * heads.out * (8 if c.on_cpu else c.b)  # a tile's output, and on a CPU its weighted copy
     gathered = exchange.ring_impl(layer, c, heads.kv_heads) == "allgather"
-    # The rank's own block, packed to be sent, and either all blocks, or the current and the next one.
-    blocks = 1 + (c.mesh.ring if gathered else min(layer.ring_schedule(c).routes.rounds, 2))
+    schedule = layer.ring_schedule(c)
+    received = [schedule.first, *(held.blocks for held in schedule.held)]
+    # The rank's own block, packed to be sent, and either all blocks, or the current and the next ones.
+    blocks = 1 + (c.mesh.ring if gathered else max(received))
     return Buffers(-(-blocks * c.b * heads.kv * tokens // chunks), -(-(sums + casts + tile) // chunks))
 
 

@@ -223,10 +223,6 @@ class Mixer(ABC):
         """Return the mixer that attends to the KV cache, if that is another one."""
         return self
 
-    def replicated_bytes(self, c: CostContext) -> float:
-        """Return the bytes of K and V beyond an even share, because KV heads are replicated."""
-        return 0.0
-
     # Memory.
 
     @abstractmethod
@@ -261,10 +257,6 @@ class Mixer(ABC):
         return Buffers()
 
     # Limits.
-
-    def length_refusal(self, context: int) -> str | None:
-        """Return the reason why a context cannot be planned, or None."""
-        return None
 
     def ulysses_refusal(self, job: Job, mesh: Mesh) -> str | None:
         """Return the reason why its heads cannot be sharded over the mesh's Ulysses ranks, or None."""

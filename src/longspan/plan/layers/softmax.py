@@ -158,17 +158,6 @@ class Softmax(Mixer):
         shards = self.head_shards(c.mesh)
         return [c.sequences * n * shard.kv_heads * head_bytes for n in tokens for shard in shards]
 
-    def replicated_bytes(self, c: CostContext) -> float:
-        cached = self.cache_mixer(c)
-        if cached is not self:
-            return cached.replicated_bytes(c)
-        kv, u = max(1, self.kv_heads // c.mesh.tensor), c.mesh.ulysses
-        if u <= kv:
-            return 0.0
-        most = max(shard.kv_heads for shard in self.head_shards(c.mesh))
-        held = self.cache_bytes(replace(c, job=replace(c.job, mode="prefill", batch=c.mesh.data)))
-        return held * (1 - kv / u / most)
-
     def saved(self, c: CostContext) -> int:
         """Return the bytes of Q, K, V, the output before and behind the all-to-all, and a log-sum-exp per head.
 
@@ -215,9 +204,6 @@ class Softmax(Mixer):
         return attention_memory.backward_buffers(self, c)
 
     # Limits.
-
-    def length_refusal(self, context: int) -> str | None:
-        return self.keys.refusal(context)
 
     def ulysses_refusal(self, job: Job, mesh: Mesh) -> str | None:
         q, kv, t, u = self.q_heads, self.kv_heads, mesh.tensor, mesh.ulysses

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
-from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -16,81 +14,49 @@ from longspan.core.formatting import parameters, seconds, size
 from longspan.plan.cost.memory import ITEMS
 from longspan.plan.limits import GB, unsupported
 from longspan.plan.memory_search import MemoryRow
-from longspan.plan.methods import SHORT, Method
+from longspan.plan.methods import Method
 from longspan.plan.search import Plan, Search, format_items
 from longspan.plan.views.report import Report, command
 
 REASONS = 3
 """Printed reasons against meshes; the JSON has all."""
 
-FOLDED = 24
-"""Width of a folding column below which other columns are left out instead."""
 
-
-@dataclass(frozen=True)
-class _Column:
-    """One column of a table.
-
-    Attributes:
-        name: its header.
-        cells: one per row.
-        spare: 0: always shown; of the others the highest is left out first if the columns do not fit.
-        folds: whether its cells may break between words.
-        right: whether cells are right-aligned.
-    """
-
-    name: str
-    cells: Sequence[str]
-    spare: int = 0
-    folds: bool = False
-    right: bool = False
+WIDE_NAME = 8
+"""Characters of a column's name above which it takes two lines."""
 
 
 def _print(
     console: Console,
     title: str,
-    columns: Sequence[_Column],
+    headers: Sequence[str],
+    rows: Sequence[Sequence[str]],
     *,
+    text: Sequence[str] = (),
     styles: Sequence[str | None] = (),
     total: bool = False,
     captions: Sequence[str] = (),
-    header: bool = True,
 ) -> None:
-    """Print a table, at most as wide as the console; `total`: with a line above the last row.
+    """Print a table; columns of `text` may break between words, the others are right-aligned.
 
-    A caption names the columns that are left out, and the width that shows all.
+    `total`: with a line above the last row. JSON has more columns.
     """
-
-    def table(shown: Sequence[_Column]) -> Padding:
-        made = Table(show_header=header, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-        for column in shown:
-            widest = max(map(len, column.cells))
-            name = column.name if len(column.name) <= widest else column.name.replace(" ", "\n", 1)
-            made.add_column(
-                Text(name, style="bold"),
-                justify="right" if column.right else "left",
-                no_wrap=not column.folds,
-                overflow="fold",
-                min_width=min(FOLDED, widest) if column.folds else max(widest, *map(len, name.split("\n"))),
-            )
-        rows = list(zip(*(column.cells for column in shown), strict=True))
-        for row, cells in enumerate(rows):
-            if total and row == len(rows) - 1:
-                made.add_section()
-            made.add_row(*map(Text, cells), style=styles[row] if styles else None)
-        return Padding(made, (0, 0, 0, 2), expand=False)
-
-    def width(shown: Sequence[_Column]) -> int:
-        return Measurement.get(console, console.options.update(max_width=1 << 16), table(shown)).minimum
-
-    shown = list(columns)
-    while width(shown) > console.width and any(column.spare for column in shown):
-        shown.remove(max(shown, key=lambda column: column.spare))
-    left_out = ", ".join(column.name for column in columns if column not in shown)
-    more = [f"not shown: {left_out} (a terminal of {width(columns)} columns shows all)"] if left_out else []
+    table = Table(show_header=any(headers), box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in headers:
+        folds = name in text
+        table.add_column(
+            Text(name.replace(" ", "\n", 1) if len(name) > WIDE_NAME else name, style="bold"),
+            justify="left" if folds else "right",
+            no_wrap=not folds,
+            overflow="fold",
+        )
+    for at, cells in enumerate(rows):
+        if total and at == len(rows) - 1:
+            table.add_section()
+        table.add_row(*map(Text, cells), style=styles[at] if styles else None)
     console.print(Text(title, style="italic"))
-    console.print(table(shown))
-    for caption in (*captions, *more):
+    console.print(Padding(table, (0, 0, 0, 2), expand=False))
+    for caption in captions:
         console.print(Text(caption, style="dim"))
     console.print()
 
@@ -185,62 +151,58 @@ def _meshes(result: Search, top: int, console: Console) -> None:
     left = len(result.plans) - top
     if left > 0:
         captions.append(f"and {left} more (--top {len(result.plans)} shows all)")
-    columns = [
-        _Column("mesh", [str(plan.mesh) if len(rings) == 1 else _named(plan) for plan in plans], folds=True),
-        _Column("memory", [size(plan.memory_total_bytes) for plan in plans], right=True),
-        _Column("", [_verdict(plan, result) for plan in plans]),
-        _Column("max context", [f"{plan.max_context:,}" for plan in plans], spare=1, right=True),
-        _Column("step", [seconds(plan.step_seconds) for plan in plans], right=True),
-        _Column("tokens/s", [f"{plan.tokens_per_second:,.0f}" for plan in plans], spare=2, right=True),
-        _Column("MFU", [f"{plan.mfu:.0%}" for plan in plans], spare=3, right=True),
-        _Column("sent/layer", [size(plan.comm_bytes_per_gpu_per_layer) for plan in plans], spare=4, right=True),
+    headers = ["mesh", "memory", "verdict", "max context", "step", "tokens/s", "MFU"]
+    rows = [
+        [
+            str(plan.mesh) if len(rings) == 1 else _named(plan),
+            size(plan.memory_total_bytes),
+            _verdict(plan, result),
+            f"{plan.max_context:,}",
+            seconds(plan.step_seconds),
+            f"{plan.tokens_per_second:,.0f}",
+            f"{plan.mfu:.0%}",
+        ]
+        for plan in plans
     ]
     if len({plan.job.memory for plan in result.plans}) > 1:  # chosen per mesh
-        columns.append(_Column("memory options", [plan.job.memory.describe() for plan in plans], folds=True))
+        headers.append("memory options")
+        rows = [[*row, plan.job.memory.describe()] for row, plan in zip(rows, plans, strict=True)]
     styles = ["bold green" if plan is result.recommended else None if plan.fits else "red" for plan in plans]
-    _print(console, "meshes, the fastest that fits first", columns, styles=styles, captions=captions)
+    title, text = "meshes, the fastest that fits first", ("mesh", "verdict", "memory options")
+    _print(console, title, headers, rows, text=text, styles=styles, captions=captions)
 
 
 def _memory(plan: Plan, console: Console) -> None:
-    held = {name: nbytes for name, nbytes in plan.memory_bytes.items() if nbytes}
-    columns = [
-        _Column("size", [size(n) for n in (*held.values(), plan.memory_total_bytes)], right=True),
-        _Column("item", [*held, "total"]),
-        _Column("what", [*(ITEMS[name] for name in held), f"of {size(plan.hardware.memory_bytes)}"], folds=True),
-    ]
-    _print(console, f"memory per GPU, {_named(plan)}", columns, total=True, header=False)
+    rows = [(size(nbytes), name, ITEMS[name]) for name, nbytes in plan.memory_bytes.items() if nbytes]
+    rows.append((size(plan.memory_total_bytes), "total", f"of {size(plan.hardware.memory_bytes)}"))
+    headers = ("memory", "item", "content")
+    _print(console, f"memory per GPU, {_named(plan)}", headers, rows, text=("item", "content"), total=True)
 
 
 def _communication(plan: Plan, console: Console) -> None:
     comm = plan.comm
-    columns = [
-        _Column("what", [*(c.what for c in comm), "all"], folds=True),
-        _Column("collective", [*(c.op for c in comm), ""]),
-        _Column("axis", [*(c.axis for c in comm), ""], spare=1),
-        _Column("link", [*(c.link for c in comm), ""], spare=3),
-        _Column("a call", [*(size(c.bytes_per_gpu) for c in comm), ""], spare=5, right=True),
-        _Column("calls", [*(f"{c.count:,}" for c in comm), ""], spare=4, right=True),
-        _Column("in all", [*(size(c.bytes_total) for c in comm), size(sum(c.bytes_total for c in comm))], right=True),
-        _Column("time", [*(seconds(c.seconds) for c in comm), seconds(plan.comm_seconds)], right=True),
-        _Column("overlaps with", [*(c.overlaps_with for c in comm), ""], spare=2),
+    rows = [
+        (c.what, c.op, c.axis, f"{c.count:,}", size(c.bytes_total), seconds(c.seconds), c.overlaps_with) for c in comm
     ]
+    rows.append(("all", "", "", "", size(sum(c.bytes_total for c in comm)), seconds(plan.comm_seconds), ""))
+    headers = ("what", "collective", "axis", "calls", "bytes", "time", "overlaps with")
     caption = f"exposed: {seconds(plan.exposed_seconds)} of a step of {seconds(plan.step_seconds)}"
-    _print(console, f"sent per GPU and step, {_named(plan)}", columns, total=True, captions=[caption])
+    title, text = f"sent per GPU and step, {_named(plan)}", ("what", "collective", "axis", "overlaps with")
+    _print(console, title, headers, rows, text=text, total=True, captions=[caption])
 
 
 def _rejected(result: Search, console: Console) -> None:
     by_reason: dict[str, list[str]] = {}
     for mesh, reason in result.rejected:
         by_reason.setdefault(reason, []).append(str(mesh))
-    shown = list(by_reason.items())[:REASONS]
-    more = [f" and {len(names) - 3} more" if len(names) > 3 else "" for _, names in shown]
-    columns = [
-        _Column("reason", [reason for reason, _ in shown], folds=True),
-        _Column("meshes", ["; ".join(n[:3]) + rest for (_, n), rest in zip(shown, more, strict=True)], folds=True),
-    ]
+    rows = []
+    for reason, names in list(by_reason.items())[:REASONS]:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        rows.append((reason, "; ".join(names[:3]) + more))
     left = len(by_reason) - REASONS
     captions = [f"and {left} more reason{'s' if left > 1 else ''} (--json has all)"] if left > 0 else []
-    _print(console, "meshes that cannot hold the job", columns, captions=captions, header=False)
+    headers = ("reason", "meshes")
+    _print(console, "meshes that cannot hold the job", headers, rows, text=headers, captions=captions)
 
 
 def _nothing_fits(result: Search, advice: str) -> str:
@@ -260,48 +222,39 @@ def _nothing_fits(result: Search, advice: str) -> str:
 
 
 def _methods(methods: Sequence[Method], console: Console) -> None:
-    def column(name: str, cell: Callable[[Method, Plan], str], spare: int = 0, absent: str = "-") -> _Column:
-        cells = [absent if method.plan is None else cell(method, method.plan) for method in methods]
-        text = name in ("per layer", "fits")
-        return _Column(name, cells, spare=spare, folds=name == "per layer", right=not text)
-
-    columns = [
-        _Column("method", [method.name for method in methods]),
-        column("per layer", lambda m, _: m.ops_per_layer, 3),
-        column("sent/layer", lambda m, p: size(m.method_bytes / len(p.model.layers)), 4),
-        column("sent in all", lambda m, _: size(m.method_bytes), 1),
-        column("time/layer", lambda m, p: seconds(m.method_seconds / len(p.model.layers)), 5),
-        column(f"at {SHORT} tokens", lambda m, _: "-" if m.short_seconds is None else seconds(m.short_seconds), 7),
-        column("across nodes", lambda m, _: "-" if m.apart_seconds is None else seconds(m.apart_seconds), 6),
-        column("time in all", lambda m, _: seconds(m.method_seconds), 2),
-        column("memory", lambda _, p: size(p.memory_total_bytes)),
-        column("fits", lambda _, p: "yes" if p.fits else "no", absent="no"),
-        column("step", lambda _, p: seconds(p.step_seconds)),
-    ]
+    rows = []
+    for method in methods:
+        if (plan := method.plan) is None:
+            rows.append((method.name, *["-"] * 5, "no", "-"))
+            continue
+        layers = len(plan.model.layers)
+        each = (size(method.method_bytes / layers), seconds(method.method_seconds / layers))
+        fits = "yes" if plan.fits else "no"
+        memory = size(plan.memory_total_bytes)
+        in_all = seconds(method.method_seconds)
+        rows.append((method.name, method.ops_per_layer, *each, in_all, memory, fits, seconds(plan.step_seconds)))
     remarks = [
-        "without weights and gradients, which the table of meshes has",
-        f"at {SHORT} tokens, and across nodes (every GPU in a node of its own): time of a layer",
+        "sent and time: without weights and gradients, which the table of meshes has",
         *(f"{method.name}: {method.reason}" for method in methods if method.plan is None),
     ]
-    _print(console, "methods side by side, per GPU", columns, captions=remarks)
+    headers = ("method", "per layer", "sent/layer", "time/layer", "time", "memory", "fits", "step")
+    _print(console, "methods side by side, per GPU", headers, rows, text=("method", "per layer"), captions=remarks)
 
 
-def _memory_options(rows: Sequence[MemoryRow], console: Console) -> None:
-    first, stored = rows[0].plan, [row.plan.offloaded for row in rows]
-
-    def bytes_or_none(number: int) -> str:
-        return f"-{size(-number)}" if number < 0 else size(number) if number else "-"
-
-    columns = [
-        _Column("memory option", [row.name for row in rows], folds=True),
-        _Column("memory", [size(row.plan.memory_total_bytes) for row in rows], right=True),
-        _Column("saved", [bytes_or_none(row.saved_bytes) for row in rows], spare=4, right=True),
-        _Column("host / node", [bytes_or_none(s.host_node_bytes) for s in stored], spare=2, right=True),
-        _Column("disk / node", [bytes_or_none(s.disk_node_bytes) for s in stored], spare=3, right=True),
-        _Column("step", [seconds(row.plan.step_seconds) for row in rows], right=True),
-        _Column("fits", ["yes" if row.plan.fits else "no" for row in rows]),
-        _Column("longest context", [f"{row.max_context:,}" for row in rows], right=True),
-        _Column("on", [str(row.max_mesh or "") for row in rows], spare=1),
+def _memory_options(options: Sequence[MemoryRow], console: Console) -> None:
+    rows = [
+        (
+            row.name,
+            size(row.plan.memory_total_bytes),
+            size(row.plan.offloaded.host_node_bytes),
+            seconds(row.plan.step_seconds),
+            "yes" if row.plan.fits else "no",
+            f"{row.max_context:,}",
+        )
+        for row in options
     ]
+    first = options[0].plan
     title = f"memory options on {first.mesh}, {first.job.context:,} tokens, GPUs of {size(first.hardware.memory_bytes)}"
-    _print(console, title, columns, styles=[None if row.plan.fits else "red" for row in rows])
+    headers = ("memory option", "memory", "host / node", "step", "fits", "longest context")
+    styles = [None if row.plan.fits else "red" for row in options]
+    _print(console, title, headers, rows, text=("memory option",), styles=styles)
