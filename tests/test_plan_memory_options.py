@@ -9,27 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 from longspan.cli import main, parse
 from longspan.core.errors import LongspanError
 from longspan.core.memory import CHECKPOINTING, FASTEST, LONGEST, Memory
 from longspan.plan import CATALOGUE, Hardware, Job, Mesh, cost, longest_context, read_hardware, read_model, search
 from longspan.plan.command import PlanConfig
-from longspan.plan.cost.memory import memory
 from longspan.plan.cost.saved import (
-    checkpoint_per_token,
     mlp_backward_bytes,
     mlp_tiles,
-    recomputed_per_token,
-    saved_per_token,
 )
 from longspan.plan.job import CostContext
-from longspan.plan.layers.base import SavedActivations
-from longspan.plan.limits import refusal
 from longspan.plan.memory_search import combinations, longest, memory_rows
-from longspan.plan.models import ModelShape, shape_from_config
+from longspan.plan.models import shape_from_config
 from longspan.plan.suggestions import choose_memory
 from longspan.plan.views.report import command, memory_flags
 
@@ -44,36 +36,11 @@ CONFIG = {
 SMALL = shape_from_config(CONFIG, "small")
 LAYER = SMALL.layers[0]
 TWO = Mesh(ulysses=2)
-# Per token: hidden states 64 elements of 2 bytes, Q and output as many, K and V 64 together, 8 log-sum-exps of 4 bytes.
-HIDDEN, Q, KV, OUT, LSE = 128, 128, 128, 128, 32
-NORM = 4 * 64 + 4 + 128
-
-
-def per_token(of: Any, memory_options: Memory, mesh: Mesh = TWO) -> SavedActivations:
-    job = Job(context=1024, memory=memory_options)
-    return of(LAYER, CostContext(SMALL, job, mesh))  # type: ignore[no-any-return]
+# Bytes per token: hidden states 64 elements of 2 bytes, Q and output as many, K and V 64 together.
+HIDDEN, Q, KV, OUT = 128, 128, 128, 128
 
 
 # ---- Bytes, by hand.
-
-
-def test_saved_while_a_layer_is_recomputed() -> None:
-    plain = SavedActivations(2 * (NORM + HIDDEN), Q + KV + OUT + LSE + OUT, 4 * 2 * 96)
-    assert per_token(recomputed_per_token, Memory(checkpointing="full")) == plain
-    assert per_token(saved_per_token, Memory(recompute_mlp_act=False)) == plain
-    # What gate and up gave; the rest follows from it, and their input from the norm's product.
-    from_matrices = replace(plain, hidden=2 * NORM + HIDDEN, mlp=2 * 2 * 96)
-    assert per_token(saved_per_token, FASTEST) == from_matrices
-    assert per_token(recomputed_per_token, Memory(checkpointing="save_attention")) == replace(plain, attention=0)
-    assert per_token(recomputed_per_token, Memory(checkpointing="selective")) == replace(plain, attention=Q + KV)
-    lean = replace(plain, attention=Q + KV + OUT + LSE)
-    assert per_token(recomputed_per_token, Memory(checkpointing="full", head_chunks=2)) == lean
-    norms = replace(from_matrices, hidden=2 * HIDDEN)  # two norms' inputs: what they give follows from these
-    assert per_token(saved_per_token, Memory(tiled_norms=True)) == norms
-    again = replace(plain, hidden=HIDDEN)  # the first norm's input is the layer's own
-    assert per_token(recomputed_per_token, Memory(checkpointing="full", tiled_norms=True)) == again
-    assert per_token(saved_per_token, Memory(tiled_mlp=4)) == replace(plain, mlp=0)
-    assert per_token(recomputed_per_token, LEAN) == SavedActivations(HIDDEN, Q + KV + OUT + LSE, 0)
 
 
 def test_a_tile_of_the_mlp() -> None:
@@ -214,63 +181,6 @@ def test_a_step_waits_for_a_slow_host_link() -> None:
     assert any("the host link needs" in note and "wait for it" in note for note in waits.notes)
     disk = replace(job, memory=Memory(checkpointing="full", offload="disk"))
     assert cost(LLAMA, disk, mesh, replace(H100, disk_write=1e7)).offload_seconds > 0
-
-
-# ---- Never worse than is documented.
-
-SHAPES = st.builds(
-    lambda layers, kv, group, d, ffn, tied: shape_from_config(
-        {
-            **CONFIG, "hidden_size": 64 * d, "num_hidden_layers": layers, "head_dim": 32, "num_key_value_heads": kv,
-            "num_attention_heads": kv * group, "intermediate_size": 128 * ffn, "tie_word_embeddings": tied,
-        },
-        "drawn",
-    ),
-    st.integers(1, 9), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 3]), st.integers(1, 9), st.integers(1, 16),
-    st.booleans(),
-)  # fmt: skip
-MESHES = st.builds(Mesh, *[st.sampled_from([1, 2, 4])] * 3)
-MEMORY_OPTIONS: list[dict[str, Any]] = [
-    {"checkpointing": "save_attention"}, {"checkpointing": "selective"}, {"checkpointing": "full"}, {"tiled_mlp": 0},
-    {"tiled_mlp": 8}, {"tiled_norms": True}, {"head_chunks": 0}, {"offload": "host"}, {"offload": "disk"},
-    {"cpu_offload": True},
-]  # fmt: skip
-
-
-@settings(max_examples=80, deadline=None)
-@given(
-    SHAPES, st.integers(6, 18), MESHES, st.sampled_from(["bf16", "fp32"]), st.sampled_from(MEMORY_OPTIONS),
-    st.sampled_from(combinations(Job(context=64), H100)),
-)  # fmt: skip
-def test_a_memory_option_adds_no_more_than_its_workspace(
-    model: ModelShape, power: int, mesh: Mesh, dtype: Any, memory_option: dict[str, Any], memory_options: Memory
-) -> None:
-    """The workspace of checkpointing: a layer's saved bytes; of a tiled MLP: a tile's sums; of head chunks: buffers of
-    the recomputed all-to-all; of weights on the host: gathered layers, outer weights and a shard.
-    """
-    assume("offload" not in memory_option or memory_options.checkpointing != "none")
-    assume("checkpointing" not in memory_option or memory_options.checkpointing == "none")
-    assume(getattr(memory_options, next(iter(memory_option))) == getattr(FASTEST, next(iter(memory_option))))
-    job = Job(context=1 << power, batch=mesh.data, dtype=dtype, ring_impl="p2p", memory=memory_options)
-    assume(refusal(model, job, mesh) is None)
-    with_it = replace(job, memory=replace(memory_options, **memory_option))
-    before, after = (sum(memory(CostContext(model, each, mesh), H100).values()) for each in (job, with_it))
-    c, layer = CostContext(model, with_it, mesh), model.layers[0]
-    extra = 0
-    if "checkpointing" in memory_option:
-        extra += checkpoint_per_token(layer, c).total * c.tokens
-    if "tiled_mlp" in memory_option:
-        untiled_norms = replace(with_it, memory=replace(with_it.memory, tiled_norms=False))
-        extra += sum(mlp_backward_bytes(layer, c))
-        extra -= mlp_backward_bytes(layer, replace(c, job=untiled_norms))[0]
-    if "cpu_offload" in memory_option:
-        extra += (3 * layer.params + 2 * model.root_params) * 4
-    recomputes = with_it.memory.recompute_all_to_all and not memory_options.recompute_all_to_all
-    if recomputes or memory_option == {"checkpointing": "save_attention"}:
-        extra += layer.mixer.backward_buffers(c).total
-        # The local output, held until the end.
-        extra += c.tokens * c.b * layer.mixer.q_heads * layer.mixer.v_head_dim
-    assert after <= before + extra
 
 
 # ---- Which are chosen.

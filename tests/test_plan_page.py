@@ -217,7 +217,7 @@ def _press(browser: Any, slider: str, key: str, times: int = 1) -> None:
 LEFT, RIGHT, DOWN = "\ue012", "\ue014", "\ue015"
 
 
-def test_page_opens_without_an_error(browser: Any, tmp_path: Path) -> None:
+def test_the_page_follows_its_sliders_and_choices(browser: Any, tmp_path: Path) -> None:
     page, report, data = _page(Job(context=131072, mode="prefill"), 8)
     _open(browser, tmp_path / "plan.html", page)
     assert browser.get_log("browser") == []
@@ -229,11 +229,6 @@ def test_page_opens_without_an_error(browser: Any, tmp_path: Path) -> None:
     assert len(_find(browser, "#rejected tbody tr")) == len({r["reasons"][0] for r in report["rejected"]})
     assert len(_find(browser, "#rejected tbody .badge")) == len(report["rejected"])
     assert "60 %" in _find(browser, "#assumptions")[0].text
-
-
-def test_sliders_change_bars_collectives_and_ranks(browser: Any, tmp_path: Path) -> None:
-    page, _, _ = _page(Job(context=131072, mode="prefill"), 8)
-    _open(browser, tmp_path / "plan.html", page)
 
     def shown() -> tuple[list[str], str]:
         return (
@@ -258,10 +253,6 @@ def test_sliders_change_bars_collectives_and_ranks(browser: Any, tmp_path: Path)
     assert shown() == (bars, collectives)
     assert browser.get_log("browser") == []
 
-
-def test_meshes_are_chosen_by_click_and_by_key(browser: Any, tmp_path: Path) -> None:
-    page, _, _ = _page(Job(context=131072, mode="prefill"), 8)
-    _open(browser, tmp_path / "plan.html", page)
     _find(browser, ".mesh[data-mesh='ulysses=8']")[0].click()
     assert _find(browser, "#chosen h2")[0].text == "ulysses=8"
     assert "All-to-All over ulysses" in _find(browser, "#communication")[0].text
