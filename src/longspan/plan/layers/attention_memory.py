@@ -106,9 +106,9 @@ def _ring_backward(layer: Softmax, c: CostContext) -> Buffers:
     schedule, peaks = layer.ring_schedule(c), []
     documents = [documents_held(c.layout)] if c.job.documents else []
     for blocks, gradients, queries, keys in (*schedule.held, *documents):
-        if c.on_cpu:  # it computes a block in several tiles, and sums their gradients
+        if c.on_cpu and queries:  # it computes a block in several tiles, and sums their gradients
             gradients, queries, keys = gradients + 1, 1.0, 1.0
-        tile = casts + int(tokens * tile_bytes * (heads.q * queries + heads.kv * keys))
+        tile = int(tokens * tile_bytes * (heads.q * queries + heads.kv * keys)) + (casts if queries else 0)
         tile += _kernel_backward(layer, c, queries, keys)
         peaks.append(Buffers(packed + blocks * block + gradients * gradient, sums + tile))
     if c.on_cpu:
