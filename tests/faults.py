@@ -191,6 +191,8 @@ FAULTS = (
           "rows * all_packed, forwards", "tests/test_plan_counts.py -k ulysses_attention"),
     Fault("window_costs_its_context", "plan/layers/attended_keys.py", "w * (w + 1) / 2 + (float(n) - w) * w",
           "float(n) * w", "tests/test_plan.py -k count_their_pairs"),
+    Fault("returned_gradients_are_free", "plan/layers/attended_keys.py", "returned += sum(", "returned += 0 * sum(",
+          "tests/test_live_bytes.py -k 'packed_documents or planned_bytes_of_a_backward'"),
     Fault("saved_norm_forgotten", "plan/cost/saved.py", "normed + qkv_inputs * c.b * c.d, normed + mlp_input",
           "normed + qkv_inputs * c.b * c.d, mlp_input", "tests/test_plan_memory.py -k exact"),
     # verify, train, tracing, scoring

@@ -101,7 +101,7 @@ def each_built_in() -> Iterator[tuple[str, str]]:
 BUILT_IN = ("qwen3-30b-a3b", "gemma-3-1b", "gpt-oss-20b")  # experts, windows, sinks; all others confirm
 OPTIONS = [
     ("llama-3.1-8b", "--gpus 8 --context 512k --grad-checkpointing"),  # the README's
-    ("llama-3.1-8b", "--gpus 2 --context 512k --memory longest --rope-scaling dynamic --offload host --cpu-offload"),
+    ("llama-3.1-8b", "--gpus 2 --context 512k --memory longest --rope-scaling dynamic --offload host --documents"),
     ("qwen3-8b", "--gpus 4 --context 300k --rope-scaling yarn --rope-original 32768 --no-fsdp --memory longest"),
     ("linear", "--gpus 2 --context 100k"),
     ("phi3", "--gpus 2 --context 100k --rope-scaling longrope --longrope-factors longrope.json"),

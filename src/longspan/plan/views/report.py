@@ -187,6 +187,7 @@ def command(plan: Plan) -> str | None:
 def _train_command(plan: Plan) -> str:
     job, mesh = plan.job, plan.mesh
     words = [_model_flag(plan.model.name), "--data DATA", f"--context {job.context}"]
+    words += ["--pack documents"] if job.documents else []
     if mesh.ring > 1:
         words.append(f"--ring {mesh.ring}")
         words += [f"--layout {job.layout}"] if job.layout != "auto" else []
