@@ -6,7 +6,6 @@ The shape comes from the config where the planner knows the family, else from th
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any

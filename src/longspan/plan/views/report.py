@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from longspan.core.memory import FASTEST, LONGEST, Memory
-from longspan.core.memory_flags import flags_to_add
+from longspan.core.memory import FASTEST, LONGEST, Memory, flags_to_add
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import Job, Mesh
 from longspan.plan.memory_search import MemoryRow
