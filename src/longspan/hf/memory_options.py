@@ -150,7 +150,7 @@ class MemoryManager(Stage):
             fixed["tiled_mlp"] = 1
         if self._checkpoints_by_itself:
             fixed["checkpointing"] = "none"
-        memory, why = auto.choose(length, rows, fixed, documents=documents)
+        memory, why = auto.choose(length, rows, fixed, documents)
         auto.largest = length * rows
         self.set(memory, store_for(memory, auto.sp.device), why)
         return True

@@ -291,7 +291,7 @@ class AutoMemory:
         length, rows, _ = max(batches, key=lambda batch: batch[0] * batch[1])
         return length, rows, any(has_documents for *_, has_documents in batches)
 
-    def choose(self, length: int, rows: int, fixed: dict[str, Any], *, documents: bool = False) -> tuple[Memory, str]:
+    def choose(self, length: int, rows: int, fixed: dict[str, Any], documents: bool) -> tuple[Memory, str]:
         """Return the fastest options that fit the smallest device of all ranks, and the reason. Collective.
 
         A replica has `rows` sequences of `length` tokens, or of packed documents; the options in `fixed` stay.
