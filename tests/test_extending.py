@@ -67,7 +67,7 @@ def test_the_new_family_has_transformers_weights() -> None:
     theirs = [[(name, tuple(p.shape)) for name, p in layer.named_parameters()] for layer in model.model.layers]
     assert [sorted((p.name, p.shape) for p in layer.parameters) for layer in shape.layers] == [*map(sorted, theirs)]
     assert shape.params == sum(p.numel() for p in model.parameters())
-    assert [layer.kind == "sliding" for layer in shape.layers] == [
+    assert [layer.mixer.name == "sliding" for layer in shape.layers] == [
         layer.self_attn.sliding_window is not None for layer in model.model.layers
     ]
 

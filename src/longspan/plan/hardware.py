@@ -340,10 +340,11 @@ def _read(name_or_path: str, readers: tuple[Path, ...]) -> Hardware:
         sizes = [name for name in CATALOGUE if name.startswith(name_or_path.lower())]
         hint = f"did you mean {' or '.join(sizes)}?" if sizes else nearest(name_or_path.lower(), CATALOGUE)
         raise LongspanError(f"--gpu {name_or_path} is unknown ({hint}); for another GPU give a .toml file")
-    if path.resolve() in readers:
-        chain = " -> ".join(map(str, (*readers, path.resolve())))
-        raise LongspanError(f"--gpu {readers[0]}: `like` leads back: {chain}; name the catalogue in one of them")
-    return _from_toml(read_toml("--gpu", path), (*readers, path.resolve()))
+    circular, readers = path.resolve() in readers, (*readers, path.resolve())
+    if circular:
+        chain = " -> ".join(map(str, readers))
+        raise LongspanError(f"--gpu {readers[0]}: `like` leads back to {chain}; name the catalogue in one of them")
+    return _from_toml(read_toml("--gpu", path), readers)
 
 
 def _from_toml(file: Toml, readers: tuple[Path, ...]) -> Hardware:
