@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from longspan.hf.state import explain as explain
     from longspan.hf.weights.gradients import no_sync as no_sync
     from longspan.hf.weights.gradients import optimizer_in_backward as optimizer_in_backward
+    from longspan.mixers.linear_attention import linear_attention as linear_attention
     from longspan.trainers.mixin import TrainerMixin as TrainerMixin
     from longspan.trainers.mixin import trainer as trainer
 
@@ -54,6 +55,7 @@ _DEFINED_IN = {
     "kernel_with_lse": "longspan.attn.kernels.custom",
     "prepare_attention": "longspan.attn.api",
     "init_mesh": "longspan.comm.mesh",
+    "linear_attention": "longspan.mixers.linear_attention",
     "no_sync": "longspan.hf.weights.gradients",
     "optimizer_in_backward": "longspan.hf.weights.gradients",
     "parallelize": "longspan.hf.parallelize",

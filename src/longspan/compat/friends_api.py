@@ -1,13 +1,24 @@
-"""Private names of TRL and lm-evaluation-harness. TRL is not imported: this inspects what it has made."""
+"""Names of TRL, lm-evaluation-harness and flash-linear-attention. TRL is not imported: this inspects its objects."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from longspan.core.errors import LongspanError, require
 
 _PATCHED = "_fused_forward"
+
+#: flash-linear-attention's module and function, by (decay per key dim, delta rule).
+_FUNCTIONS = {
+    (False, False): ("fla.ops.simple_gla", "chunk_simple_gla"),
+    (True, False): ("fla.ops.gla", "chunk_gla"),
+    (False, True): ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    (True, True): ("fla.ops.kda", "chunk_kda"),
+}
 
 
 def fused_head_of(model: Any) -> dict[str, Any] | None:
@@ -57,3 +68,28 @@ def harness_command_line() -> Any:
     except ImportError as error:
         raise LongspanError(f"lm-eval cannot be imported: {error}; pip install 'lm-eval==0.4.13'") from error
     return HarnessCLI
+
+
+def fla_function(decay_per_key: bool, delta_rule: bool) -> Callable[..., Any] | None:
+    """Return `f(q, k, v, g=, beta=, initial_state=, output_final_state=)`, or None without flash-linear-attention.
+
+    All are called without a scale; missing decays are zeros. Versions: fla-core 0.5.2, before which KDA's backward was
+    10 % off. When gone: None, and plain torch computes it.
+    """
+    module, name = _FUNCTIONS[decay_per_key, delta_rule]
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        return None
+    return functools.partial(_call, function, delta_rule)
+
+
+def _call(function: Callable[..., Any], delta_rule: bool, q: Any, k: Any, v: Any, **more: Any) -> Any:
+    heads = v.shape[2] // k.shape[2]
+    if heads > 1:
+        q, k = q.repeat_interleave(heads, 2), k.repeat_interleave(heads, 2)
+    if more["g"] is None:
+        more["g"] = v.new_zeros(v.shape[:3])
+    if not delta_rule:
+        del more["beta"]
+    return function(q, k, v, scale=1.0, **more)

@@ -1,0 +1,1 @@
+"""Recurrent mixers on a sharded sequence: fragments, state passing, linear attention, short convolutions."""

@@ -1,0 +1,114 @@
+"""Linear attention of one fragment in plain torch, chunk by chunk, safe for any decay at or below 0.
+
+With decay `d_t` (in log space) and delta rule `beta_t`, the state and the output are
+
+    S_t = (I - beta_t k_t k_t^T) Diag(exp(d_t)) S_{t-1} + beta_t k_t v_t^T        o_t = q_t . S_t
+
+Within a chunk this is three triangular products ("UT transform": Yang et al., Gated DeltaNet, arXiv:2412.06464; KDA,
+arXiv:2510.26692); from chunk to chunk it is a scan of the state.
+
+Decays are summed in fp64, and only differences `b_t - b_s <= 0` are exponentiated: a factor `exp(-b_s)` alone would
+overflow. Zero tokens (k = 0, decay 0, beta 0) leave the state as it is, so a fragment is filled up with them.
+
+Shape suffixes: B batch, T tokens, H heads, K key dim, V value dim, N chunks, C tokens of a chunk, D is K or 1.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64
+_DIRECT = 8  # tokens for which decays per key are multiplied pair by pair
+
+
+def chunked(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    decay_BTHD: Tensor | None,
+    beta_BTH: Tensor | None,
+    state_BHKV: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the output `[B, T, H, V]` and the final state `[B, H, K, V]`.
+
+    Args:
+        q_BTHK: queries; all tensors have one dtype, fp32 or fp64.
+        k_BTHK: keys.
+        v_BTHV: values.
+        decay_BTHD: fp64, at most 0; D is K, or 1 for a decay per head.
+        beta_BTH: strength of the delta rule; None for plain linear attention.
+        state_BHKV: state before the first token.
+    """
+    tokens = q_BTHK.shape[1]
+    size = min(CHUNK, 1 << (tokens - 1).bit_length())
+
+    def cut(x_BTHD: Tensor) -> Tensor:
+        x_BHTD = F.pad(x_BTHD.transpose(1, 2), (0, 0, 0, -tokens % size))
+        x_BHNCD: Tensor = x_BHTD.unflatten(2, (-1, size))
+        return x_BHNCD
+
+    q, k, v = cut(q_BTHK), cut(k_BTHK), cut(v_BTHV)
+    b = None if decay_BTHD is None else cut(decay_BTHD).cumsum(-2)
+    q_in, k_in, k_out, kept = q, k, k, None
+    if b is not None:
+        until_now, until_end = b.to(q.dtype).exp(), (b[..., -1:, :] - b).to(q.dtype).exp()
+        q_in, k_in, k_out, kept = q * until_now, k * until_now, k * until_end, until_now[..., -1:, :].mT
+    if beta_BTH is None:
+        states, final = _scan(kept, k_out.mT @ v, state_BHKV)
+        out = _pairs(q, k, b) @ v + q_in @ states
+    else:
+        beta = cut(beta_BTH.unsqueeze(-1))
+        # Solve for what each token writes: `written - erased . S`, where S is the state before the chunk.
+        both = torch.linalg.solve_triangular(
+            _pairs(beta * k, k, b), torch.cat([beta * v, beta * k_in], -1), upper=False, unitriangular=True
+        )
+        written, erased = both.split([v.shape[-1], k.shape[-1]], -1)
+        eye = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
+        step = (eye if kept is None else kept * eye) - k_out.mT @ erased
+        states, final = _scan(step, k_out.mT @ written, state_BHKV)
+        out = _pairs(q, k, b) @ (written - erased @ states) + q_in @ states
+    return out.flatten(2, 3)[:, :, :tokens].transpose(1, 2), final
+
+
+def _scan(step: Tensor | None, added_BHNKV: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the state before every chunk `[B, H, N, K, V]`, and the final one: `S = step . S + added`.
+
+    `step` is `[B, H, N, K, K]`, or `[B, H, N, D, 1]` for factors of its rows, or None for 1.
+    """
+    states = []
+    for n, added in enumerate(added_BHNKV.unbind(2)):
+        states.append(state)
+        if step is not None:
+            state = step[:, :, n] @ state if step.shape[-1] == state.shape[-2] > 1 else step[:, :, n] * state
+        state = state + added
+    return torch.stack(states, 2), state
+
+
+def _pairs(q: Tensor, k: Tensor, b: Tensor | None) -> Tensor:
+    """Return `[..., C, C]`: for s <= t the sum over keys of `q_t k_s exp(b_t - b_s)`, otherwise 0."""
+    size = q.shape[-2]
+    if b is None:
+        return (q @ k.mT).tril()
+    if b.shape[-1] == 1:
+        return q @ k.mT * _decays((b - b.mT).to(q.dtype))
+    if size <= _DIRECT:
+        decays = _decays((b.mT.unsqueeze(-1) - b.mT.unsqueeze(-2)).to(q.dtype))
+        return torch.einsum("...tk,...sk,...kts->...ts", q, k, decays)
+    # Queries of the second half see the first half's keys through the middle, which keeps both exponents below 0.
+    half = size // 2
+    q, k, b = (x.unflatten(-2, (2, half)) for x in (q, k, b))
+    middle = b[..., 0, -1:, :]
+    later = q[..., 1, :, :] * (b[..., 1, :, :] - middle).to(q.dtype).exp()
+    earlier = k[..., 0, :, :] * (middle - b[..., 0, :, :]).to(q.dtype).exp()
+    low = later @ earlier.mT
+    first, second = _pairs(q, k, b).unbind(-3)
+    return torch.cat([torch.cat([first, torch.zeros_like(low)], -1), torch.cat([low, second], -1)], -2)
+
+
+def _decays(difference: Tensor) -> Tensor:
+    """Return `exp(b_t - b_s)` for s <= t, otherwise 0; `difference` is `[..., t, s]`."""
+    size = difference.shape[-1]
+    later = torch.ones(size, size, dtype=torch.bool, device=difference.device).triu(1)
+    return difference.masked_fill(later, -torch.inf).exp()

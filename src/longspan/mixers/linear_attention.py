@@ -1,0 +1,218 @@
+"""Linear attention over a sharded sequence: plain, with decay, with the delta rule; causal, or bidirectional."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from longspan.comm.arguments import check_sharding, describe
+from longspan.comm.errors import raise_on_every_rank
+from longspan.compat.friends_api import fla_function
+from longspan.compat.torch_api import not_compiled
+from longspan.core.errors import LongspanError
+from longspan.core.validation import check_choice, check_flag
+from longspan.mixers.by_heads import run_by_heads
+from longspan.mixers.chunked import chunked
+from longspan.mixers.fragments import fragment_table, read_documents
+from longspan.mixers.lasp1 import ring_states
+from longspan.mixers.mixer import ChunkFunction, Local, Mixer, Tokens, widened
+from longspan.mixers.state_passing import run_mixer
+
+if TYPE_CHECKING:
+    from longspan.comm.mesh import SequenceSharding
+
+METHODS = ("state_passing", "ulysses", "ring")
+
+
+@not_compiled
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sp: SequenceSharding,
+    decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    causal: bool = True,
+    length: int | None = None,
+    documents: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    method: str = "state_passing",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute linear attention of the local tokens over the whole sequence, with gradients, on every mesh.
+
+    Every document starts from a zero state. For each token and value head
+
+        S_t = (I - beta_t k_t k_t^T) Diag(exp(decay_t)) S_{t-1} + beta_t k_t v_t^T        o_t = q_t . S_t
+
+    and without `beta` S_t = Diag(exp(decay_t)) S_{t-1} + k_t v_t^T. There is no scale and no normaliser.
+
+    Args:
+        q: local tokens, `[batch, tokens, heads, key dim]`, as `sp.shard` cut them.
+        k: as `q`.
+        v: `[batch, tokens, value heads, value dim]`; the heads of q and k divide the value heads.
+        sp: the sharding.
+        decay: in log space and at most 0, `[batch, tokens, value heads]` or `[batch, tokens, value heads, key dim]`. A
+            larger value is an error on CPUs; on a GPU nothing waits to look.
+        beta: strength of the delta rule, `[batch, tokens, value heads]`, usually 0 to 1, with keys of length 1.
+        causal: False if every token sees its whole document; only without decay and beta.
+        length: real tokens of the whole sequence, if `sp.shard` padded it; default: the tokens of all ranks.
+        documents: int64 `[batch, length]`, the document id of every token of the whole sequence, equal on every rank;
+            an id below 0 is padding, whose output is 0.
+        initial_state: `[batch, value heads, key dim, value dim]`, the state before the first document of every row,
+            equal on every rank. Its gradient is this rank's part.
+        return_state: also return the state after the last token of every row, equal on every rank.
+        method: "state_passing" sends one state per rank, whatever the length (LASP-2, arXiv:2502.07563); "ulysses"
+            sends all tokens, by heads; "ring" sends states from rank to rank in turn (LASP-1, arXiv:2404.02882).
+
+    Returns:
+        `[batch, tokens, value heads, value dim]`, and with `return_state` the state, in fp32 at least.
+
+    Raises:
+        LongspanError: for tensors that do not fit, before anything is sent; for a decay above 0 or a state that is not
+            finite. Every rank raises the same.
+    """
+    check_sharding(sp)
+    tokens = _checked(q, k, v, decay, beta)
+    _check_options(tokens, causal, initial_state, return_state, method)
+    length, segments = read_documents(q, sp, length, documents)
+    mixer = _mixer(tokens, causal)
+    group = sp.group if sp.size > 1 else None
+    problem = _decay_problem(tokens)
+    if group is not None and method != "state_passing" and tokens.decay is not None and q.device.type == "cpu":
+        raise_on_every_rank(problem, group, "cannot compute linear attention")
+    if group is not None and method == "ulysses":
+        out, state = run_by_heads(mixer, tokens, sp, length, segments, initial_state, return_state)
+    else:
+        table = fragment_table(sp.layout, sp.rank, length, q.shape[0], segments)
+        exchange = ring_states if method == "ring" and group is not None else None
+        out, state = run_mixer(
+            mixer, tokens, table, group, initial_state=initial_state, return_state=return_state, problem=problem,
+            exchange=exchange,
+        )  # fmt: skip
+    if not return_state:
+        return out
+    assert state is not None
+    return out, state
+
+
+def _mixer(tokens: Tokens, causal: bool) -> Mixer:
+    if causal and tokens.q.device.type == "cuda" and tokens.q.dtype != torch.float64:
+        function = fla_function(tokens.decay is not None and tokens.decay.dim() == 4, tokens.beta is not None)
+        if function is not None:
+            return ChunkFunction(function)
+    return LinearAttention(causal)
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """The mixer in plain torch, in fp32 or fp64."""
+
+    causal: bool = True
+
+    def columns(self, tokens: Tokens) -> int:
+        """Return 0 without decay, 1 with it, and the key dim with the delta rule."""
+        if tokens.beta is not None:
+            return tokens.k.shape[3]
+        return int(tokens.decay is not None)
+
+    def local(self, tokens: Tokens, state: Tensor | None, receives: bool) -> Local:
+        """Compute one fragment. The delta rule's response and transition are further columns of its state."""
+        dtype, (heads, K, V) = tokens.state_dtype, tokens.state_shape
+        q, k, v, beta = (None if x is None else x.to(dtype) for x in (tokens.q, tokens.k, tokens.v, tokens.beta))
+        assert q is not None and k is not None and v is not None
+        if q.shape[2] != heads:
+            q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
+        decay = tokens.decay
+        if decay is not None:
+            # Beyond this a factor is 0 in any dtype, and sums of decays keep their last digits.
+            decay = decay.double().clamp(min=-800.0)
+            decay = decay.unsqueeze(-1) if decay.dim() == 3 else decay
+        if state is None:
+            state = v.new_zeros(v.shape[0], heads, K, V)
+        if not self.causal:
+            q_BHTK, k_BHTK, v_BHTV = (x.transpose(1, 2) for x in (q, k, v))
+            state = state + k_BHTK.mT @ v_BHTV
+            return Local((q_BHTK @ state).transpose(1, 2), state, q if receives else None)
+        if beta is not None and receives:
+            v, state = widened(Tokens(q, k, v), None)
+            out, state = chunked(q, k, v, decay, beta, state)
+            return Local(out[..., :V], state[..., :V], out[..., V:], state[..., V:])
+        out, state = chunked(q, k, v, decay, beta, state)
+        if not receives:
+            return Local(out, state)
+        if decay is None:
+            return Local(out, state, q)
+        since_start = decay.cumsum(1).to(dtype).exp()
+        transition_BHK = since_start[:, -1].expand(-1, -1, K)
+        return Local(out, state, q * since_start, transition_BHK.unsqueeze(-1))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks: of facts that are equal on every rank, but for the last one.
+
+
+def _checked(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor | None) -> Tokens:
+    given = {"q": q, "k": k, "v": v, "decay": decay, "beta": beta}
+    for name, x in given.items():
+        if not (isinstance(x, Tensor) and x.is_floating_point()) and (x is not None or name in "qkv"):
+            raise LongspanError(f"`{name}` must be a floating tensor, got {describe(x)}")
+    tokens = Tokens(q, k, v, decay, beta)
+    listed = ", ".join(f"{name} {tuple(x.shape)}" for name, x in given.items() if x is not None)
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise LongspanError(f"linear attention needs q, k and v of [batch, tokens, heads, dim], got {listed}")
+    if len({x.device for x in tokens if x is not None}) > 1 or not q.dtype == k.dtype == v.dtype:
+        raise LongspanError(
+            f"linear attention needs q, k and v of one dtype, and all tensors on one device, got "
+            f"{', '.join(f'{name} {x.dtype} on {x.device}' for name, x in given.items() if x is not None)}"
+        )
+    if q.shape != k.shape or q.shape[:2] != v.shape[:2] or 0 in (*q.shape, *v.shape) or v.shape[2] % q.shape[2]:
+        raise LongspanError(
+            f"linear attention needs q and k of one shape, v with the same batch and tokens, and value heads that the "
+            f"heads of q and k divide, got {listed}"
+        )
+    heads = tuple(v.shape[:3])
+    if beta is not None and tuple(beta.shape) != heads:
+        raise LongspanError(f"`beta` needs one number per token and value head, {heads}, got {tuple(beta.shape)}")
+    if decay is not None and tuple(decay.shape) not in (heads, (*heads, k.shape[3])):
+        raise LongspanError(
+            f"`decay` needs one number per token and value head, {heads}, or per key dim too, {(*heads, k.shape[3])}, "
+            f"got {tuple(decay.shape)}"
+        )
+    return tokens
+
+
+def _check_options(tokens: Tokens, causal: bool, initial_state: Tensor | None, return_state: bool, method: str) -> None:
+    check_flag("causal", causal)
+    check_flag("return_state", return_state)
+    check_choice("method", method, METHODS)
+    if not causal and (tokens.decay is not None or tokens.beta is not None):
+        raise LongspanError("causal=False: a decay and a delta rule (`beta`) need an order; leave them out")
+    if method == "ring" and (return_state or not causal):
+        raise LongspanError(
+            'method="ring" passes states forward only; use "state_passing" for return_state, causal=False'
+        )
+    if initial_state is not None:
+        wanted = (tokens.v.shape[0], *tokens.state_shape)
+        if not isinstance(initial_state, Tensor) or tuple(initial_state.shape) != wanted:
+            raise LongspanError(
+                f"`initial_state` must be [batch, value heads, key dim, value dim], {wanted}, got "
+                f"{describe(initial_state)}"
+            )
+
+
+def _decay_problem(tokens: Tokens) -> LongspanError | None:
+    """Return an error if this rank's decay exceeds 0: the state would grow with every token."""
+    decay = tokens.decay
+    if decay is None or decay.device.type != "cpu":
+        return None
+    largest = decay.detach().max().item()
+    if largest <= 0:
+        return None
+    return LongspanError(
+        f"`decay` is the logarithm of a factor and must be at most 0, its largest value is {largest:.4g}; pass "
+        f"log(factor), as -exp(A) * softplus(x) is"
+    )

@@ -1,0 +1,137 @@
+"""Short causal convolutions over a sharded sequence: the last `kernel - 1` tokens of the run before, by one all-gather.
+
+The tokens that a convolution looks back at are a state like any other: after a run it is the run's last `kernel - 1`
+tokens, and where a run is shorter, those of the state before, moved up. So short runs, and rows of them, are the chain
+of `state_passing.chain`.
+
+Shape suffixes: B batch, T tokens, C channels, J slots, X = kernel - 1 tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from longspan.comm.arguments import check_tensor, describe
+from longspan.comm.collectives import all_gather
+from longspan.comm.mesh import group_name
+from longspan.compat.torch_api import not_compiled
+from longspan.core.errors import LongspanError
+from longspan.mixers.fragments import FragmentTable, fragment_table, read_documents
+from longspan.mixers.state_passing import chain, zero_of
+
+if TYPE_CHECKING:
+    from longspan.comm.mesh import SequenceSharding
+
+
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    sp: SequenceSharding,
+    bias: Tensor | None = None,
+    length: int | None = None,
+    documents: Tensor | None = None,
+) -> Tensor:
+    """Convolve each channel with its own kernel, causally and within documents, as `torch.conv1d` does.
+
+    Convolve q, k and v as channels of one tensor: that is one message, and the backward's collectives have one order.
+
+    Args:
+        x: local tokens, `[batch, tokens, channels]`.
+        weight: `[channels, kernel]`, equal on every rank; its gradient, and that of `bias`, is this rank's part.
+        sp: the sharding.
+        bias: `[channels]`.
+        length, documents: as for `longspan.linear_attention`.
+
+    Returns:
+        `[batch, tokens, channels]`, zero outside of documents.
+
+    Raises:
+        LongspanError: for tensors that do not fit, equally on every rank.
+    """
+    check_tensor("x", x, 3)
+    check_tensor("weight", weight, 2)
+    if weight.shape[0] != x.shape[2] or not weight.shape[1] or (bias is not None and bias.shape != x.shape[2:]):
+        raise LongspanError(
+            f"a convolution of {x.shape[2]} channels needs `weight` [channels, kernel] and `bias` [channels] or None, "
+            f"got {tuple(weight.shape)} and {describe(bias)}"
+        )
+    length, segments = read_documents(x, sp, length, documents)
+    table = fragment_table(sp.layout, sp.rank, length, x.shape[0], segments)
+
+    def convolve(padded_BTC: Tensor) -> Tensor:
+        return F.conv1d(padded_BTC.transpose(1, 2), weight.unsqueeze(1), bias, groups=x.shape[2]).transpose(1, 2)
+
+    return run_short_conv(convolve, weight.shape[1] - 1, x, table, sp.group if sp.size > 1 else None)
+
+
+@not_compiled
+def run_short_conv(
+    convolve: Callable[[Tensor], Tensor],
+    size: int,
+    x: Tensor,
+    table: FragmentTable,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """Run a convolution on my tokens, fragment by fragment. A compiler runs it as it is.
+
+    Args:
+        convolve: from `[rows, size + tokens, channels]` to `[rows, tokens, channels]`.
+        size: tokens before the first that it reads, zero where a document begins.
+        x: local tokens, `[batch, tokens, channels]`.
+        table: their fragments.
+        group: the sequence group; None for one rank.
+    """
+    empty = x.new_zeros(x.shape[0], size, x.shape[2])
+    before, link = [empty] * table.slots, None
+    if group is not None and size:
+        before, link = _tokens_before(x, empty, table, group)
+    outs = [
+        [
+            convolve(torch.cat([(before[f.slot] if f.enters else empty)[rows], x[rows, f.start : f.stop]], 1))
+            for f in fragments
+        ]
+        for rows, fragments in table.groups
+    ]
+    if any(outs):
+        out = table.join(outs)
+    else:  # padding only: connect x and the weights
+        out = torch.zeros_like(x) + zero_of(x, convolve(x.new_zeros(1, size + 1, x.shape[2])))
+    entered = any(f.enters for _, fragments in table.groups for f in fragments)
+    return out if entered or link is None else out + link
+
+
+def _tokens_before(
+    x: Tensor, empty: Tensor, table: FragmentTable, group: dist.ProcessGroup
+) -> tuple[list[Tensor], Tensor]:
+    """Return the tokens before each of my runs, as many as in `empty`, and a zero that depends on what came."""
+    size = empty.shape[1]
+    tails = [
+        [
+            F.pad(x[rows, max(f.start, f.stop - size) : f.stop], (0, 0, max(0, size - (f.stop - f.start)), 0))
+            for f in fragments
+            if f.last
+        ]
+        for rows, fragments in table.groups
+    ]
+    tails_JBXC = table.stack_slots(tails, empty)
+    if not tails_JBXC.requires_grad:
+        tails_JBXC = tails_JBXC + zero_of(x)
+    gathered = all_gather(tails_JBXC, group_name(group))
+
+    def step(run: int, tail: Tensor, before: Tensor) -> Tensor:
+        """Append a run's tail to the tokens before it, and keep the last `size`."""
+        return torch.stack(
+            [
+                torch.cat([b[min(n, size) :], t[size - min(n, size) :]]) if passes else t
+                for b, t, n, passes in zip(before, tail, table.sizes[run], table.passes[run], strict=True)
+            ]
+        )
+
+    before, _ = chain(table.in_order(gathered), table, step, empty, table.mine[-1] + 1)
+    return [before[run] for run in table.mine], gathered[:0].sum()

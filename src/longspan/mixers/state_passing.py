@@ -1,0 +1,324 @@
+"""State passing: a recurrent layer over a sharded sequence, with one all-gather whose size ignores the length.
+
+A recurrent layer over some tokens is affine in the state that it starts from:
+
+    state after = M . state before + S          output = O + R . state before
+
+Every rank computes (O, S), and where a document enters also (R, M), from a zero state. The summaries (M, S) of all runs
+are all-gathered, each rank combines those before its own in order, and corrects its output. The backward of the
+all-gather is one reduce-scatter. Every rank's output depends on the gathered summaries, if only by a zero: a rank
+whose backward skipped that collective would leave the others waiting. LASP-2 (arXiv:2502.07563) is the case M = 1.
+
+Shape suffixes: B batch, T tokens, H heads, K key dim, V value dim, J slots (runs of a rank), W = V + columns of M.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longspan.comm.collectives import all_gather
+from longspan.comm.errors import raise_on_every_rank
+from longspan.comm.mesh import group_name
+from longspan.compat.torch_api import not_compiled
+from longspan.core.errors import LongspanError
+from longspan.mixers.fragments import FragmentTable, fragment_table, read_documents
+from longspan.mixers.mixer import ChunkFunction, Local, Mixer, Tokens
+
+if TYPE_CHECKING:
+    from longspan.comm.mesh import SequenceSharding
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From states before and after my runs to my output.
+
+
+class Incoming(NamedTuple):
+    """What an exchange of summaries returns.
+
+    Attributes:
+        before: by slot the state `[B, H, K, V]` that enters the run, zero in rows where no document does.
+        after: by slot the sum of the document's later tokens, if tokens see those.
+        final: the state after the last token of every row, if it was asked for.
+        link: a zero that depends on what was received.
+    """
+
+    before: Sequence[Tensor]
+    after: Sequence[Tensor] | None
+    final: Tensor | None
+    link: Tensor
+
+
+@dataclass(frozen=True)
+class Passing:
+    """Between whom, and how, states are passed.
+
+    Attributes:
+        causal: whether tokens see only earlier ones.
+        table: the fragments.
+        group: the sequence group; None for one rank.
+        value_dim: columns of a state.
+    """
+
+    causal: bool
+    table: FragmentTable
+    group: dist.ProcessGroup | None
+    value_dim: int
+
+    def step(self, run: int, summary_BHKW: Tensor, before_BHKV: Tensor) -> Tensor:
+        """Return the state after a run with fragments, from its summary and the state before."""
+        added, transition = summary_BHKW.tensor_split([self.value_dim], -1)
+        if not any(self.table.passes[run]):
+            return added
+        if not (self.causal and transition.shape[-1]):
+            moved = before_BHKV
+        else:
+            moved = transition * before_BHKV if transition.shape[-1] == 1 else transition @ before_BHKV
+        return added + _where(self.table.masks(added.device)[1][run], moved)
+
+
+Exchange = Callable[[Tensor, Passing, Tensor | None, LongspanError | None], Incoming]
+"""From my summaries `[J, B, H, K, W]` to the states that enter my runs: `exchange(summary, passing, start, problem)`.
+
+`start` is the state before the sequence, or None if no final state is asked for. `problem` is this rank's error.
+"""
+
+
+@not_compiled
+def run_mixer(
+    mixer: Mixer,
+    tokens: Tokens,
+    table: FragmentTable,
+    group: dist.ProcessGroup | None,
+    *,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    problem: LongspanError | None = None,
+    exchange: Exchange | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run a recurrent layer on my tokens. A compiler runs it as it is.
+
+    Args:
+        mixer: the local computation.
+        tokens: of this rank.
+        table: its fragments.
+        group: the sequence group; None for one rank.
+        initial_state: `[batch, value heads, key dim, value dim]`, the state before the first document of every row,
+            equal on every rank.
+        return_state: whether to return the state after the last token of every row.
+        problem: an error in this rank's values, which every rank raises after the exchange.
+        exchange: how summaries are sent; default: `gather_states`.
+
+    Returns:
+        The output, zero outside of documents, and the state or None.
+
+    Raises:
+        LongspanError: on every rank, if one has a `problem` or a state that is not finite (on CPUs; a GPU would have
+            to wait).
+    """
+    if group is None and problem is not None:
+        raise problem
+    dtype, start = tokens.state_dtype, None
+    if initial_state is not None:
+        initial_state = initial_state.to(dtype)
+    if return_state:
+        zero = tokens.v.new_zeros(tokens.v.shape[0], *tokens.state_shape, dtype=dtype)
+        start = zero if initial_state is None else initial_state
+    with torch.autocast(tokens.q.device.type, enabled=False):
+        locals_ = [
+            [
+                mixer.local(
+                    tokens.part(rows, f.start, f.stop),
+                    initial_state[rows] if f.first and initial_state is not None else None,
+                    receives=f.enters or (f.continues and not mixer.causal),
+                )
+                for f in fragments
+            ]
+            for rows, fragments in table.groups
+        ]
+        incoming = None
+        if group is not None or return_state:
+            summary = _summary(mixer, tokens, table, locals_, initial_state)
+            passing = Passing(mixer.causal, table, group, tokens.v.shape[3])
+            incoming = (exchange or gather_states)(summary, passing, start, problem)
+        return _output(tokens, table, locals_, incoming), incoming and incoming.final
+
+
+def _summary(
+    mixer: Mixer,
+    tokens: Tokens,
+    table: FragmentTable,
+    locals_: Sequence[Sequence[Local]],
+    initial_state: Tensor | None,
+) -> Tensor:
+    """Return `[J, B, H, K, W]`: of every run the state of its last fragment, and beside it the transition.
+
+    If tokens see later ones and there are documents, the state of the run's first fragment is there instead.
+    """
+    heads, K, V = tokens.state_shape
+    columns = mixer.columns(tokens) if mixer.causal else V * table.has_documents
+    empty = tokens.v.new_zeros(tokens.v.shape[0], heads, K, V + columns, dtype=tokens.state_dtype)
+    summaries = []
+    for (rows, fragments), of_fragments in zip(table.groups, locals_, strict=True):
+        first: dict[int, Tensor] = {}
+        of_runs = []
+        for fragment, local in zip(fragments, of_fragments, strict=True):
+            head = first.setdefault(fragment.slot, local.state)
+            if not fragment.last:
+                continue
+            beside = head if not mixer.causal else local.transition
+            if beside is None:
+                beside = empty[rows, ..., V:]
+            of_runs.append(torch.cat([local.state, beside], -1) if columns else local.state)
+        summaries.append(of_runs)
+    summary = table.stack_slots(summaries, empty)
+    # The backward's collective runs on all ranks or on none: connect what this rank has not used.
+    unused = [] if summary.requires_grad else [tokens.k, tokens.v, tokens.decay, tokens.beta]
+    return summary + zero_of(*unused, initial_state)
+
+
+def _output(
+    tokens: Tokens, table: FragmentTable, locals_: Sequence[Sequence[Local]], incoming: Incoming | None
+) -> Tensor:
+    """Return my output, corrected by what the states that enter contribute."""
+    outs: list[list[Tensor]] = []
+    corrected = False
+    for (rows, fragments), of_fragments in zip(table.groups, locals_, strict=True):
+        outs.append([])
+        for fragment, local in zip(fragments, of_fragments, strict=True):
+            out = local.out
+            if local.response is not None:
+                assert incoming is not None
+                states = [incoming.before[fragment.slot][rows]] if fragment.enters else []
+                if incoming.after is not None and fragment.continues:
+                    states.append(incoming.after[fragment.slot][rows])
+                state = states[0] if len(states) == 1 else states[0] + states[1]
+                response_BHTK = local.response.to(state.dtype).transpose(1, 2)
+                out, corrected = out + (response_BHTK @ state).transpose(1, 2), True
+            outs[-1].append(out.to(tokens.v.dtype))
+    out = table.join(outs) if any(outs) else torch.zeros_like(tokens.v) + zero_of(*tokens)
+    return out if incoming is None or corrected else out + incoming.link.to(out.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The exchange.
+
+
+def gather_states(
+    summary_JBHKW: Tensor, passing: Passing, start: Tensor | None, problem: LongspanError | None
+) -> Incoming:
+    """All-gather the summaries, and combine those before my runs: the `Exchange` of LASP-2.
+
+    On a CPU they are combined in fp64.
+    """
+    table, group, V = passing.table, passing.group, passing.value_dim
+    gathered = summary_JBHKW
+    if group is not None:
+        if problem is not None:  # seen by every rank
+            gathered = torch.full_like(gathered, torch.nan)
+        gathered = all_gather(gathered, group_name(group))
+        if gathered.device.type == "cpu":
+            _check_finite(gathered, group, problem)
+    link, dtype = gathered[:0].sum(), gathered.dtype
+    summaries = table.in_order(gathered.double() if gathered.device.type == "cpu" else gathered)
+    first = torch.zeros_like(summaries[0][..., :V]) if start is None else start.to(summaries[0].dtype)
+    before, final = chain(summaries, table, passing.step, first, None if start is not None else table.mine[-1] + 1)
+    after = None
+    if not passing.causal:
+        heads = [x[..., V:] if x.shape[-1] > V else x for x in summaries]
+        after = [x.to(dtype) for x in _later(heads, table)]
+    return Incoming([before[run].to(dtype) for run in table.mine], after, final.to(dtype), link)
+
+
+def chain(
+    summaries: Sequence[Tensor],
+    table: FragmentTable,
+    step: Callable[[int, Tensor, Tensor], Tensor],
+    start: Tensor,
+    runs: int | None = None,
+) -> tuple[list[Tensor], Tensor]:
+    """Return the state that enters each of the first `runs` runs (zero in rows where none does), and the one after.
+
+    `step(run, summary, before)` returns the state after a run that has fragments.
+    """
+    enters, _, filled = table.masks(start.device)
+    before, state = [], start
+    for run, summary in enumerate(summaries[:runs]):
+        before.append(_where(enters[run], state))
+        state = _where(filled[run], step(run, summary, before[run]), state)
+    return before, state
+
+
+def _later(heads: Sequence[Tensor], table: FragmentTable) -> list[Tensor]:
+    """Return, for each of my runs, the sum of its last document's states in later runs."""
+    enters, passes, _ = table.masks(heads[0].device)
+    after = [torch.zeros_like(heads[0])]
+    for run in range(len(heads) - 1, 0, -1):
+        after.append(_where(enters[run], heads[run] + _where(passes[run], after[-1])))
+    return [after[len(heads) - 1 - run] for run in table.mine]
+
+
+def zero_of(*tensors: Tensor | None) -> Tensor | float:
+    """Return a zero that depends on these tensors, for a rank that uses none of their elements."""
+    given = [x[:0].sum() for x in tensors if x is not None and x.requires_grad]
+    return torch.stack(given).sum() if given else 0.0
+
+
+def _where(flags_B: Tensor, x: Tensor, otherwise: Tensor | float = 0.0) -> Tensor:
+    return torch.where(flags_B.view(-1, *(1,) * (x.dim() - 1)), x, otherwise)
+
+
+def _check_finite(gathered: Tensor, group: dist.ProcessGroup, problem: LongspanError | None) -> None:
+    finite = gathered.detach().view(group.size(), -1).isfinite().all(1).tolist()
+    if problem is None and not finite[group.rank()]:
+        problem = LongspanError(
+            "its state is not finite (NaN or infinity) after its own tokens; look for NaN in q, k, v, decay, beta and "
+            "initial_state (of a model: longspan.find_nonfinite)"
+        )
+    raise_on_every_rank(problem, group, "cannot pass its state", [not x for x in finite])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The public form for a model's own chunk function.
+
+
+def state_passing(
+    chunk_function: Callable[..., tuple[Tensor, Tensor | None]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sp: SequenceSharding,
+    *,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    length: int | None = None,
+    documents: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Run a model's own recurrent layer on a sharded sequence: `chunk_function` with the same arguments, on my tokens.
+
+    Args:
+        chunk_function: `f(q, k, v, g=, beta=, initial_state=, output_final_state=, ...)`, affine in its state, with any
+            value dim; see `ChunkFunction`.
+        q, k, v, g, beta: my tokens, `[batch, tokens, heads, ...]`.
+        sp: the sharding.
+        length, documents: as for `longspan.linear_attention`.
+        initial_state: `[batch, value heads, key dim, value dim]`, equal on every rank; its gradient is my part.
+        output_final_state: whether to return the state after the last token, equal on every rank.
+        options: further arguments of the function.
+
+    Returns:
+        The output of my tokens, and the state or None.
+    """
+    length, segments = read_documents(v, sp, length, documents)
+    table = fragment_table(sp.layout, sp.rank, length, v.shape[0], segments)
+    mixer, group = ChunkFunction(chunk_function, options), sp.group if sp.size > 1 else None
+    tokens = Tokens(q, k, v, g, beta)
+    return run_mixer(mixer, tokens, table, group, initial_state=initial_state, return_state=output_final_state)
