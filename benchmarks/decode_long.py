@@ -4,8 +4,8 @@
 
 The cache is filled with random keys and values, the same for every row of the table: at such lengths a prefill would
 take minutes. The rows take turns, so that another load on the machine disturbs all of them. The table has the
-milliseconds of a token (median, and the best turn), the CPU time of the busiest rank in its best turn, which waits of
-any kind do not change, the bytes of cache and weights that a rank reads, and the error of the logits.
+milliseconds of a token (median, and the fastest), the CPU time of the busiest rank in its best turn, which waits of any
+kind do not change, the bytes of cache and weights that a rank reads, and the error of the logits.
 
 Below it: the host's time for a token of a deep, narrow model, whose operators compute next to nothing: as an ordinary
 step, and what is left of it if the step is replayed as a CUDA graph (`cuda_graph=True`).
@@ -87,7 +87,14 @@ def _turn(axes: dict[str, int] | None, cached: int, ids: Tensor) -> dict[str, An
     stored = cache.nbytes if axes is not None else sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
     weights = sum(local_part(p).nbytes for name, p in model.named_parameters() if "embed" not in name)
     middle, worked = statistics.median(times), statistics.median(cpu)
-    return {"s": middle, "cpu_s": worked, "logits": torch.stack(logits), "cache": stored, "weights": weights}
+    return {
+        "s": middle,
+        "fastest_s": min(times),
+        "cpu_s": worked,
+        "logits": torch.stack(logits),
+        "cache": stored,
+        "weights": weights,
+    }
 
 
 def measure(quick: bool) -> list[dict[str, Any]]:
@@ -102,7 +109,7 @@ def measure(quick: bool) -> list[dict[str, Any]]:
     for _ in range(turns):
         for name, world, axes in rows:
             ranks = pools[world].run(_turn, axes, cached, ids)
-            found[name].append(ranks[0] | {key: max(one[key] for one in ranks) for key in ("s", "cpu_s")})
+            found[name].append(ranks[0] | {key: max(one[key] for one in ranks) for key in ("s", "fastest_s", "cpu_s")})
     for pool in pools.values():
         pool.close()
     expected = found["plain transformers"][0]["logits"]
@@ -110,7 +117,7 @@ def measure(quick: bool) -> list[dict[str, Any]]:
         {
             "mesh": name,
             "ms": 1e3 * statistics.median(one["s"] for one in turns_of),
-            "best_ms": 1e3 * min(one["s"] for one in turns_of),
+            "fastest_ms": 1e3 * min(one["fastest_s"] for one in turns_of),
             "cpu_ms": 1e3 * min(one["cpu_s"] for one in turns_of),
             "cache_mib": turns_of[-1]["cache"] / 2**20,
             "weights_mib": turns_of[-1]["weights"] / 2**20,
@@ -163,10 +170,10 @@ def main(quick: bool = False) -> None:
     rows, host = measure(quick), host_times(quick)
     cached, turns, n = SIZES[quick]
     table = common.table(
-        ["mesh", "ms/token", "best", "CPU ms", "cache MiB", "weights MiB", "error"],
+        ["mesh", "ms/token", "fastest", "CPU ms", "cache MiB", "weights MiB", "error"],
         [
             [
-                row["mesh"], f"{row['ms']:.1f}", f"{row['best_ms']:.1f}", f"{row['cpu_ms']:.1f}",
+                row["mesh"], f"{row['ms']:.1f}", f"{row['fastest_ms']:.1f}", f"{row['cpu_ms']:.1f}",
                 f"{row['cache_mib']:.0f}", f"{row['weights_mib']:.0f}", f"{row['error']:.1e}",
             ]
             for row in rows
