@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from longspan.compat.versions import missing
+from longspan.compat.versions import missing, needed
+
+try:
+    from torch.utils import _pytree
+except ImportError:
+    _pytree = None  # type: ignore[assignment]
+
+_C10D, _PYTREE = "torch.distributed.distributed_c10d", "torch.utils._pytree"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -111,24 +118,15 @@ def scatter_into(out: Tensor, x: Tensor, group: dist.ProcessGroup, async_op: boo
 
 def find_group(name: str) -> dist.ProcessGroup:
     """Return the process group of a `group_name`, as operators take plain values only. When gone: LongspanError."""
-    resolve: Any = getattr(dist.distributed_c10d, "_resolve_process_group", None)
-    if resolve is None:
-        raise missing("torch", "torch.distributed.distributed_c10d._resolve_process_group", "collectives in operators")
+    resolve = needed("torch", dist.distributed_c10d, "_resolve_process_group", _C10D, "collectives in operators")
     group: dist.ProcessGroup = resolve(name)
     return group
 
 
 def default_store() -> Any:
     """Return the store of the default process group, which the user may have made. When gone: LongspanError."""
-    found: Any = getattr(dist.distributed_c10d, "_get_default_store", None)
-    if found is None:
-        raise missing(
-            "torch",
-            "torch.distributed.distributed_c10d._get_default_store",
-            "the rendezvous of an existing process group",
-            "call longspan.init_mesh instead of torch.distributed.init_process_group",
-        )
-    return found()
+    use, hint = "the rendezvous of an existing process group", "call longspan.init_mesh instead of init_process_group"
+    return needed("torch", dist.distributed_c10d, "_get_default_store", _C10D, use, hint)()
 
 
 def flatten_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
@@ -136,15 +134,8 @@ def flatten_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
 
     Public way: none (`DeviceMesh.from_group` makes unrelated meshes). When gone: LongspanError.
     """
-    flatten: Any = getattr(mesh, "_flatten", None)
-    if flatten is None:
-        raise missing(
-            "torch",
-            "DeviceMesh._flatten",
-            "one group over several axes",
-            "a mesh in which only one of data, ring and ulysses is larger than 1",
-        )
-    flat: DeviceMesh = flatten(axis)
+    hint = "a mesh in which only one of data, ring and ulysses is larger than 1"
+    flat: DeviceMesh = needed("torch", mesh, "_flatten", "DeviceMesh", "one group over several axes", hint)(axis)
     return flat
 
 
@@ -186,15 +177,10 @@ def when_backward_ends(callback: Callable[[], None]) -> None:
 
     Public way: none (`register_multi_grad_hook` must know the gradients in advance). When gone: LongspanError.
     """
-    engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
-    if not hasattr(engine, "queue_callback"):
-        raise missing(
-            "torch",
-            "torch.autograd.Variable._execution_engine.queue_callback",
-            "summing gradients when a backward ends",
-            "longspan.parallelize(..., fsdp=True), which sums them otherwise",
-        )
-    engine.queue_callback(callback)
+    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+    where, use = "torch.autograd.Variable._execution_engine", "summing gradients when a backward ends"
+    hint = "longspan.parallelize(..., fsdp=True), which sums them otherwise"
+    needed("torch", engine, "queue_callback", where, use, hint)(callback)
 
 
 def version_of(x: Tensor) -> int:
@@ -234,13 +220,11 @@ def before_casting(model: nn.Module, check: Callable[[Callable[[Tensor], Tensor]
 
     When gone: LongspanError.
     """
-    apply: Any = getattr(type(model), "_apply", None)
-    if apply is None:
-        raise missing("torch", "torch.nn.Module._apply", "refusing to cast a parallelized model")
+    needed("torch", type(model), "_apply", "torch.nn.Module", "refusing to cast a parallelized model")
 
     def checked(fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         check(fn)
-        # Not the `apply` above: FSDP changes the class of the model later.
+        # The class's at that time: FSDP changes the class of the model later.
         applied: nn.Module = type(model)._apply(model, fn, recurse)
         return applied
 
@@ -248,37 +232,23 @@ def before_casting(model: nn.Module, check: Callable[[Callable[[Tensor], Tensor]
 
 
 def sum_gradients(module: Any) -> None:
-    """Let FSDP sum a module's gradients over the ranks instead of averaging them, by the plain sum that gloo has.
-
-    Public way: this one. When gone: LongspanError.
-
-    Args:
-        module: an `FSDPModule`.
-    """
-    if not hasattr(module, "set_force_sum_reduction_for_comms"):
-        raise missing("torch", "FSDPModule.set_force_sum_reduction_for_comms", "sums of gradients", "fsdp=False")
+    """Let an `FSDPModule` sum gradients over the ranks, by the plain sum that gloo has. When gone: LongspanError."""
+    name = "set_force_sum_reduction_for_comms"
+    needed("torch", module, name, "FSDPModule", "sums of gradients", "fsdp=False")(True)
     module.set_gradient_divide_factor(1.0)
-    module.set_force_sum_reduction_for_comms(True)
 
 
 def register_tree(
     kind: type, flatten: Callable[[Any], tuple[list[Any], Any]], unflatten: Callable[[list[Any], Any], Any]
 ) -> None:
     """Let torch find the tensors in values of a class, as in a list. When gone: LongspanError."""
-    try:
-        from torch.utils import _pytree
-    except ImportError as error:
-        raise missing("torch", "torch.utils._pytree", "training without logits", "logits=True") from error
-    _pytree.register_pytree_node(kind, flatten, lambda leaves, rest: unflatten(list(leaves), rest))
+    register = needed("torch", _pytree, "register_pytree_node", _PYTREE, "training without logits", "logits=True")
+    register(kind, flatten, lambda leaves, rest: unflatten(list(leaves), rest))
 
 
 def tree_leaves(tree: Any) -> list[Any]:
     """Return the values in nested lists, tuples and dicts. When gone: LongspanError."""
-    try:
-        from torch.utils import _pytree
-    except ImportError as error:
-        raise missing("torch", "torch.utils._pytree", "nested values") from error
-    return list(_pytree.tree_leaves(tree))
+    return list(needed("torch", _pytree, "tree_leaves", _PYTREE, "nested values")(tree))
 
 
 def flatten_tree(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
@@ -296,7 +266,6 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
 
     Public way: none (`register_parameter` takes leaves alone). When gone: LongspanError.
     """
-    parameters: dict[str, Any] | None = getattr(module, "_parameters", None)
-    if parameters is None:
-        raise missing("torch", "nn.Module._parameters", "a layer sharded over a tensor axis", "`tensor=1`")
-    return parameters
+    use = "a layer sharded over a tensor axis"
+    found: dict[str, Any] = needed("torch", module, "_parameters", "nn.Module", use, "`tensor=1`")
+    return found

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
-from longspan.compat.versions import missing
+from longspan.compat.versions import needed
 
 _CACHE_NAMES = "cache", "past_key_values"
 
@@ -34,10 +34,8 @@ def mask_function(kind: str) -> Any:
 
     When gone: LongspanError.
     """
-    found = getattr(masking_utils, f"{kind}_mask_function", None)
-    if found is None:
-        raise missing("transformers", f"masking_utils.{kind}_mask_function", "the mask that a model uses")
-    return found
+    use = "the mask that a model uses"
+    return needed("transformers", masking_utils, f"{kind}_mask_function", "masking_utils", use)
 
 
 def cache_name(forward: Callable[..., Any]) -> str:
@@ -87,8 +85,8 @@ def set_attention(config: Any, name: str) -> None:
     Public way: `PreTrainedModel.set_attn_implementation`, which also asks each sub-model, and treats configs that are
     shared in its own way. When gone: LongspanError.
     """
-    if not hasattr(type(config), "_attn_implementation"):
-        raise missing("transformers", "PreTrainedConfig._attn_implementation", "a model's choice of its attention")
+    use = "a model's choice of its attention"
+    needed("transformers", type(config), "_attn_implementation", "PreTrainedConfig", use)
     config._attn_implementation = name
 
 
@@ -100,25 +98,18 @@ def uses_registry(model: PreTrainedModel) -> bool:
 
     Public way: this one, undocumented. When gone: LongspanError.
     """
-    declared: Any = getattr(model, "is_backend_compatible", None)
-    if declared is None:
-        raise missing("transformers", "PreTrainedModel.is_backend_compatible", "how a model calls its attention")
+    use = "how a model calls its attention"
+    declared = needed("transformers", model, "is_backend_compatible", "PreTrainedModel", use)
     return bool(declared()) or model.config.model_type in _UNDECLARED
 
 
 def new_model(cls: Any, config: Any, dtype: Any = None) -> Any:
     """Return a model of class `cls` as `from_config` makes it (an `AutoModel` would choose the class itself).
 
-    Public way: `cls(config)`, in torch's default dtype. When gone: LongspanError.
-
-    Args:
-        cls: of transformers.
-        config: of the model; it may be changed.
-        dtype: of the weights; by default the config's.
+    The config may be changed; it says the dtype if there is none. Public way: `cls(config)`, in torch's default dtype.
+    When gone: LongspanError.
     """
-    make: Any = getattr(cls, "_from_config", None)
-    if make is None:
-        raise missing("transformers", "PreTrainedModel._from_config", "an unsharded model for the export")
+    make = needed("transformers", cls, "_from_config", "PreTrainedModel", "an unsharded model for the export")
     return make(config) if dtype is None else make(config, dtype=dtype)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from longspan.core.errors import LongspanError
 
@@ -41,3 +42,11 @@ def missing(library: str, name: str, use: str, hint: str = "") -> LongspanError:
         f"{library} {_installed(library)} has no {name}, which longspan needs for {use}; use {library} "
         f"{tested}{alternative}"
     )
+
+
+def needed(library: str, owner: Any, name: str, where: str, use: str, hint: str = "") -> Any:
+    """Return an attribute of `owner`, which errors call `where`; raise `missing` if it is gone."""
+    found = getattr(owner, name, None)
+    if found is None:
+        raise missing(library, f"{where}.{name}", use, hint)
+    return found
