@@ -11,6 +11,8 @@ back as a list in rank order:
     def test_sum(pool4):
         assert pool4.run(_sum_of_ranks) == [6.0] * 4
 
+`@on_ranks(4)` runs a whole test on every rank.
+
 Ranks are forked from a server that has imported what they need (`PRELOAD`), so imports are paid once, not per rank.
 
 Every task starts with a new default process group (groups and meshes of the previous task are gone), seed 0 and
@@ -24,6 +26,7 @@ import contextlib
 import faulthandler
 import gc
 import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -306,6 +309,26 @@ class RankPool:
         if stacks:
             raise RankHang(self.world_size, limit_s, stacks)
         return [results[rank] for rank in range(self.world_size)]
+
+
+def on_ranks(size: int, timeout: float | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test whose body runs on every rank of the session's pool, with the test's parameters."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        def test(get_pool: Callable[[int], RankPool], **parameters: Any) -> None:
+            get_pool(size).run(_run_body, body.__module__, body.__name__, parameters, timeout=timeout)
+
+        test.__name__, test.__module__, test.__doc__ = body.__name__, body.__module__, body.__doc__
+        names = ("get_pool", *inspect.signature(body).parameters)
+        parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        vars(test).update(body=body, __signature__=inspect.Signature(parameters))
+        return test
+
+    return decorate
+
+
+def _run_body(module: str, name: str, parameters: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).body(**parameters)
 
 
 def _threads(pid: int) -> int:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import longspan
 from longspan.core.errors import LongspanError
 from tests.models import batch, build, check_gradients, compare, gradients, rows_of, sharding, truth_of
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 
 
 def _lora(model: Any) -> Any:
@@ -179,7 +179,21 @@ def test_an_optimizer_made_before_parallelize_raises(pool2: RankPool) -> None:
     pool2.run(_early_optimizer_without_fsdp)
 
 
-def _supported_changes(fsdp: bool) -> None:
+def _compile_on_one_rank(sp: longspan.SequenceSharding) -> None:
+    """Compile a model with a window, a softcap and memory options; the other rank, which sends the same, is eager."""
+    one = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
+    memory = longspan.Memory(checkpointing="selective", tiled_mlp=2, tiled_norms=True)
+    model = longspan.parallelize(build("Gemma2", **one), sp, memory=memory).train()
+    run = torch.compile(model, backend="aot_eager") if dist.get_rank() == 0 else model
+    out = run(**batch())
+    out.loss.backward()
+    assert "logits" not in out
+    check_gradients(gradients(model), truth_of(build("Gemma2", **one), batch()))
+
+
+@pytest.mark.parametrize("fsdp", [True, False])
+@on_ranks(2, timeout=180)
+def test_supported_changes_keep_working(fsdp: bool) -> None:
     """Compiled, checkpointed, moved, and with an optimizer, loader and scheduler prepared by accelerate."""
     from accelerate import Accelerator
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
@@ -211,23 +225,6 @@ def _supported_changes(fsdp: bool) -> None:
     wrapped(**whole).loss.backward()
     found = {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in gradients(wrapped).items()}
     check_gradients(found, truth)
-
-
-def _compile_on_one_rank(sp: longspan.SequenceSharding) -> None:
-    """Compile a model with a window, a softcap and memory options; the other rank, which sends the same, is eager."""
-    one = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
-    memory = longspan.Memory(checkpointing="selective", tiled_mlp=2, tiled_norms=True)
-    model = longspan.parallelize(build("Gemma2", **one), sp, memory=memory).train()
-    run = torch.compile(model, backend="aot_eager") if dist.get_rank() == 0 else model
-    out = run(**batch())
-    out.loss.backward()
-    assert "logits" not in out
-    check_gradients(gradients(model), truth_of(build("Gemma2", **one), batch()))
-
-
-@pytest.mark.parametrize("fsdp", [True, False])
-def test_supported_changes_keep_working(pool2: RankPool, fsdp: bool) -> None:
-    pool2.run(_supported_changes, fsdp, timeout=180)
 
 
 def _at_rest(fsdp: bool, when: str) -> str:

@@ -21,7 +21,7 @@ from longspan.losses.deferred_logits import DeferredLogits, Head
 from longspan.losses.logprobs import logprobs_of
 from tests.choose import pairwise
 from tests.models import Run, batch, build, check_gradients, gradients, rows_of, sharding, truth_by
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 from tests.tolerance import excess
 
 T, D, V = 50, 12, 37
@@ -276,15 +276,12 @@ def _reference(model: Any, temperature: float) -> Run:
     return Run(float(loss.detach()), torch.stack([chosen, entropy]).detach(), gradients(model), None)
 
 
-def _a_step_without_warnings() -> None:
+@on_ranks(2)
+def test_a_training_step_does_not_warn() -> None:
     model = longspan.parallelize(build("Llama"), sharding()).train()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(**batch()).loss.backward()
-
-
-def test_a_training_step_does_not_warn(pool2: RankPool) -> None:
-    pool2.run(_a_step_without_warnings)
 
 
 def _logprobs(truth: Any, data: int, ring: int, fsdp: bool, gather: bool) -> None:

@@ -19,7 +19,7 @@ from longspan.comm.digests import local_part
 from longspan.core.errors import LongspanError
 from tests.memory import peak_of
 from tests.models import Truth, batch, build, check_gradients, check_loss, gradients, rows_of, sharding, truth_of
-from tests.pool import RankError, RankPool
+from tests.pool import RankError, RankPool, on_ranks
 
 AUTO = {"Bert": "AutoModelForMaskedLM"}
 #: Tied weights, merged experts (converted as they are read), stacked experts, a renamed key, a tied bias.
@@ -167,7 +167,8 @@ def _origin(seed: int = 5, **changes: Any) -> Any:
     return Origin(transformers.AutoModelForCausalLM, build("Qwen3", **changes).config, torch.float32, seed=seed)
 
 
-def _drawn() -> None:
+@on_ranks(4)
+def test_random_weights_are_those_of_the_first_rank() -> None:
     from longspan.hf.loading import load_sharded
 
     # 61 rows of the table, head dim 7: rows do not divide over the ranks. Each rank has another seed.
@@ -179,11 +180,8 @@ def _drawn() -> None:
         assert torch.equal(_whole(model.get_parameter(name) if x.requires_grad else model.get_buffer(name)), x), name
 
 
-def test_random_weights_are_those_of_the_first_rank(pool4: RankPool) -> None:
-    pool4.run(_drawn)
-
-
-def _later() -> None:
+@on_ranks(2)
+def test_weights_that_are_loaded_later_are_not_made() -> None:
     from longspan.hf.loading import load_sharded
 
     model = load_sharded(_origin(tie_word_embeddings=True), sharding(), later=True)
@@ -192,10 +190,6 @@ def _later() -> None:
     shapes = [{name: p.shape for name, p in each.named_parameters()} for each in (model, plain)]
     assert shapes[0] == shapes[1]
     assert not any(p.is_meta for p in model.parameters())
-
-
-def test_weights_that_are_loaded_later_are_not_made(pool2: RankPool) -> None:
-    pool2.run(_later)
 
 
 def _adapted(folder: Path, how: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from longspan.hf.batch import IGNORE
 from longspan.losses import cross_entropy as loss_module
 from longspan.losses.tile_gradients import TileGradients
 from tests.choose import pairwise
-from tests.pool import RankPool
+from tests.pool import on_ranks
 from tests.tolerance import MARGIN, units
 
 
@@ -39,7 +39,9 @@ def _sizes(logits: torch.Tensor, labels: torch.Tensor, items: int) -> tuple[torc
     return loss.reshape(1), grad
 
 
-def _sharded(data: int, dtype: torch.dtype, items: int | None) -> None:
+@pytest.mark.parametrize(("data", "dtype", "items"), pairwise([1, 2, 4], [torch.float32, torch.bfloat16], [None, 100]))
+@on_ranks(4)
+def test_mean_of_the_global_batch(data: int, dtype: torch.dtype, items: int | None) -> None:
     sp = longspan.SequenceSharding(longspan.init_mesh(data=data, ulysses=dist.get_world_size() // data))
     whole, labels = _data(dtype)
     truth_leaf = whole.double().requires_grad_()
@@ -59,11 +61,6 @@ def _sharded(data: int, dtype: torch.dtype, items: int | None) -> None:
     grad = leaf.grad.double()
     dist.all_reduce(grad)  # every rank's part
     assert units(grad, truth_leaf.grad, of_grad, dtype) <= MARGIN
-
-
-@pytest.mark.parametrize(("data", "dtype", "items"), pairwise([1, 2, 4], [torch.float32, torch.bfloat16], [None, 100]))
-def test_mean_of_the_global_batch(pool4: RankPool, data: int, dtype: torch.dtype, items: int | None) -> None:
-    pool4.run(_sharded, data, dtype, items)
 
 
 @pytest.mark.parametrize("tile", [1, 100, 1 << 24])

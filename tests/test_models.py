@@ -33,7 +33,7 @@ from tests.models import (
     truth_by,
     truth_of,
 )
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 
 
 def _padded(family: str, side: str) -> dict[str, Any]:
@@ -313,7 +313,8 @@ def test_router_loss_with_checkpointed_layers(pool4: RankPool) -> None:
     pool4.run(_router_loss_checkpointed, truth_about("Qwen3Moe", tuple(AUX.items())))
 
 
-def _router_loss_by_call() -> None:
+@on_ranks(2)
+def test_router_loss_of_one_call() -> None:
     sp = sharding()
     whole = batch()
     model = longspan.parallelize(build("Mixtral", router_aux_loss_coef=0.7), sp, fsdp=False)
@@ -339,15 +340,12 @@ def _router_loss_by_call() -> None:
     )
 
 
-def test_router_loss_of_one_call(pool2: RankPool) -> None:
-    pool2.run(_router_loss_by_call)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Masked language models.
 
 
-def _masked_lm() -> None:
+@on_ranks(2)
+def test_masked_lm() -> None:
     sp = sharding()
     whole = batch()
     model, reference = longspan.parallelize(build("Bert"), sp), build("Bert")
@@ -370,10 +368,6 @@ def _masked_lm() -> None:
     count = int((whole["labels"] != -100).sum())
     check_loss(float(items.loss.detach()) * 100 / count, truth)
     assert model(input_ids=whole["input_ids"]).loss is None
-
-
-def test_masked_lm(pool2: RankPool) -> None:
-    pool2.run(_masked_lm)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

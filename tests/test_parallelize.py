@@ -33,7 +33,7 @@ from tests.models import (
     truth_of,
     widened,
 )
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 from tests.said import says
 from tests.tolerance import excess_of_rows, roughly
 
@@ -97,7 +97,12 @@ def test_no_sync_requires_a_parallelized_model() -> None:
     assert model.lm_head.weight.grad is not None
 
 
-def _checkpointed(family: str, reentrant: bool, fsdp: bool) -> None:
+@pytest.mark.parametrize(
+    ("reentrant", "fsdp", "family"),
+    each_value(grouped([(False, True), (False, False), (True, False)]), ["Qwen3", "Llama4Text", "Bert"]),
+)
+@on_ranks(2)
+def test_gradient_checkpointing(family: str, reentrant: bool, fsdp: bool) -> None:
     sp = sharding()
     model = longspan.parallelize(build(family), sp, fsdp=fsdp)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -110,15 +115,8 @@ def _checkpointed(family: str, reentrant: bool, fsdp: bool) -> None:
     check_gradients(gradients(model), truth)
 
 
-@pytest.mark.parametrize(
-    ("reentrant", "fsdp", "family"),
-    each_value(grouped([(False, True), (False, False), (True, False)]), ["Qwen3", "Llama4Text", "Bert"]),
-)
-def test_gradient_checkpointing(pool2: RankPool, family: str, reentrant: bool, fsdp: bool) -> None:
-    pool2.run(_checkpointed, family, reentrant, fsdp)
-
-
-def _two_models() -> None:
+@on_ranks(2)
+def test_models_in_one_process_are_independent() -> None:
     sp = sharding()
     base = build("Llama")
     config = base.config
@@ -134,10 +132,6 @@ def _two_models() -> None:
     _compare(build("Qwen3", seed=3), other, whole, sp)
     student.zero_grad()
     _compare(build("Llama"), student, whole, sp)
-
-
-def test_models_in_one_process_are_independent(pool2: RankPool) -> None:
-    pool2.run(_two_models)
 
 
 def _evaluate(truth: Truth) -> None:
@@ -161,7 +155,8 @@ def test_evaluation_sharded_batches_and_embeddings(pool4: RankPool) -> None:
     pool4.run(_evaluate, truth_of(build("Llama").eval(), batch()))
 
 
-def _logits_stay() -> None:
+@on_ranks(4)
+def test_logits_are_not_gathered() -> None:
     sp = sharding()
     model = longspan.parallelize(build("Llama"), sp, fsdp=False, check_batches=0)
     whole = batch(rows=1, n=64)
@@ -173,11 +168,8 @@ def _logits_stay() -> None:
     assert len(log) == 2 * layers + 1
 
 
-def test_logits_are_not_gathered(pool4: RankPool) -> None:
-    pool4.run(_logits_stay)
-
-
-def _mixed_precision() -> None:
+@on_ranks(2)
+def test_bf16_and_autocast() -> None:
     sp = sharding()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = longspan.parallelize(build("Llama"), sp, mp_policy=policy)
@@ -192,10 +184,6 @@ def _mixed_precision() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cast = longspan.parallelize(build("Llama"), sp, fsdp=False)(**whole)
     assert abs(float(cast.loss.detach()) / float(out.loss.detach()) - 1) < roughly(torch.bfloat16)
-
-
-def test_bf16_and_autocast(pool2: RankPool) -> None:
-    pool2.run(_mixed_precision)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -341,7 +329,8 @@ def test_unsupported_models_raise() -> None:
     assert excess_of_rows(headless(ids).last_hidden_state, single, exact) <= 1
 
 
-def _unused_parameters() -> None:
+@on_ranks(4)
+def test_gradients_that_only_some_ranks_have() -> None:
     """Without FSDP: a parameter that only some ranks use is summed; one that none uses gets no gradient."""
     from longspan.hf.weights.gradients import GradientSum
 
@@ -363,11 +352,8 @@ def _unused_parameters() -> None:
     assert e.grad is not None and torch.equal(e.grad, torch.full((3,), 3.0 * sp.size - 2))
 
 
-def test_gradients_that_only_some_ranks_have(pool4: RankPool) -> None:
-    pool4.run(_unused_parameters)
-
-
-def _fsdp_structure() -> None:
+@on_ranks(4)
+def test_fsdp_shards_each_layer_and_prefetches_the_next() -> None:
     from torch.distributed.fsdp import FSDPModule
 
     sp = sharding(data=2)
@@ -383,10 +369,6 @@ def _fsdp_structure() -> None:
     model(**rows_of(batch(), sp.data_rank, 2)).loss.backward()
     local = sum(p.to_local().numel() for p in layers[0].parameters())
     assert local < sum(p.numel() for p in layers[0].parameters())  # sharded again after forward and backward
-
-
-def test_fsdp_shards_each_layer_and_prefetches_the_next(pool4: RankPool) -> None:
-    pool4.run(_fsdp_structure)
 
 
 def _groups(model: Any) -> list[tuple[int, list[str]]]:
@@ -466,7 +448,8 @@ def test_adapters_have_the_gradients_of_one_process(pool4: RankPool, kind: str) 
     pool4.run(_compare_adapted, kind, truth_of(_adapted(kind), batch()))
 
 
-def _heads_that_share() -> None:
+@on_ranks(2)
+def test_masked_lms_and_models_without_a_head() -> None:
     """A masked LM's head shares table and bias with other modules; a model without a head has no last group."""
     from longspan.hf.weights.fsdp import outer_groups
 
@@ -485,10 +468,6 @@ def _heads_that_share() -> None:
     found = sp.gather(sharded(ids).last_hidden_state.detach(), length=21)
     exact = copy.deepcopy(plain).double()(ids).last_hidden_state
     assert excess_of_rows(found, plain(ids).last_hidden_state.detach(), exact.detach()) <= 1
-
-
-def test_masked_lms_and_models_without_a_head(pool2: RankPool) -> None:
-    pool2.run(_heads_that_share)
 
 
 def _bad_replica() -> list[str]:
@@ -510,7 +489,8 @@ def test_an_invalid_batch_of_one_replica_raises_on_all(pool4: RankPool) -> None:
         assert positions.startswith("rank 2 refused its batch: the batch has positions up to 140, the model's range is")
 
 
-def _patched_forwards() -> None:
+@on_ranks(2)
+def test_a_patched_loss_raises() -> None:
     def no_labels(self: Any, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
         return original(self, *args, **kwargs)
 
@@ -537,11 +517,8 @@ def _patched_forwards() -> None:
             type(model).forward = original
 
 
-def test_a_patched_loss_raises(pool2: RankPool) -> None:
-    pool2.run(_patched_forwards)
-
-
-def _backward_that_raises() -> None:
+@on_ranks(2)
+def test_gradients_after_a_backward_that_raised() -> None:
     sp = sharding()
     model = longspan.parallelize(build("Llama"), sp, fsdp=False)
     whole = batch()
@@ -560,11 +537,8 @@ def _backward_that_raises() -> None:
         torch.autograd.grad(model(**whole).loss, list(model.parameters()))
 
 
-def test_gradients_after_a_backward_that_raised(pool2: RankPool) -> None:
-    pool2.run(_backward_that_raises)
-
-
-def _two_backwards() -> None:
+@on_ranks(2)
+def test_two_backwards_of_a_retained_graph() -> None:
     whole, reference = batch(), build("Llama")
     loss = reference(**whole).loss
     loss.backward(retain_graph=True)
@@ -577,10 +551,6 @@ def _two_backwards() -> None:
         loss.backward()
         for name, found in gradients(model).items():
             torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def test_two_backwards_of_a_retained_graph(pool2: RankPool) -> None:
-    pool2.run(_two_backwards)
 
 
 def _selected_logits(positions: Any) -> None:
@@ -610,7 +580,9 @@ def test_logits_to_keep(pool4: RankPool) -> None:
     pool4.run(_selected_logits, torch.tensor([3, -1, 17, 3]))
 
 
-def _embeds_after_sharding() -> None:
+@on_ranks(2)
+def test_ids_embedded_after_sharding() -> None:
+    """21 tokens do not divide, so padding is replaced."""
     sp = sharding()
     model = longspan.parallelize(build("Llama"), sp)
     ids = batch()["input_ids"]
@@ -618,8 +590,3 @@ def _embeds_after_sharding() -> None:
     expected = model(**cut).loss
     embedded = model.get_input_embeddings()(cut.pop("input_ids"))
     torch.testing.assert_close(model(inputs_embeds=embedded, **cut).loss, expected)
-
-
-def test_ids_embedded_after_sharding(pool2: RankPool) -> None:
-    """21 tokens do not divide, so padding is replaced."""
-    pool2.run(_embeds_after_sharding)

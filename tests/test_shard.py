@@ -16,7 +16,7 @@ from longspan.comm.mesh import OneDeviceMesh
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Layout
 from longspan.hf.batch import IGNORE, shard_batch
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 
 
 def _sp(**sizes: int) -> longspan.SequenceSharding:
@@ -156,7 +156,8 @@ def test_a_mesh_of_another_size_than_the_job_is_refused() -> None:
         longspan.init_mesh(data=1.5)  # type: ignore[arg-type]
 
 
-def _meshes() -> None:
+@on_ranks(4)
+def test_meshes() -> None:
     with pytest.raises(
         LongspanError, match="needs 3 processes, this job has 4; start it with `torchrun --nproc-per-node"
     ):
@@ -173,7 +174,3 @@ def _meshes() -> None:
     assert (sp.data_rank, sp.rank) == divmod(rank, 2) and (sp.data_size, sp.size, sp.world_size) == (2, 2, 4)
     assert sp.group is not None and dist.get_process_group_ranks(sp.group) == [rank // 2 * 2, rank // 2 * 2 + 1]
     assert sp.world_group is not None and sp.world_group.size() == 4
-
-
-def test_meshes(pool4: RankPool) -> None:
-    pool4.run(_meshes)
