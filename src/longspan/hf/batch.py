@@ -12,7 +12,7 @@ import dataclasses
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,15 +20,13 @@ from torch import Tensor
 from longspan.attn.segments import Segments
 from longspan.comm.arguments import check_integers, check_sharding, describe
 from longspan.comm.digests import Digester
+from longspan.comm.mesh import SequenceSharding
 from longspan.comm.shard import shard
 from longspan.core.errors import LongspanError
+from longspan.core.layout import Layout
 from longspan.core.validation import check_flag, checked_call
 from longspan.hf.documents import BORDER_KEYS, ID_KEYS, LONGEST_KEYS, VisibleKeys, segments_of
 from longspan.losses.cross_entropy import IGNORE as IGNORE
-
-if TYPE_CHECKING:
-    from longspan.comm.mesh import SequenceSharding
-    from longspan.core.layout import Layout
 
 
 @dataclass(frozen=True)

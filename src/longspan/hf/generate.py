@@ -5,23 +5,20 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
 from longspan.comm.arguments import check_tensor
 from longspan.comm.consistency import gather_numbers
+from longspan.comm.mesh import SequenceSharding
 from longspan.compat.transformers_api import cache_name, take_cache
 from longspan.core.cache import PREFILL_CHUNK
 from longspan.core.errors import LongspanError
 from longspan.hf.forward.kv_cache import ShardedCache
 from longspan.hf.state import is_parallelized, state_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from longspan.comm.mesh import SequenceSharding
 
 
 class Generate:

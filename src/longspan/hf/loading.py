@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from torch import nn
 from longspan.comm.arguments import as_dtype, check_sharding, describe
 from longspan.comm.consistency import check_same_model
 from longspan.comm.errors import on_every_rank
+from longspan.comm.mesh import SequenceSharding
 from longspan.compat.transformers_api import generation_config
 from longspan.core.errors import LongspanError
 from longspan.core.memory import Memory
@@ -27,9 +28,6 @@ from longspan.hf.parallelize import parallelize
 from longspan.hf.pretrained import base_of, check_source, is_adapter, open_config, read_adapter
 from longspan.hf.weights.origin import Origin, WeightFiles
 from longspan.hf.weights.sources import Files, FirstRank, materialize, to_meta
-
-if TYPE_CHECKING:
-    from longspan.comm.mesh import SequenceSharding
 
 Prepare = Callable[[Any], Any]
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from longspan.comm.errors import on_every_rank
 from longspan.core.errors import LongspanError
@@ -16,20 +18,14 @@ from longspan.core.tile_sizes import layers_held, layers_per_checkpoint, mlp_row
 from longspan.core.validation import checked_call
 from longspan.hf.forward.registry import LayerBinding
 from longspan.hf.forward.stage import ForwardCall, Stage
+from longspan.hf.planning import AutoMemory
 from longspan.hf.state import state_of
 from longspan.hf.support import attention_layers, decoder_layers, draws, final_norm
 from longspan.memory.activations import NormedLinear, RecomputedActivations
 from longspan.memory.checkpointing import COMPILED, CheckpointedLayer, LayerCall, LayerGroups, forward_of
 from longspan.memory.offload import store_for
+from longspan.memory.offload.store import Store
 from longspan.memory.tiles import Tiled
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from transformers import PreTrainedModel
-
-    from longspan.hf.planning import AutoMemory
-    from longspan.memory.offload.store import Store
 
 
 class MemoryManager(Stage):

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import PreTrainedModel
 
 from longspan.attn.kernels.choice import AnyKernel
 from longspan.comm.arguments import check_sharding
 from longspan.comm.consistency import ReplicaCheck, broadcast_weights
+from longspan.comm.mesh import SequenceSharding
 from longspan.core.memory import Memory, MemoryLevel
 from longspan.core.validation import checked_call
 from longspan.hf.checks.batches import BatchCheck
@@ -43,12 +45,7 @@ from longspan.hf.tensor_parallel.layers import TensorParallel
 from longspan.hf.tensor_parallel.plan import TensorStyle
 from longspan.hf.weights.fsdp import apply_fsdp, gather_group_of
 from longspan.hf.weights.gradients import GradientSum
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from longspan.comm.mesh import SequenceSharding
-    from longspan.losses.deferred_logits import Head
+from longspan.losses.deferred_logits import Head
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from longspan.comm.consistency import gather_numbers
+from longspan.comm.mesh import SequenceSharding
 from longspan.core.errors import LongspanError
 from longspan.core.memory import Memory
 from longspan.core.parallel import TensorStyle
@@ -26,12 +28,6 @@ from longspan.plan.layers import CAUSAL, AttendedKeys, Bidirectional, Chunk, Mlp
 from longspan.plan.models import LayerShape, ModelShape, Parameter, is_family, shape_from_layers
 from longspan.plan.models.read import shape_from_config
 from longspan.plan.suggestions import choose_memory
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-    from transformers import PreTrainedModel
-
-    from longspan.comm.mesh import SequenceSharding
 
 
 def config_shape(config: Any) -> ModelShape:

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import transformers
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from longspan.attn.kernels.choice import AnyKernel, table_of
 from longspan.comm.consistency import check_same_model
 from longspan.comm.digests import digests_of, weights_of
+from longspan.comm.mesh import SequenceSharding
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_groups, split_heads
 from longspan.core.memory import FASTEST, Memory, MemoryLevel, memory_of
@@ -29,12 +30,7 @@ from longspan.hf.support import attention_dropout, check_model, refuse_dropout, 
 from longspan.hf.tensor_parallel.plan import STYLES, TensorPlan, TensorStyle, tensor_plan
 from longspan.hf.weights.fsdp import check_cpu_offload
 from longspan.memory.offload import store_for
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from longspan.comm.mesh import SequenceSharding
-    from longspan.memory.offload.store import Store
+from longspan.memory.offload.store import Store
 
 
 @dataclass(frozen=True)

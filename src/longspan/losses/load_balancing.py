@@ -6,17 +6,13 @@ own losses would be another number.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from longspan.comm.collectives import sum_over
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from longspan.comm.mesh import SequenceSharding
+from longspan.comm.mesh import SequenceSharding
 
 
 def load_balancing_loss(

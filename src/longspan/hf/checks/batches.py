@@ -14,7 +14,7 @@ import json
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,14 +23,12 @@ from torch import Tensor, nn
 from longspan.comm.consistency import ReplicaCheck, gather_numbers, is_on_cpu
 from longspan.comm.digests import digest_of_text
 from longspan.comm.errors import raise_on_every_rank
+from longspan.comm.mesh import SequenceSharding
 from longspan.comm.objects import gather_objects
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import differences, listed, odd_ones
 from longspan.hf.batch import SequenceInfo, device_digest, digest
-
-if TYPE_CHECKING:
-    from longspan.comm.mesh import SequenceSharding
 
 THOROUGH = 3
 """First forwards in which the host waits for values on a GPU and compares them: most faults appear there."""

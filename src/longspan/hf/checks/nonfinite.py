@@ -13,7 +13,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,16 +21,14 @@ from torch import Tensor, nn
 
 from longspan.comm.arguments import check_module
 from longspan.comm.digests import local_part
+from longspan.comm.mesh import SequenceSharding
 from longspan.comm.objects import gather_objects
 from longspan.core.formatting import format_ranks
 from longspan.core.validation import check_flag, checked_call
 from longspan.hf.batch import check_batch
 from longspan.hf.state import state_of
 from longspan.hf.weights.fsdp import reshard
-
-if TYPE_CHECKING:
-    from longspan.comm.mesh import SequenceSharding
-    from longspan.losses.deferred_logits import Head
+from longspan.losses.deferred_logits import Head
 
 
 @dataclass(frozen=True)

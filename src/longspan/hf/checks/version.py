@@ -10,18 +10,16 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
+from longspan.comm.mesh import SequenceSharding
 from longspan.comm.objects import gather_objects
 from longspan.compat.versions import TESTED, untested
 from longspan.core.errors import LongspanError
-
-if TYPE_CHECKING:
-    from longspan.comm.mesh import SequenceSharding
 
 _MODELS: dict[str, dict[str, Any]] = {
     "Llama": {},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.attn.kernels.choice import AnyKernel
 from longspan.cache.latent import latent_layer_of
+from longspan.comm.mesh import SequenceSharding
 from longspan.compat.transformers_api import cache_name, set_attention
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, Memory
@@ -20,9 +21,6 @@ from longspan.hf.forward.kv_cache import CachedInfo
 from longspan.hf.forward.registry import NAME, LayerBinding
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.support import HELP, attention_layers
-
-if TYPE_CHECKING:
-    from longspan.comm.mesh import SequenceSharding
 
 
 class AttentionLayers(Stage):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from longspan.attn.segments import padding_segments
+from longspan.attn.segments import Segments, padding_segments
 from longspan.comm.consistency import is_on_cpu
+from longspan.comm.mesh import SequenceSharding
 from longspan.comm.shard import shard
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
@@ -24,10 +26,6 @@ from longspan.hf.forward.stage import ForwardCall, ModelTraits, Stage
 from longspan.hf.pretrained import position_range
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from longspan.attn.segments import Segments
-    from longspan.comm.mesh import SequenceSharding
     from longspan.hf.tensor_parallel.layers import TensorParallel
 
 

@@ -7,12 +7,14 @@ others waiting in the next collective.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from longspan.compat.torch_api import not_compiled
+from longspan.hf.checks.batches import BatchCheck
 from longspan.hf.forward.cached import CachedTokens
 from longspan.hf.forward.logits import DeferLogits, SelectLogits
 from longspan.hf.forward.logprobs import ScoredLabels
@@ -21,14 +23,9 @@ from longspan.hf.forward.misuse import ModelChangeCheck, WeightDamageCheck
 from longspan.hf.forward.pooled import PooledHead
 from longspan.hf.forward.shard_batch import ShardBatch
 from longspan.hf.forward.stage import ForwardCall, ForwardOptions, Stage
+from longspan.hf.state import ParallelState
 from longspan.hf.support import innermost_decoder
 from longspan.hf.weights.fsdp import reshard
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from longspan.hf.checks.batches import BatchCheck
-    from longspan.hf.state import ParallelState
 
 
 class ForwardHooks:

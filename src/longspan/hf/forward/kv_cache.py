@@ -12,17 +12,20 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from longspan.attn.segments import Segments
 from longspan.cache.attend import CacheStep, start_step
+from longspan.cache.latent import LatentLayer
 from longspan.cache.layer_cache import LayerCache
 from longspan.cache.offload import OffloadedLayerCache, Staging
 from longspan.cache.static import StaticDecode
 from longspan.comm.arguments import check_module
+from longspan.comm.mesh import SequenceSharding
 from longspan.core.cache import CACHE_DTYPES, GENERATED_RUN, OFFLOADS, CacheDtype, KVPlacement, holds_latent
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
@@ -30,11 +33,6 @@ from longspan.core.validation import as_path, check_choice, check_count, check_f
 from longspan.hf.batch import SequenceInfo
 from longspan.hf.forward import kv_cache_files
 from longspan.hf.state import ParallelState, state_of
-
-if TYPE_CHECKING:
-    from longspan.attn.segments import Segments
-    from longspan.cache.latent import LatentLayer
-    from longspan.comm.mesh import SequenceSharding
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,23 +10,20 @@ import functools
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from longspan.comm.mesh import SequenceSharding
 from longspan.compat.torch_api import gather_into
 from longspan.core.errors import LongspanError
 from longspan.core.validation import format_value
+from longspan.hf.batch import SequenceInfo
 from longspan.hf.forward.stage import ForwardCall, ForwardOptions, ModelTraits, Stage
 from longspan.losses.deferred_logits import LOGITS_HINT, DeferredLogits, Head, LogitsNotComputed
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from longspan.comm.mesh import SequenceSharding
-    from longspan.hf.batch import SequenceInfo
 
 
 def head_of(model: PreTrainedModel) -> Head | None:

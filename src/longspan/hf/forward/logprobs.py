@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from longspan.comm.mesh import SequenceSharding
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_flag, check_number, checked_call
 from longspan.hf.batch import check_batch, shard_batch
@@ -23,9 +24,6 @@ from longspan.hf.weights.fsdp import reshard
 from longspan.losses.cross_entropy import IGNORE
 from longspan.losses.deferred_logits import DeferredLogits
 from longspan.losses.logprobs import EXTRAS, logprobs_of
-
-if TYPE_CHECKING:
-    from longspan.comm.mesh import SequenceSharding
 
 
 @overload

@@ -18,10 +18,12 @@ from torch import Tensor
 
 from longspan.comm.arguments import check_integers, check_sharding, check_tensor, describe
 from longspan.comm.collectives import sum_over
+from longspan.comm.mesh import SequenceSharding
 from longspan.compat.torch_api import not_compiled, version_of
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_number
 from longspan.hf.batch import real_tokens
+from longspan.hf.checks.batches import BatchCheck
 from longspan.hf.forward.stage import ForwardCall, ForwardOptions, ModelTraits, Stage
 from longspan.hf.support import no_router_loss
 from longspan.losses.cross_entropy import CROSS_ENTROPY, IGNORE, LossTerms, loss_sum
@@ -29,8 +31,6 @@ from longspan.losses.deferred_logits import DeferredLogits
 from longspan.losses.load_balancing import load_balancing_loss
 
 if TYPE_CHECKING:
-    from longspan.comm.mesh import SequenceSharding
-    from longspan.hf.checks.batches import BatchCheck
     from longspan.hf.tensor_parallel.layers import TensorParallel
 
 

@@ -12,7 +12,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from longspan.comm.digests import digests_of, local_part
+from longspan.comm.mesh import SequenceSharding
 from longspan.compat.torch_api import WRAPPED, before_casting, forbid_ddp, is_replica, version_of, wrapped_by_ddp
 from longspan.core.errors import LongspanError
 from longspan.hf.forward.stage import ForwardCall, Stage
-
-if TYPE_CHECKING:
-    from longspan.comm.mesh import SequenceSharding
-
 
 NO_DDP = (
     "DistributedDataParallel around a parallelized model would divide its gradients by the number of ranks, and they "

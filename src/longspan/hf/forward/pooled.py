@@ -10,22 +10,19 @@ loss, whether the model or a trainer computes it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from longspan.comm.mesh import SequenceSharding
 from longspan.core.errors import LongspanError
+from longspan.hf.batch import SequenceInfo
 from longspan.hf.forward.logits import gather_tokens
 from longspan.hf.forward.loss import GlobalLoss, HeldBackLabels
 from longspan.hf.forward.stage import ForwardCall
 from longspan.hf.support import HELP
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from longspan.comm.mesh import SequenceSharding
-    from longspan.hf.batch import SequenceInfo
 
 
 class PooledHead(HeldBackLabels):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from longspan.attn.segments import chunk_segments
 from longspan.attn.shapes import Shapes
 from longspan.cache.attend import attend, first_visible_token
 from longspan.cache.latent import LatentLayer, expand
+from longspan.comm.mesh import SequenceSharding
 from longspan.compat.torch_api import not_compiled
 from longspan.compat.transformers_api import mask_function as transformers_mask
 from longspan.compat.transformers_api import parts_of, register_attention
@@ -31,10 +32,6 @@ from longspan.hf.forward.kv_cache import CachedInfo
 from longspan.hf.support import HELP
 from longspan.memory.checkpointing import LayerCall
 from longspan.memory.saved_attention import saved_attention
-
-if TYPE_CHECKING:
-    from longspan.comm.mesh import SequenceSharding
-
 
 NAME = "longspan"
 

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from longspan.comm.consistency import is_on_cpu
+from longspan.comm.mesh import SequenceSharding
 from longspan.core.errors import LongspanError
 from longspan.hf.batch import IGNORE, SequenceInfo, cut_batch, fill_padding
+from longspan.hf.checks.batches import BatchCheck
 from longspan.hf.forward.binding import check_positions
 from longspan.hf.forward.loss import problem_of
 from longspan.hf.forward.stage import ForwardCall, ModelTraits, Stage
@@ -18,10 +21,6 @@ from longspan.hf.pretrained import position_range
 from longspan.hf.support import HELP, refuse_dropout
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from longspan.comm.mesh import SequenceSharding
-    from longspan.hf.checks.batches import BatchCheck
     from longspan.hf.tensor_parallel.layers import TensorParallel
 
 

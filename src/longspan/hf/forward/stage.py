@@ -14,21 +14,17 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from longspan.compat.transformers_api import OwnPositions, cache_name, own_positions, take_cache
+from longspan.hf.batch import SequenceInfo
 from longspan.hf.forward.kv_cache import ShardedCache
 from longspan.hf.support import attention_dropout, router_top_k
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from transformers import PreTrainedModel
-
-    from longspan.hf.batch import SequenceInfo
 
 
 class Stage:

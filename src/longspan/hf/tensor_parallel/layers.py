@@ -17,14 +17,17 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from transformers import PreTrainedModel
 
 from longspan.comm.collectives import exchange_counts, exchange_rows
+from longspan.comm.mesh import SequenceSharding
 from longspan.comm.sharded_weights import Rule, Shards
 from longspan.comm.tensor import TensorGroup
 from longspan.compat.torch_api import not_compiled, own_parameters
@@ -35,14 +38,7 @@ from longspan.hf.forward.cached import last_tokens
 from longspan.hf.forward.kv_cache import CachedInfo
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.tensor_parallel.plan import TensorPlan, TensorStyle
-from longspan.losses.deferred_logits import VocabShard
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from transformers import PreTrainedModel
-
-    from longspan.comm.mesh import SequenceSharding
-    from longspan.losses.deferred_logits import Head
+from longspan.losses.deferred_logits import Head, VocabShard
 
 
 class TensorParallel(Stage):

@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import Literal, NoReturn
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from longspan.comm.sharded_weights import Rule
 from longspan.comm.tensor import Parts
@@ -19,9 +20,6 @@ from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_groups
 from longspan.core.tile_sizes import even_span
 from longspan.hf.support import attention_layers, decoder_of, draws
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 TensorStyle = Literal["tp", "megatron-sp"]
 STYLES = ("tp", "megatron-sp")

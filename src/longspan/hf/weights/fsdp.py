@@ -12,22 +12,18 @@ its last. Only the root group does, so embedding and head then belong to it.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import PreTrainedModel
 
-from longspan.comm.mesh import mesh_of_one
+from longspan.comm.mesh import SequenceSharding, mesh_of_one
 from longspan.comm.sharded_weights import as_local
 from longspan.compat.torch_api import sum_gradients
 from longspan.core.errors import LongspanError
 from longspan.hf.support import decoder_layers, final_norm
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from longspan.comm.mesh import SequenceSharding
 
 
 def apply_fsdp(

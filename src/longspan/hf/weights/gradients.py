@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,17 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from longspan.comm.arguments import check_optimizer
 from longspan.comm.digests import local_part
+from longspan.comm.mesh import SequenceSharding
 from longspan.compat.torch_api import when_backward_ends
 from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import GRADIENT_BUCKET, gradient_buckets
 from longspan.core.validation import checked_call
 from longspan.hf.state import ParallelState, state_of
 from longspan.hf.support import transformers_model
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from longspan.comm.mesh import SequenceSharding
 
 
 @checked_call()

@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,17 +21,13 @@ from torch.distributed.tensor import DTensor, Shard
 from longspan.comm.consistency import gather_numbers
 from longspan.comm.digests import local_part
 from longspan.comm.errors import on_every_rank
+from longspan.comm.mesh import SequenceSharding
 from longspan.comm.objects import broadcast_object
 from longspan.compat.transformers_api import keys_in_model
 from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import even_span
 from longspan.hf.pretrained import without_progress_bars
 from longspan.hf.weights.origin import Origin, WeightFiles
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from longspan.comm.mesh import SequenceSharding
 
 
 class Files:
