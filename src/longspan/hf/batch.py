@@ -29,38 +29,30 @@ from longspan.hf.documents import BORDER_KEYS, ID_KEYS, LONGEST_KEYS, VisibleKey
 from longspan.losses.cross_entropy import IGNORE as IGNORE
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class SequenceInfo:
-    """Facts about the full batch that each rank needs.
+    """Facts about the full batch that each rank needs."""
 
-    Attributes:
-        length: tokens of the sequence, without the padding that `longspan.comm.shard` adds.
-        segments: documents and padding; None if every token of a row may see its whole row.
-        max_position: the largest position id of the batch.
-        layout: which rank holds which tokens; the model's sharding must have the same.
-        starts: for each run of `segments` the position id of its first token, if position ids restart; None: all 0.
-        shifted: whether labels are shifted, as a causal LM's are.
-        digest: of the full batch, if `shard_batch` sharded it: by `digest`, or on a GPU by `device_digest`.
-        counted: whether `position_ids` were not given and count along the row.
-        visible: which keys are real, if an attention mask has zeros between the ones of a row.
-        fillers: for each key of the batch, the values of one real token per row, `[B, ...]`, which replace padding in a
-            forward. Empty if nothing is padded on any rank.
-        padding: which of my tokens are padding without a label, bool `[B, L]`; None if there are none.
-        plans: attentions prepared for this batch, one for each kind of layer; made by the first layer of a kind.
-    """
-
-    length: int
-    segments: Segments | None
-    max_position: int
-    layout: Layout
+    length: int  # tokens of the sequence, without the padding that `longspan.comm.shard` adds
+    segments: Segments | None  # documents and padding; None if every token of a row may see its whole row
+    max_position: int  # the largest position id of the batch
+    layout: Layout  # that of the model's sharding
+    # For each run of `segments` the position id of its first token, if position ids restart; None: all 0.
     starts: tuple[tuple[int, ...], ...] | None = None
-    shifted: bool = True
-    digest: int | Tensor | None = dataclasses.field(default=None, compare=False, repr=False)
-    counted: bool = False
-    visible: VisibleKeys | None = dataclasses.field(default=None, compare=False, repr=False)
-    fillers: dict[str, Tensor] = dataclasses.field(default_factory=dict, compare=False, repr=False)
-    padding: Tensor | None = dataclasses.field(default=None, compare=False, repr=False)
-    plans: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    shifted: bool = True  # labels are shifted, as a causal LM's are
+    counted: bool = False  # `position_ids` were not given and count along the row
+    digest: int | Tensor | None = None  # if `shard_batch` sharded the batch: `digest`, on a GPU `device_digest`
+    visible: VisibleKeys | None = None  # which keys are real, if a mask has zeros between the ones of a row
+    # For each key of the batch the values of one real token per row, `[B, ...]`, which replace padding in a forward.
+    # Empty if nothing is padded on any rank.
+    fillers: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    padding: Tensor | None = None  # which of my tokens are padding without a label, bool `[B, L]`
+    plans: dict[Any, Any] = dataclasses.field(default_factory=dict)  # attentions, by kind of layer
+
+    def __repr__(self) -> str:
+        """Equal on all ranks of a sequence group."""
+        names = ("length", "segments", "max_position", "layout", "starts", "shifted", "counted")
+        return f"SequenceInfo({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
 
 def digest(batch: Mapping[str, Any]) -> int:
@@ -86,6 +78,12 @@ def device_digest(batch: Mapping[str, Any]) -> Tensor:
 _INPUTS = ("input_ids", "inputs_embeds", "token_type_ids", "per_layer_inputs")
 _PER_TOKEN = {*_INPUTS, "labels", "shift_labels", "position_ids", "attention_mask", *ID_KEYS}
 _PER_BATCH = {*BORDER_KEYS, *LONGEST_KEYS}
+
+
+def tokens_of(inputs: Mapping[str, Any]) -> Tensor:
+    """Return the ids of a batch, or its embeddings."""
+    tokens: Tensor = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
+    return tokens
 
 
 def check_batch(name: str, batch: Any) -> None:
@@ -206,9 +204,9 @@ def fill_padding(cut: dict[str, Any], sp: SequenceSharding, labels: Tensor | Non
         labels: of my tokens; None if there are none, so that any row's first token may be predicted.
     """
     info: SequenceInfo = cut["longspan"]
-    tokens = cut["input_ids"] if cut.get("input_ids") is not None else cut["inputs_embeds"]
     if not info.fillers:
         return
+    tokens = tokens_of(cut)
     real_Bn = _in_rows(info, len(tokens), tokens.device, before=int(info.shifted and labels is None))
     real_BL = _part(real_Bn, sp)
     if labels is not None:

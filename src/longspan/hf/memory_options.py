@@ -56,14 +56,15 @@ class MemoryManager(Stage):
         self.modules.check(memory)
         self.memory, self.store, self.why = memory, store, why
         self._install(memory)
+        tiles_mlps = memory.tiled_mlp != 1
         for mlp in self.mlps:
-            mlp.on = memory.tiled_mlp != 1
+            mlp.on = tiles_mlps
         for norm in self.norms:
             norm.on = memory.tiled_norms
         for linear in self.linears:
             linear.on = memory.tiled_norms
         for act in self.activations:
-            act.on = memory.recompute_mlp_act and memory.tiled_mlp == 1
+            act.on = memory.recompute_mlp_act and not tiles_mlps
         self.groups.per_checkpoint = layers_per_checkpoint(len(self.layers), memory.layers_per_checkpoint)
         for layer in self.checkpointed:
             layer.memory, layer.store = memory, store
@@ -219,7 +220,8 @@ class MemoryModules:
         self.names = {module: name for name, module in model.named_modules()}
         self.untiled: str | None = None
         self.mlps = [mlp for layer in self.layers for mlp in self._mlps(layer)]
-        self.norms = [*self._norms(), *filter(_is_norm, final_norm(model))]
+        inside = (module for layer in self.layers for module in layer.modules())
+        self.norms = [*filter(_is_norm, inside), *filter(_is_norm, final_norm(model))]
 
     def check(self, memory: Memory) -> None:
         """Raise for memory options that the model does not support."""
@@ -245,11 +247,6 @@ class MemoryModules:
                     f"cannot run tile by tile"
                 )
         self.untiled = self.untiled or problem
-
-    def _norms(self) -> Iterator[nn.Module]:
-        for module in (module for layer in self.layers for module in layer.modules()):
-            if _is_norm(module):
-                yield module
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -26,7 +26,7 @@ from longspan.core.validation import check_choice, check_flag, format_value
 from longspan.hf.memory_options import MemoryModules
 from longspan.hf.planning import AutoMemory
 from longspan.hf.state import is_parallelized
-from longspan.hf.support import attention_dropout, check_model, refuse_dropout, transformers_model
+from longspan.hf.support import attention_dropout, check_model, heads_of, refuse_dropout, transformers_model
 from longspan.hf.tensor_parallel.plan import STYLES, TensorPlan, TensorStyle, tensor_plan
 from longspan.hf.weights.fsdp import check_cpu_offload
 from longspan.memory.offload import store_for
@@ -203,8 +203,5 @@ def _facts(model: nn.Module, sp: SequenceSharding, options: ParallelizeOptions) 
 
 def heads_of_ranks(model: PreTrainedModel, sp: SequenceSharding) -> tuple[HeadShard, ...]:
     """Return the heads of each Ulysses rank of this tensor rank."""
-    config = model.config.get_text_config()
-    q_heads: int = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or q_heads
-    mine = split_groups(q_heads, kv_heads, sp.tensor_size)[sp.tensor_rank]
+    mine = split_groups(*heads_of(model.config), sp.tensor_size)[sp.tensor_rank]
     return split_heads(mine.q_heads, mine.kv_heads, sp.ulysses_size, kv_replication=sp.kv_replication)

@@ -97,6 +97,12 @@ def innermost_decoder(model: PreTrainedModel) -> nn.Module:
     return next((m for m in reversed(inner) if layers <= set(m.modules())), None) or decoder_of(model)
 
 
+def heads_of(config: Any) -> tuple[int, int]:
+    """Return the query and KV heads of an attention layer of a Hugging Face config."""
+    text = config.get_text_config()
+    return text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+
+
 def is_masked_lm(model: PreTrainedModel) -> bool:
     """Return whether the logits at a token predict that token (BERT), so labels are not shifted."""
     return bool(model.loss_type == "ForMaskedLM")

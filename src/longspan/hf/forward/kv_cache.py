@@ -35,7 +35,7 @@ from longspan.hf.forward import kv_cache_files
 from longspan.hf.state import ParallelState, state_of
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class CachedInfo(SequenceInfo):
     """Facts about a forward with a cache. `length` and `segments` include the cached tokens."""
 

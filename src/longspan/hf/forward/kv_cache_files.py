@@ -11,6 +11,7 @@ from longspan.comm.errors import on_every_rank
 from longspan.comm.objects import gather_objects
 from longspan.core.errors import LongspanError, os_errors_as_longspan_errors
 from longspan.core.heads import split_groups, split_heads
+from longspan.hf.support import heads_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -107,9 +108,7 @@ def _model_heads(cache: ShardedCache, store: LayerCache) -> tuple[tuple[int, int
     """
     (q_heads, kv_heads), (start, stop), sp = store.heads, store.local_kv_heads, cache.sp
     if sp.tensor_size > 1:
-        config = cache.config.get_text_config()
-        q_heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or q_heads
+        q_heads, kv_heads = heads_of(cache.config)
         first = split_groups(q_heads, kv_heads, sp.tensor_size)[sp.tensor_rank].kv_start
         start, stop = start + first, stop + first
     return (q_heads, kv_heads), (start, stop)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from longspan.comm.consistency import is_on_cpu
 from longspan.comm.mesh import SequenceSharding
 from longspan.core.errors import LongspanError
-from longspan.hf.batch import IGNORE, SequenceInfo, cut_batch, fill_padding
+from longspan.hf.batch import IGNORE, SequenceInfo, cut_batch, fill_padding, tokens_of
 from longspan.hf.checks.batches import BatchCheck
 from longspan.hf.forward.binding import check_positions
 from longspan.hf.forward.loss import problem_of
@@ -132,12 +132,6 @@ def _refuse_arguments(batch: Mapping[str, Any], traits: ModelTraits) -> None:
         raise LongspanError(f"encoder_hidden_states ask {name} for cross attention to another sequence; {HELP}")
     if batch.get("labels") is not None and not traits.accepts("labels"):
         raise LongspanError(f"{name} takes no labels: it has no head that predicts tokens; leave them out")
-
-
-def tokens_of(inputs: Mapping[str, Any]) -> Tensor:
-    """Return the ids of a batch, or its embeddings."""
-    tokens: Tensor = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
-    return tokens
 
 
 def check_ids(model: PreTrainedModel, batch: Mapping[str, Any], traits: ModelTraits) -> None:

@@ -19,7 +19,7 @@ from longspan.comm.tensor import Parts
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_groups
 from longspan.core.tile_sizes import even_span
-from longspan.hf.support import attention_layers, decoder_of, draws
+from longspan.hf.support import attention_layers, decoder_of, draws, heads_of
 
 TensorStyle = Literal["tp", "megatron-sp"]
 STYLES = ("tp", "megatron-sp")
@@ -65,26 +65,18 @@ _OF_KV = ("k_proj", "v_proj", "k_norm")
 
 @dataclass
 class TensorPlan:
-    """How `TensorParallel` changes a model.
+    """How `TensorParallel` changes a model."""
 
-    Attributes:
-        rules: of every parameter, by name.
-        regions: modules between collectives: "attention" or "mlp" (with shards of weights), "moe" (with my tokens).
-        experts: modules of which each rank holds some experts.
-        adapted: PEFT's modules around them; their forwards read the weights inside.
-        norms: norms over the queries or keys of all heads, with the weight of each of my entries in the mean: 1 over
-            the number of ranks that hold it.
-        heads: of each rank.
-        fused: layers with a fused projection, which must know this rank's heads.
-    """
-
-    rules: dict[str, Rule] = field(default_factory=dict)
+    rules: dict[str, Rule] = field(default_factory=dict)  # of every parameter, by name
+    # Modules between collectives: "attention" or "mlp" (with shards of weights), "moe" (with my tokens).
     regions: dict[str, str] = field(default_factory=dict)
-    experts: list[str] = field(default_factory=list)
-    adapted: list[str] = field(default_factory=list)
+    experts: list[str] = field(default_factory=list)  # modules of which each rank holds some experts
+    adapted: list[str] = field(default_factory=list)  # PEFT's modules around them, whose forwards read the weights
+    # Norms over the queries or keys of all heads, with the weight of each of my entries in the mean: 1 over the number
+    # of ranks that hold it.
     norms: dict[str, list[float]] = field(default_factory=dict)
-    heads: tuple[HeadShard, ...] = ()
-    fused: list[str] = field(default_factory=list)
+    heads: tuple[HeadShard, ...] = ()  # of each rank
+    fused: list[str] = field(default_factory=list)  # layers with a fused projection, which must know this rank's heads
 
 
 def tensor_plan(model: PreTrainedModel, size: int, rank: int, style: TensorStyle, others: int = 1) -> TensorPlan:
@@ -147,10 +139,8 @@ class _Planner:
         return styles
 
     def _check_heads(self) -> None:
-        config = self.model.config.get_text_config()
-        self.q_heads: int = config.num_attention_heads
-        self.kv_heads: int = getattr(config, "num_key_value_heads", None) or self.q_heads
-        self.model_type: str = config.model_type
+        self.q_heads, self.kv_heads = heads_of(self.model.config)
+        self.model_type: str = self.model.config.get_text_config().model_type
         self.made.heads = split_groups(self.q_heads, self.kv_heads, self.size)
         if not all(shard.q_heads for shard in self.made.heads):
             self._refuse_size("query heads", self.q_heads, even=False)
