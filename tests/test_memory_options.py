@@ -268,17 +268,6 @@ def test_a_retained_graph_supports_a_second_backward() -> None:
             assert torch.allclose(grad, 2 * once[name], rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.confirms  # by tests/test_guards.py, under FSDP
-def test_a_compiled_model_keeps_its_memory_options() -> None:
-    truth = truth_of(build("Gemma2"), batch())  # sliding windows, and logits with a softcap
-    model = longspan.parallelize(build("Gemma2"), ONE_DEVICE, memory=MEMORY_OPTIONS["all"]).train()
-    out = torch.compile(model, backend="eager")(**batch())
-    out.loss.backward()
-    assert "logits" not in out
-    check_loss(float(out.loss.detach()), truth)
-    check_gradients(gradients(model), truth)
-
-
 def test_the_backward_of_a_tiled_mlp_repeats_its_dropout() -> None:
     torch.manual_seed(0)
     mlp = nn.Sequential(nn.Linear(4, 16, bias=False), nn.Dropout(0.5), nn.Linear(16, 1, bias=False))

@@ -205,20 +205,12 @@ def _bindings(layer: nn.Module) -> list[LayerBinding]:
 
 
 class MemoryModules:
-    """The modules that memory options concern.
-
-    Attributes:
-        layers: the decoder layers.
-        mlps: parts of a layer with matrices and without attention.
-        norms: of the layers, and the one behind them.
-        names: of all modules.
-        untiled: why some MLP cannot run tile by tile; None if all can.
-    """
+    """The modules that memory options concern: decoder layers, their MLPs and norms, and the norm behind them."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.layers = decoder_layers(model)
         self.names = {module: name for name, module in model.named_modules()}
-        self.untiled: str | None = None
+        self.untiled: str | None = None  # why some MLP cannot run tile by tile
         self.mlps = [mlp for layer in self.layers for mlp in self._mlps(layer)]
         inside = (module for layer in self.layers for module in layer.modules())
         self.norms = [*filter(_is_norm, inside), *filter(_is_norm, final_norm(model))]

@@ -176,26 +176,17 @@ class _Identity(torch.autograd.Function):
 class Head:
     """A language-model head whose next output may be deferred. Replaces the module's `forward`.
 
-    Args:
-        module: what `get_output_embeddings` returns: any module called with hidden states alone.
-
-    Attributes:
-        bare: the module that computes logits.
-        defer_next: whether to defer the output of the next call.
-        observer: called with each tile of logits that is computed.
-        loss_kernel: "tiled", or a name of `longspan.losses.cross_entropy`.
-        gather: gathers the weights if they are sharded.
-        vocab_shard: this rank's shard, if a tensor group shards the vocabulary; the head returns its logits.
+    The module is what `get_output_embeddings` returns: any that is called with hidden states alone.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.bare = BareModule(module)
-        self.defer_next = False
-        self.observer: Callable[[Tensor], None] | None = None
-        self.loss_kernel = "tiled"
-        self.vocab_shard: VocabShard | None = None
-        self.gather: Callable[[], None] | None = None
+        self.defer_next = False  # defer the output of the next call
+        self.observer: Callable[[Tensor], None] | None = None  # is called with each tile of logits that is computed
+        self.loss_kernel = "tiled"  # or a name of `longspan.losses.cross_entropy`
+        self.vocab_shard: VocabShard | None = None  # if a tensor group shards the vocabulary: logits are of it
+        self.gather: Callable[[], None] | None = None  # gathers the weights, if they are sharded
         # Set on the instance, so that hooks around `__call__`, FSDP's too, still run. A compiler breaks its graph here.
         module.forward = not_compiled(self._forward)
 

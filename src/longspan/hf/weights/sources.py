@@ -31,12 +31,9 @@ from longspan.hf.weights.origin import Origin, WeightFiles
 
 
 class Files:
-    """Each rank reads its own rows.
+    """Each rank reads its own rows, or nothing without `files`.
 
-    Args:
-        model: its parameters are stubs, with ties.
-        keys: the key in the files of each parameter and persistent buffer; of tied names, of one.
-        files: None: read nothing.
+    The model's parameters are stubs, with ties; `keys` are those in the files, of tied names for one.
     """
 
     def __init__(self, model: Any, keys: Mapping[str, str], files: WeightFiles | None) -> None:
@@ -124,13 +121,7 @@ class _TensorInfo:
 
 
 class FirstRank:
-    """The first rank makes the full model and sends the others their rows, a parameter at a time.
-
-    Args:
-        model: its parameters are stubs.
-        full_model: the full model on the first rank, None on the others.
-        parameters: of the model, by name.
-    """
+    """The first rank makes the full model and sends the others, whose parameters are stubs, a parameter at a time."""
 
     def __init__(self, model: Any, full_model: Any, parameters: Mapping[str, _TensorInfo]) -> None:
         self.model = model
