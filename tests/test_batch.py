@@ -111,7 +111,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"input_ids": _tokens(2), "cu_seq_lens_q": BORDERS},
         r"`cu_seq_lens_q` marks the documents of one row, the batch has 2; give document_ids",
     ),
-    ({"cu_seq_lens_q": BORDERS, "max_length_q": 2}, "`max_length_q` is 2, the longest document of .* has 3 tokens"),
     ({"max_length_q": 2}, "`max_length_q` is the length of the longest document; give cu_seq_lens_q with it"),
     (
         {"cu_seq_lens_q": BORDERS, "cu_seq_lens_k": torch.tensor([0, 2, 7])},

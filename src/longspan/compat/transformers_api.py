@@ -7,8 +7,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -182,49 +181,41 @@ def counts_repeated_tokens_once() -> bool:
     return count is None or "get_tp_size" in inspect.getsource(count)
 
 
-@dataclass(frozen=True)
-class OwnPositions:
-    """How a model computes missing position ids, if it does not count 0, 1, 2, ... along the row.
-
-    When gone: `own_positions` returns None.
-
-    Attributes:
-        of_ids: (ids, tokens before them) -> position ids; None if they follow from the attention mask: real tokens
-            are counted, and padding has -1.
-        of_embeds: (embeddings) -> position ids.
-    """
-
-    of_ids: Callable[[Tensor, int], Tensor] | None = None
-    of_embeds: Callable[[Tensor], Tensor] | None = None
-
-
 _COUNTS_IN_ROWS = "BioGptLearnedPositionalEmbedding"
 _COUNTS_THE_MASK = "OPTLearnedPositionalEmbedding"
 
+Positions = Callable[[Mapping[str, Any], int], Tensor | None]
 
-def own_positions(model: PreTrainedModel) -> OwnPositions | None:
-    """Return how a model counts positions itself; None if it counts along the row, or is refused.
+
+def own_positions(model: PreTrainedModel) -> Positions | None:
+    """Return how a model computes missing position ids from a batch, behind cached tokens; `count_mask` if it counts
+    real tokens. None if it counts 0, 1, 2, ... along the row, or is refused.
 
     When gone: None, and `makes_positions` refuses such a module.
     """
     for module in model.modules():
         name, kind = "create_position_ids_from_input_ids", type(module)
         if kind.__name__ == _COUNTS_THE_MASK:
-            return OwnPositions()
+            return count_mask
         made: Any = getattr(module, name, getattr(sys.modules[kind.__module__], name, None))
         from_embeds: Any = getattr(module, "create_position_ids_from_inputs_embeds", None)
         if made is None or from_embeds is None or getattr(module, "position_embedding_type", "") == "rotary":
             continue
-        return _from_tokens(made, from_embeds, module.padding_idx)
+        return functools.partial(_count_tokens, made, from_embeds, module.padding_idx)
     return None
 
 
-def _from_tokens(from_ids: Any, from_embeds: Any, pad: Any) -> OwnPositions:
-    counts_past, knows_pad = len(inspect.signature(from_ids).parameters) > 2, _takes(from_embeds, "padding_idx")
-    return OwnPositions(
-        lambda ids, past: from_ids(ids, pad, past) if counts_past else from_ids(ids, pad),
-        lambda embeds: from_embeds(embeds, pad) if knows_pad else from_embeds(embeds),
-    )
+def count_mask(batch: Mapping[str, Any], past: int) -> Tensor | None:
+    """Count the real tokens of an attention mask; padding has -1. When gone: `own_positions` returns None."""
+    mask: Tensor | None = batch.get("attention_mask")
+    return None if mask is None else (mask.long().cumsum(-1) * mask.long() - 1)[:, past:]
+
+
+def _count_tokens(from_ids: Any, from_embeds: Any, pad: Any, batch: Mapping[str, Any], past: int) -> Any:
+    if batch.get("input_ids") is None:
+        return from_embeds(batch["inputs_embeds"], *([pad] if _takes(from_embeds, "padding_idx") else []))
+    counts_past = len(inspect.signature(from_ids).parameters) > 2
+    return from_ids(batch["input_ids"], pad, *([past] if counts_past else []))
 
 
 def makes_positions(module: Any) -> bool:

@@ -25,7 +25,7 @@ from longspan.comm.shard import shard
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Layout
 from longspan.core.validation import check_flag, checked_call
-from longspan.hf.documents import BORDER_KEYS, ID_KEYS, LONGEST_KEYS, VisibleKeys, segments_of
+from longspan.hf.documents import BORDER_KEYS, ID_KEYS, LONGEST_KEYS, VisibleKeys, segments_of, tokens_of
 from longspan.losses.cross_entropy import IGNORE as IGNORE
 
 
@@ -78,12 +78,6 @@ def device_digest(batch: Mapping[str, Any]) -> Tensor:
 _INPUTS = ("input_ids", "inputs_embeds", "token_type_ids", "per_layer_inputs")
 _PER_TOKEN = {*_INPUTS, "labels", "shift_labels", "position_ids", "attention_mask", *ID_KEYS}
 _PER_BATCH = {*BORDER_KEYS, *LONGEST_KEYS}
-
-
-def tokens_of(inputs: Mapping[str, Any]) -> Tensor:
-    """Return the ids of a batch, or its embeddings."""
-    tokens: Tensor = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
-    return tokens
 
 
 def check_batch(name: str, batch: Any) -> None:

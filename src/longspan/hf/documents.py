@@ -28,6 +28,12 @@ class VisibleKeys:
         return self.mask.to(kv.device)[b, kv.clamp(max=self.mask.shape[1] - 1)]
 
 
+def tokens_of(inputs: Mapping[str, Any]) -> Tensor:
+    """Return the ids of a batch, or its embeddings."""
+    tokens: Tensor = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
+    return tokens
+
+
 def segments_of(
     batch: Mapping[str, Any], positions: Tensor | None, batch_size: int, n: int
 ) -> tuple[Segments | None, tuple[tuple[int, ...], ...] | None, VisibleKeys | None]:
@@ -92,7 +98,7 @@ def _format_documents(rows: Segments | None, n: int) -> str:
 
 def _ids_between(key: str, batch: Mapping[str, Any], n: int) -> Tensor:
     """Return document ids from FlashAttention's cumulative lengths."""
-    borders, tokens = batch[key], batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+    borders, tokens = batch[key], tokens_of(batch)
     if tokens.shape[0] != 1:
         raise LongspanError(
             f"`{key}` marks the documents of one row, the batch has {tokens.shape[0]}; give document_ids [B, n]"
@@ -101,11 +107,6 @@ def _ids_between(key: str, batch: Mapping[str, Any], n: int) -> Tensor:
         got = f"the shape {tuple(borders.shape)}, {borders.dtype}" if isinstance(borders, Tensor) else repr(borders)
         raise LongspanError(f"`{key}` must be a tensor of integers [documents + 1], got {got}")
     sizes = [stop - start for start, stop in cu_seqlens_segments(borders, n, key)[0]]
-    longest = batch.get(f"max_length_{key[-1]}")
-    if longest is not None and int(longest) < max(sizes):
-        raise LongspanError(
-            f"`max_length_{key[-1]}` is {int(longest)}, the longest document of `{key}` has {max(sizes)} tokens"
-        )
     lengths = torch.tensor(sizes, device=tokens.device)
     return torch.arange(len(sizes), device=tokens.device).repeat_interleave(lengths)[None]
 

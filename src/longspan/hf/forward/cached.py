@@ -16,8 +16,8 @@ from longspan.comm.shard import shard
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.core.validation import format_value
-from longspan.hf.batch import check_cache_position, tokens_of
-from longspan.hf.documents import VisibleKeys
+from longspan.hf.batch import check_cache_position
+from longspan.hf.documents import VisibleKeys, tokens_of
 from longspan.hf.forward.binding import check_positions
 from longspan.hf.forward.kv_cache import CachedInfo, KnownTokens
 from longspan.hf.forward.logits import SelectedTokens

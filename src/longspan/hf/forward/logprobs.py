@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,20 +26,6 @@ from longspan.losses.deferred_logits import DeferredLogits
 from longspan.losses.logprobs import EXTRAS, logprobs_of
 
 
-@overload
-def token_logprobs(
-    model: nn.Module, batch: Mapping[str, Any], *, temperature: float = 1.0, gather: bool = False
-) -> Tensor: ...
-@overload
-def token_logprobs(
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    *,
-    temperature: float = 1.0,
-    entropy: bool = False,
-    top1: bool = False,
-    gather: bool = False,
-) -> Any: ...
 @checked_call(batch=check_batch, entropy=check_flag, top1=check_flag, gather=check_flag)
 def token_logprobs(
     model: nn.Module,
@@ -92,16 +78,20 @@ def token_logprobs(
         raise LongspanError("the batch was cut without labels; give them to longspan.shard_batch")
     with forward.options.during(return_deferred=True):
         logits = model(**cut).logits
-    if not isinstance(logits, DeferredLogits):
-        raise LongspanError(f"{forward.traits.name} does not call its head as transformers' models do")
-    if temperature != 1:
-        logits = logits / temperature
-    scores = logprobs_of(logits, labels, entropy, ("is_top1",) if top1 else ())
+    scores = _scores(model, logits, labels, temperature, entropy, ("is_top1",) if top1 else ())
     if not torch.is_grad_enabled():
         reshard(model)
     if gather:
         scores = tuple(gather_tokens(x, state.sp, cut["longspan"]) for x in scores)
     return scores if entropy or top1 else scores[0]
+
+
+def _scores(
+    model: nn.Module, logits: Any, labels: Tensor, temperature: float, entropy: bool, extras: tuple[str, ...]
+) -> tuple[Tensor, ...]:
+    if not isinstance(logits, DeferredLogits):
+        raise LongspanError(f"{state_of(model).traits.name} does not call its head as transformers' models do")
+    return logprobs_of(logits if temperature == 1 else logits / temperature, labels, entropy, extras)
 
 
 @dataclass
@@ -147,14 +137,11 @@ class ScoredLabels(Stage):
     def after(self, call: ForwardCall, output: Any) -> Any:
         assert self.labels is not None
         logits, options = output["logits"], self.options
-        if not isinstance(logits, DeferredLogits):
-            raise LongspanError(f"{type(call.model).__name__} does not call its head as transformers' models do")
-        if options.temperature != 1:
-            logits = logits / options.temperature
         extras = tuple(name for name in EXTRAS if not (options.entropy_grad and name == "entropy"))
         names = ("log_probs", *(["entropy"] if options.entropy_grad else []), *extras, "label_mask")
         labelled = (self.labels != IGNORE).to(logits.hidden.dtype)
-        mine = (*logprobs_of(logits, self.labels, options.entropy_grad, extras), labelled)
+        scored = _scores(call.model, logits, self.labels, options.temperature, options.entropy_grad, extras)
+        mine = (*scored, labelled)
         scores: dict[str, Any] = {
             name: gather_tokens(x, self.sp, call.info)[:, :-1] for name, x in zip(names, mine, strict=True)
         }

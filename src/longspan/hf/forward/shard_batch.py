@@ -11,9 +11,11 @@ from transformers import PreTrainedModel
 
 from longspan.comm.consistency import is_on_cpu
 from longspan.comm.mesh import SequenceSharding
+from longspan.compat.transformers_api import count_mask
 from longspan.core.errors import LongspanError
-from longspan.hf.batch import IGNORE, SequenceInfo, cut_batch, fill_padding, tokens_of
+from longspan.hf.batch import IGNORE, SequenceInfo, cut_batch, fill_padding
 from longspan.hf.checks.batches import BatchCheck
+from longspan.hf.documents import tokens_of
 from longspan.hf.forward.binding import check_positions
 from longspan.hf.forward.loss import problem_of
 from longspan.hf.forward.stage import ForwardCall, ModelTraits, Stage
@@ -84,7 +86,7 @@ class ShardBatch(Stage):
                 f"this batch was sharded with {info.layout}, the model with {self.sp.layout}; give "
                 "longspan.shard_batch the sharding of the model"
             )
-        if info.counted and own is not None and (own.of_ids is not None or info.segments is not None):
+        if info.counted and own is not None and (own is not count_mask or info.segments is not None):
             raise LongspanError(
                 f"{name} computes position ids from its tokens or mask, but this batch was sharded without them; "
                 "give longspan.shard_batch the position_ids"

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from longspan.compat.transformers_api import OwnPositions, cache_name, own_positions, take_cache
+from longspan.compat.transformers_api import Positions, cache_name, own_positions, take_cache
 from longspan.hf.batch import SequenceInfo
 from longspan.hf.forward.kv_cache import ShardedCache
 from longspan.hf.support import attention_dropout, router_top_k
@@ -55,7 +55,7 @@ class ModelTraits:
     labels_per_row: bool  # a sequence classifier or reward model
     top_k: int | None  # experts per token, if the model's router loss is known
     dropout: tuple[str, float, str] | None  # of the first attention layer that has it
-    own_positions: OwnPositions | None  # how the model computes position ids from tokens or mask
+    own_positions: Positions | None  # how the model computes position ids from tokens or mask
     rotary: bool  # negative positions are allowed
 
     @classmethod
@@ -79,13 +79,8 @@ class ModelTraits:
         """Return the position ids of a full batch behind `past` cached tokens, given or computed as the model would;
         None if they count along rows.
         """
-        own, given, mask = self.own_positions, batch.get("position_ids"), batch.get("attention_mask")
-        if given is not None or own is None:
-            return given
-        ids = batch.get("input_ids")
-        if own.of_ids is None or own.of_embeds is None:
-            return None if mask is None else (mask.long().cumsum(-1) * mask.long() - 1)[:, past:]
-        return own.of_embeds(batch["inputs_embeds"]) if ids is None else own.of_ids(ids, past)
+        given: Tensor | None = batch.get("position_ids")
+        return given if given is not None or self.own_positions is None else self.own_positions(batch, past)
 
 
 @dataclass
