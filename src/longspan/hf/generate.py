@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel
 
 from longspan.comm.arguments import check_tensor
 from longspan.comm.consistency import gather_numbers
@@ -21,102 +20,97 @@ from longspan.hf.forward.kv_cache import ShardedCache
 from longspan.hf.state import is_parallelized, state_of
 
 
-class Generate:
-    """Replaces a model's `generate`: makes a `ShardedCache`, reads the prompt in chunks, seeds all ranks equally.
+def replace_generate(model: Any) -> None:
+    """Replace the `generate` of a parallelized model."""
+    model.generate = functools.update_wrapper(functools.partial(_generate, model), type(model).generate)
 
-    Sampling, stopping, streamers and beams are transformers'. Call it on every rank, with the same arguments on every
-    rank of a sequence group.
+
+def _generate(model: Any, inputs: Any = None, generation_config: Any = None, **more: Any) -> Any:
+    """Make a `ShardedCache`, read the prompt in chunks, seed all ranks equally, and call transformers' `generate`.
+
+    Sampling, stopping, streamers and beams are transformers'. It is called on every rank, with the same arguments on
+    every rank of a sequence group.
     """
-
-    def __init__(self, model: PreTrainedModel, sp: SequenceSharding) -> None:
-        self.model, self.sp = model, sp
-        functools.update_wrapper(self, type(model).generate)
-
-    def __call__(self, inputs: Any = None, generation_config: Any = None, **more: Any) -> Any:
-        """See transformers' `GenerationMixin.generate`.
-
-        Raises:
-            LongspanError: for another cache than a `ShardedCache`, or an option that it does not support.
-        """
-        model = self.model
-        settings = generation_config if generation_config is not None else model.generation_config
-        cache = take_cache(more)
-        _refuse(settings, more, cache)
-        implementation = more.pop("cache_implementation", None) or getattr(settings, "cache_implementation", None)
-        if implementation is not None:
-            if self.sp.data_rank == self.sp.rank == self.sp.tensor_rank == 0:
-                warnings.warn(
-                    f"cache_implementation={implementation!r}: a parallelized model generates with a "
-                    "longspan.ShardedCache",
-                    stacklevel=2,
-                )
-            if getattr(settings, "cache_implementation", None) is not None:
-                generation_config = settings = copy.deepcopy(settings)
-                settings.cache_implementation = None
-        tokens = next((x for x in (inputs, more.get("input_ids"), more.get("inputs_embeds")) if x is not None), None)
-        if tokens is not None:
-            check_tensor("inputs", tokens)
-        length = 0 if tokens is None else tokens.shape[1]
-        if cache is None:
-            asked = _option(settings, more, "max_new_tokens") or 0
-            cache = ShardedCache(model, room=length + min(asked, max(length // 8, 1024)))
-        is_assistant = getattr(settings, "is_assistant", False)
-        if is_assistant or any(_option(settings, more, name) is not None for name in _DRAFTS):
-            cache.activate_past_recording()  # rejected drafts are removed from the cache
-        more[cache_name(type(model).forward)] = cache
-        mask = more.get("attention_mask")
-        # Without padding: position ids count real tokens.
-        cache.announced = length if mask is None else int(mask.sum(-1).max())
-        cache.generated_from = length
-        chunk = _option(settings, more, "prefill_chunk_size")
-        if chunk is None and length > PREFILL_CHUNK * self.sp.size:
-            chunk = PREFILL_CHUNK * self.sp.size
-        chunk = self._equal_chunks(length - cache.get_seq_length(), chunk)
-        if chunk is not None and generation_config is not None:  # transformers requires arguments in one place
-            generation_config = copy.deepcopy(generation_config)
-            generation_config.prefill_chunk_size = chunk
-        elif chunk is not None:
-            more["prefill_chunk_size"] = chunk
-        if self.sp.data_size > 1:
-            more["synced_gpus"] = True  # a replica that has finished goes on with the others' forwards
-        if self.sp.replica_group is not None and self.sp.size * self.sp.tensor_size > 1:
-            self._share_random_state()
-        try:
-            return type(model).generate(model, inputs, generation_config, **more)
-        finally:
-            cache.announced, cache.generated_from = 0, None
-            if not is_assistant:  # an assistant's drafts are cropped afterwards
-                cache.rollback = None
-
-    def _equal_chunks(self, tokens: int, chunk: int | None) -> int | None:
-        """Return the chunk size with which every replica's prompt has equally many chunks: their forwards are
-        collective.
-        """
-        if self.sp.data_size == 1 or self.sp.world_group is None:
-            return chunk
-        every = gather_numbers([tokens, chunk or tokens], self.sp.world_group, self.sp.device)
-        most = max(-(-tokens // max(1, chunk)) for tokens, chunk in every)
-        if most <= 1:
-            return chunk
-        sizes = [next((c for c in range(-(-n // most), 0, -1) if -(-n // c) == most), 0) for n, _ in every]
-        if not all(sizes):
-            few = sizes.index(0)
-            raise LongspanError(
-                f"the replicas' prompts come in {most} chunks, since one of them has "
-                f"{max(n for n, _ in every)} tokens, and {every[few][0]} tokens (rank {few}) are not cut into so many; "
-                f"give the replicas prompts of about one length, or a larger prefill_chunk_size"
+    sp: SequenceSharding = state_of(model).sp
+    settings = generation_config if generation_config is not None else model.generation_config
+    cache = take_cache(more)
+    _refuse(settings, more, cache)
+    implementation = more.pop("cache_implementation", None) or getattr(settings, "cache_implementation", None)
+    if implementation is not None:
+        if sp.data_rank == sp.rank == sp.tensor_rank == 0:
+            warnings.warn(
+                f"cache_implementation={implementation!r}: a parallelized model generates with a longspan.ShardedCache",
+                stacklevel=2,
             )
-        return sizes[self.sp.data_rank * self.sp.size]
+        if getattr(settings, "cache_implementation", None) is not None:
+            generation_config = settings = copy.deepcopy(settings)
+            settings.cache_implementation = None
+    tokens = next((x for x in (inputs, more.get("input_ids"), more.get("inputs_embeds")) if x is not None), None)
+    if tokens is not None:
+        check_tensor("inputs", tokens)
+    length = 0 if tokens is None else tokens.shape[1]
+    if cache is None:
+        asked = _option(settings, more, "max_new_tokens") or 0
+        cache = ShardedCache(model, room=length + min(asked, max(length // 8, 1024)))
+    is_assistant = getattr(settings, "is_assistant", False)
+    if is_assistant or any(_option(settings, more, name) is not None for name in _DRAFTS):
+        cache.activate_past_recording()  # rejected drafts are removed from the cache
+    more[cache_name(type(model).forward)] = cache
+    mask = more.get("attention_mask")
+    # Without padding: position ids count real tokens.
+    cache.announced = length if mask is None else int(mask.sum(-1).max())
+    cache.generated_from = length
+    chunk = _option(settings, more, "prefill_chunk_size")
+    if chunk is None and length > PREFILL_CHUNK * sp.size:
+        chunk = PREFILL_CHUNK * sp.size
+    chunk = _equal_chunks(sp, length - cache.get_seq_length(), chunk)
+    if chunk is not None and generation_config is not None:  # transformers requires arguments in one place
+        generation_config = copy.deepcopy(generation_config)
+        generation_config.prefill_chunk_size = chunk
+    elif chunk is not None:
+        more["prefill_chunk_size"] = chunk
+    if sp.data_size > 1:
+        more["synced_gpus"] = True  # a replica that has finished goes on with the others' forwards
+    if sp.replica_group is not None and sp.size * sp.tensor_size > 1:
+        _share_random_state(sp)
+    try:
+        return type(model).generate(model, inputs, generation_config, **more)
+    finally:
+        cache.announced, cache.generated_from = 0, None
+        if not is_assistant:  # an assistant's drafts are cropped afterwards
+            cache.rollback = None
 
-    def _share_random_state(self) -> None:
-        """Copy the random state of the sequence's first rank to the others."""
-        assert self.sp.replica_group is not None
-        device = self.sp.device
-        modules: list[Any] = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device)]
-        for module in modules:
-            shared = module.get_rng_state().to(device)
-            dist.broadcast(shared, group=self.sp.replica_group, group_src=0)
-            module.set_rng_state(shared.cpu())
+
+def _equal_chunks(sp: SequenceSharding, tokens: int, chunk: int | None) -> int | None:
+    """Return the chunk size with which every replica's prompt has equally many chunks: their forwards are
+    collective.
+    """
+    if sp.data_size == 1 or sp.world_group is None:
+        return chunk
+    every = gather_numbers([tokens, chunk or tokens], sp.world_group, sp.device)
+    most = max(-(-tokens // max(1, chunk)) for tokens, chunk in every)
+    if most <= 1:
+        return chunk
+    sizes = [next((c for c in range(-(-n // most), 0, -1) if -(-n // c) == most), 0) for n, _ in every]
+    if not all(sizes):
+        few = sizes.index(0)
+        raise LongspanError(
+            f"the replicas' prompts come in {most} chunks, since one of them has "
+            f"{max(n for n, _ in every)} tokens, and {every[few][0]} tokens (rank {few}) are not cut into so many; "
+            f"give the replicas prompts of about one length, or a larger prefill_chunk_size"
+        )
+    return sizes[sp.data_rank * sp.size]
+
+
+def _share_random_state(sp: SequenceSharding) -> None:
+    """Copy the random state of the sequence's first rank to the others."""
+    assert sp.replica_group is not None
+    device = sp.device
+    modules: list[Any] = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device)]
+    for module in modules:
+        shared = module.get_rng_state().to(device)
+        dist.broadcast(shared, group=sp.replica_group, group_src=0)
+        module.set_rng_state(shared.cpu())
 
 
 _DRAFTS = ("assistant_model", "prompt_lookup_num_tokens")

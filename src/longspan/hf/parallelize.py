@@ -36,7 +36,7 @@ from longspan.hf.forward.misuse import (
     refuse_wrappers_and_casts,
 )
 from longspan.hf.forward.stage import ModelTraits
-from longspan.hf.generate import Generate
+from longspan.hf.generate import replace_generate
 from longspan.hf.memory_options import MemoryManager
 from longspan.hf.preconditions import Checked, ParallelizeOptions, check_on_every_rank, heads_of_ranks
 from longspan.hf.state import ParallelState
@@ -148,7 +148,7 @@ def parallelize(
     )
     state.forward.install(inner, fsdp=checked.shards_weights)
     if inner.can_generate():
-        inner.generate = Generate(inner, sp)
+        replace_generate(inner)
     if sp.tensor_size > 1 or checked.shards_weights:
         refuse_saving_shards(model, inner)
     inner.longspan_state = state
