@@ -121,18 +121,14 @@ def test_misuse_raises(pool2: RankPool) -> None:
             assert MISUSE[name][1] in message, (name, message)
 
 
-def _autocast() -> str:
+@on_ranks(2)
+def test_autocast_around_an_fsdp_policy_raises() -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = longspan.parallelize(build("Llama"), sharding(), mp_policy=policy)
-    with pytest.raises(LongspanError) as error, torch.autocast("cpu", torch.bfloat16):
+    text = "autocast to torch.bfloat16 around a model whose FSDP computes in torch.bfloat16 \\(mp_policy\\)"
+    with pytest.raises(LongspanError, match=text), torch.autocast("cpu", torch.bfloat16):
         model(**batch())
     model(**batch()).loss.backward()
-    return str(error.value)
-
-
-def test_autocast_around_an_fsdp_policy_raises(pool2: RankPool) -> None:
-    for message in pool2.run(_autocast):
-        assert "autocast to torch.bfloat16 around a model whose FSDP computes in torch.bfloat16 (mp_policy)" in message
 
 
 def _early_optimizer(on: list[int], keep: str) -> str:

@@ -251,28 +251,23 @@ def test_errors_name_the_layer_or_the_argument(pool2: RankPool) -> None:
         assert says(message, text), (case, message)
 
 
-def _with_dropout_off() -> list[Any]:
-    """Loss and gradients in training mode of a GPT-2 that has dropout everywhere, and whether any is left."""
-    model = build("GPT2", attn_pdrop=0.1, resid_pdrop=0.2, embd_pdrop=0.3)
-    longspan.parallelize(model, sharding(), fsdp=False, dropout=0.0)
-    out = model.train()(**batch())
-    out.loss.backward()
-    left = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
-    left += [model.config.attn_pdrop, model.config.resid_pdrop, model.config.embd_pdrop]
-    return [out.loss.item(), {name: p.grad for name, p in model.named_parameters()}, left]
-
-
-def test_dropout_0_switches_every_dropout_off(pool2: RankPool) -> None:
+@on_ranks(2)
+def test_dropout_0_switches_every_dropout_off() -> None:
     plain = build("GPT2", attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0).train()
     expected = plain(**batch(), use_cache=False).loss
     expected.backward()
-    for loss, summed, left in pool2.run(_with_dropout_off):
-        assert loss == pytest.approx(expected.item(), rel=1e-5)
-        assert len(left) > 5 and not any(left)
-        for name, p in plain.named_parameters():
-            torch.testing.assert_close(summed[name], p.grad, rtol=1e-4, atol=1e-6)
+    model = build("GPT2", attn_pdrop=0.1, resid_pdrop=0.2, embd_pdrop=0.3)
+    longspan.parallelize(model, sharding(), fsdp=False, dropout=0.0)
+    loss = model.train()(**batch()).loss
+    loss.backward()
+    left = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
+    left += [model.config.attn_pdrop, model.config.resid_pdrop, model.config.embd_pdrop]
+    assert len(left) > 5 and not any(left)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, p.grad, rtol=1e-4, atol=1e-6)
     with pytest.raises(LongspanError, match=r"dropout=0.1: it takes 0.0 alone"):
-        longspan.parallelize(plain, ONE_DEVICE, dropout=0.1)
+        longspan.parallelize(plain, sharding(), dropout=0.1)
 
 
 def test_unsupported_models_raise() -> None:
@@ -457,23 +452,18 @@ def test_masked_lms_and_models_without_a_head() -> None:
     assert excess_of_rows(found, plain(ids).last_hidden_state.detach(), exact.detach()) <= 1
 
 
-def _bad_replica() -> list[str]:
+@on_ranks(4, timeout=30)
+def test_an_invalid_batch_of_one_replica_raises_on_all() -> None:
     """One of two replicas gets an invalid batch: both must raise, or the other waits forever."""
     sp = sharding(data=2)
     model = longspan.parallelize(build("Llama"), sp)
-    messages = []
-    for change in ({"labels": batch()["labels"][:2, :-1]}, {"position_ids": torch.arange(120, 141)[None]}):
+    for change, text in (
+        ({"labels": batch()["labels"][:2, :-1]}, r"`labels` has the shape \(2, 20\), the batch has 2 rows of 21"),
+        ({"position_ids": torch.arange(120, 141)[None]}, "the batch has positions up to 140, the model's range is"),
+    ):
         mine = rows_of(batch(), sp.data_rank, 2) | (change if sp.data_rank == 1 else {})
-        with pytest.raises(LongspanError) as error:
+        with pytest.raises(LongspanError, match=f"^rank 2 refused its batch: {text}"):
             model(**mine)
-        messages.append(str(error.value))
-    return messages
-
-
-def test_an_invalid_batch_of_one_replica_raises_on_all(pool4: RankPool) -> None:
-    for labels, positions in pool4.run(_bad_replica, timeout=30):
-        assert labels.startswith("rank 2 refused its batch: `labels` has the shape (2, 20), the batch has 2 rows of 21")
-        assert positions.startswith("rank 2 refused its batch: the batch has positions up to 140, the model's range is")
 
 
 @on_ranks(2)

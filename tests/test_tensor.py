@@ -17,6 +17,7 @@ from longspan.hf.preconditions import ParallelizeOptions, check_alone
 from tests.choose import confirming
 from tests.fakes import fake_world
 from tests.models import UNEVEN, Truth, batch, build, compare, truth_of, widened
+from tests.pool import on_ranks
 
 Case = tuple[dict[str, int], dict[str, Any]]
 
@@ -77,28 +78,6 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[Case]]] = {
     "HunYuanMoEV1": ({}, [({"tensor": 2, "ulysses": 2}, {})]),
     "Llama4Text": ({"num_local_experts": 7, "num_experts_per_tok": 1}, ON_4),
 }
-On8 = dict[str, tuple[dict[str, Any], list[Case]]]
-ON_8: On8 = {"Llama": (BIASED, [({"tensor": 2, "ring": 2, "ulysses": 2}, SP)])}
-ON_8_TOO: On8 = {  # the other meshes with the axis
-    "Llama": (
-        {**BIASED},
-        [
-            ({"tensor": 2, "data": 2, "ring": 2}, {}),
-            ({"tensor": 4, "ulysses": 2}, {"fsdp": False}),
-            ({"tensor": 4, "data": 2}, {}),
-            ({"tensor": 2, "ring": 4}, {}),
-            ({"tensor": 2, "ulysses": 4}, {"fsdp": False}),
-            ({"tensor": 2, "data": 2, "ulysses": 2}, SP),
-            ({"tensor": 2, "data": 4}, SP),
-            ({"tensor": 4, "ring": 2}, SP),
-            ({"tensor": 8}, SP),
-        ],
-    ),
-    "GptOss": ({**EIGHT, "num_local_experts": 8, "output_router_logits": True}, [({"tensor": 8}, SP)]),
-    "Mixtral": ({}, [({"tensor": 4, "ulysses": 2}, SP)]),
-    "Qwen3": ({**EIGHT}, [({"tensor": 8}, {})]),
-    "Gemma3Text": ({**EIGHT}, [({"tensor": 2, "ring": 2, "ulysses": 2}, {})]),
-}
 
 
 def a_model(family: str, **changes: Any) -> Any:
@@ -133,10 +112,9 @@ def test_loss_logits_and_gradients_equal_those_of_one_process(pool4: Any, family
     pool4.run(_compare, family, changes, cases, truth, timeout=180)
 
 
-@pytest.mark.parametrize("of", [ON_8, *confirming([ON_8_TOO])], ids=["some", "the others"])
-def test_on_eight_ranks(pool8: Any, of: On8) -> None:
-    for family, (changes, cases) in of.items():
-        pool8.run(_compare, family, changes, cases, truth_of(a_model(family, **changes), batch()), timeout=180)
+def test_on_eight_ranks(pool8: Any) -> None:
+    case: Case = {"tensor": 2, "ring": 2, "ulysses": 2}, SP
+    pool8.run(_compare, "Llama", BIASED, [case], truth_of(a_model("Llama", **BIASED), batch()), timeout=180)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -249,32 +227,18 @@ def test_other_adapters_and_styles_are_refused() -> None:
     assert "'tp'" in _refusal(a_model("Llama"), 2, tensor_style="ring")
 
 
-def _differing() -> list[str]:
-    said = []
+@on_ranks(4)
+def test_a_rank_of_the_tensor_group_that_differs_is_named() -> None:
     sp = sharding({"tensor": 2, "ulysses": 2})
     odd = dist.get_rank() == 3  # tensor rank 1 of the second Ulysses rank
-    try:
+    with pytest.raises(LongspanError, match=r"different weights(.|\n)*rank 3"):
         longspan.parallelize(a_model("Llama", seed=int(odd)), sp)
-    except LongspanError as error:
-        said.append(str(error))
-    try:
+    with pytest.raises(LongspanError) as error:
         longspan.parallelize(a_model("Llama"), sp, logits=odd)
-    except LongspanError as error:
-        said.append(str(error))
+    assert "logits" in str(error.value) and "rank 3" in str(error.value)
     model = longspan.parallelize(a_model("Llama"), sp)
-    try:
+    with pytest.raises(LongspanError, match="ranks 3 were given another"):
         model(**batch(seed=5 if odd else 1))
-    except LongspanError as error:
-        said.append(str(error))
-    return said
-
-
-def test_a_rank_of_the_tensor_group_that_differs_is_named(pool4: Any) -> None:
-    for said in pool4.run(_differing):
-        assert len(said) == 3
-        assert "different weights" in said[0] and "rank 3" in said[0]
-        assert "logits" in said[1] and "rank 3" in said[1]
-        assert "ranks 3 were given another" in said[2]
 
 
 def test_copy_in_copies_only_if_a_gradient_is_needed() -> None:

@@ -81,18 +81,6 @@ class ShardedCache(Cache):  # type: ignore[misc]
             launch. Its kernel is flash attention, or the formula where flash does not fit. Other forwards run as
             usual. Needs a GPU, an exact cache on it, and weights that FSDP does not shard; beams are refused.
 
-    Attributes:
-        kv_placement: which ring rank holds which tokens.
-        layer_caches: each layer's keys and values on this rank.
-        step: the forward in progress; None between forwards.
-        announced: tokens of the whole prompt, if it is read in chunks.
-        generated_from: in `generate`: tokens of the prompt, padding included; transformers makes mask and positions of
-            later ones. None: any token may be padding.
-        known: what the host knows of the cached tokens; None if a forward must read it.
-        compare_from: the ranks do not compare the batches of forwards that end before this token.
-        rollback: length that a crop may go back to, while drafted tokens may be rejected.
-        static: runs generated tokens with `cuda_graph`.
-
     Raises:
         LongspanError: for a model that is not parallelized or has a lossy wire dtype; an unknown dtype or offload;
             `cuda_graph` where a step cannot be captured.
@@ -117,7 +105,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[])
         self.config = state.config
         self.sp: SequenceSharding = state.sp
-        self.kv_placement = KVPlacement(self.sp.ring_size)
+        self.kv_placement = KVPlacement(self.sp.ring_size)  # which ring rank holds which tokens
         check_choice("dtype", dtype, CACHE_DTYPES)
         check_choice("offload", offload, OFFLOADS)
         self.dtype = cast(CacheDtype, dtype)
@@ -126,13 +114,14 @@ class ShardedCache(Cache):  # type: ignore[misc]
         # Ranks differ by a run of generated tokens.
         self.room = -(-room // self.sp.ring_size) + GENERATED_RUN if room else 0
         self.layer_caches: dict[int, LayerCache] = {}
-        self.announced = 0
+        self.announced = 0  # tokens of the whole prompt, if it is read in chunks
+        # In `generate`: tokens of the prompt, padding included; transformers makes mask and positions of later ones.
         self.generated_from: int | None = None
-        self.known: KnownTokens | None = None
-        self.compare_from = 0
-        self.rollback: int | None = None
-        self.step: CacheStep | None = None
-        self.static: StaticDecode | None = None
+        self.known: KnownTokens | None = None  # None if a forward must read the cached tokens' mask and positions
+        self.compare_from = 0  # the ranks do not compare the batches of forwards that end before this token
+        self.rollback: int | None = None  # length that a crop may go back to, while drafted tokens may be rejected
+        self.step: CacheStep | None = None  # the forward in progress
+        self.static: StaticDecode | None = None  # runs generated tokens with `cuda_graph`
         if cuda_graph:
             check_capturable(state, self.dtype, offload)
             self.static = StaticDecode(self.sp.device)
