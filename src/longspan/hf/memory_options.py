@@ -138,17 +138,16 @@ class MemoryManager(Stage):
         Options that conflict with transformers' own gradient checkpointing are left out.
         """
         assert call.tokens is not None
-        documents = call.info.segments is not None
-        length, rows, documents = auto.largest_of_replicas(call.info.length, len(call.tokens), documents)
-        if length * rows <= auto.largest:
-            return False
         fixed: dict[str, Any] = {"cpu_offload": False}  # FSDP's: it cannot change after parallelize
         if self.modules.untiled is not None:
             fixed["tiled_mlp"] = 1
         if self._checkpoints_by_itself:
             fixed["checkpointing"] = "none"
-        memory, why = auto.choose(length, rows, fixed, documents)
-        auto.largest = length * rows
+        documents = call.info.segments is not None
+        chosen = auto.choose(call.info.length, len(call.tokens), fixed, documents)
+        if chosen is None:
+            return False
+        memory, why = chosen
         self.set(memory, store_for(memory, auto.sp.device), why)
         return True
 

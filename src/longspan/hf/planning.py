@@ -274,25 +274,20 @@ class AutoMemory:
         )
         self.hardware: Hardware | None = None
 
-    def largest_of_replicas(self, length: int, rows: int, documents: bool) -> tuple[int, int, bool]:
-        """Return the length and rows of the replica whose batch has the most tokens, and whether any has documents.
+    def choose(self, length: int, rows: int, fixed: dict[str, Any], documents: bool) -> tuple[Memory, str] | None:
+        """Return the fastest options that fit the smallest device of all ranks, and the reason; None if no replica's
+        batch is larger than all before. Collective.
 
-        Collective over the hosts.
-
+        This replica has `rows` sequences of `length` tokens, or of packed documents; the options in `fixed` stay.
         Replicas need the same options: a recomputation gathers weights, which all ranks do together.
         """
-        if self.group is None:
-            return length, rows, documents
-        batches = gather_numbers([length, rows, documents], self.group, torch.device("cpu"))
-        length, rows, _ = max(batches, key=lambda batch: batch[0] * batch[1])
-        return length, rows, any(has_documents for *_, has_documents in batches)
-
-    def choose(self, length: int, rows: int, fixed: dict[str, Any], documents: bool) -> tuple[Memory, str]:
-        """Return the fastest options that fit the smallest device of all ranks, and the reason. Collective.
-
-        A replica has `rows` sequences of `length` tokens, or of packed documents; the options in `fixed` stay.
-        """
         sp = self.sp
+        if self.group is not None:
+            batches = gather_numbers([length, rows, documents], self.group, torch.device("cpu"))
+            length, rows, _ = max(batches, key=lambda batch: batch[0] * batch[1])
+            documents = any(has_documents for *_, has_documents in batches)
+        if length * rows <= self.largest:
+            return None
         if self.hardware is None:
             least = torch.tensor(hardware_of(sp.device).memory_bytes, dtype=torch.float64, device=sp.device)
             if sp.job_size > 1:
@@ -300,4 +295,6 @@ class AutoMemory:
             self.hardware = hardware_of(sp.device, float(least))
         job = dataclasses.replace(self.job, context=length, batch=rows * sp.data_size, documents=documents)
         mesh = Mesh(sp.data_size, sp.ring_size, sp.ulysses_size, sp.tensor_size)
-        return choose_memory(self.shape, job, mesh, self.hardware, fixed)
+        chosen = choose_memory(self.shape, job, mesh, self.hardware, fixed)
+        self.largest = length * rows
+        return chosen
