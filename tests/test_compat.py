@@ -166,51 +166,25 @@ def test_a_cache_is_accepted_by_either_name() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # A version without a name.
 
-_LINEAR = torch.nn.Linear(1, 1)
+_TORCH, _TRANSFORMERS = "torch 2.11 to 2.13", "transformers 5.5 to 5.24"
+_MESH = torch.distributed.device_mesh.DeviceMesh
 
 GONE: dict[str, tuple[Any, str, Callable[[], Any], str]] = {
-    "groups": (
-        dist.distributed_c10d, "_resolve_process_group", lambda: torch_api.find_group("0"), "torch 2.11 to 2.13",
-    ),
+    "groups": (dist.distributed_c10d, "_resolve_process_group", lambda: torch_api.find_group("0"), _TORCH),
     "store": (dist.distributed_c10d, "_get_default_store", torch_api.default_store, "call longspan.init_mesh instead"),
-    "mesh": (
-        torch.distributed.device_mesh.DeviceMesh,
-        "_flatten",
-        lambda: torch_api.flatten_mesh(torch.distributed.device_mesh.DeviceMesh.__new__(
-            torch.distributed.device_mesh.DeviceMesh), "all"),
-        "only one of data, ring and ulysses",
-    ),
-    "engine": (
-        torch.autograd.Variable,
-        "_execution_engine",
-        lambda: torch_api.when_backward_ends(lambda: None),
-        "longspan.parallelize(..., fsdp=True)",
-    ),
-    "cast": (torch.nn.Module, "_apply", lambda: torch_api.before_casting(_LINEAR, print), "torch 2.11 to 2.13"),
-    "masks": (
-        masking_utils,
-        "bidirectional_mask_function",
-        lambda: transformers_api.mask_function("bidirectional"),
-        "transformers 5.5 to 5.24",
-    ),
-    "config": (
-        PreTrainedConfig,
-        "_attn_implementation",
-        lambda: transformers_api.set_attention(PreTrainedConfig(), "longspan"),
-        "transformers 5.5 to 5.24",
-    ),
-    "registry": (
-        PreTrainedModel,
-        "is_backend_compatible",
-        lambda: transformers_api.uses_registry(PreTrainedModel.__new__(PreTrainedModel)),
-        "transformers 5.5 to 5.24",
-    ),
-    "model": (
-        PreTrainedModel,
-        "_from_config",
-        lambda: transformers_api.new_model(PreTrainedModel, PreTrainedConfig()),
-        "transformers 5.5 to 5.24",
-    ),
+    "mesh": (_MESH, "_flatten", lambda: torch_api.flatten_mesh(_MESH.__new__(_MESH), "all"),
+             "only one of data, ring and ulysses"),
+    "engine": (torch.autograd.Variable, "_execution_engine", lambda: torch_api.when_backward_ends(lambda: None),
+               "longspan.parallelize(..., fsdp=True)"),
+    "cast": (torch.nn.Module, "_apply", lambda: torch_api.before_casting(torch.nn.Linear(1, 1), print), _TORCH),
+    "masks": (masking_utils, "bidirectional_mask_function", lambda: transformers_api.mask_function("bidirectional"),
+              _TRANSFORMERS),
+    "config": (PreTrainedConfig, "_attn_implementation",
+               lambda: transformers_api.set_attention(PreTrainedConfig(), "longspan"), _TRANSFORMERS),
+    "registry": (PreTrainedModel, "is_backend_compatible",
+                 lambda: transformers_api.uses_registry(PreTrainedModel.__new__(PreTrainedModel)), _TRANSFORMERS),
+    "model": (PreTrainedModel, "_from_config",
+              lambda: transformers_api.new_model(PreTrainedModel, PreTrainedConfig()), _TRANSFORMERS),
 }  # fmt: skip
 
 
