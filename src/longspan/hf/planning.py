@@ -213,23 +213,24 @@ PROCESS_BYTES = 1 << 30
 """Bytes of Python and its libraries on a CPU, or of a CUDA context on a GPU, which no plan counts."""
 
 
-def device_memory(device: torch.device) -> int:
-    """Return the bytes of the GPU's memory, or on CPU of this rank's part of the machine's."""
+def device_memory(device: torch.device, ranks_here: int = 1) -> int:
+    """Return the bytes of the GPU's memory, or on CPU of a rank's part of the machine's.
+
+    `ranks_here`: ranks on this machine; torchrun's LOCAL_WORLD_SIZE wins.
+    """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(1, local_ranks)
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks_here)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(1, ranks_here)
 
 
-def hardware_of(device: torch.device, rank_bytes: float | None = None) -> Hardware:
+def hardware_of(device: torch.device, rank_bytes: float | None = None, ranks_here: int = 1) -> Hardware:
     """Return this device for the planner: from the catalogue by its name, else as an H100, with its own memory.
 
-    Args:
-        device: of the ranks.
-        rank_bytes: memory of a rank; by default the device's, without `PROCESS_BYTES`.
+    `rank_bytes`: memory of a rank; by default the device's, without `PROCESS_BYTES`.
     """
     if rank_bytes is None:
-        rank_bytes = max(device_memory(device) - PROCESS_BYTES, PROCESS_BYTES / 4)
+        rank_bytes = max(device_memory(device, ranks_here) - PROCESS_BYTES, PROCESS_BYTES / 4)
     if device.type == "cpu":
         return dataclasses.replace(read_hardware("cpu"), memory_bytes=rank_bytes)
     named = torch.cuda.get_device_name(device).lower().replace(" ", "-")
@@ -238,17 +239,9 @@ def hardware_of(device: torch.device, rank_bytes: float | None = None) -> Hardwa
 
 
 def hardware_of_ranks(rank_memory: float | None, ranks_here: int) -> Hardware:
-    """Return this machine's device for the planner, before or after its ranks start.
-
-    Args:
-        rank_memory: GB that a rank may use; None: its GPU's memory, or on a CPU its share of the machine's.
-        ranks_here: ranks on this machine; torchrun's LOCAL_WORLD_SIZE wins.
-    """
+    """Return this machine's device for the planner, before or after its ranks start; `rank_memory` is in GB."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rank_bytes = None if rank_memory is None else 1e9 * rank_memory
-    if rank_bytes is None and device.type == "cpu" and "LOCAL_WORLD_SIZE" not in os.environ:
-        rank_bytes = max(device_memory(device) / ranks_here - PROCESS_BYTES, PROCESS_BYTES / 4)
-    return hardware_of(device, rank_bytes)
+    return hardware_of(device, None if rank_memory is None else 1e9 * rank_memory, ranks_here)
 
 
 class AutoMemory:
