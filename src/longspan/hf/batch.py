@@ -41,7 +41,7 @@ class SequenceInfo:
     starts: tuple[tuple[int, ...], ...] | None = None
     shifted: bool = True  # labels are shifted, as a causal LM's are
     counted: bool = False  # `position_ids` were not given and count along the row
-    digest: int | Tensor | None = None  # if `shard_batch` sharded the batch: `digest`, on a GPU `device_digest`
+    digest: int | Tensor | None = None  # set by `shard_batch`: `digest` of the full batch, on a GPU `device_digest`
     visible: VisibleKeys | None = None  # which keys are real, if a mask has zeros between the ones of a row
     # For each key of the batch the values of one real token per row, `[B, ...]`, which replace padding in a forward.
     # Empty if nothing is padded on any rank.
