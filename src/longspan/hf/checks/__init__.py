@@ -1,1 +1,1 @@
-"""Checks of a parallelized model: equal batches on all ranks, misuse, NaN, the version of transformers."""
+"""Checks of a parallelized model: equal batches on all ranks, NaN, the version of transformers."""
