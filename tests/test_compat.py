@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 import longspan
 from longspan.attn.mask import Mask
 from longspan.compat import torch_api, torch_attention, torch_checkpoint, transformers_api
-from longspan.compat.versions import TESTED, missing
+from longspan.compat.versions import TESTED
 from longspan.core.errors import LongspanError
 from longspan.hf.checks import version
 from longspan.hf.forward import registry
@@ -225,18 +225,6 @@ def test_a_tensor_without_versions_is_an_error(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch_api, "_HAS_VERSIONS", False)
     with pytest.raises(LongspanError, match=r"Tensor\._version"):
         torch_api.version_of(x)
-
-
-def test_a_library_without_metadata_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from longspan.compat import versions as module
-
-    def unknown(name: str) -> str:
-        raise module.PackageNotFoundError(name)
-
-    monkeypatch.setattr(module, "version", unknown)
-    assert str(missing("torch", "a.b", "this", "that")) == (
-        "torch of an unknown version has no a.b, which longspan needs for this; use torch 2.11 to 2.13, or that"
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import longspan
 from longspan.comm.mesh import OneDeviceMesh
-from longspan.core import tile_sizes
 from longspan.core.errors import LongspanError
 from longspan.losses.cross_entropy import IGNORE, LossTerms, loss_sum
 from longspan.losses.deferred_logits import DeferredLogits, Head
@@ -172,11 +171,6 @@ def test_no_tensor_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch, wh
         )
         loss.backward()
     assert seen.most == max(8 * V, V * D, T * D) < T * V
-
-
-def test_tiles_have_a_bounded_size_and_enough_tokens() -> None:
-    assert tile_sizes.head_tile(32000, on_cpu=True) == 128 and tile_sizes.head_tile(128256, on_cpu=True) == 64
-    assert tile_sizes.head_tile(128256, on_cpu=False) == 1024 and tile_sizes.head_tile(32000, on_cpu=False) == 4096
 
 
 @pytest.mark.parametrize(

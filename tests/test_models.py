@@ -23,7 +23,6 @@ from tests.models import (
     Truth,
     batch,
     build,
-    check_gradients,
     check_loss,
     compare,
     gradients,
@@ -417,13 +416,3 @@ def test_a_mask_request_is_no_tensor() -> None:
     with pytest.raises(longspan.LongspanError, match="a layer slices its attention mask"):
         _ = mask[:, :3]
     assert not hasattr(mask, "shape") and copy.deepcopy(mask) == mask == pickle.loads(pickle.dumps(mask))
-
-
-def test_one_device_without_a_process_group() -> None:
-    sp = longspan.SequenceSharding(longspan.init_mesh())
-    for family in ("Llama4Text", "Bert", "Mixtral"):
-        changes = AUX if family == "Mixtral" else {}
-        truth = truth_about(family, tuple(changes.items()))
-        model = longspan.parallelize(build(family, **changes), sp)
-        model(**inputs_of(family)).loss.backward()
-        check_gradients(gradients(model), truth)

@@ -328,7 +328,7 @@ def test_gradients_that_only_some_ranks_have() -> None:
     d, e = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
     summed = GradientSum([d, e], sp)
     for waits in (True, True, False):  # a parameter that only an earlier backward of some ranks used is summed too
-        summed.waits = waits
+        summed.deferred = waits
         (d if waits and dist.get_rank() == 0 else e).sum().backward()
     assert d.grad is not None and torch.equal(d.grad, torch.full((3,), 2.0))
     assert e.grad is not None and torch.equal(e.grad, torch.full((3,), 3.0 * sp.size - 2))

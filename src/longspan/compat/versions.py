@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
 from longspan.core.errors import LongspanError
@@ -12,16 +12,9 @@ from longspan.core.errors import LongspanError
 TESTED = {"torch": ("2.11", "2.13"), "transformers": ("5.5", "5.24")}
 
 
-def _installed(library: str) -> str:
-    try:
-        return version(library)
-    except PackageNotFoundError:  # a build without package metadata
-        return "of an unknown version"
-
-
 def untested(library: str) -> str | None:
     """Return a warning that names both versions if the installed one is newer than the newest tested; else None."""
-    found, newest = _installed(library), TESTED[library][1]
+    found, newest = version(library), TESTED[library][1]
     minor = re.match(r"(\d+)\.(\d+)", found)
     if minor is None or (int(minor[1]), int(minor[2])) <= tuple(map(int, newest.split("."))):
         return None
@@ -39,7 +32,7 @@ def missing(library: str, name: str, use: str, hint: str = "") -> LongspanError:
     """
     tested, alternative = " to ".join(TESTED[library]), f", or {hint}" if hint else ""
     return LongspanError(
-        f"{library} {_installed(library)} has no {name}, which longspan needs for {use}; use {library} "
+        f"{library} {version(library)} has no {name}, which longspan needs for {use}; use {library} "
         f"{tested}{alternative}"
     )
 
