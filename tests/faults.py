@@ -113,8 +113,8 @@ FAULTS = (
     # mixers
     Fault("rank_starts_from_a_zero_state", "mixers/state_passing.py", "before.append(_where(enters[run], state))",
           "before.append(_where(enters[run], state) * 0)", "tests/test_mixers.py -k 'every_mesh and 2-2'"),
-    Fault("state_gradient_not_passed_on", "mixers/state_passing.py", "incoming.before[fragment.slot][rows]]",
-          "incoming.before[fragment.slot][rows].detach() + 0 * incoming.before[fragment.slot][rows]]",
+    Fault("state_gradient_not_passed_on", "mixers/state_passing.py", "before.append(_where(enters[run], state))",
+          "before.append(_where(enters[run], 0 * state + state.detach()))",
           "tests/test_mixers.py -k 'every_mesh and 2-2'"),
     Fault("transition_not_applied", "mixers/state_passing.py", "else transition @ before_BHKV", "else before_BHKV",
           "tests/test_mixers.py -k 'every_mesh and 4-4'"),

@@ -328,7 +328,7 @@ def test_flash_linear_attention_is_called_with_its_arguments(
         assert scale == 1.0 and states["output_final_state"] is True
         part, state = Tokens(q, k, v, g, beta), states["initial_state"]
         local = LinearAttention().local(part, state, False)
-        return local.out, local.state
+        return local.finish(None), local.state
 
     for name, function in (("simple_gla", "simple_gla"), ("gla", "gla"), ("kda", "kda"), ("gated_delta_rule",) * 2):
         monkeypatch.setitem(sys.modules, f"fla.ops.{name}", SimpleNamespace(**{f"chunk_{function}": chunk_any}))
@@ -338,7 +338,7 @@ def test_flash_linear_attention_is_called_with_its_arguments(
     assert function is not None
     tokens = Tokens(x["q"], x["k"], x["v"], x.get("decay"), x.get("beta"))
     local = ChunkFunction(function).local(tokens, x["initial_state"], False)
-    found = {"out": local.out, "final": local.state}
+    found = {"out": local.finish(None), "final": local.state}
     assert max(relative_errors(found, {name: truth_of(case)[name] for name in found}).values()) <= 1e-5
 
 

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longspan.mixers.mixer import Local
+
 CHUNK = 64
 _DIRECT = 8  # tokens for which decays per key are multiplied pair by pair
 
@@ -30,8 +32,10 @@ def chunked(
     decay_BTHD: Tensor | None,
     beta_BTH: Tensor | None,
     state_BHKV: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Return the output `[B, T, H, V]` and the final state `[B, H, K, V]`.
+    *,
+    receives: bool = False,
+) -> Local:
+    """Compute one fragment up to the states before its chunks; `Local.finish` computes the output.
 
     Args:
         q_BTHK: queries; all tensors have one dtype, fp32 or fp64.
@@ -40,8 +44,9 @@ def chunked(
         decay_BTHD: fp64, at most 0; D is K, or 1 for a decay per head.
         beta_BTH: strength of the delta rule; None for plain linear attention.
         state_BHKV: state before the first token.
+        receives: whether another state will be added to it.
     """
-    tokens = q_BTHK.shape[1]
+    (tokens, _, K), V = q_BTHK.shape[1:], v_BTHV.shape[3]
     size = min(CHUNK, 1 << (tokens - 1).bit_length())
 
     def cut(x_BTHD: Tensor) -> Tensor:
@@ -55,21 +60,42 @@ def chunked(
     if b is not None:
         until_now, until_end = b.to(q.dtype).exp(), (b[..., -1:, :] - b).to(q.dtype).exp()
         q_in, k_in, k_out, kept = q * until_now, k * until_now, k * until_end, until_now[..., -1:, :].mT
+    written, erased, transition = v, None, None
+    since_start: Tensor | None = None  # what the transition is before every chunk
     if beta_BTH is None:
         states, final = _scan(kept, k_out.mT @ v, state_BHKV)
-        out = _pairs(q, k, b) @ v + q_in @ states
+        if receives and b is not None:
+            since_start = b[..., -1:, :].cumsum(2).to(q.dtype).exp().mT
+            transition = since_start[:, :, -1].expand(-1, -1, K, 1)
+            since_start = F.pad(since_start[:, :, :-1], (0, 0, 0, 0, 1, 0), value=1.0)
     else:
         beta = cut(beta_BTH.unsqueeze(-1))
         # Solve for what each token writes: `written - erased . S`, where S is the state before the chunk.
         both = torch.linalg.solve_triangular(
             _pairs(beta * k, k, b), torch.cat([beta * v, beta * k_in], -1), upper=False, unitriangular=True
         )
-        written, erased = both.split([v.shape[-1], k.shape[-1]], -1)
-        eye = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
-        step = (eye if kept is None else kept * eye) - k_out.mT @ erased
-        states, final = _scan(step, k_out.mT @ written, state_BHKV)
-        out = _pairs(q, k, b) @ (written - erased @ states) + q_in @ states
-    return out.flatten(2, 3)[:, :, :tokens].transpose(1, 2), final
+        written, erased = both.split([V, K], -1)
+        eye = torch.eye(K, dtype=k.dtype, device=k.device)
+        step, added = (eye if kept is None else kept * eye) - k_out.mT @ erased, k_out.mT @ written
+        if receives:  # the state's further columns, from the identity, are the transition
+            state_BHKV = torch.cat([state_BHKV, eye.expand(*state_BHKV.shape[:2], K, K)], -1)
+            added = F.pad(added, (0, K))
+        states, final = _scan(step, added, state_BHKV)
+        if receives:
+            (states, since_start), (final, transition) = states.split([V, K], -1), final.split([V, K], -1)
+
+    def finish(entered_BHKV: Tensor | None) -> Tensor:
+        before = states
+        if entered_BHKV is not None:
+            entered = entered_BHKV.unsqueeze(2)
+            if since_start is not None:
+                entered = since_start @ entered if erased is not None else since_start * entered
+            before = before + entered
+        values = written if erased is None else written - erased @ before
+        out = _pairs(q, k, b) @ values + q_in @ before
+        return out.flatten(2, 3)[:, :, :tokens].transpose(1, 2)
+
+    return Local(final, transition, finish)
 
 
 def _scan(step: Tensor | None, added_BHNKV: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

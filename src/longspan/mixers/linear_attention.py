@@ -18,7 +18,7 @@ from longspan.mixers.by_heads import run_by_heads
 from longspan.mixers.chunked import chunked
 from longspan.mixers.fragments import fragment_table, read_documents
 from longspan.mixers.lasp1 import ring_states
-from longspan.mixers.mixer import ChunkFunction, Local, Mixer, Tokens, widened
+from longspan.mixers.mixer import ChunkFunction, Local, Mixer, Tokens
 from longspan.mixers.state_passing import run_mixer
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class LinearAttention:
         return int(tokens.decay is not None)
 
     def local(self, tokens: Tokens, state: Tensor | None, receives: bool) -> Local:
-        """Compute one fragment. The delta rule's response and transition are further columns of its state."""
+        """Compute one fragment."""
         dtype, (heads, K, V) = tokens.state_dtype, tokens.state_shape
         q, k, v, beta = (None if x is None else x.to(dtype) for x in (tokens.q, tokens.k, tokens.v, tokens.beta))
         assert q is not None and k is not None and v is not None
@@ -133,22 +133,15 @@ class LinearAttention:
             decay = decay.unsqueeze(-1) if decay.dim() == 3 else decay
         if state is None:
             state = v.new_zeros(v.shape[0], heads, K, V)
-        if not self.causal:
-            q_BHTK, k_BHTK, v_BHTV = (x.transpose(1, 2) for x in (q, k, v))
-            state = state + k_BHTK.mT @ v_BHTV
-            return Local((q_BHTK @ state).transpose(1, 2), state, q if receives else None)
-        if beta is not None and receives:
-            v, state = widened(Tokens(q, k, v), None)
-            out, state = chunked(q, k, v, decay, beta, state)
-            return Local(out[..., :V], state[..., :V], out[..., V:], state[..., V:])
-        out, state = chunked(q, k, v, decay, beta, state)
-        if not receives:
-            return Local(out, state)
-        if decay is None:
-            return Local(out, state, q)
-        since_start = decay.cumsum(1).to(dtype).exp()
-        transition_BHK = since_start[:, -1].expand(-1, -1, K)
-        return Local(out, state, q * since_start, transition_BHK.unsqueeze(-1))
+        if self.causal:
+            return chunked(q, k, v, decay, beta, state, receives=receives)
+        q_BHTK, k_BHTK, v_BHTV = (x.transpose(1, 2) for x in (q, k, v))
+        total = state + k_BHTK.mT @ v_BHTV
+
+        def finish(other_BHKV: Tensor | None) -> Tensor:
+            return (q_BHTK @ (total if other_BHKV is None else total + other_BHKV)).transpose(1, 2)
+
+        return Local(total, None, finish)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -41,16 +42,14 @@ class Local(NamedTuple):
     """One fragment from a known state, zero unless the fragment begins a row.
 
     Attributes:
-        out: O, `[B, T, H, V]`.
-        state: S, `[B, H, K, V]`.
-        response: R, `[B, T, H, K]`; None if nothing enters.
-        transition: M, `[B, H, K, columns]`: a matrix, or one column of factors; None for 1, or if nothing enters.
+        state: S, the state after it, `[B, H, K, V]`.
+        transition: M, `[B, H, K, columns]`: a matrix, or one column of factors; None for 1, or if nothing is received.
+        finish: returns the output `[B, T, H, V]` for the state `[B, H, K, V]` that is received, or None.
     """
 
-    out: Tensor
     state: Tensor
-    response: Tensor | None = None
-    transition: Tensor | None = None
+    transition: Tensor | None
+    finish: Callable[[Tensor | None], Tensor]
 
 
 class Mixer(Protocol):
@@ -64,7 +63,7 @@ class Mixer(Protocol):
         """Return the columns of a transition: the key dim for a matrix, 1 for factors, 0 for none."""
 
     def local(self, tokens: Tokens, state: Tensor | None, receives: bool) -> Local:
-        """Compute one fragment, from `state` (None: zero); with `receives` also its response and transition."""
+        """Compute one fragment, from `state` (None: zero); with `receives`, `finish` gets another one."""
 
 
 @dataclass(frozen=True)
@@ -91,26 +90,24 @@ class ChunkFunction:
 
     def local(self, tokens: Tokens, state: Tensor | None, receives: bool) -> Local:
         """Call the function once."""
-        values, width = tokens.v, tokens.v.shape[3]
+        values, V, K = tokens.v, tokens.v.shape[3], tokens.k.shape[3]
         if receives:
             assert state is None  # a document that entered does not begin here
-            values, state = widened(tokens, None)
+            eye = torch.eye(K, dtype=tokens.state_dtype, device=values.device).expand(
+                len(values), values.shape[2], K, K
+            )
+            values, state = F.pad(values, (0, K)), F.pad(eye, (V, 0))
         out, final = self.function(
             tokens.q, tokens.k, values, g=tokens.decay, beta=tokens.beta, initial_state=state, output_final_state=True,
             **self.options,
         )  # fmt: skip
         assert final is not None
         final = final.to(tokens.state_dtype)
-        if not receives:
-            return Local(out, final)
-        return Local(out[..., :width], final[..., :width], out[..., width:], final[..., width:])
 
+        def finish(entered_BHKV: Tensor | None) -> Tensor:
+            if entered_BHKV is None:
+                return out[..., :V]
+            response_BHTK = out[..., V:].to(entered_BHKV.dtype).transpose(1, 2)
+            return out[..., :V] + (response_BHTK @ entered_BHKV).transpose(1, 2)
 
-def widened(tokens: Tokens, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the values with a zero for every key dim, and `state` (None: zero) with the identity."""
-    heads, K, V = tokens.state_shape
-    batch, time = tokens.v.shape[:2]
-    if state is None:
-        state = tokens.v.new_zeros(batch, heads, K, V, dtype=tokens.state_dtype)
-    eye = torch.eye(K, dtype=state.dtype, device=state.device).expand(batch, heads, K, K)
-    return torch.cat([tokens.v, tokens.v.new_zeros(batch, time, heads, K)], -1), torch.cat([state, eye], -1)
+        return Local(final[..., :V], final[..., V:] if receives else None, finish)

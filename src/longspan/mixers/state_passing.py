@@ -4,8 +4,8 @@ A recurrent layer over some tokens is affine in the state that it starts from:
 
     state after = M . state before + S          output = O + R . state before
 
-Every rank computes (O, S), and where a document enters also (R, M), from a zero state. The summaries (M, S) of all runs
-are all-gathered, each rank combines those before its own in order, and corrects its output. The backward of the
+Every rank computes S from a zero state, and where a document enters also M. The summaries (M, S) of all runs are
+all-gathered, each rank combines those before its own in order, and finishes its output. The backward of the
 all-gather is one reduce-scatter. Every rank's output depends on the gathered summaries, if only by a zero: a rank
 whose backward skipped that collective would leave the others waiting. LASP-2 (arXiv:2502.07563) is the case M = 1.
 
@@ -185,21 +185,20 @@ def _summary(
 def _output(
     tokens: Tokens, table: FragmentTable, locals_: Sequence[Sequence[Local]], incoming: Incoming | None
 ) -> Tensor:
-    """Return my output, corrected by what the states that enter contribute."""
+    """Return my output, with the states that enter."""
     outs: list[list[Tensor]] = []
     corrected = False
     for (rows, fragments), of_fragments in zip(table.groups, locals_, strict=True):
         outs.append([])
         for fragment, local in zip(fragments, of_fragments, strict=True):
-            out = local.out
-            if local.response is not None:
+            states = []
+            if fragment.enters:
                 assert incoming is not None
-                states = [incoming.before[fragment.slot][rows]] if fragment.enters else []
-                if incoming.after is not None and fragment.continues:
-                    states.append(incoming.after[fragment.slot][rows])
-                state = states[0] if len(states) == 1 else states[0] + states[1]
-                response_BHTK = local.response.to(state.dtype).transpose(1, 2)
-                out, corrected = out + (response_BHTK @ state).transpose(1, 2), True
+                states.append(incoming.before[fragment.slot][rows])
+            if incoming is not None and incoming.after is not None and fragment.continues:
+                states.append(incoming.after[fragment.slot][rows])
+            corrected = corrected or bool(states)
+            out = local.finish(None if not states else states[0] if len(states) == 1 else states[0] + states[1])
             outs[-1].append(out.to(tokens.v.dtype))
     out = table.join(outs) if any(outs) else torch.zeros_like(tokens.v) + zero_of(*tokens)
     return out if incoming is None or corrected else out + incoming.link.to(out.dtype)
