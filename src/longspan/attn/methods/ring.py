@@ -154,6 +154,8 @@ def _forward(q_BHSD: Tensor, local: _KVPair, ring: Ring, scores: Scores) -> tupl
                 if prepared is not None:
                     k_BKTD, v_BKTV = (_kv_of(x, ring, (0, heads), heads) for x in (block.kv.k, block.kv.v))
                     ring.kernel.accumulate(total, kernel_q, k_BKTD, v_BKTV, prepared, scores)
+                    del k_BKTD, v_BKTV
+            del received, block  # before the next round's buffers are allocated
         del kernel_q
         if scores.sinks is not None:  # a sink is one more key per head, whose value is zero
             total.add_sinks(scores.sinks)
