@@ -170,7 +170,7 @@ FAULTS = (
     Fault("static_window_sees_all", "cache/static.py", "first_visible_token(step.past, self.window, None)", "0",
           "tests/test_static_decode.py -k 'ranks and Gemma3Text'"),
     Fault("static_step_has_a_position_of_the_host", "hf/forward/binding.py", "info.step.static.index",
-          "torch.tensor([info.step.past])", "tests/test_static_decode.py -k 'ranks and Llama4Text'"),
+          "torch.tensor([info.step.past])", "tests/test_static_decode.py -k 'operators and Llama4Text'"),
     Fault("generated_tokens_see_padding", "hf/forward/kv_cache.py", "((row[0][0], length),)", "((0, length),)",
           "tests/test_generate.py -k greedy"),
     Fault("crop_keeps_rejected_tokens", "core/cache.py", "(a, min(b, length)) for a, b in runs",

@@ -1,7 +1,7 @@
 """Decode steps of constant shapes (`cuda_graph=True`): equal to plain transformers' on CPUs, without a graph.
 
-In place of a graph, the captured function runs again, with the host's numbers of its capture. A graph replays kernels
-with the arguments of the capture; so operators, shapes and numbers must be those of any later step.
+In place of a graph, the captured function runs again. A graph replays kernels with the arguments of the capture; so
+operators, shapes and numbers must be those of any later step.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def test_turns_and_crops() -> None:
 
 
 class _Trace(TorchDispatchMode):
-    """Records operators with everything but the content of tensors."""
+    """Records operators with everything but the content of tensors, and constants with it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,6 +145,8 @@ class _Trace(TorchDispatchMode):
         given = tree_map(
             lambda x: (x.dtype, tuple(x.shape), x.stride()) if isinstance(x, Tensor) else x, (args, kwargs)
         )
+        if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(numbers)
+            given = args[0].tolist()
         self.operators.append(re.sub(r" at 0x\w+", "", f"{func.name()} {given}"))
         return func(*args, **kwargs or {})
 
