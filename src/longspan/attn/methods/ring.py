@@ -149,6 +149,7 @@ def _forward(q_BHSD: Tensor, local: _KVPair, ring: Ring, scores: Scores) -> tupl
     with without_autocast(q_BHSD.device):
         (kernel_q,) = ring.kernel.to_kernel_layout([q_BHSD], local.v.shape[3], scores)
         for _, received in _kv_blocks(local, ring):
+            block: _ReceivedBlock | None = None  # a round may receive nothing
             for block in received:
                 prepared = ring.prepared[block.source]
                 if prepared is not None:
