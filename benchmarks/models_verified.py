@@ -99,10 +99,11 @@ def page(rows: dict[str, dict[str, list[str]]]) -> str:
         for kind in ("equal", "refused", "plain")
     )
     equal = [family for family, row in run.items() if all(row[name][0] == "equal" for name in CASES if name in row)]
+    recurrent = [family for family, row in run.items() if family not in equal and _is_recurrent(row)]
     others = [
         [family, *(row[name][0] if name in row else "-" for name in CASES), _partial_reason(row)]
         for family, row in run.items()
-        if family not in equal
+        if family not in (*equal, *recurrent)
     ]
     reasons: dict[str, list[str]] = {}
     for family, row in refused.items():
@@ -129,6 +130,8 @@ compared with plain transformers in one process. {len(run)} are accepted, {len(r
 
 Causal, training and generation: {_names([x for x in equal if x.startswith("causal")])}.
 
+Causal, training (their recurrent layers and short convolutions do not generate sharded yet): {_names(recurrent)}.
+
 Masked, training: {_names([x for x in equal if x.startswith("masked")])}.
 
 ## Accepted in part
@@ -151,6 +154,12 @@ No small model could be made from the default config, or transformers itself cou
 
 def _names(families: list[str]) -> str:
     return ", ".join(family.removeprefix("causal/") for family in families)
+
+
+def _is_recurrent(row: dict[str, list[str]]) -> bool:
+    """Return whether training is equal, and generation refused for a recurrent state."""
+    kind, text = row.get("generation", ["", ""])
+    return row["training"][0] == "equal" and kind == "refused" and "is recurrent" in text
 
 
 def _partial_reason(row: dict[str, list[str]]) -> str:

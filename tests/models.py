@@ -17,7 +17,7 @@ from torch import Tensor
 
 import longspan
 from longspan.verify.judge import NUDGES
-from longspan.verify.runs import keep_furthest, nudged
+from longspan.verify.runs import fp64_casts, keep_furthest, nudged
 from tests.tolerance import excess, excess_of_rows
 
 BASE = {
@@ -106,6 +106,74 @@ MORE: dict[str, dict[str, Any]] = {
 MORE |= {name: {**FAMILIES["Bert"], "type_vocab_size": 1} for name in ("Roberta", "Camembert")}
 MORE |= {name: FAMILIES["Bert"] for name in ("BioGpt", "Esm")}
 """Families that only some tests build."""
+
+_DELTA_NET = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 8,
+}  # fmt: skip
+_MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_chunk_size": 8}
+_MAMBA1 = {"mamba_d_state": 4, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 3}
+_LINEAR, _FULL = "linear_attention", "full_attention"
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+NO_ATTENTION = {"num_attention_heads": None, "num_key_value_heads": None, "max_position_embeddings": None}
+
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "Qwen3Next": {
+        **_DELTA_NET, **_EXPERTS, "layer_types": [_LINEAR, _FULL], "head_dim": 8,
+        "shared_expert_intermediate_size": 16,
+    },
+    "OlmoHybrid": {**_DELTA_NET, "layer_types": [_LINEAR, _FULL], "linear_num_key_heads": 4},
+    "KimiLinear": {
+        **_EXPERTS, "layer_types": [_LINEAR, _FULL], "linear_num_heads": 2, "linear_head_dim": 8,
+        "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+    },
+    "Bamba": {**_MAMBA2, "attn_layer_indices": [1]},
+    "Mamba2": {
+        **NO_ATTENTION, "num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 6, "chunk_size": 8,
+    },
+    "NemotronH": {
+        "layer_types": [_LINEAR, "mlp", _FULL, "moe"], "num_hidden_layers": None, "mamba_num_heads": 4,
+        "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 6, "chunk_size": 8, "head_dim": 8, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16,
+    },
+    "FalconH1": {**_MAMBA2, "head_dim": 8, "mamba_d_ssm": 64},
+    "GraniteMoeHybrid": {
+        **_MAMBA2, "layer_types": [_LINEAR, _FULL], "num_local_experts": 4, "num_experts_per_tok": 2,
+        "shared_intermediate_size": 16,
+    },
+    "Zamba2": {
+        "layers_block_type": [_LINEAR, "hybrid", "hybrid"], "num_hidden_layers": 3, "mamba_ngroups": 2,
+        "n_mamba_heads": 4, "mamba_d_state": 6, "chunk_size": 8, "num_key_value_heads": 4, "num_mem_blocks": 1,
+        "adapter_rank": 4,
+    },
+    "Mamba": {**NO_ATTENTION, "state_size": 4},
+    "FalconMamba": {**NO_ATTENTION, "state_size": 4},
+    "Jamba": {
+        **_MAMBA1, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+    },
+    "Zamba": {
+        "layers_block_type": [_LINEAR, "hybrid", "hybrid"], "num_hidden_layers": 3, "n_mamba_heads": 2,
+        "mamba_d_state": 4, "mamba_dt_rank": 3, "num_key_value_heads": 4,
+    },
+    "Lfm2": {"layer_types": ["conv", _FULL], "block_auto_adjust_ff_dim": False},
+    "Lfm2Moe": {
+        **_EXPERTS, "layer_types": ["conv", _FULL], "num_dense_layers": 1,
+    },
+    "Lfm3": {"layer_types": ["conv", _FULL]},
+    "Qwen3_5Text": {**_DELTA_NET, "layer_types": [_LINEAR, _FULL], "head_dim": 8},
+    "Qwen3_5MoeText": {
+        **_DELTA_NET, **_EXPERTS, "layer_types": [_LINEAR, _FULL], "head_dim": 8,
+        "shared_expert_intermediate_size": 16,
+    },
+    "BailingHybrid": {
+        "layer_types": [_LINEAR, _FULL], "num_key_value_heads": 4, "head_dim": 8, "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "n_group": 1, "topk_group": 1,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
+"""Models with recurrent layers or short convolutions."""
+MORE |= HYBRIDS
 
 UNEVEN: dict[str, Any] = {
     "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "intermediate_size": 50, "vocab_size": 61,
@@ -217,7 +285,9 @@ def truth_by(model: Any, run: Callable[[Any], Run], wide: Callable[[Any], Any] =
     `wide` makes the copy that counts as exact; for a model that cannot run in fp64, a plain copy.
     """
     nudges = [nudged(model, seed) for seed in range(NUDGES)]
-    exact = run(wide(model))
+    widest = wide(model)
+    with fp64_casts(widest):
+        exact = run(widest)
     single = run(model)
     for other in map(run, nudges):
         keep_furthest(single.gradients, other.gradients, exact.gradients)
@@ -301,6 +371,41 @@ def inputs_of(family: str) -> dict[str, Any]:
     if family == "Bert":
         whole["token_type_ids"] = (torch.arange(21) > 9).long().expand(4, -1).contiguous()
     return whole
+
+
+def padded(family: str, side: str) -> dict[str, Any]:
+    """Return `inputs_of` a family with padding on one side, different in each row."""
+    whole = inputs_of(family)
+    n = whole["input_ids"].shape[1]
+    mask = torch.ones_like(whole["input_ids"])
+    for row, missing in enumerate((0, 3, 9, 1)):
+        mask[row, n - missing :] = 0
+    mask = mask if side == "right" else mask.flip(1)
+    whole["input_ids"] = whole["input_ids"] * mask
+    whole["labels"] = torch.where(mask == 1, whole["labels"], -100)
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    return {**whole, "attention_mask": mask, "position_ids": positions}
+
+
+def alone(family: str, changes: dict[str, Any], whole: dict[str, Any], sizes: tuple[int, ...]) -> Truth:
+    """Run each document by itself; the loss is the mean over the tokens of all."""
+    model = build(family, **changes)
+    return truth_by(model, lambda m: _each_alone(m, family, whole, sizes))
+
+
+def _each_alone(model: Any, family: str, whole: dict[str, Any], sizes: tuple[int, ...]) -> Run:
+    names = ("input_ids", "token_type_ids")
+    logits = []
+    start = 0
+    for size in sizes:
+        part = {name: whole[name][:, start : start + size] for name in names if name in whole}
+        logits.append(model(**part, use_cache=False).logits)
+        start += size
+    joined = torch.cat(logits, 1)
+    labels = whole["labels"] if family in MASKED else F.pad(whole["labels"], (0, 1), value=-100)[:, 1:]
+    loss = F.cross_entropy(joined.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    loss.backward()
+    return Run(float(loss.detach()), joined.detach(), gradients(model), None)
 
 
 @functools.cache

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from transformers import masking_utils as masks
 
 import longspan
@@ -19,33 +18,19 @@ from tests.models import (
     FAMILIES,
     MASKED,
     ON_4_RANKS,
-    Run,
     Truth,
+    alone,
     batch,
     build,
     check_loss,
     compare,
-    gradients,
     inputs_of,
+    padded,
     sharding,
     truth_about,
-    truth_by,
     truth_of,
 )
 from tests.pool import RankPool, on_ranks
-
-
-def _padded(family: str, side: str) -> dict[str, Any]:
-    whole = inputs_of(family)
-    n = whole["input_ids"].shape[1]
-    mask = torch.ones_like(whole["input_ids"])
-    for row, missing in enumerate((0, 3, 9, 1)):
-        mask[row, n - missing :] = 0
-    mask = mask if side == "right" else mask.flip(1)
-    whole["input_ids"] = whole["input_ids"] * mask
-    whole["labels"] = torch.where(mask == 1, whole["labels"], -100)
-    positions = (mask.cumsum(-1) - 1).clamp_min(0)
-    return {**whole, "attention_mask": mask, "position_ids": positions}
 
 
 def _packed(family: str) -> dict[str, Any]:
@@ -86,7 +71,7 @@ def _with_holes(family: str) -> dict[str, Any]:
 
 
 def _without_positions(family: str) -> dict[str, Any]:
-    whole = _padded(family, "right" if family in MASKED else "left")
+    whole = padded(family, "right" if family in MASKED else "left")
     whole["input_ids"][0, 20] = 0  # Roberta computes positions from the ids, whatever the mask says
     del whole["position_ids"]
     return whole
@@ -129,9 +114,9 @@ CASES = [
     *(_case("unusual configs", f, [(2, 1, f != "Albert")]) for f in ("Albert", "DistilBert", "Qwen2Moe", "Gemma4Text")),
     # Gemma-3's windows then extend to both sides, with a size that follows from the config's.
     _case("bidirectional decoder", "Gemma3Text", BOTH, use_bidirectional_attention=True, sliding_window=12),
-    _case("padding left", "Llama", [(2, 1, True), (1, 2, True)], _padded, "left"),
-    *(_case("padding left", f, [(1, 2, True)], _padded, "left") for f in ("Llama4Text", "Bert")),
-    *(_case("padding right", f, [(2, 1, True)], _padded, "right") for f in ("Mistral", "GptOss", "ModernBert")),
+    _case("padding left", "Llama", [(2, 1, True), (1, 2, True)], padded, "left"),
+    *(_case("padding left", f, [(1, 2, True)], padded, "left") for f in ("Llama4Text", "Bert")),
+    *(_case("padding right", f, [(2, 1, True)], padded, "right") for f in ("Mistral", "GptOss", "ModernBert")),
     *(_case("packed", f, [(1, 1, True), (1, 4, True)], _packed) for f in ("Llama", "Mistral")),
     *confirming(_case("packed", f, [(1, 4, True)], _packed) for f in ("Gemma2", "GPT2")),
     pytest.param(*_case("", "Llama4Text", RINGS, _packed).values, id="packed, Llama4Text", marks=chunks_by_position),
@@ -144,8 +129,8 @@ CASES = [
     _case("router loss", "GptOss", [(2, 2, True), *NO_FSDP], **AUX),
     *confirming([_case("router loss", "Mixtral", [(2, 2, True), *NO_FSDP], **AUX)]),
     *confirming([_case("router loss", "Qwen3Moe", [(1, 1, True), (1, 2, True), (2, 2, True), (2, 1, False)], **AUX)]),
-    _case("router loss, padding left", "Qwen3Moe", [(1, 1, True)], _padded, "left", **AUX),
-    _case("router loss, padding right", "Qwen3Moe", [(2, 1, True)], _padded, "right", **AUX),
+    _case("router loss, padding left", "Qwen3Moe", [(1, 1, True)], padded, "left", **AUX),
+    _case("router loss, padding right", "Qwen3Moe", [(2, 1, True)], padded, "right", **AUX),
     _case("router loss, packed", "Mixtral", NO_FSDP, _packed, **AUX),
     # One process computes logits of the labelled tokens alone: the same loss.
     _case("sparse prediction", "ModernBert", [(1, 1, True)], sparse_prediction=True),
@@ -224,37 +209,16 @@ def test_padding_causes_no_nan(pool4: RankPool) -> None:
     cases = []
     for family in ("Gemma3nText", "Llama"):
         whole = {name: x[:2] for name, x in inputs_of(family).items()}
-        padded = {name: x[1:] for name, x in _padded(family, "right").items()}
+        some = {name: x[1:] for name, x in padded(family, "right").items()}
         if family == "Llama":  # one process divides 0 by 0 at padding with id 0
-            padded["input_ids"] = padded["input_ids"].clamp(min=2)
-        for one in (whole, padded):
+            some["input_ids"] = some["input_ids"].clamp(min=2)
+        for one in (whole, some):
             cases.append((family, one, truth_of(_divides(family), one)))
     pool4.run(_run_divides, cases)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Each document equals a run of its own.
-
-
-def _alone(family: str, changes: dict[str, Any], whole: dict[str, Any], sizes: tuple[int, ...]) -> Truth:
-    """Run each document by itself; the loss is the mean over the tokens of all."""
-    model = build(family, **changes)
-    return truth_by(model, lambda m: _each_alone(m, family, whole, sizes))
-
-
-def _each_alone(model: Any, family: str, whole: dict[str, Any], sizes: tuple[int, ...]) -> Run:
-    names = ("input_ids", "token_type_ids")
-    logits = []
-    start = 0
-    for size in sizes:
-        part = {name: whole[name][:, start : start + size] for name in names if name in whole}
-        logits.append(model(**part, use_cache=False).logits)
-        start += size
-    joined = torch.cat(logits, 1)
-    labels = whole["labels"] if family in MASKED else F.pad(whole["labels"], (0, 1), value=-100)[:, 1:]
-    loss = F.cross_entropy(joined.flatten(0, 1), labels.flatten(), ignore_index=-100)
-    loss.backward()
-    return Run(float(loss.detach()), joined.detach(), gradients(model), None)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +232,7 @@ def test_marked_documents_equal_separate_runs(pool4: RankPool, family: str, how:
     whole = {name: x[3:] for name, x in inputs_of(family).items()}
     begins = torch.tensor([0, 5, 14])
     whole["labels"] = whole["labels"].index_fill(1, begins, -100)  # as packing collators do
-    truth = _alone(family, changes, whole, sizes)
+    truth = alone(family, changes, whole, sizes)
     whole["position_ids"] = torch.cat([torch.arange(size) for size in sizes])[None]
     ids = torch.arange(3).repeat_interleave(torch.tensor(sizes))[None]
     borders = torch.tensor([0, 5, 14, 21], dtype=torch.int32)

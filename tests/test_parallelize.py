@@ -202,8 +202,9 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] =
     # Of a model.
     ("Gemma2", {}, {}, {"kernel": "sdpa"}, "layer model.layers.0.self_attn: kernel='sdpa' cannot do softcap"),
     ("GptOss", {}, {}, {"kernel": "sdpa"}, "layer model.layers.0.self_attn: kernel='sdpa' cannot do sinks"),
-    ("Mamba", {}, {}, {}, "layer backbone.layers.0 (MambaBlock) of MambaForCausalLM mixes tokens without going"),
-    ("Qwen3Next", {**EXPERTS, "num_hidden_layers": 4}, {}, {}, "mixes tokens without going through attention"),
+    ("RecurrentGemma", {}, {}, {},
+     "layer model.layers.0 (RecurrentGemmaDecoderLayer) of RecurrentGemmaForCausalLM mixes tokens without going"),
+    ("MiniMax", {**EXPERTS, "num_local_experts": 4}, {}, {}, "mixes tokens without going through attention"),
     ("MobileBert", {**BERT, "embedding_size": 16}, {}, {},
      "embeddings of MobileBertForMaskedLM ... neighbours (trigram_input=True)"),
     ("Bloom", {}, {}, {}, "every attention layer of BloomForCausalLM adds ALiBi biases to its scores"),

@@ -33,6 +33,10 @@ _SIZES: tuple[tuple[str, Any], ...] = (
     ),
     (r"first_k_dense_replace|num_dense_layers|moe_layer_start_index", 1),
     (r".*num_key_value_heads|num_kv_heads|num_query_groups", 2),
+    (r"\w+_layer_period", 2),
+    (r"\w+_layer_offset", 1),
+    (r"(mamba_n|n_mamba)_heads", 2 * HEADS),
+    (r"mamba_d_ssm", 2 * HIDDEN),
     (r"(num|n|\w*decoder|\w*encoder)_(\w*_)?heads?", HEADS),
     (r"qk_head_dim", HEAD_DIM * 3 // 2),
     (r"qk_rope_head_dim|rotary_dim", HEAD_DIM // 2),
@@ -108,6 +112,8 @@ def _size_of(name: str, value: Any, values: dict[str, Any]) -> Any:
         return None
     if name.endswith("_heads") and value == values.get("num_attention_heads"):
         return HEADS
+    if name == "num_heads" and values.get("expand") == 2:  # of Mamba-2, which checks that they fit
+        return 2 * HEADS
     if name == "head_dim" and value == values.get("qk_rope_head_dim"):
         return HEAD_DIM // 2
     for pattern, size in _SIZES:

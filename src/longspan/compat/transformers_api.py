@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import inspect
 import re
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import transformers
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
@@ -100,6 +103,14 @@ def uses_registry(model: PreTrainedModel) -> bool:
     use = "how a model calls its attention"
     declared = needed("transformers", model, "is_backend_compatible", "PreTrainedModel", use)
     return bool(declared()) or model.config.model_type in _UNDECLARED
+
+
+def calls_registry(layer: Any) -> bool:
+    """Return whether an attention layer's code looks its attention up in the registry; hybrid models do not declare it.
+
+    When gone: False, so that the model is refused.
+    """
+    return "ALL_ATTENTION_FUNCTIONS" in _globals_of(inspect.unwrap(type(layer).forward))
 
 
 def new_model(cls: Any, config: Any, dtype: Any = None) -> Any:
@@ -239,6 +250,69 @@ def makes_positions(module: Any) -> bool:
 
 def _takes(function: Any, name: str) -> bool:
     return name in inspect.signature(function).parameters
+
+
+MIXER_FUNCTIONS = frozenset({
+    "causal_conv1d_fn",
+    "torch_chunk_gated_delta_rule",
+    "chunk_kimi_delta_attention",
+    "mamba2_chunk_scan",
+    "mamba_selective_scan",
+    "mamba2_split_conv1d_scan_combined",
+    "mamba_inner_fn",
+})  # fmt: skip
+"""Functions of modelling files through which tokens mix in recurrent layers and short convolutions.
+
+Versions: transformers 5.24 has all; before, layers choose between a kernel and code of their own. When gone:
+`mixer_functions` finds none, and the model is refused.
+"""
+
+
+def mixer_functions(module: Any) -> dict[str, Any]:
+    """Return those of `MIXER_FUNCTIONS` that a module's forward calls, by name; empty if it is no such layer.
+
+    When gone: empty, and the model is refused.
+    """
+    kind: Any = type(module)
+    return _mixer_functions(kind)
+
+
+@functools.lru_cache(maxsize=256)
+def _mixer_functions(kind: Any) -> dict[str, Any]:
+    forward: Any = inspect.unwrap(kind.forward)
+    names = _globals_of(forward) & MIXER_FUNCTIONS
+    return {name: f for name in names if callable(f := forward.__globals__.get(name))}
+
+
+def _globals_of(function: Any) -> set[str]:
+    """Return the names of the globals that a function reads."""
+    return {step.argval for step in dis.get_instructions(function) if step.opname == "LOAD_GLOBAL"}
+
+
+def mixers_hint() -> str:
+    """Return the end of the error for a recurrent layer: which transformers to install.
+
+    When gone (5.24 and newer): empty.
+    """
+    found = re.match(r"(\d+)\.(\d+)", transformers.__version__)
+    if found is None or (int(found[1]), int(found[2])) >= (5, 24):
+        return ""
+    return f" (most recurrent layers can with transformers 5.24 or newer; this is {transformers.__version__})"
+
+
+def forward_with(module: Any, functions: dict[str, Any]) -> Any:
+    """Return a module's forward that calls other functions instead of its file's, without the decorators around it.
+
+    Public way: none but kernels of the Hub, for a whole process. When gone: a layer that calls none of the functions
+    raises in its first forward.
+    """
+    forward: Any = inspect.unwrap(type(module).forward)
+    copied = types.FunctionType(
+        forward.__code__, {**forward.__globals__, **functions}, forward.__name__, forward.__defaults__,
+        forward.__closure__,
+    )  # fmt: skip
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    return types.MethodType(copied, module)
 
 
 def router_loss(model: PreTrainedModel) -> Any:

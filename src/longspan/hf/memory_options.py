@@ -20,7 +20,7 @@ from longspan.hf.forward.registry import LayerBinding
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.planning import AutoMemory
 from longspan.hf.state import state_of
-from longspan.hf.support import attention_layers, decoder_layers, draws, final_norm
+from longspan.hf.support import attention_layers, decoder_layers, draws, final_norm, mixer_layers
 from longspan.memory.activations import NormedLinear, RecomputedActivations
 from longspan.memory.checkpointing import COMPILED, CheckpointedLayer, LayerCall, LayerGroups, forward_of
 from longspan.memory.offload import store_for
@@ -158,8 +158,8 @@ class MemoryManager(Stage):
         assert call.tokens is not None
         config = call.model.config.get_text_config()
         element = next(call.model.parameters()).dtype.itemsize
-        heads = config.num_attention_heads
-        width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+        heads = config.num_attention_heads if self.bindings else 0
+        width = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(1, heads))
         attention = 0
         if self.memory.checkpointing == "selective":
             attention = width * element + 4 * heads
@@ -208,6 +208,7 @@ class MemoryModules:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.layers = decoder_layers(model)
+        self.recurrent = bool(mixer_layers(model))  # then layers may have no MLP
         self.names = {module: name for name, module in model.named_modules()}
         self.untiled: str | None = None  # why some MLP cannot run tile by tile
         self.mlps = [mlp for layer in self.layers for mlp in self._mlps(layer)]
@@ -220,14 +221,15 @@ class MemoryModules:
             raise LongspanError(f"{self.untiled}; use tiled_mlp=1")
 
     def _mlps(self, layer: nn.Module) -> Iterator[nn.Module]:
-        attends = set(attention_layers(layer).values())
+        mixers = mixer_layers(layer)
+        attends = {*attention_layers(layer).values(), *mixers.values()}
         mlps = [
             child
             for child in layer.children()
             if not any(module in attends for module in child.modules()) and any(p.dim() > 1 for p in child.parameters())
         ]
         problem = None
-        if not mlps:
+        if not mlps and not self.recurrent:
             problem = f"{self.names[layer]} ({type(layer).__name__}) has no MLP of its own to run tile by tile"
         for child in mlps:
             if _takes_one(child):

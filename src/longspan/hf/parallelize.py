@@ -35,6 +35,7 @@ from longspan.hf.forward.misuse import (
     refuse_saving_shards,
     refuse_wrappers_and_casts,
 )
+from longspan.hf.forward.mixers import MixerLayers
 from longspan.hf.forward.stage import ModelTraits
 from longspan.hf.generate import replace_generate
 from longspan.hf.memory_options import MemoryManager
@@ -132,6 +133,7 @@ def parallelize(
     _prepare_weights_and_dropout(inner, sp, options)
     traits = ModelTraits.of(inner)
     attention = AttentionLayers(inner, sp, kernel, checked.memory)
+    mixers = MixerLayers(inner, sp)
     memory_manager = MemoryManager(checked.modules, inner.config, checked.memory, checked.store, checked.auto)
     head = head_of(inner)
     if head is not None:
@@ -141,7 +143,7 @@ def parallelize(
     if checked.tensor_plan is not None:
         tensor = TensorParallel(inner, sp, tensor_style, checked.tensor_plan, head)
     gradients = _shard_weights(sp, options, checked, head)
-    state = ParallelState(inner.config, sp, traits, attention, memory_manager, head, tensor, gradients)
+    state = ParallelState(inner.config, sp, traits, attention, mixers, memory_manager, head, tensor, gradients)
     weight_damage = WeightDamageCheck(inner) if check_at_rest else None
     state.forward = ForwardHooks(
         inner, state, batches=batches, model_changes=model_changes, weight_damage=weight_damage, compute_logits=logits
@@ -195,6 +197,8 @@ def _shard_weights(
 
 def _warn_of_idle_ranks(model: PreTrainedModel, sp: SequenceSharding) -> None:
     shards = heads_of_ranks(model, sp)
+    if not shards:
+        return
     idle, q_heads = sum(shard.q_heads == 0 for shard in shards), shards[-1].q_stop
     if idle:
         fits = max(u for u in range(1, q_heads + 1) if sp.size % u == 0)

@@ -26,7 +26,15 @@ from longspan.core.validation import check_choice, check_flag, format_value
 from longspan.hf.memory_options import MemoryModules
 from longspan.hf.planning import AutoMemory
 from longspan.hf.state import is_parallelized
-from longspan.hf.support import attention_dropout, check_model, heads_of, refuse_dropout, transformers_model
+from longspan.hf.support import (
+    attention_dropout,
+    attention_layers,
+    check_model,
+    heads_of,
+    mixer_layers,
+    refuse_dropout,
+    transformers_model,
+)
 from longspan.hf.tensor_parallel.plan import STYLES, TensorPlan, TensorStyle, tensor_plan
 from longspan.hf.weights.fsdp import check_cpu_offload
 from longspan.memory.offload import store_for
@@ -91,6 +99,7 @@ def check_alone(model: nn.Module, sp: SequenceSharding, options: ParallelizeOpti
     modules = _check_structure(inner, sp.device, sp.ring_size, options.kernel, memory, fsdp=options.fsdp)
     plan = None
     if sp.tensor_size > 1:
+        _refuse_tensor_axis(inner, sp)
         plan = tensor_plan(inner, sp.tensor_size, sp.tensor_rank, options.tensor_style, sp.size)
         if memory.head_loss != "tiled":
             raise LongspanError(
@@ -105,6 +114,16 @@ def check_alone(model: nn.Module, sp: SequenceSharding, options: ParallelizeOpti
     store = store_for(memory, sp.device)
     sums_gradients = not options.fsdp and sp.world_size > 1
     return Checked(inner, memory, modules, store, auto, plan, shards_weights, sums_gradients)
+
+
+def _refuse_tensor_axis(model: PreTrainedModel, sp: SequenceSharding) -> None:
+    mixer = next(iter(mixer_layers(model).items()), None)
+    if mixer is not None:
+        path, layer = mixer
+        raise LongspanError(
+            f"layer {path} ({type(layer).__name__}) cannot be sharded over `tensor={sp.tensor_size}`: a recurrent "
+            f"layer is sharded by tokens only; use `ulysses={sp.ulysses_size * sp.tensor_size}` instead"
+        )
 
 
 def check_ahead(
@@ -202,6 +221,8 @@ def _facts(model: nn.Module, sp: SequenceSharding, options: ParallelizeOptions) 
 
 
 def heads_of_ranks(model: PreTrainedModel, sp: SequenceSharding) -> tuple[HeadShard, ...]:
-    """Return the heads of each Ulysses rank of this tensor rank."""
+    """Return the heads of each Ulysses rank of this tensor rank; none for a model without attention."""
+    if not attention_layers(model):
+        return ()
     mine = split_groups(*heads_of(model.config), sp.tensor_size)[sp.tensor_rank]
     return split_heads(mine.q_heads, mine.kv_heads, sp.ulysses_size, kv_replication=sp.kv_replication)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
     from longspan.hf.forward.binding import AttentionLayers
     from longspan.hf.forward.hooks import ForwardHooks
+    from longspan.hf.forward.mixers import MixerLayers
     from longspan.hf.forward.stage import ModelTraits
     from longspan.hf.memory_options import MemoryManager
     from longspan.hf.tensor_parallel.layers import TensorParallel
@@ -30,6 +31,7 @@ class ParallelState:
     sp: SequenceSharding
     traits: ModelTraits  # from before FSDP
     attention: AttentionLayers
+    mixers: MixerLayers
     memory: MemoryManager
     head: Head | None
     tensor: TensorParallel | None  # None if the tensor axis has size 1
@@ -74,6 +76,8 @@ def explain(model: nn.Module) -> str:
     lines.append(f"memory: {state.memory.memory.describe()} ({state.memory.why})")
     chosen = Counter(str(layer.choice) for layer in state.attention.layers if layer.choice is not None)
     lines += [f"attention of {count} layers: {choice}" for choice, count in chosen.items()]
-    if not chosen:
+    if state.attention.layers and not chosen:
         lines.append("attention: chosen at the first forward")
+    if state.mixers.layers:
+        lines.append(f"recurrent layers and short convolutions: {len(state.mixers.layers)}, by state passing")
     return "\n".join(lines)

@@ -19,7 +19,14 @@ from longspan.attn.kernels.base import KernelRequest
 from longspan.attn.kernels.choice import AnyKernel, choose_kernel
 from longspan.attn.mask import Mask
 from longspan.attn.score import Scores
-from longspan.compat.transformers_api import makes_positions, router_loss, uses_registry
+from longspan.compat.transformers_api import (
+    calls_registry,
+    makes_positions,
+    mixer_functions,
+    mixers_hint,
+    router_loss,
+    uses_registry,
+)
 from longspan.core.errors import LongspanError
 from longspan.hf.pretrained import kind_of, without_dropout
 from longspan.losses.load_balancing import balance, balance_sums
@@ -30,6 +37,10 @@ HELP = "it cannot be sharded in this version"
 _MIXERS = re.compile(
     r"Mamba|DeltaNet|LinearAttention|LightningAttention|Rwkv|RWKV|Recurrent|ShortConv|Hyena|Retention|SSM"
 )
+
+# Values of a config's `layer_types`: of attention, and, where the recurrent layers are known ones, of other layers.
+_ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+_MIXER_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp"}
 
 # Attention to another sequence, by the name of the module or of its class.
 _CROSS = re.compile(r"(^|\.)(encoder_attn|cross_?attn|cross_?attention|EncDecAttention)$")
@@ -53,21 +64,41 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the attention modules by name: the innermost "...Attention", with a `layer_idx` if any has it."""
+    """Return the attention modules by name: the innermost "...Attention", with a `layer_idx` if any has it.
+
+    A recurrent layer, or a layer around it, may have such a name, too (Kimi's delta attention).
+    """
+    mixers = mixer_layers(model)
     named = {name: module for name, module in model.named_modules() if "Attention" in type(module).__name__}
+    for name, module in [*named.items()]:
+        around = any(other.startswith(name + ".") for other in mixers)
+        if name in mixers or (around and not calls_registry(module)):
+            del named[name]
     named = {name: module for name, module in named.items() if hasattr(module, "layer_idx")} or named
     return {n: m for n, m in named.items() if not any(other.startswith(n + ".") for other in named)}
 
 
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the elements of every module list whose elements all contain an attention layer.
+def mixer_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the recurrent layers and short convolutions by name, of the kinds that can be sharded."""
+    return {name: module for name, module in model.named_modules() if mixer_functions(module)}
 
-    Of nested lists (ALBERT's groups of layers) return the inner elements.
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the elements of every module list whose elements all contain an attention layer or recurrent layer.
+
+    In a list of one class with a recurrent layer, others may be an MLP (Nemotron-H). Of nested lists (ALBERT's
+    groups of layers) return the inner elements.
     """
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
-    layers = [layer for blocks in lists if all(attention_layers(b) for b in blocks) for layer in blocks]
+    layers = [layer for blocks in lists if _are_layers(blocks) for layer in blocks]
     every = set(layers)
     return [layer for layer in layers if not any(m in every and m is not layer for m in layer.modules())]
+
+
+def _are_layers(blocks: nn.ModuleList) -> bool:
+    if all(attention_layers(block) or mixer_layers(block) for block in blocks):
+        return True
+    return len({type(block) for block in blocks}) == 1 and any(mixer_layers(block) for block in blocks)
 
 
 def final_norm(model: nn.Module) -> list[nn.Module]:
@@ -220,8 +251,9 @@ def _check_family(model: PreTrainedModel, name: str) -> None:
         )
     _check_modules(model, name)
     _check_config(model, name)
-    layers = attention_layers(model)
-    if not layers or not uses_registry(model):
+    layers, mixers = attention_layers(model), mixer_layers(model)
+    undeclared = bool(mixers) and all(map(calls_registry, layers.values()))
+    if not (layers or mixers) or not (uses_registry(model) or undeclared):
         which = f"layer {next(iter(layers))} of {name}" if layers else name
         raise LongspanError(f"{which} does not go through transformers' attention registry; {HELP}")
     if model.loss_type not in (None, "ForCausalLM", "ForMaskedLM", *_CLASSIFIERS):
@@ -234,13 +266,17 @@ def _check_family(model: PreTrainedModel, name: str) -> None:
             f"{name} pools hidden states of its tokens, of which each rank holds a part, before its head; classifiers "
             f"can be sharded whose head `score` scores every token, and that take the last one's (Llama, Qwen, GPT-2)"
         )
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    if layers and "position_ids" not in inspect.signature(model.forward).parameters:
         raise LongspanError(
             f"{name} takes no position_ids: it counts the tokens itself, and each rank holds a part of them; {HELP}"
         )
 
 
 def _check_modules(model: PreTrainedModel, name: str) -> None:
+    attends = attention_layers(model)
+    # Convolutions inside attention (Inkling's, of keys) do not learn of their batch.
+    mixers = {n: m for n, m in mixer_layers(model).items() if not any(n.startswith(a + ".") for a in attends)}
+    within = {part for mixer in mixers.values() for part in mixer.modules()}
     for path, module in model.named_modules():
         kind = type(module).__name__
         if isinstance(module, PreTrainedModel):
@@ -255,8 +291,14 @@ def _check_modules(model: PreTrainedModel, name: str) -> None:
                 f"layer {path} ({kind}) of {name} is cross attention: it looks at another sequence than its own, with "
                 f"a length of its own; {HELP}"
             )
-        if _MIXERS.search(kind) or isinstance(module, nn.Conv1d | nn.Conv2d | nn.RNNBase):
-            raise LongspanError(f"layer {path} ({kind}) of {name} mixes tokens without going through attention; {HELP}")
+        # The family's own name may sound like a mixer: that of Mamba's norms, or of Kimi-Linear's attention.
+        own = kind.removeprefix(name.split("For")[0]) if mixers else kind
+        by_name = _MIXERS.search(own) and not any(other.startswith(path + ".") for other in mixers)
+        by_class = isinstance(module, nn.Conv1d | nn.Conv2d | nn.RNNBase)
+        if (by_name or by_class) and module not in within:
+            raise LongspanError(
+                f"layer {path} ({kind}) of {name} mixes tokens without going through attention; {HELP}{mixers_hint()}"
+            )
         if kind.endswith("Pooler") or path.rpartition(".")[2] == "pooler":
             raise LongspanError(
                 f"layer {path} ({kind}) of {name} looks at the first token, which one rank alone holds; take a model "
@@ -267,7 +309,7 @@ def _check_modules(model: PreTrainedModel, name: str) -> None:
 def _check_config(model: PreTrainedModel, name: str) -> None:
     config = model.config.get_text_config()
     for index, kind in enumerate(getattr(config, "layer_types", None) or []):
-        if kind not in ("full_attention", "sliding_attention", "chunked_attention"):
+        if kind not in _ATTENTION_TYPES and not (kind in _MIXER_TYPES and mixer_layers(model)):
             raise LongspanError(f"layer {index} of {name} is of the type {kind}; {HELP}")
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
         raise LongspanError(f"every attention layer of {name} adds ALiBi biases to its scores; {HELP}")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.autograd.profiler import profile
 
+from longspan.hf.support import mixer_layers
 from longspan.tracing.spans import covered
 
 #: Dense bf16 peak of one device in FLOP/s, by a part of the name CUDA gives it; the makers' data sheets, without
@@ -138,10 +139,12 @@ def model_flops(model: torch.nn.Module, config: Any, tokens: int, attention_pair
         attention_pairs: of the whole step.
 
     Returns:
-        The FLOPs; None for a mixture of experts, in which not every weight multiplies every token.
+        The FLOPs; None for a mixture of experts, in which not every weight multiplies every token, and for a model with
+        recurrent layers, whose scans are no matmuls of weights.
     """
     text = config.get_text_config()
-    if any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+    experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    if experts or mixer_layers(model):
         return None
     weights = sum(p.numel() for p in model.parameters() if p.ndim >= 2)
     if not text.tie_word_embeddings:  # a lookup is no matmul; a tied table is the head as well

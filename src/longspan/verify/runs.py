@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.overrides import TorchFunctionMode
 
 import longspan
 from longspan.checkpoint import Checkpoint
@@ -29,7 +30,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.sections import values
 from longspan.hf.loading import find_source, load_from
 from longspan.hf.parallelize import parallelize
-from longspan.hf.support import check_model, is_masked_lm, switch_dropout_off
+from longspan.hf.support import check_model, is_masked_lm, mixer_layers, switch_dropout_off
 from longspan.hf.weights.origin import Origin
 from longspan.hf.weights.sources import FirstRank, my_slices
 from longspan.ranks.launch import threads_per_rank
@@ -101,13 +102,14 @@ def run_unsharded(model: nn.Module, batch_BS: dict[str, Tensor]) -> Tensors:
     """Run forward and backward on one process, then clear the gradients.
 
     transformers always computes the loss in fp32, so the fp64 loss is computed here. Statistics of some norms and
-    rotary angles are fp32 in every run.
+    rotary angles are fp32 in every run; recurrent layers are not (`fp64_casts`).
 
     Returns:
         On the CPU, in the model's dtype: "loss" `[1]`, "logits" `[B * S, V]`, and the gradient of each parameter that
         has one, under its name.
     """
-    out = model(**batch_BS)
+    with fp64_casts(model):
+        out = model(**batch_BS)
     loss = out.loss
     if out.logits.dtype == torch.float64:
         predictions_BSV, labels_BS = out.logits, batch_BS["labels"]
@@ -123,6 +125,26 @@ def run_unsharded(model: nn.Module, batch_BS: dict[str, Tensor]) -> Tensors:
             tensors[name] = parameter.grad.cpu()
     model.zero_grad(set_to_none=True)
     return tensors
+
+
+def fp64_casts(model: nn.Module) -> AbstractContextManager[object]:
+    """Return a context in which casts to fp32 are casts to fp64, for a model with recurrent layers in fp64.
+
+    transformers computes these layers in fp32. Two such runs share roundings, so neither would measure the other's.
+    """
+    wide = next(model.parameters()).dtype == torch.float64
+    return _Fp64Casts() if wide and mixer_layers(model) else nullcontext()
+
+
+class _Fp64Casts(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        return func(*map(_widest, args), **{name: _widest(value) for name, value in (kwargs or {}).items()})
+
+
+def _widest(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
 
 
 @contextmanager

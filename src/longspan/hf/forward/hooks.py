@@ -63,7 +63,7 @@ class ForwardHooks:
         self.pooled = PooledHead(model, traits.name, sp, self.losses) if traits.labels_per_row else None
         self.router = RouterLoss(traits, sp, tensor)
         self.select = SelectLogits(traits, head, sp)
-        self.layers = state.attention
+        self.layers, self.mixers = state.attention, state.mixers
 
     def stages_of(self, call: ForwardCall) -> list[Stage]:
         """Compose the stages of one forward."""
@@ -82,6 +82,7 @@ class ForwardHooks:
                 self.router if call.wants_router_loss else None,
                 self.select,
                 self.layers,
+                self.mixers,
             ]
         return [stage for stage in stages if stage is not None]
 

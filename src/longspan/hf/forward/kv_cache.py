@@ -97,6 +97,11 @@ class ShardedCache(Cache):  # type: ignore[misc]
         cuda_graph: bool = False,
     ) -> None:
         state = state_of(model)
+        if state.mixers.layers:
+            raise LongspanError(
+                f"layer {state.mixers.layers[0].name} is recurrent, and a ShardedCache holds keys and values only; the "
+                f"model can be trained and scored sharded; to generate, load it without longspan.parallelize"
+            )
         if state.sp.wire_dtype != "exact":
             raise LongspanError(
                 f"wire_dtype={state.sp.wire_dtype!r} is for training and scoring: what a model with a KV cache "

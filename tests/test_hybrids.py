@@ -1,0 +1,201 @@
+"""Models with recurrent layers and short convolutions: loss, logits and every gradient equal those of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+
+import longspan
+from longspan.compat.transformers_api import mixers_hint
+from tests.choose import confirming
+from tests.models import (
+    HYBRIDS,
+    Truth,
+    alone,
+    build,
+    check_gradients,
+    check_loss,
+    compare,
+    gradients,
+    inputs_of,
+    padded,
+    sharding,
+    truth_about,
+    truth_of,
+)
+from tests.pool import RankPool
+from tests.tolerance import excess
+
+pytestmark = pytest.mark.skipif(
+    bool(mixers_hint()), reason="before 5.24, transformers' recurrent layers cannot be sharded"
+)
+SIZES = (5, 9, 7)
+
+
+def _documents(family: str) -> dict[str, Any]:
+    """One row of three documents."""
+    whole = {name: x[3:] for name, x in inputs_of(family).items()}
+    whole["labels"] = whole["labels"].index_fill(1, torch.tensor([0, 5, 14]), -100)
+    ids = torch.arange(3).repeat_interleave(torch.tensor(SIZES))[None]
+    return {**whole, "document_ids": ids, "position_ids": torch.cat([torch.arange(size) for size in SIZES])[None]}
+
+
+def _inputs(family: str, kind: str) -> dict[str, Any]:
+    if kind == "documents":
+        return _documents(family)
+    return padded(family, kind) if kind in ("left", "right") else inputs_of(family)
+
+
+def _truth(family: str, kind: str, changes: dict[str, Any]) -> Truth:
+    whole = _inputs(family, kind)
+    return alone(family, changes, whole, SIZES) if kind == "documents" else truth_of(build(family, **changes), whole)
+
+
+def _run(family: str, changes: dict[str, Any], ring: int, fsdp: bool, whole: dict[str, Any], truth: Truth) -> None:
+    sp = sharding(ring=ring)
+    compare(truth, longspan.parallelize(build(family, **changes), sp, fsdp=fsdp), whole, sp)
+
+
+# 21 tokens, which 2 ranks do not divide. A ring's layout is zigzag: every rank has two runs.
+KINDS = ("plain", "left", "right", "documents")
+EVERY = [(family, ring, kind) for family in HYBRIDS for ring in (1, 2) for kind in KINDS]
+CHOSEN = [(f, 1 + i % 2, KINDS[(i // 2) % 4]) for i, f in enumerate(HYBRIDS)]
+
+
+@pytest.mark.parametrize(
+    ("family", "ring", "kind"), [*CHOSEN, *confirming(case for case in EVERY if case not in CHOSEN)]
+)
+def test_one_process(pool2: RankPool, family: str, ring: int, kind: str) -> None:
+    fsdp = (list(HYBRIDS).index(family) + ring + KINDS.index(kind)) % 2 == 0
+    pool2.run(_run, family, {}, ring, fsdp, _inputs(family, kind), _truth(family, kind, {}))
+
+
+def _meshes(family: str, whole: dict[str, Any], truth: Truth) -> None:
+    # With a ring of 4, every rank has two runs of 3 tokens: as long as the halo of a convolution, or shorter.
+    for data, ring in ((1, 2), (2, 1), (1, 4)):
+        sp = sharding(data, ring)
+        compare(truth, longspan.parallelize(build(family), sp, fsdp=ring != 2), whole, sp)
+
+
+ON_4 = ("Qwen3Next", "NemotronH")
+
+
+@pytest.mark.parametrize("family", [*ON_4, *confirming(f for f in HYBRIDS if f not in ON_4)])
+def test_4_ranks(pool4: RankPool, family: str) -> None:
+    pool4.run(_meshes, family, inputs_of(family), truth_about(family))
+
+
+def _mostly_padding(family: str) -> dict[str, Any]:
+    """One row of 9 tokens and 12 of padding: some ranks have padding only."""
+    whole = {name: x[2:3] for name, x in padded(family, "right").items()}
+    return {name: F.pad(x, (0, 3), value=-100 if name == "labels" else 0)[:, 3:] for name, x in whole.items()}
+
+
+def _each_on_padding(families: list[str], truths: list[Truth]) -> None:
+    for family, truth in zip(families, truths, strict=True):
+        sp = sharding()
+        compare(truth, longspan.parallelize(build(family), sp), _mostly_padding(family), sp)
+
+
+def test_ranks_with_padding_alone(pool4: RankPool) -> None:
+    families = ["Qwen3Next", "Mamba2", "Mamba", "Lfm2"]
+    truths = [truth_of(build(family), _mostly_padding(family)) for family in families]
+    pool4.run(_each_on_padding, families, truths)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Options of training.
+
+AUX: tuple[tuple[str, Any], ...] = (("output_router_logits", True), ("router_aux_loss_coef", 0.7))
+
+
+def _with_options(family: str, truth: Truth, whole: dict[str, Any]) -> None:
+    sp = sharding(ring=2)
+    model = longspan.parallelize(build(family), sp, memory="longest")
+    compare(truth, model.train(), whole, sp)
+    found = longspan.token_logprobs(model, whole, gather=True).detach()[:, :-1]
+    labels = whole["labels"][:, 1:]
+    single, exact = (
+        run.logits[:, :-1].log_softmax(-1).gather(2, labels.clamp_min(0)[..., None])[..., 0][labels != -100]
+        for run in (truth.single, truth.exact)
+    )
+    assert excess(found[labels != -100], single, exact) <= 1
+
+
+WITH_OPTIONS = ("Qwen3Next", "Jamba")
+
+
+@pytest.mark.parametrize("family", [*WITH_OPTIONS, *confirming(f for f in HYBRIDS if f not in WITH_OPTIONS)])
+def test_memory_options_and_log_probabilities(pool2: RankPool, family: str) -> None:
+    pool2.run(_with_options, family, truth_about(family), inputs_of(family))
+
+
+def _with_router_loss(family: str, truth: Truth) -> None:
+    sp = sharding()
+    compare(truth, longspan.parallelize(build(family, **dict(AUX)), sp), inputs_of(family), sp)
+
+
+@pytest.mark.parametrize("family", ["Qwen3Next", *confirming(["Jamba", "GraniteMoeHybrid"])])
+def test_router_loss(pool2: RankPool, family: str) -> None:
+    pool2.run(_with_router_loss, family, truth_about(family, AUX))
+
+
+def _adapted(family: str) -> Any:
+    torch.manual_seed(0)
+    config = peft.LoraConfig(
+        r=2, target_modules=["in_proj", "out_proj", "q_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    return peft.get_peft_model(build(family), config)
+
+
+def _with_lora(truth: Truth) -> None:
+    sp = sharding()
+    model = longspan.parallelize(_adapted("Bamba"), sp)
+    out = model(**inputs_of("Bamba"))
+    out.loss.backward()
+    check_loss(float(out.loss.detach()), truth)
+    check_gradients(gradients(model), truth)
+
+
+def test_lora(pool2: RankPool) -> None:
+    pool2.run(_with_lora, truth_of(_adapted("Bamba"), inputs_of("Bamba")))
+
+
+def _checkpointed_by_transformers(families: list[str], truths: list[Truth]) -> None:
+    for family, truth in zip(families, truths, strict=True):
+        sp = sharding()
+        model = longspan.parallelize(build(family), sp)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        compare(truth, model.train(), inputs_of(family), sp)
+
+
+def test_checkpointing_of_transformers(pool2: RankPool) -> None:
+    """Mamba's layers get no keyword arguments from the model, Jamba's do not pass them on."""
+    families = ["Mamba", "Jamba"]
+    pool2.run(_checkpointed_by_transformers, families, [truth_about(family) for family in families])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused.
+
+
+def _refusals() -> None:
+    sp = longspan.SequenceSharding(longspan.init_mesh(tensor=2))
+    with pytest.raises(longspan.LongspanError, match=r"recurrent layer is sharded by tokens only; use `ulysses=2`"):
+        longspan.parallelize(build("Bamba"), sp)
+    model = longspan.parallelize(build("Bamba"), sharding())
+    whole = inputs_of("Bamba")
+    with pytest.raises(longspan.LongspanError, match="is recurrent, and a ShardedCache holds keys and values only"):
+        model.generate(whole["input_ids"], max_new_tokens=2)
+    mask = torch.ones_like(whole["input_ids"])
+    mask[0, 4] = 0
+    with pytest.raises(longspan.LongspanError, match="has zeros between the ones of a row"):
+        model(**whole, attention_mask=mask)
+
+
+def test_refusals(pool2: RankPool) -> None:
+    pool2.run(_refusals)
