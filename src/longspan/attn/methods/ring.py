@@ -148,16 +148,15 @@ def _forward(q_BHSD: Tensor, local: _KVPair, ring: Ring, scores: Scores) -> tupl
     total = SoftmaxAccumulator(q_BHSD, local.v.shape[3], several=ring.size > 1)
     with without_autocast(q_BHSD.device):
         (kernel_q,) = ring.kernel.to_kernel_layout([q_BHSD], local.v.shape[3], scores)
-
-        def attend(block: _ReceivedBlock) -> None:
-            prepared = ring.prepared[block.source]
-            if prepared is not None:
-                k_BKTD, v_BKTV = (_kv_of(x, ring, (0, heads), heads) for x in (block.kv.k, block.kv.v))
-                ring.kernel.accumulate(total, kernel_q, k_BKTD, v_BKTV, prepared, scores)
-
         for _, received in _kv_blocks(local, ring):
-            while received:  # do not hold a block when the next round's buffers are allocated
-                attend(received.pop(0))
+            while received:
+                block = received.pop(0)
+                prepared = ring.prepared[block.source]
+                if prepared is not None:
+                    k_BKTD, v_BKTV = (_kv_of(x, ring, (0, heads), heads) for x in (block.kv.k, block.kv.v))
+                    ring.kernel.accumulate(total, kernel_q, k_BKTD, v_BKTV, prepared, scores)
+                    del k_BKTD, v_BKTV
+                del block  # before the next round's buffers are allocated
         del kernel_q
         if scores.sinks is not None:  # a sink is one more key per head, whose value is zero
             total.add_sinks(scores.sinks)
