@@ -194,6 +194,14 @@ class Hardware:
             check_number(f"{name} {of}", getattr(self, name), 0)
         if self.measured_dtype is not None:
             check_choice(f"measured_dtype {of}", self.measured_dtype, ("bf16", "fp32"))
+        for name in ("intra", "inter"):
+            if not isinstance(getattr(self, name), Link):
+                raise LongspanError(f"{name} {of} must be a Link, got {format_value(getattr(self, name))}")
+        links = self.measured.values() if isinstance(self.measured, Mapping) else [None]
+        if not all(isinstance(link, MeasuredLink) for link in links):
+            raise LongspanError(
+                f"measured {of} must be a MeasuredLink for each (axis, op), got {format_value(self.measured)}"
+            )
 
     def members_per_node(self, stride: int, size: int) -> int:
         """Return how many of a group of `size` ranks, `stride` apart, share a node."""
