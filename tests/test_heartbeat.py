@@ -31,8 +31,8 @@ def _judge(watch: Watch, seconds: int, *beats: Beat, cpu: float = 0.0) -> str:
     return verdict
 
 
-def _watch(timeout_s: float = 10.0, *, cpu: bool = True, stalls: bool = True) -> Watch:
-    return Watch(3, timeout_s, cpu=cpu, stalls=stalls)
+def _watch(timeout_s: float = 10.0, *, cpu: bool = True, judges_all: bool = True) -> Watch:
+    return Watch(3, timeout_s, cpu=cpu, judges_all=judges_all)
 
 
 # --- the rules
@@ -84,7 +84,7 @@ def test_ranks_that_compute_have_ten_times_their_longest_phase() -> None:
 def test_long_phases_have_no_limit_and_only_rank_0_judges_stalls() -> None:
     export = replace(STEP, place="export", unlimited=True)
     assert not _judge(_watch(), 20_000, export, STEP, STEP)
-    assert not _judge(_watch(stalls=False), 20_000, STEP)
+    assert not _judge(_watch(judges_all=False), 20_000, STEP)
 
 
 def test_a_job_that_was_suspended_as_a_whole_is_not_lost() -> None:

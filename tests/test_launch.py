@@ -22,7 +22,7 @@ from longspan.compat.torch_api import copy_job_timeout, give_hosts_time
 from longspan.core.errors import LongspanError
 from longspan.ranks import job, launch, rendezvous, supervisor
 from longspan.ranks.heartbeat import Heartbeat
-from longspan.ranks.job import SUPERVISED, Job, first_host, read_job
+from longspan.ranks.job import SUPERVISED, JobVariables, first_host, read_job
 from longspan.ranks.launch import RankFailed, Stopped, StopRequest
 from longspan.ranks.rendezvous import wait_for_ranks
 from tests.command import ForkedLauncher, launch_forked
@@ -379,8 +379,8 @@ def test_the_first_host_of_a_node_list() -> None:
     assert {nodes: first_host(nodes) for nodes in lists} == lists
 
 
-def _a_job(local_rank: int) -> Job:
-    return Job(local_rank, 8, local_rank, 8, "here", 1)
+def _a_job(local_rank: int) -> JobVariables:
+    return JobVariables(local_rank, 8, local_rank, 8, "here", 1)
 
 
 def test_a_rank_uses_the_gpu_of_its_local_rank_or_the_only_one() -> None:

@@ -117,7 +117,7 @@ def test_torchs_linear_cross_entropy(head: str, smoothing: float) -> None:
     for name, dtype in (("torch", torch.float32), ("tiled", torch.float32), ("tiled", torch.float64)):
         module, hidden, labels = _case(head, dtype)
         deferring = Head(module)
-        deferring.defer_next, deferring.loss_kernel = True, name
+        deferring.defer_next, deferring.loss_name = True, name
         loss = loss_sum(module(hidden), labels, LossTerms(smoothing))
         found.append([loss.detach(), *torch.autograd.grad(loss * 0.25, [hidden, *module.parameters()])])
     for mine, single, exact in zip(*found, strict=True):
@@ -138,7 +138,7 @@ def test_unsupported_head_losses_raise(name: str, head: str, dtype: torch.dtype,
         text = "it needs torch 2.13"
     module, hidden, labels = _case(head, dtype)
     deferring = Head(module)
-    deferring.defer_next, deferring.loss_kernel = True, name
+    deferring.defer_next, deferring.loss_name = True, name
     with pytest.raises(LongspanError, match=f"head_loss='{name}'.*({text}).*; use head_loss='tiled'"):
         loss_sum(module(hidden), labels, terms)
 
@@ -198,7 +198,7 @@ def test_a_second_backward(kind: str) -> None:
     """A retained graph gives the same gradients again; without it, or with other kernels, it raises."""
     module, hidden, labels = _case("plain", torch.float32)
     head = Head(module)
-    head.defer_next, head.loss_kernel = True, kind
+    head.defer_next, head.loss_name = True, kind
     loss = loss_sum(module(hidden), labels)
     loss.backward(retain_graph=True)
     first = [hidden.grad.clone(), module.weight.grad.clone()]

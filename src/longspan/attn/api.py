@@ -14,7 +14,6 @@ from longspan.attn.kernels.choice import AnyKernel, Choice
 from longspan.attn.mask import Mask
 from longspan.attn.prepare import (
     AttentionPlan,
-    Lengths,
     check_attention,
     choose_kernel_and_overlap,
     prepare,
@@ -25,6 +24,7 @@ from longspan.attn.shapes import Shapes, check_tensors
 from longspan.comm.arguments import check_integers, check_sharding, check_tensor
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
+from longspan.core.layout import Lengths
 from longspan.core.validation import LARGEST_COUNT, check_number, format_value
 
 if TYPE_CHECKING:

@@ -35,15 +35,12 @@ from longspan.attn.shapes import Shapes
 from longspan.compat.torch_api import named_range
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, check_heads, split_head_chunks, split_heads
-from longspan.core.layout import Layout
+from longspan.core.layout import Layout, Lengths
 from longspan.core.regions import intersections
 from longspan.core.routes import choose_overlap_chunks, choose_ring_impl, ring_routes
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
-
-Lengths = tuple[int, int]
-"""Numbers of real queries and real keys of the whole sequence."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,8 +117,8 @@ def prepare(
     recompute_all_to_all: bool = False,
     head_chunks: int = 1,
 ) -> AttentionPlan:
-    """Make the plan of one attention. Every rank raises the same, and nothing is sent or computed but the check of a
-    kernel before its first use (`methods/self_check.py`).
+    """Make the plan of one attention. Every rank raises the same. Nothing is sent or computed, except that a kernel
+    may be checked before its first use (`methods/self_check.py`).
 
     Args:
         shapes: of the local tensors.

@@ -383,8 +383,8 @@ def _split_rows(packed: Tensor, spans: _HeadSpans, xs_BLHD: Sequence[Tensor]) ->
 def _pair_groups(packed: Tensor, spans: _HeadSpans, xs_BLHD: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]] | None:
     """View a packed buffer as `[G, R, L, B, h, D]` of each tensor, and the tensor as `[G, L, B, h, D]`.
 
-    So one copy serves all ranks. None unless each tensor is cut into G equal parts, each of whose heads (or the same
-    chunk of each) are held by R neighbouring ranks.
+    So one copy serves all ranks: with 2 KV heads over 4 ranks, G = 2 and R = 2. None unless each tensor is cut into G
+    equal parts, each of whose heads (or the same chunk of each) are held by R neighbouring ranks.
     """
     groups = _groups(spans, tuple(x.shape[2] for x in xs_BLHD))
     if groups is None:
@@ -471,9 +471,9 @@ def _unpack(recv: Tensor, spans: _HeadSpans, outs_BLHD: list[Tensor]) -> list[Te
             copy_wide(out_GLBhD, part_GRLBhD[:, 0] if part_GRLBhD.shape[1] == 1 else part_GRLBhD.sum(1))
         return outs_BLHD
     wide = torch.promote_types(recv.dtype, torch.float32)
-    overlap = [any(a[1] > b[0] for a, b in itertools.pairwise(spans)) for spans in zip(*spans, strict=True)]
-    sums = [torch.zeros_like(out, dtype=wide) if adds else out for out, adds in zip(outs_BLHD, overlap, strict=True)]
-    _write_heads(recv, sums, spans, overlap)
+    replicated = [any(a[1] > b[0] for a, b in itertools.pairwise(of_tensor)) for of_tensor in zip(*spans, strict=True)]
+    sums = [torch.zeros_like(out, dtype=wide) if adds else out for out, adds in zip(outs_BLHD, replicated, strict=True)]
+    _write_heads(recv, sums, spans, replicated)
     return [x.to(recv.dtype) for x in sums]
 
 

@@ -15,6 +15,9 @@ from longspan.core.errors import LongspanError
 Span = tuple[int, int]
 """A run of tokens [start, stop)."""
 
+Lengths = tuple[int, int]
+"""Numbers of real queries and real keys of the whole sequence."""
+
 
 class RingLayout(ABC):
     """Which tokens of the sequence each block of a ring holds; registered by its name."""

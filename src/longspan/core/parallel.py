@@ -1,4 +1,4 @@
-"""How a job is run: how its ranks share the work, one value from the command line to the mesh."""
+"""The mesh's axes and their options: one value, passed from the command line to the mesh."""
 
 from __future__ import annotations
 

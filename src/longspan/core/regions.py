@@ -1,7 +1,7 @@
 """Masks as regions: rectangles with a diagonal band, a few integers instead of an S x S tensor.
 
 Every mask but a `mask_mod` is a set of regions. From them follow the ring blocks that need each other, the tiles of a
-block to compute, and the amount of work: a window's cost is cut in `tiles`, and what it sends in `core/routes.py`.
+block to compute, and the amount of work. `core/routes.py` says what of it is sent.
 Standard library only: the planner uses it.
 """
 

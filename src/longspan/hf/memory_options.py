@@ -116,7 +116,7 @@ class MemoryManager(Stage):
         self._reserve(call)  # here because it may raise: errors of checks reach every rank
 
     def before(self, call: ForwardCall) -> None:
-        if call.model.training and self.auto is not None and self._choose(call, self.auto):
+        if call.model.training and self.auto is not None and self._set_for_batch(call, self.auto):
             on_every_rank(lambda: self._reserve(call), self.auto.sp.mesh_group)
         if call.wants_router_loss and self.memory.tiled_mlp != 1 and not any(mlp.routers for mlp in self.mlps):
             raise LongspanError(
@@ -132,7 +132,7 @@ class MemoryManager(Stage):
         """Whether transformers' own gradient checkpointing is on."""
         return any(getattr(layer, "gradient_checkpointing", False) for layer in self.layers)
 
-    def _choose(self, call: ForwardCall, auto: AutoMemory) -> bool:
+    def _set_for_batch(self, call: ForwardCall, auto: AutoMemory) -> bool:
         """Choose memory options if a replica's batch is larger than all before, and return whether it is. Collective.
 
         Options that conflict with transformers' own gradient checkpointing are left out.
@@ -144,7 +144,7 @@ class MemoryManager(Stage):
         if self._checkpoints_by_itself:
             fixed["checkpointing"] = "none"
         documents = call.info.segments is not None
-        chosen = auto.choose(call.info.length, len(call.tokens), fixed, documents)
+        chosen = auto.for_batch(call.info.length, len(call.tokens), fixed, documents)
         if chosen is None:
             return False
         memory, why = chosen

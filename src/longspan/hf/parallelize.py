@@ -137,7 +137,7 @@ def parallelize(
     memory_manager = MemoryManager(checked.modules, inner.config, checked.memory, checked.store, checked.auto)
     head = head_of(inner)
     if head is not None:
-        head.loss_kernel = checked.memory.head_loss
+        head.loss_name = checked.memory.head_loss
     batches, model_changes = _consistency_checks(model, sp, options, checked)
     tensor = None
     if checked.tensor_plan is not None:

@@ -267,7 +267,7 @@ class AutoMemory:
         )
         self.hardware: Hardware | None = None
 
-    def choose(self, length: int, rows: int, fixed: dict[str, Any], documents: bool) -> tuple[Memory, str] | None:
+    def for_batch(self, length: int, rows: int, fixed: dict[str, Any], documents: bool) -> tuple[Memory, str] | None:
         """Return the fastest options that fit the smallest device of all ranks, and the reason; None if no replica's
         batch is larger than all before. Collective.
 

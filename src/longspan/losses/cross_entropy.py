@@ -59,8 +59,8 @@ def loss_sum(logits: Tensor | DeferredLogits, labels: Tensor, terms: LossTerms =
     """
     labels_T = labels.reshape(-1).to(logits.device)
     total: Any
-    if isinstance(logits, DeferredLogits) and logits.head.loss_kernel != "tiled":
-        total = head_loss(logits.head.loss_kernel, logits, labels_T, terms)
+    if isinstance(logits, DeferredLogits) and logits.head.loss_name != "tiled":
+        total = head_loss(logits.head.loss_name, logits, labels_T, terms)
     elif isinstance(logits, DeferredLogits):
         hidden_TD = logits.hidden.reshape(-1, logits.hidden.shape[-1])
         total = _DeferredLossSum.apply(logits, labels_T, terms, hidden_TD, *logits.head.bare.trained().values())  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """The search for memory options: the fastest combination that fits, the longest context, and each option alone.
 
 `longspan.parallelize(memory="auto")` and `longspan train --memory auto` call `plan.suggestions.choose_memory`. The
-search covers about a hundred combinations: counts are 1 or 0 (automatic), and a disk is used only if asked for, since
+search covers up to 160 combinations: counts are 1 or 0 (automatic), and a disk is used only if asked for, since
 writing wears it out. For more than 1,024 GPUs it covers eight.
 """
 
@@ -119,7 +119,7 @@ def least_memory(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fi
 
 
 def chosen_plan(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fixed: Fixed = NOTHING_FIXED) -> Plan:
-    """Return the plan with the memory options of `choose`; if nothing fits, the plan that needs least."""
+    """Return the plan with the memory options of `fastest_that_fits`; if nothing fits, the plan that needs least."""
     chosen = fastest_that_fits(model, job, mesh, hardware, fixed)
     if chosen is None:
         return least_memory(model, job, mesh, hardware, fixed)
@@ -130,7 +130,7 @@ def chosen_plan(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fix
 def search_memory_options(
     model: ModelShape, job: Job, gpus: int, hardware: Hardware, fixed: Fixed = NOTHING_FIXED
 ) -> Search:
-    """Return `longspan.plan.search.search`, each mesh with the memory options of `choose`."""
+    """Return `longspan.plan.search.search`, each mesh with the memory options of `fastest_that_fits`."""
 
     def plan_of(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
         return chosen_plan(model, job, mesh, hardware, fixed)

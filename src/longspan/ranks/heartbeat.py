@@ -5,8 +5,8 @@ Each rank has a thread that every second writes a beat: a number and where the r
 its last known place. The rules, with the timeout T in seconds (`Watch` implements them):
 
 1. A rank without a new beat for T is lost: stopped, hung below Python, or cut off.
-2. In a step, if no rank has begun a phase or computed for T, all wait for each other. (On CPUs only: a rank that waits
-   for a GPU looks busy.)
+2. In a step, if for T no rank begins a phase and none uses its processor, the job is stuck. (On CPUs only: a rank that
+   waits for a GPU looks busy.)
 3. In a step, no rank may stay in a phase for longer than 10 times the longest phase so far, and at least T; before the
    second step 30 T, and at least half an hour.
 4. In an unlimited phase (start, data, save, export) only rule 1 holds.
@@ -92,11 +92,11 @@ class Watch:
         world_size: ranks of the job.
         timeout_s: T.
         cpu: whether processor time shows that a rank computes (rule 2).
-        stalls: whether to apply rules 2 and 3, for which the beats of all ranks are needed.
+        judges_all: whether to apply rules 2 and 3, for which the beats of all ranks are needed.
     """
 
-    def __init__(self, world_size: int, timeout_s: float, *, cpu: bool, stalls: bool) -> None:
-        self._world_size, self._timeout_s, self._cpu, self._stalls = world_size, timeout_s, cpu, stalls
+    def __init__(self, world_size: int, timeout_s: float, *, cpu: bool, judges_all: bool) -> None:
+        self._world_size, self._timeout_s, self._cpu, self._judges_all = world_size, timeout_s, cpu, judges_all
         self._last: dict[int, Beat] = {}
         self._beat_at: dict[int, float] = {}
         self._moved = self._busy = self._judged = 0.0
@@ -117,7 +117,7 @@ class Watch:
         self._last |= beats
         self._judged = now
         running = {rank: beat for rank, beat in self._last.items() if not beat.done}
-        return self._lost(now, running) or (self._stalled(now, running) if self._stalls and running else "")
+        return self._lost(now, running) or (self._stalled(now, running) if self._judges_all and running else "")
 
     def _lost(self, now: float, running: dict[int, Beat]) -> str:
         lost = [rank for rank in running if now - self._beat_at[rank] > self._timeout_s]
@@ -178,7 +178,7 @@ class Heartbeat:
         self._threads: list[threading.Thread] = []
         self._answered = 0  # beats that the store has answered
         self._watch = Watch(
-            peers.world_size, peers.timeout_s, cpu=not torch.cuda.is_available(), stalls=peers.rank == 0
+            peers.world_size, peers.timeout_s, cpu=not torch.cuda.is_available(), judges_all=peers.rank == 0
         )
 
     @property

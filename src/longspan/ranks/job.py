@@ -35,7 +35,7 @@ _SLURM_FIX = (
 
 
 @dataclass(frozen=True)
-class Job:
+class JobVariables:
     """A job, as its variables describe it to one rank; `local_world_size` is 0 if unknown."""
 
     rank: int
@@ -57,7 +57,7 @@ class Job:
         return f"RANK={self.rank}, WORLD_SIZE={self.world_size}, MASTER_ADDR={self.address} and MASTER_PORT={self.port}"
 
 
-def read_job() -> Job | None:
+def read_job() -> JobVariables | None:
     """Return the job that the environment describes, or None. In a step of `srun`, set torchrun's variables first."""
     adopt_step()
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
@@ -70,7 +70,7 @@ def read_job() -> Job | None:
             f"{', '.join(missing)}; {_FIX}"
         )
     world_size = _integer("WORLD_SIZE", 1)
-    return Job(
+    return JobVariables(
         rank=_integer("RANK", 0, world_size - 1),
         world_size=world_size,
         local_rank=_integer("LOCAL_RANK", 0) if os.environ.get("LOCAL_RANK") else 0,

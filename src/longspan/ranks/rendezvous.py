@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import format_ranks
-from longspan.ranks.job import START_TIMEOUT_S, SUPERVISED, VARIABLES, Job, bind_to_node_of, read_job
+from longspan.ranks.job import START_TIMEOUT_S, SUPERVISED, VARIABLES, JobVariables, bind_to_node_of, read_job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,7 +48,13 @@ class Peers:
     """
 
     def __init__(
-        self, rank: int, world_size: int, timeout_s: float, store: Any = None, session: str = "", job: Job | None = None
+        self,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        store: Any = None,
+        session: str = "",
+        job: JobVariables | None = None,
     ) -> None:
         self.rank, self.world_size, self.timeout_s, self.job = rank, world_size, timeout_s, job
         self._store, self._session = store, session
@@ -126,7 +132,7 @@ class Peers:
             give_hosts_time(timedelta(seconds=max(timeout_s, HOST_TIMEOUT_S)))
 
 
-def device_index(job: Job, gpus: int) -> int:
+def device_index(job: JobVariables, gpus: int) -> int:
     """Return the index of this rank's GPU: its local rank, or 0 if it sees only one (`srun --gpus-per-task 1`).
 
     Raises:
@@ -192,7 +198,7 @@ def store_errors() -> Iterator[None]:
         raise LongspanError(f"the job's store is gone, so the rank that hosts it has ended: {error}") from error
 
 
-def _connect(job: Job, timeout_s: float) -> Any:
+def _connect(job: JobVariables, timeout_s: float) -> Any:
     """Connect to the job's store. Under torchrun its agent hosts it, else rank 0."""
     import torch.distributed as dist
 
@@ -218,7 +224,7 @@ def _connect(job: Job, timeout_s: float) -> Any:
     return stores[0]
 
 
-def _listen(job: Job) -> socket.socket:
+def _listen(job: JobVariables) -> socket.socket:
     """Return a socket on the interface of MASTER_ADDR only; torch's store would listen on all interfaces."""
     refused: OSError | None = None
     try:
@@ -246,7 +252,7 @@ def _listen(job: Job) -> socket.socket:
     return server
 
 
-def _wait_until_listening(job: Job, timeout_s: float) -> None:
+def _wait_until_listening(job: JobVariables, timeout_s: float) -> None:
     """Wait for the store's port; each attempt of torch would print a C++ trace."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -260,7 +266,7 @@ def _wait_until_listening(job: Job, timeout_s: float) -> None:
         time.sleep(0.1)
 
 
-def _no_such_job(job: Job, timeout_s: float, reason: str) -> LongspanError:
+def _no_such_job(job: JobVariables, timeout_s: float, reason: str) -> LongspanError:
     return LongspanError(
         f"no connection to the job of {job} within {timeout_s:g} s, {reason}; if there is no such job, run `unset "
         f"{' '.join(VARIABLES)}`; if there is, check that rank 0 was started and that no firewall blocks "
@@ -268,7 +274,7 @@ def _no_such_job(job: Job, timeout_s: float, reason: str) -> LongspanError:
     )
 
 
-def _gather(store: Any, rank: int, world: int, timeout_s: float, job: Job | None) -> str:
+def _gather(store: Any, rank: int, world: int, timeout_s: float, job: JobVariables | None) -> str:
     """Wait for all ranks, and return the key prefix of this job.
 
     A store may outlive a restarted job and contain its keys. So each rank writes a random greeting, and rank 0 answers

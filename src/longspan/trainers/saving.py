@@ -75,7 +75,7 @@ def newest_complete(run: Path) -> tuple[Path | None, list[str]]:
             json.loads((path / STATE).read_text())
             return path, wrong
         except (LongspanError, OSError, ValueError) as error:
-            wrong.append(f"{path.name} is incomplete: {error}")
+            wrong.append(f"{path.name} cannot be used: {error}")
     if wrong:
         raise LongspanError(
             f"{run} has no complete checkpoint to resume from ({'; '.join(wrong)}); start without resuming"

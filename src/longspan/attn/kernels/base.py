@@ -24,7 +24,7 @@ from torch import Tensor
 
 from longspan.attn.mask import Mask, row_groups
 from longspan.attn.score import ScoreKind, Scores
-from longspan.core.layout import Span
+from longspan.core.layout import Lengths, Span
 from longspan.core.regions import Region, intersections
 
 
@@ -82,7 +82,7 @@ class Blocks:
     batch: int
     heads: int
     first_head: int
-    lengths: Span
+    lengths: Lengths
     q_spans: tuple[Span, ...]
     k_spans: tuple[Span, ...]
     source_ranks: tuple[int, ...]
@@ -97,7 +97,7 @@ class Blocks:
         return max(self.source_ranks) + 1
 
     @property
-    def ends(self) -> Span:
+    def ends(self) -> Lengths:
         """First positions of queries and of keys that are padding."""
         return self.mask.q_start + self.lengths[0], self.lengths[1]
 

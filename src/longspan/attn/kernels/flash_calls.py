@@ -18,7 +18,7 @@ from torch import Tensor
 
 from longspan.attn.kernels.base import BlockRegion, Blocks
 from longspan.compat.torch_api import not_compiled
-from longspan.core.layout import Span
+from longspan.core.layout import Lengths, Span
 from longspan.core.regions import Region
 
 Window = tuple[int, int]
@@ -88,7 +88,7 @@ class FlashCall:
     window: Window
     queries: Tokens
     keys: Tokens
-    longest: Span
+    longest: Lengths
     ends: tuple[Tensor, Tensor] | None
 
     @property

@@ -368,7 +368,7 @@ class _ScatteredHeads:
 
     def wait(self) -> None:
         if self._received is None:
-            tensors = [x for message in self._in_flight for x in _unpack(*message)]
+            tensors = [x for message in self._in_flight for x in _views_of(*message)]
             self._in_flight.clear()
             self._received = tensors[: self._q_count], tensors[self._q_count :]
 
@@ -383,7 +383,7 @@ class _ScatteredHeads:
         return received
 
 
-def _unpack(all_to_all: AllToAll, heads: list[int], dims: list[int], length: int | None) -> list[Tensor]:
+def _views_of(all_to_all: AllToAll, heads: list[int], dims: list[int], length: int | None) -> list[Tensor]:
     packed_SBW = all_to_all.wait()[:length]
     parts_SBW = packed_SBW.split([count * d for count, d in zip(heads, dims, strict=True)], -1)
     return [
@@ -426,7 +426,7 @@ def _gather_back(
         for out, x, kind in zip(outs, xs_BhSD, kinds, strict=True):
             out.write((local.q_start, local.q_stop) if kind == "q" else (local.kv_start, local.kv_stop), x)
         return []
-    packed_SBW = _pack(xs_BhSD, outs[0].shape[1] * method.group.size())
+    packed_SBW = _rows_of(xs_BhSD, outs[0].shape[1] * method.group.size())
     xs_BhSD.clear()
     return [
         start_gather_into(
@@ -443,7 +443,7 @@ def _gather_back(
     ]
 
 
-def _pack(xs_BhSD: Sequence[Tensor], tokens: int) -> Tensor:
+def _rows_of(xs_BhSD: Sequence[Tensor], tokens: int) -> Tensor:
     """Return `[tokens, B, W]`: the heads of all tensors, with zeros for the padding that was cut off."""
     batch, _, length, _ = xs_BhSD[0].shape
     if len(xs_BhSD) == 1 and length == tokens:
