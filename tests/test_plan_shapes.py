@@ -247,7 +247,10 @@ def test_latent_attention_caches_the_latent_vector() -> None:
 def test_linear_layers_have_a_state_and_no_cache() -> None:
     model = shape_from_config(_random_config("qwen3_next", 1), "small")
     linear, full = (layer for layer, _ in model.layer_kinds)
-    assert (linear.mixer.name, linear.mixer) == ("linear", Linear(6, 2, 128, 128))
+    assert (linear.mixer.name, linear.mixer) == (
+        "linear",
+        Linear(6, 2, 128, 128, columns=128, channels=10 * 128, kernel=4),
+    )
     assert isinstance(linear.mixer, Linear)
     assert (linear.mixer.state_elements, linear.mixer.cached_per_token) == (6 * 128 * 128, 0)
     assert full.mixer.cached_per_token == 2 * full.mixer.kv_heads * full.mixer.head_dim

@@ -53,6 +53,10 @@ def mesh_refusal(model: ModelShape, job: Job, mesh: Mesh) -> str | None:
 
 
 def _tensor_refusal(layer: LayerShape, t: int) -> str | None:
+    if t == 1:
+        return None
+    if not layer.mixer.shards_heads:
+        return f"tensor={t}: a recurrent layer is sharded by tokens only; use `ulysses` or `ring` instead"
     q, kv, width, what = layer.mixer.q_heads, layer.mixer.kv_heads, layer.mlp.ffn, "the MLP's intermediate size"
     if layer.mlp.experts > 1:
         width, what = layer.mlp.experts, "the number of experts"
@@ -94,6 +98,9 @@ def unsupported_mesh(model: ModelShape, mesh: Mesh) -> list[str]:
 def unsupported(model: ModelShape, job: Job, mesh: Mesh) -> list[str]:
     """Return what this version plans but does not run for a model, a job and a mesh."""
     reasons = unsupported_mesh(model, mesh)
-    kinds = sorted({layer.mixer.name for layer, _ in model.layer_kinds if not layer.mixer.runs})
+    mixers = {layer.mixer for layer, _ in model.layer_kinds}
+    kinds = sorted({mixer.name for mixer in mixers if not mixer.runs})
     reasons += [f"{kind} attention layers are refused by longspan.parallelize in this version" for kind in kinds]
+    if job.mode != "train" and not kinds and not all(mixer.shards_heads for mixer in mixers):
+        reasons.append("recurrent layers are trained, and not yet generated from")
     return [*reasons, *model.refused] if job.mode == "train" else reasons

@@ -9,7 +9,7 @@ from longspan.core.errors import LongspanError
 from longspan.plan.cost.communication import communication
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import CostContext, Job, Mesh
-from longspan.plan.layers.base import Linear
+from longspan.plan.layers import Linear
 from longspan.plan.limits import refusal
 from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import Plan, cost
@@ -74,9 +74,12 @@ def compare(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> list[
         (f"USP {usp}x{gpus // usp}", job, Mesh(ring=gpus // usp, ulysses=usp)),
     ]
     methods = [_method(name, model, of_row, mesh, hardware) for name, of_row, mesh in rows]
-    if all(isinstance(layer.mixer, Linear) for layer in model.layers):
+    recurrent = [isinstance(layer.mixer, Linear) for layer, _ in model.layer_kinds]
+    if all(recurrent):
         return [*methods, _method("LASP-2", model, job, Mesh(ring=gpus), hardware)]
     reason = "is for linear attention layers; this model has softmax attention"
+    if any(recurrent):
+        reason = "sends the recurrent layers' states in the rows above (LASP-2H); softmax layers need Ulysses or a ring"
     return [*methods, Method("LASP-2", None, reason)]
 
 

@@ -1,7 +1,7 @@
 """Every collective of a step, and what the tensor axis sends, as `longspan.hf.tensor_parallel.layers` does it.
 
-Tests compare Ulysses, ring, tensor parallelism, Megatron SP, FSDP, gradient sum and loss with the running code to the
-byte. LASP-2 is a formula, with its source.
+Tests compare Ulysses, ring, recurrent layers, tensor parallelism, Megatron SP, FSDP, gradient sum and loss with the
+running code to the byte.
 
 TP sums hidden states twice a layer, after attention and after the MLP (Megatron-LM, arXiv:1909.08053). Megatron SP
 (arXiv:2205.05198) splits each AllReduce into an AllGather and a ReduceScatter of the same bytes. Outside the layers the
@@ -135,7 +135,7 @@ def input_recompute_sent(c: CostContext) -> list[Sent]:
     forward = replace(c, job=replace(c.job, mode="prefill", batch=c.mesh.data))
     for (layer, gathers_weights), count in runs.items():
         sent = layer_tensor_sent(layer, forward)
-        if c.job.memory.checkpointing == "full":
+        if not layer.mixer.checkpointed(c):
             sent += [each for each in layer.mixer.sent(forward) if each.calls]
         if gathers_weights:
             sent += layer_weights_sent(layer, c)[:1]

@@ -95,9 +95,9 @@ def _recompute_seconds(layer: LayerShape, c: CostContext, hardware: Hardware, ma
     `matmul` and `attention` are the seconds of the layer's forward without attention, and of the attention's forward.
     """
     memory, bandwidth = c.job.memory, hardware.memory_bandwidth
-    seconds = {"none": 0.0, "full": matmul + attention}.get(memory.checkpointing, matmul)
+    again = matmul + (0.0 if layer.mixer.checkpointed(c) else attention)
     inputs = c.job.recomputed_inputs(len(c.model.layers)) / len(c.model.layers)
-    seconds += inputs * (matmul + (attention if memory.checkpointing == "full" else 0.0))
+    seconds = 0.0 if memory.checkpointing == "none" else again * (1 + inputs)
     if memory.tiled_mlp != 1:
         weights = sum(layer.mlp.active(p) for p in layer.parameters if p.name.startswith("mlp.") and len(p.shape) > 1)
         seconds += 2.0 * weights * c.tokens / c.mesh.tensor / matmul_speed(hardware, c.job)
@@ -125,7 +125,7 @@ def _elementwise_bytes(layer: LayerShape, c: CostContext) -> float:
     """
     b, mixer = c.b, layer.mixer
     q, kv = mixer.q_heads * mixer.head_dim, mixer.kv_heads * (mixer.head_dim + mixer.v_head_dim)
-    packed = 2 * b * (2 * q + kv) if c.mesh.ulysses > 1 else 0
+    packed = 2 * b * (2 * q + kv) if c.mesh.ulysses > 1 and mixer.shards_heads else 0
     heads = 9 * b * (q + kv / 2) + packed + 5 * b * layer.mlp.width
     return 2 * NORM_BYTES * c.d + 6 * b * c.d + heads / c.mesh.tensor
 

@@ -5,7 +5,8 @@ in its own file; a family (`longspan.plan.models.family`) then names it.
 """
 
 from longspan.plan.layers.attended_keys import CAUSAL, AttendedKeys, Bidirectional, Causal, Chunk, Window
-from longspan.plan.layers.base import Linear, Mixer, Mlp, Parameter, Sent
+from longspan.plan.layers.base import Mixer, Mlp, Parameter, Sent
+from longspan.plan.layers.linear import Lightning, Linear
 from longspan.plan.layers.softmax import Softmax
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Bidirectional",
     "Causal",
     "Chunk",
+    "Lightning",
     "Linear",
     "Mixer",
     "Mlp",

@@ -137,8 +137,8 @@ class Mixer(ABC):
     override costs nothing.
 
     Attributes:
-        q_heads: query heads, which Ulysses shards. Linear attention: heads of the values.
-        kv_heads: key and value heads. MLA: those of the expanded keys, `q_heads`. Linear attention: heads of the
+        q_heads: query heads, which Ulysses shards. Recurrent layers: heads of the values.
+        kv_heads: key and value heads. MLA: those of the expanded keys, `q_heads`. Recurrent layers: heads of the
             queries and keys.
         head_dim: elements of one query or key head (MLA: rotary part included).
         v_head_dim: elements of one value head.
@@ -261,43 +261,3 @@ class Mixer(ABC):
     def ulysses_refusal(self, job: Job, mesh: Mesh) -> str | None:
         """Return the reason why its heads cannot be sharded over the mesh's Ulysses ranks, or None."""
         return None
-
-
-@dataclass(frozen=True)
-class Linear(Mixer):
-    """Linear attention and its gated variants: a state of [head_dim, v_head_dim] per value head."""
-
-    @property
-    def name(self) -> str:
-        return "linear"
-
-    @property
-    def cached_per_token(self) -> int:
-        return 0
-
-    @property
-    def state_elements(self) -> int:
-        """Elements of the state."""
-        return self.q_heads * self.head_dim * self.v_head_dim
-
-    def flops(self, job: Job, times: float) -> float:
-        tokens = job.batch * (1 if job.mode == "decode" else job.context)
-        return times * 4.0 * tokens * self.state_elements
-
-    def max_flops(self, c: CostContext) -> float:
-        return 4.0 * c.tokens * self.state_elements / c.mesh.tensor
-
-    def sent(self, c: CostContext) -> list[Sent]:
-        """Return one AllGather of the states, independent of the length (LASP-2: Sun et al. 2025, arXiv:2502.07563)."""
-        p = c.mesh.sequence
-        if p == 1 or c.job.mode == "decode":
-            return []
-        state = c.b * c.sequences * self.state_elements // c.mesh.tensor
-        return [Sent("all_gather", "sequence", "states of linear attention", state * (p - 1), sum(c.job.layer_passes))]
-
-    def cache_by_rank(self, c: CostContext, generated: int = 0, chunk: int | None = None, step: int = 0) -> list[int]:
-        return [c.sequences * (self.state_elements // c.mesh.tensor) * c.b] * c.mesh.sequence
-
-    def saved(self, c: CostContext) -> int:
-        """Return an estimate: input, output and gates."""
-        return c.b * 3 * (self.q_heads * self.v_head_dim + 2 * self.kv_heads * self.head_dim) // c.mesh.tensor

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from longspan.core.errors import LongspanError
-from longspan.plan.layers import Linear, Mlp, Parameter, Softmax
+from longspan.plan.layers import Lightning, Linear, Mlp, Parameter, Softmax
 from longspan.plan.models.blocks import (
     attention,
     every_step,
@@ -69,15 +69,17 @@ def _after_dense(c: Config, layer: int) -> bool:
 def _delta(c: Config) -> Linear:
     k, v = c.count("linear_num_key_heads"), c.count("linear_num_value_heads")
     c.divides("linear_num_value_heads", "linear_num_key_heads", v, k)
-    return Linear(v, k, c.count("linear_key_head_dim"), c.count("linear_value_head_dim"))
+    dim, v_dim = c.count("linear_key_head_dim"), c.count("linear_value_head_dim")
+    channels, kernel = 2 * k * dim + v * v_dim, c.count("linear_conv_kernel_dim")
+    return Linear(v, k, dim, v_dim, columns=dim, channels=channels, kernel=kernel)
 
 
 def _delta_weights(c: Config, mixer: Linear) -> Iterator[Parameter]:
-    keys, values = mixer.kv_heads * mixer.head_dim, mixer.q_heads * mixer.v_head_dim
+    values = mixer.q_heads * mixer.v_head_dim
     yield Parameter("linear_attn.dt_bias", (mixer.q_heads,))
     yield Parameter("linear_attn.A_log", (mixer.q_heads,))
-    yield Parameter("linear_attn.conv1d.weight", (2 * keys + values, 1, c.count("linear_conv_kernel_dim")))
-    yield from linear("linear_attn.in_proj_qkvz", c.d, 2 * keys + 2 * values)
+    yield Parameter("linear_attn.conv1d.weight", (mixer.channels, 1, mixer.kernel))
+    yield from linear("linear_attn.in_proj_qkvz", c.d, mixer.channels + values)
     yield from linear("linear_attn.in_proj_ba", c.d, 2 * mixer.q_heads)
     yield from norm("linear_attn.norm", mixer.v_head_dim)
     yield from linear("linear_attn.out_proj", values, c.d)
@@ -104,9 +106,9 @@ def _types(c: Config, layer: int) -> str:
     return "linear_attention" if layer % 2 else "full_attention"
 
 
-def _lightning(c: Config) -> Linear:
-    heads = grouped(c)
-    return Linear(heads.q_heads, heads.q_heads, heads.head_dim, heads.head_dim)
+def _lightning(c: Config) -> Lightning:
+    heads, dim = grouped(c).q_heads, grouped(c).head_dim
+    return Lightning(heads, heads, dim, dim, columns=1, chunk=c.count("block_size"))
 
 
 def _lightning_weights(c: Config, mixer: Linear) -> Iterator[Parameter]:
@@ -170,7 +172,13 @@ FAMILIES = {
             "linear_attention": Part(_lightning, _lightning_weights),
         },
         experts(routed_experts, ffn="intermediate_size"),
-        {"num_key_value_heads": 8, "max_position_embeddings": 131072, "num_experts": 8, "num_experts_per_tok": 2},
+        {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "block_size": 256,
+        },
         spellings=LOCAL_EXPERTS,
         types=_types,
         listed=True,

@@ -1,0 +1,115 @@
+"""Recurrent layers as mixers: linear attention, plain, with decay or with the delta rule, and Mamba-2.
+
+`longspan.mixers` runs them; tests compare what they send with it to the byte.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import ClassVar
+
+from longspan.core.layout import Layout
+from longspan.plan.job import CostContext, Job
+from longspan.plan.layers.base import Mixer, Sent
+
+STATE_BYTES = 4
+"""Bytes of a state's element: fp32 in any job."""
+
+
+@dataclass(frozen=True)
+class Linear(Mixer):
+    """A recurrent layer: a state of `[head_dim, v_head_dim]` per value head, sent as `longspan.mixers` does.
+
+    Attributes:
+        columns: of the transition, what the state before a run is multiplied by: `head_dim` for a matrix (delta rule),
+            1 for factors (decay), 0 for 1.
+        chunk: tokens that its algorithm computes together.
+        channels: of its short convolution; 0 for none.
+        kernel: tokens that one result of the convolution depends on.
+    """
+
+    columns: int = 0
+    chunk: int = 64
+    channels: int = 0
+    kernel: int = 1
+
+    runs: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        return "linear"
+
+    @property
+    def cached_per_token(self) -> int:
+        return 0
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of the state."""
+        return self.q_heads * self.head_dim * self.v_head_dim
+
+    # Compute.
+
+    def flops(self, job: Job, times: float) -> float:
+        tokens = job.batch * (1 if job.mode == "decode" else job.context)
+        return times * tokens * self._flops_per_token(job, receives=False)
+
+    def max_flops(self, c: CostContext) -> float:
+        return c.tokens * self._flops_per_token(c.job, receives=c.mesh.sequence > 1)
+
+    def _flops_per_token(self, job: Job, receives: bool) -> float:
+        """Return the FLOPs of all heads, by chunks (arXiv:2412.06464, section 3.3), or of one step.
+
+        The delta rule computes what each token writes: one more product of keys with keys, a product of their inverse
+        with keys and values, and one of keys with the state. If a state is received, its values are wider by the
+        transition's columns, and the output is corrected.
+        """
+        K, V, C, delta = self.head_dim, self.v_head_dim, self.chunk, self.columns > 1
+        if job.mode == "decode":
+            return 2.0 * self.state_elements * (3 if delta else 2)
+        width = V + (self.columns if receives and delta else 0)
+        within = 2.0 * C * (3 * K + 2 * width if delta else K + V)
+        with_state = 2.0 * K * width * (3 if delta else 2)
+        return self.q_heads * (within + with_state + (2.0 * K * V if receives else 0.0))
+
+    # Communication.
+
+    def sent(self, c: CostContext) -> list[Sent]:
+        """Return one all-gather of states, whatever the length, one of tokens for the convolution, and their adjoints.
+
+        LASP-2 (arXiv:2502.07563), and with decay or delta rule the transition beside each state.
+        """
+        if c.mesh.sequence == 1 or c.job.mode == "decode":
+            return []
+        rows = c.sequences * _runs(c.layout, c.job.context) * (c.mesh.sequence - 1)
+        state = STATE_BYTES * rows * self.q_heads * self.head_dim * (self.v_head_dim + self.columns)
+        tokens = c.b * rows * (self.kernel - 1) * self.channels
+        forwards, backwards = c.job.layer_passes
+        return [
+            Sent(op, "sequence", what, size, calls)
+            for op, calls in (("all_gather", forwards * c.job.forwards), ("reduce_scatter", backwards))
+            for what, size in (("tokens for short convolutions", tokens), ("states of recurrent layers", state))
+        ]
+
+    # Memory.
+
+    def cache_by_rank(self, c: CostContext, generated: int = 0, chunk: int | None = None, step: int = 0) -> list[int]:
+        return [c.sequences * self.state_elements * STATE_BYTES] * c.mesh.sequence
+
+    def saved(self, c: CostContext) -> int:
+        """Return an estimate: input, output and gates."""
+        return c.b * 3 * (self.q_heads * self.v_head_dim + 2 * self.kv_heads * self.head_dim)
+
+
+@dataclass(frozen=True)
+class Lightning(Linear):
+    """MiniMax's linear attention, whose decay is one constant per head."""
+
+    runs: ClassVar[bool] = False
+
+
+@functools.lru_cache(maxsize=4096)
+def _runs(layout: Layout, context: int) -> int:
+    """Return the most runs of a rank: it sends as many states."""
+    return max(len(layout.padded_spans(context, rank)) for rank in range(layout.size))
