@@ -22,6 +22,7 @@ from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 import longspan
 from longspan.core.layout import Layout, choose_layout
 from longspan.core.memory import LONGEST, Memory
+from longspan.mixers.fragments import fragment_table
 from longspan.plan import Job, Mesh, plan_mesh, read_hardware, read_model
 
 RANKS = 4
@@ -39,7 +40,7 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(exist_ok=True)
     plt.rcParams.update({"font.size": 9, "font.family": "DejaVu Sans", "axes.titlesize": 10})
-    for draw in (ulysses, ring, usp, tensor_axis, memory, masks):
+    for draw in (ulysses, ring, usp, state_passing, tensor_axis, memory, masks):
         figure = draw()
         figure.savefig(args.out / f"{draw.__name__.replace('_', '-')}.png", dpi=120, metadata={"Software": None})
         plt.close(figure)
@@ -90,6 +91,18 @@ def usp() -> Any:
         [[f"KV {owner}" for owner in row] for row in steps],
     )
     tokens_and_heads(axes[3], owners(layout), "after: my tokens, all heads")
+    return finish(figure)
+
+
+def state_passing() -> Any:
+    layout = choose_layout("contiguous", 1, RANKS)
+    runs = fragment_table(layout, 0, TOKENS, 1, None).runs
+    figure, axes = panels(3, "all-gather", "add the state")
+    tokens_and_heads(axes[0], owners(layout), "local: my tokens, from state 0")
+    earlier = [[owner if run < rank else None for run, (owner, _) in enumerate(runs)] for rank in range(RANKS)]
+    labels = [["" if owner is None else "M, S" for owner in row] for row in earlier]
+    grid(axes[1], earlier, "the state that enters: combine in order", "summary of rank", "rank", labels)
+    tokens_and_heads(axes[2], owners(layout), "output: my tokens, all heads")
     return finish(figure)
 
 

@@ -191,3 +191,46 @@ def test_a_registered_kernel_is_chosen_by_name() -> None:
     longspan.attention(q, k, v, sp, kernel="counted")
     kernel: Any = REGISTRY["counted"]
     assert isinstance(kernel, counted) and kernel.tiles == 1  # a causal mask on one device is one triangle
+
+
+def _comba(ring: int) -> dict[str, float]:
+    """Differences of output and gradients from the function itself, document by document."""
+    made = run_section("A recurrent layer")
+    sp = longspan.SequenceSharding(longspan.init_mesh(ring=ring, ulysses=4 // ring))
+    whole = {name: made[name].requires_grad_() for name in ("q", "k", "v", "g", "beta")}
+    found = []
+    for sharded in (True, False):
+        if sharded:
+            q, k, v, g, beta = (sp.shard(x) for x in whole.values())
+            out, _ = longspan.state_passing(
+                made["comba"], q, k, v, sp, g=g, beta=beta, length=40, documents=made["documents"], feedback=0.3
+            )
+            loss = out.square().sum()
+            out = sp.gather(out, length=40)
+        else:
+            parts = [[x[:, a:b] for x in whole.values()] for a, b in ((0, 25), (25, 40))]
+            out = torch.cat([made["comba"](*part, feedback=0.3)[0] for part in parts], 1)
+            loss = out.square().sum()
+        grads = torch.autograd.grad(loss, list(whole.values()))
+        if sharded:
+            for grad in grads:
+                torch.distributed.all_reduce(grad)
+        found.append([out, *grads])
+    return {name: float((a - b).abs().max()) for name, a, b in zip(("out", *whole), *found, strict=True)}
+
+
+@pytest.mark.parametrize("ring", [2, 4])
+def test_the_recurrent_layer_on_ranks(pool4: RankPool, ring: int) -> None:
+    for found in pool4.run(_comba, ring):
+        assert max(found.values()) < 1e-4, found
+
+
+def test_the_recurrent_layer_on_one_device() -> None:
+    made = run_section("A recurrent layer")
+    q, k, v, g, beta, sp = (made[name] for name in ("q", "k", "v", "g", "beta", "sp"))
+    inputs = [x[:, 25:] for x in (q, k, v, g, beta)]
+    assert torch.allclose(made["out"][:, 25:], made["comba"](*inputs, feedback=0.3)[0], atol=1e-5)
+    with pytest.raises(LongspanError, match=r"`g` must be \[batch, tokens, heads, \.\.\.\], .* got .*\(1, 39, 2\)"):
+        longspan.state_passing(made["comba"], q, k, v, sp, g=g[:, 1:], beta=beta)
+    with pytest.raises(LongspanError, match=r"<lambda> must return an output .* returned \(1, 40, 2, 8\) and None"):
+        longspan.state_passing(lambda q, *_, **__: (q, None), q, k, v, sp)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from longspan.hf.weights.gradients import no_sync as no_sync
     from longspan.hf.weights.gradients import optimizer_in_backward as optimizer_in_backward
     from longspan.mixers.linear_attention import linear_attention as linear_attention
+    from longspan.mixers.state_passing import state_passing as state_passing
     from longspan.trainers.mixin import TrainerMixin as TrainerMixin
     from longspan.trainers.mixin import trainer as trainer
 
@@ -60,6 +61,7 @@ _DEFINED_IN = {
     "optimizer_in_backward": "longspan.hf.weights.gradients",
     "parallelize": "longspan.hf.parallelize",
     "shard_batch": "longspan.hf.batch",
+    "state_passing": "longspan.mixers.state_passing",
     "token_logprobs": "longspan.hf.forward.logprobs",
     "trainer": "longspan.trainers.mixin",
 }

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longspan.core.errors import LongspanError
+
 
 class Tokens(NamedTuple):
     """What a mixer reads, each `[batch, tokens, heads, ...]`; `decay` and `beta` are per value head."""
@@ -101,7 +103,15 @@ class ChunkFunction:
             tokens.q, tokens.k, values, g=tokens.decay, beta=tokens.beta, initial_state=state, output_final_state=True,
             **self.options,
         )  # fmt: skip
-        assert final is not None
+        heads, _, _ = tokens.state_shape
+        wanted = [tuple(values.shape), (len(values), heads, K, values.shape[3])]
+        found = [tuple(x.shape) if isinstance(x, Tensor) else x for x in (out, final)]
+        if found != wanted or final is None:
+            raise LongspanError(
+                f"{getattr(self.function, '__name__', self.function)} must return an output {wanted[0]} and a state "
+                f"{wanted[1]} for values {wanted[0]}, whose last dim may differ from the layer's; it returned "
+                f"{found[0]} and {found[1]}"
+            )
         final = final.to(tokens.state_dtype)
 
         def finish(entered_BHKV: Tensor | None) -> Tensor:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longspan.comm.arguments import check_sharding, describe
 from longspan.comm.collectives import all_gather
 from longspan.comm.errors import raise_on_every_rank
 from longspan.comm.mesh import group_name
@@ -315,9 +316,19 @@ def state_passing(
 
     Returns:
         The output of my tokens, and the state or None.
+
+    Raises:
+        LongspanError: for tensors or results of the function whose shapes do not fit; on CPUs for a state that is not
+            finite.
     """
+    check_sharding(sp)
+    tokens = Tokens(q, k, v, g, beta)
+    for name, x in zip(("v", "q", "k", "g", "beta"), (v, q, k, g, beta), strict=True):
+        wanted = "[batch, tokens, heads, dim]" if name in "qkv" else "[batch, tokens, heads, ...]"
+        fits = isinstance(x, Tensor) and x.dim() >= 3 + (name in "qkv") and x.shape[:2] == v.shape[:2]
+        if not fits and (x is not None or name in "qkv"):
+            raise LongspanError(f"`{name}` must be {wanted}, with the batch and tokens of v, got {describe(x)}")
     length, segments = read_documents(v, sp, length, documents)
     table = fragment_table(sp.layout, sp.rank, length, v.shape[0], segments)
     mixer, group = ChunkFunction(chunk_function, options), sp.group if sp.size > 1 else None
-    tokens = Tokens(q, k, v, g, beta)
     return run_mixer(mixer, tokens, table, group, initial_state=initial_state, return_state=output_final_state)
