@@ -94,6 +94,28 @@ def test_4_ranks(pool4: RankPool, family: str) -> None:
     pool4.run(_meshes, family, inputs_of(family), truth_about(family))
 
 
+def _in_bf16(family: str, truth: Truth) -> None:
+    sp = sharding(ring=2)
+    compare(truth, longspan.parallelize(build(family).bfloat16(), sp, fsdp=False), inputs_of(family), sp)
+
+
+@pytest.mark.parametrize("family", ["Bamba", *confirming(f for f in HYBRIDS if f != "Bamba")])
+def test_bf16(pool2: RankPool, family: str) -> None:
+    pool2.run(_in_bf16, family, truth_of(build(family).bfloat16(), inputs_of(family)))
+
+
+def _on_8_ranks(family: str, truth: Truth) -> None:
+    for ring in (2, 8):
+        sp = sharding(ring=ring)
+        model = longspan.parallelize(build(family), sp, fsdp=family not in SHARE_WEIGHTS)
+        compare(truth, model, inputs_of(family), sp)
+
+
+@pytest.mark.parametrize("family", confirming(["Qwen3Next", "KimiLinear", "Bamba", "Mamba", "Lfm2", "Zamba2"]))
+def test_8_ranks(pool8: RankPool, family: str) -> None:
+    pool8.run(_on_8_ranks, family, truth_about(family), timeout=120)
+
+
 def _mostly_padding(family: str) -> dict[str, Any]:
     """One row of 9 tokens and 12 of padding: some ranks have padding only."""
     whole = {name: x[2:3] for name, x in padded(family, "right").items()}

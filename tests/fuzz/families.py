@@ -36,7 +36,8 @@ _SIZES: tuple[tuple[str, Any], ...] = (
     (r"\w+_layer_period", 2),
     (r"\w+_layer_offset", 1),
     (r"(mamba_n|n_mamba)_heads", 2 * HEADS),
-    (r"mamba_d_ssm", 2 * HIDDEN),
+    (r"mamba_d_ssm|attention_hidden_size", 2 * HIDDEN),
+    (r"attention_head_dim", 2 * HEAD_DIM),
     (r"(num|n|\w*decoder|\w*encoder)_(\w*_)?heads?", HEADS),
     (r"qk_head_dim", HEAD_DIM * 3 // 2),
     (r"qk_rope_head_dim|rotary_dim", HEAD_DIM // 2),
@@ -51,6 +52,14 @@ _SIZES: tuple[tuple[str, Any], ...] = (
 )
 _UNSET = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts", "n_shared_experts")
 """Sizes that a config may leave unset, although its model needs them."""
+
+_TWO_KINDS = {
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+}
+"""Layers of families whose default config has one kind of them only, or none, unlike their checkpoints."""
 
 
 def families() -> list[str]:
@@ -93,7 +102,7 @@ def shrunk(cls: Any, changes: dict[str, Any]) -> Any:
     values = default.to_dict() if default is not None else {}
     sizes = {name: _size_of(name, value, values) for name, value in values.items()}
     sizes = {name: value for name, value in sizes.items() if value is not None}
-    sizes |= _per_layer(values)
+    sizes |= _per_layer(values) | _TWO_KINDS.get(cls.model_type, {})
     for name in getattr(cls, "sub_configs", {}):
         sub = getattr(default, name, None)
         if hasattr(sub, "to_dict"):
