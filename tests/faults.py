@@ -95,7 +95,7 @@ FAULTS = (
     Fault("scatter_adjoint_drops_copies_of_a_kv_head", "comm/all_to_all.py",
           "part_GRLBhD[:, 0] if part_GRLBhD.shape[1] == 1 else part_GRLBhD.sum(1)", "part_GRLBhD[:, 0]",
           "tests/test_ulysses.py -k test_exact"),
-    Fault("uneven_heads_not_summed", "comm/all_to_all.py", "_write_heads(recv, sums, spans, overlap)",
+    Fault("uneven_heads_not_summed", "comm/all_to_all.py", "_write_heads(recv, sums, spans, replicated)",
           "_write_heads(recv, sums, spans, [False] * len(sums))", "tests/test_ulysses.py -k test_exact"),
     Fault("late_gradients_not_added", "comm/all_to_all.py", 'accumulate and kind == "kv"', 'accumulate and kind == ""',
           "tests/test_chunked.py -k test_exact"),
