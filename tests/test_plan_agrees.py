@@ -59,6 +59,15 @@ def longspan(capfd: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
+FEWER = {
+    "kimi-linear-48b-a3b": {
+        "num_hidden_layers": 4, "linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2, 3]},
+    },
+    "nemotron-h-8b": {"hybrid_override_pattern": "M-*-"},
+    "minimax-text-01": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Text of a million bytes, and configs: `FILES`, and the built-in ones with fewer layers."""
@@ -67,8 +76,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, config in FILES.items():
         (folder / f"{name}.json").write_text(json.dumps(config))
     for name, config in CONFIGS.items():
-        layers = 6 if "gemma" in name else 4  # of each kind one
-        (folder / f"{name}.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
+        layers = FEWER.get(name, {"num_hidden_layers": 6 if "gemma" in name else 4})  # of each kind one
+        (folder / f"{name}.json").write_text(json.dumps({**config, **layers}))
     (folder / "longrope.json").write_text(json.dumps(LONGROPE))
     return folder
 

@@ -240,8 +240,21 @@ NEXT = {
     "linear_conv_kernel_dim": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 24,
 }  # fmt: skip
+NEMOTRON = {
+    "model_type": "nemotron_h", "hybrid_override_pattern": "M-*ME", "mamba_num_heads": 4, "mamba_head_dim": 5,
+    "n_groups": 2, "ssm_state_size": 6, "chunk_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24,
+}  # fmt: skip
+KIMI = {
+    "model_type": "kimi_linear", "pad_token_id": 0, "num_hidden_layers": 5, "num_key_value_heads": 8,
+    "linear_num_heads": 2, "linear_head_dim": 6, "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4, "v_head_dim": 6, "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 24,
+}  # fmt: skip
 CHECKPOINTED = Memory(checkpointing="full")
 CASES = [
+    (Mesh(ring=2, ulysses=2), NEMOTRON, {"memory": CHECKPOINTED}),
+    (Mesh(ulysses=2), NEMOTRON, {"weight_sharding": False}),
+    (Mesh(ulysses=4), KIMI, {}),
     (Mesh(ring=4), NEXT, {"dtype": "bf16"}),
     (
         Mesh(ring=2),
@@ -298,7 +311,7 @@ CASES = [
 ]
 
 
-CONFIRMING = (5, 6, 8, 10, 15, 20, 21, 24, 26, 29, 31, 37, 38)  # each axis and option of theirs is in another case
+CONFIRMING = (8, 9, 11, 13, 18, 23, 24, 27, 29, 32, 34, 40, 41)  # each axis and option of theirs is in another case
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,33 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"num_experts": 6, "num_experts_per_tok": 2, "mlp_only_layers": [1]},
         {"full_attention_interval": 3, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "num_experts": 16},
     ],
+    "kimi_linear": [
+        {"num_experts": 6, "num_experts_per_token": 2, "linear_num_heads": 2, "linear_head_dim": 6},
+        {
+            "q_lora_rank": 10,
+            "attention_bias": True,
+            "num_shared_experts": 2,
+            "first_k_dense_replace": 3,
+            "linear_attn_config": {
+                "head_dim": 5,
+                "num_heads": 3,
+                "short_conv_kernel_size": 3,
+                "full_attn_layers": [2, 6],
+                "kda_layers": [1, 3, 4, 5],
+            },
+        },
+    ],
+    "nemotron_h": [
+        {"hybrid_override_pattern": "M-*EM-", "n_routed_experts": 3, "n_groups": 4, "head_dim": 6},
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "moe_latent_size": 12,
+            "use_conv_bias": False,
+            "use_bias": True,
+            "mlp_bias": True,
+            "conv_kernel": 3,
+        },
+    ],
     "minimax": [{}, {"layer_types": ["linear_attention"] * 5 + ["full_attention"], "num_local_experts": 3}],
     "phi3": [{}, {"sliding_window": 11, "num_key_value_heads": 2}],
     "olmo2": [{}, {"num_key_value_heads": 2, "attention_bias": True}],
@@ -73,6 +100,7 @@ PUBLISHED = {
     "qwen3-235b-a22b": 235_093_634_560,
     "mistral-7b": 7_241_732_096,
     "gemma-3-1b": 999_885_952,
+    "nemotron-h-8b": 8_100_852_736,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
 }
@@ -114,15 +142,23 @@ def _shapes_of(module: Any, without: str = "no prefix") -> list[tuple[str, tuple
     return [(name, tuple(p.shape)) for name, p in module.named_parameters() if not name.startswith(without)]
 
 
+def _layer_shapes_of(layer: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """An MLP that is a layer alone (Nemotron-H) has our name for it."""
+    alone = getattr(layer, "block_type", None) in ("mlp", "moe")
+    return [(name.replace("mixer.", "mlp.") if alone else name, size) for name, size in _shapes_of(layer)]
+
+
 def _ours(parameters: tuple[Parameter, ...]) -> list[tuple[str, tuple[int, ...]]]:
     return [(p.name, p.shape) for p in parameters]
 
 
 def _kind_of(layer: Any, config: Any) -> tuple[str, int | None]:
     """The kind and the window that a transformers layer computes with."""
-    if hasattr(layer, "linear_attn") or "Lightning" in type(getattr(layer, "self_attn", None)).__name__:
+    attention = getattr(layer, "self_attn", getattr(layer, "mixer", None))
+    if hasattr(layer, "linear_attn") or any(x in type(attention).__name__ for x in ("Lightning", "Delta", "Mamba")):
         return "linear", None
-    attention = getattr(layer, "self_attn", None)
+    if getattr(layer, "block_type", None) in ("mlp", "moe"):
+        return "no", None
     window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
     if hasattr(attention, "layer_type") and attention.layer_type == "full_attention":
         window = None
@@ -135,7 +171,7 @@ def _assert_as_transformers(shape: ModelShape, config: dict[str, Any]) -> None:
     assert shape.positions == (theirs if theirs.rotary else replace(theirs, dims=shape.positions.dims))
     prefix, layers = _layers_of(model)
     by_layer = [sorted(_ours(layer.parameters)) for layer in shape.layers]
-    assert by_layer == [sorted(_shapes_of(layer)) for layer in layers]
+    assert by_layer == [sorted(_layer_shapes_of(layer)) for layer in layers]
     head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
     root = [(name.replace(head, "lm_head"), size) for name, size in _shapes_of(model, without=prefix)]
     assert sorted(_ours(shape.root)) == sorted(root)  # GPT-NeoX's head once had another name

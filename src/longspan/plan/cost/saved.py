@@ -85,7 +85,15 @@ def _norm_saved(features: int, c: CostContext) -> int:
 
 
 def _around_attention(layer: LayerShape, c: CostContext) -> tuple[int, int]:
-    """Return what norms and products save before the attention, and behind it."""
+    """Return what norms and products save before the attention, and behind it.
+
+    A layer of attention or an MLP alone has one norm and one input of products.
+    """
+    before, behind = _around_both(layer, c)
+    return before * (layer.mixer.q_heads > 0), behind * (layer.mlp.width > 0)
+
+
+def _around_both(layer: LayerShape, c: CostContext) -> tuple[int, int]:
     norms = 2 if any("post_feedforward" in p.name for p in layer.parameters) else 1
     normed = norms * norm_bytes(c)
     if c.job.memory.tiled_norms and not c.job.autocasts:  # inputs of products are recomputed from those of the norms

@@ -110,7 +110,7 @@ def _recompute_seconds(layer: LayerShape, c: CostContext, hardware: Hardware, ma
 
 def _kernel_overhead(layer: LayerShape, job: Job, hardware: Hardware) -> float:
     """Return attention's time over that of its FLOPs: for full blocks on the diagonal, and the softmax itself."""
-    if job.mode == "decode":
+    if job.mode == "decode" or not layer.mixer.q_heads:
         return 1.0
     block = hardware.attention_block / layer.mixer.seen(job.context)
     width = 2 * hardware.attention_width / (layer.mixer.head_dim + layer.mixer.v_head_dim)

@@ -5,7 +5,7 @@ in its own file; a family (`longspan.plan.models.family`) then names it.
 """
 
 from longspan.plan.layers.attended_keys import CAUSAL, AttendedKeys, Bidirectional, Causal, Chunk, Window
-from longspan.plan.layers.base import Mixer, Mlp, Parameter, Sent
+from longspan.plan.layers.base import Mixer, Mlp, NoMixer, Parameter, Sent
 from longspan.plan.layers.linear import Lightning, Linear
 from longspan.plan.layers.softmax import Softmax
 
@@ -19,6 +19,7 @@ __all__ = [
     "Linear",
     "Mixer",
     "Mlp",
+    "NoMixer",
     "Parameter",
     "Sent",
     "Softmax",

@@ -261,3 +261,38 @@ class Mixer(ABC):
     def ulysses_refusal(self, job: Job, mesh: Mesh) -> str | None:
         """Return the reason why its heads cannot be sharded over the mesh's Ulysses ranks, or None."""
         return None
+
+
+@dataclass(frozen=True)
+class NoMixer(Mixer):
+    """No mixing: a layer that is an MLP alone."""
+
+    q_heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    v_head_dim: int = 0
+
+    runs: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        return "no"
+
+    @property
+    def cached_per_token(self) -> int:
+        return 0
+
+    def flops(self, job: Job, times: float) -> float:
+        return 0.0
+
+    def max_flops(self, c: CostContext) -> float:
+        return 0.0
+
+    def sent(self, c: CostContext) -> list[Sent]:
+        return []
+
+    def cache_by_rank(self, c: CostContext, generated: int = 0, chunk: int | None = None, step: int = 0) -> list[int]:
+        return [0] * c.mesh.sequence
+
+    def saved(self, c: CostContext) -> int:
+        return 0

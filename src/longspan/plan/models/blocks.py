@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from longspan.core.errors import LongspanError
-from longspan.plan.layers import AttendedKeys, Chunk, Mlp, Parameter, Softmax, Window
+from longspan.plan.layers import AttendedKeys, Chunk, Mlp, NoMixer, Parameter, Softmax, Window
 from longspan.plan.models.family import Config, Part
 
 Weights = Callable[[Config, Any], Iterator[Parameter]]
@@ -49,6 +49,10 @@ def softmax(
     if chunk:
         mixers["chunked_attention"] = Part(lambda c: replace(heads(c), keys=_chunk(c)), weights)
     return mixers
+
+
+NO_MIXER = Part(lambda c: NoMixer(), lambda c, mixer: iter(()))
+"""Of a layer that is an MLP alone."""
 
 
 def _window(c: Config) -> AttendedKeys:

@@ -140,6 +140,43 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 4096,
         },
     },
+    # Recurrent layers. Without the module for multi-token prediction, as above.
+    "qwen3-next-80b-a3b": {
+        "model_type": "qwen3_next",
+        "vocab_size": 151936,
+        **_sizes(48, 2048, 5120, 16),
+        "max_position_embeddings": 262144,
+    },
+    "kimi-linear-48b-a3b": {
+        "model_type": "kimi_linear",
+        "vocab_size": 163840,
+        **_sizes(27, 2304, 9216, 32),
+        "q_lora_rank": None,
+        "linear_attn_config": {
+            "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+            "kda_layers": [layer for layer in range(1, 27) if layer % 4],
+            "head_dim": 128,
+            "num_heads": 32,
+            "short_conv_kernel_size": 4,
+        },
+    },
+    "nemotron-h-8b": {
+        "model_type": "nemotron_h",
+        "vocab_size": 131072,
+        "hidden_size": 4096,
+        "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+        "max_position_embeddings": 8192,
+    },
+    # Softmax attention in every eighth layer.
+    "minimax-text-01": {
+        "model_type": "minimax",
+        "vocab_size": 200064,
+        **_sizes(80, 6144, 9216, 64),
+        "head_dim": 128,
+        "num_local_experts": 32,
+        "layer_types": (["linear_attention"] * 7 + ["full_attention"]) * 10,
+        "max_position_embeddings": 10240000,
+    },
     "gpt-1.2b": {**_GPT, **_sizes(24, 2048, 8192, 16)},
     "gpt-7b": {**_GPT, **_sizes(32, 4096, 16384, 32)},
     "gpt-30b": {**_GPT, **_sizes(64, 6144, 24576, 64)},
@@ -153,6 +190,10 @@ HUB: dict[str, str] = {
     "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
     "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
     "mistral-7b": "mistralai/Mistral-7B-v0.1",
+    "qwen3-next-80b-a3b": "Qwen/Qwen3-Next-80B-A3B-Instruct",
+    "kimi-linear-48b-a3b": "moonshotai/Kimi-Linear-48B-A3B-Base",
+    "nemotron-h-8b": "nvidia/Nemotron-H-8B-Base-8K",
+    "minimax-text-01": "MiniMaxAI/MiniMax-Text-01-hf",
     "gemma-3-1b": "google/gemma-3-1b-pt",
 }
 """Where the Hugging Face hub has weights of a built-in model that `longspan train --model` takes as they are."""

@@ -6,7 +6,7 @@ To add a family:
 2. Write a `Family` from the blocks in `blocks.py`: `mixers` (one per layer type), `mlp`, and the config class's
    `defaults`. Give `types`, `order`, `root` only if they differ from Llama's. A weight that no block yields is a small
    generator of `Parameter`s, named and ordered as in transformers.
-3. Register it: an entry in `families.py` or `other_families.py`, or `register("model_type", FAMILY)` in your own code.
+3. Register it: an entry in `families.py` or a file beside it, or `register("model_type", FAMILY)` in your own code.
 4. Compare every weight with transformers' own module, as `tests/test_plan_shapes.py` does: a missing bias is a silent
    error.
 
@@ -129,6 +129,8 @@ class Family:
             norms.
         root: names of the embedding, the learnt positions ("" for none), and the final norm.
         norm_bias: norms have a bias (LayerNorm) or not (RMSNorm).
+        rotary: positions are rotary, unless `root` names learnt ones; if not, there are none.
+        config: returns a config with the keys that transformers makes of it when it reads one.
     """
 
     mixers: Mapping[str, Part]
@@ -140,6 +142,8 @@ class Family:
     order: tuple[str, ...] = ("attention", "mlp", "input_layernorm", "post_attention_layernorm")
     root: tuple[str, str, str] = ("model.embed_tokens", "", "model.norm")
     norm_bias: bool = False
+    rotary: bool = True
+    config: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
 
     def missing(self, config: Mapping[str, Any]) -> list[str]:
         """Return the sizes that the config must state and does not."""

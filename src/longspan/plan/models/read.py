@@ -104,6 +104,7 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         assumption = "; ".join(
             [f"model_type {config.get('model_type')!r} is not known; read as a Llama's", *_assumed(config, sparse)]
         )
+    config = family.config(config)
     missing = family.missing(config)
     if missing:
         raise LongspanError(
@@ -193,7 +194,7 @@ def _shape(c: Config, family: Family, assumption: str | None) -> ModelShape:
         root.append(Parameter("lm_head.weight", (vocab, c.d)))
     layers = tuple(distinct[slot] for slot in slots)
     head_dim = next((layer.mixer.head_dim for layer in layers if layer.mixer.shards_heads), 0)
-    state = _positions(c, max_position, rotary=not positions, head_dim=head_dim)
+    state = _positions(c, max_position, rotary=family.rotary and not positions, head_dim=head_dim)
     return ModelShape(
         c.where, c.d, vocab, tied, max_position, layers, tuple(root), assumption, state, refused=_refused(c)
     )
