@@ -454,7 +454,7 @@ def test_auto_omits_options_that_conflict(monkeypatch: pytest.MonkeyPatch) -> No
     def least(auto: Any, length: int, rows: int, fixed: dict[str, Any], documents: bool) -> tuple[Memory, str]:
         return Memory(**{"checkpointing": "full", "tiled_mlp": 2, "tiled_norms": True, **fixed}), "a fake planner"
 
-    monkeypatch.setattr("longspan.hf.planning.AutoMemory.choose", least)
+    monkeypatch.setattr("longspan.hf.planning.AutoMemory.for_batch", least)
     model = longspan.parallelize(build("Mixtral"), ONE_DEVICE, memory="auto").train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     loss = model(**batch(), output_router_logits=True).loss
@@ -474,7 +474,7 @@ def gradients_of(model: Any, whole: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def test_auto_reserves_room_when_it_chooses_an_offload(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Memory(checkpointing="full", offload="disk")
-    monkeypatch.setattr("longspan.hf.planning.AutoMemory.choose", lambda *_: (memory, "a fake planner"))
+    monkeypatch.setattr("longspan.hf.planning.AutoMemory.for_batch", lambda *_: (memory, "a fake planner"))
     model = longspan.parallelize(build("Llama"), ONE_DEVICE, memory="auto").train()
     reserved: list[int] = []
     plain = DiskStore.reserve
