@@ -119,7 +119,8 @@ def peak_of_a_step(config: dict[str, Any], context: int, mesh: Mesh, options: di
     made = longspan.init_mesh(data=mesh.data, ring=mesh.ring, ulysses=mesh.ulysses)
     sp = longspan.SequenceSharding(made, ring_impl=options.get("ring_impl", "auto"))
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**config))
+    made_config = transformers.CONFIG_MAPPING[config.get("model_type", "llama")](**config)
+    model = transformers.AutoModelForCausalLM.from_config(made_config)
     bf16, sharded = options["dtype"] == "bf16", options.get("weight_sharding", True)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 and sharded else None
     memory_options = options.get("memory", FASTEST)
@@ -227,6 +228,36 @@ def test_saved_activations_are_exact(
     c = CostContext(model, job, mesh, on_cpu=True)
     planned = saved_per_token(model.layers[0], c)
     assert planned.total * c.tokens == more - fewer
+
+
+NEXT = {
+    "model_type": "qwen3_next", "layer_types": ["linear_attention"] * 2, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 16, "num_experts": 0,
+}  # fmt: skip
+NEMOTRON = {
+    "model_type": "nemotron_h", "hybrid_override_pattern": "MM", "mamba_num_heads": 6, "mamba_head_dim": 24,
+    "n_groups": 2, "ssm_state_size": 16, "chunk_size": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("of", [NEXT, NEMOTRON], ids=["qwen3_next", "nemotron_h"])
+def test_saved_activations_of_recurrent_layers_are_within_a_tenth(
+    pool2: RankPool, of: dict[str, Any], dtype: str
+) -> None:
+    """The second rank receives a state. What a second layer makes autograd save."""
+    config, one = {**SMALL, **of}, {"layer_types": ["linear_attention"], "hybrid_override_pattern": "M"}
+    fewer = {**config, **{key: value for key, value in one.items() if key in config}}
+    mesh = Mesh(ulysses=2)
+    with_one, with_two = (
+        pool2.run(saved_bytes, {**each, "num_hidden_layers": n}, 512, mesh, dtype)[1]
+        for n, each in ((1, fewer), (2, config))
+    )
+    model = shape_from_config({**config, "num_hidden_layers": 2}, "test")
+    job = Job(context=512, memory=Memory(recompute_mlp_act=False), dtype=dtype)  # type: ignore[arg-type]
+    c = CostContext(model, job, mesh, on_cpu=True)
+    planned = saved_per_token(model.layers[0], c).total * c.tokens
+    assert planned == pytest.approx(with_two - with_one, rel=0.1)
 
 
 def saved_bytes(config: dict[str, Any], context: int, mesh: Mesh, dtype: str) -> int:

@@ -98,8 +98,38 @@ class Linear(Mixer):
         return [c.sequences * self.state_elements * STATE_BYTES] * c.mesh.sequence
 
     def saved(self, c: CostContext) -> int:
-        """Return an estimate: input, output and gates."""
-        return c.b * 3 * (self.q_heads * self.v_head_dim + 2 * self.kv_heads * self.head_dim)
+        """Return on a GPU an estimate for fused kernels, on a CPU what the torch code of transformers saves.
+
+        Kernels save the channels of convolution and recurrence, the gate and the output; where a state is received,
+        also values that are wider by the transition, and the output for them.
+        """
+        K, C, receives = self.head_dim, self.chunk, c.mesh.sequence > 1
+        keys, values = self.kv_heads * K, self.q_heads * self.v_head_dim
+        if c.on_cpu:
+            return (_delta_saved if self.columns > 1 else _decay_saved)(self, c.b, keys, values, C, receives)
+        wider = 2 * self.q_heads * self.columns if receives and self.columns > 1 else 0
+        return c.b * (3 * (values + 2 * keys) + wider)
+
+
+def _delta_saved(mixer: Linear, b: int, keys: int, values: int, chunk: int, receives: bool) -> int:
+    """Return the bytes per token of `torch_chunk_gated_delta_rule` and of the layer around it.
+
+    Mostly fp32: five matrices of a chunk's tokens by tokens, eight tensors of all heads' keys, and the states before
+    chunks. In fp32 its inputs are views, which keep whole projections. Counted tensor by tensor, by regression.
+    """
+    heads, K = mixer.q_heads, mixer.head_dim
+    per_head = 32 * K + 20 * chunk + 38 + 4 * K * mixer.v_head_dim // chunk
+    if receives:
+        per_head += 16 * K + K * (2 * mixer.v_head_dim + 5 * K) // chunk
+    views = 16 * keys + 10 * values if b == 4 else 0
+    return 4 * b * keys + (2 * b + 30) * values + heads * per_head + views
+
+
+def _decay_saved(mixer: Linear, b: int, keys: int, values: int, chunk: int, receives: bool) -> int:
+    """Return the bytes per token of `mamba2_chunk_scan` and of the layer around it; see `_delta_saved`."""
+    per_head = 20 * mixer.head_dim + 12 * chunk + 26 + 9 * mixer.head_dim * mixer.v_head_dim // chunk
+    received = 4 * (keys + values) + 7 * mixer.q_heads if receives else 0
+    return (12 * b - 16) * keys + (6 * b + 32) * values + mixer.q_heads * per_head + received
 
 
 @dataclass(frozen=True)
