@@ -27,6 +27,15 @@ SMALL = {
 }  # fmt: skip
 NARROW = {"intermediate_size": 64, "num_key_value_heads": 8}
 DEEP = {"num_hidden_layers": 8, "num_key_value_heads": 8}
+NEXT = {
+    "model_type": "qwen3_next", "num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 16,
+    "num_experts": 0,
+}  # fmt: skip
+NEMOTRON = {
+    "model_type": "nemotron_h", "hybrid_override_pattern": "MM", "mamba_num_heads": 6, "mamba_head_dim": 24,
+    "n_groups": 2, "ssm_state_size": 16, "chunk_size": 32,
+}  # fmt: skip
 CHECKPOINTED = Memory(checkpointing="full")
 FP32, BF16, P2P = {"dtype": "fp32"}, {"dtype": "bf16"}, {"ring_impl": "p2p"}
 CASES = [
@@ -69,6 +78,10 @@ CASES = [
     # Embedding and head are most of it, and groups of their own.
     ({"hidden_size": 256, "vocab_size": 16000}, 256, Mesh(ulysses=2), FP32),
     ({"hidden_size": 256, "vocab_size": 16000}, 128, Mesh(data=2, ulysses=2), BF16),
+    # Recurrent layers, of which the second rank's receive a state.
+    (NEXT, 1024, Mesh(ring=2), FP32),
+    (NEXT, 1024, Mesh(ulysses=2), {**BF16, "memory": CHECKPOINTED}),
+    ({**NEMOTRON, "hybrid_override_pattern": "M-M*M-"}, 1024, Mesh(ulysses=2), BF16),
 ]
 
 
@@ -230,16 +243,6 @@ def test_saved_activations_are_exact(
     assert planned.total * c.tokens == more - fewer
 
 
-NEXT = {
-    "model_type": "qwen3_next", "layer_types": ["linear_attention"] * 2, "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 16, "num_experts": 0,
-}  # fmt: skip
-NEMOTRON = {
-    "model_type": "nemotron_h", "hybrid_override_pattern": "MM", "mamba_num_heads": 6, "mamba_head_dim": 24,
-    "n_groups": 2, "ssm_state_size": 16, "chunk_size": 32,
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("of", [NEXT, NEMOTRON], ids=["qwen3_next", "nemotron_h"])
 def test_saved_activations_of_recurrent_layers_are_within_a_tenth(
@@ -253,7 +256,7 @@ def test_saved_activations_of_recurrent_layers_are_within_a_tenth(
         pool2.run(saved_bytes, {**each, "num_hidden_layers": n}, 512, mesh, dtype)[1]
         for n, each in ((1, fewer), (2, config))
     )
-    model = shape_from_config({**config, "num_hidden_layers": 2}, "test")
+    model = shape_from_config(config, "test")
     job = Job(context=512, memory=Memory(recompute_mlp_act=False), dtype=dtype)  # type: ignore[arg-type]
     c = CostContext(model, job, mesh, on_cpu=True)
     planned = saved_per_token(model.layers[0], c).total * c.tokens

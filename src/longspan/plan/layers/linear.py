@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from longspan.core.layout import Layout
 from longspan.plan.job import CostContext, Job
-from longspan.plan.layers.base import Mixer, Sent
+from longspan.plan.layers.base import Buffers, Mixer, Sent
 
 STATE_BYTES = 4
 """Bytes of a state's element: fp32 in any job."""
@@ -49,6 +49,11 @@ class Linear(Mixer):
         """Elements of the state."""
         return self.q_heads * self.head_dim * self.v_head_dim
 
+    @property
+    def _summary_elements(self) -> int:
+        """Elements of a state, and beside it the transition, as they are sent."""
+        return self.q_heads * self.head_dim * (self.v_head_dim + self.columns)
+
     # Compute.
 
     def flops(self, job: Job, times: float) -> float:
@@ -83,7 +88,7 @@ class Linear(Mixer):
         if c.mesh.sequence == 1 or c.job.mode == "decode":
             return []
         rows = c.sequences * _runs(c.layout, c.job.context) * (c.mesh.sequence - 1)
-        state = STATE_BYTES * rows * self.q_heads * self.head_dim * (self.v_head_dim + self.columns)
+        state = STATE_BYTES * rows * self._summary_elements
         tokens = c.b * rows * (self.kernel - 1) * self.channels
         forwards, backwards = c.job.layer_passes
         return [
@@ -101,14 +106,30 @@ class Linear(Mixer):
         """Return on a GPU an estimate for fused kernels, on a CPU what the torch code of transformers saves.
 
         Kernels save the channels of convolution and recurrence, the gate and the output; where a state is received,
-        also values that are wider by the transition, and the output for them.
+        also values that are wider by the transition, and the output for them. Besides, for a layer and not a token,
+        the states that were gathered.
         """
         K, C, receives = self.head_dim, self.chunk, c.mesh.sequence > 1
         keys, values = self.kv_heads * K, self.q_heads * self.v_head_dim
+        gathered = -(-self._gathered(c) // c.tokens)
         if c.on_cpu:
-            return (_delta_saved if self.columns > 1 else _decay_saved)(self, c.b, keys, values, C, receives)
+            return gathered + (_delta_saved if self.columns > 1 else _decay_saved)(self, c.b, keys, values, C, receives)
         wider = 2 * self.q_heads * self.columns if receives and self.columns > 1 else 0
-        return c.b * (3 * (values + 2 * keys) + wider)
+        return gathered + c.b * (3 * (values + 2 * keys) + wider)
+
+    def _gathered(self, c: CostContext) -> int:
+        """Return the bytes of the states of all runs, and of those before them, which their combination saves."""
+        if c.mesh.sequence == 1 or not self.columns:
+            return 0
+        runs = c.sequences * _runs(c.layout, c.job.context) * c.mesh.sequence
+        return (8 if c.on_cpu else STATE_BYTES) * runs * (self._summary_elements + self.state_elements)
+
+    def backward_buffers(self, c: CostContext) -> Buffers:
+        """Return the gradients of the states of all runs, which the reduce-scatter sums."""
+        if c.mesh.sequence == 1:
+            return Buffers()
+        runs = c.sequences * _runs(c.layout, c.job.context) * c.mesh.sequence
+        return Buffers(comm=STATE_BYTES * runs * self._summary_elements)
 
 
 def _delta_saved(mixer: Linear, b: int, keys: int, values: int, chunk: int, receives: bool) -> int:
@@ -120,7 +141,7 @@ def _delta_saved(mixer: Linear, b: int, keys: int, values: int, chunk: int, rece
     heads, K = mixer.q_heads, mixer.head_dim
     per_head = 32 * K + 20 * chunk + 38 + 4 * K * mixer.v_head_dim // chunk
     if receives:
-        per_head += 16 * K + K * (2 * mixer.v_head_dim + 5 * K) // chunk
+        per_head += 16 * K + 4 * K * K // chunk
     views = 16 * keys + 10 * values if b == 4 else 0
     return 4 * b * keys + (2 * b + 30) * values + heads * per_head + views
 
