@@ -21,6 +21,11 @@ from tests.models import batch, build, gradients
 ONE_DEVICE = longspan.SequenceSharding(OneDeviceMesh("cpu"))
 
 
+@pytest.fixture(autouse=True)
+def _small_mlps_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "_FEWEST", 0)
+
+
 class SwiGLU(nn.Module):
     """Written as transformers writes it."""
 

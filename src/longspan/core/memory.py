@@ -49,7 +49,7 @@ class Memory:
             tiled MLPs that read it.
         recompute_mlp_act: an MLP saves the outputs of its first matmuls, and the backward recomputes the activation
             function and the product from them, bit for bit (elementwise, as fused SwiGLU kernels do). No effect in a
-            checkpointed layer or a tiled MLP, which save neither.
+            checkpointed layer or a tiled MLP, which save neither, and for inputs of fewer than 8,192 elements.
         head_chunks: groups of heads that go through the all-to-all and the attention one after another (at most the KV
             heads of a rank), so that buffers between the two all-to-alls shrink to 1 / head_chunks. 0: one group per
             KV head of a rank. 1: all heads at once.

@@ -14,7 +14,7 @@ from longspan.core.errors import LongspanError
 from longspan.memory.tiles import InputSource
 
 _VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "SqueezeBackward1"}
-_FEWEST = 1 << 10  # elements of a tensor worth recomputing
+_FEWEST = 1 << 13  # elements of an MLP's input: recomputing less costs the host more than the memory is worth
 
 
 class RecomputedActivations:
@@ -34,7 +34,7 @@ class RecomputedActivations:
         module.forward = self._forward  # on the instance, so that hooks around `__call__` still run
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.on or not torch.is_grad_enabled():
+        if not self.on or not torch.is_grad_enabled() or (args and args[0].numel() < _FEWEST):
             return self.compute(*args, **kwargs)
         return self._recomputing(*args, **kwargs)
 
@@ -67,7 +67,7 @@ class SavedTensor:
 
 def _pack(x: Tensor) -> Callable[[], Tensor]:
     node: Any = x.grad_fn
-    if node is None or x.numel() < _FEWEST:
+    if node is None:
         return SavedTensor(x).get
     while node is not None and (name := node.name()) in _VIEWS and x.is_contiguous():
         node = node.next_functions[0][0]
