@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import longspan
 from longspan.bench.meters import count_sent
@@ -73,6 +74,28 @@ def test_other_methods_are_exact(pool4: RankPool, method: str) -> None:
     if method == "ring":
         cases = [dataclasses.replace(case, state=False) for case in KINDS if case.causal]
     check(pool4, cases, 4, method=method)
+
+
+class _Written(TorchDispatchMode):
+    """Counts the elements of all results."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.elements += sum(x.numel() for x in torch.utils._pytree.tree_leaves(found) if isinstance(x, torch.Tensor))
+        return found
+
+
+@pytest.mark.parametrize("beta", [False, True])
+def test_the_work_grows_as_the_length(beta: bool) -> None:
+    written = []
+    for n in (1024, 4096):
+        case = Case(n=n, decay="head", beta=beta, batch=1, heads=1, value_heads=1, dim=16, v_dim=16)
+        with _Written() as mode:
+            run(case, longspan.SequenceSharding(OneDeviceMesh("cpu")))
+        written.append(mode.elements)
+    assert written[1] <= 4 * written[0]
 
 
 def test_one_device() -> None:

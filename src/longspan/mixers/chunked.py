@@ -104,10 +104,12 @@ def _scan(step: Tensor | None, added_BHNKV: Tensor, state: Tensor) -> tuple[Tens
     `step` is `[B, H, N, K, K]`, or `[B, H, N, D, 1]` for factors of its rows, or None for 1.
     """
     states = []
-    for n, added in enumerate(added_BHNKV.unbind(2)):
+    # Not `step[:, :, n]`: its gradient would have the size of the whole step, for every chunk.
+    steps = [None] * added_BHNKV.shape[2] if step is None else step.unbind(2)
+    for now, added in zip(steps, added_BHNKV.unbind(2), strict=True):
         states.append(state)
-        if step is not None:
-            state = step[:, :, n] @ state if step.shape[-1] == state.shape[-2] > 1 else step[:, :, n] * state
+        if now is not None:
+            state = now @ state if now.shape[-1] == state.shape[-2] > 1 else now * state
         state = state + added
     return torch.stack(states, 2), state
 
