@@ -49,7 +49,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # The fast tier: what a change is most likely to break, in files that need no process of their own. Tests marked `slow`
 # are left out.
 FAST := $(addprefix tests/test_,$(addsuffix .py,batch checkpoint collectives data exchange kernels layout local loss \
-	plan_shapes regions ring shard tolerance ulysses verify_compare))
+	plan_shapes regions ring tolerance ulysses verify_compare))
 
 # Of one process, or of commands: they run beside those of several ranks, which leave the cores idle while they wait for
 # each other.
