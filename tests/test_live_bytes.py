@@ -157,6 +157,7 @@ def test_a_ring() -> None:
     assert used.saved == about(1 + 0.5)
     kv_grad = 2 * 0.5
     assert used.backward <= 1 + 2 + 1 + 2 * 0.5 + 0.5 + 3 * kv_grad + MORE
+    assert units({"ring": 8}, HEADS).forward <= 2 + 1 + 3 * 2 + MORE  # a computed block is freed before the next
 
 
 def test_sinks_rescale_the_output_in_its_own_dtype() -> None:

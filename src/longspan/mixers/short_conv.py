@@ -22,7 +22,7 @@ from longspan.comm.collectives import all_gather
 from longspan.comm.mesh import group_name
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
-from longspan.mixers.fragments import FragmentTable, fragment_table, read_documents
+from longspan.mixers.fragments import Fragment, FragmentTable, fragment_table, read_documents
 from longspan.mixers.state_passing import chain, zero_of
 
 if TYPE_CHECKING:
@@ -64,10 +64,13 @@ def short_conv(
     length, segments = read_documents(x, sp, length, documents)
     table = fragment_table(sp.layout, sp.rank, length, x.shape[0], segments)
 
-    def convolve(padded_BTC: Tensor) -> Tensor:
-        return F.conv1d(padded_BTC.transpose(1, 2), weight.unsqueeze(1), bias, groups=x.shape[2]).transpose(1, 2)
+    size = weight.shape[1] - 1
 
-    return run_short_conv(convolve, weight.shape[1] - 1, x, table, sp.group if sp.size > 1 else None)
+    def convolve(x_BTC: Tensor) -> Tensor:
+        out_BCT = F.conv1d(x_BTC.transpose(1, 2), weight.unsqueeze(1), bias, padding=size, groups=x.shape[2])
+        return out_BCT[..., : x_BTC.shape[1]].transpose(1, 2)
+
+    return run_short_conv(convolve, size, x, table, sp.group if sp.size > 1 else None)
 
 
 @not_compiled
@@ -81,27 +84,23 @@ def run_short_conv(
     """Run a convolution on my tokens, fragment by fragment. A compiler runs it as it is.
 
     Args:
-        convolve: from `[rows, size + tokens, channels]` to `[rows, tokens, channels]`.
-        size: tokens before the first that it reads, zero where a document begins.
+        convolve: a causal convolution of `[rows, tokens, channels]`, of the same shape, with zeros before the first.
+        size: earlier tokens that a token reads.
         x: local tokens, `[batch, tokens, channels]`.
         table: their fragments.
         group: the sequence group; None for one rank.
     """
-    empty = x.new_zeros(x.shape[0], size, x.shape[2])
-    before, link = [empty] * table.slots, None
+    before, link = list[Tensor](), None
     if group is not None and size:
-        before, link = _tokens_before(x, empty, table, group)
-    outs = [
-        [
-            convolve(torch.cat([(before[f.slot] if f.enters else empty)[rows], x[rows, f.start : f.stop]], 1))
-            for f in fragments
-        ]
-        for rows, fragments in table.groups
-    ]
-    if any(outs):
-        out = table.join(outs)
-    else:  # padding only: connect x and the weights
-        out = torch.zeros_like(x) + zero_of(x, convolve(x.new_zeros(1, size + 1, x.shape[2])))
+        before, link = _tokens_before(x, x.new_zeros(x.shape[0], size, x.shape[2]), table, group)
+
+    def of_fragment(rows: slice, f: Fragment) -> Tensor:
+        part = x[rows, f.start : f.stop]
+        return convolve(torch.cat([before[f.slot][rows], part], 1))[:, size:] if f.enters and size else convolve(part)
+
+    outs = [[of_fragment(rows, f) for f in fragments] for rows, fragments in table.groups]
+    # A rank with padding only connects x and the weights.
+    out = table.join(outs) if any(outs) else zero_of(x, convolve(x.new_zeros(1, 1, x.shape[2]))) + torch.zeros_like(x)
     entered = any(f.enters for _, fragments in table.groups for f in fragments)
     return out if entered or link is None else out + link
 

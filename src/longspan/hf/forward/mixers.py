@@ -137,9 +137,13 @@ class MixerBinding:
             self.info = outer
 
     def table(self, batch: int) -> FragmentTable:
-        """Return my fragments of the batch."""
+        """Return my fragments of the batch, made once per batch: thousands of documents are not hashed per layer."""
         assert self.info is not None
-        return fragment_table(self.sp.layout, self.sp.rank, self.info.length, batch, self.info.segments)
+        key = "fragments", self.sp.layout, self.sp.rank, batch
+        if key not in self.info.plans:
+            self.info.plans[key] = fragment_table(*key[1:3], self.info.length, batch, self.info.segments)
+        table: FragmentTable = self.info.plans[key]
+        return table
 
     def run(self, mixer: Mixer, tokens: Tokens) -> Tensor:
         """Run a mixer on my tokens."""
@@ -164,13 +168,12 @@ def _convolution(
     **_: Any,
 ) -> Tensor:
     """Convolve `x [B, channels, T]`, each fragment after the last tokens before it."""
-    size = weight.shape[-1] - 1
+    size, table = weight.shape[-1] - 1, layer.table(x.shape[0])
 
-    def convolve(padded_BTC: Tensor) -> Tensor:
-        out_BCT = original(padded_BTC.transpose(1, 2), weight, bias, activation=activation)
-        return out_BCT.transpose(1, 2)[:, size:]
+    def convolve(x_BTC: Tensor) -> Tensor:
+        return original(x_BTC.transpose(1, 2), weight, bias, activation=activation).transpose(1, 2)
 
-    return run_short_conv(convolve, size, x.transpose(1, 2), layer.table(x.shape[0]), layer.group).transpose(1, 2)
+    return run_short_conv(convolve, size, x.transpose(1, 2), table, layer.group).transpose(1, 2)
 
 
 def _delta_rule(
