@@ -1,34 +1,31 @@
 """Recurrent layers and short convolutions of a transformers model, run on fragments of a sharded sequence.
 
 transformers' layers call functions of their modelling file: `causal_conv1d_fn`, `torch_chunk_gated_delta_rule`,
-`mamba2_chunk_scan` and a few more. Each layer's instance gets a copy of its class's forward whose globals have ours in
-their place; ours run the original function on each fragment, and pass states and halos between ranks
-(`longspan.mixers`). Neither the class nor the module is changed.
+`mamba2_chunk_scan` and a few more. Each layer's instance gets a copy of its class's forward whose globals have those of
+`mixer_functions.py` in their place. These run the original function on each fragment, and pass states and halos between
+ranks (`longspan.mixers`). Neither the class nor the module is changed.
 
 A recurrent layer starts at the first real token of a row, and of a document: padding is outside of all fragments.
-
-Shape suffixes: B batch, T tokens, H heads, G groups of heads that share B and C, K state size, V value dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspan.compat.torch_api import not_compiled
 from longspan.compat.transformers_api import forward_with, mixer_functions
 from longspan.core.errors import LongspanError
 from longspan.hf.batch import SequenceInfo
+from longspan.hf.forward.mixer_functions import REPLACEMENTS, no_shortcut
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.support import HELP, attention_layers, decoder_layers, mixer_layers
 from longspan.mixers.fragments import FragmentTable, fragment_table
-from longspan.mixers.mixer import ChunkFunction, Local, Mixer, Tokens
-from longspan.mixers.short_conv import run_short_conv
-from longspan.mixers.state_passing import run_mixer, zero_of
+from longspan.mixers.mixer import Mixer, Tokens
+from longspan.mixers.state_passing import run_mixer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -107,13 +104,13 @@ class MixerBinding:
         self.group = sp.group if sp.size > 1 else None
         self.info: SequenceInfo | None = None
         self.functions = mixer_functions(module)
-        self.missing = self.wanted = {name for name in self.functions if _OURS[name] is not _no_shortcut}
+        self.missing = self.wanted = {name for name in self.functions if REPLACEMENTS[name] is not no_shortcut}
         self.compute = forward_with(module, {name: self._replaced(name) for name in self.functions})
         # On the instance, so that hooks around `__call__` still run; and a compiler must not move collectives.
         module.forward = not_compiled(self._forward)
 
     def _replaced(self, name: str) -> Callable[..., Any]:
-        ours, original = _OURS[name], self.functions[name]
+        ours, original = REPLACEMENTS[name], self.functions[name]
 
         def function(*args: Any, **kwargs: Any) -> Any:
             self.missing = self.missing - {name}
@@ -152,198 +149,3 @@ class MixerBinding:
         except LongspanError as error:
             raise LongspanError(f"layer {self.name}: {error}") from error
         return out
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Functions in place of those of the modelling files: `ours(binding, original, *arguments of the original)`.
-
-
-def _convolution(
-    layer: MixerBinding,
-    original: Callable[..., Tensor],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    **_: Any,
-) -> Tensor:
-    """Convolve `x [B, channels, T]`, each fragment after the last tokens before it."""
-    size, table = weight.shape[-1] - 1, layer.table(x.shape[0])
-
-    def convolve(x_BTC: Tensor) -> Tensor:
-        return original(x_BTC.transpose(1, 2), weight, bias, activation=activation).transpose(1, 2)
-
-    return run_short_conv(convolve, size, x.transpose(1, 2), table, layer.group).transpose(1, 2)
-
-
-def _delta_rule(
-    layer: MixerBinding,
-    original: Callable[..., Any],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: None = None,
-    output_final_state: bool = False,
-    cu_seqlens: None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """Run Gated DeltaNet's or KDA's function on fragments."""
-    return layer.run(ChunkFunction(original, options), Tokens(q, k, v, g, beta)), None
-
-
-def _mamba2(
-    layer: MixerBinding,
-    original: Callable[..., Any],
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    chunk_size: int,
-    D: Tensor | None = None,
-    z: None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    return_final_states: bool = False,
-    **_: Any,
-) -> Tensor:
-    """Run Mamba-2's scan: `x [B, T, H, V]`, `dt [B, T, H]`, `A [H]`, `B` and `C` `[B, T, G, K]`."""
-    options = {"chunk_size": chunk_size, "D": D, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
-    out = layer.run(_Mamba2(original, A, dt_bias, options), Tokens(C, B, x, dt))
-    return _used(out, A, D, dt_bias)
-
-
-def _mamba1(
-    layer: MixerBinding,
-    original: Callable[..., Any],
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    return_last_state: bool = False,
-    **options: Any,
-) -> Tensor:
-    """Run Mamba's scan: `x`, `dt` and `z` `[B, channels, T]`, `A [channels, K]`, `B` and `C` `[B, K, T]`."""
-    tokens = Tokens(C.mT.unsqueeze(2), B.mT.unsqueeze(2), x.mT.unsqueeze(3), dt.mT)
-    mixer = _Mamba1(original, A, D, delta_bias, delta_softplus, options)
-    out = _used(layer.run(mixer, tokens).squeeze(3).mT, A, D, delta_bias)
-    return out if z is None else out * F.silu(z)
-
-
-def _no_shortcut(layer: MixerBinding, original: Callable[..., Any], *_: Any, **__: Any) -> None:
-    """Return None, as without kernels: fused, convolution and scan cannot be sharded."""
-
-
-_OURS: Mapping[str, Callable[..., Any]] = {
-    "causal_conv1d_fn": _convolution,
-    "torch_chunk_gated_delta_rule": _delta_rule,
-    "chunk_kimi_delta_attention": _delta_rule,
-    "mamba2_chunk_scan": _mamba2,
-    "mamba_selective_scan": _mamba1,
-    "mamba2_split_conv1d_scan_combined": _no_shortcut,
-    "mamba_inner_fn": _no_shortcut,
-}
-
-
-def _used(out: Tensor, *parameters: Tensor | None) -> Tensor:
-    """Connect parameters to the output also on a rank without fragments: every rank needs a gradient of each."""
-    return out + zero_of(*parameters)
-
-
-@dataclass(frozen=True)
-class _Mamba2:
-    """Mamba-2's scan as a `Mixer`: a state decays by one factor per head and token.
-
-    `q` is C, `k` is B, `decay` is dt as the model computed it.
-    """
-
-    function: Callable[..., tuple[Tensor, Tensor]]
-    A_H: Tensor
-    bias_H: Tensor | None
-    options: Mapping[str, Any]
-    causal: bool = True
-
-    def columns(self, tokens: Tokens) -> int:
-        return 1
-
-    def local(self, tokens: Tokens, state: Tensor | None, receives: bool) -> Local:
-        assert state is None and tokens.decay is not None
-        out_BTHV, final_BHVK = self.function(
-            tokens.v, tokens.decay, self.A_H, tokens.k, tokens.q, dt_bias=self.bias_H, return_final_states=True,
-            **self.options,
-        )  # fmt: skip
-        final, transition = final_BHVK.mT.to(tokens.state_dtype), None
-        _, K, V = tokens.state_shape
-        if receives:
-            dt_BTH = _time_steps(tokens.decay, self.bias_H, self.options["dt_softplus"])
-            log_kept_BTH = (self.A_H * dt_BTH.clamp(*self.options["dt_limit"]).float()).double().cumsum(1)
-            kept_BTH = log_kept_BTH.exp().to(tokens.state_dtype)
-            transition = kept_BTH[:, -1, :, None, None].expand(-1, -1, K, -1)
-
-        def finish(entered_BHKV: Tensor | None) -> Tensor:
-            if entered_BHKV is None:
-                return out_BTHV
-            groups = tokens.q.shape[2]
-            state_BGKW = entered_BHKV.unflatten(1, (groups, -1)).transpose(2, 3).flatten(3)  # W: heads of a group, V
-            read_BTGW = (tokens.q.to(kept_BTH.dtype).transpose(1, 2) @ state_BGKW).transpose(1, 2)
-            read_BTHV: Tensor = read_BTGW.unflatten(3, (-1, V)).flatten(2, 3)
-            return out_BTHV + read_BTHV * kept_BTH.unsqueeze(-1)
-
-        return Local(final, transition, finish)
-
-
-@dataclass(frozen=True)
-class _Mamba1:
-    """Mamba's scan as a `Mixer`: every channel is a head with one value, and a factor per state and token.
-
-    `q` is C, `k` is B, `decay` is dt as the model computed it.
-    """
-
-    function: Callable[..., tuple[Tensor, Tensor]]
-    A_HK: Tensor
-    D_H: Tensor | None
-    bias_H: Tensor | None
-    softplus: bool
-    options: Mapping[str, Any]
-    causal: bool = True
-
-    def columns(self, tokens: Tokens) -> int:
-        return 1
-
-    def local(self, tokens: Tokens, state: Tensor | None, receives: bool) -> Local:
-        assert state is None and tokens.decay is not None
-        x_BHT, dt_BHT = tokens.v.squeeze(3).mT, tokens.decay.mT
-        B_BKT, C_BKT = tokens.k.squeeze(2).mT, tokens.q.squeeze(2).mT
-        out_BHT, final_BHK = self.function(
-            x_BHT, dt_BHT, self.A_HK, B_BKT, C_BKT, D=self.D_H, delta_bias=self.bias_H, delta_softplus=self.softplus,
-            return_last_state=True, **self.options,
-        )  # fmt: skip
-        final, transition = final_BHK.unsqueeze(3).to(tokens.state_dtype), None
-        if receives:
-            A_HK = self.A_HK.to(final.dtype)
-            since_BTH = _time_steps(tokens.decay, self.bias_H, self.softplus).to(final.dtype).cumsum(1)
-            transition = (since_BTH[:, -1].unsqueeze(-1) * A_HK).exp().unsqueeze(3)
-
-        def finish(entered_BHKV: Tensor | None) -> Tensor:
-            out_BTH = out_BHT.mT
-            if entered_BHKV is not None:
-                state_BTHK = (since_BTH.unsqueeze(-1) * A_HK).exp() * entered_BHKV[..., 0].unsqueeze(1)
-                out_BTH = out_BTH + (state_BTHK @ tokens.q.to(final.dtype).mT).squeeze(3)
-            return out_BTH.unsqueeze(3)
-
-        return Local(final, transition, finish)
-
-
-def _time_steps(dt_BTH: Tensor, bias_H: Tensor | None, softplus: bool) -> Tensor:
-    if bias_H is not None:
-        dt_BTH = dt_BTH + bias_H.to(dt_BTH.dtype)
-    return F.softplus(dt_BTH) if softplus else dt_BTH
