@@ -101,7 +101,7 @@ def page(rows: dict[str, dict[str, list[str]]]) -> str:
     equal = [family for family, row in run.items() if all(row[name][0] == "equal" for name in CASES if name in row)]
     recurrent = [family for family, row in run.items() if family not in equal and _is_recurrent(row)]
     others = [
-        [family, *(row[name][0] if name in row else "-" for name in CASES), _partial_reason(row)]
+        f"- {family}: {', '.join(f'{name} {row[name][0]}' for name in CASES if name in row)}: {_partial_reason(row)}"
         for family, row in run.items()
         if family not in (*equal, *recurrent)
     ]
@@ -138,7 +138,7 @@ Masked, training: {_names([x for x in equal if x.startswith("masked")])}.
 
 "plain" means that transformers itself cannot run the case.
 
-{common.table(["family", *CASES, "why"], others)}
+{chr(10).join(others)}
 
 ## Refused
 
