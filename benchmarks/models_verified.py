@@ -3,13 +3,14 @@
     python benchmarks/models_verified.py [--family causal/llama ...]
 
 For each family in transformers' own lists, a small model with random weights (`tests/fuzz/families.py`) takes a
-training step and generates as in `CASES`, and is compared with plain transformers in one process. Results are stored in
-runs/models.json, so an interrupted run continues; `--again` starts from the beginning. The exit code is 1 if anything
-differs.
+training step and generates as in `CASES`, and is compared with plain transformers in one process. Those with recurrent
+layers (`tests.models.HYBRIDS`) also train on every mesh of 4 and of 8 ranks. Results are stored in runs/models.json, so
+an interrupted run continues; `--again` starts from the beginning. The exit code is 1 if anything differs.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -27,13 +28,20 @@ from tests.fuzz.__main__ import BLOCK, Pools  # noqa: E402
 from tests.fuzz.cases import Case  # noqa: E402
 from tests.fuzz.families import families  # noqa: E402
 from tests.fuzz.run import judge, refusal  # noqa: E402
+from tests.models import HYBRIDS  # noqa: E402
+from tests.pool import RankError, RankHang  # noqa: E402
+from tests.test_hybrids import check_every_mesh, meshes  # noqa: E402
 
 RESULTS = ROOT / "runs" / "models.json"
 CASES: dict[str, dict[str, Any]] = {
     "training": {"mesh": {"ulysses": 2}, "length": 21},
     "generation": {"mesh": {"ulysses": 2}, "job": "generate", "generation": {"max_new_tokens": 3}, "padding": "left"},
 }
-"""Columns of the table: changes of the default case, a step of two rows of 21 tokens with FSDP."""
+"""Cases of every family: changes of the default case, a step of two rows of 21 tokens with FSDP."""
+MESHES_OF = (4, 8)
+"""Ranks of the meshes on which families with recurrent layers train."""
+ON_MESHES = "on every mesh"
+"""Their row in the results; a cell is a family and a number of ranks."""
 
 
 def verify(name: str, names: list[str], pools: Pools) -> dict[str, list[str]]:
@@ -42,6 +50,17 @@ def verify(name: str, names: list[str], pools: Pools) -> dict[str, list[str]]:
     for family, outcome in zip(names, outcomes, strict=True):
         print(f"{family:32} {name:20} {outcome.kind:8} {_line(outcome.text)}", flush=True)
     return {family: [outcome.kind, outcome.text] for family, outcome in zip(names, outcomes, strict=True)}
+
+
+def verify_meshes(name: str, ranks: int, pools: Pools) -> list[str]:
+    """Return the outcome of a family with recurrent layers on every mesh of so many ranks."""
+    found = ["equal", ""]
+    try:
+        check_every_mesh(pools, ranks, name)
+    except (RankError, RankHang) as error:
+        found = ["failed", str(error)]
+    print(f"{name:32} {ranks} ranks {found[0]:8} {_line(found[1])}", flush=True)
+    return found
 
 
 def _line(text: str) -> str:
@@ -79,6 +98,9 @@ def main(family: tuple[str, ...] = (), again: bool = False) -> None:
             for at in range(0, len(todo), BLOCK):
                 for each, found in verify(column, todo[at : at + BLOCK], pools).items():
                     store(each, column, found)
+        for ranks, each in itertools.product(MESHES_OF, () if family else HYBRIDS):
+            if f"{each} {ranks}" not in rows.get(ON_MESHES, {}):
+                store(ON_MESHES, f"{each} {ranks}", verify_meshes(each, ranks, pools))
     finally:
         pools.close()
     failed = [(each, *cell) for each, row in rows.items() for cell in row.items() if cell[1][0] == "failed"]
@@ -92,6 +114,9 @@ def main(family: tuple[str, ...] = (), again: bool = False) -> None:
 
 def page(rows: dict[str, dict[str, list[str]]]) -> str:
     """Return docs/reference/models.md."""
+    rows = dict(rows)
+    on_meshes = [kind for kind, _ in rows.pop(ON_MESHES).values()]
+    count = sum(len(meshes(ranks)) for ranks in MESHES_OF)
     env = common.environment(["torch", "transformers"])
     versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
     run, refused, unbuilt = (
@@ -123,6 +148,9 @@ compared with plain transformers in one process. {len(run)} are accepted, {len(r
 - *Training*: a step on two Ulysses ranks with FSDP, of a length that they do not divide. Loss, logits and every
   gradient are equal up to fp32 rounding.
 - *Generation*: greedy, of left-padded prompts, with a KV cache over the ranks.
+- *Recurrent layers and short convolutions*: training on all {count} meshes of 4 and 8 ranks (data, ring, Ulysses;
+  contiguous and zigzag), by turns with and without FSDP. Of {len(on_meshes)} runs, by family and ranks,
+  {on_meshes.count("equal")} are equal.
 
 [`longspan verify`](../how-to/verify.md) checks your own model on your mesh.
 

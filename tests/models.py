@@ -301,10 +301,10 @@ def _furthest(exact: Any, *found: Any) -> Any:
     return None if exact is None else max(found, key=lambda value: abs(value - exact))
 
 
-def sharding(data: int = 1, ring: int = 1) -> longspan.SequenceSharding:
+def sharding(data: int = 1, ring: int = 1, layout: str = "auto") -> longspan.SequenceSharding:
     """Return a sharding over all ranks of the job, as data x ring x ulysses."""
     ulysses = dist.get_world_size() // (data * ring)
-    return longspan.SequenceSharding(longspan.init_mesh(data=data, ring=ring, ulysses=ulysses))
+    return longspan.SequenceSharding(longspan.init_mesh(data=data, ring=ring, ulysses=ulysses), layout)
 
 
 def compare(truth: Truth, model: Any, whole: dict[str, Any], sp: longspan.SequenceSharding) -> None:

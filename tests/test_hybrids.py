@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -13,6 +15,7 @@ import longspan
 from longspan.compat.transformers_api import mixers_hint
 from tests.choose import confirming
 from tests.models import (
+    BASE,
     HYBRIDS,
     Truth,
     alone,
@@ -77,21 +80,54 @@ def test_one_process(pool2: RankPool, family: str, ring: int, kind: str) -> None
     pool2.run(_run, family, {}, ring, fsdp, _inputs(family, kind), _truth(family, kind, {}))
 
 
-def _meshes(family: str, whole: dict[str, Any], truth: Truth) -> None:
-    # With a ring of 4, every rank has two runs of 3 tokens: as long as the halo of a convolution, or shorter.
-    for data, ring in ((1, 2), (2, 1), (1, 4)):
-        sp = sharding(data, ring)
-        compare(
-            truth, longspan.parallelize(build(family), sp, fsdp=ring != 2 and family not in SHARE_WEIGHTS), whole, sp
-        )
+def meshes(ranks: int) -> list[tuple[int, int, str]]:
+    """Return data, ring and layout of every mesh of so many ranks; the others are Ulysses."""
+    powers = [1 << i for i in range(ranks.bit_length())]
+    return [
+        (data, ring, layout)
+        for data, ring in itertools.product(powers[:-1], powers)
+        if data * ring <= ranks
+        for layout in (("contiguous", "zigzag") if ring > 1 else ("auto",))
+    ]
 
 
-ON_4 = ("Qwen3Next", "NemotronH")
+def _heads(family: str) -> dict[str, Any]:
+    """Return changes of a family, so that it has a head for each of 8 ranks."""
+    heads = {**BASE, **HYBRIDS[family]}
+    equal = heads["num_key_value_heads"] == heads["num_attention_heads"]
+    wanted = {"num_attention_heads": 8, **({"num_key_value_heads": 8} if equal else {})}
+    return {} if heads["num_attention_heads"] is None else wanted
 
 
-@pytest.mark.parametrize("family", [*ON_4, *confirming(f for f in HYBRIDS if f not in ON_4)])
+def _on_meshes(family: str, changes: dict[str, Any], on: list[tuple[int, int, str]], truth: Truth) -> None:
+    for number, (data, ring, layout) in enumerate(on):
+        sp = sharding(data, ring, layout)
+        fsdp = family not in SHARE_WEIGHTS and number % 2 == 0
+        try:
+            compare(truth, longspan.parallelize(build(family, **changes), sp, fsdp=fsdp), inputs_of(family), sp)
+        except AssertionError as error:
+            raise AssertionError(f"data={data}, ring={ring}, {layout}, fsdp={fsdp}: {error}") from error
+
+
+# With a ring of 4, every rank has two runs of 3 tokens: as long as the halo of a convolution, or shorter.
+SOME_OF_4 = [(1, 2, "auto"), (2, 1, "auto"), (1, 4, "contiguous"), (1, 4, "zigzag")]
+
+
+@pytest.mark.parametrize("family", ["Qwen3Next", "NemotronH"])
 def test_4_ranks(pool4: RankPool, family: str) -> None:
-    pool4.run(_meshes, family, inputs_of(family), truth_about(family))
+    pool4.run(_on_meshes, family, {}, SOME_OF_4, truth_about(family))
+
+
+def check_every_mesh(get_pool: Callable[[int], RankPool], ranks: int, family: str) -> None:
+    """Assert that a family equals one process on every mesh of so many ranks."""
+    changes = _heads(family) if ranks == 8 else {}
+    truth = truth_about(family, tuple(changes.items()))
+    get_pool(ranks).run(_on_meshes, family, changes, meshes(ranks), truth, timeout=600)
+
+
+@pytest.mark.parametrize(("ranks", "family"), confirming((ranks, family) for ranks in (4, 8) for family in HYBRIDS))
+def test_every_mesh(get_pool: Callable[[int], RankPool], ranks: int, family: str) -> None:
+    check_every_mesh(get_pool, ranks, family)
 
 
 def _in_bf16(family: str, truth: Truth) -> None:
@@ -102,18 +138,6 @@ def _in_bf16(family: str, truth: Truth) -> None:
 @pytest.mark.parametrize("family", ["Bamba", *confirming(f for f in HYBRIDS if f != "Bamba")])
 def test_bf16(pool2: RankPool, family: str) -> None:
     pool2.run(_in_bf16, family, truth_of(build(family).bfloat16(), inputs_of(family)))
-
-
-def _on_8_ranks(family: str, truth: Truth) -> None:
-    for ring in (2, 8):
-        sp = sharding(ring=ring)
-        model = longspan.parallelize(build(family), sp, fsdp=family not in SHARE_WEIGHTS)
-        compare(truth, model, inputs_of(family), sp)
-
-
-@pytest.mark.parametrize("family", confirming(["Qwen3Next", "KimiLinear", "Bamba", "Mamba", "Lfm2", "Zamba2"]))
-def test_8_ranks(pool8: RankPool, family: str) -> None:
-    pool8.run(_on_8_ranks, family, truth_about(family), timeout=120)
 
 
 def _mostly_padding(family: str) -> dict[str, Any]:
