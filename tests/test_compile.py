@@ -5,6 +5,7 @@ A collective that a compiler inlines away gives zero gradients silently, so ever
 
 from __future__ import annotations
 
+import functools
 import shutil
 from typing import Any
 
@@ -144,7 +145,8 @@ def test_compile_layers_errors() -> None:
 
 def _compare_exchange() -> None:
     group: Any = dist.group.WORLD
-    for function in (exchange.seq_to_heads, exchange.heads_to_seq):
+    reshard = functools.partial(exchange.reshard, gather_dim=3, shard_dim=1)
+    for function in (exchange.seq_to_heads, exchange.heads_to_seq, reshard):
         x = torch.randn(2, 4, 4, 3, requires_grad=True)
         w = torch.randn_like(function(x, group).detach())
         (eager,) = torch.autograd.grad((function(x, group) * w).sum(), x)

@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longspan import exchange
 from longspan.bench.meters import count_sent
 from longspan.comm import all_to_all
+from longspan.comm.collectives import all_gather
+from longspan.comm.reshard import gather_along, shard_along, shard_sizes
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_head_chunks, split_heads
 from tests.choose import each_value
@@ -55,13 +57,18 @@ def test_round_trip(get_pool, world: int, order: str) -> None:  # type: ignore[n
 
 
 def _reshard(shape: tuple[int, ...], gather_dim: int, shard_dim: int) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     whole = torch.arange(int(torch.tensor(shape).prod())).view(shape).double()
-    local = shape[gather_dim] // size
-    x = whole.narrow(gather_dim, rank * local, local)
-    y = exchange.reshard(x, dist.group.WORLD, gather_dim, shard_dim)
+    x = shard_along(whole, gather_dim, group).clone().requires_grad_()
+    y = exchange.reshard(x, group, gather_dim, shard_dim, length=shape[gather_dim])
     shard = split_heads(shape[shard_dim], shape[shard_dim], size)[rank]
     assert torch.equal(y, whole.narrow(shard_dim, shard.q_start, shard.q_heads))
+    back = exchange.reshard(y, group, shard_dim, gather_dim, length=shape[shard_dim])
+    assert torch.equal(back, x)
+    (grad,) = torch.autograd.grad(y, x, whole.narrow(shard_dim, shard.q_start, shard.q_heads).square())
+    assert torch.equal(grad, x.square())
+    (grad,) = torch.autograd.grad(gather_along(back, gather_dim, shape[gather_dim], group, all_gather), x, whole)
+    assert torch.equal(grad, size * x)
 
 
 @settings(max_examples=25)
@@ -70,7 +77,6 @@ def test_reshard_between_any_two_dims(pool2: RankPool, data: st.DataObject) -> N
     ndim = data.draw(st.integers(2, 5))
     gather_dim, shard_dim = data.draw(st.permutations(range(ndim)))[:2]
     shape = [data.draw(st.integers(1, 4)) for _ in range(ndim)]
-    shape[gather_dim] *= 2
     pool2.run(_reshard, tuple(shape), gather_dim, shard_dim)
 
 
@@ -98,6 +104,9 @@ def _opcheck() -> None:
     torch.library.opcheck(torch.ops.longspan.scatter_heads.default, (xs, *plan), test_utils=checks)
     y = all_to_all.scatter_heads(xs, kinds, shards, group).detach().requires_grad_()
     torch.library.opcheck(torch.ops.longspan.gather_heads.default, (y, [6, 3, 3], [3] * 3, *plan), test_utils=checks)
+    x = torch.randn(2, 3, 5, requires_grad=True)
+    sizes = [3] * dist.get_world_size(), list(shard_sizes(5, dist.get_world_size()))
+    torch.library.opcheck(torch.ops.longspan.reshard.default, (x, 1, 2, *sizes, group.group_name), test_utils=checks)
 
 
 def test_operators_pass_opcheck(pool2: RankPool) -> None:
@@ -117,6 +126,8 @@ def _bad_input() -> None:
         exchange.seq_to_heads(torch.zeros(2, 3), group, 1, 1)
     with pytest.raises(LongspanError, match=r"no two different dimensions 0 and 5"):
         exchange.reshard(torch.zeros(2, 3), group, 0, 5)
+    with pytest.raises(LongspanError, match="holds 3 entries of dimension 0, but its shard of length=9 is [45]"):
+        exchange.reshard(torch.zeros(3, 4), group, 0, 1, length=9)
     with pytest.raises(LongspanError, match="5 tokens do not divide over 2 ranks"):
         exchange.heads_to_seq(torch.zeros(1, 5, 2, 3), group)
     with pytest.raises(LongspanError, match="holds 3 heads, but its shard of 8 is 4"):

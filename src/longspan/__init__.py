@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from longspan.attn.kernels.choice import kernel_table as kernel_table
     from longspan.attn.kernels.custom import kernel_with_lse as kernel_with_lse
     from longspan.attn.mask import Mask as Mask
+    from longspan.attn.methods.dsp import dsp as dsp
     from longspan.comm.mesh import SequenceSharding as SequenceSharding
     from longspan.comm.mesh import init_mesh as init_mesh
     from longspan.core.errors import LongspanError as LongspanError
@@ -48,6 +49,7 @@ _DEFINED_IN = {
     "attention": "longspan.attn.api",
     "causal_lm_loss": "longspan.hf.forward.loss",
     "compile_layers": "longspan.hf.memory_options",
+    "dsp": "longspan.attn.methods.dsp",
     "explain": "longspan.hf.state",
     "explain_kernel": "longspan.attn.api",
     "find_nonfinite": "longspan.hf.checks.nonfinite",

@@ -32,13 +32,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.comm.arguments import check_group, check_tensor
+from longspan.comm.arguments import check_group, check_two_dims
 from longspan.comm.mesh import find_group, group_name
 from longspan.comm.quantize import Runs, dequantize_rows, quantize_rows, row_width
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_heads
 from longspan.core.layout import Span
-from longspan.core.validation import LARGEST_COUNT, check_number, format_value
+from longspan.core.validation import LARGEST_COUNT, check_number
 from longspan.ranks.heartbeat import waiting
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ _HeadSpans = tuple[tuple[Span, ...], ...]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Any two dimensions: the public functions.
+# Tokens and heads in any order of dimensions: the public functions.
 
 
 def seq_to_heads(x: Tensor, group: dist.ProcessGroup | None, seq_dim: int = 1, head_dim: int = 2) -> Tensor:
@@ -71,7 +71,17 @@ def seq_to_heads(x: Tensor, group: dist.ProcessGroup | None, seq_dim: int = 1, h
     Raises:
         LongspanError: if the two dimensions are the same or `x` does not have them.
     """
-    return reshard(x, group, gather_dim=seq_dim, shard_dim=head_dim)
+    seq_dim, head_dim = check_two_dims(x, seq_dim, head_dim)
+    check_group(group)
+    if group is None or group.size() == 1:
+        return x
+    if not x.numel():
+        raise LongspanError(f"a tensor of shape {tuple(x.shape)} has nothing to send to {group.size()} ranks")
+    x_BLHD, restore = _as_BLHD(x, seq_dim, head_dim)
+    shards = split_heads(x.shape[head_dim], x.shape[head_dim], group.size())
+    out_SBW = scatter_heads([x_BLHD], ["q"], shards, group)
+    out_SBhD = out_SBW.unflatten(2, (shards[group.rank()].q_heads, x_BLHD.shape[3]))
+    return restore(out_SBhD.transpose(0, 1))
 
 
 def heads_to_seq(
@@ -91,7 +101,7 @@ def heads_to_seq(
         LongspanError: if the tokens do not divide by the ranks, or the local heads are not this rank's shard of
             `heads`.
     """
-    seq_dim, head_dim = _two_dims(x, seq_dim, head_dim)
+    seq_dim, head_dim = check_two_dims(x, seq_dim, head_dim)
     check_group(group)
     if heads is not None:
         check_number("heads", heads, 1, LARGEST_COUNT, whole=True)
@@ -114,34 +124,6 @@ def heads_to_seq(
     return restore(gather_heads(x_BShD, shards, group))
 
 
-def reshard(x: Tensor, group: dist.ProcessGroup | None, gather_dim: int, shard_dim: int) -> Tensor:
-    """Gather `gather_dim` and shard `shard_dim` instead: one all-to-all between any two dimensions.
-
-    This is the switch of Dynamic Sequence Parallelism (Zhao et al. 2024, arXiv:2403.10266); `seq_to_heads` is the
-    case of tokens and heads. Its gradient is the reshard with the two dimensions swapped.
-
-    Args:
-        x: a tensor sharded along `gather_dim`, equally on every rank.
-        group: the ranks it is sharded over. None, or a group of one, returns `x` itself.
-        gather_dim: the dimension to gather.
-        shard_dim: the dimension to shard; its shards differ by at most one, larger ones first.
-
-    Raises:
-        LongspanError: if the two dimensions are the same or `x` does not have them.
-    """
-    gather_dim, shard_dim = _two_dims(x, gather_dim, shard_dim)
-    check_group(group)
-    if group is None or group.size() == 1:
-        return x
-    if not x.numel():
-        raise LongspanError(f"a tensor of shape {tuple(x.shape)} has nothing to send to {group.size()} ranks")
-    x_BLHD, restore = _as_BLHD(x, gather_dim, shard_dim)
-    shards = split_heads(x.shape[shard_dim], x.shape[shard_dim], group.size())
-    out_SBW = scatter_heads([x_BLHD], ["q"], shards, group)
-    out_SBhD = out_SBW.unflatten(2, (shards[group.rank()].q_heads, x_BLHD.shape[3]))
-    return restore(out_SBhD.transpose(0, 1))
-
-
 def _as_BLHD(x: Tensor, seq_dim: int, head_dim: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """View `x` as `[B, L, H, D]`, or copy it if there is no such view.
 
@@ -157,18 +139,6 @@ def _as_BLHD(x: Tensor, seq_dim: int, head_dim: int) -> tuple[Tensor, Callable[[
         return out_LBHD.reshape(out_LBHD.shape[0], *before, out_LBHD.shape[2], *after).movedim(0, seq_dim)
 
     return x_LBHD.transpose(0, 1), restore
-
-
-def _two_dims(x: Tensor, a: int, b: int) -> tuple[int, int]:
-    check_tensor("x", x)
-    n = x.dim()
-    integers = all(isinstance(dim, int) and not isinstance(dim, bool) for dim in (a, b))
-    if not integers or not (-n <= a < n and -n <= b < n) or a % n == b % n:
-        raise LongspanError(
-            f"a tensor of shape {tuple(x.shape)} has no two different dimensions {format_value(a)} and "
-            f"{format_value(b)}"
-        )
-    return a % n, b % n
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,170 @@
+"""Move a tensor's shards from one dimension to another: one all-to-all between any two dimensions.
+
+This is the switch of Dynamic Sequence Parallelism (Zhao et al. 2024, arXiv:2403.10266). Shards need not be equal: they
+differ by at most one entry, larger ones first, and a rank may hold none.
+
+On the wire the gathered dimension comes first. The blocks of all ranks in order are then the whole dimension, so they
+are copied when they are packed and not when they are received. The operator's adjoint is itself, with the two
+dimensions swapped.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longspan.comm.arguments import check_group, check_tensor, check_two_dims
+from longspan.comm.mesh import find_group, group_name
+from longspan.core.errors import LongspanError
+from longspan.core.validation import LARGEST_COUNT, check_number
+
+
+@functools.lru_cache(maxsize=256)
+def shard_sizes(length: int, ranks: int) -> tuple[int, ...]:
+    """Return the entries that each rank holds: as even as possible, larger shards first."""
+    return tuple(length // ranks + (rank < length % ranks) for rank in range(ranks))
+
+
+def reshard(
+    x: Tensor, group: dist.ProcessGroup | None, gather_dim: int, shard_dim: int, *, length: int | None = None
+) -> Tensor:
+    """Gather `gather_dim` and shard `shard_dim` instead: one all-to-all between any two dimensions.
+
+    `seq_to_heads` is the case of tokens and heads. Its gradient is the reshard with the two dimensions swapped.
+
+    Args:
+        x: a tensor sharded along `gather_dim`.
+        group: the ranks it is sharded over. None, or a group of one, returns `x` itself.
+        gather_dim: the dimension to gather.
+        shard_dim: the dimension to shard; its shards differ by at most one, larger ones first.
+        length: entries of `gather_dim` on all ranks; default: local entries x ranks. If they do not divide evenly,
+            every rank must pass it, because a rank cannot see how many the others hold.
+
+    Returns:
+        The same dimensions, in the wire's memory order (`gather_dim` outermost).
+
+    Raises:
+        LongspanError: if the two dimensions are the same or `x` does not have them, or if `x` is not this rank's shard
+            of `length`.
+    """
+    check_tensor("x", x)
+    gather_dim, shard_dim = check_two_dims(x, gather_dim, shard_dim)
+    check_group(group)
+    if length is not None:
+        check_number("length", length, 1, LARGEST_COUNT, whole=True)
+    if group is None or group.size() == 1:
+        return x
+    size, local = group.size(), x.shape[gather_dim]
+    gathered = shard_sizes(local * size if length is None else length, size)
+    if local != gathered[group.rank()]:
+        raise LongspanError(
+            f"reshard: rank {group.rank()} of {size} holds {local} entries of dimension {gather_dim}, but its shard of "
+            f"length={length} is {gathered[group.rank()]}"
+        )
+    if not sum(gathered) or 0 in (n for dim, n in enumerate(x.shape) if dim != gather_dim):
+        raise LongspanError(f"a tensor of shape {tuple(x.shape)} has nothing to send to {size} ranks")
+    sharded = shard_sizes(x.shape[shard_dim], size)
+    out: Tensor = torch.ops.longspan.reshard(x, gather_dim, shard_dim, gathered, sharded, group_name(group))
+    return out
+
+
+def shard_along(x: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
+    """Return this rank's shard of a tensor that every rank holds whole. The gradient is zero outside the shard."""
+    if group is None or group.size() == 1:
+        return x
+    sizes = shard_sizes(x.shape[dim], group.size())
+    return x.narrow(dim, sum(sizes[: group.rank()]), sizes[group.rank()])
+
+
+def gather_along(
+    x: Tensor, dim: int, length: int, group: dist.ProcessGroup | None, collective: Callable[[Tensor, str], Tensor]
+) -> Tensor:
+    """Return the whole tensor of all ranks' shards, on every rank.
+
+    Args:
+        x: this rank's shard of `length` along `dim`.
+        dim: the sharded dimension.
+        length: its entries on all ranks.
+        group: the ranks.
+        collective: `longspan.comm.collectives.all_gather` if ranks use the whole for different computation (gradients
+            are summed over them), `join` if for the same (gradients are cut).
+    """
+    if group is None or group.size() == 1:
+        return x
+    sizes = shard_sizes(length, group.size())
+    rows = x.movedim(dim, 0)
+    if missing := sizes[0] - rows.shape[0]:
+        rows = torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
+    whole = collective(rows, group_name(group))
+    if len(set(sizes)) > 1:
+        whole = torch.cat([part[:n] for part, n in zip(whole.split(sizes[0]), sizes, strict=True)])
+    return whole.movedim(0, dim)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The operator.
+
+
+@torch.library.custom_op("longspan::reshard", mutates_args=())
+def _reshard(
+    x: Tensor, gather_dim: int, shard_dim: int, gathered: Sequence[int], sharded: Sequence[int], group: str
+) -> Tensor:
+    ranks = find_group(group)
+    rows = x.movedim(gather_dim, 0)
+    at = shard_dim + (shard_dim < gather_dim)
+    send = _pack(rows, at, sharded)
+    out = _new_output(x, gather_dim, shard_dim, gathered, sharded, ranks.rank())
+    entry = math.prod(rows.shape[1:]) // sum(sharded)
+    send_splits = [rows.shape[0] * entry * n for n in sharded]
+    recv_splits = [n * entry * sharded[ranks.rank()] for n in gathered]
+    recv = out.movedim(gather_dim, 0).view(-1)
+    dist.all_to_all_single(recv, send, recv_splits, send_splits, group=ranks)
+    return out
+
+
+@_reshard.register_fake
+def _(
+    x: Tensor, gather_dim: int, shard_dim: int, gathered: Sequence[int], sharded: Sequence[int], group: str
+) -> Tensor:
+    return _new_output(x, gather_dim, shard_dim, gathered, sharded, find_group(group).rank())
+
+
+def _new_output(
+    x: Tensor, gather_dim: int, shard_dim: int, gathered: Sequence[int], sharded: Sequence[int], rank: int
+) -> Tensor:
+    shape = list(x.shape)
+    shape[shard_dim] = sharded[rank]
+    del shape[gather_dim]
+    return x.new_empty(sum(gathered), *shape).movedim(0, gather_dim)
+
+
+def _pack(rows: Tensor, at: int, sizes: Sequence[int]) -> Tensor:
+    """Copy the part of each rank, along dimension `at`, into one send buffer."""
+    send = rows.new_empty(rows.numel())
+    if len(set(sizes)) == 1:  # one copy for all ranks
+        parts = rows.unflatten(at, (len(sizes), sizes[0])).movedim(at, 0)
+        send.view(parts.shape).copy_(parts)
+        return send
+    parts_of_ranks = rows.split(list(sizes), at)
+    for into, part in zip(send.split([part.numel() for part in parts_of_ranks]), parts_of_ranks, strict=True):
+        into.view(part.shape).copy_(part)
+    return send
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, *ctx.rest = inputs
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    gather_dim, shard_dim, gathered, sharded, group = ctx.rest
+    back = torch.ops.longspan.reshard(grad, shard_dim, gather_dim, sharded, gathered, group)
+    return back, None, None, None, None, None
+
+
+_reshard.register_autograd(_backward, setup_context=_setup)
