@@ -9,6 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import longspan
@@ -252,3 +253,21 @@ def _refusals() -> None:
 
 def test_refusals(pool2: RankPool) -> None:
     pool2.run(_refusals)
+
+
+def _with_nan(family: str) -> tuple[str, str]:
+    """Return the error, and what `find_nonfinite` finds, of a hidden state with NaN on rank 1."""
+    model = longspan.parallelize(build(family), sharding())
+    if dist.get_rank() == 1:
+        layer = model.model.layers[0]
+        layer.register_forward_pre_hook(lambda _, args: (args[0].index_fill(1, torch.tensor([2]), torch.nan),))
+    with pytest.raises(longspan.LongspanError) as error:
+        model(**inputs_of(family))
+    return str(error.value), str(longspan.find_nonfinite(model, inputs_of(family)))
+
+
+def test_nan_in_a_state_names_layer_and_rank(pool2: RankPool) -> None:
+    (error, first), other = pool2.run(_with_nan, "Bamba")
+    assert other == (error, first)
+    assert error.startswith("layer model.layers.0.mamba: rank 1 cannot pass its state: its state is not finite")
+    assert first.startswith("what goes into model.layers.0 on rank 1 (128 of ")

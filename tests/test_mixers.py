@@ -263,7 +263,10 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
     ({}, {}, {"documents": torch.tensor([[0, 0, 1, 1, 0, 0, 2, 2]] * 2)}, "id 0 comes back after another document"),
     ({}, {"decay": (1, 0.5)}, {}, "rank 1 cannot pass its state: `decay` .* at most 0, its largest value is 0.5"),
     ({}, {"decay": (0, 0.5)}, {"method": "ulysses"}, "rank 0 cannot compute linear attention: `decay`"),
+    ({}, {"decay": (1, torch.nan)}, {"method": "ring"}, "rank 1 cannot pass its state: .* its largest value is nan"),
     ({}, {"v": (1, torch.nan)}, {}, "rank 1 cannot pass its state: its state is not finite"),
+    ({}, {"v": (1, torch.nan)}, {"method": "ring"}, "rank 1 cannot pass its state: its state is not finite"),
+    ({}, {"k": (1, torch.nan)}, {"method": "ulysses"}, r"rank 1 cannot compute linear attention: `k` is not finite"),
     ({}, {"beta": (0, torch.inf)}, {}, "rank 0 cannot pass its state: its state is not finite"),
 ]  # fmt: skip
 
@@ -275,6 +278,34 @@ def _messages() -> list[str]:
 def test_all_ranks_refuse_with_the_same_text(pool2: RankPool) -> None:
     for case, *messages in zip(BAD, *pool2.run(_messages), strict=True):
         assert len(set(messages)) == 1 and re.search(case[3], messages[0]), (case, messages)
+
+
+def _fails_with(kind: str) -> str:
+    """Return the error of a chunk function that fails on one rank."""
+
+    def function(q: Any, k: Any, v: Any, **states: Any) -> Any:
+        out = v + q.sum() + k.sum()
+        if kind == "raises" and dist.get_rank() == 1:
+            raise RuntimeError("out of memory")
+        if kind == "fixed dim" and v.shape[3] != 3:
+            raise LongspanError("it needs a value dim of 3")
+        return out, v.new_zeros(v.shape[0], 2, 5 if kind == "state" else 4, v.shape[3])
+
+    sp, x = longspan.SequenceSharding(longspan.init_mesh(ulysses=2)), make(Case(n=8))
+    q, k, v = (sp.shard(x[name]) for name in "qkv")
+    # The second rank has padding only, and does not call the function.
+    documents = -(torch.arange(8) // 4).expand(2, -1) if kind == "state" else None
+    with pytest.raises((LongspanError, RuntimeError)) as error:
+        state_passing(function, q, k, v, sp, documents=documents)
+    return str(error.value)
+
+
+def test_a_function_that_fails_on_one_rank_is_reported_by_all(pool2: RankPool) -> None:
+    text = "rank 1 cannot pass its state: RuntimeError: out of memory"
+    assert pool2.run(_fails_with, "raises") == [text, "out of memory"]
+    assert pool2.run(_fails_with, "fixed dim") == ["rank 1 cannot pass its state: it needs a value dim of 3"] * 2
+    text = r"rank 0 cannot pass its state: function must return .* it returned \(2, 4, 2, 3\) and \(2, 2, 5, 3\)"
+    assert all(re.fullmatch(text, found) for found in pool2.run(_fails_with, "state"))
 
 
 def test_one_device_refuses_a_decay_above_zero() -> None:

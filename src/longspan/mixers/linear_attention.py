@@ -19,7 +19,7 @@ from longspan.mixers.chunked import chunked
 from longspan.mixers.fragments import fragment_table, read_documents
 from longspan.mixers.lasp1 import ring_states
 from longspan.mixers.mixer import ChunkFunction, Local, Mixer, Tokens
-from longspan.mixers.state_passing import run_mixer
+from longspan.mixers.state_passing import check_initial_state, run_mixer
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
@@ -72,8 +72,8 @@ def linear_attention(
         `[batch, tokens, value heads, value dim]`, and with `return_state` the state, in fp32 at least.
 
     Raises:
-        LongspanError: for tensors that do not fit, before anything is sent; for a decay above 0 or a state that is not
-            finite. Every rank raises the same.
+        LongspanError: for tensors that do not fit, before anything is sent, on every rank with such tensors; on CPUs
+            for a decay above 0 or a state that is not finite, on every rank, naming the first rank that has it.
     """
     check_sharding(sp)
     tokens = _checked(q, k, v, decay, beta)
@@ -82,9 +82,10 @@ def linear_attention(
     mixer = _mixer(tokens, causal)
     group = sp.group if sp.size > 1 else None
     problem = _decay_problem(tokens)
-    if group is not None and method != "state_passing" and tokens.decay is not None and q.device.type == "cpu":
-        raise_on_every_rank(problem, group, "cannot compute linear attention")
     if group is not None and method == "ulysses":
+        if q.device.type == "cpu":
+            problem = problem or _nan_problem(tokens, initial_state)
+            raise_on_every_rank(problem, group, "cannot compute linear attention")
         out, state = run_by_heads(mixer, tokens, sp, length, segments, initial_state, return_state)
     else:
         table = fragment_table(sp.layout, sp.rank, length, q.shape[0], segments)
@@ -188,17 +189,11 @@ def _check_options(tokens: Tokens, causal: bool, initial_state: Tensor | None, r
         raise LongspanError(
             'method="ring" passes states forward only; use "state_passing" for return_state, causal=False'
         )
-    if initial_state is not None:
-        wanted = (tokens.v.shape[0], *tokens.state_shape)
-        if not isinstance(initial_state, Tensor) or tuple(initial_state.shape) != wanted:
-            raise LongspanError(
-                f"`initial_state` must be [batch, value heads, key dim, value dim], {wanted}, got "
-                f"{describe(initial_state)}"
-            )
+    check_initial_state(tokens, initial_state)
 
 
 def _decay_problem(tokens: Tokens) -> LongspanError | None:
-    """Return an error if this rank's decay exceeds 0: the state would grow with every token."""
+    """Return an error if this rank's decay is not at most 0: the state would grow with every token."""
     decay = tokens.decay
     if decay is None or decay.device.type != "cpu":
         return None
@@ -209,3 +204,11 @@ def _decay_problem(tokens: Tokens) -> LongspanError | None:
         f"`decay` is the logarithm of a factor and must be at most 0, its largest value is {largest:.4g}; pass "
         f"log(factor), as -exp(A) * softplus(x) is"
     )
+
+
+def _nan_problem(tokens: Tokens, initial_state: Tensor | None) -> LongspanError | None:
+    """Return an error if NaN or infinity in this rank's values would reach a state."""
+    for name, x in {"k": tokens.k, "v": tokens.v, "beta": tokens.beta, "initial_state": initial_state}.items():
+        if x is not None and not x.detach().isfinite().all():
+            return LongspanError(f"`{name}` is not finite (NaN or infinity)")
+    return None

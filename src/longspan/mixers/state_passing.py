@@ -83,11 +83,15 @@ class Passing:
         return added + _where(self.table.masks(added.device)[1][run], moved)
 
 
-Exchange = Callable[[Tensor, Passing, Tensor | None, LongspanError | None], Incoming]
+Exchange = Callable[[Tensor, Passing, Tensor | None, Exception | None], Incoming]
 """From my summaries `[J, B, H, K, W]` to the states that enter my runs: `exchange(summary, passing, start, problem)`.
 
-`start` is the state before the sequence, or None if no final state is asked for. `problem` is this rank's error.
+`start` is the state before the sequence, or None if no final state is asked for. `problem` is this rank's error, which
+it raises, on CPUs on every rank.
 """
+
+# Of a mixer's function. Not every Exception: torch ends the recomputation of a checkpoint by one.
+_FAILURES = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @not_compiled
@@ -99,7 +103,7 @@ def run_mixer(
     *,
     initial_state: Tensor | None = None,
     return_state: bool = False,
-    problem: LongspanError | None = None,
+    problem: Exception | None = None,
     exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Run a recurrent layer on my tokens. A compiler runs it as it is.
@@ -112,15 +116,16 @@ def run_mixer(
         initial_state: `[batch, value heads, key dim, value dim]`, the state before the first document of every row,
             equal on every rank.
         return_state: whether to return the state after the last token of every row.
-        problem: an error in this rank's values, which every rank raises after the exchange.
+        problem: an error in this rank's values.
         exchange: how summaries are sent; default: `gather_states`.
 
     Returns:
         The output, zero outside of documents, and the state or None.
 
     Raises:
-        LongspanError: on every rank, if one has a `problem` or a state that is not finite (on CPUs; a GPU would have
-            to wait).
+        LongspanError: on every rank and naming the first such rank, if one has a `problem`, a mixer that fails, or a
+            state that is not finite. On GPUs, which would have to wait for the values, a rank raises its own error
+            only.
     """
     if group is None and problem is not None:
         raise problem
@@ -131,39 +136,54 @@ def run_mixer(
         zero = tokens.v.new_zeros(tokens.v.shape[0], *tokens.state_shape, dtype=dtype)
         start = zero if initial_state is None else initial_state
     with torch.autocast(tokens.q.device.type, enabled=False):
-        locals_ = [
-            [
-                mixer.local(
-                    tokens.part(rows, f.start, f.stop),
-                    initial_state[rows] if f.first and initial_state is not None else None,
-                    receives=f.enters or (f.continues and not mixer.causal),
-                )
-                for f in fragments
-            ]
-            for rows, fragments in table.groups
-        ]
+        try:
+            locals_ = _locals(mixer, tokens, table, initial_state)
+        except _FAILURES as error:
+            if group is None:
+                raise
+            locals_, problem = None, problem or error  # the other ranks wait for this rank's summary
         incoming = None
         if group is not None or return_state:
             summary = _summary(mixer, tokens, table, locals_, initial_state)
             passing = Passing(mixer.causal, table, group, tokens.v.shape[3])
             incoming = (exchange or gather_states)(summary, passing, start, problem)
+        assert locals_ is not None  # the exchange has raised
         return _output(tokens, table, locals_, incoming), incoming and incoming.final
+
+
+def _locals(
+    mixer: Mixer, tokens: Tokens, table: FragmentTable, initial_state: Tensor | None
+) -> Sequence[Sequence[Local]]:
+    return [
+        [
+            mixer.local(
+                tokens.part(rows, f.start, f.stop),
+                initial_state[rows] if f.first and initial_state is not None else None,
+                receives=f.enters or (f.continues and not mixer.causal),
+            )
+            for f in fragments
+        ]
+        for rows, fragments in table.groups
+    ]
 
 
 def _summary(
     mixer: Mixer,
     tokens: Tokens,
     table: FragmentTable,
-    locals_: Sequence[Sequence[Local]],
+    locals_: Sequence[Sequence[Local]] | None,
     initial_state: Tensor | None,
 ) -> Tensor:
     """Return `[J, B, H, K, W]`: of every run the state of its last fragment, and beside it the transition.
 
-    If tokens see later ones and there are documents, the state of the run's first fragment is there instead.
+    If tokens see later ones and there are documents, the state of the run's first fragment is there instead. Zero
+    without `locals_`.
     """
     heads, K, V = tokens.state_shape
     columns = mixer.columns(tokens) if mixer.causal else V * table.has_documents
     empty = tokens.v.new_zeros(tokens.v.shape[0], heads, K, V + columns, dtype=tokens.state_dtype)
+    if locals_ is None:
+        return torch.stack([empty] * table.slots)
     summaries = []
     for (rows, fragments), of_fragments in zip(table.groups, locals_, strict=True):
         first: dict[int, Tensor] = {}
@@ -209,9 +229,7 @@ def _output(
 # The exchange.
 
 
-def gather_states(
-    summary_JBHKW: Tensor, passing: Passing, start: Tensor | None, problem: LongspanError | None
-) -> Incoming:
+def gather_states(summary_JBHKW: Tensor, passing: Passing, start: Tensor | None, problem: Exception | None) -> Incoming:
     """All-gather the summaries, and combine those before my runs: the `Exchange` of LASP-2.
 
     On a CPU they are combined in fp64.
@@ -223,7 +241,12 @@ def gather_states(
             gathered = torch.full_like(gathered, torch.nan)
         gathered = all_gather(gathered, group_name(group))
         if gathered.device.type == "cpu":
-            _check_finite(gathered, group, problem)
+            finite = gathered.detach().view(group.size(), -1).isfinite().all(1).tolist()
+            if problem is None and not finite[group.rank()]:
+                problem = not_finite()
+            raise_on_every_rank(problem, group, CANNOT, [not x for x in finite])
+        elif problem is not None:
+            raise problem
     link, dtype = gathered[:0].sum(), gathered.dtype
     summaries = table.in_order(gathered.double() if gathered.device.type == "cpu" else gathered)
     first = torch.zeros_like(summaries[0][..., :V]) if start is None else start.to(summaries[0].dtype)
@@ -273,14 +296,15 @@ def _where(flags_B: Tensor, x: Tensor, otherwise: Tensor | float = 0.0) -> Tenso
     return torch.where(flags_B.view(-1, *(1,) * (x.dim() - 1)), x, otherwise)
 
 
-def _check_finite(gathered: Tensor, group: dist.ProcessGroup, problem: LongspanError | None) -> None:
-    finite = gathered.detach().view(group.size(), -1).isfinite().all(1).tolist()
-    if problem is None and not finite[group.rank()]:
-        problem = LongspanError(
-            "its state is not finite (NaN or infinity) after its own tokens; look for NaN in q, k, v, decay, beta and "
-            "initial_state (of a model: longspan.find_nonfinite)"
-        )
-    raise_on_every_rank(problem, group, "cannot pass its state", [not x for x in finite])
+CANNOT = "cannot pass its state"
+
+
+def not_finite() -> LongspanError:
+    """Return the error for this rank's state."""
+    return LongspanError(
+        "its state is not finite (NaN or infinity) after its own tokens; look for NaN in q, k, v, decay, beta and "
+        "initial_state (of a model: longspan.find_nonfinite)"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -306,7 +330,7 @@ def state_passing(
 
     Args:
         chunk_function: `f(q, k, v, g=, beta=, initial_state=, output_final_state=, ...)`, affine in its state, with any
-            value dim; see `ChunkFunction`.
+            value dim; see `ChunkFunction`. A `g` above 0 is its own matter.
         q, k, v, g, beta: my tokens, `[batch, tokens, heads, ...]`.
         sp: the sharding.
         length, documents: as for `longspan.linear_attention`.
@@ -318,17 +342,35 @@ def state_passing(
         The output of my tokens, and the state or None.
 
     Raises:
-        LongspanError: for tensors or results of the function whose shapes do not fit; on CPUs for a state that is not
-            finite.
+        LongspanError: for tensors or results of the function whose shapes do not fit, for a function that fails on one
+            rank, and for a state that is not finite: see `run_mixer`.
     """
     check_sharding(sp)
+    if not callable(chunk_function):
+        raise LongspanError(f"`chunk_function` must be a function of q, k and v, got {describe(chunk_function)}")
     tokens = Tokens(q, k, v, g, beta)
     for name, x in zip(("v", "q", "k", "g", "beta"), (v, q, k, g, beta), strict=True):
         wanted = "[batch, tokens, heads, dim]" if name in "qkv" else "[batch, tokens, heads, ...]"
         fits = isinstance(x, Tensor) and x.dim() >= 3 + (name in "qkv") and x.shape[:2] == v.shape[:2]
         if not fits and (x is not None or name in "qkv"):
             raise LongspanError(f"`{name}` must be {wanted}, with the batch and tokens of v, got {describe(x)}")
+    if q.shape != k.shape or 0 in (*q.shape, *v.shape) or v.shape[2] % q.shape[2]:
+        raise LongspanError(
+            f"q and k must have one shape, and heads that divide those of v, got q {tuple(q.shape)}, k "
+            f"{tuple(k.shape)}, v {tuple(v.shape)}"
+        )
+    check_initial_state(tokens, initial_state)
     length, segments = read_documents(v, sp, length, documents)
     table = fragment_table(sp.layout, sp.rank, length, v.shape[0], segments)
     mixer, group = ChunkFunction(chunk_function, options), sp.group if sp.size > 1 else None
     return run_mixer(mixer, tokens, table, group, initial_state=initial_state, return_state=output_final_state)
+
+
+def check_initial_state(tokens: Tokens, initial_state: Tensor | None) -> None:
+    """Raise for an initial state that does not fit the tokens."""
+    wanted = (tokens.v.shape[0], *tokens.state_shape)
+    if initial_state is None or (isinstance(initial_state, Tensor) and tuple(initial_state.shape) == wanted):
+        return
+    raise LongspanError(
+        f"`initial_state` must be [batch, value heads, key dim, value dim], {wanted}, got {describe(initial_state)}"
+    )

@@ -23,6 +23,7 @@ from longspan.comm.arguments import check_module
 from longspan.comm.digests import local_part
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.objects import gather_objects
+from longspan.core.errors import LongspanError
 from longspan.core.formatting import format_ranks
 from longspan.core.validation import check_flag, checked_call
 from longspan.hf.batch import check_batch
@@ -99,7 +100,13 @@ def watch(model: nn.Module, sp: SequenceSharding, run: Callable[[], Tensor | Non
     watcher = _Watcher(model)
     try:
         with watcher, contextlib.nullcontext() if updates is None else updates.paused():
-            loss = run()
+            try:
+                loss = run()
+            except LongspanError:  # of every rank: recurrent layers refuse to pass a state with NaN
+                bad = _first_of_all(watcher.first, sp)
+                if bad is None:
+                    raise
+                return bad
             if loss is not None:
                 watcher.look("loss", "the loss", loss)
         for name, p in model.named_parameters():
