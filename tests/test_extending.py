@@ -14,26 +14,32 @@ from markdown_it import MarkdownIt
 
 import longspan
 from longspan.attn.kernels.base import REGISTRY
+from longspan.compat.transformers_api import MIXER_FUNCTIONS
 from longspan.core.errors import LongspanError
 from longspan.core.layout import LAYOUTS, Contiguous, Layout, RingLayout, choose_layout, register_layout
+from longspan.hf.forward.mixer_functions import REPLACEMENTS
 from longspan.plan import Job, Mesh, cost, read_hardware, read_model
 from longspan.plan.models import FAMILIES, register, shape_from_config
 from longspan.plan.views.page import contexts, held_tokens
+from tests.models import Truth, build, compare, inputs_of, padded, sharding, truth_of
 from tests.pool import RankPool
 
 PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "extend.md"
 STRIPED = "A striped layout"
 
 
-def run_section(title: str) -> dict[str, Any]:
-    """What the Python blocks of a section define, run in order."""
+def run_section(title: str, blocks: int | None = None) -> dict[str, Any]:
+    """What the first Python blocks of a section define, run in order; by default all."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
+    sources = list[str]()
     tokens, inside = MarkdownIt().parse(PAGE.read_text()), False
     for before, token in zip([None, *tokens], tokens, strict=False):
         if before is not None and before.type == "heading_open" and before.tag == "h2":
             inside = token.content == title
         elif inside and token.type == "fence" and token.info == "python":
-            exec(compile(token.content, f"{PAGE.name}: {title}", "exec"), namespace)
+            sources.append(token.content)
+    for source in sources[:blocks]:
+        exec(compile(source, f"{PAGE.name}: {title}", "exec"), namespace)
     assert len(namespace) > 2, f"{PAGE} has no section {title!r} with Python in it"
     return namespace
 
@@ -41,8 +47,10 @@ def run_section(title: str) -> dict[str, Any]:
 @contextlib.contextmanager
 def leaving_no_example() -> Iterator[None]:
     """Restore the registries afterwards."""
-    with mock.patch.dict(FAMILIES), mock.patch.dict(LAYOUTS), mock.patch.dict(REGISTRY):
+    known = MIXER_FUNCTIONS.copy()
+    with mock.patch.dict(FAMILIES), mock.patch.dict(LAYOUTS), mock.patch.dict(REGISTRY), mock.patch.dict(REPLACEMENTS):
         yield
+    MIXER_FUNCTIONS.intersection_update(known)
 
 
 @pytest.fixture
@@ -193,44 +201,85 @@ def test_a_registered_kernel_is_chosen_by_name() -> None:
     assert isinstance(kernel, counted) and kernel.tiles == 1  # a causal mask on one device is one triangle
 
 
-def _comba(ring: int) -> dict[str, float]:
-    """Differences of output and gradients from the function itself, document by document."""
-    made = run_section("A recurrent layer")
+def _comba_model() -> tuple[dict[str, Any], Any]:
+    """Return what the page defines, and a Llama with its layer in the place of an attention."""
+    made, model = run_section("A recurrent layer", 1), build("Llama")
+    torch.manual_seed(1)
+    model.model.layers[0].self_attn = made["CombaLayer"](model.config)
+    return made, model
+
+
+@leaving_no_example()
+def _comba(truth: Truth, kind: dict[str, Any]) -> None:
+    sp = sharding(ring=2)
+    compare(truth, longspan.parallelize(_comba_model()[1], sp), kind, sp)
+
+
+@pytest.mark.usefixtures("registries")
+@pytest.mark.parametrize("side", ["", "right"])
+def test_the_recurrent_layer_in_a_model(pool4: RankPool, side: str) -> None:
+    whole = padded("Llama", side) if side else inputs_of("Llama")
+    pool4.run(_comba, truth_of(_comba_model()[1], whole), whole)
+
+
+@pytest.mark.usefixtures("registries")
+def test_a_recurrent_function_is_registered_once() -> None:
+    made, model = _comba_model()
+    longspan.register_mixer(made["comba"])  # the same again is the same
+    for wrong, text in (("causal_conv1d_fn", "there is a mixer 'causal_conv1d_fn' already"), (3, "a function or its")):
+        with pytest.raises(LongspanError, match=text):
+            longspan.register_mixer(wrong)
+    model.model.layers[0].self_attn = type("DeltaNet", (torch.nn.Module,), {})()
+    with pytest.raises(LongspanError, match=r"layers.0.self_attn \(DeltaNet\) .* register that with .*register_mixer"):
+        longspan.parallelize(model, longspan.SequenceSharding(longspan.init_mesh()))
+
+
+@leaving_no_example()
+def _passed(ring: int) -> dict[str, float]:
+    """Differences of output and gradients of the function on ranks from itself, document by document."""
+    comba, draw = run_section("A recurrent layer", 1)["comba"], torch.Generator().manual_seed(0)
     sp = longspan.SequenceSharding(longspan.init_mesh(ring=ring, ulysses=4 // ring))
-    whole = {name: made[name].requires_grad_() for name in ("q", "k", "v", "g", "beta")}
-    found = []
-    for sharded in (True, False):
-        if sharded:
-            q, k, v, g, beta = (sp.shard(x) for x in whole.values())
-            out, _ = longspan.state_passing(
-                made["comba"], q, k, v, sp, g=g, beta=beta, length=40, documents=made["documents"], feedback=0.3
-            )
-            loss = out.square().sum()
-            out = sp.gather(out, length=40)
-        else:
-            parts = [[x[:, a:b] for x in whole.values()] for a, b in ((0, 25), (25, 40))]
-            out = torch.cat([made["comba"](*part, feedback=0.3)[0] for part in parts], 1)
-            loss = out.square().sum()
-        grads = torch.autograd.grad(loss, list(whole.values()))
-        if sharded:
-            for grad in grads:
-                torch.distributed.all_reduce(grad)
-        found.append([out, *grads])
-    return {name: float((a - b).abs().max()) for name, a, b in zip(("out", *whole), *found, strict=True)}
+    q, k, v = torch.nn.functional.normalize(torch.randn(3, 1, 40, 2, 8, generator=draw), dim=-1)
+    gates = torch.rand(2, 1, 40, 2, generator=draw)
+    whole = [x.requires_grad_() for x in (q, k, v, -gates[0], gates[1])]
+    g, beta = (sp.shard(x) for x in whole[3:])
+    documents = torch.arange(40)[None] // 25
+    out, _ = longspan.state_passing(
+        comba, *(sp.shard(x) for x in whole[:3]), sp, g=g, beta=beta, length=40, documents=documents, feedback=0.3
+    )
+    grads = torch.autograd.grad(out.square().sum(), whole)
+    for grad in grads:
+        torch.distributed.all_reduce(grad)
+    parts = [[x[:, a:b] for x in whole] for a, b in ((0, 25), (25, 40))]
+    alone = torch.cat([comba(*part, feedback=0.3)[0] for part in parts], 1)
+    expected = [alone, *torch.autograd.grad(alone.square().sum(), whole)]
+    found = [sp.gather(out, length=40), *grads]
+    names = ("out", "q", "k", "v", "g", "beta")
+    return {name: float((a - b).abs().max()) for name, a, b in zip(names, found, expected, strict=True)}
 
 
 @pytest.mark.parametrize("ring", [2, 4])
-def test_the_recurrent_layer_on_ranks(pool4: RankPool, ring: int) -> None:
-    for found in pool4.run(_comba, ring):
+def test_the_recurrent_function_on_ranks(pool4: RankPool, ring: int) -> None:
+    for found in pool4.run(_passed, ring):
         assert max(found.values()) < 1e-4, found
 
 
-def test_the_recurrent_layer_on_one_device() -> None:
-    made = run_section("A recurrent layer")
-    q, k, v, g, beta, sp = (made[name] for name in ("q", "k", "v", "g", "beta", "sp"))
-    inputs = [x[:, 25:] for x in (q, k, v, g, beta)]
-    assert torch.allclose(made["out"][:, 25:], made["comba"](*inputs, feedback=0.3)[0], atol=1e-5)
-    with pytest.raises(LongspanError, match=r"`g` must be \[batch, tokens, heads, \.\.\.\], .* got .*\(1, 39, 2\)"):
-        longspan.state_passing(made["comba"], q, k, v, sp, g=g[:, 1:], beta=beta)
-    with pytest.raises(LongspanError, match=r"<lambda> must return an output .* returned \(1, 40, 2, 8\) and None"):
-        longspan.state_passing(lambda q, *_, **__: (q, None), q, k, v, sp)
+@pytest.mark.usefixtures("registries")
+def test_a_recurrent_function_that_does_not_fit() -> None:
+    comba, sp = run_section("A recurrent layer")["comba"], longspan.SequenceSharding(longspan.init_mesh())
+    q, k, v = torch.randn(3, 1, 40, 2, 8)
+    g = beta = torch.zeros(1, 40, 2)
+    for options, text in (
+        ({"g": g[:, 1:]}, r"`g` must be \[batch, tokens, heads, \.\.\.\], .* got .*\(1, 39, 2\)"),
+        ({"k": k[..., :4]}, r"q and k must have one shape, .* got q \(1, 40, 2, 8\), k \(1, 40, 2, 4\)"),
+        ({"v": v[:, :, :1]}, r"heads that divide those of v, got .* v \(1, 40, 1, 8\)"),
+        ({"initial_state": torch.zeros(1, 2, 8)}, r"`initial_state` must be .*\(1, 2, 8, 8\), got .*\(1, 2, 8\)"),
+        ({"chunk_function": None}, "`chunk_function` must be a function of q, k and v, got None"),
+        (
+            {"chunk_function": lambda q, *_, **__: (q, None)},
+            r"<lambda> must return an output .* returned \(1, 40, 2, 8\) and None",
+        ),
+    ):
+        given = {"chunk_function": comba, "q": q, "k": k, "v": v, "g": g, "beta": beta, **options}
+        with pytest.raises(LongspanError, match=text):
+            longspan.state_passing(sp=sp, **given)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from longspan.hf.forward.kv_cache import ShardedCache as ShardedCache
     from longspan.hf.forward.logprobs import token_logprobs as token_logprobs
     from longspan.hf.forward.loss import causal_lm_loss as causal_lm_loss
+    from longspan.hf.forward.mixer_functions import register_mixer as register_mixer
     from longspan.hf.loading import from_pretrained as from_pretrained
     from longspan.hf.memory_options import compile_layers as compile_layers
     from longspan.hf.parallelize import parallelize as parallelize
@@ -62,6 +63,7 @@ _DEFINED_IN = {
     "no_sync": "longspan.hf.weights.gradients",
     "optimizer_in_backward": "longspan.hf.weights.gradients",
     "parallelize": "longspan.hf.parallelize",
+    "register_mixer": "longspan.hf.forward.mixer_functions",
     "shard_batch": "longspan.hf.batch",
     "state_passing": "longspan.mixers.state_passing",
     "token_logprobs": "longspan.hf.forward.logprobs",

@@ -252,7 +252,7 @@ def _takes(function: Any, name: str) -> bool:
     return name in inspect.signature(function).parameters
 
 
-MIXER_FUNCTIONS = frozenset({
+MIXER_FUNCTIONS = {
     "causal_conv1d_fn",
     "torch_chunk_gated_delta_rule",
     "chunk_kimi_delta_attention",
@@ -260,7 +260,7 @@ MIXER_FUNCTIONS = frozenset({
     "mamba_selective_scan",
     "mamba2_split_conv1d_scan_combined",
     "mamba_inner_fn",
-})  # fmt: skip
+}  # fmt: skip
 """Functions of modelling files through which tokens mix in recurrent layers and short convolutions.
 
 Versions: transformers 5.24 has all; before, layers choose between a kernel and code of their own. When gone:
@@ -275,6 +275,12 @@ def mixer_functions(module: Any) -> dict[str, Any]:
     """
     kind: Any = type(module)
     return _mixer_functions(kind)
+
+
+def add_mixer_function(name: str) -> None:
+    """Add the name of a function to `MIXER_FUNCTIONS`."""
+    MIXER_FUNCTIONS.add(name)
+    _mixer_functions.cache_clear()
 
 
 @functools.lru_cache(maxsize=256)

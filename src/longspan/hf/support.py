@@ -297,7 +297,8 @@ def _check_modules(model: PreTrainedModel, name: str) -> None:
         by_class = isinstance(module, nn.Conv1d | nn.Conv2d | nn.RNNBase)
         if (by_name or by_class) and module not in within:
             raise LongspanError(
-                f"layer {path} ({kind}) of {name} mixes tokens without going through attention; {HELP}{mixers_hint()}"
+                f"layer {path} ({kind}) of {name} mixes tokens without going through attention; {HELP}"
+                f"{mixers_hint()}; if it calls a recurrent function, register that with longspan.register_mixer"
             )
         if kind.endswith("Pooler") or path.rpartition(".")[2] == "pooler":
             raise LongspanError(

@@ -10,17 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from longspan.compat.transformers_api import add_mixer_function
+from longspan.core.errors import LongspanError
 from longspan.mixers.mixer import ChunkFunction, Local, Tokens
 from longspan.mixers.short_conv import run_short_conv
 from longspan.mixers.state_passing import zero_of
 
 if TYPE_CHECKING:
     from longspan.hf.forward.mixers import MixerBinding
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any] | str)
 
 
 def _convolution(
@@ -47,14 +51,14 @@ def _delta_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor,
-    beta: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
     initial_state: None = None,
     output_final_state: bool = False,
     cu_seqlens: None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Run Gated DeltaNet's or KDA's function on fragments."""
+    """Run Gated DeltaNet's, KDA's or a registered function on fragments."""
     return layer.run(ChunkFunction(original, options), Tokens(q, k, v, g, beta)), None
 
 
@@ -108,7 +112,7 @@ def no_shortcut(layer: MixerBinding, original: Callable[..., Any], *_: Any, **__
     """Return None, as without kernels: fused, convolution and scan cannot be sharded."""
 
 
-REPLACEMENTS: Mapping[str, Callable[..., Any]] = {
+REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _delta_rule,
     "chunk_kimi_delta_attention": _delta_rule,
@@ -117,6 +121,28 @@ REPLACEMENTS: Mapping[str, Callable[..., Any]] = {
     "mamba2_split_conv1d_scan_combined": no_shortcut,
     "mamba_inner_fn": no_shortcut,
 }
+
+
+def register_mixer(function: FunctionT) -> FunctionT:
+    """Let `parallelize` shard the layers that call a recurrent function, on every rank and before it is called.
+
+    Args:
+        function: the function, with this as its decorator, or its name in the file of the layers, whose forwards call
+            it by that name. Its arguments are those of `ChunkFunction.function`.
+
+    Returns:
+        `function`.
+
+    Raises:
+        LongspanError: for the name of a function with other arguments that is known already, or no function.
+    """
+    name = getattr(function, "__name__", function)
+    if not isinstance(name, str) or not name.isidentifier():
+        raise LongspanError(f"register_mixer needs a function or its name, got {function!r}")
+    if REPLACEMENTS.setdefault(name, _delta_rule) is not _delta_rule:
+        raise LongspanError(f"there is a mixer {name!r} already; give your function another name")
+    add_mixer_function(name)
+    return function
 
 
 def _used(out: Tensor, *parameters: Tensor | None) -> Tensor:
