@@ -171,6 +171,14 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "n_group": 1, "topk_group": 1,
         "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
     },
+    "MiniMax": {
+        "layer_types": [_LINEAR, _FULL], "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 8,
+        "initializer_range": 0.2,
+    },
+    "RecurrentGemma": {
+        "num_hidden_layers": 3, "lru_width": 24, "attention_window_size": 8, "w_init_variance_scale": 1.0,
+        "logits_soft_cap": 1.0,
+    },
 }  # fmt: skip
 """Models with recurrent layers or short convolutions."""
 MORE |= HYBRIDS

@@ -19,6 +19,7 @@ from longspan.comm.mesh import OneDeviceMesh
 from longspan.core.errors import LongspanError
 from tests.choose import each_value, grouped
 from tests.models import (
+    NO_ATTENTION,
     Truth,
     batch,
     build,
@@ -192,7 +193,6 @@ def _refusals(
     return messages
 
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 FALCON: dict[str, Any] = {"num_key_value_heads": None, "intermediate_size": None}
 BERT = {"num_key_value_heads": None, "hidden_dropout_prob": 0.0}
 ROUTER = {"output_router_logits": True}
@@ -202,9 +202,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] =
     # Of a model.
     ("Gemma2", {}, {}, {"kernel": "sdpa"}, "layer model.layers.0.self_attn: kernel='sdpa' cannot do softcap"),
     ("GptOss", {}, {}, {"kernel": "sdpa"}, "layer model.layers.0.self_attn: kernel='sdpa' cannot do sinks"),
-    ("RecurrentGemma", {}, {}, {},
-     "layer model.layers.0 (RecurrentGemmaDecoderLayer) of RecurrentGemmaForCausalLM mixes tokens without going"),
-    ("MiniMax", {**EXPERTS, "num_local_experts": 4}, {}, {}, "mixes tokens without going through attention"),
+    ("Rwkv", {**NO_ATTENTION, "context_length": 64}, {}, {},
+     "layer rwkv.blocks.0 (RwkvBlock) of RwkvForCausalLM mixes tokens without going through attention"),
     ("MobileBert", {**BERT, "embedding_size": 16}, {}, {},
      "embeddings of MobileBertForMaskedLM ... neighbours (trigram_input=True)"),
     ("Bloom", {}, {}, {}, "every attention layer of BloomForCausalLM adds ALiBi biases to its scores"),

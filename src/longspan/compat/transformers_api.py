@@ -6,6 +6,7 @@ import contextlib
 import dis
 import functools
 import inspect
+import operator
 import re
 import sys
 import types
@@ -260,31 +261,39 @@ MIXER_FUNCTIONS = {
     "mamba_selective_scan",
     "mamba2_split_conv1d_scan_combined",
     "mamba_inner_fn",
+    "MiniMaxLightningAttention.forward",
+    "RecurrentGemmaRecurrentBlock.conv_1d.forward",
+    "RecurrentGemmaRecurrentBlock.rg_lru.forward",
+    "RecurrentGemmaRecurrentBlock.rg_lru._rnn_scan",
 }  # fmt: skip
-"""Functions of modelling files through which tokens mix in recurrent layers and short convolutions.
+"""Functions through which tokens mix in recurrent layers and short convolutions: of modelling files, or methods.
 
+A method is named by the class of the layer, then the path from an instance of it.
 Versions: transformers 5.24 has all; before, layers choose between a kernel and code of their own. When gone:
 `mixer_functions` finds none, and the model is refused.
 """
 
 
 def mixer_functions(module: Any) -> dict[str, Any]:
-    """Return those of `MIXER_FUNCTIONS` that a module's forward calls, by name; empty if it is no such layer.
+    """Return those of `MIXER_FUNCTIONS` that a module has or calls, by name; empty if it is no such layer.
 
     When gone: empty, and the model is refused.
     """
     kind: Any = type(module)
-    return _mixer_functions(kind)
+    methods = {name: path for name in MIXER_FUNCTIONS if (path := name.removeprefix(f"{kind.__name__}.")) != name}
+    with contextlib.suppress(AttributeError):
+        return {name: operator.attrgetter(path)(module) for name, path in methods.items()} or _called_functions(kind)
+    return {}
 
 
 def add_mixer_function(name: str) -> None:
     """Add the name of a function to `MIXER_FUNCTIONS`."""
     MIXER_FUNCTIONS.add(name)
-    _mixer_functions.cache_clear()
+    _called_functions.cache_clear()
 
 
 @functools.lru_cache(maxsize=256)
-def _mixer_functions(kind: Any) -> dict[str, Any]:
+def _called_functions(kind: Any) -> dict[str, Any]:
     forward: Any = inspect.unwrap(kind.forward)
     names = _globals_of(forward) & MIXER_FUNCTIONS
     return {name: f for name in names if callable(f := forward.__globals__.get(name))}
@@ -309,9 +318,17 @@ def mixers_hint() -> str:
 def forward_with(module: Any, functions: dict[str, Any]) -> Any:
     """Return a module's forward that calls other functions instead of its file's, without the decorators around it.
 
+    Methods, whose names are as in `MIXER_FUNCTIONS`, are replaced on the instance.
     Public way: none but kernels of the Hub, for a whole process. When gone: a layer that calls none of the functions
     raises in its first forward.
     """
+    for name, function in functions.items():
+        _, _, path = name.partition(".")
+        if path:
+            owner, _, method = path.rpartition(".")
+            setattr(module.get_submodule(owner), method, function)
+    if f"{type(module).__name__}.forward" in functions:
+        return module.forward
     forward: Any = inspect.unwrap(type(module).forward)
     copied = types.FunctionType(
         forward.__code__, {**forward.__globals__, **functions}, forward.__name__, forward.__defaults__,

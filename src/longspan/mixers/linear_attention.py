@@ -79,7 +79,7 @@ def linear_attention(
     tokens = _checked(q, k, v, decay, beta)
     _check_options(tokens, causal, initial_state, return_state, method)
     length, segments = read_documents(q, sp, length, documents)
-    mixer = _mixer(tokens, causal)
+    mixer = default_mixer(tokens, causal)
     group = sp.group if sp.size > 1 else None
     problem = _decay_problem(tokens)
     if group is not None and method == "ulysses":
@@ -100,7 +100,8 @@ def linear_attention(
     return out, state
 
 
-def _mixer(tokens: Tokens, causal: bool) -> Mixer:
+def default_mixer(tokens: Tokens, causal: bool = True) -> Mixer:
+    """Return linear attention by flash-linear-attention's kernels where they run, otherwise in plain torch."""
     if causal and tokens.q.device.type == "cuda" and tokens.q.dtype != torch.float64:
         function = fla_function(tokens.decay is not None and tokens.decay.dim() == 4, tokens.beta is not None)
         if function is not None:

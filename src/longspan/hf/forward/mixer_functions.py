@@ -1,4 +1,4 @@
-"""Replacements for the functions that transformers' recurrent layers call.
+"""Replacements for the functions and methods that transformers' recurrent layers call.
 
 Each is called as `replacement(binding, original, *arguments of the original)`, and runs the original on the fragments
 of a sharded sequence (`longspan.mixers`).
@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from longspan.compat.transformers_api import add_mixer_function
 from longspan.core.errors import LongspanError
+from longspan.mixers.linear_attention import default_mixer
 from longspan.mixers.mixer import ChunkFunction, Local, Tokens
 from longspan.mixers.short_conv import run_short_conv
 from longspan.mixers.state_passing import zero_of
@@ -108,6 +110,52 @@ def _mamba1(
     return out if z is None else out * F.silu(z)
 
 
+def _lightning(
+    layer: MixerBinding, original: Callable[..., Any], hidden_states: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    """Run MiniMax's lightning attention, whose own forward holds its loop over blocks of tokens."""
+    attention: Any = original.__self__  # type: ignore[attr-defined]
+    qkv_BTHX = attention.act_fn(attention.qkv_proj(hidden_states)).unflatten(-1, (attention.num_attention_heads, -1))
+    q, k, v = qkv_BTHX.chunk(3, -1)
+    decay_BTH = -attention.slope_rate.view(1, 1, -1).expand(q.shape[:3])
+    tokens = Tokens(q, k, v, decay_BTH)
+    out = attention.norm(layer.run(default_mixer(tokens), tokens).flatten(2))
+    return attention.out_proj(attention.output_gate(hidden_states).sigmoid() * out), None
+
+
+def _conv_module(layer: MixerBinding, original: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """Run an `nn.Conv1d` over `x [B, channels, T]`, which is padded at both ends and cut afterwards."""
+    conv: Any = original.__self__  # type: ignore[attr-defined]
+
+    def convolve(x_BTC: Tensor) -> Tensor:
+        return original(x_BTC.transpose(1, 2))[..., : x_BTC.shape[1]].transpose(1, 2)
+
+    table = layer.table(x.shape[0])
+    return run_short_conv(convolve, conv.kernel_size[0] - 1, x.transpose(1, 2), table, layer.group).transpose(1, 2)
+
+
+def _rg_lru(layer: MixerBinding, original: Callable[..., Tensor], x: Tensor, position_ids: Tensor) -> Tensor:
+    """Run the gates of RecurrentGemma's RG-LRU, which do not scale a document's first token: that at position 0."""
+    positions = position_ids.expand(x.shape[:2]).clone()
+    for rows, fragments in layer.table(x.shape[0]).groups:
+        positions[rows, [f.start for f in fragments if not f.enters]] = 0
+    return original(x, positions)
+
+
+def _rg_lru_scan(
+    layer: MixerBinding,
+    original: Callable[..., Any],
+    hidden_states: Tensor,
+    recurrent_gate: Tensor,
+    reset: Tensor,
+    recurrent_states: None = None,
+) -> tuple[Tensor, None]:
+    """Run RG-LRU's scan over `hidden_states` and `recurrent_gate`, both `[B, T, channels]`."""
+    x_BTHV = hidden_states.unsqueeze(3)
+    out_BTHV = layer.run(_RgLru(), Tokens(x_BTHV, x_BTHV, x_BTHV, recurrent_gate * ~reset))
+    return out_BTHV.squeeze(3), None
+
+
 def no_shortcut(layer: MixerBinding, original: Callable[..., Any], *_: Any, **__: Any) -> None:
     """Return None, as without kernels: fused, convolution and scan cannot be sharded."""
 
@@ -120,7 +168,14 @@ REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "mamba_selective_scan": _mamba1,
     "mamba2_split_conv1d_scan_combined": no_shortcut,
     "mamba_inner_fn": no_shortcut,
+    "MiniMaxLightningAttention.forward": _lightning,
+    "RecurrentGemmaRecurrentBlock.conv_1d.forward": _conv_module,
+    "RecurrentGemmaRecurrentBlock.rg_lru.forward": _rg_lru,
+    "RecurrentGemmaRecurrentBlock.rg_lru._rnn_scan": _rg_lru_scan,
 }
+
+READ_PADDING = frozenset({"RecurrentGemmaRecurrentBlock.rg_lru.forward"})
+"""Functions of layers that take no mask: padding before a row's tokens changes their state."""
 
 
 def register_mixer(function: FunctionT) -> FunctionT:
@@ -238,3 +293,31 @@ def _time_steps(dt_BTH: Tensor, bias_H: Tensor | None, softplus: bool) -> Tensor
     if bias_H is not None:
         dt_BTH = dt_BTH + bias_H.to(dt_BTH.dtype)
     return F.softplus(dt_BTH) if softplus else dt_BTH
+
+
+@dataclass(frozen=True)
+class _RgLru:
+    """RG-LRU's scan as a `Mixer`: every channel is a head with one value, and `decay` is its factor, not a logarithm.
+
+    transformers' own scan writes into one tensor token by token, and its backward copies that tensor for each token.
+    """
+
+    causal: bool = True
+
+    def columns(self, tokens: Tokens) -> int:
+        return 1
+
+    def local(self, tokens: Tokens, state: Tensor | None, receives: bool) -> Local:
+        assert state is None and tokens.decay is not None
+        factor_BTH, states_BHV, transition = tokens.decay.to(tokens.state_dtype), list[Tensor](), None
+        for factor_BH, x_BHV in zip(factor_BTH.unbind(1), tokens.v.to(tokens.state_dtype).unbind(1), strict=True):
+            states_BHV.append(x_BHV + factor_BH.unsqueeze(2) * states_BHV[-1] if states_BHV else x_BHV)
+        if receives:
+            kept_BTHV = tokens.decay.double().cumprod(1).to(tokens.state_dtype).unsqueeze(3)
+            transition = kept_BTHV[:, -1].unsqueeze(3)
+
+        def finish(entered_BHKV: Tensor | None) -> Tensor:
+            out_BTHV = torch.stack(states_BHV, 1)
+            return out_BTHV if entered_BHKV is None else out_BTHV + kept_BTHV * entered_BHKV[:, :, 0].unsqueeze(1)
+
+        return Local(states_BHV[-1].unsqueeze(3), transition, finish)

@@ -3,7 +3,8 @@
 transformers' layers call functions of their modelling file: `causal_conv1d_fn`, `torch_chunk_gated_delta_rule`,
 `mamba2_chunk_scan` and a few more. Each layer's instance gets a copy of its class's forward whose globals have those of
 `mixer_functions.py` in their place. These run the original function on each fragment, and pass states and halos between
-ranks (`longspan.mixers`). Neither the class nor the module is changed.
+ranks (`longspan.mixers`). Layers that call no such function (MiniMax, RecurrentGemma) have methods replaced, on the
+instance. Neither the class nor the module is changed.
 
 A recurrent layer starts at the first real token of a row, and of a document: padding is outside of all fragments.
 """
@@ -20,7 +21,7 @@ from longspan.compat.torch_api import not_compiled
 from longspan.compat.transformers_api import forward_with, mixer_functions
 from longspan.core.errors import LongspanError
 from longspan.hf.batch import SequenceInfo
-from longspan.hf.forward.mixer_functions import REPLACEMENTS, no_shortcut
+from longspan.hf.forward.mixer_functions import READ_PADDING, REPLACEMENTS, no_shortcut
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.support import HELP, attention_layers, decoder_layers, mixer_layers
 from longspan.mixers.fragments import FragmentTable, fragment_table
@@ -54,6 +55,13 @@ class MixerLayers(Stage):
             raise LongspanError(
                 f"`attention_mask` has zeros between the ones of a row, and the recurrent layers of {self.name} "
                 f"({self.layers[0].name}, ...) would read those tokens; move padding to the ends of the rows"
+            )
+        unmasked = [layer.name for layer in self.layers if not READ_PADDING.isdisjoint(layer.functions)]
+        padded = [b for b, row in enumerate(call.info.segments or ()) if row and row[0][0] > 0]
+        if unmasked and padded:
+            raise LongspanError(
+                f"row {padded[0]} of the batch begins with padding, and in transformers the recurrent layers of "
+                f"{self.name} ({unmasked[0]}, ...) read padding as if it were tokens; move it to the ends of the rows"
             )
 
     def before(self, call: ForwardCall) -> None:

@@ -6,7 +6,7 @@ in its own file; a family (`longspan.plan.models.family`) then names it.
 
 from longspan.plan.layers.attended_keys import CAUSAL, AttendedKeys, Bidirectional, Causal, Chunk, Window
 from longspan.plan.layers.base import Mixer, Mlp, NoMixer, Parameter, Sent
-from longspan.plan.layers.linear import Lightning, Linear
+from longspan.plan.layers.linear import Linear
 from longspan.plan.layers.softmax import Softmax
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "Bidirectional",
     "Causal",
     "Chunk",
-    "Lightning",
     "Linear",
     "Mixer",
     "Mlp",

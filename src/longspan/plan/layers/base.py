@@ -149,9 +149,6 @@ class Mixer(ABC):
     head_dim: int
     v_head_dim: int
 
-    runs: ClassVar[bool] = False
-    """Whether `longspan.parallelize` supports such layers in this version."""
-
     shards_heads: ClassVar[bool] = False
     """Whether Ulysses shards the heads; if not, every rank holds all heads of its tokens."""
 
@@ -271,8 +268,6 @@ class NoMixer(Mixer):
     kv_heads: int = 0
     head_dim: int = 0
     v_head_dim: int = 0
-
-    runs: ClassVar[bool] = True
 
     @property
     def name(self) -> str:

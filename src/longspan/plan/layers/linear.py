@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar
 
 from longspan.core.layout import Layout
 from longspan.plan.job import CostContext, Job
@@ -33,8 +32,6 @@ class Linear(Mixer):
     chunk: int = 64
     channels: int = 0
     kernel: int = 1
-
-    runs: ClassVar[bool] = True
 
     @property
     def name(self) -> str:
@@ -151,13 +148,6 @@ def _decay_saved(mixer: Linear, b: int, keys: int, values: int, chunk: int, rece
     per_head = 20 * mixer.head_dim + 12 * chunk + 26 + 9 * mixer.head_dim * mixer.v_head_dim // chunk
     received = 4 * (keys + values) + 7 * mixer.q_heads if receives else 0
     return (12 * b - 16) * keys + (6 * b + 32) * values + mixer.q_heads * per_head + received
-
-
-@dataclass(frozen=True)
-class Lightning(Linear):
-    """MiniMax's linear attention, whose decay is one constant per head."""
-
-    runs: ClassVar[bool] = False
 
 
 @functools.lru_cache(maxsize=4096)

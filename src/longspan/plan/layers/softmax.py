@@ -46,7 +46,6 @@ class Softmax(Mixer):
     sinks: bool = False
     shared: bool = False
 
-    runs: ClassVar[bool] = True
     shards_heads: ClassVar[bool] = True
 
     @property

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from longspan.core.errors import LongspanError
-from longspan.plan.layers import Lightning, Linear, Mlp, Parameter, Softmax
+from longspan.plan.layers import Linear, Mlp, Parameter, Softmax
 from longspan.plan.models.blocks import (
     NO_MIXER,
     attention,
@@ -186,9 +186,9 @@ def _types(c: Config, layer: int) -> str:
     return "linear_attention" if layer % 2 else "full_attention"
 
 
-def _lightning(c: Config) -> Lightning:
+def _lightning(c: Config) -> Linear:
     heads, dim = grouped(c).q_heads, grouped(c).head_dim
-    return Lightning(heads, heads, dim, dim, columns=1, chunk=c.count("block_size"))
+    return Linear(heads, heads, dim, dim, columns=1, chunk=c.count("block_size"))
 
 
 def _lightning_weights(c: Config, mixer: Linear) -> Iterator[Parameter]:
