@@ -97,8 +97,6 @@ def check_alone(model: nn.Module, sp: SequenceSharding, options: ParallelizeOpti
     _check_options(options, sp, shards_weights)
     _check_parameters(inner, options)
     modules = _check_structure(inner, sp.device, sp.ring_size, options.kernel, memory, fsdp=options.fsdp)
-    if shards_weights:
-        _refuse_shared_weights(modules)
     plan = None
     if sp.tensor_size > 1:
         _refuse_tensor_axis(inner, sp)
@@ -126,19 +124,6 @@ def _refuse_tensor_axis(model: PreTrainedModel, sp: SequenceSharding) -> None:
             f"layer {path} ({type(layer).__name__}) cannot be sharded over `tensor={sp.tensor_size}`: a recurrent "
             f"layer is sharded by tokens only; use `ulysses={sp.ulysses_size * sp.tensor_size}` instead"
         )
-
-
-def _refuse_shared_weights(modules: MemoryModules) -> None:
-    """Raise if two layers share a weight: FSDP keeps it in the group of one, and would release it before the other."""
-    owners: dict[int, nn.Module] = {}
-    for layer in modules.layers:
-        for parameter in layer.parameters():
-            owner = owners.setdefault(id(parameter), layer)
-            if owner is not layer:
-                raise LongspanError(
-                    f"layer {modules.names[layer]} shares weights with {modules.names[owner]}, which FSDP cannot shard "
-                    "layer by layer; use fsdp=False"
-                )
 
 
 def check_ahead(

@@ -135,11 +135,15 @@ def _conv_module(layer: MixerBinding, original: Callable[..., Tensor], x: Tensor
 
 
 def _rg_lru(layer: MixerBinding, original: Callable[..., Tensor], x: Tensor, position_ids: Tensor) -> Tensor:
-    """Run the gates of RecurrentGemma's RG-LRU, which do not scale a document's first token: that at position 0."""
-    positions = position_ids.expand(x.shape[:2]).clone()
-    for rows, fragments in layer.table(x.shape[0]).groups:
-        positions[rows, [f.start for f in fragments if not f.enters]] = 0
-    return original(x, positions)
+    """Run the gates of RecurrentGemma's RG-LRU, which do not scale the token at position 0: a document's first one.
+
+    Positions that were not given count through documents, so they are set to 0 there.
+    """
+    if layer.info is not None and layer.info.counted:
+        position_ids = position_ids.expand(x.shape[:2]).clone()
+        for rows, fragments in layer.table(x.shape[0]).groups:
+            position_ids[rows, [f.start for f in fragments if not f.enters]] = 0
+    return original(x, position_ids)
 
 
 def _rg_lru_scan(

@@ -5,8 +5,8 @@
     final norm and head    gathered during the last layer, released after the head's backward, which comes next
     root: all others       usually a few rows: norms and positions next to the embedding
 
-A weight shared by two modules (a head tied to the embedding) needs a group that stays gathered from its first use to
-its last. Only the root group does, so embedding and head then belong to it.
+A weight shared by two modules (a head tied to the embedding, layers of Zamba) needs a group that stays gathered from
+its first use to its last. Only the root group does, so embedding and head, or those layers, then belong to it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def apply_fsdp(
         "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     }
     embedding, tail = outer_groups(model)
-    layers: list[nn.Module] = decoder_layers(model)
+    layers: list[nn.Module] = [layer for layer in decoder_layers(model) if not _shares(layer, model)]
     if embedding is not None:
         reads_table = _backward_reads_table(embedding)
         group = fully_shard(embedding, **options, reshard_after_forward=True)
