@@ -53,13 +53,19 @@ _SIZES: tuple[tuple[str, Any], ...] = (
 _UNSET = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_experts", "n_shared_experts")
 """Sizes that a config may leave unset, although its model needs them."""
 
-_TWO_KINDS = {
+_AS_CHECKPOINTS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
-}
-"""Layers of families whose default config has one kind of them only, or none, unlike their checkpoints."""
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+    },
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
+}  # fmt: skip
+"""Values of families whose default config, or its first layers, lack a kind of layer that their checkpoints have."""
 
 
 def families() -> list[str]:
@@ -102,7 +108,7 @@ def shrunk(cls: Any, changes: dict[str, Any]) -> Any:
     values = default.to_dict() if default is not None else {}
     sizes = {name: _size_of(name, value, values) for name, value in values.items()}
     sizes = {name: value for name, value in sizes.items() if value is not None}
-    sizes |= _per_layer(values) | _TWO_KINDS.get(cls.model_type, {})
+    sizes |= _per_layer(values) | _AS_CHECKPOINTS.get(cls.model_type, {})
     for name in getattr(cls, "sub_configs", {}):
         sub = getattr(default, name, None)
         if hasattr(sub, "to_dict"):
