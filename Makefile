@@ -25,10 +25,10 @@ STAMP := $(VENV)/.installed
 BENCH_STAMP := $(VENV)/.installed-bench
 OLDER := $(VENV)-older
 CONSTRAINTS := constraints.txt
-EXTRAS := train,trl,dev
+EXTRAS := train,trl,diffusers,dev
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint
 
-LIBRARIES := accelerate datasets lm_eval peft torch transformers trl tyro
+LIBRARIES := accelerate datasets diffusers lm_eval peft torch transformers trl tyro
 NEWEST := .venv-newest
 NEWEST_PIP := $(NEWEST)/bin/python -m pip --disable-pip-version-check install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 # The requirements of the package and of its extras, without their bounds.
@@ -36,7 +36,7 @@ define REQUIREMENTS
 import re, tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
-wanted = sum([project["dependencies"], *(extras[x] for x in ("train", "peft", "plot", "trl", "eval", "dev", "hf"))], [])
+wanted = sum([project["dependencies"], *(extras[x] for x in ("train", "peft", "plot", "trl", "eval", "diffusers", "dev", "hf"))], [])
 print(*{re.split("[<>=]", x)[0] for x in wanted if not x.startswith(("longspan", "torch>"))})
 endef
 export REQUIREMENTS
@@ -60,7 +60,7 @@ ALONE := $(addprefix tests/test_,$(addsuffix .py,activations arguments bench che
 
 # What a new version of transformers, accelerate, PEFT, TRL, datasets, tyro or lm-eval can break.
 VERSIONED := $(addprefix tests/test_,$(addsuffix .py,cache cache_latent cache_offload checkpoint_export classify cli compat \
-	data examples generate generate_cli generate_tensor lm_eval loading models optimizer parallelize plan_agrees plan_cached \
+	data diffusion examples generate generate_cli generate_tensor lm_eval loading models optimizer parallelize plan_agrees plan_cached \
 	plan_shapes readme tensor train train_tensor trainer trl verify))
 
 # Some of these for the oldest versions: models, generation, Trainer and TRL.

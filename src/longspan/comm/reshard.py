@@ -69,7 +69,21 @@ def reshard(
         )
     if not sum(gathered) or 0 in (n for dim, n in enumerate(x.shape) if dim != gather_dim):
         raise LongspanError(f"a tensor of shape {tuple(x.shape)} has nothing to send to {size} ranks")
-    sharded = shard_sizes(x.shape[shard_dim], size)
+    return move_shards(x, group, gather_dim, shard_dim, gathered, shard_sizes(x.shape[shard_dim], size))
+
+
+def move_shards(
+    x: Tensor,
+    group: dist.ProcessGroup,
+    gather_dim: int,
+    shard_dim: int,
+    gathered: Sequence[int],
+    sharded: Sequence[int],
+) -> Tensor:
+    """Do the same as `reshard` with shards of any sizes: what each rank holds of `gather_dim`, and gets of `shard_dim`.
+
+    Dimensions are counted from 0.
+    """
     out: Tensor = torch.ops.longspan.reshard(x, gather_dim, shard_dim, gathered, sharded, group_name(group))
     return out
 

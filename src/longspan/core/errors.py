@@ -11,6 +11,7 @@ from collections.abc import Iterator
 EXTRAS = {
     "accelerate": "train",
     "datasets": "train",
+    "diffusers": "diffusers",
     "lm_eval": "eval",
     "matplotlib": "plot",
     "peft": "peft",

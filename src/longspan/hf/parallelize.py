@@ -22,10 +22,13 @@ from longspan.attn.kernels.choice import AnyKernel
 from longspan.comm.arguments import check_sharding
 from longspan.comm.consistency import ReplicaCheck, broadcast_weights
 from longspan.comm.mesh import SequenceSharding
+from longspan.compat.diffusers_api import is_model_of_diffusers
+from longspan.core.errors import LongspanError
 from longspan.core.memory import Memory, MemoryLevel
 from longspan.core.validation import checked_call
 from longspan.hf.checks.batches import BatchCheck
 from longspan.hf.checks.version import check_version
+from longspan.hf.diffusion.parallelize import DiffusionOptions, shard_diffusion_model
 from longspan.hf.forward.binding import AttentionLayers
 from longspan.hf.forward.hooks import ForwardHooks
 from longspan.hf.forward.logits import head_of
@@ -68,11 +71,16 @@ def parallelize(
     dropout: float | None = None,
     tensor_style: TensorStyle = "tp",
 ) -> Model:
-    """Shard the sequence of a Hugging Face language model over `sp`, and with `fsdp` its weights over data x sequence.
+    """Shard the sequence of a Hugging Face model over `sp`, and with `fsdp` its weights over data x sequence.
 
     The model is changed in place and returned. Call this on every rank, with the same weights, after PEFT has wrapped
     the model and before the optimizer is made. Options, config, parameters, versions and weights are first compared
     over the ranks.
+
+    A diffusion transformer of diffusers (`longspan.hf.diffusion`) gets the same inputs on every rank of a sequence
+    group, and returns its whole output on each. If each rank makes the same loss of it, `backward` gives every weight
+    and input its exact gradient; replicas (`data`) are averaged. Of the options only `fsdp`, `mp_policy`, `weights`,
+    `check_batches` and `check_weights` apply.
 
     Args:
         model: a transformers causal or masked LM, a token classifier, a sequence classifier that scores every token
@@ -127,6 +135,9 @@ def parallelize(
         fsdp, mp_policy, kernel, weights, check_batches, check_weights, check_at_rest, logits, memory, dropout,
         tensor_style,
     )  # fmt: skip
+    if is_model_of_diffusers(model):
+        shard_diffusion_model(model, sp, _diffusion_options(options))
+        return model
     checked = check_on_every_rank(model, sp, options)
     check_version(sp, parallelize)
     inner = checked.model
@@ -155,6 +166,15 @@ def parallelize(
         refuse_saving_shards(model, inner)
     inner.longspan_state = state
     return model
+
+
+def _diffusion_options(options: ParallelizeOptions) -> DiffusionOptions:
+    """Return the options of a diffusion transformer; raise if another one is given."""
+    given = vars(options)
+    for name, value in vars(ParallelizeOptions()).items():
+        if name not in DiffusionOptions.__dataclass_fields__ and given[name] != value:
+            raise LongspanError(f"`{name}` is an option of language models; leave it out for a model of diffusers")
+    return DiffusionOptions(**{name: given[name] for name in DiffusionOptions.__dataclass_fields__})
 
 
 def _prepare_weights_and_dropout(model: PreTrainedModel, sp: SequenceSharding, options: ParallelizeOptions) -> None:

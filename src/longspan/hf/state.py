@@ -40,6 +40,15 @@ class ParallelState:
     in_backward: InBackward | None = None  # the optimizer that updates weights in the backward
 
 
+@dataclass
+class DiffusionState:
+    """The parts of a parallelized diffusion transformer."""
+
+    sp: SequenceSharding
+    gradients: GradientSum | None  # None with FSDP or on one rank
+    in_backward: None = None
+
+
 def is_parallelized(model: nn.Module) -> bool:
     """Return whether `longspan.parallelize` returned this model, or the one inside a wrapper."""
     return any(hasattr(module, "longspan_state") for module in model.modules())

@@ -22,7 +22,7 @@ from longspan.compat.torch_api import when_backward_ends
 from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import GRADIENT_BUCKET, gradient_buckets
 from longspan.core.validation import checked_call
-from longspan.hf.state import ParallelState, state_of
+from longspan.hf.state import DiffusionState, ParallelState, state_of
 from longspan.hf.support import transformers_model
 
 
@@ -46,8 +46,10 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         LongspanError: if the model is not parallelized, or each backward updates the weights
             (`longspan.optimizer_in_backward`).
     """
-    inner: Any = transformers_model(model)
-    state = state_of(model)
+    state = getattr(model, "longspan_state", None)
+    inner: Any = model
+    if not isinstance(state, DiffusionState):
+        inner, state = transformers_model(model), state_of(model)
     if state.in_backward is not None:
         raise LongspanError(
             "gradients cannot accumulate if each backward updates the weights (longspan.optimizer_in_backward); "

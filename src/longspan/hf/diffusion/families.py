@@ -1,0 +1,182 @@
+"""The diffusers models that can be sharded: where their tokens are split and joined, and where tokens mix."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from longspan.compat.diffusers_api import split_plan
+from longspan.core.errors import LongspanError
+
+
+@dataclass(frozen=True)
+class Split:
+    """Shard dimension `dim` of an argument, or with `of_output` of an output, if it has `dims` dimensions."""
+
+    dim: int
+    dims: int
+    of_output: bool = False
+
+
+@dataclass(frozen=True)
+class Join:
+    """Gather dimension `dim` of a module's output."""
+
+    dim: int
+
+
+Plan = Mapping[str, Mapping[str | int, Split] | Join]
+"""By module ("" is the model, `*` stands for each of a list): splits by argument name or output index, or a join."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one class of diffusers is sharded.
+
+    Attributes:
+        accepts: arguments of its forward besides `hidden_states`, `timestep`, `encoder_hidden_states`, `return_dict`
+            and attention arguments that hold nothing but a LoRA scale.
+        blocks: module lists, sharded block by block by FSDP.
+        patches: patch size by dimension of `hidden_states`, from the config.
+        attention: modules in which tokens of all ranks mix. All others (cross attention to a replicated text, a text
+            refiner) compute local queries.
+        processors: classes that compute such an attention, by one `scaled_dot_product_attention`.
+        streams: arguments whose tokens attend to each other, in the order in which the processors concatenate them.
+        plan: where tokens are split and joined. None: the model's `_cp_plan`.
+        unsupported: a config entry and the value with which tokens mix elsewhere.
+    """
+
+    accepts: tuple[str, ...]
+    blocks: tuple[str, ...]
+    patches: Callable[[Any], dict[int, int]] = lambda config: {}
+    attention: tuple[str, ...] = ()
+    processors: tuple[str, ...] = ()
+    streams: tuple[str, ...] = ("hidden_states",)
+    plan: Plan | None = None
+    unsupported: tuple[str, Any] | None = None
+
+
+_HIDDEN_AND_TEXT: Mapping[str | int, Split] = {"hidden_states": Split(1, 3), "encoder_hidden_states": Split(1, 3)}
+_DOUBLE_AND_SINGLE = ("transformer_blocks", "single_transformer_blocks")
+
+FAMILIES = {
+    "LatteTransformer3DModel": Family(
+        accepts=("encoder_attention_mask", "enable_temporal_attentions"),
+        blocks=("transformer_blocks", "temporal_transformer_blocks"),
+        patches=lambda config: {3: config.patch_size, 4: config.patch_size},
+    ),
+    "WanTransformer3DModel": Family(
+        accepts=("encoder_hidden_states_image",),
+        blocks=("blocks",),
+        patches=lambda config: dict(zip((2, 3, 4), config.patch_size, strict=True)),
+        attention=("blocks.*.attn1",),
+        processors=("WanAttnProcessor",),
+    ),
+    "LTXVideoTransformer3DModel": Family(
+        accepts=("encoder_attention_mask", "num_frames", "height", "width", "rope_interpolation_scale", "video_coords"),
+        blocks=("transformer_blocks",),
+        attention=("transformer_blocks.*.attn1",),
+        processors=("LTXVideoAttnProcessor",),
+        # Its `_cp_plan` also splits the text, which every rank needs whole here.
+        plan={
+            "": {"hidden_states": Split(1, 3), "timestep": Split(1, 2)},
+            "rope": {0: Split(1, 3, of_output=True), 1: Split(1, 3, of_output=True)},
+            "proj_out": Join(1),
+        },
+    ),
+    "FluxTransformer2DModel": Family(
+        accepts=("pooled_projections", "img_ids", "txt_ids", "guidance"),
+        blocks=_DOUBLE_AND_SINGLE,
+        attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
+        processors=("FluxAttnProcessor",),
+        streams=("encoder_hidden_states", "hidden_states"),
+    ),
+    "CogVideoXTransformer3DModel": Family(
+        accepts=("timestep_cond", "ofs", "image_rotary_emb"),
+        blocks=("transformer_blocks",),
+        patches=lambda config: {1: config.patch_size_t or 1, 3: config.patch_size, 4: config.patch_size},
+        attention=("transformer_blocks.*.attn1",),
+        processors=("CogVideoXAttnProcessor2_0",),
+        streams=("encoder_hidden_states", "hidden_states"),
+        plan={
+            "": {"image_rotary_emb": Split(0, 2)},
+            "transformer_blocks.0": _HIDDEN_AND_TEXT,
+            "proj_out": Join(1),
+        },
+    ),
+    "HunyuanVideoTransformer3DModel": Family(
+        accepts=("encoder_attention_mask", "pooled_projections", "guidance"),
+        blocks=_DOUBLE_AND_SINGLE,
+        patches=lambda config: {2: config.patch_size_t, 3: config.patch_size, 4: config.patch_size},
+        attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
+        processors=("HunyuanVideoAttnProcessor2_0",),
+        streams=("hidden_states", "encoder_hidden_states"),
+        plan={
+            "rope": {0: Split(0, 2, of_output=True), 1: Split(0, 2, of_output=True)},
+            "transformer_blocks.0": _HIDDEN_AND_TEXT,
+            "proj_out": Join(1),
+        },
+        unsupported=("image_condition_type", "token_replace"),
+    ),
+    "QwenImageTransformer2DModel": Family(
+        accepts=("encoder_hidden_states_mask", "img_shapes", "guidance", "additional_t_cond"),
+        blocks=("transformer_blocks",),
+        attention=("transformer_blocks.*.attn",),
+        processors=("QwenDoubleStreamAttnProcessor2_0",),
+        streams=("encoder_hidden_states", "hidden_states"),
+    ),
+}
+"""By the name of the class."""
+
+
+def family_of(model: nn.Module) -> Family:
+    """Return how a model of diffusers is sharded.
+
+    Raises:
+        LongspanError: for an unknown class, variant or attention processor.
+    """
+    name = type(model).__name__
+    family = FAMILIES.get(name)
+    if family is None:
+        raise LongspanError(f"{name} of diffusers cannot be sharded; longspan supports {', '.join(sorted(FAMILIES))}")
+    config: Any = model.config
+    if family.unsupported is not None:
+        key, value = family.unsupported
+        if config.get(key) == value:
+            raise LongspanError(f"{name} with {key}={value!r} cannot be sharded: it treats some tokens separately")
+    for path, module in matching(model, family.attention).items():
+        processor: Any = module.processor
+        if type(processor).__name__ not in family.processors:
+            raise LongspanError(
+                f"{path} has the attention processor {type(processor).__name__}, which longspan does not know; use "
+                f"{' or '.join(family.processors)}"
+            )
+    return family
+
+
+def plan_of(model: nn.Module, family: Family) -> Plan:
+    """Return where a model's tokens are split and joined."""
+    if family.plan is not None:
+        return family.plan
+    plan = {path: _convert(entry) for path, entry in split_plan(model).items()}
+    if not plan and family.attention:
+        raise LongspanError(
+            f"{type(model).__name__} has no `_cp_plan` in this version of diffusers; use diffusers 0.42"
+        )
+    return plan
+
+
+def _convert(entry: Any) -> Mapping[str | int, Split] | Join:
+    if not isinstance(entry, Mapping):
+        return Join(entry.gather_dim)
+    return {key: Split(x.split_dim, x.expected_dims, x.split_output) for key, x in entry.items()}
+
+
+def matching(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
+    """Return the modules whose path matches a pattern, in which `*` stands for a number."""
+    wanted = re.compile("|".join(re.escape(p).replace(r"\*", r"\d+") for p in patterns) or r"(?!)")
+    return {path: module for path, module in model.named_modules() if wanted.fullmatch(path)}

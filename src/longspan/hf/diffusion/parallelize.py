@@ -1,0 +1,223 @@
+"""Shard a diffusion transformer: check it on every rank, split and join its tokens, share its weights' gradients."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from longspan.comm.collectives import replicate
+from longspan.comm.consistency import ReplicaCheck, broadcast_weights, check_same_model
+from longspan.comm.digests import digests_of, weights_of
+from longspan.comm.mesh import SequenceSharding, group_name
+from longspan.compat.diffusers_api import version_of_diffusers
+from longspan.compat.torch_api import sum_gradients
+from longspan.core.errors import LongspanError
+from longspan.hf.checks.batches import BatchCheck
+from longspan.hf.diffusion import latte
+from longspan.hf.diffusion.attention import bind
+from longspan.hf.diffusion.families import Family, family_of, matching, plan_of
+from longspan.hf.diffusion.tokens import Tokens, install, named_arguments, split_named
+from longspan.hf.state import DiffusionState
+from longspan.hf.support import draws
+from longspan.hf.weights.gradients import GradientSum
+
+_ACCEPTED = ("hidden_states", "timestep", "encoder_hidden_states", "return_dict")
+_ATTENTION_ARGUMENTS = ("attention_kwargs", "joint_attention_kwargs")
+
+
+@dataclass(frozen=True)
+class DiffusionOptions:
+    """Those options of `longspan.parallelize` that apply to diffusion transformers."""
+
+    fsdp: bool
+    mp_policy: MixedPrecisionPolicy | None
+    weights: str
+    check_batches: int | None
+    check_weights: int
+
+
+def shard_diffusion_model(model: Any, sp: SequenceSharding, options: DiffusionOptions) -> None:
+    """Do what `longspan.parallelize` says, in place. Collective."""
+    family = _check_on_every_rank(model, sp, options)
+    if options.weights == "broadcast":
+        broadcast_weights(model, sp)
+    tokens = Tokens(sp, family)
+    plan = plan_of(model, family)
+    entrance = _Entrance(model, sp, family, tokens, plan.get("", {}), options)
+    if family.attention:
+        install(model, plan, tokens)
+        for path, module in matching(model, family.attention).items():
+            bind(module, path, tokens)
+    else:
+        model.forward = functools.partial(latte.forward, model, sp)
+    gradients = None
+    if sp.shards_weights(fsdp=options.fsdp, cpu_offload=False):
+        _apply_fsdp(model, sp, family, options.mp_policy)
+    elif sp.world_size > 1:
+        gradients = GradientSum(model.parameters(), sp)
+    model.longspan_state = DiffusionState(sp, gradients)
+    entrance.gradients = gradients
+    model.register_forward_pre_hook(entrance, with_kwargs=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks of the model.
+
+
+def _check_on_every_rank(model: Any, sp: SequenceSharding, options: DiffusionOptions) -> Family:
+    family, problem, facts, digests = None, None, dict[str, str](), dict[str, int]()
+    try:
+        family = _check_alone(model, sp)
+        facts = _facts(model, sp, options)
+        if sp.job_size > 1 and options.weights == "same":
+            digests = digests_of(weights_of(model))
+    except Exception as error:  # of any kind: the other ranks must raise too
+        problem = error
+    check_same_model(sp, facts, digests, problem)
+    assert family is not None
+    return family
+
+
+def _check_alone(model: Any, sp: SequenceSharding) -> Family:
+    if hasattr(model, "longspan_state"):
+        raise LongspanError(f"{type(model).__name__} is parallelized already; a model is given to parallelize once")
+    family = family_of(model)
+    if sp.ring_size > 1 or sp.tensor_size > 1 or sp.wire_dtype != "exact":
+        raise LongspanError(
+            f"diffusion transformers are sharded by Ulysses alone, got ring={sp.ring_size}, tensor={sp.tensor_size}, "
+            f"wire_dtype={sp.wire_dtype!r}; use init_mesh(ulysses={sp.size * sp.tensor_size})"
+        )
+    for path, attention in matching(model, family.attention).items():
+        heads: Any = attention.heads
+        if heads < sp.size:
+            raise LongspanError(f"{path} has {heads} heads, which {sp.size} ranks cannot share; use `ulysses={heads}`")
+    dropout = next((name for name, module in model.named_modules() if draws(module)), None)
+    if dropout is not None:
+        raise LongspanError(f"{dropout} has dropout, which would depend on the number of ranks; set it to 0")
+    return family
+
+
+def _facts(model: Any, sp: SequenceSharding, options: DiffusionOptions) -> dict[str, str]:
+    facts = {name: repr(value) for name, value in vars(options).items()}
+    facts |= {"torch": torch.__version__, "diffusers": version_of_diffusers(), "the mesh": str(tuple(sp.mesh.shape))}
+    facts |= {"the model's class": type(model).__name__}
+    facts |= {f"config.{k}": json.dumps(v, default=str) for k, v in model.config.items() if k != "_name_or_path"}
+    for name, x in [*model.named_parameters(), *model.named_buffers()]:
+        trained = ", trained" if x.requires_grad else ""
+        facts[name] = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}{trained}"
+    return facts
+
+
+def _apply_fsdp(model: Any, sp: SequenceSharding, family: Family, mp_policy: MixedPrecisionPolicy | None) -> None:
+    """Shard each block, and then all other weights, by FSDP. Gradients are summed."""
+    options: dict[str, Any] = {"mesh": sp.fsdp_mesh, "mp_policy": mp_policy or MixedPrecisionPolicy()}
+    for name in family.blocks:
+        for block in getattr(model, name):
+            fully_shard(block, **options)
+    fully_shard(model, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            sum_gradients(module)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The entrance of a forward.
+
+
+class _Entrance:
+    """Before a forward: compare the inputs over the ranks, prepare their gradients, and split some."""
+
+    def __init__(
+        self,
+        model: Any,
+        sp: SequenceSharding,
+        family: Family,
+        tokens: Tokens,
+        splits: Any,
+        options: DiffusionOptions,
+    ) -> None:
+        self.sp, self.family, self.tokens, self.splits = sp, family, tokens, splits
+        self.name = type(model).__name__  # FSDP renames the class
+        self.signature = inspect.signature(type(model).forward)
+        self.accepted = {*_ACCEPTED, *family.accepts, *_ATTENTION_ARGUMENTS}
+        self.gradients: GradientSum | None = None
+        self.inputs = None
+        if sp.job_size > 1:
+            replicas = ReplicaCheck(model, 0 if options.fsdp else options.check_weights)
+            self.inputs = BatchCheck(sp, options.check_batches, replicas)
+
+    def __call__(self, model: Any, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
+        arguments = named_arguments(self.signature, model, args, kwargs)
+        problem = None
+        try:
+            self._check(model, arguments)
+            if self.gradients is not None:
+                self.gradients.check(model)
+        except LongspanError as error:
+            problem = error
+        if self.inputs is not None:
+            self.inputs.compare(model, _flat(arguments), False, problem)
+        elif problem is not None:
+            raise problem
+        if self.sp.size > 1:
+            assert self.sp.group is not None
+            arguments = _replicated(arguments, group_name(self.sp.group))
+        self.tokens.lengths = {}
+        self.tokens.checkpoint_with_lengths(model)
+        return (), split_named(arguments, self.splits, self.tokens)
+
+    def _check(self, model: Any, arguments: Mapping[str, Any]) -> None:
+        name = self.name
+        given = {key for key, value in arguments.items() if value is not None}
+        if given - self.accepted:
+            raise LongspanError(
+                f"`{min(given - self.accepted)}` is not supported for {name} sharded over ranks; leave it out"
+            )
+        for key in given & {*_ATTENTION_ARGUMENTS}:
+            if set(arguments[key]) - {"scale"}:
+                raise LongspanError(f"`{key}` may hold a LoRA `scale` alone, got {sorted(arguments[key])}")
+        hidden = arguments.get("hidden_states")
+        if not isinstance(hidden, Tensor):
+            raise LongspanError(f"`hidden_states` of {name} must be a tensor, got {type(hidden).__name__}")
+        patches = self.family.patches(model.config)
+        if patches and hidden.dim() != 5:
+            raise LongspanError(f"`hidden_states` of {name} must have 5 dimensions, got {tuple(hidden.shape)}")
+        for dim, patch in patches.items():
+            if hidden.shape[dim] % patch:
+                raise LongspanError(
+                    f"`hidden_states` {tuple(hidden.shape)}: dimension {dim} has {hidden.shape[dim]} entries, which "
+                    f"the patch size {patch} does not divide; crop or pad the video"
+                )
+        if not self.family.attention:
+            height, width = (hidden.shape[dim] // patch for dim, patch in patches.items())
+            latte.check_sizes(self.sp, hidden.shape[2], height * width)
+
+
+def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments with each tensor of a tuple or list by its own name."""
+    flat: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if isinstance(value, tuple | list):
+            flat |= _flat({f"{name}[{i}]": each for i, each in enumerate(value)})
+        else:
+            flat[name] = value
+    return flat
+
+
+def _replicated(value: Any, group: str) -> Any:
+    """Let the gradient of each input be the sum over ranks, which use it for different tokens."""
+    if isinstance(value, Tensor):
+        return replicate(value, group)
+    if isinstance(value, dict):
+        return {key: _replicated(each, group) for key, each in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_replicated(each, group) for each in value)
+    return value

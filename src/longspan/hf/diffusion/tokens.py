@@ -1,0 +1,152 @@
+"""Split a forward's tokens over the ranks, and join them again."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longspan.comm.collectives import join
+from longspan.comm.mesh import SequenceSharding
+from longspan.comm.reshard import gather_along, shard_along, shard_sizes
+from longspan.compat.diffusers_api import checkpoint_function, set_checkpoint_function
+from longspan.core.errors import LongspanError
+from longspan.hf.diffusion.families import Family, Join, Plan, Split, matching
+
+Lengths = dict[str, int]
+"""Tokens of each stream on all ranks together, by the argument's name."""
+
+
+class Tokens:
+    """The tokens of the forward that runs: how many each stream has, and which of them this rank holds.
+
+    Each stream is split alone, as evenly as possible, so no rank holds padding. A rank's tokens are those of its
+    streams, one after the other; in the order of ranks these are all tokens, in another order than a processor's.
+    """
+
+    def __init__(self, sp: SequenceSharding, family: Family) -> None:
+        self.sp, self.family = sp, family
+        self.lengths: Lengths = {}
+
+    @property
+    def of_ranks(self) -> tuple[int, ...]:
+        """How many tokens each rank holds."""
+        sizes = [shard_sizes(self.lengths[name], self.sp.size) for name in self.family.streams]
+        return tuple(map(sum, zip(*sizes, strict=True)))
+
+    def order(self, device: torch.device) -> Tensor | None:
+        """Return the number, in the processor's order, of each token in the order of ranks; None if they are equal."""
+        return _order(tuple(self.lengths[name] for name in self.family.streams), self.sp.size, device)
+
+    def split(self, x: Any, how: Split, name: str | int) -> Any:
+        """Return this rank's part of an argument or output, or of each tensor in it."""
+        if x is None:
+            return None
+        if isinstance(x, tuple | list):
+            return type(x)(self.split(each, how, name) for each in x)
+        if name == "timestep" and (x.dim() < how.dims or x.shape[how.dim] == 1):  # one for all tokens
+            return x
+        if x.dim() != how.dims:
+            raise LongspanError(f"`{name}` must have {how.dims} dimensions, got a tensor of shape {tuple(x.shape)}")
+        if name in self.family.streams:
+            self.lengths[str(name)] = x.shape[how.dim]
+        return shard_along(x, how.dim, self.sp.group)
+
+    def join(self, x: Tensor, dim: int) -> Tensor:
+        """Return all tokens of the hidden states. Every rank makes the same loss of them, so gradients are cut."""
+        whole = gather_along(x, dim, self.lengths["hidden_states"], self.sp.group, join)
+        return average_over_data(whole, self.sp)
+
+    @contextlib.contextmanager
+    def of_forward(self, lengths: Lengths) -> Iterator[None]:
+        """Use the lengths of another forward, whose block is recomputed."""
+        current, self.lengths = self.lengths, lengths
+        try:
+            yield
+        finally:
+            self.lengths = current
+
+    def checkpoint_with_lengths(self, model: Any) -> None:
+        """Let a recomputed block see the lengths of its forward, which may not be the last one."""
+        found, lengths = checkpoint_function(model), self.lengths
+        if found is None:
+            return
+        checkpoint = getattr(found, "without_lengths", found)
+
+        def checkpointed(block: Callable[..., Any], *args: Any) -> Any:
+            def run(*args: Any) -> Any:
+                with self.of_forward(lengths):
+                    return block(*args)
+
+            return checkpoint(run, *args)
+
+        checkpointed.without_lengths = checkpoint  # type: ignore[attr-defined]
+        set_checkpoint_function(model, checkpointed)
+
+
+def average_over_data(x: Tensor, sp: SequenceSharding) -> Tensor:
+    """Divide the gradient by the number of replicas, as each makes a loss of its own batch."""
+    if sp.data_size > 1 and x.requires_grad:
+        x.register_hook(lambda grad: grad / sp.data_size)
+    return x
+
+
+@functools.lru_cache(maxsize=16)
+def _order(lengths: tuple[int, ...], ranks: int, device: torch.device) -> Tensor | None:
+    if len(lengths) == 1 or ranks == 1:
+        return None
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    parts = [
+        (torch.arange(n) + start).split(list(shard_sizes(n, ranks))) for n, start in zip(lengths, starts, strict=True)
+    ]
+    return torch.cat([of_stream[rank] for rank in range(ranks) for of_stream in parts]).to(device)
+
+
+def install(model: nn.Module, plan: Plan, tokens: Tokens) -> None:
+    """Hook the splits and joins of a plan, other than those of the model's own arguments."""
+    for path, entry in plan.items():
+        if not path:
+            continue
+        modules = matching(model, (path,))
+        if not modules:
+            raise LongspanError(f"{type(model).__name__} has no module {path}, where its tokens are split")
+        for module in modules.values():
+            _hook(module, entry, tokens)
+
+
+def _hook(module: nn.Module, entry: Mapping[str | int, Split] | Join, tokens: Tokens) -> None:
+    if isinstance(entry, Join):
+        dim = entry.dim
+        module.register_forward_hook(lambda module, args, output: tokens.join(output, dim))
+        return
+    arguments = {str(name): how for name, how in entry.items() if not how.of_output}
+    outputs = {index: how for index, how in entry.items() if how.of_output}
+    if arguments:
+        signature = inspect.signature(type(module).forward)
+
+        def split_arguments(module: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
+            return (), split_named(named_arguments(signature, module, args, kwargs), arguments, tokens)
+
+        module.register_forward_pre_hook(split_arguments, with_kwargs=True)
+    if outputs:
+
+        def split_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+            return tuple(tokens.split(x, outputs[i], i) if i in outputs else x for i, x in enumerate(output))
+
+        module.register_forward_hook(split_outputs)
+
+
+def named_arguments(signature: inspect.Signature, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a forward by name."""
+    bound = signature.bind(module, *args, **kwargs)
+    return dict(list(bound.arguments.items())[1:])
+
+
+def split_named(arguments: dict[str, Any], splits: Mapping[str, Split], tokens: Tokens) -> dict[str, Any]:
+    """Return the arguments with this rank's part of some."""
+    return {name: tokens.split(x, splits[name], name) if name in splits else x for name, x in arguments.items()}

@@ -1,0 +1,272 @@
+"""Diffusion transformers of diffusers on real ranks against one process: output and every gradient."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import longspan
+from longspan.bench.meters import count_sent
+from longspan.core.errors import LongspanError
+from tests.diffusing import CONFIGS, make_inputs, make_model, run
+from tests.pool import on_ranks
+
+pytest.importorskip("diffusers")
+
+
+def _sharding(**axes: int) -> longspan.SequenceSharding:
+    mesh = longspan.init_mesh(**(axes or {"ulysses": dist.get_world_size()}), device_type="cpu")
+    return longspan.SequenceSharding(mesh)
+
+
+def _compare(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, x in expected.items():
+        mine = actual[name]
+        mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
+        # Models compute norms and rotations in fp32. A key's bias has gradient 0, up to rounding.
+        torch.testing.assert_close(
+            mine, x, rtol=2e-5, atol=1e-5 * float(x.abs().max()) + 1e-9, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def _equals_one_process(name: str, fsdp: bool, checkpointing: bool) -> None:
+    model: Any = make_model(name)
+    expected = run(copy.deepcopy(model), make_inputs(name))
+    if checkpointing:
+        model.enable_gradient_checkpointing()
+    model = longspan.parallelize(model, _sharding(), fsdp=fsdp)
+    _compare(run(model, make_inputs(name)), expected)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@on_ranks(2)
+def test_equals_one_process_on_2_ranks(name: str) -> None:
+    _equals_one_process(name, fsdp=True, checkpointing=False)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@on_ranks(4)
+def test_equals_one_process_on_4_ranks(name: str) -> None:
+    _equals_one_process(name, fsdp=False, checkpointing=True)
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+@on_ranks(2)
+def test_gradients_accumulate(fsdp: bool) -> None:
+    name = "LTXVideoTransformer3DModel"
+    inputs = make_inputs(name)
+    grads = []
+    for sharded in (False, True):
+        model: Any = make_model(name)
+        model = longspan.parallelize(model, _sharding(), fsdp=fsdp) if sharded else model
+        with longspan.no_sync(model) if sharded else contextlib.nullcontext():
+            model(**inputs).sample.square().sum().backward()
+        model(**inputs).sample.sum().backward()
+        grads.append({key: p.grad for key, p in model.named_parameters()})
+    _compare(grads[1], grads[0])
+
+
+@on_ranks(4)
+def test_replicas_average_their_gradients() -> None:
+    """Each replica makes the loss of its own batch, as in data parallelism."""
+    sp = _sharding(data=2, ulysses=2)
+    expected: dict[str, Tensor] = {}
+    for replica in range(2):
+        model, inputs = make_model("WanTransformer3DModel"), _other_inputs(replica)
+        for name, x in run(model, inputs).items():
+            if name in dict(model.named_parameters()):
+                expected[name] = expected.get(name, 0) + x / 2
+    for fsdp in (False, True):
+        model = longspan.parallelize(make_model("WanTransformer3DModel"), sp, fsdp=fsdp)
+        actual = run(model, _other_inputs(sp.data_rank))
+        _compare({name: actual[name] for name in expected}, expected)
+
+
+def _other_inputs(seed: int) -> Any:
+    inputs = make_inputs("WanTransformer3DModel")
+    return {**inputs, "hidden_states": (inputs["hidden_states"].detach() + seed).requires_grad_()}
+
+
+@on_ranks(2)
+def test_a_recomputed_block_sees_the_lengths_of_its_forward() -> None:
+    """Two forwards of different sizes, then their backwards."""
+    large = make_inputs("HunyuanVideoTransformer3DModel")
+    small = {**large, "hidden_states": large["hidden_states"].detach()[:, :, :2]}
+    grads = []
+    for sharded in (False, True):
+        model: Any = make_model("HunyuanVideoTransformer3DModel")
+        model.enable_gradient_checkpointing()
+        if sharded:
+            model = longspan.parallelize(model, _sharding(), fsdp=False)
+        losses = [model(**inputs).sample.square().sum() for inputs in (large, small)]
+        sum(losses).backward()  # type: ignore[union-attr]
+        grads.append({name: p.grad for name, p in model.named_parameters()})
+    _compare(grads[1], grads[0])
+
+
+@pytest.mark.parametrize("temporal", [True, False])
+@on_ranks(4)
+def test_latte_sends_what_the_formula_says(temporal: bool) -> None:
+    """One switch of N*d/P * (P-1)/P elements between blocks that attend along different dimensions."""
+    model: Any = longspan.parallelize(make_model("LatteTransformer3DModel"), _sharding(), check_batches=0, fsdp=False)
+    inputs = make_inputs("LatteTransformer3DModel")
+    batch, _, frames, height, width = (2, 3, 8, 8, 6)
+    inputs |= {"hidden_states": torch.randn(batch, 3, frames, height, width, dtype=torch.float64)}
+    inputs |= {"encoder_attention_mask": None, "enable_temporal_attentions": temporal}
+    model.temp_pos_embed = torch.zeros(1, frames, 32)
+    with torch.no_grad(), count_sent() as log:
+        model(**inputs)
+    tokens, size = frames * height // 2 * width // 2, 8
+    switch = size * batch * tokens * 32 // 4 * 3 // 4
+    output = size * batch * tokens * 24 // 4 * 3  # what is joined at the end
+    switches = [("all_to_all", switch)] * (3 if temporal else 0)
+    assert [(sent.op, sent.bytes) for sent in log] == [*switches, ("all_gather", output)]
+
+
+@on_ranks(2)
+def test_attention_sends_what_the_formula_says() -> None:
+    """Ulysses: q, k and v in one all-to-all, the output in another."""
+    model: Any = longspan.parallelize(make_model("FluxTransformer2DModel"), _sharding(), check_batches=0, fsdp=False)
+    with torch.no_grad(), count_sent() as log:
+        model(**make_inputs("FluxTransformer2DModel"))
+    image, text = ((8, 3), (7, 2))[dist.get_rank()]
+    others = 20 - image - text
+    scatter, gather = 8 * 2 * 32 * 3 * (image + text), 8 * 2 * 32 * others
+    joined = 8 * 2 * 6 * 8
+    expected = [*[("all_to_all", scatter), ("all_to_all", gather)] * 2, ("all_gather", joined)]
+    assert [(sent.op, sent.bytes) for sent in log] == expected
+
+
+@on_ranks(2)
+def test_lora_trains_its_adapters_only() -> None:
+    pytest.importorskip("peft")
+    from peft import LoraConfig
+
+    grads = []
+    for sharded in (False, True):
+        model: Any = make_model("WanTransformer3DModel")
+        model.requires_grad_(False)
+        model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
+        model.double()
+        torch.manual_seed(3)
+        for p in model.parameters():
+            p.data = torch.randn_like(p) / 4 if p.requires_grad else p.data
+        model = longspan.parallelize(model, _sharding()) if sharded else model
+        inputs = make_inputs("WanTransformer3DModel") | {"attention_kwargs": {"scale": 0.5}}
+        model(**inputs).sample.square().sum().backward()
+        grads.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+    assert len(grads[0]) == 16
+    _compare(grads[1], grads[0])
+
+
+@on_ranks(2)
+def test_denoising_computes_the_same_video() -> None:
+    """A sampler's loop: each rank draws the same noise."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    videos = []
+    for sharded in (False, True):
+        model: Any = make_model("WanTransformer3DModel").eval()
+        model = longspan.parallelize(model, _sharding()) if sharded else model
+        scheduler = FlowMatchEulerDiscreteScheduler()
+        scheduler.set_timesteps(4)
+        video, text = (make_inputs("WanTransformer3DModel")[key] for key in ("hidden_states", "encoder_hidden_states"))
+        with torch.no_grad():
+            for step in scheduler.timesteps:
+                noise = model(video, step.expand(2), text, return_dict=False)[0]
+                video = scheduler.step(noise, step, video, return_dict=False)[0]
+        videos.append(video)
+    torch.testing.assert_close(videos[1], videos[0], rtol=1e-5, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused.
+
+
+@on_ranks(2)
+def test_a_rank_with_other_inputs_is_named() -> None:
+    model: Any = longspan.parallelize(make_model("WanTransformer3DModel"), _sharding())
+    inputs = make_inputs("WanTransformer3DModel")
+    if dist.get_rank() == 1:
+        inputs["hidden_states"] = torch.randn_like(inputs["hidden_states"])
+    with pytest.raises(
+        LongspanError, match=r"ranks 1 were given another one than ranks 0 \(same shapes, other values\)"
+    ):
+        model(**inputs)
+    frames = 4 if dist.get_rank() == 1 else 5
+    inputs["hidden_states"] = torch.zeros(2, 3, frames, 6, 10, dtype=torch.float64)
+    with pytest.raises(LongspanError, match=r"`hidden_states` is float64 \[2, 3, [45], 6, 10\]"):
+        model(**inputs)
+
+
+@on_ranks(2)
+def test_refused_calls() -> None:
+    sp, video = _sharding(), torch.zeros(2, 3, 5, 6, 10, dtype=torch.float64)
+    wan: Any = longspan.parallelize(make_model("WanTransformer3DModel", patch_size=(2, 2, 2)), sp)
+    inputs = make_inputs("WanTransformer3DModel")
+    with pytest.raises(LongspanError, match="dimension 2 has 5 entries, which the patch size 2 does not divide"):
+        wan(**{**inputs, "hidden_states": video})
+    with pytest.raises(LongspanError, match=r"`attention_kwargs` may hold a LoRA `scale` alone, got \['mask'\]"):
+        wan(**inputs, attention_kwargs={"mask": video})
+    flux: Any = longspan.parallelize(make_model("FluxTransformer2DModel"), sp)
+    inputs = make_inputs("FluxTransformer2DModel")
+    with pytest.raises(LongspanError, match="`controlnet_block_samples` is not supported for FluxTransformer2DModel"):
+        flux(**inputs, controlnet_block_samples=[video])
+    with pytest.raises(LongspanError, match=r"`img_ids` must have 2 dimensions, got a tensor of shape \(1, 15, 3\)"):
+        flux(**{**inputs, "img_ids": inputs["img_ids"][None]})
+    latte: Any = longspan.parallelize(make_model("LatteTransformer3DModel"), sp)
+    with pytest.raises(LongspanError, match="1 frames of 12 patches cannot be shared by 2 ranks"):
+        latte(torch.zeros(2, 3, 1, 8, 6, dtype=torch.float64))
+
+
+@on_ranks(2)
+def test_refused_models() -> None:
+    from diffusers import DiTTransformer2DModel
+    from diffusers.models.attention_processor import AttnProcessor
+
+    sp = _sharding()
+    with pytest.raises(
+        LongspanError, match="DiTTransformer2DModel of diffusers cannot be sharded; longspan supports Cog"
+    ):
+        longspan.parallelize(DiTTransformer2DModel(1, 8, in_channels=1, num_layers=1, sample_size=4), sp)
+    model: Any = make_model("CogVideoXTransformer3DModel")
+    model.transformer_blocks[1].attn1.processor = AttnProcessor()
+    with pytest.raises(
+        LongspanError, match=r"transformer_blocks.1.attn1 has the attention processor AttnProcessor, whi"
+    ):
+        longspan.parallelize(model, sp)
+    with pytest.raises(LongspanError, match="transformer_blocks.0.attn1 has 1 heads, which 2 ranks cannot share"):
+        longspan.parallelize(make_model("CogVideoXTransformer3DModel", num_attention_heads=1), sp)
+    with pytest.raises(LongspanError, match="image_condition_type='token_replace' cannot be sharded"):
+        longspan.parallelize(make_model("HunyuanVideoTransformer3DModel", image_condition_type="token_replace"), sp)
+    with pytest.raises(LongspanError, match="`memory` is an option of language models"):
+        longspan.parallelize(make_model("WanTransformer3DModel"), sp, memory="longest")
+    with pytest.raises(LongspanError, match="sharded by Ulysses alone, got ring=2"):
+        longspan.parallelize(make_model("WanTransformer3DModel"), _sharding(ring=2))
+    with pytest.raises(LongspanError, match="has dropout, which would depend on the number of ranks"):
+        longspan.parallelize(make_model("CogVideoXTransformer3DModel", dropout=0.1), sp)
+    model = longspan.parallelize(make_model("WanTransformer3DModel"), sp)
+    with pytest.raises(LongspanError, match="is parallelized already"):
+        longspan.parallelize(model, sp)
+
+
+@on_ranks(2)
+def test_an_attention_by_another_function_raises() -> None:
+    model: Any = longspan.parallelize(make_model("WanTransformer3DModel"), _sharding(), fsdp=False)
+    for block in model.blocks:
+        block.attn1.processor = _Mean()
+    with pytest.raises(LongspanError, match=r"blocks.0.attn1 called scaled_dot_product_attention 0 times, not once"):
+        model(**make_inputs("WanTransformer3DModel"))
+
+
+class _Mean:
+    def __call__(self, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states.mean(1, keepdim=True).expand_as(hidden_states)
