@@ -16,7 +16,7 @@ from longspan.plan.cost.training_memory import training_peaks
 from longspan.plan.cost.weights import elements_at_rest, gathered_bytes, sums_gradients_once, weights_at_rest
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import CostContext, Job
-from longspan.plan.layers.base import Mixer, Mlp
+from longspan.plan.layers.base import Buffers, Mixer, Mlp
 
 ITEMS = {
     "weights": "weights at rest: this GPU's shard",
@@ -102,17 +102,23 @@ def _forward_peaks(c: CostContext, tiles: int) -> list[dict[str, int]]:
 
 def _attention(c: CostContext) -> dict[str, int]:
     """Return what attention holds besides hidden states, in the layer that needs most."""
-    mixers = [layer.mixer for layer, _ in c.model.layer_kinds]
-    qkv, out, packed = (max(sizes) for sizes in zip(*(_buffers(m, c) for m in mixers), strict=True))
+    return max((in_mixer(layer.mixer, c) for layer, _ in c.model.layer_kinds), key=lambda items: sum(items.values()))
+
+
+def in_mixer(mixer: Mixer, c: CostContext) -> dict[str, int]:
+    """Return the largest of three peaks: sending q, k and v; the kernel or the ring; sending the output back.
+
+    With head chunks each peak is one chunk's, and the output received so far is added.
+    """
+    qkv, out, packed = _buffers(mixer, c)
+    ring, chunks = mixer.ring_buffers(c), mixer.chunks(c)
     exchanged = c.mesh.ulysses > 1 and c.job.mode != "decode"
-    ring = max((m.ring_buffers(c) for m in mixers), key=lambda buffers: buffers.total)
-    # The all-to-all: sent and received buffer. The attention: received buffer, and the output or the ring's sums.
-    computing = max(out, ring.workspace)
-    workspace = max(2 * packed, packed + computing) if exchanged else computing
-    chunks = min(mixer.chunks(c) for mixer in mixers)
-    if chunks > 1:  # one chunk's buffers, and the output received so far
-        workspace = -(-workspace // chunks) + out
-    return {"qkv": qkv, "attention_workspace": workspace, "comm_buffers": ring.comm}
+    peaks = [Buffers(ring.comm, packed * exchanged + max(out, ring.workspace))]
+    if exchanged:  # sent and received buffer; and behind the kernel those of the output, and the output
+        peaks += [Buffers(0, 2 * packed), Buffers(0, (3 if chunks == 1 else 2) * out)]
+    peak = max(peaks, key=lambda each: each.total)
+    workspace = -(-peak.workspace // chunks) + (out if chunks > 1 else 0)
+    return {"qkv": qkv, "attention_workspace": workspace, "comm_buffers": -(-peak.comm // chunks)}
 
 
 def _buffers(mixer: Mixer, c: CostContext) -> tuple[int, int, int]:

@@ -151,6 +151,18 @@ class Held(NamedTuple):
     keys: float
 
 
+class HeldInForward(NamedTuple):
+    """Buffers of a rank while it computes its queries' attention to a remote block.
+
+    Attributes:
+        blocks: KV blocks: those received that are still to be computed or sent on, and those that arrive.
+        queries: fraction of its queries that attend to the block.
+    """
+
+    blocks: int
+    queries: float
+
+
 @dataclass(frozen=True)
 class RingSchedule:
     """How KV blocks go round a ring in one attention.
@@ -160,6 +172,7 @@ class RingSchedule:
         pairs: (query, key) pairs that each rank computes.
         own: fraction of the pairs of the rank with most pairs that lie in its own block, which it computes before any
             other block arrives.
+        forward: buffers in a forward, of every rank and round.
         held: buffers in a backward, of every rank and round.
         first: KV blocks that arrive while a rank computes the first half of its own block's heads, max over ranks.
         last: gradients in flight while it computes the second half.
@@ -168,6 +181,7 @@ class RingSchedule:
     routes: Routes
     pairs: tuple[int, ...]
     own: float
+    forward: frozenset[HeldInForward]
     held: frozenset[Held]
     first: int
     last: int
@@ -193,23 +207,28 @@ def _schedule(layout: Layout, n: int, keys: AttendedKeys) -> RingSchedule:
     return RingSchedule(routes, pairs, own / pairs[slowest], *_held(layout, n, keys, routes))
 
 
-def _held(layout: Layout, n: int, keys: AttendedKeys, routes: Routes) -> tuple[frozenset[Held], int, int]:
-    """Return `held`, `first` and `last` of a schedule."""
-    size, rounds, held = layout.ring, routes.rounds, set[Held]()
+def _held(
+    layout: Layout, n: int, keys: AttendedKeys, routes: Routes
+) -> tuple[frozenset[HeldInForward], frozenset[Held], int, int]:
+    """Return `forward`, `held`, `first` and `last` of a schedule."""
+    size, rounds, forward, held = layout.ring, routes.rounds, set[HeldInForward](), set[Held]()
     if keys.limit is None:  # every block goes right; a causal zigzag ring computes half of the keys or of the queries
         part = 0.5 if keys == CAUSAL and layout.kind == "zigzag" else 1.0
         held.add(Held(min(rounds, 2), 0, 1.0, part))
         held |= {Held(1 + (rounds > 2), 2, 1.0, part)} if rounds > 1 else set()
-        return frozenset(held), 1, 2
+        return frozenset({HeldInForward(min(rounds, 2), 1.0)}), frozenset(held), 1, 2
     first = last = 0
     for rank in range(0, size, -(-size // MOST_RANKS)):
         # Directions from which a block arrives, by round.
         arriving = [[d for d in (1, -1) if routes.has_hop((rank - d) % size, d, step)] for step in range(1, rounds + 2)]
         returned, before = 0, 0
         for step, (now, following) in enumerate(itertools.pairwise(arriving), 1):
+            sent_on = 0
             for at, direction in enumerate(now):
                 block = layout.block(n, (rank - direction * step) % size)
                 queries, of_block = _attending(layout.block(n, rank), block, n, keys)
+                forward.add(HeldInForward(len(now) - at + sent_on + len(following), queries))
+                sent_on += routes.has_hop(rank, direction, step + 1)
                 blocks, gradients = len(now) + len(following), returned + (len(now) if step > 1 else at)
                 held.add(Held(blocks, gradients + (before if at == 0 else 0), queries, of_block))
                 if step == 1:  # its gradient is made, and the kernel's added to it
@@ -218,11 +237,17 @@ def _held(layout: Layout, n: int, keys: AttendedKeys, routes: Routes) -> tuple[f
             held.add(Held(len(now) + len(following), len(now) + len(following) + returned, 0.0, 0.0))
             before = len(now)
         first, last = max(first, len(arriving[0])), max(last, before + returned)
-    return frozenset(held), first, last
+    return frozenset(forward), frozenset(held), first, last
+
+
+def documents_in_forward(layout: Layout) -> HeldInForward:
+    """Return what packed documents of the worst lengths need in a forward, as a search over random lengths found it."""
+    most = 2 if layout.kind == "contiguous" else 4
+    return HeldInForward(min(layout.ring - 1, most), 1.0)
 
 
 def documents_held(layout: Layout) -> Held:
-    """Return what packed documents of the worst lengths need, as a search over random lengths found it.
+    """Return the same of a backward.
 
     Under zigzag their blocks arrive from both sides, while gradients return from earlier rounds.
     """

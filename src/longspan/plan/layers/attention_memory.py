@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from longspan.plan.layers import exchange
-from longspan.plan.layers.attended_keys import documents_held
+from longspan.plan.layers.attended_keys import documents_held, documents_in_forward
 from longspan.plan.layers.base import Buffers
 
 if TYPE_CHECKING:
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 KERNEL_DQ = 4
 """Bytes per element of dQ that a GPU's flash backward accumulates in fp32, besides dQ itself."""
+
+WEIGHTS = 8
+"""Tensors of the size of a log-sum-exp that exist while a partial output is merged, besides the sums."""
 
 
 def holds_checkpoint(c: CostContext) -> bool:
@@ -71,22 +74,27 @@ def backward_buffers(layer: Softmax, c: CostContext) -> Buffers:
 
 
 def ring_buffers(layer: Softmax, c: CostContext) -> Buffers:
-    """Return the buffers of a forward over a ring, or of a chunk of a prompt over a KV cache."""
+    """Return the buffers of a forward over a ring, of all head chunks together, or of a prompt's chunk over a cache."""
     if c.job.mode == "prefill" and c.job.prefill_chunk is not None:
         return _prompt_chunk(layer.cache_mixer(c), c)
     if c.mesh.ring == 1 or c.job.mode == "decode":
         return Buffers()
-    heads, tokens, chunks = layer.max_heads(c.mesh), c.tokens * c.mesh.ulysses, layer.chunks(c)
+    heads, tokens = layer.max_heads(c.mesh), c.tokens * c.mesh.ulysses
     tile_bytes = 4 if c.on_cpu else c.b
-    sums = tokens * 4 * (heads.out + heads.q_heads)
+    block, log_sum_exp = c.b * heads.kv * tokens, 4 * heads.q_heads * tokens
+    sums = 4 * heads.out * tokens + log_sum_exp
     casts = tokens * 4 * (heads.q + heads.kv) * (c.b < tile_bytes)
-    tile = tokens * heads.out * (8 if c.on_cpu else c.b)  # a tile's output, and on a CPU its weighted copy
-    gathered = exchange.ring_impl(layer, c, heads.kv_heads) == "allgather"
+    # A tile's output, on a CPU with its weighted copy.
+    tile = tokens * heads.out * (8 if c.on_cpu else c.b)
     schedule = layer.ring_schedule(c)
-    received = [schedule.first, *(held.blocks for held in schedule.held)]
     # The rank's own block, packed to be sent, and either all blocks, or the current and the next ones.
-    blocks = 1 + (c.mesh.ring if gathered else max(received))
-    return Buffers(-(-blocks * c.b * heads.kv * tokens // chunks), -(-(sums + casts + tile) // chunks))
+    gathered = exchange.ring_impl(layer, c, heads.kv_heads) == "allgather"
+    peaks = [Buffers(block * (1 + (c.mesh.ring if gathered else schedule.first)), sums + casts + tile)]
+    documents = [documents_in_forward(c.layout)] if c.job.documents else []
+    for blocks, queries in (*schedule.forward, *documents):
+        of_tile = tile if c.on_cpu else int((tile + WEIGHTS * log_sum_exp) * queries)
+        peaks.append(Buffers(block * (1 + (c.mesh.ring if gathered else blocks)), sums + casts + of_tile))
+    return max(peaks, key=lambda buffers: buffers.total)
 
 
 def _ring_backward(layer: Softmax, c: CostContext) -> Buffers:
@@ -97,12 +105,12 @@ def _ring_backward(layer: Softmax, c: CostContext) -> Buffers:
     # The output's gradient, and in fp32 dQ, and dK and dV of the rank's own block.
     sums = tokens * (c.b * heads.out + 4 * (heads.q + heads.kv))
     casts = tokens * 4 * (heads.q + heads.kv + 2 * heads.out) * (c.b < tile_bytes)
+    packed = block if c.job.memory.recompute_all_to_all else 0  # the rank's own block, which otherwise is saved so
     if exchange.ring_impl(layer, c, heads.kv_heads) == "allgather":
         tile = casts + tokens * tile_bytes * (heads.q + heads.kv) + _kernel_backward(layer, c)
-        return Buffers(c.mesh.ring * (block + gradient), sums + tile)
+        return Buffers(packed + c.mesh.ring * (block + gradient), sums + tile)
     # Half of the heads of the rank's own block, whose outputs and gradients the kernel copies.
     own = (tokens * c.b * (heads.q + heads.kv + 2 * heads.out) + _kernel_backward(layer, c)) // 2
-    packed = block if c.job.memory.recompute_all_to_all else 0  # the rank's own block, which otherwise is saved so
     schedule, peaks = layer.ring_schedule(c), []
     documents = [documents_held(c.layout)] if c.job.documents else []
     for blocks, gradients, queries, keys in (*schedule.held, *documents):
