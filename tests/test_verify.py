@@ -24,6 +24,7 @@ from longspan.verify.inputs import build_model, load_model_config, make_batch
 from longspan.verify.judge import SHARPNESS, Criterion, judge
 from longspan.verify.report import Equality, Report, diagnosis, print_json, print_table
 from tests.choose import confirming, each_value, pairwise
+from tests.models import needs_mixers
 from tests.pool import RankError, RankPool
 from tests.tolerance import roughly
 
@@ -44,6 +45,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma2": {"model_type": "gemma2", **SMALL, **GQA, "head_dim": 16, "sliding_window": 32, "pad_token_id": None},
     "mixtral": {"model_type": "mixtral", **SMALL, **GQA, "num_local_experts": 4},
     "gpt_neox": {"model_type": "gpt_neox", **SMALL, "attention_dropout": 0.1, "hidden_dropout": 0.1},
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        **SMALL,
+        **GQA,
+        "hybrid_override_pattern": "M*-",
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "head_dim": 16,
+    },  # fmt: skip
     # Gradients that are zero because their terms cancel: of a bias of keys, and of queries that see one key.
     "bert": {"model_type": "bert", **SMALL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     "one_key": {"model_type": "mistral", **SMALL, **GQA, "sliding_window": 1},
@@ -100,7 +113,10 @@ def test_llama_passes(
     assert [equal.name for equal in report.equalities] == ["loss"] + ["gradients"] * (not fsdp)
 
 
-@pytest.mark.parametrize(("dtype", "name"), each_value(["fp32", "bf16"], ["qwen3", "gpt_neox"]))
+RECURRENT = pytest.param("nemotron_h", marks=needs_mixers)
+
+
+@pytest.mark.parametrize(("dtype", "name"), each_value(["fp32", "bf16"], ["qwen3", "gpt_neox", RECURRENT]))
 def test_other_models_pass(models: dict[str, Path], pool4: RankPool, name: str, dtype: str) -> None:
     report = pool4.run(worker, _config(models[name], 4, dtype=dtype, batch=2))[0]
     assert report.passed, _failing(report)

@@ -141,6 +141,15 @@ def test_a_zero_slice_is_relative_to_its_tensor() -> None:
     assert not check.passed_on(1)
 
 
+def test_a_slice_smaller_than_rounding_is_relative_to_its_tensor() -> None:
+    """A decay that is 0 but for rounding, on one rank of two."""
+    full, small = ErrorSums(1e-4, 1e-4, 1e4, 100), ErrorSums(1e-4, 1e-5, 1e-6, 100)
+    (check,) = judge({"w": [full, small]}, FP32)
+    assert check.passed and check.sharded[1] == pytest.approx(math.sqrt(1e-4 / 5e3))
+    (check,) = judge({"w": [full, dataclasses.replace(small, sharded=1e-2)]}, FP32)
+    assert not check.passed_on(1)
+
+
 def test_the_worst_rank_is_furthest_over_its_limit() -> None:
     fine = ErrorSums(sharded=1.0, unsharded=1.0, reference=1e12, elements=1)
     wrong = ErrorSums(sharded=1e6, unsharded=1.0, reference=1e12, elements=1)
@@ -186,6 +195,10 @@ def test_rounding_passes_and_a_fault_does_not(dtype: Any, reference: Any, fault:
         ("gpt_neox.layers.1.mlp.dense_4h_to_h.weight", "mlp", 1),
         ("model.layers.1.mlp.experts.3.down_proj.weight", "mlp", 1),
         ("base_model.model.model.layers.1.self_attn.v_proj.lora_A.default.weight", "attention v", 1),
+        ("model.layers.0.linear_attn.in_proj_qkvz.weight", "recurrent", 0),
+        ("model.layers.0.mixer.dt_proj.bias", "recurrent", 0),
+        ("model.layers.4.mixer.q_proj.weight", "attention q", 4),
+        ("model.layers.0.mamba.dt_layernorm.weight", "norms", 0),
         ("embed_out.weight", "lm head", None),
         ("model.something_new", "other", None),
     ],

@@ -70,14 +70,20 @@ def load_model_config(config: VerifyConfig, resumed: Checkpoint | None = None) -
     """Return the model's Hugging Face config without dropout, which differs between ranks, and without cache."""
     name, opened = _open_config(config, resumed)
     text = opened.get_text_config()
+    text.use_cache = False
+    found = without_dropout(opened)
     experts = max(getattr(text, key, None) or 0 for key in ("num_local_experts", "num_experts", "n_routed_experts"))
-    if experts > 1 and config.dtype == "bf16":
+    if experts > 1 and config.dtype == "bf16" and _has_experts(config, found):
         raise LongspanError(
             f"{name} has {experts} experts: in bf16 rounding alone sends some tokens to other experts, sharded or not, "
             "so no error tells a fault from rounding; verify this model with --dtype fp32"
         )
-    text.use_cache = False
-    return without_dropout(opened)
+    return found
+
+
+def _has_experts(config: VerifyConfig, model_config: Any) -> bool:
+    """Whether a layer has experts: configs may state a number of them (Nemotron-H) whose layers are all dense."""
+    return any("expert" in name for name, _ in model_origin(config, model_config).on_meta().named_parameters())
 
 
 def _open_config(config: VerifyConfig, resumed: Checkpoint | None) -> tuple[str, Any]:

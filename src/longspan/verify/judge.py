@@ -57,6 +57,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ("norms", r"norm|(^|[._])ln(_|\d|\.)"),
     ("lm head", r"(^|\.)(lm_head|embed_out|output)\."),
     ("embeddings", r"embed|wte|wpe"),
+    ("recurrent", r"linear_attn|mamba|(^|\.)conv(1d)?\.|A_log|dt_bias|forget_gate|mixer\.(D$|(in|x|dt|out)_proj)"),
     ("attention qkv", r"qkv|query_key_value|c_attn"),
     ("attention q", r"q_proj|\.q_[ab]_|\.(wq|query)\."),
     ("attention k", r"k_proj|\.(wk|key)\."),
@@ -70,7 +71,7 @@ GROUP_ORDER = (
     "logits",
     "embeddings",
     *("attention qkv", "attention q", "attention k", "attention v", "attention o"),
-    *("mlp", "norms", "lm head", "other"),
+    *("recurrent", "mlp", "norms", "lm head", "other"),
 )
 
 
@@ -92,7 +93,8 @@ class Criterion:
       share of the full tensor's error spread evenly, whichever is larger. `floor` likewise.
     - Some gradients are zero up to rounding because their terms cancel, such as those of a key bias, which softmax
       ignores. A gradient smaller than `floor` times the gradients of its layer is measured relative to as many numbers
-      of their typical size (the median of their root mean squares). So is a slice that is this small within its tensor.
+      of their typical size (the median of their root mean squares). So is a slice that is this small within its tensor,
+      or smaller than rounding: it is measured relative to as many numbers of the tensor.
     - In fp32, `unsharded` is the elementwise largest error of the unsharded run and `NUDGES` runs with weights changed
       in the last place.
     - A tensor of fewer than `FEW` numbers may be right by chance as a whole: its `unsharded` is at least the relative
@@ -205,7 +207,8 @@ def _scale2(part: ErrorSums, total: ErrorSums, typical: float, criterion: Criter
     negligible = criterion.floor**2
     if even < negligible * terms:
         return terms
-    return even if part.reference < negligible * even else part.reference
+    noise = _even_share(part.unsharded, part, total, total.unsharded)
+    return even if part.reference < max(negligible * even, noise) else part.reference
 
 
 def _usual_noise(totals: dict[str, ErrorSums]) -> float:
