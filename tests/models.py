@@ -10,12 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 import longspan
+from longspan.compat.transformers_api import mixers_hint
 from longspan.verify.judge import NUDGES
 from longspan.verify.runs import fp64_casts, keep_furthest, nudged
 from tests.tolerance import excess, excess_of_rows
@@ -181,6 +183,9 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Models with recurrent layers or short convolutions."""
+needs_mixers = pytest.mark.skipif(
+    bool(mixers_hint()), reason="before 5.24, transformers' recurrent layers cannot be sharded"
+)
 MORE |= HYBRIDS
 
 UNEVEN: dict[str, Any] = {

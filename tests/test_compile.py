@@ -18,7 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import longspan
 from longspan import LongspanError, Memory, exchange
 from tests.choose import confirming
-from tests.models import Truth, batch, build, check_gradients, check_loss, gradients, truth_of
+from tests.models import Truth, batch, build, check_gradients, check_loss, gradients, needs_mixers, truth_of
 from tests.pool import RankPool
 from tests.tolerance import excess
 
@@ -124,7 +124,11 @@ def _compare_model(
 
 @pytest.mark.parametrize(
     ("pool", "family", "mesh", "memory", "lengths"),
-    [*MODELS, *confirming([(2, "Mistral", {"ring": 2}, SAVED, (21, 26))])],
+    [
+        *MODELS,
+        pytest.param(2, "Bamba", {"ring": 2}, SAVED, (21,), marks=needs_mixers),
+        *confirming([(2, "Mistral", {"ring": 2}, SAVED, (21, 26))]),
+    ],
     indirect=["pool"],
 )
 def test_compiled_layers_make_no_logits_and_keep_their_memory_options(

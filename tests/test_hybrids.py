@@ -13,7 +13,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import longspan
-from longspan.compat.transformers_api import mixers_hint
 from tests.choose import confirming
 from tests.models import (
     BASE,
@@ -26,6 +25,7 @@ from tests.models import (
     compare,
     gradients,
     inputs_of,
+    needs_mixers,
     padded,
     sharding,
     truth_about,
@@ -34,9 +34,7 @@ from tests.models import (
 from tests.pool import RankPool
 from tests.tolerance import excess
 
-pytestmark = pytest.mark.skipif(
-    bool(mixers_hint()), reason="before 5.24, transformers' recurrent layers cannot be sharded"
-)
+pytestmark = needs_mixers
 SIZES = (5, 9, 7)
 READS_PADDING = "RecurrentGemma"
 
@@ -187,6 +185,26 @@ WITH_OPTIONS = ("Qwen3Next", "Jamba")
 @pytest.mark.parametrize("family", [*WITH_OPTIONS, *confirming(f for f in HYBRIDS if f not in WITH_OPTIONS)])
 def test_memory_options_and_log_probabilities(pool2: RankPool, family: str) -> None:
     pool2.run(_with_options, family, truth_about(family), inputs_of(family))
+
+
+OPTIONS = (
+    longspan.Memory(checkpointing="selective", tiled_mlp=3),
+    longspan.Memory(checkpointing="save_attention", offload="disk", tiled_norms=True),
+    longspan.Memory(checkpointing="full", layers_per_checkpoint=0, head_chunks=2),
+    longspan.Memory(recompute_mlp_act=False, tiled_mlp=0),
+)
+
+
+def _with_each(family: str, truth: Truth) -> None:
+    for number, memory in enumerate(OPTIONS):
+        sp = sharding(ring=1 + number % 2)
+        model = longspan.parallelize(build(family), sp, memory=memory)
+        compare(truth, model.train(), inputs_of(family), sp)
+
+
+@pytest.mark.parametrize("family", ["NemotronH", *confirming(f for f in HYBRIDS if f != "NemotronH")])
+def test_each_memory_option(pool2: RankPool, family: str) -> None:
+    pool2.run(_with_each, family, truth_about(family))
 
 
 def _with_router_loss(family: str, truth: Truth) -> None:

@@ -28,7 +28,7 @@ from longspan.ranks import launch
 from longspan.ranks.launch import RankFailed
 from longspan.train import TrainConfig, run
 from longspan.train.memory_choice import resolve
-from tests.models import widened
+from tests.models import needs_mixers, widened
 from tests.pool import THREADS, RankError, RankPool, run_forked
 from tests.tolerance import excess, excess_of_losses, roughly
 from tests.training import (
@@ -131,6 +131,16 @@ def test_losses_are_those_of_a_plain_loop(
             record = log_of(other.out)[-1]
             assert 0 < record["communication"] < 1
         assert excess_of_losses(losses_of(other.out), plain, exact) <= 1, name
+
+
+@needs_mixers
+def test_recurrent_layers_train(tmp_path: Path, pool2: RankPool) -> None:
+    sizes = {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "head_dim": 8}
+    path = write_config(tmp_path, model_type="nemotron_h", hybrid_override_pattern="M*-", chunk_size=16, **sizes)
+    config = small_run(path, tmp_path / "run", steps=3, pack="stream", ring=2, save_every=0, export="never")
+    plain, exact = _plain_losses(config), _plain_losses(config, torch.float64)
+    train_on(pool2, config)
+    assert excess_of_losses(losses_of(config.out), plain, exact) <= 1
 
 
 def test_bf16_stays_near_fp32(config: TrainConfig, pool2: RankPool) -> None:

@@ -24,7 +24,7 @@ from longspan.compat.accelerate_api import ReplicaAccelerator
 from longspan.core.errors import LongspanError
 from longspan.trainers.saving import newest_complete, shards_of
 from tests.fitting import Samples, arguments, as_launched, collate, made, plain, sharded, sharded_alone
-from tests.models import BASE, build
+from tests.models import BASE, build, needs_mixers
 from tests.pool import RankPool
 
 LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss")
@@ -42,6 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True},
     "lora": {"lora": True},
     "by length": {"train_sampling_strategy": "group_by_length"},
+    "recurrent": {"family": "Qwen3Next", "memory": "auto"},
 }
 
 
@@ -49,7 +50,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def _plain(name: str) -> list[dict[str, Any]]:
     import tempfile
 
-    options = {key: value for key, value in VARIANTS[name].items() if key != "fsdp"}
+    options = {key: value for key, value in VARIANTS[name].items() if key not in ("fsdp", "memory")}
     with tempfile.TemporaryDirectory() as folder:
         return plain(Path(folder), **EVALUATED, **options)
 
@@ -65,7 +66,10 @@ def compare(found: list[dict[str, Any]], expected: list[dict[str, Any]], toleran
                 assert mine[key] == pytest.approx(theirs[key], rel=tolerance), (key, mine["step"])
 
 
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "lora"])
+RECURRENT = pytest.param("recurrent", marks=needs_mixers)
+
+
+@pytest.mark.parametrize("name", [*(name for name in VARIANTS if name not in ("lora", "recurrent")), RECURRENT])
 def test_the_log_is_that_of_one_process(get_pool: Callable[[int], RankPool], name: str, tmp_path: Path) -> None:
     mesh = MIXED[list(VARIANTS).index(name) % 2]
     ranks = functools.reduce(lambda a, b: a * b, mesh.values())

@@ -15,7 +15,7 @@ import torch
 import longspan
 from longspan.core.errors import LongspanError
 from tests.fitting import as_launched, quiet
-from tests.models import BASE, build
+from tests.models import BASE, build, needs_mixers
 from tests.pool import RankPool
 
 pytest.importorskip("trl")
@@ -74,6 +74,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "packed": ("SFT", "text", {"packing": True, "max_length": 48}),
     "assistant only": ("SFT", "chat", {"assistant_only_loss": True}),
     "lora": ("SFT", "text", {"peft": True}),
+    "recurrent": ("SFT", "text", {"family": "Bamba"}),
     "dpo": ("DPO", "preference", {}),
     "reward lora": ("Reward", "preference", {"peft": True, "center_rewards_coefficient": 0.01}),
 }
@@ -102,6 +103,7 @@ def _log_of(kind: str, mesh: dict[str, int] | None, out: Path) -> list[dict[str,
     trainer_name, data, changes = KINDS[kind]
     changes = dict(changes)
     options: dict[str, Any] = {}
+    family = changes.pop("family", "Llama")
     if changes.pop("peft", False):
         torch.manual_seed(3)
         kind = {"task_type": "SEQ_CLS"} if trainer_name == "Reward" else {"task_type": "CAUSAL_LM"}
@@ -114,7 +116,7 @@ def _log_of(kind: str, mesh: dict[str, int] | None, out: Path) -> list[dict[str,
         cls = longspan.trainer(cls)
     if trainer_name == "DPO" and "peft_config" not in options:
         options["ref_model"] = build("Llama", seed=1)
-    model = rewarding() if trainer_name == "Reward" else build("Llama")
+    model = rewarding() if trainer_name == "Reward" else build(family)
     args = config(
         output_dir=str(out), per_device_train_batch_size=rows_at_once, per_device_eval_batch_size=2 * rows_at_once,
         eval_strategy="steps", eval_steps=2, **{**COMMON, **changes},
@@ -133,7 +135,10 @@ def plain(kind: str) -> list[dict[str, Any]]:
         return log_of(kind, None, Path(folder))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+RECURRENT = pytest.param("recurrent", marks=needs_mixers)
+
+
+@pytest.mark.parametrize("kind", [*(kind for kind in KINDS if kind != "recurrent"), RECURRENT])
 def test_the_log_is_that_of_one_process(get_pool: Callable[[int], RankPool], kind: str, tmp_path: Path) -> None:
     mesh = {"data": 2, "ring": 2} if kind in ("lora", "dpo") else {"ulysses": 2}
     ranks = functools.reduce(lambda a, b: a * b, mesh.values())

@@ -46,17 +46,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", **SMALL, **GQA, "num_local_experts": 4},
     "gpt_neox": {"model_type": "gpt_neox", **SMALL, "attention_dropout": 0.1, "hidden_dropout": 0.1},
     "nemotron_h": {
-        "model_type": "nemotron_h",
-        **SMALL,
-        **GQA,
-        "hybrid_override_pattern": "M*-",
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 16,
-        "ssm_state_size": 8,
-        "n_groups": 2,
-        "chunk_size": 16,
-        "head_dim": 16,
-    },  # fmt: skip
+        **{"model_type": "nemotron_h", **SMALL, **GQA, "hybrid_override_pattern": "M*-", "head_dim": 16},
+        **{"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 16},
+    },
     # Gradients that are zero because their terms cancel: of a bias of keys, and of queries that see one key.
     "bert": {"model_type": "bert", **SMALL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     "one_key": {"model_type": "mistral", **SMALL, **GQA, "sliding_window": 1},
