@@ -263,10 +263,8 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
     ({}, {}, {"documents": torch.tensor([[0, 0, 1, 1, 0, 0, 2, 2]] * 2)}, "id 0 comes back after another document"),
     ({}, {"decay": (1, 0.5)}, {}, "rank 1 cannot pass its state: `decay` .* at most 0, its largest value is 0.5"),
     ({}, {"decay": (0, 0.5)}, {"method": "ulysses"}, "rank 0 cannot compute linear attention: `decay`"),
-    ({}, {"decay": (1, torch.nan)}, {"method": "ring"}, "rank 1 cannot pass its state: .* its largest value is nan"),
+    ({}, {"decay": (1, torch.nan)}, {"method": "ring"}, "rank 1 cannot compute .* its largest value is nan"),
     ({}, {"v": (1, torch.nan)}, {}, "rank 1 cannot pass its state: its state is not finite"),
-    ({}, {"v": (1, torch.nan)}, {"method": "ring"}, "rank 1 cannot pass its state: its state is not finite"),
-    ({}, {"k": (1, torch.nan)}, {"method": "ulysses"}, r"rank 1 cannot compute linear attention: `k` is not finite"),
     ({}, {"beta": (0, torch.inf)}, {}, "rank 0 cannot pass its state: its state is not finite"),
 ]  # fmt: skip
 

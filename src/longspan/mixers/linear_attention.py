@@ -73,7 +73,8 @@ def linear_attention(
 
     Raises:
         LongspanError: for tensors that do not fit, before anything is sent, on every rank with such tensors; on CPUs
-            for a decay above 0 or a state that is not finite, on every rank, naming the first rank that has it.
+            for a decay above 0, and by state passing for a state that is not finite, on every rank, naming the first
+            rank that has it.
     """
     check_sharding(sp)
     tokens = _checked(q, k, v, decay, beta)
@@ -82,10 +83,9 @@ def linear_attention(
     mixer = default_mixer(tokens, causal)
     group = sp.group if sp.size > 1 else None
     problem = _decay_problem(tokens)
+    if group is not None and method != "state_passing" and tokens.decay is not None and q.device.type == "cpu":
+        raise_on_every_rank(problem, group, "cannot compute linear attention")
     if group is not None and method == "ulysses":
-        if q.device.type == "cpu":
-            problem = problem or _nan_problem(tokens, initial_state)
-            raise_on_every_rank(problem, group, "cannot compute linear attention")
         out, state = run_by_heads(mixer, tokens, sp, length, segments, initial_state, return_state)
     else:
         table = fragment_table(sp.layout, sp.rank, length, q.shape[0], segments)
@@ -205,11 +205,3 @@ def _decay_problem(tokens: Tokens) -> LongspanError | None:
         f"`decay` is the logarithm of a factor and must be at most 0, its largest value is {largest:.4g}; pass "
         f"log(factor), as -exp(A) * softplus(x) is"
     )
-
-
-def _nan_problem(tokens: Tokens, initial_state: Tensor | None) -> LongspanError | None:
-    """Return an error if NaN or infinity in this rank's values would reach a state."""
-    for name, x in {"k": tokens.k, "v": tokens.v, "beta": tokens.beta, "initial_state": initial_state}.items():
-        if x is not None and not x.detach().isfinite().all():
-            return LongspanError(f"`{name}` is not finite (NaN or infinity)")
-    return None

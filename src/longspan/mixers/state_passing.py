@@ -86,8 +86,8 @@ class Passing:
 Exchange = Callable[[Tensor, Passing, Tensor | None, Exception | None], Incoming]
 """From my summaries `[J, B, H, K, W]` to the states that enter my runs: `exchange(summary, passing, start, problem)`.
 
-`start` is the state before the sequence, or None if no final state is asked for. `problem` is this rank's error, which
-it raises, on CPUs on every rank.
+`start` is the state before the sequence, or None if no final state is asked for. `problem` is this rank's error: it
+is raised, on CPUs on every rank.
 """
 
 # Of a mixer's function. Not every Exception: torch ends the recomputation of a checkpoint by one.
@@ -243,8 +243,11 @@ def gather_states(summary_JBHKW: Tensor, passing: Passing, start: Tensor | None,
         if gathered.device.type == "cpu":
             finite = gathered.detach().view(group.size(), -1).isfinite().all(1).tolist()
             if problem is None and not finite[group.rank()]:
-                problem = not_finite()
-            raise_on_every_rank(problem, group, CANNOT, [not x for x in finite])
+                problem = LongspanError(
+                    "its state is not finite (NaN or infinity) after its own tokens; look for NaN in q, k, v, decay, "
+                    "beta and initial_state (of a model: longspan.find_nonfinite)"
+                )
+            raise_on_every_rank(problem, group, "cannot pass its state", [not x for x in finite])
         elif problem is not None:
             raise problem
     link, dtype = gathered[:0].sum(), gathered.dtype
@@ -296,17 +299,6 @@ def _where(flags_B: Tensor, x: Tensor, otherwise: Tensor | float = 0.0) -> Tenso
     return torch.where(flags_B.view(-1, *(1,) * (x.dim() - 1)), x, otherwise)
 
 
-CANNOT = "cannot pass its state"
-
-
-def not_finite() -> LongspanError:
-    """Return the error for this rank's state."""
-    return LongspanError(
-        "its state is not finite (NaN or infinity) after its own tokens; look for NaN in q, k, v, decay, beta and "
-        "initial_state (of a model: longspan.find_nonfinite)"
-    )
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The public form for a model's own chunk function.
 
@@ -330,7 +322,7 @@ def state_passing(
 
     Args:
         chunk_function: `f(q, k, v, g=, beta=, initial_state=, output_final_state=, ...)`, affine in its state, with any
-            value dim; see `ChunkFunction`. A `g` above 0 is its own matter.
+            value dim; see `ChunkFunction`. What `g` may be, above 0 too, is its own matter.
         q, k, v, g, beta: my tokens, `[batch, tokens, heads, ...]`.
         sp: the sharding.
         length, documents: as for `longspan.linear_attention`.
