@@ -262,8 +262,6 @@ def _refusals() -> None:
         longspan.parallelize(build("Bamba"), sp)
     model = longspan.parallelize(build("Bamba"), sharding())
     whole = inputs_of("Bamba")
-    with pytest.raises(longspan.LongspanError, match="is recurrent, and a ShardedCache holds keys and values only"):
-        model.generate(whole["input_ids"], max_new_tokens=2)
     mask = torch.ones_like(whole["input_ids"])
     mask[0, 4] = 0
     with pytest.raises(longspan.LongspanError, match="has zeros between the ones of a row"):

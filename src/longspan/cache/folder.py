@@ -1,7 +1,7 @@
 """A cache on disk: one file of keys and values per rank, and an index that is written last.
 
     folder/index.json             the model's facts; the tokens and heads, size and checksum of each file
-    folder/part-0.safetensors     rank 0's keys and values, layer by layer
+    folder/part-0.safetensors     rank 0's keys and values, layer by layer, and the states of recurrent layers
 
 Everything is written into `folder.partial`, which is renamed when every file is on the disk: a crash leaves a folder
 with another name, or without an index.
@@ -167,6 +167,16 @@ def read_layer(
         except SafetensorError as error:
             raise LongspanError(f"{folder / file.file} cannot be read ({error}); save the cache again") from error
     return [outs[name] for name in names]
+
+
+def read_tensors(folder: Path, file: CacheFile, prefix: str) -> dict[str, Tensor]:
+    """Return the tensors of a file whose names start with `prefix`, by the rest of their names."""
+    try:
+        with safe_open(folder / file.file, "pt") as opened:
+            names = [name for name in opened.keys() if name.startswith(prefix)]  # noqa: SIM118 (no dict)
+            return {name.removeprefix(prefix): opened.get_tensor(name) for name in names}
+    except SafetensorError as error:
+        raise LongspanError(f"{folder / file.file} cannot be read ({error}); save the cache again") from error
 
 
 def _overlaps(sources: list[Span], targets: list[Span]) -> list[tuple[int, int, int]]:

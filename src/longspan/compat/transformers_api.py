@@ -15,7 +15,7 @@ from typing import Any
 
 import transformers
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel, masking_utils
 
 from longspan.compat.versions import needed
 
@@ -49,6 +49,17 @@ def cache_name(forward: Callable[..., Any]) -> str:
     """
     parameters = inspect.signature(forward).parameters
     return next((name for name in _CACHE_NAMES if name in parameters), _CACHE_NAMES[0])
+
+
+def has_own_cache(model: PreTrainedModel) -> bool:
+    """Return whether a model's file has a cache class of its own, without which its forward refuses `use_cache`
+    (MiniMax).
+
+    When gone: False, and the model raises an error of its own.
+    """
+    files = [sys.modules[kind.__module__] for kind in type(model).__mro__ if issubclass(kind, PreTrainedModel)]
+    kinds = [(file.__name__, x) for file in files for x in vars(file).values() if isinstance(x, type)]
+    return any(issubclass(kind, Cache) and kind.__module__ == file for file, kind in kinds)
 
 
 def take_cache(arguments: dict[str, Any]) -> Any:

@@ -143,6 +143,11 @@ def _refuse(settings: Any, more: dict[str, Any], cache: Any) -> None:
             "kinds; use assistant_model or prompt_lookup_num_tokens"
         )
     assistant = more.get("assistant_model")
+    if assistant is not None and is_parallelized(assistant) and state_of(assistant).mixers.layers:
+        raise LongspanError(
+            f"layer {state_of(assistant).mixers.layers[0].name} of assistant_model is recurrent, and its state cannot "
+            f"forget drafted tokens that are rejected; use another assistant_model"
+        )
     if assistant is not None and is_parallelized(assistant) and state_of(assistant).sp.data_size > 1:
         raise LongspanError(
             "assistant_model is parallelized, and replicas would draft different numbers of tokens, so that their "

@@ -70,7 +70,7 @@ def short_conv(
         out_BCT = F.conv1d(x_BTC.transpose(1, 2), weight.unsqueeze(1), bias, padding=size, groups=x.shape[2])
         return out_BCT[..., : x_BTC.shape[1]].transpose(1, 2)
 
-    return run_short_conv(convolve, size, x, table, sp.group if sp.size > 1 else None)
+    return run_short_conv(convolve, size, x, table, sp.group if sp.size > 1 else None)[0]
 
 
 @not_compiled
@@ -80,7 +80,10 @@ def run_short_conv(
     x: Tensor,
     table: FragmentTable,
     group: dist.ProcessGroup | None,
-) -> Tensor:
+    *,
+    initial: Tensor | None = None,
+    return_last: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """Run a convolution on my tokens, fragment by fragment. A compiler runs it as it is.
 
     Args:
@@ -89,39 +92,56 @@ def run_short_conv(
         x: local tokens, `[batch, tokens, channels]`.
         table: their fragments.
         group: the sequence group; None for one rank.
+        initial: `[batch, size, channels]`, the tokens before the first document of every row, equal on every rank.
+        return_last: whether to return the last tokens of every row, `initial` included.
+
+    Returns:
+        The output, zero outside of documents, and the last tokens `[batch, size, channels]` or None.
     """
-    before, link = list[Tensor](), None
-    if group is not None and size:
-        before, link = _tokens_before(x, x.new_zeros(x.shape[0], size, x.shape[2]), table, group)
+    before, last, link = list[Tensor](), None, None
+    if size and (group is not None or return_last):
+        before, last, link = _tokens_before(x, size, table, group, initial, return_last)
+    elif return_last:
+        last = x[:, :0]
 
     def of_fragment(rows: slice, f: Fragment) -> Tensor:
-        part = x[rows, f.start : f.stop]
-        return convolve(torch.cat([before[f.slot][rows], part], 1))[:, size:] if f.enters and size else convolve(part)
+        part, earlier = x[rows, f.start : f.stop], before[f.slot][rows] if f.enters and size else None
+        if f.first and initial is not None and size:
+            earlier = initial[rows]
+        return convolve(part) if earlier is None else convolve(torch.cat([earlier, part], 1))[:, size:]
 
     outs = [[of_fragment(rows, f) for f in fragments] for rows, fragments in table.groups]
     # A rank with padding only connects x and the weights.
     out = table.join(outs) if any(outs) else zero_of(x, convolve(x.new_zeros(1, 1, x.shape[2]))) + torch.zeros_like(x)
     entered = any(f.enters for _, fragments in table.groups for f in fragments)
-    return out if entered or link is None else out + link
+    return out if entered or link is None else out + link, last
 
 
 def _tokens_before(
-    x: Tensor, empty: Tensor, table: FragmentTable, group: dist.ProcessGroup
-) -> tuple[list[Tensor], Tensor]:
-    """Return the tokens before each of my runs, as many as in `empty`, and a zero that depends on what came."""
-    size = empty.shape[1]
-    tails = [
-        [
-            F.pad(x[rows, max(f.start, f.stop - size) : f.stop], (0, 0, max(0, size - (f.stop - f.start)), 0))
-            for f in fragments
-            if f.last
-        ]
-        for rows, fragments in table.groups
-    ]
-    tails_JBXC = table.stack_slots(tails, empty)
-    if not tails_JBXC.requires_grad:
-        tails_JBXC = tails_JBXC + zero_of(x)
-    gathered = all_gather(tails_JBXC, group_name(group))
+    x: Tensor,
+    size: int,
+    table: FragmentTable,
+    group: dist.ProcessGroup | None,
+    initial: Tensor | None,
+    return_last: bool,
+) -> tuple[list[Tensor], Tensor | None, Tensor]:
+    """Return the `size` tokens before each of my runs, the last ones of all or None, and a zero that depends on what
+    came.
+    """
+    empty = x.new_zeros(x.shape[0], size, x.shape[2])
+
+    def tail(rows: slice, f: Fragment) -> Tensor:
+        part = x[rows, max(f.start, f.stop - size) : f.stop]
+        if f.first and initial is not None:
+            return torch.cat([initial[rows], part], 1)[:, -size:]
+        return F.pad(part, (0, 0, size - part.shape[1], 0))
+
+    tails = [[tail(rows, f) for f in fragments if f.last] for rows, fragments in table.groups]
+    gathered = table.stack_slots(tails, empty)
+    if not gathered.requires_grad:
+        gathered = gathered + zero_of(x)
+    if group is not None:
+        gathered = all_gather(gathered, group_name(group))
 
     def step(run: int, tail: Tensor, before: Tensor) -> Tensor:
         """Append a run's tail to the tokens before it, and keep the last `size`."""
@@ -132,5 +152,6 @@ def _tokens_before(
             ]
         )
 
-    before, _ = chain(table.in_order(gathered), table, step, empty, table.mine[-1] + 1)
-    return [before[run] for run in table.mine], gathered[:0].sum()
+    start, runs = empty if initial is None else initial, None if return_last else table.mine[-1] + 1
+    before, last = chain(table.in_order(gathered), table, step, start, runs)
+    return [before[run] for run in table.mine], last if return_last else None, gathered[:0].sum()

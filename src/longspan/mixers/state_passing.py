@@ -148,7 +148,8 @@ def run_mixer(
             passing = Passing(mixer.causal, table, group, tokens.v.shape[3])
             incoming = (exchange or gather_states)(summary, passing, start, problem)
         assert locals_ is not None  # the exchange has raised
-        return _output(tokens, table, locals_, incoming), incoming and incoming.final
+        out = _output(tokens, table, locals_, incoming)
+        return out, incoming.final if return_state and incoming is not None else None
 
 
 def _locals(

@@ -64,6 +64,7 @@ class CachedTokens(Stage):
             raise LongspanError(f"the cache holds {cache.batch_size} rows, the batch has {rows}; make a new cache")
         known = cache.known_after(new)
         largest = self._read(call, past, new) if known is None else self._take(call, known, past, new)
+        call.segments, call.has_holes = self.segments, self.visible is not None
         if is_on_cpu(batch):
             check_ids(call.model, batch, self.traits)
         self.max_position = max(largest, cache.announced - 1)
@@ -125,7 +126,8 @@ class CachedTokens(Stage):
         parts["position_ids"] = self.positions
         call.inputs = {key: value for key, value in batch.items() if key not in (*parts, "cache_position")}
         call.inputs |= {key: shard(x, sp) if step.sharded else x for key, x in parts.items() if x is not None}
-        call.inputs |= {"longspan": self.info, "attention_mask": None, "use_cache": True, self.traits.cache_name: cache}
+        call.inputs |= {"longspan": self.info, "attention_mask": None, self.traits.cache_name: cache}
+        call.inputs["use_cache"] = not self.traits.own_cache
 
     def _row_starts(self, batch: Mapping[str, Any]) -> tuple[int, ...] | None:
         """Return the first real token of each row; None for what a step of constant shapes cannot contain."""

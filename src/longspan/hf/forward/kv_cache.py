@@ -2,7 +2,8 @@
 
 Each rank holds keys and values of its KV heads (tensor and ulysses axes) and of its tokens (ring axis). With at least
 ulysses * tensor KV heads, a rank holds 1 / (ring * ulysses * tensor) of the cache of one process. To transformers, the
-cache contains all tokens; it can be reused in the next call, cropped, and reordered.
+cache contains all tokens; it can be reused in the next call, cropped, and reordered. Every rank holds the states of
+recurrent layers whole; these cannot be cropped.
 
 `longspan.hf.forward.cached` is the stage of a forward with it, and `longspan.cache.attend` its attention.
 """
@@ -23,6 +24,7 @@ from longspan.cache.attend import CacheStep, start_step
 from longspan.cache.latent import LatentLayer
 from longspan.cache.layer_cache import LayerCache
 from longspan.cache.offload import OffloadedLayerCache, Staging
+from longspan.cache.recurrent import RecurrentLayer
 from longspan.cache.static import StaticDecode
 from longspan.comm.arguments import check_module
 from longspan.comm.mesh import SequenceSharding
@@ -42,6 +44,20 @@ class CachedInfo(SequenceInfo):
     cache: ShardedCache
     step: CacheStep  # the forward's new tokens
     keep: int  # last tokens whose logits every rank needs; 0: each rank needs those of its own tokens
+
+    @property
+    def new_segments(self) -> Segments | None:
+        """Each row's real tokens among the new ones; None if all are real."""
+        if self.segments is None:
+            return None
+        past, new = self.step.past, self.step.new
+        return tuple(((max(0, row[0][0] - past), new),) if row else () for row in self.segments)
+
+    @functools.cached_property
+    def updates_states(self) -> bool:
+        """Whether recurrent layers compute the step by their own update: one real token per row after others."""
+        one = self.step.new == 1 and self.step.past > 0 and not self.step.sharded
+        return one and all(row and row[0][0] <= self.step.past for row in self.segments or ())
 
 
 @dataclass(frozen=True)
@@ -97,11 +113,6 @@ class ShardedCache(Cache):  # type: ignore[misc]
         cuda_graph: bool = False,
     ) -> None:
         state = state_of(model)
-        if state.mixers.layers:
-            raise LongspanError(
-                f"layer {state.mixers.layers[0].name} is recurrent, and a ShardedCache holds keys and values only; the "
-                f"model can be trained and scored sharded; to generate, load it without longspan.parallelize"
-            )
         if state.sp.wire_dtype != "exact":
             raise LongspanError(
                 f"wire_dtype={state.sp.wire_dtype!r} is for training and scoring: what a model with a KV cache "
@@ -119,6 +130,9 @@ class ShardedCache(Cache):  # type: ignore[misc]
         # Ranks differ by a run of generated tokens.
         self.room = -(-room // self.sp.ring_size) + GENERATED_RUN if room else 0
         self.layer_caches: dict[int, LayerCache] = {}
+        self.recurrent = next((layer.name for layer in state.mixers.layers), None)  # the first recurrent layer
+        self.recurrent_layers: dict[str, RecurrentLayer] = {}  # by the name of the module
+        self.updated_layer: int | None = None  # of the attention in progress
         self.announced = 0  # tokens of the whole prompt, if it is read in chunks
         # In `generate`: tokens of the prompt, padding included; transformers makes mask and positions of later ones.
         self.generated_from: int | None = None
@@ -177,6 +191,14 @@ class ShardedCache(Cache):  # type: ignore[misc]
             self.layer_caches[layer] = made
         return self.layer_caches[layer]
 
+    def recurrent_layer(self, name: str) -> RecurrentLayer:
+        """Return the state of a recurrent layer, by the name of its module."""
+        return self.recurrent_layers.setdefault(name, RecurrentLayer())
+
+    @property
+    def _stores(self) -> list[LayerCache | RecurrentLayer]:
+        return [*self.layer_caches.values(), *self.recurrent_layers.values()]
+
     def holds_latents(self, store: LayerCache, latents: LatentLayer, qkv: tuple[Tensor, Tensor, Tensor]) -> bool:
         """Return whether a layer stores latent vectors; `longspan.core.cache.holds_latent` decides at first use.
 
@@ -206,7 +228,16 @@ class ShardedCache(Cache):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Return the new keys and values: attention stores them after the all-to-all."""
+        self.updated_layer = layer_idx
         return key_states, value_states
+
+    def take_updated_layer(self, default: int) -> int:
+        """Return the layer of the last `update` since the last call, or `default`.
+
+        Layers may share one attention module (Zamba), whose own `layer_idx` is then that of one of them.
+        """
+        number, self.updated_layer = self.updated_layer, None
+        return default if number is None else number
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the tokens of all ranks; during a forward those before it."""
@@ -226,7 +257,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
     @property
     def batch_size(self) -> int:
         """Rows; -1 while empty."""
-        return next((store.rows for store in self.layer_caches.values() if store.rows is not None), -1)
+        return next((store.rows for store in self._stores if store.rows is not None), -1)
 
     @property
     def is_compileable(self) -> bool:
@@ -238,7 +269,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
 
     @property
     def is_croppable(self) -> bool:
-        return all(store.start == 0 for store in self.layer_caches.values())
+        return self.recurrent is None and all(store.start == 0 for store in self.layer_caches.values())
 
     @property
     def is_sliding(self) -> list[bool]:
@@ -252,7 +283,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
     def reset(self) -> None:
         """Remove all tokens."""
         self.kv_placement, self.layer_caches, self.step, self.rollback = KVPlacement(self.sp.ring_size), {}, None, None
-        self.known = None
+        self.known, self.recurrent_layers = None, {}
         if self.staging is not None:
             self.staging.reset()
 
@@ -264,8 +295,8 @@ class ShardedCache(Cache):  # type: ignore[misc]
             max_length: above 0: tokens to keep; below 0: minus the tokens to remove; 0: do nothing (as transformers).
 
         Raises:
-            LongspanError: if a layer's sliding window has discarded tokens that it would need again, or after a
-                forward that failed.
+            LongspanError: if a layer's sliding window has discarded tokens that it would need again, for a model with
+                recurrent layers, or after a forward that failed.
         """
         past = self.kv_placement.length
         length = min(past, max_length if max_length > 0 else max(0, past + max_length))
@@ -275,6 +306,11 @@ class ShardedCache(Cache):  # type: ignore[misc]
         if length == past:
             return
         self.check_complete()
+        if self.recurrent is not None:
+            raise LongspanError(
+                f"layer {self.recurrent} is recurrent, and its state after {past} tokens cannot go back to {length}; "
+                f"make a new cache for the first {length}"
+            )
         discarded = next((layer for layer, store in self.layer_caches.items() if store.start and not all_stored), None)
         if discarded is not None:
             raise LongspanError(
@@ -287,7 +323,16 @@ class ShardedCache(Cache):  # type: ignore[misc]
             store.crop(self.kv_placement.count(self.sp.ring_rank, store.start))
 
     def activate_past_recording(self) -> None:
-        """Until the next `crop`, keep tokens that have left a sliding window (assisted generation)."""
+        """Until the next `crop`, keep tokens that have left a sliding window (assisted generation).
+
+        Raises:
+            LongspanError: for a model with recurrent layers.
+        """
+        if self.recurrent is not None:
+            raise LongspanError(
+                f"layer {self.recurrent} is recurrent, and its state cannot forget drafted tokens that are rejected; "
+                f"generate without assistant_model and prompt_lookup_num_tokens"
+            )
         if self.rollback is None:
             self.rollback = self.kv_placement.length
 
@@ -298,7 +343,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
                 "use longspan.ShardedCache(model) without it"
             )
         self.known = None  # padding of the rows
-        for store in self.layer_caches.values():
+        for store in self._stores:
             store.select_rows(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -358,13 +403,15 @@ class ShardedCache(Cache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values that this rank holds, on the device or in the host's memory."""
-        return sum(store.nbytes for store in self.layer_caches.values())
+        """Bytes of keys, values and states that this rank holds, on the device or in the host's memory."""
+        return sum(store.nbytes for store in self._stores)
 
     @property
     def device_nbytes(self) -> int:
-        """Peak bytes of keys and values on the device with offload; else `nbytes`."""
-        return self.nbytes if self.staging is None else self.staging.peak_bytes
+        """Peak bytes of keys, values and states on the device with offload; else `nbytes`."""
+        if self.staging is None:
+            return self.nbytes
+        return self.staging.peak_bytes + sum(layer.nbytes for layer in self.recurrent_layers.values())
 
 
 def check_capturable(state: ParallelState, dtype: str, offload: str) -> None:
@@ -374,7 +421,9 @@ def check_capturable(state: ParallelState, dtype: str, offload: str) -> None:
         LongspanError: with the reason.
     """
     kernels = {layer.kernel for layer in state.attention.layers}
+    recurrent = next((layer.name for layer in state.mixers.layers), None)
     reasons = {
+        f"softmax attention in every layer; {recurrent} is recurrent": recurrent is not None,
         "a CUDA GPU; this model is on another device": state.sp.device.type != "cuda",
         f"dtype='exact'; this is {dtype!r}": dtype != "exact",
         f"offload='none'; this is {offload!r}": offload != "none",

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from longspan.hf.forward.kv_cache import ShardedCache
 
 
+_STATES = "recurrent "
+"""Begins the names of the states of recurrent layers: then the layer's module, and what it is."""
+
+
 def save(cache: ShardedCache, path: Path) -> None:
     """Write a cache to a folder; see `ShardedCache.save`. Collective in the sequence group."""
     sp, layers = cache.sp, cache.layer_caches
@@ -40,6 +44,9 @@ def save(cache: ShardedCache, path: Path) -> None:
     @os_errors_as_longspan_errors()
     def write() -> files.CacheFile:
         tensors = {f"{i}.{n}": x for i, store in layers.items() for n, x in enumerate(store.parts)}
+        if rank == 0:  # states are equal on every rank
+            for name, layer in cache.recurrent_layers.items():
+                tensors |= {f"{_STATES}{name}.{kind}": x for kind, x in layer.tensors.items()}
         written = files.write_file(path, rank, tensors)
         heads = {str(i): _model_heads(cache, store)[1] for i, store in layers.items()}
         return files.CacheFile(*written, tuple(cache.kv_placement.runs[sp.ring_rank]), heads)
@@ -97,6 +104,9 @@ def fill(cache: ShardedCache, path: Path, index: dict[str, Any], parts: list[fil
             names, runs = [str(n) for n in range(tensors)], tuple(cache.kv_placement.runs[sp.ring_rank])
             stored = files.read_layer(path, parts, layer, names, start, runs, _model_heads(cache, store)[1])
             store.fill(stored if cache.staging is not None else [x.to(sp.device) for x in stored], start)
+        for name, x in files.read_tensors(path, parts[0], _STATES).items():
+            layer, _, kind = name.rpartition(".")
+            setattr(cache.recurrent_layer(layer), kind, x.to(sp.device))
 
     on_every_rank(read, sp.replica_group)
 

@@ -20,7 +20,6 @@ from longspan.compat.transformers_api import add_mixer_function
 from longspan.core.errors import LongspanError
 from longspan.mixers.linear_attention import default_mixer
 from longspan.mixers.mixer import ChunkFunction, Local, Tokens
-from longspan.mixers.short_conv import run_short_conv
 from longspan.mixers.state_passing import zero_of
 
 if TYPE_CHECKING:
@@ -39,12 +38,11 @@ def _convolution(
     **_: Any,
 ) -> Tensor:
     """Convolve `x [B, channels, T]`, each fragment after the last tokens before it."""
-    size, table = weight.shape[-1] - 1, layer.table(x.shape[0])
 
     def convolve(x_BTC: Tensor) -> Tensor:
         return original(x_BTC.transpose(1, 2), weight, bias, activation=activation).transpose(1, 2)
 
-    return run_short_conv(convolve, size, x.transpose(1, 2), table, layer.group).transpose(1, 2)
+    return layer.convolve(convolve, weight.shape[-1] - 1, x)
 
 
 def _delta_rule(
@@ -59,9 +57,9 @@ def _delta_rule(
     output_final_state: bool = False,
     cu_seqlens: None = None,
     **options: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Run Gated DeltaNet's, KDA's or a registered function on fragments."""
-    return layer.run(ChunkFunction(original, options), Tokens(q, k, v, g, beta)), None
+    return layer.run_from_state(ChunkFunction(original, options), Tokens(q, k, v, g, beta))
 
 
 def _mamba2(
@@ -81,11 +79,14 @@ def _mamba2(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
     **_: Any,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Run Mamba-2's scan: `x [B, T, H, V]`, `dt [B, T, H]`, `A [H]`, `B` and `C` `[B, T, G, K]`."""
     options = {"chunk_size": chunk_size, "D": D, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
-    out = layer.run(_Mamba2(original, A, dt_bias, options), Tokens(C, B, x, dt))
-    return _used(out, A, D, dt_bias)
+    state_BHVK = _cached_state(layer)
+    initial = None if state_BHVK is None else state_BHVK.mT
+    out, final_BHKV = layer.run(_Mamba2(original, A, dt_bias, options), Tokens(C, B, x, dt), initial)
+    out = _used(out, A, D, dt_bias)
+    return out if final_BHKV is None else (out, final_BHKV.mT.contiguous())
 
 
 def _mamba1(
@@ -102,12 +103,17 @@ def _mamba1(
     delta_softplus: bool = False,
     return_last_state: bool = False,
     **options: Any,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Run Mamba's scan: `x`, `dt` and `z` `[B, channels, T]`, `A [channels, K]`, `B` and `C` `[B, K, T]`."""
     tokens = Tokens(C.mT.unsqueeze(2), B.mT.unsqueeze(2), x.mT.unsqueeze(3), dt.mT)
     mixer = _Mamba1(original, A, D, delta_bias, delta_softplus, options)
-    out = _used(layer.run(mixer, tokens).squeeze(3).mT, A, D, delta_bias)
-    return out if z is None else out * F.silu(z)
+    state_BHK = _cached_state(layer)
+    if state_BHK is not None and state_BHK.dim() > 3:  # Zamba stacks those of several scans
+        state_BHK = state_BHK[:, layer.calls["mamba_selective_scan"] - 1]
+    out, final = layer.run(mixer, tokens, None if state_BHK is None else state_BHK.unsqueeze(3))
+    out = _used(out.squeeze(3).mT, A, D, delta_bias)
+    out = out if z is None else out * F.silu(z)
+    return out if final is None else (out, final.squeeze(3))
 
 
 def _lightning(
@@ -119,7 +125,7 @@ def _lightning(
     q, k, v = qkv_BTHX.chunk(3, -1)
     decay_BTH = -attention.slope_rate.view(1, 1, -1).expand(q.shape[:3])
     tokens = Tokens(q, k, v, decay_BTH)
-    out = attention.norm(layer.run(default_mixer(tokens), tokens).flatten(2))
+    out = attention.norm(layer.run_from_state(default_mixer(tokens), tokens)[0].flatten(2))
     return attention.out_proj(attention.output_gate(hidden_states).sigmoid() * out), None
 
 
@@ -130,8 +136,7 @@ def _conv_module(layer: MixerBinding, original: Callable[..., Tensor], x: Tensor
     def convolve(x_BTC: Tensor) -> Tensor:
         return original(x_BTC.transpose(1, 2))[..., : x_BTC.shape[1]].transpose(1, 2)
 
-    table = layer.table(x.shape[0])
-    return run_short_conv(convolve, conv.kernel_size[0] - 1, x.transpose(1, 2), table, layer.group).transpose(1, 2)
+    return layer.convolve(convolve, conv.kernel_size[0] - 1, x)
 
 
 def _rg_lru(layer: MixerBinding, original: Callable[..., Tensor], x: Tensor, position_ids: Tensor) -> Tensor:
@@ -156,7 +161,7 @@ def _rg_lru_scan(
 ) -> tuple[Tensor, None]:
     """Run RG-LRU's scan over `hidden_states` and `recurrent_gate`, both `[B, T, channels]`."""
     x_BTHV = hidden_states.unsqueeze(3)
-    out_BTHV = layer.run(_RgLru(), Tokens(x_BTHV, x_BTHV, x_BTHV, recurrent_gate * ~reset))
+    out_BTHV, _ = layer.run_from_state(_RgLru(), Tokens(x_BTHV, x_BTHV, x_BTHV, recurrent_gate * ~reset))
     return out_BTHV.squeeze(3), None
 
 
@@ -204,6 +209,11 @@ def register_mixer(function: FunctionT) -> FunctionT:
     return function
 
 
+def _cached_state(layer: MixerBinding) -> Tensor | None:
+    """Return the state of the tokens before this forward's, in the layer's own form."""
+    return None if layer.cached is None else layer.cached.recurrent
+
+
 def _used(out: Tensor, *parameters: Tensor | None) -> Tensor:
     """Connect parameters to the output also on a rank without fragments: every rank needs a gradient of each."""
     return out + zero_of(*parameters)
@@ -226,10 +236,10 @@ class _Mamba2:
         return 1
 
     def local(self, tokens: Tokens, state: Tensor | None, receives: bool) -> Local:
-        assert state is None and tokens.decay is not None
+        assert tokens.decay is not None
         out_BTHV, final_BHVK = self.function(
-            tokens.v, tokens.decay, self.A_H, tokens.k, tokens.q, dt_bias=self.bias_H, return_final_states=True,
-            **self.options,
+            tokens.v, tokens.decay, self.A_H, tokens.k, tokens.q, dt_bias=self.bias_H,
+            initial_states=None if state is None else state.mT, return_final_states=True, **self.options,
         )  # fmt: skip
         final, transition = final_BHVK.mT.to(tokens.state_dtype), None
         _, K, V = tokens.state_shape
@@ -270,7 +280,7 @@ class _Mamba1:
         return 1
 
     def local(self, tokens: Tokens, state: Tensor | None, receives: bool) -> Local:
-        assert state is None and tokens.decay is not None
+        assert tokens.decay is not None
         x_BHT, dt_BHT = tokens.v.squeeze(3).mT, tokens.decay.mT
         B_BKT, C_BKT = tokens.k.squeeze(2).mT, tokens.q.squeeze(2).mT
         out_BHT, final_BHK = self.function(
@@ -278,13 +288,16 @@ class _Mamba1:
             return_last_state=True, **self.options,
         )  # fmt: skip
         final, transition = final_BHK.unsqueeze(3).to(tokens.state_dtype), None
-        if receives:
+        if receives or state is not None:
             A_HK = self.A_HK.to(final.dtype)
             since_BTH = _time_steps(tokens.decay, self.bias_H, self.softplus).to(final.dtype).cumsum(1)
             transition = (since_BTH[:, -1].unsqueeze(-1) * A_HK).exp().unsqueeze(3)
+            if state is not None:  # the function starts from zero
+                final = final + transition * state
 
         def finish(entered_BHKV: Tensor | None) -> Tensor:
             out_BTH = out_BHT.mT
+            entered_BHKV = state if entered_BHKV is None else entered_BHKV
             if entered_BHKV is not None:
                 state_BTHK = (since_BTH.unsqueeze(-1) * A_HK).exp() * entered_BHKV[..., 0].unsqueeze(1)
                 out_BTH = out_BTH + (state_BTHK @ tokens.q.to(final.dtype).mT).squeeze(3)

@@ -7,25 +7,34 @@ ranks (`longspan.mixers`). Layers that call no such function (MiniMax, Recurrent
 instance. Neither the class nor the module is changed.
 
 A recurrent layer starts at the first real token of a row, and of a document: padding is outside of all fragments.
+
+With a cache, the prompt is read in the same way, from the state of the tokens before it (`RecurrentLayer`). Every rank
+then computes each generated token by the layer's own update, which sends nothing.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from longspan.cache.recurrent import RecurrentLayer
 from longspan.compat.torch_api import not_compiled
 from longspan.compat.transformers_api import forward_with, mixer_functions
 from longspan.core.errors import LongspanError
+from longspan.core.layout import Layout
 from longspan.hf.batch import SequenceInfo
+from longspan.hf.forward.kv_cache import CachedInfo, ShardedCache
 from longspan.hf.forward.mixer_functions import READ_PADDING, REPLACEMENTS, no_shortcut
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.support import HELP, attention_layers, decoder_layers, mixer_layers
 from longspan.mixers.fragments import FragmentTable, fragment_table
 from longspan.mixers.mixer import Mixer, Tokens
+from longspan.mixers.short_conv import run_short_conv
 from longspan.mixers.state_passing import run_mixer
 
 if TYPE_CHECKING:
@@ -51,13 +60,13 @@ class MixerLayers(Stage):
                 layer.register_forward_pre_hook(self._carry, with_kwargs=True)
 
     def check(self, call: ForwardCall) -> None:
-        if self.layers and call.info.visible is not None:
+        if self.layers and call.has_holes:
             raise LongspanError(
                 f"`attention_mask` has zeros between the ones of a row, and the recurrent layers of {self.name} "
                 f"({self.layers[0].name}, ...) would read those tokens; move padding to the ends of the rows"
             )
         unmasked = [layer.name for layer in self.layers if not READ_PADDING.isdisjoint(layer.functions)]
-        padded = [b for b, row in enumerate(call.info.segments or ()) if row and row[0][0] > 0]
+        padded = [b for b, row in enumerate(call.segments or ()) if row and row[0][0] > 0]
         if unmasked and padded:
             raise LongspanError(
                 f"row {padded[0]} of the batch begins with padding, and in transformers the recurrent layers of "
@@ -104,15 +113,18 @@ class MixerBinding:
         name: of the module.
         info: of the call in progress. It arrives with the call, as a checkpoint may run the layer after the next batch
             has started.
-        missing: functions that the layer's last call should have called, and did not.
+        cached: the layer's state, in a forward with a cache.
+        calls: how often the layer's last call has called each function.
+        missing: functions that it should have called, and did not.
     """
 
     def __init__(self, name: str, module: nn.Module, sp: SequenceSharding) -> None:
         self.name, self.sp = name, sp
-        self.group = sp.group if sp.size > 1 else None
         self.info: SequenceInfo | None = None
+        self.cached: RecurrentLayer | None = None
         self.functions = mixer_functions(module)
-        self.missing = self.wanted = {name for name in self.functions if REPLACEMENTS[name] is not no_shortcut}
+        self.wanted = {name for name in self.functions if REPLACEMENTS[name] is not no_shortcut}
+        self.calls = Counter(self.wanted)
         self.compute = forward_with(module, {name: self._replaced(name) for name in self.functions})
         # On the instance, so that hooks around `__call__` still run; and a compiler must not move collectives.
         module.forward = not_compiled(self._forward)
@@ -121,7 +133,7 @@ class MixerBinding:
         ours, original = REPLACEMENTS[name], self.functions[name]
 
         def function(*args: Any, **kwargs: Any) -> Any:
-            self.missing = self.missing - {name}
+            self.calls[name] += 1
             return ours(self, original, *args, **kwargs)
 
         return function
@@ -135,25 +147,88 @@ class MixerBinding:
                 f"layer {self.name} was called without the keyword arguments of the model's forward, so it does not "
                 f"know its batch; {HELP}"
             )
-        outer, self.info, self.missing = self.info, info, self.wanted
+        outer, self.info, self.calls = (self.info, self.cached), info, Counter()
+        if isinstance(info, CachedInfo):
+            self.cached = cached = info.cache.recurrent_layer(self.name)
+            cached.begin(info.updates_states)
+            args = tuple(cached if isinstance(x, ShardedCache) else x for x in args)
+            kwargs = {name: cached if isinstance(x, ShardedCache) else x for name, x in kwargs.items()}
+            if "use_cache" in kwargs:  # RecurrentGemma's blocks would keep states themselves
+                kwargs["use_cache"] = False
         try:
             return self.compute(*args, **kwargs)
         finally:
-            self.info = outer
+            if self.cached is not None and self.cached.is_read:
+                self.calls = Counter(self.wanted)  # the layer computed its update by others
+            self.info, self.cached = outer
+
+    @property
+    def missing(self) -> set[str]:
+        return self.wanted - self.calls.keys()
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the tokens of the call in progress are sharded; every rank computes a few new tokens."""
+        return not isinstance(self.info, CachedInfo) or self.info.step.sharded
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that share the tokens of the call in progress; None for one."""
+        return self.sp.group if self.sp.size > 1 and self.is_sharded else None
 
     def table(self, batch: int) -> FragmentTable:
         """Return my fragments of the batch, made once per batch: thousands of documents are not hashed per layer."""
-        assert self.info is not None
+        info = self.info
+        assert info is not None
         key = "fragments", self.sp.layout, self.sp.rank, batch
-        if key not in self.info.plans:
-            self.info.plans[key] = fragment_table(*key[1:3], self.info.length, batch, self.info.segments)
-        table: FragmentTable = self.info.plans[key]
+        if key not in info.plans:
+            length, segments = info.length, info.segments
+            if isinstance(info, CachedInfo):
+                length, segments = info.step.new, info.new_segments
+            layout, rank = (self.sp.layout, self.sp.rank) if self.is_sharded else (Layout(), 0)
+            info.plans[key] = fragment_table(layout, rank, length, batch, segments)
+        table: FragmentTable = info.plans[key]
         return table
 
-    def run(self, mixer: Mixer, tokens: Tokens) -> Tensor:
-        """Run a mixer on my tokens."""
+    def _check_one_state(self, functions: set[str] | None = None) -> None:
+        """Raise if the layer has called a function twice, whose states a cache would confuse."""
+        twice = next(
+            (name for name, calls in self.calls.items() if calls > 1 and name in (functions or self.calls)), None
+        )
+        if twice is not None:
+            raise LongspanError(
+                f"layer {self.name} calls {twice} twice, and a cache holds one state of a layer's; the model can be "
+                f"trained and scored, not generate: call it without a cache"
+            )
+
+    def convolve(self, convolution: Callable[[Tensor], Tensor], size: int, x_BCT: Tensor) -> Tensor:
+        """Run a causal convolution of `[rows, tokens, channels]`, which looks back at `size` tokens, on my tokens."""
+        cached, initial = self.cached, None
+        if cached is not None:
+            self._check_one_state({"causal_conv1d_fn"})
+            initial = None if cached.conv is None else cached.conv.mT
+        table = self.table(x_BCT.shape[0])
+        out_BTC, last_BXC = run_short_conv(
+            convolution, size, x_BCT.mT, table, self.group, initial=initial, return_last=cached is not None
+        )
+        if cached is not None and last_BXC is not None:
+            cached.conv = last_BXC.mT.contiguous()
+        return out_BTC.mT
+
+    def run_from_state(self, mixer: Mixer, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
+        """Run a mixer from the cached state, if there is one, and store the next, which is in the same form."""
+        if self.cached is None:
+            return self.run(mixer, tokens, None)
+        self._check_one_state()
+        out, self.cached.recurrent = self.run(mixer, tokens, self.cached.recurrent)
+        return out, self.cached.recurrent
+
+    def run(self, mixer: Mixer, tokens: Tokens, initial_state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Run a mixer on my tokens, and with a cache return the state after the last token."""
+        table = self.table(tokens.v.shape[0])
         try:
-            out, _ = run_mixer(mixer, tokens, self.table(tokens.v.shape[0]), self.group)
+            return run_mixer(
+                mixer, tokens, table, self.group, initial_state=initial_state, return_state=self.cached is not None
+            )
         except LongspanError as error:
             raise LongspanError(f"layer {self.name}: {error}") from error
-        return out

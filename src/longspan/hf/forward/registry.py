@@ -96,7 +96,8 @@ def longspan_attention(
     latents = None if layer.latents is None else layer.latents.take()
     q, k, v = (x.transpose(1, 2) for x in _one_dtype(query, key, value))
     if isinstance(info, CachedInfo):
-        out = _with_cache(layer, module.layer_idx, attention_mask, info, (q, k, v), scores, latents)
+        number = info.cache.take_updated_layer(module.layer_idx)  # type: ignore[arg-type]
+        out = _with_cache(layer, number, attention_mask, info, (q, k, v), scores, latents)
         return _viewable(out), None
     try:
         plan = _plan(layer, attention_mask, info, Shapes.of(q, k, v, scores), scores)

@@ -50,6 +50,7 @@ class ShardBatch(Stage):
             call.inputs = dict(call.batch)
         else:
             call.inputs = self._shard(call.batch)
+        call.segments, call.has_holes = call.info.segments, call.info.visible is not None
         check_positions(position_range(call.model.config), call.info.max_position)
         call.tokens = tokens_of(call.inputs)
 

@@ -21,7 +21,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from longspan.compat.transformers_api import Positions, cache_name, own_positions, take_cache
+from longspan.attn.segments import Segments
+from longspan.compat.transformers_api import Positions, cache_name, has_own_cache, own_positions, take_cache
 from longspan.hf.batch import SequenceInfo
 from longspan.hf.forward.kv_cache import ShardedCache
 from longspan.hf.support import attention_dropout, router_top_k
@@ -51,6 +52,7 @@ class ModelTraits:
     name: str  # of the class, before FSDP replaces it
     signature: inspect.Signature  # of `forward`
     cache_name: str  # the argument that takes a KV cache
+    own_cache: bool  # the model accepts no other cache with `use_cache`
     labels_per_token: bool  # not shifted: a masked LM or a token classifier
     labels_per_row: bool  # a sequence classifier or reward model
     top_k: int | None  # experts per token, if the model's router loss is known
@@ -64,6 +66,7 @@ class ModelTraits:
             name=type(model).__name__,
             signature=inspect.signature(model.forward),
             cache_name=cache_name(model.forward),
+            own_cache=has_own_cache(model),
             labels_per_token=model.loss_type in ("ForMaskedLM", "ForTokenClassification"),
             labels_per_row=model.loss_type == "ForSequenceClassification",
             top_k=router_top_k(model),
@@ -114,6 +117,8 @@ class ForwardCall:
     cache: ShardedCache | None = None
     scored: bool = False  # called with `fused_lm_head=True`
     inputs: dict[str, Any] = field(default_factory=dict)  # what the model's forward receives
+    segments: Segments | None = None  # documents and padding; with a cache, also of the cached tokens
+    has_holes: bool = False  # whether the mask has zeros between the ones of a row
     tokens: Tensor | None = None  # ids or embeddings of my tokens, `[B, L, ...]`
     has_labels: bool = False
     loss: tuple[Tensor, int] | None = None  # what the model's loss function returned, and its version
