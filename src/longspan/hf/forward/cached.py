@@ -139,6 +139,8 @@ class CachedTokens(Stage):
     def after(self, call: ForwardCall, output: Any) -> Any:
         assert call.cache is not None
         call.cache.end()
+        if not isinstance(output, tuple) and not hasattr(output, self.traits.cache_name):
+            setattr(output, self.traits.cache_name, call.cache)  # `generate` reads it (RecurrentGemma's has none)
         return output
 
     @not_compiled

@@ -325,10 +325,12 @@ class _RgLru:
         return 1
 
     def local(self, tokens: Tokens, state: Tensor | None, receives: bool) -> Local:
-        assert state is None and tokens.decay is not None
+        assert tokens.decay is not None
         factor_BTH, states_BHV, transition = tokens.decay.to(tokens.state_dtype), list[Tensor](), None
+        before_BHV = None if state is None else state[:, :, 0]
         for factor_BH, x_BHV in zip(factor_BTH.unbind(1), tokens.v.to(tokens.state_dtype).unbind(1), strict=True):
-            states_BHV.append(x_BHV + factor_BH.unsqueeze(2) * states_BHV[-1] if states_BHV else x_BHV)
+            before_BHV = x_BHV if before_BHV is None else x_BHV + factor_BH.unsqueeze(2) * before_BHV
+            states_BHV.append(before_BHV)
         if receives:
             kept_BTHV = tokens.decay.double().cumprod(1).to(tokens.state_dtype).unsqueeze(3)
             transition = kept_BTHV[:, -1].unsqueeze(3)
