@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 import longspan
@@ -256,6 +257,20 @@ def test_refused_models() -> None:
     model = longspan.parallelize(make_model("WanTransformer3DModel"), sp)
     with pytest.raises(LongspanError, match="is parallelized already"):
         longspan.parallelize(model, sp)
+
+
+@on_ranks(2)
+def test_sharded_weights_are_gathered_to_save_them() -> None:
+    model: Any = longspan.parallelize(make_model("WanTransformer3DModel"), _sharding())
+    with pytest.raises(LongspanError, match="save_pretrained cannot save shards"):
+        model.save_pretrained("anywhere")
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    plain = make_model("WanTransformer3DModel").state_dict()
+    if dist.get_rank() == 0:
+        assert weights.keys() == plain.keys() and all(torch.equal(weights[name], plain[name]) for name in plain)
+    assert longspan.explain(model) == "mesh: data=1 ulysses=2\nattention: 2 layers by Ulysses"
+    with pytest.raises(LongspanError, match="WanTransformer3DModel is a diffusion transformer; this is for language"):
+        longspan.find_nonfinite(model, make_inputs("WanTransformer3DModel"))
 
 
 @on_ranks(2)

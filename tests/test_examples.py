@@ -61,6 +61,15 @@ def test_a_training_loop_does_not_depend_on_the_ranks(ranks: RankPool, example: 
         assert abs(float(one) - float(two)) < 1.5 * last_place(one), losses  # the same, or the next decimal
 
 
+def test_a_sampled_video_does_not_depend_on_the_ranks(ranks: RankPool) -> None:
+    pytest.importorskip("diffusers")
+    alone = run_forked(run_example, "video", "--steps", "2", "--batch", "2")
+    sharded = ranks.run(run_example, "video", "--steps", "2", "--batch", "2", "--ulysses", "2")[0]
+    found = [re.findall(r"-?\d+\.\d+", said) for said in (alone, sharded)]
+    assert len(found[0]) == len(found[1]) == 6
+    assert [float(x) for x in found[1]] == pytest.approx([float(x) for x in found[0]], abs=2e-3)
+
+
 @pytest.mark.parametrize("example", ["trainer", "sft"])
 def test_trainers_log_and_save(ranks: RankPool, example: str, tmp_path: Path) -> None:
     if example == "sft":

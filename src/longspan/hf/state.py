@@ -45,6 +45,7 @@ class DiffusionState:
     """The parts of a parallelized diffusion transformer."""
 
     sp: SequenceSharding
+    attention: str  # how tokens of different ranks attend to each other
     gradients: GradientSum | None  # None with FSDP or on one rank
     in_backward: None = None
 
@@ -64,6 +65,8 @@ def state_of(model: nn.Module) -> ParallelState:
         state = getattr(module, "longspan_state", None)
         if isinstance(state, ParallelState):
             return state
+        if isinstance(state, DiffusionState):
+            raise LongspanError(f"{type(model).__name__} is a diffusion transformer; this is for language models")
     raise LongspanError(f"{type(model).__name__} is not parallelized; call longspan.parallelize(model, sp) first")
 
 
@@ -75,6 +78,10 @@ def explain(model: nn.Module) -> str:
     Raises:
         LongspanError: for a model that is not parallelized.
     """
+    diffusion = getattr(model, "longspan_state", None)
+    if isinstance(diffusion, DiffusionState):
+        sp = diffusion.sp
+        return f"mesh: data={sp.data_size} ulysses={sp.ulysses_size}\nattention: {diffusion.attention}"
     state = state_of(model)
     sp = state.sp
     tensor = "" if state.tensor is None else f" tensor={sp.tensor_size} ({state.tensor.style})"

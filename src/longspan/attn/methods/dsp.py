@@ -3,7 +3,8 @@
 Zhao et al. 2024, arXiv:2403.10266. A video model's spatial block attends along the patches of a frame, its temporal
 block along the frames. While the patches are whole on a rank, the frames can be sharded, and the other way round. So
 nothing is sent inside a block; where the attended dimension changes, one all-to-all of the hidden states moves the
-shards: `N*d/P * (P-1)/P` elements per rank, of which Ulysses sends four times as many in every block (q, k, v, output).
+shards: `N*d/P * (P-1)/P` elements per rank. Ulysses, with the frames sharded throughout, sends four times as many in
+every temporal block (q, k, v and output), so twice as many in all.
 """
 
 from __future__ import annotations

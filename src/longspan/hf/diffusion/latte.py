@@ -69,11 +69,11 @@ def forward(
     for i, block in enumerate(blocks):
         x_BTSC = shards.switch(x_BTSC, i)
         if attends[i] == PATCHES:
-            x_BTSC = _along(PATCHES, model, block, x_BTSC, text, mask, time)
+            x_BTSC = along(PATCHES, model, block, x_BTSC, text, mask, time)
         else:
             if i == 1 and frames > 1:
                 x_BTSC = x_BTSC + model.temp_pos_embed.to(x_BTSC.dtype).unsqueeze(PATCHES)
-            x_BTSC = _along(FRAMES, model, block, x_BTSC, None, None, time)
+            x_BTSC = along(FRAMES, model, block, x_BTSC, None, None, time)
 
     shift, scale = (model.scale_shift_table[None] + embedded_time[:, None]).chunk(2, dim=1)
     x_BTSC = model.norm_out(x_BTSC) * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
@@ -87,7 +87,7 @@ def forward(
     return transformer_output(output)
 
 
-def _along(
+def along(
     dim: int, model: Any, block: Any, x_BTSC: Tensor, text: Tensor | None, mask: Tensor | None, time: Tensor
 ) -> Tensor:
     """Run a block whose attention goes along one dimension; the other is part of its batch."""

@@ -7,7 +7,7 @@ import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -54,16 +54,21 @@ def shard_diffusion_model(model: Any, sp: SequenceSharding, options: DiffusionOp
     entrance = _Entrance(model, sp, family, tokens, plan.get("", {}), options)
     if family.attention:
         install(model, plan, tokens)
-        for path, module in matching(model, family.attention).items():
+        layers = matching(model, family.attention)
+        for path, module in layers.items():
             bind(module, path, tokens)
+        attention = f"{len(layers)} layers by Ulysses"
     else:
+        attention = "Dynamic Sequence Parallelism: all layers are local, frames and patches switch between them"
         model.forward = functools.partial(latte.forward, model, sp)
     gradients = None
     if sp.shards_weights(fsdp=options.fsdp, cpu_offload=False):
         _apply_fsdp(model, sp, family, options.mp_policy)
+        for method in ("save_pretrained", "push_to_hub", "save_lora_adapter"):
+            setattr(model, method, functools.partial(_cannot_save, method))
     elif sp.world_size > 1:
         gradients = GradientSum(model.parameters(), sp)
-    model.longspan_state = DiffusionState(sp, gradients)
+    model.longspan_state = DiffusionState(sp, attention, gradients)
     entrance.gradients = gradients
     model.register_forward_pre_hook(entrance, with_kwargs=True)
 
@@ -126,6 +131,14 @@ def _apply_fsdp(model: Any, sp: SequenceSharding, family: Family, mp_policy: Mix
     for module in model.modules():
         if isinstance(module, FSDPModule):
             sum_gradients(module)
+
+
+def _cannot_save(method: str, *_: Any, **__: Any) -> NoReturn:
+    raise LongspanError(
+        f"{method} cannot save shards, and the weights of this model are sharded; gather them on every rank by "
+        f"torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True, and load them into a "
+        f"plain model"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

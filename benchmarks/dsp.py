@@ -1,0 +1,173 @@
+"""Latte's blocks by Dynamic Sequence Parallelism and by Ulysses, forward and backward, on loopback and on slow links.
+
+    python benchmarks/dsp.py             # as root for the slow links (`benchmarks/cluster.py`)
+    python benchmarks/dsp.py --no-slow   # loopback alone
+
+Frames are sharded at the start. DSP switches to the patches and back by one all-to-all each. Ulysses keeps the frames
+sharded, computes spatial attention locally too, and exchanges q, k, v and the output in each temporal block. Megatron
+SP, by its formula, gathers and scatters all tokens around every attention and MLP. Goal: DSP at most 0.6 of Ulysses'
+time where links dominate.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import cluster
+import common
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import longspan
+from longspan.attn.methods.dsp import DynamicSharding
+from longspan.bench.meters import count_sent, most_sent
+from longspan.comm.collectives import all_gather
+from longspan.comm.reshard import gather_along, shard_sizes
+from longspan.hf.diffusion import attention
+from longspan.hf.diffusion.families import FAMILIES
+from longspan.hf.diffusion.latte import FRAMES, PATCHES, along
+from longspan.hf.diffusion.tokens import Tokens
+
+GOAL = 0.6
+METHODS = ("DSP", "Ulysses")
+HEADS, DIM, PAIRS, TEXT = 8, 16, 4, 32
+RATES = (None, "200mbit", "50mbit", "20mbit")
+Shape = tuple[int, int]  # frames, patches
+SHAPES: tuple[Shape, ...] = ((16, 256), (18, 225))  # the second does not divide
+
+
+def main(ranks: int = 4, repeats: int = 5, slow: bool = True, name: str = "dsp-vs-ulysses") -> None:
+    """Measure both methods at each rate of links, each rank on its own host."""
+    env = common.environment(["longspan", "torch", "diffusers"])
+    env["ranks"] = f"{ranks}, gloo, one thread each: over loopback, then each in a network namespace (tc tbf)"
+    rows = []
+    for rate in RATES if slow else (None,):
+        for shape in SHAPES if rate is None else SHAPES[:1]:
+            row = {"ranks": ranks, "rate": rate, "frames": shape[0], "patches": shape[1]}
+            arguments = {"frames": shape[0], "patches": shape[1], "repeats": repeats}
+            if rate is None:
+                found = common.run_ranks(measure, ranks, *arguments.values())
+            else:
+                with cluster.hosts(ranks, rate) as net:
+                    found = cluster.run_on(net, measure, **arguments)
+            rows.append({**row, **found})
+    common.write_report(name, "Dynamic Sequence Parallelism against Ulysses", env, describe(rows), rows)
+
+
+def measure(frames: int, patches: int, repeats: int) -> dict[str, Any]:
+    """Return bytes and times of both methods; run by every rank."""
+    warnings.simplefilter("ignore")
+    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=dist.get_world_size(), device_type="cpu"))
+    steps = {method: Step(method, sp, frames, patches) for method in METHODS}
+    sent, found = {}, {}
+    for method, step in steps.items():
+        with count_sent() as log:
+            mine = step()
+        found[method] = step.whole(mine)
+        sent[method] = most_sent(log).get("all_to_all", 0)
+    for i, (a, b) in enumerate(zip(*found.values(), strict=True)):
+        if (error := common.relative_error(a, b)) > 1e-4:
+            raise RuntimeError(f"tensor {i} of the methods differs by {error:.1e}")
+    wall, cpu = common.alternate(dict(steps), repeats)
+    return {"sent": sent, "formula": formulas(frames, patches, sp.size), "wall": wall, "cpu": cpu}
+
+
+class Step:
+    """One method's blocks; calling it runs forward and backward, and returns output and gradients of all ranks."""
+
+    def __init__(self, method: str, sp: longspan.SequenceSharding, frames: int, patches: int) -> None:
+        from diffusers import LatteTransformer3DModel
+
+        torch.manual_seed(0)
+        self.model: Any = LatteTransformer3DModel(
+            num_attention_heads=HEADS, attention_head_dim=DIM, in_channels=4, num_layers=PAIRS, sample_size=8,
+            cross_attention_dim=HEADS * DIM, patch_size=2, norm_type="ada_norm_single", caption_channels=8,
+            num_embeds_ada_norm=1000, norm_elementwise_affine=False, activation_fn="gelu-approximate",
+        )  # fmt: skip
+        pairs = zip(self.model.transformer_blocks, self.model.temporal_transformer_blocks, strict=True)
+        self.blocks = [block for pair in pairs for block in pair]
+        channels, sizes = HEADS * DIM, {FRAMES: frames, PATCHES: patches}
+        self.attends = (PATCHES, FRAMES) * PAIRS
+        self.shards = longspan.dsp(sp, self.attends, sizes)
+        if method == "Ulysses":
+            self.shards = DynamicSharding(sp, sizes, (FRAMES,) * len(self.blocks))
+            tokens = Tokens(sp, FAMILIES["WanTransformer3DModel"])  # one stream of tokens
+            tokens.lengths = {"hidden_states": frames}
+            for i, block in enumerate(self.model.temporal_transformer_blocks):
+                attention.bind(block.attn1, f"block {i}", tokens)
+        self.x_BTSC, grad = torch.randn(1, frames, patches, channels), torch.randn(1, frames, patches, channels)
+        self.grad = self.shards.shard(grad, -1)
+        self.text, self.time = torch.randn(1, TEXT, channels), torch.randn(1, 6 * channels)
+
+    def __call__(self) -> list[Tensor]:
+        x_BTSC = mine = self.shards.shard(self.x_BTSC).clone().requires_grad_()
+        text = self.text.repeat_interleave(x_BTSC.shape[FRAMES], 0)
+        for i, (block, dim) in enumerate(zip(self.blocks, self.attends, strict=True)):
+            x_BTSC = self.shards.switch(x_BTSC, i)
+            x_BTSC = along(dim, self.model, block, x_BTSC, text if dim == PATCHES else None, None, self.time)
+        weights = [p for block in self.blocks for p in block.parameters()]
+        return [x_BTSC.detach(), *torch.autograd.grad(x_BTSC, [mine, *weights], self.grad)]
+
+    def whole(self, found: list[Tensor]) -> list[Tensor]:
+        """Return output and gradients of all ranks."""
+        sp, (last, first) = self.shards.sp, (self.shards.dims[-1], self.shards.dims[0])
+        output, grad, *of_weights = found
+        for x in of_weights:
+            dist.all_reduce(x)
+        sharded = [(output, last), (grad, first)]
+        return [
+            *(gather_along(x, dim, self.shards.sizes[dim], sp.group, all_gather) for x, dim in sharded),
+            *of_weights,
+        ]
+
+
+def formulas(frames: int, patches: int, ranks: int) -> dict[str, int]:
+    """Return the fp32 bytes that the rank with most sends, forward and backward."""
+    t, s, h = (shard_sizes(n, ranks) for n in (frames, patches, HEADS))
+    there_and_back = max(t[r] * (patches - s[r]) + s[r] * (frames - t[r]) for r in range(ranks)) * HEADS * DIM
+    of_heads = max(t[r] * (HEADS - h[r]) + (frames - t[r]) * h[r] for r in range(ranks)) * patches * DIM
+    return {
+        "DSP": 4 * (2 * PAIRS - 1) * there_and_back,
+        "Ulysses": 4 * PAIRS * 4 * of_heads,
+        "Megatron SP": 4 * 2 * PAIRS * 2 * 4 * frames * patches * HEADS * DIM * (ranks - 1) // ranks,
+    }
+
+
+def describe(rows: list[dict[str, Any]]) -> str:
+    cells = []
+    for row in rows:
+        for method in (*METHODS, "Megatron SP"):
+            line = [row["rate"] or "loopback", f"{row['frames']} x {row['patches']}", method]
+            formula = row["formula"][method]
+            if method not in METHODS:
+                cells.append([*line, "", "", "", f"{formula:,}"])
+                continue
+            sent = row["sent"][method]
+            ratio = common.paired_ratio(row["wall"][method], row["wall"]["Ulysses"])
+            wall, cpu = (common.median(row[clock][method]) for clock in ("wall", "cpu"))
+            cells.append([*line, f"{wall:.3f}", f"{cpu:.3f}", f"{ratio:.3f}", f"{sent:,}"])
+            cells[-1].append("=" if sent == formula else f"{formula:,}")
+    for line in cells:
+        line += [""] * (8 - len(line))
+    slowest = [row for row in rows if row["rate"] == RATES[-1]]
+    found = [common.paired_ratio(row["wall"]["DSP"], row["wall"]["Ulysses"]) for row in slowest]
+    header = ["links", "frames x patches", "method", "seconds", "CPU s", "of Ulysses", "bytes sent", "formula"]
+    return "\n".join(
+        [
+            common.table(header, cells),
+            "",
+            *[f"- on links of {RATES[-1]} DSP takes {ratio:.3f} of Ulysses' time (goal: {GOAL})." for ratio in found],
+            f"- {PAIRS} spatial and {PAIRS} temporal blocks of Latte, {HEADS} heads of {DIM}, batch 1, fp32;",
+            "  outputs and all gradients of the methods are equal within 1e-4.",
+            "- seconds: of the slowest rank, medians over rounds; CPU s: the sum over ranks; of Ulysses: the median",
+            "  over rounds of the ratio in a round.",
+            "- bytes sent: of the rank that sends most, both passes; `=` where the formula agrees to the byte.",
+            "  Megatron SP is a formula alone: an all-gather and a reduce-scatter around each attention and MLP.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    common.command(main, __doc__)
