@@ -250,8 +250,13 @@ KIMI = {
     "linear_num_heads": 2, "linear_head_dim": 6, "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4, "v_head_dim": 6, "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 24,
 }  # fmt: skip
+MINIMAX = {
+    "model_type": "minimax", "layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2,
+    "num_local_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
 CHECKPOINTED = Memory(checkpointing="full")
 CASES = [
+    (Mesh(ring=2), MINIMAX, {"dtype": "bf16"}),
     (Mesh(ring=2, ulysses=2), NEMOTRON, {"memory": CHECKPOINTED}),
     (Mesh(ulysses=2), NEMOTRON, {"weight_sharding": False}),
     (Mesh(ulysses=4), KIMI, {}),
@@ -311,7 +316,7 @@ CASES = [
 ]
 
 
-CONFIRMING = (8, 9, 11, 13, 18, 23, 24, 27, 29, 32, 34, 40, 41)  # each axis and option of theirs is in another case
+CONFIRMING = (9, 10, 12, 14, 19, 24, 25, 28, 30, 33, 35, 41, 42)  # each axis and option of theirs is in another case
 
 
 @pytest.mark.parametrize(
