@@ -50,12 +50,12 @@ def test_a_planted_fault_is_reported(get_pool: Callable[[int], RankPool]) -> Non
     generated = Case("causal/llama", length=5, job="generate", mesh={"ring": 2}, generation={"max_new_tokens": 2})
     # Generation from a cache would be silently wrong.
     twice = dataclasses.replace(generated, family="causal/diffllama")
-    unknown = Case("causal/rwkv", length=5, mesh={"ring": 2})
+    unknown = Case("causal/xlstm", length=5, mesh={"ring": 2})
     refused, cached, *equal = judge([unknown, twice, PADDED, generated, *map(Case.read, FOUND)], get_pool)
     # transformers 5.5's does not use the attention registry.
     assert cached.kind == "refused" and re.search("calls its attention twice|attention registry", cached.text)
     assert [outcome.kind for outcome in equal] == ["equal"] * len(equal), equal
-    assert refused.kind == "refused" and "Rwkv" in refused.text
+    assert refused.kind == "refused" and "xLSTM" in refused.text
     (wrong,) = judge([PADDED], get_pool, _padding_forgotten)
     assert wrong.kind == "failed" and "of the limit" in wrong.text
     (differs,) = judge([PADDED], get_pool, _one_rank_refuses)

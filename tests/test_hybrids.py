@@ -36,15 +36,15 @@ from tests.tolerance import excess
 
 pytestmark = needs_mixers
 SIZES = (5, 9, 7)
-READS_PADDING = "RecurrentGemma"
+READ_PADDING = ("RecurrentGemma", "Rwkv")
 
 
 def _documents(family: str) -> dict[str, Any]:
-    """One row of three documents. RecurrentGemma gets no positions: those of its documents must start at 0 anyway."""
+    """One row of three documents. RecurrentGemma gets no positions, and must start its documents at 0 anyway."""
     whole = {name: x[3:] for name, x in inputs_of(family).items()}
     whole["labels"] = whole["labels"].index_fill(1, torch.tensor([0, 5, 14]), -100)
     ids = torch.arange(3).repeat_interleave(torch.tensor(SIZES))[None]
-    positions = {} if family == READS_PADDING else {"position_ids": torch.cat([*map(torch.arange, SIZES)])[None]}
+    positions = {} if family in READ_PADDING else {"position_ids": torch.cat([*map(torch.arange, SIZES)])[None]}
     return {**whole, "document_ids": ids, **positions}
 
 
@@ -68,10 +68,10 @@ def _run(family: str, changes: dict[str, Any], ring: int, fsdp: bool, whole: dic
 KINDS = ("plain", "left", "right", "documents")
 EVERY = [
     (family, ring, kind) for family in HYBRIDS for ring in (1, 2) for kind in KINDS
-    if (family, kind) != (READS_PADDING, "left")
+    if (family in READ_PADDING, kind) != (True, "left")
 ]  # fmt: skip
-CHOSEN = [(f, 1 + i % 2, KINDS[(i // 2) % 4]) for i, f in enumerate(HYBRIDS)]
-CHOSEN.append((READS_PADDING, 2, "documents"))
+CHOSEN = [(f, 1 + i % 2, KINDS[(i // 2) % 4]) for i, f in enumerate(HYBRIDS) if f not in READ_PADDING]
+CHOSEN += [(READ_PADDING[0], 2, "documents"), (READ_PADDING[1], 1, "documents"), (READ_PADDING[1], 2, "right")]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def _each_on_padding(families: list[str], truths: list[Truth]) -> None:
 
 
 def test_ranks_with_padding_alone(pool4: RankPool) -> None:
-    families = ["Qwen3Next", "Mamba2", "Mamba", "Lfm2", "MiniMax", "RecurrentGemma"]
+    families = ["Qwen3Next", "Mamba2", "Mamba", "Lfm2", "MiniMax", "RecurrentGemma", "Rwkv"]
     truths = [truth_of(build(family), _mostly_padding(family)) for family in families]
     pool4.run(_each_on_padding, families, truths)
 
@@ -266,9 +266,9 @@ def _refusals() -> None:
     mask[0, 4] = 0
     with pytest.raises(longspan.LongspanError, match="has zeros between the ones of a row"):
         model(**whole, attention_mask=mask)
-    model = longspan.parallelize(build(READS_PADDING), sharding())
+    model = longspan.parallelize(build(READ_PADDING[0]), sharding())
     with pytest.raises(longspan.LongspanError, match=r"row 1 of the batch begins with padding, .*layers.0.temporal"):
-        model(**padded(READS_PADDING, "left"))
+        model(**padded(READ_PADDING[0], "left"))
 
 
 def test_refusals(pool2: RankPool) -> None:

@@ -202,8 +202,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] =
     # Of a model.
     ("Gemma2", {}, {}, {"kernel": "sdpa"}, "layer model.layers.0.self_attn: kernel='sdpa' cannot do softcap"),
     ("GptOss", {}, {}, {"kernel": "sdpa"}, "layer model.layers.0.self_attn: kernel='sdpa' cannot do sinks"),
-    ("Rwkv", {**NO_ATTENTION, "context_length": 64}, {}, {},
-     "layer rwkv.blocks.0 (RwkvBlock) of RwkvForCausalLM mixes tokens without going through attention"),
+    ("xLSTM", {**NO_ATTENTION, "num_heads": 2}, {}, {},
+     "layer backbone.blocks.0 (xLSTMBlock) of xLSTMForCausalLM mixes tokens without going through attention"),
     ("MobileBert", {**BERT, "embedding_size": 16}, {}, {},
      "embeddings of MobileBertForMaskedLM ... neighbours (trigram_input=True)"),
     ("Bloom", {}, {}, {}, "every attention layer of BloomForCausalLM adds ALiBi biases to its scores"),

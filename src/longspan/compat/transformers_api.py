@@ -276,6 +276,9 @@ MIXER_FUNCTIONS = {
     "RecurrentGemmaRecurrentBlock.conv_1d.forward",
     "RecurrentGemmaRecurrentBlock.rg_lru.forward",
     "RecurrentGemmaRecurrentBlock.rg_lru._rnn_scan",
+    "RwkvSelfAttention.forward",
+    "RwkvSelfAttention.time_shift.forward",
+    "RwkvFeedForward.time_shift.forward",
 }  # fmt: skip
 """Functions through which tokens mix in recurrent layers and short convolutions: of modelling files, or methods.
 

@@ -35,7 +35,7 @@ HELP = "it cannot be sharded in this version"
 
 # Layers that mix tokens without the attention registry.
 _MIXERS = re.compile(
-    r"Mamba|DeltaNet|LinearAttention|LightningAttention|Rwkv|RWKV|Recurrent|ShortConv|Hyena|Retention|SSM"
+    r"Mamba|DeltaNet|LinearAttention|LightningAttention|Rwkv|RWKV|LSTM|Recurrent|ShortConv|Hyena|Retention|SSM"
 )
 
 # Values of a config's `layer_types`: of attention, and, where the recurrent layers are known ones, of other layers.

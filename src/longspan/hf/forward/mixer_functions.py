@@ -20,10 +20,11 @@ from longspan.compat.transformers_api import add_mixer_function
 from longspan.core.errors import LongspanError
 from longspan.mixers.linear_attention import default_mixer
 from longspan.mixers.mixer import ChunkFunction, Local, Tokens
+from longspan.mixers.scan import Scan
 from longspan.mixers.state_passing import zero_of
 
 if TYPE_CHECKING:
-    from longspan.hf.forward.mixers import MixerBinding
+    from longspan.hf.forward.mixers import Carried, MixerBinding
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any] | str)
 
@@ -161,8 +162,30 @@ def _rg_lru_scan(
 ) -> tuple[Tensor, None]:
     """Run RG-LRU's scan over `hidden_states` and `recurrent_gate`, both `[B, T, channels]`."""
     x_BTHV = hidden_states.unsqueeze(3)
-    out_BTHV, _ = layer.run_from_state(_RgLru(), Tokens(x_BTHV, x_BTHV, x_BTHV, recurrent_gate * ~reset))
+    out_BTHV, _ = layer.run_from_state(Scan(), Tokens(x_BTHV, x_BTHV, x_BTHV, recurrent_gate * ~reset))
     return out_BTHV.squeeze(3), None
+
+
+def _time_shift(layer: MixerBinding, original: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """Run RWKV's shift of `x [B, T, channels]` by one token."""
+    return layer.convolve(original, 1, x.mT).mT
+
+
+def _rwkv(layer: MixerBinding, original: Callable[..., Any], hidden: Tensor, **_: Any) -> tuple[Tensor, Carried]:
+    """Run RWKV's attention: a sum of values and one of weights, to which a token adds its own with another factor.
+
+    In fp64, which holds exponentials of keys up to 700; transformers subtracts a running maximum.
+    """
+    attention: Any = original.__self__  # type: ignore[attr-defined]
+    receptance, k_BTH, v_BTH, _ = attention.extract_key_value(hidden)
+    weight_BTH = k_BTH.double().exp()
+    added_BTHV = torch.stack([weight_BTH * v_BTH, weight_BTH], 3)
+    factor_BTH = (-attention.time_decay.double().exp()).exp().expand_as(weight_BTH)
+    tokens = Tokens(added_BTHV, added_BTHV[..., :1], added_BTHV, factor_BTH)
+    before_BTHV, _ = layer.run(Scan(before=True), tokens, None)
+    total_BTHV = before_BTHV + added_BTHV * attention.time_first.double().exp().unsqueeze(1)
+    out_BTH = (total_BTHV[..., 0] / total_BTHV[..., 1]).to(v_BTH.dtype)
+    return attention.output(receptance * out_BTH), layer.carried()  # as state, to the feed-forward layer
 
 
 def no_shortcut(layer: MixerBinding, original: Callable[..., Any], *_: Any, **__: Any) -> None:
@@ -181,9 +204,12 @@ REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "RecurrentGemmaRecurrentBlock.conv_1d.forward": _conv_module,
     "RecurrentGemmaRecurrentBlock.rg_lru.forward": _rg_lru,
     "RecurrentGemmaRecurrentBlock.rg_lru._rnn_scan": _rg_lru_scan,
+    "RwkvSelfAttention.forward": _rwkv,
+    "RwkvSelfAttention.time_shift.forward": _time_shift,
+    "RwkvFeedForward.time_shift.forward": _time_shift,
 }
 
-READ_PADDING = frozenset({"RecurrentGemmaRecurrentBlock.rg_lru.forward"})
+READ_PADDING = frozenset({"RecurrentGemmaRecurrentBlock.rg_lru.forward", "RwkvSelfAttention.forward"})
 """Functions of layers that take no mask: padding before a row's tokens changes their state."""
 
 
@@ -310,33 +336,3 @@ def _time_steps(dt_BTH: Tensor, bias_H: Tensor | None, softplus: bool) -> Tensor
     if bias_H is not None:
         dt_BTH = dt_BTH + bias_H.to(dt_BTH.dtype)
     return F.softplus(dt_BTH) if softplus else dt_BTH
-
-
-@dataclass(frozen=True)
-class _RgLru:
-    """RG-LRU's scan as a `Mixer`: every channel is a head with one value, and `decay` is its factor, not a logarithm.
-
-    transformers' own scan writes into one tensor token by token, and its backward copies that tensor for each token.
-    """
-
-    causal: bool = True
-
-    def columns(self, tokens: Tokens) -> int:
-        return 1
-
-    def local(self, tokens: Tokens, state: Tensor | None, receives: bool) -> Local:
-        assert tokens.decay is not None
-        factor_BTH, states_BHV, transition = tokens.decay.to(tokens.state_dtype), list[Tensor](), None
-        before_BHV = None if state is None else state[:, :, 0]
-        for factor_BH, x_BHV in zip(factor_BTH.unbind(1), tokens.v.to(tokens.state_dtype).unbind(1), strict=True):
-            before_BHV = x_BHV if before_BHV is None else x_BHV + factor_BH.unsqueeze(2) * before_BHV
-            states_BHV.append(before_BHV)
-        if receives:
-            kept_BTHV = tokens.decay.double().cumprod(1).to(tokens.state_dtype).unsqueeze(3)
-            transition = kept_BTHV[:, -1].unsqueeze(3)
-
-        def finish(entered_BHKV: Tensor | None) -> Tensor:
-            out_BTHV = torch.stack(states_BHV, 1)
-            return out_BTHV if entered_BHKV is None else out_BTHV + kept_BTHV * entered_BHKV[:, :, 0].unsqueeze(1)
-
-        return Local(states_BHV[-1].unsqueeze(3), transition, finish)

@@ -91,17 +91,19 @@ class MixerLayers(Stage):
     def _carry(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pass the batch's facts to a layer's mixer, in place of the mask, which is None or all ones here.
 
-        Some layers drop keyword arguments, and all pass on the mask. A checkpoint of the layer saves it, too.
+        Some layers drop keyword arguments, and all pass on the mask (RWKV's, which take none, a cached state). A
+        checkpoint of the layer saves it, too.
         """
         info = kwargs.get("longspan", self.info)
-        if info is None or "attention_mask" not in kwargs:
+        name = next((name for name in ("attention_mask", "state") if name in kwargs), None)
+        if info is None or name is None:
             return args, kwargs
-        return args, {**kwargs, "attention_mask": _Carried(info)}
+        return args, {**kwargs, name: Carried(info)}
 
 
 @dataclass(frozen=True)
-class _Carried:
-    """Stands for the mask of a layer, and carries the facts of its batch."""
+class Carried:
+    """Stands for the mask or cached state of a layer, and carries the facts of its batch."""
 
     info: SequenceInfo
 
@@ -139,9 +141,10 @@ class MixerBinding:
         return function
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        info, mask = kwargs.pop("longspan", None), kwargs.get("attention_mask")
-        if isinstance(mask, _Carried):
-            info, kwargs["attention_mask"] = mask.info, None
+        info = kwargs.pop("longspan", None)
+        for name, value in kwargs.items():
+            if isinstance(value, Carried):
+                info, kwargs[name] = value.info, None
         if not isinstance(info, SequenceInfo):
             raise LongspanError(
                 f"layer {self.name} was called without the keyword arguments of the model's forward, so it does not "
@@ -189,6 +192,11 @@ class MixerBinding:
             info.plans[key] = fragment_table(layout, rank, length, batch, segments)
         table: FragmentTable = info.plans[key]
         return table
+
+    def carried(self) -> Carried:
+        """Return the facts of my batch, to be passed to the next layer."""
+        assert self.info is not None
+        return Carried(self.info)
 
     def _check_one_state(self, functions: set[str] | None = None) -> None:
         """Raise if the layer has called a function twice, whose states a cache would confuse."""
