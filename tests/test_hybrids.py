@@ -269,6 +269,11 @@ def _refusals() -> None:
     model = longspan.parallelize(build(READ_PADDING[0]), sharding())
     with pytest.raises(longspan.LongspanError, match=r"row 1 of the batch begins with padding, .*layers.0.temporal"):
         model(**padded(READ_PADDING[0], "left"))
+    model = longspan.parallelize(build("Rwkv"), sharding())
+    with pytest.raises(longspan.LongspanError, match="RwkvForCausalLM takes no cache, so it cannot generate sharded"):
+        model.generate(whole["input_ids"], max_new_tokens=2)
+    with pytest.raises(longspan.LongspanError, match="RwkvForCausalLM starts from a zero state"):
+        model(**whole, state=[torch.zeros(4, 32, 2)])
 
 
 def test_refusals(pool2: RankPool) -> None:

@@ -118,6 +118,11 @@ class ShardedCache(Cache):  # type: ignore[misc]
                 f"wire_dtype={state.sp.wire_dtype!r} is for training and scoring: what a model with a KV cache "
                 f"exchanges is exact; to generate, parallelize it with a sharding of wire_dtype='exact'"
             )
+        if not state.traits.accepts(state.traits.cache_name):
+            raise LongspanError(
+                f"{state.traits.name} takes no cache, so it cannot generate sharded; it can be trained and scored; to "
+                f"generate, load it without longspan.parallelize"
+            )
         super().__init__(layers=[])
         self.config = state.config
         self.sp: SequenceSharding = state.sp

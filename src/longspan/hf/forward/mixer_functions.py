@@ -182,7 +182,7 @@ def _rwkv(layer: MixerBinding, original: Callable[..., Any], hidden: Tensor, **_
     added_BTHV = torch.stack([weight_BTH * v_BTH, weight_BTH], 3)
     factor_BTH = (-attention.time_decay.double().exp()).exp().expand_as(weight_BTH)
     tokens = Tokens(added_BTHV, added_BTHV[..., :1], added_BTHV, factor_BTH)
-    before_BTHV, _ = layer.run(Scan(before=True), tokens, None)
+    before_BTHV = layer.run(Scan(before=True), tokens, None)[0]
     total_BTHV = before_BTHV + added_BTHV * attention.time_first.double().exp().unsqueeze(1)
     out_BTH = (total_BTHV[..., 0] / total_BTHV[..., 1]).to(v_BTH.dtype)
     return attention.output(receptance * out_BTH), layer.carried()  # as state, to the feed-forward layer

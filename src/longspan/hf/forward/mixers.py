@@ -65,6 +65,8 @@ class MixerLayers(Stage):
                 f"`attention_mask` has zeros between the ones of a row, and the recurrent layers of {self.name} "
                 f"({self.layers[0].name}, ...) would read those tokens; move padding to the ends of the rows"
             )
+        if call.batch.get("state") is not None:  # RWKV's
+            raise LongspanError(f"{self.name} starts from a zero state when it is sharded; leave `state` out")
         unmasked = [layer.name for layer in self.layers if not READ_PADDING.isdisjoint(layer.functions)]
         padded = [b for b, row in enumerate(call.segments or ()) if row and row[0][0] > 0]
         if unmasked and padded:
