@@ -19,7 +19,7 @@ from longspan.comm.mesh import OneDeviceMesh
 from longspan.core import tile_sizes
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, LONGEST, Memory
-from longspan.hf.planning import config_shape, hardware_of, shape_from_modules
+from longspan.hf.planning import config_shape, hardware_of, shape_from_modules, shape_of_model
 from longspan.memory import checkpointing
 from longspan.memory.activations import NormedLinear
 from longspan.memory.offload.disk import DiskStore
@@ -27,7 +27,18 @@ from longspan.memory.tiles import Tiled
 from longspan.plan import Hardware, Job, Mesh, cost
 from tests.choose import each_value, grouped, pairwise
 from tests.fakes import fake_world
-from tests.models import Truth, batch, build, check_gradients, check_loss, compare, gradients, sharding, truth_of
+from tests.models import (
+    Truth,
+    batch,
+    build,
+    check_gradients,
+    check_loss,
+    compare,
+    gradients,
+    needs_mixers,
+    sharding,
+    truth_of,
+)
 from tests.pool import RankPool
 
 ONE_DEVICE = longspan.SequenceSharding(OneDeviceMesh("cpu"))
@@ -391,15 +402,17 @@ def test_unsupported_memory_options_of_a_model() -> None:
 # `memory="auto"`.
 
 
-FOR_AUTO = {"Llama": {}, "Gemma": {"head_dim": 8}, "Starcoder2": {"sliding_window": 6}, "ModernBert": {}}
-"""The planner has no config of the families after the first."""
+FOR_AUTO = {"Llama": {}, "Bamba": {}, "Gemma": {"head_dim": 8}, "Starcoder2": {"sliding_window": 6}, "ModernBert": {}}
+"""The planner has no config of the families after the second."""
 
 
-@pytest.mark.parametrize("family", FOR_AUTO)
+@pytest.mark.parametrize(
+    "family", [pytest.param("Bamba", marks=needs_mixers), *(family for family in FOR_AUTO if family != "Bamba")]
+)
 def test_auto_chooses_options_that_fit_and_explains_them(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = build(family, max_position_embeddings=1 << 17, **FOR_AUTO[family])
     long = batch(rows=1, n=1500)
-    shape, cpu = shape_from_modules(plain), hardware_of(torch.device("cpu"))
+    shape, cpu = shape_of_model(plain), hardware_of(torch.device("cpu"))
     jobs = (Job(context=1500, dtype="fp32", weight_sharding=False, memory=memory) for memory in (FASTEST, LONGEST))
     needed = [cost(shape, job, Mesh(), cpu).memory_total_bytes for job in jobs]  # memory for one of them
     room = _with(cpu, sum(needed) / 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,17 @@ NEXT = {
 NEMOTRON = {
     "model_type": "nemotron_h", "hybrid_override_pattern": "MM", "mamba_num_heads": 6, "mamba_head_dim": 24,
     "n_groups": 2, "ssm_state_size": 16, "chunk_size": 32,
+}  # fmt: skip
+BAMBA = {
+    "model_type": "bamba", "num_hidden_layers": 2, "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16,
+    "mamba_chunk_size": 32,
+}  # fmt: skip
+GRANITE = {**BAMBA, "model_type": "granitemoehybrid", "num_local_experts": 0, "shared_intermediate_size": 352}
+QWEN3_5 = {**{key: value for key, value in NEXT.items() if key != "num_experts"}, "model_type": "qwen3_5_text"}
+OLMO = {
+    "model_type": "olmo_hybrid", "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 16,
+    "pad_token_id": 0,
 }  # fmt: skip
 CHECKPOINTED = Memory(checkpointing="full")
 FP32, BF16, P2P = {"dtype": "fp32"}, {"dtype": "bf16"}, {"ring_impl": "p2p"}
@@ -243,24 +255,30 @@ def test_saved_activations_are_exact(
     assert planned.total * c.tokens == more - fewer
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("of", [NEXT, NEMOTRON], ids=["qwen3_next", "nemotron_h"])
+@pytest.mark.parametrize(
+    ("of", "dtype"),
+    [
+        *itertools.product([NEXT, NEMOTRON, OLMO], ["fp32", "bf16"]),
+        *confirming(itertools.product([BAMBA, GRANITE, QWEN3_5], ["fp32", "bf16"])),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value["model_type"],
+)
 def test_saved_activations_of_recurrent_layers_are_within_a_tenth(
     pool2: RankPool, of: dict[str, Any], dtype: str
 ) -> None:
-    """The second rank receives a state. What a second layer makes autograd save."""
-    config, one = {**SMALL, **of}, {"layer_types": ["linear_attention"], "hybrid_override_pattern": "M"}
-    fewer = {**config, **{key: value for key, value in one.items() if key in config}}
+    """The second rank receives a state. What one layer more makes autograd save."""
+    more = {**SMALL, **of}
+    lists = {key: more[key] for key in ("layer_types", "hybrid_override_pattern") if key in more}
+    more["num_hidden_layers"] = len(next(iter(lists.values()), "LL"))
+    fewer = {**more, **{key: value[1:] for key, value in lists.items()}}
+    fewer["num_hidden_layers"] -= 1
     mesh = Mesh(ulysses=2)
-    with_one, with_two = (
-        pool2.run(saved_bytes, {**each, "num_hidden_layers": n}, 512, mesh, dtype)[1]
-        for n, each in ((1, fewer), (2, config))
-    )
-    model = shape_from_config(config, "test")
+    without, with_it = (pool2.run(saved_bytes, config, 512, mesh, dtype)[1] for config in (fewer, more))
+    model = shape_from_config(more, "test")
     job = Job(context=512, memory=Memory(recompute_mlp_act=False), dtype=dtype)  # type: ignore[arg-type]
     c = CostContext(model, job, mesh, on_cpu=True)
     planned = saved_per_token(model.layers[0], c).total * c.tokens
-    assert planned == pytest.approx(with_two - with_one, rel=0.1)
+    assert planned == pytest.approx(with_it - without, rel=0.1)
 
 
 def saved_bytes(config: dict[str, Any], context: int, mesh: Mesh, dtype: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,35 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             "use_bias": True,
             "mlp_bias": True,
             "conv_kernel": 3,
+        },
+    ],
+    "qwen3_5_text": [
+        {"linear_num_key_heads": 2, "linear_num_value_heads": 6},
+        {"full_attention_interval": 3, "linear_conv_kernel_dim": 2, "tie_word_embeddings": True},
+    ],
+    "qwen3_5_moe_text": [{"num_experts": 6, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 12}],
+    "olmo_hybrid": [
+        {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_value_head_dim": 6},
+        {"num_hidden_layers": 3, "attention_bias": True},
+    ],
+    "bamba": [
+        {"mamba_n_heads": 4, "attn_layer_indices": [2, 5], "mamba_n_groups": 2, "mamba_d_state": 6},
+        {
+            "mamba_n_heads": 8,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "mlp_bias": True,
+            "attn_layer_indices": [0],
+        },
+    ],
+    "granitemoehybrid": [
+        {"mamba_n_heads": 4, "layer_types": ["mamba", "attention"] * 3, "num_local_experts": 3},
+        {
+            "mamba_n_heads": 2,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 20,
+            "attention_bias": True,
+            "layer_types": ["linear_attention"] * 5 + ["full_attention"],
         },
     ],
     "minimax": [{}, {"layer_types": ["linear_attention"] * 5 + ["full_attention"], "num_local_experts": 3}],
@@ -142,10 +172,13 @@ def _shapes_of(module: Any, without: str = "no prefix") -> list[tuple[str, tuple
     return [(name, tuple(p.shape)) for name, p in module.named_parameters() if not name.startswith(without)]
 
 
+MLP_NAMES = r"^(feed_forward|block_sparse_moe)\.|^(?=shared_mlp\.)"
+
+
 def _layer_shapes_of(layer: Any) -> list[tuple[str, tuple[int, ...]]]:
-    """An MLP that is a layer alone (Nemotron-H) has our name for it."""
-    alone = getattr(layer, "block_type", None) in ("mlp", "moe")
-    return [(name.replace("mixer.", "mlp.") if alone else name, size) for name, size in _shapes_of(layer)]
+    """An MLP has our name for it; in Nemotron-H it may be a layer alone."""
+    names = MLP_NAMES + r"|^mixer\." * (getattr(layer, "block_type", None) in ("mlp", "moe"))
+    return [(re.sub(names, "mlp.", name), size) for name, size in _shapes_of(layer)]
 
 
 def _ours(parameters: tuple[Parameter, ...]) -> list[tuple[str, tuple[int, ...]]]:
@@ -155,7 +188,11 @@ def _ours(parameters: tuple[Parameter, ...]) -> list[tuple[str, tuple[int, ...]]
 def _kind_of(layer: Any, config: Any) -> tuple[str, int | None]:
     """The kind and the window that a transformers layer computes with."""
     attention = getattr(layer, "self_attn", getattr(layer, "mixer", None))
-    if hasattr(layer, "linear_attn") or any(x in type(attention).__name__ for x in ("Lightning", "Delta", "Mamba")):
+    if (
+        hasattr(layer, "linear_attn")
+        or getattr(layer, "mamba", None) is not None
+        or any(x in type(attention).__name__ for x in ("Lightning", "Delta", "Mamba"))
+    ):
         return "linear", None
     if getattr(layer, "block_type", None) in ("mlp", "moe"):
         return "no", None
@@ -196,7 +233,7 @@ def test_defaults_are_those_of_the_config_class(model_type: str) -> None:
     import transformers
 
     family = FAMILIES[model_type]
-    config = transformers.CONFIG_MAPPING["gemma3_text" if model_type == "gemma3" else model_type]()
+    config = transformers.CONFIG_MAPPING[model_type]().get_text_config()
     for key in {"tie_word_embeddings", "attention_bias", "num_key_value_heads", *family.defaults}:
         name = family.spellings.get(key, (key,))[0]
         if key == "sliding_window" and not getattr(config, "use_sliding_window", True):

@@ -21,7 +21,7 @@ from longspan.comm.mesh import SequenceSharding
 from longspan.core.errors import LongspanError
 from longspan.core.memory import Memory
 from longspan.core.parallel import TensorStyle
-from longspan.hf.support import attention_layers, decoder_layers
+from longspan.hf.support import attention_layers, decoder_layers, mixer_layers
 from longspan.plan.hardware import CATALOGUE, Hardware, read_hardware
 from longspan.plan.job import Job, Mesh
 from longspan.plan.layers import CAUSAL, AttendedKeys, Bidirectional, Chunk, Mlp, Softmax, Window
@@ -88,6 +88,11 @@ def shape_from_modules(model: PreTrainedModel) -> ModelShape:
 
 
 def _mixer(block: nn.Module, config: Any, index: int) -> Softmax:
+    if mixer_layers(block):
+        raise LongspanError(
+            f"layer {index} ({type(block).__name__}) is recurrent, and the planner does not know its model type; "
+            f"choose memory options yourself, such as memory='longest'"
+        )
     attention = next(iter(attention_layers(block).values()), None)
     if attention is None:
         raise LongspanError(f"layer {index} ({type(block).__name__}) has no attention, so it cannot be planned")

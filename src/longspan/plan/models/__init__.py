@@ -1,12 +1,12 @@
 """Models: from a `config.json` to the shape of every layer and weight.
 
 `read.py` reads a config into a `ModelShape` (`shape.py`), by the `Family` (`family.py`, which says how to add one) of
-its model type. `families.py`, `other_families.py` and `hybrid_families.py` hold the built-in families, made of
-`blocks.py`; `catalogue.py` holds the built-in configs.
+its model type. The files named `families.py` or `..._families.py` hold the built-in families, made of `blocks.py`;
+`catalogue.py` holds the built-in configs.
 """
 
 from longspan.plan.layers import Parameter
-from longspan.plan.models import families, hybrid_families, other_families
+from longspan.plan.models import delta_families, families, hybrid_families, mamba_families, other_families
 from longspan.plan.models.catalogue import CONFIGS
 from longspan.plan.models.family import FAMILIES, Family, Part, register
 from longspan.plan.models.read import is_family, read_model, shape_from_config, shape_from_layers
@@ -27,6 +27,6 @@ __all__ = [
     "shape_from_layers",
 ]
 
-for _module in (families, other_families, hybrid_families):
+for _module in (families, other_families, hybrid_families, delta_families, mamba_families):
     for _model_type, _family in _module.FAMILIES.items():
         register(_model_type, _family)

@@ -29,7 +29,8 @@ from longspan.plan.models.other_families import after_dense, latent, latent_atte
 # Qwen3-Next: gated linear attention (the delta rule).
 
 
-def _delta(c: Config) -> Linear:
+def delta_rule(c: Config) -> Linear:
+    """Return gated DeltaNet."""
     k, v = c.count("linear_num_key_heads"), c.count("linear_num_value_heads")
     c.divides("linear_num_value_heads", "linear_num_key_heads", v, k)
     dim, v_dim = c.count("linear_key_head_dim"), c.count("linear_value_head_dim")
@@ -48,7 +49,8 @@ def _delta_weights(c: Config, mixer: Linear) -> Iterator[Parameter]:
     yield from linear("linear_attn.out_proj", values, c.d)
 
 
-def _next_experts(c: Config, mlp: Mlp) -> Iterator[Parameter]:
+def next_experts(c: Config, mlp: Mlp) -> Iterator[Parameter]:
+    """Yield routed experts and a shared one with a gate; in a dense layer a dense MLP."""
     yield from routed_experts(c, mlp)
     if mlp.experts:
         yield from gated("mlp.shared_expert", c.d, mlp.shared_ffn)
@@ -119,26 +121,27 @@ def _nemotron_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 
 
-def _mamba2(c: Config) -> Linear:
-    heads, dim, state, groups = (
-        c.count(key) for key in ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups")
-    )
+def mamba2(c: Config, head_dim: int | None = None) -> Linear:
+    """Return Mamba-2; `head_dim` by default as the config states it."""
+    heads, state, groups = (c.count(key) for key in ("mamba_num_heads", "ssm_state_size", "n_groups"))
+    dim = head_dim or c.count("mamba_head_dim")
     c.divides("mamba_num_heads", "n_groups", heads, groups)
     channels = heads * dim + 2 * groups * state
     kernel, chunk = c.count("conv_kernel"), c.count("chunk_size")
     return Linear(heads, groups, state, dim, columns=1, chunk=chunk, channels=channels, kernel=kernel)
 
 
-def _mamba2_weights(c: Config, mixer: Linear) -> Iterator[Parameter]:
+def mamba2_weights(c: Config, mixer: Linear, name: str = "mixer") -> Iterator[Parameter]:
+    """Yield the weights of Mamba-2."""
     heads, width = mixer.q_heads, mixer.q_heads * mixer.v_head_dim
-    for name in ("dt_bias", "A_log", "D"):
-        yield Parameter(f"mixer.{name}", (heads,))
-    yield Parameter("mixer.conv1d.weight", (mixer.channels, 1, mixer.kernel))
+    for each in ("dt_bias", "A_log", "D"):
+        yield Parameter(f"{name}.{each}", (heads,))
+    yield Parameter(f"{name}.conv1d.weight", (mixer.channels, 1, mixer.kernel))
     if c.flag("use_conv_bias"):
-        yield Parameter("mixer.conv1d.bias", (mixer.channels,))
-    yield from linear("mixer.in_proj", c.d, width + mixer.channels + heads, c.flag("use_bias"))
-    yield from norm("mixer.norm", width)
-    yield from linear("mixer.out_proj", width, c.d, c.flag("use_bias"))
+        yield Parameter(f"{name}.conv1d.bias", (mixer.channels,))
+    yield from linear(f"{name}.in_proj", c.d, width + mixer.channels + heads, c.flag("use_bias"))
+    yield from norm(f"{name}.norm", width)
+    yield from linear(f"{name}.out_proj", width, c.d, c.flag("use_bias"))
 
 
 def _nemotron_attention(c: Config, mixer: Softmax) -> Iterator[Parameter]:
@@ -203,9 +206,9 @@ FAMILIES = {
     "qwen3_next": Family(
         {
             **softmax(partial(attention, qk_norm="head", gate=True), window=False),
-            "linear_attention": Part(_delta, _delta_weights),
+            "linear_attention": Part(delta_rule, _delta_weights),
         },
-        experts(_next_experts, every_step, shared=lambda c: c.count("shared_expert_intermediate_size")),
+        experts(next_experts, every_step, shared=lambda c: c.count("shared_expert_intermediate_size")),
         {
             "num_key_value_heads": 2,
             "head_dim": 256,
@@ -284,7 +287,7 @@ FAMILIES = {
     "nemotron_h": Family(
         {
             **softmax(_nemotron_attention, window=False),
-            "linear_attention": Part(_mamba2, _mamba2_weights),
+            "linear_attention": Part(mamba2, mamba2_weights),
             "mlp": NO_MIXER,
             "moe": NO_MIXER,
         },
