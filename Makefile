@@ -60,13 +60,14 @@ ALONE := $(addprefix tests/test_,$(addsuffix .py,activations arguments bench che
 
 # What a new version of transformers, accelerate, PEFT, TRL, datasets, tyro or lm-eval can break.
 VERSIONED := $(addprefix tests/test_,$(addsuffix .py,cache cache_latent cache_offload checkpoint_export classify cli compat \
-	data diffusion examples generate generate_cli generate_tensor lm_eval loading models optimizer parallelize plan_agrees plan_cached \
+	data diffusion examples generate generate_cli generate_tensor hybrids lm_eval loading models optimizer parallelize plan_agrees plan_cached \
 	plan_shapes readme tensor train train_tensor trainer trl verify))
 
 # Some of these for the oldest versions: models, generation, Trainer and TRL.
 OLDER_ARGS := tests/test_compat.py tests/test_models.py tests/test_generate.py tests/test_trainer.py tests/test_trl.py \
-	-k "compat or (test_every_family and (Mistral or Llama4Text or ModernBert)) or (test_one_process and padding and left and not router) \
-	or turns or (test_the_log_is and (packed or (lora and not dpo and not reward) or (ulysses and not data))) or (resumes_on and lora)"
+	tests/test_hybrids.py -k "compat or newer_transformers or (test_every_family and (Mistral or Llama4Text or ModernBert)) or turns \
+	or (test_one_process and ((padding and left and not router) or Bamba or Lfm2- or Qwen3Next)) or (resumes_on and lora) \
+	or (test_the_log_is and (packed or (lora and not dpo and not reward) or (ulysses and not data)))"
 
 # The kinds of kernels that torch has for CPUs and this one can run, the narrowest first.
 CPU_FLAGS := $(shell grep -m1 flags /proc/cpuinfo 2>/dev/null)

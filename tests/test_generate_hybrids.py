@@ -18,9 +18,7 @@ from tests.generating import check_generated, generated, made, parallelized, pla
 from tests.models import HYBRIDS
 from tests.pool import RankPool
 
-pytestmark = pytest.mark.skipif(
-    bool(mixers_hint()), reason="before 5.24, transformers' recurrent layers cannot be sharded"
-)
+pytestmark = pytest.mark.skipif(bool(mixers_hint()), reason="needs transformers 5.15")
 
 # Rows of one length or padded on the left, read at once or in chunks: of 3 tokens, some rows begin after the first
 # ones, and four ranks do not shard a chunk.

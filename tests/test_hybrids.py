@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import longspan
+from longspan.compat.transformers_api import mixers_hint
 from tests.choose import confirming
 from tests.models import (
     BASE,
@@ -34,7 +35,6 @@ from tests.models import (
 from tests.pool import RankPool
 from tests.tolerance import excess
 
-pytestmark = needs_mixers
 SIZES = (5, 9, 7)
 READ_PADDING = ("RecurrentGemma", "Rwkv")
 
@@ -278,6 +278,7 @@ def _refusals() -> None:
         model(**whole, state=[torch.zeros(4, 32, 2)])
 
 
+@needs_mixers
 def test_refusals(pool2: RankPool) -> None:
     pool2.run(_refusals)
 
@@ -298,3 +299,10 @@ def test_nan_in_a_state_names_layer_and_rank(pool2: RankPool) -> None:
     assert other == (error, first)
     assert error.startswith("layer model.layers.0.mamba: rank 1 cannot pass its state: its state is not finite")
     assert first.startswith("what goes into model.layers.0 on rank 1 (128 of ")
+
+
+@pytest.mark.skipif(not mixers_hint(), reason="transformers 5.15 and newer generate")
+def test_generation_needs_newer_transformers() -> None:
+    model = longspan.parallelize(build("Lfm2"), longspan.SequenceSharding(longspan.init_mesh()))
+    with pytest.raises(longspan.LongspanError, match="generation with recurrent layers needs transformers 5.15"):
+        model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=2)

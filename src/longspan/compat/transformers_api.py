@@ -17,6 +17,7 @@ import transformers
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel, masking_utils
 
+from longspan.compat.older_mixers import older_forward_with, older_mixer_functions
 from longspan.compat.versions import needed
 
 _CACHE_NAMES = "cache", "past_key_values"
@@ -283,8 +284,8 @@ MIXER_FUNCTIONS = {
 """Functions through which tokens mix in recurrent layers and short convolutions: of modelling files, or methods.
 
 A method is named by the class of the layer, then the path from an instance of it.
-Versions: transformers 5.24 has all; before, layers choose between a kernel and code of their own. When gone:
-`mixer_functions` finds none, and the model is refused.
+Versions: transformers 5.15 and newer; before, see `older_mixers`. When gone: `mixer_functions` finds none, and the
+model is refused.
 """
 
 
@@ -296,12 +297,13 @@ def mixer_functions(module: Any) -> dict[str, Any]:
     kind: Any = type(module)
     methods = {name: path for name in MIXER_FUNCTIONS if (path := name.removeprefix(f"{kind.__name__}.")) != name}
     with contextlib.suppress(AttributeError):
-        return {name: operator.attrgetter(path)(module) for name, path in methods.items()} or _called_functions(kind)
+        found = {name: operator.attrgetter(path)(module) for name, path in methods.items()}
+        return found or _called_functions(kind) or older_mixer_functions(module)
     return {}
 
 
 def add_mixer_function(name: str) -> None:
-    """Add the name of a function to `MIXER_FUNCTIONS`."""
+    """Add the name of a function to `MIXER_FUNCTIONS`. When gone: as there."""
     MIXER_FUNCTIONS.add(name)
     _called_functions.cache_clear()
 
@@ -321,12 +323,12 @@ def _globals_of(function: Any) -> set[str]:
 def mixers_hint() -> str:
     """Return the end of the error for a recurrent layer: which transformers to install.
 
-    When gone (5.24 and newer): empty.
+    When gone (5.15 and newer): empty.
     """
     found = re.match(r"(\d+)\.(\d+)", transformers.__version__)
-    if found is None or (int(found[1]), int(found[2])) >= (5, 24):
+    if found is None or (int(found[1]), int(found[2])) >= (5, 15):
         return ""
-    return f" (most recurrent layers can with transformers 5.24 or newer; this is {transformers.__version__})"
+    return f" (most recurrent layers can with transformers 5.15 or newer; this is {transformers.__version__})"
 
 
 def forward_with(module: Any, functions: dict[str, Any]) -> Any:
@@ -341,9 +343,12 @@ def forward_with(module: Any, functions: dict[str, Any]) -> Any:
         if path:
             owner, _, method = path.rpartition(".")
             setattr(module.get_submodule(owner), method, function)
-    if f"{type(module).__name__}.forward" in functions:
+    kind: Any = type(module)
+    if f"{kind.__name__}.forward" in functions:
         return module.forward
-    forward: Any = inspect.unwrap(type(module).forward)
+    if older_mixer_functions(module) and not _called_functions(kind):
+        return older_forward_with(module, functions)
+    forward: Any = inspect.unwrap(kind.forward)
     copied = types.FunctionType(
         forward.__code__, {**forward.__globals__, **functions}, forward.__name__, forward.__defaults__,
         forward.__closure__,

@@ -41,6 +41,7 @@ _MIXERS = re.compile(
 # Values of a config's `layer_types`: of attention, and, where the recurrent layers are known ones, of other layers.
 _ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _MIXER_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp"}
+_MIXER_TYPES |= {"mamba", "attention"}  # before transformers 5.15
 
 # Attention to another sequence, by the name of the module or of its class.
 _CROSS = re.compile(r"(^|\.)(encoder_attn|cross_?attn|cross_?attention|EncDecAttention)$")
