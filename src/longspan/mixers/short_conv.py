@@ -23,7 +23,7 @@ from longspan.comm.mesh import group_name
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.mixers.fragments import Fragment, FragmentTable, fragment_table, read_documents
-from longspan.mixers.state_passing import chain, zero_of
+from longspan.mixers.state_passing import chain, depend, zero_of
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
@@ -66,9 +66,8 @@ def short_conv(
 
     size = weight.shape[1] - 1
 
-    def convolve(x_BTC: Tensor) -> Tensor:
-        out_BCT = F.conv1d(x_BTC.transpose(1, 2), weight.unsqueeze(1), bias, padding=size, groups=x.shape[2])
-        return out_BCT[..., : x_BTC.shape[1]].transpose(1, 2)
+    def convolve(x_BCT: Tensor) -> Tensor:
+        return F.conv1d(x_BCT, weight.unsqueeze(1), bias, padding=size, groups=x.shape[2])[..., : x_BCT.shape[2]]
 
     return run_short_conv(convolve, size, x, table, sp.group if sp.size > 1 else None)[0]
 
@@ -87,7 +86,7 @@ def run_short_conv(
     """Run a convolution on my tokens, fragment by fragment. A compiler runs it as it is.
 
     Args:
-        convolve: a causal convolution of `[rows, tokens, channels]`, of the same shape, with zeros before the first.
+        convolve: a causal convolution of `[rows, channels, tokens]`, of the same shape, with zeros before the first.
         size: earlier tokens that a token reads.
         x: local tokens, `[batch, tokens, channels]`.
         table: their fragments.
@@ -105,16 +104,18 @@ def run_short_conv(
         last = x[:, :0]
 
     def of_fragment(rows: slice, f: Fragment) -> Tensor:
-        part, earlier = x[rows, f.start : f.stop], before[f.slot][rows] if f.enters and size else None
+        part, earlier = x[rows, f.start : f.stop].mT, before[f.slot][rows] if f.enters and size else None
         if f.first and initial is not None and size:
             earlier = initial[rows]
-        return convolve(part) if earlier is None else convolve(torch.cat([earlier, part], 1))[:, size:]
+        # Both are copies, and cutting the output makes its gradient one: transposed, torch takes half as long again.
+        part = F.pad(part, (size, 0)) if earlier is None else torch.cat([earlier.mT, part], 2)
+        return convolve(part)[..., size:].mT
 
     outs = [[of_fragment(rows, f) for f in fragments] for rows, fragments in table.groups]
     # A rank with padding only connects x and the weights.
-    out = table.join(outs) if any(outs) else zero_of(x, convolve(x.new_zeros(1, 1, x.shape[2]))) + torch.zeros_like(x)
+    out = table.join(outs) if any(outs) else zero_of(x, convolve(x.new_zeros(1, x.shape[2], 1))) + torch.zeros_like(x)
     entered = any(f.enters for _, fragments in table.groups for f in fragments)
-    return out if entered or link is None else out + link, last
+    return out if entered or link is None else depend(out, link), last
 
 
 def _tokens_before(

@@ -223,7 +223,7 @@ def _output(
             out = local.finish(None if not states else states[0] if len(states) == 1 else states[0] + states[1])
             outs[-1].append(out.to(tokens.v.dtype))
     out = table.join(outs) if any(outs) else torch.zeros_like(tokens.v) + zero_of(*tokens)
-    return out if incoming is None or corrected else out + incoming.link.to(out.dtype)
+    return out if incoming is None or corrected else depend(out, incoming.link)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -294,6 +294,26 @@ def zero_of(*tensors: Tensor | None) -> Tensor | float:
     """Return a zero that depends on these tensors, for a rank that uses none of their elements."""
     given = [x[:0].sum() for x in tensors if x is not None and x.requires_grad]
     return torch.stack(given).sum() if given else 0.0
+
+
+def depend(out: Tensor, *tensors: Tensor | None) -> Tensor:
+    """Return `out` so that a backward also passes these tensors, with a gradient of zero.
+
+    To add `zero_of` would read and write all of `out`, and sum its gradient.
+    """
+    given = [x for x in tensors if x is not None and x.requires_grad]
+    return _Depend.apply(out, *given) if given else out  # type: ignore[no-untyped-call]
+
+
+class _Depend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.zeros = [(x.shape, x.dtype, x.device) for x in tensors]
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.zeros)
 
 
 def _where(flags_B: Tensor, x: Tensor, otherwise: Tensor | float = 0.0) -> Tensor:

@@ -21,7 +21,7 @@ from longspan.core.errors import LongspanError
 from longspan.mixers.linear_attention import LinearAttention, default_mixer
 from longspan.mixers.mixer import ChunkFunction, Local, Tokens
 from longspan.mixers.scan import Scan
-from longspan.mixers.state_passing import zero_of
+from longspan.mixers.state_passing import depend
 
 if TYPE_CHECKING:
     from longspan.hf.forward.mixers import Carried, MixerBinding
@@ -40,8 +40,8 @@ def _convolution(
 ) -> Tensor:
     """Convolve `x [B, channels, T]`, each fragment after the last tokens before it."""
 
-    def convolve(x_BTC: Tensor) -> Tensor:
-        return original(x_BTC.transpose(1, 2), weight, bias, activation=activation).transpose(1, 2)
+    def convolve(x_BCT: Tensor) -> Tensor:
+        return original(x_BCT, weight, bias, activation=activation)
 
     return layer.convolve(convolve, weight.shape[-1] - 1, x)
 
@@ -86,7 +86,7 @@ def _mamba2(
     state_BHVK = _cached_state(layer)
     initial = None if state_BHVK is None else state_BHVK.mT
     out, final_BHKV = layer.run(_Mamba2(original or _plain_mamba2, A, dt_bias, options), Tokens(C, B, x, dt), initial)
-    out = _used(out, A, D, dt_bias)
+    out = depend(out, A, D, dt_bias)  # on a rank without fragments, too: every rank needs a gradient of each
     return out if final_BHKV is None else (out, final_BHKV.mT.contiguous())
 
 
@@ -112,7 +112,7 @@ def _mamba1(
     if state_BHK is not None and state_BHK.dim() > 3:  # Zamba stacks those of several scans
         state_BHK = state_BHK[:, layer.calls["mamba_selective_scan"] - 1]
     out, final = layer.run(mixer, tokens, None if state_BHK is None else state_BHK.unsqueeze(3))
-    out = _used(out.squeeze(3).mT, A, D, delta_bias)
+    out = depend(out.squeeze(3).mT, A, D, delta_bias)
     out = out if z is None else out * F.silu(z)
     return out if final is None else (out, final.squeeze(3))
 
@@ -134,8 +134,8 @@ def _conv_module(layer: MixerBinding, original: Callable[..., Tensor], x: Tensor
     """Run an `nn.Conv1d` over `x [B, channels, T]`, which is padded at both ends and cut afterwards."""
     conv: Any = original.__self__  # type: ignore[attr-defined]
 
-    def convolve(x_BTC: Tensor) -> Tensor:
-        return original(x_BTC.transpose(1, 2))[..., : x_BTC.shape[1]].transpose(1, 2)
+    def convolve(x_BCT: Tensor) -> Tensor:
+        return original(x_BCT)[..., : x_BCT.shape[2]]
 
     return layer.convolve(convolve, conv.kernel_size[0] - 1, x)
 
@@ -168,7 +168,7 @@ def _rg_lru_scan(
 
 def _time_shift(layer: MixerBinding, original: Callable[..., Tensor], x: Tensor) -> Tensor:
     """Run RWKV's shift of `x [B, T, channels]` by one token."""
-    return layer.convolve(original, 1, x.mT).mT
+    return layer.convolve(lambda x_BCT: original(x_BCT.mT).mT, 1, x.mT).mT
 
 
 def _rwkv(layer: MixerBinding, original: Callable[..., Any], hidden: Tensor, **_: Any) -> tuple[Tensor, Carried]:
@@ -238,11 +238,6 @@ def register_mixer(function: FunctionT) -> FunctionT:
 def _cached_state(layer: MixerBinding) -> Tensor | None:
     """Return the state of the tokens before this forward's, in the layer's own form."""
     return None if layer.cached is None else layer.cached.recurrent
-
-
-def _used(out: Tensor, *parameters: Tensor | None) -> Tensor:
-    """Connect parameters to the output also on a rank without fragments: every rank needs a gradient of each."""
-    return out + zero_of(*parameters)
 
 
 @dataclass(frozen=True)
