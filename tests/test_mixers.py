@@ -159,14 +159,14 @@ def test_one_all_gather_sends_the_states_whatever_the_length(
     for ring, slots in ((4, 2), (2, 1), (1, 1)):  # zigzag gives each rank of a ring two runs
         size = 3 * slots * 4 * case.batch * case.value_heads * case.dim * (case.v_dim + columns)
         for log in pool4.run(_sent, case, ring, "state_passing"):
-            assert log == [("all_gather", size), ("reduce_scatter", size)]
+            assert log == [("all_gather", size)] * 2
 
 
 def test_lasp2_sends_one_state_in_both_directions(pool4: RankPool) -> None:
     for case in (Case(), Case(causal=False)):
         state = 4 * case.batch * case.value_heads * case.dim * case.v_dim
         for log in pool4.run(_sent, case, 1, "state_passing"):
-            assert log == [("all_gather", 3 * state), ("reduce_scatter", 3 * state)]
+            assert log == [("all_gather", 3 * state), ("all_gather" if case.causal else "reduce_scatter", 3 * state)]
 
 
 def test_lasp1_sends_one_state_to_the_next_rank(pool4: RankPool) -> None:

@@ -17,9 +17,10 @@ from longspan.comm.collectives import all_gather
 from longspan.comm.mesh import group_name
 from longspan.core.heads import split_heads
 from longspan.core.layout import Layout
+from longspan.mixers.chunk_states import pass_states
 from longspan.mixers.fragments import fragment_table
 from longspan.mixers.mixer import Mixer, Tokens
-from longspan.mixers.state_passing import run_mixer, zero_of
+from longspan.mixers.state_passing import zero_of
 
 if TYPE_CHECKING:
     from longspan.attn.segments import Segments
@@ -64,7 +65,7 @@ def run_by_heads(
         if initial_state is not None:
             initial_state = initial_state[:, mine.q_start : mine.q_stop]
         table, gathered = fragment_table(Layout(), 0, length, batch, segments), Tokens(q, k, v, decay, beta)
-        out, final = run_mixer(mixer, gathered, table, None, initial_state=initial_state, return_state=return_state)
+        out, final = pass_states(mixer, gathered, table, None, initial_state=initial_state, return_state=return_state)
         state = state if final is None else final
     out_BShV = F.pad(out, (0, 0, 0, 0, 0, len(places) - length)).index_select(1, places)
     out = heads_to_seq(out_BShV, sp.group, heads=heads)

@@ -19,23 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspan.mixers.mixer import Local
+from longspan.mixers.mixer import Chunks
 
 CHUNK = 64
 _DIRECT = 8  # tokens for which decays per key are multiplied pair by pair
 
 
 def chunked(
-    q_BTHK: Tensor,
-    k_BTHK: Tensor,
-    v_BTHV: Tensor,
-    decay_BTHD: Tensor | None,
-    beta_BTH: Tensor | None,
-    state_BHKV: Tensor,
-    *,
-    receives: bool = False,
-) -> Local:
-    """Compute one fragment up to the states before its chunks; `Local.finish` computes the output.
+    q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, decay_BTHD: Tensor | None, beta_BTH: Tensor | None
+) -> Chunks:
+    """Cut one fragment into chunks, and compute what is independent of the state.
 
     Args:
         q_BTHK: queries; all tensors have one dtype, fp32 or fp64.
@@ -43,31 +36,26 @@ def chunked(
         v_BTHV: values.
         decay_BTHD: fp64, at most 0; D is K, or 1 for a decay per head.
         beta_BTH: strength of the delta rule; None for plain linear attention.
-        state_BHKV: state before the first token.
-        receives: whether another state will be added to it.
     """
     (tokens, _, K), V = q_BTHK.shape[1:], v_BTHV.shape[3]
     size = min(CHUNK, 1 << (tokens - 1).bit_length())
 
     def cut(x_BTHD: Tensor) -> Tensor:
-        x_BHTD = F.pad(x_BTHD.transpose(1, 2), (0, 0, 0, -tokens % size))
-        x_BHNCD: Tensor = x_BHTD.unflatten(2, (-1, size))
-        return x_BHNCD
+        x_BNCHD = F.pad(x_BTHD, (0, 0, 0, 0, 0, -tokens % size)).unflatten(1, (-1, size))
+        x_NBHCD: Tensor = x_BNCHD.permute(1, 0, 3, 2, 4).contiguous()
+        return x_NBHCD
 
     q, k, v = cut(q_BTHK), cut(k_BTHK), cut(v_BTHV)
     b = None if decay_BTHD is None else cut(decay_BTHD).cumsum(-2)
-    q_in, k_in, k_out, kept = q, k, k, None
+    q_in, k_in, k_out, kept, total = q, k, k, None, None
     if b is not None:
-        until_now, until_end = b.to(q.dtype).exp(), (b[..., -1:, :] - b).to(q.dtype).exp()
-        q_in, k_in, k_out, kept = q * until_now, k * until_now, k * until_end, until_now[..., -1:, :].mT
-    written, erased, transition = v, None, None
-    since_start: Tensor | None = None  # what the transition is before every chunk
+        until_now, end = b.to(q.dtype).exp(), b[..., -1:, :]
+        q_in, k_in, k_out = q * until_now, k * until_now, k * (end - b).to(q.dtype).exp()
+        kept = until_now[..., -1:, :].mT
     if beta_BTH is None:
-        states, final = _scan(kept, k_out.mT @ v, state_BHKV)
-        if receives and b is not None:
-            since_start = b[..., -1:, :].cumsum(2).to(q.dtype).exp().mT
-            transition = since_start[:, :, -1].expand(-1, -1, K, 1)
-            since_start = F.pad(since_start[:, :, :-1], (0, 0, 0, 0, 1, 0), value=1.0)
+        step, added, written, erased = kept, k_out.mT @ v, v, None
+        if b is not None:
+            total = b[..., -1:, :].sum(0).to(q.dtype).exp().mT.expand(-1, -1, K, 1)
     else:
         beta = cut(beta_BTH.unsqueeze(-1))
         # Solve for what each token writes: `written - erased . S`, where S is the state before the chunk.
@@ -77,41 +65,13 @@ def chunked(
         written, erased = both.split([V, K], -1)
         eye = torch.eye(K, dtype=k.dtype, device=k.device)
         step, added = (eye if kept is None else kept * eye) - k_out.mT @ erased, k_out.mT @ written
-        if receives:  # the state's further columns, from the identity, are the transition
-            state_BHKV = torch.cat([state_BHKV, eye.expand(*state_BHKV.shape[:2], K, K)], -1)
-            added = F.pad(added, (0, K))
-        states, final = _scan(step, added, state_BHKV)
-        if receives:
-            (states, since_start), (final, transition) = states.split([V, K], -1), final.split([V, K], -1)
 
-    def finish(entered_BHKV: Tensor | None) -> Tensor:
-        before = states
-        if entered_BHKV is not None:
-            entered = entered_BHKV.unsqueeze(2)
-            if since_start is not None:
-                entered = since_start @ entered if erased is not None else since_start * entered
-            before = before + entered
-        values = written if erased is None else written - erased @ before
-        out = _pairs(q, k, b) @ values + q_in @ before
-        return out.flatten(2, 3)[:, :, :tokens].transpose(1, 2)
+    def output(before_NBHKV: Tensor) -> Tensor:
+        values = written if erased is None else written - erased @ before_NBHKV
+        out_NBHCV = _pairs(q, k, b) @ values + q_in @ before_NBHKV
+        return out_NBHCV.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :tokens]
 
-    return Local(final, transition, finish)
-
-
-def _scan(step: Tensor | None, added_BHNKV: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the state before every chunk `[B, H, N, K, V]`, and the final one: `S = step . S + added`.
-
-    `step` is `[B, H, N, K, K]`, or `[B, H, N, D, 1]` for factors of its rows, or None for 1.
-    """
-    states = []
-    # Not `step[:, :, n]`: its gradient would have the size of the whole step, for every chunk.
-    steps = [None] * added_BHNKV.shape[2] if step is None else step.unbind(2)
-    for now, added in zip(steps, added_BHNKV.unbind(2), strict=True):
-        states.append(state)
-        if now is not None:
-            state = now @ state if now.shape[-1] == state.shape[-2] > 1 else now * state
-        state = state + added
-    return torch.stack(states, 2), state
+    return Chunks(step, added, total, output)
 
 
 def _pairs(q: Tensor, k: Tensor, b: Tensor | None) -> Tensor:

@@ -15,11 +15,12 @@ from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_choice, check_flag
 from longspan.mixers.by_heads import run_by_heads
+from longspan.mixers.chunk_states import local_of, pass_states
 from longspan.mixers.chunked import chunked
 from longspan.mixers.fragments import fragment_table, read_documents
 from longspan.mixers.lasp1 import ring_states
-from longspan.mixers.mixer import ChunkFunction, Local, Mixer, Tokens
-from longspan.mixers.state_passing import check_initial_state, run_mixer
+from longspan.mixers.mixer import ChunkFunction, Chunks, Local, Mixer, Tokens
+from longspan.mixers.state_passing import check_initial_state
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
@@ -90,7 +91,7 @@ def linear_attention(
     else:
         table = fragment_table(sp.layout, sp.rank, length, q.shape[0], segments)
         exchange = ring_states if method == "ring" and group is not None else None
-        out, state = run_mixer(
+        out, state = pass_states(
             mixer, tokens, table, group, initial_state=initial_state, return_state=return_state, problem=problem,
             exchange=exchange,
         )  # fmt: skip
@@ -121,29 +122,38 @@ class LinearAttention:
             return tokens.k.shape[3]
         return int(tokens.decay is not None)
 
-    def local(self, tokens: Tokens, state: Tensor | None, receives: bool) -> Local:
-        """Compute one fragment."""
-        dtype, (heads, K, V) = tokens.state_dtype, tokens.state_shape
-        q, k, v, beta = (None if x is None else x.to(dtype) for x in (tokens.q, tokens.k, tokens.v, tokens.beta))
-        assert q is not None and k is not None and v is not None
-        if q.shape[2] != heads:
-            q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
+    def cut(self, tokens: Tokens) -> Chunks:
+        """Cut one fragment into chunks."""
+        q, k, v, beta = self._converted(tokens)
         decay = tokens.decay
         if decay is not None:
             # Beyond this a factor is 0 in any dtype, and sums of decays keep their last digits.
             decay = decay.double().clamp(min=-800.0)
             decay = decay.unsqueeze(-1) if decay.dim() == 3 else decay
+        return chunked(q, k, v, decay, beta)
+
+    def local(self, tokens: Tokens, state: Tensor | None, receives: bool) -> Local:
+        """Compute one fragment."""
         if state is None:
-            state = v.new_zeros(v.shape[0], heads, K, V)
+            state = tokens.v.new_zeros(tokens.v.shape[0], *tokens.state_shape, dtype=tokens.state_dtype)
         if self.causal:
-            return chunked(q, k, v, decay, beta, state, receives=receives)
-        q_BHTK, k_BHTK, v_BHTV = (x.transpose(1, 2) for x in (q, k, v))
+            return local_of(self.cut(tokens), state, receives)
+        q_BHTK, k_BHTK, v_BHTV = (x.transpose(1, 2) for x in self._converted(tokens)[:3])
         total = state + k_BHTK.mT @ v_BHTV
 
         def finish(other_BHKV: Tensor | None) -> Tensor:
             return (q_BHTK @ (total if other_BHKV is None else total + other_BHKV)).transpose(1, 2)
 
         return Local(total, None, finish)
+
+    @staticmethod
+    def _converted(tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return q, k, v and beta in the state's dtype, q and k for every value head."""
+        dtype, repeats = tokens.state_dtype, tokens.v.shape[2] // tokens.q.shape[2]
+        q, k, v = tokens.q.to(dtype), tokens.k.to(dtype), tokens.v.to(dtype)
+        if repeats > 1:
+            q, k = q.repeat_interleave(repeats, 2), k.repeat_interleave(repeats, 2)
+        return q, k, v, None if tokens.beta is None else tokens.beta.to(dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

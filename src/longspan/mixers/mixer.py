@@ -1,13 +1,13 @@
 """The seam of recurrent layers: what a mixer reads, and what it must return to be passed states.
 
-Shape suffixes: B batch, T tokens, H value heads, K key dim, V value dim.
+Shape suffixes: B batch, T tokens, H value heads, K key dim, V value dim, N chunks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -66,6 +66,30 @@ class Mixer(Protocol):
 
     def local(self, tokens: Tokens, state: Tensor | None, receives: bool) -> Local:
         """Compute one fragment, from `state` (None: zero); with `receives`, `finish` gets another one."""
+
+
+class Chunks(NamedTuple):
+    """A fragment, cut into chunks.
+
+    Attributes:
+        step: what a chunk multiplies the state by, `[N, B, H, K, K]`, or factors `[N, B, H, 1 or K, 1]`; None for 1.
+        added: what it adds, `[N, B, H, K, V]`.
+        total: the product of all factors `[B, H, K, 1]`; None for other steps.
+        output: returns the output `[B, T, H, V]` for the states before every chunk, `[N, B, H, K, V]`.
+    """
+
+    step: Tensor | None
+    added: Tensor
+    total: Tensor | None
+    output: Callable[[Tensor], Tensor]
+
+
+@runtime_checkable
+class ChunkedMixer(Mixer, Protocol):
+    """A mixer that can tell what happens from chunk to chunk, if it is causal."""
+
+    def cut(self, tokens: Tokens) -> Chunks:
+        """Compute what is independent of the state of one fragment."""
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,10 @@ from longspan.hf.forward.kv_cache import CachedInfo, ShardedCache
 from longspan.hf.forward.mixer_functions import READ_PADDING, REPLACEMENTS, no_shortcut
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.support import HELP, attention_layers, decoder_layers, mixer_layers
+from longspan.mixers.chunk_states import pass_states
 from longspan.mixers.fragments import FragmentTable, fragment_table
 from longspan.mixers.mixer import Mixer, Tokens
 from longspan.mixers.short_conv import run_short_conv
-from longspan.mixers.state_passing import run_mixer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -212,7 +212,7 @@ class MixerBinding:
             )
 
     def convolve(self, convolution: Callable[[Tensor], Tensor], size: int, x_BCT: Tensor) -> Tensor:
-        """Run a causal convolution of `[rows, tokens, channels]`, which looks back at `size` tokens, on my tokens."""
+        """Run a causal convolution of `[rows, channels, tokens]`, which looks back at `size` tokens, on my tokens."""
         cached, initial = self.cached, None
         if cached is not None:
             self._check_one_state({"causal_conv1d_fn"})
@@ -237,7 +237,7 @@ class MixerBinding:
         """Run a mixer on my tokens, and with a cache return the state after the last token."""
         table = self.table(tokens.v.shape[0])
         try:
-            return run_mixer(
+            return pass_states(
                 mixer, tokens, table, self.group, initial_state=initial_state, return_state=self.cached is not None
             )
         except LongspanError as error:

@@ -26,12 +26,14 @@ class Linear(Mixer):
         chunk: tokens that its algorithm computes together.
         channels: of its short convolution; 0 for none.
         kernel: tokens that one result of the convolution depends on.
+        backward_op: how gradients of states are sent: summed, or gathered by linear attention, as it passes states.
     """
 
     columns: int = 0
     chunk: int = 64
     channels: int = 0
     kernel: int = 1
+    backward_op: str = "reduce_scatter"
 
     @property
     def name(self) -> str:
@@ -78,7 +80,7 @@ class Linear(Mixer):
     # Communication.
 
     def sent(self, c: CostContext) -> list[Sent]:
-        """Return one all-gather of states, whatever the length, one of tokens for the convolution, and their adjoints.
+        """Return one all-gather of states, whatever the length, one of tokens for the convolution, and their gradients.
 
         LASP-2 (arXiv:2502.07563), and with decay or delta rule the transition beside each state.
         """
@@ -90,8 +92,11 @@ class Linear(Mixer):
         forwards, backwards = c.job.layer_passes
         return [
             Sent(op, "sequence", what, size, calls)
-            for op, calls in (("all_gather", forwards * c.job.forwards), ("reduce_scatter", backwards))
-            for what, size in (("tokens for short convolutions", tokens), ("states of recurrent layers", state))
+            for what, size, backward_op in (
+                ("tokens for short convolutions", tokens, "reduce_scatter"),
+                ("states of recurrent layers", state, self.backward_op),
+            )
+            for op, calls in (("all_gather", forwards * c.job.forwards), (backward_op, backwards))
         ]
 
     # Memory.

@@ -191,7 +191,7 @@ def _types(c: Config, layer: int) -> str:
 
 def _lightning(c: Config) -> Linear:
     heads, dim = grouped(c).q_heads, grouped(c).head_dim
-    return Linear(heads, heads, dim, dim, columns=1, chunk=c.count("block_size"))
+    return Linear(heads, heads, dim, dim, columns=1, chunk=c.count("block_size"), backward_op="all_gather")
 
 
 def _lightning_weights(c: Config, mixer: Linear) -> Iterator[Parameter]:
