@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import common  # noqa: E402
 
+from longspan.hf.vision import FAMILIES  # noqa: E402
 from tests.fuzz.__main__ import BLOCK, Pools  # noqa: E402
 from tests.fuzz.cases import Case  # noqa: E402
 from tests.fuzz.families import families  # noqa: E402
@@ -141,8 +142,8 @@ Look up whether a family of transformers trains and generates sharded.
 
 Written by `{env["command"]}` on {env["date"]} ({versions}, Python {env["python"]}); do not edit.
 
-Each causal and masked language model in transformers' own lists ({len(rows)}) was made small, with random weights, and
-compared with plain transformers in one process. {len(run)} are accepted, {len(refused)} are refused, and of
+Each causal and masked language model of transformers ({len(rows)}) was made small, with random weights, and compared
+with one process. {len(run)} are accepted, {len(refused)} are refused, and of
 {len(unbuilt)} no small model could be made. {kinds.count("equal")} of the {len(kinds)} cases are equal.
 
 - *Training*: a step on two Ulysses ranks with FSDP, of a length that they do not divide. Loss, logits and every
@@ -162,6 +163,8 @@ Causal, training (their recurrent layers and short convolutions do not generate 
 
 Masked, training: {_names([x for x in equal if x.startswith("masked")])}.
 
+Vision-language, training (no tensor axis, no `memory="auto"`): {", ".join(FAMILIES)}.
+
 ## Accepted in part
 
 "plain" means that transformers itself cannot run the case.
@@ -176,7 +179,7 @@ Masked, training: {_names([x for x in equal if x.startswith("masked")])}.
 
 ## Not tried
 
-No small model could be made from the default config, or transformers itself could not run it: {_names(list(unbuilt))}.
+transformers itself could not build or run a small model of: {_names(list(unbuilt))}.
 """
 
 

@@ -331,7 +331,13 @@ def sharding(data: int = 1, ring: int = 1, layout: str = "auto") -> longspan.Seq
     return longspan.SequenceSharding(longspan.init_mesh(data=data, ring=ring, ulysses=ulysses), layout)
 
 
-def compare(truth: Truth, model: Any, whole: dict[str, Any], sp: longspan.SequenceSharding) -> None:
+def compare(
+    truth: Truth,
+    model: Any,
+    whole: dict[str, Any],
+    sp: longspan.SequenceSharding,
+    mine: dict[str, Any] | None = None,
+) -> None:
     """Assert equal loss, logits and gradients of a parallelized model, and one loss on all ranks.
 
     Args:
@@ -339,8 +345,9 @@ def compare(truth: Truth, model: Any, whole: dict[str, Any], sp: longspan.Sequen
         model: parallelized, without gradients.
         whole: the global batch.
         sp: the model's sharding.
+        mine: the rows of this replica, if `rows_of` cannot cut them.
     """
-    mine = rows_of(whole, sp.data_rank, sp.data_size)
+    mine = rows_of(whole, sp.data_rank, sp.data_size) if mine is None else mine
     out = model(**mine)
     out.loss.backward()
     loss = float(out.loss.detach())

@@ -277,13 +277,15 @@ def test_unsupported_models_raise() -> None:
         encoder_ffn_dim=16, decoder_ffn_dim=16, vocab_size=11, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         decoder_start_token_id=1,
     )  # fmt: skip
-    vision = transformers.Qwen2VLConfig(
+    vision = transformers.Idefics3Config(
         text_config={
-            "vocab_size": 11, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-            "num_attention_heads": 2, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+            "model_type": "llama", "vocab_size": 11, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
         },
-        vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2},
+        vision_config={
+            "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "image_size": 8, "patch_size": 4,
+        },
     )  # fmt: skip
     bert = build("Bert").config
     encoder_decoder = "is an encoder-decoder: the cross attention"
@@ -295,7 +297,10 @@ def test_unsupported_models_raise() -> None:
             transformers.WhisperForCausalLM(copy.deepcopy(whisper)),
             r"encoder_attn \(WhisperAttention\) of .* is cross attention",
         ),
-        (transformers.Qwen2VLForConditionalGeneration(vision), "is a vision-language model, and only models of tokens"),
+        (
+            transformers.Idefics3ForConditionalGeneration(vision),
+            "is a vision-language model, and only models of tokens",
+        ),
         (transformers.BertModel(bert), r"layer pooler \(BertPooler\) of BertModel looks at the first token"),
         (transformers.BertForQuestionAnswering(bert), "has the loss ForQuestionAnswering; longspan.parallelize takes"),
     ):

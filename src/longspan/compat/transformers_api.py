@@ -15,6 +15,7 @@ from typing import Any
 
 import transformers
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel, masking_utils
 
 from longspan.compat.older_mixers import older_forward_with, older_mixer_functions
@@ -105,7 +106,24 @@ def set_attention(config: Any, name: str) -> None:
     config._attn_implementation = name
 
 
+def attention_of(config: Any) -> Any:
+    """Return the attention that a config uses; None if it chooses none. When gone: LongspanError."""
+    return needed(
+        "transformers", config, "_attn_implementation", "PreTrainedConfig", "a model's choice of its attention"
+    )
+
+
 _UNDECLARED = {"biogpt"}
+
+
+def set_checkpointing(layer: Any, *, on: bool) -> None:
+    """Let a layer of transformers recompute its activations in the backward, or not.
+
+    Public way: `gradient_checkpointing_enable`, for all layers of a model. When gone: nothing is recomputed.
+    """
+    layer.gradient_checkpointing = on
+    if on:
+        layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
 
 
 def uses_registry(model: PreTrainedModel) -> bool:
@@ -217,6 +235,9 @@ def own_positions(model: PreTrainedModel) -> Positions | None:
 
     When gone: None, and `makes_positions` refuses such a module.
     """
+    core = getattr(model, "model", model)
+    if hasattr(core, "compute_3d_position_ids"):
+        return functools.partial(_rotary_3d, core)
     for module in model.modules():
         name, kind = "create_position_ids_from_input_ids", type(module)
         if kind.__name__ == _COUNTS_THE_MASK:
@@ -233,6 +254,19 @@ def count_mask(batch: Mapping[str, Any], past: int) -> Tensor | None:
     """Count the real tokens of an attention mask; padding has -1. When gone: `own_positions` returns None."""
     mask: Tensor | None = batch.get("attention_mask")
     return None if mask is None else (mask.long().cumsum(-1) * mask.long() - 1)[:, past:]
+
+
+def _rotary_3d(core: Any, batch: Mapping[str, Any], past: int) -> Tensor | None:
+    """Return positions of time, height and width, `[3, B, n]`; None if the batch has no pictures: then tokens count.
+
+    The model keeps `rope_deltas`, by which the positions of generated tokens differ from their number.
+    """
+    if past:
+        return None
+    accepted = inspect.signature(core.compute_3d_position_ids).parameters
+    given = {name: batch.get(name) for name in accepted if name not in _CACHE_NAMES}
+    positions: Tensor | None = core.compute_3d_position_ids(**given, **{cache_name(core.forward): None})
+    return positions
 
 
 def _count_tokens(from_ids: Any, from_embeds: Any, pad: Any, batch: Mapping[str, Any], past: int) -> Any:

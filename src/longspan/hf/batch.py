@@ -26,6 +26,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.layout import Layout
 from longspan.core.validation import check_flag, checked_call
 from longspan.hf.documents import BORDER_KEYS, ID_KEYS, LONGEST_KEYS, VisibleKeys, segments_of, tokens_of
+from longspan.hf.vision import PICTURE_KEYS
 from longspan.losses.cross_entropy import IGNORE as IGNORE
 
 
@@ -46,6 +47,7 @@ class SequenceInfo:
     # For each key of the batch the values of one real token per row, `[B, ...]`, which replace padding in a forward.
     # Empty if nothing is padded on any rank.
     fillers: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    placeholders: tuple[int, ...] = ()  # ids of tokens whose embeddings come from a vision tower
     padding: Tensor | None = None  # which of my tokens are padding without a label, bool `[B, L]`
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict)  # attentions, by kind of layer
 
@@ -126,6 +128,12 @@ def shard_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool =
     check_batch("batch", batch)
     if "longspan" in batch:
         return dict(batch)
+    pictures = next((key for key in PICTURE_KEYS if batch.get(key) is not None), None)
+    if pictures is not None:
+        raise LongspanError(
+            f"`{pictures}` cannot be cut in the data loader: which rank needs which picture depends on the model; pass "
+            f"the whole batch to the parallelized model"
+        )
     out = cut_batch(batch, sp, shift=shift)
     on_cpu = all(x.device.type == "cpu" for x in batch.values() if isinstance(x, Tensor))
     out["longspan"] = dataclasses.replace(out["longspan"], digest=(digest if on_cpu else device_digest)(batch))
@@ -133,18 +141,28 @@ def shard_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool =
 
 
 def cut_batch(
-    batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool = True, own_positions: Tensor | None = None
+    batch: Mapping[str, Any],
+    sp: SequenceSharding,
+    *,
+    shift: bool = True,
+    own_positions: Tensor | None = None,
+    placeholders: tuple[int, ...] = (),
 ) -> dict[str, Any]:
     """Shard a batch as `shard_batch` does, without a digest.
 
-    `own_positions` are position ids that the model computes itself if the batch has none. They mark no documents.
+    Args:
+        batch: the full batch.
+        sp: the sharding.
+        shift: whether to shift labels.
+        own_positions: position ids that the model computes itself if the batch has none. They mark no documents.
+        placeholders: ids of tokens whose embeddings come from a vision tower.
     """
     batch_size, n, device = _batch_shape(batch)
     _check_lengths(batch, batch_size, n)
     positions = batch.get("position_ids")
     if positions is not None and positions.dim() == 1:
         positions = positions[None]
-    rows, starts, visible = segments_of(batch, positions, batch_size, n)
+    rows, starts, visible = segments_of(batch, _text_positions(positions), batch_size, n)
     replaced = {*_PER_TOKEN, *_PER_BATCH, "cache_position"}
     out = {key: value for key, value in batch.items() if key not in replaced}
     for key in _INPUTS:
@@ -161,28 +179,59 @@ def cut_batch(
         out["position_ids"] = sp.positions(n).to(device)[None]
         max_position = n - 1
     else:
-        out["position_ids"] = _part(positions, sp)
+        out["position_ids"] = _part(positions, sp, dim=-1)
         max_position = int(positions.max())
     padded = sp.layout.local_length(n) * sp.size > n or any(sum(b - a for a, b in row) < n for row in rows or ())
-    fillers = _fillers(batch, rows, batch_size, n) if padded else {}
+    fillers = _fillers(batch, rows, batch_size, n, placeholders) if padded else {}
     out["longspan"] = SequenceInfo(
-        n, rows, max_position, sp.layout, starts, shift, counted=counted, visible=visible, fillers=fillers
-    )
+        n, rows, max_position, sp.layout, starts, shift, counted=counted, visible=visible, fillers=fillers,
+        placeholders=placeholders,
+    )  # fmt: skip
     return out
 
 
-def _fillers(batch: Mapping[str, Any], rows: Segments | None, batch_size: int, n: int) -> dict[str, Tensor]:
-    """Return for each key the values of each row's first real token; a row of padding alone gets another row's."""
+def _text_positions(positions: Tensor | None) -> Tensor | None:
+    """Return the position ids that may mark documents: of four axes the first, which counts tokens; of three none."""
+    if positions is None or positions.dim() < 3:
+        return positions
+    return positions[0] if len(positions) == 4 else None
+
+
+def _fillers(
+    batch: Mapping[str, Any], rows: Segments | None, batch_size: int, n: int, placeholders: tuple[int, ...]
+) -> dict[str, Tensor]:
+    """Return for each key the values of each row's first real token; a row of padding alone gets another row's.
+
+    A placeholder is none: the language model would expect an embedding for its copy.
+    """
     rows = rows or (((0, n),),) * batch_size
     real = [(b, row[0][0]) for b, row in enumerate(rows) if row]
+    if placeholders and batch.get("input_ids") is not None:
+        real = _text_tokens(batch["input_ids"], rows, placeholders)
+        if not real:
+            return {}
     first = [next((at for at in real if at[0] == b), (real or [(b, 0)])[0]) for b in range(batch_size)]
     out = {}
     for key in _INPUTS if rows is None else (*_INPUTS, "position_ids"):  # positions of `shard`'s own padding are 0
         if batch.get(key) is not None:
             x = batch[key].detach()
+            if x.dim() == 3 and key == "position_ids":
+                out[key] = torch.stack([x[:, b, i] for b, i in first], 1)
+                continue
             x = (x if x.dim() > 1 else x[None]).expand(batch_size, *x.shape[1:] or x.shape)
             out[key] = torch.stack([x[at] for at in first])
     return out
+
+
+def _text_tokens(ids_Bn: Tensor, rows: Segments, placeholders: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return row and place of each row's first real token that is no placeholder; nothing for a row without one."""
+    text_Bn = ~torch.isin(ids_Bn, torch.tensor(placeholders, device=ids_Bn.device)).cpu()
+    found = []
+    for b, row in enumerate(rows):
+        at = next((start + int(i) for start, stop in row for i in text_Bn[b, start:stop].nonzero()[:1]), None)
+        if at is not None:
+            found.append((b, at))
+    return found
 
 
 def fill_padding(cut: dict[str, Any], sp: SequenceSharding, labels: Tensor | None) -> None:
@@ -206,6 +255,8 @@ def fill_padding(cut: dict[str, Any], sp: SequenceSharding, labels: Tensor | Non
     if labels is not None:
         real_BL = real_BL | (labels != IGNORE)
     padding_BL = ~real_BL
+    if info.placeholders and cut.get("input_ids") is not None:
+        padding_BL &= ~torch.isin(tokens, torch.tensor(info.placeholders, device=tokens.device))
     cut["longspan"] = dataclasses.replace(info, padding=padding_BL)
     for key in (*_INPUTS, "position_ids"):
         x, filler = cut.get(key), info.fillers.get(key)
@@ -213,16 +264,19 @@ def fill_padding(cut: dict[str, Any], sp: SequenceSharding, labels: Tensor | Non
             continue
         if filler is None:  # embedded after sharding: copy the first real token of this rank
             filler = x.detach().flatten(0, 1)[real_BL.flatten().int().argmax()].expand(len(x), *x.shape[2:])
-        at_BL = padding_BL[(...,) + (None,) * (x.dim() - 2)]
-        cut[key] = torch.where(at_BL, filler.to(x.device, non_blocking=True)[:, None], x)
+        filler = filler.to(x.device, non_blocking=True)
+        if key == "position_ids":  # [rows, L], or [axes, rows, L]
+            cut[key] = torch.where(padding_BL, filler[..., None], x)
+        else:
+            cut[key] = torch.where(padding_BL[(...,) + (None,) * (x.dim() - 2)], filler[:, None], x)
 
 
-def _part(x: Tensor, sp: SequenceSharding, pad_value: float = 0) -> Tensor:
+def _part(x: Tensor, sp: SequenceSharding, pad_value: float = 0, dim: int = 1) -> Tensor:
     """Return my tokens of `x`. Copy ids and flags: a view would keep the full sequence alive.
 
     Embeddings are not copied: the caller keeps them alive for their gradient anyway.
     """
-    part = shard(x, sp, pad_value=pad_value)
+    part = shard(x, sp, dim, pad_value)
     return part if sp.size == 1 or x.is_floating_point() else part.clone()
 
 
@@ -257,7 +311,7 @@ def _check_lengths(batch: Mapping[str, Any], batch_size: int, n: int) -> None:
         shape = tuple(value.shape)
         if key in _PER_TOKEN:
             fits = (shape[:2] if key == "per_layer_inputs" else shape) == (batch_size, n)
-            if not fits and not (key == "position_ids" and shape in ((1, n), (n,))):
+            if not fits and not (key == "position_ids" and _are_positions(shape, batch_size, n)):
                 hint = " (a mask over pairs of tokens is not supported)" if value.dim() == 4 else ""
                 if key == "labels" and shape[:1] == (batch_size,) and value.dim() < 3:
                     hint = "; labels of rows are not cut: pass them to the model together with the cut batch"
@@ -269,6 +323,11 @@ def _check_lengths(batch: Mapping[str, Any], batch_size: int, n: int) -> None:
                 f"`{key}` of shape {shape} seems to have one entry per token, and longspan does not know how to cut "
                 f"it; it cuts {', '.join(sorted(_PER_TOKEN))}"
             )
+
+
+def _are_positions(shape: tuple[int, ...], batch_size: int, n: int) -> bool:
+    """Return whether position ids may have a shape; those of pictures have three axes, or four with that of tokens."""
+    return shape in ((1, n), (n,), (3, batch_size, n), (4, batch_size, n))
 
 
 def check_cache_position(value: Any, past: int, new: int) -> None:

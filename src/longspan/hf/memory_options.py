@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.comm.errors import on_every_rank
+from longspan.compat.transformers_api import set_checkpointing
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, Memory
 from longspan.core.tile_sizes import layers_held, layers_per_checkpoint, mlp_rows, norm_rows
@@ -21,6 +22,7 @@ from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.planning import AutoMemory
 from longspan.hf.state import state_of
 from longspan.hf.support import attention_layers, decoder_layers, draws, final_norm, mixer_layers
+from longspan.hf.vision import tower_blocks
 from longspan.memory.activations import NormedLinear, RecomputedActivations
 from longspan.memory.checkpointing import COMPILED, CheckpointedLayer, LayerCall, LayerGroups, forward_of
 from longspan.memory.offload import store_for
@@ -65,6 +67,8 @@ class MemoryManager(Stage):
             linear.on = memory.tiled_norms
         for act in self.activations:
             act.on = memory.recompute_mlp_act and not tiles_mlps
+        for block in self.modules.tower:
+            set_checkpointing(block, on=memory.checkpointing != "none")
         self.groups.per_checkpoint = layers_per_checkpoint(len(self.layers), memory.layers_per_checkpoint)
         for layer in self.checkpointed:
             layer.memory, layer.store = memory, store
@@ -208,6 +212,7 @@ class MemoryModules:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.layers = decoder_layers(model)
+        self.tower = tower_blocks(model)  # their activations are recomputed if those of the layers are
         self.recurrent = bool(mixer_layers(model))  # then layers may have no MLP
         self.names = {module: name for name, module in model.named_modules()}
         self.untiled: str | None = None  # why some MLP cannot run tile by tile

@@ -84,8 +84,8 @@ def parallelize(
 
     Args:
         model: a transformers causal or masked LM, a token classifier, a sequence classifier that scores every token
-            and takes the last one's score (a reward model), or a PEFT model around one, on its device. With `fsdp` it
-            may still be on the CPU: FSDP2 moves it layer by layer, each rank its shard.
+            and takes the last one's score (a reward model), a vision-language model, or a PEFT model around one, on its
+            device. With `fsdp` it may still be on the CPU: FSDP2 moves it layer by layer, each rank its shard.
         sp: the sequence sharding.
         fsdp: shard weights, gradients and optimizer state by FSDP2, in the groups of `longspan.hf.weights.fsdp`.
             False: every rank holds all weights, and gradients are summed over all ranks after each backward.

@@ -36,6 +36,7 @@ from longspan.hf.support import (
     transformers_model,
 )
 from longspan.hf.tensor_parallel.plan import STYLES, TensorPlan, TensorStyle, tensor_plan
+from longspan.hf.vision import core_of
 from longspan.hf.weights.fsdp import check_cpu_offload
 from longspan.memory.offload import store_for
 from longspan.memory.offload.store import Store
@@ -109,6 +110,11 @@ def check_alone(model: nn.Module, sp: SequenceSharding, options: ParallelizeOpti
     heads_of_ranks(inner, sp)
     auto = None
     if options.memory == "auto":
+        if core_of(inner) is not None:
+            raise LongspanError(
+                f"memory='auto' does not know what the vision tower of {type(inner).__name__} needs; use 'fastest', "
+                f"'longest' or a longspan.Memory"
+            )
         auto = AutoMemory(inner, sp, options.fsdp, options.mp_policy, options.tensor_style)
     check_cpu_offload(sp.device, memory.cpu_offload)
     store = store_for(memory, sp.device)
@@ -117,6 +123,11 @@ def check_alone(model: nn.Module, sp: SequenceSharding, options: ParallelizeOpti
 
 
 def _refuse_tensor_axis(model: PreTrainedModel, sp: SequenceSharding) -> None:
+    if core_of(model) is not None:
+        raise LongspanError(
+            f"{type(model).__name__} has a vision tower, which is not sharded over `tensor={sp.tensor_size}`; use "
+            f"`ulysses={sp.ulysses_size * sp.tensor_size}` instead"
+        )
     mixer = next(iter(mixer_layers(model).items()), None)
     if mixer is not None:
         path, layer = mixer

@@ -29,6 +29,7 @@ from longspan.compat.transformers_api import (
 )
 from longspan.core.errors import LongspanError
 from longspan.hf.pretrained import kind_of, without_dropout
+from longspan.hf.vision import core_of, tower_modules
 from longspan.losses.load_balancing import balance, balance_sums
 
 HELP = "it cannot be sharded in this version"
@@ -47,6 +48,7 @@ _MIXER_TYPES |= {"mamba", "attention"}  # before transformers 5.15
 _CROSS = re.compile(r"(^|\.)(encoder_attn|cross_?attn|cross_?attention|EncDecAttention)$")
 
 _CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
+_VISION_LOSS = "ForConditionalGeneration"  # that of a causal language model
 
 # Config keys of the attention dropout probability.
 _DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
@@ -64,13 +66,19 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
+def text_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules that tokens pass through, by name: all but those of a vision tower."""
+    return list(model.named_modules(memo=tower_modules(model)))
+
+
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the attention modules by name: the innermost "...Attention", with a `layer_idx` if any has it.
 
-    A recurrent layer, or a layer around it, may have such a name, too (Kimi's delta attention).
+    Those of a vision tower are left out, which is not sharded by tokens. A recurrent layer, or a layer around it, may
+    have such a name, too (Kimi's delta attention).
     """
     mixers = mixer_layers(model)
-    named = {name: module for name, module in model.named_modules() if "Attention" in type(module).__name__}
+    named = {name: module for name, module in text_modules(model) if "Attention" in type(module).__name__}
     for name, module in [*named.items()]:
         around = any(other.startswith(name + ".") for other in mixers)
         if name in mixers or (around and not calls_registry(module)):
@@ -90,7 +98,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     In a list of one class with a recurrent layer, others may be an MLP (Nemotron-H). Of nested lists (ALBERT's
     groups of layers) return the inner elements.
     """
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
+    lists = [m for _, m in text_modules(model) if isinstance(m, nn.ModuleList) and len(m) > 0]
     layers = [layer for blocks in lists if _are_layers(blocks) for layer in blocks]
     every = set(layers)
     return [layer for layer in layers if not any(m in every and m is not layer for m in layer.modules())]
@@ -257,7 +265,8 @@ def _check_family(model: PreTrainedModel, name: str) -> None:
     if not (layers or mixers) or not (uses_registry(model) or undeclared):
         which = f"layer {next(iter(layers))} of {name}" if layers else name
         raise LongspanError(f"{which} does not go through transformers' attention registry; {HELP}")
-    if model.loss_type not in (None, "ForCausalLM", "ForMaskedLM", *_CLASSIFIERS):
+    losses = (None, "ForCausalLM", "ForMaskedLM", *_CLASSIFIERS)
+    if model.loss_type not in losses and not (model.loss_type == _VISION_LOSS and core_of(model) is not None):
         raise LongspanError(
             f"{name} has the loss {model.loss_type}; longspan.parallelize takes causal and masked language models, and "
             f"classifiers of sequences and tokens"
@@ -278,7 +287,7 @@ def _check_modules(model: PreTrainedModel, name: str) -> None:
     # Convolutions inside attention (Inkling's, of keys) do not learn of their batch.
     mixers = {n: m for n, m in mixer_layers(model).items() if not any(n.startswith(a + ".") for a in attends)}
     within = {part for mixer in mixers.values() for part in mixer.modules()}
-    for path, module in model.named_modules():
+    for path, module in text_modules(model):
         kind = type(module).__name__
         if isinstance(module, PreTrainedModel):
             continue

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.attn.kernels.choice import AnyKernel
 from longspan.cache.latent import latent_layer_of
 from longspan.comm.mesh import SequenceSharding
-from longspan.compat.transformers_api import cache_name, set_attention
+from longspan.compat.transformers_api import attention_of, cache_name, set_attention
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, Memory
 from longspan.hf.batch import SequenceInfo
@@ -21,6 +21,7 @@ from longspan.hf.forward.kv_cache import CachedInfo
 from longspan.hf.forward.registry import NAME, LayerBinding
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.support import HELP, attention_layers
+from longspan.hf.vision import tower_modules
 
 
 class AttentionLayers(Stage):
@@ -43,8 +44,13 @@ class AttentionLayers(Stage):
         configured = [m for m in model.modules() if isinstance(m.__dict__.get("config"), PreTrainedConfig)]
         for module in configured:
             module.config = copy.deepcopy(module.config, memo)
+        towers = tower_modules(model)
+        plain = [(m.config, attention_of(m.config)) for m in configured if m in towers]
         for module in configured:
-            set_attention(module.config, NAME)
+            if module not in towers:
+                set_attention(module.config, NAME)
+        for config, name in plain:  # a model's config sets its tower's, too
+            set_attention(config, name)
         model_key = object()
         for path, layer in attention_layers(model).items():
             bound = LayerBinding(path, sp, kernel, model_key, memory)
@@ -77,7 +83,7 @@ class AttentionLayers(Stage):
     def _append_max_position(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Append the batch's largest position to this rank's, for a RoPE that scales with the length."""
         positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-        longer = torch.cat([positions, positions.new_full((positions.shape[0], 1), self.max_position)], -1)
+        longer = torch.cat([positions, positions.new_full((*positions.shape[:-1], 1), self.max_position)], -1)
         if "position_ids" in kwargs:
             return args, {**kwargs, "position_ids": longer}
         return (args[0], longer, *args[2:]), kwargs

@@ -53,6 +53,11 @@ class CachedTokens(Stage):
         assert call.cache is not None
         batch, cache = call.batch, call.cache
         _refuse(batch)
+        if self.traits.encoders and any(batch.get(encoder.pixels) is not None for encoder in self.traits.encoders):
+            raise LongspanError(
+                f"{self.traits.name} does not generate from pictures on several ranks in this version; generate from "
+                f"text alone, or load the model without longspan.parallelize"
+            )
         cache.check_complete()
         tokens, past = tokens_of(batch), cache.kv_placement.length
         rows, new = tokens.shape[:2]
@@ -125,7 +130,10 @@ class CachedTokens(Stage):
         parts = {name: batch.get(name) for name in ("input_ids", "inputs_embeds", "token_type_ids")}
         parts["position_ids"] = self.positions
         call.inputs = {key: value for key, value in batch.items() if key not in (*parts, "cache_position")}
-        call.inputs |= {key: shard(x, sp) if step.sharded else x for key, x in parts.items() if x is not None}
+        dims = {"position_ids": -1}  # they may have axes
+        call.inputs |= {
+            key: shard(x, sp, dims.get(key, 1)) if step.sharded else x for key, x in parts.items() if x is not None
+        }
         call.inputs |= {"longspan": self.info, "attention_mask": None, self.traits.cache_name: cache}
         call.inputs["use_cache"] = not self.traits.own_cache
 

@@ -23,6 +23,7 @@ from longspan.hf.forward.misuse import ModelChangeCheck, WeightDamageCheck
 from longspan.hf.forward.pooled import PooledHead
 from longspan.hf.forward.shard_batch import ShardBatch
 from longspan.hf.forward.stage import ForwardCall, ForwardOptions, Stage
+from longspan.hf.forward.vision import VisionTower
 from longspan.hf.state import ParallelState
 from longspan.hf.support import innermost_decoder
 from longspan.hf.weights.fsdp import reshard
@@ -53,6 +54,7 @@ class ForwardHooks:
 
         self.model_changes, self.weight_damage, self.tensor = model_changes, weight_damage, tensor
         self.gradients = state.gradients
+        self.vision = VisionTower(model, state) if traits.encoders else None
         self.shard = ShardBatch(traits, sp, tensor, batches)
         self.cached = CachedTokens(traits, sp, tensor)
         self.memory = state.memory
@@ -75,6 +77,7 @@ class ForwardHooks:
                 self.model_changes,
                 self.weight_damage,
                 self.tensor,
+                self.vision,
                 self.shard,
                 self.memory,
                 self.defer,
@@ -175,6 +178,8 @@ class ForwardHooks:
                 raise problem
             return
         batch = call.batch if call.cache is None else {**call.batch, "cache": call.cache.describe()}
+        if call.pictures is not None:
+            batch = {**batch, "pictures": call.pictures}
         router_loss = call.cache is None and call.wants_router_loss
         self.batches.compare(call.model, batch, router_loss, problem)
 

@@ -16,10 +16,11 @@ from transformers.utils import ModelOutput
 from longspan.comm.mesh import SequenceSharding
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_flag, check_number, checked_call
-from longspan.hf.batch import check_batch, shard_batch
+from longspan.hf.batch import check_batch, cut_batch, shard_batch
 from longspan.hf.forward.logits import gather_tokens
 from longspan.hf.forward.stage import ForwardCall, ForwardOptions, Stage
 from longspan.hf.state import state_of
+from longspan.hf.vision import PICTURE_KEYS
 from longspan.hf.weights.fsdp import reshard
 from longspan.losses.cross_entropy import IGNORE
 from longspan.losses.deferred_logits import DeferredLogits
@@ -72,12 +73,18 @@ def token_logprobs(
         if given.get("input_ids") is None:
             raise LongspanError("the batch has no labels, and no input_ids to take for them; give labels")
         given["labels"] = given["input_ids"]
-    cut = shard_batch(given, state.sp, shift=not forward.traits.labels_per_token)
-    labels = cut.pop("labels", None)
+    shift = not forward.traits.labels_per_token
+    if forward.traits.encoders and "longspan" not in given:  # the model needs the whole batch to place pictures
+        cut = cut_batch({k: x for k, x in given.items() if k not in PICTURE_KEYS}, state.sp, shift=shift)
+        inputs = {key: value for key, value in given.items() if key not in ("labels", "shift_labels")}
+        labels = cut.pop("labels")
+    else:
+        inputs = cut = shard_batch(given, state.sp, shift=shift)
+        labels = cut.pop("labels", None)
     if labels is None:
         raise LongspanError("the batch was cut without labels; give them to longspan.shard_batch")
     with forward.options.during(return_deferred=True):
-        logits = model(**cut).logits
+        logits = model(**inputs).logits
     scores = _scores(model, logits, labels, temperature, entropy, ("is_top1",) if top1 else ())
     if not torch.is_grad_enabled():
         reshard(model)

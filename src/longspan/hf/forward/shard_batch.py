@@ -21,6 +21,7 @@ from longspan.hf.forward.loss import problem_of
 from longspan.hf.forward.stage import ForwardCall, ModelTraits, Stage
 from longspan.hf.pretrained import position_range
 from longspan.hf.support import HELP, refuse_dropout
+from longspan.hf.vision import PICTURE_KEYS
 
 if TYPE_CHECKING:
     from longspan.hf.tensor_parallel.layers import TensorParallel
@@ -69,8 +70,18 @@ class ShardBatch(Stage):
 
     def _shard(self, batch: dict[str, Any]) -> dict[str, Any]:
         positions = self.traits.positions(batch)
+        if positions is not None and positions.dim() > 2 and not self.traits.rotary_3d:
+            raise LongspanError(
+                f"`position_ids` has the shape {tuple(positions.shape)}, and {self.traits.name} takes one position per "
+                f"token: [rows, tokens]"
+            )
+        if self.traits.encoders:
+            batch = {key: value for key, value in batch.items() if key not in PICTURE_KEYS}
         if not self.traits.labels_per_row:
-            return cut_batch(batch, self.sp, shift=not self.traits.labels_per_token, own_positions=positions)
+            return cut_batch(
+                batch, self.sp, shift=not self.traits.labels_per_token, own_positions=positions,
+                placeholders=self.traits.placeholders,
+            )  # fmt: skip
         labels = batch.get("labels")
         tokens = {key: value for key, value in batch.items() if key != "labels"}
         return cut_batch(tokens, self.sp, own_positions=positions) | ({} if labels is None else {"labels": labels})

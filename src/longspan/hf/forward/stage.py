@@ -26,6 +26,7 @@ from longspan.compat.transformers_api import Positions, cache_name, has_own_cach
 from longspan.hf.batch import SequenceInfo
 from longspan.hf.forward.kv_cache import ShardedCache
 from longspan.hf.support import attention_dropout, router_top_k
+from longspan.hf.vision import Encoder, core_of, encoders_of
 
 
 class Stage:
@@ -59,9 +60,13 @@ class ModelTraits:
     dropout: tuple[str, float, str] | None  # of the first attention layer that has it
     own_positions: Positions | None  # how the model computes position ids from tokens or mask
     rotary: bool  # negative positions are allowed
+    rotary_3d: bool  # positions may have axes of time, height and width
+    encoders: tuple[Encoder, ...]  # of pictures; none if the model takes tokens only
+    placeholders: tuple[int, ...]  # ids of tokens whose embeddings the encoders make
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelTraits:
+        core, encoders = core_of(model), encoders_of(model)
         return cls(
             name=type(model).__name__,
             signature=inspect.signature(model.forward),
@@ -73,6 +78,9 @@ class ModelTraits:
             dropout=attention_dropout(model),
             own_positions=own_positions(model),
             rotary=any("Rotary" in type(module).__name__ for module in model.modules()),
+            rotary_3d=hasattr(core, "compute_3d_position_ids"),
+            encoders=encoders,
+            placeholders=tuple(sorted({getattr(model.config, encoder.token) for encoder in encoders})),
         )
 
     def accepts(self, argument: str) -> bool:
@@ -123,6 +131,7 @@ class ForwardCall:
     has_labels: bool = False
     loss: tuple[Tensor, int] | None = None  # what the model's loss function returned, and its version
     router_loss: Tensor | None = None  # the load-balancing loss of all ranks
+    pictures: str | None = None  # of the batch: how they split into units; equal on all ranks of a sequence group
 
     @classmethod
     def of(cls, model: PreTrainedModel, kwargs: dict[str, Any]) -> ForwardCall:

@@ -1,7 +1,7 @@
 """Shard a model's weights by FSDP2. Each group of weights is gathered and released as a whole:
 
     embedding              gathered for its forward only: its backward needs no weights
-    each decoder layer     gathered one layer ahead in forward and backward, released after each
+    each layer             of tower or decoder: gathered one layer ahead in forward and backward, released after each
     final norm and head    gathered during the last layer, released after the head's backward, which comes next
     root: all others       usually a few rows: norms and positions next to the embedding
 
@@ -24,6 +24,7 @@ from longspan.comm.sharded_weights import as_local
 from longspan.compat.torch_api import sum_gradients
 from longspan.core.errors import LongspanError
 from longspan.hf.support import decoder_layers, final_norm
+from longspan.hf.vision import tower_blocks
 
 
 def apply_fsdp(
@@ -45,11 +46,12 @@ def apply_fsdp(
     }
     embedding, tail = outer_groups(model)
     layers: list[nn.Module] = [layer for layer in decoder_layers(model) if not _shares(layer, model)]
+    tower = tower_blocks(model)
     if embedding is not None:
         reads_table = _backward_reads_table(embedding)
         group = fully_shard(embedding, **options, reshard_after_forward=True)
         group.set_unshard_in_backward(reads_table)
-    for layer in layers:
+    for layer in [*tower, *layers]:
         fully_shard(layer, **options, reshard_after_forward=True)
     if tail:
         fully_shard(tail, **options, reshard_after_forward=False)
@@ -57,6 +59,7 @@ def apply_fsdp(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             sum_gradients(module)
+    _prefetch(tower, tower)  # by itself: a batch may have no pictures
     _prefetch([*([] if embedding is None else [embedding]), *layers, *tail[:1]], backward=[*layers, *tail[:1]])
 
 

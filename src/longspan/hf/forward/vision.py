@@ -1,0 +1,161 @@
+"""The stage that shares out a vision tower: each rank encodes some of the pictures, and gets the embeddings of its own
+placeholders.
+
+Every rank of a group runs the tower once per modality, so that FSDP's gathers and the collectives of the backward are
+the same on all: a rank without a unit encodes the smallest one and uses nothing of it.
+
+Shape suffixes: B rows, n tokens of the sequence, L of this rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from longspan.comm.collectives import exchange_rows
+from longspan.comm.consistency import gather_numbers
+from longspan.comm.mesh import SequenceSharding, group_name
+from longspan.core.balance import split_by_cost
+from longspan.core.errors import LongspanError
+from longspan.core.layout import Span
+from longspan.hf.documents import tokens_of
+from longspan.hf.forward.stage import ForwardCall, Stage
+from longspan.hf.vision import PICTURE_KEYS, SEAM, Encoder, Units, core_of, rows_of, with_rows
+
+if TYPE_CHECKING:
+    from longspan.hf.state import ParallelState
+
+
+class VisionTower(Stage):
+    """Replace a batch's pixels by the embeddings of this rank's placeholders."""
+
+    def __init__(self, model: PreTrainedModel, state: ParallelState) -> None:
+        self.traits, self.sp, self.core = state.traits, state.sp, core_of(model)
+        # Replicas gather the tower's weights together, also for a replica without pictures.
+        self.joint = state.gradients is None and state.sp.data_size > 1
+        self.shared = dict[Encoder, SharedUnits]()  # of the forward in progress
+
+    def reset(self) -> None:
+        self.shared = {}
+
+    def check(self, call: ForwardCall) -> None:
+        batch = call.batch
+        if batch.get(SEAM) is not None:
+            raise LongspanError(f"`{SEAM}` would be embeddings of all ranks' pictures; give the pixels")
+        encoders = [encoder for encoder in self.traits.encoders if batch.get(encoder.pixels) is not None]
+        if not encoders:
+            return
+        if "longspan" in batch or batch.get("input_ids") is None:
+            kind = "ids that longspan.shard_batch has cut" if "longspan" in batch else "`inputs_embeds`"
+            raise LongspanError(
+                f"`{encoders[0].pixels}` with {kind}: placeholders are found among the ids of the whole batch; give "
+                f"the model the whole `input_ids`"
+            )
+        ids_Bn = batch["input_ids"].detach().cpu()
+        facts, crc = [], 0
+        for encoder in encoders:
+            _check_tensors(batch, encoder)
+            units = encoder.units(self.core, batch)
+            token = getattr(call.model.config, encoder.token)
+            found, rows = int((ids_Bn == token).sum()), sum(units.rows)
+            if found != rows:
+                raise LongspanError(
+                    f"`input_ids` has {found} {encoder.modality} placeholders (id {token}), `{encoder.pixels}` gives "
+                    f"{rows} embeddings; give as many placeholders as the processor makes, and cut none off"
+                )
+            self.shared[encoder] = SharedUnits.of(units, ids_Bn == token, self.sp)
+            facts.append(f"{len(units.rows)} {encoder.modality} units of {rows} embeddings")
+            crc = zlib.crc32((ids_Bn == token).numpy().tobytes(), zlib.crc32(repr(units).encode(), crc))
+        call.pictures = f"{', '.join(facts)}, checksum {crc}"  # they decide how much is sent where
+
+    def before(self, call: ForwardCall) -> None:
+        outputs = {}
+        for encoder in self._encoders():
+            batch, shared = call.batch, self.shared.get(encoder)
+            if shared is None:  # only another replica has such pictures
+                tokens = tokens_of(call.batch)
+                batch = encoder.smallest(self.core, tokens.device)
+                none_Bn = torch.zeros(tokens.shape[:2], dtype=torch.bool)
+                shared = SharedUnits.of(encoder.units(self.core, batch), none_Bn, self.sp)
+            outputs[encoder.modality] = shared.embed(encoder, self.core, batch, self.sp)
+        if outputs:
+            call.inputs[SEAM] = outputs
+
+    def _encoders(self) -> list[Encoder]:
+        """Return the encoders that run in this forward. Collective, if replicas run them together."""
+        encoders = self.traits.encoders
+        mine = [int(encoder in self.shared) for encoder in encoders]
+        if self.joint:
+            assert self.sp.host_group is not None
+            rows = gather_numbers(mine, self.sp.host_group, torch.device("cpu"))
+            mine = [max(column) for column in zip(*rows, strict=True)]
+        return [encoder for encoder, runs in zip(encoders, mine, strict=True) if runs]
+
+    def after(self, call: ForwardCall, output: Any) -> Any:
+        """Leave out the tower's output: this rank has a part of it."""
+        if SEAM not in call.inputs or not isinstance(output, ModelOutput):
+            return output
+        kind: Any = type(output)
+        parts = {f"{encoder.modality}_outputs" for encoder in self.traits.encoders}
+        return kind(**{name: value for name, value in output.items() if name not in parts})
+
+
+@dataclass(frozen=True)
+class SharedUnits:
+    """Which rank encodes which units, and sends which of their embeddings where."""
+
+    units: Units
+    spans: tuple[Span, ...]  # the units of each rank
+    sent: tuple[Tensor, ...]  # to each rank: which of my embeddings, int64
+    received: tuple[int, ...]  # embeddings from each rank
+
+    @classmethod
+    def of(cls, units: Units, placeholders_Bn: Tensor, sp: SequenceSharding) -> SharedUnits:
+        spans = split_by_cost(units.patches, sp.size)
+        ends = [0, *itertools.accumulate(units.rows)]
+        rows = [(ends[start], ends[stop]) for start, stop in spans]  # each rank's embeddings
+        needed = [_embeddings_of(placeholders_Bn, sp, rank) for rank in range(sp.size)]
+        first, last = rows[sp.rank]
+        sent = tuple(x[(x >= first) & (x < last)] - first for x in needed)
+        mine = needed[sp.rank]
+        received = tuple(int(((mine >= a) & (mine < b)).sum()) for a, b in rows)
+        return cls(units, spans, sent, received)
+
+    def embed(self, encoder: Encoder, core: Any, batch: Mapping[str, Any], sp: SequenceSharding) -> Any:
+        """Return the tower's output for my placeholders, in their order. Collective."""
+        start, stop = self.spans[sp.rank]
+        idle = start == stop
+        if idle:
+            start = self.units.patches.index(min(self.units.patches))
+            stop = start + 1
+        output = encoder.encode(core, batch, start, stop)
+        rows = rows_of(output)
+        rows = rows[torch.cat(self.sent).to(rows.device)]  # of an idle rank none, but its backward runs
+        if sp.size > 1:
+            assert sp.group is not None
+            rows = exchange_rows(rows, [len(x) for x in self.sent], list(self.received), group_name(sp.group))
+        return with_rows(output, rows)
+
+
+def _embeddings_of(placeholders_Bn: Tensor, sp: SequenceSharding, rank: int) -> Tensor:
+    """Return the numbers of the embeddings that a rank's tokens need, ascending, as its placeholders are."""
+    numbers_Bn = placeholders_Bn.flatten().cumsum(0).view_as(placeholders_Bn) - 1
+    numbers_Bn = numbers_Bn.masked_fill(~placeholders_Bn, -1)
+    spans = sp.layout.spans(placeholders_Bn.shape[1], rank)
+    numbers_BL = torch.cat([numbers_Bn[:, :0], *(numbers_Bn[:, start:stop] for start, stop in spans)], 1)
+    return numbers_BL[numbers_BL >= 0]
+
+
+def _check_tensors(batch: Mapping[str, Any], encoder: Encoder) -> None:
+    for key in PICTURE_KEYS:
+        value = batch.get(key)
+        if value is not None and not isinstance(value, Tensor):
+            raise LongspanError(f"`{key}` must be a tensor, got {type(value).__name__}; stack it as the processor does")

@@ -1,0 +1,189 @@
+"""Vision-language models by family: which modules encode pictures, and how their pixels split into units.
+
+A unit is the least that a vision tower encodes by itself: a picture, a tile of one, or a frame of a video where the
+tower's attention stays within frames. Units are in the order of their placeholders in the batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from longspan.core.errors import LongspanError
+
+SEAM = "mm_encoder_outputs"
+"""The argument of a forward that takes what the tower has computed."""
+
+PICTURE_KEYS = (
+    "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_sizes",
+    "mm_token_type_ids", SEAM,
+)  # fmt: skip
+"""Keys of a batch that concern pictures. They are not cut by tokens: the stage of the vision tower takes them."""
+
+
+@dataclass(frozen=True)
+class Units:
+    """The units of one modality in a batch."""
+
+    patches: tuple[int, ...]  # of each unit: its cost in the tower
+    rows: tuple[int, ...]  # of each unit: the embeddings that the language model gets
+
+
+@dataclass(frozen=True)
+class Encoder(ABC):
+    """One modality of a family: what a batch holds of it, and how the tower encodes a part of that."""
+
+    modality: str  # "image" or "video": the key of the model's `mm_encoder_outputs`
+    pixels: str  # the key of a batch
+    token: str  # of the config: the id of placeholders
+
+    @property
+    @abstractmethod
+    def keys(self) -> tuple[str, ...]:
+        """The keys of a batch, the pixels' first."""
+
+    @abstractmethod
+    def units(self, core: Any, batch: Mapping[str, Any]) -> Units:
+        """Return the units of a batch; raise if its tensors do not fit each other."""
+
+    @abstractmethod
+    def part(self, core: Any, batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
+        """Return the arguments of the model's own encoding for the units from `start` to `stop`."""
+
+    @abstractmethod
+    def smallest(self, core: Any, device: torch.device) -> dict[str, Any]:
+        """Return a batch of one small unit."""
+
+    def encode(self, core: Any, batch: Mapping[str, Any], start: int, stop: int) -> Any:
+        """Run the tower on the units from `start` to `stop`; `rows_of` its output are all their embeddings."""
+        run = getattr(core, f"get_{self.modality}_features")
+        return run(**self.part(core, batch, start, stop), return_dict=True)
+
+
+@dataclass(frozen=True)
+class GridEncoder(Encoder):
+    """Patches of all pictures in one tensor, with a grid (frames, height, width) of each. A unit is a frame."""
+
+    grid: str
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return self.pixels, self.grid
+
+    def units(self, core: Any, batch: Mapping[str, Any]) -> Units:
+        grids, merge = self._grids(batch), core.visual.spatial_merge_size
+        for i, (t, h, w) in enumerate(grids):
+            if min(t, h, w) < 1 or h % merge or w % merge:
+                raise LongspanError(
+                    f"`{self.grid}` has frames of {h} x {w} patches for {self.modality} {i}; the model merges "
+                    f"{merge} x {merge} patches: both must be multiples of {merge}"
+                )
+        given, needed = len(batch[self.pixels]), sum(t * h * w for t, h, w in grids)
+        if given != needed:
+            raise LongspanError(
+                f"`{self.pixels}` holds {given} patches, the {len(grids)} grids of `{self.grid}` {needed}; give each "
+                f"{self.modality} its grid (frames, height, width) in patches"
+            )
+        patches = tuple(h * w for t, h, w in grids for _ in range(t))
+        return Units(patches, tuple(size // merge**2 for size in patches))
+
+    def part(self, core: Any, batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
+        grids, frames, first, last = list[list[int]](), 0, 0, 0
+        for t, h, w in self._grids(batch):
+            before, mine = max(0, min(t, start - frames)), min(t, stop - frames)
+            first, last = first + before * h * w, last + max(0, mine) * h * w
+            if mine > before:
+                grids.append([mine - before, h, w])
+            frames += t
+        pixels, grid = batch[self.pixels], batch[self.grid]
+        return {self.pixels: pixels[first:last], self.grid: grid.new_tensor(grids)}
+
+    def smallest(self, core: Any, device: torch.device) -> dict[str, Any]:
+        merge, embed = core.visual.spatial_merge_size, core.visual.patch_embed
+        width = embed.in_channels * embed.temporal_patch_size * embed.patch_size**2
+        grid = torch.tensor([[1, merge, merge]], device=device)
+        return {self.pixels: torch.zeros(merge**2, width, device=device), self.grid: grid}
+
+    def _grids(self, batch: Mapping[str, Any]) -> list[list[int]]:
+        grid = batch.get(self.grid)
+        if not isinstance(grid, Tensor) or grid.dim() != 2 or grid.shape[1] != 3 or grid.is_floating_point():
+            got = tuple(grid.shape) if isinstance(grid, Tensor) else type(grid).__name__
+            raise LongspanError(
+                f"`{self.pixels}` needs `{self.grid}`, integers [{self.modality}s, 3]: frames, height and width in "
+                f"patches; got {got}"
+            )
+        return grid.tolist()
+
+
+_IMAGES = GridEncoder("image", "pixel_values", "image_token_id", "image_grid_thw")
+_QWEN = (_IMAGES, GridEncoder("video", "pixel_values_videos", "video_token_id", "video_grid_thw"))
+_GLM = (_IMAGES, GridEncoder("video", "pixel_values_videos", "image_token_id", "video_grid_thw"))
+
+FAMILIES: dict[str, tuple[Encoder, ...]] = {
+    "qwen2_vl": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "qwen3_vl_moe": _QWEN,
+    "glm4v": _GLM,
+    "glm4v_moe": _GLM,
+}
+"""The modalities of each family that can be sharded, by its config's `model_type`."""
+
+
+def core_of(model: nn.Module) -> Any:
+    """Return the module of a vision-language model that holds tower and language model; None if its family is not in
+    `FAMILIES`.
+    """
+    if not isinstance(model, PreTrainedModel) or model.config.model_type not in FAMILIES:
+        return None
+    core = model if hasattr(model, "language_model") else getattr(model, "model", None)
+    if not hasattr(core, "language_model") or SEAM not in inspect.signature(model.forward).parameters:
+        return None
+    return core
+
+
+def encoders_of(model: nn.Module) -> tuple[Encoder, ...]:
+    """Return the modalities of a vision-language model; none for other models."""
+    return () if core_of(model) is None else FAMILIES[model.config.model_type]  # type: ignore[union-attr,index]
+
+
+def tower_modules(model: nn.Module) -> set[nn.Module]:
+    """Return the modules that encode pixels: all but the language model and what runs it; empty for other models."""
+    core = core_of(model)
+    if core is None:
+        return set()
+    return {m for child in core.children() if child is not core.language_model for m in child.modules()}
+
+
+def tower_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of the vision tower: those that transformers can checkpoint."""
+    tower = tower_modules(model)
+    lists = [m for m in model.modules() if m in tower and isinstance(m, nn.ModuleList)]
+    return [block for blocks in lists for block in blocks if hasattr(block, "gradient_checkpointing")]
+
+
+def rows_of(output: Any) -> Tensor:
+    """Return all that the tower computed for each embedding, as columns of one row: `[rows, width]`."""
+    parts = [output.pooler_output, *(output.get("deepstack_features") or [])]
+    return torch.cat([_joined(part) for part in parts], 1) if len(parts) > 1 else _joined(parts[0])
+
+
+def with_rows(output: Any, rows: Tensor) -> Any:
+    """Return an output of the tower with other embeddings, and nothing else."""
+    deep = output.get("deepstack_features")
+    width = _joined(output.pooler_output).shape[1]
+    pooled, *more = rows.split(width, 1)
+    parts = {} if deep is None else {"deepstack_features": [(x,) for x in more]}
+    return type(output)(pooler_output=pooled if isinstance(output.pooler_output, Tensor) else (pooled,), **parts)
+
+
+def _joined(embeddings: Tensor | tuple[Tensor, ...] | list[Tensor]) -> Tensor:
+    x = embeddings if isinstance(embeddings, Tensor) else torch.cat(tuple(embeddings))
+    return x if x.dim() == 2 else x.flatten(0, -2)

@@ -1,0 +1,152 @@
+"""Small vision-language models with random weights, and batches of text, images and videos for them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.models import BASE, Truth, truth_of
+
+IMAGE, VIDEO, START, END = 57, 58, 59, 60  # ids of placeholders and of the tokens around them
+
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+_TEXT = {name: value for name, value in BASE.items() if name != "pad_token_id"}
+_TOKENS = {
+    "image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END,
+}  # fmt: skip
+
+_VISION = {
+    "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32,
+}  # fmt: skip
+_DEEP = {**_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen2VL": {
+        "text_config": {**_TEXT, "rope_parameters": _MROPE},
+        "vision_config": {
+            "depth": 2, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2, "num_heads": 2, "patch_size": 4,
+        },
+    },
+    "Qwen2_5_VL": {
+        "text_config": {**_TEXT, "rope_parameters": _MROPE},
+        "vision_config": {**_VISION, "window_size": 16, "fullatt_block_indexes": [1], "tokens_per_second": 2},
+    },
+    "Qwen3VL": {
+        "text_config": {**_TEXT, "head_dim": 8, "rope_parameters": _MROPE},
+        "vision_config": _DEEP,
+    },
+    "Qwen3VLMoe": {
+        "text_config": {**_TEXT, **_EXPERTS, "head_dim": 8, "rope_parameters": _MROPE},
+        "vision_config": _DEEP,
+    },
+    "Glm4v": {
+        "text_config": {**_TEXT, "rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}},
+        "vision_config": {**_VISION, "image_size": 16},
+    },
+    "Glm4vMoe": {
+        "text_config": {
+            **_TEXT, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "n_routed_experts": 4,
+            "rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0},
+        },
+        "vision_config": {**_VISION, "image_size": 16},
+    },
+}  # fmt: skip
+
+FRAMES_APART = ("Qwen3VL", "Qwen3VLMoe", "Glm4v", "Glm4vMoe")
+"""Families with text between the frames of a video."""
+
+
+def build(family: str, seed: int = 0, **changes: Any) -> Any:
+    """Return a vision-language model of `family` in fp32, with random weights that depend on `seed` alone."""
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**{**_TOKENS, **FAMILIES[family], **changes})
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).float()
+    with torch.no_grad():
+        for name, p in model.named_parameters():  # so that pictures matter
+            if "language_model" not in name and "norm" not in name and p.dim() > 1:
+                p.mul_(4)
+    return model
+
+
+Part = int | tuple[str, int, int, int]
+"""A number of text tokens, or an image or video of (frames, height, width) patches."""
+
+Rows = tuple[tuple[Part, ...], ...]
+
+ROWS: Rows = (
+    (3, ("image", 1, 4, 6), 4, ("video", 3, 4, 4), 3),
+    (9,),
+    (("image", 1, 8, 4), 1, ("image", 1, 2, 2), 5),
+)
+IMAGES: Rows = (ROWS[2], (7, ("image", 1, 4, 4)), (12,))
+VIDEOS: Rows = ((2, ("video", 2, 4, 4), 3), (9,), (("video", 3, 2, 4), 4, ("video", 1, 4, 4), 1))
+
+_KEYS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
+
+
+def batch(
+    family: str, rows: Rows = ROWS, *, side: str = "left", keep: Sequence[int] | None = None, seed: int = 1
+) -> dict[str, Tensor]:
+    """Return a batch of rows with labels, padded on one side; `keep` chooses rows of it, with their pictures."""
+    g = torch.Generator().manual_seed(seed)
+    made = [_row(family, row, g) for row in rows]
+    n = max(len(ids) for ids, *_ in made)
+    ids, kinds, real = (torch.zeros(len(rows), n, dtype=torch.long) for _ in range(3))
+    pictures: dict[str, list[Tensor]] = {key: [] for keys in _KEYS.values() for key in keys}
+    for b, (row_ids, row_kinds, row_pictures) in enumerate(made):
+        at = slice(n - len(row_ids), n) if side == "left" else slice(0, len(row_ids))
+        ids[b, at], kinds[b, at], real[b, at] = torch.tensor(row_ids), torch.tensor(row_kinds), 1
+        for key, x in row_pictures if keep is None or b in keep else ():
+            pictures[key].append(x)
+    whole = {"input_ids": ids, "mm_token_type_ids": kinds}
+    whole["labels"] = torch.where((real == 1) & (ids < IMAGE), ids, -100)
+    if not bool(real.all()):
+        whole["attention_mask"] = real
+    if keep is not None:
+        whole = {key: x[list(keep)] for key, x in whole.items()}
+    return whole | {key: torch.cat(xs) for key, xs in pictures.items() if xs}
+
+
+def _row(
+    family: str, row: tuple[Part, ...], g: torch.Generator
+) -> tuple[list[int], list[int], list[tuple[str, Tensor]]]:
+    """Return ids and kinds of a row's tokens, and its pictures by their keys in a batch."""
+    ids, kinds, pictures = list[int](), list[int](), []
+    for part in row:
+        if isinstance(part, int):
+            ids += torch.randint(3, IMAGE, (part,), generator=g).tolist()
+            kinds += [0] * part
+            continue
+        kind, t, h, w = part
+        pixels, grid = _KEYS[kind]
+        pictures += [
+            (pixels, torch.randn(t * h * w, _patch_width(family), generator=g)), (grid, torch.tensor([[t, h, w]]))
+        ]  # fmt: skip
+        token = VIDEO if kind == "video" and not family.startswith("Glm") else IMAGE
+        for size in [h * w // 4] * t if family in FRAMES_APART else [t * h * w // 4]:
+            ids += [START, *[token] * size, END]
+            kinds += [0, *[1 if kind == "image" else 2] * size, 0]
+    return ids, kinds, pictures
+
+
+def _patch_width(family: str) -> int:
+    vision = FAMILIES[family]["vision_config"]
+    return 3 * vision.get("temporal_patch_size", 2) * vision["patch_size"] ** 2
+
+
+def rows_for(family: str) -> Rows:
+    """Return rows with all that one batch of a family may hold; GLM has one placeholder for images and videos."""
+    return VIDEOS if family.startswith("Glm") else ROWS
+
+
+@functools.cache
+def truth_about(family: str, rows: Rows, side: str = "left") -> Truth:
+    """Return `truth_of` a family, computed once by the test process and sent to the ranks."""
+    return truth_of(build(family), batch(family, rows, side=side))

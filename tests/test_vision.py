@@ -1,0 +1,217 @@
+"""Vision-language models: the tower is shared out over the ranks, and all results equal those of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+import longspan
+from longspan.core.balance import split_by_cost
+from tests.choose import confirming
+from tests.models import Truth, check_gradients, check_loss, compare, gradients, sharding, truth_of
+from tests.pictures import FAMILIES, IMAGE, IMAGES, ROWS, Rows, batch, build, rows_for, truth_about
+from tests.pool import RankPool
+
+
+def _run(family: str, ring: int, fsdp: bool, rows: Rows, side: str, truth: Truth) -> None:
+    sp = sharding(ring=ring)
+    compare(truth, longspan.parallelize(build(family), sp, fsdp=fsdp), batch(family, rows, side=side), sp)
+
+
+# A ring's layout is zigzag: every rank has two runs. Padding is on the left or right.
+EVERY = [(family, ring, side) for family in FAMILIES for ring in (1, 2) for side in ("left", "right")]
+CHOSEN = [(family, 1 + i % 2, ("left", "right")[i // 2 % 2]) for i, family in enumerate(FAMILIES)]
+
+
+@pytest.mark.parametrize(
+    ("family", "ring", "side"), [*CHOSEN, *confirming(case for case in EVERY if case not in CHOSEN)]
+)
+def test_one_process(pool2: RankPool, family: str, ring: int, side: str) -> None:
+    rows, fsdp = rows_for(family), (list(FAMILIES).index(family) // 2) % 2 == 0
+    pool2.run(_run, family, ring, fsdp, rows, side, truth_about(family, rows, side))
+
+
+@pytest.mark.parametrize("family", ["Glm4v", *confirming(f for f in FAMILIES if f != "Glm4v")])
+def test_images_only(pool2: RankPool, family: str) -> None:
+    pool2.run(_run, family, 1, True, IMAGES, "left", truth_about(family, IMAGES))
+
+
+ONE_IMAGE: Rows = ((5, ("image", 1, 4, 4), 12),)
+NONE: Rows = ((9,), (6,))
+
+
+ON_4 = ((1, True, None), (4, True, ONE_IMAGE), (2, False, ONE_IMAGE), (1, True, NONE))
+
+
+def _on_4(family: str, truths: list[Truth]) -> None:
+    # With a ring of 4 some ranks have padding alone; of one image three ranks encode nothing, and hold no placeholder.
+    for (ring, fsdp, rows), truth in zip(ON_4, truths, strict=True):
+        sp = sharding(ring=ring)
+        whole = batch(family, rows or rows_for(family))
+        compare(truth, longspan.parallelize(build(family), sp, fsdp=fsdp), whole, sp)
+
+
+@pytest.mark.parametrize("family", ["Qwen3VL", *confirming(f for f in FAMILIES if f != "Qwen3VL")])
+def test_4_ranks(pool4: RankPool, family: str) -> None:
+    pool4.run(_on_4, family, [truth_about(family, rows or rows_for(family)) for *_, rows in ON_4], timeout=60)
+
+
+def _replicas(family: str, truth: Truth) -> None:
+    """The second replica's rows have no video."""
+    for fsdp in (True, False):
+        sp = sharding(data=2)
+        mine = batch(family, MIXED, keep=(2 * sp.data_rank, 2 * sp.data_rank + 1))
+        assert ("pixel_values_videos" in mine) == (sp.data_rank == 0)
+        compare(truth, longspan.parallelize(build(family), sp, fsdp=fsdp), {}, sp, mine)
+
+
+MIXED: Rows = (*ROWS, ROWS[1])
+
+
+@pytest.mark.parametrize("family", ["Qwen2_5_VL", *confirming(["Qwen3VL"])])
+def test_replicas_with_other_pictures(pool4: RankPool, family: str) -> None:
+    pool4.run(_replicas, family, truth_about(family, MIXED))
+
+
+def _on_8(family: str, truth: Truth) -> None:
+    for ring in (1, 2, 8):
+        sp = sharding(ring=ring)
+        compare(truth, longspan.parallelize(build(family), sp), batch(family, rows_for(family)), sp)
+
+
+@pytest.mark.parametrize("family", confirming(FAMILIES))
+def test_8_ranks(pool8: RankPool, family: str) -> None:
+    pool8.run(_on_8, family, truth_about(family, rows_for(family)), timeout=120)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Options of training.
+
+
+def _with_memory_options(family: str, truth: Truth) -> None:
+    sp = sharding(ring=2)
+    model = longspan.parallelize(build(family), sp, memory="longest").train()
+    recomputed = 0
+
+    def count(*_: Any) -> None:
+        nonlocal recomputed
+        recomputed += torch.is_grad_enabled()
+
+    model.model.visual.blocks[0].norm1.register_forward_hook(count)
+    compare(truth, model, batch(family), sp)
+    assert recomputed == 4  # images and video, each in the forward and in the backward
+
+
+@pytest.mark.parametrize("family", ["Qwen3VL", *confirming(["Qwen2_5_VL", "Qwen3VLMoe"])])
+def test_memory_options(pool2: RankPool, family: str) -> None:
+    pool2.run(_with_memory_options, family, truth_about(family, ROWS))
+
+
+def _frozen(family: str) -> Any:
+    model = build(family)
+    model.model.visual.requires_grad_(False)
+    return model
+
+
+def _with_frozen_tower(family: str, truth: Truth) -> None:
+    for fsdp in (True, False):
+        sp = sharding()
+        model = longspan.parallelize(_frozen(family), sp, fsdp=fsdp)
+        made = []
+        model.model.visual.register_forward_hook(lambda _, args, out, made=made: made.append(out.pooler_output))
+        compare(truth, model, batch(family), sp)
+        assert made and not any(x.requires_grad for x in made)
+
+
+def test_frozen_tower(pool2: RankPool) -> None:
+    pool2.run(_with_frozen_tower, "Qwen2_5_VL", truth_of(_frozen("Qwen2_5_VL"), batch("Qwen2_5_VL")))
+
+
+def _adapted(layers: list[str]) -> Any:
+    torch.manual_seed(0)
+    return peft.get_peft_model(
+        build("Qwen2_5_VL"), peft.LoraConfig(r=2, target_modules=layers, init_lora_weights=False)
+    )
+
+
+def _with_lora(layers: list[str], truth: Truth) -> None:
+    model = longspan.parallelize(_adapted(layers), sharding())
+    out = model(**batch("Qwen2_5_VL"))
+    out.loss.backward()
+    check_loss(float(out.loss.detach()), truth)
+    check_gradients(gradients(model), truth)
+
+
+@pytest.mark.parametrize("layers", [["q_proj", "o_proj"], ["q_proj", "qkv"]], ids=["language", "both"])
+def test_lora(pool2: RankPool, layers: list[str]) -> None:
+    pool2.run(_with_lora, layers, truth_of(_adapted(layers), batch("Qwen2_5_VL")))
+
+
+def _logprobs(expected: torch.Tensor) -> None:
+    model = longspan.parallelize(build("Qwen2_5_VL"), sharding(ring=2))
+    found = longspan.token_logprobs(model, batch("Qwen2_5_VL"), gather=True).detach()[:, :-1]
+    labels = batch("Qwen2_5_VL")["labels"][:, 1:]
+    torch.testing.assert_close(found[labels != -100], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_log_probabilities(pool2: RankPool) -> None:
+    labels = batch("Qwen2_5_VL")["labels"][:, 1:]
+    rows = truth_about("Qwen2_5_VL", ROWS).exact.logits[:, :-1].log_softmax(-1)
+    expected = rows.gather(2, labels.clamp_min(0)[..., None])[..., 0][labels != -100].float()
+    pool2.run(_logprobs, expected)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is refused.
+
+
+def _refusals() -> None:
+    model, whole = longspan.parallelize(build("Qwen2_5_VL"), sharding()), batch("Qwen2_5_VL")
+    other = dict(whole)
+
+    def refused(match: str, **changes: Any) -> None:
+        with pytest.raises(longspan.LongspanError, match=match):
+            model(**{**whole, **changes})
+
+    ids = whole["input_ids"].clone()
+    ids[ids == IMAGE] = torch.tensor([IMAGE] * 14 + [5])
+    refused(r"has 14 image placeholders \(id 57\), `pixel_values` gives 15 embeddings", input_ids=ids)
+    refused(
+        r"`pixel_values` holds 59 patches, the 3 grids of `image_grid_thw` 60", pixel_values=whole["pixel_values"][1:]
+    )
+    refused(r"frames of 4 x 5 patches for image 0; the model merges 2 x 2", image_grid_thw=torch.tensor([[1, 4, 5]]))
+    refused(r"`pixel_values` needs `image_grid_thw`, .* got NoneType", image_grid_thw=None)
+    refused(r"`pixel_values` with `inputs_embeds`", input_ids=None, inputs_embeds=torch.zeros(3, 32, 32))
+    refused(r"`mm_encoder_outputs` would be embeddings of all ranks' pictures", mm_encoder_outputs={"image": 1})
+    with pytest.raises(longspan.LongspanError, match=r"`pixel_values` cannot be cut in the data loader"):
+        longspan.shard_batch(whole, sharding())
+    with pytest.raises(longspan.LongspanError, match=r"memory='auto' does not know what the vision tower"):
+        longspan.parallelize(build("Qwen2_5_VL"), sharding(), memory="auto")
+    tensor = longspan.SequenceSharding(longspan.init_mesh(tensor=2))
+    with pytest.raises(longspan.LongspanError, match=r"has a vision tower, which is not sharded over `tensor=2`"):
+        longspan.parallelize(build("Qwen2_5_VL"), tensor)
+    # A rank with another image: other pixels, and another shape with as many patches.
+    if sharding().rank:
+        other["pixel_values"] = other["pixel_values"] + 1
+    with pytest.raises(
+        longspan.LongspanError, match=r"ranks 1 were given another one than ranks 0 .same shapes, other"
+    ):
+        model(**other)
+    if sharding().rank:
+        other["image_grid_thw"] = torch.tensor([[1, 6, 4], [1, 8, 4], [1, 2, 2]])
+    with pytest.raises(longspan.LongspanError, match=r"ranks 1 were given another one than ranks 0"):
+        model(**other)
+
+
+def test_refusals(pool2: RankPool) -> None:
+    pool2.run(_refusals)
+
+
+def test_units_are_balanced() -> None:
+    assert split_by_cost([4, 4, 4, 4], 2) == ((0, 2), (2, 4))
+    assert split_by_cost([10, 1, 1, 1, 1], 2) == ((0, 1), (1, 5))
+    assert split_by_cost([5], 3) == ((0, 1), (1, 1), (1, 1))
+    assert split_by_cost([], 2) == ((0, 0), (0, 0))
