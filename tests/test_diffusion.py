@@ -38,13 +38,15 @@ def _compare(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         )
 
 
-def _equals_one_process(name: str, fsdp: bool, checkpointing: bool) -> None:
-    model: Any = make_model(name)
-    expected = run(copy.deepcopy(model), make_inputs(name))
+def _equals_one_process(
+    name: str, fsdp: bool, checkpointing: bool, config: dict[str, Any] | None = None, **changes: Any
+) -> None:
+    model: Any = make_model(name, **(config or {}))
+    expected = run(copy.deepcopy(model), make_inputs(name) | changes)
     if checkpointing:
         model.enable_gradient_checkpointing()
     model = longspan.parallelize(model, _sharding(), fsdp=fsdp)
-    _compare(run(model, make_inputs(name)), expected)
+    _compare(run(model, make_inputs(name) | changes), expected)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -57,6 +59,26 @@ def test_equals_one_process_on_2_ranks(name: str) -> None:
 @on_ranks(4)
 def test_equals_one_process_on_4_ranks(name: str) -> None:
     _equals_one_process(name, fsdp=False, checkpointing=True)
+
+
+@on_ranks(2)
+def test_variants_equal_one_process() -> None:
+    """A time step for each token, two images in one sequence, an image besides the text, no text mask."""
+    of_tokens = torch.arange(2 * 75).view(2, 75) * 6
+    _equals_one_process("WanTransformer3DModel", True, True, timestep=of_tokens)
+    _equals_one_process("LTXVideoTransformer3DModel", True, True, timestep=of_tokens[:, :15])
+    _equals_one_process("LTXVideoTransformer3DModel", True, True, timestep=of_tokens[:, :1])
+    images = {"img_shapes": [[(1, 3, 3), (1, 2, 3)]] * 2, "encoder_hidden_states_mask": None}
+    _equals_one_process("QwenImageTransformer2DModel", True, False, {"zero_cond_t": True}, **images)
+    _equals_one_process("FluxTransformer2DModel", True, True, {"guidance_embeds": False}, guidance=None)
+    _equals_one_process(
+        "LatteTransformer3DModel", True, True, enable_temporal_attentions=False, encoder_attention_mask=None
+    )
+    text, image = (
+        torch.randn(2, n, width, dtype=torch.float64, requires_grad=True) for n, width in ((512, 10), (3, 7))
+    )
+    both = {"encoder_hidden_states": text, "encoder_hidden_states_image": image}
+    _equals_one_process("WanTransformer3DModel", True, False, {"image_dim": 7, "added_kv_proj_dim": 48}, **both)
 
 
 @pytest.mark.parametrize("fsdp", [False, True])
@@ -111,6 +133,24 @@ def test_a_recomputed_block_sees_the_lengths_of_its_forward() -> None:
         sum(losses).backward()  # type: ignore[union-attr]
         grads.append({name: p.grad for name, p in model.named_parameters()})
     _compare(grads[1], grads[0])
+
+
+@pytest.mark.parametrize("name", ["WanTransformer3DModel", "QwenImageTransformer2DModel"])
+@on_ranks(2)
+def test_a_checkpoint_saves_this_ranks_tokens_only(name: str) -> None:
+    model: Any = make_model(name)
+    model.enable_gradient_checkpointing()
+    model = longspan.parallelize(model, _sharding(), fsdp=False)
+    seen, inner = [], model._gradient_checkpointing_func
+
+    def checkpoint(block: Any, *args: Any) -> Any:
+        seen.append(args[0].shape[1])
+        return inner(block, *args)
+
+    model._gradient_checkpointing_func = checkpoint
+    model(**make_inputs(name))
+    tokens = 75 if name.startswith("Wan") else 15
+    assert seen == [tokens // 2 + (dist.get_rank() == 0)] * 2
 
 
 @pytest.mark.parametrize("temporal", [True, False])

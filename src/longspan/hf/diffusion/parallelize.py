@@ -184,7 +184,7 @@ class _Entrance:
             assert self.sp.group is not None
             arguments = _replicated(arguments, group_name(self.sp.group))
         self.tokens.lengths = {}
-        self.tokens.checkpoint_with_lengths(model)
+        self.tokens.split_before_checkpoints(model)
         return (), split_named(arguments, self.splits, self.tokens)
 
     def _check(self, model: Any, arguments: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ class Tokens:
     def __init__(self, sp: SequenceSharding, family: Family) -> None:
         self.sp, self.family = sp, family
         self.lengths: Lengths = {}
+        self.is_split = False  # while a checkpointed block runs
+        self.of_modules: dict[nn.Module, tuple[inspect.Signature, Mapping[str, Split]]] = {}
 
     @property
     def of_ranks(self) -> tuple[int, ...]:
@@ -62,27 +64,38 @@ class Tokens:
         whole = gather_along(x, dim, self.lengths["hidden_states"], self.sp.group, join)
         return average_over_data(whole, self.sp)
 
+    def split_arguments(self, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+        """Return the arguments of a module of the plan by name, with this rank's part of those that it splits."""
+        signature, splits = self.of_modules[module]
+        return split_named(named_arguments(signature, module, args, kwargs), splits, self)
+
     @contextlib.contextmanager
     def of_forward(self, lengths: Lengths) -> Iterator[None]:
-        """Use the lengths of another forward, whose block is recomputed."""
-        current, self.lengths = self.lengths, lengths
+        """Run a block on split arguments, with the lengths of its forward, which may not be the last one."""
+        before = self.lengths, self.is_split
+        self.lengths, self.is_split = lengths, True
         try:
             yield
         finally:
-            self.lengths = current
+            self.lengths, self.is_split = before
 
-    def checkpoint_with_lengths(self, model: Any) -> None:
-        """Let a recomputed block see the lengths of its forward, which may not be the last one."""
+    def split_before_checkpoints(self, model: Any) -> None:
+        """Split a block's arguments before it is checkpointed, or the whole ones would be saved.
+
+        The block sees the lengths of its forward when it is recomputed.
+        """
         found, lengths = checkpoint_function(model), self.lengths
         if found is None:
             return
         checkpoint = getattr(found, "without_lengths", found)
 
-        def checkpointed(block: Callable[..., Any], *args: Any) -> Any:
+        def checkpointed(block: nn.Module, *args: Any) -> Any:
             def run(*args: Any) -> Any:
                 with self.of_forward(lengths):
                     return block(*args)
 
+            if block in self.of_modules:
+                args = tuple(self.split_arguments(block, args, {}).values())
             return checkpoint(run, *args)
 
         checkpointed.without_lengths = checkpoint  # type: ignore[attr-defined]
@@ -126,11 +139,14 @@ def _hook(module: nn.Module, entry: Mapping[str | int, Split] | Join, tokens: To
         return
     arguments = {str(name): how for name, how in entry.items() if not how.of_output}
     outputs = {index: how for index, how in entry.items() if how.of_output}
-    if arguments:
-        signature = inspect.signature(type(module).forward)
+    if arguments and module in tokens.of_modules:  # two entries name this module
+        signature, others = tokens.of_modules[module]
+        tokens.of_modules[module] = signature, {**others, **arguments}
+    elif arguments:
+        tokens.of_modules[module] = inspect.signature(type(module).forward), arguments
 
-        def split_arguments(module: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
-            return (), split_named(named_arguments(signature, module, args, kwargs), arguments, tokens)
+        def split_arguments(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return None if tokens.is_split else ((), tokens.split_arguments(module, args, kwargs))
 
         module.register_forward_pre_hook(split_arguments, with_kwargs=True)
     if outputs:
