@@ -68,6 +68,7 @@ def test_variants_equal_one_process() -> None:
     _equals_one_process("WanTransformer3DModel", True, True, timestep=of_tokens)
     _equals_one_process("LTXVideoTransformer3DModel", True, True, timestep=of_tokens[:, :15])
     _equals_one_process("LTXVideoTransformer3DModel", True, True, timestep=of_tokens[:, :1])
+    _equals_one_process("WanTransformer3DModel", True, False, {"num_attention_heads": 3})
     images = {"img_shapes": [[(1, 3, 3), (1, 2, 3)]] * 2, "encoder_hidden_states_mask": None}
     _equals_one_process("QwenImageTransformer2DModel", True, False, {"zero_cond_t": True}, **images)
     _equals_one_process("FluxTransformer2DModel", True, True, {"guidance_embeds": False}, guidance=None)
@@ -250,19 +251,30 @@ def test_a_rank_with_other_inputs_is_named() -> None:
 
 @on_ranks(2)
 def test_refused_calls() -> None:
+    from diffusers import FirstBlockCacheConfig
+
     sp, video = _sharding(), torch.zeros(2, 3, 5, 6, 10, dtype=torch.float64)
-    wan: Any = longspan.parallelize(make_model("WanTransformer3DModel", patch_size=(2, 2, 2)), sp)
+    wan: Any = longspan.parallelize(make_model("WanTransformer3DModel", patch_size=(2, 2, 2)), sp, fsdp=False)
     inputs = make_inputs("WanTransformer3DModel")
     with pytest.raises(LongspanError, match="dimension 2 has 5 entries, which the patch size 2 does not divide"):
         wan(**{**inputs, "hidden_states": video})
     with pytest.raises(LongspanError, match=r"`attention_kwargs` may hold a LoRA `scale` alone, got \['mask'\]"):
         wan(**inputs, attention_kwargs={"mask": video})
+    wan.enable_cache(FirstBlockCacheConfig())
+    with pytest.raises(
+        LongspanError, match=r"the cache of WanTransformer3DModel decides on one rank's tokens; call dis"
+    ):
+        wan(**{**inputs, "hidden_states": video[:, :, :4]})
     flux: Any = longspan.parallelize(make_model("FluxTransformer2DModel"), sp)
     inputs = make_inputs("FluxTransformer2DModel")
     with pytest.raises(LongspanError, match="`controlnet_block_samples` is not supported for FluxTransformer2DModel"):
         flux(**inputs, controlnet_block_samples=[video])
     with pytest.raises(LongspanError, match=r"`img_ids` must have 2 dimensions, got a tensor of shape \(1, 15, 3\)"):
         flux(**{**inputs, "img_ids": inputs["img_ids"][None]})
+    with pytest.raises(LongspanError, match="`encoder_hidden_states` has 1 tokens, fewer than the 2 ranks"):
+        flux(
+            **{**inputs, "encoder_hidden_states": inputs["encoder_hidden_states"][:, :1], "txt_ids": torch.zeros(1, 3)}
+        )
     latte: Any = longspan.parallelize(make_model("LatteTransformer3DModel"), sp)
     with pytest.raises(LongspanError, match="1 frames of 12 patches cannot be shared by 2 ranks"):
         latte(torch.zeros(2, 3, 1, 8, 6, dtype=torch.float64))

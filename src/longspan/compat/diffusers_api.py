@@ -14,6 +14,11 @@ def is_model_of_diffusers(model: Any) -> bool:
     )
 
 
+def is_parallel(model: Any) -> bool:
+    """Return whether diffusers itself parallelizes a model. Versions: 0.42. When gone: False."""
+    return getattr(model, "_parallel_config", None) is not None
+
+
 def version_of_diffusers() -> str:
     """Return the version of diffusers that made a model. Versions: any. When gone: an AttributeError."""
     return str(sys.modules["diffusers"].__version__)

@@ -17,7 +17,7 @@ from longspan.comm.collectives import replicate
 from longspan.comm.consistency import ReplicaCheck, broadcast_weights, check_same_model
 from longspan.comm.digests import digests_of, weights_of
 from longspan.comm.mesh import SequenceSharding, group_name
-from longspan.compat.diffusers_api import version_of_diffusers
+from longspan.compat.diffusers_api import is_parallel, version_of_diffusers
 from longspan.compat.torch_api import sum_gradients
 from longspan.core.errors import LongspanError
 from longspan.hf.checks.batches import BatchCheck
@@ -95,6 +95,8 @@ def _check_alone(model: Any, sp: SequenceSharding) -> Family:
     if hasattr(model, "longspan_state"):
         raise LongspanError(f"{type(model).__name__} is parallelized already; a model is given to parallelize once")
     family = family_of(model)
+    if is_parallel(model):
+        raise LongspanError(f"{type(model).__name__} is parallelized by diffusers' enable_parallelism; load it again")
     if sp.ring_size > 1 or sp.tensor_size > 1 or sp.wire_dtype != "exact":
         raise LongspanError(
             f"diffusion transformers are sharded by Ulysses alone, got ring={sp.ring_size}, tensor={sp.tensor_size}, "
@@ -197,6 +199,8 @@ class _Entrance:
         for key in given & {*_ATTENTION_ARGUMENTS}:
             if set(arguments[key]) - {"scale"}:
                 raise LongspanError(f"`{key}` may hold a LoRA `scale` alone, got {sorted(arguments[key])}")
+        if getattr(model, "is_cache_enabled", False):
+            raise LongspanError(f"the cache of {name} decides on one rank's tokens; call disable_cache()")
         hidden = arguments.get("hidden_states")
         if not isinstance(hidden, Tensor):
             raise LongspanError(f"`hidden_states` of {name} must be a tensor, got {type(hidden).__name__}")

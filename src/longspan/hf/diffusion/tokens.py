@@ -56,6 +56,11 @@ class Tokens:
         if x.dim() != how.dims:
             raise LongspanError(f"`{name}` must have {how.dims} dimensions, got a tensor of shape {tuple(x.shape)}")
         if name in self.family.streams:
+            if x.shape[how.dim] < self.sp.size:
+                raise LongspanError(
+                    f"`{name}` has {x.shape[how.dim]} tokens, fewer than the {self.sp.size} ranks; use at most "
+                    f"`ulysses={x.shape[how.dim]}`, or pad it"
+                )
             self.lengths[str(name)] = x.shape[how.dim]
         return shard_along(x, how.dim, self.sp.group)
 
