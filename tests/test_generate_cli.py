@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, Qwen3NextConfig
 
 from longspan import cli
 from longspan.bench.meters import Sent, count_sent
@@ -159,6 +159,32 @@ def test_text_equals_one_process(
         if "ring" in mesh:  # each rank has all KV heads of some tokens
             assert sum(report["cache_bytes"]) == report["cached_tokens"] * 2 * 2 * 2 * 8 * 4
     assert pool2.run(_generate, _config(folder, **drawn, ulysses=2, prefill_chunk=50))[0]["ids"] == sampled
+
+
+def test_a_model_with_recurrent_layers(pool2: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Qwen3-Next, on two meshes; the second reads the text from the first one's saved cache."""
+    torch.manual_seed(5)
+    layers = {"layer_types": ["linear_attention", "full_attention"], "num_experts": 4, "num_experts_per_tok": 2}
+    sizes = {"head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "moe_intermediate_size": 16}
+    ends = {"vocab_size": 260, "eos_token_id": 259, "initializer_range": 0.2}
+    config = Qwen3NextConfig(**LLAMA | layers | sizes | ends)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hf")
+    greedy = _plain(tmp_path / "hf")
+    kept = {"cache_dir": tmp_path / "kept"}
+    for mesh, reused in (
+        ({"ulysses": 2, **kept}, False),
+        ({"ring": 2, **kept}, True),
+        ({"ring": 2, "cache_offload": "host", "prefill_chunk": 50}, False),
+    ):
+        for report in pool2.run(_generate, _config(tmp_path / "hf", temperature=0.0, **mesh)):
+            assert report["ids"] == greedy and (report["reused_tokens"] > 0) == reused
+            assert reused or max(report["cache_bytes"]) == report["planned_cache_bytes"]
+            assert report["state_bytes"] == report["planned_state_bytes"] > 0
+    assert max(report["device_cache_bytes"]) == report["planned_device_cache_bytes"]
+    states = f"{report['state_bytes']:,} bytes"
+    assert f"{states} of it states of recurrent layers (planned {states})" in format_report(report)
+    assert cli.main([*_flags(tmp_path / "hf"), "--temperature", "0", "--cuda-graph"]) == 2
+    assert "is recurrent" in capsys.readouterr().err
 
 
 def _agreements(config: GenerateConfig) -> tuple[int, int, int]:

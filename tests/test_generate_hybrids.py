@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,13 @@ from torch import Tensor
 import longspan
 from longspan.bench.meters import count_sent
 from longspan.compat.transformers_api import mixers_hint
+from longspan.plan import Job, Mesh
+from longspan.plan.cost.memory import cache_on_device, key_value_bytes, state_bytes
+from longspan.plan.job import CostContext
+from longspan.plan.layers import exchange
+from longspan.plan.models import shape_from_config
 from tests.choose import confirming
-from tests.generating import check_generated, generated, made, parallelized, plain, prompt
+from tests.generating import PROMPT, check_generated, generated, made, parallelized, plain, prompt
 from tests.models import HYBRIDS
 from tests.pool import RankPool
 
@@ -137,6 +145,42 @@ def test_a_saved_cache_loads_on_another_mesh(get_pool: Any, tmp_path: Path, fami
     second = _followed(plain(family)[0], prompt(1, 5, seed=8)["input_ids"])
     expected = generated(made(family), second)
     get_pool(1).run(_loaded, tmp_path / "cache", family, second, expected)
+
+
+def _as_planned(families: list[str]) -> None:
+    """Bytes on each rank, also with keys and values in host memory; what a chunk and a token send."""
+    for family, ring in zip(families, itertools.cycle((1, 2)), strict=False):
+        model, sp = parallelized(family, ring, False)
+        shape, mesh = shape_from_config(model.config.to_dict(), family), Mesh(ring=ring, ulysses=sp.ulysses_size)
+        job = Job(context=PROMPT, batch=2, mode="prefill", dtype="fp32", prefill_chunk=32, cache_offload="host")
+        cache, ids = longspan.ShardedCache(model, offload="host"), prompt(2)["input_ids"]
+        cache.compare_from = 1000  # the hosts do not compare their batches
+        chunk = CostContext(shape, replace(job, context=32), mesh)
+        for tokens, mode in ((ids[:, :32], "prefill"), (ids[:, 32:], None), (ids[:, :1], "decode")):
+            with torch.no_grad(), count_sent() as sent:
+                model(input_ids=tokens, past_key_values=cache, logits_to_keep=1)
+            if mode is None:
+                c = CostContext(shape, job, mesh)
+                held = torch.tensor([cache.state_nbytes, cache.nbytes, cache.device_nbytes])
+                dist.all_reduce(held, dist.ReduceOp.MAX)
+                planned_bytes = [state_bytes(c), state_bytes(c) + key_value_bytes(c), cache_on_device(c)]
+                assert held.tolist() == planned_bytes, (family, held, planned_bytes)
+                continue
+            planned: Counter[tuple[str, int]] = Counter()
+            for mixer in [layer.mixer for layer in shape.layers]:
+                one = replace(chunk, job=replace(chunk.job, mode=mode))
+                if mixer.shards_heads and mode == "prefill":
+                    each = exchange.chunk(mixer, one, 32, sp.ulysses_rank)
+                else:
+                    each = exchange.decode(mixer, one) if mixer.shards_heads else mixer.sent(one)
+                planned.update({(x.op, x.bytes): x.calls for x in each if x.calls})
+            # The last token's hidden state is broadcast.
+            of_layers = Counter((x.op, x.bytes) for x in sent if x.op != "broadcast")
+            assert of_layers == planned, (family, mode, of_layers, planned)
+
+
+def test_bytes_and_collectives_are_the_planners(pool2: RankPool) -> None:
+    pool2.run(_as_planned, ["Qwen3Next", "NemotronH", "KimiLinear", "MiniMax"])
 
 
 def _sent_by_a_token() -> list[str]:

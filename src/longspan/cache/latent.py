@@ -26,7 +26,7 @@ from longspan.core.errors import LongspanError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-MODELS = frozenset({"deepseek_v2", "deepseek_v3"})
+MODELS = frozenset({"deepseek_v2", "deepseek_v3", "kimi_linear"})
 """Families (`model_type`) whose attention expands latent vectors as described above."""
 
 _SIZES = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")

@@ -9,11 +9,10 @@ from longspan.core.errors import LongspanError
 from longspan.generate.config import GenerateConfig
 from longspan.hf.planning import hardware_of_ranks, shape_of
 from longspan.hf.pretrained import is_adapter
-from longspan.plan.cost.memory import offloaded_bytes, staged_bytes
+from longspan.plan.cost.memory import offloaded_bytes, staged_bytes, state_bytes
 from longspan.plan.cost.weights import can_cut
 from longspan.plan.generation import check_fits, check_score_fits, does_not_fit, peak_items
 from longspan.plan.job import CostContext, Job, Mesh
-from longspan.plan.layers.softmax import Softmax
 
 if TYPE_CHECKING:
     from longspan.generate.config import ModelFlags
@@ -111,19 +110,18 @@ def planned_cache(config: GenerateConfig, model_config: Any, prompt: int, genera
     """Return the planned bytes of a cache of `prompt` and `generated` tokens on the rank with most, for the report.
 
     Returns:
-        "planned_cache_bytes", and with the cache in host memory "planned_device_cache_bytes": those on a device at a
-        time. None for a model that the planner cannot read.
+        "planned_cache_bytes", of which "planned_state_bytes" are states of recurrent layers, and with the cache in host
+        memory "planned_device_cache_bytes": those on a device at a time. None for a model that the planner cannot read.
     """
     device = {} if config.cache_offload == "none" else {"planned_device_cache_bytes": None}
     try:
         shape, job, mesh, _ = question(config, model_config, max(1, prompt))
     except LongspanError:
-        return {"planned_cache_bytes": None, **device}
+        return {"planned_cache_bytes": None, "planned_state_bytes": None, **device}
     c, by_rank = CostContext(shape, job, mesh), [0] * mesh.sequence
     for layer, count in shape.layer_kinds:
-        if not isinstance(layer.mixer, Softmax):
-            return {"planned_cache_bytes": None, **device}
         of_layer = layer.mixer.cache_by_rank(c, generated, config.chunk)
         by_rank = [total + count * nbytes for total, nbytes in zip(by_rank, of_layer, strict=True)]
     staged = staged_bytes(c, generated, config.chunk)
-    return {"planned_cache_bytes": max(by_rank), **dict.fromkeys(device, staged)}
+    planned = {"planned_cache_bytes": max(by_rank), "planned_state_bytes": state_bytes(c)}
+    return {**planned, **dict.fromkeys(device, staged)}

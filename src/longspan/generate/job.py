@@ -97,6 +97,9 @@ def format_report(report: dict[str, Any]) -> str:
         f"cache   {_bytes(max(report['cache_bytes']))}{where} per rank for {report['cached_tokens']:,} tokens "
         f"({_planned(report['planned_cache_bytes'])})",
     ]
+    if report["state_bytes"]:
+        planned = _planned(report["planned_state_bytes"])
+        lines.append(f"        {_bytes(report['state_bytes'])} of it states of recurrent layers ({planned})")
     if offloaded:
         most = _bytes(max(report["device_cache_bytes"]))
         lines.append(f"        {most} of it at once on the device ({_planned(report['planned_device_cache_bytes'])})")

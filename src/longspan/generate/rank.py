@@ -254,6 +254,7 @@ class Generation:
             "tokens_per_s": (new - 1) / later_s if later_s else None,
             "cached_tokens": held,
             "cache_bytes": each,
+            "state_bytes": self._cache.state_nbytes,
             **({} if self.config.cache_offload == "none" else {"device_cache_bytes": on_device}),
             **planned_cache(self.config, self.prompt.model_config, prompt, held - prompt),
         }

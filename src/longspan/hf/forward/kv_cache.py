@@ -412,11 +412,14 @@ class ShardedCache(Cache):  # type: ignore[misc]
         return sum(store.nbytes for store in self._stores)
 
     @property
+    def state_nbytes(self) -> int:
+        """Bytes of the states of recurrent layers, which every rank holds whole."""
+        return sum(layer.nbytes for layer in self.recurrent_layers.values())
+
+    @property
     def device_nbytes(self) -> int:
         """Peak bytes of keys, values and states on the device with offload; else `nbytes`."""
-        if self.staging is None:
-            return self.nbytes
-        return self.staging.peak_bytes + sum(layer.nbytes for layer in self.recurrent_layers.values())
+        return self.nbytes if self.staging is None else self.staging.peak_bytes + self.state_nbytes
 
 
 def check_capturable(state: ParallelState, dtype: str, offload: str) -> None:

@@ -31,7 +31,7 @@ ITEMS = {
     "mlp": "intermediates of the current MLP",
     "hidden": "current hidden states, and their gradients",
     "logits": "a tile of logits and its gradient",
-    "kv_cache": "keys and values of all layers; of two if the cache is offloaded to the host",
+    "kv_cache": "keys and values of all layers, or of two if they are offloaded to a host; states of recurrent layers",
     "comm_buffers": "buffers of the ring: current and next KV block, gradients in flight",
     "reserve": "held by torch, CUDA and NCCL themselves",
 }
@@ -164,21 +164,29 @@ def _mlp_intermediates(c: CostContext, tiles: int) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 # The KV cache. An offloaded one is on the device for two layers, the current and the next one, with room for the tokens
 # being computed. A layer with a window then holds what all of these tokens attend to, which is more than it caches.
+# States of recurrent layers stay on the device.
 
 
 def cache_on_device(c: CostContext) -> int:
     """Return the bytes of the cache in the device's memory; a CPU's memory is the host's."""
-    stored = cache_bytes(c) if c.job.cache_offload == "none" or c.on_cpu else 0
-    return stored + (0 if c.job.cache_offload == "none" else staged_bytes(c))
+    if c.job.cache_offload == "none":
+        return key_value_bytes(c) + state_bytes(c)
+    return staged_bytes(c) + (key_value_bytes(c) if c.on_cpu else 0)
 
 
-def cache_bytes(c: CostContext) -> int:
+def key_value_bytes(c: CostContext) -> int:
     """Return the bytes of all layers' keys and values, max over ranks."""
-    return sum(count * layer.mixer.cache_bytes(c) for layer, count in c.model.layer_kinds)
+    return sum(n * layer.mixer.cache_bytes(c) for layer, n in c.model.layer_kinds if layer.mixer.cached_per_token)
+
+
+def state_bytes(c: CostContext) -> int:
+    """Return the bytes of all recurrent layers' states, equal on every rank."""
+    return sum(n * layer.mixer.cache_bytes(c) for layer, n in c.model.layer_kinds if not layer.mixer.cached_per_token)
 
 
 def staged_bytes(c: CostContext, generated: int = 0, chunk: int | None = None) -> int:
-    """Return the bytes of an offloaded cache on the device: two consecutive layers, max over forwards and ranks.
+    """Return the bytes of an offloaded cache on the device: two consecutive layers with keys and values, max over
+    forwards and ranks, and the states of recurrent layers.
 
     Args:
         c: its job's context is the prompt.
@@ -195,16 +203,18 @@ def staged_bytes(c: CostContext, generated: int = 0, chunk: int | None = None) -
         forwards.append((job.context, 0, last))
         if last < length:  # a window holds most in a full chunk
             forwards.append((job.context - last, 0, length))
-    return max(_staged(replace(c, job=replace(job, context=n)), more, chunk, step) for n, more, step in forwards)
+    staged = [_staged(replace(c, job=replace(job, context=n)), more, chunk, step) for n, more, step in forwards]
+    return max(staged) + state_bytes(c)
 
 
 def _staged(c: CostContext, generated: int, chunk: int | None, step: int) -> int:
     kinds = {layer: layer.mixer.cache_by_rank(c, generated, chunk, step) for layer, _ in c.model.layer_kinds}
-    current = [kinds[layer] for layer in c.model.layers]
-    none = [0] * len(current[0])
+    current = [kinds[layer] for layer in c.model.layers if layer.mixer.cached_per_token]
+    none = [0] * c.mesh.sequence
     is_first_forward = step == c.job.context + generated  # the cache is empty: nothing to prefetch
     prefetched = [none] * len(current) if is_first_forward else [*current[1:], none]
-    return max(a + b for one, other in zip(current, prefetched, strict=True) for a, b in zip(one, other, strict=True))
+    pairs = [pair for one, other in zip(current, prefetched, strict=True) for pair in zip(one, other, strict=True)]
+    return max((sum(pair) for pair in pairs), default=0)
 
 
 def fetched_bytes(stored: int, job: Job) -> float:
@@ -259,7 +269,7 @@ def offloaded_bytes(c: CostContext, hardware: Hardware) -> Offloaded:
     job = c.job
     train, host = job.mode == "train", dict[str, int]()
     if not train and job.cache_offload == "host" and not c.on_cpu:
-        host["kv_cache"] = cache_bytes(c)
+        host["kv_cache"] = key_value_bytes(c)
     if c.on_host:
         host |= weights_at_rest(c)
         if train:

@@ -317,7 +317,8 @@ def offload_wait(c: CostContext, hardware: Hardware, stored: Offloaded) -> tuple
         weights = shard_elements(layer.parameters, ranks, tensor) * PINNED_WEIGHT if c.on_host else 0
         moves = train and c.offloads
         saved = checkpoint_per_token(layer, c).total * c.tokens if moves else 0
-        cached = fetched_bytes(layer.mixer.cache_bytes(c), c.job) if stored.host_bytes.get("kv_cache") else 0
+        is_on_host = stored.host_bytes.get("kv_cache") and layer.mixer.cached_per_token
+        cached = fetched_bytes(layer.mixer.cache_bytes(c), c.job) if is_on_host else 0
         on_disk = saved * stored.ranks_per_node if stored.disk_bytes else 0
         gradients = weights * sums / micro
         # (name, bytes, bytes/s); the two directions of the link run concurrently.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from longspan.core.cache import is_sharded
 from longspan.core.layout import Layout
 from longspan.plan.job import CostContext, Job
 from longspan.plan.layers.base import Buffers, Mixer, Sent
@@ -90,19 +91,24 @@ class Linear(Mixer):
         state = STATE_BYTES * rows * self._summary_elements
         tokens = c.b * rows * (self.kernel - 1) * self.channels
         forwards, backwards = c.job.layer_passes
+        if c.job.prompt_chunks:
+            forwards = sum(count for n, count in c.job.prompt_chunks if is_sharded(c.layout, n))
         return [
             Sent(op, "sequence", what, size, calls)
             for what, size, backward_op in (
                 ("tokens for short convolutions", tokens, "reduce_scatter"),
                 ("states of recurrent layers", state, self.backward_op),
             )
-            for op, calls in (("all_gather", forwards * c.job.forwards), (backward_op, backwards))
+            for op, calls in (("all_gather", forwards), (backward_op, backwards))
+            if size
         ]
 
     # Memory.
 
     def cache_by_rank(self, c: CostContext, generated: int = 0, chunk: int | None = None, step: int = 0) -> list[int]:
-        return [c.sequences * self.state_elements * STATE_BYTES] * c.mesh.sequence
+        """Return on every rank the bytes of the state, and of the last tokens that its convolution reads."""
+        convolved = (self.kernel - 1) * self.channels
+        return [c.sequences * (self.state_elements * STATE_BYTES + convolved * c.b)] * c.mesh.sequence
 
     def saved(self, c: CostContext) -> int:
         """Return on a GPU an estimate for fused kernels, on a CPU what the torch code of transformers saves.
