@@ -15,7 +15,7 @@ from torch import Tensor
 
 import longspan
 from longspan.bench.meters import count_sent
-from longspan.compat.transformers_api import mixers_hint
+from longspan.compat.transformers_api import caches_give_states
 from longspan.plan import Job, Mesh
 from longspan.plan.cost.memory import cache_on_device, key_value_bytes, state_bytes
 from longspan.plan.job import CostContext
@@ -26,7 +26,7 @@ from tests.generating import PROMPT, check_generated, generated, made, paralleli
 from tests.models import HYBRIDS
 from tests.pool import RankPool
 
-pytestmark = pytest.mark.skipif(bool(mixers_hint()), reason="needs transformers 5.15")
+pytestmark = pytest.mark.skipif(not caches_give_states(), reason="needs transformers 5.24")
 
 # Rows of one length or padded on the left, read at once or in chunks: of 3 tokens, some rows begin after the first
 # ones, and four ranks do not shard a chunk.

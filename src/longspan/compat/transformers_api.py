@@ -64,6 +64,14 @@ def has_own_cache(model: PreTrainedModel) -> bool:
     return any(issubclass(kind, Cache) and kind.__module__ == file for file, kind in kinds)
 
 
+def caches_give_states() -> bool:
+    """Return whether recurrent layers ask their cache for states by methods, not for its tensors.
+
+    Versions: transformers 5.24. When gone: False, and generation with recurrent layers is refused.
+    """
+    return hasattr(Cache, "get_conv_state") and hasattr(Cache, "get_recurrent_state")
+
+
 def take_cache(arguments: dict[str, Any]) -> Any:
     """Remove the KV cache from the arguments of a forward or of `generate`, and return it; None if there is none.
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import transformers
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -28,6 +29,7 @@ from longspan.cache.recurrent import RecurrentLayer
 from longspan.cache.static import StaticDecode
 from longspan.comm.arguments import check_module
 from longspan.comm.mesh import SequenceSharding
+from longspan.compat.transformers_api import caches_give_states
 from longspan.core.cache import CACHE_DTYPES, GENERATED_RUN, OFFLOADS, CacheDtype, KVPlacement, holds_latent
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
@@ -117,6 +119,11 @@ class ShardedCache(Cache):  # type: ignore[misc]
             raise LongspanError(
                 f"wire_dtype={state.sp.wire_dtype!r} is for training and scoring: what a model with a KV cache "
                 f"exchanges is exact; to generate, parallelize it with a sharding of wire_dtype='exact'"
+            )
+        if state.mixers.layers and not caches_give_states():
+            raise LongspanError(
+                f"layer {state.mixers.layers[0].name} is recurrent, and generates sharded with transformers 5.24 or "
+                f"newer; this is {transformers.__version__}"
             )
         if not state.traits.accepts(state.traits.cache_name):
             raise LongspanError(
