@@ -191,7 +191,7 @@ MORE |= HYBRIDS
 
 BEFORE_5_15: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText", "Bamba", "Mamba2", "Lfm2", "Lfm2Moe")},
-    "MiniMax": {},
+    **{name: {} for name in ("MiniMax", "Rwkv")},
     "GraniteMoeHybrid": {"layer_types": ["mamba", "attention"]},
 }
 """Those that can be sharded with transformers before 5.15, and how their configs differ there."""
