@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from longspan.core.errors import LongspanError
 from longspan.core.sections import make, replace, values
+from longspan.mixers import state_passing
 from longspan.verify import VerifyConfig, run, worker
 from longspan.verify.compare import ErrorSums
 from longspan.verify.inputs import build_model, load_model_config, make_batch
@@ -362,6 +363,28 @@ def _do_not_return_gradients(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_P2PReducer, "finish", local_part)
 
 
+def _pass_states(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        chain = state_passing.chain
+
+        def changed(*args: Any) -> Any:
+            before, final = chain(*args)
+            return [change(state) for state in before], final
+
+        patch.setattr(state_passing, "chain", changed)
+
+    return plant
+
+
+def _round_states(patch: pytest.MonkeyPatch) -> None:
+    """Combine states in bf16."""
+    _pass_states(lambda state: state.bfloat16().to(state.dtype))(patch)
+
+
+def _drop_state_gradients(patch: pytest.MonkeyPatch) -> None:
+    _pass_states(lambda state: state.detach() + 0 * state)(patch)
+
+
 def _worker_with(plant: Callable[[pytest.MonkeyPatch], None], config: VerifyConfig) -> Report:
     with pytest.MonkeyPatch.context() as patch:
         plant(patch)
@@ -464,6 +487,13 @@ def test_finds_gradients_averaged_instead_of_summed(find: Find) -> None:
     assert failing == {line for line, _ in report.groups()} - FORWARD
     halved = pytest.approx(0.5, rel=roughly(torch.bfloat16))  # to within what bf16 itself is off by
     assert all(check.sharded[0] == halved for check in report.checks if not check.passed)
+
+
+@needs_mixers
+@pytest.mark.parametrize("plant", [_round_states, _drop_state_gradients])
+def test_finds_faults_of_recurrent_layers(find: Find, models: dict[str, Path], plant: Any) -> None:
+    report, failing = find(plant, config=models["nemotron_h"], ulysses=2)
+    assert "recurrent" in failing and all(_logits_pass_on(report))
 
 
 def test_finds_a_loss_that_differs_between_ranks(find: Find) -> None:
