@@ -11,10 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
-import transformers
 from torch import Tensor
-
-from longspan.core.errors import LongspanError
 
 _NEWER = {
     "causal_conv1d_fn": "causal_conv1d_fn",
@@ -43,7 +40,7 @@ def older_mixer_functions(module: Any) -> dict[str, Any]:
 
 def older_forward_with(module: Any, functions: dict[str, Any]) -> Callable[..., Any]:
     """Return a layer's forward as `forward_with` does, with functions by their newer names. When gone: unused."""
-    original, forward = _with_kernels(module), inspect.signature(type(module).forward)
+    original, forward = _with_kernels(module), inspect.signature(unwrapped(type(module).forward))
     ours = {name: functions[newer] for name, newer in _NEWER.items() if newer in functions}
     if scan := functions.get("mamba2_chunk_scan"):
         ours["mamba_chunk_scan_combined"] = lambda *args, **options: (
@@ -56,12 +53,8 @@ def older_forward_with(module: Any, functions: dict[str, Any]) -> Callable[..., 
     names = list(forward.parameters)[1:4]  # hidden states, cache, mask
 
     def compute(*args: Any, **kwargs: Any) -> Any:
-        hidden_states, cache, mask = map(forward.bind(module, *args, **kwargs).arguments.get, names)
-        if cache is not None:
-            raise LongspanError(
-                f"generation with recurrent layers needs transformers 5.15 or newer; this is {transformers.__version__}"
-            )
-        return copied(seen, hidden_states, cache, mask)
+        given = forward.bind(module, *args, **kwargs).arguments
+        return copied(seen, *(given.get(name) for name in names))
 
     return compute
 
@@ -78,7 +71,19 @@ class _Seen:
 
 def _with_kernels(module: Any) -> Any:
     kind = type(module)
-    return inspect.unwrap(getattr(kind, "cuda_kernels_forward", kind.forward))
+    return unwrapped(getattr(kind, "cuda_kernels_forward", kind.forward))
+
+
+def unwrapped(function: Any) -> Any:
+    """Return a function without its decorators.
+
+    Versions: 5.14 and 5.15 have one that hides the function. When gone: as `inspect.unwrap`.
+    """
+    function = inspect.unwrap(function)
+    hidden = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    if "forward_func" not in hidden:
+        return function
+    return unwrapped(function.__closure__[hidden.index("forward_func")].cell_contents)
 
 
 def _names(function: Any) -> set[str]:

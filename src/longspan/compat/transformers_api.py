@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel, masking_utils
 
-from longspan.compat.older_mixers import older_forward_with, older_mixer_functions
+from longspan.compat.older_mixers import older_forward_with, older_mixer_functions, unwrapped
 from longspan.compat.versions import needed
 
 _CACHE_NAMES = "cache", "past_key_values"
@@ -352,7 +352,7 @@ def add_mixer_function(name: str) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _called_functions(kind: Any) -> dict[str, Any]:
-    forward: Any = inspect.unwrap(kind.forward)
+    forward: Any = unwrapped(kind.forward)
     names = _globals_of(forward) & MIXER_FUNCTIONS
     return {name: f for name in names if callable(f := forward.__globals__.get(name))}
 
@@ -390,7 +390,7 @@ def forward_with(module: Any, functions: dict[str, Any]) -> Any:
         return module.forward
     if older_mixer_functions(module) and not _called_functions(kind):
         return older_forward_with(module, functions)
-    forward: Any = inspect.unwrap(kind.forward)
+    forward: Any = unwrapped(kind.forward)
     copied = types.FunctionType(
         forward.__code__, {**forward.__globals__, **functions}, forward.__name__, forward.__defaults__,
         forward.__closure__,
