@@ -129,6 +129,7 @@ class _Pretends(TorchFunctionMode):
             self.log.append(name)
             return func(torch.zeros_like(args[0], device="cpu"))
         args, kwargs = tree_map(_to_meta, (args, kwargs))
+        kwargs.pop("pin_memory", None)
         if name == "to" and len(args) > 1 and isinstance(args[1], str):
             args = (args[0], args[1].replace("cuda:0", "meta").replace("cuda", "meta"), *args[2:])
         if isinstance(kwargs.get("device"), str):

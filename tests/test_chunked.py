@@ -113,7 +113,7 @@ class SavedTensors:
         assert not self.dropped
         return self.of
 
-    def drop(self) -> None:
+    def release(self) -> None:
         self.dropped += 1
         self.of = []
 

@@ -26,8 +26,8 @@ from longspan.core.layout import Span
 from longspan.core.memory import FASTEST, LONGEST, Memory
 from longspan.core.regions import Region
 from longspan.hf.weights.gradients import GradientSum
-from longspan.plan import Job, Mesh
-from longspan.plan.cost.memory import in_mixer
+from longspan.plan import CATALOGUE, Job, Mesh
+from longspan.plan.cost.memory import in_mixer, offloaded_bytes
 from longspan.plan.cost.training_memory import training_peaks
 from longspan.plan.job import CostContext
 from longspan.plan.layers import CAUSAL, AttendedKeys, Bidirectional, Chunk, Softmax, Window
@@ -35,6 +35,7 @@ from longspan.plan.models import shape_from_config
 from tests.choose import each_value, pairwise
 from tests.fakes import fake_world
 from tests.live import LiveBytes
+from tests.streams import fake_streams
 from tests.syncs import on_gpu
 
 LOCAL, HEADS, DIM = 4096, 32, 128
@@ -313,14 +314,52 @@ WEIGHTS = {"weights", "optimizer", "gradients", "gathered_weights"}  # items tha
     ("option", "mesh"), each_value(OPTIONS, [{}, {"ulysses": 2}, {"ring": 4}, {"ring": 2, "ulysses": 2}])
 )
 def test_planned_bytes_of_a_step(option: str, mesh: dict[str, int]) -> None:
-    size = math.prod(mesh.values())
-    job = Job(context=PER_RANK * size, dtype="bf16", memory=OPTIONS[option])
-    peaks = training_peaks(CostContext(MODEL, job, Mesh(**mesh)), once=False)
-    planned = max(sum(size for item, size in peak.items() if item not in WEIGHTS) for peak in peaks)
-    assert planned == pytest.approx(bytes_of_a_step(mesh, OPTIONS[option]), rel=0.035)
+    job = Job(context=PER_RANK * math.prod(mesh.values()), dtype="bf16", memory=OPTIONS[option])
+    planned = _planned_step(CostContext(MODEL, job, Mesh(**mesh)))
+    assert planned == pytest.approx(bytes_of_a_step(mesh, OPTIONS[option], PER_RANK).peak, rel=0.035)
 
 
-def bytes_of_a_step(mesh: dict[str, int], memory: Memory) -> int:
+OFFLOADED = {
+    "full": Memory(checkpointing="full", offload="host"),
+    "selective": Memory(checkpointing="selective", offload="host"),
+    "save_attention": Memory(checkpointing="save_attention", offload="host"),
+    "longest": dataclasses.replace(LONGEST, offload="host"),
+    "longest, selective": dataclasses.replace(LONGEST, checkpointing="selective", offload="host"),
+    "fewest inputs": dataclasses.replace(LONGEST, layers_per_checkpoint=0, offload="host"),
+}
+
+
+@pytest.mark.parametrize(
+    ("option", "mesh"), each_value(OFFLOADED, [{}, {"ulysses": 2}, {"ring": 4}, {"ring": 2, "ulysses": 2}])
+)
+def test_planned_bytes_of_an_offloaded_step(option: str, mesh: dict[str, int]) -> None:
+    """On the device, where copies end as late as they may, and in the host's memory; nothing is copied in vain."""
+    memory, per_rank = OFFLOADED[option], 2 * PER_RANK
+    context = per_rank * math.prod(mesh.values())
+    c = CostContext(MODEL, Job(context=context, dtype="bf16", memory=memory), Mesh(**mesh))
+    with fake_streams():
+        used = bytes_of_a_step(mesh, memory, per_rank)
+    assert _planned_step(c) == pytest.approx(used.peak, rel=0.05)
+    assert offloaded_bytes(c, CATALOGUE["h100"]).host_bytes == {"activations": pytest.approx(used.stored, rel=0.001)}
+    if option not in ("save_attention", "fewest inputs"):  # which need some tensors twice
+        assert used.stored < used.moved <= 2 * used.stored
+
+
+def _planned_step(c: CostContext) -> int:
+    peaks = training_peaks(c, once=False)
+    return max(sum(size for item, size in peak.items() if item not in WEIGHTS) for peak in peaks)
+
+
+class StepBytes(NamedTuple):
+    """Of a training step: the peak on the device, what is stored in the host's memory, and what is moved there and back
+    until the backward ends."""
+
+    peak: int
+    stored: int
+    moved: float
+
+
+def bytes_of_a_step(mesh: dict[str, int], memory: Memory, per_rank: int) -> StepBytes:
     size = math.prod(mesh.values())
     with fake_world(0, size), on_gpu(), mock.patch.object(GradientSum, "_finish", lambda sums: sums.fresh.clear()):
         sp = longspan.SequenceSharding(longspan.init_mesh(**mesh, device_type="cpu"))
@@ -330,7 +369,10 @@ def bytes_of_a_step(mesh: dict[str, int], memory: Memory) -> int:
             model = transformers.AutoModelForCausalLM.from_config(llama, dtype=torch.bfloat16)
         unchecked: dict[str, Any] = {"fsdp": False, "weights": "same", "check_batches": 0, "check_weights": 0}
         longspan.parallelize(model, sp, memory=memory, kernel="flash", **unchecked).train()
-        ids = torch.zeros(1, PER_RANK * size, dtype=torch.int64, device="cuda")
+        ids = torch.zeros(1, per_rank * size, dtype=torch.int64, device="cuda")
         with LiveBytes(model.parameters(), inside=True) as live:
-            model(input_ids=ids, labels=ids).loss.backward()
-    return live.peak
+            loss = model(input_ids=ids, labels=ids).loss
+            store = model.longspan_state.memory.store
+            stored = 0 if store is None else sum(entry.nbytes for entry in store.entries.values())
+            loss.backward()
+    return StepBytes(live.peak, stored, 0 if store is None else store.stats.take()["bytes"])

@@ -290,6 +290,31 @@ def test_the_side_stream_prefetches_the_entry_before() -> None:
         assert len(side.begun) - begun == so_far
 
 
+def test_a_layer_is_fetched_in_its_order() -> None:
+    side = LateSide()
+    store = HostStore(side, in_flight=0)
+    stored = []
+    for _ in range(3):
+        store.start_layer()
+        stored += [store.put(torch.randn(n)) for n in (100, 100, 4)]
+    begun = len(side.begun)
+    for at, so_far in ((6, 2), (7, 4), (8, 4), (3, 5), (4, 7), (5, 7), (0, 8), (1, 9), (2, 9)):
+        stored[at].get()
+        assert len(side.begun) - begun == so_far  # nothing is copied twice
+
+
+def test_a_dropped_tensor_leaves_the_device() -> None:
+    side = LateSide()
+    store = HostStore(side)
+    x = torch.randn(100)
+    stored, alive = store.put(x), weakref.ref(x.untyped_storage())
+    del x
+    assert alive() is not None and not side.begun[0].executed  # on its way
+    del stored
+    store.reserve(0)
+    assert alive() is None and side.begun[0].executed
+
+
 def test_useless_prefetches_are_cancelled(disk: DiskStore) -> None:
     stored = [disk.put(torch.randn(500)) for _ in range(30)]
     _written(disk)

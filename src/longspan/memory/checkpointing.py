@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
-from longspan.compat.torch_api import not_compiled, version_of
+from longspan.compat.torch_api import graph_is_kept, not_compiled, version_of
 from longspan.core.errors import LongspanError
 
 if TYPE_CHECKING:
@@ -60,6 +60,12 @@ class SavedAttention:
     def drop(self) -> None:
         """Release the fetched tensors. A second backward, of a retained graph, fetches them again."""
         self.fetched = None
+
+    def release(self) -> None:
+        """Free the tensors after their backward, unless the graph is kept for another one."""
+        self.drop()
+        if not graph_is_kept():
+            self.stored = ()
 
 
 class LayerCall:
@@ -191,6 +197,8 @@ class CheckpointedLayer:
         return forward_of(self.layer)(self.layer, *args, **kwargs)
 
     def _checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        if self.store is not None:
+            self.store.start_layer()
         inputs = _Inputs(args, kwargs, self.store, self.groups.previous_output(self, [*args, *kwargs.values()]))
         call = LayerCall(self, inputs)
         out = checkpoint(

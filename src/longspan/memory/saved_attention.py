@@ -81,7 +81,7 @@ class _SavedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        ctx.saved.drop()  # the modules after attention have used the output
+        ctx.saved.release()  # the modules after attention have used the output
         torch.autograd.grad([ctx.edge], [ctx.anchor], [grads[0]], retain_graph=graph_is_kept(), allow_unused=True)
         found = dict(ctx.grads)
         ctx.grads.clear()

@@ -45,5 +45,5 @@ class SavedTensors(Protocol):
     def tensors(self) -> list[Tensor]:
         """Return the tensors on their device."""
 
-    def drop(self) -> None:
-        """Free the tensors."""
+    def release(self) -> None:
+        """Free the tensors after their backward, unless the graph is kept for another one."""

@@ -170,7 +170,7 @@ class _ChunkedAttention(torch.autograd.Function):
         specs = [(x.shape, x.dtype) for x in (q, k, v)]
         grads = _backward([q, out, grad], [k, v], None, lses, specs, method, replace(ctx.scores, sinks=sinks))
         if ctx.saved_attention is not None:
-            ctx.saved_attention.drop()
+            ctx.saved_attention.release()
         return grads
 
 

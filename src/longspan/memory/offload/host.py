@@ -128,6 +128,9 @@ class HostStore(Store):
 
     def _free(self, entry: _Entry) -> None:
         entry.memory = None
+        if entry in self._outgoing:  # nothing else holds its device memory
+            self._outgoing.remove(entry)
+            self._release(entry)
         if entry.free is None:  # an empty tensor
             entry.data = None
         else:

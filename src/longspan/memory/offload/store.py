@@ -180,6 +180,7 @@ class Entry:
     Attributes:
         data: its bytes on the original device, until they are stored.
         number: its place in the order of `put`.
+        layer: number of the layer that saves it, in the same order; without layers its own number.
         fetch: its way back, while it is prefetched.
         dropped: whether its space may be reused.
         error: why it is lost; empty if it is not.
@@ -189,7 +190,7 @@ class Entry:
         self.meta, data = to_bytes(tensor)
         self.data: Tensor | None = data
         self.nbytes = data.nbytes
-        self.number = -1
+        self.number = self.layer = -1
         self.fetch: Any = None
         self.dropped = False
         self.error = ""
@@ -219,8 +220,8 @@ class Future:
     def get(self) -> Tensor:
         """Return the tensor on its device, bit for bit; wait if necessary. May be called again.
 
-        It may share memory with the original, so write to neither. The call also starts to fetch the tensors that were
-        put before this one, because a backward visits a forward in reverse.
+        It may share memory with the original, so write to neither. The call also starts to fetch what a backward needs
+        next: the rest of the layer, then the layers before it.
 
         Raises:
             LongspanError: the tensor is lost: a disk error, or a write to it while it was offloaded.
@@ -249,6 +250,7 @@ class Store(ABC):
         self._prefetch_bytes = prefetch_bytes
         self.entries: dict[int, Entry] = {}
         self._numbers = itertools.count()
+        self._layer: int | None = None
         self.changed = threading.Condition()
         self._closed = False
 
@@ -262,6 +264,11 @@ class Store(ABC):
         with self.changed:
             self._clean_up()
             self._reserve(nbytes)
+
+    def start_layer(self) -> None:
+        """Start a layer: its backward fetches the tensors that are put from now on in their order, not in reverse."""
+        with self.changed:
+            self._layer = next(self._numbers)
 
     def put(self, tensor: Tensor) -> Future:
         """Start to offload a tensor. Wait only while too much is in flight; hold the tensor only until it is offloaded.
@@ -277,6 +284,7 @@ class Store(ABC):
             self._clean_up()
             self._start_storing(entry)
             entry.number = next(self._numbers)
+            entry.layer = entry.number if self._layer is None else self._layer
             self.entries[entry.number] = entry
         return Future(self, entry)
 
@@ -348,7 +356,7 @@ class Store(ABC):
                 other.fetch = self._start_fetch(other)
 
     def _next_in_backward(self, entry: Entry) -> list[Entry]:
-        """Return the entries that a backward reads after `entry`: those put before it, latest first.
+        """Return the entries that a backward reads after `entry`: the rest of its layer, then the layers before it.
 
         The list ends when it reaches `prefetch_bytes` and half of the largest entry: a layer may save a small tensor
         next to a large one.
@@ -358,12 +366,14 @@ class Store(ABC):
         enough = max(self._prefetch_bytes, max((e.nbytes for e in self.entries.values()), default=0) // 2)
         coming: list[Entry] = []
         total = 0
-        for other in reversed(self.entries.values()):
-            if other.number < entry.number:
-                if coming and total >= enough:
-                    break
-                coming.append(other)
-                total += other.nbytes
+        rest = (other for other in self.entries.values() if other.layer == entry.layer and other.number > entry.number)
+        before = (other for other in reversed(self.entries.values()) if other.layer < entry.layer)
+        layers = (reversed(list(layer)) for _, layer in itertools.groupby(before, lambda other: other.layer))
+        for other in itertools.chain(rest, itertools.chain.from_iterable(layers)):
+            if coming and total >= enough:
+                break
+            coming.append(other)
+            total += other.nbytes
         return coming
 
     def check_usable(self) -> None:

@@ -16,8 +16,8 @@ from longspan.plan.job import CostContext, Job
 from longspan.plan.layers.base import Parameter, SavedActivations
 from longspan.plan.models.shape import LayerShape
 
-OFFLOADED_LAYERS = 2
-"""Layers whose checkpoints are on the GPU under offload: one is moved while the other is made, or used."""
+OFFLOADED_INPUTS = 2
+"""Layers' inputs that are on the GPU under offload: one is moved while the other is made, or used."""
 
 DISK_BUFFERS = 4
 """Layers whose checkpoints are in the host's memory under `offload="disk"`, on their way to or from the file."""
@@ -196,11 +196,16 @@ def saved_in_a_step(c: CostContext) -> tuple[SavedActivations, ...]:
     first_group = SavedActivations(hidden=max(0, layer_input.hidden - gradient) * (min(group, n) - 1))
     in_first = largest + first_group + recomputed
     if c.offloads:
-        at_loss, before = (largest * min(layers, OFFLOADED_LAYERS) for layers in (n, max(1, n - 1)))
+        # A layer's checkpoint in its backward, and the input of the layer before it. Its own input is freed once it is
+        # recomputed, unless a tiled norm saves it, or it is the last layer's and still on its way out.
+        stays = c.job.memory.tiled_norms or c.job.memory.checkpointing == "full"
+        held = OFFLOADED_INPUTS if stays else 1
+        last, before = (largest + layer_input * (min(layers, held) - 1) for layers in (n, max(1, n - 1)))
         if group > 1:  # recomputed inputs stay here, and fewer are offloaded
-            hidden = layer_input.hidden * min(min(inputs, OFFLOADED_LAYERS) + group - 1, most_inputs)
-            at_loss = before = replace(at_loss, hidden=hidden)
-        return at_loss, at_loss + recomputed, before + recomputed, in_first
+            hidden = layer_input.hidden * min(min(inputs, OFFLOADED_INPUTS) + group - 1, most_inputs)
+            last = before = replace(last, hidden=hidden)
+        at_loss = SavedActivations(hidden=max(last.hidden, layer_input.hidden * min(n, OFFLOADED_INPUTS)))
+        return at_loss, last + recomputed, before + recomputed, in_first
     total = sum((saved * count for saved, count in checkpoints), SavedActivations())
     if group > 1:
         in_last_groups = total + layer_input * (most_inputs - n) + recomputed

@@ -94,6 +94,8 @@ class _Step:
         self.mlp, self.mlp_sums = max((mlp_backward_bytes(layer, c) for layer in self.layers), key=sum)
         buffers = max((layer.mixer.backward_buffers(c) for layer in self.layers), key=lambda each: each.total)
         self.attention = {"comm_buffers": buffers.comm, "attention_workspace": buffers.workspace}
+        # Offloaded activations that are fetched only for the attention's backward.
+        self.late = SavedActivations(attention=min(layer.mixer.fetched_late(c) for layer in self.layers) * c.tokens)
         # Saved activations that are free when the norm behind the attention is reached, and the attention itself.
         self.before_norm = SavedActivations(mlp=min(saved_per_token(layer, c).mlp for layer in self.layers) * c.tokens)
         self.before_attention = (
@@ -175,13 +177,13 @@ class _Step:
 
         `rest`: gradients and gathered weights.
         """
-        items = {**saved.items(), **rest}
+        items = {**(saved - self.late).items(), **rest}
         if self.exchanged:  # the layer has not saved anything yet but its normalised input
             yield {**items, "attention_workspace": self.exchanged, "hidden": 2 * self.hidden}
         gradients = rest["gradients"] + self.mlp_sums
         yield {**items, "gradients": gradients, "mlp": self.mlp, "hidden": 2 * self.hidden}
         if self.c.job.memory.tiled_norms:  # the MLP's backward is over
-            in_norm = (saved - self.before_norm).items()
+            in_norm = (saved - self.late - self.before_norm).items()
             yield {**in_norm, **rest, "hidden": 2 * self.hidden + norm_backward_bytes(self.c)}
         in_attention = (saved - self.before_attention).items()
         yield {**in_attention, **rest, **self.attention, "hidden": self.hidden}

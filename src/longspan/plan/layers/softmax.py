@@ -178,6 +178,11 @@ class Softmax(Mixer):
             return c.b * self.q_heads * self.v_head_dim // c.mesh.tensor + log_sum_exps
         return 0
 
+    def fetched_late(self, c: CostContext) -> int:
+        # The output projection needs the output earlier, to be recomputed.
+        late = c.offloads and c.job.memory.checkpointing == "save_attention"
+        return (self.checkpointed(c) - c.b * self.local_heads(c.mesh).out) * late
+
     def freed(self, after_mixer: SavedActivations, c: CostContext) -> SavedActivations:
         # A recomputed all-to-all sends the output in token layout; a checkpoint is freed with its layer.
         held = c.job.memory.recompute_all_to_all or attention_memory.holds_checkpoint(c)
