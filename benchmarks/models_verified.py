@@ -125,11 +125,10 @@ def page(rows: dict[str, dict[str, list[str]]]) -> str:
         for kind in ("equal", "refused", "plain")
     )
     equal = [family for family, row in run.items() if all(row[name][0] == "equal" for name in CASES if name in row)]
-    recurrent = [family for family, row in run.items() if family not in equal and _is_recurrent(row)]
     others = [
         f"- {family}: {', '.join(f'{name} {row[name][0]}' for name in CASES if name in row)}: {_partial_reason(row)}"
         for family, row in run.items()
-        if family not in (*equal, *recurrent)
+        if family not in equal
     ]
     reasons: dict[str, list[str]] = {}
     for family, row in refused.items():
@@ -149,17 +148,14 @@ with one process. {len(run)} are accepted, {len(refused)} are refused, and of
 - *Training*: a step on two Ulysses ranks with FSDP, of a length that they do not divide. Loss, logits and every
   gradient are equal up to fp32 rounding.
 - *Generation*: greedy, of left-padded prompts, with a KV cache over the ranks.
-- *Recurrent layers and short convolutions*: training on all {count} meshes of 4 and 8 ranks (data, ring, Ulysses;
-  contiguous and zigzag), by turns with and without FSDP. Of {len(on_meshes)} runs, by family and ranks,
-  {on_meshes.count("equal")} are equal.
+- *Recurrent layers and short convolutions*: also a step on each of {count} meshes of 4 and 8 ranks (data, ring,
+  Ulysses; contiguous and zigzag). {on_meshes.count("equal")} of {len(on_meshes)} runs, by family and ranks, are equal.
 
 [`longspan verify`](../how-to/verify.md) checks your own model on your mesh.
 
 ## Equal
 
 Causal, training and generation: {_names([x for x in equal if x.startswith("causal")])}.
-
-Causal, training (their recurrent layers and short convolutions do not generate sharded yet): {_names(recurrent)}.
 
 Masked, training: {_names([x for x in equal if x.startswith("masked")])}.
 
@@ -173,9 +169,9 @@ Vision-language, training (no tensor axis, no `memory="auto"`): {", ".join(FAMIL
 
 ## Refused
 
-| the model, or one of its layers | families |
-|---|---|
-{chr(10).join(f"| {reason} | {families} |" for reason, families in why)}
+The model, or one of its layers
+
+{chr(10).join(f"- {reason}: {families}" for reason, families in why)}
 
 ## Not tried
 
@@ -185,12 +181,6 @@ transformers itself could not build or run a small model of: {_names(list(unbuil
 
 def _names(families: list[str]) -> str:
     return ", ".join(family.removeprefix("causal/") for family in families)
-
-
-def _is_recurrent(row: dict[str, list[str]]) -> bool:
-    """Return whether training is equal, and generation refused for a recurrent state."""
-    kind, text = row.get("generation", ["", ""])
-    return row["training"][0] == "equal" and kind == "refused" and "is recurrent" in text
 
 
 def _partial_reason(row: dict[str, list[str]]) -> str:
