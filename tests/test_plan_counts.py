@@ -256,6 +256,7 @@ MINIMAX = {
     "model_type": "minimax", "layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2,
     "num_local_experts": 4, "num_experts_per_tok": 2,
 }  # fmt: skip
+LFM2 = {"model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False}
 CHECKPOINTED = Memory(checkpointing="full")
 CASES = [
     (Mesh(ring=2), MINIMAX, {"dtype": "bf16"}),
@@ -315,6 +316,7 @@ CASES = [
     (Mesh(tensor=4, ulysses=2), {}, {"memory": CHECKPOINTED, "tensor_style": "megatron-sp"}),
     (Mesh(tensor=2), {"model_type": "gemma3_text", "sliding_window": 8}, {"memory": CHECKPOINTED}),
     (Mesh(ulysses=16), {"num_attention_heads": 16, "num_key_value_heads": 16, "num_hidden_layers": 2}, {}),
+    (Mesh(ring=2, ulysses=2), LFM2, {}),
 ]
 
 

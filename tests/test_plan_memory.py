@@ -48,6 +48,7 @@ OLMO = {
     "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 16,
     "pad_token_id": 0,
 }  # fmt: skip
+LFM2 = {"model_type": "lfm2", "layer_types": ["conv", "conv"], "block_auto_adjust_ff_dim": False}
 CHECKPOINTED = Memory(checkpointing="full")
 FP32, BF16, P2P = {"dtype": "fp32"}, {"dtype": "bf16"}, {"ring_impl": "p2p"}
 CASES = [
@@ -258,7 +259,7 @@ def test_saved_activations_are_exact(
 @pytest.mark.parametrize(
     ("of", "dtype"),
     [
-        *itertools.product([NEXT, NEMOTRON, OLMO], ["fp32", "bf16"]),
+        *itertools.product([NEXT, NEMOTRON, OLMO, LFM2], ["fp32", "bf16"]),
         *confirming(itertools.product([BAMBA, GRANITE, QWEN3_5], ["fp32", "bf16"])),
     ],
     ids=lambda value: value if isinstance(value, str) else value["model_type"],

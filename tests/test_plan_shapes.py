@@ -77,6 +77,18 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_value_head_dim": 6},
         {"num_hidden_layers": 3, "attention_bias": True},
     ],
+    "lfm2": [
+        {"full_attn_idxs": [2, 4], "block_multiple_of": 8},
+        {"layer_types": ["conv", "full_attention"] * 3, "block_auto_adjust_ff_dim": False, "conv_bias": True},
+    ],
+    "lfm2_moe": [
+        {
+            "layer_types": ["conv", "full_attention"] * 3,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+        },
+    ],
     "bamba": [
         {"mamba_n_heads": 4, "attn_layer_indices": [2, 5], "mamba_n_groups": 2, "mamba_d_state": 6},
         {
@@ -188,11 +200,8 @@ def _ours(parameters: tuple[Parameter, ...]) -> list[tuple[str, tuple[int, ...]]
 def _kind_of(layer: Any, config: Any) -> tuple[str, int | None]:
     """The kind and the window that a transformers layer computes with."""
     attention = getattr(layer, "self_attn", getattr(layer, "mixer", None))
-    if (
-        hasattr(layer, "linear_attn")
-        or getattr(layer, "mamba", None) is not None
-        or any(x in type(attention).__name__ for x in ("Lightning", "Delta", "Mamba"))
-    ):
+    recurrent = any(getattr(layer, name, None) is not None for name in ("linear_attn", "mamba", "conv"))
+    if recurrent or any(x in type(attention).__name__ for x in ("Lightning", "Delta", "Mamba")):
         return "linear", None
     if getattr(layer, "block_type", None) in ("mlp", "moe"):
         return "no", None

@@ -6,7 +6,7 @@ in its own file; a family (`longspan.plan.models.family`) then names it.
 
 from longspan.plan.layers.attended_keys import CAUSAL, AttendedKeys, Bidirectional, Causal, Chunk, Window
 from longspan.plan.layers.base import Mixer, Mlp, NoMixer, Parameter, Sent
-from longspan.plan.layers.linear import Linear
+from longspan.plan.layers.linear import Linear, ShortConv
 from longspan.plan.layers.softmax import Softmax
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "NoMixer",
     "Parameter",
     "Sent",
+    "ShortConv",
     "Softmax",
     "Window",
 ]

@@ -140,6 +140,18 @@ class Linear(Mixer):
         return Buffers(comm=STATE_BYTES * runs * self._summary_elements)
 
 
+@dataclass(frozen=True)
+class ShortConv(Linear):
+    """A short convolution between two gates, alone (LFM2): it has no heads and no state."""
+
+    def saved(self, c: CostContext) -> int:
+        """Return the input's three parts, the convolution's input and output, and the gated output.
+
+        On a CPU, as in `_delta_saved`, copies that transformers' code makes for the convolution come to it.
+        """
+        return ((9 if c.b == 4 else 10) if c.on_cpu else 6) * c.b * self.channels
+
+
 def _delta_saved(mixer: Linear, b: int, keys: int, values: int, chunk: int, receives: bool) -> int:
     """Return the bytes per token of `torch_chunk_gated_delta_rule` and of the layer around it.
 

@@ -6,7 +6,14 @@ its model type. The files named `families.py` or `..._families.py` hold the buil
 """
 
 from longspan.plan.layers import Parameter
-from longspan.plan.models import delta_families, families, hybrid_families, mamba_families, other_families
+from longspan.plan.models import (
+    delta_families,
+    families,
+    hybrid_families,
+    lfm2_families,
+    mamba_families,
+    other_families,
+)
 from longspan.plan.models.catalogue import CONFIGS
 from longspan.plan.models.family import FAMILIES, Family, Part, register
 from longspan.plan.models.read import is_family, read_model, shape_from_config, shape_from_layers
@@ -27,6 +34,6 @@ __all__ = [
     "shape_from_layers",
 ]
 
-for _module in (families, other_families, hybrid_families, delta_families, mamba_families):
+for _module in (families, other_families, hybrid_families, delta_families, mamba_families, lfm2_families):
     for _model_type, _family in _module.FAMILIES.items():
         register(_model_type, _family)
