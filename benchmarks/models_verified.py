@@ -125,11 +125,10 @@ def page(rows: dict[str, dict[str, list[str]]]) -> str:
         for kind in ("equal", "refused", "plain")
     )
     equal = [family for family, row in run.items() if all(row[name][0] == "equal" for name in CASES if name in row)]
-    others = [
-        f"- {family}: {', '.join(f'{name} {row[name][0]}' for name in CASES if name in row)}: {_partial_reason(row)}"
-        for family, row in run.items()
-        if family not in equal
-    ]
+    partial: dict[str, list[str]] = {}
+    for family, row in run.items():
+        if family not in equal:
+            partial.setdefault(f"{_outcome(row)}: {_partial_reason(row)}", []).append(family)
     reasons: dict[str, list[str]] = {}
     for family, row in refused.items():
         reasons.setdefault(_reason(_line(row["accepted"][1])), []).append(family)
@@ -147,7 +146,7 @@ with one process. {len(run)} are accepted, {len(refused)} are refused, and of
 
 - *Training*: a step on two Ulysses ranks with FSDP, of a length that they do not divide. Loss, logits and every
   gradient are equal up to fp32 rounding.
-- *Generation*: greedy, of left-padded prompts, with a KV cache over the ranks.
+- *Generation*: greedy, of left-padded prompts, with a cache.
 - *Recurrent layers and short convolutions*: also a step on each of {count} meshes of 4 and 8 ranks (data, ring,
   Ulysses; contiguous and zigzag). {on_meshes.count("equal")} of {len(on_meshes)} runs, by family and ranks, are equal.
 
@@ -165,11 +164,9 @@ Vision-language, training (no tensor axis, no `memory="auto"`): {", ".join(FAMIL
 
 "plain" means that transformers itself cannot run the case.
 
-{chr(10).join(others)}
+{chr(10).join(f"- {', '.join(families)}: {text}" for text, families in partial.items())}
 
-## Refused
-
-The model, or one of its layers
+## Refused: the model or a layer
 
 {chr(10).join(f"- {reason}: {families}" for reason, families in why)}
 
@@ -183,9 +180,15 @@ def _names(families: list[str]) -> str:
     return ", ".join(family.removeprefix("causal/") for family in families)
 
 
+def _outcome(row: dict[str, list[str]]) -> str:
+    """Return the outcome of all cases in a word, or of each."""
+    kinds = {name: row[name][0] for name in CASES if name in row}
+    return kinds["training"] if len(set(kinds.values())) == 1 else ", ".join(f"{x} {kinds[x]}" for x in kinds)
+
+
 def _partial_reason(row: dict[str, list[str]]) -> str:
     kind, text = next(row[name] for name in CASES if name in row and row[name][0] != "equal")
-    return _line(text).split(": ", 1)[-1] if kind == "plain" else re.split("[;,] ", _line(text))[0]
+    return _line(text).split(": ", 1)[-1].split(". ")[0] if kind == "plain" else re.split("[;,] ", _line(text))[0]
 
 
 def _reason(text: str) -> str:
