@@ -63,6 +63,16 @@ def check_generated(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor
     torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-5 * float(expected[1].abs().max()))
 
 
+def each_row_alone(model: Any, inputs: dict[str, Tensor], **more: Any) -> tuple[Tensor, Tensor]:
+    """Return what `generated` does for each row without its padding, padded again."""
+    rows = []
+    for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"].bool(), strict=True):
+        rows.append(generated(model, {"input_ids": ids[mask][None], "attention_mask": mask[mask][None].long()}, **more))
+    longest = max(ids.shape[1] for ids, _ in rows)
+    ids = torch.cat([torch.nn.functional.pad(ids, (longest - ids.shape[1], 0)) for ids, _ in rows])
+    return ids, torch.cat([logits for _, logits in rows])
+
+
 def parallelized(name: str, ring: int, fsdp: bool, data: int = 1) -> tuple[Any, longspan.SequenceSharding]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of ranks without heads

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from markdown_it import MarkdownIt
+from torch import Tensor
 
 import longspan
 from longspan.attn.kernels.base import REGISTRY
@@ -21,6 +22,7 @@ from longspan.hf.forward.mixer_functions import REPLACEMENTS
 from longspan.plan import Job, Mesh, cost, read_hardware, read_model
 from longspan.plan.models import FAMILIES, register, shape_from_config
 from longspan.plan.views.page import contexts, held_tokens
+from tests.generating import check_generated, each_row_alone, generated, prompt
 from tests.models import Truth, build, compare, inputs_of, padded, sharding, truth_of
 from tests.pool import RankPool
 
@@ -220,6 +222,19 @@ def _comba(truth: Truth, kind: dict[str, Any]) -> None:
 def test_the_recurrent_layer_in_a_model(pool4: RankPool, side: str) -> None:
     whole = padded("Llama", side) if side else inputs_of("Llama")
     pool4.run(_comba, truth_of(_comba_model()[1], whole), whole)
+
+
+@leaving_no_example()
+def _comba_generates(expected: tuple[Tensor, Tensor]) -> None:
+    model = longspan.parallelize(_comba_model()[1].eval(), sharding(ring=2))
+    check_generated(generated(model, prompt(2, padded=True), prefill_chunk_size=11), expected)
+
+
+@pytest.mark.usefixtures("registries")
+def test_a_model_with_the_recurrent_layer_generates(pool4: RankPool) -> None:
+    """The layer knows nothing of caches: plain transformers computes the whole sequence again for every token."""
+    model = _comba_model()[1].eval()
+    pool4.run(_comba_generates, each_row_alone(model, prompt(2, padded=True), use_cache=False))
 
 
 @pytest.mark.usefixtures("registries")

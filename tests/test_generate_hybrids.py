@@ -22,7 +22,7 @@ from longspan.plan.job import CostContext
 from longspan.plan.layers import exchange
 from longspan.plan.models import shape_from_config
 from tests.choose import confirming
-from tests.generating import PROMPT, check_generated, generated, made, parallelized, plain, prompt
+from tests.generating import PROMPT, check_generated, each_row_alone, generated, made, parallelized, plain, prompt
 from tests.models import HYBRIDS
 from tests.pool import RankPool
 
@@ -37,18 +37,10 @@ Case = tuple[dict[str, Any], Any, tuple[Tensor, Tensor]]
 def _case(family: str, kind: str) -> Case:
     rows, chunk = KINDS[kind]
     options = {} if chunk is None else {"prefill_chunk_size": chunk}
-    expected = _each_row_alone(family) if family == "MiniMax" and rows > 1 else plain(family, rows, rows > 1)
-    return options, prompt(rows, padded=rows > 1), expected
-
-
-def _each_row_alone(family: str) -> tuple[Tensor, Tensor]:
-    """Plain MiniMax with a cache reads the padding of a batch: its tokens differ from those without a cache."""
-    whole, rows = prompt(3, padded=True), []
-    for ids, mask in zip(whole["input_ids"], whole["attention_mask"], strict=True):
-        real = {"input_ids": ids[mask.bool()][None], "attention_mask": mask[mask.bool()][None]}
-        rows.append(generated(made(family), real))
-    ids = torch.cat([torch.nn.functional.pad(ids, (rows[0][0].shape[1] - ids.shape[1], 0)) for ids, _ in rows])
-    return ids, torch.cat([logits for _, logits in rows])
+    if family == "MiniMax" and rows > 1:  # with a cache, plain MiniMax reads the padding of a batch
+        whole = prompt(rows, padded=True)
+        return options, whole, each_row_alone(made(family), whole)
+    return options, prompt(rows, padded=rows > 1), plain(family, rows, rows > 1)
 
 
 def _greedy(family: str, meshes: list[tuple[int, bool]], cases: list[Case]) -> None:
