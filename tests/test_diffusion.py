@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 import longspan
 from longspan.bench.meters import count_sent
+from longspan.comm.reshard import shard_along
 from longspan.core.errors import LongspanError
+from longspan.hf.diffusion.attention import ShardedAttention, ulysses
+from longspan.hf.diffusion.families import FAMILIES
+from longspan.hf.diffusion.tokens import Tokens
 from tests.diffusing import CONFIGS, make_inputs, make_model, run
 from tests.pool import on_ranks
 
@@ -59,6 +64,43 @@ def test_equals_one_process_on_2_ranks(name: str) -> None:
 @on_ranks(4)
 def test_equals_one_process_on_4_ranks(name: str) -> None:
     _equals_one_process(name, fsdp=False, checkpointing=True)
+
+
+LENGTHS = {"encoder_hidden_states": 5, "hidden_states": 11}
+B, H, S, D = 2, 5, 16, 4
+MASKS = {"none": None, "keys": (B, 1, 1, S), "pairs": (S, S), "heads": (B, H, S, S), "bias": (1, H, 1, S)}
+
+
+@pytest.mark.parametrize(("mask", "causal"), [*((mask, False) for mask in MASKS), ("none", True)])
+@on_ranks(4)
+def test_attention_of_two_streams(mask: str, causal: bool) -> None:
+    """Masks are in the order of a processor: all text tokens, then all of the video."""
+    sp = _sharding()
+    tokens = Tokens(sp, FAMILIES["FluxTransformer2DModel"])
+    tokens.lengths = LENGTHS
+    torch.manual_seed(0)
+    whole = [torch.randn(B, H, S, D, dtype=torch.float64, requires_grad=True) for _ in "qkv"]
+    weight, shape = torch.randn(B, H, S, D, dtype=torch.float64), MASKS[mask]
+    bias = None if shape is None else torch.randn(shape, dtype=torch.float64)
+    given = bias if bias is None or mask == "bias" else bias > -1
+    if given is not None and given.dtype == torch.bool and given.shape[-2] > 1:
+        given = given | torch.eye(S, dtype=torch.bool)  # every query sees a key
+    expected = F.scaled_dot_product_attention(*whole, attn_mask=given, is_causal=causal)
+    grads = torch.autograd.grad((expected * weight).sum(), whole)
+
+    text, video = (torch.arange(S).split([5, 11])[i] for i in (0, 1))
+    mine = torch.cat([shard_along(stream, 0, sp.group) for stream in (text, video)])
+    local = [x.detach()[:, :, mine].requires_grad_() for x in whole]
+    with ShardedAttention(tokens) as mode:
+        out = F.scaled_dot_product_attention(*local, attn_mask=given, is_causal=causal)
+    assert mode.calls == 1
+    torch.testing.assert_close(out, expected[:, :, mine])
+    found = torch.autograd.grad((out * weight[:, :, mine]).sum(), local)
+    torch.testing.assert_close(list(found), [grad[:, :, mine] for grad in grads])
+    with pytest.raises(LongspanError, match=r"mask of shape \(16, 3\) fits neither all 16 tokens nor this rank's"):
+        ulysses(tokens, *local, attn_mask=torch.ones(16, 3, dtype=torch.bool))
+    with pytest.raises(LongspanError, match=r"no dropout, got .* and dropout_p=0.5"):
+        ulysses(tokens, *local, dropout_p=0.5)
 
 
 @on_ranks(2)
