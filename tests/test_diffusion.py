@@ -22,6 +22,7 @@ from longspan.hf.diffusion.attention import ShardedAttention, ulysses
 from longspan.hf.diffusion.families import FAMILIES
 from longspan.hf.diffusion.tokens import Tokens
 from tests.diffusing import CONFIGS, make_inputs, make_model, run
+from tests.models import build
 from tests.pool import on_ranks
 
 pytest.importorskip("diffusers")
@@ -64,6 +65,26 @@ def test_equals_one_process_on_2_ranks(name: str) -> None:
 @on_ranks(4)
 def test_equals_one_process_on_4_ranks(name: str) -> None:
     _equals_one_process(name, fsdp=False, checkpointing=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["LTXVideoTransformer3DModel", "FluxTransformer2DModel", "QwenImageTransformer2DModel"]
+)
+@on_ranks(2)
+def test_each_rank_keeps_its_tokens(name: str) -> None:
+    """The loss is the sum of the ranks' losses."""
+    sp, target = _sharding(), torch.randn(2, 15, 6, dtype=torch.float64)
+    results = []
+    for sharded in (False, True):
+        model: Any = make_model(name)
+        model = longspan.parallelize(model, sp, gather_output=False) if sharded else model
+        inputs = make_inputs(name)
+        out, group = model(**inputs).sample, sp.group if sharded else None
+        ((out - longspan.exchange.shard(target, group, 1)) ** 2).sum().div(target.numel()).backward()
+        grads = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+        grads["hidden_states"] = inputs["hidden_states"].grad
+        results.append({"output": longspan.exchange.shard(out, None if sharded else sp.group, 1), **grads})
+    _compare(results[1], results[0])
 
 
 LENGTHS = {"encoder_hidden_states": 5, "hidden_states": 11}
@@ -344,6 +365,10 @@ def test_refused_models() -> None:
         longspan.parallelize(make_model("HunyuanVideoTransformer3DModel", image_condition_type="token_replace"), sp)
     with pytest.raises(LongspanError, match="`memory` is an option of language models"):
         longspan.parallelize(make_model("WanTransformer3DModel"), sp, memory="longest")
+    with pytest.raises(LongspanError, match="returns pixels, which no rank can compute of its tokens alone"):
+        longspan.parallelize(make_model("WanTransformer3DModel"), sp, gather_output=False)
+    with pytest.raises(LongspanError, match="gather_output=False is an option of diffusion transformers"):
+        longspan.parallelize(build("Llama"), sp, gather_output=False)
     with pytest.raises(LongspanError, match="sharded by Ulysses alone, got ring=2"):
         longspan.parallelize(make_model("WanTransformer3DModel"), _sharding(ring=2))
     with pytest.raises(LongspanError, match="has dropout, which would depend on the number of ranks"):

@@ -2,6 +2,6 @@
 
 from longspan.comm.all_to_all import heads_to_seq, seq_to_heads
 from longspan.comm.p2p import ring_shift
-from longspan.comm.reshard import reshard
+from longspan.comm.reshard import reshard, shard
 
-__all__ = ["heads_to_seq", "reshard", "ring_shift", "seq_to_heads"]
+__all__ = ["heads_to_seq", "reshard", "ring_shift", "seq_to_heads", "shard"]

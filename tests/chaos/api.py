@@ -105,6 +105,7 @@ def _targets(sp: longspan.SequenceSharding) -> list[Target]:
         Target("heads_to_seq", exchange.heads_to_seq, {"x": mine, "group": group, "seq_dim": 1, "head_dim": 2,
         "heads": None}),
         Target("reshard", exchange.reshard, {"x": x, "group": group, "gather_dim": 1, "shard_dim": 2, "length": None}),
+        Target("shard", exchange.shard, {"x": x, "group": group, "dim": 1}),
         Target("dsp", longspan.dsp, {"sp": sp, "attends": [2, 1], "sizes": {1: 4, 2: 8}}),
         Target("ring_shift", exchange.ring_shift, {"x": x, "group": group, "hops": 1}),
         Target("shard_batch", lambda batch, sp, shift: longspan.shard_batch(batch, sp, shift=shift),

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.comm.arguments import check_group, check_tensor, check_two_dims
+from longspan.comm.arguments import check_dim, check_group, check_tensor, check_two_dims
 from longspan.comm.mesh import find_group, group_name
 from longspan.core.errors import LongspanError
 from longspan.core.validation import LARGEST_COUNT, check_number
@@ -86,6 +86,21 @@ def move_shards(
     """
     out: Tensor = torch.ops.longspan.reshard(x, gather_dim, shard_dim, gathered, sharded, group_name(group))
     return out
+
+
+def shard(x: Tensor, group: dist.ProcessGroup | None, dim: int) -> Tensor:
+    """Return this rank's shard of a tensor that every rank holds whole, as `reshard` cuts it.
+
+    Differentiable: the gradient is this rank's part, zero elsewhere.
+
+    Args:
+        x: the whole tensor.
+        group: the ranks. None, or a group of one, returns `x` itself.
+        dim: the dimension to shard; shards differ by at most one, larger ones first.
+    """
+    check_tensor("x", x)
+    check_group(group)
+    return shard_along(x, check_dim(x, dim), group)
 
 
 def shard_along(x: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:

@@ -70,6 +70,7 @@ def parallelize(
     memory: MemoryLevel | Memory = "fastest",
     dropout: float | None = None,
     tensor_style: TensorStyle = "tp",
+    gather_output: bool = True,
 ) -> Model:
     """Shard the sequence of a Hugging Face model over `sp`, and with `fsdp` its weights over data x sequence.
 
@@ -80,7 +81,7 @@ def parallelize(
     A diffusion transformer of diffusers (`longspan.hf.diffusion`) gets the same inputs on every rank of a sequence
     group, and returns its whole output on each. If each rank makes the same loss of it, `backward` gives every weight
     and input its exact gradient; replicas (`data`) are averaged. Of the options only `fsdp`, `mp_policy`, `weights`,
-    `check_batches` and `check_weights` apply.
+    `check_batches`, `check_weights` and `gather_output` apply.
 
     Args:
         model: a transformers causal or masked LM, a token classifier, a sequence classifier that scores every token
@@ -112,6 +113,8 @@ def parallelize(
         tensor_style: used if the mesh's `tensor` axis is more than 1. "tp": every rank of a tensor group holds the
             whole residual stream, with two all-reduces per layer. "megatron-sp": each rank holds its tokens of the
             stream, with an all-gather before attention and MLP, and a reduce-scatter after each.
+        gather_output: False: a diffusion transformer that returns tokens returns this rank's only, as
+            `longspan.exchange.shard` cuts them. The loss is then the sum of the ranks' losses.
 
     Returns:
         `model`. Its forward takes the full batch, or one sharded by `longspan.shard_batch` (with `shift=False` for a
@@ -133,7 +136,7 @@ def parallelize(
     """
     options = ParallelizeOptions(
         fsdp, mp_policy, kernel, weights, check_batches, check_weights, check_at_rest, logits, memory, dropout,
-        tensor_style,
+        tensor_style, gather_output,
     )  # fmt: skip
     if is_model_of_diffusers(model):
         shard_diffusion_model(model, sp, _diffusion_options(options))

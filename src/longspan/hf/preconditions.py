@@ -57,6 +57,7 @@ class ParallelizeOptions:
     memory: MemoryLevel | Memory = "fastest"
     dropout: float | None = None
     tensor_style: TensorStyle = "tp"
+    gather_output: bool = True
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,11 @@ def _check_structure(
 
 def _check_options(options: ParallelizeOptions, sp: SequenceSharding, shards_weights: bool) -> None:
     check_choice("tensor_style", options.tensor_style, STYLES)
+    if options.gather_output is not True:
+        raise LongspanError(
+            f"gather_output={format_value(options.gather_output)} is an option of diffusion transformers; a language "
+            f"model's logits are those of this rank's tokens"
+        )
     policy = options.mp_policy
     if policy is not None and not isinstance(policy, MixedPrecisionPolicy):
         raise LongspanError(

@@ -47,6 +47,7 @@ class Family:
         processors: classes that compute such an attention, by one `scaled_dot_product_attention`.
         streams: arguments whose tokens attend to each other, in the order in which the processors concatenate them.
         plan: where tokens are split and joined. None: the model's `_cp_plan`.
+        returns_tokens: whether the output is one row for each token of `hidden_states`, instead of pixels.
         unsupported: a config entry and the value with which tokens mix elsewhere.
     """
 
@@ -57,6 +58,7 @@ class Family:
     processors: tuple[str, ...] = ()
     streams: tuple[str, ...] = ("hidden_states",)
     plan: Plan | None = None
+    returns_tokens: bool = False
     unsupported: tuple[str, Any] | None = None
 
 
@@ -87,6 +89,7 @@ FAMILIES = {
             "rope": {0: Split(1, 3, of_output=True), 1: Split(1, 3, of_output=True)},
             "proj_out": Join(1),
         },
+        returns_tokens=True,
     ),
     "FluxTransformer2DModel": Family(
         accepts=("pooled_projections", "img_ids", "txt_ids", "guidance"),
@@ -94,6 +97,7 @@ FAMILIES = {
         attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
         processors=("FluxAttnProcessor",),
         streams=("encoder_hidden_states", "hidden_states"),
+        returns_tokens=True,
     ),
     "CogVideoXTransformer3DModel": Family(
         accepts=("timestep_cond", "ofs", "image_rotary_emb"),
@@ -128,6 +132,7 @@ FAMILIES = {
         attention=("transformer_blocks.*.attn",),
         processors=("QwenDoubleStreamAttnProcessor2_0",),
         streams=("encoder_hidden_states", "hidden_states"),
+        returns_tokens=True,
     ),
 }
 """By the name of the class."""

@@ -20,6 +20,7 @@ from longspan.comm.mesh import SequenceSharding, group_name
 from longspan.compat.diffusers_api import is_parallel, version_of_diffusers
 from longspan.compat.torch_api import sum_gradients
 from longspan.core.errors import LongspanError
+from longspan.core.validation import check_flag
 from longspan.hf.checks.batches import BatchCheck
 from longspan.hf.diffusion import latte
 from longspan.hf.diffusion.attention import bind
@@ -42,6 +43,7 @@ class DiffusionOptions:
     weights: str
     check_batches: int | None
     check_weights: int
+    gather_output: bool = True
 
 
 def shard_diffusion_model(model: Any, sp: SequenceSharding, options: DiffusionOptions) -> None:
@@ -49,7 +51,7 @@ def shard_diffusion_model(model: Any, sp: SequenceSharding, options: DiffusionOp
     family = _check_on_every_rank(model, sp, options)
     if options.weights == "broadcast":
         broadcast_weights(model, sp)
-    tokens = Tokens(sp, family)
+    tokens = Tokens(sp, family, gather_output=options.gather_output)
     plan = plan_of(model, family)
     entrance = _Entrance(model, sp, family, tokens, plan.get("", {}), options)
     if family.attention:
@@ -80,7 +82,7 @@ def shard_diffusion_model(model: Any, sp: SequenceSharding, options: DiffusionOp
 def _check_on_every_rank(model: Any, sp: SequenceSharding, options: DiffusionOptions) -> Family:
     family, problem, facts, digests = None, None, dict[str, str](), dict[str, int]()
     try:
-        family = _check_alone(model, sp)
+        family = _check_alone(model, sp, options)
         facts = _facts(model, sp, options)
         if sp.job_size > 1 and options.weights == "same":
             digests = digests_of(weights_of(model))
@@ -91,10 +93,16 @@ def _check_on_every_rank(model: Any, sp: SequenceSharding, options: DiffusionOpt
     return family
 
 
-def _check_alone(model: Any, sp: SequenceSharding) -> Family:
+def _check_alone(model: Any, sp: SequenceSharding, options: DiffusionOptions) -> Family:
     if hasattr(model, "longspan_state"):
         raise LongspanError(f"{type(model).__name__} is parallelized already; a model is given to parallelize once")
     family = family_of(model)
+    check_flag("gather_output", options.gather_output)
+    if not options.gather_output and not family.returns_tokens:
+        raise LongspanError(
+            f"{type(model).__name__} returns pixels, which no rank can compute of its tokens alone; use "
+            f"gather_output=True"
+        )
     if is_parallel(model):
         raise LongspanError(f"{type(model).__name__} is parallelized by diffusers' enable_parallelism; load it again")
     if sp.ring_size > 1 or sp.tensor_size > 1 or sp.wire_dtype != "exact":

@@ -29,8 +29,8 @@ class Tokens:
     streams, one after the other; in the order of ranks these are all tokens, in another order than a processor's.
     """
 
-    def __init__(self, sp: SequenceSharding, family: Family) -> None:
-        self.sp, self.family = sp, family
+    def __init__(self, sp: SequenceSharding, family: Family, *, gather_output: bool = True) -> None:
+        self.sp, self.family, self.gather_output = sp, family, gather_output
         self.lengths: Lengths = {}
         self.is_split = False  # while a checkpointed block runs
         self.of_modules: dict[nn.Module, tuple[inspect.Signature, Mapping[str, Split]]] = {}
@@ -65,7 +65,12 @@ class Tokens:
         return shard_along(x, how.dim, self.sp.group)
 
     def join(self, x: Tensor, dim: int) -> Tensor:
-        """Return all tokens of the hidden states. Every rank makes the same loss of them, so gradients are cut."""
+        """Return all tokens of the output. Every rank makes the same loss of them, so gradients are cut.
+
+        Without `gather_output` return this rank's.
+        """
+        if not self.gather_output:
+            return average_over_data(x, self.sp)
         whole = gather_along(x, dim, self.lengths["hidden_states"], self.sp.group, join)
         return average_over_data(whole, self.sp)
 
