@@ -26,6 +26,7 @@ from longspan.core.layout import Span
 from longspan.core.memory import FASTEST, LONGEST, Memory
 from longspan.core.regions import Region
 from longspan.hf.weights.gradients import GradientSum
+from longspan.memory.offload.store import Store
 from longspan.plan import CATALOGUE, Job, Mesh
 from longspan.plan.cost.memory import in_mixer, offloaded_bytes
 from longspan.plan.cost.training_memory import training_peaks
@@ -341,6 +342,7 @@ def test_planned_bytes_of_an_offloaded_step(option: str, mesh: dict[str, int]) -
         used = bytes_of_a_step(mesh, memory, per_rank)
     assert _planned_step(c) == pytest.approx(used.peak, rel=0.05)
     assert offloaded_bytes(c, CATALOGUE["h100"]).host_bytes == {"activations": pytest.approx(used.stored, rel=0.001)}
+    assert used.left == 0
     if option not in ("save_attention", "fewest inputs"):  # which need some tensors twice
         assert used.stored < used.moved <= 2 * used.stored
 
@@ -351,11 +353,12 @@ def _planned_step(c: CostContext) -> int:
 
 
 class StepBytes(NamedTuple):
-    """Of a training step: the peak on the device, what is stored in the host's memory, and what is moved there and back
-    until the backward ends."""
+    """Of a training step: the peak on the device, what the forward stores in the host's memory, what of it is there
+    after the backward, and what is moved there and back."""
 
     peak: int
     stored: int
+    left: int
     moved: float
 
 
@@ -373,6 +376,13 @@ def bytes_of_a_step(mesh: dict[str, int], memory: Memory, per_rank: int) -> Step
         with LiveBytes(model.parameters(), inside=True) as live:
             loss = model(input_ids=ids, labels=ids).loss
             store = model.longspan_state.memory.store
-            stored = 0 if store is None else sum(entry.nbytes for entry in store.entries.values())
+            stored = _stored_bytes(store)
             loss.backward()
-    return StepBytes(live.peak, stored, 0 if store is None else store.stats.take()["bytes"])
+            return StepBytes(live.peak, stored, _stored_bytes(store), store.stats.take()["bytes"] if store else 0)
+
+
+def _stored_bytes(store: Store | None) -> int:
+    if store is None:
+        return 0
+    store.reserve(0)  # drops what nobody needs
+    return sum(entry.nbytes for entry in store.entries.values())
