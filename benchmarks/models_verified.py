@@ -150,7 +150,7 @@ with one process. {len(run)} are accepted, {len(refused)} are refused, and of
 - *Recurrent layers and short convolutions*: also a step on each of {count} meshes of 4 and 8 ranks (data, ring,
   Ulysses; contiguous and zigzag). {on_meshes.count("equal")} of {len(on_meshes)} runs, by family and ranks, are equal.
 
-[`longspan verify`](../how-to/verify.md) checks your own model on your mesh.
+[`longspan verify`](../how-to/verify.md) checks your model.
 
 ## Equal
 

@@ -25,7 +25,7 @@ _VISION = {
 _DEEP = {**_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
-FAMILIES: dict[str, dict[str, Any]] = {
+GRIDS: dict[str, dict[str, Any]] = {
     "Qwen2VL": {
         "text_config": {**_TEXT, "rope_parameters": _MROPE},
         "vision_config": {
@@ -57,6 +57,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+_VIT = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16,
+    "patch_size": 4,
+}  # fmt: skip
+
+SQUARES: dict[str, dict[str, Any]] = {
+    "Llava": {
+        "text_config": {**BASE, "model_type": "llama"},
+        "vision_config": {**_VIT, "model_type": "clip_vision_model"},
+        "vision_feature_layer": -1,
+        "image_token_id": IMAGE,
+    },
+    "InternVL": {
+        "text_config": {**BASE, "model_type": "qwen2"},
+        "vision_config": {**_VIT, "image_size": [16, 16], "patch_size": [4, 4], "model_type": "internvl_vision"},
+        "image_token_id": IMAGE,
+    },
+    "Mistral3": {
+        "text_config": {**BASE, "model_type": "mistral", "head_dim": 8},
+        "vision_config": {**_VIT, "image_size": 32, "head_dim": 8, "model_type": "pixtral"},
+        "image_token_id": IMAGE,
+    },
+}
+"""Families that take images as pixels in two dimensions, no videos."""
+
+FAMILIES = GRIDS | SQUARES
+
 FRAMES_APART = ("Qwen3VL", "Qwen3VLMoe", "Glm4v", "Glm4vMoe")
 """Families with text between the frames of a video."""
 
@@ -65,7 +92,9 @@ def build(family: str, seed: int = 0, **changes: Any) -> Any:
     """Return a vision-language model of `family` in fp32, with random weights that depend on `seed` alone."""
     import transformers
 
-    config = getattr(transformers, f"{family}Config")(**{**_TOKENS, **FAMILIES[family], **changes})
+    config = getattr(transformers, f"{family}Config")(
+        **{**(_TOKENS if family in GRIDS else {}), **FAMILIES[family], **changes}
+    )
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config).float()
     with torch.no_grad():
@@ -88,6 +117,12 @@ ROWS: Rows = (
 IMAGES: Rows = (ROWS[2], (7, ("image", 1, 4, 4)), (12,))
 VIDEOS: Rows = ((2, ("video", 2, 4, 4), 3), (9,), (("video", 3, 2, 4), 4, ("video", 1, 4, 4), 1))
 
+SQUARE_ROWS: Rows = (
+    (3, ("image", 1, 4, 4), 4, ("image", 1, 8, 4), 2),
+    (9,),
+    (("image", 1, 4, 4), 1),
+)
+
 _KEYS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
 
 
@@ -99,19 +134,19 @@ def batch(
     made = [_row(family, row, g) for row in rows]
     n = max(len(ids) for ids, *_ in made)
     ids, kinds, real = (torch.zeros(len(rows), n, dtype=torch.long) for _ in range(3))
-    pictures: dict[str, list[Tensor]] = {key: [] for keys in _KEYS.values() for key in keys}
+    pictures: dict[str, list[Tensor]] = {}
     for b, (row_ids, row_kinds, row_pictures) in enumerate(made):
         at = slice(n - len(row_ids), n) if side == "left" else slice(0, len(row_ids))
         ids[b, at], kinds[b, at], real[b, at] = torch.tensor(row_ids), torch.tensor(row_kinds), 1
         for key, x in row_pictures if keep is None or b in keep else ():
-            pictures[key].append(x)
-    whole = {"input_ids": ids, "mm_token_type_ids": kinds}
+            pictures.setdefault(key, []).append(x)
+    whole = {"input_ids": ids, "mm_token_type_ids": kinds} if family in GRIDS else {"input_ids": ids}
     whole["labels"] = torch.where((real == 1) & (ids < IMAGE), ids, -100)
     if not bool(real.all()):
         whole["attention_mask"] = real
     if keep is not None:
         whole = {key: x[list(keep)] for key, x in whole.items()}
-    return whole | {key: torch.cat(xs) for key, xs in pictures.items() if xs}
+    return whole | {key: torch.cat(xs) for key, xs in pictures.items()}
 
 
 def _row(
@@ -125,6 +160,12 @@ def _row(
             kinds += [0] * part
             continue
         kind, t, h, w = part
+        if family in SQUARES:
+            size, more = _square(family, h, w, g)
+            ids += [START, *[IMAGE] * size, END]
+            kinds += [0, *[1] * size, 0]
+            pictures += more
+            continue
         pixels, grid = _KEYS[kind]
         pictures += [
             (pixels, torch.randn(t * h * w, _patch_width(family), generator=g)), (grid, torch.tensor([[t, h, w]]))
@@ -136,6 +177,14 @@ def _row(
     return ids, kinds, pictures
 
 
+def _square(family: str, h: int, w: int, g: torch.Generator) -> tuple[int, list[tuple[str, Tensor]]]:
+    """Return the tokens of an image of one of `SQUARES`, and its entries of a batch; only Mistral's differ in size."""
+    if family == "Mistral3":
+        pixels = torch.randn(1, 3, 32, 32, generator=g)
+        return h * w // 4, [("pixel_values", pixels), ("image_sizes", torch.tensor([[4 * h, 4 * w]]))]
+    return {"Llava": 16, "InternVL": 4}[family], [("pixel_values", torch.randn(1, 3, 16, 16, generator=g))]
+
+
 def _patch_width(family: str) -> int:
     vision = FAMILIES[family]["vision_config"]
     return 3 * vision.get("temporal_patch_size", 2) * vision["patch_size"] ** 2
@@ -143,6 +192,8 @@ def _patch_width(family: str) -> int:
 
 def rows_for(family: str) -> Rows:
     """Return rows with all that one batch of a family may hold; GLM has one placeholder for images and videos."""
+    if family in SQUARES:
+        return SQUARE_ROWS
     return VIDEOS if family.startswith("Glm") else ROWS
 
 

@@ -12,7 +12,7 @@ import longspan
 from longspan.core.balance import split_by_cost
 from tests.choose import confirming
 from tests.models import Truth, check_gradients, check_loss, compare, gradients, sharding, truth_of
-from tests.pictures import FAMILIES, IMAGE, IMAGES, ROWS, Rows, batch, build, rows_for, truth_about
+from tests.pictures import FAMILIES, GRIDS, IMAGE, IMAGES, ROWS, Rows, batch, build, rows_for, truth_about
 from tests.pool import RankPool
 
 
@@ -34,7 +34,7 @@ def test_one_process(pool2: RankPool, family: str, ring: int, side: str) -> None
     pool2.run(_run, family, ring, fsdp, rows, side, truth_about(family, rows, side))
 
 
-@pytest.mark.parametrize("family", ["Glm4v", *confirming(f for f in FAMILIES if f != "Glm4v")])
+@pytest.mark.parametrize("family", ["Glm4v", *confirming(f for f in GRIDS if f != "Glm4v")])
 def test_images_only(pool2: RankPool, family: str) -> None:
     pool2.run(_run, family, 1, True, IMAGES, "left", truth_about(family, IMAGES))
 
@@ -186,6 +186,9 @@ def _refusals() -> None:
     refused(r"`pixel_values` needs `image_grid_thw`, .* got NoneType", image_grid_thw=None)
     refused(r"`pixel_values` with `inputs_embeds`", input_ids=None, inputs_embeds=torch.zeros(3, 32, 32))
     refused(r"`mm_encoder_outputs` would be embeddings of all ranks' pictures", mm_encoder_outputs={"image": 1})
+    refused("`vision_feature_layer` is read from the model's config", vision_feature_layer=1)
+    with pytest.raises(longspan.LongspanError, match="does not generate from pictures on several ranks"):
+        model.generate(**{key: x for key, x in whole.items() if key != "labels"}, max_new_tokens=2)
     with pytest.raises(longspan.LongspanError, match=r"`pixel_values` cannot be cut in the data loader"):
         longspan.shard_batch(whole, sharding())
     with pytest.raises(longspan.LongspanError, match=r"memory='auto' does not know what the vision tower"):

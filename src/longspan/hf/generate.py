@@ -35,6 +35,11 @@ def _generate(model: Any, inputs: Any = None, generation_config: Any = None, **m
     settings = generation_config if generation_config is not None else model.generation_config
     cache = take_cache(more)
     _refuse(settings, more, cache)
+    if any(more.get(encoder.pixels) is not None for encoder in state_of(model).traits.encoders):
+        raise LongspanError(
+            f"{type(model).__name__} does not generate from pictures on several ranks in this version; train and score "
+            f"with them, and generate with the model as it was before longspan.parallelize"
+        )
     implementation = more.pop("cache_implementation", None) or getattr(settings, "cache_implementation", None)
     if implementation is not None:
         if sp.data_rank == sp.rank == sp.tensor_rank == 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +122,81 @@ class GridEncoder(Encoder):
         return grid.tolist()
 
 
+@dataclass(frozen=True)
+class ImageEncoder(Encoder):
+    """Pictures, or tiles of them, as `[pictures, channels, height, width]`, each of which is a unit.
+
+    If they differ in size, they are padded, and `image_sizes` has the height and width of each.
+    """
+
+    rows: Callable[[Any, int, int, bool], int]
+    """The embeddings of a picture, from its height and width in patches, and whether `image_sizes` are given."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return self.pixels, "image_sizes"
+
+    def units(self, core: Any, batch: Mapping[str, Any]) -> Units:
+        pixels, sizes = batch[self.pixels], batch.get("image_sizes")
+        if pixels.dim() != 4:
+            raise LongspanError(
+                f"`{self.pixels}` has the shape {tuple(pixels.shape)}; it is [pictures, channels, height, width]"
+            )
+        each = [list(pixels.shape[2:])] * len(pixels) if sizes is None else sizes.tolist()
+        if len(each) != len(pixels):
+            raise LongspanError(f"`image_sizes` has {len(each)} entries, `{self.pixels}` {len(pixels)} pictures")
+        outside = next((i for i, (h, w) in enumerate(each) if h > pixels.shape[2] or w > pixels.shape[3]), None)
+        if outside is not None:
+            raise LongspanError(
+                f"`image_sizes` says {each[outside]} for picture {outside}, and `{self.pixels}` holds "
+                f"{list(pixels.shape[2:])} of each"
+            )
+        patch = _two(core.config.vision_config.patch_size)
+        grids = [(h // patch[0], w // patch[1]) for h, w in each]
+        rows = tuple(self.rows(core, h, w, sizes is not None) for h, w in grids)
+        return Units(tuple(h * w for h, w in grids), rows)
+
+    def part(self, core: Any, batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
+        given = {key: batch[key] for key in self.keys if batch.get(key) is not None}
+        return {key: x[start:stop] for key, x in given.items()}
+
+    def smallest(self, core: Any, device: torch.device) -> dict[str, Any]:
+        vision = core.config.vision_config
+        height, width = _two(vision.image_size)
+        channels = getattr(vision, "num_channels", 3)
+        batch = {self.pixels: torch.zeros(1, channels, height, width, device=device)}
+        if "image_sizes" in _required(core.get_image_features):
+            batch["image_sizes"] = torch.tensor([[height, width]], device=device)
+        return batch
+
+
+def _two(size: int | Sequence[int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def _required(function: Any) -> set[str]:
+    """Return the names of the parameters without a default."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+
+
+def _llava_rows(core: Any, h: int, w: int, sized: bool) -> int:
+    class_token = any(
+        name.endswith(("class_embedding", "cls_token")) for name, _ in core.vision_tower.named_parameters()
+    )
+    dropped = core.config.vision_feature_select_strategy == "default"
+    return h * w if sized else h * w + class_token - dropped
+
+
+def _internvl_rows(core: Any, h: int, w: int, sized: bool) -> int:
+    return int(h * w * core.config.downsample_ratio**2)
+
+
+def _mistral_rows(core: Any, h: int, w: int, sized: bool) -> int:
+    merge: int = core.config.spatial_merge_size
+    return (h // merge) * (w // merge)
+
+
 _IMAGES = GridEncoder("image", "pixel_values", "image_token_id", "image_grid_thw")
 _QWEN = (_IMAGES, GridEncoder("video", "pixel_values_videos", "video_token_id", "video_grid_thw"))
 _GLM = (_IMAGES, GridEncoder("video", "pixel_values_videos", "image_token_id", "video_grid_thw"))
@@ -133,6 +208,9 @@ FAMILIES: dict[str, tuple[Encoder, ...]] = {
     "qwen3_vl_moe": _QWEN,
     "glm4v": _GLM,
     "glm4v_moe": _GLM,
+    "llava": (ImageEncoder("image", "pixel_values", "image_token_id", _llava_rows),),
+    "internvl": (ImageEncoder("image", "pixel_values", "image_token_id", _internvl_rows),),
+    "mistral3": (ImageEncoder("image", "pixel_values", "image_token_id", _mistral_rows),),
 }
 """The modalities of each family that can be sharded, by its config's `model_type`."""
 

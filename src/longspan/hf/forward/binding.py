@@ -45,10 +45,10 @@ class AttentionLayers(Stage):
         for module in configured:
             module.config = copy.deepcopy(module.config, memo)
         towers = tower_modules(model)
-        plain = [(m.config, attention_of(m.config)) for m in configured if m in towers]
-        for module in configured:
-            if module not in towers:
-                set_attention(module.config, NAME)
+        text = {id(m.config): m.config for m in configured if m not in towers}
+        plain = [(m.config, attention_of(m.config)) for m in configured if id(m.config) not in text]
+        for config in text.values():
+            set_attention(config, NAME)
         for config, name in plain:  # a model's config sets its tower's, too
             set_attention(config, name)
         model_key = object()

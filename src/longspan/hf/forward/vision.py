@@ -50,6 +50,9 @@ class VisionTower(Stage):
         batch = call.batch
         if batch.get(SEAM) is not None:
             raise LongspanError(f"`{SEAM}` would be embeddings of all ranks' pictures; give the pixels")
+        for name in ("vision_feature_layer", "vision_feature_select_strategy"):
+            if batch.get(name) is not None:
+                raise LongspanError(f"`{name}` is read from the model's config; set it there and leave it out")
         encoders = [encoder for encoder in self.traits.encoders if batch.get(encoder.pixels) is not None]
         if not encoders:
             return
