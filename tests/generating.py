@@ -23,8 +23,11 @@ CHANGES: dict[str, dict[str, Any]] = {
         "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4,
         "original_max_position_embeddings": 16, "factor": 4.0}},
 }  # fmt: skip
-# With their own initial weights, these predict the last token, whatever came before it.
-_RANGES = {"Mamba": 0.3, "FalconMamba": 0.3, "Lfm2": 0.3, "Lfm2Moe": 0.3, "Zamba": 0.1, "Zamba2": 0.1}
+# With their own initial weights, these predict the last token, or forget a state, before it changes a logit by 1e-5.
+_RANGES = {
+    "Mamba": 0.3, "Mamba2": 0.3, "FalconMamba": 0.3, "Lfm2": 0.3, "Lfm2Moe": 0.3, "Zamba": 0.1, "Zamba2": 0.1,
+    "Bamba": 0.3, "NemotronH": 0.3, "FalconH1": 0.3, "GraniteMoeHybrid": 0.3, "Jamba": 0.3,
+}  # fmt: skip
 CHANGES |= {name: {"tie_word_embeddings": False, "initializer_range": x} for name, x in _RANGES.items()}
 FAMILY = {"dynamic": "Llama", "longrope": "Llama"}
 

@@ -131,7 +131,7 @@ def _loaded(folder: Path, family: str, second: dict[str, Tensor], expected: Any)
     check_generated(generated(model, {**second, "past_key_values": cache}), expected)
 
 
-@pytest.mark.parametrize("family", ["NemotronH", *confirming(["Mamba", "Lfm2", "Zamba"])])
+@pytest.mark.parametrize("family", ["Bamba", *confirming(["Mamba", "Lfm2", "Zamba"])])
 def test_a_saved_cache_loads_on_another_mesh(get_pool: Any, tmp_path: Path, family: str) -> None:
     get_pool(2).run(_saved, tmp_path / "cache", family)
     second = _followed(plain(family)[0], prompt(1, 5, seed=8)["input_ids"])
@@ -171,8 +171,12 @@ def _as_planned(families: list[str]) -> None:
             assert of_layers == planned, (family, mode, of_layers, planned)
 
 
-def test_bytes_and_collectives_are_the_planners(pool2: RankPool) -> None:
-    pool2.run(_as_planned, ["Qwen3Next", "NemotronH", "KimiLinear", "MiniMax"])
+PLANNED = ["Qwen3Next", "NemotronH", "KimiLinear", "Lfm2"]
+
+
+@pytest.mark.parametrize("families", [PLANNED, *confirming([["Bamba", "MiniMax", "OlmoHybrid", "GraniteMoeHybrid"]])])
+def test_bytes_and_collectives_are_the_planners(pool2: RankPool, families: list[str]) -> None:
+    pool2.run(_as_planned, families)
 
 
 def _sent_by_a_token() -> list[str]:

@@ -57,8 +57,11 @@ class CachedInfo(SequenceInfo):
 
     @functools.cached_property
     def updates_states(self) -> bool:
-        """Whether recurrent layers compute the step by their own update: one real token per row after others."""
-        one = self.step.new == 1 and self.step.past > 0 and not self.step.sharded
+        """Whether recurrent layers compute the step by their own update: one real token per row after others.
+
+        A prompt's last chunk of one token is computed as the whole prompt is: Nemotron-H's update differs by 1e-4.
+        """
+        one = self.step.new == 1 and self.step.past >= max(1, self.cache.generated_from or 0) and not self.step.sharded
         return one and all(row and row[0][0] <= self.step.past for row in self.segments or ())
 
 
