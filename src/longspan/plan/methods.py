@@ -6,10 +6,12 @@ import math
 from dataclasses import dataclass, replace
 
 from longspan.core.errors import LongspanError
+from longspan.core.formatting import size
 from longspan.plan.cost.communication import communication
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import CostContext, Job, Mesh
 from longspan.plan.layers import Linear
+from longspan.plan.layers.linear import STATE_BYTES, STATES
 from longspan.plan.limits import refusal
 from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import Plan, cost
@@ -75,12 +77,32 @@ def compare(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> list[
     ]
     methods = [_method(name, model, of_row, mesh, hardware) for name, of_row, mesh in rows]
     recurrent = [isinstance(layer.mixer, Linear) for layer, _ in model.layer_kinds]
-    if all(recurrent):
-        return [*methods, _method("LASP-2", model, job, Mesh(ring=gpus), hardware)]
     reason = "is for linear attention layers; this model has softmax attention"
     if any(recurrent):
         reason = "sends the recurrent layers' states in the rows above (LASP-2H); softmax layers need Ulysses or a ring"
-    return [*methods, Method("LASP-2", None, reason)]
+    if all(recurrent):
+        methods.append(_method("LASP-2", model, job, Mesh(ring=gpus), hardware))
+    else:
+        methods.append(Method("LASP-2", None, reason))
+    scan = _pipelined_scan(model, job, gpus)
+    return [*methods, *([] if scan is None else [Method("ZeCO", None, scan)])]
+
+
+def _pipelined_scan(model: ModelShape, job: Job, gpus: int) -> str | None:
+    """Return what ZeCO (arXiv:2507.01004) would send instead of the all-gather of states; None without states.
+
+    Each GPU passes one state on, in pieces, without the transition beside it.
+    """
+    c = CostContext(model, job, Mesh(ring=gpus))
+    mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, Linear)]
+    gathered = sum(x.bytes for mixer in mixers for x in mixer.sent(c) if x.what == STATES and x.op == "all_gather")
+    scanned = STATE_BYTES * c.sequences * sum(mixer.state_elements for mixer in mixers)
+    if not gathered:
+        return None
+    return (
+        f"on paper only: a pipelined scan would send {size(scanned)} per GPU in a forward, where the all-gather "
+        f"of states sends {size(gathered)}"
+    )
 
 
 def _method(name: str, model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Method:

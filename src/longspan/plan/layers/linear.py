@@ -16,6 +16,9 @@ from longspan.plan.layers.base import Buffers, Mixer, Sent
 STATE_BYTES = 4
 """Bytes of a state's element: fp32 in any job."""
 
+STATES = "states of recurrent layers"
+"""What is sent, in plans."""
+
 
 @dataclass(frozen=True)
 class Linear(Mixer):
@@ -97,7 +100,7 @@ class Linear(Mixer):
             Sent(op, "sequence", what, size, calls)
             for what, size, backward_op in (
                 ("tokens for short convolutions", tokens, "reduce_scatter"),
-                ("states of recurrent layers", state, self.backward_op),
+                (STATES, state, self.backward_op),
             )
             for op, calls in (("all_gather", forwards), (backward_op, backwards))
             if size
