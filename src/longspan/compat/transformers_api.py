@@ -134,6 +134,14 @@ def set_checkpointing(layer: Any, *, on: bool) -> None:
         layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
 
 
+def leave_pictures_to_forward(model: Any) -> None:
+    """Keep `generate` of a model from encoding pictures before its first forward.
+
+    Versions: transformers 5.24 does so. Public way: none. When gone: nothing to prevent.
+    """
+    model._prepare_multimodal_encoder_kwargs_for_generation = lambda model_kwargs: model_kwargs
+
+
 def uses_registry(model: PreTrainedModel) -> bool:
     """Return whether a model's layers take their attention from the registry; some do without declaring it.
 

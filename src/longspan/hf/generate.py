@@ -13,15 +13,18 @@ import torch.distributed as dist
 from longspan.comm.arguments import check_tensor
 from longspan.comm.consistency import gather_numbers
 from longspan.comm.mesh import SequenceSharding
-from longspan.compat.transformers_api import cache_name, take_cache
+from longspan.compat.transformers_api import cache_name, leave_pictures_to_forward, take_cache
 from longspan.core.cache import PREFILL_CHUNK
 from longspan.core.errors import LongspanError
 from longspan.hf.forward.kv_cache import ShardedCache
 from longspan.hf.state import is_parallelized, state_of
+from longspan.hf.vision import encoders_of
 
 
 def replace_generate(model: Any) -> None:
     """Replace the `generate` of a parallelized model."""
+    if encoders_of(model):
+        leave_pictures_to_forward(model)
     model.generate = functools.update_wrapper(functools.partial(_generate, model), type(model).generate)
 
 
@@ -35,11 +38,6 @@ def _generate(model: Any, inputs: Any = None, generation_config: Any = None, **m
     settings = generation_config if generation_config is not None else model.generation_config
     cache = take_cache(more)
     _refuse(settings, more, cache)
-    if any(more.get(encoder.pixels) is not None for encoder in state_of(model).traits.encoders):
-        raise LongspanError(
-            f"{type(model).__name__} does not generate from pictures on several ranks in this version; train and score "
-            f"with them, and generate with the model as it was before longspan.parallelize"
-        )
     implementation = more.pop("cache_implementation", None) or getattr(settings, "cache_implementation", None)
     if implementation is not None:
         if sp.data_rank == sp.rank == sp.tensor_rank == 0:
@@ -66,7 +64,8 @@ def _generate(model: Any, inputs: Any = None, generation_config: Any = None, **m
     cache.announced = length if mask is None else int(mask.sum(-1).max())
     cache.generated_from = length
     chunk = _option(settings, more, "prefill_chunk_size")
-    if chunk is None and length > PREFILL_CHUNK * sp.size:
+    pictures = any(more.get(encoder.pixels) is not None for encoder in state_of(model).traits.encoders)
+    if chunk is None and length > PREFILL_CHUNK * sp.size and not pictures:  # transformers reads pictures in one chunk
         chunk = PREFILL_CHUNK * sp.size
     chunk = _equal_chunks(sp, length - cache.get_seq_length(), chunk)
     if chunk is not None and generation_config is not None:  # transformers requires arguments in one place

@@ -53,11 +53,6 @@ class CachedTokens(Stage):
         assert call.cache is not None
         batch, cache = call.batch, call.cache
         _refuse(batch)
-        if self.traits.encoders and any(batch.get(encoder.pixels) is not None for encoder in self.traits.encoders):
-            raise LongspanError(
-                f"{self.traits.name} does not generate from pictures on several ranks in this version; generate from "
-                f"text alone, or load the model without longspan.parallelize"
-            )
         cache.check_complete()
         tokens, past = tokens_of(batch), cache.kv_placement.length
         rows, new = tokens.shape[:2]

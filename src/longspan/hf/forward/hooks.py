@@ -71,7 +71,7 @@ class ForwardHooks:
         """Compose the stages of one forward."""
         stages: list[Stage | None]
         if call.cache is not None:
-            stages = [self.model_changes, self.tensor, self.cached, self.layers, self.mixers]
+            stages = [self.model_changes, self.tensor, self.cached, self.vision, self.layers, self.mixers]
         else:
             stages = [
                 self.model_changes,

@@ -27,6 +27,7 @@ from longspan.core.balance import split_by_cost
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Span
 from longspan.hf.documents import tokens_of
+from longspan.hf.forward.kv_cache import CachedInfo
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.vision import PICTURE_KEYS, SEAM, Encoder, Units, core_of, rows_of, with_rows
 
@@ -41,10 +42,12 @@ class VisionTower(Stage):
         self.traits, self.sp, self.core = state.traits, state.sp, core_of(model)
         # Replicas gather the tower's weights together, also for a replica without pictures.
         self.joint = state.gradients is None and state.sp.data_size > 1
-        self.shared = dict[Encoder, SharedUnits]()  # of the forward in progress
+        self.found = dict[
+            Encoder, tuple[Units, Tensor]
+        ]()  # of the forward: units, and where placeholders are, `[B, n]`
 
     def reset(self) -> None:
-        self.shared = {}
+        self.found = {}
 
     def check(self, call: ForwardCall) -> None:
         batch = call.batch
@@ -74,29 +77,36 @@ class VisionTower(Stage):
                     f"`input_ids` has {found} {encoder.modality} placeholders (id {token}), `{encoder.pixels}` gives "
                     f"{rows} embeddings; give as many placeholders as the processor makes, and cut none off"
                 )
-            self.shared[encoder] = SharedUnits.of(units, ids_Bn == token, self.sp)
+            self.found[encoder] = units, ids_Bn == token
             facts.append(f"{len(units.rows)} {encoder.modality} units of {rows} embeddings")
             crc = zlib.crc32((ids_Bn == token).numpy().tobytes(), zlib.crc32(repr(units).encode(), crc))
         call.pictures = f"{', '.join(facts)}, checksum {crc}"  # they decide how much is sent where
 
     def before(self, call: ForwardCall) -> None:
+        info = call.info
+        whole = isinstance(info, CachedInfo) and not info.step.sharded  # every rank has all new tokens
         outputs = {}
-        for encoder in self._encoders():
-            batch, shared = call.batch, self.shared.get(encoder)
-            if shared is None:  # only another replica has such pictures
+        for encoder in self._encoders(call):
+            batch = call.batch
+            if encoder in self.found:
+                units, placeholders_Bn = self.found[encoder]
+            else:  # only another replica has such pictures
                 tokens = tokens_of(call.batch)
                 batch = encoder.smallest(self.core, tokens.device)
-                none_Bn = torch.zeros(tokens.shape[:2], dtype=torch.bool)
-                shared = SharedUnits.of(encoder.units(self.core, batch), none_Bn, self.sp)
+                units, placeholders_Bn = encoder.units(self.core, batch), torch.zeros(tokens.shape[:2]).bool()
+            shared = SharedUnits.of(units, placeholders_Bn, self.sp, whole=whole)
             outputs[encoder.modality] = shared.embed(encoder, self.core, batch, self.sp)
+        if self.traits.encoders and call.cache is not None:
+            call.inputs = {key: value for key, value in call.inputs.items() if key not in PICTURE_KEYS}
         if outputs:
             call.inputs[SEAM] = outputs
 
-    def _encoders(self) -> list[Encoder]:
+    def _encoders(self, call: ForwardCall) -> list[Encoder]:
         """Return the encoders that run in this forward. Collective, if replicas run them together."""
         encoders = self.traits.encoders
-        mine = [int(encoder in self.shared) for encoder in encoders]
-        if self.joint:
+        mine = [int(encoder in self.found) for encoder in encoders]
+        info = call.info
+        if self.joint and not (isinstance(info, CachedInfo) and info.step.past):  # pictures are in the first chunk
             assert self.sp.host_group is not None
             rows = gather_numbers(mine, self.sp.host_group, torch.device("cpu"))
             mine = [max(column) for column in zip(*rows, strict=True)]
@@ -121,11 +131,12 @@ class SharedUnits:
     received: tuple[int, ...]  # embeddings from each rank
 
     @classmethod
-    def of(cls, units: Units, placeholders_Bn: Tensor, sp: SequenceSharding) -> SharedUnits:
+    def of(cls, units: Units, placeholders_Bn: Tensor, sp: SequenceSharding, *, whole: bool) -> SharedUnits:
+        """Return how a batch's units are shared out; `whole` if every rank holds all tokens."""
         spans = split_by_cost(units.patches, sp.size)
         ends = [0, *itertools.accumulate(units.rows)]
         rows = [(ends[start], ends[stop]) for start, stop in spans]  # each rank's embeddings
-        needed = [_embeddings_of(placeholders_Bn, sp, rank) for rank in range(sp.size)]
+        needed = [_embeddings_of(placeholders_Bn, None if whole else sp, rank) for rank in range(sp.size)]
         first, last = rows[sp.rank]
         sent = tuple(x[(x >= first) & (x < last)] - first for x in needed)
         mine = needed[sp.rank]
@@ -148,11 +159,12 @@ class SharedUnits:
         return with_rows(output, rows)
 
 
-def _embeddings_of(placeholders_Bn: Tensor, sp: SequenceSharding, rank: int) -> Tensor:
+def _embeddings_of(placeholders_Bn: Tensor, sp: SequenceSharding | None, rank: int) -> Tensor:
     """Return the numbers of the embeddings that a rank's tokens need, ascending, as its placeholders are."""
     numbers_Bn = placeholders_Bn.flatten().cumsum(0).view_as(placeholders_Bn) - 1
     numbers_Bn = numbers_Bn.masked_fill(~placeholders_Bn, -1)
-    spans = sp.layout.spans(placeholders_Bn.shape[1], rank)
+    n = placeholders_Bn.shape[1]
+    spans = ((0, n),) if sp is None else sp.layout.spans(n, rank)
     numbers_BL = torch.cat([numbers_Bn[:, :0], *(numbers_Bn[:, start:stop] for start, stop in spans)], 1)
     return numbers_BL[numbers_BL >= 0]
 
