@@ -139,11 +139,10 @@ def test_25_lasp2_does_not_grow_with_the_tokens() -> None:
         states = sent(plan, "states of recurrent layers")
         # fp32, with a column of decays; with zigzag a rank has two runs of tokens.
         assert (states.bytes_per_gpu, states.count) == (2 * 4 * 8 * 64 * (64 + 1) * (P - 1), 3)
-        # ZeCO passes on one state a layer: 3 of 131,072 bytes.
+        # ZeCO passes on one state per layer.
         (scan,) = [m for m in compare(hybrid, Job(context=context, mode="prefill"), P, A100) if m.name == "ZeCO"]
-        assert "would send 393 kB per GPU" in str(scan.reason) and f"sends {size(3 * states.bytes_per_gpu)}" in str(
-            scan.reason
-        )
+        assert f"would send {size(3 * 4 * 8 * 64 * 64)} per GPU" in str(scan.reason)
+        assert f"of states sends {size(3 * states.bytes_per_gpu)}" in str(scan.reason)
 
 
 def test_26_limits() -> None:

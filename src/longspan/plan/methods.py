@@ -95,7 +95,7 @@ def _pipelined_scan(model: ModelShape, job: Job, gpus: int) -> str | None:
     """
     c = CostContext(model, job, Mesh(ring=gpus))
     mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, Linear)]
-    gathered = sum(x.bytes for mixer in mixers for x in mixer.sent(c) if x.what == STATES and x.op == "all_gather")
+    gathered = sum(next((x.bytes for x in mixer.sent(c) if x.what == STATES), 0) for mixer in mixers)
     scanned = STATE_BYTES * c.sequences * sum(mixer.state_elements for mixer in mixers)
     if not gathered:
         return None
