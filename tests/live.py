@@ -7,9 +7,11 @@ attention is known, and counted on request.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -76,6 +78,23 @@ class LiveBytes(TorchDispatchMode):
 
     def _free(self, key: int) -> None:
         self.now -= self._seen.pop(key, 0)
+
+    @contextlib.contextmanager
+    def resizes(self) -> Iterator[None]:
+        """Also count storages anew that change their size: FSDP frees and allocates gathered weights so."""
+        resize = torch.UntypedStorage.resize_
+
+        def counted(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            resize(storage, size)
+            key = storage._cdata
+            if key in self._seen:
+                self.now += size - self._seen[key]
+                self._seen[key] = size
+                self._reach(self.now, "resize_")
+            return storage
+
+        with mock.patch.object(torch.UntypedStorage, "resize_", counted):
+            yield
 
 
 def flash_backward_bytes(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> int:

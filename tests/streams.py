@@ -60,3 +60,23 @@ def fake_streams() -> Iterator[None]:
         current_stream=lambda device=None: compute,
     ):
         yield
+
+
+class _Properties:
+    total_memory, major, minor, multi_processor_count = 80 << 30, 9, 0, 132
+
+
+@contextlib.contextmanager
+def fake_gpus(count: int) -> Iterator[None]:
+    """Let torch's device meshes and FSDP believe in `count` GPUs with fake streams; within `on_gpu()`."""
+    with (
+        fake_streams(),
+        mock.patch.multiple(
+            "torch.cuda",
+            is_available=lambda: True,
+            device_count=lambda: count,
+            set_device=lambda device: None,
+            get_device_properties=lambda device=None: _Properties(),
+        ),
+    ):
+        yield

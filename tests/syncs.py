@@ -20,6 +20,7 @@ import transformers
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch.autograd.function import BackwardCFunction
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -34,6 +35,9 @@ aten = torch.ops.aten
 SHAPES = {  # the shape of the output depends on the values of the input
     "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount", "argwhere",
 }  # fmt: skip
+
+FSDP_HOOKS = ("_pre_backward", "_root_post_backward_final_callback")
+"""Methods of `FSDPState` that autograd's engine calls."""
 
 _NO_WORK = {f"aten::{name}" for name in (
     "empty.memory_format", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view",
@@ -90,6 +94,7 @@ def on_gpu() -> Iterator[Seen]:
     patches = [
         mock.patch.object(BackwardCFunction, "apply", pretending(BackwardCFunction.apply)),
         mock.patch.object(LayerCall, "forward", pretending(LayerCall.forward)),
+        *(mock.patch.object(FSDPState, name, pretending(getattr(FSDPState, name))) for name in FSDP_HOOKS),
         # It would compare the device of recomputed tensors.
         mock.patch.dict("torch.utils.checkpoint._allowed_determinism_checks_to_fns", {"default": lambda x: None}),
         mock.patch("torch.cuda.current_device", lambda: 0),

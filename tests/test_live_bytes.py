@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import longspan
 from longspan.attn.mask import Mask
@@ -36,8 +37,8 @@ from longspan.plan.models import shape_from_config
 from tests.choose import each_value, pairwise
 from tests.fakes import fake_world
 from tests.live import LiveBytes
-from tests.streams import fake_streams
-from tests.syncs import on_gpu
+from tests.streams import fake_gpus, fake_streams
+from tests.syncs import on_gpu, one_gpu
 
 LOCAL, HEADS, DIM = 4096, 32, 128
 UNIT = LOCAL * HEADS * DIM * 2
@@ -347,6 +348,39 @@ def test_planned_bytes_of_an_offloaded_step(option: str, mesh: dict[str, int]) -
         assert used.stored < used.moved <= 2 * used.stored
 
 
+WEIGHTS_ON_HOST = {
+    "fastest": FASTEST,
+    "full": Memory(checkpointing="full"),
+    "selective": Memory(checkpointing="selective"),
+    "longest": LONGEST,
+}
+
+
+@pytest.mark.parametrize(
+    ("option", "mesh"), each_value(WEIGHTS_ON_HOST, [{}, {"ulysses": 2}, {"ring": 4}, {"ring": 2, "ulysses": 2}])
+)
+def test_planned_bytes_of_a_step_with_weights_on_the_host(option: str, mesh: dict[str, int]) -> None:
+    """Of FSDP: gathered weights, and gradients until they are on the host, are planned and traced too."""
+    planned, _, used = _step_with_weights_on_the_host(mesh, WEIGHTS_ON_HOST[option], 2 * PER_RANK)
+    assert planned == pytest.approx(used, rel=0.05)
+
+
+def test_planned_bytes_of_weights_from_the_host() -> None:
+    """They are a ninth of the peak with fewer tokens, and offloaded activations."""
+    memory = dataclasses.replace(LONGEST, offload="host")
+    planned, weights, used = _step_with_weights_on_the_host({"ring": 2, "ulysses": 2}, memory, PER_RANK // 2)
+    assert planned == pytest.approx(used, rel=0.03) and weights > 0.1 * planned
+
+
+def _step_with_weights_on_the_host(mesh: dict[str, int], memory: Memory, per_rank: int) -> tuple[int, int, int]:
+    """Return the planned peak, what of it are weights and gradients, and the traced peak."""
+    memory = dataclasses.replace(memory, cpu_offload=True)
+    c = CostContext(MODEL, Job(context=per_rank * math.prod(mesh.values()), dtype="bf16", memory=memory), Mesh(**mesh))
+    peak = max(training_peaks(c, once=False), key=lambda items: sum(items.values()))
+    weights = sum(size for item, size in peak.items() if item in WEIGHTS)
+    return sum(peak.values()), weights, bytes_of_a_step_with_fsdp(mesh, memory, per_rank).peak
+
+
 def _planned_step(c: CostContext) -> int:
     peaks = training_peaks(c, once=False)
     return max(sum(size for item, size in peak.items() if item not in WEIGHTS) for peak in peaks)
@@ -367,18 +401,36 @@ def bytes_of_a_step(mesh: dict[str, int], memory: Memory, per_rank: int) -> Step
     with fake_world(0, size), on_gpu(), mock.patch.object(GradientSum, "_finish", lambda sums: sums.fresh.clear()):
         sp = longspan.SequenceSharding(longspan.init_mesh(**mesh, device_type="cpu"))
         sp.device = torch.device("cuda", 0)
-        with torch.device("cuda"):
-            llama = transformers.LlamaConfig(**CONFIG)  # type: ignore[arg-type]
-            model = transformers.AutoModelForCausalLM.from_config(llama, dtype=torch.bfloat16)
-        unchecked: dict[str, Any] = {"fsdp": False, "weights": "same", "check_batches": 0, "check_weights": 0}
-        longspan.parallelize(model, sp, memory=memory, kernel="flash", **unchecked).train()
-        ids = torch.zeros(1, per_rank * size, dtype=torch.int64, device="cuda")
-        with LiveBytes(model.parameters(), inside=True) as live:
-            loss = model(input_ids=ids, labels=ids).loss
-            store = model.longspan_state.memory.store
-            stored = _stored_bytes(store)
-            loss.backward()
-            return StepBytes(live.peak, stored, _stored_bytes(store), store.stats.take()["bytes"] if store else 0)
+        return _bytes_of_a_step(_llama(sp, torch.bfloat16, memory=memory, fsdp=False), per_rank * size)
+
+
+def bytes_of_a_step_with_fsdp(mesh: dict[str, int], memory: Memory, per_rank: int) -> StepBytes:
+    """Return the same with weights that FSDP shards and gathers, which count too."""
+    size = math.prod(mesh.values())
+    with fake_world(0, size), on_gpu(), fake_gpus(size):
+        sp = longspan.SequenceSharding(longspan.init_mesh(**mesh, device_type="cuda")) if mesh else one_gpu()
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        model = _llama(sp, torch.float32, memory=memory, mp_policy=policy)
+        assert all(p._local_tensor.device.type == "cpu" for p in model.parameters()) == memory.cpu_offload
+        return _bytes_of_a_step(model, per_rank * size)
+
+
+def _llama(sp: longspan.SequenceSharding, dtype: torch.dtype, **options: Any) -> Any:
+    with torch.device("cuda"):
+        llama = transformers.LlamaConfig(**CONFIG)  # type: ignore[arg-type]
+        model = transformers.AutoModelForCausalLM.from_config(llama, dtype=dtype)
+    unchecked: dict[str, Any] = {"weights": "same", "check_batches": 0, "check_weights": 0}
+    return longspan.parallelize(model, sp, kernel="flash", **unchecked, **options).train()
+
+
+def _bytes_of_a_step(model: Any, tokens: int) -> StepBytes:
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device="cuda")
+    with LiveBytes(model.parameters(), inside=True) as live, live.resizes():
+        loss = model(input_ids=ids, labels=ids).loss
+        store = model.longspan_state.memory.store
+        stored = _stored_bytes(store)
+        loss.backward()
+        return StepBytes(live.peak, stored, _stored_bytes(store), store.stats.take()["bytes"] if store else 0)
 
 
 def _stored_bytes(store: Store | None) -> int:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import warnings
+import weakref
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
 
 import longspan
+from longspan.cache.offload import _StagedLayer
 from longspan.core.errors import LongspanError
 from longspan.plan import Job, Mesh, cost
 from longspan.plan.cost.memory import staged_bytes
@@ -18,9 +27,14 @@ from longspan.plan.hardware import read_hardware
 from longspan.plan.job import CostContext
 from longspan.plan.models import shape_from_config
 from longspan.plan.models.read import read_model
+from tests.fakes import fake_world
 from tests.generating import prompt
+from tests.live import LiveBytes
 from tests.models import build, sharding
 from tests.pool import RankPool
+from tests.streams import fake_gpus
+from tests.syncs import on_gpu, one_gpu
+from tests.test_live_bytes import CONFIG, MODEL, NOTHING
 
 N, CHUNK = 75, 32
 
@@ -56,6 +70,82 @@ def test_bytes_on_both_sides_are_the_planners(pool4: RankPool) -> None:
         assert staged_bytes(CostContext(shape, job, mesh), generated=2) == after[0], (name, ring)
         on_cpu = cost(shape, job, mesh, read_hardware("cpu"))
         assert on_cpu.memory_bytes["kv_cache"] == sum(prefilled) and not on_cpu.offloaded.host_bytes
+
+
+class _Traced(NamedTuple):
+    """Of a forward on a fake GPU: peaks of the staged layers' storages and of all bytes but weights, and what of the
+    storages is alive after it; what the cache says of the staged layers."""
+
+    staged: int
+    left: int
+    all: int
+    said: int
+
+
+@torch.no_grad()
+def _traced(mesh: dict[str, int], dtype: Any, n: int, chunk: int) -> list[_Traced]:
+    """Return the forwards of a prompt's chunks and of two tokens, through a cache in the host's memory."""
+    size, traced = math.prod(mesh.values()), []
+    layers = _LiveStorages()
+    with (
+        fake_world(0, size),
+        on_gpu(),
+        fake_gpus(size),
+        layers.of_staged_layers(),
+        mock.patch.multiple(dist, **NOTHING),
+    ):
+        sp = longspan.SequenceSharding(longspan.init_mesh(**mesh, device_type="cuda")) if mesh else one_gpu()
+        with torch.device("cuda"):
+            llama = transformers.LlamaConfig(**CONFIG)  # type: ignore[arg-type]
+            model = transformers.AutoModelForCausalLM.from_config(llama, dtype=torch.bfloat16)
+        longspan.parallelize(model.eval(), sp, fsdp=False, kernel="flash", weights="same", check_batches=0)
+        cache = longspan.ShardedCache(model, dtype=dtype, offload="host")
+        ids = torch.zeros(1, n, dtype=torch.int64, device="cuda")
+        for part in (*ids.split(chunk, 1), ids[:, :1], ids[:, :1]):
+            with LiveBytes(model.parameters()) as live:
+                model(input_ids=part, past_key_values=cache, logits_to_keep=1)
+            traced.append(_Traced(layers.peak, layers.now, live.peak, cache.device_nbytes))
+    return traced
+
+
+class _LiveStorages:
+    """Counts the bytes of staged layers until they are freed, whoever holds them."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+
+    @contextlib.contextmanager
+    def of_staged_layers(self) -> Iterator[None]:
+        start = _StagedLayer.__init__
+
+        def counted(staged: _StagedLayer, parts: list[Tensor]) -> None:
+            start(staged, parts)
+            for storage in (x.untyped_storage() for x in parts):
+                self._add(storage.nbytes())
+                weakref.finalize(storage, self._add, -storage.nbytes())
+
+        with mock.patch.object(_StagedLayer, "__init__", counted):
+            yield
+
+    def _add(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+
+@pytest.mark.parametrize("dtype", ["exact", "int8"])
+@pytest.mark.parametrize("mesh", [{}, {"ulysses": 2}, {"ring": 2}])
+def test_staged_bytes_on_a_gpu(mesh: dict[str, int], dtype: Any) -> None:
+    """What is alive, not only what the cache counts; and all that a decoded token needs but the weights."""
+    n, chunk, on = 1 << 16, 1 << 14, Mesh(**mesh)
+    job = Job(context=n, mode="prefill", dtype="bf16", cache=dtype, cache_offload="host", prefill_chunk=chunk)
+    *_, prefilled, _, last = _traced(mesh, dtype, n, chunk)
+    for traced, generated in ((prefilled, 0), (last, 2)):
+        assert traced.staged == traced.said == staged_bytes(CostContext(MODEL, job, on), generated=generated)
+        assert traced.left == 0
+    if dtype == "exact":
+        decode = replace(job, mode="decode", prefill_chunk=None, weight_sharding=False)
+        plan = cost(MODEL, decode, on, read_hardware("h100")).memory_bytes
+        assert sum(plan.values()) - plan["weights"] - plan["reserve"] == pytest.approx(last.all, rel=0.01)
 
 
 def test_a_token_brings_all_of_it_over_the_hosts_link() -> None:
