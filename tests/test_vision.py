@@ -215,9 +215,15 @@ def _refusals() -> None:
     refused(r"`pixel_values` needs `image_grid_thw`, .* got NoneType", image_grid_thw=None)
     refused(r"`pixel_values` with `inputs_embeds`", input_ids=None, inputs_embeds=torch.zeros(3, 32, 32))
     refused(r"`mm_encoder_outputs` would be embeddings of all ranks' pictures", mm_encoder_outputs={"image": 1})
+    refused(
+        "`pixel_values` holds no image", pixel_values=whole["pixel_values"][:0], image_grid_thw=torch.zeros(0, 3).int()
+    )
     refused("`vision_feature_layer` is read from the model's config", vision_feature_layer=1)
     with pytest.raises(longspan.LongspanError, match=r"`pixel_values` cannot be cut in the data loader"):
         longspan.shard_batch(whole, sharding())
+    llava = longspan.parallelize(build("Llava"), sharding(), fsdp=False)
+    with pytest.raises(longspan.LongspanError, match=r"takes no `pixel_values_videos`, only pixel_values; leave it"):
+        llava(**batch("Llava", ((9,),)), pixel_values_videos=torch.zeros(1, 2, 3, 16, 16))
     with pytest.raises(longspan.LongspanError, match=r"memory='auto' does not know what the vision tower"):
         longspan.parallelize(build("Qwen2_5_VL"), sharding(), memory="auto")
     tensor = longspan.SequenceSharding(longspan.init_mesh(tensor=2))
@@ -238,6 +244,72 @@ def _refusals() -> None:
 
 def test_refusals(pool2: RankPool) -> None:
     pool2.run(_refusals)
+
+
+def _one_replica_lacks_pixels() -> None:
+    sp = sharding(data=2)
+    model, mine = longspan.parallelize(build("Qwen2_5_VL"), sp), batch("Qwen2_5_VL", IMAGES)
+    if sp.data_rank:
+        mine = {key: x for key, x in mine.items() if key not in ("pixel_values", "image_grid_thw")}
+    with pytest.raises(
+        longspan.LongspanError, match=r"has 13 image placeholders \(id 57\), and the batch has no `pixel"
+    ):
+        model(**mine)
+
+
+def test_placeholders_without_pixels(pool2: RankPool) -> None:
+    pool2.run(_one_replica_lacks_pixels)
+
+
+def _cached_tokens() -> None:
+    """Positions behind pictures are not the number of tokens."""
+    model = longspan.parallelize(build("Qwen2_5_VL"), sharding(), fsdp=False).eval()
+    cache, whole = longspan.ShardedCache(model), batch("Qwen2_5_VL", ROWS[:1])
+    del whole["labels"]
+    following = torch.tensor([[7]])
+    positions = whole["input_ids"].shape[1] + build("Qwen2_5_VL").model.get_rope_index(**whole)[1]
+    with torch.no_grad():
+        expected = build("Qwen2_5_VL").eval()(**_with(whole, following)).logits[:, -1:]
+        model(**whole, past_key_values=cache)
+        with pytest.raises(longspan.LongspanError, match="give the `position_ids` of tokens that follow 32"):
+            model(following, past_key_values=cache)
+        found = model(following, past_key_values=cache, position_ids=positions).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def _with(whole: dict[str, Any], following: torch.Tensor) -> dict[str, Any]:
+    ends = {"input_ids": following, "mm_token_type_ids": torch.zeros_like(following)}
+    return {key: torch.cat([x, ends[key]], 1) if key in ends else x for key, x in whole.items()}
+
+
+def test_cached_tokens_behind_pictures(pool2: RankPool) -> None:
+    pool2.run(_cached_tokens)
+
+
+def _packed(family: str) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
+    """Return two documents with images in one row, their positions `[4, 1, n]`, and the number of each token's."""
+    documents = [batch(family, (row,)) for row in (ROWS[2], (3, ("image", 1, 4, 4), 6))]
+    dims = {key: 0 if key in ("pixel_values", "image_grid_thw") else 1 for key in documents[0]}
+    whole = {key: torch.cat([each[key] for each in documents], dim) for key, dim in dims.items()}
+    lengths = [each["input_ids"].shape[1] for each in documents]
+    whole["labels"][:, lengths[0]] = -100
+    axes = [build(family).model.get_rope_index(**each)[0] for each in documents]
+    positions = torch.cat([torch.cat([torch.arange(x.shape[2]).view(1, 1, -1), x]) for x in axes], 2)
+    return whole, positions, torch.arange(2).repeat_interleave(torch.tensor(lengths))[None]
+
+
+def _on_packed(family: str, truth: Truth) -> None:
+    whole, positions, ids = _packed(family)
+    for ring, marks in ((1, {"position_ids": positions}), (2, {"document_ids": ids})):
+        sp = sharding(ring=ring)
+        compare(truth, longspan.parallelize(build(family), sp), whole | marks, sp)
+
+
+@pytest.mark.parametrize("family", ["Qwen2_5_VL", *confirming(["Qwen3VL"])])
+def test_packed_documents(pool2: RankPool, family: str) -> None:
+    """Rotary positions are relative, so they may count on through a row whose documents are marked by ids."""
+    whole, positions, _ = _packed(family)
+    pool2.run(_on_packed, family, truth_of(build(family), whole | {"position_ids": positions}))
 
 
 def test_units_are_balanced() -> None:

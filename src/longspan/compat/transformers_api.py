@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreT
 
 from longspan.compat.older_mixers import older_forward_with, older_mixer_functions, unwrapped
 from longspan.compat.versions import needed
+from longspan.core.errors import LongspanError
 
 _CACHE_NAMES = "cache", "past_key_values"
 
@@ -278,6 +279,12 @@ def _rotary_3d(core: Any, batch: Mapping[str, Any], past: int) -> Tensor | None:
     The model keeps `rope_deltas`, by which the positions of generated tokens differ from their number.
     """
     if past:
+        deltas: Tensor | None = getattr(core, "rope_deltas", None)
+        if deltas is not None and bool(deltas.any()):
+            raise LongspanError(
+                f"position ids after pictures differ from the number of tokens, here by {deltas.flatten().tolist()}; "
+                f"give the `position_ids` of tokens that follow {past} in the cache, as `generate` does"
+            )
         return None
     accepted = inspect.signature(core.compute_3d_position_ids).parameters
     given = {name: batch.get(name) for name in accepted if name not in _CACHE_NAMES}

@@ -21,9 +21,10 @@ from longspan.core.errors import LongspanError
 SEAM = "mm_encoder_outputs"
 """The argument of a forward that takes what the tower has computed."""
 
+PIXEL_KEYS = ("pixel_values", "pixel_values_videos")
+
 PICTURE_KEYS = (
-    "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_sizes",
-    "mm_token_type_ids", SEAM,
+    *PIXEL_KEYS, "image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_sizes", "mm_token_type_ids", SEAM,
 )  # fmt: skip
 """Keys of a batch that concern pictures. They are not cut by tokens: the stage of the vision tower takes them."""
 

@@ -29,7 +29,7 @@ from longspan.core.layout import Span
 from longspan.hf.documents import tokens_of
 from longspan.hf.forward.kv_cache import CachedInfo
 from longspan.hf.forward.stage import ForwardCall, Stage
-from longspan.hf.vision import PICTURE_KEYS, SEAM, Encoder, Units, core_of, rows_of, with_rows
+from longspan.hf.vision import PICTURE_KEYS, PIXEL_KEYS, SEAM, Encoder, Units, core_of, rows_of, with_rows
 
 if TYPE_CHECKING:
     from longspan.hf.state import ParallelState
@@ -42,9 +42,8 @@ class VisionTower(Stage):
         self.traits, self.sp, self.core = state.traits, state.sp, core_of(model)
         # Replicas gather the tower's weights together, also for a replica without pictures.
         self.joint = state.gradients is None and state.sp.data_size > 1
-        self.found = dict[
-            Encoder, tuple[Units, Tensor]
-        ]()  # of the forward: units, and where placeholders are, `[B, n]`
+        # Of the forward: each encoder's units, and where their placeholders are, `[B, n]`.
+        self.found = dict[Encoder, tuple[Units, Tensor]]()
 
     def reset(self) -> None:
         self.found = {}
@@ -56,7 +55,15 @@ class VisionTower(Stage):
         for name in ("vision_feature_layer", "vision_feature_select_strategy"):
             if batch.get(name) is not None:
                 raise LongspanError(f"`{name}` is read from the model's config; set it there and leave it out")
+        known = {encoder.pixels for encoder in self.traits.encoders}
+        unknown = next((key for key in PIXEL_KEYS if batch.get(key) is not None and key not in known), None)
+        if unknown is not None:
+            raise LongspanError(
+                f"{self.traits.name} takes no `{unknown}`, only {', '.join(sorted(known))}; leave it out"
+            )
         encoders = [encoder for encoder in self.traits.encoders if batch.get(encoder.pixels) is not None]
+        if self.joint:
+            self._check_pixels_of_placeholders(call, encoders)
         if not encoders:
             return
         if "longspan" in batch or batch.get("input_ids") is None:
@@ -70,6 +77,8 @@ class VisionTower(Stage):
         for encoder in encoders:
             _check_tensors(batch, encoder)
             units = encoder.units(self.core, batch)
+            if not units.rows:
+                raise LongspanError(f"`{encoder.pixels}` holds no {encoder.modality}; leave it out of such a batch")
             token = getattr(call.model.config, encoder.token)
             found, rows = int((ids_Bn == token).sum()), sum(units.rows)
             if found != rows:
@@ -81,6 +90,22 @@ class VisionTower(Stage):
             facts.append(f"{len(units.rows)} {encoder.modality} units of {rows} embeddings")
             crc = zlib.crc32((ids_Bn == token).numpy().tobytes(), zlib.crc32(repr(units).encode(), crc))
         call.pictures = f"{', '.join(facts)}, checksum {crc}"  # they decide how much is sent where
+
+    def _check_pixels_of_placeholders(self, call: ForwardCall, encoders: list[Encoder]) -> None:
+        """Raise for placeholders without pixels: if another replica has pixels, the model raises on this one alone."""
+        ids_Bn = call.batch.get("input_ids")
+        generated = call.cache is not None and call.cache.kv_placement.length
+        if ids_Bn is None or generated:
+            return
+        embedded = {getattr(call.model.config, encoder.token) for encoder in encoders}
+        for encoder in self.traits.encoders:
+            token = getattr(call.model.config, encoder.token)
+            found = 0 if token in embedded else int((ids_Bn == token).sum())
+            if found:
+                raise LongspanError(
+                    f"`input_ids` has {found} {encoder.modality} placeholders (id {token}), and the batch has no "
+                    f"`{encoder.pixels}`; give the pixels, or take the placeholders out"
+                )
 
     def before(self, call: ForwardCall) -> None:
         info = call.info
