@@ -338,6 +338,12 @@ def test_refused_calls() -> None:
         flux(
             **{**inputs, "encoder_hidden_states": inputs["encoder_hidden_states"][:, :1], "txt_ids": torch.zeros(1, 3)}
         )
+    ltx: Any = longspan.parallelize(make_model("LTXVideoTransformer3DModel"), sp, fsdp=False)
+    inputs = make_inputs("LTXVideoTransformer3DModel")
+    with pytest.raises(LongspanError, match="the rotary embedding has 16 tokens, `hidden_states` 15; give one entry"):
+        ltx(**inputs | {"height": 4, "width": 4})
+    with pytest.raises(LongspanError, match="`timestep` has 2 tokens, `hidden_states` 15; give one entry per token"):
+        ltx(**inputs | {"timestep": torch.tensor([[3, 700], [4, 5]])})
     latte: Any = longspan.parallelize(make_model("LatteTransformer3DModel"), sp)
     with pytest.raises(LongspanError, match="1 frames of 12 patches cannot be shared by 2 ranks"):
         latte(torch.zeros(2, 3, 1, 8, 6, dtype=torch.float64))
@@ -376,6 +382,15 @@ def test_refused_models() -> None:
     model = longspan.parallelize(make_model("WanTransformer3DModel"), sp)
     with pytest.raises(LongspanError, match="is parallelized already"):
         longspan.parallelize(model, sp)
+    with pytest.raises(LongspanError, match=r"copy.deepcopy of a parallelized model would share"):
+        copy.deepcopy(model)
+
+
+def test_a_copy_on_one_rank_is_refused() -> None:
+    """Its attention would use the original's weights."""
+    model: Any = longspan.parallelize(make_model("WanTransformer3DModel"), _sharding(ulysses=1))
+    with pytest.raises(LongspanError, match=r"copy the model before longspan.parallelize"):
+        copy.deepcopy(model)
 
 
 @on_ranks(2)

@@ -31,6 +31,7 @@ def bind(attention: nn.Module, path: str, tokens: Tokens) -> None:
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        tokens.check_lengths()
         with ShardedAttention(tokens) as mode:
             out = inner(*args, **kwargs)
         if mode.calls != 1:

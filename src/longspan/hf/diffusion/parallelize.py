@@ -26,6 +26,7 @@ from longspan.hf.diffusion import latte
 from longspan.hf.diffusion.attention import bind
 from longspan.hf.diffusion.families import Family, family_of, matching, plan_of
 from longspan.hf.diffusion.tokens import Tokens, install, named_arguments, split_named
+from longspan.hf.forward.misuse import refuse_copies
 from longspan.hf.state import DiffusionState
 from longspan.hf.support import draws
 from longspan.hf.weights.gradients import GradientSum
@@ -70,6 +71,7 @@ def shard_diffusion_model(model: Any, sp: SequenceSharding, options: DiffusionOp
             setattr(model, method, functools.partial(_cannot_save, method))
     elif sp.world_size > 1:
         gradients = GradientSum(model.parameters(), sp)
+    refuse_copies(model)
     model.longspan_state = DiffusionState(sp, attention, gradients)
     entrance.gradients = gradients
     model.register_forward_pre_hook(entrance, with_kwargs=True)

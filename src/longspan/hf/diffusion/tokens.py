@@ -19,7 +19,7 @@ from longspan.core.errors import LongspanError
 from longspan.hf.diffusion.families import Family, Join, Plan, Split, matching
 
 Lengths = dict[str, int]
-"""Tokens of each stream on all ranks together, by the argument's name."""
+"""Tokens on all ranks together, by the name of a split argument: of each stream, and of what belongs to its tokens."""
 
 
 class Tokens:
@@ -55,14 +55,25 @@ class Tokens:
             return x
         if x.dim() != how.dims:
             raise LongspanError(f"`{name}` must have {how.dims} dimensions, got a tensor of shape {tuple(x.shape)}")
-        if name in self.family.streams:
-            if x.shape[how.dim] < self.sp.size:
-                raise LongspanError(
-                    f"`{name}` has {x.shape[how.dim]} tokens, fewer than the {self.sp.size} ranks; use at most "
-                    f"`ulysses={x.shape[how.dim]}`, or pad it"
-                )
-            self.lengths[str(name)] = x.shape[how.dim]
+        if name in self.family.streams and x.shape[how.dim] < self.sp.size:
+            raise LongspanError(
+                f"`{name}` has {x.shape[how.dim]} tokens, fewer than the {self.sp.size} ranks; use at most "
+                f"`ulysses={x.shape[how.dim]}`, or pad it"
+            )
+        self.lengths[str(name)] = x.shape[how.dim]
         return shard_along(x, how.dim, self.sp.group)
+
+    def check_lengths(self) -> None:
+        """Raise on every rank if position embeddings or time steps are not one per token.
+
+        Some ranks' parts could still fit: those ranks would wait for the others, or broadcast a single time step.
+        """
+        streams = {name: self.lengths[name] for name in self.family.streams}
+        for name, length in self.lengths.items():
+            if length not in streams.values():
+                kind = "the rotary embedding" if name.isdigit() else f"`{name}`"
+                tokens = " and ".join(f"`{stream}` {n}" for stream, n in streams.items())
+                raise LongspanError(f"{kind} has {length} tokens, {tokens}; give one entry per token")
 
     def join(self, x: Tensor, dim: int) -> Tensor:
         """Return all tokens of the output. Every rank makes the same loss of them, so gradients are cut.

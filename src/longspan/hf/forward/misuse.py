@@ -45,6 +45,11 @@ def refuse_wrappers_and_casts(model: nn.Module, inner: nn.Module) -> None:
     for each in {id(model): model, id(inner): inner}.values():
         forbid_ddp(each, _NoDDP())
     before_casting(inner, lambda fn: _refuse_cast(inner, fn))
+    refuse_copies(inner)
+
+
+def refuse_copies(model: nn.Module) -> None:
+    """Make `copy.deepcopy` of a parallelized model raise: the copy's replaced methods would use the model's weights."""
 
     def deepcopy(memo: Any) -> NoReturn:
         raise LongspanError(
@@ -52,7 +57,7 @@ def refuse_wrappers_and_casts(model: nn.Module, inner: nn.Module) -> None:
             "longspan.parallelize, or keep a state dict (torch.distributed.checkpoint.state_dict.get_model_state_dict)"
         )
 
-    inner.__deepcopy__ = deepcopy  # type: ignore[assignment]
+    model.__deepcopy__ = deepcopy  # type: ignore[assignment]
 
 
 class _NoDDP:
