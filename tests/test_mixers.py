@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import longspan
 from longspan.bench.meters import count_sent
@@ -428,3 +429,55 @@ def test_a_scan_is_the_recurrence(before: bool, receives: bool) -> None:
             for each in (found, expected)
         ]
         torch.testing.assert_close(*grads)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Activation checkpoints, and gradients of gradients.
+
+
+def _sums(q: Any, k: Any, v: Any, initial_state: Any = None, **_: Any) -> Any:
+    """Return plain linear attention of a fragment, as a model's own chunk function."""
+    before = torch.zeros_like(k[:, 0, ..., None] * v[:, 0, :, None]) if initial_state is None else initial_state
+    states = before.unsqueeze(1) + (k.unsqueeze(-1) * v.unsqueeze(-2)).cumsum(1)
+    return (q.unsqueeze(-2) @ states).squeeze(-2), states[:, -1]
+
+
+def _in_a_checkpoint(mine: bool, documents: torch.Tensor | None) -> None:
+    """Nothing after the layer saves a tensor, so that only the layer itself makes every rank recompute the exchange."""
+    sp = longspan.SequenceSharding(longspan.init_mesh(ring=2), "contiguous")
+    x = make(Case(n=8))
+    options: dict[str, Any] = {"sp": sp, "documents": documents}
+    grads = []
+
+    def layer(*qkv: torch.Tensor) -> Any:
+        return state_passing(_sums, *qkv, **options)[0] if mine else longspan.linear_attention(*qkv, **options)
+
+    for checkpointed in (True, False):
+        leaves = [sp.shard(x[name]).clone().requires_grad_() for name in "qkv"]
+        out = checkpoint(layer, *leaves, use_reentrant=False) if checkpointed else layer(*leaves)
+        out.sum().backward()
+        grads.append([leaf.grad for leaf in leaves])
+    assert all(map(torch.equal, *grads))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_every_rank_recomputes_the_exchange_of_a_checkpoint(pool2: RankPool, padded: bool) -> None:
+    documents = -(torch.arange(8) // 4).expand(2, -1) if padded else None  # the second rank has padding only
+    for mine in (True, False):
+        pool2.run(_in_a_checkpoint, mine, documents, timeout=20)
+
+
+def _twice_differentiated(method: str) -> None:
+    sp, x = longspan.SequenceSharding(longspan.init_mesh(ring=2)), make(Case(n=8, decay="head"))
+    local = {name: sp.shard(x[name]).clone().requires_grad_() for name in ("q", "k", "v", "decay")}
+    out = longspan.linear_attention(**local, sp=sp, method=method)
+    assert isinstance(out, torch.Tensor)
+    grads = torch.autograd.grad(out.square().sum(), [*local.values()], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        sum(grad.square().sum() for grad in grads).backward()  # type: ignore[union-attr]
+
+
+def test_gradients_of_gradients_are_refused(pool2: RankPool) -> None:
+    """Transitions are computed without a graph: a second derivative would lack them."""
+    for method in ("state_passing", "ring"):
+        pool2.run(_twice_differentiated, method, timeout=20)

@@ -179,6 +179,7 @@ class _States(torch.autograd.Function):
         return like.new_zeros(()), final, *in_order
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, _: Tensor, dfinal: Tensor, *dbefore: Tensor) -> Any:
         job, n = ctx.job, len(ctx.job.pieces)
         (heads, K, V), pieces = job.state_shape, job.pieces

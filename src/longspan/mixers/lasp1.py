@@ -41,6 +41,7 @@ class _Ring(torch.autograd.Function):
         return before
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         passing, (summary, before) = ctx.passing, ctx.saved_tensors
         dsummary, dstate, works = torch.zeros_like(summary), torch.zeros_like(before[0]), list[dist.Work]()

@@ -309,10 +309,13 @@ class _Depend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, *tensors: Tensor) -> Tensor:
         ctx.zeros = [(x.shape, x.dtype, x.device) for x in tensors]
+        ctx.save_for_backward(out.new_empty(0))
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        # A checkpoint recomputes up to the last saved tensor: without one, this rank would skip the exchange.
+        _ = ctx.saved_tensors
         return grad, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.zeros)
 
 
