@@ -249,6 +249,44 @@ def test_a_recurrent_function_is_registered_once() -> None:
         longspan.parallelize(model, longspan.SequenceSharding(longspan.init_mesh()))
 
 
+@pytest.mark.usefixtures("registries")
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("state", "layer model.layers.0.self_attn passes an initial state"),
+        (
+            "option",
+            r"layer model.layers.0.self_attn passes `feedback` \(\d+, \d+, 4, 1\), a tensor",
+        ),
+        ("conv", "layer model.layers.0.self_attn calls a Conv1d, which would see the tokens of one rank only"),
+    ],
+)
+def test_what_a_registered_layer_may_not_pass_or_call(monkeypatch: pytest.MonkeyPatch, change: str, text: str) -> None:
+    """Each would be silently wrong: a state that is dropped, gates of other tokens, tokens of one rank."""
+    made, model = _comba_model()
+    layer = model.model.layers[0].self_attn
+    monkeypatch.setitem(globals(), "comba", made["comba"])  # layers call it as a global of their file
+
+    class Changed(type(layer)):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor, **_: Any) -> Any:
+            if change == "conv":
+                hidden_states = self.conv(hidden_states.mT)[..., :-1].mT
+            q, k, v = self.qkv(hidden_states).unflatten(2, (3, self.heads, -1)).unbind(2)
+            g, beta = self.gates(hidden_states).sigmoid().chunk(2, -1)
+            options: dict[str, Any] = {}
+            if change == "state":
+                options["initial_state"] = torch.ones(len(v), self.heads, k.shape[3], v.shape[3])
+            if change == "option":
+                options["feedback"] = beta.unsqueeze(3)
+            return self.out(comba(q, k, v, g.log(), beta, **options)[0].flatten(2)), None  # noqa: F821
+
+    layer.__class__ = Changed
+    layer.conv = torch.nn.Conv1d(32, 32, 2, padding=1)
+    longspan.parallelize(model, longspan.SequenceSharding(longspan.init_mesh()))
+    with pytest.raises(LongspanError, match=text):
+        model(**inputs_of("Llama"))
+
+
 @leaving_no_example()
 def _passed(ring: int) -> dict[str, float]:
     """Differences of output and gradients of the function on ranks from itself, document by document."""

@@ -54,12 +54,24 @@ def _delta_rule(
     v: Tensor,
     g: Tensor | None = None,
     beta: Tensor | None = None,
-    initial_state: None = None,
+    initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Run Gated DeltaNet's, KDA's or a registered function on fragments."""
+    if initial_state is not None and initial_state is not _cached_state(layer):
+        raise LongspanError(
+            f"layer {layer.name} passes an initial state; sharded, every document starts from zero: leave it out"
+        )
+    per_token = next(
+        (name for name, x in options.items() if isinstance(x, Tensor) and x.shape[:2] == v.shape[:2]), None
+    )
+    if per_token is not None:
+        raise LongspanError(
+            f"layer {layer.name} passes `{per_token}` {tuple(options[per_token].shape)}, a tensor with a value per "
+            f"token; only q, k, v, g and beta are cut into documents: merge it into one of these"
+        )
     return layer.run_from_state(ChunkFunction(original, options), Tokens(q, k, v, g, beta))
 
 

@@ -130,6 +130,10 @@ class MixerBinding:
         self.wanted = {name for name in self.functions if REPLACEMENTS[name] is not no_shortcut}
         self.calls = Counter(self.wanted)
         self.compute = forward_with(module, {name: self._replaced(name) for name in self.functions})
+        for path, part in module.named_modules():
+            replaced = f"{type(module).__name__}.{path}.forward" in self.functions
+            if isinstance(part, nn.Conv1d | nn.Conv2d | nn.RNNBase) and not replaced:
+                part.register_forward_pre_hook(self._refuse)
         # On the instance, so that hooks around `__call__` still run; and a compiler must not move collectives.
         module.forward = not_compiled(self._forward)
 
@@ -141,6 +145,12 @@ class MixerBinding:
             return ours(self, original, *args, **kwargs)
 
         return function
+
+    def _refuse(self, part: nn.Module, args: Any) -> None:
+        raise LongspanError(
+            f"layer {self.name} calls a {type(part).__name__}, which would see the tokens of one rank only; convolve "
+            f"by causal_conv1d_fn of its file, which is sharded"
+        )
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         info = kwargs.pop("longspan", None)
