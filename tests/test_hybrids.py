@@ -160,6 +160,30 @@ def test_ranks_with_padding_alone(pool4: RankPool) -> None:
     pool4.run(_each_on_padding, families, truths)
 
 
+def _with_decays_alone(family: str) -> Any:
+    model = build(family)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(name.endswith(("A_log", "dt_bias")))
+    return model
+
+
+def _decays_on_padding(families: list[str]) -> None:
+    for family in families:
+        plain, whole = _with_decays_alone(family), _mostly_padding(family)
+        model = longspan.parallelize(_with_decays_alone(family), sharding(), fsdp=False)
+        for each in (plain, model):
+            each(**whole).loss.backward()
+        found, expected = gradients(model), gradients(plain)
+        assert found and found.keys() == expected.keys()
+        for name, grad in expected.items():
+            torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-5 * float(grad.abs().max()))
+
+
+def test_ranks_with_padding_alone_and_frozen_weights(pool4: RankPool) -> None:
+    """No token of the first layer has a gradient, and all ranks take part in the backward's collective."""
+    pool4.run(_decays_on_padding, ["Bamba", "Mamba"], timeout=30)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Options of training.
 

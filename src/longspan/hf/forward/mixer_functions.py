@@ -72,6 +72,7 @@ def _delta_rule(
             f"layer {layer.name} passes `{per_token}` {tuple(options[per_token].shape)}, a tensor with a value per "
             f"token; only q, k, v, g and beta are cut into documents: merge it into one of these"
         )
+    v = depend(v, *(x for x in options.values() if isinstance(x, Tensor)))
     return layer.run_from_state(ChunkFunction(original, options), Tokens(q, k, v, g, beta))
 
 
@@ -95,10 +96,10 @@ def _mamba2(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run Mamba-2's scan: `x [B, T, H, V]`, `dt [B, T, H]`, `A [H]`, `B` and `C` `[B, T, G, K]`."""
     options = {"chunk_size": chunk_size, "D": D, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+    x = depend(x, A, D, dt_bias)  # a rank without fragments needs gradients, and the backward's collective, too
     state_BHVK = _cached_state(layer)
     initial = None if state_BHVK is None else state_BHVK.mT
     out, final_BHKV = layer.run(_Mamba2(original or _plain_mamba2, A, dt_bias, options), Tokens(C, B, x, dt), initial)
-    out = depend(out, A, D, dt_bias)  # on a rank without fragments, too: every rank needs a gradient of each
     return out if final_BHKV is None else (out, final_BHKV.mT.contiguous())
 
 
@@ -118,13 +119,14 @@ def _mamba1(
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run Mamba's scan: `x`, `dt` and `z` `[B, channels, T]`, `A [channels, K]`, `B` and `C` `[B, K, T]`."""
+    x = depend(x, A, D, delta_bias)  # as in Mamba-2
     tokens = Tokens(C.mT.unsqueeze(2), B.mT.unsqueeze(2), x.mT.unsqueeze(3), dt.mT)
     mixer = _Mamba1(original, A, D, delta_bias, delta_softplus, options)
     state_BHK = _cached_state(layer)
     if state_BHK is not None and state_BHK.dim() > 3:  # Zamba stacks those of several scans
         state_BHK = state_BHK[:, layer.calls["mamba_selective_scan"] - 1]
     out, final = layer.run(mixer, tokens, None if state_BHK is None else state_BHK.unsqueeze(3))
-    out = depend(out.squeeze(3).mT, A, D, delta_bias)
+    out = out.squeeze(3).mT
     out = out if z is None else out * F.silu(z)
     return out if final is None else (out, final.squeeze(3))
 
