@@ -345,7 +345,7 @@ def test_refused_calls() -> None:
     with pytest.raises(LongspanError, match="`timestep` has 2 tokens, `hidden_states` 15; give one entry per token"):
         ltx(**inputs | {"timestep": torch.tensor([[3, 700], [4, 5]])})
     latte: Any = longspan.parallelize(make_model("LatteTransformer3DModel"), sp)
-    with pytest.raises(LongspanError, match="1 frames of 12 patches cannot be shared by 2 ranks"):
+    with pytest.raises(LongspanError, match="1 frames of 12 patches cannot be sharded over 2 ranks"):
         latte(torch.zeros(2, 3, 1, 8, 6, dtype=torch.float64))
 
 

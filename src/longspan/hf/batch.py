@@ -191,7 +191,7 @@ def cut_batch(
 
 
 def _text_positions(positions: Tensor | None) -> Tensor | None:
-    """Return the position ids that may mark documents: of four axes the first, which counts tokens; of three none."""
+    """Return the position ids that may mark documents: the first of four axes, which counts tokens; none of three."""
     if positions is None or positions.dim() < 3:
         return positions
     return positions[0] if len(positions) == 4 else None
@@ -202,7 +202,7 @@ def _fillers(
 ) -> dict[str, Tensor]:
     """Return for each key the values of each row's first real token; a row of padding alone gets another row's.
 
-    A placeholder is none: the language model would expect an embedding for its copy.
+    A placeholder never replaces padding: the language model would expect an embedding for the copy.
     """
     rows = rows or (((0, n),),) * batch_size
     real = [(b, row[0][0]) for b, row in enumerate(rows) if row]
@@ -224,7 +224,7 @@ def _fillers(
 
 
 def _text_tokens(ids_Bn: Tensor, rows: Segments, placeholders: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return row and place of each row's first real token that is no placeholder; nothing for a row without one."""
+    """Return row and index of each row's first real token that is not a placeholder; omit rows without one."""
     text_Bn = ~torch.isin(ids_Bn, torch.tensor(placeholders, device=ids_Bn.device)).cpu()
     found = []
     for b, row in enumerate(rows):
@@ -326,7 +326,7 @@ def _check_lengths(batch: Mapping[str, Any], batch_size: int, n: int) -> None:
 
 
 def _are_positions(shape: tuple[int, ...], batch_size: int, n: int) -> bool:
-    """Return whether position ids may have a shape; those of pictures have three axes, or four with that of tokens."""
+    """Return whether position ids may have this shape. Pictures have three axes, or four if one counts tokens."""
     return shape in ((1, n), (n,), (3, batch_size, n), (4, batch_size, n))
 
 

@@ -1,6 +1,6 @@
 """Vision-language models by family: which modules encode pictures, and how their pixels split into units.
 
-A unit is the least that a vision tower encodes by itself: a picture, a tile of one, or a frame of a video where the
+A unit is the smallest input that a vision tower can encode alone: a picture, a tile of one, or a video frame, where the
 tower's attention stays within frames. Units are in the order of their placeholders in the batch.
 """
 
@@ -18,52 +18,53 @@ from transformers import PreTrainedModel
 
 from longspan.core.errors import LongspanError
 
-SEAM = "mm_encoder_outputs"
-"""The argument of a forward that takes what the tower has computed."""
+ENCODER_OUTPUTS = "mm_encoder_outputs"
+"""The argument of a forward that accepts embeddings which the tower has computed before."""
 
 PIXEL_KEYS = ("pixel_values", "pixel_values_videos")
 
 PICTURE_KEYS = (
-    *PIXEL_KEYS, "image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_sizes", "mm_token_type_ids", SEAM,
+    *PIXEL_KEYS, "image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_sizes", "mm_token_type_ids",
+    ENCODER_OUTPUTS,
 )  # fmt: skip
-"""Keys of a batch that concern pictures. They are not cut by tokens: the stage of the vision tower takes them."""
+"""Batch keys that describe pictures. They are not sharded by tokens; the vision tower's stage consumes them."""
 
 
 @dataclass(frozen=True)
 class Units:
     """The units of one modality in a batch."""
 
-    patches: tuple[int, ...]  # of each unit: its cost in the tower
-    rows: tuple[int, ...]  # of each unit: the embeddings that the language model gets
+    patches: tuple[int, ...]  # per unit: its cost in the tower
+    rows: tuple[int, ...]  # per unit: its embeddings in the language model
 
 
 @dataclass(frozen=True)
 class Encoder(ABC):
-    """One modality of a family: what a batch holds of it, and how the tower encodes a part of that."""
+    """One modality of a family: its batch keys, and how the tower encodes some of its units."""
 
     modality: str  # "image" or "video": the key of the model's `mm_encoder_outputs`
-    pixels: str  # the key of a batch
-    token: str  # of the config: the id of placeholders
+    pixels: str  # batch key of the pixels
+    token: str  # config entry with the id of placeholders
 
     @property
     @abstractmethod
     def keys(self) -> tuple[str, ...]:
-        """The keys of a batch, the pixels' first."""
+        """The batch keys, pixels first."""
 
     @abstractmethod
     def units(self, core: Any, batch: Mapping[str, Any]) -> Units:
-        """Return the units of a batch; raise if its tensors do not fit each other."""
+        """Return the units of a batch; raise if its tensors are inconsistent."""
 
     @abstractmethod
     def part(self, core: Any, batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
-        """Return the arguments of the model's own encoding for the units from `start` to `stop`."""
+        """Return the arguments of the model's `get_image_features` (or video) for units `start` to `stop`."""
 
     @abstractmethod
     def smallest(self, core: Any, device: torch.device) -> dict[str, Any]:
         """Return a batch of one small unit."""
 
     def encode(self, core: Any, batch: Mapping[str, Any], start: int, stop: int) -> Any:
-        """Run the tower on the units from `start` to `stop`; `rows_of` its output are all their embeddings."""
+        """Run the tower on units `start` to `stop`; `rows_of` returns their embeddings from the output."""
         run = getattr(core, f"get_{self.modality}_features")
         return run(**self.part(core, batch, start, stop), return_dict=True)
 
@@ -131,7 +132,7 @@ class ImageEncoder(Encoder):
     """
 
     rows: Callable[[Any, int, int, bool], int]
-    """The embeddings of a picture, from its height and width in patches, and whether `image_sizes` are given."""
+    """Return the embeddings of a picture, given its height and width in patches and whether it has `image_sizes`."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -149,8 +150,8 @@ class ImageEncoder(Encoder):
         outside = next((i for i, (h, w) in enumerate(each) if h > pixels.shape[2] or w > pixels.shape[3]), None)
         if outside is not None:
             raise LongspanError(
-                f"`image_sizes` says {each[outside]} for picture {outside}, and `{self.pixels}` holds "
-                f"{list(pixels.shape[2:])} of each"
+                f"`image_sizes` gives {each[outside]} for picture {outside}, more than the {list(pixels.shape[2:])} "
+                f"pixels of `{self.pixels}`; pad the pixels to the largest picture"
             )
         patch = _two(core.config.vision_config.patch_size)
         grids = [(h // patch[0], w // patch[1]) for h, w in each]
@@ -223,7 +224,7 @@ def core_of(model: nn.Module) -> Any:
     if not isinstance(model, PreTrainedModel) or model.config.model_type not in FAMILIES:
         return None
     core = model if hasattr(model, "language_model") else getattr(model, "model", None)
-    if not hasattr(core, "language_model") or SEAM not in inspect.signature(model.forward).parameters:
+    if not hasattr(core, "language_model") or ENCODER_OUTPUTS not in inspect.signature(model.forward).parameters:
         return None
     return core
 
@@ -234,7 +235,7 @@ def encoders_of(model: nn.Module) -> tuple[Encoder, ...]:
 
 
 def tower_modules(model: nn.Module) -> set[nn.Module]:
-    """Return the modules that encode pixels: all but the language model and what runs it; empty for other models."""
+    """Return the modules that encode pixels: the core without its language model; empty for other models."""
     core = core_of(model)
     if core is None:
         return set()
@@ -242,20 +243,20 @@ def tower_modules(model: nn.Module) -> set[nn.Module]:
 
 
 def tower_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of the vision tower: those that transformers can checkpoint."""
+    """Return the layers of the vision tower, which support activation checkpointing."""
     tower = tower_modules(model)
     lists = [m for m in model.modules() if m in tower and isinstance(m, nn.ModuleList)]
     return [block for blocks in lists for block in blocks if hasattr(block, "gradient_checkpointing")]
 
 
 def rows_of(output: Any) -> Tensor:
-    """Return all that the tower computed for each embedding, as columns of one row: `[rows, width]`."""
+    """Return the tower's output, a row per embedding: `[rows, width]`. Deepstack features are further columns."""
     parts = [output.pooler_output, *(output.get("deepstack_features") or [])]
     return torch.cat([_joined(part) for part in parts], 1) if len(parts) > 1 else _joined(parts[0])
 
 
 def with_rows(output: Any, rows: Tensor) -> Any:
-    """Return an output of the tower with other embeddings, and nothing else."""
+    """Return an output of the tower that contains only `rows`, which are laid out as `rows_of` returns them."""
     deep = output.get("deepstack_features")
     width = _joined(output.pooler_output).shape[1]
     pooled, *more = rows.split(width, 1)

@@ -48,7 +48,7 @@ class Family:
         streams: arguments whose tokens attend to each other, in the order in which the processors concatenate them.
         plan: where tokens are split and joined. None: the model's `_cp_plan`.
         returns_tokens: whether the output is one row for each token of `hidden_states`, instead of pixels.
-        unsupported: a config entry and the value with which tokens mix elsewhere.
+        unsupported: a config entry, and the value for which tokens also mix outside these attention modules.
     """
 
     accepts: tuple[str, ...]

@@ -28,8 +28,8 @@ def check_sizes(sp: SequenceSharding, frames: int, patches: int) -> None:
     """Raise if a rank would hold no frame or no patch."""
     if min(frames, patches) < sp.size:
         raise LongspanError(
-            f"{frames} frames of {patches} patches cannot be shared by {sp.size} ranks, each needs one of both; use at "
-            f"most `ulysses={min(frames, patches)}`"
+            f"{frames} frames of {patches} patches cannot be sharded over {sp.size} ranks: each needs a frame and a "
+            f"patch; use at most `ulysses={min(frames, patches)}`"
         )
 
 

@@ -1,4 +1,4 @@
-"""Shard a diffusion transformer: check it on every rank, split and join its tokens, share its weights' gradients."""
+"""Shard a diffusion transformer: check it on every rank, split and join its tokens, sum its gradients."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class DiffusionOptions:
 
 
 def shard_diffusion_model(model: Any, sp: SequenceSharding, options: DiffusionOptions) -> None:
-    """Do what `longspan.parallelize` says, in place. Collective."""
+    """Shard a diffusion transformer in place, as `longspan.parallelize` documents. Collective."""
     family = _check_on_every_rank(model, sp, options)
     if options.weights == "broadcast":
         broadcast_weights(model, sp)
@@ -158,7 +158,7 @@ def _cannot_save(method: str, *_: Any, **__: Any) -> NoReturn:
 
 
 class _Entrance:
-    """Before a forward: compare the inputs over the ranks, prepare their gradients, and split some."""
+    """A forward pre-hook: compare the inputs over the ranks, let their gradients be summed, and split some."""
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _replicated(value: Any, group: str) -> Any:
-    """Let the gradient of each input be the sum over ranks, which use it for different tokens."""
+    """Sum the gradient of each input over the ranks, which use it for different tokens."""
     if isinstance(value, Tensor):
         return replicate(value, group)
     if isinstance(value, dict):

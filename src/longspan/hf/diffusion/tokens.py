@@ -23,7 +23,7 @@ Lengths = dict[str, int]
 
 
 class Tokens:
-    """The tokens of the forward that runs: how many each stream has, and which of them this rank holds.
+    """How many tokens each stream of the running forward has, and which of them this rank holds.
 
     Each stream is split alone, as evenly as possible, so no rank holds padding. A rank's tokens are those of its
     streams, one after the other; in the order of ranks these are all tokens, in another order than a processor's.
@@ -42,7 +42,7 @@ class Tokens:
         return tuple(map(sum, zip(*sizes, strict=True)))
 
     def order(self, device: torch.device) -> Tensor | None:
-        """Return the number, in the processor's order, of each token in the order of ranks; None if they are equal."""
+        """Return each token's index in the processor's order, in the order of ranks; None if both orders agree."""
         return _order(tuple(self.lengths[name] for name in self.family.streams), self.sp.size, device)
 
     def split(self, x: Any, how: Split, name: str | int) -> Any:
@@ -76,9 +76,9 @@ class Tokens:
                 raise LongspanError(f"{kind} has {length} tokens, {tokens}; give one entry per token")
 
     def join(self, x: Tensor, dim: int) -> Tensor:
-        """Return all tokens of the output. Every rank makes the same loss of them, so gradients are cut.
+        """Return all tokens of the output, or without `gather_output` this rank's.
 
-        Without `gather_output` return this rank's.
+        Every rank computes the same loss from all tokens, so backward takes this rank's part of the gradient, unsummed.
         """
         if not self.gather_output:
             return average_over_data(x, self.sp)
@@ -92,7 +92,7 @@ class Tokens:
 
     @contextlib.contextmanager
     def of_forward(self, lengths: Lengths) -> Iterator[None]:
-        """Run a block on split arguments, with the lengths of its forward, which may not be the last one."""
+        """Run a block on split arguments, with the lengths of its own forward; another one may have run since."""
         before = self.lengths, self.is_split
         self.lengths, self.is_split = lengths, True
         try:
@@ -124,7 +124,7 @@ class Tokens:
 
 
 def average_over_data(x: Tensor, sp: SequenceSharding) -> Tensor:
-    """Divide the gradient by the number of replicas, as each makes a loss of its own batch."""
+    """Divide the gradient by the number of replicas, each of which computes the loss of its own batch."""
     if sp.data_size > 1 and x.requires_grad:
         x.register_hook(lambda grad: grad / sp.data_size)
     return x

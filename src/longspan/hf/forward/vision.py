@@ -1,8 +1,8 @@
-"""The stage that shares out a vision tower: each rank encodes some of the pictures, and gets the embeddings of its own
-placeholders.
+"""The stage that distributes a vision tower's work: each rank encodes some of the pictures, and receives the embeddings
+of its own placeholders.
 
 Every rank of a group runs the tower once per modality, so that FSDP's gathers and the collectives of the backward are
-the same on all: a rank without a unit encodes the smallest one and uses nothing of it.
+the same on all: a rank without units encodes the smallest one and discards its embeddings.
 
 Shape suffixes: B rows, n tokens of the sequence, L of this rank.
 """
@@ -29,7 +29,7 @@ from longspan.core.layout import Span
 from longspan.hf.documents import tokens_of
 from longspan.hf.forward.kv_cache import CachedInfo
 from longspan.hf.forward.stage import ForwardCall, Stage
-from longspan.hf.vision import PICTURE_KEYS, PIXEL_KEYS, SEAM, Encoder, Units, core_of, rows_of, with_rows
+from longspan.hf.vision import ENCODER_OUTPUTS, PICTURE_KEYS, PIXEL_KEYS, Encoder, Units, core_of, rows_of, with_rows
 
 if TYPE_CHECKING:
     from longspan.hf.state import ParallelState
@@ -50,8 +50,8 @@ class VisionTower(Stage):
 
     def check(self, call: ForwardCall) -> None:
         batch = call.batch
-        if batch.get(SEAM) is not None:
-            raise LongspanError(f"`{SEAM}` would be embeddings of all ranks' pictures; give the pixels")
+        if batch.get(ENCODER_OUTPUTS) is not None:
+            raise LongspanError(f"`{ENCODER_OUTPUTS}` would be embeddings of all ranks' pictures; give the pixels")
         for name in ("vision_feature_layer", "vision_feature_select_strategy"):
             if batch.get(name) is not None:
                 raise LongspanError(f"`{name}` is read from the model's config; set it there and leave it out")
@@ -124,7 +124,7 @@ class VisionTower(Stage):
         if self.traits.encoders and call.cache is not None:
             call.inputs = {key: value for key, value in call.inputs.items() if key not in PICTURE_KEYS}
         if outputs:
-            call.inputs[SEAM] = outputs
+            call.inputs[ENCODER_OUTPUTS] = outputs
 
     def _encoders(self, call: ForwardCall) -> list[Encoder]:
         """Return the encoders that run in this forward. Collective, if replicas run them together."""
@@ -138,8 +138,8 @@ class VisionTower(Stage):
         return [encoder for encoder, runs in zip(encoders, mine, strict=True) if runs]
 
     def after(self, call: ForwardCall, output: Any) -> Any:
-        """Leave out the tower's output: this rank has a part of it."""
-        if SEAM not in call.inputs or not isinstance(output, ModelOutput):
+        """Remove the tower's output, of which this rank has only a part."""
+        if ENCODER_OUTPUTS not in call.inputs or not isinstance(output, ModelOutput):
             return output
         kind: Any = type(output)
         parts = {f"{encoder.modality}_outputs" for encoder in self.traits.encoders}
@@ -148,7 +148,7 @@ class VisionTower(Stage):
 
 @dataclass(frozen=True)
 class SharedUnits:
-    """Which rank encodes which units, and sends which of their embeddings where."""
+    """Which units each rank encodes, and to which ranks it sends their embeddings."""
 
     units: Units
     spans: tuple[Span, ...]  # the units of each rank
@@ -157,7 +157,7 @@ class SharedUnits:
 
     @classmethod
     def of(cls, units: Units, placeholders_Bn: Tensor, sp: SequenceSharding, *, whole: bool) -> SharedUnits:
-        """Return how a batch's units are shared out; `whole` if every rank holds all tokens."""
+        """Distribute a batch's units; `whole` if every rank holds all tokens."""
         spans = split_by_cost(units.patches, sp.size)
         ends = [0, *itertools.accumulate(units.rows)]
         rows = [(ends[start], ends[stop]) for start, stop in spans]  # each rank's embeddings
@@ -177,7 +177,7 @@ class SharedUnits:
             stop = start + 1
         output = encoder.encode(core, batch, start, stop)
         rows = rows_of(output)
-        rows = rows[torch.cat(self.sent).to(rows.device)]  # of an idle rank none, but its backward runs
+        rows = rows[torch.cat(self.sent).to(rows.device)]  # an idle rank selects none, but its backward runs
         if sp.size > 1:
             assert sp.group is not None
             rows = exchange_rows(rows, [len(x) for x in self.sent], list(self.received), group_name(sp.group))
@@ -185,7 +185,7 @@ class SharedUnits:
 
 
 def _embeddings_of(placeholders_Bn: Tensor, sp: SequenceSharding | None, rank: int) -> Tensor:
-    """Return the numbers of the embeddings that a rank's tokens need, ascending, as its placeholders are."""
+    """Return the indices of the embeddings that a rank's placeholders need, ascending."""
     numbers_Bn = placeholders_Bn.flatten().cumsum(0).view_as(placeholders_Bn) - 1
     numbers_Bn = numbers_Bn.masked_fill(~placeholders_Bn, -1)
     n = placeholders_Bn.shape[1]
