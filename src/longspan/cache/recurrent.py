@@ -1,4 +1,4 @@
-"""What the recurrent layers and short convolutions of a model have read so far, whole on every rank."""
+"""States of recurrent layers and short convolutions in a KV cache; every rank holds them whole."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 class RecurrentLayer:
     """The state of one recurrent layer or short convolution, equal on every rank of a sequence group.
 
-    In a forward it takes the place of the layer's cache. A layer of transformers with a state computes one token by its
-    own update, which changes the state in place. Without one it reads a prompt: its functions then start from the state
+    The layer gets this object as its cache. For one new token, `updates` is set: the layer reads the state here, and
+    updates it in place. For a prompt, the layer is told that there is no state: its replaced functions read the state
     here, and store the next one.
 
     Attributes:
@@ -33,7 +33,7 @@ class RecurrentLayer:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What there is, by the name of the attribute."""
+        """The tensors that exist, by attribute."""
         both = {"conv": self.conv, "recurrent": self.recurrent}
         return {name: x for name, x in both.items() if x is not None}
 

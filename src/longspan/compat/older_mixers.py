@@ -49,18 +49,19 @@ def older_forward_with(module: Any, functions: dict[str, Any]) -> Callable[..., 
     copied = types.FunctionType(
         original.__code__, {**original.__globals__, **ours}, None, original.__defaults__, original.__closure__
     )
-    seen = _Seen(module, {**ours, "training": False})  # in training, Mamba-2 would call a kernel that fuses all
+    # "training": in training, Mamba-2 would call a kernel that fuses convolution and scan.
+    overridden = _Overridden(module, {**ours, "training": False})
     names = list(forward.parameters)[1:4]  # hidden states, cache, mask
 
     def compute(*args: Any, **kwargs: Any) -> Any:
         given = forward.bind(module, *args, **kwargs).arguments
-        return copied(seen, *(given.get(name) for name in names))
+        return copied(overridden, *(given.get(name) for name in names))
 
     return compute
 
 
-class _Seen:
-    """A module as its forward sees it, with other attributes."""
+class _Overridden:
+    """A module with some attributes replaced, for a forward that is called with it as `self`."""
 
     def __init__(self, module: Any, others: dict[str, Any]) -> None:
         vars(self).update(others, _module=module)

@@ -1,12 +1,12 @@
 """The states before the chunks of a sharded sequence: a scan over chunks and ranks, with one all-gather each way.
 
-A mixer that cuts a fragment into chunks is passed states here, and not through `state_passing.run_mixer`, where more is
-known: from chunk to chunk a state becomes `step . state + added`. Forward, a run that a document enters and leaves is
-scanned twice: from zero, beside the identity, for its summary (M, S), and from the state that enters. Other runs are
-scanned once: before the all-gather where nothing enters, after it where nothing leaves.
+This is `state_passing.run_mixer` for mixers that cut a fragment into chunks. Each chunk changes the state by
+`state = step . state + added`, so a scan over chunks gives the state before each of them. In the forward, a run that a
+document enters and leaves is scanned twice: from zero for its summary (M, S), and from the state that enters. Other
+runs are scanned once: before the all-gather if no state enters, after it if no later run reads the state.
 
-The backward is the same in reverse: a gradient becomes `step^T . gradient + that of the chunk's own state`. So M is no
-function of the tokens to differentiate; it is sent a second time, beside a run's part of the gradient.
+The backward scans in reverse: `gradient = step^T . gradient + the gradient of the state before the chunk`. It needs M,
+but no gradient of M: each rank sends M again, with its part of the gradient.
 
 Shape suffixes: B batch, T tokens, H heads, K key dim, V value dim, N chunks, J slots (runs of a rank).
 """
@@ -79,7 +79,7 @@ def run_chunks(
 
 
 def local_of(chunks: Chunks, start_BHKV: Tensor, receives: bool) -> Local:
-    """Return the same fragment for `run_mixer`, whose exchanges may be others."""
+    """Return the fragment as a `Local`, for `run_mixer` and its other exchanges."""
     step, added, _, output = chunks
     V, state = added.shape[-1], start_BHKV
     if receives and step is not None:  # the state's further columns are the transition
@@ -119,8 +119,8 @@ class _Job(NamedTuple):
     pieces: Sequence[tuple[slice, Fragment]]
     totals: Sequence[Tensor | None]
 
-    def asked_after(self, f: Fragment) -> bool:
-        """Whether anyone reads the state after this fragment."""
+    def needs_state_after(self, f: Fragment) -> bool:
+        """Return whether a later run, or the final state, depends on the state after this fragment."""
         return f.continues or (self.return_state and f.last)
 
     def slots(self, by_slot: dict[tuple[int, int], Tensor], empty: Tensor) -> Tensor:
@@ -148,9 +148,9 @@ class _States(torch.autograd.Function):
             transition: Tensor | None = None
             if not f.enters:
                 before[i], state = _scan(steps[i], added[i], start)
-            elif job.asked_after(f):
+            elif job.needs_state_after(f):
                 state, transition = _summary(steps[i], added[i], job.totals[i], job.columns)
-            else:  # not read, but NaN in it is reported
+            else:  # no later run reads it; sent so that NaN is reported
                 state = added[i].sum(0)
             if transition is not None:
                 moved[place] = transition
@@ -189,7 +189,7 @@ class _States(torch.autograd.Function):
         dadded = dict[int, Tensor]()
         dinitial, own = torch.zeros_like(zero), dict[tuple[int, int], Tensor]()
         for i, (rows, f) in enumerate(pieces):
-            if not job.asked_after(f):
+            if not job.needs_state_after(f):
                 dadded[i], dstart = _scan_back(steps[i], dbefore[i], None, first=f.enters or f.first)
             elif f.enters:
                 dstart = _scan_back(steps[i], dbefore[i], None, first=True)[1]
@@ -210,7 +210,7 @@ class _States(torch.autograd.Function):
             if drest is not None:
                 dinitial += torch.where(drest.view(-1, 1, 1, 1), dfinal, 0.0)
         for i, (rows, f) in enumerate(pieces):
-            if job.asked_after(f):
+            if job.needs_state_after(f):
                 assert dafter is not None
                 dadded[i], dstart = _scan_back(steps[i], dbefore[i], dafter[f.slot][rows], first=f.first)
                 if f.first and not f.enters:

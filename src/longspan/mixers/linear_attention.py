@@ -57,7 +57,7 @@ def linear_attention(
         v: `[batch, tokens, value heads, value dim]`; the heads of q and k divide the value heads.
         sp: the sharding.
         decay: in log space and at most 0, `[batch, tokens, value heads]` or `[batch, tokens, value heads, key dim]`. A
-            larger value is an error on CPUs; on a GPU nothing waits to look.
+            larger value is an error on CPUs; GPUs do not check, which would wait.
         beta: strength of the delta rule, `[batch, tokens, value heads]`, usually 0 to 1, with keys of length 1.
         causal: False if every token sees its whole document; only without decay and beta.
         length: real tokens of the whole sequence, if `sp.shard` padded it; default: the tokens of all ranks.

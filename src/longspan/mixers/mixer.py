@@ -86,7 +86,7 @@ class Chunks(NamedTuple):
 
 @runtime_checkable
 class ChunkedMixer(Mixer, Protocol):
-    """A mixer that can tell what happens from chunk to chunk, if it is causal."""
+    """A mixer that, if it is causal, also computes a fragment as chunks."""
 
     def cut(self, tokens: Tokens) -> Chunks:
         """Compute what is independent of the state of one fragment."""

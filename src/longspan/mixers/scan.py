@@ -1,6 +1,7 @@
 """A scan whose state is as large as a token: RG-LRU's and RWKV's, in plain torch.
 
-transformers' own code takes a step per token. This takes a step of all chunks per token of a chunk, and one per chunk.
+transformers loops over tokens. This cuts T tokens into sqrt(T) chunks, and loops over the tokens of a chunk, for all
+chunks at once, then over the chunks.
 
 Shape suffixes: B batch, N chunks, C tokens of a chunk, H heads (channels), K key dim, V value dim.
 """

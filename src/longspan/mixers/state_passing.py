@@ -297,9 +297,9 @@ def zero_of(*tensors: Tensor | None) -> Tensor | float:
 
 
 def depend(out: Tensor, *tensors: Tensor | None) -> Tensor:
-    """Return `out` so that a backward also passes these tensors, with a gradient of zero.
+    """Return `out` as a view whose backward gives these tensors a gradient of zero.
 
-    To add `zero_of` would read and write all of `out`, and sum its gradient.
+    Adding `zero_of` would do the same, but read and write all of `out`.
     """
     given = [x for x in tensors if x is not None and x.requires_grad]
     return _Depend.apply(out, *given) if given else out  # type: ignore[no-untyped-call]

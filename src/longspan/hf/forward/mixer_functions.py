@@ -155,9 +155,9 @@ def _conv_module(layer: MixerBinding, original: Callable[..., Tensor], x: Tensor
 
 
 def _rg_lru(layer: MixerBinding, original: Callable[..., Tensor], x: Tensor, position_ids: Tensor) -> Tensor:
-    """Run the gates of RecurrentGemma's RG-LRU, which do not scale the token at position 0: a document's first one.
+    """Run the gates of RecurrentGemma's RG-LRU, which do not scale the token at position 0.
 
-    Positions that were not given count through documents, so they are set to 0 there.
+    Without `position_ids` in the batch, positions run on through documents: set that of a document's first token to 0.
     """
     if layer.info is not None and layer.info.counted:
         position_ids = position_ids.expand(x.shape[:2]).clone()
@@ -186,9 +186,10 @@ def _time_shift(layer: MixerBinding, original: Callable[..., Tensor], x: Tensor)
 
 
 def _rwkv(layer: MixerBinding, original: Callable[..., Any], hidden: Tensor, **_: Any) -> tuple[Tensor, Carried]:
-    """Run RWKV's attention: a sum of values and one of weights, to which a token adds its own with another factor.
+    """Run RWKV's attention: a decayed sum of weighted values, divided by the sum of weights.
 
-    In fp64, which holds exponentials of keys up to 700; transformers subtracts a running maximum.
+    A token's own weight has another factor (`time_first`). It is computed in fp64, which holds exponentials of keys up
+    to 700; transformers subtracts a running maximum.
     """
     attention: Any = original.__self__  # type: ignore[attr-defined]
     receptance, k_BTH, v_BTH, _ = attention.extract_key_value(hidden)
@@ -228,17 +229,20 @@ READ_PADDING = frozenset({"RecurrentGemmaRecurrentBlock.rg_lru.forward", "RwkvSe
 
 
 def register_mixer(function: FunctionT) -> FunctionT:
-    """Let `parallelize` shard the layers that call a recurrent function, on every rank and before it is called.
+    """Register a recurrent function, so that `parallelize` shards the layers that call it.
+
+    Call this on every rank, before `parallelize`. Only q, k, v, g and beta may have a value per token, and every
+    document starts from a zero state.
 
     Args:
-        function: the function, with this as its decorator, or its name in the file of the layers, whose forwards call
-            it by that name. Its arguments are those of `ChunkFunction.function`.
+        function: the function (so this serves as its decorator), or the name by which the layers' file calls it. Its
+            arguments are those of `ChunkFunction.function`.
 
     Returns:
         `function`.
 
     Raises:
-        LongspanError: for the name of a function with other arguments that is known already, or no function.
+        LongspanError: for a name that longspan itself replaces, or an argument that is neither a function nor a name.
     """
     name = getattr(function, "__name__", function)
     if not isinstance(name, str) or not name.isidentifier():

@@ -174,7 +174,7 @@ class MixerBinding:
             return self.compute(*args, **kwargs)
         finally:
             if self.cached is not None and self.cached.is_read:
-                self.calls = Counter(self.wanted)  # the layer computed its update by others
+                self.calls = Counter(self.wanted)  # its own update calls other functions
             self.info, self.cached = outer
 
     @property
@@ -217,8 +217,8 @@ class MixerBinding:
         )
         if twice is not None:
             raise LongspanError(
-                f"layer {self.name} calls {twice} twice, and a cache holds one state of a layer's; the model can be "
-                f"trained and scored, not generate: call it without a cache"
+                f"layer {self.name} calls {twice} twice, and a cache holds one state per layer; the model trains and "
+                f"scores, but cannot generate: call it without a cache"
             )
 
     def convolve(self, convolution: Callable[[Tensor], Tensor], size: int, x_BCT: Tensor) -> Tensor:
@@ -236,7 +236,7 @@ class MixerBinding:
         return out_BTC.mT
 
     def run_from_state(self, mixer: Mixer, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
-        """Run a mixer from the cached state, if there is one, and store the next, which is in the same form."""
+        """Run a mixer from the cached state, if there is a cache, and store the state after its last token."""
         if self.cached is None:
             return self.run(mixer, tokens, None)
         self._check_one_state()
