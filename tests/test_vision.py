@@ -193,6 +193,23 @@ def test_greedy_tokens(pool2: RankPool, family: str) -> None:
     pool2.run(_on_ranks, family, expected)
 
 
+def _repeated_rows() -> None:
+    model = longspan.parallelize(build("Qwen2_5_VL"), sharding(), fsdp=False)
+    for option in ("num_beams", "num_return_sequences"):
+        with pytest.raises(
+            longspan.LongspanError, match=rf"{option}=2 repeats the rows of a prompt, and their pictures"
+        ):
+            model.generate(**_prompt("Qwen2_5_VL"), max_new_tokens=2, do_sample=True, **{option: 2})
+    text = torch.arange(3, 14)[None]
+    found = model.generate(text, max_new_tokens=3, num_beams=2, do_sample=False, pad_token_id=0)
+    plain = build("Qwen2_5_VL").generate(text, max_new_tokens=3, num_beams=2, do_sample=False, pad_token_id=0)
+    assert torch.equal(found, plain)
+
+
+def test_generation_refuses_to_repeat_pictures(pool2: RankPool) -> None:
+    pool2.run(_repeated_rows)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What is refused.
 

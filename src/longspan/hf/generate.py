@@ -64,7 +64,10 @@ def _generate(model: Any, inputs: Any = None, generation_config: Any = None, **m
     cache.announced = length if mask is None else int(mask.sum(-1).max())
     cache.generated_from = length
     chunk = _option(settings, more, "prefill_chunk_size")
-    pictures = any(more.get(encoder.pixels) is not None for encoder in state_of(model).traits.encoders)
+    encoders = state_of(model).traits.encoders
+    pictures = any(more.get(encoder.pixels) is not None for encoder in encoders)
+    if pictures or (encoders and sp.data_size > 1):  # another replica may have pictures
+        _refuse_repeated_pictures(settings, more)
     if chunk is None and length > PREFILL_CHUNK * sp.size and not pictures:  # transformers reads pictures in one chunk
         chunk = PREFILL_CHUNK * sp.size
     chunk = _equal_chunks(sp, length - cache.get_seq_length(), chunk)
@@ -83,6 +86,17 @@ def _generate(model: Any, inputs: Any = None, generation_config: Any = None, **m
         cache.announced, cache.generated_from = 0, None
         if not is_assistant:  # an assistant's drafts are cropped afterwards
             cache.rollback = None
+
+
+def _refuse_repeated_pictures(settings: Any, more: dict[str, Any]) -> None:
+    """Raise for options with which transformers would repeat each patch or picture of a batch, not those of a row."""
+    for name in ("num_beams", "num_return_sequences"):
+        copies = _option(settings, more, name)
+        if copies is not None and copies > 1:
+            raise LongspanError(
+                f"{name}={copies} repeats the rows of a prompt, and their pictures would end up in wrong rows; leave "
+                f"{name} out, or give the prompt and its pictures {copies} times and sample"
+            )
 
 
 def _equal_chunks(sp: SequenceSharding, tokens: int, chunk: int | None) -> int | None:
