@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from markdown_it import MarkdownIt
 from torch import Tensor
 
@@ -285,6 +286,46 @@ def test_what_a_registered_layer_may_not_pass_or_call(monkeypatch: pytest.Monkey
     longspan.parallelize(model, longspan.SequenceSharding(longspan.init_mesh()))
     with pytest.raises(LongspanError, match=text):
         model(**inputs_of("Llama"))
+
+
+def _weighted(
+    q: Tensor, k: Tensor, v: Tensor, g: None, beta: Tensor, initial_state: Any = None, weight: Any = 1.0, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """A recurrent function with a weight of the layer, `[heads, 1]`."""
+    start = torch.zeros_like(k[:, 0, ..., None] * v[:, 0, :, None]) if initial_state is None else initial_state
+    added = k.unsqueeze(-1) * (weight * beta.unsqueeze(-1) * v).unsqueeze(-2)
+    states = start.unsqueeze(1) + added.cumsum(1)
+    return (q.unsqueeze(-2) @ states).squeeze(-2), states[:, -1]
+
+
+def _weighted_model() -> Any:
+    model = _comba_model()[1]
+    longspan.register_mixer(_weighted)
+    layer = model.model.layers[0].self_attn
+
+    class Weighted(type(layer)):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor, **_: Any) -> Any:
+            q, k, v = self.qkv(hidden_states).unflatten(2, (3, self.heads, -1)).unbind(2)
+            beta = self.gates(hidden_states).sigmoid()[..., : self.heads]
+            return self.out(_weighted(q, k, v, None, beta, weight=self.weight)[0].flatten(2)), None
+
+    layer.__class__ = Weighted
+    layer.weight = torch.nn.Parameter(torch.linspace(0.3, 0.9, layer.heads).unsqueeze(1))
+    return model
+
+
+@leaving_no_example()
+def _weighted_on_padding(truth: Truth, whole: dict[str, Any]) -> None:
+    sp = sharding(ring=2)
+    compare(truth, longspan.parallelize(_weighted_model(), sp, fsdp=True), whole, sp)
+
+
+@pytest.mark.usefixtures("registries")
+def test_a_rank_with_padding_alone_has_a_gradient_of_the_functions_weight(pool4: RankPool) -> None:
+    """FSDP sums what has a gradient: with fewer weights on one rank, ranks would exchange tensors of two sizes."""
+    row = {name: x[2:3] for name, x in padded("Llama", "right").items()}
+    whole = {name: F.pad(x, (0, 30), value=-100 if name == "labels" else 0) for name, x in row.items()}
+    pool4.run(_weighted_on_padding, truth_of(_weighted_model(), whole), whole, timeout=30)
 
 
 @leaving_no_example()
