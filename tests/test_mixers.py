@@ -300,6 +300,12 @@ def _fails_with(kind: str) -> str:
     return str(error.value)
 
 
+def test_an_option_with_a_value_per_token_is_refused() -> None:
+    sp, x = longspan.SequenceSharding(longspan.init_mesh()), make(Case(n=8))
+    with pytest.raises(LongspanError, match=r"`gate` \(2, 8, 2\) has a value per token, and only q, k, v, g and beta"):
+        state_passing(_sums, x["q"], x["k"], x["v"], sp, gate=torch.ones(2, 8, 2))
+
+
 def test_a_function_that_fails_on_one_rank_is_reported_by_all(pool2: RankPool) -> None:
     text = "rank 1 cannot pass its state: RuntimeError: out of memory"
     assert pool2.run(_fails_with, "raises") == [text, "out of memory"]

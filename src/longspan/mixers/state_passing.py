@@ -376,8 +376,16 @@ def state_passing(
             f"{tuple(k.shape)}, v {tuple(v.shape)}"
         )
     check_initial_state(tokens, initial_state)
+    weights = {name: x for name, x in options.items() if isinstance(x, Tensor)}
+    for name, x in weights.items():
+        if x.shape[:2] == v.shape[:2]:
+            raise LongspanError(
+                f"`{name}` {tuple(x.shape)} has a value per token, and only q, k, v, g and beta are cut into "
+                f"documents; merge it into one of these"
+            )
     length, segments = read_documents(v, sp, length, documents)
     table = fragment_table(sp.layout, sp.rank, length, v.shape[0], segments)
+    tokens = tokens._replace(v=depend(v, *weights.values()))  # a rank without fragments needs their gradients, too
     mixer, group = ChunkFunction(chunk_function, options), sp.group if sp.size > 1 else None
     return run_mixer(mixer, tokens, table, group, initial_state=initial_state, return_state=output_final_state)
 
