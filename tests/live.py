@@ -20,6 +20,21 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from longspan.plan.models import shape_from_config
+
+NOTHING: dict[str, Any] = {"batch_isend_irecv": lambda _: []}
+NOTHING |= dict.fromkeys(
+    ("all_to_all_single", "all_reduce", "broadcast", "all_gather_into_tensor"), lambda *_, **__: None
+)
+"""Collectives of `torch.distributed` that send nothing."""
+
+CONFIG = {
+    "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32,
+    "vocab_size": 1024, "num_hidden_layers": 4, "max_position_embeddings": 1 << 20,
+}  # fmt: skip
+MODEL = shape_from_config({"model_type": "llama", **CONFIG}, "test")
+"""A Llama of four layers, and its shape for the planner."""
+
 
 class LiveBytes(TorchDispatchMode):
     """A context that counts the bytes of device tensors; within `on_gpu()`.

@@ -33,19 +33,14 @@ from longspan.plan.cost.memory import in_mixer, offloaded_bytes
 from longspan.plan.cost.training_memory import training_peaks
 from longspan.plan.job import CostContext
 from longspan.plan.layers import CAUSAL, AttendedKeys, Bidirectional, Chunk, Softmax, Window
-from longspan.plan.models import shape_from_config
 from tests.choose import each_value, pairwise
 from tests.fakes import fake_world
-from tests.live import LiveBytes
+from tests.live import CONFIG, MODEL, NOTHING, LiveBytes
 from tests.streams import fake_gpus, fake_streams
 from tests.syncs import on_gpu, one_gpu
 
 LOCAL, HEADS, DIM = 4096, 32, 128
 UNIT = LOCAL * HEADS * DIM * 2
-NOTHING: dict[str, Any] = {"batch_isend_irecv": lambda _: []}
-NOTHING |= dict.fromkeys(
-    ("all_to_all_single", "all_reduce", "broadcast", "all_gather_into_tensor"), lambda *_, **__: None
-)
 
 
 @pytest.fixture(autouse=True)
@@ -291,11 +286,6 @@ def _planned(mesh: dict[str, int], kv_heads: int, keys: AttendedKeys, **options:
 # ---------------------------------------------------------------------------------------------------------------------
 # A training step of a Llama whose weights are small beside its activations.
 
-CONFIG = {
-    "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32,
-    "vocab_size": 1024, "num_hidden_layers": 4, "max_position_embeddings": 1 << 20,
-}  # fmt: skip
-MODEL = shape_from_config({"model_type": "llama", **CONFIG}, "test")
 OPTIONS = {
     "fastest": FASTEST,
     "full": Memory(checkpointing="full"),

@@ -29,12 +29,11 @@ from longspan.plan.models import shape_from_config
 from longspan.plan.models.read import read_model
 from tests.fakes import fake_world
 from tests.generating import prompt
-from tests.live import LiveBytes
+from tests.live import CONFIG, MODEL, NOTHING, LiveBytes
 from tests.models import build, sharding
 from tests.pool import RankPool
 from tests.streams import fake_gpus
 from tests.syncs import on_gpu, one_gpu
-from tests.test_live_bytes import CONFIG, MODEL, NOTHING
 
 N, CHUNK = 75, 32
 

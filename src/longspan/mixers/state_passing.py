@@ -385,7 +385,7 @@ def state_passing(
             )
     length, segments = read_documents(v, sp, length, documents)
     table = fragment_table(sp.layout, sp.rank, length, v.shape[0], segments)
-    tokens = tokens._replace(v=depend(v, *weights.values()))  # a rank without fragments needs their gradients, too
+    tokens = Tokens(q, k, depend(v, *weights.values()), g, beta)  # a rank without fragments: weights' gradients
     mixer, group = ChunkFunction(chunk_function, options), sp.group if sp.size > 1 else None
     return run_mixer(mixer, tokens, table, group, initial_state=initial_state, return_state=output_final_state)
 
