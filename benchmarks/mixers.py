@@ -1,6 +1,7 @@
 """Recurrent layers on a sharded sequence, forward and backward, next to one process; and Mamba-2 next to ringmaster.
 
     python benchmarks/mixers.py                      # the methods of `longspan.linear_attention`, over lengths
+    python benchmarks/mixers.py --what layers        # models of one hybrid layer against transformers on one process
     python benchmarks/mixers.py --what ringmaster    # a Mamba-2 model against axolotl-ringmaster
 
 The methods: state passing, all-to-all by heads, and states in turn (a ring). One process computes the whole sequence,
@@ -8,6 +9,9 @@ on rank 0 in the same rounds. Outputs and gradients are compared with its first.
 busiest rank over those of one process divided by the ranks. `own tokens` is each rank's work without any passing, as if
 its tokens were the whole sequence: what ranks cost each other on shared cores, and small tensors, is in it. `messages`
 are state passing's collectives alone, of the same size. Goal: state passing at most 1.15 of own tokens, and messages.
+
+A layer is measured as a step of a model that has one: embedding, mixer, MLP, head and the sum of gradients, messages
+included. Goal: at most 1.15 of one / P, or of own tokens.
 
 ringmaster needs `pip install --no-deps axolotl-ringmaster==0.2.7`, in an environment of its own. It wires transformers'
 Mamba-2 (torch code on a CPU). Tokens are cut before the step, and one all-reduce sums all gradients. Goal: time and
@@ -42,18 +46,22 @@ OPS = {"state_passing": ("all_gather",), "ulysses": ("all_to_all",), "ring": ("p
 
 
 def main(
-    what: Literal["methods", "ringmaster"] = "methods",
+    what: Literal["methods", "layers", "ringmaster"] = "methods",
     ranks: tuple[int, ...] = (2, 4),
     tokens: tuple[int, ...] = (4096, 8192, 16384, 32768),
     repeats: int = 5,
     name: str = "",
 ) -> None:
-    """Compare methods, or a model with ringmaster's."""
-    packages = ["longspan", "torch", *(["transformers", "axolotl-ringmaster"] if what == "ringmaster" else [])]
+    """Compare methods, layers, or a model with ringmaster's."""
+    more = {"layers": ["transformers"], "ringmaster": ["transformers", "axolotl-ringmaster"]}
+    packages = ["longspan", "torch", *more.get(what, [])]
     env = common.environment(packages)
     if what == "methods":
         rows = [row for world in ranks for row in common.run_ranks(measure_all, world, tokens, repeats)]
         title, text = "Linear attention on a sharded sequence", describe(rows)
+    elif what == "layers":
+        rows = [row for world in ranks for row in common.run_ranks(measure_layers, world, tokens, repeats)]
+        title, text = "Hybrid layers on a sharded sequence", describe_layers(rows)
     else:
         rows = [measure_models(world, n, repeats) for world in ranks for n in tokens]
         title, text = "A Mamba-2 model: longspan against ringmaster", describe_models(rows)
@@ -186,6 +194,93 @@ def share(row: dict[str, Any], name: str) -> float:
 def of_own(row: dict[str, Any], name: str = METHODS["state_passing"]) -> float:
     """Return the busiest rank's CPU time over that of each rank's own tokens, the median over rounds."""
     return common.paired_ratio(row["cpu"][name], row["cpu"][OWN])
+
+
+# --- models of one layer, against one process --------------------------------------------------------
+
+SIZES: dict[str, Any] = {"hidden_size": 256, "num_hidden_layers": 1, "intermediate_size": 512, "vocab_size": 256,
+                         "num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}  # fmt: skip
+LAYERS: dict[str, dict[str, Any]] = {
+    "Qwen3_5": {
+        "layer_types": ["linear_attention"], "head_dim": 64, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+    },
+    "Bamba": {
+        "attn_layer_indices": [], "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 64,
+        "mamba_chunk_size": 64,
+    },
+}  # fmt: skip
+SHARDED = "longspan"
+
+
+def measure_layers(tokens: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
+    """Measure every layer at every length; run by every rank."""
+    return [
+        {"ranks": dist.get_world_size(), "layer": layer, "tokens": n, **measure_layer(layer, n, repeats)}
+        for layer in LAYERS
+        for n in tokens
+    ]
+
+
+def measure_layer(layer: str, n: int, repeats: int) -> dict[str, Any]:
+    """Compare the loss and gradients with one process's, then time alternating steps."""
+    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=dist.get_world_size()))
+    sharded = longspan.parallelize(one_layer(layer), sp, fsdp=False)
+    plain, own = one_layer(layer), one_layer(layer)
+    torch.manual_seed(1)
+    ids = torch.randint(0, SIZES["vocab_size"], (1, n))
+    batch, part = longspan.shard_batch({"input_ids": ids, "labels": ids}, sp), sp.shard(ids).clone()
+    runs: dict[str, Callable[[], object]] = {
+        SHARDED: lambda: train_step(sharded, **batch),
+        ONE: lambda: dist.get_rank() == 0 and train_step(plain, input_ids=ids, labels=ids),
+        OWN: lambda: train_step(own, input_ids=part, labels=part),
+    }
+    runs[SHARDED]()
+    runs[ONE]()
+    truth = sharded if dist.get_rank() else plain  # one process is rank 0
+    expected = dict(truth.named_parameters())
+    errors = [common.relative_error(p.grad, expected[name].grad) for name, p in sharded.named_parameters()]
+    if max(errors) > 1e-3:
+        raise RuntimeError(f"{layer}: gradients differ by {max(errors):.1e}, so times cannot be compared")
+    wall, cpu = common.alternate(runs, repeats, busiest=True)
+    return {"grad_error": max(errors), "wall": wall, "cpu": cpu}
+
+
+def one_layer(layer: str) -> Any:
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    config = getattr(transformers, {"Qwen3_5": "Qwen3_5TextConfig"}.get(layer, f"{layer}Config"))
+    torch.manual_seed(0)
+    return getattr(transformers, f"{layer}ForCausalLM")(config(**SIZES, **LAYERS[layer])).train()
+
+
+def train_step(model: Any, **batch: Any) -> None:
+    model.zero_grad(set_to_none=True)
+    model(**batch).loss.backward()
+
+
+def describe_layers(rows: list[dict[str, Any]]) -> str:
+    cells = []
+    for row in rows:
+        wall, cpu = ({name: common.median(times) for name, times in row[clock].items()} for clock in ("wall", "cpu"))
+        of_one = row["ranks"] * common.paired_ratio(row["cpu"][SHARDED], row["cpu"][ONE])
+        own = common.paired_ratio(row["cpu"][SHARDED], row["cpu"][OWN])
+        line = [str(row["ranks"]), row["layer"], f"{row['tokens']:,}"]
+        cells.append([*line, *(f"{clock[name]:.3f}" for name in (SHARDED, ONE, OWN) for clock in (wall, cpu)),
+                      f"{of_one:.3f}", f"{own:.3f}"])  # fmt: skip
+    header = ["P", "layer of", "tokens", *(f"{name} {unit}" for name in (SHARDED, ONE, OWN) for unit in ("s", "CPU s")),
+              "of one / P", "of own"]  # fmt: skip
+    return "\n".join(
+        [
+            common.table(header, cells),
+            "",
+            f"- goal: at most {GOAL}, messages included, of one process's CPU time divided by P, or of own tokens',",
+            "  whose tensors are as small and whose ranks share the cores.",
+            f"- one layer of {', '.join(LAYERS)}: {', '.join(f'{key} {value}' for key, value in SIZES.items())}; fp32.",
+            f"- largest relative difference of a parameter's gradient: {max(row['grad_error'] for row in rows):.1e}.",
+        ]
+    )
 
 
 # --- a Mamba-2 model, against ringmaster ------------------------------------------------------------
