@@ -165,52 +165,6 @@ def test_log_probabilities(pool2: RankPool) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Generation.
-
-
-def _prompt(family: str) -> dict[str, torch.Tensor]:
-    return {key: x for key, x in batch(family, rows_for(family)).items() if key != "labels"}
-
-
-def _generated(model: Any, family: str) -> torch.Tensor:
-    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    tokens: torch.Tensor = model.eval().generate(**_prompt(family), **options)
-    return tokens
-
-
-def _on_ranks(family: str, expected: torch.Tensor) -> None:
-    for ring, fsdp in ((1, True), (2, False)):
-        model = longspan.parallelize(build(family), sharding(ring=ring), fsdp=fsdp)
-        assert torch.equal(_generated(model, family), expected)
-
-
-GENERATING = ("Qwen2_5_VL", "Qwen3VL")
-
-
-@pytest.mark.parametrize("family", [*GENERATING, *confirming(f for f in FAMILIES if f not in GENERATING)])
-def test_greedy_tokens(pool2: RankPool, family: str) -> None:
-    expected = _generated(build(family), family)
-    pool2.run(_on_ranks, family, expected)
-
-
-def _repeated_rows() -> None:
-    model = longspan.parallelize(build("Qwen2_5_VL"), sharding(), fsdp=False)
-    for option in ("num_beams", "num_return_sequences"):
-        with pytest.raises(
-            longspan.LongspanError, match=rf"{option}=2 repeats the rows of a prompt, and their pictures"
-        ):
-            model.generate(**_prompt("Qwen2_5_VL"), max_new_tokens=2, do_sample=True, **{option: 2})
-    text = torch.arange(3, 14)[None]
-    found = model.generate(text, max_new_tokens=3, num_beams=2, do_sample=False, pad_token_id=0)
-    plain = build("Qwen2_5_VL").generate(text, max_new_tokens=3, num_beams=2, do_sample=False, pad_token_id=0)
-    assert torch.equal(found, plain)
-
-
-def test_generation_refuses_to_repeat_pictures(pool2: RankPool) -> None:
-    pool2.run(_repeated_rows)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # What is refused.
 
 

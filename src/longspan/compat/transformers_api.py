@@ -10,7 +10,7 @@ import operator
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import transformers
@@ -135,12 +135,17 @@ def set_checkpointing(layer: Any, *, on: bool) -> None:
         layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
 
 
-def leave_pictures_to_forward(model: Any) -> None:
-    """Keep `generate` of a model from encoding pictures before its first forward.
+def keep_from_generate(model: Any, keys: Container[str]) -> None:
+    """Let `generate` of a model drop these arguments once it has the prompt's positions, and encode no pictures.
 
-    Versions: transformers 5.24 does so. Public way: none. When gone: nothing to prevent.
+    It would encode all of them before the first forward, and refuse pixels with a prompt in chunks. Versions:
+    transformers 5.24 does so. Public way: none. When gone: `generate` passes the arguments to the first forward.
     """
-    model._prepare_multimodal_encoder_kwargs_for_generation = lambda model_kwargs: model_kwargs
+
+    def without(model_kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in model_kwargs.items() if key not in keys}
+
+    model._prepare_multimodal_encoder_kwargs_for_generation = without
 
 
 def uses_registry(model: PreTrainedModel) -> bool:

@@ -13,18 +13,22 @@ import torch.distributed as dist
 from longspan.comm.arguments import check_tensor
 from longspan.comm.consistency import gather_numbers
 from longspan.comm.mesh import SequenceSharding
-from longspan.compat.transformers_api import cache_name, leave_pictures_to_forward, take_cache
+from longspan.compat.transformers_api import cache_name, keep_from_generate, take_cache
 from longspan.core.cache import PREFILL_CHUNK
 from longspan.core.errors import LongspanError
 from longspan.hf.forward.kv_cache import ShardedCache
+from longspan.hf.forward.vision import PromptPictures
 from longspan.hf.state import is_parallelized, state_of
-from longspan.hf.vision import encoders_of
+from longspan.hf.vision import PICTURE_KEYS, core_of, encoders_of
+
+PICTURES = tuple(key for key in PICTURE_KEYS if key != "mm_token_type_ids")
+"""Batch keys of a prompt that the forwards of `generate` find at the cache; token types are cut with the ids."""
 
 
 def replace_generate(model: Any) -> None:
     """Replace the `generate` of a parallelized model."""
     if encoders_of(model):
-        leave_pictures_to_forward(model)
+        keep_from_generate(model, PICTURES)
     model.generate = functools.update_wrapper(functools.partial(_generate, model), type(model).generate)
 
 
@@ -64,11 +68,13 @@ def _generate(model: Any, inputs: Any = None, generation_config: Any = None, **m
     cache.announced = length if mask is None else int(mask.sum(-1).max())
     cache.generated_from = length
     chunk = _option(settings, more, "prefill_chunk_size")
-    encoders = state_of(model).traits.encoders
-    pictures = any(more.get(encoder.pixels) is not None for encoder in encoders)
-    if pictures or (encoders and sp.data_size > 1):  # another replica may have pictures
-        _refuse_repeated_pictures(settings, more)
-    if chunk is None and length > PREFILL_CHUNK * sp.size and not pictures:  # transformers reads pictures in one chunk
+    if state_of(model).traits.encoders and tokens is not None:
+        cache.pictures = PromptPictures(tokens, {key: more[key] for key in PICTURES if more.get(key) is not None})
+    core = core_of(model) if state_of(model).traits.rotary_3d else None
+    if core is not None and cache.is_initialized:
+        _set_position_deltas(core, cache, more)
+    cache.position_deltas = None
+    if chunk is None and length > PREFILL_CHUNK * sp.size:
         chunk = PREFILL_CHUNK * sp.size
     chunk = _equal_chunks(sp, length - cache.get_seq_length(), chunk)
     if chunk is not None and generation_config is not None:  # transformers requires arguments in one place
@@ -81,21 +87,27 @@ def _generate(model: Any, inputs: Any = None, generation_config: Any = None, **m
     if sp.replica_group is not None and sp.size * sp.tensor_size > 1:
         _share_random_state(sp)
     try:
-        return type(model).generate(model, inputs, generation_config, **more)
+        output = type(model).generate(model, inputs, generation_config, **more)
+        if core is not None and core.rope_deltas is not None:
+            cache.position_deltas = core.rope_deltas, length
+        return output
     finally:
-        cache.announced, cache.generated_from = 0, None
+        cache.announced, cache.generated_from, cache.pictures = 0, None, None
         if not is_assistant:  # an assistant's drafts are cropped afterwards
             cache.rollback = None
 
 
-def _refuse_repeated_pictures(settings: Any, more: dict[str, Any]) -> None:
-    """Raise for options with which transformers would repeat each patch or picture of a batch, not those of a row."""
-    for name in ("num_beams", "num_return_sequences"):
-        copies = _option(settings, more, name)
-        if copies is not None and copies > 1:
+def _set_position_deltas(core: Any, cache: ShardedCache, more: dict[str, Any]) -> None:
+    """Let the model know the positions behind a cache's pictures: it knows those of its last prompt, of any cache."""
+    if any(more.get(key) is not None for key in ("image_grid_thw", "video_grid_thw")):
+        core.rope_deltas = None  # it reads them from the whole prompt
+    elif cache.position_deltas is not None:
+        core.rope_deltas, length = cache.position_deltas
+        past = cache.get_seq_length()
+        if past < length and bool(core.rope_deltas.any()):
             raise LongspanError(
-                f"{name}={copies} repeats the rows of a prompt, and their pictures would end up in wrong rows; leave "
-                f"{name} out, or give the prompt and its pictures {copies} times and sample"
+                f"the cache was cropped to {past} of the {length} tokens of a prompt with pictures; give this prompt "
+                f"its pictures (the batch that the processor makes of all of it), so that positions are known"
             )
 
 

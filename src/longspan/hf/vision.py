@@ -63,10 +63,18 @@ class Encoder(ABC):
     def smallest(self, core: Any, device: torch.device) -> dict[str, Any]:
         """Return a batch of one small unit."""
 
-    def encode(self, core: Any, batch: Mapping[str, Any], start: int, stop: int) -> Any:
+    def encode(self, core: Any, batch: Mapping[str, Any], start: int, stop: int, device: torch.device) -> Any:
         """Run the tower on units `start` to `stop`; `rows_of` returns their embeddings from the output."""
         run = getattr(core, f"get_{self.modality}_features")
-        return run(**self.part(core, batch, start, stop), return_dict=True)
+        part = self.part(core, batch, start, stop)  # `generate` may leave the prompt's pixels on the host
+        return run(**{key: x.to(device) for key, x in part.items()}, return_dict=True)
+
+    def select(self, core: Any, batch: Mapping[str, Any], units: Sequence[int]) -> dict[str, Any]:
+        """Return a batch of some units, in their order."""
+        starts = [u for i, u in enumerate(units) if not i or units[i - 1] != u - 1]
+        stops = [u + 1 for i, u in enumerate(units) if i + 1 == len(units) or units[i + 1] != u + 1]
+        parts = [self.part(core, batch, start, stop) for start, stop in zip(starts, stops, strict=True)]
+        return parts[0] if len(parts) == 1 else {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
 
 @dataclass(frozen=True)

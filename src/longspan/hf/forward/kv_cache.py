@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
@@ -37,6 +37,9 @@ from longspan.core.validation import as_path, check_choice, check_count, check_f
 from longspan.hf.batch import SequenceInfo
 from longspan.hf.forward import kv_cache_files
 from longspan.hf.state import ParallelState, state_of
+
+if TYPE_CHECKING:
+    from longspan.hf.forward.vision import PromptPictures
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -151,6 +154,10 @@ class ShardedCache(Cache):  # type: ignore[misc]
         self.announced = 0  # tokens of the whole prompt, if it is read in chunks
         # In `generate`: tokens of the prompt, padding included; transformers makes mask and positions of later ones.
         self.generated_from: int | None = None
+        self.pictures: PromptPictures | None = None  # in `generate` of a vision-language model
+        # What to add to token counts for the positions of tokens behind pictures, `[B, 1]`, and how many tokens the
+        # prompt had from which it is known.
+        self.position_deltas: tuple[Tensor, int] | None = None
         self.known: KnownTokens | None = None  # None if a forward must read the cached tokens' mask and positions
         self.compare_from = 0  # the ranks do not compare the batches of forwards that end before this token
         self.rollback: int | None = None  # length that a crop may go back to, while drafted tokens may be rejected
@@ -298,7 +305,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
     def reset(self) -> None:
         """Remove all tokens."""
         self.kv_placement, self.layer_caches, self.step, self.rollback = KVPlacement(self.sp.ring_size), {}, None, None
-        self.known, self.recurrent_layers = None, {}
+        self.known, self.recurrent_layers, self.position_deltas = None, {}, None
         if self.staging is not None:
             self.staging.reset()
 
@@ -358,6 +365,9 @@ class ShardedCache(Cache):  # type: ignore[misc]
                 "use longspan.ShardedCache(model) without it"
             )
         self.known = None  # padding of the rows
+        if self.position_deltas is not None:
+            deltas, length = self.position_deltas
+            self.position_deltas = deltas[beam_idx.to(deltas.device)], length
         for store in self._stores:
             store.select_rows(beam_idx)
 

@@ -6,6 +6,8 @@ import json
 import shutil
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from longspan.cache import folder as files
 from longspan.comm.errors import on_every_rank
 from longspan.comm.objects import gather_objects
@@ -58,7 +60,14 @@ def save(cache: ShardedCache, path: Path) -> None:
                 str(i): {"heads": _model_heads(cache, store)[0], "start": store.start, "shared": store.shared}
                 for i, store in layers.items()
             }
-            index = {"length": cache.kv_placement.length, "rows": cache.batch_size, "dtype": cache.dtype}
+            index: dict[str, Any] = {
+                "length": cache.kv_placement.length,
+                "rows": cache.batch_size,
+                "dtype": cache.dtype,
+            }
+            if cache.position_deltas is not None:
+                deltas, length = cache.position_deltas
+                index["position_deltas"] = [deltas.tolist(), length]
             files.publish(path, {**index, "model": _facts(cache.config), "layers": facts}, parts)
 
     on_every_rank(begin, group)
@@ -88,6 +97,9 @@ def fill(cache: ShardedCache, path: Path, index: dict[str, Any], parts: list[fil
     """Read this rank's tokens and heads into an empty cache. Collective in the sequence group."""
     sp = cache.sp
     cache.kv_placement.add(sp.layout, index["length"])
+    if "position_deltas" in index:
+        deltas, length = index["position_deltas"]
+        cache.position_deltas = torch.tensor(deltas, device=sp.device), length
 
     @os_errors_as_longspan_errors()
     def read() -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
@@ -42,13 +43,28 @@ class VisionTower(Stage):
         self.traits, self.sp, self.core = state.traits, state.sp, core_of(model)
         # Replicas gather the tower's weights together, also for a replica without pictures.
         self.joint = state.gradients is None and state.sp.data_size > 1
-        # Of the forward: each encoder's units, and where their placeholders are, `[B, n]`.
-        self.found = dict[Encoder, tuple[Units, Tensor]]()
+        self.found = dict[Encoder, Pictures]()  # of the forward
 
     def reset(self) -> None:
         self.found = {}
 
     def check(self, call: ForwardCall) -> None:
+        prompt = None if call.cache is None else call.cache.pictures
+        if prompt is None:
+            self.found = self._find(call, call.batch.get("input_ids"))
+            return
+        assert call.cache is not None
+        past, (rows, new) = call.cache.kv_placement.length, tokens_of(call.batch).shape[:2]
+        if past >= prompt.ids_Bn.shape[1]:  # generated tokens
+            return
+        if prompt.found is None:
+            call.batch = call.batch | prompt.batch  # the ranks compare it, with the first chunk
+            prompt.found = self._find(call, None if call.batch.get("input_ids") is None else prompt.ids_Bn)
+        chunk = {encoder: x.of_chunk(encoder, self.core, past, new, rows) for encoder, x in prompt.found.items()}
+        self.found = {encoder: x for encoder, x in chunk.items() if x is not None}
+
+    def _find(self, call: ForwardCall, ids_Bn: Tensor | None) -> dict[Encoder, Pictures]:
+        """Return the pictures of a batch; raise if they do not fit its ids or the model."""
         batch = call.batch
         if batch.get(ENCODER_OUTPUTS) is not None:
             raise LongspanError(f"`{ENCODER_OUTPUTS}` would be embeddings of all ranks' pictures; give the pixels")
@@ -63,40 +79,43 @@ class VisionTower(Stage):
             )
         encoders = [encoder for encoder in self.traits.encoders if batch.get(encoder.pixels) is not None]
         if self.joint:
-            self._check_pixels_of_placeholders(call, encoders)
+            self._check_pixels_of_placeholders(call, ids_Bn, encoders)
         if not encoders:
-            return
-        if "longspan" in batch or batch.get("input_ids") is None:
+            return {}
+        if "longspan" in batch or ids_Bn is None:
             kind = "ids that longspan.shard_batch has cut" if "longspan" in batch else "`inputs_embeds`"
             raise LongspanError(
                 f"`{encoders[0].pixels}` with {kind}: placeholders are found among the ids of the whole batch; give "
                 f"the model the whole `input_ids`"
             )
-        ids_Bn = batch["input_ids"].detach().cpu()
-        facts, crc = [], 0
+        ids_Bn = ids_Bn.detach().cpu()
+        found, facts, crc = dict[Encoder, Pictures](), list[str](), 0
         for encoder in encoders:
             _check_tensors(batch, encoder)
             units = encoder.units(self.core, batch)
             if not units.rows:
                 raise LongspanError(f"`{encoder.pixels}` holds no {encoder.modality}; leave it out of such a batch")
             token = getattr(call.model.config, encoder.token)
-            found, rows = int((ids_Bn == token).sum()), sum(units.rows)
-            if found != rows:
+            placeholders_Bn = ids_Bn == token
+            given, rows = int(placeholders_Bn.sum()), sum(units.rows)
+            if given != rows:
                 raise LongspanError(
-                    f"`input_ids` has {found} {encoder.modality} placeholders (id {token}), `{encoder.pixels}` gives "
+                    f"`input_ids` has {given} {encoder.modality} placeholders (id {token}), `{encoder.pixels}` gives "
                     f"{rows} embeddings; give as many placeholders as the processor makes, and cut none off"
                 )
-            self.found[encoder] = units, ids_Bn == token
+            numbers_Bn = placeholders_Bn.flatten().cumsum(0).view_as(ids_Bn) - 1
+            found[encoder] = Pictures(batch, units, numbers_Bn.masked_fill(~placeholders_Bn, -1))
             facts.append(f"{len(units.rows)} {encoder.modality} units of {rows} embeddings")
-            crc = zlib.crc32((ids_Bn == token).numpy().tobytes(), zlib.crc32(repr(units).encode(), crc))
+            crc = zlib.crc32(placeholders_Bn.numpy().tobytes(), zlib.crc32(repr(units).encode(), crc))
         call.pictures = f"{', '.join(facts)}, checksum {crc}"  # they decide how much is sent where
+        return found
 
-    def _check_pixels_of_placeholders(self, call: ForwardCall, encoders: list[Encoder]) -> None:
+    def _check_pixels_of_placeholders(self, call: ForwardCall, ids_Bn: Tensor | None, encoders: list[Encoder]) -> None:
         """Raise for placeholders without pixels: if another replica has pixels, the model raises on this one alone."""
-        ids_Bn = call.batch.get("input_ids")
-        generated = call.cache is not None and call.cache.kv_placement.length
-        if ids_Bn is None or generated:
+        past = 0 if call.cache is None else call.cache.kv_placement.length
+        if ids_Bn is None or (past and call.cache is not None and call.cache.pictures is None):  # generated tokens
             return
+        ids_Bn = ids_Bn[:, past:]
         embedded = {getattr(call.model.config, encoder.token) for encoder in encoders}
         for encoder in self.traits.encoders:
             token = getattr(call.model.config, encoder.token)
@@ -112,15 +131,13 @@ class VisionTower(Stage):
         whole = isinstance(info, CachedInfo) and not info.step.sharded  # every rank has all new tokens
         outputs = {}
         for encoder in self._encoders(call):
-            batch = call.batch
-            if encoder in self.found:
-                units, placeholders_Bn = self.found[encoder]
-            else:  # only another replica has such pictures
+            pictures = self.found.get(encoder)
+            if pictures is None:  # only another replica has such pictures
                 tokens = tokens_of(call.batch)
                 batch = encoder.smallest(self.core, tokens.device)
-                units, placeholders_Bn = encoder.units(self.core, batch), torch.zeros(tokens.shape[:2]).bool()
-            shared = SharedUnits.of(units, placeholders_Bn, self.sp, whole=whole)
-            outputs[encoder.modality] = shared.embed(encoder, self.core, batch, self.sp)
+                pictures = Pictures(batch, encoder.units(self.core, batch), torch.full(tokens.shape[:2], -1))
+            shared = SharedUnits.of(pictures, self.sp, whole=whole)
+            outputs[encoder.modality] = shared.embed(encoder, self.core, pictures.batch, self.sp)
         if self.traits.encoders and call.cache is not None:
             call.inputs = {key: value for key, value in call.inputs.items() if key not in PICTURE_KEYS}
         if outputs:
@@ -131,7 +148,9 @@ class VisionTower(Stage):
         encoders = self.traits.encoders
         mine = [int(encoder in self.found) for encoder in encoders]
         info = call.info
-        if self.joint and not (isinstance(info, CachedInfo) and info.step.past):  # pictures are in the first chunk
+        prompt = info.cache.generated_from if isinstance(info, CachedInfo) else None
+        generated = isinstance(info, CachedInfo) and prompt is not None and info.step.past >= prompt
+        if self.joint and not generated:
             assert self.sp.host_group is not None
             rows = gather_numbers(mine, self.sp.host_group, torch.device("cpu"))
             mine = [max(column) for column in zip(*rows, strict=True)]
@@ -147,6 +166,44 @@ class VisionTower(Stage):
 
 
 @dataclass(frozen=True)
+class Pictures:
+    """A modality's pictures in a forward, and the embedding of each token."""
+
+    batch: Mapping[str, Any]  # with the encoder's keys
+    units: Units
+    numbers_Bn: Tensor  # into the units' embeddings, int64; -1: the token is no placeholder
+
+    def of_chunk(self, encoder: Encoder, core: Any, start: int, new: int, rows: int) -> Pictures | None:
+        """Return the units that `new` tokens from `start` need, in `rows` rows; None if they need none.
+
+        Beams repeat each row of a prompt.
+        """
+        numbers_Bn = self.numbers_Bn[:, start : start + new]
+        numbers_Bn = F.pad(numbers_Bn, (0, new - numbers_Bn.shape[1]), value=-1)  # drafted tokens
+        numbers_Bn = numbers_Bn.repeat_interleave(rows // len(numbers_Bn), 0)
+        sizes = torch.tensor(self.units.rows)
+        units_Bn = torch.bucketize(numbers_Bn, sizes.cumsum(0), right=True)
+        wanted = units_Bn[numbers_Bn >= 0].unique()
+        if not len(wanted):
+            return None
+        shift = torch.zeros_like(sizes)  # by which the embeddings of a unit move up
+        shift[wanted] = (sizes.cumsum(0) - sizes)[wanted] - (sizes[wanted].cumsum(0) - sizes[wanted])
+        numbers_Bn = torch.where(numbers_Bn >= 0, numbers_Bn - shift[units_Bn], -1)
+        chosen = wanted.tolist()
+        units = Units(*(tuple(x[i] for i in chosen) for x in (self.units.patches, self.units.rows)))
+        return Pictures(encoder.select(core, self.batch, chosen), units, numbers_Bn)
+
+
+@dataclass
+class PromptPictures:
+    """The pictures of a prompt that `generate` may read in chunks; each encodes the units that it needs."""
+
+    ids_Bn: Tensor  # of the whole prompt
+    batch: dict[str, Any]  # batch keys of pictures
+    found: dict[Encoder, Pictures] | None = None  # once the first chunk is checked
+
+
+@dataclass(frozen=True)
 class SharedUnits:
     """Which units each rank encodes, and to which ranks it sends their embeddings."""
 
@@ -154,19 +211,23 @@ class SharedUnits:
     spans: tuple[Span, ...]  # the units of each rank
     sent: tuple[Tensor, ...]  # to each rank: which of my embeddings, int64
     received: tuple[int, ...]  # embeddings from each rank
+    repeated: Tensor | None  # of each placeholder of mine: which of the received; None if they are in its order
 
     @classmethod
-    def of(cls, units: Units, placeholders_Bn: Tensor, sp: SequenceSharding, *, whole: bool) -> SharedUnits:
+    def of(cls, pictures: Pictures, sp: SequenceSharding, *, whole: bool) -> SharedUnits:
         """Distribute a batch's units; `whole` if every rank holds all tokens."""
+        units = pictures.units
         spans = split_by_cost(units.patches, sp.size)
         ends = [0, *itertools.accumulate(units.rows)]
         rows = [(ends[start], ends[stop]) for start, stop in spans]  # each rank's embeddings
-        needed = [_embeddings_of(placeholders_Bn, None if whole else sp, rank) for rank in range(sp.size)]
+        placeholders = [_numbers_of(pictures.numbers_Bn, None if whole else sp, rank) for rank in range(sp.size)]
+        needed = [x.unique() for x in placeholders]  # a beam needs the same as the others
         first, last = rows[sp.rank]
         sent = tuple(x[(x >= first) & (x < last)] - first for x in needed)
         mine = needed[sp.rank]
         received = tuple(int(((mine >= a) & (mine < b)).sum()) for a, b in rows)
-        return cls(units, spans, sent, received)
+        in_order = torch.equal(mine, placeholders[sp.rank])
+        return cls(units, spans, sent, received, None if in_order else torch.bucketize(placeholders[sp.rank], mine))
 
     def embed(self, encoder: Encoder, core: Any, batch: Mapping[str, Any], sp: SequenceSharding) -> Any:
         """Return the tower's output for my placeholders, in their order. Collective."""
@@ -175,20 +236,20 @@ class SharedUnits:
         if idle:
             start = self.units.patches.index(min(self.units.patches))
             stop = start + 1
-        output = encoder.encode(core, batch, start, stop)
+        output = encoder.encode(core, batch, start, stop, sp.device)
         rows = rows_of(output)
         rows = rows[torch.cat(self.sent).to(rows.device)]  # an idle rank selects none, but its backward runs
         if sp.size > 1:
             assert sp.group is not None
             rows = exchange_rows(rows, [len(x) for x in self.sent], list(self.received), group_name(sp.group))
+        if self.repeated is not None:
+            rows = rows[self.repeated.to(rows.device)]
         return with_rows(output, rows)
 
 
-def _embeddings_of(placeholders_Bn: Tensor, sp: SequenceSharding | None, rank: int) -> Tensor:
-    """Return the indices of the embeddings that a rank's placeholders need, ascending."""
-    numbers_Bn = placeholders_Bn.flatten().cumsum(0).view_as(placeholders_Bn) - 1
-    numbers_Bn = numbers_Bn.masked_fill(~placeholders_Bn, -1)
-    n = placeholders_Bn.shape[1]
+def _numbers_of(numbers_Bn: Tensor, sp: SequenceSharding | None, rank: int) -> Tensor:
+    """Return the indices of the embeddings of a rank's placeholders, in their order."""
+    n = numbers_Bn.shape[1]
     spans = ((0, n),) if sp is None else sp.layout.spans(n, rank)
     numbers_BL = torch.cat([numbers_Bn[:, :0], *(numbers_Bn[:, start:stop] for start, stop in spans)], 1)
     return numbers_BL[numbers_BL >= 0]
