@@ -7,8 +7,8 @@ ranks see the same numbers, so all raise the same error.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from longspan.core.formatting import differences, format_ranks, listed, odd_ones
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
 
+T = TypeVar("T")
+
 
 def gather_numbers(mine: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
     """Gather the int64 numbers of every rank, in group order; each rank has equally many."""
@@ -34,6 +36,34 @@ def gather_numbers(mine: Sequence[int], group: dist.ProcessGroup, device: torch.
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The model that `parallelize` gets.
+
+
+def check_on_every_rank(sp: SequenceSharding, check: Callable[[], tuple[T, Mapping[str, str], Mapping[str, int]]]) -> T:
+    """Run this rank's own checks, then compare what they found over all ranks. Collective.
+
+    Args:
+        sp: the sharding.
+        check: raises, or returns its result, and facts and weights for `check_same_model`.
+
+    Raises:
+        LongspanError: as `check_same_model`; if `check` raised another kind of exception, that one on its own rank.
+    """
+    results: list[T] = []
+    facts: Mapping[str, str] = {}
+    weights: Mapping[str, int] = {}
+    problem: Exception | None = None
+    try:
+        result, facts, weights = check()
+        results.append(result)
+    except Exception as error:  # of any kind: the other ranks must raise too
+        problem = error
+    check_same_model(sp, facts, weights, problem)
+    return results[0]
+
+
+def digests_to_compare(model: nn.Module, sp: SequenceSharding, weights: str) -> dict[str, int]:
+    """Return digests of the weights if `parallelize(weights=...)` says that all ranks have the same."""
+    return digests_of(weights_of(model)) if sp.job_size > 1 and weights == "same" else {}
 
 
 def check_same_model(

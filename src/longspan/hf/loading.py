@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from longspan.comm.arguments import as_dtype, check_sharding, describe
-from longspan.comm.consistency import check_same_model
+from longspan.comm.consistency import check_on_every_rank
 from longspan.comm.errors import on_every_rank
 from longspan.comm.mesh import SequenceSharding
 from longspan.compat.transformers_api import generation_config
@@ -139,10 +139,9 @@ def find_source(origin: Origin, sp: SequenceSharding, *, later: bool = False) ->
     Raise on every rank for damaged files, and for files that differ between ranks.
     """
     adapter, base = origin.adapter, dataclasses.replace(origin, adapter=None)  # `load_from` adds the adapter
-    source: Files | None = None
-    reads_base = False
-    facts, digests, problem = dict[str, str](), dict[str, int](), None
-    try:
+
+    def check() -> tuple[tuple[Files | None, bool], dict[str, str], dict[str, int]]:
+        facts, reads_base = dict[str, str](), False
         files = None if later or base.name is None else WeightFiles.find(base.name)
         digests = {} if files is None else files.digests()
         source = Files.of(base, files, later)
@@ -150,9 +149,9 @@ def find_source(origin: Origin, sp: SequenceSharding, *, later: bool = False) ->
         if adapter is not None:
             facts["the adapter"], reads_base = read_adapter(adapter)
         facts["they are read"] = "by each rank" if source is not None else "by the first rank"
-    except Exception as error:  # of any kind: the other ranks must raise too
-        problem = error
-    check_same_model(sp, facts, digests, problem)
+        return (source, reads_base), facts, digests
+
+    source, reads_base = check_on_every_rank(sp, check)
     if reads_base:
         return None
     return source if source is not None else FirstRank.of(base, sp)

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from longspan.attn.kernels.choice import AnyKernel, table_of
-from longspan.comm.consistency import check_same_model
-from longspan.comm.digests import digests_of, weights_of
+from longspan.comm import consistency
 from longspan.comm.mesh import SequenceSharding
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_groups, split_heads
@@ -76,17 +75,12 @@ class Checked:
 
 def check_on_every_rank(model: nn.Module, sp: SequenceSharding, options: ParallelizeOptions) -> Checked:
     """Check model and options on this rank, then compare them over all ranks. Collective."""
-    checked, facts, digests, problem = None, dict[str, str](), dict[str, int](), None
-    try:
+
+    def check() -> tuple[Checked, dict[str, str], dict[str, int]]:
         checked = check_alone(model, sp, options)
-        facts = _facts(model, sp, options)
-        if sp.job_size > 1 and options.weights == "same":
-            digests = digests_of(weights_of(model))
-    except Exception as error:  # of any kind: the other ranks must raise too
-        problem = error
-    check_same_model(sp, facts, digests, problem)
-    assert checked is not None
-    return checked
+        return checked, _facts(model, sp, options), consistency.digests_to_compare(model, sp, options.weights)
+
+    return consistency.check_on_every_rank(sp, check)
 
 
 def check_alone(model: nn.Module, sp: SequenceSharding, options: ParallelizeOptions) -> Checked:

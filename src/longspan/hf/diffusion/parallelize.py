@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from longspan.comm.collectives import replicate
-from longspan.comm.consistency import ReplicaCheck, broadcast_weights, check_same_model
-from longspan.comm.digests import digests_of, weights_of
+from longspan.comm.consistency import ReplicaCheck, broadcast_weights, check_on_every_rank, digests_to_compare
 from longspan.comm.mesh import SequenceSharding, group_name
 from longspan.compat.diffusers_api import is_parallel, version_of_diffusers
 from longspan.compat.torch_api import sum_gradients
@@ -49,7 +48,12 @@ class DiffusionOptions:
 
 def shard_diffusion_model(model: Any, sp: SequenceSharding, options: DiffusionOptions) -> None:
     """Shard a diffusion transformer in place, as `longspan.parallelize` documents. Collective."""
-    family = _check_on_every_rank(model, sp, options)
+
+    def check() -> tuple[Family, dict[str, str], dict[str, int]]:
+        family = _check_alone(model, sp, options)
+        return family, _facts(model, sp, options), digests_to_compare(model, sp, options.weights)
+
+    family = check_on_every_rank(sp, check)
     if options.weights == "broadcast":
         broadcast_weights(model, sp)
     tokens = Tokens(sp, family, gather_output=options.gather_output)
@@ -79,20 +83,6 @@ def shard_diffusion_model(model: Any, sp: SequenceSharding, options: DiffusionOp
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Checks of the model.
-
-
-def _check_on_every_rank(model: Any, sp: SequenceSharding, options: DiffusionOptions) -> Family:
-    family, problem, facts, digests = None, None, dict[str, str](), dict[str, int]()
-    try:
-        family = _check_alone(model, sp, options)
-        facts = _facts(model, sp, options)
-        if sp.job_size > 1 and options.weights == "same":
-            digests = digests_of(weights_of(model))
-    except Exception as error:  # of any kind: the other ranks must raise too
-        problem = error
-    check_same_model(sp, facts, digests, problem)
-    assert family is not None
-    return family
 
 
 def _check_alone(model: Any, sp: SequenceSharding, options: DiffusionOptions) -> Family:
