@@ -67,24 +67,47 @@ def test_equals_one_process_on_4_ranks(name: str) -> None:
     _equals_one_process(name, fsdp=False, checkpointing=True)
 
 
-@pytest.mark.parametrize(
-    "name", ["LTXVideoTransformer3DModel", "FluxTransformer2DModel", "QwenImageTransformer2DModel"]
-)
+@pytest.mark.parametrize("name", CONFIGS)
 @on_ranks(2)
 def test_each_rank_keeps_its_tokens(name: str) -> None:
-    """The loss is the sum of the ranks' losses."""
-    sp, target = _sharding(), torch.randn(2, 15, 6, dtype=torch.float64)
+    """The sum of the ranks' losses is one process's loss, and so are its gradients."""
+    sp = _sharding()
     results = []
     for sharded in (False, True):
         model: Any = make_model(name)
         model = longspan.parallelize(model, sp, gather_output=False) if sharded else model
         inputs = make_inputs(name)
-        out, group = model(**inputs).sample, sp.group if sharded else None
-        ((out - longspan.exchange.shard(target, group, 1)) ** 2).sum().div(target.numel()).backward()
+        out = model(**inputs).sample
+        if not sharded:
+            target = torch.randn_like(out)
+        mine = longspan.shard_target(model, target, out) if sharded else target
+        loss = (out - mine).square().sum().div(target.numel())
+        loss.backward()
+        if sharded:
+            loss = loss.detach()
+            dist.all_reduce(loss)
         grads = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
         grads["hidden_states"] = inputs["hidden_states"].grad
-        results.append({"output": longspan.exchange.shard(out, None if sharded else sp.group, 1), **grads})
+        results.append({"loss": loss.detach(), **grads})
     _compare(results[1], results[0])
+
+
+@on_ranks(2)
+def test_a_target_of_another_shape_raises() -> None:
+    sp = _sharding()
+    plain, inputs = make_model("LatteTransformer3DModel"), make_inputs("LatteTransformer3DModel")
+    inputs["enable_temporal_attentions"] = False  # frames stay sharded
+    model: Any = longspan.parallelize(copy.deepcopy(plain), sp, gather_output=False)
+    expected = plain(**inputs).sample
+    out = model(**inputs, return_dict=False)[0]
+    torch.testing.assert_close(out, longspan.shard_target(model, expected, out))
+    assert out.shape == (2, 3 - dist.get_rank(), 12, 24)
+    with pytest.raises(LongspanError, match=r"shape \(2, 6, 5, 7, 6\) has no patches of \(1, 2, 2\) pixels"):
+        longspan.shard_target(model, expected[:, :, :, :7], out)
+    with pytest.raises(LongspanError, match=r"shape \(2, 6, 2, 8, 6\) has no part like this rank's output \(2, [32]"):
+        longspan.shard_target(model, expected[:, :, :2], out)
+    with pytest.raises(LongspanError, match="parallelized with gather_output=False, got LatteTransformer3DModel"):
+        longspan.shard_target(plain, expected, out)
 
 
 LENGTHS = {"encoder_hidden_states": 5, "hidden_states": 11}
@@ -371,8 +394,6 @@ def test_refused_models() -> None:
         longspan.parallelize(make_model("HunyuanVideoTransformer3DModel", image_condition_type="token_replace"), sp)
     with pytest.raises(LongspanError, match="`memory` is an option of language models"):
         longspan.parallelize(make_model("WanTransformer3DModel"), sp, memory="longest")
-    with pytest.raises(LongspanError, match="returns pixels, which no rank can compute of its tokens alone"):
-        longspan.parallelize(make_model("WanTransformer3DModel"), sp, gather_output=False)
     with pytest.raises(LongspanError, match="gather_output=False is an option of diffusion transformers"):
         longspan.parallelize(build("Llama"), sp, gather_output=False)
     with pytest.raises(LongspanError, match="sharded by Ulysses alone, got ring=2"):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from longspan.core.memory import Memory as Memory
     from longspan.hf.batch import shard_batch as shard_batch
     from longspan.hf.checks.nonfinite import find_nonfinite as find_nonfinite
+    from longspan.hf.diffusion.target import shard_target as shard_target
     from longspan.hf.forward.kv_cache import ShardedCache as ShardedCache
     from longspan.hf.forward.logprobs import token_logprobs as token_logprobs
     from longspan.hf.forward.loss import causal_lm_loss as causal_lm_loss
@@ -65,6 +66,7 @@ _DEFINED_IN = {
     "parallelize": "longspan.hf.parallelize",
     "register_mixer": "longspan.hf.forward.mixer_functions",
     "shard_batch": "longspan.hf.batch",
+    "shard_target": "longspan.hf.diffusion.target",
     "state_passing": "longspan.mixers.state_passing",
     "token_logprobs": "longspan.hf.forward.logprobs",
     "trainer": "longspan.trainers.mixin",

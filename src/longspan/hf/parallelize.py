@@ -113,8 +113,8 @@ def parallelize(
         tensor_style: used if the mesh's `tensor` axis is more than 1. "tp": every rank of a tensor group holds the
             whole residual stream, with two all-reduces per layer. "megatron-sp": each rank holds its tokens of the
             stream, with an all-gather before attention and MLP, and a reduce-scatter after each.
-        gather_output: False: a diffusion transformer that returns tokens returns this rank's only, as
-            `longspan.exchange.shard` cuts them. The loss is then the sum of the ranks' losses.
+        gather_output: False: a diffusion transformer returns this rank's tokens only, `[batch, tokens, values of a
+            patch]`, for which `longspan.shard_target` cuts a target. The loss is then the sum of the ranks' losses.
 
     Returns:
         `model`. Its forward takes the full batch, or one sharded by `longspan.shard_batch` (with `shift=False` for a

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from longspan.comm.mesh import SequenceSharding
+    from longspan.hf.diffusion.families import Family
     from longspan.hf.forward.binding import AttentionLayers
     from longspan.hf.forward.hooks import ForwardHooks
     from longspan.hf.forward.mixers import MixerLayers
@@ -47,6 +48,7 @@ class DiffusionState:
     sp: SequenceSharding
     attention: str  # how tokens of different ranks attend to each other
     gradients: GradientSum | None  # None with FSDP or on one rank
+    family: Family | None  # of a model whose ranks keep their tokens of the output
     in_backward: None = None
 
 

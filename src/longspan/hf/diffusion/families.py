@@ -41,24 +41,26 @@ class Family:
         accepts: arguments of its forward besides `hidden_states`, `timestep`, `encoder_hidden_states`, `return_dict`
             and attention arguments that hold nothing but a LoRA scale.
         blocks: module lists, sharded block by block by FSDP.
-        patches: patch size by dimension of `hidden_states`, from the config.
+        patches: patch size by dimension of `hidden_states`, from the config. Empty if these are tokens already: then
+            the output is one row for each token, instead of pixels.
+        channels_last: whether a token of the output lists the channels of its first pixel first, instead of the pixels
+            of its first channel.
         attention: modules in which tokens of all ranks mix. All others (cross attention to a replicated text, a text
             refiner) compute local queries.
         processors: classes that compute such an attention, by one `scaled_dot_product_attention`.
         streams: arguments whose tokens attend to each other, in the order in which the processors concatenate them.
         plan: where tokens are split and joined. None: the model's `_cp_plan`.
-        returns_tokens: whether the output is one row for each token of `hidden_states`, instead of pixels.
         unsupported: a config entry, and the value for which tokens also mix outside these attention modules.
     """
 
     accepts: tuple[str, ...]
     blocks: tuple[str, ...]
     patches: Callable[[Any], dict[int, int]] = lambda config: {}
+    channels_last: bool = False
     attention: tuple[str, ...] = ()
     processors: tuple[str, ...] = ()
     streams: tuple[str, ...] = ("hidden_states",)
     plan: Plan | None = None
-    returns_tokens: bool = False
     unsupported: tuple[str, Any] | None = None
 
 
@@ -69,12 +71,14 @@ FAMILIES = {
     "LatteTransformer3DModel": Family(
         accepts=("encoder_attention_mask", "enable_temporal_attentions"),
         blocks=("transformer_blocks", "temporal_transformer_blocks"),
-        patches=lambda config: {3: config.patch_size, 4: config.patch_size},
+        patches=lambda config: {2: 1, 3: config.patch_size, 4: config.patch_size},
+        channels_last=True,
     ),
     "WanTransformer3DModel": Family(
         accepts=("encoder_hidden_states_image",),
         blocks=("blocks",),
         patches=lambda config: dict(zip((2, 3, 4), config.patch_size, strict=True)),
+        channels_last=True,
         attention=("blocks.*.attn1",),
         processors=("WanAttnProcessor",),
     ),
@@ -89,7 +93,6 @@ FAMILIES = {
             "rope": {0: Split(1, 3, of_output=True), 1: Split(1, 3, of_output=True)},
             "proj_out": Join(1),
         },
-        returns_tokens=True,
     ),
     "FluxTransformer2DModel": Family(
         accepts=("pooled_projections", "img_ids", "txt_ids", "guidance"),
@@ -97,7 +100,6 @@ FAMILIES = {
         attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
         processors=("FluxAttnProcessor",),
         streams=("encoder_hidden_states", "hidden_states"),
-        returns_tokens=True,
     ),
     "CogVideoXTransformer3DModel": Family(
         accepts=("timestep_cond", "ofs", "image_rotary_emb"),
@@ -132,7 +134,6 @@ FAMILIES = {
         attention=("transformer_blocks.*.attn",),
         processors=("QwenDoubleStreamAttnProcessor2_0",),
         streams=("encoder_hidden_states", "hidden_states"),
-        returns_tokens=True,
     ),
 }
 """By the name of the class."""

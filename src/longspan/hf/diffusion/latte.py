@@ -36,6 +36,7 @@ def check_sizes(sp: SequenceSharding, frames: int, patches: int) -> None:
 def forward(
     model: Any,
     sp: SequenceSharding,
+    gather_output: bool,
     hidden_states: Tensor,
     timestep: Tensor | None = None,
     encoder_hidden_states: Tensor | None = None,
@@ -43,7 +44,10 @@ def forward(
     enable_temporal_attentions: bool = True,
     return_dict: bool = True,
 ) -> Any:
-    """Compute `LatteTransformer3DModel.forward` of the same inputs on every rank; the output is whole."""
+    """Compute `LatteTransformer3DModel.forward` of the same inputs on every rank.
+
+    The output is whole, or without `gather_output` this rank's patches of `[B, T, S, values of a patch]`.
+    """
     batch, _, frames, height, width = hidden_states.shape
     patch: int = model.config.patch_size
     rows, columns = height // patch, width // patch
@@ -78,10 +82,12 @@ def forward(
     shift, scale = (model.scale_shift_table[None] + embedded_time[:, None]).chunk(2, dim=1)
     x_BTSC = model.norm_out(x_BTSC) * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
     sharded = shards.dims[-1]
-    whole = gather_along(model.proj_out(x_BTSC), sharded, shards.sizes[sharded], sp.group, join)
-    whole = average_over_data(whole, sp)
-    pixels = whole.reshape(batch, frames, rows, columns, patch, patch, model.out_channels)
-    output = pixels.permute(0, 6, 1, 2, 4, 3, 5).reshape(batch, model.out_channels, frames, rows * patch, -1)
+    output = model.proj_out(x_BTSC)
+    if gather_output:
+        output = gather_along(output, sharded, shards.sizes[sharded], sp.group, join)
+        pixels = output.reshape(batch, frames, rows, columns, patch, patch, model.out_channels)
+        output = pixels.permute(0, 6, 1, 2, 4, 3, 5).reshape(batch, model.out_channels, frames, rows * patch, -1)
+    output = average_over_data(output, sp)
     if not return_dict:
         return (output,)
     return transformer_output(output)

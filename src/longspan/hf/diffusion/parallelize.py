@@ -61,13 +61,15 @@ def shard_diffusion_model(model: Any, sp: SequenceSharding, options: DiffusionOp
     entrance = _Entrance(model, sp, family, tokens, plan.get("", {}), options)
     if family.attention:
         install(model, plan, tokens)
+        if not options.gather_output:
+            model.register_forward_hook(tokens.output_of_rank)  # before FSDP's, which needs an output with gradients
         layers = matching(model, family.attention)
         for path, module in layers.items():
             bind(module, path, tokens)
         attention = f"{len(layers)} layers by Ulysses"
     else:
         attention = "Dynamic Sequence Parallelism: all layers are local, frames and patches switch between them"
-        model.forward = functools.partial(latte.forward, model, sp)
+        model.forward = functools.partial(latte.forward, model, sp, options.gather_output)
     gradients = None
     if sp.shards_weights(fsdp=options.fsdp, cpu_offload=False):
         _apply_fsdp(model, sp, family, options.mp_policy)
@@ -76,7 +78,7 @@ def shard_diffusion_model(model: Any, sp: SequenceSharding, options: DiffusionOp
     elif sp.world_size > 1:
         gradients = GradientSum(model.parameters(), sp)
     refuse_copies(model)
-    model.longspan_state = DiffusionState(sp, attention, gradients)
+    model.longspan_state = DiffusionState(sp, attention, gradients, None if options.gather_output else family)
     entrance.gradients = gradients
     model.register_forward_pre_hook(entrance, with_kwargs=True)
 
@@ -90,11 +92,6 @@ def _check_alone(model: Any, sp: SequenceSharding, options: DiffusionOptions) ->
         raise LongspanError(f"{type(model).__name__} is parallelized already; a model is given to parallelize once")
     family = family_of(model)
     check_flag("gather_output", options.gather_output)
-    if not options.gather_output and not family.returns_tokens:
-        raise LongspanError(
-            f"{type(model).__name__} returns pixels, which no rank can compute of its tokens alone; use "
-            f"gather_output=True"
-        )
     if is_parallel(model):
         raise LongspanError(f"{type(model).__name__} is parallelized by diffusers' enable_parallelism; load it again")
     if sp.ring_size > 1 or sp.tensor_size > 1 or sp.wire_dtype != "exact":
@@ -214,8 +211,8 @@ class _Entrance:
                     f"the patch size {patch} does not divide; crop or pad the video"
                 )
         if not self.family.attention:
-            height, width = (hidden.shape[dim] // patch for dim, patch in patches.items())
-            latte.check_sizes(self.sp, hidden.shape[2], height * width)
+            frames, height, width = (hidden.shape[dim] // patch for dim, patch in patches.items())
+            latte.check_sizes(self.sp, frames, height * width)
 
 
 def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:

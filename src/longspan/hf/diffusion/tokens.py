@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from longspan.comm.collectives import join
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.reshard import gather_along, shard_along, shard_sizes
-from longspan.compat.diffusers_api import checkpoint_function, set_checkpoint_function
+from longspan.compat.diffusers_api import checkpoint_function, set_checkpoint_function, transformer_output
 from longspan.core.errors import LongspanError
 from longspan.hf.diffusion.families import Family, Join, Plan, Split, matching
 
@@ -32,6 +32,7 @@ class Tokens:
     def __init__(self, sp: SequenceSharding, family: Family, *, gather_output: bool = True) -> None:
         self.sp, self.family, self.gather_output = sp, family, gather_output
         self.lengths: Lengths = {}
+        self.mine: Tensor | None = None  # without `gather_output`, from the last projection to the end of the forward
         self.is_split = False  # while a checkpointed block runs
         self.of_modules: dict[nn.Module, tuple[inspect.Signature, Mapping[str, Split]]] = {}
 
@@ -76,14 +77,22 @@ class Tokens:
                 raise LongspanError(f"{kind} has {length} tokens, {tokens}; give one entry per token")
 
     def join(self, x: Tensor, dim: int) -> Tensor:
-        """Return all tokens of the output, or without `gather_output` this rank's.
+        """Return all tokens of the output.
 
         Every rank computes the same loss from all tokens, so backward takes this rank's part of the gradient, unsummed.
+        Without `gather_output`, keep this rank's tokens for `output_of_rank`; the model arranges a tensor without data.
         """
+        length = self.lengths["hidden_states"]
         if not self.gather_output:
-            return average_over_data(x, self.sp)
-        whole = gather_along(x, dim, self.lengths["hidden_states"], self.sp.group, join)
-        return average_over_data(whole, self.sp)
+            self.mine = average_over_data(x, self.sp)
+            return x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]], device="meta")
+        return average_over_data(gather_along(x, dim, length, self.sp.group, join), self.sp)
+
+    def output_of_rank(self, model: nn.Module, args: Any, output: Any) -> Any:
+        """Return an output with this rank's tokens, after a forward without `gather_output`."""
+        mine, self.mine = self.mine, None
+        assert mine is not None
+        return (mine,) if isinstance(output, tuple) else transformer_output(mine)
 
     def split_arguments(self, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
         """Return the arguments of a module of the plan by name, with this rank's part of those that it splits."""
