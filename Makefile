@@ -19,6 +19,7 @@ SEED ?=
 MINUTES ?= 10
 FUZZ_ARGS ?=
 FAULTS_ARGS ?=
+DOCS_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -55,7 +56,7 @@ FAST := $(addprefix tests/test_,$(addsuffix .py,batch checkpoint collectives dat
 # each other.
 ALONE := $(addprefix tests/test_,$(addsuffix .py,activations arguments bench checked \
 	cli compat data decode_launches digests examples extending faults flex generate_cli gpu_report imports launch layout live_bytes local offload operators \
-	plan plan_agrees plan_counts plan_figures plan_memory_options plan_page plan_shapes plan_tables readme regions saved syncs \
+	plan plan_agrees plan_counts plan_figures plan_memory_options plan_page plan_shapes plan_tables readme regions saved site syncs \
 	tiled tolerance tracing train verify_compare))
 
 # What a new version of transformers, accelerate, PEFT, TRL, datasets, tyro or lm-eval can break.
@@ -75,7 +76,7 @@ CPUS ?= default $(filter avx2,$(CPU_FLAGS)) $(if $(filter avx512f,$(CPU_FLAGS)),
 # Of those that this CPU's own are not, the one that comes next (`make check` runs the narrowest, `make cpus` all).
 LESSER := $(lastword $(filter-out $(lastword $(CPUS)),$(CPUS)))
 
-.PHONY: help demo test check fast ranks alone older lint bench gpu newest oldest cpus fuzz chaos faults clean
+.PHONY: help demo test check fast ranks alone older lint docs bench gpu newest oldest cpus fuzz chaos faults clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -115,6 +116,9 @@ lint: $(STAMP)  ## ruff, mypy and the order of imports
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(STAMP)  ## the documentation site in build/site (DOCS_ARGS="--serve": on localhost:8000)
+	@$(BIN)/python docs/build_site.py $(DOCS_ARGS)
 
 bench: $(BENCH_STAMP)  ## measure side by side with DeepSpeed, and the planner against this machine
 	$(BIN)/python benchmarks/attention_vs_deepspeed.py

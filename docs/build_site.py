@@ -1,0 +1,255 @@
+"""Build the documentation site: `make docs`, or python docs/build_site.py [--serve].
+
+Pages are staged in build/pages: those of docs/, the README as the landing page, every file that a page links to, and a
+reference generated from docstrings and from the flags of the command line. Zensical renders them into build/site, and
+fails for a link to a page or heading that does not exist.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import inspect
+import os
+import posixpath
+import re
+import shutil
+import subprocess
+import sys
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import longspan
+from longspan.cli import COMMANDS
+from longspan.cli_help import field_texts
+from longspan.core.sections import Option, options
+
+ROOT = Path(__file__).parent.parent
+PAGES = ROOT / "build" / "pages"
+LANDING = "README.md"
+MOVED = {  # files of the repository that have another path on the site
+    LANDING: "index.md",
+    "docs/README.md": "pages.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "benchmarks/README.md": "benchmarks/index.md",
+    "benchmarks/reports": "benchmarks/index.md",
+}
+LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json"}
+FENCE = re.compile(r"^( *)(```|~~~).*?^\1\2", re.MULTILINE | re.DOTALL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--serve", action="store_true", help="show the site on localhost:8000 afterwards")
+    args = parser.parse_args()
+    stage()
+    zensical = [sys.executable, "-m", "zensical"]
+    done = subprocess.run([*zensical, "build", "--clean", "--strict"], cwd=ROOT, env={**os.environ, "NO_COLOR": "1"})
+    if done.returncode == 0 and args.serve:
+        subprocess.run([*zensical, "serve"], cwd=ROOT)
+    sys.exit(done.returncode)
+
+
+def stage() -> None:
+    """Write every page of the site into build/pages."""
+    shutil.rmtree(PAGES, ignore_errors=True)
+    waiting = [*map(Path, MOVED), *sorted(path.relative_to(ROOT) for path in (ROOT / "docs").rglob("*.md"))]
+    done: set[Path] = set()
+    while waiting:
+        path = waiting.pop()
+        if path in done or (ROOT / path).is_dir():
+            continue
+        done.add(path)
+        if path.suffix != ".md":
+            write(site_path(path), as_page(path))
+            continue
+        text, linked = relink((ROOT / path).read_text(), path)
+        waiting += [target for target in linked if target.suffix not in (".png", ".svg")]
+        for picture in (target for target in linked if target.suffix in (".png", ".svg")):
+            copy(picture)
+        write(site_path(path), CHANGED.get(path.as_posix(), str)(text))
+    copy(Path("docs/site.css"))
+    copy(Path("docs/pictures/icon.svg"))
+    write("llms.txt", index_for_models())
+
+
+def write(path: str, text: str) -> None:
+    target = PAGES / path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text)
+
+
+def copy(path: Path) -> None:
+    target = PAGES / site_path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(ROOT / path, target)
+
+
+# --- links
+
+
+def site_path(path: Path) -> str:
+    """Return where a file of the repository is on the site."""
+    name = path.as_posix()
+    if name in MOVED:
+        return MOVED[name]
+    if name.startswith("docs/"):
+        return name.removeprefix("docs/")
+    return name if path.suffix in (".md", ".png", ".svg") else f"{name}.md"
+
+
+def relink(text: str, page: Path) -> tuple[str, list[Path]]:
+    """Return a page with the site's links, and the files that it links to. Code blocks stay as they are."""
+    linked = []
+
+    def replace(match: re.Match[str]) -> str:
+        path, hash_, heading = match[1].partition("#")
+        if "://" in path or not path:
+            return match[0]
+        target = Path(posixpath.normpath((page.parent / path).as_posix()))
+        linked.append(target)
+        return f"]({posixpath.relpath(site_path(target), posixpath.dirname(site_path(page)) or '.')}{hash_}{heading})"
+
+    parts, at = [], 0
+    for fence in [*FENCE.finditer(text), None]:
+        end = fence.start() if fence else len(text)
+        parts.append(re.sub(r"\]\(([^)\s]+)\)", replace, text[at:end]))
+        if fence:
+            parts.append(fence[0])
+            at = fence.end()
+    return "".join(parts), linked
+
+
+def as_page(path: Path) -> str:
+    """Return a source file as a page, which the site's search leaves out."""
+    code = (ROOT / path).read_text()
+    fence = "`" * max(3, 1 + max(map(len, re.findall(r"`{3,}", code)), default=0))
+    title = f"---\nsearch: {{exclude: true}}\n---\n\n# {path.name}\n\n`{path.as_posix()}`\n\n"
+    return f'{title}{fence}{LANGUAGES.get(path.suffix, "text")} linenums="1"\n{code}{fence}\n'
+
+
+# --- the generated reference
+
+
+def api_page(text: str) -> str:
+    """Link every public name of the API page to its docstring, on a generated page for each section."""
+    intro, *sections = re.split(r"^(?=## )", text, flags=re.MULTILINE)
+    seen: set[str] = set()
+    parts = [intro]
+    for number, section in enumerate(sections):
+        title, _, body = section.partition("\n")
+        heading = title.removeprefix("## ").partition(":")[0]
+        page = heading.lower().replace(" ", "-")
+        module = re.search(r"`(longspan\.\w+)`", title)
+        names = public_names(intro + body if number == 0 else body, module[1] if module else "longspan")
+        new = {path: written for path, written in names.items() if path not in seen}
+        seen |= set(new)
+        for path, written in new.items():
+            body = body.replace(written, f"[{written}](python/{page}.md#{path})", 1)
+        parts.append(f"{title}\n{body}")
+        classes = [path for path in new if "SequenceSharding." not in path]  # methods are on the page of their class
+        write(f"reference/python/{page}.md", "\n\n".join([f"# {heading}", *(f"::: {path}" for path in classes)]) + "\n")
+    missing = {f"longspan.{name}" for name in longspan.__all__} - seen - {"longspan.exchange"}
+    assert not missing, f"docs/reference/api.md does not name {sorted(missing)}"
+    return "".join(parts)
+
+
+def public_names(text: str, module: str) -> dict[str, str]:
+    """Return the functions and classes that a section of the API page names, as paths, and how it writes them."""
+    found: dict[str, str] = {}
+    for match in re.finditer(r"`(?:longspan\.)?([A-Za-z_.]+)(\([^`]*\))?`", FENCE.sub("", text)):
+        name = match[1].replace("sp.", "SequenceSharding.") if match[1].startswith("sp.") else match[1]
+        listed = match[2] is not None and (module != "longspan" or name.startswith("SequenceSharding."))
+        if listed or name in longspan.__all__:
+            found.setdefault(f"{module}.{name}" if listed else f"longspan.{name}", match[0])
+    return found
+
+
+def cli_page(text: str) -> str:
+    """Link the section of each command to a generated page with all its flags."""
+    for name, (module, config, summary) in COMMANDS.items():
+        config_class = getattr(importlib.import_module(module), config)
+        write(f"reference/flags/{name}.md", flags_page(name, summary, config_class))
+        heading = f"## `longspan {name}`\n"
+        assert heading in text, f"docs/reference/cli.md has no section {heading}"
+        text = text.replace(heading, f"{heading}\n[All flags of `longspan {name}`](flags/{name}.md)\n")
+    return text
+
+
+def flags_page(command: str, summary: str, config_class: type[Any]) -> str:
+    """Return a page with a table for each section of a command's flags, from the docstrings that --help prints."""
+    _, _, doc = inspect.cleandoc(config_class.__doc__ or "").partition("\n\n")
+    parts = [f"# longspan {command}", f"{summary[0].upper()}{summary[1:]}.", doc]
+    by_section: dict[str, list[Option]] = {}
+    for option in options(config_class).values():
+        by_section.setdefault(option.section, []).append(option)
+    kinds = typing.get_type_hints(config_class)
+    texts = field_texts(config_class)
+    for section, group in by_section.items():
+        owner = kinds[section] if section else config_class
+        meanings = field_texts(owner)
+        if len(by_section) > 1:
+            parts += [f"## {section.capitalize() or 'General'}", texts.get(section) or owner.__doc__ if section else ""]
+        parts.append("\n".join(f"- {flag(option, owner)}: {escaped(meanings[option.name])}" for option in group))
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def flag(option: Option, owner: type[Any]) -> str:
+    """Return a flag with its choices and its default."""
+    kinds = [part for part in typing.get_args(option.kind) or [option.kind] if part is not type(None)]
+    choices = [f"`{value}`" for kind in kinds for value in (typing.get_args(kind) or [kind]) if isinstance(value, str)]
+    field = next(field for field in dataclasses.fields(owner) if field.name == option.name)
+    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    if value is dataclasses.MISSING:
+        value = "required"
+    elif value is None or value in ("", ()):
+        value = None
+    elif isinstance(value, bool):
+        value = "default: on" if value else "default: off"
+    else:
+        value = f"default: `{' '.join(map(str, value)) if isinstance(value, tuple) else value}`"
+    notes = "; ".join(filter(None, [", ".join(choices), value]))
+    return f"**`--{option.flag}`**" + (f" ({notes})" if notes else "")
+
+
+def escaped(text: str) -> str:
+    return re.sub(r"([<*_])", r"\\\1", text) if "`" not in text else text.replace("<", "&lt;")
+
+
+def index_for_models() -> str:
+    """Return llms.txt: what the project is, and every page of the navigation with its first sentence."""
+    lines = ["# longspan", "", f"> {first_sentence((ROOT / LANDING).read_text())}"]
+    for line in (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].splitlines():
+        if section := re.fullmatch(r"  - ([^:]+):", line):
+            lines += ["", f"## {section[1]}", ""]
+        elif page := re.fullmatch(r" +- (?:([^:]+): )?(\S+\.md)", line):
+            text = (PAGES / page[2]).read_text()
+            title = page[1] or re.search(r"^# (.*)", text, re.MULTILINE)[1]
+            lines.append(f"- [{title}]({page[2].removesuffix('.md').removesuffix('index')}): {first_sentence(text)}")
+    return "\n".join(lines) + "\n"
+
+
+def first_sentence(page: str) -> str:
+    """Return the first sentence of a page's first paragraph, without links; of a page of docstrings, their names."""
+    if names := re.findall(r"^::: (\S+)$", page, re.MULTILINE):
+        return ", ".join(f"`{name}`" for name in names)
+    paragraphs = filter(None, map(str.strip, re.split(r"\n\s*\n", FENCE.sub("", page))))
+    paragraph = next((text for text in paragraphs if text[0] not in "#!<|-"), "")
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)|\*\*", lambda match: match[1] or "", " ".join(paragraph.split()))
+    return re.split(r"(?<=[.!?]) (?=[A-Z`])", plain)[0]
+
+
+CHANGED: dict[str, Callable[[str], str]] = {
+    LANDING: "---\nhide: [navigation]\n---\n\n{}".format,
+    "docs/reference/api.md": api_page,
+    "docs/reference/cli.md": cli_page,
+}
+"""Pages that are not staged as they are."""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The documentation site: it builds, its links work, and the generated reference is complete."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+import urllib.parse
+from pathlib import Path
+
+import pytest
+
+import longspan
+from longspan.cli import COMMANDS
+from longspan.core.sections import options
+from tests.test_readme import ROOT
+
+PAGES = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
+
+
+@pytest.fixture(scope="module")
+def site() -> Path:
+    done = subprocess.run([sys.executable, "docs/build_site.py"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return ROOT / "build" / "site"
+
+
+def _ids(page: Path) -> set[str]:
+    return set(re.findall(r'\bid="?([^"\s>]+)', page.read_text())) | {""}
+
+
+def test_links_of_the_built_site(site: Path) -> None:
+    ids = {page: _ids(page) for page in site.rglob("*.html")}
+    broken = []
+    for page in ids:
+        for link in re.findall(r'\b(?:href|src)="?([^"\s>]+)', page.read_text()):
+            url = urllib.parse.urlsplit(link.replace("&amp;", "&"))
+            if url.scheme or page.name == "404.html":
+                continue
+            target = (page.parent / urllib.parse.unquote(url.path)).resolve() if url.path else page
+            target = target / "index.html" if target.is_dir() else target
+            fragment = urllib.parse.unquote(url.fragment)
+            if not target.exists() or (target in ids and fragment not in ids[target]):
+                broken.append(f"{page.relative_to(site)}: {link}")
+    assert broken == []
+
+
+def test_every_public_name_has_its_docstring(site: Path) -> None:
+    found = set().union(*(_ids(page) for page in (site / "reference" / "python").rglob("*.html")))
+    assert [name for name in longspan.__all__ if f"longspan.{name}" not in found and name != "exchange"] == []
+    assert "longspan.SequenceSharding.shard" in found and "longspan.checkpoint.save" in found
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_flag_has_its_help(site: Path, command: str) -> None:
+    module, config, _ = COMMANDS[command]
+    page = (site / "reference" / "flags" / command / "index.html").read_text()
+    flags = [option.flag for option in options(getattr(importlib.import_module(module), config)).values()]
+    assert [flag for flag in flags if f"<code>--{flag}</code>" not in page] == []
+
+
+def test_every_page_is_in_the_navigation_and_in_the_list_of_pages() -> None:
+    navigation = re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert len(navigation) == len(set(navigation))
+    assert set(PAGES) - {"README.md"} <= set(navigation)
+    listed = re.findall(r"\]\((\S+\.md)\)", (ROOT / "docs" / "README.md").read_text())
+    assert set(PAGES) - {"README.md"} <= set(listed)
+
+
+def test_the_list_for_language_models_names_every_page(site: Path) -> None:
+    index = (site / "llms.txt").read_text()
+    assert [page for page in PAGES if page != "README.md" and f"]({page.removesuffix('.md')})" not in index] == []
+
+
+def test_pages_are_short() -> None:
+    long = {page: len((ROOT / "docs" / page).read_text().split()) for page in PAGES}
+    assert {page: words for page, words in long.items() if words > 1200} == {}
