@@ -153,17 +153,19 @@ def tokenizer_of(flag: str, name: str) -> str:
     return name if has_tokenizer(name) else base_of(flag, name)
 
 
-def read_model_config(flag: str, name: str, context: int, rope: RopeAsked = AS_IS) -> tuple[Any, RopeScaling | None]:
+def read_model_config(
+    flag: str, name: str, context: int, rope: RopeAsked = AS_IS, *, pictures: bool = False
+) -> tuple[Any, RopeScaling | None]:
     """Read the Hugging Face config of a model, folder or file; return it with the RoPE scaling that was applied.
 
-    `context` is in tokens per sequence; `flag` names the option in messages.
+    `context` is in tokens per sequence; `flag` names the option in messages; `pictures`: see `check_language_model`.
     """
     _refuse_planners_name(flag, name)
     check_source(flag, name, local=flag == "--config")
     name = base_of(flag, name)
     _check_json(flag, name)
     config = open_config(f"{flag} {name}", name)
-    return config, check_language_model(f"{flag} {name}", config, context, rope)
+    return config, check_language_model(f"{flag} {name}", config, context, rope, pictures=pictures)
 
 
 def open_config(label: str, name: str) -> Any:
@@ -176,12 +178,22 @@ def open_config(label: str, name: str) -> Any:
         raise LongspanError(f"{label}: no model config can be read there: {first_line(error)}") from error
 
 
+_VISION = "a vision-language model"
+
+
 def kind_of(config: Any) -> str | None:
     """Return the kind of model, if it is not a language model over one sequence of tokens; else None."""
     if getattr(config, "is_encoder_decoder", False):
         return "an encoder-decoder"
-    kinds = {"vision_config": "a vision-language model", "audio_config": "an audio-language model"}
+    kinds = {"vision_config": _VISION, "audio_config": "an audio-language model"}
     return next((kind for part, kind in kinds.items() if getattr(config, part, None) is not None), None)
+
+
+def takes_pictures(config: Any) -> bool:
+    """Return whether a config is that of a vision-language model that longspan can shard."""
+    from longspan.hf.vision import FAMILIES
+
+    return kind_of(config) == _VISION and getattr(config, "model_type", None) in FAMILIES
 
 
 def _has_text_model(config: Any) -> bool:
@@ -193,37 +205,55 @@ def _has_text_model(config: Any) -> bool:
 
 def without_dropout(config: Any) -> Any:
     """Set every dropout probability of a Hugging Face config to 0, in place, and return it."""
-    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+    parts = [config, config.get_text_config(), getattr(config, "vision_config", None)]
+    for part in {id(part): part for part in parts if part is not None}.values():
         for key, value in list(vars(part).items()):
             if isinstance(value, float) and "drop" in key:
                 setattr(part, key, 0.0)
     return config
 
 
-def check_language_model(where: str, config: Any, context: int, rope: RopeAsked = AS_IS) -> RopeScaling | None:
+def check_language_model(
+    where: str, config: Any, context: int, rope: RopeAsked = AS_IS, *, pictures: bool = False
+) -> RopeScaling | None:
     """Raise unless a config is a language model's; apply a RoPE scaling to it, in place, and return it.
 
-    `context` is in tokens per sequence; `where` names the config in messages.
+    `context` is in tokens per sequence; `where` names the config in messages. With `pictures`, it may be that of a
+    vision-language model that longspan can shard.
     """
     kind = kind_of(config)
-    if getattr(config, "is_encoder_decoder", False) or (kind is not None and not _has_text_model(config)):
-        raise LongspanError(
-            f"{where} is {kind} ({config.model_type}); longspan takes causal language models (decoder-only), and to "
-            "verify masked ones: give one of those"
-        )
+    seen = pictures and takes_pictures(config)
+    if not seen and (
+        getattr(config, "is_encoder_decoder", False) or (kind is not None and not _has_text_model(config))
+    ):
+        raise LongspanError(f"{where} is {kind} ({config.model_type}); {_instead_of(config, kind, pictures)}")
     text = config.get_text_config()
     vocabulary = getattr(text, "vocab_size", None)
     if not isinstance(vocabulary, int) or vocabulary < 1:
         raise LongspanError(
             f"{where} is not the config of a language model: its vocab_size is {format_value(vocabulary)}"
         )
-    if not _has_text_model(config):
+    if not seen and not _has_text_model(config):
         raise LongspanError(f"{where} is of the type {config.model_type}, of which transformers has no language model")
     scaling = scaling_for(positions_of(config), rope, context, where)
     if scaling is not None:
         _scale(text, scaling)
         _check_survives_saving(where, text, scaling)
     return scaling
+
+
+def _instead_of(config: Any, kind: str | None, pictures: bool) -> str:
+    """Return which models a command takes instead of one of this kind."""
+    if not pictures and takes_pictures(config):
+        return (
+            "this command reads text alone. Train it with pictures by longspan.trainer or in your own script; "
+            "`longspan verify` and `longspan generate` take it"
+        )
+    if kind == _VISION and pictures:
+        from longspan.hf.vision import FAMILIES
+
+        return f"longspan takes those of the types {', '.join(FAMILIES)}: give one of them, or a language model"
+    return "longspan takes causal language models (decoder-only), and to verify masked ones: give one of those"
 
 
 def positions_of(config: Any) -> RopeState:

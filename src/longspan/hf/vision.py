@@ -82,6 +82,7 @@ class GridEncoder(Encoder):
     """Patches of all pictures in one tensor, with a grid (frames, height, width) of each. A unit is a frame."""
 
     grid: str
+    frames_apart: bool = False  # whether the processor writes text (its time) between a video's frames
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -172,10 +173,12 @@ class ImageEncoder(Encoder):
 
     def smallest(self, core: Any, device: torch.device) -> dict[str, Any]:
         vision = core.config.vision_config
-        height, width = _two(vision.image_size)
+        sized = "image_sizes" in _required(core.get_image_features)
+        side = core.config.spatial_merge_size if sized else None
+        height, width = _two(vision.image_size) if side is None else (side * size for size in _two(vision.patch_size))
         channels = getattr(vision, "num_channels", 3)
         batch = {self.pixels: torch.zeros(1, channels, height, width, device=device)}
-        if "image_sizes" in _required(core.get_image_features):
+        if sized:
             batch["image_sizes"] = torch.tensor([[height, width]], device=device)
         return batch
 
@@ -208,14 +211,15 @@ def _mistral_rows(core: Any, h: int, w: int, sized: bool) -> int:
 
 
 _IMAGES = GridEncoder("image", "pixel_values", "image_token_id", "image_grid_thw")
-_QWEN = (_IMAGES, GridEncoder("video", "pixel_values_videos", "video_token_id", "video_grid_thw"))
-_GLM = (_IMAGES, GridEncoder("video", "pixel_values_videos", "image_token_id", "video_grid_thw"))
+_QWEN2 = (_IMAGES, GridEncoder("video", "pixel_values_videos", "video_token_id", "video_grid_thw"))
+_QWEN3 = (_IMAGES, GridEncoder("video", "pixel_values_videos", "video_token_id", "video_grid_thw", frames_apart=True))
+_GLM = (_IMAGES, GridEncoder("video", "pixel_values_videos", "image_token_id", "video_grid_thw", frames_apart=True))
 
 FAMILIES: dict[str, tuple[Encoder, ...]] = {
-    "qwen2_vl": _QWEN,
-    "qwen2_5_vl": _QWEN,
-    "qwen3_vl": _QWEN,
-    "qwen3_vl_moe": _QWEN,
+    "qwen2_vl": _QWEN2,
+    "qwen2_5_vl": _QWEN2,
+    "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": _QWEN3,
     "glm4v": _GLM,
     "glm4v_moe": _GLM,
     "llava": (ImageEncoder("image", "pixel_values", "image_token_id", _llava_rows),),

@@ -26,7 +26,8 @@ class VerifyConfig(MemoryFlags, RopeFlags, RankFlags):
     """
 
     model: str | None = None
-    """Name or folder of a Hugging Face causal (or masked) LM, with its weights. Give this, --config or --resume."""
+    """Name or folder of a Hugging Face causal (or masked) LM or vision-language model, with its weights. Give this,
+    --config or --resume."""
     config: Path | None = None
     """A model's config.json: verify it with random weights (with --resume: see there)."""
     resume: str | None = None
@@ -41,7 +42,7 @@ class VerifyConfig(MemoryFlags, RopeFlags, RankFlags):
     """Sequences per replica."""
     data: str | None = None
     """Text to run: a .txt, .jsonl or .parquet file, a folder of these, "pydoc", or a dataset's name.
-    By default random tokens."""
+    By default random tokens. A vision-language model also gets random pictures."""
     tokenizer: str | None = None
     """Tokenizer for --data: a name, a folder, or "bytes". By default the model's (--model), or "bytes" (--config,
     --resume)."""

@@ -24,12 +24,14 @@ from longspan.hf.pretrained import (
     check_language_model,
     is_adapter,
     read_model_config,
+    takes_pictures,
     tokenizer_of,
     without_dropout,
 )
 from longspan.hf.tensor_parallel.plan import tensor_plan
 from longspan.hf.weights.origin import Origin
 from longspan.verify.config import VerifyConfig
+from longspan.verify.pictures import Pictures, add_pictures, joined
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,19 @@ class Inputs:
     Attributes:
         model_config: the Hugging Face config, without dropout and cache.
         batch_BS: the global batch.
+        pictures: those of each row, to add to a batch of these rows; empty for other than vision-language models.
         checkpoint: source of the weights with `--resume`, else None.
     """
 
     model_config: Any
     batch_BS: dict[str, torch.Tensor]
+    pictures: tuple[Pictures, ...] = ()
     checkpoint: Checkpoint | None = None
+
+    def rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
+        """Return some rows of the batch, with their pictures."""
+        cut = {name: x[start:stop] for name, x in self.batch_BS.items()}
+        return cut | joined(self.pictures[start:stop])
 
 
 def open_inputs(config: VerifyConfig, resumed: Checkpoint | None = None) -> Inputs:
@@ -53,7 +62,11 @@ def open_inputs(config: VerifyConfig, resumed: Checkpoint | None = None) -> Inpu
     if config.parallel.tensor > 1:
         model = model_origin(config, model_config).on_meta()
         tensor_plan(model, config.parallel.tensor, 0, config.parallel.tensor_style, config.parallel.sequence_ranks)
-    return Inputs(model_config, make_batch(config, model_config), resumed)
+    batch_BS = make_batch(config, model_config)
+    if not takes_pictures(model_config):
+        return Inputs(model_config, batch_BS, (), resumed)
+    pictures = add_pictures(batch_BS, model_origin(config, model_config).on_meta(), config.seed)
+    return Inputs(model_config, batch_BS, pictures, resumed)
 
 
 def open_resumed(config: VerifyConfig, ranks: Ranks, *, content: bool = True) -> Inputs:
@@ -94,7 +107,9 @@ def _open_config(config: VerifyConfig, resumed: Checkpoint | None) -> tuple[str,
         return name, opened
     flag = "--model" if config.model is not None else "--config"
     name = f"{flag} {config.model or config.config}"
-    opened, _ = read_model_config(flag, str(config.model or config.config), config.context, config.rope())
+    opened, _ = read_model_config(
+        flag, str(config.model or config.config), config.context, config.rope(), pictures=True
+    )
     if resumed is not None:
         check_same_model(resumed, name, opened)
     return name, opened
@@ -108,13 +123,13 @@ def build_model(config: VerifyConfig, model_config: Any) -> Any:
 def model_origin(config: VerifyConfig, model_config: Any) -> Origin:
     """Return the source of the model's weights and class.
 
-    It is a masked LM if the config's `architectures` name one (BERT), else a causal LM. A checkpoint of `longspan
-    train` always has a causal LM; its weights are random until `checkpoint.load_weights`.
+    It is a masked LM if the config's `architectures` name one (BERT), a vision-language model, else a causal LM. A
+    checkpoint of `longspan train` always has a causal LM; its weights are random until `checkpoint.load_weights`.
 
     Attention is transformers' `sdpa`, or `eager` for a model without `sdpa` or with a softcap (Gemma-2), which older
     versions of `sdpa` silently ignore. Random weights (`--config`) depend on the seed alone.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMaskedLM
     from transformers.utils import logging
 
     from longspan.compat.transformers_api import has_no_sdpa
@@ -129,8 +144,9 @@ def model_origin(config: VerifyConfig, model_config: Any) -> Origin:
         )
     masked = config.resume is None and any(name.endswith("ForMaskedLM") for name in architectures)
     softcap = getattr(getattr(model_config, "text_config", model_config), "attn_logit_softcapping", None)
+    language = AutoModelForImageTextToText if takes_pictures(model_config) else AutoModelForCausalLM
     origin = Origin(
-        AutoModelForMaskedLM if masked else AutoModelForCausalLM,
+        AutoModelForMaskedLM if masked else language,
         model_config,
         torch.float32 if config.dtype == "fp32" else torch.bfloat16,
         None if config.model is None else base_of("--model", config.model),

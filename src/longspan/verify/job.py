@@ -54,13 +54,14 @@ def worker(config: VerifyConfig, heartbeat: Heartbeat | None = None) -> Report:
     from longspan.checkpoint import Ranks
     from longspan.comm.mesh import make_sharding
     from longspan.verify.inputs import model_origin
-    from longspan.verify.runs import logits_part, make_models, make_report, sharded_parts, unsharded_runs
+    from longspan.verify.runs import as_dtype, logits_part, make_models, make_report, sharded_parts, unsharded_runs
 
     config.check()
     inputs, ranks = _agreed_inputs(config, heartbeat or launch.unwatched(config))
     sp = make_sharding(config.parallel)
     hosts = sp.host_group
-    batch_BS = {name: x.to(sp.device) for name, x in inputs.batch_BS.items()}
+    rows = config.batch * config.parallel.data_degree
+    batch_BS = {name: x.to(sp.device) for name, x in inputs.rows(0, rows).items()}
     alone = Ranks.alone()
 
     def load(unsharded: torch.nn.Module) -> None:
@@ -73,14 +74,15 @@ def worker(config: VerifyConfig, heartbeat: Heartbeat | None = None) -> Report:
     del unsharded, shard  # free the unsharded weights
     if inputs.checkpoint is not None:  # each rank loads its shards, as `train --resume` does
         checkpoint.load_weights(inputs.checkpoint, model, ranks)
-    mine = slice(sp.data_rank * config.batch, (sp.data_rank + 1) * config.batch)
-    out = model(**{name: x[mine] for name, x in batch_BS.items()})
+    mine_BS = inputs.rows(sp.data_rank * config.batch, (sp.data_rank + 1) * config.batch)
+    mine_BS = {name: x.to(sp.device) for name, x in as_dtype(mine_BS, model).items()}
+    out = model(**mine_BS)
     out.loss.backward()
     parts = dict(sharded_parts(sp, model, out.loss))
     with torch.no_grad():  # in training, the model returns no logits
-        out = model(**{name: x[mine] for name, x in batch_BS.items() if name != "labels"})
+        out = model(**{name: x for name, x in mine_BS.items() if name != "labels"})
     parts["logits"] = logits_part(config, sp, out.logits)
-    return make_report(config, sp, hosts, references, parts, inputs.checkpoint)
+    return make_report(config, sp, hosts, references, parts, inputs)
 
 
 def _agreed_inputs(config: VerifyConfig, heartbeat: Heartbeat) -> tuple[Inputs, Ranks]:

@@ -53,7 +53,9 @@ ROUNDINGS = 8
 """Roundings per layer of a compressed all-to-all: q, k, v and the output, and their gradients."""
 
 _GROUPS: tuple[tuple[str, str], ...] = (
-    # The first match wins: "embed_out" is a head, and "query_key_value" not a query alone.
+    # The first match wins: a tower has layers of its own, "embed_out" is a head, "query_key_value" not a query alone.
+    ("projector", r"(^|[._])(merger|projector|connector)(_list)?\."),
+    ("vision tower", r"(^|\.)(visual|vision_tower|vision_model)\."),
     ("norms", r"norm|(^|[._])ln(_|\d|\.)"),
     ("lm head", r"(^|\.)(lm_head|embed_out|output)\."),
     ("embeddings", r"embed|wte|wpe"),
@@ -70,6 +72,7 @@ GROUP_ORDER = (
     "loss",
     "logits",
     "embeddings",
+    *("vision tower", "projector"),
     *("attention qkv", "attention q", "attention k", "attention v", "attention o"),
     *("recurrent", "mlp", "norms", "lm head", "other"),
 )
@@ -81,7 +84,7 @@ def group_of(name: str) -> str:
 
 
 def layer_of(name: str) -> int | None:
-    """Return the decoder layer of a parameter: the first number in its dotted name, or None."""
+    """Return the layer of a parameter, or of the tower: the first number in its dotted name, or None."""
     return next((int(part) for part in name.split(".") if part.isdigit()), None)
 
 
@@ -176,7 +179,7 @@ def judge(sums: dict[str, list[ErrorSums]], criterion: Criterion) -> tuple[Check
         group, layer = name if name in ("loss", "logits") else group_of(name), layer_of(name)
         total = totals[name]
         max_abs, worst_row = tuple(s.max_abs for s in per_rank), tuple(s.worst_row for s in per_rank)
-        sizes = [_scale2(s, total, typical.get(layer, 0.0), criterion) for s in per_rank]
+        sizes = [_scale2(s, total, typical.get(_place(name), 0.0), criterion) for s in per_rank]
         errors, noise = (
             tuple(relative(error, size) for error, size in zip(squares, sizes, strict=True))
             for squares in ([s.sharded for s in per_rank], [s.unsharded for s in per_rank])
@@ -192,13 +195,18 @@ def judge(sums: dict[str, list[ErrorSums]], criterion: Criterion) -> tuple[Check
     return tuple(checks)
 
 
-def _typical_squares(totals: dict[str, ErrorSums]) -> dict[int | None, float]:
-    """Return by layer (None outside of layers) the median of its gradients' mean squares."""
-    squares: dict[int | None, list[float]] = {}
+def _place(name: str) -> tuple[bool, int | None]:
+    """Return whether a parameter belongs to a vision tower, and its layer."""
+    return group_of(name) in ("vision tower", "projector"), layer_of(name)
+
+
+def _typical_squares(totals: dict[str, ErrorSums]) -> dict[tuple[bool, int | None], float]:
+    """Return by layer the median of its gradients' mean squares."""
+    squares: dict[tuple[bool, int | None], list[float]] = {}
     for name, total in totals.items():
         if name not in ("loss", "logits") and total.elements:
-            squares.setdefault(layer_of(name), []).append(total.reference / total.elements)
-    return {layer: statistics.median(of_layer) for layer, of_layer in squares.items()}
+            squares.setdefault(_place(name), []).append(total.reference / total.elements)
+    return {place: statistics.median(of_place) for place, of_place in squares.items()}
 
 
 def _scale2(part: ErrorSums, total: ErrorSums, typical: float, criterion: Criterion) -> float:

@@ -207,6 +207,8 @@ def _count(report: Report) -> str:
 def _print_title(report: Report, console: Console) -> None:
     setup, criterion = report.setup, report.criterion
     text = "random tokens" if setup["data"] is None else setup["data"]
+    for kind, count in setup.get("pictures", {}).items():
+        text += f", {count} {kind}{'s' * (count > 1)}"
     ring = f"ring {setup['ring']} x " if setup["ring"] > 1 else ""
     tensor = f" x tensor {setup['tensor']} ({setup['tensor_style']})" if setup.get("tensor", 1) > 1 else ""
     console.print(f"[bold]longspan verify[/]  {setup['model']} ({setup['weights']} weights) on {setup['device']}")

@@ -8,6 +8,7 @@ vocabulary.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -20,7 +21,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.overrides import TorchFunctionMode
 
 import longspan
-from longspan.checkpoint import Checkpoint
 from longspan.comm.consistency import check_same_model
 from longspan.comm.digests import digests_of, local_part, weights_of
 from longspan.comm.errors import on_every_rank
@@ -31,11 +31,13 @@ from longspan.core.sections import values
 from longspan.hf.loading import find_source, load_from
 from longspan.hf.parallelize import parallelize
 from longspan.hf.support import check_model, is_masked_lm, mixer_layers, switch_dropout_off
+from longspan.hf.vision import encoders_of
 from longspan.hf.weights.origin import Origin
 from longspan.hf.weights.sources import FirstRank, my_slices
 from longspan.ranks.launch import threads_per_rank
 from longspan.verify.compare import ErrorSums, LocalRows, compare_rows, row_chunks
 from longspan.verify.config import VerifyConfig
+from longspan.verify.inputs import Inputs
 from longspan.verify.judge import NUDGES, Criterion, judge, layer_of
 from longspan.verify.report import Equality, Report
 
@@ -109,7 +111,7 @@ def run_unsharded(model: nn.Module, batch_BS: dict[str, Tensor]) -> Tensors:
         has one, under its name.
     """
     with fp64_casts(model):
-        out = model(**batch_BS)
+        out = model(**as_dtype(batch_BS, model))
     loss = out.loss
     if out.logits.dtype == torch.float64:
         predictions_BSV, labels_BS = out.logits, batch_BS["labels"]
@@ -127,13 +129,20 @@ def run_unsharded(model: nn.Module, batch_BS: dict[str, Tensor]) -> Tensors:
     return tensors
 
 
-def fp64_casts(model: nn.Module) -> AbstractContextManager[object]:
-    """Return a context in which casts to fp32 are casts to fp64, for a model with recurrent layers in fp64.
+def as_dtype(batch: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Return a batch with its pixels in the dtype of the model's weights."""
+    dtype = next(model.parameters()).dtype
+    return {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
 
-    transformers computes these layers in fp32. Two such runs share roundings, so neither would measure the other's.
+
+def fp64_casts(model: nn.Module) -> AbstractContextManager[object]:
+    """Return a context in which casts to fp32 are casts to fp64, for a model in fp64 with recurrent layers or a tower.
+
+    transformers computes these layers, and a vision tower's rotations, in fp32. Two such runs share roundings, so
+    neither would measure the other's.
     """
     wide = next(model.parameters()).dtype == torch.float64
-    return _Fp64Casts() if wide and mixer_layers(model) else nullcontext()
+    return _Fp64Casts() if wide and (mixer_layers(model) or encoders_of(model)) else nullcontext()
 
 
 class _Fp64Casts(TorchFunctionMode):
@@ -251,11 +260,11 @@ def make_report(
     hosts: dist.ProcessGroup | None,
     references: tuple[Tensors, Tensors],
     parts: dict[str, LocalRows],
-    checkpoint: Checkpoint | None = None,
+    inputs: Inputs,
 ) -> Report:
     """Compare this rank's `parts` with rank 0's results of the reference run and of the unsharded run. Collective.
 
-    `hosts` is the group of all ranks for Python objects; `checkpoint` the source of the weights, if any.
+    `hosts` is the group of all ranks for Python objects.
     """
     mine = {name: _measure(name, part, references, sp) for name, part in parts.items()}
     everyone = gather_objects(mine, hosts)
@@ -272,7 +281,7 @@ def make_report(
         equal = [digests == of_ranks[rank % sp.tensor_size] for rank, digests in enumerate(of_ranks)]
         equalities.append(Equality.of("gradients", equal))
     return Report(
-        setup=_setup(config, sp, checkpoint),
+        setup=_setup(config, sp, inputs),
         criterion=criterion,
         checks=judge({name: [sums[name] for sums in everyone] for name in mine}, criterion),
         equalities=tuple(equalities),
@@ -280,8 +289,8 @@ def make_report(
     )
 
 
-def _setup(config: VerifyConfig, sp: SequenceSharding, checkpoint: Checkpoint | None) -> dict[str, Any]:
-    parallel, flags = config.parallel, values(config)
+def _setup(config: VerifyConfig, sp: SequenceSharding, inputs: Inputs) -> dict[str, Any]:
+    parallel, flags, checkpoint = config.parallel, values(config), inputs.checkpoint
     return {
         "model": str(config.model or config.config) if checkpoint is None else str(checkpoint.path),
         "weights": "random" if config.model is None and checkpoint is None else "given",
@@ -292,6 +301,7 @@ def _setup(config: VerifyConfig, sp: SequenceSharding, checkpoint: Checkpoint | 
             "bytes": sum(record.size for record in checkpoint.files.values()),
         },
         "tokens": config.tokens,
+        "pictures": dict(sum((pictures.counts for pictures in inputs.pictures), Counter())),
         **{name: flags[name] for name in _SHOWN},
         "tensor_style": parallel.tensor_style if parallel.tensor > 1 else None,
         "layout": sp.layout.kind,
