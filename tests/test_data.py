@@ -64,11 +64,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _documents(source: DocumentSource, count: int, start: Any = None) -> list[str]:
-    return [text for _, text in itertools.islice(source.documents(start), count)]
+    return [document.text for _, document in itertools.islice(source.documents(start), count)]
 
 
 def _text(sequence: Sequence) -> str:
     return bytes(int(i) - 3 for i in sequence.ids if i > 2).decode()
+
+
+def _without_reader(state: dict[str, Any]) -> dict[str, Any]:
+    return state | {"place": state["place"] | {"reader": None}}
 
 
 def _take(
@@ -105,7 +109,7 @@ def test_documents_resume_from_any_place(folder: Path, shuffle: int) -> None:
     for index in (0, 1, 3, 4, 12, 13, 17):
         place = json.loads(json.dumps(whole[index][0].__dict__))  # through a checkpoint's JSON
         again = _documents(DocumentSource(str(folder), shuffle=shuffle), 12, type(whole[0][0])(**place))
-        assert again == [text for _, text in whole[index : index + 12]]
+        assert again == [document.text for _, document in whole[index : index + 12]]
 
 
 def test_a_hub_dataset_is_opened_by_name_config_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +198,7 @@ def test_a_stream_resumes_from_any_state(folder: Path, by_bytes: TextTokenizer, 
             assert got.ids.tolist() == expected.ids.tolist()
             assert got.starts == expected.starts
             # The reader may spell the same place in another way.
-            assert got.state | {"reader": None} == expected.state | {"reader": None}
+            assert _without_reader(got.state) == _without_reader(expected.state)
     # Another context resumes at the same token.
     longer = _take(DocumentSource(str(folder), shuffle=4), by_bytes, context + 3, 2, whole[2].state)
     ids = np.concatenate([s.ids for s in longer])
@@ -257,7 +261,7 @@ def test_ranks_that_share_tokenisation_have_the_stream_of_one_rank(
     monkeypatch.setattr("longspan.data.stream.split_text", lambda text: split_text(text, 100))
     whole = _take(DocumentSource(str(folder), shuffle=4), by_bytes, context, 100)
     plain = [(s.ids.tolist(), s.starts, s.state) for s in whole]
-    assert any(state["piece"] > 2 for *_, state in plain) and plain[-1][2]["epoch"] > 0
+    assert any(state["piece"] > 2 for *_, state in plain) and plain[-1][2]["place"]["epoch"] > 0
     for first in (0, 7, 31):
         state = plain[first - 1][2] if first else None
         every = pool4.run(_tokenised_together, folder, context, 60, state, 100)
@@ -375,7 +379,7 @@ def test_unreadable_files_are_refused_by_name(tmp_path: Path) -> None:
 def test_rows_without_the_field_are_refused(tmp_path: Path) -> None:
     rows = [{"text": "there"} if i % 2 else {"body": "not there"} for i in range(7)]
     (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
-    _refused(r"a\.jsonl: line 1 has no field 'text'; it has 'body'", tmp_path)
+    _refused(r"a\.jsonl, line 1 has no field 'text'; it has 'body'", tmp_path)
     late = [{"text": "x" * 1000}] * 1500 + [{"Text": "late"}]  # behind what is looked at beforehand
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, late)))
     assert _documents(DocumentSource(str(tmp_path), shuffle=0), 1500)

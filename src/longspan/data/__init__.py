@@ -1,13 +1,16 @@
 """From text to batches: documents are read as a stream, tokenised, and packed into sequences of one length.
 
 - `readers`, `source`: documents from files or a dataset, shuffled.
+- `rows`, `chats`: what a row is, and its ids with a loss on what the model is to learn.
 - `stream`: documents to token ids, ids to sequences, sequences to the batches of each data rank.
 - `rounds`: the ranks share the work of making ids.
 
 The order of the sequences depends on the data and the seed, never on the mesh.
 """
 
+from longspan.data.chats import RowTokenizer
 from longspan.data.rounds import ROUNDS_AHEAD, check_same_text, merge_rounds, rounds
+from longspan.data.rows import Document
 from longspan.data.source import PYDOC, DocumentSource
 from longspan.data.stream import (
     BYTES,
@@ -24,7 +27,9 @@ __all__ = [
     "BYTES",
     "PYDOC",
     "ROUNDS_AHEAD",
+    "Document",
     "DocumentSource",
+    "RowTokenizer",
     "Sequence",
     "SequenceStream",
     "StepBatch",

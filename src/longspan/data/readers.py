@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from longspan.core.errors import LongspanError
-from longspan.core.validation import format_value, near
+from longspan.core.validation import near
+from longspan.data.rows import Document, Format, Kind, check_object, columns_of, document_of, kind_of
 from longspan.hf.pretrained import first_line, not_found
 
 KINDS = (".txt", ".jsonl", ".parquet")
@@ -30,29 +31,33 @@ class Reader(Protocol):
 
     def tell(self) -> dict[str, Any]: ...
 
-    def __iter__(self) -> Iterator[str]: ...
+    def __iter__(self) -> Iterator[Document]: ...
 
 
 class LocalFiles:
     """Files one after another: .txt, then .jsonl, then .parquet, each kind in the given order.
 
-    Every row of .jsonl and .parquet must have the field `text_field`. An explicit null is an empty text.
+    What the rows of a .jsonl or .parquet file are follows from the columns of its first row, or from `format`; every
+    row must have these columns. An explicit null is an empty text.
 
     Raises:
-        LongspanError: for a file that cannot be read, or whose columns or first row lack the field; on iteration for
+        LongspanError: for a file that cannot be read, or whose columns or first row match no format; on iteration for
             any other row.
     """
 
-    def __init__(self, files: list[Path], text_field: str) -> None:
+    def __init__(self, files: list[Path], text_field: str, format: Format = "auto") -> None:
         self.files = sorted(files, key=lambda file: KINDS.index(file.suffix))
-        self.text_field = text_field
+        self.text_field, self.format = text_field, format
+        self._kinds: dict[Path, Kind] = {}
         self._at = dict(_START)
         for file in self.files:
             if file.suffix == ".parquet":
                 self._open_parquet(file)
+            elif file.suffix == ".txt" and format not in ("auto", "text"):
+                raise LongspanError(f"--data {file} is text, and --format {format} was asked for; remove the file")
             elif file.suffix == ".jsonl":
                 for number, row, _ in self._rows(file, 1, 0):
-                    self._text_of(file, number, row)
+                    self._document(file, number, row)
                     break
 
     def seek(self, state: dict[str, Any] | None) -> None:
@@ -61,27 +66,27 @@ class LocalFiles:
     def tell(self) -> dict[str, Any]:
         return dict(self._at)
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[Document]:
         readers = {".txt": self._read_text, ".jsonl": self._read_lines, ".parquet": self._read_parquet}
         while self._at["file"] < len(self.files):
             file = self.files[self._at["file"]]
             yield from readers[file.suffix](file)
             self._at = {"file": self._at["file"] + 1, "row": 0, "offset": 0}
 
-    def _read_text(self, file: Path) -> Iterator[str]:
+    def _read_text(self, file: Path) -> Iterator[Document]:
         if self._at["row"] == 0:
             try:
                 text = file.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 _unreadable(file, error)
             self._at["row"] = 1
-            yield text
+            yield Document(text, where=f"--data {file}")
 
-    def _read_lines(self, file: Path) -> Iterator[str]:
+    def _read_lines(self, file: Path) -> Iterator[Document]:
         for number, row, offset in self._rows(file, self._at["row"] + 1, self._at["offset"]):
-            text = self._text_of(file, number, row)
+            document = self._document(file, number, row)
             self._at |= {"row": number, "offset": offset}
-            yield text
+            yield document
 
     def _rows(self, file: Path, number: int, offset: int) -> Iterator[tuple[int, Any, int]]:
         """Yield line number, row and the offset of the next line, from a line on. Skip blank lines."""
@@ -98,19 +103,12 @@ class LocalFiles:
         except OSError as error:
             _unreadable(file, error)
 
-    def _text_of(self, file: Path, number: int, row: Any) -> str:
-        if not isinstance(row, dict):
-            raise LongspanError(
-                f"--data {file}: line {number} holds {format_value(row)}, not an object with the field "
-                f"{self.text_field!r}"
-            )
-        if self.text_field not in row:
-            raise LongspanError(
-                f"--data {file}: line {number} has no field {self.text_field!r}; it has "
-                f"{', '.join(map(repr, row)) or 'nothing'}: choose a field that all rows have with --text-field, or "
-                "remove that row (a row with an empty text is skipped)"
-            )
-        return _checked_text(row[self.text_field], f"the field {self.text_field!r} of --data {file}, line {number},")
+    def _document(self, file: Path, number: int, row: Any) -> Document:
+        where = f"--data {file}, line {number}"
+        row = check_object(row, self.text_field, where)
+        if file not in self._kinds:
+            self._kinds[file] = kind_of(row, self.text_field, self.format, where)
+        return document_of(row, self._kinds[file], self.text_field, where)
 
     def _open_parquet(self, file: Path) -> Any:
         import pyarrow as pa
@@ -120,38 +118,38 @@ class LocalFiles:
             table = pq.ParquetFile(file)
         except (OSError, pa.ArrowException) as error:
             _unreadable(file, error)
-        names = table.schema_arrow.names
-        if names.count(self.text_field) != 1:
-            raise LongspanError(
-                f"--data {file} has no field {self.text_field!r}; it has {', '.join(map(repr, names))}: choose one of "
-                "them with --text-field, which all files must have"
-            )
-        kind = table.schema_arrow.field(self.text_field).type
-        plain = kind.value_type if pa.types.is_dictionary(kind) else kind
-        if str(plain) not in ("string", "large_string", "string_view", "null"):
-            raise LongspanError(
-                f"the field {self.text_field!r} of --data {file} holds {plain}, not text; choose another with "
-                "--text-field"
-            )
+        names = [name for name in table.schema_arrow.names if table.schema_arrow.names.count(name) == 1]
+        kind = self._kinds[file] = kind_of(names, self.text_field, self.format, f"--data {file}")
+        if kind == "text":
+            column = table.schema_arrow.field(self.text_field).type
+            plain = column.value_type if pa.types.is_dictionary(column) else column
+            if str(plain) not in ("string", "large_string", "string_view", "null"):
+                raise LongspanError(
+                    f"the field {self.text_field!r} of --data {file} holds {plain}, not text; choose another with "
+                    "--text-field"
+                )
         return table
 
-    def _read_parquet(self, file: Path) -> Iterator[str]:
+    def _read_parquet(self, file: Path) -> Iterator[Document]:
         import pyarrow as pa
 
         table = self._open_parquet(file)
-        row, done = 0, self._at["row"]
+        kind = self._kinds[file]
+        columns = columns_of(kind, self.text_field, table.schema_arrow.names)
+        first, done = 0, self._at["row"]
         try:
             for group in range(table.num_row_groups):
                 size = table.metadata.row_group(group).num_rows
-                if row + size <= done:
-                    row += size
+                if first + size <= done:
+                    first += size
                     continue
-                for batch in table.iter_batches(1024, row_groups=[group], columns=[self.text_field]):
-                    for text in batch.column(0):
-                        row += 1
-                        if row > done:
-                            self._at["row"] = row
-                            yield text.as_py() or ""
+                for batch in table.iter_batches(1024, row_groups=[group], columns=columns):
+                    for index in range(max(0, done - first), batch.num_rows):
+                        row = {name: batch.column(name)[index].as_py() for name in columns}
+                        self._at["row"] = first + index + 1
+                        where = f"--data {file}, row {self._at['row']}"
+                        yield document_of(without_nulls(row), kind, self.text_field, where)
+                    first += batch.num_rows
         except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
             _unreadable(file, error)
 
@@ -170,10 +168,18 @@ def _parse(file: Path, number: int, line: bytes) -> Any:
     return row
 
 
-def _checked_text(value: Any, what: str) -> str:
-    if not isinstance(value, str | None):
-        raise LongspanError(f"{what} holds {type(value).__name__}, not text; choose another with --text-field")
-    return value or ""
+def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row without the nulls that columnar files write for the missing keys of nested values.
+
+    A null column stays: it is the value of the row.
+    """
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items() if item is not None}
+        return [plain(item) for item in value] if isinstance(value, list) else value
+
+    return {name: plain(value) for name, value in row.items()}
 
 
 def _unreadable(file: Path, error: Exception) -> NoReturn:
@@ -193,23 +199,25 @@ class Texts:
     def tell(self) -> dict[str, Any]:
         return {"row": self._row}
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[Document]:
         while self._row < len(self.texts):
             self._row += 1
-            yield self.texts[self._row - 1]
+            yield Document(self.texts[self._row - 1], where=f"text {self._row}")
 
 
 class HubDataset:
     """A dataset of the Hugging Face hub (`OWNER/NAME`, or `OWNER/NAME:CONFIG`), as a stream. A null is an empty text.
 
     Raises:
-        LongspanError: if it cannot be opened; on iteration for rows that cannot be read or have no such column.
+        LongspanError: if it cannot be opened; on iteration for rows that cannot be read or lack a column.
     """
 
-    def __init__(self, name: str, split: str, text_field: str) -> None:
+    def __init__(self, name: str, split: str, text_field: str, format: Format = "auto") -> None:
         import datasets
 
-        self.name, self.text_field = name, text_field
+        self.name, self.text_field, self.format = name, text_field, format
+        self._kind: Kind | None = None
+        self._row = 0
         repository, _, config = name.partition(":")
         try:
             self._dataset: Any = datasets.load_dataset(repository, config or None, split=split, streaming=True)
@@ -222,16 +230,20 @@ class HubDataset:
             ) from error
 
     def seek(self, state: dict[str, Any] | None) -> None:
-        self._dataset.load_state_dict(copy.deepcopy(state))
+        self._row = state["row"] if state else 0
+        self._dataset.load_state_dict(copy.deepcopy(state["dataset"]) if state else None)
 
     def tell(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._dataset.state_dict()
-        return state
+        return {"row": self._row, "dataset": self._dataset.state_dict()}
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[Document]:
         try:
             for row in self._dataset:
-                yield self._text_of(row)
+                self._row += 1
+                where = f"--data {self.name}, row {self._row}"
+                if self._kind is None:
+                    self._kind = kind_of(row, self.text_field, self.format, where)
+                yield document_of(without_nulls(row), self._kind, self.text_field, where)
         except LongspanError:
             raise
         except Exception as error:  # of any of the readers of `datasets`
@@ -241,11 +253,3 @@ class HubDataset:
             raise LongspanError(
                 f"--data {self.name} cannot be read: {type(cause).__name__}: {first_line(cause)}"
             ) from error
-
-    def _text_of(self, row: dict[str, Any]) -> str:
-        if self.text_field not in row:
-            raise LongspanError(
-                f"--data {self.name} has no field {self.text_field!r}; it has {', '.join(map(repr, row))}: choose one "
-                "of them with --text-field"
-            )
-        return _checked_text(row[self.text_field], f"the field {self.text_field!r} of --data {self.name}")

@@ -8,7 +8,6 @@ merges the ids of a round. The stream equals that of one rank, to the bit.
 
 from __future__ import annotations
 
-import dataclasses
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -58,10 +57,12 @@ def rounds(stream: SequenceStream, characters: int, ranks: int, rank: int) -> It
             mine[len(pieces)] = stream.ids_of(piece)
         checksum = zlib.crc32(f"{piece.place} {piece.number} {piece.text}".encode(), checksum)
         size += len(piece.text)
-        pieces.append(dataclasses.replace(piece, text=""))
+        pieces.append(piece.without_text())
         if size >= characters:
             yield Round(pieces, mine, checksum)
             pieces, mine, size, checksum = [], {}, 0, 0
+    if pieces:  # after the last of the stream's epochs
+        yield Round(pieces, mine, checksum)
 
 
 def merge_rounds(mine: Iterator[Round], group: dist.ProcessGroup, data: str) -> Iterator[tuple[Piece, Ids]]:
@@ -74,7 +75,9 @@ def merge_rounds(mine: Iterator[Round], group: dist.ProcessGroup, data: str) -> 
         LongspanError: on every rank, if a rank cannot read or tokenise its text, or ranks read different text.
     """
     while True:
-        now = on_every_rank(lambda: next(mine), group)
+        now = on_every_rank(lambda: next(mine, None), group)
+        if now is None:
+            return
         lengths = {index: len(ids) for index, ids in now.mine.items()}
         checksums, every_length = zip(*gather_objects((now.checksum, lengths), group), strict=True)
         check_same_text(checksums, data)

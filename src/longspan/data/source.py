@@ -12,6 +12,7 @@ from typing import Any
 from longspan.core.errors import LongspanError
 from longspan.core.validation import existing_path, means_a_path, near
 from longspan.data.readers import KINDS, HubDataset, LocalFiles, Reader, Texts
+from longspan.data.rows import Document, Format
 from longspan.hf.pretrained import check_on_hub
 
 PYDOC = "pydoc"
@@ -45,6 +46,8 @@ class DocumentSource:
         data: a `.txt` (one document), `.jsonl` or `.parquet` file, a folder of these, "pydoc", or a name on the Hugging
             Face hub (`NAME` or `NAME:CONFIG`) with its `split`.
         text_field: the column that contains the text (`.jsonl`, `.parquet`, hub).
+        format: what the rows are; "auto" finds it from their columns.
+        seed: of the order.
 
     Attributes:
         identity: what the order of the documents depends on; a resumed run must have the same.
@@ -55,13 +58,20 @@ class DocumentSource:
     """
 
     def __init__(
-        self, data: str, *, text_field: str = "text", split: str = "train", shuffle: int = 1024, seed: int = 0
+        self,
+        data: str,
+        *,
+        text_field: str = "text",
+        format: Format = "auto",
+        split: str = "train",
+        shuffle: int = 1024,
+        seed: int = 0,
     ):
         if shuffle < 0:
             raise LongspanError(f"--shuffle {shuffle} must be 0 (no shuffling) or a number of documents")
         self.data, self.shuffle, self.seed = data, shuffle, seed
         path = existing_path("--data", data)
-        self.identity: dict[str, Any] = {"text_field": text_field, "shuffle": shuffle, "seed": seed}
+        self.identity: dict[str, Any] = {"text_field": text_field, "format": format, "shuffle": shuffle, "seed": seed}
         self.files: dict[str, Path] = {}
         self._reader: Reader
         if data == PYDOC and path is None:
@@ -74,7 +84,7 @@ class DocumentSource:
             self.identity["data"] = [[name, file.stat().st_size] for name, file in self.files.items()]
             if shuffle:
                 random.Random(f"files {seed}").shuffle(files)
-            self._reader = LocalFiles(files, text_field)
+            self._reader = LocalFiles(files, text_field, format)
         elif means_a_path(data):
             raise LongspanError(
                 f"--data {data} is neither a file nor a directory{near(data)}, nor can it be the name of a dataset "
@@ -82,43 +92,47 @@ class DocumentSource:
             )
         else:
             check_on_hub("--data", data, "dataset")
-            self._reader = HubDataset(data, split, text_field)
+            self._reader = HubDataset(data, split, text_field, format)
             self.identity["data"] = [[data, split]]
 
-    def documents(self, start: Place | None = None) -> Iterator[tuple[Place, str]]:
-        """Yield every document with its place, from `start` on, without end."""
-        place, any_text = start or Place(), start is not None
-        while True:
-            for window, texts in self._windows(place):
-                for index in range(window.document, len(texts)):
-                    if texts[index]:
-                        any_text = True
-                        yield replace(window, document=index), texts[index]
-            if not any_text:
+    def documents(self, start: Place | None = None, epochs: int | None = None) -> Iterator[tuple[Place, Document]]:
+        """Yield every document with its place, from `start` on: without end, or up to a number of epochs."""
+        place, found = start or Place(), start is not None
+        while epochs is None or place.epoch < epochs:
+            for window, documents in self._windows(place):
+                for index in range(window.document, len(documents)):
+                    if documents[index].text:
+                        found = True
+                        yield replace(window, document=index), documents[index]
+            if not found:
                 raise LongspanError(f"--data {self.data} holds no text: every document is empty, or there is none")
             place = Place(epoch=place.epoch + 1)
 
-    def _windows(self, start: Place) -> Iterator[tuple[Place, list[str]]]:
+    def place(self, state: dict[str, Any]) -> Place:
+        """Return a place from the plain values of its fields."""
+        return Place(**state)
+
+    def _windows(self, start: Place) -> Iterator[tuple[Place, list[Document]]]:
         """Yield the shuffled windows of one epoch, from the one that contains `start` on."""
         self._reader.seek(start.reader)
-        documents = iter(self._reader)
+        unread = iter(self._reader)
         place = start
-        while texts := self._read_window(documents):
+        while documents := self._read_window(unread):
             if self.shuffle:
-                random.Random(f"documents {self.seed} {place.epoch} {place.window}").shuffle(texts)
-            yield place, texts
+                random.Random(f"documents {self.seed} {place.epoch} {place.window}").shuffle(documents)
+            yield place, documents
             place = Place(place.epoch, place.window + 1, self._reader.tell())
 
-    def _read_window(self, documents: Iterator[str]) -> list[str]:
-        texts: list[str] = []
+    def _read_window(self, unread: Iterator[Document]) -> list[Document]:
+        documents: list[Document] = []
         characters = 0
-        while len(texts) < max(1, self.shuffle) and characters < _WINDOW_CHARACTERS:
-            text = next(documents, None)
-            if text is None:
+        while len(documents) < max(1, self.shuffle) and characters < _WINDOW_CHARACTERS:
+            document = next(unread, None)
+            if document is None:
                 break
-            texts.append(text)
-            characters += len(text)
-        return texts
+            documents.append(document)
+            characters += len(document.text)
+        return documents
 
 
 def _files(path: Path) -> list[Path]:

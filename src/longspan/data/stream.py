@@ -17,6 +17,8 @@ import numpy as np
 import torch
 
 from longspan.core.errors import LongspanError
+from longspan.data.chats import RowTokenizer
+from longspan.data.rows import Document
 from longspan.data.source import DocumentSource, Place
 from longspan.hf.pretrained import check_source, first_line
 
@@ -88,7 +90,9 @@ def split_text(text: str, limit: int = PIECE_CHARACTERS) -> list[str]:
     return [*pieces, text[start:]]
 
 
-Pack = Literal["stream", "documents"]
+Pack = Literal["stream", "documents", "best-fit", "none"]
+"""How documents become sequences; see `longspan.train.config.DataSection`."""
+
 T = TypeVar("T")
 
 _IGNORED = -100  # Hugging Face's label without a loss
@@ -96,25 +100,45 @@ _IGNORED = -100  # Hugging Face's label without a loss
 
 @dataclass(frozen=True)
 class Sequence:
-    """`context` tokens of the stream.
+    """Tokens for one row of a batch.
 
     Attributes:
-        ids: int64 [context].
+        ids: int64 [context], or fewer, which the batch pads.
         starts: positions where a document starts, ascending.
         state: where `SequenceStream` resumes after this sequence, as plain values for a checkpoint.
+        trained: which tokens have a loss, bool [context]; None if all have.
+        where: file or dataset with the row of each document in `starts`, for messages.
     """
 
     ids: NDArray[np.int64]
     starts: tuple[int, ...]
     state: dict[str, Any]
+    trained: NDArray[np.bool_] | None = None
+    where: tuple[str, ...] = ()
 
     def spans(self, pack: Pack) -> list[tuple[int, int]]:
         """Return the runs of tokens [start, end) that attend to one another: the whole sequence, or each document.
 
         A document that started in the previous sequence counts from 0.
         """
-        inner = self.starts if pack == "documents" else ()
+        inner = () if pack == "stream" else self.starts
         return list(itertools.pairwise(sorted({0, *inner, len(self.ids)})))
+
+    def label_tokens(self, pack: Pack) -> int:
+        """Return the number of tokens with a loss. The first token of a span has none: no token predicts it."""
+        if self.trained is None:
+            return sum(end - start - 1 for start, end in self.spans(pack))
+        return sum(int(self.trained[start + 1 : end].sum()) for start, end in self.spans(pack))
+
+
+def make_sequence(
+    tokens: NDArray[np.int64], starts: tuple[int, ...], state: dict[str, Any], where: tuple[str, ...] = ()
+) -> Sequence:
+    """Return a sequence from ids that are stored as `~id` where they have no loss."""
+    trained = tokens >= 0
+    if trained.all():
+        return Sequence(tokens, starts, state, None, where)
+    return Sequence(np.where(trained, tokens, ~tokens), starts, state, trained, where)
 
 
 @dataclass(frozen=True)
@@ -124,24 +148,49 @@ class Piece:
     place: Place
     number: int
     last: bool
-    text: str
+    document: Document
+
+    @property
+    def text(self) -> str:
+        return self.document.text
+
+    def without_text(self) -> Piece:
+        return dataclasses.replace(self, document=dataclasses.replace(self.document, text=""))
 
 
 class SequenceStream:
     """Sequences of `context` tokens: the documents concatenated and cut, nothing dropped, epoch after epoch.
 
-    `state` is that of the sequence to resume after; None for the beginning. It may come from another context.
+    Sequences without any loss (a prompt that is longer than the context) are left out.
+
+    Args:
+        source: the documents.
+        tokenizer: of text.
+        context: tokens of a sequence.
+        state: that of the sequence to resume after; None for the beginning. It may come from another context.
+        rows: the tokenizer of other rows than text.
+        pack: what attention sees, which decides which tokens have a loss.
+        epochs: passes over the documents; the last sequence may then be shorter. None: without end.
 
     Raises (on iteration):
         LongspanError: if an epoch has fewer tokens than one sequence.
     """
 
     def __init__(
-        self, source: DocumentSource, tokenizer: TextTokenizer, context: int, state: dict[str, Any] | None = None
+        self,
+        source: DocumentSource,
+        tokenizer: TextTokenizer,
+        context: int,
+        state: dict[str, Any] | None = None,
+        *,
+        rows: RowTokenizer | None = None,
+        pack: Pack = "stream",
+        epochs: int | None = None,
     ) -> None:
-        self.source, self.tokenizer, self.context = source, tokenizer, context
+        self.source, self.tokenizer, self.context, self.rows = source, tokenizer, context, rows
+        self.packing, self.epochs = pack, epochs
         self._state = state
-        self._place = Place(**{f.name: state[f.name] for f in dataclasses.fields(Place)}) if state else None
+        self._place = source.place(state["place"]) if state else None
 
     def __iter__(self) -> Iterator[Sequence]:
         return self.pack((piece, self.ids_of(piece)) for piece in self.pieces())
@@ -149,33 +198,49 @@ class SequenceStream:
     def pieces(self) -> Iterator[Piece]:
         """Yield the pieces of text from the state on."""
         used = self._state["piece"] if self._state else 0
-        for place, document in self.source.documents(self._place):
-            texts = split_text(document)
+        for place, document in self.source.documents(self._place, self.epochs):
+            texts = split_text(document.text) if document.kind == "text" else [document.text]
             for number in range(used if place == self._place else 0, len(texts)):
-                yield Piece(place, number, number == len(texts) - 1, texts[number])
+                part = dataclasses.replace(document, text=texts[number])
+                yield Piece(place, number, number == len(texts) - 1, part)
 
     def ids_of(self, piece: Piece) -> NDArray[np.int64]:
-        return self.tokenizer.ids(piece.text, first=piece.number == 0, last=piece.last)
+        """Return the ids of a piece, `~id` where a token has no loss."""
+        document = piece.document
+        if document.kind == "text":
+            return self.tokenizer.ids(piece.text, first=piece.number == 0, last=piece.last)
+        if self.rows is None:
+            raise LongspanError(f"{document.where} is no text; give text")
+        return self.rows.ids(document.text, document.kind, document.where)
 
     def pack(self, tokenised: Iterable[tuple[Piece, NDArray[np.int64]]]) -> Iterator[Sequence]:
         """Yield the sequences, from `pieces` and their ids."""
         number = self._state["sequences"] if self._state else 0
         parts: list[NDArray[np.int64]] = []
         starts: list[int] = []
+        where: list[str] = []
         filled = 0
+        at: dict[str, Any] = {}
         for piece, ids, offset in self._from_state(tokenised):
             while offset < len(ids):
                 if piece.number == 0 and offset == 0:
                     starts.append(filled)
+                    where.append(piece.document.where)
                 end = min(len(ids), offset + self.context - filled)
                 parts.append(ids[offset:end])
                 filled, offset = filled + end - offset, end
+                at = {"place": dataclasses.asdict(piece.place), "piece": piece.number, "token": offset}
                 if filled == self.context:
-                    number += 1
-                    where = {"piece": piece.number, "token": offset, "sequences": number}
-                    in_sequence, starts, filled = tuple(starts), [], 0
-                    # No local variable holds the sequence while the generator waits.
-                    yield Sequence(_pop_concatenated(parts), in_sequence, dataclasses.asdict(piece.place) | where)
+                    made = [make_sequence(_pop_concatenated(parts), tuple(starts), at, tuple(where))]
+                    starts, where, filled = [], [], 0
+                    if made[0].label_tokens(self.packing):
+                        number += 1
+                        at["sequences"] = number
+                        yield made.pop()  # no local variable holds the sequence while the generator waits
+        if filled:  # after the last of `epochs`
+            last = make_sequence(_pop_concatenated(parts), tuple(starts), at | {"sequences": number + 1}, tuple(where))
+            if last.label_tokens(self.packing):
+                yield last
 
     def _from_state(
         self, tokenised: Iterable[tuple[Piece, NDArray[np.int64]]]
@@ -208,6 +273,7 @@ class StepBatch:
     Attributes:
         micro_batches: model inputs: `input_ids` and `labels`, int64 [micro_batch, context]; with `pack="documents"`
             also `position_ids`, which restart at 0 with every document.
+        tokens: tokens of all data ranks, without padding.
         label_tokens: tokens that the loss is averaged over, over all data ranks.
         attention_pairs: pairs (query, key) of causal attention, over all data ranks.
         checksum: of all data ranks' ids, to compare the ranks' data.
@@ -215,6 +281,7 @@ class StepBatch:
     """
 
     micro_batches: list[dict[str, Any]]
+    tokens: int
     label_tokens: int
     attention_pairs: int
     checksum: int
@@ -236,9 +303,11 @@ def deal(
         checksum = 0
         for sequence in step:
             checksum = zlib.crc32(sequence.ids.tobytes(), checksum)
+            checksum = checksum if sequence.trained is None else zlib.crc32(sequence.trained.tobytes(), checksum)
         return StepBatch(
             micro_batches=[_collate(step[i : i + micro_batch], pack) for i in mine],
-            label_tokens=sum(end - start - 1 for start, end in spans),
+            tokens=sum(len(sequence.ids) for sequence in step),
+            label_tokens=sum(sequence.label_tokens(pack) for sequence in step),
             attention_pairs=sum((end - start) * (end - start + 1) // 2 for start, end in spans),
             checksum=checksum,
             state=step[-1].state,
@@ -250,6 +319,9 @@ def deal(
 def _collate(sequences: list[Sequence], pack: Pack) -> dict[str, torch.Tensor]:
     input_ids = torch.from_numpy(np.stack([sequence.ids for sequence in sequences]))
     labels = input_ids.clone()
+    for row, sequence in enumerate(sequences):
+        if sequence.trained is not None:
+            labels[row, torch.from_numpy(~sequence.trained)] = _IGNORED
     if pack == "stream":
         return {"input_ids": input_ids, "labels": labels}
     positions = torch.empty_like(input_ids)

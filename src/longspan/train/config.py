@@ -53,13 +53,22 @@ class ModelSection(RopeFlags):
 
 @dataclass(frozen=True)
 class DataSection:
-    """The text, and how sequences are made from it."""
+    """What is read, and how sequences are made from it."""
 
     data: str = ""
-    """Text: a .txt (one document), .jsonl or .parquet file, a folder of these, "pydoc" (0.5 MB of English that comes
-    with Python), or the name of a dataset on the Hugging Face hub (NAME or NAME:CONFIG)."""
+    """Text, chats or token ids: a .txt (one document), .jsonl or .parquet file, a folder of these, "pydoc" (0.5 MB of
+    English that comes with Python), or the name of a dataset on the Hugging Face hub (NAME or NAME:CONFIG)."""
+    format: Literal["auto", "text", "chat", "completion", "ids"] = "auto"
+    """What the rows of .jsonl, .parquet and datasets are. chat: `messages`, and optionally `tools`. completion:
+    `prompt` and `completion`, texts or messages. ids: `input_ids`, and optionally `labels`. text: --text-field. auto:
+    by their columns."""
     text_field: str = "text"
     """Column that contains the text (.jsonl, .parquet, datasets)."""
+    chat_template: Path | None = None
+    """File with a Jinja template for chats, in place of the tokenizer's; exported with it."""
+    loss_on: Literal["assistant", "last", "all"] = "assistant"
+    """Tokens of a chat that have a loss: the assistant's turns (by the template's {% generation %} where it has one),
+    the last of these turns, or all. Of a prompt with its completion: the completion, or all."""
     split: str = "train"
     """Split of a dataset from the hub."""
     shuffle: int = 1024

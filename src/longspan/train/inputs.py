@@ -17,11 +17,11 @@ from longspan.checkpoint.identity import differences, model_identity
 from longspan.core.errors import LongspanError
 from longspan.core.rope import RopeScaling
 from longspan.core.sections import values
-from longspan.core.validation import check_output
-from longspan.data import DocumentSource, SequenceStream, TextTokenizer, load_tokenizer
+from longspan.core.validation import check_output, read_text
+from longspan.data import DocumentSource, RowTokenizer, SequenceStream, TextTokenizer, load_tokenizer
 from longspan.hf.pretrained import read_model_config, refuse_adapter, without_dropout
 from longspan.ranks import launch
-from longspan.train.config import TrainConfig
+from longspan.train.config import DataSection, TrainConfig
 
 if TYPE_CHECKING:
     from longspan.hf.weights.origin import Origin
@@ -35,6 +35,7 @@ class Inputs:
         model_config: the Hugging Face config, untouched by longspan.
         tokenizer: the Hugging Face tokenizer.
         source: the documents.
+        data: how sequences are made from them.
         identity: what a resumed run must have in common with this one, for its checkpoints.
         rope: the RoPE scaling applied to `model_config`, or None.
         resume: the checkpoint to resume from, or None.
@@ -44,6 +45,7 @@ class Inputs:
     model_config: Any
     tokenizer: Any
     source: DocumentSource
+    data: DataSection
     identity: dict[str, Any]
     rope: RopeScaling | None = None
     resume: Checkpoint | None = None
@@ -52,7 +54,15 @@ class Inputs:
     def sequences(self, context: int) -> SequenceStream:
         """Return the sequences that are still to be trained on."""
         state = self.resume.state["data"] if self.resume else None
-        return SequenceStream(self.source, TextTokenizer(self.tokenizer), context, state)
+        vocabulary = self.model_config.get_text_config().vocab_size
+        return SequenceStream(
+            self.source,
+            TextTokenizer(self.tokenizer),
+            context,
+            state,
+            rows=RowTokenizer(self.tokenizer, self.data.loss_on, vocabulary),
+            pack=self.data.pack,
+        )
 
 
 def open_local(config: TrainConfig) -> Inputs:
@@ -68,14 +78,18 @@ def open_local(config: TrainConfig) -> Inputs:
             f"--tokenizer {config.model.tokenizer_name} has {len(tokenizer)} ids, the model's vocabulary only {size}; "
             f"use the model's own tokenizer, or a config with vocab_size {len(tokenizer)} or more"
         )
+    if config.data.chat_template is not None:
+        tokenizer.chat_template = read_text("--chat-template", config.data.chat_template)
     source = DocumentSource(
         config.data.data,
         text_field=config.data.text_field,
+        format=config.data.format,
         split=config.data.split,
         shuffle=config.data.shuffle,
         seed=config.seed,
     )
-    return Inputs(model_config, tokenizer, source, run_identity(config, model_config, tokenizer, source), rope)
+    identity = run_identity(config, model_config, tokenizer, source)
+    return Inputs(model_config, tokenizer, source, config.data, identity, rope)
 
 
 def find_resume(config: TrainConfig, inputs: Inputs, ranks: Ranks, *, content: bool = True) -> Inputs:
@@ -204,6 +218,7 @@ def run_identity(config: TrainConfig, model_config: Any, tokenizer: Any, source:
     identity = {
         **source.identity,
         "pack": config.data.pack,
+        "loss_on": config.data.loss_on,
         BATCH: config.sequences,
         "tokenizer": describe_tokenizer(tokenizer),
         **model_identity(model_config),
@@ -215,8 +230,9 @@ def run_identity(config: TrainConfig, model_config: Any, tokenizer: Any, source:
 
 
 def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
-    """Return class, size and a digest of a tokenizer's vocabulary, special tokens and, if it is fast, rules."""
+    """Return class, size and a digest of a tokenizer's vocabulary, special tokens, chat template and fast rules."""
     rules: dict[str, Any] = {"vocabulary": sorted(tokenizer.get_vocab().items())}
+    rules["chat_template"] = getattr(tokenizer, "chat_template", None)
     rules["special"] = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     if getattr(tokenizer, "is_fast", False):
         backend = json.loads(tokenizer.backend_tokenizer.to_str())

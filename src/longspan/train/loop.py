@@ -271,7 +271,7 @@ class Trainer:
         if recorder is not None:
             self._write_timeline(recorder)
         self.step = number
-        self.tokens += config.sequences * config.tokens
+        self.tokens += batch.tokens
         self.data_state = batch.state
         warning = self.health.look(self.step, loss, norm)
         if warning is not None:
@@ -359,7 +359,7 @@ class Trainer:
         return bool(last)
 
     def _metrics(self, batch: StepBatch, loss: float, norm: float) -> StepMetrics:
-        sp, tokens = self.sp, self.config.sequences * self.config.tokens
+        sp, tokens = self.sp, batch.tokens
         mean_s = sum(self.seconds) / len(self.seconds)
         offload = offload_metrics(self.model, sum(self.seconds))
         self.seconds.clear()

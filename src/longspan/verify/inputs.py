@@ -189,7 +189,7 @@ def make_batch(config: VerifyConfig, model_config: Any) -> dict[str, torch.Tenso
 def _read_text(config: VerifyConfig, rows: int, vocabulary: int) -> torch.Tensor:
     assert config.data is not None
     name = config.tokenizer or (BYTES if config.model is None else tokenizer_of("--model", config.model))
-    source = DocumentSource(config.data, text_field=config.text_field, shuffle=0)
+    source = DocumentSource(config.data, text_field=config.text_field, format="text", shuffle=0)
     stream = SequenceStream(source, TextTokenizer(load_tokenizer(name)), config.tokens)
     ids_BS = np.stack([sequence.ids for sequence in islice(stream, rows)])
     if ids_BS.max() >= vocabulary:

@@ -1,0 +1,262 @@
+"""Chats, prompts with completions and rows of token ids as ids, with a loss on what the model is to learn.
+
+An id without a loss is stored as its complement, `~id`, which is below 0. So ids and labels are packed, shared and cut
+as one array.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from longspan.core.errors import LongspanError
+from longspan.core.validation import format_value
+from longspan.data.rows import Kind
+from longspan.hf.pretrained import first_line
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Ids = NDArray[np.int64]
+    Span = tuple[int, int]
+
+LossOn = Literal["assistant", "last", "all"]
+"""Which tokens of a chat have a loss: all turns of the assistant, the last of them, or every token."""
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_IGNORED = -100  # Hugging Face's label without a loss
+_MEDIA = ("image", "image_url", "video", "audio", "input_audio")
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class RowTokenizer:
+    """Rows to ids: chats by the tokenizer's template, prompts with completions, ids as they are.
+
+    Attributes:
+        tokenizer: the Hugging Face tokenizer.
+        loss_on: which tokens of a chat, or of a prompt with its completion, have a loss.
+        vocabulary: ids that the model knows; None does not check.
+    """
+
+    tokenizer: Any
+    loss_on: LossOn = "assistant"
+    vocabulary: int | None = None
+
+    def ids(self, text: str, kind: Kind, where: str) -> Ids:
+        """Return the ids of a row (`longspan.data.rows.Document`), `~id` where a token has no loss.
+
+        Raises:
+            LongspanError: naming the row, if it is malformed, the template refuses it, or it has nothing to learn.
+        """
+        row = json.loads(text)
+        encode = {"chat": self._chat, "completion": self._completion, "ids": self._given}[kind]
+        ids, spans = encode(row, where)
+        if self.loss_on == "all" and kind != "ids":
+            return ids
+        marked = ~ids
+        for start, end in spans:
+            marked[start:end] = ids[start:end]
+        if not (marked[1:] >= 0).any():
+            raise LongspanError(f"{where} has no token with a loss: every label is masked")
+        return marked
+
+    # --- chats
+
+    def _chat(self, row: dict[str, Any], where: str) -> tuple[Ids, list[Span]]:
+        messages = check_messages(row["messages"], where, self._template)
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        render = self._renderer(row, where)
+        if self.loss_on == "all":
+            return self._encoded(render(messages))[0], []
+        if not turns:
+            raise LongspanError(
+                f"{where} has no turn of the assistant, so nothing to learn; remove the row, or give --loss-on all"
+            )
+        if self.loss_on == "last":
+            turns = turns[-1:]
+        elif _GENERATION.search(self._template) and self.tokenizer.is_fast:
+            return self._by_generation_mask(render, messages)
+        text = render(messages)
+        borders = []
+        for turn in turns:
+            if turn == 0:
+                raise LongspanError(
+                    f"{where} begins with a turn of the assistant: only a chat template with {{% generation %}} says "
+                    "where it starts; remove the turn, or give such a template by --chat-template"
+                )
+            before = render(messages[:turn], add_generation_prompt=True)
+            after = render(messages[: turn + 1])
+            for prefix in (before, after):
+                _check_prefix(prefix, text, turn, where)
+            borders.append((len(before), len(after)))
+        return self._with_spans(text, borders, where)
+
+    def _by_generation_mask(self, render: Callable[..., Any], messages: Any) -> tuple[Ids, list[Span]]:
+        out = render(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        mask = np.asarray(out["assistant_masks"], dtype=np.int8)
+        edges = np.flatnonzero(np.diff(mask, prepend=0, append=0))
+        spans = [(int(start), int(end)) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+        return np.asarray(out["input_ids"], dtype=np.int64), spans
+
+    @property
+    def _template(self) -> str:
+        template = self.tokenizer.chat_template
+        if isinstance(template, dict):  # some tokenizers have several; transformers takes this one
+            template = template.get("default")
+        if not template:
+            raise LongspanError(
+                "the tokenizer has no chat template, which chats need; give one with --chat-template FILE.jinja, or "
+                "--tokenizer of an instruction-tuned model"
+            )
+        return str(template)
+
+    def _renderer(self, row: dict[str, Any], where: str) -> Callable[..., Any]:
+        tools, options = row.get("tools"), row.get("chat_template_kwargs") or {}
+        if isinstance(tools, str):
+            try:
+                tools = json.loads(tools)
+            except ValueError as error:
+                raise LongspanError(f"{where} has `tools` that are no JSON: {first_line(error)}") from error
+
+        def render(messages: Any, **more: Any) -> Any:
+            try:
+                return self.tokenizer.apply_chat_template(
+                    messages, tools=tools or None, **{"tokenize": False, **options, **more}
+                )
+            except Exception as error:  # of a template, which may raise anything
+                raise LongspanError(f"{where}: the chat template refuses it: {first_line(error)}") from error
+
+        return render
+
+    # --- prompts with completions
+
+    def _completion(self, row: dict[str, Any], where: str) -> tuple[Ids, list[Span]]:
+        prompt, completion = row.get("prompt"), row.get("completion")
+        if isinstance(prompt, list) and isinstance(completion, list):
+            check_messages(prompt, where, self._template, "prompt")
+            check_messages(completion, where, self._template, "completion")
+            render = self._renderer(row, where)
+            text, before = render(prompt + completion), render(prompt, add_generation_prompt=True)
+            _check_prefix(before, text, len(prompt), where)
+            return self._with_spans(text, [(len(before), len(text))], where)
+        if not (isinstance(prompt, str) and isinstance(completion, str)) or not completion:
+            raise LongspanError(
+                f"{where} needs a `prompt` and a `completion`, both texts or both lists of messages; it has "
+                f"{type(prompt).__name__} and {type(completion).__name__ if completion else 'an empty completion'}"
+            )
+        return self._texts(prompt, completion)
+
+    def _texts(self, prompt: str, completion: str) -> tuple[Ids, list[Span]]:
+        """Return the ids of two texts. The prompt's are those that the model will be given."""
+        before: list[int] = self.tokenizer(prompt, verbose=False)["input_ids"] if prompt else []
+        end = self.tokenizer.eos_token_id
+        if before and before[-1] == end:  # a tokenizer that ends every text
+            before = before[:-1]
+        ids: list[int] = self.tokenizer(prompt + completion, verbose=False)["input_ids"]
+        if ids[: len(before)] != before:  # a token reaches over the border: it is split there
+            ids = before + self.tokenizer(completion, add_special_tokens=False, verbose=False)["input_ids"]
+        if ids[-1] != end:
+            ids = [*ids, end]
+        return np.asarray(ids, dtype=np.int64), [(len(before), len(ids))]
+
+    # --- ids
+
+    def _given(self, row: dict[str, Any], where: str) -> tuple[Ids, list[Span]]:
+        ids, labels = row.get("input_ids"), row.get("labels")
+        for name, values in (("input_ids", ids), ("labels", ids if labels is None else labels)):
+            if not isinstance(values, list) or not values or not all(type(value) is int for value in values):
+                raise LongspanError(f"{where}: `{name}` must be a list of whole numbers, got {format_value(values)}")
+        array = np.asarray(ids, dtype=np.int64)
+        if array.min() < 0 or (self.vocabulary is not None and array.max() >= self.vocabulary):
+            raise LongspanError(
+                f"{where}: `input_ids` has the ids {array.min()} to {array.max()}; the model's vocabulary has 0 to "
+                f"{(self.vocabulary or 0) - 1}: tokenise the rows with the model's own tokenizer"
+            )
+        if labels is None:
+            return array, [(0, len(array))]
+        given = np.asarray(labels, dtype=np.int64)
+        if given.shape != array.shape:
+            raise LongspanError(f"{where} has {len(array)} `input_ids` and {len(given)} `labels`; they need one each")
+        trained = given != _IGNORED
+        if wrong := np.flatnonzero(trained & (given != array)).tolist():
+            raise LongspanError(
+                f"{where}: label {wrong[0]} is {given[wrong[0]]}, and the id there {array[wrong[0]]}; a label is the "
+                f"id at its place (not shifted), or {_IGNORED} for no loss"
+            )
+        edges = np.flatnonzero(np.diff(trained.astype(np.int8), prepend=0, append=0))
+        return array, [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+    # --- characters to tokens
+
+    def _encoded(self, text: str) -> tuple[Ids, list[Span]]:
+        """Return the ids of a rendered chat and, of a fast tokenizer, the characters of each."""
+        fast = self.tokenizer.is_fast
+        out = self.tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=fast)
+        return np.asarray(out["input_ids"], dtype=np.int64), out["offset_mapping"] if fast else []
+
+    def _with_spans(self, text: str, borders: list[Span], where: str) -> tuple[Ids, list[Span]]:
+        """Return the ids of a text, and its spans of characters as spans of tokens, whose borders must be tokens'."""
+        ids, offsets = self._encoded(text)
+        starts = [start for start, _ in offsets]
+
+        def token_at(character: int) -> int:
+            if self.tokenizer.is_fast:
+                index = bisect.bisect_left(starts, character)
+                aligned = index == 0 or offsets[index - 1][1] <= character
+            else:
+                before = self._encoded(text[:character])[0]
+                index, aligned = len(before), np.array_equal(before, ids[: len(before)])
+            if not aligned:
+                around = text[max(0, character - 12) : character + 12]
+                raise LongspanError(
+                    f"{where}: a token reaches over the border of a turn, at {around!r}; give a chat template with "
+                    "{% generation %} by --chat-template"
+                )
+            return index
+
+        return ids, [(token_at(start), token_at(end)) for start, end in borders]
+
+
+def _check_prefix(prefix: str, text: str, turn: int, where: str) -> None:
+    if not text.startswith(prefix):
+        raise LongspanError(
+            f"{where}: what the chat template writes up to message {turn + 1} is no beginning of the whole chat (some "
+            "remove earlier reasoning), so the assistant's tokens cannot be told apart; give a template with "
+            "{% generation %} by --chat-template, or train on the last turn alone by --loss-on last"
+        )
+
+
+def check_messages(messages: Any, where: str, template: str, column: str = "messages") -> list[dict[str, Any]]:
+    """Return a chat's messages if they are well-formed and their roles are known.
+
+    A role is known if it is one of the usual ones, or if the template names it.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise LongspanError(f"{where}: `{column}` must be a list of messages, got {format_value(messages)}")
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            has = ", ".join(map(repr, message)) if isinstance(message, dict) else format_value(message)
+            raise LongspanError(f"{where}: message {number} of `{column}` needs `role` and `content`; it has {has}")
+        role, content = message["role"], message.get("content")
+        if role not in _ROLES and not re.search(rf"""["']{re.escape(role)}["']""", template):
+            raise LongspanError(
+                f"{where}: message {number} has the unknown role {role!r}; use {', '.join(_ROLES)}, or a role that the "
+                "chat template names"
+            )
+        if not isinstance(content, str | list | None):
+            raise LongspanError(f"{where}: the content of message {number} is {type(content).__name__}, not text")
+        for part in content if isinstance(content, list) else ():
+            media = part.get("type") if isinstance(part, dict) else None
+            if media in _MEDIA:
+                raise LongspanError(
+                    f"{where}: message {number} holds {media}; `train` reads text only. Train a vision-language model "
+                    "with `longspan.parallelize` in a script"
+                )
+    return messages
