@@ -100,6 +100,25 @@ def test_memory_options_on_four_ranks(pool4: RankPool, memory_option: str, data:
     pool4.run(_on_a_mesh, _truth("Qwen3"), "Qwen3", MEMORY_OPTIONS[memory_option], data, ring, fsdp)
 
 
+def _frozen() -> Any:
+    """Return a model whose first attention has no gradient, not even of its input; its MLP is trained."""
+    model = build("Qwen3")
+    for module in (model.model.embed_tokens, model.model.layers[0].self_attn, model.model.layers[0].input_layernorm):
+        module.requires_grad_(False)
+    return model
+
+
+def _on_frozen(truth: Truth) -> None:
+    for kind in ("save_attention", "selective"):
+        sp = sharding(ring=2)
+        memory = Memory(checkpointing=kind)  # type: ignore[arg-type]
+        compare(truth, longspan.parallelize(_frozen(), sp, memory=memory).train(), _inputs("Qwen3"), sp)
+
+
+def test_a_frozen_attention_is_saved_for_its_mlp(pool2: RankPool) -> None:
+    pool2.run(_on_frozen, truth_of(_frozen(), _inputs("Qwen3")))
+
+
 def _groups(truth: Truth, cases: list[tuple[Memory, int, bool]]) -> None:
     _small_tiles()
     for memory, ring, fsdp in cases:

@@ -50,6 +50,12 @@ class _SavedAttention(torch.autograd.Function):
             return out.detach()
         ctx.grads, ctx.anchor = {}, torch.empty(0, device=inputs[0].device, requires_grad=True)  # type: ignore[union-attr]
         needs_grad = ctx.needs_input_grad[4:]
+        if not any(needs_grad):  # no backward: save only what a layer that is recomputed for its MLP reads
+            q, k, v, _ = inputs
+            assert q is not None and k is not None and v is not None
+            out = plan(q, k, v, scores)
+            call.save([out])
+            return out
 
         def inner(i: int, x: Tensor | None) -> Tensor | None:
             if x is None or not needs_grad[i]:

@@ -96,10 +96,8 @@ class ChunkedUlysses:
         With `recompute_all_to_all`, `saved_attentions` saves output and log-sum-exp instead of autograd. When the layer
         is recomputed, they are loaded, and nothing is computed or sent.
         """
-        grad = torch.is_grad_enabled() and any(
-            x is not None and x.requires_grad for x in (q_BLHD, k_BLKD, v_BLKV, scores.sinks)
-        )
-        saves = grad or (saved_attentions is not None and saved_attentions.recomputing)
+        # With frozen inputs, too: the layer may be recomputed for its MLP.
+        saves = torch.is_grad_enabled() or (saved_attentions is not None and saved_attentions.recomputing)
         return _apply(q_BLHD, k_BLKD, v_BLKV, scores.sinks, self, scores, saved_attentions if saves else None)
 
     def packs_qkv(self, queries: int, keys: int) -> bool:
