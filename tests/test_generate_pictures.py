@@ -64,6 +64,20 @@ def test_chunks_encode_the_units_that_they_need(pool4: RankPool) -> None:
     pool4.run(_chunks_on_4, _generated(build("Qwen2_5_VL"), _prompt("Qwen2_5_VL", LONG)))
 
 
+def _long_video(expected: torch.Tensor) -> None:
+    """171 tokens of a model for 128 positions, of which the video takes few."""
+    model = longspan.parallelize(build("Qwen2_5_VL"), sharding(ring=2), fsdp=False)
+    for chunk in (None, 50):
+        assert torch.equal(_generated(model, _prompt("Qwen2_5_VL", VIDEO), prefill_chunk_size=chunk), expected)
+
+
+VIDEO: Rows = ((5, ("video", 10, 8, 8), 4),)
+
+
+def test_positions_of_a_video_are_fewer_than_its_tokens(pool2: RankPool) -> None:
+    pool2.run(_long_video, _generated(build("Qwen2_5_VL"), _prompt("Qwen2_5_VL", VIDEO)))
+
+
 def _replicas(expected: torch.Tensor) -> None:
     """The second replica's row has no pictures, and runs the tower for the weights that both hold."""
     sp = sharding(data=2)

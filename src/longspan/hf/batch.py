@@ -180,7 +180,7 @@ def cut_batch(
         max_position = n - 1
     else:
         out["position_ids"] = _part(positions, sp, dim=-1)
-        max_position = int(positions.max())
+        max_position = int(rotary_positions(positions).max())
     padded = sp.layout.local_length(n) * sp.size > n or any(sum(b - a for a, b in row) < n for row in rows or ())
     fillers = _fillers(batch, rows, batch_size, n, placeholders) if padded else {}
     out["longspan"] = SequenceInfo(
@@ -188,6 +188,11 @@ def cut_batch(
         placeholders=placeholders,
     )  # fmt: skip
     return out
+
+
+def rotary_positions(positions: Tensor) -> Tensor:
+    """Return the position ids that a model rotates by: of four axes the last three, as the first counts tokens."""
+    return positions[1:] if positions.dim() == 3 and len(positions) == 4 else positions
 
 
 def _text_positions(positions: Tensor | None) -> Tensor | None:

@@ -64,13 +64,14 @@ def _generate(model: Any, inputs: Any = None, generation_config: Any = None, **m
         cache.activate_past_recording()  # rejected drafts are removed from the cache
     more[cache_name(type(model).forward)] = cache
     mask = more.get("attention_mask")
-    # Without padding: position ids count real tokens.
-    cache.announced = length if mask is None else int(mask.sum(-1).max())
     cache.generated_from = length
     chunk = _option(settings, more, "prefill_chunk_size")
     if state_of(model).traits.encoders and tokens is not None:
         cache.pictures = PromptPictures(tokens, {key: more[key] for key in PICTURES if more.get(key) is not None})
     core = core_of(model) if state_of(model).traits.rotary_3d else None
+    # Without padding: position ids count real tokens. Those behind pictures may be far smaller; each chunk has its own.
+    few = core is not None and (cache.is_initialized or (cache.pictures is not None and bool(cache.pictures.batch)))
+    cache.announced = 0 if few else length if mask is None else int(mask.sum(-1).max())
     if core is not None and cache.is_initialized:
         _set_position_deltas(core, cache, more)
     cache.position_deltas = None

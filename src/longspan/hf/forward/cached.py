@@ -16,7 +16,7 @@ from longspan.comm.shard import shard
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.core.validation import format_value
-from longspan.hf.batch import check_cache_position
+from longspan.hf.batch import check_cache_position, rotary_positions
 from longspan.hf.documents import VisibleKeys, tokens_of
 from longspan.hf.forward.binding import check_positions
 from longspan.hf.forward.kv_cache import CachedInfo, KnownTokens
@@ -83,7 +83,8 @@ class CachedTokens(Stage):
         assert self.positions is not None
         largest = last = past + new - 1
         if not counted:
-            largest, last = torch.stack([self.positions.max(), self.positions[..., -1].max()]).tolist()
+            rotary = rotary_positions(self.positions)
+            largest, last = torch.stack([rotary.max(), rotary[..., -1].max()]).tolist()
         all_real = self.segments is None or all(self.segments)
         self.known = KnownTokens(past + new, self.segments, self.visible is not None, last) if all_real else None
         return largest
