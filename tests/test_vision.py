@@ -39,6 +39,14 @@ def test_images_only(pool2: RankPool, family: str) -> None:
     pool2.run(_run, family, 1, True, IMAGES, "left", truth_about(family, IMAGES))
 
 
+SMALL: Rows = ((5, ("image", 1, 4, 4), 3, ("image", 1, 2, 2)),)
+
+
+def test_images_of_one_embedding(pool2: RankPool) -> None:
+    """One rank's share is a single embedding, for which transformers' Mistral-3 fails."""
+    pool2.run(_run, "Mistral3", 1, True, SMALL, "left", truth_about("Mistral3", SMALL))
+
+
 ONE_IMAGE: Rows = ((5, ("image", 1, 4, 4), 12),)
 NONE: Rows = ((9,), (6,))
 
@@ -74,6 +82,27 @@ MIXED: Rows = (*ROWS, ROWS[1])
 @pytest.mark.parametrize("family", ["Qwen2_5_VL", *confirming(["Qwen3VL"])])
 def test_replicas_with_other_pictures(pool4: RankPool, family: str) -> None:
     pool4.run(_replicas, family, truth_about(family, MIXED))
+
+
+def _only_tower_trained(family: str) -> Any:
+    model = build(family)
+    model.model.language_model.requires_grad_(False)
+    model.lm_head.requires_grad_(False)
+    return model
+
+
+def _frozen_text(truth: Truth) -> None:
+    """Without pictures, the second replica's loss has a backward through the tower alone."""
+    sp, memory = sharding(data=2), longspan.Memory(checkpointing="save_attention")
+    for fsdp in (False, True):
+        mine = batch("Qwen3VL", ((5, ("image", 1, 4, 4), 4), (9,)), keep=(sp.data_rank,))
+        model = longspan.parallelize(_only_tower_trained("Qwen3VL"), sp, fsdp=fsdp, memory=memory)
+        compare(truth, model, {}, sp, mine)
+
+
+def test_only_the_tower_is_trained(pool2: RankPool) -> None:
+    whole = batch("Qwen3VL", ((5, ("image", 1, 4, 4), 4), (9,)))
+    pool2.run(_frozen_text, truth_of(_only_tower_trained("Qwen3VL"), whole))
 
 
 def _on_8(family: str, truth: Truth) -> None:

@@ -168,8 +168,10 @@ class ImageEncoder(Encoder):
         return Units(tuple(h * w for h, w in grids), rows)
 
     def part(self, core: Any, batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
-        given = {key: batch[key] for key in self.keys if batch.get(key) is not None}
-        return {key: x[start:stop] for key, x in given.items()}
+        given = {key: batch[key][start:stop] for key in self.keys if batch.get(key) is not None}
+        if sum(self.units(core, given).rows) == 1:  # of one embedding, transformers' Mistral3 squeezes the row away
+            given = {key: torch.cat([x, x]) for key, x in given.items()}
+        return given
 
     def smallest(self, core: Any, device: torch.device) -> dict[str, Any]:
         vision = core.config.vision_config

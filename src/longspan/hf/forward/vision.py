@@ -30,7 +30,17 @@ from longspan.core.layout import Span
 from longspan.hf.documents import tokens_of
 from longspan.hf.forward.kv_cache import CachedInfo
 from longspan.hf.forward.stage import ForwardCall, Stage
-from longspan.hf.vision import ENCODER_OUTPUTS, PICTURE_KEYS, PIXEL_KEYS, Encoder, Units, core_of, rows_of, with_rows
+from longspan.hf.vision import (
+    ENCODER_OUTPUTS,
+    PICTURE_KEYS,
+    PIXEL_KEYS,
+    Encoder,
+    Units,
+    core_of,
+    rows_of,
+    tower_modules,
+    with_rows,
+)
 
 if TYPE_CHECKING:
     from longspan.hf.state import ParallelState
@@ -40,15 +50,26 @@ class VisionTower(Stage):
     """Replace a batch's pixels by the embeddings of this rank's placeholders."""
 
     def __init__(self, model: PreTrainedModel, state: ParallelState) -> None:
-        self.traits, self.sp, self.core = state.traits, state.sp, core_of(model)
-        # Replicas gather the tower's weights together, also for a replica without pictures.
-        self.joint = state.gradients is None and state.sp.data_size > 1
+        self.traits, self.sp, self.core, self.state = state.traits, state.sp, core_of(model), state
+        self.joint = False
         self.found = dict[Encoder, Pictures]()  # of the forward
 
     def reset(self) -> None:
         self.found = {}
 
+    def _is_joint(self, model: PreTrainedModel) -> bool:
+        """Whether replicas run the tower together, also one without pictures.
+
+        FSDP gathers its weights on all replicas, and if nothing else is trained, a loss without pictures has no
+        backward, for which the other replicas would wait.
+        """
+        if self.sp.data_size == 1 or self.state.gradients is None:
+            return self.sp.data_size > 1
+        tower = {p for module in tower_modules(model) for p in module.parameters(recurse=False)}
+        return torch.is_grad_enabled() and not any(p.requires_grad for p in model.parameters() if p not in tower)
+
     def check(self, call: ForwardCall) -> None:
+        self.joint = self._is_joint(call.model)
         prompt = None if call.cache is None else call.cache.pictures
         if prompt is None:
             self.found = self._find(call, call.batch.get("input_ids"))
