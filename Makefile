@@ -55,7 +55,7 @@ FAST := $(addprefix tests/test_,$(addsuffix .py,batch checkpoint collectives dat
 # Of one process, or of commands: they run beside those of several ranks, which leave the cores idle while they wait for
 # each other.
 ALONE := $(addprefix tests/test_,$(addsuffix .py,activations arguments bench checked \
-	cli compat data decode_launches digests examples extending faults flex generate_cli gpu_report imports launch layout live_bytes local offload operators \
+	cli compat data decode_launches digests examples extending faults flex generate_cli gpu_report imports launch layout live_bytes local offload operators package \
 	plan plan_agrees plan_counts plan_figures plan_memory_options plan_page plan_shapes plan_tables readme regions saved site syncs \
 	tiled tolerance tracing train verify_compare))
 
@@ -76,7 +76,7 @@ CPUS ?= default $(filter avx2,$(CPU_FLAGS)) $(if $(filter avx512f,$(CPU_FLAGS)),
 # Of those that this CPU's own are not, the one that comes next (`make check` runs the narrowest, `make cpus` all).
 LESSER := $(lastword $(filter-out $(lastword $(CPUS)),$(CPUS)))
 
-.PHONY: help demo test check fast ranks alone older lint docs bench gpu newest oldest cpus fuzz chaos faults clean
+.PHONY: help demo test check fast ranks alone older lint docs bench gpu newest oldest cpus fuzz chaos faults package clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -169,6 +169,11 @@ chaos: $(STAMP)  ## kills, stops, cut links, full disks, damage and bad input, b
 # Tests may become fewer as long as each of these faults is still seen.
 faults: $(STAMP)  ## plant known faults, one at a time, and see that the tests fail (about 30 minutes; FAULTS_ARGS="--only NAME")
 	@$(BIN)/python -m tests.faults $(FAULTS_ARGS)
+
+package: $(STAMP)  ## build the wheel and the sdist, and use each extra in an environment of its own (about 10 minutes)
+	@rm -rf dist
+	@$(BIN)/python -m hatchling build
+	@$(BIN)/python -m tests.packages dist
 
 clean:  ## remove the environment, caches and runs
 	rm -rf $(VENV) $(OLDER) $(NEWEST) .venv-oldest runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
