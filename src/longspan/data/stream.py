@@ -18,6 +18,7 @@ import torch
 
 from longspan.core.errors import LongspanError
 from longspan.data.chats import RowTokenizer
+from longspan.data.packing import TooLong, WholeDocuments
 from longspan.data.rows import Document
 from longspan.data.source import DocumentSource, Place
 from longspan.hf.pretrained import check_source, first_line
@@ -159,9 +160,11 @@ class Piece:
 
 
 class SequenceStream:
-    """Sequences of `context` tokens: the documents concatenated and cut, nothing dropped, epoch after epoch.
+    """Sequences of `context` tokens, epoch after epoch.
 
-    Sequences without any loss (a prompt that is longer than the context) are left out.
+    With `pack="stream"` and "documents" the documents are concatenated and cut, and nothing is dropped but sequences
+    without any loss (within a prompt that is longer than the context). Otherwise documents stay whole, and sequences
+    may be shorter; see `longspan.data.packing`.
 
     Args:
         source: the documents.
@@ -169,11 +172,13 @@ class SequenceStream:
         context: tokens of a sequence.
         state: that of the sequence to resume after; None for the beginning. It may come from another context.
         rows: the tokenizer of other rows than text.
-        pack: what attention sees, which decides which tokens have a loss.
+        pack: how documents become sequences, and what attention sees.
+        too_long: of packs that keep documents whole, what happens to longer ones.
+        window: with "best-fit", documents of about this many sequences are packed at a time.
         epochs: passes over the documents; the last sequence may then be shorter. None: without end.
 
     Raises (on iteration):
-        LongspanError: if an epoch has fewer tokens than one sequence.
+        LongspanError: if an epoch has fewer tokens than one sequence, or no document that can be used.
     """
 
     def __init__(
@@ -185,10 +190,13 @@ class SequenceStream:
         *,
         rows: RowTokenizer | None = None,
         pack: Pack = "stream",
+        too_long: TooLong = "truncate",
+        window: int = 32,
         epochs: int | None = None,
     ) -> None:
         self.source, self.tokenizer, self.context, self.rows = source, tokenizer, context, rows
-        self.packing, self.epochs = pack, epochs
+        self.packing, self.too_long, self.epochs = pack, too_long, epochs
+        self.window = window if pack == "best-fit" else 0
         self._state = state
         self._place = source.place(state["place"]) if state else None
 
@@ -215,7 +223,13 @@ class SequenceStream:
 
     def pack(self, tokenised: Iterable[tuple[Piece, NDArray[np.int64]]]) -> Iterator[Sequence]:
         """Yield the sequences, from `pieces` and their ids."""
+        if self.packing in ("best-fit", "none"):
+            return WholeDocuments(self.context, self.window, self.too_long, self._state, self.source.data)(tokenised)
+        return self._cut(tokenised)
+
+    def _cut(self, tokenised: Iterable[tuple[Piece, NDArray[np.int64]]]) -> Iterator[Sequence]:
         number = self._state["sequences"] if self._state else 0
+        counts: dict[str, int] = dict(self._state["counts"]) if self._state else {"truncated": 0, "left_out": 0}
         parts: list[NDArray[np.int64]] = []
         starts: list[int] = []
         where: list[str] = []
@@ -233,12 +247,15 @@ class SequenceStream:
                 if filled == self.context:
                     made = [make_sequence(_pop_concatenated(parts), tuple(starts), at, tuple(where))]
                     starts, where, filled = [], [], 0
-                    if made[0].label_tokens(self.packing):
+                    if not made[0].label_tokens(self.packing):
+                        counts["left_out"] += 1
+                    else:
                         number += 1
-                        at["sequences"] = number
+                        at |= {"sequences": number, "counts": dict(counts)}
                         yield made.pop()  # no local variable holds the sequence while the generator waits
         if filled:  # after the last of `epochs`
-            last = make_sequence(_pop_concatenated(parts), tuple(starts), at | {"sequences": number + 1}, tuple(where))
+            at |= {"sequences": number + 1, "counts": counts}
+            last = make_sequence(_pop_concatenated(parts), tuple(starts), at, tuple(where))
             if last.label_tokens(self.packing):
                 yield last
 
@@ -271,9 +288,11 @@ class StepBatch:
     """The batches of one data rank for one optimizer step.
 
     Attributes:
-        micro_batches: model inputs: `input_ids` and `labels`, int64 [micro_batch, context]; with `pack="documents"`
-            also `position_ids`, which restart at 0 with every document.
+        micro_batches: model inputs: `input_ids` and `labels`, int64 [micro_batch, context]; unless documents share
+            attention also `position_ids`, which restart at 0 with every document, and with padding `document_ids`,
+            which are -1 there.
         tokens: tokens of all data ranks, without padding.
+        padded: the same with padding.
         label_tokens: tokens that the loss is averaged over, over all data ranks.
         attention_pairs: pairs (query, key) of causal attention, over all data ranks.
         checksum: of all data ranks' ids, to compare the ranks' data.
@@ -282,6 +301,7 @@ class StepBatch:
 
     micro_batches: list[dict[str, Any]]
     tokens: int
+    padded: int
     label_tokens: int
     attention_pairs: int
     checksum: int
@@ -289,7 +309,14 @@ class StepBatch:
 
 
 def deal(
-    sequences: Iterator[Sequence], *, batch: int, micro_batch: int, data_size: int, data_rank: int, pack: Pack
+    sequences: Iterator[Sequence],
+    *,
+    batch: int,
+    micro_batch: int,
+    data_size: int,
+    data_rank: int,
+    pack: Pack,
+    context: int | None = None,
 ) -> Iterator[StepBatch]:
     """Yield a data rank's batches: of every `batch` sequences, each `data_size`-th group of `micro_batch`.
 
@@ -299,14 +326,15 @@ def deal(
     def next_step() -> StepBatch:
         step = [next(sequences) for _ in range(batch)]
         spans = [span for sequence in step for span in sequence.spans(pack)]
-        mine = [i for i in range(0, batch, micro_batch) if i // micro_batch % data_size == data_rank]
+        groups = [step[i : i + micro_batch] for i in range(0, batch, micro_batch)]
         checksum = 0
         for sequence in step:
             checksum = zlib.crc32(sequence.ids.tobytes(), checksum)
             checksum = checksum if sequence.trained is None else zlib.crc32(sequence.trained.tobytes(), checksum)
         return StepBatch(
-            micro_batches=[_collate(step[i : i + micro_batch], pack) for i in mine],
+            micro_batches=[collate(group, pack, context) for group in groups[data_rank::data_size]],
             tokens=sum(len(sequence.ids) for sequence in step),
+            padded=sum(len(group) * _padded_length(group, context) for group in groups),
             label_tokens=sum(sequence.label_tokens(pack) for sequence in step),
             attention_pairs=sum((end - start) * (end - start + 1) // 2 for start, end in spans),
             checksum=checksum,
@@ -316,20 +344,38 @@ def deal(
     return iter(next_step, None)  # a function and no generator: it holds nothing between steps
 
 
-def _collate(sequences: list[Sequence], pack: Pack) -> dict[str, torch.Tensor]:
-    input_ids = torch.from_numpy(np.stack([sequence.ids for sequence in sequences]))
-    labels = input_ids.clone()
+_PADDED_TO = 64  # tokens; so that few lengths occur
+
+
+def _padded_length(sequences: list[Sequence], context: int | None) -> int:
+    longest = max(len(sequence.ids) for sequence in sequences)
+    return min(-(-longest // _PADDED_TO) * _PADDED_TO, longest if context is None else max(context, longest))
+
+
+def collate(sequences: list[Sequence], pack: Pack, context: int | None = None) -> dict[str, torch.Tensor]:
+    """Return sequences as a model's inputs, padded to the longest, in steps of 64 tokens up to `context`.
+
+    Padding has no loss, and no token attends to it.
+    """
+    shape = len(sequences), _padded_length(sequences, context)
+    input_ids, labels = torch.zeros(shape, dtype=torch.int64), torch.full(shape, _IGNORED)
+    positions, documents = torch.arange(shape[1]).repeat(shape[0], 1), torch.full(shape, -1)
     for row, sequence in enumerate(sequences):
-        if sequence.trained is not None:
-            labels[row, torch.from_numpy(~sequence.trained)] = _IGNORED
-    if pack == "stream":
-        return {"input_ids": input_ids, "labels": labels}
-    positions = torch.empty_like(input_ids)
-    for row, sequence in enumerate(sequences):
-        for start, end in sequence.spans(pack):
+        n = len(sequence.ids)
+        input_ids[row, :n] = torch.from_numpy(sequence.ids)
+        trained = slice(n) if sequence.trained is None else torch.from_numpy(np.flatnonzero(sequence.trained))
+        labels[row, trained] = input_ids[row, trained]
+        for number, (start, end) in enumerate(sequence.spans(pack)):
             positions[row, start:end] = torch.arange(end - start)
-            labels[row, start] = _IGNORED  # no token of this document predicts its first one
-    return {"input_ids": input_ids, "labels": labels, "position_ids": positions}
+            documents[row, start:end] = number
+            if pack != "stream":
+                labels[row, start] = _IGNORED  # no token of this document predicts its first one
+    out = {"input_ids": input_ids, "labels": labels}
+    if pack != "stream":
+        out["position_ids"] = positions
+    if any(len(sequence.ids) < shape[1] for sequence in sequences):
+        out |= {"position_ids": positions, "document_ids": documents}
+    return out
 
 
 @contextlib.contextmanager

@@ -73,9 +73,15 @@ class DataSection:
     """Split of a dataset from the hub."""
     shuffle: int = 1024
     """Size of the shuffle buffer, in documents; files are shuffled once. 0: keep the order."""
-    pack: Literal["stream", "documents"] = "stream"
-    """Documents are concatenated and cut into sequences. stream: attention sees the whole sequence. documents:
-    attention stays within a document."""
+    pack: Literal["stream", "documents", "best-fit", "none"] = "stream"
+    """How documents (a text, a chat, a row) become sequences. stream: concatenated and cut; attention sees the whole
+    sequence. documents: the same, and attention stays within a document. best-fit: whole documents, several to a
+    sequence, each with its own attention; the rest is padding. none: a document is a sequence."""
+    pack_window: int = 32
+    """With --pack best-fit, documents of about this many sequences are packed at a time: more waste less padding, and
+    take memory and time before the first step."""
+    too_long: Literal["truncate", "drop"] = "truncate"
+    """What happens to a document longer than --context, with --pack best-fit and none."""
 
     def check(self) -> None:
         if not self.data:
@@ -83,6 +89,7 @@ class DataSection:
         check_name("--text-field", self.text_field)
         check_name("--split", self.split)
         check_number("--shuffle", self.shuffle, 0, LARGEST_COUNT)
+        check_number("--pack-window", self.pack_window, 1, LARGEST_COUNT)
 
 
 @flags_last

@@ -62,6 +62,8 @@ class Inputs:
             state,
             rows=RowTokenizer(self.tokenizer, self.data.loss_on, vocabulary),
             pack=self.data.pack,
+            too_long=self.data.too_long,
+            window=self.data.pack_window,
         )
 
 
@@ -219,6 +221,7 @@ def run_identity(config: TrainConfig, model_config: Any, tokenizer: Any, source:
         **source.identity,
         "pack": config.data.pack,
         "loss_on": config.data.loss_on,
+        "too_long": config.data.too_long,
         BATCH: config.sequences,
         "tokenizer": describe_tokenizer(tokenizer),
         **model_identity(model_config),

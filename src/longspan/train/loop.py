@@ -107,6 +107,7 @@ class Trainer:
         self.outputs.begin(self.step)
         self.sampler = CommunicationSampler(self.sp.device)
         self.seconds: list[float] = []  # of the steps since the last report
+        self.padding: list[tuple[int, int]] = []  # of the same steps: positions in all, and those of padding
         self.health = Health(config)
         self.reduce_last = self._reduces_last()
         in_backward = config.optimizer.optimizer_in_backward
@@ -234,6 +235,7 @@ class Trainer:
             data_size=self.sp.data_size,
             data_rank=self.sp.data_rank,
             pack=config.data.pack,
+            context=config.tokens,
         )
         if self.cpu_group is None:
             with prefetch(map(self._sharded, dealt(iter(stream)))) as batches:
@@ -272,6 +274,7 @@ class Trainer:
             self._write_timeline(recorder)
         self.step = number
         self.tokens += batch.tokens
+        self.padding.append((batch.padded, batch.padded - batch.tokens))
         self.data_state = batch.state
         warning = self.health.look(self.step, loss, norm)
         if warning is not None:
@@ -363,6 +366,8 @@ class Trainer:
         mean_s = sum(self.seconds) / len(self.seconds)
         offload = offload_metrics(self.model, sum(self.seconds))
         self.seconds.clear()
+        positions, padding = map(sum, zip(*self.padding, strict=True))
+        self.padding.clear()
         memory = peak_memory(sp.device)
         communication = self.sampler.share
         if self.group is not None:
@@ -386,6 +391,9 @@ class Trainer:
             peak_reserved_gib=memory[1] or None,
             reserved_ratio=memory[2] or None,
             mfu=flops / (mean_s * peak * sp.job_size) if flops and peak else None,
+            padding=padding / positions if self.config.data.pack in ("best-fit", "none") else None,
+            truncated=batch.state["counts"]["truncated"] or None,
+            left_out=batch.state["counts"]["left_out"] or None,
             **offload,
         )
 

@@ -45,7 +45,7 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         dtype=config.dtype,
         weight_sharding=config.fsdp,
         tensor_style=parallel.tensor_style,
-        documents=config.data.pack == "documents",
+        documents=config.data.pack != "stream",
     )
     mesh = Mesh(**parallel.degrees)
     for layer, _ in shape.layer_kinds:

@@ -70,6 +70,10 @@ class StepMetrics:
         offload_waited: share of the steps' time that computation waited for the offload; None without offload.
         mfu: model FLOP/s over the devices' dense bf16 peak; see `model_flops`. None if unknown (CPU, fp32, an unlisted
             device, mixtures of experts).
+        padding: share of the sequences that was padding, since the last report; None if sequences are always full.
+        truncated: documents that were cut to the context, since step 0; None for none.
+        left_out: documents (or sequences, where documents are cut) that were left out as too long or without a loss,
+            since step 0; None for none.
     """
 
     step: int
@@ -86,6 +90,9 @@ class StepMetrics:
     reserved_ratio: float | None = None
     offload_gb_per_s: float | None = None
     offload_waited: float | None = None
+    padding: float | None = None
+    truncated: int | None = None
+    left_out: int | None = None
 
     def line(self, steps: int, width: int | None = None) -> str:
         """Format for a log: in one line, or in lines of at most `width` columns."""
@@ -101,6 +108,12 @@ class StepMetrics:
             parts[-1] += f" (reserved {self.peak_reserved_gib:.2f}, x{self.reserved_ratio:.2f})"
         if self.offload_gb_per_s is not None and self.offload_waited is not None:
             parts.append(f"offload {self.offload_gb_per_s:.2f} GB/s, waited {self.offload_waited:.0%}")
+        if self.padding is not None:
+            parts.append(f"padding {self.padding:.1%}")
+        if self.truncated is not None:
+            parts.append(f"truncated {self.truncated:,}")
+        if self.left_out is not None:
+            parts.append(f"left out {self.left_out:,}")
         if self.communication is not None:
             parts.append(f"comm {self.communication:.0%}")
         if self.mfu is not None:
