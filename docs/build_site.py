@@ -247,6 +247,9 @@ CHANGED: dict[str, Callable[[str], str]] = {
     LANDING: "---\nhide: [navigation]\n---\n\n{}".format,
     "docs/reference/api.md": api_page,
     "docs/reference/cli.md": cli_page,
+    "docs/reference/errors.md": lambda text: re.sub(
+        r"^### (LS(\d+): .*)", r"### \1 { #ls\2 }", text, flags=re.MULTILINE
+    ),
 }
 """Pages that are not staged as they are."""
 

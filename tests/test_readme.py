@@ -110,6 +110,7 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "python": check_python,
     "python3": check_python,
     "torchrun": check_torchrun,
+    "srun": check_torchrun,
 }
 
 

@@ -14,8 +14,8 @@ import pytest
 import longspan
 from longspan.cli import COMMANDS
 from longspan.core.sections import options
-from tests.test_readme import ROOT
 
+ROOT = Path(__file__).parent.parent
 PAGES = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
 
 

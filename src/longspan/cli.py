@@ -29,6 +29,7 @@ COMMANDS = {
     "verify": ("longspan.verify", "VerifyConfig", "prove on your model that the sharded run computes the same"),
     "plan": ("longspan.plan.command", "PlanConfig", "what fits, which mesh, and what it costs; needs no torch"),
     "bench": ("longspan.bench", "BenchConfig", "measure your machines: the links between ranks, and one rank's speed"),
+    "explain": ("longspan.pages", "ExplainConfig", "a page of the documentation, or an error's code, in the terminal"),
 }
 
 _NEEDS = {

@@ -93,13 +93,15 @@ def check_same_model(
         found = differences(gather_objects(dict(facts), group), ranks)
         raise LongspanError(
             f"parallelize must be given the same on every rank: {listed(found)}; start every rank with the same "
-            f"settings, model and versions"
+            f"settings, model and versions",
+            code="LS104",
         )
     if len({row[2] for row in rows}) > 1:
         raise LongspanError(
             f"the ranks have different weights: {_format_differing(gather_objects(dict(weights), group), ranks)}; call "
             f"torch.manual_seed with one seed on every rank before the model is made, load the same files everywhere, "
-            f"or copy the weights of rank {ranks[0]} to all: parallelize(..., weights='broadcast')"
+            f"or copy the weights of rank {ranks[0]} to all: parallelize(..., weights='broadcast')",
+            code="LS405",
         )
 
 
@@ -167,7 +169,8 @@ class ReplicaCheck:
         raise LongspanError(
             f"the weights of the ranks have diverged: {found}; they were equal "
             f"{self.every} training forwards ago (forward {self.seen} now). Either the ranks' optimizers "
-            f"differ, or a rank's memory was damaged: continue from an earlier checkpoint, and test that machine"
+            f"differ, or a rank's memory was damaged: continue from an earlier checkpoint, and test that machine",
+            code="LS405",
         )
 
 

@@ -84,7 +84,8 @@ def init_mesh(
         axes = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         raise LongspanError(
             f"init_mesh({axes}) needs {parallel.ranks} processes, this job has {world}; start it with "
-            f"`torchrun --nproc-per-node {parallel.ranks} ...`, or choose axes whose product is {world}"
+            f"`torchrun --nproc-per-node {parallel.ranks} ...`, or choose axes whose product is {world}",
+            code="LS102",
         )
     device_type = device_type or _device_type()
     if not dist.is_initialized():

@@ -29,7 +29,14 @@ class LongspanError(ValueError):
 
     Raised before any collective and from facts that are the same on every rank, so that all ranks raise it or none.
     The command line prints the message without a traceback.
+
+    Args:
+        message: one to three lines.
+        code: of the entry in docs/reference/errors.md, which `longspan explain CODE` prints; it ends the message.
     """
+
+    def __init__(self, message: str = "", *, code: str | None = None) -> None:
+        super().__init__(f"{message} [{code}]" if code else message)
 
 
 def require(use: str, *packages: str) -> None:
@@ -54,7 +61,8 @@ def not_installed(use: str, package: str) -> LongspanError:
     extra, name = EXTRAS[package], package.replace("_", "-")
     return LongspanError(
         f"{use} needs {name}, which is not installed; install longspan with its extra {extra!r} "
-        f'(pip install ".[{extra}]"), or pip install {name}'
+        f'(pip install ".[{extra}]"), or pip install {name}',
+        code="LS101",
     )
 
 

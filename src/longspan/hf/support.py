@@ -32,7 +32,7 @@ from longspan.hf.pretrained import kind_of, without_dropout
 from longspan.hf.vision import core_of, tower_modules
 from longspan.losses.load_balancing import balance, balance_sums
 
-HELP = "it cannot be sharded in this version"
+HELP = "it cannot be sharded in this version [LS201]"
 
 # Layers that mix tokens without the attention registry.
 _MIXERS = re.compile(
@@ -184,7 +184,8 @@ def refuse_dropout(dropout: tuple[str, float, str] | None) -> None:
         raise LongspanError(
             f"layer {layer} has attention dropout {p}, which would depend on the number of ranks; switch the model's "
             f"dropout off by longspan.parallelize(..., dropout=0.0) (longspan train --dropout 0), set {key}=0.0 in the "
-            f"config that the model is made from, or call model.eval()"
+            f"config that the model is made from, or call model.eval()",
+            code="LS202",
         )
 
 

@@ -105,7 +105,7 @@ def _check(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, items_of
     longest = bisect_largest(lambda context: fits(replace(job, context=context), mesh), 0, job.context)
     if longest:
         sentences.append(f"On {mesh} {longest:,} tokens fit{tokens_are}.")
-    raise LongspanError(" ".join(sentences))
+    raise LongspanError(" ".join(sentences), code="LS105")
 
 
 def _enough_ranks(model: ModelShape, job: Job, mesh: Mesh, items_of: Items, fits: Callable[[Job, Mesh], bool]) -> str:

@@ -46,7 +46,8 @@ def choose_memory(
     raise LongspanError(
         f"{job.context:,} tokens do not fit on {mesh} of {hardware.name} with any memory options: with "
         f"{least.job.memory.describe()} it still {least.short_of(0)[0]}. Item by item: "
-        f"{format_items(least.memory_bytes)}. {suggestions.describe()}"
+        f"{format_items(least.memory_bytes)}. {suggestions.describe()}",
+        code="LS105",
     )
 
 

@@ -138,7 +138,7 @@ def compare(messages: list[dict[str, str]]) -> str:
         return ""
     return (
         f"the ranks were started differently: {listed(different, _LISTED)}; start every rank with the same command, "
-        "files and versions"
+        "files and versions [LS104]"
     )
 
 

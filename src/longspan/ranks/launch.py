@@ -184,7 +184,8 @@ def check_nproc(needed: int, nproc: int | None, mesh: str) -> None:
         if world != needed:
             raise LongspanError(
                 f"{job.started_by} started {world} processes, but {mesh} needs {needed}; start {needed}, or choose "
-                f"degrees whose product is {world}"
+                f"degrees whose product is {world}",
+                code="LS102",
             )
         if nproc is not None and local and nproc != local:
             raise LongspanError(
@@ -194,7 +195,8 @@ def check_nproc(needed: int, nproc: int | None, mesh: str) -> None:
     elif nproc is not None and nproc != needed:
         raise LongspanError(
             f"--nproc {nproc} does not match the mesh: {mesh} needs {needed} processes; leave --nproc out, or choose "
-            f"degrees whose product is {nproc} (for several machines start longspan under torchrun)"
+            f"degrees whose product is {nproc} (for several machines start longspan under torchrun)",
+            code="LS102",
         )
 
 

@@ -270,7 +270,8 @@ def _no_such_job(job: JobVariables, timeout_s: float, reason: str) -> LongspanEr
     return LongspanError(
         f"no connection to the job of {job} within {timeout_s:g} s, {reason}; if there is no such job, run `unset "
         f"{' '.join(VARIABLES)}`; if there is, check that rank 0 was started and that no firewall blocks "
-        f"{job.address}:{job.port}, or wait longer with --start-timeout"
+        f"{job.address}:{job.port}, or wait longer with --start-timeout",
+        code="LS103",
     )
 
 
@@ -303,7 +304,8 @@ def _gather(store: Any, rank: int, world: int, timeout_s: float, job: JobVariabl
     hint = f"; the job is {job}, and if there is no such job, run `unset {' '.join(VARIABLES)}`" if job else ""
     raise LongspanError(
         f"{format_ranks(absent)} of {world} did not arrive within {timeout_s:g} s{hint}; if the ranks need longer "
-        "to start, give a longer --start-timeout (init_mesh: timeout=)"
+        "to start, give a longer --start-timeout (init_mesh: timeout=)",
+        code="LS103",
     )
 
 

@@ -108,7 +108,7 @@ class BatchCheck:
         group = self._unequal_group(batches)
         if group is not None:
             details = listed(differences(gather_objects(structure, self.group)[group], ranks[group]))
-            raise LongspanError(self._batch_error(ranks[group], batches[group], details))
+            raise LongspanError(self._batch_error(ranks[group], batches[group], details), code="LS301")
         raise_on_every_rank(problem, self.group, "refused its batch", [bool(row[0] & _REFUSED) for row in rows])
         if len({row[1] for row in rows}) > 1:
             details = listed(differences(gather_objects(call_facts, self.group), ranks))
@@ -187,7 +187,7 @@ class BatchCheck:
         group = self._unequal_group(batches)
         if group is not None:
             ago = f"{self.forward - first.forward} forwards before this one"
-            raise LongspanError(self._batch_error(ranks[group], batches[group], ago))
+            raise LongspanError(self._batch_error(ranks[group], batches[group], ago), code="LS301")
 
 
 def _number(facts: Mapping[str, str]) -> int:

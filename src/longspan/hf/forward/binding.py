@@ -76,7 +76,8 @@ class AttentionLayers(Stage):
         if bypassed:
             raise LongspanError(
                 f"layer {bypassed[0]} of {self.name} ({len(bypassed)} of {len(self.layers)} layers) did not call its "
-                f"attention through transformers' registry; it cannot be sharded in this version"
+                f"attention through transformers' registry; it cannot be sharded in this version",
+                code="LS201",
             )
         return output
 
@@ -147,5 +148,6 @@ def check_positions(limit: int | None, max_position: int) -> None:
     if limit is not None and max_position >= limit:
         raise LongspanError(
             f"the batch has positions up to {max_position}, the model's range is {limit} (max_position_embeddings); "
-            f"shorten the context to {limit}, or give the config a RoPE scaling and a larger max_position_embeddings"
+            f"shorten the context to {limit}, or give the config a RoPE scaling and a larger max_position_embeddings",
+            code="LS203",
         )

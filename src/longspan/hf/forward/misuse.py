@@ -64,7 +64,7 @@ class _NoDDP:
     """An iterable that raises."""
 
     def __iter__(self) -> Iterator[str]:
-        raise LongspanError(NO_DDP)
+        raise LongspanError(NO_DDP, code="LS401")
 
 
 def _refuse_cast(model: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
@@ -94,7 +94,9 @@ def refuse_saving_shards(model: nn.Module, inner: nn.Module) -> None:
 
 
 def _cannot_save(method: str, *_: Any, **__: Any) -> NoReturn:
-    raise LongspanError(f"{method} cannot save shards, and the weights of this model are sharded; {_SAVE}")
+    raise LongspanError(
+        f"{method} cannot save shards, and the weights of this model are sharded; {_SAVE}", code="LS404"
+    )
 
 
 def _refuse_accelerate(*_: Any) -> None:
@@ -105,7 +107,8 @@ def _refuse_accelerate(*_: Any) -> None:
         if frame.f_code.co_name in _ACCELERATE and frame.f_globals.get("__name__", "").startswith("accelerate."):
             raise LongspanError(
                 f"accelerate's {frame.f_code.co_name} cannot save shards, and the weights of this model are sharded; "
-                f"{_SAVE}"
+                f"{_SAVE}",
+                code="LS404",
             )
 
 
@@ -130,7 +133,7 @@ class ModelChangeCheck(Stage):
     def check(self, call: ForwardCall) -> None:
         model = call.model
         if wrapped_by_ddp(model):
-            raise LongspanError(NO_DDP)
+            raise LongspanError(NO_DDP, code="LS401")
         if is_replica(model):
             raise LongspanError(
                 "torch.nn.DataParallel copies a parallelized model and divides its batch again; start one process per "
@@ -165,7 +168,8 @@ class ModelChangeCheck(Stage):
                 also = f" ({len(some)} are)" if len(some) > 1 else ""
                 raise LongspanError(
                     f"parameter {min(some)} {what} after parallelize{also}: its gradient would not be summed over the "
-                    f"ranks; change the model first (PEFT's adapters, another head), then parallelize it"
+                    f"ranks; change the model first (PEFT's adapters, another head), then parallelize it",
+                    code="LS403",
                 )
 
     def _check_optimizers(self) -> None:
@@ -181,7 +185,8 @@ class ModelChangeCheck(Stage):
                 raise LongspanError(
                     f"an optimizer ({type(optimizer).__name__}) was made before longspan.parallelize: it holds "
                     f"{len(held)} parameters, {held[0]} first, that FSDP has replaced by shards, and would train "
-                    f"nothing; make it from model.parameters() after longspan.parallelize"
+                    f"nothing; make it from model.parameters() after longspan.parallelize",
+                    code="LS402",
                 )
 
 
