@@ -5,8 +5,9 @@
 
 Frames are sharded at the start. DSP switches to the patches and back by one all-to-all each. Ulysses keeps the frames
 sharded, computes spatial attention locally too, and exchanges q, k, v and the output in each temporal block. Megatron
-SP, by its formula, gathers and scatters all tokens around every attention and MLP. Goal: DSP at most 0.6 of Ulysses'
-time where links dominate.
+SP, by its formula, gathers and scatters all tokens around every attention and MLP. "No messages" is the computation of
+a rank alone, so the rest of a method's time is its messages. Goal: DSP at most 0.6 of Ulysses' time where links
+dominate, that is where messages take at least half of Ulysses' time.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import cluster
 import common
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 import longspan
@@ -32,6 +34,7 @@ from longspan.hf.diffusion.tokens import Tokens
 
 GOAL = 0.6
 METHODS = ("DSP", "Ulysses")
+COMPUTATION = "no messages"
 HEADS, DIM, PAIRS, TEXT = 8, 16, 4, 32
 RATES = (None, "200mbit", "50mbit", "20mbit")
 Shape = tuple[int, int]  # frames, patches
@@ -60,9 +63,10 @@ def measure(frames: int, patches: int, repeats: int) -> dict[str, Any]:
     """Return bytes and times of both methods; run by every rank."""
     warnings.simplefilter("ignore")
     sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=dist.get_world_size(), device_type="cpu"))
-    steps = {method: Step(method, sp, frames, patches) for method in METHODS}
+    steps = {method: Step(method, sp, frames, patches) for method in (*METHODS, COMPUTATION)}
     sent, found = {}, {}
-    for method, step in steps.items():
+    for method in METHODS:
+        step = steps[method]
         with count_sent() as log:
             mine = step()
         found[method] = step.whole(mine)
@@ -81,6 +85,7 @@ class Step:
         from diffusers import LatteTransformer3DModel
 
         torch.manual_seed(0)
+        self.method = method
         self.model: Any = LatteTransformer3DModel(
             num_attention_heads=HEADS, attention_head_dim=DIM, in_channels=4, num_layers=PAIRS, sample_size=8,
             cross_attention_dim=HEADS * DIM, patch_size=2, norm_type="ada_norm_single", caption_channels=8,
@@ -105,10 +110,20 @@ class Step:
         x_BTSC = mine = self.shards.shard(self.x_BTSC).clone().requires_grad_()
         text = self.text.repeat_interleave(x_BTSC.shape[FRAMES], 0)
         for i, (block, dim) in enumerate(zip(self.blocks, self.attends, strict=True)):
-            x_BTSC = self.shards.switch(x_BTSC, i)
+            x_BTSC = self._held(x_BTSC, i)
             x_BTSC = along(dim, self.model, block, x_BTSC, text if dim == PATCHES else None, None, self.time)
         weights = [p for block in self.blocks for p in block.parameters()]
         return [x_BTSC.detach(), *torch.autograd.grad(x_BTSC, [mine, *weights], self.grad)]
+
+    def _held(self, x_BTSC: Tensor, block: int) -> Tensor:
+        """Return the hidden states as a block needs them, or in the computation alone a tensor of that shape."""
+        if self.method != COMPUTATION:
+            return self.shards.switch(x_BTSC, block)
+        sp, sizes, sharded = self.shards.sp, dict(self.shards.sizes), self.shards.dims[block]
+        sizes[sharded] = shard_sizes(sizes[sharded], sp.size)[sp.rank]
+        entries = x_BTSC.flatten(1, 2)
+        missing = sizes[FRAMES] * sizes[PATCHES] - entries.shape[1]  # negative if they are too many
+        return F.pad(entries, (0, 0, 0, missing)).unflatten(1, (sizes[FRAMES], sizes[PATCHES]))
 
     def whole(self, found: list[Tensor]) -> list[Tensor]:
         """Return output and gradients of all ranks."""
@@ -136,33 +151,35 @@ def formulas(frames: int, patches: int, ranks: int) -> dict[str, int]:
 
 
 def describe(rows: list[dict[str, Any]]) -> str:
-    cells = []
+    cells, judged = [], []
     for row in rows:
-        for method in (*METHODS, "Megatron SP"):
-            line = [row["rate"] or "loopback", f"{row['frames']} x {row['patches']}", method]
-            formula = row["formula"][method]
-            if method not in METHODS:
-                cells.append([*line, "", "", "", f"{formula:,}"])
-                continue
-            sent = row["sent"][method]
-            ratio = common.paired_ratio(row["wall"][method], row["wall"]["Ulysses"])
-            wall, cpu = (common.median(row[clock][method]) for clock in ("wall", "cpu"))
-            cells.append([*line, f"{wall:.3f}", f"{cpu:.3f}", f"{ratio:.3f}", f"{sent:,}"])
-            cells[-1].append("=" if sent == formula else f"{formula:,}")
-    for line in cells:
-        line += [""] * (8 - len(line))
-    slowest = [row for row in rows if row["rate"] == RATES[-1]]
-    found = [common.paired_ratio(row["wall"]["DSP"], row["wall"]["Ulysses"]) for row in slowest]
-    header = ["links", "frames x patches", "method", "seconds", "CPU s", "of Ulysses", "bytes sent", "formula"]
+        links, wall = row["rate"] or "loopback", row["wall"]
+        computation = common.median(wall[COMPUTATION])
+        share = 1 - common.paired_ratio(wall[COMPUTATION], wall["Ulysses"])
+        ratio = common.paired_ratio(wall["DSP"], wall["Ulysses"])
+        if row["frames"] == SHAPES[0][0]:
+            judged.append(f"- {links}: messages take {share:.2f} of Ulysses' time; DSP takes {ratio:.3f} of it")
+            judged[-1] += f" (goal: {GOAL})." if share >= 0.5 else "; links do not dominate."
+        for method in (*METHODS, COMPUTATION, "Megatron SP"):
+            line = [links, f"{row['frames']} x {row['patches']}", method]
+            if method in wall:
+                seconds, cpu = (common.median(row[clock][method]) for clock in ("wall", "cpu"))
+                line += [f"{seconds:.3f}", f"{seconds - computation:.3f}", f"{cpu:.3f}"]
+                line += [f"{common.paired_ratio(wall[method], wall['Ulysses']):.3f}"]
+            line += [""] * (7 - len(line))
+            formula, sent = row["formula"].get(method), row["sent"].get(method)
+            line += ["" if sent is None else f"{sent:,}", "" if formula is None else f"{formula:,}"]
+            cells.append([*line[:-1], "="] if sent is not None and sent == formula else line)
+    columns = ["seconds", "messages s", "CPU s", "of Ulysses", "bytes sent", "formula"]
     return "\n".join(
         [
-            common.table(header, cells),
+            common.table(["links", "frames x patches", "method", *columns], cells),
             "",
-            *[f"- on links of {RATES[-1]} DSP takes {ratio:.3f} of Ulysses' time (goal: {GOAL})." for ratio in found],
+            *judged,
             f"- {PAIRS} spatial and {PAIRS} temporal blocks of Latte, {HEADS} heads of {DIM}, batch 1, fp32;",
             "  outputs and all gradients of the methods are equal within 1e-4.",
-            "- seconds: of the slowest rank, medians over rounds; CPU s: the sum over ranks; of Ulysses: the median",
-            "  over rounds of the ratio in a round.",
+            "- seconds: of the slowest rank, medians over rounds; messages s: without those of the computation alone;",
+            "  CPU s: the sum over ranks; of Ulysses: the median over rounds of the ratio in a round.",
             "- bytes sent: of the rank that sends most, both passes; `=` where the formula agrees to the byte.",
             "  Megatron SP is a formula alone: an all-gather and a reduce-scatter around each attention and MLP.",
         ]

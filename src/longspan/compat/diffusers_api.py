@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 
@@ -31,6 +31,34 @@ def split_plan(model: Any) -> dict[str, Any]:
     """
     plan: dict[str, Any] | None = getattr(model, "_cp_plan", None)
     return plan or {}
+
+
+def is_processor_of_diffusers(processor: Any, names: Collection[str]) -> bool:
+    """Return whether an attention processor is one of diffusers' classes. Versions: any. When gone: False."""
+    kind = type(processor)
+    return kind.__name__ in names and kind.__module__.partition(".")[0] == "diffusers"
+
+
+def attention_backend(processor: Any) -> str:
+    """Return the attention backend that a processor uses: its own, or the default of the process.
+
+    Versions: 0.42. When gone: "native"; then an attention by another function raises when it runs.
+    """
+    backend = getattr(processor, "_attention_backend", None)
+    registry = getattr(sys.modules.get("diffusers.models.attention_dispatch"), "_AttentionBackendRegistry", None)
+    backend = backend or getattr(registry, "_active_backend", None) or "native"
+    return str(getattr(backend, "value", backend))
+
+
+def hooks_of(module: Any) -> list[str]:
+    """Return the classes of diffusers' hooks on a module, such as caches, without those that move or cast weights.
+
+    Versions: 0.42. When gone: empty, and diffusers' caches are no longer refused.
+    """
+    registry = getattr(module, "_diffusers_hook", None)
+    kinds = [type(hook) for hook in getattr(registry, "hooks", {}).values()]
+    of_weights = ("group_offloading", "layerwise_casting")
+    return [kind.__name__ for kind in kinds if kind.__module__.rpartition(".")[2] not in of_weights]
 
 
 def checkpoint_function(model: Any) -> Callable[..., Any] | None:

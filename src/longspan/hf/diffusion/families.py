@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from longspan.compat.diffusers_api import split_plan
+from longspan.compat.diffusers_api import attention_backend, hooks_of, is_processor_of_diffusers, split_plan
 from longspan.core.errors import LongspanError
 
 
@@ -66,6 +66,11 @@ class Family:
 
 _HIDDEN_AND_TEXT: Mapping[str | int, Split] = {"hidden_states": Split(1, 3), "encoder_hidden_states": Split(1, 3)}
 _DOUBLE_AND_SINGLE = ("transformer_blocks", "single_transformer_blocks")
+
+_LOCAL_PROCESSORS = ("AttnProcessor", "AttnProcessor2_0", "XFormersAttnProcessor")
+"""Of attention to one frame, to the text, or among the text's tokens."""
+
+_BACKENDS = ("native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math")
 
 FAMILIES = {
     "LatteTransformer3DModel": Family(
@@ -154,14 +159,36 @@ def family_of(model: nn.Module) -> Family:
         key, value = family.unsupported
         if config.get(key) == value:
             raise LongspanError(f"{name} with {key}={value!r} cannot be sharded: it treats some tokens separately")
-    for path, module in matching(model, family.attention).items():
-        processor: Any = module.processor
-        if type(processor).__name__ not in family.processors:
+    check_modules(model, family)
+    return family
+
+
+def check_modules(model: nn.Module, family: Family) -> None:
+    """Raise if an attention's processor or backend, or a hook of diffusers, is one that longspan does not know.
+
+    Users may change them after `parallelize`.
+    """
+    shared = matching(model, family.attention)
+    for path, module in model.named_modules():
+        for hook in hooks_of(module):
+            raise LongspanError(
+                f"{path or type(model).__name__} has diffusers' {hook}, which would decide or compute on one rank's "
+                f"tokens; remove it, as by disable_cache()"
+            )
+        processor: Any = getattr(module, "processor", None)
+        if processor is None:
+            continue
+        known = family.processors if path in shared else (*family.processors, *_LOCAL_PROCESSORS)
+        if not is_processor_of_diffusers(processor, known):
             raise LongspanError(
                 f"{path} has the attention processor {type(processor).__name__}, which longspan does not know; use "
-                f"{' or '.join(family.processors)}"
+                f"{' or '.join(known)}"
             )
-    return family
+        if path in shared and (backend := attention_backend(processor)) not in _BACKENDS:
+            raise LongspanError(
+                f"{path} has the attention backend {backend!r}, which does not call scaled_dot_product_attention; use "
+                f"{', '.join(_BACKENDS)}"
+            )
 
 
 def plan_of(model: nn.Module, family: Family) -> Plan:

@@ -17,20 +17,10 @@ from longspan.comm.collectives import join
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.reshard import gather_along
 from longspan.compat.diffusers_api import checkpoint_function, transformer_output
-from longspan.core.errors import LongspanError
 from longspan.hf.diffusion.tokens import average_over_data
 
 FRAMES, PATCHES = 1, 2
 """Dimensions of `x_BTSC`."""
-
-
-def check_sizes(sp: SequenceSharding, frames: int, patches: int) -> None:
-    """Raise if a rank would hold no frame or no patch."""
-    if min(frames, patches) < sp.size:
-        raise LongspanError(
-            f"{frames} frames of {patches} patches cannot be sharded over {sp.size} ranks: each needs a frame and a "
-            f"patch; use at most `ulysses={min(frames, patches)}`"
-        )
 
 
 def forward(
@@ -65,8 +55,8 @@ def forward(
     time, embedded_time = model.adaln_single(
         timestep, added_cond_kwargs=conditions, batch_size=batch, hidden_dtype=x_BTSC.dtype
     )
-    text = model.caption_projection(encoder_hidden_states).repeat_interleave(x_BTSC.shape[FRAMES], 0)
-    mask = encoder_attention_mask
+    text = model.caption_projection(encoder_hidden_states).repeat_interleave(max(1, x_BTSC.shape[FRAMES]), 0)
+    mask = encoder_attention_mask if x_BTSC.shape[FRAMES] else None
     if mask is not None:
         mask = shards.shard(mask.unflatten(0, (batch, frames)), dim=1).flatten(0, 1)
 
@@ -96,8 +86,14 @@ def forward(
 def along(
     dim: int, model: Any, block: Any, x_BTSC: Tensor, text: Tensor | None, mask: Tensor | None, time: Tensor
 ) -> Tensor:
-    """Run a block whose attention goes along one dimension; the other is part of its batch."""
+    """Run a block whose attention goes along one dimension; the other is part of its batch.
+
+    A rank that holds none of the other, as with fewer frames than ranks, runs the block on zeros and drops the result.
+    """
     x = x_BTSC if dim == PATCHES else x_BTSC.transpose(FRAMES, PATCHES)
+    held = x.shape[1]
+    if not held:
+        x = torch.cat([x, x.new_zeros(x.shape[0], 1, *x.shape[2:])], 1)  # so that backward reaches the switches
     others = x.shape[1]
     arguments = (x.flatten(0, 1), None, text, mask, time.repeat_interleave(others, 0), None, None)
     if torch.is_grad_enabled() and model.gradient_checkpointing:
@@ -106,5 +102,5 @@ def along(
         out: Tensor = checkpoint(block, *arguments)
     else:
         out = block(*arguments)
-    out = out.unflatten(0, (-1, others))
+    out = out.unflatten(0, (-1, others))[:, :held]
     return out if dim == PATCHES else out.transpose(FRAMES, PATCHES)

@@ -23,7 +23,7 @@ from longspan.core.validation import check_flag
 from longspan.hf.checks.batches import BatchCheck
 from longspan.hf.diffusion import latte
 from longspan.hf.diffusion.attention import bind
-from longspan.hf.diffusion.families import Family, family_of, matching, plan_of
+from longspan.hf.diffusion.families import Family, check_modules, family_of, matching, plan_of
 from longspan.hf.diffusion.tokens import Tokens, install, named_arguments, split_named
 from longspan.hf.forward.misuse import refuse_copies
 from longspan.hf.state import DiffusionState
@@ -196,8 +196,7 @@ class _Entrance:
         for key in given & {*_ATTENTION_ARGUMENTS}:
             if set(arguments[key]) - {"scale"}:
                 raise LongspanError(f"`{key}` may hold a LoRA `scale` alone, got {sorted(arguments[key])}")
-        if getattr(model, "is_cache_enabled", False):
-            raise LongspanError(f"the cache of {name} decides on one rank's tokens; call disable_cache()")
+        check_modules(model, self.family)
         hidden = arguments.get("hidden_states")
         if not isinstance(hidden, Tensor):
             raise LongspanError(f"`hidden_states` of {name} must be a tensor, got {type(hidden).__name__}")
@@ -210,9 +209,6 @@ class _Entrance:
                     f"`hidden_states` {tuple(hidden.shape)}: dimension {dim} has {hidden.shape[dim]} entries, which "
                     f"the patch size {patch} does not divide; crop or pad the video"
                 )
-        if not self.family.attention:
-            frames, height, width = (hidden.shape[dim] // patch for dim, patch in patches.items())
-            latte.check_sizes(self.sp, frames, height * width)
 
 
 def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
