@@ -49,6 +49,7 @@ class Family:
             refiner) compute local queries.
         processors: classes that compute such an attention, by one `scaled_dot_product_attention`.
         streams: arguments whose tokens attend to each other, in the order in which the processors concatenate them.
+        needs_text: whether each rank needs a token of each stream; else one of `hidden_states` will do.
         plan: where tokens are split and joined. None: the model's `_cp_plan`.
         unsupported: a config entry, and the value for which tokens also mix outside these attention modules.
     """
@@ -60,6 +61,7 @@ class Family:
     attention: tuple[str, ...] = ()
     processors: tuple[str, ...] = ()
     streams: tuple[str, ...] = ("hidden_states",)
+    needs_text: bool = False
     plan: Plan | None = None
     unsupported: tuple[str, Any] | None = None
 
@@ -126,6 +128,7 @@ FAMILIES = {
         attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
         processors=("HunyuanVideoAttnProcessor2_0",),
         streams=("hidden_states", "encoder_hidden_states"),
+        needs_text=True,  # its processor counts the text's tokens from the end, where -0 is the start
         plan={
             "rope": {0: Split(0, 2, of_output=True), 1: Split(0, 2, of_output=True)},
             "transformer_blocks.0": _HIDDEN_AND_TEXT,
@@ -139,6 +142,7 @@ FAMILIES = {
         attention=("transformer_blocks.*.attn",),
         processors=("QwenDoubleStreamAttnProcessor2_0",),
         streams=("encoder_hidden_states", "hidden_states"),
+        needs_text=True,  # its rotation reshapes to unknown sizes, which fails for no token
     ),
 }
 """By the name of the class."""

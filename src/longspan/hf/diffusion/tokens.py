@@ -56,7 +56,8 @@ class Tokens:
             return x
         if x.dim() != how.dims:
             raise LongspanError(f"`{name}` must have {how.dims} dimensions, got a tensor of shape {tuple(x.shape)}")
-        if name == "hidden_states" and x.shape[how.dim] < self.sp.size:  # a rank may hold no text
+        needed = self.family.streams if self.family.needs_text else ("hidden_states",)
+        if name in needed and x.shape[how.dim] < self.sp.size:
             raise LongspanError(
                 f"`{name}` has {x.shape[how.dim]} tokens, fewer than the {self.sp.size} ranks; use at most "
                 f"`ulysses={x.shape[how.dim]}`, or pad it"
