@@ -23,7 +23,8 @@ import longspan
 from longspan.compat.accelerate_api import ReplicaAccelerator
 from longspan.core.errors import LongspanError
 from longspan.trainers.saving import newest_complete, shards_of
-from tests.fitting import Samples, arguments, as_launched, collate, made, plain, sharded, sharded_alone
+from tests import pictures
+from tests.fitting import Samples, arguments, as_launched, collate, made, plain, quiet, sharded, sharded_alone
 from tests.models import BASE, build, needs_mixers
 from tests.pool import RankPool
 
@@ -76,6 +77,73 @@ def test_the_log_is_that_of_one_process(get_pool: Callable[[int], RankPool], nam
     tolerance = 2e-2 if name == "bf16" else 2e-4
     for log in get_pool(ranks).run(sharded, mesh, tmp_path, {**EVALUATED, **VARIANTS[name]}):
         compare(log, _plain(name), tolerance)
+
+
+class _Pictures(torch.utils.data.Dataset[dict[str, Any]]):
+    """Rows of Qwen2.5-VL: with images and a video, with an image, or with text only."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        rows = [pictures.ROWS[0], (4, ("image", 1, 4, 4), 5), (9,)]
+        self.samples = [pictures.batch("Qwen2_5_VL", (rows[at % 3],), seed=seed + at) for at in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, at: int) -> dict[str, Any]:
+        return self.samples[at]
+
+
+_PER_TOKEN = {"input_ids": 0, "labels": -100, "attention_mask": 0, "mm_token_type_ids": 0}
+
+
+def _collate_pictures(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Pad the tokens on the right, and join the pictures of all rows."""
+    rows = [{key: x[0] for key, x in sample.items() if key in _PER_TOKEN} for sample in samples]
+    rows = [{**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in rows]
+    padded = {
+        key: torch.nn.utils.rnn.pad_sequence([row[key] for row in rows], batch_first=True, padding_value=value)
+        for key, value in _PER_TOKEN.items()
+    }
+    keys = dict.fromkeys(key for sample in samples for key in sample if key not in _PER_TOKEN)
+    return padded | {key: torch.cat([sample[key] for sample in samples if key in sample]) for key in keys}
+
+
+def _seen(mesh: dict[str, int] | None, out: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the log of a run on pictures, on one process if `mesh` is None."""
+    quiet()
+    rows = {"per_device_eval_batch_size": 10, "max_steps": 6, "eval_strategy": "steps", "eval_steps": 3}
+    given = {
+        "model": pictures.build("Qwen2_5_VL"), "data_collator": _collate_pictures, "train_dataset": _Pictures(24, 1),
+        "eval_dataset": _Pictures(10, 50),
+    }  # fmt: skip
+    if mesh is None:
+        trainer = transformers.Trainer(args=arguments(out, **rows), **given)
+        trainer.train()
+        return list(trainer.state.log_history)
+    with as_launched():
+        sp = longspan.SequenceSharding(longspan.init_mesh(**mesh))
+        rows |= {"per_device_train_batch_size": 4 // sp.data_size, "per_device_eval_batch_size": 4 // sp.data_size}
+        sharded_trainer: Any = longspan.trainer(transformers.Trainer)(
+            args=arguments(out, **rows), **given, sp=sp, **options
+        )  # type: ignore[call-arg]
+        sharded_trainer.train()
+        sharded_trainer.save_model()
+        return list(sharded_trainer.state.log_history)
+
+
+def test_a_vision_language_model_is_trained_evaluated_and_saved(
+    pool2: RankPool, pool4: RankPool, tmp_path: Path
+) -> None:
+    """Also with the tower's layers checkpointed, and with replicas that have different pictures."""
+    expected = _seen(None, tmp_path / "plain", {})
+    runs = [(pool2, {"ulysses": 2}, {"memory": "longest"}), (pool4, {"data": 2, "ring": 2}, {})]
+    for pool, mesh, options in runs:
+        for log in pool.run(_seen, mesh, tmp_path, options):
+            compare(log, expected)
+    loaded = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    batch = _collate_pictures([_Pictures(10, 50)[at] for at in range(10)])
+    last = next(record["eval_loss"] for record in reversed(expected) if "eval_loss" in record)
+    assert float(loaded(**batch).loss.detach()) == pytest.approx(last, rel=2e-4)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

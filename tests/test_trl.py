@@ -16,6 +16,8 @@ import longspan
 from longspan.core.errors import LongspanError
 from tests.fitting import as_launched, quiet
 from tests.models import BASE, build, needs_mixers
+from tests.pictures import IMAGE
+from tests.pictures import build as build_with_tower
 from tests.pool import RankPool
 
 pytest.importorskip("trl")
@@ -25,6 +27,11 @@ CHAT = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<a>{% generation %}{{ m['content'] }}<e>"
     "{% endgeneration %}"
     "{% else %}<u>{{ m['content'] }}<e>{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+PICTURE_CHAT = (
+    "{% for m in messages %}{{ '<a>' if m['role'] == 'assistant' else '<u>' }}{% for part in m['content'] %}"
+    "{% if part['type'] == 'image' %}<image>{% elif m['role'] == 'assistant' %}{% generation %}{{ part['text'] }}<e>"
+    "{% endgeneration %}{% else %}{{ part['text'] }}<e>{% endif %}{% endfor %}{% endfor %}"
 )
 COMMON: dict[str, Any] = {
     "max_steps": 4, "learning_rate": 3e-3, "logging_steps": 1, "report_to": "none", "use_cpu": True,
@@ -40,14 +47,35 @@ def tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    special = ["<pad>", "<e>", "<u>", "<a>", "<unk>"]
-    vocab = {word: at for at, word in enumerate(special + WORDS)}
+    special = ["<pad>", "<e>", "<u>", "<a>", "<unk>", "<image>"]
+    vocab = {word: at for at, word in enumerate(special + WORDS)} | {"<image>": IMAGE}
     made = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.add_special_tokens(special)
     found = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<e>", unk_token="<unk>")
     found.chat_template = CHAT
     return found
+
+
+@functools.cache
+def processor() -> Any:
+    """Images of 16 x 16 pixels become 16 tokens."""
+    from transformers import CLIPImageProcessorPil, LlavaProcessor
+
+    size = {"height": 16, "width": 16}
+    images = CLIPImageProcessorPil(size=size, crop_size=size)
+    made = LlavaProcessor(images, tokenizer(), patch_size=4, vision_feature_select_strategy="default",
+                          num_additional_image_tokens=1)  # fmt: skip
+    made.chat_template = PICTURE_CHAT
+    return made
+
+
+def image(at: int) -> Any:
+    """Random pixels."""
+    from PIL import Image
+
+    pixels = torch.randint(256, (16, 16, 3), generator=torch.Generator().manual_seed(at), dtype=torch.uint8)
+    return Image.fromarray(pixels.numpy())
 
 
 def sentence(at: int, least: int = 3, most: int = 17) -> str:
@@ -65,6 +93,8 @@ def rows(kind: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
         made.append({
             "text": {"text": f"{first} {second}"},
             "chat": {"messages": [*chat, {"role": "user", "content": third}, chat[1]]},
+            "images": {"messages": [*chat, {"role": "user", "content": third}, chat[1]],
+                       "images": [image(at + i) for i in range(at % 3)]},
             "preference": {"prompt": first, "chosen": " " + second, "rejected": " " + third},
         }[kind])  # fmt: skip
     return made
@@ -73,10 +103,13 @@ def rows(kind: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "packed": ("SFT", "text", {"packing": True, "max_length": 48}),
     "assistant only": ("SFT", "chat", {"assistant_only_loss": True}),
-    "lora": ("SFT", "text", {"peft": True}),
+    "lora": ("SFT", "text", {"peft": ["q_proj", "v_proj"]}),
     "recurrent": ("SFT", "text", {"family": "Bamba"}),
+    "images": ("SFT", "images", {"assistant_only_loss": True}),
+    "images, lora in both": ("SFT", "images", {"peft": ["q_proj", "v_proj"]}),
+    "images, lora in the language model": ("SFT", "images", {"peft": r".*language_model.*(q|v)_proj"}),
     "dpo": ("DPO", "preference", {}),
-    "reward lora": ("Reward", "preference", {"peft": True, "center_rewards_coefficient": 0.01}),
+    "reward lora": ("Reward", "preference", {"peft": ["q_proj", "v_proj"], "center_rewards_coefficient": 0.01}),
 }
 
 
@@ -104,10 +137,10 @@ def _log_of(kind: str, mesh: dict[str, int] | None, out: Path) -> list[dict[str,
     changes = dict(changes)
     options: dict[str, Any] = {}
     family = changes.pop("family", "Llama")
-    if changes.pop("peft", False):
+    if layers := changes.pop("peft", None):
         torch.manual_seed(3)
         kind = {"task_type": "SEQ_CLS"} if trainer_name == "Reward" else {"task_type": "CAUSAL_LM"}
-        options["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **kind)
+        options["peft_config"] = LoraConfig(r=4, target_modules=layers, **kind)
     cls, config = getattr(trl, f"{trainer_name}Trainer"), getattr(trl, f"{trainer_name}Config")
     rows_at_once = 4
     if mesh is not None:
@@ -116,14 +149,19 @@ def _log_of(kind: str, mesh: dict[str, int] | None, out: Path) -> list[dict[str,
         cls = longspan.trainer(cls)
     if trainer_name == "DPO" and "peft_config" not in options:
         options["ref_model"] = build("Llama", seed=1)
-    model = rewarding() if trainer_name == "Reward" else build(family)
+    if data == "images":
+        changes["max_length"] = None
+        model = build_with_tower("Llava")
+    else:
+        model = rewarding() if trainer_name == "Reward" else build(family)
     args = config(
         output_dir=str(out), per_device_train_batch_size=rows_at_once, per_device_eval_batch_size=2 * rows_at_once,
         eval_strategy="steps", eval_steps=2, **{**COMMON, **changes},
     )  # fmt: skip
     trainer = cls(
         model=model, args=args, train_dataset=Dataset.from_list(rows(data, 60)),
-        eval_dataset=Dataset.from_list(rows(data, 8, 100)), processing_class=tokenizer(), **options,
+        eval_dataset=Dataset.from_list(rows(data, 8, 100)),
+        processing_class=processor() if data == "images" else tokenizer(), **options,
     )  # fmt: skip
     trainer.train()
     return list(trainer.state.log_history)
@@ -140,7 +178,8 @@ RECURRENT = pytest.param("recurrent", marks=needs_mixers)
 
 @pytest.mark.parametrize("kind", [*(kind for kind in KINDS if kind != "recurrent"), RECURRENT])
 def test_the_log_is_that_of_one_process(get_pool: Callable[[int], RankPool], kind: str, tmp_path: Path) -> None:
-    mesh = {"data": 2, "ring": 2} if kind in ("lora", "dpo") else {"ulysses": 2}
+    replicas = kind in ("lora", "images, lora in both", "dpo")
+    mesh = {"data": 2, "ring": 2} if replicas else {"ulysses": 2}
     ranks = functools.reduce(lambda a, b: a * b, mesh.values())
     for log in get_pool(ranks).run(log_of, kind, mesh, tmp_path):
         expected = plain(kind)
