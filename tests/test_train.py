@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from longspan import checkpoint
 from longspan.cli import main
@@ -29,6 +30,7 @@ from longspan.ranks.launch import RankFailed
 from longspan.train import TrainConfig, run
 from longspan.train.memory_choice import resolve
 from tests.models import needs_mixers, widened
+from tests.pictures import GRIDS
 from tests.pool import THREADS, RankError, RankPool, run_forked
 from tests.tolerance import excess, excess_of_losses, roughly
 from tests.training import (
@@ -58,7 +60,7 @@ def config(llama: Path, tmp_path: Path) -> TrainConfig:
 def _plain_losses(config: TrainConfig, dtype: torch.dtype = torch.float32) -> dict[int, float]:
     """The same training as a plain loop over the unsharded model: one batch of all sequences, torch's own parts."""
     from torch.nn.utils import clip_grad_norm_
-    from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
+    from transformers import get_scheduler
 
     from longspan.data import deal
     from longspan.train.inputs import open_local
@@ -67,9 +69,9 @@ def _plain_losses(config: TrainConfig, dtype: torch.dtype = torch.float32) -> di
     batch = config.sequences
     steps = deal(sequences, batch=batch, micro_batch=batch, data_size=1, data_rank=0, pack=config.data.pack)
     torch.manual_seed(config.seed)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(config.model.config), dtype=torch.float32
-    ).train()
+    model_config = AutoConfig.from_pretrained(config.model.config)
+    auto: Any = AutoModelForImageTextToText if hasattr(model_config, "vision_config") else AutoModelForCausalLM
+    model = auto.from_config(model_config, dtype=torch.float32).train()
     if dtype == torch.float64:
         model = widened(model)
     matrices = [p for p in model.parameters() if p.ndim > 1]
@@ -141,6 +143,24 @@ def test_recurrent_layers_train(tmp_path: Path, pool2: RankPool) -> None:
     plain, exact = _plain_losses(config), _plain_losses(config, torch.float64)
     train_on(pool2, config)
     assert excess_of_losses(losses_of(config.out), plain, exact) <= 1
+
+
+def test_a_vision_language_model_trains_on_text(tmp_path: Path, pool2: RankPool) -> None:
+    """Its tower stays as it is, also in a run that resumes."""
+    tower, text = (GRIDS["Qwen2_5_VL"][f"{part}_config"] for part in ("vision", "text"))
+    ids = {"image_token_id": 380, "video_token_id": 381}
+    sizes = {"vision_config": tower, "text_config": text | {"vocab_size": 384, "max_position_embeddings": 512}}
+    path = write_config(tmp_path, model_type="qwen2_5_vl", **ids, **sizes)
+    config = small_run(path, tmp_path / "run", steps=3, ring=2)
+    plain, exact = _plain_losses(config), _plain_losses(config, torch.float64)
+    train_on(pool2, replace(config, steps=2))
+    train_on(pool2, config)
+    assert excess_of_losses(losses_of(config.out), plain, exact) <= 1
+    torch.manual_seed(config.seed)
+    first = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
+    trained = AutoModelForImageTextToText.from_pretrained(config.out / "hf")
+    for (name, before), after in zip(first.named_parameters(), trained.parameters(), strict=True):
+        assert torch.equal(before, after) == ("visual" in name), name
 
 
 def test_bf16_stays_near_fp32(config: TrainConfig, pool2: RankPool) -> None:
@@ -409,7 +429,7 @@ def test_unsuitable_models_and_tokenizers_are_refused(
     refused(config, rf"--data my-modle: there is no file or folder /.*{hub}", data="my-modle")
     refused(config, r"--tokenizer no/such: there is no file or folder /.*/no/such, and as a", tokenizer="no/such")
     refused(config, r"--config .*no\.json does not exist; give the path", config=tmp_path / "no.json")
-    for kind, said in {"t5": "an encoder-decoder", "qwen2_vl": "a vision-language model"}.items():
+    for kind, said in {"t5": "an encoder-decoder", "paligemma": "a vision-language model"}.items():
         other = tmp_path / f"{kind}.json"
         transformers.AutoConfig.for_model(kind).to_json_file(other)
         refused(config, rf"--config \S+{kind}\.json is {said} \({kind}\); longspan takes causal", config=other)

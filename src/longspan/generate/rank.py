@@ -23,7 +23,7 @@ from longspan.generate.prompt import tokenizer_name
 from longspan.generate.stream import Progress, TextStream
 from longspan.hf.forward.kv_cache import ShardedCache
 from longspan.hf.loading import load_sharded
-from longspan.hf.pretrained import base_of, is_adapter
+from longspan.hf.pretrained import base_of, is_adapter, language_model_class
 from longspan.hf.support import decoder_layers
 from longspan.hf.weights.origin import Origin
 from longspan.ranks import agreement, launch
@@ -53,7 +53,6 @@ def start(
     if launch.is_first_rank():
         print(f"loading {config.model}", file=sys.stderr, flush=True)
     with launch.stdout_to_stderr():
-        from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
@@ -62,9 +61,8 @@ def start(
         dtype = {"auto": own, "fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype]
         # From the opened config, whose RoPE scaling may differ from the folder's.
         base, adapter = base_of("--model", config.model), config.model if is_adapter(config.model) else None
-        origin = Origin(
-            AutoModelForCausalLM, prompt.model_config, dtype, base, label=f"--model {config.model}", adapter=adapter
-        )
+        auto = language_model_class(prompt.model_config)
+        origin = Origin(auto, prompt.model_config, dtype, base, label=f"--model {config.model}", adapter=adapter)
         model = load_sharded(
             origin, sp, fsdp=config.fsdp, kernel=config.kernel, tensor_style=config.parallel.tensor_style
         )

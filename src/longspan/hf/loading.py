@@ -25,7 +25,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.memory import Memory
 from longspan.core.validation import checked_call, refuse_unknown
 from longspan.hf.parallelize import parallelize
-from longspan.hf.pretrained import base_of, check_source, is_adapter, open_config, read_adapter
+from longspan.hf.pretrained import base_of, check_source, is_adapter, language_model_class, open_config, read_adapter
 from longspan.hf.weights.origin import Origin, WeightFiles
 from longspan.hf.weights.sources import Files, FirstRank, materialize, to_meta
 
@@ -69,7 +69,7 @@ def from_pretrained(
     Args:
         name: a folder, the name of a model on the Hugging Face hub, or the folder of a PEFT adapter, which is added to
             the base model that it names. Loaded as a masked LM or a classifier of sequences or tokens if the config's
-            `architectures` name one, else as a causal LM.
+            `architectures` name one, else as a causal LM or a vision-language model.
         sp: the sharding.
         dtype: of the weights, or its name ("bf16"); "auto": as the config says.
         prepare: called with the model before it is sharded, to wrap or change it: `lambda model: get_peft_model(model,
@@ -97,12 +97,13 @@ def _pretrained(name: str, dtype: torch.dtype | str) -> Origin:
     adapter, name = name if is_adapter(name) else None, base_of("name", name)
     config = open_config(name, name)
     kinds = ("MaskedLM", "SequenceClassification", "TokenClassification")
-    kind = next((k for k in kinds for name in config.architectures or () if name.endswith(f"For{k}")), "CausalLM")
+    kind = next((k for k in kinds for name in config.architectures or () if name.endswith(f"For{k}")), None)
+    auto = language_model_class(config) if kind is None else getattr(transformers, f"AutoModelFor{kind}")
     if dtype == "auto":
         dtype = config.dtype
     if not isinstance(dtype, torch.dtype):
         raise LongspanError(f"the config of {name} names no dtype; give from_pretrained(..., dtype=torch.bfloat16)")
-    return Origin(getattr(transformers, f"AutoModelFor{kind}"), config, dtype, name, label=name, adapter=adapter)
+    return Origin(auto, config, dtype, name, label=name, adapter=adapter)
 
 
 def _unchanged(model: Any) -> Any:

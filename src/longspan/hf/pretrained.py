@@ -153,19 +153,17 @@ def tokenizer_of(flag: str, name: str) -> str:
     return name if has_tokenizer(name) else base_of(flag, name)
 
 
-def read_model_config(
-    flag: str, name: str, context: int, rope: RopeAsked = AS_IS, *, pictures: bool = False
-) -> tuple[Any, RopeScaling | None]:
+def read_model_config(flag: str, name: str, context: int, rope: RopeAsked = AS_IS) -> tuple[Any, RopeScaling | None]:
     """Read the Hugging Face config of a model, folder or file; return it with the RoPE scaling that was applied.
 
-    `context` is in tokens per sequence; `flag` names the option in messages; `pictures`: see `check_language_model`.
+    `context` is in tokens per sequence; `flag` names the option in messages.
     """
     _refuse_planners_name(flag, name)
     check_source(flag, name, local=flag == "--config")
     name = base_of(flag, name)
     _check_json(flag, name)
     config = open_config(f"{flag} {name}", name)
-    return config, check_language_model(f"{flag} {name}", config, context, rope, pictures=pictures)
+    return config, check_language_model(f"{flag} {name}", config, context, rope)
 
 
 def open_config(label: str, name: str) -> Any:
@@ -191,9 +189,20 @@ def kind_of(config: Any) -> str | None:
 
 def takes_pictures(config: Any) -> bool:
     """Return whether a config is that of a vision-language model that longspan can shard."""
-    from longspan.hf.vision import FAMILIES
+    return kind_of(config) == _VISION and config.model_type in _vision_types()
 
-    return kind_of(config) == _VISION and getattr(config, "model_type", None) in FAMILIES
+
+def _vision_types() -> list[str]:
+    from longspan.hf.vision import FAMILIES  # imports torch
+
+    return list(FAMILIES)
+
+
+def language_model_class(config: Any) -> Any:
+    """Return the class of transformers that makes a language model, or a vision-language model, of a config."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if takes_pictures(config) else AutoModelForCausalLM
 
 
 def _has_text_model(config: Any) -> bool:
@@ -213,20 +222,20 @@ def without_dropout(config: Any) -> Any:
     return config
 
 
-def check_language_model(
-    where: str, config: Any, context: int, rope: RopeAsked = AS_IS, *, pictures: bool = False
-) -> RopeScaling | None:
+def check_language_model(where: str, config: Any, context: int, rope: RopeAsked = AS_IS) -> RopeScaling | None:
     """Raise unless a config is a language model's; apply a RoPE scaling to it, in place, and return it.
 
-    `context` is in tokens per sequence; `where` names the config in messages. With `pictures`, it may be that of a
-    vision-language model that longspan can shard.
+    `context` is in tokens per sequence; `where` names the config in messages.
     """
     kind = kind_of(config)
-    seen = pictures and takes_pictures(config)
+    seen = takes_pictures(config)
     if not seen and (
         getattr(config, "is_encoder_decoder", False) or (kind is not None and not _has_text_model(config))
     ):
-        raise LongspanError(f"{where} is {kind} ({config.model_type}); {_instead_of(config, kind, pictures)}")
+        raise LongspanError(
+            f"{where} is {kind} ({config.model_type}); longspan takes causal language models (decoder-only), "
+            f"vision-language models ({', '.join(_vision_types())}), and to verify masked ones: give one of those"
+        )
     text = config.get_text_config()
     vocabulary = getattr(text, "vocab_size", None)
     if not isinstance(vocabulary, int) or vocabulary < 1:
@@ -240,20 +249,6 @@ def check_language_model(
         _scale(text, scaling)
         _check_survives_saving(where, text, scaling)
     return scaling
-
-
-def _instead_of(config: Any, kind: str | None, pictures: bool) -> str:
-    """Return which models a command takes instead of one of this kind."""
-    if not pictures and takes_pictures(config):
-        return (
-            "this command reads text alone. Train it with pictures by longspan.trainer or in your own script; "
-            "`longspan verify` and `longspan generate` take it"
-        )
-    if kind == _VISION and pictures:
-        from longspan.hf.vision import FAMILIES
-
-        return f"longspan takes those of the types {', '.join(FAMILIES)}: give one of them, or a language model"
-    return "longspan takes causal language models (decoder-only), and to verify masked ones: give one of those"
 
 
 def positions_of(config: Any) -> RopeState:

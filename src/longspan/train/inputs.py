@@ -19,7 +19,7 @@ from longspan.core.rope import RopeScaling
 from longspan.core.sections import values
 from longspan.core.validation import check_output, read_text
 from longspan.data import DocumentSource, RowTokenizer, SequenceStream, TextTokenizer, load_tokenizer
-from longspan.hf.pretrained import read_model_config, refuse_adapter, without_dropout
+from longspan.hf.pretrained import language_model_class, read_model_config, refuse_adapter, without_dropout
 from longspan.ranks import launch
 from longspan.train.config import DataSection, TrainConfig
 
@@ -153,12 +153,12 @@ def model_flag(config: TrainConfig) -> tuple[str, str]:
 def model_origin(config: TrainConfig, model_config: Any) -> Origin:
     """Return the source of the model's weights, in fp32: pretrained, or random from the seed alone."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     from longspan.hf.weights.origin import Origin
 
     label = str(config.model.config) if config.model.model is None else f"--model {config.model.model}"
-    return Origin(AutoModelForCausalLM, model_config, torch.float32, config.model.model, config.seed, label)
+    auto = language_model_class(model_config)
+    return Origin(auto, model_config, torch.float32, config.model.model, config.seed, label)
 
 
 def _find_checkpoint(config: TrainConfig, ranks: Ranks, content: bool) -> tuple[Checkpoint | None, list[str]]:

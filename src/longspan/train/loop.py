@@ -32,6 +32,7 @@ from longspan.hf.checks.nonfinite import watch
 from longspan.hf.loading import load_sharded
 from longspan.hf.planning import device_memory
 from longspan.hf.state import state_of
+from longspan.hf.vision import tower_modules
 from longspan.hf.weights.gradients import no_sync, optimizer_in_backward
 from longspan.hf.weights.sources import tensor_parts
 from longspan.ranks import agreement
@@ -124,7 +125,7 @@ class Trainer:
         model = load_sharded(
             model_origin(config, self.inputs.model_config),
             sp,
-            prepare=lambda model: model.train(),
+            prepare=prepared,
             later=self.inputs.resume is not None,
             fsdp=config.fsdp,
             mp_policy=MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, reduce_dtype) if mixed else None,
@@ -396,6 +397,13 @@ class Trainer:
             left_out=batch.state["counts"]["left_out"] or None,
             **offload,
         )
+
+
+def prepared(model: Any) -> Any:
+    """Return a loaded model in training mode, with its vision tower frozen: text has no pictures."""
+    for module in tower_modules(model):
+        module.requires_grad_(False)
+    return model.train()
 
 
 def offload_metrics(model: Any, seconds: float) -> dict[str, float | None]:

@@ -19,6 +19,7 @@ import torch
 from torch.autograd.profiler import profile
 
 from longspan.hf.support import mixer_layers
+from longspan.hf.vision import tower_modules
 from longspan.tracing.spans import covered
 
 #: Dense bf16 peak of one device in FLOP/s, by a part of the name CUDA gives it; the makers' data sheets, without
@@ -159,8 +160,9 @@ def model_flops(model: torch.nn.Module, config: Any, tokens: int, attention_pair
     experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     if experts or mixer_layers(model):
         return None
-    weights = sum(p.numel() for p in model.parameters() if p.ndim >= 2)
-    if not text.tie_word_embeddings:  # a lookup is no matmul; a tied table is the head as well
+    tower = {p for module in tower_modules(model) for p in module.parameters()}  # encodes no text
+    weights = sum(p.numel() for p in model.parameters() if p.ndim >= 2 and p not in tower)
+    if not getattr(config, "tie_word_embeddings", False):  # a lookup is no matmul; a tied table is the head as well
         weights -= text.vocab_size * text.hidden_size
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     pair_flops = 12 * head_dim * text.num_attention_heads * text.num_hidden_layers

@@ -23,6 +23,7 @@ from longspan.hf.pretrained import (
     base_of,
     check_language_model,
     is_adapter,
+    language_model_class,
     read_model_config,
     takes_pictures,
     tokenizer_of,
@@ -107,9 +108,7 @@ def _open_config(config: VerifyConfig, resumed: Checkpoint | None) -> tuple[str,
         return name, opened
     flag = "--model" if config.model is not None else "--config"
     name = f"{flag} {config.model or config.config}"
-    opened, _ = read_model_config(
-        flag, str(config.model or config.config), config.context, config.rope(), pictures=True
-    )
+    opened, _ = read_model_config(flag, str(config.model or config.config), config.context, config.rope())
     if resumed is not None:
         check_same_model(resumed, name, opened)
     return name, opened
@@ -123,13 +122,13 @@ def build_model(config: VerifyConfig, model_config: Any) -> Any:
 def model_origin(config: VerifyConfig, model_config: Any) -> Origin:
     """Return the source of the model's weights and class.
 
-    It is a masked LM if the config's `architectures` name one (BERT), a vision-language model, else a causal LM. A
-    checkpoint of `longspan train` always has a causal LM; its weights are random until `checkpoint.load_weights`.
+    It is a masked LM if the config's `architectures` name one (BERT), a vision-language model, else a causal LM. The
+    weights of a checkpoint of `longspan train` are random until `checkpoint.load_weights`.
 
     Attention is transformers' `sdpa`, or `eager` for a model without `sdpa` or with a softcap (Gemma-2), which older
     versions of `sdpa` silently ignore. Random weights (`--config`) depend on the seed alone.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMaskedLM
+    from transformers import AutoModelForMaskedLM
     from transformers.utils import logging
 
     from longspan.compat.transformers_api import has_no_sdpa
@@ -144,9 +143,8 @@ def model_origin(config: VerifyConfig, model_config: Any) -> Origin:
         )
     masked = config.resume is None and any(name.endswith("ForMaskedLM") for name in architectures)
     softcap = getattr(getattr(model_config, "text_config", model_config), "attn_logit_softcapping", None)
-    language = AutoModelForImageTextToText if takes_pictures(model_config) else AutoModelForCausalLM
     origin = Origin(
-        AutoModelForMaskedLM if masked else language,
+        AutoModelForMaskedLM if masked else language_model_class(model_config),
         model_config,
         torch.float32 if config.dtype == "fp32" else torch.bfloat16,
         None if config.model is None else base_of("--model", config.model),

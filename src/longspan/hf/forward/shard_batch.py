@@ -98,6 +98,8 @@ class ShardBatch(Stage):
                 f"this batch was sharded with {info.layout}, the model with {self.sp.layout}; give "
                 "longspan.shard_batch the sharding of the model"
             )
+        if self.traits.rotary_3d:  # a batch without pictures, as all that are sharded: its tokens count
+            own = None
         if info.counted and own is not None and (own is not count_mask or info.segments is not None):
             raise LongspanError(
                 f"{name} computes position ids from its tokens or mask, but this batch was sharded without them; "

@@ -91,7 +91,10 @@ class Origin:
         except LongspanError:
             raise
         except Exception as error:
-            kinds = {"AutoModelForMaskedLM": "masked LM", "AutoModelForCausalLM": "causal LM"}
+            kinds = {
+                "AutoModelForMaskedLM": "masked LM", "AutoModelForCausalLM": "causal LM",
+                "AutoModelForImageTextToText": "vision-language model",
+            }  # fmt: skip
             why = first_line(error)
             if (kind := kind_of(self.config)) is not None:
                 why = f"it is {kind} ({self.config.model_type})"
