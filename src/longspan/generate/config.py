@@ -76,7 +76,13 @@ class GenerateConfig(ModelFlags):
     file: Path | None = None
     """A text file (UTF-8) to continue."""
     question: str | None = None
-    """A question about the text, appended after an empty line."""
+    """A question about the text, appended after an empty line, or about the pictures."""
+    image: tuple[Path, ...] = ()
+    """Images before the text, for a vision-language model."""
+    video: Path | None = None
+    """A video before the text: a folder of frames, in the order of their names, or a file, which needs a decoder."""
+    fps: float = 2.0
+    """Frames per second of the folder of --video."""
     template: Literal["auto", "chat", "none"] = "auto"
     """Wrap text and question as a user's message in the tokenizer's chat template. auto: with --question, if the
     tokenizer has a template."""
@@ -113,6 +119,11 @@ class GenerateConfig(ModelFlags):
     """Also write the text to this file, token by token."""
 
     @property
+    def pictures(self) -> bool:
+        """Whether the prompt has images or a video."""
+        return bool(self.image) or self.video is not None
+
+    @property
     def chunk(self) -> int:
         return self.prefill_chunk or 8192 * self.parallel.ranks
 
@@ -121,6 +132,9 @@ class GenerateConfig(ModelFlags):
         super().check()
         if self.prompt is not None and self.file is not None:
             raise LongspanError("--prompt and --file both give a text; give one of them (and ask by --question)")
+        if self.pictures and self.cache_dir is not None:
+            raise LongspanError("--cache-dir saves the cache of a text alone; leave it out with --image or --video")
+        check_number("--fps", self.fps, 0, 1e6, above=True)
         for name in ("prompt", "question"):
             if getattr(self, name) == "":
                 raise LongspanError(f"--{name} is empty; leave it out, or give a text")

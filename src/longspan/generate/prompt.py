@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from longspan.core.errors import LongspanError
 from longspan.data import BYTES, TextTokenizer, load_tokenizer
 from longspan.data.stream import split_text
+from longspan.generate.pictures import Pictures, encode
 from longspan.hf.pretrained import (
     base_of,
     check_language_model,
@@ -40,6 +41,7 @@ class Prompt:
         ids: token ids, int64 [S].
         text_tokens: first tokens that do not depend on the question.
         key: name of their cache in `--cache-dir`; "" without it.
+        pictures: entries of the model's batch besides the ids.
     """
 
     flags: Any
@@ -47,6 +49,7 @@ class Prompt:
     ids: NDArray[np.int64]
     text_tokens: int = 0
     key: str = ""
+    pictures: Pictures = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -85,14 +88,19 @@ def open_prompt(config: GenerateConfig) -> Prompt:
     """Return the prompt of a `GenerateConfig`; no weights are loaded."""
     model_config, _ = read_model_config("--model", config.model, 1)
     tokenizer = load_tokenizer(tokenizer_name(config))
-    text = read_text(config.prompt, config.file, "--prompt")
+    asked_alone = config.pictures and config.prompt is None and config.file is None and config.question is not None
+    text = "" if asked_alone else read_text(config.prompt, config.file, "--prompt")
     if config.question is not None:
-        text = f"{text.rstrip()}\n\n{config.question}"
-    ids = _encoded(config, tokenizer, text)
+        text = f"{text.rstrip()}\n\n{config.question}" if text else config.question
+    pictures: Pictures = {}
+    if config.pictures:
+        ids, pictures = encode(config, model_config, text)
+    else:
+        ids = _encoded(config, tokenizer, text)
     check_ids(config, model_config, ids)
     fit_positions(config, model_config, len(ids), config.max_new_tokens)
     if config.cache_dir is None:
-        return Prompt(config, model_config, ids)
+        return Prompt(config, model_config, ids, pictures=pictures)
     other = _encoded(config, tokenizer, text if config.question is None else f"{text.removesuffix(config.question)}?")
     length = min(len(ids) - 1, len(other))  # at least one token must be computed to generate the next one
     differs = np.flatnonzero(ids[:length] != other[:length])

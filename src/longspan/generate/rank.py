@@ -74,6 +74,7 @@ def _facts(prompt: Prompt) -> dict[str, Any]:
         **agreement.settings(prompt.flags),
         **agreement.model_facts(prompt.model_config),
         "tokens of the text": f"{prompt.tokens} #{zlib.crc32(prompt.ids.tobytes()):08x}",
+        **{name: f"{x.shape} #{zlib.crc32(x.tobytes()):08x}" for name, x in prompt.pictures.items()},
     }
 
 
@@ -136,7 +137,9 @@ class Generation:
                     # Some versions of transformers ignore what a cache holds when they read a prompt in chunks.
                     self._read(ids[:, self.prompt.text_tokens : -1])
                     settings.prefill_chunk_size = None
-                self.model.generate(ids, generation_config=settings, past_key_values=self._cache, streamer=stream)
+                self.model.generate(
+                    ids, generation_config=settings, past_key_values=self._cache, streamer=stream, **self._pictures()
+                )
                 ends = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
                 why = "the model" if stream.ids and stream.ids[-1] in ends else "--max-new-tokens"
                 self._end(stream, began, why)
@@ -149,6 +152,11 @@ class Generation:
                 stream.close()
         assert self.report is not None
         return self.report
+
+    def _pictures(self) -> dict[str, Tensor]:
+        """Return the prompt's pictures on the device, with pixels in the dtype of the weights."""
+        tensors = {name: torch.from_numpy(x).to(self.sp.device) for name, x in self.prompt.pictures.items()}
+        return {name: x.to(self.model.dtype) if x.is_floating_point() else x for name, x in tensors.items()}
 
     def _read_text(self, ids: Tensor, folder: Path) -> None:
         """Fill the cache with the text: load an earlier run's cache, or run the model and save it. Collective."""

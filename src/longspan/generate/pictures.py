@@ -1,0 +1,108 @@
+"""Images and a video of a prompt, through the processor of a vision-language model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from longspan.core.errors import LongspanError
+from longspan.hf.pretrained import first_line, takes_pictures, tokenizer_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from longspan.generate.config import GenerateConfig
+
+Pictures = dict[str, "NDArray[Any]"]
+"""Entries of the model's batch besides the ids, such as `pixel_values`."""
+
+
+def encode(config: GenerateConfig, model_config: Any, text: str) -> tuple[NDArray[np.int64], Pictures]:
+    """Return the ids of a user's message with the images and the video of a `GenerateConfig`, and their pictures.
+
+    Raises:
+        LongspanError: for a model or a folder that takes no pictures, and files that cannot be read.
+    """
+    if not takes_pictures(model_config):
+        raise LongspanError(
+            f"--model {config.model} ({model_config.model_type}) reads text only; leave out --image and --video, or "
+            "give a vision-language model"
+        )
+    processor = _processor(config)
+    images = [_image(path) for path in config.image]
+    options: dict[str, Any] = {} if not images else {"images": images}
+    if config.video is not None:
+        options |= _video(config.video, config.fps, processor)
+    kinds = ["image"] * len(images) + ["video"] * (config.video is not None)
+    message = {"role": "user", "content": [{"type": kind} for kind in kinds] + [{"type": "text", "text": text}]}
+    try:
+        written = processor.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
+        # Templates write the tokenizer's first token.
+        made = processor(text=[written], return_tensors="pt", add_special_tokens=False, **options)
+    except Exception as error:  # processors raise any kind
+        raise LongspanError(
+            f"the processor of --model {config.model} does not take these pictures: {first_line(error)}"
+        ) from error
+    from longspan.hf.vision import PICTURE_KEYS
+
+    pictures = {name: np.asarray(value) for name, value in made.items() if name in PICTURE_KEYS}
+    return np.asarray(made["input_ids"][0], dtype=np.int64), pictures
+
+
+def _processor(config: GenerateConfig) -> Any:
+    from transformers import AutoProcessor
+
+    name = config.tokenizer or tokenizer_of("--model", config.model)
+    try:
+        processor = AutoProcessor.from_pretrained(name)
+        if getattr(processor, "image_processor", None) is None:
+            raise ValueError(f"it has a {type(processor).__name__} alone")
+    except Exception as error:  # of any kind
+        raise LongspanError(
+            f"{name} has no processor of images: {first_line(error)}; give the folder of one with --tokenizer, such as "
+            "that of the model that yours was made from"
+        ) from error
+    if getattr(processor, "chat_template", None) is None:
+        raise LongspanError(
+            f"the processor of {name} has no chat template, which says where pictures are; give the folder of one that "
+            "has it with --tokenizer"
+        )
+    return processor
+
+
+def _image(path: Path, flag: str = "--image") -> Any:
+    from PIL import Image
+
+    try:
+        with Image.open(path) as opened:
+            return opened.convert("RGB")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or first_line(error)
+        raise LongspanError(f"{flag} {path} cannot be read as an image: {why}") from error
+
+
+def _video(path: Path, fps: float, processor: Any) -> dict[str, Any]:
+    """Return the arguments of a processor for a folder of frames, in the order of their names, or a video file."""
+    if getattr(processor, "video_processor", None) is None:
+        raise LongspanError(f"--video {path}: the model's processor takes images only; give single frames by --image")
+    if not path.is_dir():
+        try:
+            frames, metadata = processor.video_processor.fetch_videos([str(path)])
+        except Exception as error:  # of the library that decodes
+            raise LongspanError(
+                f"--video {path} cannot be read: {first_line(error)}; install a decoder (pip install av), or give a "
+                "folder of frames"
+            ) from error
+        return {"videos": frames, "video_metadata": metadata}
+    from transformers.video_utils import VideoMetadata
+
+    files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
+    if not files:
+        raise LongspanError(f"--video {path} holds no frames; give a folder of images, or a video file")
+    frames = np.stack([np.asarray(_image(file, "--video")) for file in files])
+    metadata = VideoMetadata(
+        total_num_frames=len(files), fps=fps, duration=len(files) / fps, frames_indices=list(range(len(files)))
+    )
+    return {"videos": [frames], "video_metadata": [metadata], "do_sample_frames": False}
