@@ -20,7 +20,8 @@ class ModelSection(RopeFlags):
     """The model and its tokenizer."""
 
     model: str | None = None
-    """Name or folder of a Hugging Face causal LM to train further. Give this or --config."""
+    """Name or folder of a Hugging Face causal LM to train further; the tower of a vision-language model is frozen. Give
+    this or --config."""
     config: Path | None = None
     """A model's config.json: train it from random weights."""
     tokenizer: str | None = None
