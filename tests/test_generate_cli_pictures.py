@@ -18,10 +18,10 @@ from longspan.generate.job import open_fitting_prompt
 from longspan.generate.pictures import _video
 from longspan.generate.rank import Generation
 from longspan.ranks.launch import unwatched
+from tests.chats import image, processor
 from tests.models import BASE
 from tests.pictures import build
 from tests.pool import RankPool
-from tests.test_trl import image, processor
 
 NEW = 6
 
