@@ -167,6 +167,8 @@ def _refusals() -> None:
     embedded = {key: x for key, x in prompt.items() if key != "input_ids"}
     with pytest.raises(longspan.LongspanError, match=r"`pixel_values` with `inputs_embeds`"):
         _generated(model, embedded | {"inputs_embeds": torch.zeros(*prompt["input_ids"].shape, 32)})
+    with pytest.raises(longspan.LongspanError, match=r"`pixel_values` without a prompt"):
+        _generated(model, {"pixel_values": prompt["pixel_values"]})
     with pytest.raises(longspan.LongspanError, match=r"`pixel_values` holds 59 patches, the 3 grids of `image_grid_th"):
         _generated(model, prompt | {"pixel_values": prompt["pixel_values"][1:]}, prefill_chunk_size=9)
     if sharding().rank:

@@ -66,8 +66,14 @@ def _generate(model: Any, inputs: Any = None, generation_config: Any = None, **m
     mask = more.get("attention_mask")
     cache.generated_from = length
     chunk = _option(settings, more, "prefill_chunk_size")
-    if state_of(model).traits.encoders and tokens is not None:
-        cache.pictures = PromptPictures(tokens, {key: more[key] for key in PICTURES if more.get(key) is not None})
+    if state_of(model).traits.encoders:
+        pictures = {key: more[key] for key in PICTURES if more.get(key) is not None}
+        if tokens is not None:
+            cache.pictures = PromptPictures(tokens, pictures)
+        elif pictures:
+            raise LongspanError(
+                f"`{next(iter(pictures))}` without a prompt; give the `input_ids` with its placeholders"
+            )
     core = core_of(model) if state_of(model).traits.rotary_3d else None
     # Without padding: position ids count real tokens. Those behind pictures may be far smaller; each chunk has its own.
     few = core is not None and (cache.is_initialized or (cache.pictures is not None and bool(cache.pictures.batch)))
