@@ -6,7 +6,7 @@ times that of the unsharded run in the same dtype.
 
 - `config`: the flags.
 - `inputs`: the model and the batch; `pictures`: those of vision-language models.
-- `runs`: the unsharded runs and the sharded one.
+- `runs`: the unsharded runs and the sharded one; `diffusion`: those of a transformer of diffusers.
 - `compare`: errors of tensors; `judge`: their limits.
 - `report`: the output.
 

@@ -26,8 +26,8 @@ class VerifyConfig(MemoryFlags, RopeFlags, RankFlags):
     """
 
     model: str | None = None
-    """Name or folder of a Hugging Face causal (or masked) LM or vision-language model, with its weights. Give this,
-    --config or --resume."""
+    """Name or folder of a Hugging Face causal (or masked) LM or vision-language model, with its weights, or folder of a
+    transformer or pipeline of diffusers. Give this, --config or --resume."""
     config: Path | None = None
     """A model's config.json: verify it with random weights (with --resume: see there)."""
     resume: str | None = None

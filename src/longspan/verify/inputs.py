@@ -6,6 +6,7 @@ Shape suffixes: B rows of the global batch, S tokens.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -55,6 +56,15 @@ class Inputs:
         """Return some rows of the batch, with their pictures."""
         cut = {name: x[start:stop] for name, x in self.batch_BS.items()}
         return cut | joined(self.pictures[start:stop])
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the report says of the inputs besides the flags."""
+        about: dict[str, Any] = {"pictures": dict(sum((row.counts for row in self.pictures), Counter[str]()))}
+        if (checkpoint := self.checkpoint) is not None:
+            size = sum(record.size for record in checkpoint.files.values())
+            about |= {"model": str(checkpoint.path), "weights": "given"}
+            about |= {"checkpoint": {"step": checkpoint.step, "files": len(checkpoint.files), "bytes": size}}
+        return about
 
 
 def open_inputs(config: VerifyConfig, resumed: Checkpoint | None = None) -> Inputs:

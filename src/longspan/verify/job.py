@@ -36,8 +36,12 @@ def _open(config: VerifyConfig) -> None:
     """Open the inputs, to fail before any rank starts; the ranks open them again."""
     check_names(config.model, config.config, config.data, config.tokenizer)
     from longspan.checkpoint import Ranks
+    from longspan.verify import diffusion
     from longspan.verify.inputs import open_inputs, open_resumed
 
+    if diffusion.config_file(config) is not None:
+        diffusion.open_transformer(config)
+        return
     open_inputs(config) if config.resume is None else open_resumed(config, Ranks(), content=False)
 
 
@@ -53,11 +57,22 @@ def worker(config: VerifyConfig, heartbeat: Heartbeat | None = None) -> Report:
     from longspan import checkpoint
     from longspan.checkpoint import Ranks
     from longspan.comm.mesh import make_sharding
+    from longspan.verify import diffusion, runs
     from longspan.verify.inputs import model_origin
-    from longspan.verify.runs import as_dtype, logits_part, make_models, make_report, sharded_parts, unsharded_runs
+    from longspan.verify.runs import (
+        as_dtype,
+        logits_part,
+        make_models,
+        make_report,
+        sharded_parts,
+        unsharded_runs,
+    )
 
     config.check()
-    inputs, ranks = _agreed_inputs(config, heartbeat or launch.unwatched(config))
+    heartbeat = heartbeat or launch.unwatched(config)
+    if diffusion.config_file(config) is not None:
+        return diffusion.worker(config, heartbeat)
+    inputs, ranks = _agreed_inputs(config, heartbeat)
     sp = make_sharding(config.parallel)
     hosts = sp.host_group
     rows = config.batch * config.parallel.data_degree
@@ -69,7 +84,7 @@ def worker(config: VerifyConfig, heartbeat: Heartbeat | None = None) -> Report:
             checkpoint.load_weights(inputs.checkpoint, unsharded, alone)
 
     unsharded, shard = make_models(model_origin(config, inputs.model_config), config, sp, load)
-    references = unsharded_runs(unsharded, batch_BS, config, hosts)
+    references = unsharded_runs(unsharded, lambda model: runs.run_unsharded(model, batch_BS), config, hosts)
     model = shard()
     del unsharded, shard  # free the unsharded weights
     if inputs.checkpoint is not None:  # each rank loads its shards, as `train --resume` does
@@ -82,7 +97,8 @@ def worker(config: VerifyConfig, heartbeat: Heartbeat | None = None) -> Report:
     with torch.no_grad():  # in training, the model returns no logits
         out = model(**{name: x for name, x in mine_BS.items() if name != "labels"})
     parts["logits"] = logits_part(config, sp, out.logits)
-    return make_report(config, sp, hosts, references, parts, inputs)
+    spans = sp.layout.spans(config.tokens, sp.rank)
+    return make_report(config, sp, hosts, references, parts, inputs.describe(), spans)
 
 
 def _agreed_inputs(config: VerifyConfig, heartbeat: Heartbeat) -> tuple[Inputs, Ranks]:

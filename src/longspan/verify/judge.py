@@ -61,16 +61,18 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ("embeddings", r"embed|wte|wpe"),
     ("recurrent", r"linear_attn|mamba|(^|\.)conv(1d)?\.|A_log|dt_bias|forget_gate|mixer\.(D$|(in|x|dt|out)_proj)"),
     ("attention qkv", r"qkv|query_key_value|c_attn"),
-    ("attention q", r"q_proj|\.q_[ab]_|\.(wq|query)\."),
-    ("attention k", r"k_proj|\.(wk|key)\."),
-    ("attention v", r"v_proj|\.(wv|value)\."),
-    ("attention o", r"(attn|attention)\.(o_proj|out_proj|dense|c_proj|wo)"),
-    ("mlp", r"mlp|ffn|feed_forward|expert|fc\d|gate|up_proj|down_proj|dense_h_to_4h|dense_4h_to_h"),
+    ("attention q", r"q_proj|\.q_[ab]_|\.(wq|query|to_q)\."),
+    ("attention k", r"k_proj|\.(wk|key|to_k)\."),
+    ("attention v", r"v_proj|\.(wv|value|to_v)\."),
+    ("attention o", r"(attn|attention)\.(o_proj|out_proj|dense|c_proj|wo)|\.to_(add_)?out\."),
+    ("mlp", r"mlp|ffn|\.ff(_context)?\.|feed_forward|expert|fc\d|gate|up_proj|down_proj|dense_h_to_4h|dense_4h_to_h"),
 )
 
+OUTPUTS = ("loss", "logits", "output")
+"""Names that are no gradients. A diffusion transformer has an output instead of logits."""
+
 GROUP_ORDER = (
-    "loss",
-    "logits",
+    *OUTPUTS,
     "embeddings",
     *("vision tower", "projector"),
     *("attention qkv", "attention q", "attention k", "attention v", "attention o"),
@@ -176,7 +178,7 @@ def judge(sums: dict[str, list[ErrorSums]], criterion: Criterion) -> tuple[Check
     totals = {name: functools.reduce(operator.add, per_rank) for name, per_rank in sums.items()}
     typical, usual = _typical_squares(totals), _usual_noise(totals)
     for name, per_rank in sums.items():
-        group, layer = name if name in ("loss", "logits") else group_of(name), layer_of(name)
+        group, layer = name if name in OUTPUTS else group_of(name), layer_of(name)
         total = totals[name]
         max_abs, worst_row = tuple(s.max_abs for s in per_rank), tuple(s.worst_row for s in per_rank)
         sizes = [_scale2(s, total, typical.get(_place(name), 0.0), criterion) for s in per_rank]
@@ -184,7 +186,7 @@ def judge(sums: dict[str, list[ErrorSums]], criterion: Criterion) -> tuple[Check
             tuple(relative(error, size) for error, size in zip(squares, sizes, strict=True))
             for squares in ([s.sharded for s in per_rank], [s.unsharded for s in per_rank])
         )
-        least = usual if group not in ("loss", "logits") and total.elements < FEW else 0.0
+        least = usual if group not in OUTPUTS and total.elements < FEW else 0.0
         limits = tuple(_limit(s, total, size, criterion, least) for s, size in zip(per_rank, sizes, strict=True))
         checks.append(Check(name, group, layer, errors, noise, limits, max_abs, worst_row))
         if name == "logits":
@@ -204,7 +206,7 @@ def _typical_squares(totals: dict[str, ErrorSums]) -> dict[tuple[bool, int | Non
     """Return by layer the median of its gradients' mean squares."""
     squares: dict[tuple[bool, int | None], list[float]] = {}
     for name, total in totals.items():
-        if name not in ("loss", "logits") and total.elements:
+        if name not in OUTPUTS and total.elements:
             squares.setdefault(_place(name), []).append(total.reference / total.elements)
     return {place: statistics.median(of_place) for place, of_place in squares.items()}
 
@@ -221,7 +223,7 @@ def _scale2(part: ErrorSums, total: ErrorSums, typical: float, criterion: Criter
 
 def _usual_noise(totals: dict[str, ErrorSums]) -> float:
     """Return the relative error of the unsharded run that 90 % of the gradients stay below."""
-    noise = sorted(total.unsharded_error for name, total in totals.items() if name not in ("loss", "logits"))
+    noise = sorted(total.unsharded_error for name, total in totals.items() if name not in OUTPUTS)
     usual = noise[int(0.9 * (len(noise) - 1))] if noise else 0.0
     return usual if math.isfinite(usual) else 0.0
 

@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from longspan.core.formatting import format_ranks
 from longspan.core.memory import FASTEST
-from longspan.verify.judge import GROUP_ORDER, HALF_STEP, ROUNDINGS, SHARPNESS, Check, Criterion
+from longspan.verify.judge import GROUP_ORDER, HALF_STEP, OUTPUTS, ROUNDINGS, SHARPNESS, Check, Criterion
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -79,7 +79,7 @@ class Report:
     @property
     def wide_limit(self) -> float | None:
         """In fp32, the median limit if it is too wide to detect a fault of `SHARPNESS`; else None."""
-        limits = [max(check.limit) for check in self.checks if check.group not in ("loss", "logits")]
+        limits = [max(check.limit) for check in self.checks if check.group not in OUTPUTS]
         median = statistics.median(limits) if limits else 0.0
         return median if self.setup["dtype"] == "fp32" and not self.lossy and median > SHARPNESS else None
 
@@ -109,14 +109,15 @@ def diagnosis(report: Report) -> str:
             f"torch.set_float32_matmul_precision, torch.backends.*.fp32_precision or ONEDNN_DEFAULT_FPMATH_MODE."
         )
     failed = {check.name: check for check in report.checks if not check.passed}
-    logits = failed.get("logits") or failed.get("logits, worst token")
+    logits = failed.get("logits") or failed.get("logits, worst token") or failed.get("output")
     if logits is not None:
         ranks = [r for r in range(len(report.rank_tokens)) if not logits.passed_on(r)]
-        return f"The forward pass is wrong: logits differ on {format_ranks(ranks)}."
+        differs = "the output differs" if logits.name == "output" else "logits differ"
+        return f"The forward pass is wrong: {differs} on {format_ranks(ranks)}."
     if "loss" in failed or any(e.name == "loss" and not e.passed for e in report.equalities):
         return "The logits agree and the loss does not: labels, or how the tokens of all ranks are counted."
     groups = sorted({check.group for check in failed.values()}, key=GROUP_ORDER.index)
-    if groups and groups == sorted({c.group for c in report.checks} - {"loss", "logits"}, key=GROUP_ORDER.index):
+    if groups and groups == sorted({c.group for c in report.checks} - {*OUTPUTS}, key=GROUP_ORDER.index):
         return (
             "Loss and logits agree, all gradients do not: labels, or how gradients are summed over the ranks."
             + smaller_faults_hint(report)
@@ -257,7 +258,7 @@ def _group_table(report: Report) -> Table:
 
 
 def _location(report: Report, check: Check, rank: int) -> str:
-    if check.name == "logits":
+    if check.name in ("logits", "output"):
         return f"max abs {_figure(check.max_abs[rank])}"
     if check.name == "logits, worst token":
         row, position = divmod(check.worst_row[rank], report.setup["tokens"])
@@ -273,11 +274,12 @@ def _rank_table(report: Report) -> Table:
     replicas = {"data": -4} if report.setup["data_degree"] > 1 else {}
     held = [", ".join(f"{start}-{stop - 1}" for start, stop in runs) or "none" for _, runs in report.rank_tokens]
     tokens = min(max(11, *map(len, held)), 26)
-    table = _new_table(
-        rank=-4, **replicas, tokens=tokens, loss=-7, logits=-7, max_abs=-7, gradients=-9, worst=0, verdict=4
-    )
     checks = {check.name: check for check in report.checks}
-    gradients = [check for check in report.checks if check.group not in ("loss", "logits")]
+    output = "logits" if "logits" in checks else "output"
+    table = _new_table(
+        rank=-4, **replicas, tokens=tokens, loss=-7, **{output: -7}, max_abs=-7, gradients=-9, worst=0, verdict=4
+    )
+    gradients = [check for check in report.checks if check.group not in OUTPUTS]
     ranks = range(len(report.rank_tokens))
     failed = [rank for rank in ranks if not report.passed_on(rank)]
     shown = sorted([*failed, *(rank for rank in ranks if rank not in failed)][:_RANKS_SHOWN])
@@ -289,8 +291,8 @@ def _rank_table(report: Report) -> Table:
             *([str(replica)] if replicas else []),
             held[rank],
             _figure(checks["loss"].sharded[rank]),
-            _figure(checks["logits"].sharded[rank]),
-            _figure(checks["logits"].max_abs[rank]),
+            _figure(checks[output].sharded[rank]),
+            _figure(checks[output].max_abs[rank]),
             _figure(worst.sharded[rank]),
             _location(report, worst, rank),
             _verdict(rank not in failed),

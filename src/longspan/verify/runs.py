@@ -8,7 +8,6 @@ vocabulary.
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -27,6 +26,7 @@ from longspan.comm.errors import on_every_rank
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.objects import gather_objects
 from longspan.core.errors import LongspanError
+from longspan.core.layout import Span
 from longspan.core.sections import values
 from longspan.hf.loading import find_source, load_from
 from longspan.hf.parallelize import parallelize
@@ -37,8 +37,7 @@ from longspan.hf.weights.sources import FirstRank, my_slices
 from longspan.ranks.launch import threads_per_rank
 from longspan.verify.compare import ErrorSums, LocalRows, compare_rows, row_chunks
 from longspan.verify.config import VerifyConfig
-from longspan.verify.inputs import Inputs
-from longspan.verify.judge import NUDGES, Criterion, judge, layer_of
+from longspan.verify.judge import NUDGES, OUTPUTS, Criterion, judge, layer_of
 from longspan.verify.report import Equality, Report
 
 Tensors = dict[str, Tensor]
@@ -46,12 +45,16 @@ Tensors = dict[str, Tensor]
 
 
 def unsharded_runs(
-    model: nn.Module | None, batch_BS: dict[str, Tensor], config: VerifyConfig, hosts: dist.ProcessGroup | None
+    model: nn.Module | None,
+    run_once: Callable[[nn.Module], Tensors],
+    config: VerifyConfig,
+    hosts: dist.ProcessGroup | None,
 ) -> tuple[Tensors, Tensors]:
     """Return the results of the reference run and of the run in the verified dtype; empty except on rank 0. Collective.
 
     In fp32 the latter runs `NUDGES` more times with weights changed in the last place; of each number, the result
-    furthest from the reference counts (see `Criterion`). `model` does not change.
+    furthest from the reference counts (see `Criterion`). `run_once` runs `model`, which does not change, or a
+    copy.
     """
 
     def run() -> tuple[Tensors, Tensors]:
@@ -61,10 +64,10 @@ def unsharded_runs(
             with _all_cores():
                 wide = torch.float64 if config.fp64 else torch.float32
                 same = wide == next(model.parameters()).dtype
-                unsharded = run_unsharded(model, batch_BS)
-                reference = unsharded if same else run_unsharded(_widened(model, wide), batch_BS)
+                unsharded = run_once(model)
+                reference = unsharded if same else run_once(_widened(model, wide))
                 for seed in range(NUDGES if config.dtype == "fp32" and not same else 0):
-                    keep_furthest(unsharded, run_unsharded(nudged(model, seed), batch_BS), reference)
+                    keep_furthest(unsharded, run_once(nudged(model, seed)), reference)
         except torch.OutOfMemoryError as failure:
             hint = "--no-fp64 or a smaller --context" if config.fp64 else "a smaller --context"
             raise LongspanError(f"the unsharded run does not fit: {failure}; try {hint}") from failure
@@ -260,11 +263,19 @@ def make_report(
     hosts: dist.ProcessGroup | None,
     references: tuple[Tensors, Tensors],
     parts: dict[str, LocalRows],
-    inputs: Inputs,
+    about: dict[str, Any],
+    spans: tuple[Span, ...],
 ) -> Report:
     """Compare this rank's `parts` with rank 0's results of the reference run and of the unsharded run. Collective.
 
-    `hosts` is the group of all ranks for Python objects.
+    Args:
+        config: the flags.
+        sp: the sharding.
+        hosts: the group of all ranks for Python objects.
+        references: of `unsharded_runs`.
+        parts: of this rank, by name.
+        about: what the report says of the inputs.
+        spans: the tokens of this rank.
     """
     mine = {name: _measure(name, part, references, sp) for name, part in parts.items()}
     everyone = gather_objects(mine, hosts)
@@ -275,33 +286,27 @@ def make_report(
     losses = gather_objects(float(parts["loss"].values), hosts)
     equalities = [Equality.of("loss", losses, [f"{loss:.9g}" for loss in losses])]
     if not config.fsdp:
-        digests = digests_of({name: part.values for name, part in parts.items() if name not in ("loss", "logits")})
+        digests = digests_of({name: part.values for name, part in parts.items() if name not in OUTPUTS})
         of_ranks = gather_objects(digests, hosts)
         # Ranks with the same tensor rank hold the same parts.
         equal = [digests == of_ranks[rank % sp.tensor_size] for rank, digests in enumerate(of_ranks)]
         equalities.append(Equality.of("gradients", equal))
     return Report(
-        setup=_setup(config, sp, inputs),
+        setup=_setup(config, sp) | about,
         criterion=criterion,
         checks=judge({name: [sums[name] for sums in everyone] for name in mine}, criterion),
         equalities=tuple(equalities),
-        rank_tokens=tuple(gather_objects((sp.data_rank, sp.layout.spans(config.tokens, sp.rank)), hosts)),
+        rank_tokens=tuple(gather_objects((sp.data_rank, spans), hosts)),
     )
 
 
-def _setup(config: VerifyConfig, sp: SequenceSharding, inputs: Inputs) -> dict[str, Any]:
-    parallel, flags, checkpoint = config.parallel, values(config), inputs.checkpoint
+def _setup(config: VerifyConfig, sp: SequenceSharding) -> dict[str, Any]:
+    parallel, flags = config.parallel, values(config)
     return {
-        "model": str(config.model or config.config) if checkpoint is None else str(checkpoint.path),
-        "weights": "random" if config.model is None and checkpoint is None else "given",
-        "checkpoint": checkpoint
-        and {
-            "step": checkpoint.step,
-            "files": len(checkpoint.files),
-            "bytes": sum(record.size for record in checkpoint.files.values()),
-        },
+        "model": str(config.model or config.config),
+        "weights": "random" if config.model is None else "given",
+        "checkpoint": None,
         "tokens": config.tokens,
-        "pictures": dict(sum((pictures.counts for pictures in inputs.pictures), Counter())),
         **{name: flags[name] for name in _SHOWN},
         "tensor_style": parallel.tensor_style if parallel.tensor > 1 else None,
         "layout": sp.layout.kind,

@@ -1,0 +1,248 @@
+"""Verify a diffusion transformer of diffusers: its output, and the gradients of weights and inputs.
+
+The folder is that of the transformer, whose `config.json` names its class, or of a pipeline with a `transformer/`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from longspan.comm.errors import on_every_rank
+from longspan.comm.mesh import make_sharding
+from longspan.comm.reshard import shard_sizes
+from longspan.core.errors import LongspanError
+from longspan.core.memory import MemoryFlags
+from longspan.core.rope import RopeFlags
+from longspan.core.sections import values
+from longspan.core.validation import read_text
+from longspan.hf.diffusion.families import FAMILIES, family_of
+from longspan.hf.parallelize import parallelize
+from longspan.hf.pretrained import first_line
+from longspan.ranks import agreement
+from longspan.verify.compare import LocalRows
+from longspan.verify.config import VerifyConfig
+from longspan.verify.runs import Tensors, gradient_part, make_report, unsharded_runs
+
+if TYPE_CHECKING:
+    from longspan.ranks.heartbeat import Heartbeat
+    from longspan.verify.report import Report
+
+Inputs = dict[str, Any]
+
+_OF_LANGUAGE_MODELS = {option.name for flags in (MemoryFlags, RopeFlags) for option in fields(flags)} | {
+    "data", "dtype", "kernel", "resume", "text_field", "tokenizer"
+}  # fmt: skip
+"""Flags that mean nothing to a diffusion transformer."""
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """A transformer's files: its class, its config, and the folder of its weights (None: random ones)."""
+
+    name: str
+    config: dict[str, Any]
+    folder: Path | None
+
+    def build(self, seed: int) -> Any:
+        """Return the model in fp32. No random weight is zero, as then gradients of others would be."""
+        import diffusers
+
+        diffusers.utils.logging.set_verbosity_error()  # it warns of the copy in fp64
+        try:
+            if self.folder is not None:
+                return getattr(diffusers, self.name).from_pretrained(self.folder, torch_dtype=torch.float32)
+            torch.manual_seed(seed)
+            model = getattr(diffusers, self.name).from_config(self.config).float()
+        except Exception as error:  # of any kind
+            raise LongspanError(f"diffusers cannot make this {self.name}: {first_line(error)}") from error
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn_like(p), alpha=0.02)
+        return model
+
+
+def open_transformer(config: VerifyConfig) -> Transformer:
+    """Return the transformer of `--model` or `--config`, and check what can be checked without its weights.
+
+    Raises:
+        LongspanError: for a class that longspan does not know, and for flags that do not apply.
+    """
+    flag = "--model" if config.model is not None else "--config"
+    path = config_file(config)
+    assert path is not None
+    settings = json.loads(read_text(flag, path))
+    name = settings["_class_name"]
+    if name not in FAMILIES:
+        raise LongspanError(f"{flag} {path} is a {name}; longspan takes {', '.join(sorted(FAMILIES))} of diffusers")
+    try:
+        import diffusers  # noqa: F401
+    except ImportError as error:
+        raise LongspanError(f"a {name} needs diffusers; install it: pip install 'longspan[diffusers]'") from error
+    parallel = config.parallel
+    if parallel.ring > 1 or parallel.tensor > 1 or parallel.lossy:
+        raise LongspanError(
+            f"{name} is sharded by Ulysses alone: give --ulysses {parallel.ring * parallel.ulysses * parallel.tensor}, "
+            "and no --ring, --tensor or --wire-dtype"
+        )
+    given, defaults = values(config), values(VerifyConfig())
+    option = next((option for option in sorted(_OF_LANGUAGE_MODELS) if given[option] != defaults[option]), None)
+    if option is not None:
+        raise LongspanError(
+            f"--{option.replace('_', '-')} {given[option]} does not apply to a {name}, which is verified in fp32 on "
+            "random latents, without memory options; leave it out"
+        )
+    return Transformer(name, settings, path.parent if config.model is not None else None)
+
+
+def config_file(config: VerifyConfig) -> Path | None:
+    """Return the `config.json` of a transformer of diffusers; None for other models."""
+    given = Path(config.model or config.config or "")
+    candidates = [given] if given.is_file() else [given / "transformer" / "config.json", given / "config.json"]
+    for path in candidates:
+        try:
+            if isinstance(json.loads(path.read_text()).get("_class_name"), str):
+                return path
+        except (OSError, ValueError, AttributeError):
+            continue
+    return None
+
+
+def worker(config: VerifyConfig, heartbeat: Heartbeat) -> Report:
+    """Verify on this rank; every rank of the job calls it and returns the same report."""
+
+    def facts(opened: Transformer) -> dict[str, Any]:
+        return {**agreement.settings(config), "the model": json.dumps(opened.config, sort_keys=True, default=str)}
+
+    opened = agreement.open_together(heartbeat, lambda: open_transformer(config), facts)
+    sp = make_sharding(config.parallel)
+    model = on_every_rank(lambda: opened.build(config.seed), sp.mesh_group).to(sp.device)
+    family = on_every_rank(lambda: family_of(model), sp.mesh_group)
+    inputs, target, tokens = make_inputs(opened, config, model)
+    run = run_with(inputs, target)
+    references = unsharded_runs(model, run, config, sp.host_group)
+    model = parallelize(model, sp, fsdp=config.fsdp)
+    found = run(model)
+    parts = {name: _whole(found[name]) for name in ("loss", "output", *sorted(found.keys() & inputs.keys()))}
+    parts |= {name: gradient_part(p, sp) for name, p in model.named_parameters() if p.requires_grad}
+    ends = [0, *torch.tensor(shard_sizes(tokens, sp.size)).cumsum(0).tolist()]
+    spans = ((ends[sp.rank], ends[sp.rank + 1]),) if family.attention else ()
+    about = {"tokens": tokens, "data": "random latents and text", "data_degree": 1}
+    return make_report(config, sp, sp.host_group, references, parts, about, spans)
+
+
+def _whole(x: Tensor) -> LocalRows:
+    return LocalRows(torch.arange(len(x), device=x.device), x, tuple(x.shape))
+
+
+def run_with(inputs: Inputs, target: Tensor) -> Callable[[nn.Module], Tensors]:
+    """Return a function that runs a model forward and backward.
+
+    It returns "loss" `[1]`, "output", and each gradient under the name of its parameter or input, and clears them.
+    diffusers computes rotary angles and most norms in fp32 in every run.
+    """
+
+    def run(model: nn.Module) -> Tensors:
+        dtype = next(model.parameters()).dtype
+        own = {name: _copied(x, dtype) for name, x in inputs.items()}
+        out = model(**own, return_dict=False)[0]
+        loss = (out - target.to(out)).square().mean()
+        loss.backward()
+        found = {"loss": loss.detach().reshape(1), "output": out.detach().flatten(0, -2)}
+        tensors = {name: x for name, x in own.items() if isinstance(x, Tensor)}
+        found |= {name: x.grad.flatten(0, -2) for name, x in tensors.items() if x.grad is not None and x.dim() > 1}
+        if not hasattr(model, "longspan_state"):
+            found |= {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+            model.zero_grad(set_to_none=True)
+        return found
+
+    return run
+
+
+def _copied(x: Any, dtype: torch.dtype) -> Any:
+    if isinstance(x, tuple):
+        return tuple(_copied(each, dtype) for each in x)
+    if not (isinstance(x, Tensor) and x.is_floating_point()):
+        return x
+    return x.detach().to(dtype, copy=True).requires_grad_(x.requires_grad)
+
+
+def make_inputs(opened: Transformer, config: VerifyConfig, model: Any) -> tuple[Inputs, Tensor, int]:
+    """Return random inputs of about `--context` tokens, an odd number where possible, a target, and the tokens.
+
+    The text has five tokens, the last two of which are masked in the first row if the model reads a mask.
+    """
+    draw = torch.Generator().manual_seed(config.seed)
+    of, rows, device = model.config, config.batch, next(model.parameters()).device
+
+    def randn(*shape: int, trained: bool = True) -> Tensor:
+        return torch.randn(*shape, generator=draw).to(device).requires_grad_(trained)
+
+    scale = max(1, math.isqrt(config.context // 75))
+    scale -= 1 - scale % 2
+    frames, height, width = 5, 3 * scale, 5 * scale
+    mask = torch.ones(rows, 5, dtype=torch.long, device=device)
+    mask[0, 3:] = 0
+    time = torch.linspace(3, 700, rows, device=device).long()
+    pooled = {"pooled_projections": randn(rows, of.get("pooled_projection_dim") or 1)}
+    guidance = {"guidance": torch.full((rows,), 3.5, device=device)} if of.get("guidance_embeds") else {}
+    text = of.get("text_dim") or of.get("text_embed_dim") or of.get("joint_attention_dim") or of.get("caption_channels")
+    inputs: Inputs = {"timestep": time, "encoder_hidden_states": randn(rows, 5, text)}
+    tokens = frames * height * width
+    if opened.name == "LatteTransformer3DModel":
+        frames, p = of.video_length, of.patch_size
+        inputs |= {"hidden_states": randn(rows, of.in_channels, frames, p * height, p * width)}
+        tokens = frames * height * width
+    elif opened.name == "WanTransformer3DModel":
+        t, h, w = of.patch_size
+        inputs |= {"hidden_states": randn(rows, of.in_channels, t * frames, h * height, w * width)}
+        if of.image_dim is not None:  # such a model expects 512 tokens of text
+            images = of.pos_embed_seq_len or 3
+            inputs |= {"encoder_hidden_states": randn(rows, 512, text)}
+            inputs |= {"encoder_hidden_states_image": randn(rows, images, of.image_dim)}
+    elif opened.name == "LTXVideoTransformer3DModel":
+        inputs |= {"hidden_states": randn(rows, tokens, of.in_channels), "encoder_attention_mask": mask}
+        inputs |= {"num_frames": frames, "height": height, "width": width}
+    elif opened.name == "CogVideoXTransformer3DModel":
+        t, p, frames = of.patch_size_t or 1, of.patch_size, 3
+        if of.use_learned_positional_embeddings:  # it has one embedding for each place
+            height, width = of.sample_height // p, of.sample_width // p
+            frames = (of.sample_frames - 1) // of.temporal_compression_ratio + 1
+        tokens = frames * height * width
+        inputs |= {"hidden_states": randn(rows, t * frames, of.in_channels, p * height, p * width)}
+        inputs |= {"ofs": torch.full((1,), 2.0, device=device)} if of.ofs_embed_dim else {}
+        if of.use_rotary_positional_embeddings:
+            angles = randn(tokens, of.attention_head_dim, trained=False)
+            inputs |= {"image_rotary_emb": (angles.cos(), angles.sin())}
+    elif opened.name == "HunyuanVideoTransformer3DModel":
+        t, p = of.patch_size_t, of.patch_size
+        inputs |= {
+            "hidden_states": randn(rows, of.in_channels, t * frames, p * height, p * width),
+            **pooled,
+            **guidance,
+        }
+        inputs |= {"encoder_attention_mask": mask}
+    elif opened.name == "FluxTransformer2DModel":
+        tokens = height * width
+        axes = (torch.arange(n, device=device, dtype=torch.float32) for n in (1, height, width))
+        ids = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).view(tokens, 3)
+        inputs |= {"hidden_states": randn(rows, tokens, of.in_channels), "timestep": time / 1000, **pooled, **guidance}
+        inputs |= {"img_ids": ids, "txt_ids": torch.zeros(5, 3, device=device)}
+    elif opened.name == "QwenImageTransformer2DModel":
+        tokens = height * width
+        inputs |= {"hidden_states": randn(rows, tokens, of.in_channels), "timestep": time / 1000, **guidance}
+        inputs |= {"encoder_hidden_states_mask": mask, "img_shapes": [[(1, height, width)]] * rows}
+        if of.use_additional_t_cond:
+            inputs |= {"additional_t_cond": torch.zeros(rows, dtype=torch.long, device=device)}
+    else:
+        raise LongspanError(f"longspan verify makes no inputs for a {opened.name}; compare it in a script of your own")
+    with torch.no_grad():
+        shape = model(**inputs, return_dict=False)[0].shape
+    return inputs, randn(*shape, trained=False), tokens
