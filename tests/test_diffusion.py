@@ -387,6 +387,24 @@ def test_lora_trains_its_adapters_only(name: str) -> None:
     _compare(grads[1], grads[0])
 
 
+@on_ranks(2)
+def test_sampling_between_backward_and_step() -> None:
+    """FSDP gathers weights for the sampling, and the next forward must not use them again."""
+    grads = []
+    for sharded in (False, True):
+        model: Any = make_model("WanTransformer3DModel")
+        model = longspan.parallelize(model, _sharding()) if sharded else model
+        optimizer, inputs = torch.optim.SGD(model.parameters(), lr=1e-3), make_inputs("WanTransformer3DModel")
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(**inputs).sample.square().mean().backward()
+            with torch.no_grad():
+                model(**inputs)
+            optimizer.step()
+        grads.append({name: p.grad for name, p in model.named_parameters()})
+    _compare(grads[1], grads[0])
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @on_ranks(2)
 def test_denoising_computes_the_same_video(name: str) -> None:

@@ -28,6 +28,7 @@ from longspan.hf.diffusion.tokens import Tokens, install, named_arguments, split
 from longspan.hf.forward.misuse import refuse_copies
 from longspan.hf.state import DiffusionState
 from longspan.hf.support import draws
+from longspan.hf.weights.fsdp import reshard
 from longspan.hf.weights.gradients import GradientSum
 
 _ACCEPTED = ("hidden_states", "timestep", "encoder_hidden_states", "return_dict")
@@ -73,6 +74,7 @@ def shard_diffusion_model(model: Any, sp: SequenceSharding, options: DiffusionOp
     gradients = None
     if sp.shards_weights(fsdp=options.fsdp, cpu_offload=False):
         _apply_fsdp(model, sp, family, options.mp_policy)
+        model.register_forward_hook(_reshard_without_backward)
         for method in ("save_pretrained", "push_to_hub", "save_lora_adapter"):
             setattr(model, method, functools.partial(_cannot_save, method))
     elif sp.world_size > 1:
@@ -130,6 +132,12 @@ def _apply_fsdp(model: Any, sp: SequenceSharding, family: Family, mp_policy: Mix
     for module in model.modules():
         if isinstance(module, FSDPModule):
             sum_gradients(module)
+
+
+def _reshard_without_backward(model: Any, args: Any, output: Any) -> None:
+    """Release the weights outside the blocks after sampling, or the next forward would not see an optimizer's step."""
+    if not torch.is_grad_enabled():
+        reshard(model)
 
 
 def _cannot_save(method: str, *_: Any, **__: Any) -> NoReturn:
