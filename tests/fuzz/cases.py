@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests import pictures
+from tests.models import rows_of
+
 IGNORED = -100
 
 
@@ -30,6 +33,7 @@ class Case:
         options: keywords of `parallelize`; `memory` may be the fields of a `longspan.Memory`.
         rows: rows of the batch, for each replica.
         length: tokens of a row.
+        parts: of a vision-language model, the parts of each row of all replicas, as in `tests/pictures.py`.
         padding: left, right, both, holes, or row (the last row is padding alone).
         documents: the key of the batch that marks packed documents: position_ids, document_ids, seq_idx, cu_seq_lens_q.
         positions: offset: position ids given, from 3; mask: counted over real tokens, as `generate` does.
@@ -53,6 +57,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     rows: int = 2
     length: int = 21
+    parts: list[list[Any]] = field(default_factory=list)
     padding: str = ""
     documents: str = ""
     positions: str = ""
@@ -90,6 +95,10 @@ MESHES = {
         {"ulysses": 4}, {"ring": 4}, {"ring": 2, "ulysses": 2}, {"data": 2, "ulysses": 2}, {"data": 2, "ring": 2},
         {"tensor": 2, "ulysses": 2}, {"tensor": 2, "ring": 2}, {"tensor": 4}, {"tensor": 2, "data": 2},
     ],
+    8: [
+        {"ulysses": 8}, {"ring": 8}, {"ring": 2, "ulysses": 4}, {"ring": 4, "ulysses": 2}, {"data": 4, "ulysses": 2},
+        {"data": 2, "ring": 2, "ulysses": 2},
+    ],
 }  # fmt: skip
 
 
@@ -100,7 +109,9 @@ def drawn(rng: random.Random, family: str, mesh: dict[str, int]) -> Case:
         return rng.choice(values) if rng.random() < chance else None
 
     job = rng.choices(["step", "generate", "trainer"], [10, 3, 0.7])[0]
-    job = "step" if family.startswith("masked") and job == "generate" else job
+    vision = family.startswith("vision")
+    if (family.startswith("masked") and job == "generate") or (vision and job == "trainer"):
+        job = "step"
     config = {
         "num_key_value_heads": maybe(0.3, 1, 2, 4),
         "vocab_size": maybe(0.3, 61, 67),
@@ -141,6 +152,9 @@ def drawn(rng: random.Random, family: str, mesh: dict[str, int]) -> Case:
         seed=rng.randrange(1000), mesh=mesh, sharding=_given(sharding), options=_given(options),
         rows=rng.choice([1, 1, 2, 3]), length=rng.choice([rng.randint(4, 12), rng.randint(13, 40)]), job=job,
     )  # fmt: skip
+    if vision:
+        parts = [_parts(rng, family.partition("/")[2]) for _ in range(case.rows * mesh.get("data", 1))]
+        case = replace(case, parts=parts, double=False)
     if job == "generate":
         generation = {
             "max_new_tokens": rng.randint(1, 6),
@@ -158,6 +172,10 @@ def drawn(rng: random.Random, family: str, mesh: dict[str, int]) -> Case:
             "save_steps": maybe(0.4, 2),
         }
         return replace(case, double=False, generation=_given(args))
+    steps = rng.choice([1, 1, 1, 2, 3])
+    trained = {"steps": steps, "micro": rng.choice([1, 1, 2]), "resume": steps > 1 and rng.random() < 0.4}
+    if vision:
+        return replace(case, padding=rng.choice(["left", "right"]), **trained)
     documents = maybe(0.25, "position_ids", "document_ids", "seq_idx", "cu_seq_lens_q")
     if documents == "cu_seq_lens_q":  # marks the documents of one row
         case = replace(case, rows=1)
@@ -165,7 +183,6 @@ def drawn(rng: random.Random, family: str, mesh: dict[str, int]) -> Case:
     if documents:  # if all documents have few tokens, no query and no key has a gradient
         case = replace(case, length=max(case.length, 9))
     padding = "" if documents else maybe(0.4, "left", "right", "both", "holes", "row") or ""
-    steps = rng.choice([1, 1, 1, 2, 3])
     return replace(
         case,
         padding=padding,
@@ -174,10 +191,22 @@ def drawn(rng: random.Random, family: str, mesh: dict[str, int]) -> Case:
         labels="all" if documents else rng.choice(["all", "all", "few", "edge"]),
         embeds=rng.random() < 0.1,
         types=rng.random() < 0.15,
-        steps=steps,
-        micro=rng.choice([1, 1, 2]),
-        resume=steps > 1 and rng.random() < 0.4,
+        **trained,
     )
+
+
+def _parts(rng: random.Random, family: str) -> list[Any]:
+    """Draw a row of text, and up to three pictures: some of one embedding, few much larger than the others."""
+    parts: list[Any] = [rng.randint(3, 12)]
+    for _ in range(rng.choice([0, 1, 1, 2, 3])):
+        if family in pictures.GRIDS:
+            videos = family.startswith("Glm") or rng.random() < 0.5  # GLM has one placeholder for both
+            height, width = rng.choice([(2, 2), (2, 4), (4, 4), (6, 4), (8, 10)])
+            parts.append(["video", rng.randint(1, 3), height, width] if videos else ["image", 1, height, width])
+        else:
+            parts.append(["image", 1, *rng.choice([(2, 2), (4, 4), (8, 2)] if family == "Mistral3" else [(4, 4)])])
+        parts.append(rng.randint(1, 6))
+    return parts
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
@@ -189,9 +218,9 @@ class Batch:
     """One global batch.
 
     Attributes:
-        whole: the input of the sharded model: each replica has its rows.
+        whole: the input of the sharded model, the rows of one replica.
         plain: the input of one process.
-        real: bool [rows, length], the logits that count.
+        real: bool [rows, length], the logits that count, of `whole`.
         documents: the borders of each row's documents, empty without any.
     """
 
@@ -201,8 +230,11 @@ class Batch:
     documents: list[list[int]]
 
 
-def batch_of(case: Case, number: int, vocabulary: int) -> Batch:
-    """Return a batch, the same in every process."""
+def batch_of(case: Case, number: int, vocabulary: int, replica: tuple[int, int] = (0, 1)) -> Batch:
+    """Return a batch, the same in every process; `replica` is the number of one, and how many there are."""
+    kind, _, name = case.family.partition("/")
+    if kind == "vision":
+        return _batch_of_pictures(case, name, case.seed + 1000 * number, replica)
     rng = random.Random(f"{case.seed} {number}")
     g = torch.Generator().manual_seed(case.seed + 1000 * number)
     n, rows = case.length, case.rows * case.mesh.get("data", 1)
@@ -243,4 +275,16 @@ def batch_of(case: Case, number: int, vocabulary: int) -> Batch:
         whole[case.documents] = torch.stack([torch.arange(len(s)).repeat_interleave(torch.tensor(s)) for s in sizes])
     elif case.documents == "cu_seq_lens_q":
         whole["cu_seq_lens_q"] = whole["cu_seq_lens_k"] = torch.tensor(documents[0], dtype=torch.int32)
-    return Batch(whole, plain, real, documents)
+    return Batch(rows_of(whole, *replica), plain, real.chunk(replica[1])[replica[0]], documents)
+
+
+def _batch_of_pictures(case: Case, name: str, seed: int, replica: tuple[int, int]) -> Batch:
+    rows = tuple(tuple(x if isinstance(x, int) else tuple(x) for x in row) for row in case.parts)
+    rows = rows or pictures.rows_for(name)  # type: ignore[assignment]
+    number, replicas = replica
+    mine = range(len(rows))[number * len(rows) // replicas : (number + 1) * len(rows) // replicas]
+    plain, whole = (
+        pictures.batch(name, rows, side=case.padding or "left", keep=keep, seed=seed) for keep in (None, mine)
+    )
+    real = whole.get("attention_mask", torch.ones_like(whole["input_ids"])).bool()
+    return Batch(whole, plain, real, [])

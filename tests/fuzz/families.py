@@ -1,4 +1,5 @@
-"""Every causal and masked language model of the installed transformers, as a small model with random weights.
+"""Every causal and masked language model of the installed transformers, as a small model with random weights, and the
+vision-language models of `tests/pictures.py`.
 
 The families are those of transformers' auto classes. A config starts as the family's default, and `shrunk` makes its
 numbers small by their names, so that a new family of transformers needs no line here.
@@ -11,6 +12,8 @@ import re
 from typing import Any
 
 import torch
+
+from tests import pictures
 
 VOCABULARY, HEADS, HEAD_DIM = 64, 4, 8
 HIDDEN = HEADS * HEAD_DIM
@@ -69,7 +72,9 @@ _AS_CHECKPOINTS: dict[str, dict[str, Any]] = {
 
 
 def families() -> list[str]:
-    """Return `causal/MODEL_TYPE` and `masked/MODEL_TYPE` for each in transformers' lists, its own name per class."""
+    """Return `causal/MODEL_TYPE` and `masked/MODEL_TYPE` for each in transformers' lists, its own name per class, and
+    `vision/NAME`.
+    """
     from transformers.models.auto import modeling_auto as auto
 
     found: dict[Any, str] = {}
@@ -81,7 +86,7 @@ def families() -> list[str]:
             cls = config_class(model_type)
             own = cls.model_type if names.get(cls.model_type) == name else model_type
             found.setdefault((kind, name, cls), f"{kind}/{own}")
-    return list(found.values())
+    return [*found.values(), *(f"vision/{name}" for name in pictures.FAMILIES)]
 
 
 def model_name(family: str) -> str:
@@ -168,6 +173,9 @@ def _auto(kind: str) -> Any:
 def build(family: str, changes: dict[str, Any], seed: int) -> Any:
     """Return a model of `family` in fp32 with random weights that depend on `seed` alone."""
     kind, _, model_type = family.partition("/")
+    if kind == "vision":
+        heads = {name: value for name, value in changes.items() if name == "num_key_value_heads"}
+        return pictures.build(model_type, seed, text_config={**pictures.FAMILIES[model_type]["text_config"], **heads})
     config = shrunk(config_class(model_type), changes)
     if kind == "causal" and getattr(config, "is_decoder", None) is False:
         config.is_decoder = True

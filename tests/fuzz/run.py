@@ -26,7 +26,7 @@ from longspan.hf.support import check_model, is_masked_lm
 from tests import fitting
 from tests.fuzz.cases import IGNORED, Batch, Case, batch_of
 from tests.fuzz.families import build, default_model
-from tests.models import Run, Truth, gradient_excess, gradients, rows_of, truth_by, widened
+from tests.models import Run, Truth, gradient_excess, gradients, truth_by, widened
 from tests.pool import RankError, RankHang, RankPool
 from tests.tolerance import excess, excess_of_rows
 
@@ -121,10 +121,11 @@ def _model(case: Case) -> Any:
     return model.train()
 
 
-def _batches(case: Case, model: Any) -> list[Batch]:
+def _batches(case: Case, model: Any, replica: tuple[int, int] = (0, 1)) -> list[Batch]:
     if model.config._attn_implementation == "eager" and case.labels == "edge":
         case = dataclasses.replace(case, labels="all")  # eager and sdpa differ for padding, which sees no token
-    batches = [batch_of(case, i, model.config.get_text_config().vocab_size) for i in range(case.steps * case.micro)]
+    vocabulary = model.config.get_text_config().vocab_size
+    batches = [batch_of(case, i, vocabulary, replica) for i in range(case.steps * case.micro)]
     if "token_type_ids" not in inspect.signature(model.forward).parameters:
         for batch in batches:
             batch.plain.pop("token_type_ids", None)
@@ -299,14 +300,13 @@ def _options(case: Case) -> dict[str, Any]:
 
 def _sharded_steps(case: Case, sp: longspan.SequenceSharding, truth: Truth) -> Outcome:
     model = _model(case)
-    batches = _batches(case, model)
+    batches = _batches(case, model, (sp.data_rank, sp.data_size))
     model = longspan.parallelize(model, sp, **_options(case))
 
     def forward(model: Any, batch: Batch) -> Any:
-        mine = rows_of(batch.whole, sp.data_rank, sp.data_size)
-        out = model(**mine)
+        out = model(**batch.whole)
         if out.logits is not None and not torch.is_grad_enabled():
-            out = _Out(out.loss, sp.gather(out.logits, dim=1, length=case.length))
+            out = _Out(out.loss, sp.gather(out.logits, dim=1, length=batch.real.shape[1]))
         return out
 
     found = _trained_by(case, model, batches, forward, longspan.no_sync, lambda m, o: _resumed(case, sp, m, o))
@@ -316,7 +316,7 @@ def _sharded_steps(case: Case, sp: longspan.SequenceSharding, truth: Truth) -> O
         "last loss": excess(found.aux_loss or 0.0, single.aux_loss or 0.0, exact.aux_loss or 0.0),
         "equal losses": 0.0 if len(set(_of_all(found.loss))) == 1 else torch.inf,
     }
-    real = batches[-1].real.chunk(sp.data_size)[sp.data_rank]
+    real = batches[-1].real
     a, b = (run.logits.chunk(sp.data_size)[sp.data_rank][real] for run in (single, exact))
     worst["logits"] = excess_of_rows(found.logits[real], a, b)
     missing = exact.gradients.keys() ^ found.gradients.keys()
@@ -352,11 +352,11 @@ def _resumed(case: Case, sp: Any, model: Any, optimizer: Any) -> tuple[Any, Any]
 # ---- Generation.
 
 
-def _generated(case: Case, model: Any, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
+def _generated(case: Case, model: Any, replica: tuple[int, int] = (0, 1)) -> tuple[Tensor, Tensor]:
     from transformers import GenerationConfig
 
-    batch = batch_of(case, 0, model.config.get_text_config().vocab_size)
-    inputs = {"input_ids": batch.plain["input_ids"][rows], "attention_mask": batch.real.long()[rows]}
+    batch = batch_of(case, 0, model.config.get_text_config().vocab_size, replica)
+    inputs = {k: x for k, x in batch.whole.items() if k != "labels"} | {"attention_mask": batch.real.long()}
     fixed = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     config = GenerationConfig(**case.generation, **fixed, return_dict_in_generate=True, output_logits=True)
     out = model.eval().generate(**inputs, generation_config=config)
@@ -365,8 +365,8 @@ def _generated(case: Case, model: Any, rows: slice = slice(None)) -> tuple[Tenso
 
 def _sharded_generation(case: Case, sp: longspan.SequenceSharding, expected: tuple[Tensor, Tensor]) -> Outcome:
     model = longspan.parallelize(_model(case).eval(), sp, **_options(case))
-    rows = slice(sp.data_rank * case.rows, (sp.data_rank + 1) * case.rows)
-    ids, logits = _generated(case, model, rows)
+    ids, logits = _generated(case, model, (sp.data_rank, sp.data_size))
+    rows = slice(sp.data_rank * len(ids), (sp.data_rank + 1) * len(ids))
     beams = case.generation.get("num_beams", 1)
     true_ids = expected[0][rows]
     true_logits = expected[1][rows.start * beams : rows.stop * beams]
@@ -380,7 +380,7 @@ def _sharded_generation(case: Case, sp: longspan.SequenceSharding, expected: tup
         differs = (mine != theirs).nonzero()
         if len(differs) == 0:
             continue
-        step = int(differs[0]) - case.length
+        step = int(differs[0]) - (mine.shape[0] - true_logits.shape[1])
         scores = true_logits[row, step]
         if abs(float(scores[mine[differs[0]]] - scores[theirs[differs[0]]])) > TIE * size:
             return Outcome(
