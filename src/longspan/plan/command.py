@@ -22,6 +22,7 @@ from longspan.plan.memory_search import STEP, MemoryRow, longest, memory_rows, s
 from longspan.plan.methods import compare
 from longspan.plan.models.read import read_model
 from longspan.plan.models.shape import ModelShape
+from longspan.plan.pictures import Pictures, read_pictures
 from longspan.plan.search import MOST_GPUS, Search, search
 from longspan.plan.suggestions import Suggestions, find_suggestions
 from longspan.plan.views.report import Report
@@ -63,6 +64,12 @@ class PlanConfig(MemoryFlags, RopeFlags):
     """Plan the memory of packed documents (`longspan train --pack documents`), which a ring needs more of."""
     overlap_chunks: int = 1
     """Chunks of heads of the Ulysses all-to-all, each overlapped with the attention of another. 1: no overlap."""
+    images: str | None = None
+    """Images in each sequence of a vision-language model, as NUMBERxHEIGHTxWIDTH in pixels: 4x1024x768. They come
+    first, and their tokens count in --context."""
+    video: str | None = None
+    """A video in each sequence, as FRAMESxHEIGHTxWIDTH in pixels: 256x448x448. Without images and video the vision
+    tower only takes memory for its weights."""
     cache: CacheDtype = "exact"
     """Dtype of the KV cache of prefill and decode: exact, or (LOSSY) int8 or fp8 with an fp32 scale per head and
     token."""
@@ -131,10 +138,26 @@ class PlanConfig(MemoryFlags, RopeFlags):
             documents=self.documents,
         )
 
+    def pictures(self, model: ModelShape) -> tuple[Pictures, ...]:
+        """Return the images and the video of each sequence.
+
+        Raises:
+            LongspanError: for sizes that cannot be, or a model without a vision tower.
+        """
+        asked = {"--images": self.images, "--video": self.video}
+        given = {flag: text for flag, text in asked.items() if text is not None}
+        for flag, text in given.items() if model.tower is None else ():
+            raise LongspanError(f"{flag} {text}: {model.name} has no vision tower; leave {flag} out")
+        assert model.tower is not None or not given
+        return tuple(read_pictures(flag, text, model.tower) for flag, text in given.items() if model.tower is not None)
+
     def check(self) -> None:
         """Raise for impossible sizes and combinations, before anything is read."""
         self.job()
         self.rope()
+        for flag, pictures in (("--images", self.images), ("--video", self.video)):
+            if pictures is not None and self.mode != "train":
+                raise LongspanError(f"{flag} is for --mode train, and --mode is {self.mode}; leave it out")
         if self.prefill_chunk is not None and self.mode != "prefill":
             raise LongspanError(
                 f"--prefill-chunk {self.prefill_chunk} is for --mode prefill, and --mode is {self.mode}; leave it out"
@@ -231,7 +254,7 @@ def _check(config: PlanConfig, model: ModelShape, hardware: Hardware) -> None:
 
 def _search(config: PlanConfig, model: ModelShape, hardware: Hardware) -> tuple[Job, Search]:
     """Return the job, with the context and the memory options of the recommended plan, and what the search found."""
-    job, fixed = config.job(), config.fixed()
+    job, fixed = dataclasses.replace(config.job(), pictures=config.pictures(model)), config.fixed()
     if config.context == "max":
         if config.level == "longest":
             fixed = {**{f.name: getattr(LONGEST, f.name) for f in dataclasses.fields(LONGEST)}, **fixed}

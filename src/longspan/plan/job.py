@@ -15,6 +15,7 @@ from longspan.core.memory import FASTEST, Memory
 from longspan.core.parallel import AXES, RING_IMPLS, TENSOR_STYLES, RingImpl, TensorStyle
 from longspan.core.tile_sizes import layers_held, layers_per_checkpoint
 from longspan.core.validation import LARGEST_COUNT, check_choice, check_flag, check_number, format_value
+from longspan.plan.pictures import Pictures
 
 if TYPE_CHECKING:
     from longspan.plan.models.shape import ModelShape
@@ -50,6 +51,7 @@ class Job:
             those of whole sequences.
         prefill_chunk: tokens per chunk of a prompt, over all ranks, as `longspan generate` runs it: keys and values
             stay in the cache, and queries are sent. None: the whole prompt in one forward.
+        pictures: images and video of each sequence, for a model with a vision tower; they come first in the sequence.
     """
 
     context: int
@@ -69,6 +71,7 @@ class Job:
     cache_latent: bool = True
     prefill_chunk: int | None = None
     documents: bool = False
+    pictures: tuple[Pictures, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("context", "batch"):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_groups
 from longspan.core.tile_sizes import even_span
+from longspan.plan.cost.vision import most_patches
 from longspan.plan.cost.weights import can_cut
 from longspan.plan.job import CostContext, Job, Mesh
 from longspan.plan.models.shape import LayerShape, ModelShape
@@ -20,7 +21,19 @@ LONGEST_RING = 1 << 11
 
 def refusal(model: ModelShape, job: Job, mesh: Mesh) -> str | None:
     """Return the reason why a mesh cannot hold a job, whatever the memory, or None."""
-    return positions_refusal(model, job) or mesh_refusal(model, job, mesh)
+    return positions_refusal(model, job) or pictures_refusal(model, job) or mesh_refusal(model, job, mesh)
+
+
+def pictures_refusal(model: ModelShape, job: Job) -> str | None:
+    """Return the reason why a sequence cannot hold the job's images and video, or None."""
+    if not job.pictures:
+        return None
+    if model.tower is None:
+        return f"{model.name} has no vision tower, so a job for it has no images or video"
+    tokens = sum(pictures.tokens(model.tower) for pictures in job.pictures)
+    if tokens > job.context:
+        return f"images and video are {tokens:,} tokens, and the context has {job.context:,}; use at least {tokens:,}"
+    return None
 
 
 def positions_refusal(model: ModelShape, job: Job) -> str | None:
@@ -45,6 +58,10 @@ def mesh_refusal(model: ModelShape, job: Job, mesh: Mesh) -> str | None:
         return f"ring={mesh.ring} is longer than the {LONGEST_RING} ranks that can be planned; use more ulysses or data"
     if mesh.sequence > job.context and job.mode != "decode":
         return f"ring={mesh.ring} x ulysses={mesh.ulysses} is more ranks than the context has tokens ({job.context})"
+    if model.tower is not None and mesh.tensor > 1:
+        return (
+            f"tensor={mesh.tensor}: a vision tower is not sharded over a tensor axis; use `ulysses` or `ring` instead"
+        )
     for layer, _ in model.layer_kinds:
         problem = _tensor_refusal(layer, mesh.tensor) or layer.mixer.ulysses_refusal(job, mesh)
         if problem is not None:
@@ -78,6 +95,15 @@ def notes(c: CostContext) -> Iterator[str]:
         flags = " ".join(f"{flag} {value}" for flag, value in scaling.flags.items())
         needed = "" if model.positions.reach is None else f"the model's positions end at {model.positions.reach:,}: "
         yield f"{needed}{scaling} ({flags})"
+    if model.tower is not None and job.pictures:
+        tokens = sum(pictures.tokens(model.tower) for pictures in job.pictures)
+        patches = sum(pictures.units * pictures.patches for pictures in job.pictures)
+        yield (
+            f"images and video: {tokens:,} tokens of {patches:,} patches, of which one GPU encodes up to "
+            f"{most_patches(c):,}"
+        )
+    elif model.tower is not None and job.mode == "train":
+        yield "no images or video are planned (--images, --video): the vision tower takes memory for its weights alone"
     if model.assumption:
         yield model.assumption
     if job.mode == "prefill" and job.prefill_chunk is None:

@@ -16,7 +16,7 @@ from longspan.plan.cost.memory import HOST_SHARE, Offloaded, memory, offloaded_b
 from longspan.plan.cost.times import Bottleneck, model_flops, offload_wait, optimizer_seconds, step_times
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import CostContext, Job, Mesh
-from longspan.plan.limits import GB, notes, refusal, unsupported
+from longspan.plan.limits import GB, notes, pictures_refusal, refusal, unsupported
 from longspan.plan.models.shape import ModelShape
 
 WORTH = 0.01
@@ -372,6 +372,8 @@ def longest_context(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware,
     while high < limit and fits(high):
         low, high = high, high * 2
     longest = bisect_largest(fits, low, high)
+    if longest and pictures_refusal(model, replace(job, context=longest)) is not None:
+        return 0
     return longest if model.furthest is None else min(longest, model.furthest)
 
 

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from longspan.core.tile_sizes import NARROW_PARTS, head_tile, layers_per_checkpoint
+from longspan.plan.cost.vision import vision_sent
 from longspan.plan.cost.weights import (
     ROWS,
     cut_dim,
@@ -66,6 +67,9 @@ class Collective:
         return self.bytes_per_gpu * self.count
 
 
+_OVERLAPPED = tuple(f"{what} of a {part}" for what in ("weights", "gradients") for part in ("layer", "tower block"))
+
+
 def communication(c: CostContext, hardware: Hardware) -> tuple[Collective, ...]:
     """Return every collective of one step in the order of the forward; equal ones are counted together."""
     calls: dict[Sent, int] = {}
@@ -78,7 +82,7 @@ def communication(c: CostContext, hardware: Hardware) -> tuple[Collective, ...]:
 
 def _timed(sent: Sent, count: int, c: CostContext, hardware: Hardware) -> Collective:
     stride, size = c.mesh.stride(sent.axis), c.mesh.size(sent.axis)
-    computing = "computing" if sent.what in ("weights of a layer", "gradients of a layer") else ""
+    computing = "computing" if sent.what in _OVERLAPPED else ""
     overlaps_with = "attention" if sent.op == "p2p" else computing
     return Collective(
         op=sent.op,
@@ -108,6 +112,8 @@ def _step(c: CostContext, once: bool) -> Iterator[Sent]:
     yield from _times((*input_recompute_sent(c), *outer_tensor_sent(c)), micro)
     for sent in outer_weights_sent(c):
         yield from _times([sent], sums if sums_gradients(sent) else micro * forwards)
+    for sent in vision_sent(c):
+        yield from _times([sent], sums if sums_gradients(sent) else micro)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -26,6 +26,7 @@ ITEMS = {
     "activations_hidden": "saved for the backward: layers' inputs, inputs of norms and products",
     "activations_attention": "saved for the backward: Q, K, V, outputs, log-sum-exps",
     "activations_mlp": "saved for the backward: intermediates of the MLPs",
+    "vision": "pixels of the batch, what the vision tower saves for the backward, embeddings of images and video",
     "qkv": "Q, K and V of this GPU",
     "attention_workspace": "buffers of the all-to-all, the attention's output, a ring's fp32 sums",
     "mlp": "intermediates of the current MLP",

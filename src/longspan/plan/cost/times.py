@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from longspan.plan.cost.communication import input_recompute_sent, method_sent
 from longspan.plan.cost.memory import Offloaded, fetched_bytes
 from longspan.plan.cost.saved import checkpoint_per_token, recomputes_mlp_act
-from longspan.plan.cost.weights import elements_at_rest, layer_weights_sent, shard_elements, sums_gradients_once
+from longspan.plan.cost.vision import block_weights_sent, most_patches, tower_flops
+from longspan.plan.cost.weights import layer_weights_sent, shard_elements, sums_gradients_once, trained_elements
 from longspan.plan.hardware import Hardware
-from longspan.plan.job import CostContext, Job
+from longspan.plan.job import CostContext, Job, Mesh
 from longspan.plan.layers.attended_keys import RingSchedule
 from longspan.plan.layers.base import Sent
 from longspan.plan.models.shape import LayerShape, ModelShape
@@ -36,6 +37,8 @@ def model_flops(model: ModelShape, job: Job) -> float:
     for layer, count in model.layer_kinds:
         total += count * times * 2.0 * tokens * layer.matmul_params_active
         total += layer.mixer.flops(job, count * times)
+    if job.mode != "decode":
+        total += job.batch * times * sum(tower_flops(CostContext(model, job, Mesh()), largest=False))
     return total
 
 
@@ -87,6 +90,24 @@ def layer_seconds(layer: LayerShape, c: CostContext, hardware: Hardware) -> Laye
         return LayerSeconds(matmul + forward, 0.0, forward)
     recomputed = _recompute_seconds(layer, c, hardware, matmul, forward)
     return LayerSeconds(matmul + forward, 2.0 * matmul + backward + recomputed, forward, backward)
+
+
+def tower_seconds(c: CostContext, hardware: Hardware) -> tuple[float, float]:
+    """Return the seconds of a vision tower's forward and backward in a micro-batch, on the rank with most patches."""
+    tower = c.model.tower
+    if tower is None or c.job.mode == "decode":
+        return 0.0, 0.0
+    products, attention = tower_flops(c, largest=True)
+    # Two norms, two residuals, rotary embeddings of q and k, the MLP's activation function, as in a decoder layer.
+    act = (5 if tower.gated else 2) * c.b * tower.ffn
+    each = tower.width * (2 * NORM_BYTES + (6 + 18) * c.b) + act
+    moved = most_patches(c) * tower.depth * each / hardware.memory_bandwidth
+    forward, both = _attention_seconds(attention, hardware, c.job)
+    linear = products / matmul_speed(hardware, c.job) + moved
+    if c.job.mode != "train":
+        return linear + forward, 0.0
+    recomputed = 0.0 if c.job.memory.checkpointing == "none" else linear + forward
+    return linear + forward, 2.0 * linear + both - forward + recomputed
 
 
 def _recompute_seconds(layer: LayerShape, c: CostContext, hardware: Hardware, matmul: float, attention: float) -> float:
@@ -146,7 +167,7 @@ def optimizer_seconds(c: CostContext, hardware: Hardware) -> float:
     """
     if c.job.mode != "train":
         return 0.0
-    moved = elements_at_rest(c) * 28.0
+    moved = trained_elements(c) * 28.0
     if c.on_host:  # whose memory a node's ranks share
         return moved * min(c.mesh.gpus, hardware.gpus_per_node) / hardware.host_memory_bandwidth
     return moved / hardware.memory_bandwidth
@@ -176,6 +197,10 @@ def step_times(c: CostContext, hardware: Hardware) -> tuple[float, float]:
         hidden += count * sums * min(sum(rest), computing.backward)
         hidden += count * (micro - sums) * min(sum(unsummed), computing.backward)
         first_gather = max(first_gather, in_forward)  # which overlaps with nothing
+    forward, backward = tower_seconds(c, hardware)
+    compute += forward + backward
+    for sent, computing_of in zip(block_weights_sent(c), (forward, backward, backward), strict=False):
+        hidden += micro * min(_hideable([sent], c, hardware), computing_of)
     # Recomputed inputs are needed at once: only a ring overlaps, with its attention.
     if recomputed := c.job.recomputed_inputs(len(c.model.layers)):
         attention = layer_seconds(c.model.layers[0], c, hardware).attention_forward

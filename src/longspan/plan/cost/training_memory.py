@@ -2,7 +2,8 @@
 
 In order: the loss (all activations are saved, logits exist); the head's backward; the backward of the last layer, of
 the one before it (activations are still saved, the last layer's gradients are in flight) and of the first (gradients of
-all others exist); the gradients of embeddings and head; the optimizer; the sum of gradients if weights are replicated.
+all others exist); the gradients of embeddings and head; the optimizer; the sum of gradients if weights are replicated;
+the backward of a vision tower.
 
 Letters: b bytes per element, d hidden size, t tensor ranks.
 """
@@ -22,13 +23,16 @@ from longspan.plan.cost.saved import (
     saved_in_a_step,
     saved_per_token,
 )
+from longspan.plan.cost.vision import embedding_bytes, in_block_backward, pixel_bytes, saved_by_tower
 from longspan.plan.cost.weights import (
-    elements_at_rest,
+    always_gathered,
     gathered_bytes,
     gathers,
     outer_groups,
     own_head,
     shard_elements,
+    tower_elements,
+    trained_elements,
 )
 from longspan.plan.job import CostContext
 from longspan.plan.layers.base import SavedActivations
@@ -42,13 +46,16 @@ def training_peaks(c: CostContext, once: bool) -> list[Peak]:
     """Return the peak candidates; `once`: whether gradients of all micro-batches are summed over the ranks once."""
     step = _Step(c, once)
     at_loss, last_layer, before_it, first_layer = (saved + step.rotary_tables for saved in saved_in_a_step(c))
-    return [
+    held = pixel_bytes(c) + embedding_bytes(c) + saved_by_tower(c)  # until the tower's backward, which is the last
+    peaks = [
         *step.loss(at_loss),
         *step.layer_backward(last_layer, step.in_last_layer()),
         *step.layer_backward(before_it, step.in_layer_before()),
         *step.layer_backward(first_layer, step.in_first_layer()),
         *step.outside_layers(at_loss),
+        *step.tower_backward(),
     ]
+    return [{**peak, "vision": held + peak.get("vision", 0)} for peak in peaks]
 
 
 class _Step:
@@ -73,9 +80,12 @@ class _Step:
         # Bytes per element of the reduce-scatter's flat fp32 input, which gloo copies.
         self.flat = (8 if c.on_cpu else 4) * self.sharded
         # Bytes of gradients at rest on the device; and of earlier micro-batches', not sharded until they are summed.
-        self.at_rest = 0 if self.to_host else 4 * elements_at_rest(c)
-        accumulated = 4 * (model.params // t) if once else self.at_rest
+        self.at_rest = 0 if self.to_host else 4 * trained_elements(c)
+        untrained = 0 if c.job.pictures else model.tower_params
+        accumulated = 4 * ((model.params - untrained) // t) if once else self.at_rest
         self.earlier = accumulated if c.job.batch > c.mesh.data else 0
+        # Bytes of the gradients of a vision tower, which come last.
+        self.of_tower = 4 * tower_elements(c) if c.job.pictures and not (self.to_host or self.earlier) else 0
         # Bytes of cast weights: autocast's bf16 copies; from the host, a layer's fp32 shard before it is cast.
         self.casts = 2 * _matrix_elements(model) // t if c.job.autocasts else 0
         self.casts += self.largest * 4 // self.ranks if self.to_host else 0
@@ -168,7 +178,7 @@ class _Step:
         own = self.shard if self.sharded and not self.to_host else 0
         in_flight = self.layer_gradients * self.sharded + self.largest * self.flat
         return {
-            "gradients": self.at_rest - embedding - own + in_flight,
+            "gradients": self.at_rest - self.of_tower - embedding - own + in_flight,
             "gathered_weights": self.casts * self.to_host + self.gathered(1),
         }
 
@@ -193,7 +203,7 @@ class _Step:
     def outside_layers(self, at_loss: SavedActivations) -> Iterator[Peak]:
         """Yield the peaks in the embeddings' backward, the optimizer, the head's reduce-scatter, the gradient sum."""
         model, c, t = self.model, self.c, self.c.mesh.tensor
-        shard = elements_at_rest(c)
+        shard = trained_elements(c)
         # The first layer's gradients may still be in flight; a tied table waits for them.
         first_layer = 0 if model.tied else self.largest
         in_flight = (model.root_params // t - self.own_head + first_layer) * self.flat
@@ -203,12 +213,22 @@ class _Step:
             rest = {"gradients": gradients, "gathered_weights": self.gathered(1)}
             yield {**at_loss.items(), **rest, "hidden": self.hidden}
         if model.tied:  # the table's two gradients and their sum; an fp32 head's gradient becomes the sum
-            in_layers = 0 if self.to_host else 4 * (shard - shard_elements(model.root, self.ranks, t))
+            in_layers = 0 if self.to_host else 4 * (shard - shard_elements(model.root, self.ranks, t)) - self.of_tower
             tables = (2 if c.b == 4 else 3) * self.head * c.b
             gradients = in_layers + tables + self.largest * self.flat
             yield {"gradients": gradients, "gathered_weights": self.gathered(0)}
         if not self.sharded and c.mesh.weights > 1:
             yield {"gradients": shard * 4 + 4 * min(shard, GRADIENT_BUCKET)}
+
+    def tower_backward(self) -> Iterator[Peak]:
+        """Yield the peak in the backward of a vision tower's last block: all other gradients are at rest."""
+        tower, c = self.model.tower, self.c
+        if tower is None or not c.job.pictures:
+            return
+        block = sum(p.numel for p in tower.block)
+        gradients = self.at_rest - self.of_tower + block * (c.b * self.sharded + self.flat)
+        gathered = (always_gathered(self.model) + 2 * block) * c.b * self.sharded
+        yield {"gradients": gradients, "gathered_weights": self.casts + gathered, "vision": in_block_backward(c)}
 
 
 def _recomputed_exchange(layer: LayerShape, c: CostContext) -> int:

@@ -66,17 +66,35 @@ def elements_at_rest(c: CostContext) -> int:
     return _elements_at_rest(c.model, c.weight_ranks, c.mesh.tensor)
 
 
+def trained_elements(c: CostContext) -> int:
+    """Return the elements of all weights on a rank that have gradients: without pictures not those of a tower."""
+    return elements_at_rest(c) - (0 if c.job.pictures else tower_elements(c))
+
+
+def tower_elements(c: CostContext) -> int:
+    """Return the elements of a vision tower's weights on a rank; 0 for a language model."""
+    return _tower_elements(c.model, c.weight_ranks)
+
+
 @functools.lru_cache(maxsize=1024)
 def _elements_at_rest(model: ModelShape, ranks: int, tensor: int) -> int:
     layers = sum(count * shard_elements(layer.parameters, ranks, tensor) for layer, count in model.layer_kinds)
-    return layers + shard_elements(model.root, ranks, tensor)
+    return layers + shard_elements(model.root, ranks, tensor) + _tower_elements(model, ranks)
+
+
+@functools.lru_cache(maxsize=1024)
+def _tower_elements(model: ModelShape, ranks: int) -> int:
+    tower = model.tower
+    if tower is None:
+        return 0
+    return tower.depth * shard_elements(tower.block, ranks) + shard_elements(tower.outside, ranks)
 
 
 def weights_at_rest(c: CostContext) -> dict[str, int]:
     """Return the bytes of a rank's weights and optimizer state."""
-    shard, train = elements_at_rest(c), c.job.mode == "train"
+    train = c.job.mode == "train"
     # Training stores fp32, and two moments of AdamW.
-    return {"weights": shard * (4 if train else c.b), "optimizer": shard * 8 * train}
+    return {"weights": elements_at_rest(c) * (4 if train else c.b), "optimizer": trained_elements(c) * 8 * train}
 
 
 def gathers(c: CostContext) -> bool:
@@ -100,18 +118,28 @@ def layer_gradient(layer: LayerShape, c: CostContext) -> int:
     return 4 * shard_elements(layer.parameters, c.weight_ranks, c.mesh.tensor)
 
 
+TOWER_ENDS = "the ends of the vision tower"
+
+
 @functools.lru_cache(maxsize=64)
 def outer_groups(model: ModelShape) -> tuple[tuple[str, tuple[Parameter, ...]], ...]:
     """Return FSDP's groups outside the layers, as `longspan.hf.weights.fsdp` makes them.
 
     One group if embedding and head are tied; else the embedding, learnt positions if any, and final norm with head.
+    What is outside the blocks of a vision tower is a group, or part of the one.
     """
+    around_tower = () if model.tower is None else model.tower.outside
     if model.tied:
-        return (("embeddings and head", model.root),)
+        return (("embeddings and head", (*model.root, *around_tower)),)
     embedding, *rest = model.root
     positions = tuple(p for p in rest if len(p.shape) > 1 and p is not rest[-1])
     head = tuple(p for p in rest if p not in positions)
-    groups = (("the embedding", (embedding,)), ("positions", positions), ("final norm and head", head))
+    groups = (
+        ("the embedding", (embedding,)),
+        ("positions", positions),
+        (TOWER_ENDS, around_tower),
+        ("final norm and head", head),
+    )
     return tuple((what, parameters) for what, parameters in groups if parameters)
 
 
@@ -127,8 +155,9 @@ def always_gathered(model: ModelShape) -> int:
 
     An untied embedding is gathered for its forward only, and an untied head is its own group.
     """
-    groups = dict(outer_groups(model))
-    return model.root_params - sum(p.numel for p in groups.get("the embedding", ())) - own_head(model)
+    gathered_for_a_forward = ("the embedding", "final norm and head")
+    groups = (parameters for what, parameters in outer_groups(model) if what not in gathered_for_a_forward)
+    return sum(p.numel for parameters in groups for p in parameters)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -174,27 +203,34 @@ def outer_weights_sent(c: CostContext) -> list[Sent]:
     if f == 1:
         return sent
     if c.job.weight_sharding:
+        untrained = () if c.model.tower is None or c.job.pictures else c.model.tower.outside
         for what, parameters in outer_groups(c.model):
             shard = shard_elements(parameters, f, c.mesh.tensor) * (f - 1)
             sent.append(Sent("all_gather", "fsdp", f"weights of {what}", shard * c.b, method=False))
-            if train:
+            trained = tuple(p for p in parameters if p not in untrained)
+            if train and trained:
+                shard = shard_elements(trained, f, c.mesh.tensor) * (f - 1)
                 sent.append(Sent("reduce_scatter", "fsdp", f"gradients of {what}", shard * 4, method=False))
     if train:
         # Three fp64 numbers: the sum of the tokens' losses, their count, and the digests of batches on a GPU.
         sent.append(Sent("all_reduce", "fsdp", "loss", 2 * 24 * (f - 1) // f, method=False))
     if train and not c.job.weight_sharding:
         # A flag per parameter, then fp32 gradients in buckets, as `longspan.hf.weights.gradients` sums them.
-        buckets, flags = _buckets(c.model, c.mesh.tensor)
+        buckets, flags = _buckets(c.model, c.mesh.tensor, bool(c.job.pictures))
         for what, elements in (("which gradients exist", flags), *(("gradients", each) for each in buckets)):
             sent.append(Sent("all_reduce", "fsdp", what, 2 * 4 * elements * (f - 1) // f, method=False))
     return sent
 
 
 @functools.lru_cache(maxsize=64)
-def _buckets(model: ModelShape, tensor: int) -> tuple[tuple[int, ...], int]:
-    """Return the elements of every bucket, and the number of parameters; in the order of the model's parameters."""
+def _buckets(model: ModelShape, tensor: int, pictures: bool) -> tuple[tuple[int, ...], int]:
+    """Return the elements of every bucket, and the number of parameters; in the order of the model's parameters.
+
+    `pictures`: whether a vision tower has gradients.
+    """
+    tower = () if model.tower is None else model.tower.parameters
     first = [p for p in model.root if "embed" in p.name or "wte" in p.name or "wpe" in p.name]
     last = [p for p in model.root if p not in first]
-    in_order = [*first, *(p for layer in model.layers for p in layer.parameters), *last]
-    sizes = [math.prod(cut_shape(p, tensor)) for p in in_order]
-    return tuple(sum(sizes[i] for i in bucket) for bucket in gradient_buckets(sizes)), len(in_order)
+    language = [*first, *(p for layer in model.layers for p in layer.parameters), *last]
+    sizes = [math.prod(cut_shape(p, tensor)) for p in (*(tower if pictures else ()), *language)]
+    return tuple(sum(sizes[i] for i in bucket) for bucket in gradient_buckets(sizes)), len(tower) + len(language)

@@ -13,6 +13,7 @@ from longspan.plan.models import (
     lfm2_families,
     mamba_families,
     other_families,
+    vision_families,
 )
 from longspan.plan.models.catalogue import CONFIGS
 from longspan.plan.models.family import FAMILIES, Family, Part, register
@@ -34,6 +35,8 @@ __all__ = [
     "shape_from_layers",
 ]
 
-for _module in (families, other_families, hybrid_families, delta_families, mamba_families, lfm2_families):
+_MODULES = (families, other_families, hybrid_families, delta_families, mamba_families, lfm2_families, vision_families)
+
+for _module in _MODULES:
     for _model_type, _family in _module.FAMILIES.items():
         register(_model_type, _family)

@@ -183,6 +183,49 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 """A config by the name that `read_model` takes, in lower case."""
 
+
+def _qwen2_5_vl(tower_ffn: int, d: int, **text: Any) -> dict[str, Any]:
+    vision = {
+        "depth": 32, "hidden_size": 1280, "intermediate_size": tower_ffn, "num_heads": 16, "out_hidden_size": d,
+        "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    }  # fmt: skip
+    shared = {"model_type": "qwen2_5_vl", "vocab_size": 152064, "max_position_embeddings": 128000}
+    return {**shared, **text, "vision_config": vision}
+
+
+def _qwen3_vl(depth: int, width: int, ffn: int, after: list[int], text: dict[str, Any]) -> dict[str, Any]:
+    vision = {
+        "depth": depth, "hidden_size": width, "intermediate_size": ffn, "num_heads": 16, "patch_size": 16,
+        "out_hidden_size": text["hidden_size"], "deepstack_visual_indexes": after, "num_position_embeddings": 2304,
+    }  # fmt: skip
+    model_type = "qwen3_vl_moe" if "num_experts" in text else "qwen3_vl"
+    text = {**text, "model_type": f"{model_type}_text", "max_position_embeddings": 262144}
+    tied = text.pop("tie_word_embeddings", False)
+    return {"model_type": model_type, "tie_word_embeddings": tied, "text_config": text, "vision_config": vision}
+
+
+_LARGE = (27, 1152, 4304, [8, 16, 24])
+
+VISION_CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2.5-vl-3b": _qwen2_5_vl(
+        3420, 2048, **_sizes(36, 2048, 11008, 16), num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True
+    ),
+    "qwen2.5-vl-7b": _qwen2_5_vl(3420, 3584, **_sizes(28, 3584, 18944, 28), num_key_value_heads=4),
+    "qwen2.5-vl-32b": _qwen2_5_vl(3456, 5120, **_sizes(64, 5120, 27648, 40), num_key_value_heads=8),
+    "qwen2.5-vl-72b": _qwen2_5_vl(3456, 8192, **_sizes(80, 8192, 29568, 64), num_key_value_heads=8),
+    "qwen3-vl-2b": _qwen3_vl(
+        24, 1024, 4096, [5, 11, 17], {**_QWEN_3, **_sizes(28, 2048, 6144, 16), "tie_word_embeddings": True}
+    ),
+    "qwen3-vl-4b": _qwen3_vl(
+        24, 1024, 4096, [5, 11, 17], {**_QWEN_3, **_sizes(36, 2560, 9728, 32), "tie_word_embeddings": True}
+    ),
+    "qwen3-vl-8b": _qwen3_vl(*_LARGE, {**_QWEN_3, **_sizes(36, 4096, 12288, 32)}),
+    "qwen3-vl-32b": _qwen3_vl(*_LARGE, {**_QWEN_3, **_sizes(64, 5120, 25600, 64)}),
+    "qwen3-vl-30b-a3b": _qwen3_vl(*_LARGE, {**_QWEN_3_MOE, **_sizes(48, 2048, 6144, 32), "moe_intermediate_size": 768}),
+}
+"""Vision-language models, by the names that `read_model` takes."""
+
 HUB: dict[str, str] = {
     **{f"llama-2-{size}b": f"meta-llama/Llama-2-{size}b-hf" for size in (7, 13, 70)},
     **{f"llama-3.1-{size}b": f"meta-llama/Llama-3.1-{size}B" for size in (8, 70, 405)},

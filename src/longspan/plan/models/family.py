@@ -18,11 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError
 from longspan.core.validation import LARGEST_COUNT, check_number
 from longspan.plan.layers import Parameter
+
+if TYPE_CHECKING:
+    from longspan.plan.models.tower import Tower
 
 _MOST_LAYERS = 1 << 14
 
@@ -131,6 +134,8 @@ class Family:
         norm_bias: norms have a bias (LayerNorm) or not (RMSNorm).
         rotary: positions are rotary, unless `root` names learnt ones; if not, there are none.
         config: returns a config with the keys that transformers makes of it when it reads one.
+        tower: returns the vision tower, from the `vision_config` and a name for messages; None if the family has none,
+            or the planner does not know it.
     """
 
     mixers: Mapping[str, Part]
@@ -144,6 +149,7 @@ class Family:
     norm_bias: bool = False
     rotary: bool = True
     config: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    tower: Callable[[Any, str], Tower] | None = None
 
     def missing(self, config: Mapping[str, Any]) -> list[str]:
         """Return the sizes that the config must state and does not."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from longspan.core.rope import RopeState, rope_state
 from longspan.core.validation import existing_path, format_value, nearest, read_text
 from longspan.plan.layers import Mlp, Parameter
 from longspan.plan.models.blocks import norm
-from longspan.plan.models.catalogue import CONFIGS
+from longspan.plan.models.catalogue import CONFIGS, VISION_CONFIGS
 from longspan.plan.models.families import EXPERT_COUNTS, LLAMA_LIKE, SPARSE_LLAMA_LIKE
 from longspan.plan.models.family import FAMILIES, Config, Family, Part
 from longspan.plan.models.shape import LayerShape, ModelShape
+
+BUILT_IN = {**CONFIGS, **VISION_CONFIGS}
 
 
 def read_model(name_or_path: str | os.PathLike[str]) -> ModelShape:
@@ -32,19 +35,19 @@ def read_model(name_or_path: str | os.PathLike[str]) -> ModelShape:
     """
     if not isinstance(name_or_path, str | os.PathLike):
         raise LongspanError(
-            f"model {format_value(name_or_path)} is neither a name nor a path; there are {', '.join(CONFIGS)}"
+            f"model {format_value(name_or_path)} is neither a name nor a path; there are {', '.join(BUILT_IN)}"
         )
     name_or_path = os.fspath(name_or_path)
-    if name_or_path.lower() in CONFIGS:
-        return shape_from_config(CONFIGS[name_or_path.lower()], name_or_path.lower())
+    if name_or_path.lower() in BUILT_IN:
+        return shape_from_config(BUILT_IN[name_or_path.lower()], name_or_path.lower())
     path = existing_path("--model", name_or_path)
     if path is not None or name_or_path.endswith(".json") or name_or_path.startswith((".", "/", "~")):
         return shape_from_config(_read_json(path or Path(name_or_path)), name_or_path)
     name = _plain_name(name_or_path)
-    if name in CONFIGS:
-        return shape_from_config(CONFIGS[name], name)
+    if name in BUILT_IN:
+        return shape_from_config(BUILT_IN[name], name)
     raise LongspanError(
-        f"model {name_or_path} is not built in ({nearest(name, CONFIGS)}); for another model give the path of its "
+        f"model {name_or_path} is not built in ({nearest(name, BUILT_IN)}); for another model give the path of its "
         f"config.json"
     )
 
@@ -62,7 +65,7 @@ def _read_json(path: Path) -> dict[str, Any]:
             raise LongspanError(f"the folder {path} has no config.json; give a folder that has one, or the file itself")
         path = path / "config.json"
     if not path.exists():
-        raise LongspanError(f"there is no file {path}; give the path of a config.json, or one of {', '.join(CONFIGS)}")
+        raise LongspanError(f"there is no file {path}; give the path of a config.json, or one of {', '.join(BUILT_IN)}")
     text = read_text("--model", path)
     try:
         config = json.loads(text)
@@ -78,24 +81,31 @@ def _read_json(path: Path) -> dict[str, Any]:
 def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     """Return the shape that transformers 5 builds from a config.
 
-    Missing keys have the defaults of the config class, except for sizes that every model must state. Of a multimodal
-    model the text part is read. An unknown model type is read as Llama (with experts if it counts any), unless its
-    keys show layers of another kind; `assumption` then lists what was assumed, since biases or norms may be missing.
-    `longspan.hf.planning` reads such a model from its modules.
+    Missing keys have the defaults of the config class, except for sizes that every model must state. An unknown model
+    type is read as Llama (with experts if it counts any), unless its keys show layers of another kind; `assumption`
+    then lists what was assumed, since biases or norms may be missing. `longspan.hf.planning` reads such a model from
+    its modules.
 
     Args:
         config: the keys of a `config.json`.
         name: for the shape and for messages.
 
     Raises:
-        LongspanError: for an unsupported model type, missing sizes, and impossible values.
+        LongspanError: for an unsupported model type, missing sizes, impossible values, and a tower for images or audio
+            that the planner does not know.
     """
-    text = config.get("text_config")
+    text, vision, audio = (config.get(f"{part}_config") for part in ("text", "vision", "audio"))
+    whole_type = config.get("model_type")
     if isinstance(text, Mapping):
         outer = {key: config[key] for key in _OUTER if key in config}
         config = {**outer, **text}
     model_type = str(config.get("model_type", "")).removesuffix("_text")
     family = FAMILIES.get(model_type)
+    if vision or audio:
+        if audio or family is None or family.tower is None:
+            raise _unknown_tower(whole_type, name, "audio" if audio else "vision")
+        if isinstance(text, Mapping):  # the whole model's key counts
+            config = {**config, "tie_word_embeddings": outer.get("tie_word_embeddings", False)}
     assumption = None
     if family is None:
         sparse = any(config.get(key) for key in EXPERT_COUNTS)
@@ -111,7 +121,16 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
             f"{name} has no {', '.join(missing)}; a config.json of model_type {model_type!r} must state "
             f"{'it' if len(missing) == 1 else 'them'}"
         )
-    return _shape(Config(config, family.defaults, family.spellings, name), family, assumption)
+    shape = _shape(Config(config, family.defaults, family.spellings, name), family, assumption)
+    return replace(shape, tower=family.tower(vision, name)) if vision and family.tower else shape
+
+
+def _unknown_tower(model_type: Any, name: str, kind: str) -> LongspanError:
+    known = ", ".join(sorted(key for key, family in FAMILIES.items() if family.tower is not None))
+    return LongspanError(
+        f"{name}: the {kind} tower of model_type {model_type!r} is not planned, only those of {known}; to plan its "
+        f"language model alone, give a config.json that is its text_config"
+    )
 
 
 def is_family(config: Mapping[str, Any]) -> bool:
@@ -164,7 +183,7 @@ def _assumed(config: Mapping[str, Any], sparse: bool) -> Iterator[str]:
         yield "every layer is assumed to have experts"
 
 
-_OUTER = ("model_type", "tie_word_embeddings", "vision_config", "audio_config")
+_OUTER = ("model_type", "tie_word_embeddings")
 """Keys of a multimodal config that also apply to its text part."""
 
 # Keys of models whose layers are not Llama's: state spaces and other recurrences, encoders, latent attention,
@@ -220,8 +239,6 @@ def _refused(c: Config) -> tuple[str, ...]:
             reasons.append(
                 f"attention dropout ({key}={p:g}) is not trained in this version: set {key} to 0 in config.json"
             )
-    if c.values.get("vision_config") or c.values.get("audio_config"):
-        reasons.append("a model with a vision or audio tower is not trained in this version: use its text part")
     return tuple(reasons)
 
 

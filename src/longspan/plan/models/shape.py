@@ -7,6 +7,7 @@ from functools import cached_property
 
 from longspan.core.rope import AUTO, UNSTATED, RopeAsked, RopeScaling, RopeState, furthest, scaling_for
 from longspan.plan.layers import Mixer, Mlp, Parameter
+from longspan.plan.models.tower import Tower
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +61,7 @@ class ModelShape:
         positions: what the config says about positions.
         rope: the requested RoPE scaling.
         refused: reasons why this version does not train it.
+        tower: the vision tower; None for a language model.
     """
 
     name: str
@@ -73,6 +75,7 @@ class ModelShape:
     positions: RopeState = UNSTATED
     rope: RopeAsked = AUTO
     refused: tuple[str, ...] = ()
+    tower: Tower | None = None
 
     def scaling(self, context: int) -> RopeScaling | None:
         """Return the RoPE scaling that a context needs, as `longspan train` decides it, or None.
@@ -92,18 +95,24 @@ class ModelShape:
 
     @cached_property
     def root_params(self) -> int:
-        """Elements of the weights outside the layers."""
+        """Elements of the weights outside the layers, without those of a vision tower."""
         return sum(p.numel for p in self.root)
+
+    @property
+    def tower_params(self) -> int:
+        """Elements of the vision tower's weights."""
+        return 0 if self.tower is None else self.tower.params
 
     @cached_property
     def params(self) -> int:
         """Elements of all weights; a tied head is counted once."""
-        return self.root_params + sum(layer.params * count for layer, count in self.layer_kinds)
+        return self.tower_params + self.root_params + sum(layer.params * count for layer, count in self.layer_kinds)
 
     @cached_property
     def active_params(self) -> int:
         """Elements of the weights that one token uses, embedding and head included."""
-        return self.root_params + sum(layer.active_params * count for layer, count in self.layer_kinds)
+        layers = sum(layer.active_params * count for layer, count in self.layer_kinds)
+        return self.tower_params + self.root_params + layers
 
     @cached_property
     def layer_kinds(self) -> list[tuple[LayerShape, int]]:

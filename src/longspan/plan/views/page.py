@@ -353,7 +353,7 @@ def settings_grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware) ->
             "batch": batches.index(job.batch),
         },
         "runs": not unsupported(model, job, Mesh()),
-        "asked": _flags(job),
+        "asked": _flags(model, job),
         "flags": [[" ".join(memory_flags(_memory(how, each))) for each in options.values()] for how in checkpointing],
         "flops": [[model_flops(model, replace(job, batch=b, context=n)) for n in near] for b in batches],
         "meshes": mesh_sizes.rows,
@@ -379,9 +379,10 @@ def _times(plan: Plan) -> tuple[float, float, float]:
     return six(plan.step_seconds), six(plan.compute_seconds), six(plan.exposed_seconds)
 
 
-def _flags(job: Job) -> str:
+def _flags(model: ModelShape, job: Job) -> str:
     """Return the flags of `longspan plan` that no switch or slider changes."""
     flags = [f"--mode {job.mode}", f"--dtype {job.dtype}"]
+    flags += [pictures.flag(model.tower) for pictures in job.pictures if model.tower is not None]
     named = {"layout": job.layout, "ring-impl": job.ring_impl}
     flags += [f"--{name} {value}" for name, value in named.items() if value != "auto"]
     flags += [f"--overlap-chunks {job.overlap_chunks}"] * (job.overlap_chunks > 1)

@@ -175,10 +175,12 @@ def _rows_dict(rows: Sequence[MemoryRow]) -> dict[str, Any]:
 def command(plan: Plan) -> str | None:
     """Return the command that runs a plan, quoted for a shell, or None if this version has none.
 
+    A vision-language model is trained by a script, on the plan's mesh.
+
     Words in capitals are placeholders: DATA and FILE for a text; a folder of weights for built-in models whose weights
     on the hub cannot be trained as they are.
     """
-    if not plan.runs:
+    if not plan.runs or plan.model.tower is not None:
         return None
     return _train_command(plan) if plan.job.mode == "train" else _generate_command(plan)
 
