@@ -483,7 +483,7 @@ def test_shapes_from_modules_and_from_a_config_are_equal(family: str) -> None:
 
 
 def test_auto_omits_options_that_conflict(monkeypatch: pytest.MonkeyPatch) -> None:
-    def least(auto: Any, length: int, rows: int, fixed: dict[str, Any], documents: bool) -> tuple[Memory, str]:
+    def least(auto: Any, length: int, rows: int, fixed: dict[str, Any], *_: Any) -> tuple[Memory, str]:
         return Memory(**{"checkpointing": "full", "tiled_mlp": 2, "tiled_norms": True, **fixed}), "a fake planner"
 
     monkeypatch.setattr("longspan.hf.planning.AutoMemory.for_batch", least)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import longspan
 from longspan.bench.meters import count_sent
 from longspan.cli import main
+from longspan.comm.mesh import OneDeviceMesh
 from longspan.core.balance import split_by_cost
 from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout
@@ -27,11 +29,12 @@ from longspan.plan.models.catalogue import VISION_CONFIGS
 from longspan.plan.pictures import Pictures, read_pictures
 from tests.choose import confirming
 from tests.memory import at_rest, peak_of
-from tests.models import sharding
+from tests.models import gradients, sharding
 from tests.pictures import END, GRIDS, IMAGE, START, VIDEO, Rows, batch, build
 from tests.pool import RankPool
 
 CPU = read_hardware("cpu")
+ONE_DEVICE = longspan.SequenceSharding(OneDeviceMesh("cpu"))
 QWEN = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe")
 
 
@@ -308,6 +311,73 @@ def _peak_of_a_step(
     peak = peak_of(lambda: step(whole), folder / f"trace-{sp.rank}-{sp.data_rank}.json")
     torch.set_num_threads(threads)
     return resting + pixels + peak
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# `memory="auto"`.
+
+LONG: Rows = ((("video", 24, 8, 8), 20),)
+SHORT: Rows = ((("video", 1, 4, 4), 300),)
+
+
+def _room(family: str, ranks: int) -> float:
+    """Return memory with which `LONG` needs memory options, and `SHORT` none."""
+    context = batch(family, LONG)["input_ids"].shape[1]
+    shape, mesh = config_shape(build(family).config), Mesh(ulysses=ranks)
+    jobs = (
+        Job(context=context, dtype="fp32", weight_sharding=False, memory=memory, pictures=_pictures(LONG))
+        for memory in (Memory(), LONGEST)
+    )
+    return sum(cost(shape, job, mesh, CPU).memory_total_bytes for job in jobs) / 2
+
+
+def _limit(monkeypatch: pytest.MonkeyPatch, room: float) -> None:
+    limited = dataclasses.replace(CPU, memory_bytes=room, reserve_bytes=0)
+    monkeypatch.setattr("longspan.hf.planning.hardware_of", lambda device, _=None: limited)
+
+
+@pytest.mark.parametrize("family", ["Qwen2_5_VL", *confirming(["Qwen3VL"])])
+def test_auto_counts_pictures(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer tokens with more patches need memory options, which hold in that forward's tower already."""
+    _limit(monkeypatch, _room(family, 1))
+    long, short = batch(family, LONG), batch(family, SHORT)
+    if long["input_ids"].shape[1] > short["input_ids"].shape[1]:
+        short = batch(family, ((SHORT[0][0], 600),))
+    plain = build(family).train()
+    plain(**long).loss.backward()
+    truth = gradients(plain)
+    model = longspan.parallelize(build(family), ONE_DEVICE, memory="auto").train()
+    model(**short).loss.backward()
+    state = model.longspan_state.memory
+    assert state.memory == Memory()
+    model.zero_grad()
+    runs = []
+    model.model.visual.blocks[0].norm1.register_forward_hook(lambda *_: runs.append(torch.is_grad_enabled()))
+    model(**long).loss.backward()
+    assert state.memory.checkpointing != "none" and len(runs) == 2 and "does not fit" in longspan.explain(model)
+    for name, grad in gradients(model).items():
+        assert torch.allclose(grad, truth[name], rtol=1e-3, atol=1e-6), name
+
+
+def _options_of_replicas(room: float) -> Memory:
+    sp = sharding(data=2)
+    with pytest.MonkeyPatch.context() as patch:
+        _limit(patch, room)
+        model = longspan.parallelize(build("Qwen2_5_VL"), sp, fsdp=False, memory="auto").train()
+        model(**batch("Qwen2_5_VL", LONG if sp.data_rank else SHORT)).loss.backward()
+    found: Memory = model.longspan_state.memory.memory
+    return found
+
+
+def test_replicas_choose_for_the_one_with_most_patches(pool2: RankPool) -> None:
+    first, second = pool2.run(_options_of_replicas, _room("Qwen2_5_VL", 1))
+    assert first == second != Memory()
+
+
+def test_auto_refuses_towers_that_are_not_planned() -> None:
+    match = "memory='auto' does not know what the vision tower of Glm4vForConditionalGeneration needs; use 'fastest'"
+    with pytest.raises(LongspanError, match=match):
+        longspan.parallelize(build("Glm4v"), ONE_DEVICE, memory="auto")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

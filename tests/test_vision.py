@@ -225,7 +225,7 @@ def _refusals() -> None:
     with pytest.raises(longspan.LongspanError, match=r"takes no `pixel_values_videos`, only pixel_values; leave it"):
         llava(**batch("Llava", ((9,),)), pixel_values_videos=torch.zeros(1, 2, 3, 16, 16))
     with pytest.raises(longspan.LongspanError, match=r"memory='auto' does not know what the vision tower"):
-        longspan.parallelize(build("Qwen2_5_VL"), sharding(), memory="auto")
+        longspan.parallelize(build("Llava"), sharding(), memory="auto")
     tensor = longspan.SequenceSharding(longspan.init_mesh(tensor=2))
     with pytest.raises(longspan.LongspanError, match=r"has a vision tower, which is not sharded over `tensor=2`"):
         longspan.parallelize(build("Qwen2_5_VL"), tensor)

@@ -148,7 +148,7 @@ class MemoryManager(Stage):
         if self._checkpoints_by_itself:
             fixed["checkpointing"] = "none"
         documents = call.info.segments is not None
-        chosen = auto.for_batch(call.info.length, len(call.tokens), fixed, documents)
+        chosen = auto.for_batch(call.info.length, len(call.tokens), fixed, documents, call.patches)
         if chosen is None:
             return False
         memory, why = chosen

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,11 +23,13 @@ from longspan.core.errors import LongspanError
 from longspan.core.memory import Memory
 from longspan.core.parallel import TensorStyle
 from longspan.hf.support import attention_layers, decoder_layers, mixer_layers
+from longspan.hf.vision import core_of
 from longspan.plan.hardware import CATALOGUE, Hardware, read_hardware
 from longspan.plan.job import Job, Mesh
 from longspan.plan.layers import CAUSAL, AttendedKeys, Bidirectional, Chunk, Mlp, Softmax, Window
 from longspan.plan.models import LayerShape, ModelShape, Parameter, is_family, shape_from_layers
 from longspan.plan.models.read import shape_from_config
+from longspan.plan.pictures import Pictures
 from longspan.plan.suggestions import choose_memory
 
 
@@ -37,6 +40,8 @@ def config_shape(config: Any) -> ModelShape:
 
 def shape_of_model(model: PreTrainedModel) -> ModelShape:
     """Return the shape of `model`, which may be on the meta device."""
+    if core_of(model) is not None:
+        return config_shape(model.config)
     config = model.config.get_text_config()
     if is_family(config.to_dict()):
         return config_shape(config)
@@ -249,8 +254,14 @@ def hardware_of_ranks(rank_memory: float | None, ranks_here: int) -> Hardware:
     return hardware_of(device, None if rank_memory is None else 1e9 * rank_memory, ranks_here)
 
 
+MODALITIES = ("image", "video")
+
+
 class AutoMemory:
-    """Choose memory options by the planner. `largest`: tokens of the largest batch so far."""
+    """Choose memory options by the planner.
+
+    `largest`: tokens of the largest batch so far. `patches`: of images and of video, on the rank that encodes most.
+    """
 
     def __init__(
         self,
@@ -260,7 +271,7 @@ class AutoMemory:
         mp_policy: MixedPrecisionPolicy | None,
         style: TensorStyle,
     ) -> None:
-        self.sp, self.largest = sp, 0
+        self.sp, self.largest, self.size, self.patches = sp, 0, (1, 0), [0] * len(MODALITIES)
         self.group = sp.host_group if sp.data_size > 1 else None
         self.shape = shape_of_model(model)
         compute_dtype = (mp_policy and mp_policy.param_dtype) or next(model.parameters()).dtype
@@ -272,27 +283,59 @@ class AutoMemory:
         )
         self.hardware: Hardware | None = None
 
-    def for_batch(self, length: int, rows: int, fixed: dict[str, Any], documents: bool) -> tuple[Memory, str] | None:
+    def for_batch(
+        self,
+        length: int,
+        rows: int,
+        fixed: dict[str, Any],
+        documents: bool,
+        patches: Mapping[str, int] = MappingProxyType({}),
+    ) -> tuple[Memory, str] | None:
         """Return the fastest options that fit the smallest device of all ranks, and the reason; None if no replica's
-        batch is larger than all before. Collective.
+        batch is larger than all before, in tokens or patches. Collective.
 
-        This replica has `rows` sequences of `length` tokens, or of packed documents; the options in `fixed` stay.
-        Replicas need the same options: a recomputation gathers weights, which all ranks do together.
+        This replica has `rows` sequences of `length` tokens, or of packed documents; `patches` are by modality those of
+        the rank that encodes most; the options in `fixed` stay. Replicas need the same options: a recomputation gathers
+        weights, which all ranks do together.
         """
         sp = self.sp
+        encoded = [patches.get(kind, 0) for kind in MODALITIES]
         if self.group is not None:
-            batches = gather_numbers([length, rows, documents], self.group, torch.device("cpu"))
-            length, rows, _ = max(batches, key=lambda batch: batch[0] * batch[1])
-            documents = any(has_documents for *_, has_documents in batches)
+            batches = gather_numbers([length, rows, documents, *encoded], self.group, torch.device("cpu"))
+            length, rows, *_ = max(batches, key=lambda batch: batch[0] * batch[1])
+            documents = any(has_documents for _, _, has_documents, *_ in batches)
+            encoded = [
+                max(numbers) for numbers in zip(*(of_pictures for _, _, _, *of_pictures in batches), strict=True)
+            ]
+        largest = [max(pair) for pair in zip(encoded, self.patches, strict=True)]
         if length * rows <= self.largest:
-            return None
+            if largest == self.patches:
+                return None
+            length, rows = self.size  # the options must still fit it
         if self.hardware is None:
             least = torch.tensor(hardware_of(sp.device).memory_bytes, dtype=torch.float64, device=sp.device)
             if sp.job_size > 1:
                 dist.all_reduce(least, op=dist.ReduceOp.MIN)
             self.hardware = hardware_of(sp.device, float(least))
-        job = dataclasses.replace(self.job, context=length, batch=rows * sp.data_size, documents=documents)
+        job = dataclasses.replace(
+            self.job,
+            context=length,
+            batch=rows * sp.data_size,
+            documents=documents,
+            pictures=self._pictures(largest),
+        )
         mesh = Mesh(sp.data_size, sp.ring_size, sp.ulysses_size, sp.tensor_size)
         chosen = choose_memory(self.shape, job, mesh, self.hardware, fixed)
-        self.largest = length * rows
+        self.largest, self.size, self.patches = length * rows, (length, rows), largest
         return chosen
+
+    def _pictures(self, patches: list[int]) -> tuple[Pictures, ...]:
+        """Return pictures for the planner of which every rank encodes as many patches as the one with most."""
+        if self.shape.tower is None:
+            return ()
+        merge = self.shape.tower.merge
+        return tuple(
+            Pictures(kind, self.sp.size, merge, number // merge)
+            for kind, number in zip(MODALITIES, patches, strict=True)
+            if number
+        )

@@ -39,6 +39,7 @@ from longspan.hf.vision import core_of
 from longspan.hf.weights.fsdp import check_cpu_offload
 from longspan.memory.offload import store_for
 from longspan.memory.offload.store import Store
+from longspan.plan.models import plans_tower
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def check_alone(model: nn.Module, sp: SequenceSharding, options: ParallelizeOpti
     heads_of_ranks(inner, sp)
     auto = None
     if options.memory == "auto":
-        if core_of(inner) is not None:
+        if core_of(inner) is not None and not plans_tower(inner.config.model_type):
             raise LongspanError(
                 f"memory='auto' does not know what the vision tower of {type(inner).__name__} needs; use 'fastest', "
                 f"'longest' or a longspan.Memory"

@@ -9,7 +9,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, Memory, flags_to_add
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import Job, Mesh
-from longspan.plan.limits import GB, refusal
+from longspan.plan.limits import GB, mesh_refusal, positions_refusal, refusal
 from longspan.plan.memory_search import (
     MOST_GPUS_WITH_OPTIONS,
     NOTHING_FIXED,
@@ -35,7 +35,8 @@ def choose_memory(
         LongspanError: if the mesh cannot hold the job (`longspan.plan.limits.refusal`), or nothing fits: with the sum,
             item by item, of the combination that needs least, and suggestions.
     """
-    problem = refusal(model, job, mesh)
+    # Not whether images and video fit in the context: those of several rows may be given as one row's.
+    problem = positions_refusal(model, job) or mesh_refusal(model, job, mesh)
     if problem is not None:
         raise LongspanError(problem)
     plan = fastest_that_fits(model, job, mesh, hardware, fixed)

@@ -77,9 +77,9 @@ class ForwardHooks:
                 self.model_changes,
                 self.weight_damage,
                 self.tensor,
-                self.vision,
                 self.shard,
-                self.memory,
+                self.memory,  # the tower's, too
+                self.vision,
                 self.defer,
                 self._loss_of(call),
                 self.router if call.wants_router_loss else None,

@@ -124,6 +124,8 @@ class VisionTower(Stage):
                     f"`input_ids` has {given} {encoder.modality} placeholders (id {token}), `{encoder.pixels}` gives "
                     f"{rows} embeddings; give as many placeholders as the processor makes, and cut none off"
                 )
+            spans = split_by_cost(units.patches, self.sp.size)
+            call.patches[encoder.modality] = max(sum(units.patches[start:stop]) for start, stop in spans)
             numbers_Bn = placeholders_Bn.flatten().cumsum(0).view_as(ids_Bn) - 1
             found[encoder] = Pictures(batch, units, numbers_Bn.masked_fill(~placeholders_Bn, -1))
             facts.append(f"{len(units.rows)} {encoder.modality} units of {rows} embeddings")

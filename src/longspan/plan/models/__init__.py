@@ -17,7 +17,7 @@ from longspan.plan.models import (
 )
 from longspan.plan.models.catalogue import CONFIGS
 from longspan.plan.models.family import FAMILIES, Family, Part, register
-from longspan.plan.models.read import is_family, read_model, shape_from_config, shape_from_layers
+from longspan.plan.models.read import is_family, plans_tower, read_model, shape_from_config, shape_from_layers
 from longspan.plan.models.shape import LayerShape, ModelShape
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "Parameter",
     "Part",
     "is_family",
+    "plans_tower",
     "read_model",
     "register",
     "shape_from_config",

@@ -138,6 +138,12 @@ def is_family(config: Mapping[str, Any]) -> bool:
     return str(config.get("model_type", "")).removesuffix("_text") in FAMILIES
 
 
+def plans_tower(model_type: str) -> bool:
+    """Return whether the planner knows the vision tower of a model type."""
+    family = FAMILIES.get(model_type)
+    return family is not None and family.tower is not None
+
+
 def shape_from_layers(
     config: Mapping[str, Any],
     name: str,
