@@ -96,7 +96,7 @@ class PlanConfig(MemoryFlags, RopeFlags):
     memory_options: bool = False
     """Show what each memory option alone saves and costs, and its longest context."""
     compare: bool = False
-    """Show the methods (TP, Megatron SP, FSDP, Ulysses, Ring, USP, LASP-2) side by side."""
+    """Show the methods (TP, Megatron SP, FSDP, Ulysses, Ring, USP, LASP-2, DSP) side by side."""
     json: bool = False
     """Print JSON (schema longspan.plan/4, see docs/reference/json.md) instead of tables."""
     html: Path | None = None

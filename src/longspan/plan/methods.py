@@ -84,8 +84,35 @@ def compare(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> list[
         methods.append(_method("LASP-2", model, job, Mesh(ring=gpus), hardware))
     else:
         methods.append(Method("LASP-2", None, reason))
+    methods.append(_dimension_switches(methods, model, job, gpus))
     scan = _pipelined_scan(model, job, gpus)
     return [*methods, *([] if scan is None else [Method("ZeCO", None, scan)])]
+
+
+def switch_bytes(tokens: int, width: int, ranks: int, element: int) -> int:
+    """Return the bytes that a rank sends when DSP (arXiv:2403.10266) shards hidden states along another dimension.
+
+    A stack of blocks that each attend along one dimension sends this where the dimension changes, and nothing else:
+    `longspan.dsp`.
+    """
+    return element * tokens * width // ranks * (ranks - 1) // ranks
+
+
+def _dimension_switches(methods: list[Method], model: ModelShape, job: Job, gpus: int) -> Method:
+    """Return what DSP would send if the model's blocks attended along one dimension each; no planned model does."""
+    c = CostContext(model, job, Mesh(ulysses=gpus))
+    tokens = c.sequences * c.micro_batches * (1 if job.mode == "decode" else job.context)
+    passes = 2 if job.mode == "train" else 1
+    change = passes * switch_bytes(tokens, model.d_model, gpus, c.b)
+    plan = next(method.plan for method in methods if method.name == "Ulysses")
+    layer = 0.0 if plan is None else plan.comm_bytes_per_gpu_per_layer * c.micro_batches
+    reason = (
+        f"is for blocks that each attend along one dimension, such as a video's frames or a frame's patches. Of as many "
+        f"tokens, each change of the sharded dimension would send {size(change)} per GPU and step"
+    )
+    if plan is not None:
+        reason += f", and nothing else; Ulysses sends {size(int(layer))} per layer"
+    return Method("DSP", None, reason)
 
 
 def _pipelined_scan(model: ModelShape, job: Job, gpus: int) -> str | None:
