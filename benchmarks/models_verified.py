@@ -158,7 +158,7 @@ Causal, training and generation: {_names([x for x in equal if x.startswith("caus
 
 Masked, training: {_names([x for x in equal if x.startswith("masked")])}.
 
-Vision-language, training and generation (no tensor axis or `memory="auto"`): {", ".join(FAMILIES)}.
+Vision-language, training and generation (no tensor axis; `memory="auto"` for Qwen's only): {", ".join(FAMILIES)}.
 
 ## Accepted in part
 

@@ -107,8 +107,8 @@ def _dimension_switches(methods: list[Method], model: ModelShape, job: Job, gpus
     plan = next(method.plan for method in methods if method.name == "Ulysses")
     layer = 0.0 if plan is None else plan.comm_bytes_per_gpu_per_layer * c.micro_batches
     reason = (
-        f"is for blocks that each attend along one dimension, such as a video's frames or a frame's patches. Of as many "
-        f"tokens, each change of the sharded dimension would send {size(change)} per GPU and step"
+        f"is for blocks that each attend along one dimension, such as a video's frames or a frame's patches. For as "
+        f"many tokens, each change of the sharded dimension would send {size(change)} per GPU and step"
     )
     if plan is not None:
         reason += f", and nothing else; Ulysses sends {size(int(layer))} per layer"
