@@ -317,43 +317,45 @@ def _peak_of_a_step(
 # `memory="auto"`.
 
 LONG: Rows = ((("video", 24, 8, 8), 20),)
-SHORT: Rows = ((("video", 1, 4, 4), 300),)
+SHORT: Rows = ((("video", 1, 4, 4), 600),)  # more tokens, fewer patches
 
 
-def _room(family: str, ranks: int) -> float:
+def _far(family: str) -> Any:
+    """Return a model with enough positions for `SHORT`."""
+    return build(family, text_config={**GRIDS[family]["text_config"], "max_position_embeddings": 4096})
+
+
+def _room(family: str) -> float:
     """Return memory with which `LONG` needs memory options, and `SHORT` none."""
     context = batch(family, LONG)["input_ids"].shape[1]
-    shape, mesh = config_shape(build(family).config), Mesh(ulysses=ranks)
+    shape = config_shape(build(family).config)
     jobs = (
         Job(context=context, dtype="fp32", weight_sharding=False, memory=memory, pictures=_pictures(LONG))
         for memory in (Memory(), LONGEST)
     )
-    return sum(cost(shape, job, mesh, CPU).memory_total_bytes for job in jobs) / 2
+    return sum(cost(shape, job, Mesh(), CPU).memory_total_bytes for job in jobs) / 2
 
 
 def _limit(monkeypatch: pytest.MonkeyPatch, room: float) -> None:
-    limited = dataclasses.replace(CPU, memory_bytes=room, reserve_bytes=0)
+    limited = dataclasses.replace(CPU, memory_bytes=room)
     monkeypatch.setattr("longspan.hf.planning.hardware_of", lambda device, _=None: limited)
 
 
 @pytest.mark.parametrize("family", ["Qwen2_5_VL", *confirming(["Qwen3VL"])])
 def test_auto_counts_pictures(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer tokens with more patches need memory options, which hold in that forward's tower already."""
-    _limit(monkeypatch, _room(family, 1))
-    long, short = batch(family, LONG), batch(family, SHORT)
-    if long["input_ids"].shape[1] > short["input_ids"].shape[1]:
-        short = batch(family, ((SHORT[0][0], 600),))
-    plain = build(family).train()
-    plain(**long).loss.backward()
+    """More patches need memory options, which hold in that forward's tower already."""
+    _limit(monkeypatch, _room(family))
+    plain, whole = _far(family).train(), batch(family, LONG)
+    plain(**whole).loss.backward()
     truth = gradients(plain)
-    model = longspan.parallelize(build(family), ONE_DEVICE, memory="auto").train()
-    model(**short).loss.backward()
+    model = longspan.parallelize(_far(family), ONE_DEVICE, memory="auto").train()
+    model(**batch(family, SHORT)).loss.backward()
     state = model.longspan_state.memory
     assert state.memory == Memory()
     model.zero_grad()
     runs = []
     model.model.visual.blocks[0].norm1.register_forward_hook(lambda *_: runs.append(torch.is_grad_enabled()))
-    model(**long).loss.backward()
+    model(**whole).loss.backward()
     assert state.memory.checkpointing != "none" and len(runs) == 2 and "does not fit" in longspan.explain(model)
     for name, grad in gradients(model).items():
         assert torch.allclose(grad, truth[name], rtol=1e-3, atol=1e-6), name
@@ -363,14 +365,14 @@ def _options_of_replicas(room: float) -> Memory:
     sp = sharding(data=2)
     with pytest.MonkeyPatch.context() as patch:
         _limit(patch, room)
-        model = longspan.parallelize(build("Qwen2_5_VL"), sp, fsdp=False, memory="auto").train()
+        model = longspan.parallelize(_far("Qwen2_5_VL"), sp, fsdp=False, memory="auto").train()
         model(**batch("Qwen2_5_VL", LONG if sp.data_rank else SHORT)).loss.backward()
     found: Memory = model.longspan_state.memory.memory
     return found
 
 
 def test_replicas_choose_for_the_one_with_most_patches(pool2: RankPool) -> None:
-    first, second = pool2.run(_options_of_replicas, _room("Qwen2_5_VL", 1))
+    first, second = pool2.run(_options_of_replicas, _room("Qwen2_5_VL"))
     assert first == second != Memory()
 
 

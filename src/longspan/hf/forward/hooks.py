@@ -23,7 +23,7 @@ from longspan.hf.forward.misuse import ModelChangeCheck, WeightDamageCheck
 from longspan.hf.forward.pooled import PooledHead
 from longspan.hf.forward.shard_batch import ShardBatch
 from longspan.hf.forward.stage import ForwardCall, ForwardOptions, Stage
-from longspan.hf.forward.vision import VisionTower
+from longspan.hf.forward.vision import EncodePictures, VisionTower
 from longspan.hf.state import ParallelState
 from longspan.hf.support import innermost_decoder
 from longspan.hf.weights.fsdp import reshard
@@ -55,6 +55,7 @@ class ForwardHooks:
         self.model_changes, self.weight_damage, self.tensor = model_changes, weight_damage, tensor
         self.gradients = state.gradients
         self.vision = VisionTower(model, state) if traits.encoders else None
+        self.encode = None if self.vision is None else EncodePictures(self.vision)
         self.shard = ShardBatch(traits, sp, tensor, batches)
         self.cached = CachedTokens(traits, sp, tensor)
         self.memory = state.memory
@@ -71,15 +72,16 @@ class ForwardHooks:
         """Compose the stages of one forward."""
         stages: list[Stage | None]
         if call.cache is not None:
-            stages = [self.model_changes, self.tensor, self.cached, self.vision, self.layers, self.mixers]
+            stages = [self.model_changes, self.tensor, self.cached, self.vision, self.encode, self.layers, self.mixers]
         else:
             stages = [
                 self.model_changes,
                 self.weight_damage,
                 self.tensor,
-                self.shard,
-                self.memory,  # the tower's, too
                 self.vision,
+                self.shard,
+                self.memory,
+                self.encode,
                 self.defer,
                 self._loss_of(call),
                 self.router if call.wants_router_loss else None,

@@ -149,7 +149,8 @@ class VisionTower(Stage):
                     f"`{encoder.pixels}`; give the pixels, or take the placeholders out"
                 )
 
-    def before(self, call: ForwardCall) -> None:
+    def encode(self, call: ForwardCall) -> None:
+        """Run the tower. Collective."""
         info = call.info
         whole = isinstance(info, CachedInfo) and not info.step.sharded  # every rank has all new tokens
         outputs = {}
@@ -186,6 +187,16 @@ class VisionTower(Stage):
         kind: Any = type(output)
         parts = {f"{encoder.modality}_outputs" for encoder in self.traits.encoders}
         return kind(**{name: value for name, value in output.items() if name not in parts})
+
+
+class EncodePictures(Stage):
+    """Run the vision tower, when the memory options of the batch are chosen."""
+
+    def __init__(self, vision: VisionTower) -> None:
+        self.vision = vision
+
+    def before(self, call: ForwardCall) -> None:
+        self.vision.encode(call)
 
 
 @dataclass(frozen=True)
