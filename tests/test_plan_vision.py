@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import longspan
 from longspan.bench.meters import count_sent
@@ -128,6 +129,21 @@ def test_flops_of_a_tower() -> None:
     assert most == products / 4
     text = Job(context=8192)
     assert model_flops(model, job) - model_flops(model, text) == pytest.approx(3 * (products + attention))
+
+
+@pytest.mark.parametrize("family", ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL"])
+def test_flops_are_those_that_torch_counts(family: str) -> None:
+    """Of frames that windows do not divide; eager attention, whose products torch counts."""
+    import transformers
+
+    config, pictures = _config(family), (Pictures("video", 3, 10, 6),)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    whole = _batch(family, pictures, 5)
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        model.model.get_video_features(whole["pixel_values_videos"], whole["video_grid_thw"])
+    c = CostContext(config_shape(config), Job(context=100, pictures=pictures), Mesh())
+    assert sum(tower_flops(c, largest=False)) == counted.get_total_flops()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
