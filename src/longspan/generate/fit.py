@@ -91,9 +91,10 @@ def check_memory(config: GenerateConfig, model_config: Any, tokens: int) -> str:
     items, (shape, job, mesh, hardware) = peak_items(*asked, config.chunk), asked
     on_host = offloaded_bytes(CostContext(shape, job, mesh, hardware.on_cpu), hardware).host_bytes.get("kv_cache", 0)
     host = f"; {on_host / 1e9:.2f} GB of cache are in host memory" if on_host else ""
+    pictures = "; what encoding the pictures needs is not planned" if config.pictures else ""
     return (
         f"planned: {sum(items.values()) / 1e9:.2f} of {hardware.memory_bytes / 1e9:.2f} GB per rank, "
-        f"{items['kv_cache'] / 1e9:.2f} GB of it for the cache of {total:,} tokens{host}"
+        f"{items['kv_cache'] / 1e9:.2f} GB of it for the cache of {total:,} tokens{host}{pictures}"
     )
 
 
