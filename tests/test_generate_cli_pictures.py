@@ -107,6 +107,8 @@ def test_bad_input_is_refused(folder: Path, tmp_path: Path) -> None:
     refused(r"--video \S+: the model's processor takes images only", image=(), video=tmp_path)
     refused(r"--cache-dir saves the cache of a text alone", cache_dir=tmp_path / "cache")
     refused(r"--fps must be above 0, got 0", fps=0)
+    refused(r"--fps 2 is that of --video, which is missing", fps=2)
+    refused(r"--template none, but the chat template says where", template="none")
     build("Llava").save_pretrained(tmp_path / "alone")
     processor().tokenizer.save_pretrained(tmp_path / "alone")
     refused(r"alone has no processor of images: .*; give the folder of one with", model=str(tmp_path / "alone"))
@@ -115,5 +117,14 @@ def test_bad_input_is_refused(folder: Path, tmp_path: Path) -> None:
     text.save_pretrained(tmp_path / "text")
     refused(r"--model \S+/text \(llama\) reads text only; leave out --image and --video", model=str(tmp_path / "text"))
     (tmp_path / "frames").mkdir()
+
+    def no_decoder(files: list[str]) -> Any:
+        raise ImportError(f"nothing decodes {len(files)} file")
+
+    with_videos = SimpleNamespace(video_processor=SimpleNamespace(fetch_videos=no_decoder))
     with pytest.raises(LongspanError, match=r"--video \S+/frames holds no frames"):
-        _video(tmp_path / "frames", 2.0, SimpleNamespace(video_processor=object()))
+        _video(tmp_path / "frames", 2.0, with_videos)
+    with pytest.raises(LongspanError, match=r"--fps 2 is that of a folder of frames; --video \S+/a\.mp4 is none"):
+        _video(tmp_path / "a.mp4", 2.0, with_videos)
+    with pytest.raises(LongspanError, match=r"--video \S+/a\.mp4 cannot be read: nothing decodes 1 file; install a"):
+        _video(tmp_path / "a.mp4", None, with_videos)

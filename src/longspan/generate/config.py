@@ -81,8 +81,8 @@ class GenerateConfig(ModelFlags):
     """Images before the text, for a vision-language model."""
     video: Path | None = None
     """A video before the text: a folder of frames, in the order of their names, or a file, which needs a decoder."""
-    fps: float = 2.0
-    """Frames per second of the folder of --video."""
+    fps: float | None = None
+    """Frames per second of the folder of --video. Default: 2."""
     template: Literal["auto", "chat", "none"] = "auto"
     """Wrap text and question as a user's message in the tokenizer's chat template. auto: with --question, if the
     tokenizer has a template."""
@@ -134,7 +134,14 @@ class GenerateConfig(ModelFlags):
             raise LongspanError("--prompt and --file both give a text; give one of them (and ask by --question)")
         if self.pictures and self.cache_dir is not None:
             raise LongspanError("--cache-dir saves the cache of a text alone; leave it out with --image or --video")
-        check_number("--fps", self.fps, 0, 1e6, above=True)
+        if self.pictures and self.template == "none":
+            raise LongspanError(
+                "--template none, but the chat template says where --image and --video are; leave it out"
+            )
+        if self.fps is not None:
+            check_number("--fps", self.fps, 0, 1e6, above=True)
+            if self.video is None:
+                raise LongspanError(f"--fps {self.fps:g} is that of --video, which is missing; give both, or neither")
         for name in ("prompt", "question"):
             if getattr(self, name) == "":
                 raise LongspanError(f"--{name} is empty; leave it out, or give a text")

@@ -83,11 +83,13 @@ def _image(path: Path, flag: str = "--image") -> Any:
         raise LongspanError(f"{flag} {path} cannot be read as an image: {why}") from error
 
 
-def _video(path: Path, fps: float, processor: Any) -> dict[str, Any]:
+def _video(path: Path, fps: float | None, processor: Any) -> dict[str, Any]:
     """Return the arguments of a processor for a folder of frames, in the order of their names, or a video file."""
     if getattr(processor, "video_processor", None) is None:
         raise LongspanError(f"--video {path}: the model's processor takes images only; give single frames by --image")
     if not path.is_dir():
+        if fps is not None:
+            raise LongspanError(f"--fps {fps:g} is that of a folder of frames; --video {path} is none: leave it out")
         try:
             frames, metadata = processor.video_processor.fetch_videos([str(path)])
         except Exception as error:  # of the library that decodes
@@ -102,7 +104,6 @@ def _video(path: Path, fps: float, processor: Any) -> dict[str, Any]:
     if not files:
         raise LongspanError(f"--video {path} holds no frames; give a folder of images, or a video file")
     frames = np.stack([np.asarray(_image(file, "--video")) for file in files])
-    metadata = VideoMetadata(
-        total_num_frames=len(files), fps=fps, duration=len(files) / fps, frames_indices=list(range(len(files)))
-    )
+    n, rate = len(files), fps or 2.0
+    metadata = VideoMetadata(total_num_frames=n, fps=rate, duration=n / rate, frames_indices=list(range(n)))
     return {"videos": [frames], "video_metadata": [metadata], "do_sample_frames": False}
