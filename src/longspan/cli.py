@@ -28,13 +28,15 @@ COMMANDS = {
     "score": ("longspan.generate.score", "ScoreConfig", "perplexity and log-probabilities of a long text"),
     "verify": ("longspan.verify", "VerifyConfig", "prove on your model that the sharded run computes the same"),
     "plan": ("longspan.plan.command", "PlanConfig", "what fits, which mesh, and what it costs; needs no torch"),
+    "recipes": ("longspan.recipes", "RecipesConfig", "list recipes for `train`, and write one as a TOML file"),
+    "launch": ("longspan.recipes.launch", "LaunchConfig", "a recipe as a job of Slurm or Kubernetes"),
     "bench": ("longspan.bench", "BenchConfig", "measure your machines: the links between ranks, and one rank's speed"),
     "explain": ("longspan.pages", "ExplainConfig", "a page of the documentation, or an error's code, in the terminal"),
 }
 
 _NEEDS = {
     "train": ("transformers", "safetensors", "datasets", "tensorboard", "pyarrow"),
-    **dict.fromkeys(("generate", "score", "verify"), ("transformers", "safetensors")),
+    **dict.fromkeys(("generate", "score", "verify", "launch"), ("transformers", "safetensors")),
 }
 
 _USAGE = """usage: longspan COMMAND [--from FILE.toml] [--flag value ...]

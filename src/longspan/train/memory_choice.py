@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from longspan.plan.models.shape import ModelShape
 
 
-def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
+def resolve(config: TrainConfig, hardware: Hardware | None = None) -> tuple[TrainConfig, list[str]]:
     """Return the config with a number as context and explicit memory options, and messages for the user.
 
-    Depends only on the config, the model's config and the device's memory, so equal machines resolve the same. Ranks
-    compare their settings later, which finds machines that differ.
+    Depends only on the config, the model's config and the memory of `hardware` (by default this machine's), so equal
+    machines resolve the same. Ranks compare their settings later, which finds machines that differ.
     """
     from longspan.hf.memory_options import MemoryModules
     from longspan.hf.planning import shape_of_model
@@ -59,7 +59,7 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         fixed.setdefault("tiled_mlp", 1)  # do not choose a memory option that the model cannot use
     if flags.level == "longest":
         fixed = {**{f.name: getattr(LONGEST, f.name) for f in dataclasses.fields(LONGEST)}, **fixed}
-    hardware = hardware_of_ranks(flags.rank_memory, min(parallel.ranks, config.nproc or parallel.ranks))
+    hardware = hardware or hardware_of_ranks(flags.rank_memory, min(parallel.ranks, config.nproc or parallel.ranks))
     messages = [f"{hardware.memory_bytes / 1e9:.2f} GB for a rank, {mesh}"]
     if longest_context:
         context, message = _longest_context(shape, job, mesh, hardware, fixed, config.model.rope())
