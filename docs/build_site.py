@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import html
 import importlib
 import inspect
-import os
 import posixpath
 import re
 import shutil
@@ -48,10 +48,12 @@ def main() -> None:
     args = parser.parse_args()
     stage()
     zensical = [sys.executable, "-m", "zensical"]
-    done = subprocess.run([*zensical, "build", "--clean", "--strict"], cwd=ROOT, env={**os.environ, "NO_COLOR": "1"})
-    if done.returncode == 0 and args.serve:
+    done = subprocess.run([*zensical, "build", "--clean", "--strict"], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(re.sub(r"\x1b\[[\d;]*m", "", done.stdout + done.stderr))
+    print("build/site/index.html")
+    if args.serve:
         subprocess.run([*zensical, "serve"], cwd=ROOT)
-    sys.exit(done.returncode)
 
 
 def stage() -> None:
@@ -71,7 +73,7 @@ def stage() -> None:
         waiting += [target for target in linked if target.suffix not in (".png", ".svg")]
         for picture in (target for target in linked if target.suffix in (".png", ".svg")):
             copy(picture)
-        write(site_path(path), CHANGED.get(path.as_posix(), str)(text))
+        write(site_path(path), inline(CHANGED.get(path.as_posix(), str)(text), Path(site_path(path)).parent))
     copy(Path("docs/site.css"))
     copy(Path("docs/pictures/icon.svg"))
     write("llms.txt", index_for_models())
@@ -122,6 +124,17 @@ def relink(text: str, page: Path) -> tuple[str, list[Path]]:
             parts.append(fence[0])
             at = fence.end()
     return "".join(parts), linked
+
+
+def inline(text: str, folder: Path) -> str:
+    """Put drawn pictures into the page, so that they follow its light or dark scheme (docs/site.css)."""
+
+    def drawn(match: re.Match[str]) -> str:
+        svg = (PAGES / posixpath.normpath((folder / match[2]).as_posix())).read_text()
+        svg = re.sub(r"<style>.*?</style>|\n", "", svg)
+        return f'<div class="picture" role="img" aria-label="{html.escape(" ".join(match[1].split()))}">{svg}</div>'
+
+    return re.sub(r"^!\[([^\]]*)\]\(([^)]*\.svg)\)$", drawn, text, flags=re.MULTILINE)
 
 
 def as_page(path: Path) -> str:
@@ -248,7 +261,7 @@ CHANGED: dict[str, Callable[[str], str]] = {
     "docs/reference/api.md": api_page,
     "docs/reference/cli.md": cli_page,
     "docs/reference/errors.md": lambda text: re.sub(
-        r"^### (LS(\d+): .*)", r"### \1 { #ls\2 }", text, flags=re.MULTILINE
+        r"^(?=### LS(\d+))", r'<span id="ls\1"></span>\n\n', text, flags=re.M
     ),
 }
 """Pages that are not staged as they are."""

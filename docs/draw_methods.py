@@ -1,23 +1,18 @@
-"""Draw docs/pictures: who holds which tokens and heads before, between and after each method.
+"""Draw docs/pictures/*.svg: who holds which tokens, heads, states and weights before, between and after each method.
 
     python docs/draw_methods.py [--out docs/pictures]
 
 Token positions come from `longspan.core.layout`, masks from `longspan.Mask`, and memory from the planner, so that a
-picture changes when the code does. In the pictures of methods, a colour is a rank.
+picture changes when the code does. A colour, and a digit, is a rank. Colours of text and grounds follow the reader's
+light or dark scheme; the site puts the pictures into its pages and has the same classes in docs/site.css.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from html import escape
 from pathlib import Path
-from typing import Any
-
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 
 import longspan
 from longspan.core.layout import Layout, choose_layout
@@ -28,175 +23,388 @@ from longspan.plan import Job, Mesh, plan_mesh, read_hardware, read_model
 RANKS = 4
 TOKENS = 8  # token runs that a picture shows
 HEADS = 4
+WIDTH = 760
+CELL = 22
 COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7"]  # Okabe and Ito: distinct for colour-blind readers
-EVERY = "#B8B8B8"  # on every rank
-NOTHING = "#F2F2F2"
-Axes = Any
+INK = ["#fff", "#1b1b1b", "#fff", "#1b1b1b"]  # readable on them
+EVERY = -1  # on every rank
+STYLE = (
+    ".t{fill:#1f2328}.m{fill:#59636e}.n{fill:#eceff2}.e{fill:#c3c9d0}.l{stroke:#59636e}"
+    "@media(prefers-color-scheme:dark){.t{fill:#e6edf3}.m{fill:#9da7b1}.n{fill:#23282f}.e{fill:#4b535d}.l{stroke:#9da7b1}}"
+)
+Cells = Sequence[Sequence[int | None]]
+"""The rank in each cell: None is empty, `EVERY` is every rank."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "pictures")
-    args = parser.parse_args()
-    args.out.mkdir(exist_ok=True)
-    plt.rcParams.update({"font.size": 9, "font.family": "DejaVu Sans", "axes.titlesize": 10})
-    for draw in (ulysses, ring, usp, state_passing, tensor_axis, memory, masks):
-        figure = draw()
-        figure.savefig(args.out / f"{draw.__name__.replace('_', '-')}.png", dpi=120, metadata={"Software": None})
-        plt.close(figure)
+class Picture:
+    """An SVG in the making."""
+
+    def __init__(self, height: float) -> None:
+        self.height, self.parts = height, list[str]()
+
+    def svg(self) -> str:
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {self.height:g}" font-size="12" '
+            f'font-family="system-ui,sans-serif">'
+        )
+        marker = (
+            '<defs><marker id="a" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+            'orient="auto">'
+            '<path class="m" d="M0 0L8 4L0 8z"/></marker></defs>'
+        )
+        return "\n".join([head, f"<style>{STYLE}</style>{marker}", *self.parts, "</svg>\n"])
+
+    def text(self, x: float, y: float, text: str, kind: str = "t", anchor: str = "middle", size: float = 12,
+             bold: bool = False) -> None:  # fmt: skip
+        weight = ' font-weight="600"' if bold else ""
+        colour = f'class="{kind}"' if len(kind) == 1 else f'fill="{kind}"'
+        where = f'x="{x:g}" y="{y:g}"' + ("" if anchor == "start" else f' text-anchor="{anchor}"')
+        self.parts.append(f'<text {where} font-size="{size:g}"{weight} {colour}>{escape(text, quote=False)}</text>')
+
+    def box(self, x: float, y: float, width: float, height: float, rank: int | None, label: str = "",
+            size: float = 11) -> None:  # fmt: skip
+        where = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
+        self.parts.append(f'<rect {where} rx="2" {_fill(rank)}/>')
+        if label:
+            ink = "m" if rank is None else "t" if rank < 0 else INK[rank]
+            self.text(x + width / 2, y + height / 2 + size * 0.36, label, ink, size=size)
+
+    def frame(self, x: float, y: float, width: float, height: float) -> None:
+        self.parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="8" fill="none" class="l" '
+            f'stroke-opacity=".45"/>'
+        )
+
+    def arrow(self, x0: float, y0: float, x1: float, y1: float, *lines: str) -> None:
+        self.parts.append(
+            f'<path d="M{x0:g} {y0:g}L{x1:g} {y1:g}" fill="none" class="l" stroke-width="1.5" marker-end="url(#a)"/>'
+        )
+        for number, line in enumerate(reversed(lines)):
+            self.text((x0 + x1) / 2, min(y0, y1) - 8 - 13 * number, line, "m", size=11)
+
+    def curve(self, path: str) -> None:
+        self.parts.append(f'<path d="{path}" fill="none" class="l" stroke-width="1.5" marker-end="url(#a)"/>')
+
+    def grid(self, x: float, y: float, cells: Cells, title: str, across: str = "", down: str = "",
+             labels: Sequence[Sequence[str]] | None = None, cell: float = CELL,
+             tall: float = 0) -> tuple[float, float]:  # fmt: skip
+        """Draw cells below their title; return their right edge and middle. `labels` replace the ranks' digits."""
+        tall = tall or cell
+        width, height = len(cells[0]) * cell, len(cells) * tall
+        if title:
+            self.text(x + width / 2, y - 9, title, bold=True)
+        boxes: dict[int | None, str] = {}
+        texts: dict[int | None, str] = {}
+        for i, row in enumerate(cells):
+            for j, rank in enumerate(row):
+                left, top = x + j * cell, y + i * tall
+                boxes[rank] = f"{boxes.get(rank, '')}M{left:g} {top:g}h{cell - 1.5:g}v{tall - 1.5:g}h{1.5 - cell:g}z"
+                label = labels[i][j] if labels else "" if rank is None or rank < 0 else str(rank)
+                if label:
+                    at = f'x="{left + cell / 2 - 0.75:g}" y="{top + tall / 2 + 3.2:g}"'
+                    texts[rank] = f"{texts.get(rank, '')}<text {at}>{label}</text>"
+        self.parts += [f'<path d="{path}" {_fill(rank)}/>' for rank, path in boxes.items()]
+        self.parts += [
+            f'<g font-size="11" text-anchor="middle" fill="{INK[rank or 0]}">{group}</g>'
+            for rank, group in texts.items()
+        ]
+        if across:
+            self.text(x + width / 2, y + height + 14, across, "m", size=11)
+        if down:
+            self.parts.append(
+                f'<text transform="translate({x - 7:g} {y + height / 2:g})rotate(-90)" text-anchor="middle" '
+                f'font-size="11" class="m">{down}</text>'
+            )
+        return x + width, y + height / 2
+
+    def panels(self, y: float, *panels: tuple[Cells, str, str, str] | str, cell: float = CELL) -> None:
+        """Draw grids (cells, title, across, down) from left to right; a text between two is the message of an arrow."""
+        grids = [panel for panel in panels if not isinstance(panel, str)]
+        taken = sum(len(cells[0]) * cell for cells, *_ in grids)
+        gap = (WIDTH - 34 - taken) / max(1, len(grids) - 1)
+        x, at = 24.0, 0
+        for number, panel in enumerate(panels):
+            if isinstance(panel, str):
+                continue
+            right, middle = self.grid(x, y, *panel, cell=cell)
+            message = panels[number + 1] if number + 1 < len(panels) else ""
+            if isinstance(message, str) and message:
+                self.arrow(right + 8, middle, right + gap - 26, middle, *message.split("|"))
+            x, at = right + gap, at + 1
+
+    def ranks(self, every: str = "") -> None:
+        """Draw the legend at the bottom."""
+        names = [f"rank {rank}" for rank in range(RANKS)] + ([every] if every else [])
+        x = WIDTH / 2 - 40 * len(names)
+        for rank, name in enumerate(names):
+            self.box(x + 80 * rank, self.height - 18, 12, 12, rank if rank < RANKS else EVERY)
+            self.text(x + 80 * rank + 18, self.height - 8, name, "m", "start", 11)
 
 
-def ulysses() -> Any:
-    layout = choose_layout("contiguous", 1, RANKS)
-    figure, axes = panels(3, "all-to-all", "all-to-all")
-    tokens_and_heads(axes[0], owners(layout), "before: my tokens, all heads")
-    tokens_and_heads(axes[1], [[head] * TOKENS for head in range(HEADS)], "attention: all tokens, my heads")
-    tokens_and_heads(axes[2], owners(layout), "after: my tokens, all heads")
-    return finish(figure)
+def _fill(rank: int | None) -> str:
+    return 'class="n"' if rank is None else 'class="e"' if rank < 0 else f'fill="{COLOURS[rank]}"'
 
 
-def ring() -> Any:
-    layout = choose_layout("zigzag", RANKS, 1)
-    figure, axes = panels(3, "send K, V", "")
-    tokens_and_heads(axes[0], owners(layout), "before and after: zigzag layout")
+def by_tokens(layout: Layout, heads: int = HEADS) -> Cells:
+    """Return for each head which rank holds each run of tokens."""
+    run = 4  # tokens of a run, so that every layout divides them
+    row: list[int | None] = [None] * TOKENS
+    for rank in range(layout.size):
+        for start, stop in layout.spans(TOKENS * run, rank):
+            row[start // run : stop // run] = [rank] * (stop // run - start // run)
+    return [row] * heads
+
+
+def by_heads(tokens: int = TOKENS) -> Cells:
+    return [[head] * tokens for head in range(HEADS)]
+
+
+CONTIGUOUS = choose_layout("contiguous", 1, RANKS)
+
+
+# --- one function for each picture
+
+
+def overview() -> Picture:
+    """One sequence on four GPUs, and what each computes."""
+    p = Picture(300)
+    p.text(WIDTH / 2, 18, "one sequence, longer than a GPU can hold", bold=True)
+    wide = (WIDTH - 40) / 64
+    for run in range(64):
+        p.box(20 + run * wide, 28, wide - 1.2, 20, run // 16)
+    card = (WIDTH - 40) / RANKS
+    for rank in range(RANKS):
+        x = 20 + rank * card
+        p.arrow(x + card / 2 - 2, 52, x + card / 2 - 2, 74)
+        p.frame(x + 4, 78, card - 12, 150)
+        p.text(x + card / 2 - 2, 97, f"GPU {rank}", bold=True)
+        for left, cells in ((x + 18, by_tokens(CONTIGUOUS)), (x + 102, by_heads())):
+            mine = [[rank if owner == rank else None for owner in row] for row in cells]
+            p.grid(left, 112, mine, "", labels=[[""] * TOKENS] * HEADS, cell=7.5, tall=17)
+        p.arrow(x + 81, 145, x + 97, 145)
+        p.text(x + 47, 196, "my tokens,", "m", size=11)
+        p.text(x + 47, 210, "all heads", "m", size=11)
+        p.text(x + 132, 196, "all tokens,", "m", size=11)
+        p.text(x + 132, 210, "my heads", "m", size=11)
+    p.text(
+        WIDTH / 2,
+        254,
+        "Attention sees the whole sequence: an all-to-all swaps tokens for heads, or a ring passes keys and values on.",
+    )
+    p.text(WIDTH / 2, 276, "Loss, outputs and every gradient equal those of one process.", bold=True)
+    return p
+
+
+def ulysses() -> Picture:
+    p = Picture(160)
+    before = (by_tokens(CONTIGUOUS), "my tokens, all heads", "tokens", "heads")
+    p.panels(28, before, "all-to-all", (by_heads(), "attention", "all tokens", "my heads"), "all-to-all", before)
+    p.ranks()
+    return p
+
+
+def ring() -> Picture:
+    p = Picture(236)
+    p.text(112, 18, "K and V go round, Q stays", bold=True)
+    places = [(112, 52), (190, 118), (112, 184), (34, 118)]
+    for rank, (x, y) in enumerate(places):
+        p.box(x - 30, y - 20, 60, 19, rank, f"Q {rank}")
+        p.box(x - 30, y + 1, 60, 19, rank, f"K, V {rank}")
+    for path in ("M146 62Q176 72 184 92", "M184 144Q176 168 148 178", "M78 178Q48 168 40 144", "M40 92Q48 72 76 62"):
+        p.curve(path)
     steps = [[(rank - step) % RANKS for step in range(RANKS)] for rank in range(RANKS)]
-    grid(
-        axes[1],
-        steps,
-        "whose K, V a rank has at each step",
-        "step",
-        "rank",
-        [[f"KV {owner}" for owner in row] for row in steps],
+    labels = [[f"KV {owner}" for owner in row] for row in steps]
+    p.grid(300, 62, steps, "K, V at each step", "step 0, 1, 2, 3", "rank", labels, cell=36, tall=26)
+    pairs = [[q if k <= q else None for k in range(RANKS)] for q in range(RANKS)]
+    when = [[f"step {(q - k) % RANKS}" if k <= q else "" for k in range(RANKS)] for q in range(RANKS)]
+    p.grid(
+        540, 62, pairs, "causal blocks: who, and when", "K, V of rank 0, 1, 2, 3", "Q of rank", when, cell=48, tall=26
     )
-    queries = owners(layout)[0]
-    pairs = [[queries[q] if k <= q else None for k in range(TOKENS)] for q in range(TOKENS)]
-    grid(axes[2], pairs, "causal pairs: who computes them", "key tokens", "query tokens")
-    return finish(figure)
+    p.ranks()
+    return p
 
 
-def usp() -> Any:
+def zigzag() -> Picture:
+    """Token runs, causal pairs and work of a contiguous and a zigzag ring."""
+    p = Picture(276)
+    for x, name in ((24, "contiguous"), (404, "zigzag")):
+        row = by_tokens(choose_layout(name, RANKS, 1), 1)
+        p.grid(x, 28, row, f"{name}: tokens", cell=20)
+        queries = row[0]
+        pairs = [[queries[q] if k <= q else None for k in range(TOKENS)] for q in range(TOKENS)]
+        blank = [[""] * TOKENS] * TOKENS
+        p.grid(x, 66, pairs, "", "key tokens", "query tokens", blank, cell=20)
+        work = [sum(q + 0.5 for q in range(TOKENS) if queries[q] == rank) for rank in range(RANKS)]
+        p.text(x + 250, 74, "work of each rank", bold=True)
+        for rank, pairs_of in enumerate(work):
+            p.box(x + 190, 92 + rank * 30, pairs_of * 7.5, 22, rank)
+            p.text(x + 196 + pairs_of * 7.5, 108 + rank * 30, f"{pairs_of * RANKS / sum(work):.2f}", "m", "start", 11)
+    p.ranks()
+    return p
+
+
+def usp() -> Picture:
     layout = choose_layout("zigzag", 2, 2)
-    figure, axes = panels(4, "all-to-all", "ring", "all-to-all")
-    tokens_and_heads(axes[0], owners(layout), "before: my tokens, all heads")
-    blocks = [layout_rank // 2 for layout_rank in owners(layout)[0]]
+    p = Picture(164)
+    owners = by_tokens(layout)
+    blocks = [rank // 2 for rank in owners[0]]  # type: ignore[operator]
     between = [[2 * block + (head >= HEADS // 2) for block in blocks] for head in range(HEADS)]
-    tokens_and_heads(axes[1], between, "my block's tokens, my heads")
     steps = [[2 * ((rank // 2 - step) % 2) + rank % 2 for step in range(2)] for rank in range(RANKS)]
-    grid(
-        axes[2],
-        steps,
-        "whose K, V at each ring step",
-        "step",
-        "rank",
-        [[f"KV {owner}" for owner in row] for row in steps],
+    before = (owners, "my tokens, all heads", "tokens", "heads")
+    cell = 17.0
+    gap = (WIDTH - 40 - 3 * TOKENS * cell - 2 * 40) / 3
+    right, middle = p.grid(24, 30, *before, cell=cell, tall=CELL)
+    p.arrow(right + 6, middle, right + gap - 22, middle, "all-to-all", "in a node")
+    x, _ = p.grid(right + gap, 30, between, "my block, my heads", "tokens", "heads", cell=cell, tall=CELL)
+    p.arrow(x + 6, middle, x + gap - 22, middle, "ring,", "across")
+    labels = [[f"KV {owner}" for owner in row] for row in steps]
+    x, _ = p.grid(x + gap, 30, steps, "K, V", "step 0, 1", "rank", labels, cell=40, tall=CELL)
+    p.arrow(x + 6, middle, x + gap - 22, middle, "all-to-all")
+    p.grid(x + gap, 30, *before, cell=cell, tall=CELL)
+    p.ranks()
+    return p
+
+
+def tensor_axis() -> Picture:
+    everywhere: Cells = [[EVERY] * TOKENS] * HEADS
+    p = Picture(160)
+    residual = (everywhere, "residual stream", "tokens", "hidden")
+    p.panels(
+        28, residual, "no message", (by_heads(), "attention, MLP: my part", "tokens", "heads"), "all-reduce", residual
     )
-    tokens_and_heads(axes[3], owners(layout), "after: my tokens, all heads")
-    return finish(figure)
+    p.ranks("every rank")
+    return p
 
 
-def state_passing() -> Any:
-    layout = choose_layout("contiguous", 1, RANKS)
-    runs = fragment_table(layout, 0, TOKENS, 1, None).runs
-    figure, axes = panels(3, "all-gather", "add the state")
-    tokens_and_heads(axes[0], owners(layout), "local: my tokens, from state 0")
+def megatron_sp() -> Picture:
+    p = Picture(160)
+    residual = (by_tokens(CONTIGUOUS), "residual, norms", "my tokens", "hidden")
+    inside = (by_heads(), "attention, MLP: my part", "tokens", "heads")
+    p.panels(28, residual, "all-gather", inside, "reduce-|scatter", residual)
+    p.ranks()
+    return p
+
+
+def state_passing() -> Picture:
+    runs = fragment_table(CONTIGUOUS, 0, TOKENS, 1, None).runs
     earlier = [[owner if run < rank else None for run, (owner, _) in enumerate(runs)] for rank in range(RANKS)]
-    labels = [["" if owner is None else "M, S" for owner in row] for row in earlier]
-    grid(axes[1], earlier, "the state that enters: combine in order", "summary of rank", "rank", labels)
-    tokens_and_heads(axes[2], owners(layout), "output: my tokens, all heads")
-    return finish(figure)
+    p = Picture(160)
+    tokens = by_tokens(CONTIGUOUS)
+    x, middle = p.grid(24, 28, tokens, "my tokens, from state 0", "tokens", "heads")
+    p.arrow(x + 8, middle, x + 84, middle, "all-gather", "(M, S)")
+    labels = [["" if owner is None else f"S {owner}" for owner in row] for row in earlier]
+    x, _ = p.grid(x + 112, 28, earlier, "states that enter", "of rank 0, 1, 2, 3", "rank", labels, cell=32, tall=CELL)
+    p.arrow(x + 8, middle, x + 84, middle, "combine,", "add")
+    p.grid(x + 112, 28, tokens, "output: my tokens", "tokens", "heads")
+    p.ranks()
+    return p
 
 
-def tensor_axis() -> Any:
-    figure, axes = plt.subplots(2, 3, figsize=(11, 4.8), gridspec_kw={"wspace": 0.6, "hspace": 0.6})
-    figure.subplots_adjust(left=0.05, right=0.98, bottom=0.16, top=0.93)
-    everywhere: list[list[int | None]] = [[-1] * TOKENS for _ in range(HEADS)]
-    by_tokens = owners(choose_layout("contiguous", 1, RANKS))
-    by_heads = [[head] * TOKENS for head in range(HEADS)]
-    for row, style, residual, before, after in (
-        (axes[0], "tp", everywhere, "", "all-reduce"),
-        (axes[1], "megatron-sp", by_tokens, "all-gather", "reduce-scatter"),
+def dsp() -> Picture:
+    p = Picture(206)
+    frames = [[frame // 2] * TOKENS for frame in range(TOKENS)]
+    patches = [[patch // 2 for patch in range(TOKENS)]] * TOKENS
+    cell = 17.0
+    x = 24.0
+    for cells, title, message in (
+        (frames, "spatial: along a frame", "all-to-all"),
+        (patches, "temporal: along the frames", "all-to-all"),
+        (frames, "spatial: along a frame", ""),
     ):
-        tokens_and_heads(row[0], residual, f"{style}: residual stream", "hidden")
-        tokens_and_heads(row[1], by_heads, "attention, MLP: my part", "heads")
-        tokens_and_heads(row[2], residual, "residual stream", "hidden")
-        arrow(figure, row[0], row[1], before or "no message")
-        arrow(figure, row[1], row[2], after)
-    return finish(figure, [Patch(color=EVERY, label="every rank")])
+        right, middle = p.grid(x, 28, cells, title, "patches", "frames", cell=cell)
+        if message:
+            p.arrow(right + 8, middle, right + 127, middle, message)
+        x = right + 151
+    p.ranks()
+    return p
 
 
-def memory() -> Any:
-    """Draw what one layer saves for its backward, and the planned memory of a step."""
-    parts = ["layer input", "q, k, v", "attention output", "norms", "MLP activations"]
-    saved = {
-        "none": [1, 1, 1, 1, 1],
-        "save_attention": [1, 1, 1, 0, 0],
-        "selective": [1, 0, 1, 0, 0],
-        "full": [1, 0, 0, 0, 0],
-    }
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.4), gridspec_kw={"wspace": 0.5, "width_ratios": [1, 1.2]})
-    for y, row in enumerate(saved.values()):
+def fsdp() -> Picture:
+    p = Picture(190)
+    shards: Cells = [[column // 2 for column in range(TOKENS)]] * 4
+    forward = [shards[0], [EVERY] * TOKENS, [EVERY] * TOKENS, shards[0]]
+    backward = [shards[0], [EVERY] * TOKENS, [EVERY] * TOKENS, shards[0]]
+    names = ["layer 3", "layer 2", "layer 1", "layer 0"]
+    for x, cells, title, under in (
+        (62, shards, "at rest: a quarter each", ""),
+        (316, forward[::-1], "forward of layer 1", "layer 2 is gathered meanwhile"),
+        (570, backward, "backward of layer 2", "layer 1 is gathered meanwhile"),
+    ):
+        p.grid(x, 28, cells, title, under, cell=20, tall=24)
+        for row, name in enumerate(names):
+            p.text(x - 8, 44 + 24 * row, name, "m", "end", 11)
+    p.text(650, 156, "gradients of layer 3 are summed", "m", size=11)
+    p.ranks("every rank")
+    return p
+
+
+def memory() -> Picture:
+    """What one layer saves for its backward, and the planned memory of a step."""
+    parts = ["layer input", "q, k, v", "attn. output", "norms", "MLP"]
+    saved = {"none": "11111", "save_attention": "11100", "selective": "10100", "full": "10000"}
+    p = Picture(262)
+    p.text(228, 18, "what a layer saves, by checkpointing=", bold=True)
+    for x, part in enumerate(parts):
+        p.text(136 + 62 * x + 30, 36, part, "m", size=10)
+    for y, (name, row) in enumerate(saved.items()):
+        p.text(128, 60 + 30 * y, f'"{name}"', "t", "end", 11)
         for x, on in enumerate(row):
-            left.add_patch(Rectangle((x, y), 0.94, 0.88, facecolor=COLOURS[0] if on else NOTHING, linewidth=0))
-            left.text(x + 0.47, y + 0.44, "save" if on else "recompute", ha="center", va="center", fontsize=7.5,
-                      color="white" if on else "#777777")  # fmt: skip
-    left.set(xlim=(0, len(parts)), ylim=(len(saved), 0), title="what a layer saves, by checkpointing=")
-    left.set_xticks([x + 0.47 for x in range(len(parts))], parts, rotation=20, ha="right")
-    left.set_yticks([y + 0.44 for y in range(len(saved))], [f'"{name}"' for name in saved])
-    left.tick_params(length=0)
-    left.spines[:].set_visible(False)
-    planned_bars(right)
-    figure.subplots_adjust(left=0.11, right=0.98, bottom=0.22, top=0.88)
-    return figure
+            p.box(136 + 62 * x, 43 + 30 * y, 60, 26, 0 if on == "1" else None, "save" if on == "1" else "recompute", 10)
+    planned_bars(p)
+    return p
 
 
-def planned_bars(ax: Axes) -> None:
+def planned_bars(p: Picture) -> None:
     model, hardware, mesh = read_model("llama-3.1-8b"), read_hardware("h100"), Mesh(ulysses=8)
     levels = {
-        "fastest": Memory(),
-        "tiled_mlp, tiled_norms": Memory(tiled_mlp=0, tiled_norms=True),
+        '"fastest"': Memory(),
+        "tiled MLP, norms": Memory(tiled_mlp=0, tiled_norms=True),
         'checkpointing="full"': Memory(checkpointing="full"),
-        "longest": LONGEST,
-        'longest, offload="host"': Memory(**{**vars(LONGEST), "offload": "host"}),
+        '"longest"': LONGEST,
+        '"longest", offload="host"': Memory(**{**vars(LONGEST), "offload": "host"}),
     }
     items = {
         "weights, gradients, optimizer": ("weights", "gradients", "optimizer"),
-        "saved for backward": ("activations_hidden", "activations_attention", "activations_mlp"),
+        "saved for the backward": ("activations_hidden", "activations_attention", "activations_mlp"),
     }
-    for y, memory in enumerate(levels.values()):
-        plan = plan_mesh(model, Job(context=1 << 17, memory=memory), mesh, hardware)
-        at = 0.0
-        rest = dict(plan.memory_bytes)
-        for name, keys in items.items():
-            size = sum(rest.pop(key, 0) for key in keys)
-            ax.barh(
-                y, size / 1e9, left=at / 1e9, color=COLOURS[list(items).index(name)], label=name if y == 0 else None
-            )
-            at += size
-        ax.barh(y, sum(rest.values()) / 1e9, left=at / 1e9, color=EVERY, label="the rest" if y == 0 else None)
-    ax.axvline(hardware.memory_bytes / 1e9, color="#D55E00", linewidth=1.2)
-    ax.set_yticks(range(len(levels)), list(levels))
-    ax.invert_yaxis()
-    ax.set(xlabel="planned GB per GPU", title="Llama-3.1-8B, 131,072 tokens, 8 x H100 (red line: 80 GB)")
-    ax.legend(fontsize=7.5, loc="lower right", bbox_to_anchor=(0.75, 0), edgecolor="none", framealpha=1)
-    ax.spines[["top", "right"]].set_visible(False)
+    p.text(600, 18, "planned GB per GPU: Llama-3.1-8B,", bold=True)
+    p.text(600, 33, "131,072 tokens, 8 x H100", bold=True)
+    left, scale = 604, 1.3
+    for y, (name, options) in enumerate(levels.items()):
+        plan = plan_mesh(model, Job(context=1 << 17, memory=options), mesh, hardware)
+        sizes = [sum(plan.memory_bytes.get(key, 0) for key in keys) for keys in items.values()]
+        sizes.append(plan.memory_total_bytes - sum(sizes))
+        p.text(left - 6, 61 + 26 * y, name, "t", "end", 11)
+        x = float(left)
+        for kind, size in enumerate(sizes):
+            p.box(x, 47 + 26 * y, max(0.5, size / 1e9 * scale - 0.8), 20, kind if kind < 2 else EVERY)
+            x += size / 1e9 * scale
+        p.text(x + 4, 61 + 26 * y, f"{plan.memory_total_bytes / 1e9:.0f}", "m", "start", 11)
+    limit = left + hardware.memory_bytes / 1e9 * scale
+    p.parts.append(f'<path d="M{limit:g} 42V178" stroke="#D55E00" stroke-width="1.5"/>')
+    p.text(limit, 192, "80 GB", "#D55E00", size=11)
+    for number, name in enumerate([*items, "the rest"]):
+        p.box(466, 202 + 18 * number, 12, 12, number if number < 2 else EVERY)
+        p.text(484, 212 + 18 * number, name, "m", "start", 11)
 
 
-def masks() -> Any:
-    """Draw the pairs of each mask, one colour for each region."""
+def masks() -> Picture:
+    """The pairs of each mask, one colour for each region."""
     import torch
 
     from longspan.attn.segments import document_segments
 
     n = 16
+    documents = document_segments(torch.tensor([[0] * 5 + [1] * 8 + [2] * 3]))
     shown = {
         "causal": longspan.Mask(),
         "window=4": longspan.Mask(window=4),
         "chunk_size=4": longspan.Mask(chunk_size=4),
-        "documents": longspan.Mask(segments=document_segments(torch.tensor([[0] * 5 + [1] * 8 + [2] * 3]))),
+        "documents": longspan.Mask(segments=documents),
         "prefix=5": longspan.Mask(prefix=5),
     }
-    figure, axes = plt.subplots(1, len(shown), figsize=(11, 2.7))
-    for ax, (name, mask) in zip(axes, shown.items(), strict=True):
+    p = Picture(188)
+    for panel, (name, mask) in enumerate(shown.items()):
         pairs: list[list[int | None]] = [[None] * n for _ in range(n)]
         for number, region in enumerate(mask.regions(0, n, n)):
             for q in range(region.q0, region.q1):
@@ -204,72 +412,23 @@ def masks() -> Any:
                     low, high = region.lo, region.hi
                     if (low is None or q - k >= low) and (high is None or q - k <= high):
                         pairs[q][k] = number % RANKS
-        grid(ax, pairs, name, "", "")
-        ax.set(xticks=[], yticks=[])
-    figure.supxlabel("key tokens", fontsize=9)
-    axes[0].set_ylabel("query tokens")
-    figure.subplots_adjust(left=0.04, right=0.99, bottom=0.1, top=0.88)
-    return figure
+        blank = [[""] * n] * n
+        p.grid(24 + 148 * panel, 28, pairs, name, "key tokens", "" if panel else "query tokens", blank, cell=8.6)
+    return p
 
 
-# ---- Drawing.
+PICTURES: list[Callable[[], Picture]] = [
+    overview, ulysses, ring, zigzag, usp, tensor_axis, megatron_sp, state_passing, dsp, fsdp, memory, masks
+]  # fmt: skip
 
 
-def owners(layout: Layout) -> list[list[int | None]]:
-    """Return for each head which rank holds each run of tokens."""
-    run = 4  # tokens of a run, so that every layout divides them
-    row: list[int | None] = [None] * TOKENS
-    for rank in range(layout.size):
-        for start, stop in layout.spans(TOKENS * run, rank):
-            row[start // run : stop // run] = [rank] * (stop // run - start // run)
-    return [row] * HEADS
-
-
-def panels(count: int, *messages: str) -> tuple[Any, Sequence[Axes]]:
-    figure, axes = plt.subplots(1, count, figsize=(11, 3.0), gridspec_kw={"wspace": 0.5})
-    figure.subplots_adjust(left=0.05, right=0.98, bottom=0.27, top=0.86)
-    for left, right, message in zip(axes, axes[1:], messages, strict=False):
-        if message:
-            arrow(figure, left, right, message)
-    return figure, axes
-
-
-def arrow(figure: Any, left: Axes, right: Axes, message: str) -> None:
-    figure.canvas.draw()
-    a, b = left.get_position(), right.get_position()
-    y = (a.y0 + a.y1) / 2
-    x0, x1 = a.x1 + 0.008, b.x0 - 0.035
-    figure.add_artist(FancyArrowPatch((x0, y), (x1, y), arrowstyle="-|>", mutation_scale=12, color="#444444"))
-    figure.text((x0 + x1) / 2, y + 0.03, message, ha="center", fontsize=8)
-
-
-def tokens_and_heads(ax: Axes, rows: Sequence[Sequence[int | None]], title: str, vertical: str = "heads") -> None:
-    grid(ax, rows, title, "tokens", vertical)
-
-
-def grid(ax: Axes, rows: Sequence[Sequence[int | None]], title: str, across: str, down: str,
-         labels: Sequence[Sequence[str]] | None = None) -> None:  # fmt: skip
-    """Draw cells in the colour of their rank: None is empty, -1 is every rank."""
-    for y, row in enumerate(rows):
-        for x, rank in enumerate(row):
-            colour = NOTHING if rank is None else EVERY if rank < 0 else COLOURS[rank]
-            ax.add_patch(Rectangle((x, y), 0.94, 0.94, facecolor=colour, linewidth=0, snap=False))
-            if labels is not None:
-                ax.text(x + 0.47, y + 0.47, labels[y][x], ha="center", va="center", color="white", fontsize=8)
-    ax.set(xlim=(0, len(rows[0])), ylim=(len(rows), 0), title=title, xlabel=across, ylabel=down)
-    if labels is None:
-        ax.set(xticks=[], yticks=[])
-    else:
-        ax.set_xticks([x + 0.47 for x in range(len(rows[0]))], range(len(rows[0])))
-        ax.set_yticks([y + 0.47 for y in range(len(rows))], range(len(rows)))
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
-
-
-def finish(figure: Any, more: Sequence[Patch] = ()) -> Any:
-    ranks = [Patch(color=COLOURS[rank], label=f"rank {rank}") for rank in range(RANKS)]
-    figure.legend(handles=[*ranks, *more], loc="lower center", ncol=RANKS + len(more), frameon=False, fontsize=8.5)
-    return figure
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "pictures")
+    args = parser.parse_args()
+    args.out.mkdir(exist_ok=True)
+    for draw in PICTURES:
+        (args.out / f"{draw.__name__.replace('_', '-')}.svg").write_text(draw().svg())
 
 
 if __name__ == "__main__":

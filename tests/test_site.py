@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -71,6 +71,24 @@ def test_every_page_is_in_the_navigation_and_in_the_list_of_pages() -> None:
 def test_the_list_for_language_models_names_every_page(site: Path) -> None:
     index = (site / "llms.txt").read_text()
     assert [page for page in PAGES if page != "README.md" and f"]({page.removesuffix('.md')})" not in index] == []
+
+
+def test_drawn_pictures_are_those_of_the_script() -> None:
+    """Run `python docs/draw_methods.py` after a change of it, or of a layout or mask."""
+    spec = importlib.util.spec_from_file_location("draw_methods", ROOT / "docs" / "draw_methods.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    for draw in script.PICTURES:
+        if draw.__name__ != "memory":  # the planner's figures move with every better estimate
+            committed = ROOT / "docs" / "pictures" / f"{draw.__name__.replace('_', '-')}.svg"
+            assert committed.read_text() == draw().svg(), committed.name
+
+
+def test_every_method_has_a_drawn_picture() -> None:
+    methods = "ulysses ring zigzag usp tensor-axis megatron-sp state-passing dsp fsdp".split()
+    pages = {name: (ROOT / "docs" / "explanation" / f"{name}.md").read_text() for name in methods}
+    assert [name for name, text in pages.items() if f"](../pictures/{name}.svg)" not in text] == []
 
 
 def test_pages_are_short() -> None:
