@@ -86,7 +86,7 @@ def test_drawn_pictures_are_those_of_the_script() -> None:
 
 
 def test_every_method_has_a_drawn_picture() -> None:
-    methods = "ulysses ring zigzag usp tensor-axis megatron-sp state-passing dsp fsdp".split()
+    methods = ["ulysses", "ring", "zigzag", "usp", "tensor-axis", "megatron-sp", "state-passing", "dsp", "fsdp"]
     pages = {name: (ROOT / "docs" / "explanation" / f"{name}.md").read_text() for name in methods}
     assert [name for name, text in pages.items() if f"](../pictures/{name}.svg)" not in text] == []
 
