@@ -70,6 +70,16 @@ def test_a_sampled_video_does_not_depend_on_the_ranks(ranks: RankPool) -> None:
     assert [float(x) for x in found[1]] == pytest.approx([float(x) for x in found[0]], abs=2e-3)
 
 
+def test_answers_about_a_video_do_not_depend_on_the_ranks(ranks: RankPool) -> None:
+    short = ("--steps", "2", "--frames", "24", "--videos", "1", "--mib", "0", "--ulysses")
+    alone = run_forked(run_example, "moving_shapes", *short, "1")
+    sharded = ranks.run(run_example, "moving_shapes", *short, "2")[0]
+    losses = [[float(x) for x in re.findall(r"loss ([\d.]+)", said)] for said in (alone, sharded)]
+    assert len(losses[0]) == 2 and losses[1] == pytest.approx(losses[0], abs=2e-6)
+    answers = [re.findall(r"before: (\S+)|after: (\S+)|order: (\[.*\])", said) for said in (alone, sharded)]
+    assert len(answers[0]) == 3 and answers[0] == answers[1]
+
+
 @pytest.mark.parametrize("example", ["trainer", "sft"])
 def test_trainers_log_and_save(ranks: RankPool, example: str, tmp_path: Path) -> None:
     if example == "sft":
