@@ -156,7 +156,7 @@ def main() -> None:
     flags.add_argument("--steps", type=int, default=400)
     flags.add_argument("--out", type=Path, help="folder for the trained model")
     flags.add_argument("--model", type=Path, help="such a folder: train no more")
-    flags.add_argument("--frames", type=int, nargs="*", default=[250, 500], help="of the long videos")
+    flags.add_argument("--frames", type=int, nargs="*", default=[250], help="of the long videos")
     flags.add_argument("--videos", type=int, default=8, help="of each length")
     flags.add_argument("--mib", type=int, default=24, help="what each rank may allocate for a long video; 0: no limit")
     args = flags.parse_args()
