@@ -210,7 +210,10 @@ class Head:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         defer, self.defer_next = self.defer_next, False
         if defer and len(args) == 1 and not kwargs:
-            return DeferredLogits(self, _Identity.apply(args[0]))  # type: ignore[no-untyped-call]
+            (hidden,) = args
+            if torch.is_grad_enabled() and not hidden.requires_grad and self.bare.trained_names():
+                hidden = hidden.detach().requires_grad_()  # of a frozen model, so that FSDP sums the head's gradients
+            return DeferredLogits(self, _Identity.apply(hidden))  # type: ignore[no-untyped-call]
         return self.bare.forward(*args, **kwargs)
 
 
