@@ -1,10 +1,10 @@
-"""Write docs/reference/models.md: every causal and masked LM of the installed transformers, sharded.
+"""Write docs/reference/models.md: language, vision-language and diffusion models, sharded.
 
     python benchmarks/models_verified.py [--family causal/llama ...]
 
-For each family in transformers' own lists, a small model with random weights (`tests/fuzz/families.py`) takes a
-training step and generates as in `CASES`, and is compared with plain transformers in one process. Those with recurrent
-layers (`tests.models.HYBRIDS`) also train on every mesh of 4 and of 8 ranks. Results are stored in runs/models.json, so
+For each family in transformers' own lists, and of `tests/pictures.py`, a small model with random weights
+(`tests/fuzz/families.py`) takes a training step and generates as in `CASES`, and is compared with plain transformers in
+one process. Those of `CHECKS` also train on every mesh of so many ranks. Results are stored in runs/models.json, so
 an interrupted run continues; `--again` starts from the beginning. The exit code is 1 if anything differs.
 """
 
@@ -24,14 +24,14 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import common  # noqa: E402
 
-from longspan.hf.vision import FAMILIES  # noqa: E402
+from tests import pictures, test_diffusion, test_hybrids, test_vision  # noqa: E402
+from tests.diffusing import CONFIGS  # noqa: E402
 from tests.fuzz.__main__ import BLOCK, Pools  # noqa: E402
 from tests.fuzz.cases import Case  # noqa: E402
 from tests.fuzz.families import families  # noqa: E402
 from tests.fuzz.run import judge, refusal  # noqa: E402
 from tests.models import HYBRIDS  # noqa: E402
 from tests.pool import RankError, RankHang  # noqa: E402
-from tests.test_hybrids import check_every_mesh, meshes  # noqa: E402
 
 RESULTS = ROOT / "runs" / "models.json"
 CASES: dict[str, dict[str, Any]] = {
@@ -39,10 +39,14 @@ CASES: dict[str, dict[str, Any]] = {
     "generation": {"mesh": {"ulysses": 2}, "job": "generate", "generation": {"max_new_tokens": 3}, "padding": "left"},
 }
 """Cases of every family: changes of the default case, a step of two rows of 21 tokens with FSDP."""
-MESHES_OF = (4, 8)
-"""Ranks of the meshes on which families with recurrent layers train."""
+CHECKS: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
+    "recurrent": (test_hybrids.check_every_mesh, HYBRIDS, (4, 8)),
+    "vision": (test_vision.check_every_mesh, pictures.FAMILIES, (2, 4, 8)),
+    "diffusion": (test_diffusion.check_every_mesh, CONFIGS, (2, 4, 8)),
+}
+"""What trains on every mesh: the check, the families and the numbers of ranks."""
 ON_MESHES = "on every mesh"
-"""Their row in the results; a cell is a family and a number of ranks."""
+"""Its row in the results; a cell is a family and a number of ranks."""
 
 
 def verify(name: str, names: list[str], pools: Pools) -> dict[str, list[str]]:
@@ -53,11 +57,11 @@ def verify(name: str, names: list[str], pools: Pools) -> dict[str, list[str]]:
     return {family: [outcome.kind, outcome.text] for family, outcome in zip(names, outcomes, strict=True)}
 
 
-def verify_meshes(name: str, ranks: int, pools: Pools) -> list[str]:
-    """Return the outcome of a family with recurrent layers on every mesh of so many ranks."""
+def verify_meshes(check: Any, name: str, ranks: int, pools: Pools) -> list[str]:
+    """Return the outcome of a family on every mesh of so many ranks."""
     found = ["equal", ""]
     try:
-        check_every_mesh(pools, ranks, name)
+        check(pools, ranks, name)
     except (RankError, RankHang) as error:
         found = ["failed", str(error)]
     print(f"{name:32} {ranks} ranks {found[0]:8} {_line(found[1])}", flush=True)
@@ -95,13 +99,14 @@ def main(family: tuple[str, ...] = (), again: bool = False) -> None:
                 store(each, "accepted", ["equal", ""] if outcome is None else [outcome.kind, outcome.text])
         for column, case in CASES.items():
             todo = [each for each in names if rows[each]["accepted"][0] == "equal" and column not in rows[each]
-                    and (each.startswith("causal") or case.get("job") != "generate")]  # fmt: skip
+                    and (not each.startswith("masked") or case.get("job") != "generate")]  # fmt: skip
             for at in range(0, len(todo), BLOCK):
                 for each, found in verify(column, todo[at : at + BLOCK], pools).items():
                     store(each, column, found)
-        for ranks, each in itertools.product(MESHES_OF, () if family else HYBRIDS):
-            if f"{each} {ranks}" not in rows.get(ON_MESHES, {}):
-                store(ON_MESHES, f"{each} {ranks}", verify_meshes(each, ranks, pools))
+        for check, of, counts in () if family else CHECKS.values():
+            for ranks, each in itertools.product(counts, of):
+                if f"{each} {ranks}" not in rows.get(ON_MESHES, {}):
+                    store(ON_MESHES, f"{each} {ranks}", verify_meshes(check, each, ranks, pools))
     finally:
         pools.close()
     failed = [(each, *cell) for each, row in rows.items() for cell in row.items() if cell[1][0] == "failed"]
@@ -116,8 +121,8 @@ def main(family: tuple[str, ...] = (), again: bool = False) -> None:
 def page(rows: dict[str, dict[str, list[str]]]) -> str:
     """Return docs/reference/models.md."""
     rows = dict(rows)
-    on_meshes = [kind for kind, _ in rows.pop(ON_MESHES).values()]
-    count = sum(len(meshes(ranks)) for ranks in MESHES_OF)
+    on_meshes = rows.pop(ON_MESHES)
+    count = {n: len(test_hybrids.meshes(n)) for n in (2, 4, 8)}
     env = common.environment(["torch", "transformers"])
     versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
     run, refused, unbuilt = (
@@ -140,15 +145,19 @@ Look up whether a family of transformers trains and generates sharded.
 
 Written by `{env["command"]}` on {env["date"]} ({versions}, Python {env["python"]}); do not edit.
 
-Each causal and masked language model of transformers ({len(rows)}) was made small, with random weights, and compared
-with one process. {len(run)} are accepted, {len(refused)} are refused, and of
-{len(unbuilt)} no small model could be made. {kinds.count("equal")} of the {len(kinds)} cases are equal.
+Each causal and masked language model of transformers, and each supported vision-language model ({len(rows)} together),
+was made small, with random weights, and compared with one process. {len(run)} are accepted, {len(refused)} are
+refused, and of {len(unbuilt)} no small model could be made. {kinds.count("equal")} of the {len(kinds)} cases are equal.
 
 - *Training*: a step on two Ulysses ranks with FSDP, of a length that they do not divide. Loss, logits and every
   gradient are equal up to fp32 rounding.
 - *Generation*: greedy, of left-padded prompts, with a cache.
-- *Recurrent layers and short convolutions*: also a step on each of {count} meshes of 4 and 8 ranks (data, ring,
-  Ulysses; contiguous and zigzag). {on_meshes.count("equal")} of {len(on_meshes)} runs, by family and ranks, are equal.
+- *Recurrent layers and short convolutions*: also a step on each of {count[4] + count[8]} meshes of 4 and 8 ranks
+  (data, ring, Ulysses; contiguous and zigzag). {_equal(on_meshes, "recurrent")}.
+- *Vision-language*: the same on each of {sum(count.values())} meshes of 2, 4 and 8 ranks, of rows with several
+  images or videos and rows without. {_equal(on_meshes, "vision")}.
+- *Diffusion*: output and the gradients of weights and inputs on each mesh of 2, 4 and 8 ranks (data, Ulysses).
+  {_equal(on_meshes, "diffusion")}.
 
 [`longspan verify`](../how-to/verify.md) checks your model.
 
@@ -158,7 +167,10 @@ Causal, training and generation: {_names([x for x in equal if x.startswith("caus
 
 Masked, training: {_names([x for x in equal if x.startswith("masked")])}.
 
-Vision-language, training and generation (no tensor axis; `memory="auto"` for Qwen's only): {", ".join(FAMILIES)}.
+Vision-language, training and generation (no tensor axis; `memory="auto"` for Qwen's only):
+{_names([x for x in equal if x.startswith("vision")])}.
+
+Diffusion, training: {", ".join(x for x in CONFIGS if _on_all(on_meshes, "diffusion", x))}.
 
 ## Accepted in part
 
@@ -176,8 +188,18 @@ transformers itself could not build or run a small model of: {_names(list(unbuil
 """
 
 
+def _on_all(found: dict[str, list[str]], kind: str, family: str) -> bool:
+    return all(found[f"{family} {ranks}"][0] == "equal" for ranks in CHECKS[kind][2])
+
+
+def _equal(found: dict[str, list[str]], kind: str) -> str:
+    _, families, counts = CHECKS[kind]
+    kinds = [found[f"{family} {ranks}"][0] for family in families for ranks in counts]
+    return f"{kinds.count('equal')} of {len(kinds)} runs, by family and ranks, are equal"
+
+
 def _names(families: list[str]) -> str:
-    return ", ".join(family.removeprefix("causal/") for family in families)
+    return ", ".join(re.sub("^(causal|vision)/", "", family) for family in families)
 
 
 def _outcome(row: dict[str, list[str]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -22,9 +23,10 @@ from longspan.core.errors import LongspanError
 from longspan.hf.diffusion.attention import ShardedAttention, ulysses
 from longspan.hf.diffusion.families import FAMILIES
 from longspan.hf.diffusion.tokens import Tokens
+from tests.choose import confirming
 from tests.diffusing import CONFIGS, make_inputs, make_model, run
 from tests.models import build
-from tests.pool import on_ranks
+from tests.pool import RankPool, on_ranks
 
 pytest.importorskip("diffusers")
 
@@ -199,6 +201,43 @@ def test_a_target_of_another_shape_raises() -> None:
         longspan.shard_target(model, expected[:, :, :2], out)
     with pytest.raises(LongspanError, match="parallelized with gather_output=False, got LatteTransformer3DModel"):
         longspan.shard_target(plain, expected, out)
+
+
+def _on_every_mesh(name: str) -> None:
+    """The replicas have equal inputs; each computes its share of their gradients."""
+    ranks = dist.get_world_size()
+    for data in (1, 2, 4):
+        if data == ranks:
+            return
+        config, changes = _wide(name) if ranks // data == 8 else ({}, {})
+        model: Any = make_model(name, **config)
+        expected = run(copy.deepcopy(model), make_inputs(name) | changes)
+        sharded = longspan.parallelize(model, _sharding(data=data, ulysses=ranks // data), fsdp=data < 4)
+        actual = run(sharded, make_inputs(name) | changes)
+        of_model = {"output", *(key for key, _ in model.named_parameters())}
+        _compare({key: x if key in of_model else x * data for key, x in actual.items()}, expected)
+
+
+def _wide(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return changes of a config and of inputs: a head and a token of text for each of 8 ranks."""
+    config = {"num_attention_heads": 8} | ({"cross_attention_dim": 64} if name[:3] in ("LTX", "Lat") else {})
+    if name[:3] not in ("Hun", "Qwe"):
+        return config, {}
+    torch.manual_seed(2)
+    text, mask = torch.randn(2, 9, 10, dtype=torch.float64, requires_grad=True), torch.ones(2, 9, dtype=torch.int64)
+    mask[0, 3:] = 0
+    key = "encoder_attention_mask" if name.startswith("Hun") else "encoder_hidden_states_mask"
+    return config, {"encoder_hidden_states": text, key: mask}
+
+
+def check_every_mesh(get_pool: Callable[[int], RankPool], ranks: int, name: str) -> None:
+    """Assert that a class equals one process on every mesh of so many ranks."""
+    get_pool(ranks).run(_on_every_mesh, name, timeout=300)
+
+
+@pytest.mark.parametrize(("ranks", "name"), confirming((ranks, name) for ranks in (2, 4, 8) for name in CONFIGS))
+def test_every_mesh(get_pool: Callable[[int], RankPool], ranks: int, name: str) -> None:
+    check_every_mesh(get_pool, ranks, name)
 
 
 LENGTHS = {"encoder_hidden_states": 5, "hidden_states": 11}

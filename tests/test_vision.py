@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -14,6 +15,7 @@ from tests.choose import confirming
 from tests.models import Truth, check_gradients, check_loss, compare, gradients, sharding, truth_of
 from tests.pictures import FAMILIES, GRIDS, IMAGE, IMAGES, ROWS, Rows, batch, build, rows_for, truth_about
 from tests.pool import RankPool
+from tests.test_hybrids import meshes
 
 
 def _run(family: str, ring: int, fsdp: bool, rows: Rows, side: str, truth: Truth) -> None:
@@ -105,15 +107,39 @@ def test_only_the_tower_is_trained(pool2: RankPool) -> None:
     pool2.run(_frozen_text, truth_of(_only_tower_trained("Qwen3VL"), whole))
 
 
-def _on_8(family: str, truth: Truth) -> None:
-    for ring in (1, 2, 8):
-        sp = sharding(ring=ring)
-        compare(truth, longspan.parallelize(build(family), sp), batch(family, rows_for(family)), sp)
+def _on_meshes(cases: list[tuple[str, tuple[int, int, str], Truth]]) -> None:
+    for number, (family, (data, ring, layout), truth) in enumerate(cases):
+        sp, rows = sharding(data, ring, layout), _four_rows(family)
+        here, n = sp.data_rank, len(rows) // data
+        mine = batch(family, rows, keep=range(here * n, (here + 1) * n))
+        model = longspan.parallelize(build(family), sp, fsdp=number % 2 == 0)
+        try:
+            compare(truth, model, {}, sp, mine)
+        except AssertionError as error:
+            raise AssertionError(f"{family}, data={data}, ring={ring}, {layout}: {error}") from error
 
 
-@pytest.mark.parametrize("family", confirming(FAMILIES))
-def test_8_ranks(pool8: RankPool, family: str) -> None:
-    pool8.run(_on_8, family, truth_about(family, rows_for(family)), timeout=120)
+def _four_rows(family: str) -> Rows:
+    return (*rows_for(family), (12,))
+
+
+def check_every_mesh(get_pool: Callable[[int], RankPool], ranks: int, family: str) -> None:
+    """Assert that a family equals one process on every mesh of so many ranks."""
+    truth = truth_about(family, _four_rows(family))
+    get_pool(ranks).run(_on_meshes, [(family, mesh, truth) for mesh in meshes(ranks)], timeout=600)
+
+
+@pytest.mark.parametrize(("ranks", "family"), confirming((ranks, family) for ranks in (2, 4, 8) for family in FAMILIES))
+def test_every_mesh(get_pool: Callable[[int], RankPool], ranks: int, family: str) -> None:
+    check_every_mesh(get_pool, ranks, family)
+
+
+@pytest.mark.parametrize(("ranks", "every"), [(4, 2), (8, 4)])
+def test_some_meshes(get_pool: Callable[[int], RankPool], ranks: int, every: int) -> None:
+    """Every second or fourth family, on one of the meshes in turn."""
+    families, of = list(FAMILIES)[::every], meshes(ranks)
+    cases = [(x, of[(3 * i + 1) % len(of)], truth_about(x, _four_rows(x))) for i, x in enumerate(families)]
+    get_pool(ranks).run(_on_meshes, cases, timeout=120)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -177,6 +203,26 @@ def _with_lora(layers: list[str], truth: Truth) -> None:
 @pytest.mark.parametrize("layers", [["q_proj", "o_proj"], ["q_proj", "qkv"]], ids=["language", "both"])
 def test_lora(pool2: RankPool, layers: list[str]) -> None:
     pool2.run(_with_lora, layers, truth_of(_adapted(layers), batch("Qwen2_5_VL")))
+
+
+def _frozen_text_model() -> Any:
+    model = build("Llava")
+    model.model.language_model.requires_grad_(False)
+    return model
+
+
+def _head_of_frozen_text_model(expected: torch.Tensor) -> None:
+    """Without pictures, nothing in front of the head has a gradient."""
+    model = longspan.parallelize(_frozen_text_model(), sharding())
+    longspan.token_logprobs(model, batch("Llava", ((19,),))).square().sum().backward()
+    torch.testing.assert_close(gradients(model)["lm_head.weight"], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_log_probabilities_train_a_head_alone(pool2: RankPool) -> None:
+    model, whole = _frozen_text_model(), batch("Llava", ((19,),))
+    rows = model(input_ids=whole["input_ids"]).logits[:, :-1].log_softmax(-1)
+    rows.gather(2, whole["labels"][:, 1:, None]).square().sum().backward()
+    pool2.run(_head_of_frozen_text_model, model.lm_head.weight.grad)
 
 
 def _logprobs(expected: torch.Tensor) -> None:
