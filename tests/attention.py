@@ -47,6 +47,13 @@ HARD = {
     "long bidirectional window": Case(window=150, causal=False, n=500, q_heads=2, kv_heads=1),
     "prefix": Case(prefix=7, n=22),
     "a prefix for each row": Case(prefix=(0, 9, 20), n=20, batch=3),
+    "bidirectional spans": Case(spans=(((0, 7), (9, 10), (10, 19)), ()), n=22, batch=2),
+    "bidirectional spans and window": Case(spans=(((3, 12), (20, 30)),), n=33, window=5),
+    "long bidirectional spans": Case(spans=(((40, 300), (301, 420)),), n=500, window=90, q_heads=2, kv_heads=1),
+    "bidirectional spans, documents, padding": Case(
+        spans=(((1, 4), (6, 13)),) * 2, documents=(-1,) * 2 + (0,) * 7 + (1,) * 8, n=17, batch=2
+    ),
+    "bidirectional spans, chunked prefill": Case(spans=(((2, 9), (17, 23)),), n=9, kv_n=25, q_start=16, window=12),
     "prefix and documents": Case(prefix=9, documents=(0,) * 6 + (1,) * 9, n=15),
     "softcap": Case(softcap=2.0, n=18, q_heads=6, kv_heads=2),
     "sinks": Case(sinks=True, n=19, q_heads=6, kv_heads=2),
@@ -82,7 +89,8 @@ FEW = (
     "another head_dim for v", "bidirectional", "documents and window", "chunks and documents",
     "a prefix for each row", "sinks, softcap and window", "sinks and documents with padding", "alibi, bidirectional",
     "a bias", "a mask function, documents, softcap", "a mask function that leaves rows empty", "many short documents",
-    "cross attention with documents", "chunked prefill with documents",
+    "cross attention with documents", "chunked prefill with documents", "bidirectional spans and window",
+    "bidirectional spans, documents, padding",
 )  # fmt: skip
 """Every option and every kind of shape at least once: for tests of what all masks have in common."""
 

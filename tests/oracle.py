@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import longspan
 from tests.tolerance import eps, units
 
 
@@ -39,6 +40,7 @@ class Case:
     mod: str | None = None
     bias: str | None = None
     alibi: bool = False
+    spans: tuple[tuple[tuple[int, int], ...], ...] | None = None  # bidirectional, of each row
 
     @property
     def keys(self) -> int:
@@ -96,17 +98,21 @@ def make(case: Case) -> dict[str, Tensor]:
 
 def options(case: Case, x: dict[str, Tensor]) -> dict[str, Any]:
     """Return the arguments of `longspan.attention` for this case, without sinks."""
-    return {
+    of_mask = {
         "causal": case.causal,
-        "length": case.n,
-        "kv_length": case.kv_n,
         "window": case.window,
         "chunk_size": case.chunk_size,
         "prefix": case.prefix,
-        "documents": x.get("documents"),
-        "kv_documents": x.get("kv_documents"),
         "q_start": case.q_start,
         "mask_mod": None if case.mod is None else MODS[case.mod],
+    }
+    if case.spans is not None:
+        of_mask = {"mask": longspan.Mask(**of_mask, bidirectional=case.spans)}
+    return of_mask | {
+        "length": case.n,
+        "kv_length": case.kv_n,
+        "documents": x.get("documents"),
+        "kv_documents": x.get("kv_documents"),
         "bias": None if case.bias is None else BIASES[case.bias],
         "alibi": x["alibi"].float() if case.alibi and case.dtype != torch.float64 else x.get("alibi"),
         "softcap": case.softcap,
@@ -120,7 +126,11 @@ def allowed(case: Case, x: dict[str, Tensor]) -> Tensor:
     ok = torch.ones(1, case.n, case.keys, dtype=torch.bool)
     if case.causal:
         ok = ok & (j <= i)
-    if case.window is not None:
+    if case.spans is not None:  # of a row, queries of a span and keys of it
+        within = [[(a <= i) & (i < b) & (a <= j) & (j < b) for a, b in row] for row in case.spans]
+        ok = ok | torch.stack([sum(row, torch.zeros(case.n, case.keys)) > 0 for row in within])
+        ok = ok if case.window is None else ok & (i - j < case.window)
+    elif case.window is not None:
         ok = ok & ((i - j).abs() < case.window)
     if case.chunk_size is not None:
         ok = ok & (i // case.chunk_size == j // case.chunk_size)

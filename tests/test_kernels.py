@@ -553,6 +553,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prefix": (1, 2)}, "`prefix` has 2 entries, the tensors have a batch of 1"),
     ({"prefix": 2, "causal": False}, "`prefix` needs a causal mask"),
     ({"prefix": 2, "window": 3}, "`prefix` cannot be combined with `window` .* `mask_mod`"),
+    ({"mask": Mask(bidirectional=(((0, 2),),) * 2)}, "`bidirectional` has 2 rows, the tensors have a batch of 1"),
+    ({"mask": Mask(bidirectional=(((0, 9),),))}, "`bidirectional` reaches to token 9, the sequence has 8"),
+    ({"mask": Mask(bidirectional=(((4, 6), (2, 5)),))}, "`bidirectional` spans of a row overlap or are not in order"),
+    ({"mask": Mask(bidirectional=(((0, 2),),)), "kernel": _plain}, "_plain cannot do bidirectional spans"),
     (
         {"cu_seqlens": torch.tensor([0, 3, 7])},
         "documents of `cu_seqlens` have 7 tokens together, the sequence has 8; .*8",

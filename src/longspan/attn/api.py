@@ -129,7 +129,7 @@ def _defaults(kind: type[Any], *hidden: str) -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(kind) if field.name not in hidden}
 
 
-_MASK_OPTIONS = _defaults(Mask, "segments", "kv_segments")
+_MASK_OPTIONS = _defaults(Mask, "segments", "kv_segments", "bidirectional")
 _SCORE_OPTIONS = _defaults(Scores, "first_head")
 _DEFAULTS = {
     **_MASK_OPTIONS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,8 @@ class Mask:
             queries' segments.
         q_start: position of query 0 among the keys (chunked prefill: the queries are the last tokens).
         mask_mod: a function of (row, head, i, j) that must return True. Heads are those of the whole model.
+        bidirectional: for each batch row spans of tokens (disjoint, in order) whose queries also see the later keys of
+            their own span in spite of `causal` (the tokens of an image in Gemma-3). `window` still hides earlier keys.
     """
 
     causal: bool = True
@@ -51,6 +54,7 @@ class Mask:
     kv_segments: Segments | None = None
     q_start: int = 0
     mask_mod: MaskMod | None = None
+    bidirectional: Segments | None = None
 
     def __post_init__(self) -> None:
         for name in ("window", "chunk_size"):
@@ -63,6 +67,11 @@ class Mask:
             raise LongspanError("`prefix` needs a causal mask; with causal=False every key is seen already")
         if self.prefix is not None and (self.window or self.chunk_size):
             raise LongspanError("`prefix` cannot be combined with `window` or `chunk_size`; use a `mask_mod`")
+        if self.bidirectional is not None and (not self.causal or self.prefix is not None):
+            given = "a prefix" if self.causal else "causal=False"
+            raise LongspanError(
+                f"`bidirectional` spans need a causal mask without a prefix, got {given}; a prefix can be a span, too"
+            )
         if self.kv_segments is not None and (self.causal or self.window or self.chunk_size or self.q_start):
             raise LongspanError(
                 "keys of another sequence (cross attention) have no order with the queries; use causal=False without "
@@ -82,7 +91,8 @@ class Mask:
     @property
     def varies_by_row(self) -> bool:
         """Whether rows of the batch may have different masks."""
-        return self.segments is not None or self.kv_segments is not None or isinstance(self.prefix, tuple)
+        by_row = self.segments, self.kv_segments, self.bidirectional
+        return any(x is not None for x in by_row) or isinstance(self.prefix, tuple)
 
     def limited_to(self, length: int) -> Mask:
         """Drop a window or chunk size that reaches over a whole sequence of `length` tokens."""
@@ -125,11 +135,30 @@ class Mask:
         hi = None if self.window is None else self.window - 1
         if self.window is not None and not self.causal:
             lo = 1 - self.window
+        if self.bidirectional is not None:
+            yield from self._around_spans(self.bidirectional[row], queries, keys, hi)
+            return
         prefix = 0 if self.prefix is None else self._prefixes[row if isinstance(self.prefix, tuple) else 0]
         if prefix > keys[0]:
             yield Region(*queries, keys[0], min(prefix, keys[1]))
         if prefix < keys[1]:
             yield Region(*queries, max(prefix, keys[0]), keys[1], lo, hi)
+
+    def _around_spans(self, spans: tuple[Span, ...], queries: Span, keys: Span, hi: int | None) -> Iterator[Region]:
+        """Yield the regions of bidirectional spans, whose queries see all their keys, and of the queries between."""
+        at = queries[0]
+        first = max(0, bisect_right(spans, (at, at)) - 1)  # there may be thousands of spans
+        for start, stop in itertools.islice(spans, first, None):
+            if start >= queries[1]:
+                break
+            begin, end = max(start, at), min(stop, queries[1])
+            if begin < end:
+                if at < begin:
+                    yield Region(at, begin, *keys, 0, hi)
+                yield Region(begin, end, keys[0], min(stop, keys[1]), None, hi)
+                at = end
+        if at < queries[1]:
+            yield Region(at, queries[1], *keys, 0, hi)
 
     def _segment_pairs(self, row: int, queries: Span, keys: Span) -> Iterator[tuple[Span, Span]]:
         """Yield each segment's queries and keys; chunks of `chunk_size` cut segments too."""
@@ -150,20 +179,21 @@ class Mask:
         Args:
             q: positions of queries, int64.
             kv: positions of keys, broadcastable with `q`.
-            prefix: number of keys that every query sees, broadcastable with both.
+            prefix: number of keys that a query sees in spite of `causal`, broadcastable with both.
 
         Returns:
             bool, of the broadcast shape.
         """
         allowed = torch.ones_like(kv, dtype=torch.bool)
         if self.causal:
-            allowed = allowed & (kv <= q)
+            ahead = self.prefix is not None or self.bidirectional is not None
+            allowed = allowed & ((kv <= q) | (kv < prefix) if ahead else kv <= q)
         if self.window is not None:
-            allowed = allowed & (q - kv < self.window) & (kv - q < self.window)
+            allowed = allowed & (q - kv < self.window)
+            if not self.causal:
+                allowed = allowed & (kv - q < self.window)
         if self.chunk_size is not None:
             allowed = allowed & (q // self.chunk_size == kv // self.chunk_size)
-        if self.prefix is not None:
-            allowed = allowed | (kv < prefix)
         return allowed
 
     def dense(self, batch: int, heads: int, i: Tensor, j: Tensor, *, first_head: int = 0) -> Tensor:
@@ -181,8 +211,9 @@ class Mask:
         Returns:
             bool [B or 1, H or 1, Q, K].
         """
-        prefixes = torch.tensor(self._prefixes or (0,), device=i.device)[:, None, None]
-        allowed_BQK = self.pairwise(i[None, :, None], j[None, None], prefixes).expand(len(prefixes), len(i), len(j))
+        prefixes_BQ = self.prefixes(i)
+        allowed_BQK = self.pairwise(i[None, :, None], j[None, None], prefixes_BQ[..., None])
+        allowed_BQK = allowed_BQK.expand(len(prefixes_BQ), len(i), len(j))
         if self.segments is not None:
             q_ids, k_ids = self.segment_ids(batch, i, j)
             allowed_BQK = allowed_BQK & (q_ids[:, :, None] == k_ids[:, None, :]) & (q_ids >= 0)[:, :, None]
@@ -191,6 +222,14 @@ class Mask:
             heads_span = first_head, first_head + heads
             allowed_BHQK = allowed_BHQK & self.evaluate_mask_mod((0, batch), heads_span, i, j)
         return allowed_BHQK
+
+    def prefixes(self, i: Tensor) -> Tensor:
+        """Return how many keys the query at each position sees in spite of `causal`: int64 [B or 1, len(i)]."""
+        if self.bidirectional is None:
+            return torch.tensor(self._prefixes or (0,), device=i.device)[:, None].expand(-1, len(i))
+        numbers_BQ = _segment_of(self.bidirectional, i)
+        ends = [torch.tensor([0, *(stop for _, stop in row)], device=i.device) for row in self.bidirectional]
+        return torch.stack([end[number + 1] for end, number in zip(ends, numbers_BQ, strict=True)])
 
     def segment_ids(self, batch: int, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
         """Return the segment of each query and key position, -1 for none: int64 [B, len(i)] and [B, len(j)]."""
@@ -235,11 +274,14 @@ class Mask:
         for name, rows, end in (
             ("documents", self.segments, max(keys, queries)),
             ("kv_documents", self.kv_segments, keys),
+            ("bidirectional", self.bidirectional, keys),
         ):
             if rows is None:
                 continue
             if len(rows) != batch:
                 raise LongspanError(f"`{name}` has {len(rows)} rows, the tensors have a batch of {batch}")
+            if rows is self.bidirectional and any(a[1] > b[0] for row in rows for a, b in itertools.pairwise(row)):
+                raise LongspanError("`bidirectional` spans of a row overlap or are not in order; merge and sort them")
             last = max((span[1] for row in rows for span in row), default=0)
             if last > end:
                 raise LongspanError(f"`{name}` reaches to token {last}, the sequence has {end}")
@@ -261,6 +303,7 @@ def row_groups(mask: Mask, batch: int) -> tuple[Span, ...]:
             None if mask.segments is None else mask.segments[b],
             None if mask.kv_segments is None else mask.kv_segments[b],
             mask.prefix[b] if isinstance(mask.prefix, tuple) else None,
+            None if mask.bidirectional is None else mask.bidirectional[b],
         )
         for b in range(batch)
     ]

@@ -37,6 +37,16 @@ def padding_segments(mask: Tensor) -> tuple[Segments | None, bool]:
     return segments, any(total and total != stop - start for total, start, stop in rows)
 
 
+def runs_of(marked: Tensor) -> Segments:
+    """Return the runs of True in each row of `marked`, bool [B, n]."""
+    borders = torch.nn.functional.pad(marked.int(), (1, 1)).diff(dim=-1)
+    rows: list[tuple[list[int], list[int]]] = [([], []) for _ in marked]
+    for side, change in enumerate((1, -1)):
+        for b, i in (borders == change).nonzero().tolist():
+            rows[b][side].append(i)
+    return tuple(tuple(zip(starts, stops, strict=True)) for starts, stops in rows)
+
+
 def document_segments(documents: Tensor, name: str = "documents") -> Segments | None:
     """Return the runs of equal ids in each row of `documents` [B, n]; an id below 0 marks padding.
 

@@ -34,7 +34,11 @@ class FunctionKernel(AutogradKernel):
         self.name = getattr(function, "__name__", repr(function))
 
     def refuses(self, request: KernelRequest) -> str | None:
-        unable = [what for what in beyond_sdpa(request) if what == "prefix" or what.startswith(("keys", "the mask"))]
+        unable = [
+            what
+            for what in beyond_sdpa(request)
+            if what in ("prefix", "bidirectional spans") or what.startswith(("keys", "the mask"))
+        ]
         if unable:
             return f"the kernel {self.name} cannot do {' or '.join(unable)}; use kernel='auto'"
         mask = request.mask

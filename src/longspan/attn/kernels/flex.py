@@ -40,14 +40,15 @@ class FlexBlock:
     """FlexAttention's inputs for the local queries and one KV block, for all layers, forward and backward.
 
     Attributes:
-        mask: of the whole sequence, without `mask_mod`, segments and prefix.
+        mask: of the whole sequence, without `mask_mod`, segments, prefix and spans.
         mod: the mask's `mask_mod`.
         counts: blocks of queries and blocks of keys; the last of each is padded.
         i: positions of the queries, int64 [Q padded]; -1 for padding.
         j: positions of the keys, int64 [T padded].
         ids: segment of each query and each key, -1 for none, int32 [B, Q padded] and [B, T padded]; None without
             segments.
-        prefixes: the prefix of each row, int64 [B]; None without a prefix.
+        prefixes: how many keys each query sees in spite of causality, int64 [B, Q padded]; None if there is neither a
+            prefix nor a bidirectional span.
         lists: the blocks to compute.
     """
 
@@ -153,10 +154,9 @@ def _prepared(blocks: Blocks, block: int, parts: Sequence[BlockRegion]) -> FlexB
         if of_class is not None:
             mark_dynamic(of_class.counts, 2)
             mark_dynamic(of_class.indices, 2, 3)
-    prefix = mask.prefix
     prefixes = None
-    if prefix is not None:
-        prefixes = torch.tensor(prefix if isinstance(prefix, tuple) else [prefix] * batch, device=device)
+    if mask.prefix is not None or mask.bidirectional is not None:
+        prefixes = _filled(mask.prefixes(i).expand(batch, -1), counts[0])
     ids = None
     if mask.segments is not None:
         q_ids, k_ids = (x.to(torch.int32) for x in mask.segment_ids(batch, i, j))
@@ -169,7 +169,8 @@ def _prepared(blocks: Blocks, block: int, parts: Sequence[BlockRegion]) -> FlexB
 def _of_any_batch(mask: Mask) -> Mask:
     """Drop this batch's numbers from the mask: a compiler would recompile for each."""
     prefix = None if mask.prefix is None else 0
-    return replace(mask, prefix=prefix, mask_mod=None, segments=None, kv_segments=None)
+    spans = None if mask.bidirectional is None else ()
+    return replace(mask, prefix=prefix, mask_mod=None, segments=None, kv_segments=None, bidirectional=spans)
 
 
 def _blocks_of(tokens: int) -> int:
@@ -205,7 +206,7 @@ def _mask_function(
 ) -> MaskMod:
     def allowed(b: Tensor, h: Tensor, at_q: Tensor, at_k: Tensor) -> Tensor:
         q, kv = i[at_q], j[at_k]
-        ok = mask.pairwise(q, kv, 0 if prefixes is None else prefixes[b]) & (q >= 0) & (kv >= 0)
+        ok = mask.pairwise(q, kv, 0 if prefixes is None else prefixes[b, at_q]) & (q >= 0) & (kv >= 0)
         if ids is not None:
             q_id, k_id = ids[0][b, at_q], ids[1][b, at_k]
             ok = ok & (q_id == k_id) & (q_id >= 0)

@@ -42,6 +42,7 @@ def beyond_sdpa(request: KernelRequest) -> list[str]:
         "bias": scores.bias is not None,
         "mask_mod": mask.mask_mod is not None,
         "prefix": mask.prefix is not None,
+        "bidirectional spans": mask.bidirectional is not None,
         "a window to both sides": mask.window is not None and not mask.causal,
         "keys of another sequence or length": mask.kv_segments is not None
         or mask.q_start > 0

@@ -35,7 +35,7 @@ def what_of(request: KernelRequest) -> str:
         return "mod"
     if mask.window is not None:
         return "window" if mask.window > SHORT_WINDOW else "short_window"
-    several = mask.segments is not None or mask.kv_segments is not None or mask.chunk_size is not None
+    several = mask.varies_by_row or mask.chunk_size is not None
     if several or mask.prefix is not None or mask.q_start > 0 or not request.same_length or type(mask) is not Mask:
         return "documents"
     return "causal" if mask.causal else "full"
