@@ -39,6 +39,14 @@ CASES: dict[str, dict[str, Any]] = {
     "generation": {"mesh": {"ulysses": 2}, "job": "generate", "generation": {"max_new_tokens": 3}, "padding": "left"},
 }
 """Cases of every family: changes of the default case, a step of two rows of 21 tokens with FSDP."""
+MORE = """\
+Also tested (`tests/test_vision.py`): Gemma3 and LlavaOnevision, training and generation; LlavaNext, Qwen3_5,
+Qwen3_5Moe, Glm46V, AyaVision and Cohere2Vision, training. Others are refused: nobody has written how their pixels
+split into units (idefics3, smolvlm, lfm2_vl and aria mask patches, ovis2 adds tokens to an image), or their prompt sees
+itself whole (paligemma).
+"""
+"""Vision-language models that this file does not run."""
+
 CHECKS: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
     "recurrent": (test_hybrids.check_every_mesh, HYBRIDS, (4, 8)),
     "vision": (test_vision.check_every_mesh, pictures.FAMILIES, (2, 4, 8)),
@@ -170,6 +178,7 @@ Masked, training: {_names([x for x in equal if x.startswith("masked")])}.
 Vision-language, training and generation (no tensor axis; `memory="auto"` for Qwen's only):
 {_names([x for x in equal if x.startswith("vision")])}.
 
+{MORE}
 Diffusion, training: {", ".join(x for x in CONFIGS if _on_all(on_meshes, "diffusion", x))}.
 
 ## Accepted in part

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import longspan
+from longspan.hf.vision import chunk_around, image_spans
 from tests.choose import confirming
 from tests.models import sharding
 from tests.pictures import FAMILIES, ROWS, Rows, batch, build, rows_for
@@ -30,14 +31,20 @@ def _generated(model: Any, prompt: dict[str, torch.Tensor], **options: Any) -> t
 def _on_ranks(family: str, expected: torch.Tensor) -> None:
     """At once, and in chunks that end within a picture; the last one of 2 tokens is not sharded."""
     prompt = _prompt(family)
-    chunk = (prompt["input_ids"].shape[1] - 2) // 3
+    length = prompt["input_ids"].shape[1]
+    chunk = cut = (length - 2) // 3
+    if family == "Gemma3":  # whose images see themselves whole
+        chunk = chunk_around(image_spans(prompt["token_type_ids"]), length, 30)
     for ring, fsdp in ((1, True), (2, False)):
         model = longspan.parallelize(build(family), sharding(ring=ring), fsdp=fsdp)
         assert torch.equal(_generated(model, prompt), expected)
+        if family == "Gemma3":
+            with pytest.raises(longspan.LongspanError, match="in the cache begin with an image"):
+                _generated(model, prompt, prefill_chunk_size=cut)
         assert torch.equal(_generated(model, prompt, prefill_chunk_size=chunk), expected)
 
 
-GENERATING = ("Qwen2_5_VL", "Qwen3VL", "Llava")
+GENERATING = ("Qwen2_5_VL", "Qwen3VL", "Llava", "Gemma3", "LlavaOnevision")
 
 
 @pytest.mark.parametrize("family", [*GENERATING, *confirming(f for f in FAMILIES if f not in GENERATING)])

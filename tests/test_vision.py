@@ -13,7 +13,20 @@ import longspan
 from longspan.core.balance import split_by_cost
 from tests.choose import confirming
 from tests.models import Truth, check_gradients, check_loss, compare, gradients, sharding, truth_of
-from tests.pictures import FAMILIES, GRIDS, IMAGE, IMAGES, ROWS, Rows, batch, build, rows_for, truth_about
+from tests.pictures import (
+    FAMILIES,
+    GRIDS,
+    IMAGE,
+    IMAGES,
+    ROWS,
+    SQUARE_ROWS,
+    TILES,
+    Rows,
+    batch,
+    build,
+    rows_for,
+    truth_about,
+)
 from tests.pool import RankPool
 from tests.test_hybrids import meshes
 
@@ -258,6 +271,8 @@ def _refusals() -> None:
         r"`pixel_values` holds 59 patches, the 3 grids of `image_grid_thw` 60", pixel_values=whole["pixel_values"][1:]
     )
     refused(r"frames of 4 x 5 patches for image 0; the model merges 2 x 2", image_grid_thw=torch.tensor([[1, 4, 5]]))
+    odd = whole["pixel_values_videos"][:, ::2]  # as if frames were one by one
+    refused(r"\(48, 48\); each patch has 3 channels x 2 frames \(temporal_patch_size\) x 4 x", pixel_values_videos=odd)
     refused(r"`pixel_values` needs `image_grid_thw`, .* got NoneType", image_grid_thw=None)
     refused(r"`pixel_values` with `inputs_embeds`", input_ids=None, inputs_embeds=torch.zeros(3, 32, 32))
     refused(r"`mm_encoder_outputs` would be embeddings of all ranks' pictures", mm_encoder_outputs={"image": 1})
@@ -356,6 +371,118 @@ def test_packed_documents(pool2: RankPool, family: str) -> None:
     """Rotary positions are relative, so they may count on through a row whose documents are marked by ids."""
     whole, positions, _ = _packed(family)
     pool2.run(_on_packed, family, truth_of(build(family), whole | {"position_ids": positions}))
+
+
+def _adjacent_images() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
+    """Return two documents as rows, the same packed in one row, and their lengths: one ends, one begins with an image.
+
+    In the packed row the images are one run of placeholders, and must not see each other.
+    """
+    g, image = torch.Generator().manual_seed(3), [IMAGE] * 16
+    text = [torch.randint(3, IMAGE, (size,), generator=g).tolist() for size in (4, 7)]
+    rows = [torch.tensor(text[0] + image), torch.tensor(image + text[1])]
+    lengths = torch.tensor([len(row) for row in rows])
+    pixels = {"pixel_values": torch.randn(2, 3, 16, 16, generator=g)}
+
+    def described(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        is_text = (ids != IMAGE) & (ids != 0)
+        labels = torch.where(is_text, ids, -100)
+        return {"input_ids": ids, "token_type_ids": (ids == IMAGE).long(), "labels": labels, **pixels}
+
+    padded = described(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
+    padded["attention_mask"] = (padded["input_ids"] != 0).long()
+    return padded, described(torch.cat(rows)[None]), lengths
+
+
+def _packed_images(truth: Truth) -> None:
+    _, packed, lengths = _adjacent_images()
+    ids = torch.arange(2).repeat_interleave(lengths)[None]
+    positions = torch.cat([torch.arange(int(size)) for size in lengths])[None]
+    for ring, marks in ((1, {"position_ids": positions}), (2, {"document_ids": ids})):
+        model = longspan.parallelize(build("Gemma3"), sharding(ring=ring))
+        out = model(**packed, **marks)
+        out.loss.backward()
+        check_loss(float(out.loss.detach()), truth)
+        check_gradients(gradients(model), truth)
+
+
+def test_packed_images_see_themselves_only(pool2: RankPool) -> None:
+    """transformers' own mask of packed rows looks images up by positions that restart, so compare with padded rows."""
+    pool2.run(_packed_images, truth_of(build("Gemma3"), _adjacent_images()[0]))
+
+
+def _image_in_chunks() -> None:
+    whole = batch("Gemma3", ((3, ("image", 1, 4, 4), 4, ("image", 1, 4, 4), 2),))
+    del whole["labels"]
+    ids, types, pixels = (whole[key] for key in ("input_ids", "token_type_ids", "pixel_values"))
+    cut = 3 + 18 + 4  # the token that opens the second image follows
+    with torch.no_grad():
+        expected = build("Gemma3").eval()(**whole).logits[:, -1]
+        for ring in (1, 2):
+            model = longspan.parallelize(build("Gemma3"), sharding(ring=ring), fsdp=False).eval()
+            cache = longspan.ShardedCache(model)
+            first = {"input_ids": ids[:, :cut], "token_type_ids": types[:, :cut], "pixel_values": pixels[:1]}
+            model(**first, past_key_values=cache)
+            inside = {"input_ids": ids[:, cut + 1 :], "token_type_ids": types[:, cut + 1 :], "pixel_values": pixels[1:]}
+            with pytest.raises(longspan.LongspanError, match=r"row 0: the new tokens behind 25 .* begin with an image"):
+                model(**inside, past_key_values=cache)
+            rest = {"input_ids": ids[:, cut:], "token_type_ids": types, "pixel_values": pixels[1:]}
+            found = model(**rest, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_images_in_chunks_of_a_prompt(pool2: RankPool) -> None:
+    pool2.run(_image_in_chunks)
+
+
+def _tower_dropout() -> None:
+    whole = batch("Gemma3", SQUARE_ROWS)
+    config = {**FAMILIES["Gemma3"]["vision_config"], "attention_dropout": 0.1}
+    model = longspan.parallelize(build("Gemma3", vision_config=config), sharding(), fsdp=False)
+    with pytest.raises(
+        longspan.LongspanError, match=r"layer model.vision_tower.*self_attn of the vision tower has drop"
+    ):
+        model.train()(**whole)
+    model.model.vision_tower.eval()
+    model(**whole).loss.backward()
+    off = longspan.parallelize(build("Gemma3", vision_config=config), sharding(), fsdp=False, dropout=0.0)
+    off.train()(**whole).loss.backward()
+
+
+def test_dropout_in_the_tower(pool2: RankPool) -> None:
+    pool2.run(_tower_dropout)
+
+
+def _tile_refusals() -> None:
+    whole, sp = batch("LlavaOnevision", TILES["LlavaOnevision"]), sharding()
+    model = longspan.parallelize(build("LlavaOnevision"), sp)
+
+    def refused(match: str, **changes: Any) -> None:
+        with pytest.raises(longspan.LongspanError, match=match):
+            model(**{**whole, **changes})
+
+    pixels, sizes, videos = (whole[key] for key in ("pixel_values", "image_sizes", "pixel_values_videos"))
+    refused(r"image 0 of \[24, 32\] pixels has 5 tiles, `pixel_values` has room for 3 per", pixel_values=pixels[:, :3])
+    refused(r"holds 4 images and needs `image_sizes` \[4, 2\], .* got the shape \(3, 2\)", image_sizes=sizes[1:])
+    refused(r"`batch_num_images` counts 5 images, `image_sizes` has 4", batch_num_images=torch.tensor([2, 2, 1]))
+    refused(r"`pixel_values` has the shape \(4, 3, 16, 16\); it is \[images, tiles, ", pixel_values=pixels[:, 0])
+    refused(
+        r"`pixel_values_videos` has 8 x 16 pixels, the vision tower takes 16 x 16",
+        pixel_values_videos=videos[..., :8, :],
+    )
+    refused(r"`input_ids` has 26 video placeholders .* gives 18 embeddings", pixel_values_videos=videos[:, 1:])
+    refused(r"`vision_aspect_ratio` is read from the model's config", vision_aspect_ratio="anyres_max_9")
+    if sp.rank:
+        whole["pixel_values_videos"] = videos.flip(1)
+    refused(r"ranks 1 were given another one than ranks 0 .same shapes, other")
+    gemma = longspan.parallelize(build("Gemma3"), sp)
+    text = {"input_ids": torch.arange(3, 9)[None], "token_type_ids": torch.tensor([[0, 1, 1, 0, 0, 0]])}
+    with pytest.raises(longspan.LongspanError, match=r"`token_type_ids` marks tokens of images, which longspan.shard_"):
+        gemma(**longspan.shard_batch(text, sp))
+
+
+def test_refusals_of_tiles_and_images(pool2: RankPool) -> None:
+    pool2.run(_tile_refusals)
 
 
 def test_units_are_balanced() -> None:

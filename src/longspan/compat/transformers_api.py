@@ -148,6 +148,16 @@ def keep_from_generate(model: Any, keys: Container[str]) -> None:
     model._prepare_multimodal_encoder_kwargs_for_generation = without
 
 
+def tiles_of_image(height: int, width: int, pinpoints: list[list[int]], tile: int) -> int:
+    """Return the number of tiles of `tile` pixels that LLaVA-NeXT's and LLaVA-OneVision's towers cut an image into.
+
+    Public way: none; models call this function. When gone: ImportError.
+    """
+    from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+    return int(image_size_to_num_patches((height, width), pinpoints, tile))
+
+
 def uses_registry(model: PreTrainedModel) -> bool:
     """Return whether a model's layers take their attention from the registry; some do without declaring it.
 

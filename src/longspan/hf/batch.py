@@ -47,6 +47,7 @@ class SequenceInfo:
     # For each key of the batch the values of one real token per row, `[B, ...]`, which replace padding in a forward.
     # Empty if nothing is padded on any rank.
     fillers: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    bidirectional: Segments | None = None  # each row's spans of tokens that see each other in a causal model
     placeholders: tuple[int, ...] = ()  # ids of tokens whose embeddings come from a vision tower
     padding: Tensor | None = None  # which of my tokens are padding without a label, bool `[B, L]`
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict)  # attentions, by kind of layer

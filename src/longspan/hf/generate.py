@@ -19,7 +19,7 @@ from longspan.core.errors import LongspanError
 from longspan.hf.forward.kv_cache import ShardedCache
 from longspan.hf.forward.vision import PromptPictures
 from longspan.hf.state import is_parallelized, state_of
-from longspan.hf.vision import PICTURE_KEYS, core_of, encoders_of
+from longspan.hf.vision import PICTURE_KEYS, chunk_around, core_of, encoders_of, image_spans
 
 PICTURES = tuple(key for key in PICTURE_KEYS if key != "mm_token_type_ids")
 """Batch keys of a prompt that the forwards of `generate` find at the cache; token types are cut with the ids."""
@@ -83,6 +83,7 @@ def _generate(model: Any, inputs: Any = None, generation_config: Any = None, **m
     cache.position_deltas = None
     if chunk is None and length > PREFILL_CHUNK * sp.size:
         chunk = PREFILL_CHUNK * sp.size
+        chunk = _around_images(state_of(model).traits.image_types, more, length, chunk)
     chunk = _equal_chunks(sp, length - cache.get_seq_length(), chunk)
     if chunk is not None and generation_config is not None:  # transformers requires arguments in one place
         generation_config = copy.deepcopy(generation_config)
@@ -102,6 +103,13 @@ def _generate(model: Any, inputs: Any = None, generation_config: Any = None, **m
         cache.announced, cache.generated_from, cache.pictures = 0, None, None
         if not is_assistant:  # an assistant's drafts are cropped afterwards
             cache.rollback = None
+
+
+def _around_images(image_types: str | None, more: dict[str, Any], length: int, chunk: int) -> int | None:
+    """Return a chunk size with which chunks begin with text, if tokens of an image see each other; else None."""
+    types = None if image_types is None else more.get(image_types)
+    spans = None if types is None else image_spans(types)
+    return chunk if spans is None else chunk_around(spans, length, chunk)
 
 
 def _set_position_deltas(core: Any, cache: ShardedCache, more: dict[str, Any]) -> None:

@@ -172,8 +172,8 @@ def switch_dropout_off(model: PreTrainedModel) -> None:
 
 
 def draws(module: nn.Module) -> bool:
-    """Return whether a layer draws random numbers in training: by dropout, or a router's jitter."""
-    numbers = (value for name, value in vars(module).items() if "dropout" in name or "jitter" in name)
+    """Return whether a layer draws random numbers in training: by dropout, dropped paths, or a router's jitter."""
+    numbers = (value for name, value in vars(module).items() if "drop" in name or "jitter" in name)
     return (isinstance(module, nn.Dropout) and module.p > 0) or any(isinstance(p, float) and p > 0 for p in numbers)
 
 

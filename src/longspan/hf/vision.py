@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from longspan.attn.segments import Segments, runs_of
+from longspan.compat.transformers_api import tiles_of_image
 from longspan.core.errors import LongspanError
 
 ENCODER_OUTPUTS = "mm_encoder_outputs"
@@ -25,7 +27,7 @@ PIXEL_KEYS = ("pixel_values", "pixel_values_videos")
 
 PICTURE_KEYS = (
     *PIXEL_KEYS, "image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_sizes", "mm_token_type_ids",
-    ENCODER_OUTPUTS,
+    "batch_num_images", "image_sizes_videos", ENCODER_OUTPUTS,
 )  # fmt: skip
 """Batch keys that describe pictures. They are not sharded by tokens; the vision tower's stage consumes them."""
 
@@ -90,6 +92,15 @@ class GridEncoder(Encoder):
 
     def units(self, core: Any, batch: Mapping[str, Any]) -> Units:
         grids, merge = self._grids(batch), core.visual.spatial_merge_size
+        pixels, embed = batch[self.pixels], core.visual.patch_embed
+        frames, size = embed.temporal_patch_size, embed.patch_size
+        if pixels.dim() != 2 or pixels.shape[1] != embed.in_channels * frames * size**2:
+            raise LongspanError(
+                f"`{self.pixels}` has the shape {tuple(pixels.shape)}; each patch has {embed.in_channels} channels x "
+                f"{frames} frames (temporal_patch_size) x {size} x {size} pixels, "
+                f"{embed.in_channels * frames * size**2} values; repeat the last frame of a video until {frames} "
+                f"divides their number"
+            )
         for i, (t, h, w) in enumerate(grids):
             if min(t, h, w) < 1 or h % merge or w % merge:
                 raise LongspanError(
@@ -168,10 +179,13 @@ class ImageEncoder(Encoder):
         return Units(tuple(h * w for h, w in grids), rows)
 
     def part(self, core: Any, batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
-        given = {key: batch[key][start:stop] for key in self.keys if batch.get(key) is not None}
-        if sum(self.units(core, given).rows) == 1:  # of one embedding, transformers' Mistral3 squeezes the row away
-            given = {key: torch.cat([x, x]) for key, x in given.items()}
-        return given
+        return {key: batch[key][start:stop] for key in self.keys if batch.get(key) is not None}
+
+    def encode(self, core: Any, batch: Mapping[str, Any], start: int, stop: int, device: torch.device) -> Any:
+        part = self.part(core, batch, start, stop)
+        if sum(self.units(core, part).rows) == 1:  # of one embedding, transformers' Mistral3 squeezes the row away
+            batch, start, stop = {key: torch.cat([x, x]) for key, x in part.items()}, 0, 2
+        return super().encode(core, batch, start, stop, device)
 
     def smallest(self, core: Any, device: torch.device) -> dict[str, Any]:
         vision = core.config.vision_config
@@ -183,6 +197,168 @@ class ImageEncoder(Encoder):
         if sized:
             batch["image_sizes"] = torch.tensor([[height, width]], device=device)
         return batch
+
+
+@dataclass(frozen=True)
+class TileEncoder(Encoder):
+    """Images as tiles `[images, tiles, channels, height, width]`, with the height and width of each in `image_sizes`.
+
+    A unit is an image: the model joins its tiles, and ends each row of patches with a learnt newline. Of rows with
+    several images each is one tile (`batch_num_images`).
+    """
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return self.pixels, "image_sizes", "batch_num_images"
+
+    def units(self, core: Any, batch: Mapping[str, Any]) -> Units:
+        pixels, sizes = batch[self.pixels], batch.get("image_sizes")
+        if pixels.dim() != 5:
+            raise LongspanError(
+                f"`{self.pixels}` has the shape {tuple(pixels.shape)}; it is [images, tiles, channels, height, width]"
+            )
+        _check_side(self.pixels, pixels, core)
+        if sizes is None or tuple(sizes.shape) != (len(pixels), 2):
+            got = "none" if sizes is None else f"the shape {tuple(sizes.shape)}"
+            raise LongspanError(
+                f"`{self.pixels}` holds {len(pixels)} images and needs `image_sizes` [{len(pixels)}, 2], the height "
+                f"and width of each before it was cut into tiles; got {got}"
+            )
+        tiles = self._tiles(core, batch)
+        few = next((i for i, count in enumerate(tiles) if count > pixels.shape[1]), None)
+        if few is not None:
+            raise LongspanError(
+                f"image {few} of {sizes[few].tolist()} pixels has {tiles[few]} tiles, `{self.pixels}` has room for "
+                f"{pixels.shape[1]} per image; give the `image_sizes` and `batch_num_images` of the processor"
+            )
+        side = core.config.vision_config.image_size // core.config.vision_config.patch_size
+        of_tile = _llava_rows(core, side, side, False)
+        each = zip(tiles, sizes.tolist(), strict=True)
+        return Units(tuple(count * side**2 for count in tiles), tuple(self._rows(core, *x, of_tile) for x in each))
+
+    def _tiles(self, core: Any, batch: Mapping[str, Any]) -> list[int]:
+        sizes, tile = batch["image_sizes"].tolist(), core.config.vision_config.image_size
+        cut = [tiles_of_image(h, w, core.config.image_grid_pinpoints, tile) for h, w in sizes]
+        return [count if several else 1 for count, several in zip(cut, self._is_cut(batch), strict=True)]
+
+    def _is_cut(self, batch: Mapping[str, Any]) -> list[bool]:
+        """Return whether each image is cut into tiles: those that are the only one of their row."""
+        if _IS_CUT in batch:
+            return [bool(x) for x in batch[_IS_CUT]]
+        counts, images = batch.get("batch_num_images"), len(batch["image_sizes"])
+        if counts is None:
+            return [True] * images
+        numbers = [int(n) for n in counts.flatten()]
+        if sum(numbers) != images:
+            raise LongspanError(
+                f"`batch_num_images` counts {sum(numbers)} images, `image_sizes` has {images}; give the number of "
+                f"images of each row that has any"
+            )
+        return [n == 1 for n in numbers for _ in range(n)]
+
+    def _rows(self, core: Any, tiles: int, size: list[int], of_tile: int) -> int:
+        """Return the embeddings of an image, from the shapes that the model's own function returns."""
+        config, options = core.config, inspect.signature(core.pack_image_features).parameters
+        given = {name: getattr(config, name) for name in _PACKING if name in options}
+        x, newline = torch.empty(tiles, of_tile, 1, device="meta"), torch.empty(1, device="meta")
+        packed, _ = core.pack_image_features([x], [size], image_newline=newline, **given)
+        return len(packed[0])
+
+    def part(self, core: Any, batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
+        return {key: batch[key][start:stop] for key in (self.pixels, "image_sizes")}
+
+    def select(self, core: Any, batch: Mapping[str, Any], units: Sequence[int]) -> dict[str, Any]:
+        is_cut = torch.tensor(self._is_cut(batch))
+        return super().select(core, batch, units) | {_IS_CUT: is_cut[list(units)]}
+
+    def encode(self, core: Any, batch: Mapping[str, Any], start: int, stop: int, device: torch.device) -> Any:
+        if all(self._is_cut(batch)):
+            return super().encode(core, batch, start, stop, device)
+        # The model learns by the numbers of images per row which are cut. A row may lie on several ranks: give it those
+        # that are cut as rows of one image, then the others as one row. It ignores a second image that is not there.
+        is_cut = self._is_cut(batch)[start:stop]
+        order = sorted(range(stop - start), key=lambda i: not is_cut[i])
+        part = {key: x[order].to(device) for key, x in self.part(core, batch, start, stop).items()}
+        whole = len(is_cut) - sum(is_cut)
+        part["batch_num_images"] = torch.tensor([1] * sum(is_cut) + ([max(2, whole)] if whole else []))
+        output = core.get_image_features(**part, return_dict=True)
+        ordered = dict(zip(order, output.pooler_output, strict=True))
+        output.pooler_output = [ordered[i] for i in range(len(order))]
+        return output
+
+    def smallest(self, core: Any, device: torch.device) -> dict[str, Any]:
+        vision = core.config.vision_config
+        size, channels = vision.image_size, getattr(vision, "num_channels", 3)
+        tiles = tiles_of_image(size, size, core.config.image_grid_pinpoints, size)
+        pixels = torch.zeros(1, tiles, channels, size, size, device=device)
+        return {self.pixels: pixels, "image_sizes": torch.tensor([[size, size]], device=device)}
+
+
+_IS_CUT, _ENDS_VIDEO = "image_is_cut", "frame_ends_video"
+"""Keys of a batch that `Encoder.select` has made: of each unit what it cannot know from the rows or videos left."""
+
+_PACKING = ("vision_feature_select_strategy", "vision_aspect_ratio")
+"""Entries of the config that the function which joins tiles may take."""
+
+
+@dataclass(frozen=True)
+class PooledFrameEncoder(Encoder):
+    """Videos `[videos, frames, channels, height, width]`. A unit is a frame, pooled 2 x 2; a newline ends a video."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (self.pixels,)
+
+    def units(self, core: Any, batch: Mapping[str, Any]) -> Units:
+        pixels, vision = batch[self.pixels], core.config.vision_config
+        if pixels.dim() != 5:
+            raise LongspanError(
+                f"`{self.pixels}` has the shape {tuple(pixels.shape)}; it is [videos, frames, channels, height, width]"
+            )
+        _check_side(self.pixels, pixels, core)
+        videos, frames = pixels.shape[:2]
+        side = vision.image_size // vision.patch_size
+        rows = (-(-side // 2)) ** 2
+        return Units((side**2,) * videos * frames, ((rows,) * (frames - 1) + (rows + 1,)) * videos)
+
+    def part(self, core: Any, batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
+        return {self.pixels: batch[self.pixels].flatten(0, 1)[None, start:stop]}
+
+    def _ends_video(self, batch: Mapping[str, Any]) -> Tensor:
+        """Return whether each frame is the last one of its video."""
+        if _ENDS_VIDEO in batch:
+            ends: Tensor = batch[_ENDS_VIDEO]
+            return ends
+        videos, frames = batch[self.pixels].shape[:2]
+        return torch.tensor([*[False] * (frames - 1), True] * videos)
+
+    def select(self, core: Any, batch: Mapping[str, Any], units: Sequence[int]) -> dict[str, Any]:
+        frames = batch[self.pixels].flatten(0, 1)[None, list(units)]
+        return {self.pixels: frames, _ENDS_VIDEO: self._ends_video(batch)[list(units)]}
+
+    def encode(self, core: Any, batch: Mapping[str, Any], start: int, stop: int, device: torch.device) -> Any:
+        output = super().encode(core, batch, start, stop, device)
+        x = output.pooler_output[0]  # all frames as one video, then a newline
+        newline = len(x) - 1
+        of_frame, at = newline // (stop - start), list[int]()
+        for i, ends in enumerate(self._ends_video(batch)[start:stop].tolist()):
+            at += range(i * of_frame, (i + 1) * of_frame)
+            at += [newline] if ends else []
+        output.pooler_output = x[torch.tensor(at, device=x.device)][None]
+        return output
+
+    def smallest(self, core: Any, device: torch.device) -> dict[str, Any]:
+        vision = core.config.vision_config
+        shape = 1, 1, getattr(vision, "num_channels", 3), vision.image_size, vision.image_size
+        return {self.pixels: torch.zeros(shape, device=device)}
+
+
+def _check_side(name: str, pixels: Tensor, core: Any) -> None:
+    side = core.config.vision_config.image_size
+    if tuple(pixels.shape[-2:]) != (side, side):
+        raise LongspanError(
+            f"`{name}` has {pixels.shape[-2]} x {pixels.shape[-1]} pixels, the vision tower takes {side} x {side}"
+        )
 
 
 def _two(size: int | Sequence[int]) -> tuple[int, int]:
@@ -207,6 +383,16 @@ def _internvl_rows(core: Any, h: int, w: int, sized: bool) -> int:
     return int(h * w * core.config.downsample_ratio**2)
 
 
+def _shuffled_rows(core: Any, h: int, w: int, sized: bool) -> int:
+    factor: int = core.config.downsample_factor
+    return h * w // factor**2
+
+
+def _gemma_rows(core: Any, h: int, w: int, sized: bool) -> int:
+    tokens: int = core.config.mm_tokens_per_image
+    return tokens
+
+
 def _mistral_rows(core: Any, h: int, w: int, sized: bool) -> int:
     merge: int = core.config.spatial_merge_size
     return (h // merge) * (w // merge)
@@ -222,13 +408,43 @@ FAMILIES: dict[str, tuple[Encoder, ...]] = {
     "qwen2_5_vl": _QWEN2,
     "qwen3_vl": _QWEN3,
     "qwen3_vl_moe": _QWEN3,
+    "qwen3_5": _QWEN3,
+    "qwen3_5_moe": _QWEN3,
     "glm4v": _GLM,
     "glm4v_moe": _GLM,
+    "glm46v": _GLM,
     "llava": (ImageEncoder("image", "pixel_values", "image_token_id", _llava_rows),),
     "internvl": (ImageEncoder("image", "pixel_values", "image_token_id", _internvl_rows),),
+    "aya_vision": (ImageEncoder("image", "pixel_values", "image_token_id", _shuffled_rows),),
+    "cohere2_vision": (ImageEncoder("image", "pixel_values", "image_token_id", _shuffled_rows),),
     "mistral3": (ImageEncoder("image", "pixel_values", "image_token_id", _mistral_rows),),
+    "llava_next": (TileEncoder("image", "pixel_values", "image_token_id"),),
+    "llava_onevision": (
+        TileEncoder("image", "pixel_values", "image_token_id"),
+        PooledFrameEncoder("video", "pixel_values_videos", "video_token_id"),
+    ),
+    "gemma3": (ImageEncoder("image", "pixel_values", "image_token_id", _gemma_rows),),
 }
 """The modalities of each family that can be sharded, by its config's `model_type`."""
+
+IMAGE_TYPES = {"gemma3": "token_type_ids"}
+"""Families in whose language model the tokens of an image see each other, and the batch key that is 1 for them."""
+
+
+def chunk_around(spans: Segments, length: int, chunk: int) -> int | None:
+    """Return the largest chunk size up to `chunk` that cuts no span of `length` tokens, nor begins a chunk with one;
+    None if there is none.
+    """
+    inside = torch.zeros(length, dtype=torch.bool)  # where no chunk may begin
+    for start, stop in {span for row in spans for span in row}:
+        inside[start:stop] = True
+    return next((size for size in range(chunk, 0, -1) if not bool(inside[size::size].any())), None)
+
+
+def image_spans(types_Bn: Tensor) -> Segments | None:
+    """Return the runs of image tokens in each row, given the batch's `IMAGE_TYPES`; None if there are none."""
+    rows = runs_of(types_Bn == 1)
+    return rows if any(rows) else None
 
 
 def core_of(model: nn.Module) -> Any:
@@ -275,7 +491,9 @@ def with_rows(output: Any, rows: Tensor) -> Any:
     width = _joined(output.pooler_output).shape[1]
     pooled, *more = rows.split(width, 1)
     parts = {} if deep is None else {"deepstack_features": [(x,) for x in more]}
-    return type(output)(pooler_output=pooled if isinstance(output.pooler_output, Tensor) else (pooled,), **parts)
+    before = output.pooler_output
+    after = pooled.view(*(1,) * (before.dim() - 2), *pooled.shape) if isinstance(before, Tensor) else (pooled,)
+    return type(output)(pooler_output=after, **parts)
 
 
 def _joined(embeddings: Tensor | tuple[Tensor, ...] | list[Tensor]) -> Tensor:

@@ -24,6 +24,7 @@ from longspan.hf.forward.logits import SelectedTokens
 from longspan.hf.forward.shard_batch import check_ids
 from longspan.hf.forward.stage import ForwardCall, ModelTraits, Stage
 from longspan.hf.pretrained import position_range
+from longspan.hf.vision import image_spans
 
 if TYPE_CHECKING:
     from longspan.hf.tensor_parallel.layers import TensorParallel
@@ -40,6 +41,7 @@ class CachedTokens(Stage):
         self.traits, self.sp, self.tensor = traits, sp, tensor
         self.segments: Segments | None = None  # of the whole sequence; None without padding
         self.visible: VisibleKeys | None = None
+        self.images: Segments | None = None  # the new tokens' spans that see each other
         self.known: KnownTokens | None = None  # with the new tokens
         self.positions: Tensor | None = None  # of the new tokens, int64 [1 or rows, new]
         self.position_range: tuple[int | None, ...] = ()  # of the config, read for the first tokens of a cache: slow
@@ -47,7 +49,7 @@ class CachedTokens(Stage):
         self.info: CachedInfo | None = None
 
     def reset(self) -> None:
-        self.segments = self.visible = self.known = self.positions = self.info = None
+        self.segments = self.visible = self.images = self.known = self.positions = self.info = None
 
     def check(self, call: ForwardCall) -> None:
         assert call.cache is not None
@@ -65,12 +67,33 @@ class CachedTokens(Stage):
         known = cache.known_after(new)
         largest = self._read(call, past, new) if known is None else self._take(call, known, past, new)
         call.segments, call.has_holes = self.segments, self.visible is not None
+        self.images = self._image_spans(batch, past, new)
         if is_on_cpu(batch):
             check_ids(call.model, batch, self.traits)
         self.max_position = max(largest, cache.announced - 1)
         if not past or not self.position_range:
             self.position_range = (position_range(call.model.config),)
         check_positions(self.position_range[0], self.max_position)
+
+    def _image_spans(self, batch: Mapping[str, Any], past: int, new: int) -> Segments | None:
+        """Return the images among the new tokens; raise if one may begin among the cached tokens."""
+        key = self.traits.image_types
+        types = None if key is None else batch.get(key)
+        if types is None:
+            return None
+        if types.dim() != 2 or types.shape[1] not in (new, past + new):
+            raise LongspanError(
+                f"`{key}` has the shape {tuple(types.shape)}; it has an entry for each of the {new} new tokens, or for "
+                f"each of the {past + new} with the cached ones"
+            )
+        spans = image_spans(types[:, -new:])
+        cut = [b for b, row in enumerate(spans or ()) if past and row and row[0][0] == 0]
+        if cut:
+            raise LongspanError(
+                f"row {cut[0]}: the new tokens behind {past} in the cache begin with an image, and the cached part of "
+                f"an image would not have seen them; begin chunks with text, before the token that opens an image"
+            )
+        return spans and tuple(tuple((past + a, past + b) for a, b in row) for row in spans)
 
     def _read(self, call: ForwardCall, past: int, new: int) -> int:
         """Read padding and positions, which waits for a GPU; return the largest position."""
@@ -119,12 +142,15 @@ class CachedTokens(Stage):
             max_position=self.max_position,
             layout=sp.layout,
             visible=self.visible,
+            bidirectional=self.images,
             cache=cache,
             step=step,
             keep=batch.get("logits_to_keep") or 0,
         )
         parts = {name: batch.get(name) for name in ("input_ids", "inputs_embeds", "token_type_ids")}
         parts["position_ids"] = self.positions
+        if self.traits.image_types is not None:
+            parts[self.traits.image_types] = None
         call.inputs = {key: value for key, value in batch.items() if key not in (*parts, "cache_position")}
         dims = {"position_ids": -1}  # they may have axes
         call.inputs |= {

@@ -45,6 +45,7 @@ _NO_MEANING = {
     "output_router_logits",
     "return_dict",
     "num_items_in_batch",
+    "logits_to_keep",
     "cache_position",
     "layer_idx",
 }
@@ -203,7 +204,10 @@ def _mask(request: MaskRequest, info: SequenceInfo) -> Mask:
         # Chunks count from the start of a document, or from the end of left-hand padding: not from the start of the row
         # (as transformers before 5.23 does where position ids restart).
         segments, chunk_size = chunk_segments(segments, chunk_size, info.starts), None
-    return Mask(request.causal, request.window, chunk_size, segments=segments, mask_mod=info.visible)
+    spans = info.bidirectional if request.causal else None
+    return Mask(
+        request.causal, request.window, chunk_size, segments=segments, mask_mod=info.visible, bidirectional=spans
+    )
 
 
 def _scores(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from longspan.hf.forward.loss import problem_of
 from longspan.hf.forward.stage import ForwardCall, ModelTraits, Stage
 from longspan.hf.pretrained import position_range
 from longspan.hf.support import HELP, refuse_dropout
-from longspan.hf.vision import PICTURE_KEYS
+from longspan.hf.vision import PICTURE_KEYS, image_spans
 
 if TYPE_CHECKING:
     from longspan.hf.tensor_parallel.layers import TensorParallel
@@ -48,7 +49,7 @@ class ShardBatch(Stage):
             self._check_labels(call.model, call.batch)
         if "longspan" in call.batch:
             self._check_sharded(call.batch)
-            call.inputs = dict(call.batch)
+            call.inputs = {key: value for key, value in call.batch.items() if key != self.traits.image_types}
         else:
             call.inputs = self._shard(call.batch)
         call.segments, call.has_holes = call.info.segments, call.info.visible is not None
@@ -78,10 +79,16 @@ class ShardBatch(Stage):
         if self.traits.encoders:
             batch = {key: value for key, value in batch.items() if key not in PICTURE_KEYS}
         if not self.traits.labels_per_row:
-            return cut_batch(
+            cut = cut_batch(
                 batch, self.sp, shift=not self.traits.labels_per_token, own_positions=positions,
                 placeholders=self.traits.placeholders,
             )  # fmt: skip
+            key = self.traits.image_types
+            if key is not None and batch.get(key) is not None:
+                types = batch[key]
+                del cut[key]
+                cut["longspan"] = dataclasses.replace(cut["longspan"], bidirectional=image_spans(types))
+            return cut
         labels = batch.get("labels")
         tokens = {key: value for key, value in batch.items() if key != "labels"}
         return cut_batch(tokens, self.sp, own_positions=positions) | ({} if labels is None else {"labels": labels})
@@ -89,6 +96,12 @@ class ShardBatch(Stage):
     def _check_sharded(self, batch: Mapping[str, Any]) -> None:
         info, own, name = batch["longspan"], self.traits.own_positions, self.traits.name
         unshifted = self.traits.labels_per_token
+        types = None if self.traits.image_types is None else batch.get(self.traits.image_types)
+        if types is not None and bool((types == 1).any()):
+            raise LongspanError(
+                f"`{self.traits.image_types}` marks tokens of images, which longspan.shard_batch has cut; give the "
+                f"model the whole batch"
+            )
         if not isinstance(info, SequenceInfo):
             raise LongspanError(
                 f"the key `longspan` of a batch comes from longspan.shard_batch, got {type(info).__name__}"

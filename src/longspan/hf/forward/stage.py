@@ -26,7 +26,7 @@ from longspan.compat.transformers_api import Positions, cache_name, has_own_cach
 from longspan.hf.batch import SequenceInfo
 from longspan.hf.forward.kv_cache import ShardedCache
 from longspan.hf.support import attention_dropout, router_top_k
-from longspan.hf.vision import Encoder, core_of, encoders_of
+from longspan.hf.vision import IMAGE_TYPES, Encoder, core_of, encoders_of
 
 
 class Stage:
@@ -63,6 +63,7 @@ class ModelTraits:
     rotary_3d: bool  # positions may have axes of time, height and width
     encoders: tuple[Encoder, ...]  # of pictures; none if the model takes tokens only
     placeholders: tuple[int, ...]  # ids of tokens whose embeddings the encoders make
+    image_types: str | None  # batch key that is 1 for tokens of images, which see each other
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelTraits:
@@ -81,6 +82,7 @@ class ModelTraits:
             rotary_3d=hasattr(core, "compute_3d_position_ids"),
             encoders=encoders,
             placeholders=tuple(sorted({getattr(model.config, encoder.token) for encoder in encoders})),
+            image_types=IMAGE_TYPES.get(model.config.model_type) if encoders else None,
         )
 
     def accepts(self, argument: str) -> bool:

@@ -30,6 +30,7 @@ from longspan.core.layout import Span
 from longspan.hf.documents import tokens_of
 from longspan.hf.forward.kv_cache import CachedInfo
 from longspan.hf.forward.stage import ForwardCall, Stage
+from longspan.hf.support import draws
 from longspan.hf.vision import (
     ENCODER_OUTPUTS,
     PICTURE_KEYS,
@@ -52,6 +53,8 @@ class VisionTower(Stage):
     def __init__(self, model: PreTrainedModel, state: ParallelState) -> None:
         self.traits, self.sp, self.core, self.state = state.traits, state.sp, core_of(model), state
         self.joint = False
+        tower = tower_modules(model)
+        self.tower = {name: module for name, module in model.named_modules() if module in tower}
         self.found = dict[Encoder, Pictures]()  # of the forward
 
     def reset(self) -> None:
@@ -65,7 +68,8 @@ class VisionTower(Stage):
         """
         if self.sp.data_size == 1 or self.state.gradients is None:
             return self.sp.data_size > 1
-        tower = {p for module in tower_modules(model) for p in module.parameters(recurse=False)}
+        language = set(self.core.language_model.parameters())
+        tower = {p for p in self.core.parameters() if p not in language}  # and a learnt newline
         return torch.is_grad_enabled() and not any(p.requires_grad for p in model.parameters() if p not in tower)
 
     def check(self, call: ForwardCall) -> None:
@@ -89,7 +93,7 @@ class VisionTower(Stage):
         batch = call.batch
         if batch.get(ENCODER_OUTPUTS) is not None:
             raise LongspanError(f"`{ENCODER_OUTPUTS}` would be embeddings of all ranks' pictures; give the pixels")
-        for name in ("vision_feature_layer", "vision_feature_select_strategy"):
+        for name in ("vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio"):
             if batch.get(name) is not None:
                 raise LongspanError(f"`{name}` is read from the model's config; set it there and leave it out")
         known = {encoder.pixels for encoder in self.traits.encoders}
@@ -103,6 +107,8 @@ class VisionTower(Stage):
             self._check_pixels_of_placeholders(call, ids_Bn, encoders)
         if not encoders:
             return {}
+        if call.model.training:
+            self._refuse_dropout()
         if "longspan" in batch or ids_Bn is None:
             kind = "ids that longspan.shard_batch has cut" if "longspan" in batch else "`inputs_embeds`"
             raise LongspanError(
@@ -132,6 +138,15 @@ class VisionTower(Stage):
             crc = zlib.crc32(placeholders_Bn.numpy().tobytes(), zlib.crc32(repr(units).encode(), crc))
         call.pictures = f"{', '.join(facts)}, checksum {crc}"  # they decide how much is sent where
         return found
+
+    def _refuse_dropout(self) -> None:
+        for name, module in self.tower.items():
+            if module.training and draws(module):
+                raise LongspanError(
+                    f"layer {name} of the vision tower has dropout, which would depend on the rank that encodes a "
+                    f"picture; switch it off by longspan.parallelize(..., dropout=0.0) (longspan train --dropout 0), "
+                    f"or call eval() on the tower"
+                )
 
     def _check_pixels_of_placeholders(self, call: ForwardCall, ids_Bn: Tensor | None, encoders: list[Encoder]) -> None:
         """Raise for placeholders without pixels: if another replica has pixels, the model raises on this one alone."""
