@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from longspan.core.errors import LongspanError
+from longspan.core.sections import make
 from longspan.data import (
     BYTES,
     DocumentSource,
@@ -22,7 +23,10 @@ from longspan.data import (
     load_tokenizer,
 )
 from longspan.data.chats import LossOn
+from longspan.train import TrainConfig
 from tests.chatting import CHATML, GENERATION, chat, make_tokenizer, write_rows
+from tests.pool import RankPool
+from tests.training import log_of, losses_of, train_on, write_config
 
 
 @pytest.fixture(scope="module")
@@ -237,3 +241,48 @@ def test_a_stream_of_chats_resumes_and_leaves_out_what_has_no_loss(tmp_path: Pat
     assert len(once[-1].ids) < 64 and sum(len(s.starts) for s in once) <= 7
     total = sum(len(_ids(chatml, "chat", **row)) for row in rows)
     assert sum(len(s.ids) for s in once) == total - 64 * (-(-total // 64) - len(once))
+
+
+def test_training_on_chats_has_the_losses_of_trl(tmp_path: Path, pool2: RankPool) -> None:
+    """Two ranks that share each sequence, and TRL's SFTTrainer on one process: `python -m benchmarks.sft_vs_trl`."""
+    pytest.importorskip("trl")
+    from benchmarks.sft_vs_trl import flags, trl_losses, write_inputs
+
+    model, data = write_inputs(tmp_path, 16)
+    config = make(TrainConfig, **flags(model, data, 4, 4, 512), out=tmp_path / "run", ulysses=2)
+    train_on(pool2, config)
+    assert list(losses_of(config.out).values()) == pytest.approx(trl_losses(model, data, 4, 4, 512), abs=2e-6)
+    log = log_of(config.out)[-1]
+    assert 0.1 < log["padding"] < 0.9 and log["tokens"] < 16 * 512
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("coloured", [False, True])
+def test_a_preview_shows_what_the_model_will_see(tmp_path: Path, width: int, coloured: bool) -> None:
+    import io
+
+    from rich.console import Console
+    from rich.text import Text
+
+    from longspan.train.inputs import open_local
+    from longspan.train.preview import preview
+
+    tokenizer = make_tokenizer(GENERATION)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    rows = [{"messages": chat(i)} for i in range(9)]
+    rows[1]["messages"][1]["content"] = "\x1b[31m" + "a long question " * 45
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    config = make(
+        TrainConfig, config=write_config(tmp_path, max_position_embeddings=1024), tokenizer=str(tmp_path / "tokenizer"),
+        data=str(path), context=900, pack="best-fit", shuffle=0, preview=2, out=tmp_path / "run",
+    )  # fmt: skip
+    file = io.StringIO()
+    preview(config, open_local(config), Console(file=file, width=width, force_terminal=coloured, highlight=False))
+    shown = Text.from_ansi(file.getvalue()).plain if coloured else file.getvalue()
+    assert max(map(len, shown.splitlines())) <= width
+    assert "sequence 2 of 2" in shown and not (tmp_path / "run").exists()
+    assert "a.jsonl, line 2" in shown and "\\x1b[31ma long question" in shown and " ... " in shown
+    if coloured:
+        assert "\x1b[1;32mIt is the one, 0<|im_end|>" in file.getvalue()
+    else:
+        assert "⟦It is the one, 0<|im_end|>\n⟧<|im_start|>user" in shown

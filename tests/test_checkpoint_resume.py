@@ -90,7 +90,7 @@ def test_another_model_or_other_data_is_named_key_by_key(config: TrainConfig, tm
     refused(config, r"pack was stream, is documents", pack="documents")
     # Other text of the same length under the same name.
     changed = tmp_path / "text.txt"
-    text = Path(config.data.data).read_text()
+    text = Path(config.data.name).read_text()
     changed.write_text(text[:5000] + "X" + text[5001:])
     refused(config, r"differ: changed: text\.txt \(as long, with other text\); give the same", data=str(changed))
     # The same tokenizer but for one rule, with as many ids.

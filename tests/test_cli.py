@@ -88,7 +88,8 @@ def test_the_error_for_an_unknown_flag_suggests_the_right_one() -> None:
         _parse("--qqqq")
     with pytest.raises(LongspanError, match=r"did you mean --from run.toml\?"):
         _parse("run.toml")
-    assert _parse("--data=--learning_rate").data.data == "--learning_rate"
+    assert _parse("--data=--learning_rate").data.data == ("--learning_rate",)
+    assert _parse("--data", "a.jsonl=0.7", "b/=0.3", "--lr", "1").data.data == ("a.jsonl=0.7", "b/=0.3")
 
 
 # --- files of flags
@@ -105,7 +106,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         '[parallel]\nring = 2\nlayout = "contiguous"\nring-impl = "p2p"\nulysses = 4\n',
     )
     config = _parse("--from", path, "--ulysses", "2", "--fsdp", "--lr=0.5", "--micro_batch", "3")
-    assert (config.data.data, config.context, config.parallel.ulysses, config.fsdp) == ("pydoc", 8192, 2, True)
+    assert (config.data.data, config.context, config.parallel.ulysses, config.fsdp) == (("pydoc",), 8192, 2, True)
     parallel = config.parallel
     assert (parallel.ring, parallel.layout, parallel.ring_impl, parallel.ranks) == (2, "contiguous", "p2p", 4)
     assert (config.optimizer.lr, config.optimizer.betas, config.micro_batch) == (0.5, (0.8, 0.9), 3)
@@ -132,7 +133,8 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("steps = '8kk'", r"steps = '8kk' is invalid: '8kk' is not an integer"),
         ("fsdp = 'no'", r"fsdp = 'no' is invalid: give true or false"),
         ("out = 5", r"out = 5 is invalid: give a path"),
-        ("[data]\ndata = ['pydoc', '--steps', '7']", r"data = \['pydoc', '--steps', '7'\] is invalid: give text"),
+        ("[data]\ndata = ['pydoc', 7]", r"data = \['pydoc', 7\] is invalid: give text"),
+        ("[data]\ndata = []", r"data = \[\] is invalid: give a list of texts"),
         ("[optimizer]\nbetas = [0.9, 0.9, '--lr', 9]", r"give a list of 2 numbers"),
         (
             "[optimizer]\nschedule = 'Linear'",
@@ -153,7 +155,7 @@ def test_text_of_a_file_is_never_a_flag(tmp_path: Path) -> None:
     )
     config = _parse("--from", path)
     paths = [str(tmp_path / name) for name in ("--steps", "--no-fsdp", "--lr=7", "--help")]  # none is a name on a hub
-    assert [config.data.data, config.model.model, config.model.tokenizer, str(config.out)] == paths
+    assert [*config.data.data, config.model.model, config.model.tokenizer, str(config.out)] == paths
     assert (config.steps, config.fsdp, config.optimizer.lr) == (1000, True, 3e-4)
 
 
@@ -171,7 +173,7 @@ def test_paths_of_a_file_are_relative_to_it(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.chdir(folder)
         config = _parse("--from", named)
         assert config.model.config is not None and config.model.config.absolute() == tmp_path / "jobs" / "tiny.json"
-        assert Path(config.data.data).absolute() == tmp_path / "jobs" / "texts"
+        assert [Path(name).absolute() for name in config.data.data] == [tmp_path / "jobs" / "texts"]
         assert os.path.abspath(config.out) == str(tmp_path / "runs" / "a") and "jobs/.." not in str(config.out)
         assert Path(config.memory.offload_folder).absolute() == tmp_path / "jobs" / "spill"
         names = config.model.tokenizer, config.checkpoint.resume, config.model.model

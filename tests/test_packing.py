@@ -14,7 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.core.errors import LongspanError
-from longspan.data import BYTES, DocumentSource, Sequence, SequenceStream, TextTokenizer, deal, load_tokenizer
+from longspan.data import (
+    BYTES,
+    DocumentSource,
+    Mixture,
+    Sequence,
+    SequenceStream,
+    TextTokenizer,
+    deal,
+    load_tokenizer,
+    split_weight,
+)
 from longspan.data.packing import best_fit
 from longspan.data.stream import collate
 from tests.chatting import write_rows
@@ -163,3 +173,51 @@ def test_the_loss_of_packed_documents_is_that_of_documents_alone(texts: Path, po
     packed, alone = (pool2.run(_losses_and_gradients, texts, pack, 2)[0] for pack in ("best-fit", "none"))
     for found, expected in zip(packed, alone, strict=True):
         assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+# --- several sources
+
+
+def _mixture(folder: Path, weights: tuple[float, ...] = (3.0, 1.0)) -> Mixture:
+    for name, length in (("a", 40), ("b", 5)):
+        write_rows(folder / f"{name}.jsonl", [{"text": name * (length + i % 3)} for i in range(20)])
+    return Mixture([DocumentSource(str(folder / f"{name}.jsonl"), shuffle=6) for name in "ab"], list(weights))
+
+
+def test_sources_have_their_share_of_the_text(tmp_path: Path) -> None:
+    """By characters: each source starts anew when it ends, whatever its documents' lengths."""
+    mixture = _mixture(tmp_path)
+    texts = [document.text for _, document in itertools.islice(mixture.documents(), 400)]
+    of_a, of_b = (sum(len(text) for text in texts if text[0] == name) for name in "ab")
+    assert of_a / (of_a + of_b) == pytest.approx(0.75, abs=0.01)
+    assert {text[0] for text in texts[:8]} == {"a", "b"}  # and not one after the other
+    once = [document.text for _, document in mixture.documents(epochs=1)]
+    assert len(once) == 40 and len([text for text in once if text[0] == "b"]) == 20
+    assert [name for name, *_ in mixture.identity["data"]] == ["1:a.jsonl", "2:b.jsonl"]
+
+
+@pytest.mark.parametrize("pack", ["stream", "best-fit"])
+def test_a_mixture_resumes_to_the_bit(tmp_path: Path, pack: Any) -> None:
+    def take(count: int, state: Any = None) -> list[Any]:
+        stream = SequenceStream(
+            _mixture(tmp_path), TextTokenizer(load_tokenizer(BYTES)), 64, state, pack=pack, window=3
+        )
+        return [(s.ids.tolist(), s.starts, s) for s in itertools.islice(stream, count)]
+
+    whole = take(60)
+    assert whole[-1][2].state["place"]["places"][0]["epoch"] > 0
+    for index in (0, 3, 22, 41):
+        state = json.loads(json.dumps(whole[index][2].state))
+        assert [found[:2] for found in take(9, state)] == [found[:2] for found in whole[index + 1 : index + 10]]
+
+
+def test_weights_are_read_from_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "year=2024").mkdir()
+    assert split_weight("a.jsonl=0.7") == ("a.jsonl", 0.7)
+    assert split_weight("owner/name:en=2") == ("owner/name:en", 2.0)
+    assert split_weight("year=2024") == ("year=2024", 1.0)
+    assert split_weight("year=2024=0.5") == ("year=2024", 0.5)
+    for wrong in ("a=0", "a=-1", "a=1e999"):
+        with pytest.raises(LongspanError, match=rf"--data {wrong}: a weight is a number above 0"):
+            split_weight(wrong)

@@ -492,7 +492,7 @@ def _train_on_own_data(config: TrainConfig) -> None:
     from longspan.train.loop import Trainer
 
     trainer = Trainer(config)
-    source = DocumentSource(config.data.data, seed=torch.distributed.get_rank())
+    source = DocumentSource(config.data.name, seed=torch.distributed.get_rank())
     trainer.inputs = replace(trainer.inputs, source=source)
     trainer.run()
 

@@ -62,7 +62,11 @@ def flags(config: TrainConfig) -> list[str]:
         name = field.replace("_", "-")
         if value == defaults[field]:
             continue
-        found += [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+        found += (
+            [f"--{'' if value else 'no-'}{name}"]
+            if isinstance(value, bool)
+            else [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
+        )
     return found
 
 

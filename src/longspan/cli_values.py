@@ -25,8 +25,11 @@ def from_toml(kind: Any, value: Any) -> Any:
         return value
     if origin is tuple:
         several = arguments[-1] is Ellipsis
+        if arguments[0] is str and isinstance(value, str):
+            value = [value]
         if not isinstance(value, list) or not value or not (several or len(value) == len(arguments)):
-            raise ValueError(f"give a list of {'' if several else f'{len(arguments)} '}numbers")
+            what = "texts" if arguments[0] is str else "numbers"
+            raise ValueError(f"give a list of {'' if several else f'{len(arguments)} '}{what}")
         return tuple(from_toml(arguments[0], item) for item in value)
     words = [word for t in arguments if typing.get_origin(t) is Literal for word in typing.get_args(t)]
     if words and len(arguments) > 1:  # a number or a word
@@ -113,8 +116,13 @@ _WORDS = {"data": ("pydoc",), "tokenizer": ("bytes",), "resume": ("auto", "never
 
 def expand_home(config: Any) -> Any:
     """Expand `~` in flags that take a path or a name: a shell does not expand it in `--data=~/x`."""
-    texts = {name: value for name, value in values(config).items() if name in _PATHS_OR_NAMES}
-    changed = {name: str(path_of(f"--{name}", text)) for name, text in texts.items() if text and text.startswith("~")}
+    given = {name: value for name, value in values(config).items() if name in _PATHS_OR_NAMES and value}
+    changed = {}
+    for name, value in given.items():
+        texts = value if isinstance(value, tuple) else (value,)
+        if any(text.startswith("~") for text in texts):
+            expanded = tuple(str(path_of(f"--{name}", text)) if text.startswith("~") else text for text in texts)
+            changed[name] = expanded if isinstance(value, tuple) else expanded[0]
     return replace(config, **changed) if changed else config
 
 
@@ -159,7 +167,15 @@ def _pairs(tables: dict[str, Any], sections: set[str]) -> Iterator[tuple[tuple[s
 
 def _relative_to_file(file: Path, field: str, value: Any) -> Any:
     """Resolve a path in a file relative to the file's folder. Raise ValueError if it is ambiguous."""
+    if isinstance(value, tuple):
+        return tuple(_relative_to_file(file, field, item) for item in value)
     text = str(value)
+    if (
+        field == "data"
+        and (weighted := re.fullmatch(r"(.+)(=[0-9.eE+-]+)", text))
+        and not (file.parent / text).exists()
+    ):
+        return _relative_to_file(file, field, weighted[1]) + weighted[2]
     name = field in _PATHS_OR_NAMES and text not in _WORDS.get(field, ())
     if not text or text.startswith("~") or not (isinstance(value, Path) or name or field == "offload_folder"):
         return value

@@ -1,6 +1,7 @@
 """From text to batches: documents are read as a stream, tokenised, and packed into sequences of one length.
 
 - `readers`, `source`: documents from files or a dataset, shuffled.
+- `mixture`: several sources, by weight.
 - `rows`, `chats`: what a row is, and its ids with a loss on what the model is to learn.
 - `stream`: documents to token ids, ids to sequences, sequences to the batches of each data rank.
 - `rounds`: the ranks share the work of making ids.
@@ -9,6 +10,7 @@ The order of the sequences depends on the data and the seed, never on the mesh.
 """
 
 from longspan.data.chats import RowTokenizer
+from longspan.data.mixture import Mixture, split_weight
 from longspan.data.rounds import ROUNDS_AHEAD, check_same_text, merge_rounds, rounds
 from longspan.data.rows import Document
 from longspan.data.source import PYDOC, DocumentSource
@@ -29,6 +31,7 @@ __all__ = [
     "ROUNDS_AHEAD",
     "Document",
     "DocumentSource",
+    "Mixture",
     "RowTokenizer",
     "Sequence",
     "SequenceStream",
@@ -40,4 +43,5 @@ __all__ = [
     "merge_rounds",
     "prefetch",
     "rounds",
+    "split_weight",
 ]

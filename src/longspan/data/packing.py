@@ -79,6 +79,9 @@ class WholeDocuments:
         window: list[_Whole] = []
         tokens, least = 0, max(self._used, default=-1) + 1
         for document in self._documents(tokenised):
+            if window and window[0].piece.place.epoch != document.piece.place.epoch:
+                yield from self._sequences(window)  # a sequence has no document twice
+                window, tokens, least = [], 0, 0
             window.append(document)
             tokens += len(document.ids)
             del document

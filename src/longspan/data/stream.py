@@ -18,6 +18,7 @@ import torch
 
 from longspan.core.errors import LongspanError
 from longspan.data.chats import RowTokenizer
+from longspan.data.mixture import MixedPlace, Mixture
 from longspan.data.packing import TooLong, WholeDocuments
 from longspan.data.rows import Document
 from longspan.data.source import DocumentSource, Place
@@ -146,7 +147,7 @@ def make_sequence(
 class Piece:
     """A part of a document that is tokenised by itself; `number` and `last` are its place in the document."""
 
-    place: Place
+    place: Place | MixedPlace
     number: int
     last: bool
     document: Document
@@ -183,7 +184,7 @@ class SequenceStream:
 
     def __init__(
         self,
-        source: DocumentSource,
+        source: DocumentSource | Mixture,
         tokenizer: TextTokenizer,
         context: int,
         state: dict[str, Any] | None = None,
@@ -194,7 +195,8 @@ class SequenceStream:
         window: int = 32,
         epochs: int | None = None,
     ) -> None:
-        self.source, self.tokenizer, self.context, self.rows = source, tokenizer, context, rows
+        self.source: Any = source
+        self.tokenizer, self.context, self.rows = tokenizer, context, rows
         self.packing, self.too_long, self.epochs = pack, too_long, epochs
         self.window = window if pack == "best-fit" else 0
         self._state = state

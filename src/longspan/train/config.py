@@ -56,9 +56,10 @@ class ModelSection(RopeFlags):
 class DataSection:
     """What is read, and how sequences are made from it."""
 
-    data: str = ""
+    data: tuple[str, ...] = ()
     """Text, chats or token ids: a .txt (one document), .jsonl or .parquet file, a folder of these, "pydoc" (0.5 MB of
-    English that comes with Python), or the name of a dataset on the Hugging Face hub (NAME or NAME:CONFIG)."""
+    English that comes with Python), or the name of a dataset on the Hugging Face hub (NAME or NAME:CONFIG). Several
+    are interleaved, each with its share of all text by weight: a.jsonl=0.7 b/=0.3."""
     format: Literal["auto", "text", "chat", "completion", "ids"] = "auto"
     """What the rows of .jsonl, .parquet and datasets are. chat: `messages`, and optionally `tools`. completion:
     `prompt` and `completion`, texts or messages. ids: `input_ids`, and optionally `labels`. text: --text-field. auto:
@@ -83,14 +84,27 @@ class DataSection:
     take memory and time before the first step."""
     too_long: Literal["truncate", "drop"] = "truncate"
     """What happens to a document longer than --context, with --pack best-fit and none."""
+    preview: int = 0
+    """Print this many sequences as the model will see them (documents, tokens with a loss, padding), and exit."""
+
+    def __post_init__(self) -> None:
+        data: object = self.data
+        if isinstance(data, str):  # one source, in Python
+            object.__setattr__(self, "data", (data,) if data else ())
+
+    @property
+    def name(self) -> str:
+        """All sources, for messages."""
+        return " ".join(self.data)
 
     def check(self) -> None:
-        if not self.data:
+        if not all(self.data) or not self.data:
             raise LongspanError("train needs --data: a file, a folder, a dataset's name, or pydoc for a first try")
         check_name("--text-field", self.text_field)
         check_name("--split", self.split)
         check_number("--shuffle", self.shuffle, 0, LARGEST_COUNT)
         check_number("--pack-window", self.pack_window, 1, LARGEST_COUNT)
+        check_number("--preview", self.preview, 0, LARGEST_COUNT)
 
 
 @flags_last

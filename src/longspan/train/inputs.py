@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,15 @@ from longspan.core.errors import LongspanError
 from longspan.core.rope import RopeScaling
 from longspan.core.sections import values
 from longspan.core.validation import check_output, read_text
-from longspan.data import DocumentSource, RowTokenizer, SequenceStream, TextTokenizer, load_tokenizer
+from longspan.data import (
+    DocumentSource,
+    Mixture,
+    RowTokenizer,
+    SequenceStream,
+    TextTokenizer,
+    load_tokenizer,
+    split_weight,
+)
 from longspan.hf.pretrained import language_model_class, read_model_config, refuse_adapter, without_dropout
 from longspan.ranks import launch
 from longspan.train.config import DataSection, TrainConfig
@@ -44,7 +52,7 @@ class Inputs:
 
     model_config: Any
     tokenizer: Any
-    source: DocumentSource
+    source: DocumentSource | Mixture
     data: DataSection
     identity: dict[str, Any]
     rope: RopeScaling | None = None
@@ -82,16 +90,26 @@ def open_local(config: TrainConfig) -> Inputs:
         )
     if config.data.chat_template is not None:
         tokenizer.chat_template = read_text("--chat-template", config.data.chat_template)
-    source = DocumentSource(
-        config.data.data,
-        text_field=config.data.text_field,
-        format=config.data.format,
-        split=config.data.split,
-        shuffle=config.data.shuffle,
-        seed=config.seed,
-    )
+    source = open_source(config.data.data, config.data, config.seed)
     identity = run_identity(config, model_config, tokenizer, source)
     return Inputs(model_config, tokenizer, source, config.data, identity, rope)
+
+
+def open_source(names: Sequence[str], data: DataSection, seed: int) -> DocumentSource | Mixture:
+    """Return the documents of one or several sources (`SOURCE` or `SOURCE=WEIGHT`)."""
+    weighted = [split_weight(name) for name in names]
+    sources = [
+        DocumentSource(
+            name,
+            text_field=data.text_field,
+            format=data.format,
+            split=data.split,
+            shuffle=data.shuffle,
+            seed=seed,
+        )
+        for name, _ in weighted
+    ]
+    return sources[0] if len(sources) == 1 else Mixture(sources, [weight for _, weight in weighted])
 
 
 def find_resume(config: TrainConfig, inputs: Inputs, ranks: Ranks, *, content: bool = True) -> Inputs:
@@ -194,7 +212,7 @@ def _check_same_run(config: TrainConfig, inputs: Inputs) -> None:
             f"(--batch, or else --micro-batch x --data-degree); give --batch {before}, or --change-batch to accept it"
         )
     if changed:
-        parts = [format_change(config.data.data, name, before, now) for name, (before, now) in changed.items()]
+        parts = [format_change(config.data.name, name, before, now) for name, (before, now) in changed.items()]
         raise LongspanError(
             f"checkpoint {inputs.resume.path} was made with other data or another model, so the run would not be the "
             f"same: {'; '.join(parts)}; give the same, or start another run from its weights: --model OUT/hf --out "
@@ -214,7 +232,9 @@ BATCH = "batch"
 """The key of an identity that may change with `--change-batch`."""
 
 
-def run_identity(config: TrainConfig, model_config: Any, tokenizer: Any, source: DocumentSource) -> dict[str, Any]:
+def run_identity(
+    config: TrainConfig, model_config: Any, tokenizer: Any, source: DocumentSource | Mixture
+) -> dict[str, Any]:
     """Return what a resumed run must have in common with this one, as plain values for its checkpoints."""
     samples = sample_files(source.files)
     identity = {

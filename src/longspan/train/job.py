@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def run(config: TrainConfig) -> int:
-    """Train on ranks started here or by torchrun; with `dry_run` print what would be done.
+    """Train on ranks started here or by torchrun; with `dry_run` or `preview` print what would be done.
 
     Returns:
         The exit code 0.
@@ -36,7 +36,14 @@ def run(config: TrainConfig) -> int:
             f"--max-restarts {config.max_restarts} restarts ranks that this command starts, and it starts none; give "
             "torchrun's --max-restarts, or leave it out on one rank"
         )
-    opened = launch.open_first(config, _open, dry_run=config.dry_run)
+    looks = config.dry_run or config.data.preview > 0
+    opened = launch.open_first(config, _open, dry_run=looks)
+    if config.data.preview:
+        from longspan.train.preview import preview
+
+        if launch.is_first_rank():
+            preview(*(opened or _resolve(config)))
+        return 0
     if config.dry_run:
         lines = dry_run(*(opened or _resolve(config)))
         if launch.is_first_rank():
@@ -59,7 +66,10 @@ def run(config: TrainConfig) -> int:
 
 
 def _open(config: TrainConfig) -> tuple[TrainConfig, Inputs]:
-    check_names(config.model.model, config.model.config, config.data.data, config.model.tokenizer)
+    from longspan.data.mixture import split_weight
+
+    for data in config.data.data:
+        check_names(config.model.model, config.model.config, split_weight(data)[0], config.model.tokenizer)
     return _resolve(config)
 
 
@@ -157,5 +167,5 @@ def dry_run(config: TrainConfig, inputs: Inputs) -> list[str]:
         lines.append(f"warning: not on this machine, which has no GPU: {error}")
     start = "the beginning" if inputs.resume is None else f"step {inputs.resume.step} ({inputs.resume.path})"
     export = "" if config.checkpoint.export == "never" else f", {config.exported}"
-    lines.append(f"{config.steps} steps from {start}; text of {config.data.data}; to {config.checkpoints}{export}")
+    lines.append(f"{config.steps} steps from {start}; text of {config.data.name}; to {config.checkpoints}{export}")
     return lines

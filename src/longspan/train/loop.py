@@ -245,7 +245,7 @@ class Trainer:
         mine = rounds(stream, config.sequences * config.tokens, self.sp.job_size, dist.get_rank(self.cpu_group))
         with prefetch(mine, depth=ROUNDS_AHEAD) as ahead:
             # Collectives run in this thread only. No full sequence is held during the step.
-            yield map(self._sharded, dealt(stream.pack(merge_rounds(ahead, self.cpu_group, config.data.data))))
+            yield map(self._sharded, dealt(stream.pack(merge_rounds(ahead, self.cpu_group, config.data.name))))
 
     def _sharded(self, step: StepBatch) -> StepBatch:
         return dataclasses.replace(step, micro_batches=[shard_batch(micro, self.sp) for micro in step.micro_batches])
@@ -256,7 +256,7 @@ class Trainer:
             return signum
         crc = zlib.crc32(f"{self.step} {batch.checksum} {batch.label_tokens} {len(batch.micro_batches)}".encode())
         signums, checksums = zip(*gather_numbers([signum, crc], self.cpu_group, torch.device("cpu")), strict=True)
-        check_same_text(checksums, self.config.data.data)
+        check_same_text(checksums, self.config.data.name)
         return int(max(signums))
 
     # --- one step
