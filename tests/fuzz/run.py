@@ -23,7 +23,7 @@ import longspan
 from longspan import checkpoint
 from longspan.core.errors import LongspanError
 from longspan.hf.support import check_model, is_masked_lm
-from tests import fitting
+from tests import fitting, pictures
 from tests.fuzz.cases import IGNORED, Batch, Case, batch_of
 from tests.fuzz.families import build, default_model
 from tests.models import Run, Truth, gradient_excess, gradients, truth_by, widened
@@ -357,7 +357,9 @@ def _generated(case: Case, model: Any, replica: tuple[int, int] = (0, 1)) -> tup
 
     batch = batch_of(case, 0, model.config.get_text_config().vocab_size, replica)
     inputs = {k: x for k, x in batch.whole.items() if k != "labels"} | {"attention_mask": batch.real.long()}
-    fixed = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    fixed: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    if case.family.startswith("vision"):  # a generated placeholder would need a picture
+        fixed["suppress_tokens"] = list(range(pictures.IMAGE, pictures.END + 1))
     config = GenerationConfig(**case.generation, **fixed, return_dict_in_generate=True, output_logits=True)
     out = model.eval().generate(**inputs, generation_config=config)
     return out.sequences, torch.stack(out.logits, 1)
