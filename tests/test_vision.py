@@ -147,9 +147,9 @@ def test_every_mesh(get_pool: Callable[[int], RankPool], ranks: int, family: str
     check_every_mesh(get_pool, ranks, family)
 
 
-@pytest.mark.parametrize(("ranks", "every"), [(4, 2), (8, 4)])
+@pytest.mark.parametrize(("ranks", "every"), [(4, 3), (8, 6)])
 def test_some_meshes(get_pool: Callable[[int], RankPool], ranks: int, every: int) -> None:
-    """Every second or fourth family, on one of the meshes in turn."""
+    """Every third or sixth family, on one of the meshes in turn."""
     families, of = list(FAMILIES)[::every], meshes(ranks)
     cases = [(x, of[(3 * i + 1) % len(of)], truth_about(x, _four_rows(x))) for i, x in enumerate(families)]
     get_pool(ranks).run(_on_meshes, cases, timeout=120)
