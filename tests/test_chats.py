@@ -15,6 +15,7 @@ from longspan.core.sections import make
 from longspan.data import (
     BYTES,
     DocumentSource,
+    Mixture,
     RowTokenizer,
     Sequence,
     SequenceStream,
@@ -286,3 +287,51 @@ def test_a_preview_shows_what_the_model_will_see(tmp_path: Path, width: int, col
         assert "\x1b[1;32mIt is the one, 0<|im_end|>" in file.getvalue()
     else:
         assert "⟦It is the one, 0<|im_end|>\n⟧<|im_start|>user" in shown
+
+
+def test_a_streamed_dataset_of_chats_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chatml: Any) -> None:
+    """Parquet files read by `datasets` as a stream, as those of the hub are; several files and row groups."""
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for part in range(2):
+        rows = [{"messages": chat(10 * part + i), "id": i} for i in range(6)]
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"{part}.parquet", row_group_size=2)
+    load = datasets.load_dataset
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        datasets, "load_dataset",
+        lambda *_, **__: load("parquet", data_files=[str(tmp_path / f"{i}.parquet") for i in range(2)], split="train",
+                              streaming=True),
+    )  # fmt: skip
+    monkeypatch.setattr("longspan.data.source.check_on_hub", lambda *_: None)
+
+    def take(count: int, state: Any = None) -> list[Sequence]:
+        source = DocumentSource("someone/chats", shuffle=5)
+        assert source.kinds() == {"chat"}
+        stream = SequenceStream(
+            source, TextTokenizer(chatml), 300, state, rows=RowTokenizer(chatml), pack="best-fit", window=2
+        )
+        return list(itertools.islice(stream, count))
+
+    whole = take(14)
+    assert whole[-1].state["place"]["epoch"] > 0
+    assert {name for s in whole for name in s.where} == {f"--data someone/chats, row {i + 1}" for i in range(12)}
+    for index in (0, 4, 8):
+        state = json.loads(json.dumps(whole[index].state))
+        assert [_values(s) for s in take(4, state)] == [_values(s) for s in whole[index + 1 : index + 5]]
+
+
+def test_rows_stay_whole_unless_all_is_text(tmp_path: Path) -> None:
+    from longspan.train.inputs import resolve_pack
+
+    chats = DocumentSource(str(write_rows(tmp_path / "a.jsonl", [{"messages": chat()}])))
+    (tmp_path / "b").mkdir()
+    texts = DocumentSource(str(write_rows(tmp_path / "b" / "a.jsonl", [{"text": "a"}])))
+    data = TrainConfig().data
+    assert (resolve_pack(data, chats), resolve_pack(data, texts)) == ("best-fit", "stream")
+    assert resolve_pack(data, Mixture([texts, chats], [1, 1])) == "best-fit"
+    assert resolve_pack(make(TrainConfig, pack="documents").data, chats) == "documents"
+    with pytest.raises(LongspanError, match=r"--too-long drop: --pack stream cuts documents and drops none"):
+        make(TrainConfig, data="x", pack="stream", too_long="drop").data.check()

@@ -65,9 +65,10 @@ def _plain_losses(config: TrainConfig, dtype: torch.dtype = torch.float32) -> di
     from longspan.data import deal
     from longspan.train.inputs import open_local
 
-    sequences = iter(open_local(config).sequences(config.context))
+    inputs = open_local(config)
+    sequences = iter(inputs.sequences(config.context))
     batch = config.sequences
-    steps = deal(sequences, batch=batch, micro_batch=batch, data_size=1, data_rank=0, pack=config.data.pack)
+    steps = deal(sequences, batch=batch, micro_batch=batch, data_size=1, data_rank=0, pack=inputs.pack)
     torch.manual_seed(config.seed)
     model_config = AutoConfig.from_pretrained(config.model.config)
     auto: Any = AutoModelForImageTextToText if hasattr(model_config, "vision_config") else AutoModelForCausalLM

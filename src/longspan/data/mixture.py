@@ -12,7 +12,7 @@ from typing import Any
 
 from longspan.core.errors import LongspanError
 from longspan.core.validation import existing_path
-from longspan.data.rows import Document
+from longspan.data.rows import Document, Kind
 from longspan.data.source import DocumentSource, Place
 
 
@@ -92,6 +92,10 @@ class Mixture:
             places[source] = dataclasses.replace(at, document=at.document + 1)
             read[source] += len(document.text)
             place = MixedPlace(tuple(places), tuple(read))
+
+    def kinds(self) -> set[Kind]:
+        """Return what the documents are."""
+        return set().union(*(source.kinds() for source in self.sources))
 
     def place(self, state: dict[str, Any]) -> MixedPlace:
         """Return a place from the plain values of its fields."""

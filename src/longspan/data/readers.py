@@ -33,6 +33,9 @@ class Reader(Protocol):
 
     def __iter__(self) -> Iterator[Document]: ...
 
+    def kinds(self) -> set[Kind]:
+        """Return what the documents are, as far as the first row of each file says."""
+
 
 class LocalFiles:
     """Files one after another: .txt, then .jsonl, then .parquet, each kind in the given order.
@@ -59,6 +62,9 @@ class LocalFiles:
                 for number, row, _ in self._rows(file, 1, 0):
                     self._document(file, number, row)
                     break
+
+    def kinds(self) -> set[Kind]:
+        return {"text" if file.suffix == ".txt" else self._kinds.get(file, "text") for file in self.files}
 
     def seek(self, state: dict[str, Any] | None) -> None:
         self._at = dict(state or _START)
@@ -193,6 +199,9 @@ class Texts:
         self.texts = texts
         self._row = 0
 
+    def kinds(self) -> set[Kind]:
+        return {"text"}
+
     def seek(self, state: dict[str, Any] | None) -> None:
         self._row = state["row"] if state else 0
 
@@ -228,6 +237,16 @@ class HubDataset:
                 f"--data {name} is neither a file nor a directory{near(name)}, and as the name of a dataset it cannot "
                 f"be opened: {first_line(error)}"
             ) from error
+
+    def kinds(self) -> set[Kind]:
+        names = self._dataset.column_names  # None if the files do not tell
+        if self._kind is None and names is not None:
+            self._kind = kind_of(names, self.text_field, self.format, f"--data {self.name}")
+        elif self._kind is None:
+            self.seek(None)
+            next(iter(self), None)
+            self.seek(None)
+        return {self._kind or "text"}
 
     def seek(self, state: dict[str, Any] | None) -> None:
         self._row = state["row"] if state else 0

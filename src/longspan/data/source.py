@@ -12,7 +12,7 @@ from typing import Any
 from longspan.core.errors import LongspanError
 from longspan.core.validation import existing_path, means_a_path, near
 from longspan.data.readers import KINDS, HubDataset, LocalFiles, Reader, Texts
-from longspan.data.rows import Document, Format
+from longspan.data.rows import Document, Format, Kind
 from longspan.hf.pretrained import check_on_hub
 
 PYDOC = "pydoc"
@@ -107,6 +107,10 @@ class DocumentSource:
             if not found:
                 raise LongspanError(f"--data {self.data} holds no text: every document is empty, or there is none")
             place = Place(epoch=place.epoch + 1)
+
+    def kinds(self) -> set[Kind]:
+        """Return what the documents are."""
+        return self._reader.kinds()
 
     def place(self, state: dict[str, Any]) -> Place:
         """Return a place from the plain values of its fields."""

@@ -75,10 +75,11 @@ class DataSection:
     """Split of a dataset from the hub."""
     shuffle: int = 1024
     """Size of the shuffle buffer, in documents; files are shuffled once. 0: keep the order."""
-    pack: Literal["stream", "documents", "best-fit", "none"] = "stream"
+    pack: Literal["auto", "stream", "documents", "best-fit", "none"] = "auto"
     """How documents (a text, a chat, a row) become sequences. stream: concatenated and cut; attention sees the whole
     sequence. documents: the same, and attention stays within a document. best-fit: whole documents, several to a
-    sequence, each with its own attention; the rest is padding. none: a document is a sequence."""
+    sequence, each with its own attention; the rest is padding. none: a document is a sequence. auto: stream if all is
+    text, else best-fit."""
     pack_window: int = 32
     """With --pack best-fit, documents of about this many sequences are packed at a time: more waste less padding, and
     take memory and time before the first step."""
@@ -105,6 +106,10 @@ class DataSection:
         check_number("--shuffle", self.shuffle, 0, LARGEST_COUNT)
         check_number("--pack-window", self.pack_window, 1, LARGEST_COUNT)
         check_number("--preview", self.preview, 0, LARGEST_COUNT)
+        if self.pack in ("stream", "documents") and self.too_long != "truncate":
+            raise LongspanError(
+                f"--too-long {self.too_long}: --pack {self.pack} cuts documents and drops none; use --pack best-fit"
+            )
 
 
 @flags_last

@@ -27,6 +27,7 @@ from longspan.data import (
     load_tokenizer,
     split_weight,
 )
+from longspan.data.stream import Pack
 from longspan.hf.pretrained import language_model_class, read_model_config, refuse_adapter, without_dropout
 from longspan.ranks import launch
 from longspan.train.config import DataSection, TrainConfig
@@ -43,7 +44,7 @@ class Inputs:
         model_config: the Hugging Face config, untouched by longspan.
         tokenizer: the Hugging Face tokenizer.
         source: the documents.
-        data: how sequences are made from them.
+        data: how sequences are made from them, with "auto" resolved.
         identity: what a resumed run must have in common with this one, for its checkpoints.
         rope: the RoPE scaling applied to `model_config`, or None.
         resume: the checkpoint to resume from, or None.
@@ -59,6 +60,11 @@ class Inputs:
     resume: Checkpoint | None = None
     passed_over: tuple[str, ...] = ()
 
+    @property
+    def pack(self) -> Pack:
+        assert self.data.pack != "auto"
+        return self.data.pack
+
     def sequences(self, context: int) -> SequenceStream:
         """Return the sequences that are still to be trained on."""
         state = self.resume.state["data"] if self.resume else None
@@ -69,7 +75,7 @@ class Inputs:
             context,
             state,
             rows=RowTokenizer(self.tokenizer, self.data.loss_on, vocabulary),
-            pack=self.data.pack,
+            pack=self.pack,
             too_long=self.data.too_long,
             window=self.data.pack_window,
         )
@@ -91,8 +97,9 @@ def open_local(config: TrainConfig) -> Inputs:
     if config.data.chat_template is not None:
         tokenizer.chat_template = read_text("--chat-template", config.data.chat_template)
     source = open_source(config.data.data, config.data, config.seed)
+    data = dataclasses.replace(config.data, pack=resolve_pack(config.data, source))
     identity = run_identity(config, model_config, tokenizer, source)
-    return Inputs(model_config, tokenizer, source, config.data, identity, rope)
+    return Inputs(model_config, tokenizer, source, data, identity, rope)
 
 
 def open_source(names: Sequence[str], data: DataSection, seed: int) -> DocumentSource | Mixture:
@@ -110,6 +117,13 @@ def open_source(names: Sequence[str], data: DataSection, seed: int) -> DocumentS
         for name, _ in weighted
     ]
     return sources[0] if len(sources) == 1 else Mixture(sources, [weight for _, weight in weighted])
+
+
+def resolve_pack(data: DataSection, source: DocumentSource | Mixture) -> Pack:
+    """Return how documents become sequences; "auto" keeps chats and other rows whole, and streams text."""
+    if data.pack != "auto":
+        return data.pack
+    return "stream" if source.kinds() <= {"text"} else "best-fit"
 
 
 def find_resume(config: TrainConfig, inputs: Inputs, ranks: Ranks, *, content: bool = True) -> Inputs:
@@ -239,7 +253,7 @@ def run_identity(
     samples = sample_files(source.files)
     identity = {
         **source.identity,
-        "pack": config.data.pack,
+        "pack": resolve_pack(config.data, source),
         "loss_on": config.data.loss_on,
         "too_long": config.data.too_long,
         BATCH: config.sequences,

@@ -235,7 +235,7 @@ class Trainer:
             micro_batch=config.micro_batch,
             data_size=self.sp.data_size,
             data_rank=self.sp.data_rank,
-            pack=config.data.pack,
+            pack=self.inputs.pack,
             context=config.tokens,
         )
         if self.cpu_group is None:
@@ -392,7 +392,7 @@ class Trainer:
             peak_reserved_gib=memory[1] or None,
             reserved_ratio=memory[2] or None,
             mfu=flops / (mean_s * peak * sp.job_size) if flops and peak else None,
-            padding=padding / positions if self.config.data.pack in ("best-fit", "none") else None,
+            padding=padding / positions if self.inputs.pack in ("best-fit", "none") else None,
             truncated=batch.state["counts"]["truncated"] or None,
             left_out=batch.state["counts"]["left_out"] or None,
             **offload,

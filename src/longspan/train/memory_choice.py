@@ -45,7 +45,7 @@ def resolve(config: TrainConfig, hardware: Hardware | None = None) -> tuple[Trai
         dtype=config.dtype,
         weight_sharding=config.fsdp,
         tensor_style=parallel.tensor_style,
-        documents=config.data.pack != "stream",
+        documents=config.data.pack not in ("auto", "stream"),
     )
     mesh = Mesh(**parallel.degrees)
     for layer, _ in shape.layer_kinds:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.rule import Rule
@@ -25,7 +25,7 @@ _SHARES = " ▁▂▃▄▅▆▇█"
 def preview(config: TrainConfig, inputs: Inputs, console: Console | None = None) -> None:
     """Print the first `config.data.preview` sequences."""
     console = console or Console(highlight=False)
-    view = _View(config, inputs.tokenizer, console)
+    view = _View(inputs, config.tokens, console)
     count = config.data.preview
     for number, sequence in enumerate(itertools.islice(inputs.sequences(config.tokens), count), 1):
         view.print(sequence, f"sequence {number} of {count}")
@@ -33,8 +33,9 @@ def preview(config: TrainConfig, inputs: Inputs, console: Console | None = None)
 
 
 class _View:
-    def __init__(self, config: TrainConfig, tokenizer: Any, console: Console) -> None:
-        self.config, self.tokenizer, self.console = config, tokenizer, console
+    def __init__(self, inputs: Inputs, context: int, console: Console) -> None:
+        self.pack, self.context, self.console = inputs.pack, context, console
+        self.tokenizer = inputs.tokenizer
         self.coloured = console.color_system is not None and not console.no_color
 
     def legend(self) -> Text:
@@ -43,8 +44,8 @@ class _View:
         return Text("⟦ ⟧ enclose tokens with a loss.")
 
     def print(self, sequence: Sequence, title: str) -> None:
-        pack, console = self.config.data.pack, self.console
-        batch = collate([sequence], pack, self.config.tokens)
+        pack, console = self.pack, self.console
+        batch = collate([sequence], pack, self.context)
         ids, labels = batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
         trained = [False] + [label >= 0 for label in labels[1:]]  # nothing predicts the first token
         used = len(sequence.ids)
