@@ -12,6 +12,7 @@ import dataclasses
 import html
 import importlib
 import inspect
+import json
 import posixpath
 import re
 import shutil
@@ -59,17 +60,19 @@ def main() -> None:
 def stage() -> None:
     """Write every page of the site into build/pages."""
     shutil.rmtree(PAGES, ignore_errors=True)
-    waiting = [*map(Path, MOVED), *sorted(path.relative_to(ROOT) for path in (ROOT / "docs").rglob("*.md"))]
+    pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.ipynb")]
+    waiting = [*map(Path, MOVED), *sorted(path.relative_to(ROOT) for path in pages)]
     done: set[Path] = set()
     while waiting:
         path = waiting.pop()
         if path in done or (ROOT / path).is_dir():
             continue
         done.add(path)
-        if path.suffix != ".md":
+        if path.suffix not in (".md", ".ipynb"):
             write(site_path(path), as_page(path))
             continue
-        text, linked = relink((ROOT / path).read_text(), path)
+        text = (ROOT / path).read_text()
+        text, linked = relink(from_notebook(text) if path.suffix == ".ipynb" else text, path)
         waiting += [target for target in linked if target.suffix not in (".png", ".svg")]
         for picture in (target for target in linked if target.suffix in (".png", ".svg")):
             copy(picture)
@@ -100,7 +103,7 @@ def site_path(path: Path) -> str:
     if name in MOVED:
         return MOVED[name]
     if name.startswith("docs/"):
-        return name.removeprefix("docs/")
+        return name.removeprefix("docs/").replace(".ipynb", ".md")
     return name if path.suffix in (".md", ".png", ".svg") else f"{name}.md"
 
 
@@ -135,6 +138,19 @@ def inline(text: str, folder: Path) -> str:
         return f'<div class="picture" role="img" aria-label="{html.escape(" ".join(match[1].split()))}">{svg}</div>'
 
     return re.sub(r"^!\[([^\]]*)\]\(([^)]*\.svg)\)$", drawn, text, flags=re.MULTILINE)
+
+
+def from_notebook(text: str) -> str:
+    """Return a notebook as Markdown: its cells, and what they printed."""
+    parts = []
+    for cell in json.loads(text)["cells"]:
+        source = "".join(cell["source"])
+        shell = source.startswith("!")
+        parts.append(
+            source if cell["cell_type"] == "markdown" else f"```{'bash' if shell else 'python'}\n{source}\n```"
+        )
+        parts += [f"```text\n{''.join(output['text']).rstrip()}\n```" for output in cell.get("outputs", ())]
+    return "\n\n".join(parts) + "\n"
 
 
 def as_page(path: Path) -> str:

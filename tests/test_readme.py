@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import inspect
+import json
 import os
 import re
 import shlex
@@ -228,6 +229,29 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     # Blank lines before the code give a traceback the page's own line numbers.
     sources = [(str(page), "\n" * (block.line - 1) + block.source, block.runs) for block in blocks]
     run_forked(_run_blocks, sources, tmp_path)
+
+
+def _run_notebook(path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("run_notebooks", ROOT / "docs" / "run_notebooks.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+
+    def check_shell(command: str) -> str:
+        """Check that it parses, as in pages."""
+        for words in commands_of(Block(path, 0, "bash", command, True)):
+            CHECKS.get(words[0], lambda args: None)(words[1:])
+        return "checked"
+
+    notebook = json.loads(path.read_text())
+    printed = list(script.execute(notebook, check_shell))
+    assert [bool(text) for text in printed] == [bool(cell["outputs"]) for cell in script.code_cells(notebook)]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebooks_run(path: Path) -> None:
+    """Cells run in order; where the stored notebook shows output, there is some."""
+    run_forked(_run_notebook, path)
 
 
 @pytest.mark.parametrize("target", [["no-such-target"], ["demo", "tset"]])

@@ -64,8 +64,11 @@ def test_every_page_is_in_the_navigation_and_in_the_list_of_pages() -> None:
     navigation = re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert len(navigation) == len(set(navigation))
     assert set(PAGES) - {"README.md"} <= set(navigation)
+    assert {f"reference/flags/{command}.md" for command in COMMANDS} <= set(navigation)
     listed = re.findall(r"\]\((\S+\.md)\)", (ROOT / "docs" / "README.md").read_text())
     assert set(PAGES) - {"README.md"} <= set(listed)
+    notebooks = {f"notebooks/{path.stem}.md" for path in (ROOT / "docs" / "notebooks").glob("*.ipynb")}
+    assert len(notebooks) == 2 and notebooks <= set(navigation)
 
 
 def test_the_list_for_language_models_names_every_page(site: Path) -> None:
