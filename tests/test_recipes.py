@@ -17,6 +17,8 @@ from longspan.cli_values import read_flags
 from longspan.core.sections import make
 from longspan.recipes import recipes
 from longspan.train import TrainConfig
+from tests.chatting import chat, make_tokenizer, write_rows
+from tests.training import LLAMA
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,6 +50,36 @@ def test_recipe_is_written_and_is_a_valid_config(name, tmp_path, capsys):
     make(TrainConfig, **values).check()
     assert main(["recipes", "--name", name, "--out", str(out)]) == 2  # it is not overwritten
     assert "exists" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory) -> Path:
+    """A small model with a tokenizer and a chat template, and data of each kind."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("toy")
+    make_tokenizer().save_pretrained(folder / "model")
+    LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(folder / "model")
+    write_rows(folder / "chat.jsonl", [{"messages": chat(n)} for n in range(20)])
+    write_rows(folder / "text.jsonl", [{"text": "The sea was calm. " * (n % 9 + 1)} for n in range(40)])
+    return folder
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_recipe_trains_a_toy_model(name, toy, tmp_path, capsys):
+    """In one process: ranks and sizes are the test's, everything else is the recipe's."""
+    path = tmp_path / "recipe.toml"
+    path.write_text(recipes()[name])
+    values, _ = read_flags(TrainConfig, path, "longspan train")
+    data = toy / f"{'text' if values.get('format', 'auto') == 'auto' else values['format']}.jsonl"
+    flags = {"model": toy / "model", "data": data, "out": tmp_path / "run", "context": 256, "steps": 2, "batch": 1}
+    flags |= {"ulysses": 1, "ring": 1, "data-degree": 1, "warmup": 1, "dtype": "fp32", "rope-scaling": "as-is"}
+    status = main(
+        ["train", "--from", str(path), *(part for key, value in flags.items() for part in (f"--{key}", str(value)))]
+    )
+    printed = capsys.readouterr()
+    assert status == 0, printed.err
+    assert "step 2/2" in printed.out and (tmp_path / "run" / "hf" / "config.json").exists()
 
 
 def test_list_names_every_recipe(capsys):
