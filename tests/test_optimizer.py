@@ -24,6 +24,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.sections import replace
 from longspan.data.stream import Sequence, deal
 from longspan.train import TrainConfig
+from longspan.train.optimizer import Muon, make_scheduler
 from tests.choose import confirming, each_value
 from tests.fakes import fake_world
 from tests.memory import peak_of
@@ -434,3 +435,95 @@ def test_8_bit_states_without_torchao_are_refused_before_anything_starts(
     message = r"\[adamw8bit\]\" \(torchao\) on every machine, or leave --optimizer"
     refused(config, message, optimizer="adamw8bit")
     assert not config.out.exists()
+
+
+# --- Muon
+
+
+def _muon_steps() -> None:
+    """3 steps on sharded weights, one of a single row and one that 2 ranks do not divide, to the bit of torch's own."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    whole = [torch.nn.Parameter(torch.randn(shape)) for shape in ((6, 10), (11, 6), (1, 8), (7,))]
+    sharded = [torch.nn.Parameter(distribute_tensor(p.detach().clone(), mesh)) for p in whole]
+    muon = torch.optim.Muon(whole[:3], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(whole[3:], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    others, matrices = [{"params": sharded[3:]}], [{"params": sharded[:3], "weight_decay": 0.1}]
+    ours = Muon(others, matrices, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    for _ in range(3):
+        for p, mine in zip(whole, sharded, strict=True):
+            p.grad = torch.randn_like(p)
+            mine.grad = distribute_tensor(p.grad, mesh)
+        for optimizer in (muon, adamw, ours):
+            optimizer.step()
+    for p, mine in zip(whole, sharded, strict=True):
+        assert torch.equal(mine.full_tensor(), p)  # type: ignore[attr-defined]
+
+
+def test_muon_on_shards_is_torchs_on_whole_matrices(pool2: RankPool) -> None:
+    pool2.run(_muon_steps)
+
+
+def test_a_run_with_muon_trains_as_one_process_and_resumes(
+    config: TrainConfig, pool2: RankPool, tmp_path: Path
+) -> None:
+    """Updates are rounded to bf16, so runs on other meshes differ by more than fp32's rounding."""
+    alone = replace(config, optimizer="muon", out=tmp_path / "alone", no_decay=("*embed*",), min_lr=1e-3)
+    both = replace(alone, ulysses=2, out=tmp_path / "both")
+    train(alone)
+    train_on(pool2, both)
+    one, two = losses_of(alone.out), losses_of(both.out)
+    assert one[4] < one[1] - 0.2
+    assert two == pytest.approx(one, rel=roughly(torch.bfloat16) / 8)
+    index = json.loads((both.checkpoints / "step-00000004" / "index.json").read_text())["tensors"]
+    muon = {name.split(".", 2)[2].rpartition(".")[0] for name in index if name.endswith("momentum_buffer")}
+    adamw = {name.split(".", 2)[2].rpartition(".")[0] for name in index if name.endswith("exp_avg")}
+    assert adamw == {name for name in weights_of(both.out) if "norm" in name or "embed" in name or "lm_head" in name}
+    assert muon == weights_of(both.out).keys() - adamw
+    cut = replace(both, out=tmp_path / "cut")
+    shutil.copytree(both.checkpoints / "step-00000002", cut.checkpoints / "step-00000002")
+    train_on(pool2, cut)
+    assert losses_of(cut.out) == {step: loss for step, loss in two.items() if step > 2}
+    assert [record["lr"] for record in log_of(cut.out)] == [record["lr"] for record in log_of(both.out)[2:]]
+
+
+def test_muon_is_refused_where_matrices_cannot_be_gathered(config: TrainConfig) -> None:
+    refused(config, r"muon gathers .* --tensor 2 .*--tensor 1 --ulysses 4", optimizer="muon", tensor=2, ulysses=2)
+    refused(config, r"which --optimizer-in-backward does not", optimizer="muon", optimizer_in_backward=True)
+    with pytest.raises(LongspanError, match=r"--no-decay \*norms\* is the name of no weight; they are named"):
+        train(replace(config, no_decay=("*norms*",)))
+
+
+# --- schedules
+
+
+@pytest.mark.parametrize(
+    ("options", "rates"),
+    [
+        ({"schedule": "cosine"}, [0, 0.5, 1, 0.5, 0]),
+        ({"schedule": "cosine", "min_lr": 0.2}, [0, 0.5, 1, 0.6, 0.2]),
+        ({"schedule": "linear", "min_lr": 0.2}, [0, 0.5, 1, 0.6, 0.2]),
+        ({"schedule": "wsd"}, [0, 0.5, 1, 1, 0]),
+        ({"schedule": "wsd", "decay": 6, "min_lr": 0.2}, [0.2, 0.6, 1, 1 - 0.8 * (1 / 3) ** 0.5, 0.2]),
+        ({"schedule": "constant"}, [0, 0.5, 1, 1, 1]),
+    ],
+    ids=str,
+)
+def test_rates_of_a_schedule(config: TrainConfig, options: dict[str, Any], rates: list[float]) -> None:
+    """Before the first step, in the warm-up of 4 steps, behind it, halfway through the rest, and after the last."""
+    config = replace(config, lr=1.0, warmup=4, steps=12, **options)
+    config.check()
+    model = torch.nn.Linear(2, 2)
+    for step, rate in zip((0, 2, 4, 8, 12), rates, strict=True):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr)
+        make_scheduler(optimizer, config, step)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate, abs=1e-9), step
+
+
+def test_impossible_schedules_are_refused(config: TrainConfig) -> None:
+    refused(config, r"--min-lr 0\.1 is not below --lr 0\.01; give less", min_lr=0.1)
+    refused(config, r"--min-lr 0\.001: --schedule constant does not decay", min_lr=1e-3, schedule="constant")
+    refused(config, r"--decay 2 is of --schedule wsd, and --schedule cosine decays over all", decay=2)
+    refused(config, r"--warmup 1 and --decay 4 are longer than .* --steps 4 together", decay=4, schedule="wsd")

@@ -269,3 +269,19 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
     use = "a layer sharded over a tensor axis"
     found: dict[str, Any] = needed("torch", module, "_parameters", "nn.Module", use, "`tensor=1`")
     return found
+
+
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """Return torch.optim.Muon's orthogonalisation of a whole matrix, in bf16, by its own five Newton-Schulz steps.
+
+    Public way: torch.optim.Muon itself, which orthogonalises a sharded matrix by collectives in each of these steps.
+    When gone: LongspanError.
+    """
+    try:
+        from torch.optim import _muon
+
+        settings = (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C), _muon.DEFAULT_NS_STEPS, _muon.EPS
+        made: Tensor = _muon._zeropower_via_newtonschulz(matrix, *settings)
+    except (ImportError, AttributeError) as error:
+        raise missing("torch", "torch.optim._muon", "--optimizer muon") from error
+    return made

@@ -140,18 +140,26 @@ class MemorySection(MemoryFlags):
 class OptimizerSection:
     """The optimizer, its learning rate, and the gradients that it gets."""
 
-    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
     """adamw8bit stores AdamW's two states in 8 bits a value, with a scale for each 256 (torchao's AdamW8bit, the extra
     `adamw8bit`), instead of 32: a quarter of the memory, and other numbers. A weight whose shard is not a multiple of
-    256 values keeps fp32 states."""
+    256 values keeps fp32 states. muon: torch.optim.Muon (momentum 0.95) for matrices, with updates as large as AdamW's,
+    so that --lr is AdamW's; AdamW for embeddings, LM head, experts stored as one tensor, norms and biases."""
     lr: float = 3e-4
     """Learning rate after warm-up."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Decay of the learning rate after warm-up, to 0 at the last step; constant: none."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Decay of the learning rate after warm-up, to --min-lr at the last step; constant: none; wsd (warm-up, stable,
+    decay): constant, then 1 - sqrt over the last --decay steps."""
     warmup: int = 0
-    """Steps over which the learning rate rises from 0."""
+    """Steps over which the learning rate rises from 0 (wsd: from --min-lr)."""
+    decay: int | None = None
+    """Steps of the decay of --schedule wsd. By default a tenth of the run."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
     weight_decay: float = 0.1
-    """AdamW's weight decay; not applied to norms and biases."""
+    """Weight decay; not applied to norms, biases and --no-decay."""
+    no_decay: tuple[str, ...] = ()
+    """Weights without weight decay: patterns of their names, such as "*embed_tokens*"."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's betas."""
     clip: float = 1.0
@@ -171,6 +179,18 @@ class OptimizerSection:
         check_number("--lr", self.lr, 0, above=True)
         check_number("--warmup", self.warmup, 0, LARGEST_COUNT)
         check_number("--weight-decay", self.weight_decay, 0)
+        check_number("--min-lr", self.min_lr, 0)
+        if self.min_lr >= self.lr:
+            raise LongspanError(f"--min-lr {self.min_lr:g} is not below --lr {self.lr:g}; give less")
+        if self.min_lr and self.schedule == "constant":
+            raise LongspanError(f"--min-lr {self.min_lr:g}: --schedule constant does not decay; leave it out")
+        if self.decay is not None:
+            check_number("--decay", self.decay, 1, LARGEST_COUNT)
+            if self.schedule != "wsd":
+                raise LongspanError(
+                    f"--decay {self.decay} is of --schedule wsd, and --schedule {self.schedule} decays over all steps "
+                    "after warm-up; leave it out"
+                )
         check_number("--clip", self.clip, 0)
         for beta in self.betas:
             check_number("--betas", beta, 0, 1, below=True)
@@ -331,6 +351,11 @@ class TrainConfig(RankFlags):
             check_number("--profile", self.logging.profile, 1, self.steps)
         if self.optimizer.warmup > self.steps:
             raise LongspanError(f"--warmup {self.optimizer.warmup} is longer than the run of --steps {self.steps}")
+        if self.optimizer.warmup + (self.optimizer.decay or 0) > self.steps:
+            raise LongspanError(
+                f"--warmup {self.optimizer.warmup} and --decay {self.optimizer.decay} are longer than the run of "
+                f"--steps {self.steps} together"
+            )
 
     def _check_batch(self) -> None:
         if self.context != "max":
@@ -361,6 +386,8 @@ class TrainConfig(RankFlags):
                 f"too: their states would stay fp32. Use --optimizer adamw, or --tensor 1 --ulysses "
                 f"{parallel.ulysses * parallel.tensor}"
             )
+        if options.optimizer == "muon":
+            self._check_muon()
         if options.grad_dtype != "fp32" and (not self.fsdp or parallel.fsdp_ranks == 1):
             why = "with --no-fsdp gradients are summed in fp32"
             if parallel.fsdp_ranks == 1:
@@ -371,6 +398,24 @@ class TrainConfig(RankFlags):
             )
         if options.optimizer_in_backward:
             self._check_optimizer_in_backward()
+
+    def _check_muon(self) -> None:
+        """Raise where no rank can gather the whole matrices that Muon orthogonalises."""
+        parallel = self.parallel
+        if parallel.tensor > 1:
+            raise LongspanError(
+                f"--optimizer muon gathers a matrix from FSDP's ranks, and --tensor {parallel.tensor} shards it a "
+                f"second time; use --optimizer adamw, or --tensor 1 --ulysses {parallel.ulysses * parallel.tensor}"
+            )
+        for flag, given in (
+            ("--optimizer-in-backward", self.optimizer.optimizer_in_backward),
+            ("--cpu-offload", self.memory.to_memory().cpu_offload),
+        ):
+            if given:
+                raise LongspanError(
+                    f"--optimizer muon gathers every matrix on the device after the backward, which {flag} does not "
+                    "allow; leave one of them out"
+                )
 
     def _check_optimizer_in_backward(self) -> None:
         flag = "--optimizer-in-backward"

@@ -239,8 +239,8 @@ _MOST_SAMPLED = 1024  # files
 _NAMED = 6  # files in a message; of the rest their number
 _LONGEST = 100  # characters of a value in a message
 _SETTINGS = (
-    "lr", "schedule", "warmup", "steps", "weight_decay", "betas", "clip", "optimizer", "dtype", "grad_dtype", "context",
-    "wire_dtype",
+    "lr", "schedule", "warmup", "decay", "min_lr", "steps", "weight_decay", "no_decay", "betas", "clip", "optimizer",
+    "dtype", "grad_dtype", "context", "wire_dtype",
 )  # fmt: skip
 BATCH = "batch"
 """The key of an identity that may change with `--change-batch`."""

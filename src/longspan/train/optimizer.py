@@ -2,26 +2,109 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
+from longspan.compat.torch_api import orthogonalized
 from longspan.compat.torch_checkpoint import adamw8bit
-from longspan.train.config import TrainConfig
+from longspan.core.errors import LongspanError
+from longspan.hf.support import transformers_model
+from longspan.train.config import OptimizerSection, TrainConfig
 
 
-def make_optimizer(model: torch.nn.Module, config: TrainConfig, device: torch.device) -> torch.optim.Optimizer:
-    """Return AdamW over all trainable parameters; weight decay applies to matrices only."""
+def make_optimizer(model: nn.Module, config: TrainConfig, device: torch.device) -> torch.optim.Optimizer:
+    """Return the optimizer of all trainable parameters; weight decay applies to matrices only.
+
+    Its groups come in pairs, with weight decay and without.
+    """
     options = config.optimizer
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": options.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    excluded = set(matching(model, "--no-decay", options.no_decay))
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+    def groups(belongs: Callable[[str, nn.Parameter], bool]) -> list[dict[str, Any]]:
+        mine = [(p, p.ndim >= 2 and name not in excluded) for name, p in trained if belongs(name, p)]
+        return [
+            {"params": [p for p, decays in mine if decays], "weight_decay": options.weight_decay},
+            {"params": [p for p, decays in mine if not decays], "weight_decay": 0.0},
+        ]
+
     if options.optimizer == "adamw8bit":
-        return adamw8bit(groups, options.lr, options.betas)
-    return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, fused=device.type == "cuda" or None)
+        return adamw8bit(groups(lambda *_: True), options.lr, options.betas)
+    fused = device.type == "cuda" or None
+    if options.optimizer == "adamw":
+        return torch.optim.AdamW(groups(lambda *_: True), lr=options.lr, betas=options.betas, fused=fused)
+    tables = _tables(model)
+
+    def is_matrix(name: str, p: nn.Parameter) -> bool:
+        return p.ndim == 2 and name.endswith("weight") and p not in tables
+
+    others = groups(lambda name, p: not is_matrix(name, p))
+    return Muon(others, groups(is_matrix), lr=options.lr, betas=options.betas, fused=fused)
+
+
+def matching(model: nn.Module, flag: str, patterns: tuple[str, ...]) -> list[str]:
+    """Return the names of the parameters that match any of the patterns; raise for a pattern without any."""
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise LongspanError(
+                f"{flag} {pattern} is the name of no weight; they are named like {names[0]} and {names[-1]}, and * "
+                "stands for any characters"
+            )
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _tables(model: nn.Module) -> set[nn.Parameter]:
+    """Return the weights of embeddings and of the LM head."""
+    inner = transformers_model(model)
+    tables = [module for module in inner.modules() if isinstance(module, nn.Embedding)]
+    found = [*tables, inner.get_input_embeddings(), inner.get_output_embeddings()]
+    return {p for module in found if isinstance(module, nn.Module) for p in module.parameters()}
+
+
+class Muon(torch.optim.Optimizer):
+    """torch.optim.Muon for `matrices`, and AdamW for others: one optimizer, with one state and one schedule.
+
+    Of a sharded matrix each rank keeps its rows of the momentum. They are gathered, as every rank orthogonalises the
+    whole matrix: the same numbers as in one process. An update has the root mean square of AdamW's (0.2), as with
+    torch's `adjust_lr_fn="match_rms_adamw"`.
+    """
+
+    momentum = 0.95
+
+    def __init__(self, others: list[dict[str, Any]], matrices: list[dict[str, Any]], **options: Any) -> None:
+        self.adamw = torch.optim.AdamW(others, **options)
+        super().__init__([*others, *matrices], self.adamw.defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        others = len(self.adamw.param_groups)
+        self.adamw.param_groups, self.adamw.state = self.param_groups[:others], self.state  # loading replaces them
+        self.adamw.step()
+        for group in self.param_groups[others:]:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, float(group["lr"]), group["weight_decay"])
+
+    def _update(self, p: Tensor, lr: float, weight_decay: float) -> None:
+        assert p.grad is not None
+        momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p.grad))
+        momentum.lerp_(p.grad, 1 - self.momentum)
+        update = p.grad.lerp(momentum, self.momentum)
+        if isinstance(update, DTensor):
+            whole = orthogonalized(update.full_tensor())
+            replicated = DTensor.from_local(whole, update.device_mesh, [Replicate()] * update.device_mesh.ndim)
+            update = replicated.redistribute(update.device_mesh, update.placements)
+        else:
+            update = orthogonalized(update)
+        p.mul_(1 - lr * weight_decay)
+        p.add_(update, alpha=-lr * 0.2 * math.sqrt(max(p.shape)))
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig, done: int) -> Any:
@@ -29,22 +112,42 @@ def make_scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig, done: 
 
     The rate is a function of the step and of this run's settings, so a resumed run may change them.
     """
-    from transformers import get_scheduler
-
     options = config.optimizer
-    for group in optimizer.param_groups:
+    for index, group in enumerate(optimizer.param_groups):
         group["initial_lr"] = options.lr
         _set_rate(group, options.lr)
         group["betas"] = options.betas
-        group["weight_decay"] = options.weight_decay if group["params"] and group["params"][0].ndim >= 2 else 0.0
-    names = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
-    scheduler = get_scheduler(
-        names[options.schedule], optimizer, num_warmup_steps=options.warmup, num_training_steps=config.steps
-    )
+        group["weight_decay"] = 0.0 if index % 2 else options.weight_decay
+    scheduler = _schedule(optimizer, options, config.steps)
     scheduler.last_epoch = done
     for group, rate in zip(optimizer.param_groups, scheduler.lr_lambdas, strict=True):
         _set_rate(group, options.lr * rate(done))
     return scheduler
+
+
+def _schedule(optimizer: torch.optim.Optimizer, options: OptimizerSection, steps: int) -> Any:
+    from transformers import get_scheduler
+
+    lowest = options.min_lr / options.lr
+    name: str = options.schedule
+    settings: dict[str, Any] = {}
+    if name == "cosine":
+        name, settings = "cosine_with_min_lr", {"min_lr_rate": lowest}
+    elif name == "linear" and lowest:
+        name, settings = "polynomial", {"power": 1.0, "lr_end": options.min_lr}
+    elif name == "constant":
+        name = "constant_with_warmup"
+    elif name == "wsd":
+        decay = min(max(1, steps // 10), steps - options.warmup) if options.decay is None else options.decay
+        name, settings = "warmup_stable_decay", {"num_decay_steps": decay, "decay_type": "1-sqrt"}
+        settings["min_lr_ratio"] = lowest
+    return get_scheduler(
+        name,
+        optimizer,
+        num_warmup_steps=options.warmup,
+        num_training_steps=steps,
+        scheduler_specific_kwargs=settings,
+    )
 
 
 def _set_rate(group: dict[str, Any], rate: float) -> None:
@@ -55,7 +158,7 @@ def _set_rate(group: dict[str, Any], rate: float) -> None:
         group["lr"] = rate
 
 
-def clip_gradients(model: torch.nn.Module, limit: float) -> float:
+def clip_gradients(model: nn.Module, limit: float) -> float:
     """Scale all gradients to a global L2 norm of at most `limit` (0: no limit); return the norm before."""
     parameters = [p for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
