@@ -159,6 +159,15 @@ def test_text_of_a_file_is_never_a_flag(tmp_path: Path) -> None:
     assert (config.steps, config.fsdp, config.optimizer.lr) == (1000, True, 3e-4)
 
 
+def test_sources_of_a_file_have_weights_and_relative_paths(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").touch()
+    (tmp_path / "year=2024").mkdir()
+    path = _file(tmp_path, '[data]\ndata = ["a.jsonl=0.7", "year=2024", "owner/name=2", "pydoc"]')
+    expected = (f"{tmp_path}/a.jsonl=0.7", f"{tmp_path}/year=2024", "owner/name=2", "pydoc")
+    assert _parse("--from", path).data.data == expected
+    assert _parse("--data", "~/a=0.5").data.data == (f"{Path.home()}/a=0.5",)
+
+
 def test_paths_of_a_file_are_relative_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In any working folder; names stay names; a path that exists only in the working folder is refused."""
     (tmp_path / "jobs").mkdir()

@@ -20,7 +20,11 @@ _OTHER_NAMES = {
     "text-field": "dataset_text_field text_column text_key",
     "context": "max_seq_length max_seq_len max_length sequence_len sequence_length seq_length seq_len cutoff_len "
     "model_max_length block_size context_length",
-    "pack": "packing sample_packing",
+    "pack": "packing sample_packing packing_strategy",
+    "format": "dataset_format",
+    "chat-template": "chat_template_path",
+    "loss-on": "assistant_only_loss completion_only_loss train_on_inputs",
+    "too-long": "truncation truncation_mode",
     "lr": "learning_rate",
     "schedule": "lr_scheduler lr_scheduler_type",
     "warmup": "warmup_steps warmup_ratio",

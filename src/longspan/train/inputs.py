@@ -67,17 +67,30 @@ class Inputs:
 
     def sequences(self, context: int) -> SequenceStream:
         """Return the sequences that are still to be trained on."""
-        state = self.resume.state["data"] if self.resume else None
-        vocabulary = self.model_config.get_text_config().vocab_size
+        return self.stream(self.source, context, self.resume.state["data"] if self.resume else None)
+
+    def stream(
+        self,
+        source: DocumentSource | Mixture,
+        context: int,
+        state: dict[str, Any] | None = None,
+        *,
+        epochs: int | None = None,
+    ) -> SequenceStream:
+        """Return the sequences of documents, as they are made for training: one pass with `epochs=1`.
+
+        `open_source` opens other documents, in their order with `shuffle=0`.
+        """
         return SequenceStream(
-            self.source,
+            source,
             TextTokenizer(self.tokenizer),
             context,
             state,
-            rows=RowTokenizer(self.tokenizer, self.data.loss_on, vocabulary),
+            rows=RowTokenizer(self.tokenizer, self.data.loss_on, self.model_config.get_text_config().vocab_size),
             pack=self.pack,
             too_long=self.data.too_long,
             window=self.data.pack_window,
+            epochs=epochs,
         )
 
 
