@@ -177,14 +177,24 @@ def api_page(text: str) -> str:
         names = public_names(intro + body if number == 0 else body, module[1] if module else "longspan")
         new = {path: written for path, written in names.items() if path not in seen}
         seen |= set(new)
+        docstrings = [f"# {heading}"]
         for path, written in new.items():
+            if "SequenceSharding." not in path:  # on the page of its class
+                docstrings.append(f"::: {path}\n    options:\n      members: {members(path, written, body)}")
             body = body.replace(written, f"[{written}](python/{page}.md#{path})", 1)
         parts.append(f"{title}\n{body}")
-        classes = [path for path in new if "SequenceSharding." not in path]  # methods are on the page of their class
-        write(f"reference/python/{page}.md", "\n\n".join([f"# {heading}", *(f"::: {path}" for path in classes)]) + "\n")
+        write(f"reference/python/{page}.md", "\n\n".join(docstrings) + "\n")
     missing = {f"longspan.{name}" for name in longspan.__all__} - seen - {"longspan.exchange"}
     assert not missing, f"docs/reference/api.md does not name {sorted(missing)}"
     return "".join(parts)
+
+
+def members(path: str, written: str, body: str) -> list[str]:
+    """Return the methods and attributes of a class that its entry names; the others are not for users."""
+    if path == "longspan.SequenceSharding":
+        return re.findall(r"`sp\.(\w+)", body)
+    entry = re.split(r"\n- |\n\n", body.partition(written)[2])[0]
+    return re.findall(r"`\.?(\w+)(?:\(\))?`", entry)
 
 
 def public_names(text: str, module: str) -> dict[str, str]:
