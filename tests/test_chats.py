@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from longspan.core.errors import LongspanError
-from longspan.core.sections import make
+from longspan.core.sections import make, replace
 from longspan.data import (
     BYTES,
     DocumentSource,
@@ -27,7 +27,7 @@ from longspan.data.chats import LossOn
 from longspan.train import TrainConfig
 from tests.chatting import CHATML, GENERATION, chat, make_tokenizer, write_rows
 from tests.pool import RankPool
-from tests.training import log_of, losses_of, train_on, write_config
+from tests.training import log_of, losses_of, small_run, train, train_on, write_config
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +245,7 @@ def test_a_stream_of_chats_resumes_and_leaves_out_what_has_no_loss(tmp_path: Pat
 
 
 def test_training_on_chats_has_the_losses_of_trl(tmp_path: Path, pool2: RankPool) -> None:
-    """Two ranks that share each sequence, and TRL's SFTTrainer on one process: `python -m benchmarks.sft_vs_trl`."""
+    """Two ranks that share each sequence, and TRL's SFTTrainer on one process: `benchmarks/sft_vs_trl.py`."""
     pytest.importorskip("trl")
     from benchmarks.sft_vs_trl import flags, trl_losses, write_inputs
 
@@ -335,3 +335,24 @@ def test_rows_stay_whole_unless_all_is_text(tmp_path: Path) -> None:
     assert resolve_pack(make(TrainConfig, pack="documents").data, chats) == "documents"
     with pytest.raises(LongspanError, match=r"--too-long drop: --pack stream cuts documents and drops none"):
         make(TrainConfig, data="x", pack="stream", too_long="drop").data.check()
+
+
+def test_a_run_on_chats_and_text_resumes_on_another_mesh(tmp_path: Path, pool2: RankPool) -> None:
+    """Two sources, best fit, from two ranks to one: the same losses as without an interruption."""
+    tokenizer = make_tokenizer(GENERATION)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    chats = write_rows(tmp_path / "a.jsonl", [{"messages": chat(i)} for i in range(30)])
+    texts = write_rows(tmp_path / "b.jsonl", [{"text": "the other answer " * (i % 7 + 1)} for i in range(50)])
+    config = small_run(
+        write_config(tmp_path), tmp_path / "whole", tokenizer=str(tmp_path / "tokenizer"), context=200, pack_window=3,
+        data=(f"{chats}=3", str(texts)), schedule="constant", export="never", ulysses=2, shuffle=7,
+    )  # fmt: skip
+    train_on(pool2, config)
+    part = replace(config, out=tmp_path / "part")
+    train_on(pool2, replace(part, steps=2))
+    train(replace(part, ulysses=1))
+    whole, resumed = losses_of(config.out), losses_of(part.out)
+    assert list(resumed) == [1, 2, 3, 4]
+    assert [whole[i] for i in (1, 2)] == [resumed[i] for i in (1, 2)]
+    assert list(resumed.values()) == pytest.approx(list(whole.values()), rel=1e-5)
+    assert [log["tokens"] for log in log_of(part.out)] == [log["tokens"] for log in log_of(config.out)]
