@@ -30,6 +30,7 @@ from longspan.core.sections import Option, options
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "build" / "pages"
+SITE = ROOT / "build" / "site"
 LANDING = "README.md"
 MOVED = {  # files of the repository that have another path on the site
     LANDING: "index.md",
@@ -52,6 +53,7 @@ def main() -> None:
     done = subprocess.run([*zensical, "build", "--clean", "--strict"], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         sys.exit(re.sub(r"\x1b\[[\d;]*m", "", done.stdout + done.stderr))
+    write_for_models()
     print("build/site/index.html")
     if args.serve:
         subprocess.run([*zensical, "serve"], cwd=ROOT)
@@ -79,7 +81,6 @@ def stage() -> None:
         write(site_path(path), inline(CHANGED.get(path.as_posix(), str)(text), Path(site_path(path)).parent))
     copy(Path("docs/site.css"))
     copy(Path("docs/pictures/icon.svg"))
-    write("llms.txt", index_for_models())
 
 
 def write(path: str, text: str) -> None:
@@ -259,17 +260,25 @@ def escaped(text: str) -> str:
     return re.sub(r"([<*_])", r"\\\1", text) if "`" not in text else text.replace("<", "&lt;")
 
 
-def index_for_models() -> str:
-    """Return llms.txt: what the project is, and every page of the navigation with its first sentence."""
+def write_for_models() -> None:
+    """Write llms.txt: what the project is, and every page of the navigation as Markdown, with its first sentence."""
     lines = ["# longspan", "", f"> {first_sentence((ROOT / LANDING).read_text())}"]
     for line in (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].splitlines():
         if section := re.fullmatch(r"  - ([^:]+):", line):
             lines += ["", f"## {section[1]}", ""]
         elif page := re.fullmatch(r" +- (?:([^:]+): )?(\S+\.md)", line):
             text = (PAGES / page[2]).read_text()
-            title = page[1] or re.search(r"^# (.*)", text, re.MULTILINE)[1]
-            lines.append(f"- [{title}]({page[2].removesuffix('.md').removesuffix('index')}): {first_sentence(text)}")
-    return "\n".join(lines) + "\n"
+            title = page[1] or re.search(r"^# (.*)", text, re.MULTILINE)[1]  # type: ignore[index]
+            link = page[2]
+            if "\n::: " in text:  # docstrings, which only the rendered page has
+                link = f"{link.removesuffix('.md')}/"
+            else:
+                plain = re.sub(r'<div class="picture".*?aria-label="([^"]*)">.*?</div>', r"(Picture: \1)", text)
+                (SITE / link).parent.mkdir(parents=True, exist_ok=True)
+                (SITE / link).write_text(plain)
+            sentence = first_sentence(text)
+            lines.append(f"- [{title}]({link})" + (f": {sentence}" if sentence else ""))
+    (SITE / "llms.txt").write_text("\n".join(lines) + "\n")
 
 
 def first_sentence(page: str) -> str:

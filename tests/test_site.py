@@ -72,8 +72,10 @@ def test_every_page_is_in_the_navigation_and_in_the_list_of_pages() -> None:
 
 
 def test_the_list_for_language_models_names_every_page(site: Path) -> None:
-    index = (site / "llms.txt").read_text()
-    assert [page for page in PAGES if page != "README.md" and f"]({page.removesuffix('.md')})" not in index] == []
+    links = re.findall(r"^- \[.*?\]\((.*?)\): \S", (site / "llms.txt").read_text(), re.MULTILINE)
+    assert {page for page in PAGES if page != "README.md"} <= set(links)
+    assert [link for link in links if not (site / link).exists()] == []
+    assert "(Picture: Ulysses on four ranks" in (site / "explanation" / "ulysses.md").read_text()
 
 
 def test_drawn_pictures_are_those_of_the_script() -> None:
