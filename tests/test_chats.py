@@ -331,7 +331,7 @@ def test_rows_stay_whole_unless_all_is_text(tmp_path: Path) -> None:
     texts = DocumentSource(str(write_rows(tmp_path / "b" / "a.jsonl", [{"text": "a"}])))
     data = TrainConfig().data
     assert (resolve_pack(data, chats), resolve_pack(data, texts)) == ("best-fit", "stream")
-    assert resolve_pack(data, Mixture([texts, chats], [1, 1])) == "best-fit"
+    assert resolve_pack(data, Mixture([texts, chats], [1, 1])) == "documents"  # a long text would be truncated
     assert resolve_pack(make(TrainConfig, pack="documents").data, chats) == "documents"
     with pytest.raises(LongspanError, match=r"--too-long drop: --pack stream cuts documents and drops none"):
         make(TrainConfig, data="x", pack="stream", too_long="drop").data.check()
@@ -344,7 +344,8 @@ def test_a_run_on_chats_and_text_resumes_on_another_mesh(tmp_path: Path, pool2: 
     chats = write_rows(tmp_path / "a.jsonl", [{"messages": chat(i)} for i in range(30)])
     texts = write_rows(tmp_path / "b.jsonl", [{"text": "the other answer " * (i % 7 + 1)} for i in range(50)])
     config = small_run(
-        write_config(tmp_path), tmp_path / "whole", tokenizer=str(tmp_path / "tokenizer"), context=200, pack_window=3,
+        write_config(tmp_path), tmp_path / "whole", tokenizer=str(tmp_path / "tokenizer"), context=200, pack="best-fit",
+        pack_window=3,
         data=(f"{chats}=3", str(texts)), schedule="constant", export="never", ulysses=2, shuffle=7,
     )  # fmt: skip
     train_on(pool2, config)

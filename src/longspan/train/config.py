@@ -78,8 +78,8 @@ class DataSection:
     pack: Literal["auto", "stream", "documents", "best-fit", "none"] = "auto"
     """How documents (a text, a chat, a row) become sequences. stream: concatenated and cut; attention sees the whole
     sequence. documents: the same, and attention stays within a document. best-fit: whole documents, several to a
-    sequence, each with its own attention; the rest is padding. none: a document is a sequence. auto: stream if all is
-    text, else best-fit."""
+    sequence, each with its own attention; the rest is padding. none: a document is a sequence. auto: stream for
+    text, best-fit for other rows, documents for both together."""
     pack_window: int = 32
     """With --pack best-fit, documents of about this many sequences are packed at a time: more waste less padding, and
     take memory and time before the first step."""

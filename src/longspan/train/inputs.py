@@ -133,10 +133,13 @@ def open_source(names: Sequence[str], data: DataSection, seed: int) -> DocumentS
 
 
 def resolve_pack(data: DataSection, source: DocumentSource | Mixture) -> Pack:
-    """Return how documents become sequences; "auto" keeps chats and other rows whole, and streams text."""
+    """Return how documents become sequences; "auto" keeps chats and other rows whole, unless there is text too, which
+    may be much longer than the context and would be truncated.
+    """
     if data.pack != "auto":
         return data.pack
-    return "stream" if source.kinds() <= {"text"} else "best-fit"
+    kinds = source.kinds()
+    return "best-fit" if "text" not in kinds else "documents" if len(kinds) > 1 else "stream"
 
 
 def find_resume(config: TrainConfig, inputs: Inputs, ranks: Ranks, *, content: bool = True) -> Inputs:
