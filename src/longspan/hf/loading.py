@@ -116,16 +116,24 @@ def load_sharded(
     *,
     prepare: Prepare = _unchanged,
     later: bool = False,
+    whole: bool = False,
     fsdp: bool = True,
     **options: Any,
 ) -> Any:
     """Parallelize the model of an `origin`; with FSDP its weights are read, or sent, shard by shard. Collective.
 
-    `later`: the caller fills parameters and persistent buffers (from a checkpoint), so nothing is read.
+    Args:
+        origin: the model and its weights.
+        sp: the sharding.
+        prepare: as in `from_pretrained`.
+        later: the caller fills parameters and persistent buffers (from a checkpoint), so nothing is read.
+        whole: every rank's host loads the whole model, as `prepare` computes with its weights.
+        fsdp: as in `longspan.parallelize`.
+        options: of `longspan.parallelize`.
     """
     sharded, memory_options = fsdp and sp.job_size > 1, options.get("memory")
     offloads = fsdp and isinstance(memory_options, Memory) and memory_options.cpu_offload
-    source = find_source(origin, sp, later=later) if sharded else None
+    source = find_source(origin, sp, later=later) if sharded and not whole else None
     if source is not None:
         return load_from(source, origin, sp, prepare=prepare, **options)
     model = on_every_rank(lambda: prepare(origin.build()), sp.mesh_group)

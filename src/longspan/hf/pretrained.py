@@ -136,7 +136,7 @@ def refuse_adapter(flag: str, name: str) -> None:
     """Raise for the folder of an adapter; the error says how to merge it."""
     if is_adapter(name):
         raise LongspanError(
-            f"{flag} {name} is a PEFT adapter, and `longspan train` trains all weights of a model; merge it first "
+            f"{flag} {name} is a PEFT adapter, and `longspan train` starts from a model's weights; merge it first "
             "(peft.PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(folder)), or train the "
             "adapter in your own script: apply PEFT first, then call longspan.parallelize"
         )

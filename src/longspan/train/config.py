@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from longspan.core.errors import LongspanError
+from longspan.core.errors import LongspanError, require
 from longspan.core.memory import Memory, MemoryFlags, MemoryLevel, flags_last
 from longspan.core.parallel import KernelName, ParallelConfig
 from longspan.core.rope import RopeFlags
@@ -134,6 +134,64 @@ class MemorySection(MemoryFlags):
         self.to_memory()
         if self.rank_memory is not None:
             check_number("--rank-memory", self.rank_memory, 0, above=True)
+
+
+@dataclass(frozen=True)
+class TuningSection:
+    """Which weights are trained: all, or some, or adapters (PEFT's LoRA, the extra `peft`)."""
+
+    freeze: tuple[str, ...] = ()
+    """Weights that are not trained: patterns of their names, such as "*embed_tokens*" or "*.layers.0.*"."""
+    lora: int | None = None
+    """Rank of LoRA: train two small matrices beside each of the --lora-targets, and nothing else. Needs --model."""
+    lora_alpha: float | None = None
+    """LoRA's alpha: its update is scaled by alpha / rank. By default twice the rank."""
+    lora_targets: tuple[str, ...] = ()
+    """Modules that get LoRA, by the ends of their names, such as q_proj v_proj. By default all linear layers but the LM
+    head and a vision tower's."""
+    lora_dropout: float = 0.0
+    """Dropout of LoRA's inputs, on one rank."""
+    rslora: bool = False
+    """Scale LoRA by alpha / sqrt(rank)."""
+    dora: bool = False
+    """Train a magnitude for each output of a target beside LoRA (DoRA). Every rank's host loads the whole model."""
+    lora_export: Literal["adapter", "merged"] = "adapter"
+    """What OUT/hf is: PEFT's folder of the adapter, or the whole model with LoRA added to its weights."""
+
+    @property
+    def trains_all(self) -> bool:
+        return not self.freeze and self.lora is None
+
+    def check(self, model: str | None, ranks: int) -> None:
+        """Raise on invalid values; `model` is that of `--model`."""
+        if self.lora is None:
+            given = {
+                "--lora-alpha": self.lora_alpha, "--lora-targets": self.lora_targets, "--rslora": self.rslora,
+                "--lora-dropout": self.lora_dropout, "--dora": self.dora, "--lora-export": self.lora_export == "merged",
+            }  # fmt: skip
+            flag = next((flag for flag, value in given.items() if value), None)
+            if flag is not None:
+                raise LongspanError(f"{flag} is an option of LoRA; give its rank, too: --lora 16")
+            return
+        check_number("--lora", self.lora, 1, LARGEST_COUNT)
+        check_number("--lora-dropout", self.lora_dropout, 0, 1, below=True)
+        if self.lora_alpha is not None:
+            check_number("--lora-alpha", self.lora_alpha, 0, above=True)
+        if model is None:
+            raise LongspanError(
+                f"--lora {self.lora} adapts pretrained weights, and --config has random ones; give --model"
+            )
+        if self.freeze:
+            raise LongspanError(
+                f"--freeze {self.freeze[0]}: --lora {self.lora} freezes all weights of the model; leave --freeze out, "
+                "and choose what is adapted by --lora-targets"
+            )
+        if self.lora_dropout and ranks > 1:
+            raise LongspanError(
+                f"--lora-dropout {self.lora_dropout:g}: each of the {ranks} ranks would draw for its own tokens, so "
+                "the run would depend on their number; give 0, or train on one rank"
+            )
+        require("--lora", "peft")
 
 
 @dataclass(frozen=True)
@@ -296,6 +354,8 @@ class TrainConfig(RankFlags):
     """The model and its tokenizer."""
     data: DataSection = field(default_factory=DataSection)
     """The text, and how sequences are made from it."""
+    tuning: TuningSection = field(default_factory=TuningSection)
+    """Which weights are trained."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """How ranks share the work."""
     memory: MemorySection = field(default_factory=MemorySection)
@@ -337,6 +397,7 @@ class TrainConfig(RankFlags):
             self.model, self.data, self.parallel, self.memory, self.optimizer, self.checkpoint, self.logging
         ):  # fmt: skip
             section.check()
+        self.tuning.check(self.model.model, self.parallel.ranks)
         self._check_run()
         self._check_batch()
         self._check_optimizer()

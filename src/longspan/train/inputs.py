@@ -111,6 +111,8 @@ def open_local(config: TrainConfig) -> Inputs:
         tokenizer.chat_template = read_text("--chat-template", config.data.chat_template)
     source = open_source(config.data.data, config.data, config.seed)
     data = dataclasses.replace(config.data, pack=resolve_pack(config.data, source))
+    if not config.tuning.trains_all:
+        _check_tuning(config, model_config, rope)
     identity = run_identity(config, model_config, tokenizer, source)
     return Inputs(model_config, tokenizer, source, data, identity, rope)
 
@@ -182,6 +184,19 @@ def finished(config: TrainConfig, inputs: Inputs) -> str | None:
         f"nothing to do: {config.out} is at step {resume.step} of --steps {config.steps}{exported}; give more --steps "
         "to go on, or another --out to start anew"
     )
+
+
+def _check_tuning(config: TrainConfig, model_config: Any, rope: RopeScaling | None) -> None:
+    """Raise for patterns and targets that the model does not have, on a model without weights."""
+    from longspan.train.tuning import tuned
+
+    tuned(model_origin(config, model_config).on_meta(), config.tuning, config.seed)
+    adapter = config.tuning.lora is not None and config.tuning.lora_export == "adapter"
+    if rope is not None and adapter and config.checkpoint.export != "never":
+        raise LongspanError(
+            "--rope-scaling changes the model's config, which the folder of an adapter does not contain; give "
+            "--lora-export merged"
+        )
 
 
 def load_model_config(config: TrainConfig) -> tuple[Any, RopeScaling | None]:
@@ -276,6 +291,8 @@ def run_identity(
         "tokenizer": describe_tokenizer(tokenizer),
         **model_identity(model_config),
     }
+    if not config.tuning.trains_all:
+        identity["tuning"] = {k: v for k, v in dataclasses.asdict(config.tuning).items() if k != "lora_export"}
     if samples:
         identity["data"] = [[*entry, samples.get(entry[0])] for entry in identity["data"]]
     plain: dict[str, Any] = json.loads(json.dumps(identity, default=str))

@@ -32,7 +32,6 @@ from longspan.hf.checks.nonfinite import watch
 from longspan.hf.loading import load_sharded
 from longspan.hf.planning import device_memory
 from longspan.hf.state import state_of
-from longspan.hf.vision import tower_modules
 from longspan.hf.weights.gradients import no_sync, optimizer_in_backward
 from longspan.hf.weights.sources import tensor_parts
 from longspan.ranks import agreement
@@ -48,6 +47,7 @@ from longspan.train.job import run_summary
 from longspan.train.metrics import CommunicationSampler, Display, StepMetrics, model_flops, peak_flops, peak_memory
 from longspan.train.optimizer import clip_gradients, make_optimizer, make_scheduler
 from longspan.train.outputs import Outputs
+from longspan.train.tuning import tuned
 
 
 class Trainer:
@@ -125,7 +125,8 @@ class Trainer:
         model = load_sharded(
             model_origin(config, self.inputs.model_config),
             sp,
-            prepare=prepared,
+            prepare=lambda model: tuned(model, config.tuning, config.seed),
+            whole=config.tuning.dora,
             later=self.inputs.resume is not None,
             fsdp=config.fsdp,
             mp_policy=MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, reduce_dtype) if mixed else None,
@@ -215,6 +216,9 @@ class Trainer:
         weights = sum(p.numel() for p in self.model.parameters())
         for line in run_summary(config, self.inputs, weights, self.sp.device):
             log(line)
+        if not config.tuning.trains_all:
+            trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+            log(f"trained: {trained:,} of {weights:,} weights")
         if resume is None:
             return
         log(f"resuming after step {self.step}")
@@ -397,13 +401,6 @@ class Trainer:
             left_out=batch.state["counts"]["left_out"] or None,
             **offload,
         )
-
-
-def prepared(model: Any) -> Any:
-    """Return a loaded model in training mode, with its vision tower frozen: text has no pictures."""
-    for module in tower_modules(model):
-        module.requires_grad_(False)
-    return model.train()
 
 
 def offload_metrics(model: Any, seconds: float) -> dict[str, float | None]:

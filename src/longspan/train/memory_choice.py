@@ -71,6 +71,9 @@ def resolve(config: TrainConfig, hardware: Hardware | None = None) -> tuple[Trai
     except LongspanError as error:
         if not by_default:
             raise
+        if not config.tuning.trains_all:  # they need less than the plan, which counts gradients of all weights
+            message = f"{error} But few weights are trained, so it starts with all memory options"
+            return _with(config, dataclasses.replace(LONGEST, **fixed)), [*messages, message]
         raise LongspanError(f"{error} To start it all the same, give --memory fastest") from error
     if by_default and memory == FASTEST:
         return config, []

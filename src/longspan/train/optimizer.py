@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -13,9 +12,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from longspan.compat.torch_api import orthogonalized
 from longspan.compat.torch_checkpoint import adamw8bit
-from longspan.core.errors import LongspanError
 from longspan.hf.support import transformers_model
 from longspan.train.config import OptimizerSection, TrainConfig
+from longspan.train.tuning import matching
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig, device: torch.device) -> torch.optim.Optimizer:
@@ -46,18 +45,6 @@ def make_optimizer(model: nn.Module, config: TrainConfig, device: torch.device) 
 
     others = groups(lambda name, p: not is_matrix(name, p))
     return Muon(others, groups(is_matrix), lr=options.lr, betas=options.betas, fused=fused)
-
-
-def matching(model: nn.Module, flag: str, patterns: tuple[str, ...]) -> list[str]:
-    """Return the names of the parameters that match any of the patterns; raise for a pattern without any."""
-    names = [name for name, _ in model.named_parameters()]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise LongspanError(
-                f"{flag} {pattern} is the name of no weight; they are named like {names[0]} and {names[-1]}, and * "
-                "stands for any characters"
-            )
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def _tables(model: nn.Module) -> set[nn.Parameter]:

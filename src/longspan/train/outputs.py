@@ -110,8 +110,17 @@ class Outputs:
         """Write the Hugging Face folder of a step."""
         path, dtype = self.config.exported, _DTYPES[self.config.dtype]
         with self._full_disk_warns(last):
-            config, tokenizer = inputs.model_config, inputs.tokenizer
-            checkpoint.export(path, model, config, tokenizer, dtype, generation_config, ranks=self.ranks, step=step)
+            checkpoint.export(
+                path,
+                model,
+                inputs.model_config,
+                inputs.tokenizer,
+                dtype,
+                generation_config,
+                peft=self.config.tuning.lora_export,
+                ranks=self.ranks,
+                step=step,
+            )
             self._log(f"exported {path}")
 
     @contextlib.contextmanager

@@ -1,0 +1,78 @@
+"""Which weights of a model are trained: freezing by pattern, and LoRA by PEFT."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from longspan.core.errors import LongspanError
+from longspan.hf.pretrained import first_line
+from longspan.hf.vision import tower_modules
+from longspan.train.config import TuningSection
+
+
+def tuned(model: Any, options: TuningSection, seed: int) -> Any:
+    """Freeze weights of a loaded model, or put LoRA on it; return it in training mode.
+
+    A vision tower is always frozen: text has no pictures. LoRA's random weights depend on the seed alone, so that all
+    ranks make the same.
+
+    Raises:
+        LongspanError: if no weight is trained, or a pattern or target names none.
+    """
+    for module in tower_modules(model):
+        module.requires_grad_(False)
+    if options.lora is not None:
+        return _with_lora(model, options, seed).train()
+    for name in matching(model, "--freeze", options.freeze):
+        model.get_parameter(name).requires_grad_(False)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise LongspanError(f"--freeze {' '.join(options.freeze)} freezes all weights; leave some to train")
+    return model.train()
+
+
+def matching(model: nn.Module, flag: str, patterns: tuple[str, ...]) -> list[str]:
+    """Return the names of the parameters that match any of the patterns; raise for a pattern without any."""
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise LongspanError(
+                f"{flag} {pattern} is the name of no weight; they are named like {names[0]} and {names[-1]}, and * "
+                "stands for any characters"
+            )
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _with_lora(model: Any, options: TuningSection, seed: int) -> Any:
+    import peft
+
+    assert options.lora is not None
+    tower = tower_modules(model)
+    seen = [re.escape(name) for name, module in model.named_modules() if module in tower]
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=options.lora,
+        lora_alpha=options.lora_alpha or 2 * options.lora,
+        lora_dropout=options.lora_dropout,
+        target_modules=list(options.lora_targets) or "all-linear",
+        exclude_modules="|".join(seen) if seen and not options.lora_targets else None,
+        use_rslora=options.rslora,
+        use_dora=options.dora,
+    )
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT 0.21 asks transformers for a deprecated property
+            torch.manual_seed(seed)
+            adapted = peft.get_peft_model(model, config)
+    except Exception as error:  # PEFT raises any kind
+        raise LongspanError(f"--lora {options.lora} cannot be put on the model: {first_line(error)}") from error
+    base = config.base_model_name_or_path
+    if base and Path(base).exists():  # the adapter is used in other working directories
+        config.base_model_name_or_path = str(Path(base).absolute())
+    return adapted
