@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import longspan
 from longspan.hf.vision import chunk_around, image_spans
@@ -28,13 +30,16 @@ def _generated(model: Any, prompt: dict[str, torch.Tensor], **options: Any) -> t
     return tokens
 
 
+def _chunk(family: str, prompt: dict[str, torch.Tensor]) -> int | None:
+    """Return a chunk size such that the last of four chunks has 2 tokens; Gemma-3's images see themselves whole."""
+    length = prompt["input_ids"].shape[1]
+    return chunk_around(image_spans(prompt["token_type_ids"]), length, 30) if family == "Gemma3" else (length - 2) // 3
+
+
 def _on_ranks(family: str, expected: torch.Tensor) -> None:
     """At once, and in chunks that end within a picture; the last one of 2 tokens is not sharded."""
     prompt = _prompt(family)
-    length = prompt["input_ids"].shape[1]
-    chunk = cut = (length - 2) // 3
-    if family == "Gemma3":  # whose images see themselves whole
-        chunk = chunk_around(image_spans(prompt["token_type_ids"]), length, 30)
+    cut, chunk = (prompt["input_ids"].shape[1] - 2) // 3, _chunk(family, prompt)
     for ring, fsdp in ((1, True), (2, False)):
         model = longspan.parallelize(build(family), sharding(ring=ring), fsdp=fsdp)
         assert torch.equal(_generated(model, prompt), expected)
@@ -50,6 +55,29 @@ GENERATING = ("Qwen2_5_VL", "Qwen3VL", "Llava", "Gemma3", "LlavaOnevision")
 @pytest.mark.parametrize("family", [*GENERATING, *confirming(f for f in FAMILIES if f not in GENERATING)])
 def test_greedy_tokens(pool2: RankPool, family: str) -> None:
     pool2.run(_on_ranks, family, _generated(build(family), _prompt(family)))
+
+
+MESHES = {4: ((1, 1), (1, 2), (1, 4), (2, 2)), 8: ((1, 1), (1, 2), (1, 8), (2, 4))}
+"""Data and ring by number of ranks; the others are Ulysses, up to twice as many as heads."""
+
+
+def _on_meshes(family: str, rows: Rows, expected: torch.Tensor) -> None:
+    for number, (data, ring) in enumerate(MESHES[dist.get_world_size()]):
+        sp = sharding(data, ring)
+        at = range(sp.data_rank * len(rows) // data, (sp.data_rank + 1) * len(rows) // data)
+        prompt = _prompt(family, rows, keep=at)
+        chunk = _chunk(family, prompt)
+        model = longspan.parallelize(build(family), sp, fsdp=number % 2 == 0)
+        for size in (None, chunk):
+            found = _generated(model, prompt, prefill_chunk_size=size)
+            assert torch.equal(found, expected[list(at)]), f"data={data}, ring={ring}, chunks of {size}"
+
+
+@pytest.mark.parametrize(("ranks", "family"), confirming((ranks, family) for ranks in MESHES for family in FAMILIES))
+def test_greedy_tokens_on_meshes(get_pool: Callable[[int], RankPool], ranks: int, family: str) -> None:
+    """Of two replicas the second one has a row without pictures."""
+    rows = (*rows_for(family), (12,))[:4]
+    get_pool(ranks).run(_on_meshes, family, rows, _generated(build(family), _prompt(family, rows)), timeout=300)
 
 
 LONG: Rows = ((3, ("video", 9, 4, 4), 4), (("image", 1, 4, 4), 2, ("video", 4, 4, 4), 1))

@@ -133,7 +133,7 @@ def _on_meshes(cases: list[tuple[str, tuple[int, int, str], Truth]]) -> None:
 
 
 def _four_rows(family: str) -> Rows:
-    return (*rows_for(family), (12,))
+    return (*rows_for(family), (12,))[:4]
 
 
 def check_every_mesh(get_pool: Callable[[int], RankPool], ranks: int, family: str) -> None:
