@@ -40,9 +40,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 """Cases of every family: changes of the default case, a step of two rows of 21 tokens with FSDP."""
 MORE = """\
-Also tested (`tests/test_vision.py`): Gemma3 and LlavaOnevision, training and generation; LlavaNext, Qwen3_5,
-Qwen3_5Moe, Glm46V, AyaVision and Cohere2Vision, training. Others are refused: nobody has written how their pixels
-split into units (idefics3, smolvlm, lfm2_vl and aria mask patches, ovis2 adds tokens to an image), or their prompt sees
+LlavaPixtral is Llava with the tower of Pixtral. Other families are refused: nobody has written how their pixels split
+into units (idefics3, smolvlm, lfm2_vl and aria mask patches, ovis2 adds tokens to an image), or their prompt sees
 itself whole (paligemma).
 """
 """Vision-language models that this file does not run."""
