@@ -131,8 +131,11 @@ class Saver:
         state: dict[str, Any],
         *,
         keep: int = 0,
+        best: int | None = None,
     ) -> None:
         """Begin to save; the arguments are those of `save`. The weights may change when this returns.
+
+        The checkpoint of the step `best` is kept next to the newest ones.
 
         If a machine lacks memory for the copies, the checkpoint is written before this returns.
 
@@ -142,7 +145,7 @@ class Saver:
         """
         if self._thread is not None or self._path is not None or self._error is not None:
             raise RuntimeError("the previous save is not finished")
-        pending = prepare(folder, step, model, optimizer, state, keep, self.ranks)
+        pending = prepare(folder, step, model, optimizer, state, keep, self.ranks, best)
         if not (self.background and all(self.ranks.gather(_copies_fit(pending)))):
             with without_group_warning():
                 self._write(pending)
@@ -204,6 +207,7 @@ class Pending:
     state: dict[str, Any]
     keep: int
     needed: int
+    best: int | None = None
 
     @property
     def path(self) -> Path:
@@ -222,6 +226,7 @@ def prepare(
     state: dict[str, Any],
     keep: int,
     ranks: Ranks,
+    best: int | None = None,
 ) -> Pending:
     """Collect the tensors; raise on every rank if one is not finite, or if `state` is not JSON. Collective."""
 
@@ -238,7 +243,7 @@ def prepare(
     check_finite(flat, f"checkpoint {step_path(folder, step)} is not written", ranks, _NOT_FINITE)
     # Replicated tensors are written once; numel() of a DTensor is that of the full tensor.
     full = sum(x.numel() * x.element_size() for x in flat.values() if isinstance(x, Tensor))
-    return Pending(folder, step, tensors, state, keep, full + _PER_TENSOR * len(flat) * ranks.size)
+    return Pending(folder, step, tensors, state, keep, full + _PER_TENSOR * len(flat) * ranks.size, best)
 
 
 def write(pending: Pending, ranks: Ranks) -> Path:
@@ -255,7 +260,7 @@ def write(pending: Pending, ranks: Ranks) -> Path:
     def complete() -> None:
         write_durably(making / MARKER, format_marker(pending.step, pending.state, _joined(files)))
         put_in_place(making, path)
-        prune(pending.folder, pending.step, pending.keep)
+        prune(pending.folder, pending.step, pending.keep, pending.best)
 
     try:
         ranks.first(begin)

@@ -14,13 +14,16 @@ EXTRAS = {
     "diffusers": "diffusers",
     "lm_eval": "eval",
     "matplotlib": "plot",
+    "mlflow": "mlflow",
     "peft": "peft",
     "pyarrow": "train",
     "safetensors": "hf",
     "tensorboard": "train",
     "torchao": "adamw8bit",
+    "trackio": "trackio",
     "transformers": "hf",
     "trl": "trl",
+    "wandb": "wandb",
 }
 
 

@@ -11,6 +11,7 @@ The order of the sequences depends on the data and the seed, never on the mesh.
 
 from longspan.data.chats import RowTokenizer
 from longspan.data.mixture import Mixture, split_weight
+from longspan.data.readers import KINDS
 from longspan.data.rounds import ROUNDS_AHEAD, check_same_text, merge_rounds, rounds
 from longspan.data.rows import Document
 from longspan.data.source import PYDOC, DocumentSource
@@ -20,6 +21,7 @@ from longspan.data.stream import (
     SequenceStream,
     StepBatch,
     TextTokenizer,
+    collate,
     deal,
     load_tokenizer,
     prefetch,
@@ -27,6 +29,7 @@ from longspan.data.stream import (
 
 __all__ = [
     "BYTES",
+    "KINDS",
     "PYDOC",
     "ROUNDS_AHEAD",
     "Document",
@@ -38,6 +41,7 @@ __all__ = [
     "StepBatch",
     "TextTokenizer",
     "check_same_text",
+    "collate",
     "deal",
     "load_tokenizer",
     "merge_rounds",

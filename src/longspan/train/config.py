@@ -12,6 +12,7 @@ from longspan.core.parallel import KernelName, ParallelConfig
 from longspan.core.rope import RopeFlags
 from longspan.core.validation import LARGEST_COUNT, LARGEST_SEED, LONGEST_WAIT_S, check_name, check_number, path_of
 from longspan.ranks.job import RankFlags
+from longspan.train.trackers import names_of
 
 
 @flags_last
@@ -283,11 +284,53 @@ class CheckpointSection:
 
 
 @dataclass(frozen=True)
+class EvaluationSection:
+    """Evaluation on other data between steps, sampled text, and what follows from them."""
+
+    eval_data: tuple[str, ...] = ()
+    """Data to evaluate on, as for --data; the losses of several are also reported one by one. It is read once per
+    evaluation, in order, with the settings of --data."""
+    eval_sequences: int | None = None
+    """Most sequences of each source to evaluate on, the first ones. By default all."""
+    eval_split: str = "validation"
+    """Split of a dataset from the hub, for --eval-data."""
+    eval_every: int = 500
+    """Steps between evaluations; there is one before the first step, too, and one after the last."""
+    sample_prompt: str | None = None
+    """Continue this text at every evaluation, greedily, and log it."""
+    sample_tokens: int = 64
+    """Most tokens of the sampled text."""
+    keep_best: bool = True
+    """Save a checkpoint whenever the evaluation loss is the lowest so far, and keep the best one next to --keep."""
+    patience: int = 0
+    """Stop after this many evaluations in a row without a lower loss than the best one. 0: never."""
+
+    def check(self) -> None:
+        for data in self.eval_data:
+            check_name("--eval-data", data)
+        if len(set(self.eval_data)) < len(self.eval_data):
+            raise LongspanError(f"--eval-data {' '.join(self.eval_data)} has a source twice; leave one out")
+        check_name("--eval-split", self.eval_split)
+        check_number("--eval-every", self.eval_every, 1, LARGEST_COUNT)
+        if self.eval_sequences is not None:
+            check_number("--eval-sequences", self.eval_sequences, 1, LARGEST_COUNT)
+        check_number("--sample-tokens", self.sample_tokens, 1, LARGEST_COUNT)
+        check_number("--patience", self.patience, 0, LARGEST_COUNT)
+        if self.patience and not self.eval_data:
+            raise LongspanError(f"--patience {self.patience} needs an evaluation loss; give --eval-data")
+        if self.sample_prompt == "":
+            raise LongspanError("--sample-prompt is empty; give a text, or leave it out")
+
+
+@dataclass(frozen=True)
 class LoggingSection:
     """Metrics, profiles, and checks of the run's health."""
 
     log_every: int = 10
     """Steps between reports; a reported step is profiled for its share of communication."""
+    track: str = "tensorboard"
+    """Trackers that get the reports and evaluations, with commas: tensorboard, trackio, wandb, mlflow; or none. Their
+    own environment variables say where they log (WANDB_PROJECT, MLFLOW_TRACKING_URI, ...)."""
     profile: int | None = None
     """Record this step (counted from the run's first) to OUT/profile/: a trace of all ranks for Chrome and Perfetto,
     and a timeline (HTML, and PNG with matplotlib) with the exposed communication of each rank. Avoid the first step: it
@@ -305,6 +348,7 @@ class LoggingSection:
 
     def check(self) -> None:
         check_number("--log-every", self.log_every, 1, LARGEST_COUNT)
+        names_of(self.track)
         check_number("--spike", self.spike, 0)
         check_number("--zero-gradients", self.zero_gradients, 0, LARGEST_COUNT)
         check_number("--check-weights", self.check_weights, 0, LARGEST_COUNT)
@@ -320,8 +364,8 @@ class TrainConfig(RankFlags):
     """
 
     out: Path = Path("runs/train")
-    """Folder of the run: metrics.jsonl, tensorboard/, checkpoints/ and, at the end, hf/ (Hugging Face format). With
-    several machines, a folder that all of them see."""
+    """Folder of the run: metrics.jsonl, evaluation.jsonl, tensorboard/, checkpoints/ and, at the end, hf/ (Hugging Face
+    format). With several machines, a folder that all of them see."""
     context: int | Literal["max"] = 8192
     """Tokens per sequence (also 8k or 1M: k is 1024, M is 1024 * 1024). max: the longest that fits, by the planner, and
     within the model's positions."""
@@ -364,6 +408,8 @@ class TrainConfig(RankFlags):
     """The optimizer, its learning rate, and the gradients that it gets."""
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     """Checkpoints, and the export to Hugging Face's format."""
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
+    """Evaluation on other data between steps, sampled text, and what follows from them."""
     logging: LoggingSection = field(default_factory=LoggingSection)
     """Metrics, profiles, and checks of the run's health."""
 
@@ -394,7 +440,8 @@ class TrainConfig(RankFlags):
     def check(self) -> None:
         """Raise on invalid values, without reading any file."""
         for section in (
-            self.model, self.data, self.parallel, self.memory, self.optimizer, self.checkpoint, self.logging
+            self.model, self.data, self.parallel, self.memory, self.optimizer, self.checkpoint,
+            self.evaluation, self.logging
         ):  # fmt: skip
             section.check()
         self.tuning.check(self.model.model, self.parallel.ranks)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from longspan.core.rope import RopeScaling
 from longspan.core.sections import values
 from longspan.core.validation import check_output, read_text
 from longspan.data import (
+    KINDS,
     DocumentSource,
     Mixture,
     RowTokenizer,
@@ -31,8 +33,12 @@ from longspan.data.stream import Pack
 from longspan.hf.pretrained import language_model_class, read_model_config, refuse_adapter, without_dropout
 from longspan.ranks import launch
 from longspan.train.config import DataSection, TrainConfig
+from longspan.train.trackers import check_installed
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from longspan.hf.weights.origin import Origin
 
 
@@ -49,6 +55,7 @@ class Inputs:
         rope: the RoPE scaling applied to `model_config`, or None.
         resume: the checkpoint to resume from, or None.
         passed_over: what is wrong with newer checkpoints than `resume`.
+        evaluated: the documents of --eval-data, by the names of the sources.
     """
 
     model_config: Any
@@ -59,6 +66,7 @@ class Inputs:
     rope: RopeScaling | None = None
     resume: Checkpoint | None = None
     passed_over: tuple[str, ...] = ()
+    evaluated: dict[str, DocumentSource | Mixture] = field(default_factory=dict)
 
     @property
     def pack(self) -> Pack:
@@ -68,6 +76,14 @@ class Inputs:
     def sequences(self, context: int) -> SequenceStream:
         """Return the sequences that are still to be trained on."""
         return self.stream(self.source, context, self.resume.state["data"] if self.resume else None)
+
+    def evaluation_sequences(self, name: str, context: int) -> SequenceStream:
+        """Return all sequences of a source of --eval-data, in order."""
+        return self.stream(self.evaluated[name], context, epochs=1)
+
+    def prompt_ids(self, text: str) -> NDArray[np.int64]:
+        """Return the ids of a text to continue."""
+        return TextTokenizer(self.tokenizer).ids(text, first=True, last=False)
 
     def stream(
         self,
@@ -96,6 +112,7 @@ class Inputs:
 
 def open_local(config: TrainConfig) -> Inputs:
     """Open and check model config, tokenizer and text on this rank."""
+    check_installed(config.logging.track)
     if config.optimizer.optimizer == "adamw8bit":
         from longspan.compat.torch_checkpoint import check_torchao
 
@@ -114,7 +131,7 @@ def open_local(config: TrainConfig) -> Inputs:
     if not config.tuning.trains_all:
         _check_tuning(config, model_config, rope)
     identity = run_identity(config, model_config, tokenizer, source)
-    return Inputs(model_config, tokenizer, source, data, identity, rope)
+    return Inputs(model_config, tokenizer, source, data, identity, rope, evaluated=_open_evaluated(config))
 
 
 def open_source(names: Sequence[str], data: DataSection, seed: int) -> DocumentSource | Mixture:
@@ -144,6 +161,28 @@ def resolve_pack(data: DataSection, source: DocumentSource | Mixture) -> Pack:
     return "best-fit" if "text" not in kinds else "documents" if len(kinds) > 1 else "stream"
 
 
+def _open_evaluated(config: TrainConfig) -> dict[str, DocumentSource | Mixture]:
+    """Return the sources of --eval-data in their own order, by short names if these differ."""
+    given = config.evaluation.eval_data
+    short = [path.stem if path.suffix in KINDS else path.name for path in map(Path, given)]
+    names = short if len(set(short)) == len(short) else given
+    data = dataclasses.replace(config.data, split=config.evaluation.eval_split, shuffle=0)
+    with _naming_eval_data():
+        for name in given:
+            if split_weight(name)[0] != name:
+                raise LongspanError(f"--data {name}: every source is read once, so none has a weight; leave it out")
+        return {name: open_source([source], data, seed=0) for name, source in zip(names, given, strict=True)}
+
+
+@contextlib.contextmanager
+def _naming_eval_data() -> Iterator[None]:
+    """Name the right flag in errors of the body, which reads --eval-data."""
+    try:
+        yield
+    except LongspanError as error:
+        raise LongspanError(str(error).replace("--data", "--eval-data").replace("--split", "--eval-split")) from error
+
+
 def find_resume(config: TrainConfig, inputs: Inputs, ranks: Ranks, *, content: bool = True) -> Inputs:
     """Return `inputs` with the checkpoint to resume from, if any. Collective over `ranks`.
 
@@ -160,6 +199,10 @@ def check_inputs(config: TrainConfig) -> Inputs:
     check_output("--out", config.checkpoints, folder=True)
     inputs = find_resume(config, open_local(config), Ranks(), content=False)
     next(iter(inputs.sequences(config.tokens)))
+    for name, source in inputs.evaluated.items():
+        with _naming_eval_data():
+            if next(iter(inputs.evaluation_sequences(name, config.tokens)), None) is None:
+                raise LongspanError(f"--data {source.data} has no token with a loss; give other data")
     try:
         if config.out.exists() and not launch.under_torchrun():  # under torchrun another rank may hold the lock already
             checkpoint.RunLock(config.out).release()
@@ -170,19 +213,31 @@ def check_inputs(config: TrainConfig) -> Inputs:
     return inputs
 
 
+def stopped_early(config: TrainConfig, evaluation: Mapping[str, Any] | None) -> bool:
+    """Return whether --patience ends a run, from the state of its evaluations (`evaluation.Progress`)."""
+    patience = config.evaluation.patience
+    return bool(patience and evaluation is not None and evaluation["since"] >= patience)
+
+
 def finished(config: TrainConfig, inputs: Inputs) -> str | None:
-    """Return a message if the run has done all its steps and exported them, else None."""
+    """Return a message if the run has done all its steps, or stopped early, and exported them, else None."""
     resume = inputs.resume
-    if config.checkpoint.resume != "auto" or resume is None or resume.step != config.steps:
+    if config.checkpoint.resume != "auto" or resume is None:
+        return None
+    early = stopped_early(config, resume.state.get("evaluation"))
+    if resume.step != config.steps and not early:
         return None
     exported = f", and {config.exported} holds its export"
     if config.checkpoint.export == "never":
         exported = ""
     elif checkpoint.exported_step(config.exported) != resume.step:
         return None
+    more, why = "--steps", ""
+    if early:
+        more, why = "--patience", f", where --patience {config.evaluation.patience} stopped it"
     return (
-        f"nothing to do: {config.out} is at step {resume.step} of --steps {config.steps}{exported}; give more --steps "
-        "to go on, or another --out to start anew"
+        f"nothing to do: {config.out} is at step {resume.step} of --steps {config.steps}{why}{exported}; give more "
+        f"{more} to go on, or another --out to start anew"
     )
 
 

@@ -41,8 +41,18 @@ from longspan.tracing.record import Recorder
 from longspan.tracing.spans import read_trace
 from longspan.tracing.timeline import gather_trace, summary_lines, write_timeline
 from longspan.train.config import TrainConfig
+from longspan.train.evaluation import Evaluator
 from longspan.train.health import Health
-from longspan.train.inputs import Inputs, changed_settings, find_resume, finished, model_origin, open_local, settings_of
+from longspan.train.inputs import (
+    Inputs,
+    changed_settings,
+    find_resume,
+    finished,
+    model_origin,
+    open_local,
+    settings_of,
+    stopped_early,
+)
 from longspan.train.job import run_summary
 from longspan.train.metrics import CommunicationSampler, Display, StepMetrics, model_flops, peak_flops, peak_memory
 from longspan.train.optimizer import clip_gradients, make_optimizer, make_scheduler
@@ -110,6 +120,7 @@ class Trainer:
         self.seconds: list[float] = []  # of the steps since the last report
         self.padding: list[tuple[int, int]] = []  # of the same steps: positions in all, and those of padding
         self.health = Health(config)
+        self.evaluator = Evaluator(config, self.inputs, self.sp, self._at, self.autocast)
         self.reduce_last = self._reduces_last()
         in_backward = config.optimizer.optimizer_in_backward
         self.in_backward = optimizer_in_backward(self.model, self.optimizer) if in_backward else None
@@ -170,8 +181,10 @@ class Trainer:
             # Before this and after the last save, nothing is lost by a signal: it ends the rank at once.
             with StopRequest(stops="stopping after this step", grace_s=config.grace) as stop:
                 self._log_start()
+                if self.step == 0 and self.evaluator.active:
+                    self._evaluate()
                 with self._batches() as batches:
-                    while self.step < config.steps:
+                    while self.step < config.steps and not self._stopped_early():
                         self._at("data", self.step + 1, unlimited=True)
                         batch = next(batches)
                         self._at("comparing batches", self.step + 1)
@@ -186,13 +199,33 @@ class Trainer:
                         metrics = self._train_step(batch)
                         self.display.step(self.step, metrics)
                         self.outputs.log_metrics(metrics)
-                        if save_every and self.step % save_every == 0:
+                        best = self.evaluator.due(self.step) and self._evaluate()
+                        if (save_every and self.step % save_every == 0) or (best and config.evaluation.keep_best):
                             self._save()
+                if self._stopped_early():
+                    self._log_stop()
                 self._save(last=True)
                 if stop.signum:
                     raise Stopped(stop.signum)
             if config.checkpoint.export == "end":
                 self._export(last=True)
+
+    def _evaluate(self) -> bool:
+        """Evaluate, and return whether the loss is the lowest so far."""
+        evaluated = self.evaluator(self.model, self.step)
+        self.display.evaluated(evaluated)
+        self.outputs.log_evaluation(evaluated)
+        return evaluated.best
+
+    def _stopped_early(self) -> bool:
+        return stopped_early(self.config, dataclasses.asdict(self.evaluator.progress))
+
+    def _log_stop(self) -> None:
+        found = self.evaluator.progress
+        self.display.log(
+            f"stopped after step {self.step}: {found.since} evaluations without a lower loss than {found.best:.4f} of "
+            f"step {found.step} (--patience {self.config.evaluation.patience})"
+        )
 
     def _save(self, *, last: bool = False) -> None:
         self._at("save", self.step, unlimited=True)
@@ -201,8 +234,10 @@ class Trainer:
             "tokens": self.tokens,
             "identity": self.inputs.identity,
             "settings": settings_of(self.config),
+            "evaluation": dataclasses.asdict(self.evaluator.progress),
         }
-        complete = self.outputs.save(self.step, self.model, self.optimizer, state, last=last)
+        best = self.evaluator.progress.step if self.config.evaluation.keep_best else None
+        complete = self.outputs.save(self.step, self.model, self.optimizer, state, best=best, last=last)
         if complete and self.config.checkpoint.export == "saves":
             self._export(last=last)
 

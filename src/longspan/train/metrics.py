@@ -1,4 +1,4 @@
-"""The metrics of a training step, and their outputs: a display, a JSONL file and TensorBoard."""
+"""The metrics of a training step, and their outputs: a display, JSONL files and trackers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.profiler import profile
@@ -21,6 +21,10 @@ from torch.autograd.profiler import profile
 from longspan.hf.support import mixer_layers
 from longspan.hf.vision import tower_modules
 from longspan.tracing.spans import covered
+from longspan.train import trackers
+
+if TYPE_CHECKING:
+    from longspan.train.evaluation import Evaluated
 
 #: Dense bf16 peak of one device in FLOP/s, by a part of the name CUDA gives it; the makers' data sheets, without
 #: sparsity. The first match counts.
@@ -226,36 +230,29 @@ class CommunicationSampler:
 # --- outputs
 
 
-class MetricsLog:
-    """Writes `metrics.jsonl` and TensorBoard files to a run's folder, on rank 0 only.
+class Records:
+    """A JSONL file with a record per step. A resumed run appends to it, without the steps after the resumed one."""
 
-    A resumed run appends to the same files; steps after the one that it resumes from are dropped.
-    """
-
-    def __init__(self, folder: Path, resumed_step: int = 0) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / "metrics.jsonl"
-        if self.path.exists():
-            before = self.path.read_text()
+    def __init__(self, path: Path, resumed_step: int) -> None:
+        self.path = path
+        if path.exists():
+            before = path.read_text()
             complete = [line for line in before.splitlines(keepends=True) if line.endswith("\n")]
-            text = "".join(line for line in complete if json.loads(line)["step"] <= resumed_step)
+            # A run from the beginning writes step 0 again.
+            text = "".join(line for line in complete if resumed_step and json.loads(line)["step"] <= resumed_step)
             if text != before:
-                rewritten = self.path.with_name(f"{self.path.name}.new")  # a full disk leaves the old file unchanged
+                rewritten = path.with_name(f"{path.name}.new")  # a full disk leaves the old file unchanged
                 rewritten.write_text(text)
-                rewritten.replace(self.path)
-        self._file = self.path.open("ab", buffering=0)
-        self._board: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_step + 1)
+                rewritten.replace(path)
+        self._file = path.open("ab", buffering=0)
 
-    def write(self, metrics: StepMetrics) -> None:
-        """Append one step.
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record.
 
         Raises:
             OSError: for example on a full disk; no part of the line is then written.
         """
-        values = dataclasses.asdict(metrics)
-        line = (json.dumps(values) + "\n").encode()
+        line = (json.dumps(record) + "\n").encode()
         before = os.fstat(self._file.fileno()).st_size
         try:
             done = 0
@@ -265,15 +262,75 @@ class MetricsLog:
             with contextlib.suppress(OSError):
                 self._file.truncate(before)
             raise
-        for name, value in values.items():
-            if name != "step" and value is not None:
-                self._board.add_scalar(f"train/{name}", value, metrics.step)
 
     def close(self) -> None:
-        """Close both files. TensorBoard's may lack steps on a full disk."""
         self._file.close()
-        with contextlib.suppress(OSError):
-            self._board.close()
+
+
+class MetricsLog:
+    """Writes `metrics.jsonl` and `evaluation.jsonl` to a run's folder, and tells the trackers; on rank 0 only.
+
+    Args:
+        folder: of the run.
+        resumed_step: the step that the run resumes from.
+        track: the trackers, as in --track.
+        settings: of the run, as plain values, for the trackers.
+        warn: shows a line to the user.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        resumed_step: int = 0,
+        track: str = "tensorboard",
+        settings: Mapping[str, Any] | None = None,
+        warn: Callable[[str], None] = print,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._step, self._warn = resumed_step, warn
+        self._steps = Records(folder / "metrics.jsonl", resumed_step)
+        self._evaluations = Records(folder / "evaluation.jsonl", resumed_step)
+        self._trackers = trackers.start(track, folder, settings or {}, resumed_step)
+
+    @property
+    def path(self) -> Path:
+        return self._steps.path
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Append one step.
+
+        Raises:
+            OSError: for example on a full disk; no part of the line is then written.
+        """
+        values = dataclasses.asdict(metrics)
+        self._steps.write(values)
+        known = {f"train/{name}": value for name, value in values.items() if name != "step" and value is not None}
+        self._track(known, metrics.step)
+
+    def write_evaluation(self, evaluated: Evaluated) -> None:
+        """Append an evaluation. Raise OSError as `write`."""
+        self._evaluations.write(evaluated.record())
+        self._track(evaluated.scalars(), evaluated.step)
+
+    def _track(self, values: dict[str, float], step: int) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                tracker.log(values, step)
+            except Exception as error:  # a tracker does not end the run, whatever it raises
+                self._warn(f"warning: --track {name} failed and is left out from step {step} on: {error}")
+                del self._trackers[name]
+
+    def close(self) -> None:
+        """Close the files and the trackers. TensorBoard's files may lack steps on a full disk."""
+        self._steps.close()
+        self._evaluations.close()
+        for name, tracker in self._trackers.items():
+            try:
+                tracker.close()
+            except OSError:
+                pass
+            except Exception as error:
+                self._warn(f"warning: --track {name} could not finish: {error}")
 
 
 @dataclass
@@ -306,6 +363,11 @@ class Display:
             self._progress.console.print(text, highlight=False, markup=False)
         elif self.enabled:
             print(text, flush=True)
+
+    def evaluated(self, evaluated: Evaluated) -> None:
+        """Show an evaluation."""
+        for line in evaluated.lines():
+            self.log(line)
 
     def step(self, step: int, metrics: StepMetrics | None) -> None:
         """Show that a step is done, with its metrics if it is reported."""

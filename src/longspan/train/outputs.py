@@ -13,10 +13,13 @@ import torch
 from longspan import checkpoint
 from longspan.checkpoint import DiskFull, Ranks, RunLock, Saver
 from longspan.core.errors import LongspanError, is_full
+from longspan.core.sections import values
 from longspan.train.config import TrainConfig
+from longspan.train.evaluation import Evaluated
 from longspan.train.inputs import Inputs
 from longspan.train.metrics import MetricsLog, StepMetrics
 
+_PLAIN = (bool, int, float, str)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -73,9 +76,12 @@ class Outputs:
         optimizer: torch.optim.Optimizer,
         state: dict[str, Any],
         *,
+        best: int | None = None,
         last: bool = False,
     ) -> bool:
         """Save a step, in the background unless it is the last; return whether its checkpoint is complete now.
+
+        The checkpoint of the step `best` is kept, too.
 
         Raises:
             LongspanError: on every rank, if it cannot be written. A full disk raises for the last save only.
@@ -83,7 +89,8 @@ class Outputs:
         self._finish(last=last and self._begun == step)
         if self._saved == step:
             return False
-        self._saver.start(self.config.checkpoints, step, model, optimizer, state, keep=self.config.checkpoint.keep)
+        keep = self.config.checkpoint.keep
+        self._saver.start(self.config.checkpoints, step, model, optimizer, state, keep=keep, best=best)
         self._begun = step
         if last or self.config.checkpoint.export == "saves":
             self._finish(last=last)
@@ -138,24 +145,36 @@ class Outputs:
 
     def open_log(self, step: int) -> None:
         """Open the log of metrics, for the steps after `step`."""
+        config = self.config
+        settings = {name: value if isinstance(value, _PLAIN) else str(value) for name, value in values(config).items()}
         try:
-            self._metrics = MetricsLog(self.config.out, step)
+            self._metrics = MetricsLog(config.out, step, config.logging.track, settings, self._log)
         except OSError as error:
-            raise LongspanError(f"the metrics of --out {self.config.out} cannot be written: {error}") from error
+            raise LongspanError(f"the metrics of --out {config.out} cannot be written: {error}") from error
 
     def log_metrics(self, metrics: StepMetrics | None) -> None:
         """Write a step's metrics, if any. On a full disk they are dropped, with a warning the first time."""
-        if self._metrics is None or metrics is None:
-            return
+        if self._metrics is not None and metrics is not None:
+            with self._dropping_lines(self._metrics):
+                self._metrics.write(metrics)
+
+    def log_evaluation(self, evaluated: Evaluated) -> None:
+        """Write an evaluation; on a full disk as `log_metrics`."""
+        if self._metrics is not None:
+            with self._dropping_lines(self._metrics):
+                self._metrics.write_evaluation(evaluated)
+
+    @contextlib.contextmanager
+    def _dropping_lines(self, metrics: MetricsLog) -> Iterator[None]:
         try:
-            self._metrics.write(metrics)
+            yield
         except OSError as error:
             if not is_full(error):
                 raise
             if not self._lost_lines:
                 free = shutil.disk_usage(self.config.out).free
                 self._log(
-                    f"warning: {self._metrics.path} cannot be written: {error.strerror} ({free:,} bytes free); the run "
+                    f"warning: {metrics.path} cannot be written: {error.strerror} ({free:,} bytes free); the run "
                     "goes on, steps are missing there until there is room"
                 )
             self._lost_lines = True

@@ -1,0 +1,284 @@
+"""Evaluation between the steps of a run: losses on other data, by source and position, and a sampled text.
+
+The losses are exact means over tokens, and equal on every mesh. Neither they nor the sample change what is trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from longspan.data import ROUNDS_AHEAD, collate, merge_rounds, prefetch, rounds
+from longspan.hf.batch import shard_batch
+from longspan.hf.forward.logprobs import token_logprobs
+from longspan.losses.cross_entropy import IGNORE
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from longspan.comm.mesh import SequenceSharding
+    from longspan.data import Sequence, SequenceStream
+    from longspan.train.config import TrainConfig
+    from longspan.train.inputs import Inputs
+
+_FIRST_BUCKET = 16  # tokens, at least
+_MOST_BUCKETS = 8
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The mean loss over `tokens` tokens, in nats."""
+
+    loss: float
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    def record(self) -> dict[str, float]:
+        """Return plain values for JSON."""
+        return {**dataclasses.asdict(self), "perplexity": self.perplexity}
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """One evaluation.
+
+    Attributes:
+        step: optimizer steps done.
+        overall: over all tokens that have a loss; None without data.
+        sources: the same for each source, by its name.
+        positions: the same by the number of tokens that a prediction sees, its own input included: more than the first
+            and at most the second number. Without buckets that have no tokens.
+        seconds: that it took.
+        sample: the text that continues the prompt; None without a prompt.
+        best: whether the loss is the lowest so far.
+    """
+
+    step: int
+    overall: Loss | None
+    sources: dict[str, Loss]
+    positions: dict[tuple[int, int], Loss]
+    seconds: float
+    sample: str | None = None
+    best: bool = False
+
+    def record(self) -> dict[str, Any]:
+        """Return plain values for `evaluation.jsonl`."""
+        return {
+            "step": self.step,
+            **({} if self.overall is None else self.overall.record()),
+            "sources": {name: loss.record() for name, loss in self.sources.items()},
+            "positions": [{"above": a, "to": b, **loss.record()} for (a, b), loss in self.positions.items()],
+            "seconds": self.seconds,
+            "sample": self.sample,
+            "best": self.best,
+        }
+
+    def scalars(self) -> dict[str, float]:
+        """Return the losses for trackers, by their names there."""
+        if self.overall is None:
+            return {}
+        found = {"eval/loss": self.overall.loss, "eval/perplexity": self.overall.perplexity}
+        found |= {f"eval/loss_by_source/{name}": loss.loss for name, loss in self.sources.items()}
+        return found | {f"eval/loss_by_position/{b}": loss.loss for (_, b), loss in self.positions.items()}
+
+    def lines(self) -> list[str]:
+        """Format for a log."""
+        lines = []
+        if self.overall is not None:
+            best = "  (best)" if self.best else ""
+            lines.append(
+                f"evaluation after step {self.step}: loss {self.overall.loss:.4f}, perplexity "
+                f"{self.overall.perplexity:,.2f}, {self.overall.tokens:,} tokens, {self.seconds:.1f} s{best}"
+            )
+            if len(self.sources) > 1:
+                lines += _columns("by source", {name: loss.loss for name, loss in self.sources.items()})
+            if len(self.positions) > 1:
+                by_position = {f"{a:,}-{b:,}": loss.loss for (a, b), loss in self.positions.items()}
+                lines += _columns("by tokens before", by_position)
+        if self.sample is not None:
+            lines.append(f"sample after step {self.step}: {self.sample!r}")
+        return lines
+
+
+def _columns(title: str, losses: dict[str, float], width: int = 78) -> list[str]:
+    lines = [f"  {title}:"]
+    for name, loss in losses.items():
+        part = f"  {name} {loss:.4f}"
+        if len(lines[-1]) + len(part) > width:
+            lines.append("   ")
+        lines[-1] += part
+    return lines
+
+
+def buckets(context: int) -> list[int]:
+    """Return the ends of the buckets of positions: the context, its half and so on, ascending, at most 8."""
+    ends = [context]
+    while len(ends) < _MOST_BUCKETS and (half := -(-ends[-1] // 2)) >= _FIRST_BUCKET:
+        ends.append(half)
+    return ends[::-1]
+
+
+@dataclass
+class Progress:
+    """The lowest loss so far, and how many evaluations there have been since; saved with checkpoints.
+
+    Attributes:
+        of: what the losses depend on besides the weights; losses of other data are not compared.
+    """
+
+    of: list[Any]
+    best: float | None = None
+    step: int | None = None
+    since: int = 0
+
+    def add(self, step: int, loss: float) -> bool:
+        """Count an evaluation; return whether its loss is the lowest."""
+        lowest = math.isfinite(loss) and (self.best is None or loss < self.best)
+        if lowest:
+            self.best, self.step, self.since = loss, step, 0
+        else:
+            self.since += 1
+        return lowest
+
+    @classmethod
+    def resumed(cls, of: list[Any], state: dict[str, Any] | None) -> Progress:
+        """Return that of a checkpoint, or a new one if there is none or it is of other data."""
+        return cls(**state) if state is not None and state["of"] == of else cls(of)
+
+
+@dataclass
+class Evaluator:
+    """Evaluates a model. Collective.
+
+    Attributes:
+        at: tells the heartbeat what this rank does.
+        autocast: whether forwards need it, as in the training.
+    """
+
+    config: TrainConfig
+    inputs: Inputs
+    sp: SequenceSharding
+    at: Callable[..., None]
+    autocast: bool = False
+    progress: Progress = field(init=False)
+
+    def __post_init__(self) -> None:
+        resume = self.inputs.resume
+        state = None if resume is None else resume.state.get("evaluation")
+        self.progress = Progress.resumed(evaluation_identity(self.config, self.inputs), state)
+
+    @property
+    def active(self) -> bool:
+        return bool(self.inputs.evaluated) or self.config.evaluation.sample_prompt is not None
+
+    def due(self, step: int) -> bool:
+        """Return whether to evaluate after this step."""
+        return self.active and (step % self.config.evaluation.eval_every == 0 or step == self.config.steps)
+
+    def __call__(self, model: Any, step: int) -> Evaluated:
+        """Evaluate the model after a step; its modes and the training's random numbers stay as they are."""
+        start = time.perf_counter()
+        modes = {module: module.training for module in model.modules()}
+        model.eval()
+        try:
+            with torch.no_grad(), torch.autocast(self.sp.device.type, torch.bfloat16, enabled=self.autocast):
+                overall, sources, positions = self._losses(model, step)
+                sample = self._sample(model, step)
+        finally:
+            for module, training in modes.items():
+                module.training = training
+        best = overall is not None and self.progress.add(step, overall.loss)
+        return Evaluated(step, overall, sources, positions, time.perf_counter() - start, sample, best)
+
+    def _losses(self, model: Any, step: int) -> tuple[Loss | None, dict[str, Loss], dict[tuple[int, int], Loss]]:
+        if not self.inputs.evaluated:
+            return None, {}, {}
+        ends = buckets(self.config.tokens)
+        sums = torch.stack([self._sums(model, name, ends, step) for name in self.inputs.evaluated])
+        if self.sp.host_group is not None:  # ranks of a tensor axis have the same tokens
+            sums = sums if self.sp.tensor_rank == 0 else torch.zeros_like(sums)
+            dist.all_reduce(sums, group=self.sp.host_group)
+        sources = {name: _mean(of_source.sum(0)) for name, of_source in zip(self.inputs.evaluated, sums, strict=True)}
+        by_bucket = zip(pairwise([0, *ends]), sums.sum(0), strict=True)
+        return _mean(sums.sum((0, 1))), sources, {span: _mean(sum_) for span, sum_ in by_bucket if sum_[1]}
+
+    def _sums(self, model: Any, name: str, ends: list[int], step: int) -> Tensor:
+        """Return this rank's sum of losses and number of tokens by bucket: fp64 [buckets, 2]."""
+        config, sp = self.config, self.sp
+        sums = torch.zeros(len(ends), 2, dtype=torch.float64, device=sp.device)
+        lasts = torch.tensor(ends[:-1], device=sp.device)
+        with self._sequences(self.inputs.evaluation_sequences(name, config.tokens)) as every:
+            sequences = islice(every, config.evaluation.eval_sequences)
+            while group := list(islice(sequences, config.sequences_per_forward)):
+                self.at("evaluating", step, unlimited=True)
+                batch = {key: x.to(sp.device) for key, x in self._mine(group).items()}
+                cut = shard_batch(batch, sp)
+                # The input at position p sees p + 1 tokens.
+                bucket = torch.bucketize(cut["position_ids"].expand_as(cut["labels"]) + 1, lasts)
+                loss = -token_logprobs(model, cut).double()
+                counts = cut["labels"] != IGNORE
+                for number in range(len(ends)):
+                    inside = counts & (bucket == number)
+                    sums[number, 0] += torch.where(inside, loss, 0).sum()
+                    sums[number, 1] += inside.sum()
+        return sums.cpu()
+
+    @contextlib.contextmanager
+    def _sequences(self, stream: SequenceStream) -> Iterator[Iterator[Sequence]]:
+        """Yield all sequences on every rank; the ranks share the tokenising."""
+        group, config = self.sp.host_group, self.config
+        if group is None:
+            yield iter(stream)
+            return
+        size = config.sequences_per_forward * config.tokens
+        with prefetch(rounds(stream, size, self.sp.job_size, dist.get_rank(group)), depth=ROUNDS_AHEAD) as ahead:
+            yield stream.pack(merge_rounds(ahead, group, stream.source.data))
+
+    def _mine(self, group: list[Sequence]) -> dict[str, Tensor]:
+        """Return this replica's sequences of a group as a batch; if none are left, one that has no loss."""
+        config, first = self.config, self.sp.data_rank * self.config.micro_batch
+        mine = group[first : first + config.micro_batch]
+        batch = collate(mine or group[:1], self.inputs.pack, config.tokens)
+        if not mine:  # forwards are collective
+            batch["labels"].fill_(IGNORE)
+        return batch
+
+    def _sample(self, model: Any, step: int) -> str | None:
+        from transformers import GenerationConfig
+
+        options, tokenizer = self.config.evaluation, self.inputs.tokenizer
+        if options.sample_prompt is None:
+            return None
+        self.at("sampling", step, unlimited=True)
+        ids = torch.from_numpy(self.inputs.prompt_ids(options.sample_prompt))[None].to(self.sp.device)
+        settings = GenerationConfig(
+            max_new_tokens=options.sample_tokens,
+            do_sample=False,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.eos_token_id,
+        )
+        out = model.generate(ids, generation_config=settings)
+        return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def _mean(sum_: Tensor) -> Loss:
+    total, tokens = sum_.tolist()
+    return Loss(total / tokens if tokens else math.nan, int(tokens))
+
+
+def evaluation_identity(config: TrainConfig, inputs: Inputs) -> list[Any]:
+    """Return what evaluation losses depend on besides the weights, as plain values."""
+    sources = [source.identity["data"] for source in inputs.evaluated.values()]
+    return [*sources, config.evaluation.eval_sequences, config.tokens, inputs.pack, config.data.loss_on]

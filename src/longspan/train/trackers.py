@@ -1,0 +1,185 @@
+"""Trackers by name, for --track: TensorBoard, trackio, Weights & Biases, MLflow.
+
+Where and under which project they log is set by their own environment variables (WANDB_PROJECT, MLFLOW_TRACKING_URI,
+...). A resumed run continues the same run of a tracker: its id is in OUT/trackers.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from longspan.core.errors import LongspanError, require
+
+PROJECT = "longspan"
+"""The project, where a tracker's environment variable names no other."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a tracker is told of a run.
+
+    Attributes:
+        folder: of the run, whose name is the name of the run.
+        settings: the flags, as plain values.
+        step: it begins after this one.
+        id: by which the tracker knows the run that is resumed; None for a new one.
+    """
+
+    folder: Path
+    settings: Mapping[str, Any]
+    step: int = 0
+    id: str | None = None
+
+
+class Tracker(Protocol):
+    """Where metrics go besides `metrics.jsonl`; on the first rank only.
+
+    Attributes:
+        id: by which a later process finds the run again; None if it needs none.
+    """
+
+    id: str | None
+
+    def log(self, values: Mapping[str, float], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files in OUT/tensorboard."""
+
+    id: str | None = None
+
+    def __init__(self, run: Run) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._board: Any = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.step + 1)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._board.close()
+
+
+class Wandb:
+    """Weights & Biases; WANDB_MODE=offline writes to OUT/wandb alone."""
+
+    def __init__(self, run: Run) -> None:
+        import wandb
+
+        self._run: Any = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=run.folder.name,
+            dir=str(run.folder),
+            config=dict(run.settings),
+            id=run.id,
+            resume="allow",
+            settings=wandb.Settings(console="off"),
+        )
+        # W&B's own steps only grow, and a resumed run repeats some: plot over ours.
+        self._run.define_metric("*", step_metric="step")
+        self.id: str | None = self._run.id
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._run.log({**values, "step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio:
+    """trackio: a local database, or a Space named by TRACKIO_SPACE_ID."""
+
+    def __init__(self, run: Run) -> None:
+        import trackio
+
+        self.id: str | None = run.id or f"{run.folder.name}-{os.urandom(3).hex()}"
+        self._run: Any = trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+            name=self.id,
+            config=dict(run.settings),
+            resume="allow",
+            embed=False,
+        )
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """MLflow, at MLFLOW_TRACKING_URI; without it in OUT/mlflow.db."""
+
+    def __init__(self, run: Run) -> None:
+        import mlflow
+
+        if not mlflow.is_tracking_uri_set():
+            mlflow.set_tracking_uri(f"sqlite:///{run.folder.resolve() / 'mlflow.db'}")
+        self._client: Any = mlflow.MlflowClient()
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        if run.id is None:
+            experiment = self._client.get_experiment_by_name(name)
+            of = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
+            self.id: str | None = self._client.create_run(of, run_name=run.folder.name).info.run_id
+            for key, value in run.settings.items():
+                self._client.log_param(self.id, key, value)
+        else:
+            self.id = run.id
+            self._client.update_run(self.id, status="RUNNING")
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._client.log_metric(self.id, name, value, step=step)
+
+    def close(self) -> None:
+        self._client.set_terminated(self.id)
+
+
+TRACKERS: dict[str, Callable[[Run], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "trackio": Trackio,
+    "wandb": Wandb,
+    "mlflow": MLflow,
+}
+
+
+def names_of(track: str) -> list[str]:
+    """Return the names in a value of --track. Raise for an unknown one."""
+    names = [] if track == "none" else track.split(",")
+    for name in names:
+        if name not in TRACKERS or names.count(name) > 1:
+            raise LongspanError(f"--track {track}: give names out of {', '.join(TRACKERS)}, with commas, or none")
+    return names
+
+
+def check_installed(track: str) -> None:
+    """Raise if a tracker of --track is not installed, naming the extra to install."""
+    for name in names_of(track):
+        require(f"--track {name}", name)
+
+
+def start(track: str, folder: Path, settings: Mapping[str, Any], step: int) -> dict[str, Tracker]:
+    """Start the trackers of --track for a run after `step`, and remember their ids in the folder."""
+    path = folder / "trackers.json"
+    ids: dict[str, str] = json.loads(path.read_text()) if path.exists() and step else {}
+    started: dict[str, Tracker] = {}
+    for name in names_of(track):
+        try:
+            started[name] = TRACKERS[name](Run(folder, settings, step, ids.get(name)))
+        except OSError:
+            raise
+        except Exception as error:  # each raises its own: no network, no login, no such run
+            raise LongspanError(f"--track {name} cannot start: {type(error).__name__}: {error}") from error
+    found = {name: tracker.id for name, tracker in started.items() if tracker.id is not None}
+    if found and found != ids:
+        path.write_text(json.dumps(ids | found) + "\n")
+    return started
