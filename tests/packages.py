@@ -40,6 +40,7 @@ USES: dict[str, list[str]] = {
     "plot": ["plan --model llama-3.1-8b --gpu h100 --gpus 8 --context 128k --png {out}.png"],
     "trl": ["-c import longspan, trl; longspan.trainer(trl.SFTTrainer)"],
     "eval": ["-c import longspan.lm_eval, lm_eval"],
+    **{name: [TRAIN + f" --track {name}"] for name in ("trackio", "wandb", "mlflow")},
     "fla": ["-c from importlib.metadata import version; print(version('fla-core'))"],  # its kernels need a GPU
     "all": [TRAIN, "-c import trl, lm_eval, diffusers, peft, matplotlib"],
 }

@@ -99,7 +99,7 @@ def test_evaluation_changes_no_bit_of_the_training(alone: TrainConfig, pool2: Ra
     without = replace(alone, out=tmp_path / "without", eval_data=(), sample_prompt=None)
     train(without)
     assert losses_of(without.out) == losses_of(alone.out) and _evaluations(without.out) == []
-    for name, given in {"with": alone, "plain": without}.items():  # sharded weights, and dropout that both draw
+    for name, given in {"with": alone, "plain": without}.items():
         train_on(pool2, replace(given, out=tmp_path / name, ulysses=2, pack="documents", dtype="bf16"))
     assert losses_of(tmp_path / "with") == losses_of(tmp_path / "plain")
 
@@ -131,8 +131,13 @@ def test_patience_stops_and_the_best_checkpoint_stays(alone: TrainConfig, tmp_pa
         r["step"] for i, r in enumerate(found) if all(r["loss"] < other["loss"] for other in found[:i])
     ]
     again = said_by(replace(config, spike=0.0))
-    assert f"is at step {last} of --steps 30, where --patience 3 stopped it" in again
+    assert (
+        checkpoint.exported_step(config.exported) == last
+        and f"is at step {last} of --steps 30, where --patience 3 stopped it" in again
+    )
     assert _evaluations(config.out) == found
+    train(replace(config, resume=str(checkpoint.step_path(config.checkpoints, best["step"])), steps=best["step"]))
+    assert checkpoint.exported_step(config.exported) == best["step"]
 
 
 def test_losses_of_other_data_are_not_compared() -> None:
@@ -159,3 +164,10 @@ def test_bad_evaluation_is_refused(config: TrainConfig, tmp_path: Path) -> None:
     refused(base, "--patience 2 needs an evaluation loss", patience=2, eval_data=())
     refused(base, "--sample-prompt is empty", sample_prompt="")
     refused(base, "--eval-every", eval_every=0)
+    refused(base, "--eval-data pydoc=0.5: every source is read once", eval_data=("pydoc=0.5",))
+
+
+def test_only_the_first_sequences_are_read_if_asked(alone: TrainConfig, tmp_path: Path) -> None:
+    config = replace(alone, out=tmp_path / "run", steps=1, eval_sequences=2, sample_prompt=None, eval_data=("pydoc",))
+    train(config)
+    assert [record["tokens"] for record in _evaluations(config.out)] == [120, 120]

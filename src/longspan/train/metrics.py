@@ -327,8 +327,6 @@ class MetricsLog:
         for name, tracker in self._trackers.items():
             try:
                 tracker.close()
-            except OSError:
-                pass
             except Exception as error:
                 self._warn(f"warning: --track {name} could not finish: {error}")
 

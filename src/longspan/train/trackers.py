@@ -175,9 +175,7 @@ def start(track: str, folder: Path, settings: Mapping[str, Any], step: int) -> d
     for name in names_of(track):
         try:
             started[name] = TRACKERS[name](Run(folder, settings, step, ids.get(name)))
-        except OSError:
-            raise
-        except Exception as error:  # each raises its own: no network, no login, no such run
+        except Exception as error:  # each raises its own: no network, no login, no such run, a full disk
             raise LongspanError(f"--track {name} cannot start: {type(error).__name__}: {error}") from error
     found = {name: tracker.id for name, tracker in started.items() if tracker.id is not None}
     if found and found != ids:
