@@ -486,6 +486,30 @@ def test_a_rank_with_other_inputs_is_named() -> None:
     inputs["hidden_states"] = torch.zeros(2, 3, frames, 6, 10, dtype=torch.float64)
     with pytest.raises(LongspanError, match=r"`hidden_states` is float64 \[2, 3, [45], 6, 10\]"):
         model(**inputs)
+    inputs = make_inputs("WanTransformer3DModel")
+    for changes, match in (
+        (
+            {"attention_kwargs": {"scale": 0.5 + dist.get_rank()}},
+            r"`attention_kwargs\['scale'\]` is 1.5 on rank 1, 0.5 on rank 0",
+        ),
+        ({"mask": 1} if dist.get_rank() else {}, "`mask` is 1 on rank 1, missing on rank 0"),
+        ({"attention_kwargs": 3 if dist.get_rank() else {}}, "`attention_kwargs` is 3 on rank 1, missing on rank 0"),
+    ):
+        with pytest.raises(LongspanError, match=match):
+            model(**inputs, **changes)
+
+
+@on_ranks(4)
+def test_a_refusal_of_one_replica_is_shared() -> None:
+    """Before the forward: the other replica would wait in a gather of weights."""
+    sp = _sharding(data=2, ulysses=2)
+    for name, changes in (
+        ("LTXVideoTransformer3DModel", {"hidden_states": torch.zeros(2, 1, 6), "height": 1, "width": 1}),
+        ("WanTransformer3DModel", {"hidden_states": torch.zeros(2, 3, 1, 2, 2)}),
+    ):
+        model: Any = longspan.parallelize(make_model(name), sp)
+        with pytest.raises(LongspanError, match=r"`hidden_states` has 1 tokens, fewer than the 2 ranks"):
+            model(**make_inputs(name) | (changes if sp.data_rank else {}))
 
 
 @on_ranks(2)

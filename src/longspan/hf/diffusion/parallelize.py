@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -175,24 +176,28 @@ class _Entrance:
             self.inputs = BatchCheck(sp, options.check_batches, replicas)
 
     def __call__(self, model: Any, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
-        arguments = named_arguments(self.signature, model, args, kwargs)
-        problem = None
+        whole, mine, problem = dict(kwargs), dict[str, Any](), None
         try:
-            self._check(model, arguments)
+            whole = named_arguments(self.signature, model, args, kwargs)
+            self._check(model, whole)
             if self.gradients is not None:
                 self.gradients.check(model)
-        except LongspanError as error:
+            self.tokens.lengths = {}
+            mine = split_named(self._replicated(whole), self.splits, self.tokens)
+        except Exception as error:  # of any kind: the other ranks must raise too
             problem = error
         if self.inputs is not None:
-            self.inputs.compare(model, _flat(arguments), False, problem)
+            self.inputs.compare(model, _flat(whole), False, problem)
         elif problem is not None:
             raise problem
-        if self.sp.size > 1:
-            assert self.sp.group is not None
-            arguments = _replicated(arguments, group_name(self.sp.group))
-        self.tokens.lengths = {}
         self.tokens.split_before_checkpoints(model)
-        return (), split_named(arguments, self.splits, self.tokens)
+        return (), mine
+
+    def _replicated(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        if self.sp.size == 1:
+            return arguments
+        assert self.sp.group is not None
+        return {name: _replicated(value, group_name(self.sp.group)) for name, value in arguments.items()}
 
     def _check(self, model: Any, arguments: Mapping[str, Any]) -> None:
         name = self.name
@@ -217,14 +222,26 @@ class _Entrance:
                     f"`hidden_states` {tuple(hidden.shape)}: dimension {dim} has {hidden.shape[dim]} entries, which "
                     f"the patch size {patch} does not divide; crop or pad the video"
                 )
+        streams = self.family.streams if self.family.needs_text else ("hidden_states",)
+        tokens = {stream: x.shape[1] for stream in streams if isinstance(x := arguments.get(stream), Tensor)}
+        if patches:
+            tokens["hidden_states"] = math.prod(hidden.shape[dim] // patch for dim, patch in patches.items())
+        for stream, n in tokens.items() if self.family.attention else ():
+            if n < self.sp.size:
+                raise LongspanError(
+                    f"`{stream}` has {n} tokens, fewer than the {self.sp.size} ranks; use at most `ulysses={n}`, or "
+                    f"pad it"
+                )
 
 
 def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments with each tensor of a tuple or list by its own name."""
+    """Return arguments with each value of a tuple, list or dict by its own name."""
     flat: dict[str, Any] = {}
     for name, value in arguments.items():
         if isinstance(value, tuple | list):
             flat |= _flat({f"{name}[{i}]": each for i, each in enumerate(value)})
+        elif isinstance(value, dict):
+            flat |= _flat({f"{name}[{key!r}]": each for key, each in value.items()})
         else:
             flat[name] = value
     return flat

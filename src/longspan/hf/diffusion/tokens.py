@@ -56,12 +56,6 @@ class Tokens:
             return x
         if x.dim() != how.dims:
             raise LongspanError(f"`{name}` must have {how.dims} dimensions, got a tensor of shape {tuple(x.shape)}")
-        needed = self.family.streams if self.family.needs_text else ("hidden_states",)
-        if name in needed and x.shape[how.dim] < self.sp.size:
-            raise LongspanError(
-                f"`{name}` has {x.shape[how.dim]} tokens, fewer than the {self.sp.size} ranks; use at most "
-                f"`ulysses={x.shape[how.dim]}`, or pad it"
-            )
         self.lengths[str(name)] = x.shape[how.dim]
         return shard_along(x, how.dim, self.sp.group)
 
