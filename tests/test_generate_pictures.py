@@ -212,6 +212,9 @@ def _refusals() -> None:
         longspan.LongspanError, match=r"ranks 1 were given another one than ranks 0 .same shapes, other"
     ):
         _generated(model, prompt, prefill_chunk_size=9)
+    grids = prompt["image_grid_thw"] * (1 + sharding().rank)  # transformers raises before the first forward
+    with pytest.raises((longspan.LongspanError, RuntimeError), match=r"rank 1 failed: RuntimeError|^shape mismatch"):
+        _generated(model, prompt | {"image_grid_thw": grids})
 
 
 def test_refusals(pool2: RankPool) -> None:

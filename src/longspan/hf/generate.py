@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from longspan.comm.arguments import check_tensor
 from longspan.comm.consistency import gather_numbers
+from longspan.comm.errors import on_every_rank
 from longspan.comm.mesh import SequenceSharding
 from longspan.compat.transformers_api import cache_name, keep_from_generate, take_cache
 from longspan.core.cache import PREFILL_CHUNK
@@ -75,6 +76,7 @@ def _generate(model: Any, inputs: Any = None, generation_config: Any = None, **m
                 f"`{next(iter(pictures))}` without a prompt; give the `input_ids` with its placeholders"
             )
     core = core_of(model) if state_of(model).traits.rotary_3d else None
+    _check_grids(model, tokens, more)
     # Without padding: position ids count real tokens. Those behind pictures may be far smaller; each chunk has its own.
     few = core is not None and (cache.is_initialized or (cache.pictures is not None and bool(cache.pictures.batch)))
     cache.announced = 0 if few else length if mask is None else int(mask.sum(-1).max())
@@ -103,6 +105,20 @@ def _generate(model: Any, inputs: Any = None, generation_config: Any = None, **m
         cache.announced, cache.generated_from, cache.pictures = 0, None, None
         if not is_assistant:  # an assistant's drafts are cropped afterwards
             cache.rollback = None
+
+
+def _check_grids(model: Any, tokens: Any, more: dict[str, Any]) -> None:
+    """Raise on every rank if transformers cannot compute a rank's positions: it does so before the first forward, in
+    which the ranks compare their prompts. Collective.
+    """
+    state, grids = state_of(model), ("image_grid_thw", "video_grid_thw")
+    if not state.traits.rotary_3d:
+        return
+    batch = {**more, "input_ids": tokens}
+    known = tokens is None or tokens.is_floating_point() or all(more.get(key) is None for key in grids)
+    checks = state.forward.batches
+    group = None if checks is None or checks.left == 0 else checks.group
+    on_every_rank(lambda: None if known else state.traits.positions(batch), group)
 
 
 def _around_images(image_types: str | None, more: dict[str, Any], length: int, chunk: int) -> int | None:
