@@ -146,6 +146,8 @@ def _evaluate(truth: Truth) -> None:
     assert out.loss is None and out.past_key_values is None
     assert torch.equal(positional.logits, out.logits) and torch.equal(cut.logits, out.logits)
     check_loss(float(cut.loss), truth)
+    with torch.inference_mode():
+        assert torch.equal(model(**whole).loss, cut.loss)
     embedded = model(inputs_embeds=build("Llama").get_input_embeddings()(whole["input_ids"]))
     for found in (out, embedded):
         logits = sp.gather(found.logits.detach(), length=21)

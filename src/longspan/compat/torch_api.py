@@ -184,10 +184,13 @@ def when_backward_ends(callback: Callable[[], None]) -> None:
 
 
 def version_of(x: Tensor) -> int:
-    """Return how often operators have written to the memory of `x`, or of its views. When gone: LongspanError."""
+    """Return how often operators have written to the memory of `x`, or of its views. When gone: LongspanError.
+
+    Tensors of `torch.inference_mode` do not count: 0.
+    """
     if not _HAS_VERSIONS:
         raise missing("torch", "Tensor._version", "checks that a tensor was not overwritten")
-    return x._version
+    return 0 if x.is_inference() else x._version
 
 
 # --- modules
