@@ -18,7 +18,7 @@ from longspan.generate.job import open_fitting_prompt
 from longspan.generate.pictures import _video
 from longspan.generate.rank import Generation
 from longspan.ranks.launch import unwatched
-from tests.chats import image, processor
+from tests.chats import PICTURE_CHAT, image, processor, tokenizer
 from tests.models import BASE
 from tests.pictures import build
 from tests.pool import RankPool
@@ -46,7 +46,7 @@ def _config(folder: Path, **more: Any) -> GenerateConfig:
     return make(GenerateConfig, **{**base, **more})
 
 
-def _plain(folder: Path, images: list[Any], text: str) -> list[int]:
+def _plain(folder: Path, images: list[Any], text: str, **changes: Any) -> list[int]:
     content = [*({"type": "image", "image": x} for x in images), {"type": "text", "text": text}]
     made = AutoProcessor.from_pretrained(folder).apply_chat_template(
         [{"role": "user", "content": content}], tokenize=True, return_dict=True, return_tensors="pt",
@@ -54,7 +54,9 @@ def _plain(folder: Path, images: list[Any], text: str) -> list[int]:
     )  # fmt: skip
     model = AutoModelForImageTextToText.from_pretrained(folder)
     settings = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=1, pad_token_id=0)
-    found: list[int] = model.generate(**made, generation_config=settings)[0, made["input_ids"].shape[1] :].tolist()
+    found: list[int] = model.generate(**{**made, **changes}, generation_config=settings)[
+        0, made["input_ids"].shape[1] :
+    ].tolist()
     return found
 
 
@@ -72,6 +74,30 @@ def test_tokens_are_those_of_one_process(pool2: RankPool, folder: Path) -> None:
             assert report["ids"] == expected and report["prompt_tokens"] > 32
     text = _config(folder, prompt="a ship came", question=None, ring=2)
     assert len(pool2.run(_generate, text)[0]["ids"]) <= NEW
+
+
+def test_tokens_of_an_image_see_each_other(pool2: RankPool, tmp_path: Path) -> None:
+    """Gemma-3's, as the token types of its processor say."""
+    from transformers import Gemma3ImageProcessorPil, Gemma3Processor, PreTrainedTokenizerFast
+
+    names = {"image_token": "<image>", "boi_token": "<unk>", "eoi_token": "<unk>"}
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer().backend_tokenizer, pad_token="<pad>", eos_token="<e>", unk_token="<unk>",
+        extra_special_tokens=names,
+    )  # fmt: skip
+    made = Gemma3Processor(
+        Gemma3ImageProcessorPil(size={"height": 16, "width": 16}), words, image_seq_length=16,
+        chat_template=PICTURE_CHAT.replace("<image>", "<unk>"),
+    )  # fmt: skip
+    made.save_pretrained(tmp_path)
+    build("Gemma3", seed=1).save_pretrained(tmp_path)
+    for name, at in (("a", 1), ("b", 2)):
+        image(at).save(tmp_path / f"{name}.png")
+    expected = _plain(tmp_path, [image(1), image(2)], "the sea was")
+    assert expected != _plain(tmp_path, [image(1), image(2)], "the sea was", token_type_ids=None)
+    config = _config(tmp_path, image=(tmp_path / "a.png", tmp_path / "b.png"), ring=2, weights="replicated")
+    for report in pool2.run(_generate, config):
+        assert report["ids"] == expected
 
 
 def test_text_and_question_follow_the_pictures(folder: Path) -> None:

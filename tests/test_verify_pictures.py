@@ -49,7 +49,7 @@ def _failing(report: Report) -> set[str]:
     [
         ("Qwen3VL", {"ring": 2}),
         ("Llava", {"ulysses": 2, "fsdp": False}),
-        *confirming((f, {"ring": 2, "context": 160}) for f in FAMILIES if f not in ("Qwen3VL", "Llava")),
+        *confirming((f, {"ring": 2, "context": 128}) for f in FAMILIES if f not in ("Qwen3VL", "Llava")),
     ],
     ids=str,
 )
