@@ -108,6 +108,7 @@ def test_topics_and_unknown_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain"]) == 0
     shown = capsys.readouterr().out
     assert all(path.stem in shown for path in (ROOT / "docs" / "explanation").glob("*.md"))
+    assert pages.page("lasp-2") == pages.page("state-passing") and pages.page("megatron") == pages.page("megatron-sp")
     assert main(["explain", "ulises"]) == 2
     assert "did you mean 'ulysses'" in capsys.readouterr().err
     assert main(["explain", "LS999"]) == 2

@@ -51,12 +51,15 @@ def folder() -> Path:
 
 
 def page(topic: str) -> str:
-    """Return the text of a page of docs/explanation.
+    """Return the text of a page of docs/explanation, by its name or a word of its title.
 
     Raises:
         LongspanError: if there is none, with the nearest one.
     """
     paths = _pages()
+    titled = [name for name, path in paths.items() if topic in _title(path).lower().replace(" ", "-")]
+    if topic not in paths and len(titled) == 1:
+        topic = titled[0]
     if topic not in paths:
         raise LongspanError(
             f"there is no page {topic!r}; {nearest(topic, paths)}, or give the code of an error (LS102)"
@@ -66,7 +69,7 @@ def page(topic: str) -> str:
 
 def topics() -> str:
     """Return the topics with the titles of their pages."""
-    rows = [f"| {topic} | {path.read_text().partition(chr(10))[0][2:]} |" for topic, path in _pages().items()]
+    rows = [f"| {topic} | {_title(path)} |" for topic, path in _pages().items()]
     return "\n".join(["`longspan explain TOPIC`, or the code of an error:", "", "| topic | |", "|---|---|", *rows])
 
 
@@ -92,6 +95,10 @@ def for_terminal(text: str) -> str:
 
 def _other_page(link: re.Match[str]) -> str:
     return f"{link[1]} (`longspan explain {link[2]}`)" if link[2] in _pages() else link[1]
+
+
+def _title(path: Path) -> str:
+    return path.read_text().partition("\n")[0].removeprefix("# ")
 
 
 def _pages() -> dict[str, Path]:
