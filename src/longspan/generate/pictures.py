@@ -45,9 +45,10 @@ def encode(config: GenerateConfig, model_config: Any, text: str) -> tuple[NDArra
         raise LongspanError(
             f"the processor of --model {config.model} does not take these pictures: {first_line(error)}"
         ) from error
-    from longspan.hf.vision import PICTURE_KEYS
+    from longspan.hf.vision import IMAGE_TYPES, PICTURE_KEYS
 
-    pictures = {name: np.asarray(value) for name, value in made.items() if name in PICTURE_KEYS}
+    taken = {*PICTURE_KEYS, IMAGE_TYPES.get(model_config.model_type)}
+    pictures = {name: np.asarray(value) for name, value in made.items() if name in taken}
     return np.asarray(made["input_ids"][0], dtype=np.int64), pictures
 
 

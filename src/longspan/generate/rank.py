@@ -191,7 +191,8 @@ class Generation:
             cache_implementation=None,
             use_cache=True,
             return_dict_in_generate=False,
-            prefill_chunk_size=config.chunk,
+            # By default the model chooses: no chunk may begin within an image whose tokens see each other.
+            prefill_chunk_size=config.prefill_chunk if config.pictures else config.chunk,
         )
         if config.temperature == 0:
             settings.update(do_sample=False, temperature=None, top_k=None, top_p=None)
