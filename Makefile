@@ -56,7 +56,7 @@ FAST := $(addprefix tests/test_,$(addsuffix .py,batch checkpoint collectives dat
 # each other.
 ALONE := $(addprefix tests/test_,$(addsuffix .py,activations arguments bench checked \
 	cli compat data decode_launches digests examples extending faults flex generate_cli gpu_report imports launch layout live_bytes local offload operators package pages \
-	plan plan_agrees plan_counts plan_figures plan_memory_options plan_page plan_shapes plan_tables readme recipes regions saved site syncs \
+	plan plan_agrees plan_counts plan_figures plan_memory_options plan_page plan_shapes plan_tables readme recipes regions run_length saved site syncs \
 	tiled tolerance trackers tracing train verify_compare))
 
 # What a new version of transformers, accelerate, PEFT, TRL, datasets, tyro or lm-eval can break.

@@ -45,7 +45,7 @@ def _plain_losses(config: TrainConfig, lora: dict[str, Any], dtype: torch.dtype)
     from longspan.train.inputs import open_local
 
     steps = deal(
-        iter(open_local(config).sequences(config.tokens)),
+        iter(open_local(config).sequences(config.context_tokens)),
         batch=2,
         micro_batch=2,
         data_size=1,

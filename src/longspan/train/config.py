@@ -369,8 +369,14 @@ class TrainConfig(RankFlags):
     context: int | Literal["max"] = 8192
     """Tokens per sequence (also 8k or 1M: k is 1024, M is 1024 * 1024). max: the longest that fits, by the planner, and
     within the model's positions."""
-    steps: int = 1000
-    """Optimizer steps."""
+    steps: int | None = None
+    """Optimizer steps. By default 1000, or by --tokens or --epochs."""
+    tokens: int | None = None
+    """Train on this many tokens, without padding, in place of --steps; the last step may pass it. A schedule ends at
+    the last step."""
+    epochs: float | None = None
+    """Train on all data this many times, in place of --steps. It is read and tokenised once before the start, to count
+    its sequences."""
     batch: int | None = None
     """Sequences per optimizer step, over the whole job. By default micro_batch x data_degree."""
     micro_batch: int = 1
@@ -414,7 +420,17 @@ class TrainConfig(RankFlags):
     """Metrics, profiles, and checks of the run's health."""
 
     @property
-    def tokens(self) -> int:
+    def last_step(self) -> int:
+        """Steps of the run, once `longspan.train.length.resolve_steps` has replaced --tokens and --epochs."""
+        assert self.knows_steps
+        return 1000 if self.steps is None else self.steps
+
+    @property
+    def knows_steps(self) -> bool:
+        return self.steps is not None or (self.tokens is None and self.epochs is None)
+
+    @property
+    def context_tokens(self) -> int:
         """Tokens per sequence, once `longspan.train.memory_choice.resolve` has replaced `max`."""
         assert self.context != "max"
         return self.context
@@ -450,19 +466,34 @@ class TrainConfig(RankFlags):
         self._check_optimizer()
 
     def _check_run(self) -> None:
-        check_number("--steps", self.steps, 1, LARGEST_COUNT)
+        given = {"--steps": self.steps, "--tokens": self.tokens, "--epochs": self.epochs}
+        asked = [f"{flag} {value:g}" for flag, value in given.items() if value is not None]
+        if len(asked) > 1:
+            raise LongspanError(f"{' and '.join(asked)} all give the length of the run; give one of them")
+        if self.steps is not None:
+            check_number("--steps", self.steps, 1, LARGEST_COUNT)
+        if self.tokens is not None:
+            check_number("--tokens", self.tokens, 1, LARGEST_COUNT)
+        if self.epochs is not None:
+            check_number("--epochs", self.epochs, 0, LARGEST_COUNT, above=True)
         check_number("--seed", self.seed, 0, LARGEST_SEED, whole=True)
         self.check_ranks()
         check_number("--grace", self.grace, 0, LONGEST_WAIT_S)
         check_number("--max-restarts", self.max_restarts, 0, LARGEST_COUNT)
+        if self.knows_steps:
+            self.check_length()
+
+    def check_length(self) -> None:
+        """Raise on settings that do not fit the number of steps."""
+        steps, options = self.last_step, self.optimizer
         if self.logging.profile is not None:
-            check_number("--profile", self.logging.profile, 1, self.steps)
-        if self.optimizer.warmup > self.steps:
-            raise LongspanError(f"--warmup {self.optimizer.warmup} is longer than the run of --steps {self.steps}")
-        if self.optimizer.warmup + (self.optimizer.decay or 0) > self.steps:
+            check_number("--profile", self.logging.profile, 1, steps)
+        if options.warmup > steps:
+            raise LongspanError(f"--warmup {options.warmup} is longer than the run of --steps {steps}")
+        if options.warmup + (options.decay or 0) > steps:
             raise LongspanError(
-                f"--warmup {self.optimizer.warmup} and --decay {self.optimizer.decay} are longer than the run of "
-                f"--steps {self.steps} together"
+                f"--warmup {options.warmup} and --decay {options.decay} are longer than the run of --steps {steps} "
+                "together"
             )
 
     def _check_batch(self) -> None:

@@ -185,7 +185,7 @@ class Evaluator:
 
     def due(self, step: int) -> bool:
         """Return whether to evaluate after this step."""
-        return self.active and (step % self.config.evaluation.eval_every == 0 or step == self.config.steps)
+        return self.active and (step % self.config.evaluation.eval_every == 0 or step == self.config.last_step)
 
     def __call__(self, model: Any, step: int) -> Evaluated:
         """Evaluate the model after a step; its modes and the training's random numbers stay as they are."""
@@ -205,7 +205,7 @@ class Evaluator:
     def _losses(self, model: Any, step: int) -> tuple[Loss | None, dict[str, Loss], dict[tuple[int, int], Loss]]:
         if not self.inputs.evaluated:
             return None, {}, {}
-        ends = buckets(self.config.tokens)
+        ends = buckets(self.config.context_tokens)
         sums = torch.stack([self._sums(model, name, ends, step) for name in self.inputs.evaluated])
         if self.sp.host_group is not None:  # ranks of a tensor axis have the same tokens
             sums = sums if self.sp.tensor_rank == 0 else torch.zeros_like(sums)
@@ -219,7 +219,7 @@ class Evaluator:
         config, sp = self.config, self.sp
         sums = torch.zeros(len(ends), 2, dtype=torch.float64, device=sp.device)
         lasts = torch.tensor(ends[:-1], device=sp.device)
-        with self._sequences(self.inputs.evaluation_sequences(name, config.tokens)) as every:
+        with self._sequences(self.inputs.evaluation_sequences(name, config.context_tokens)) as every:
             sequences = islice(every, config.evaluation.eval_sequences)
             while group := list(islice(sequences, config.sequences_per_forward)):
                 self.at("evaluating", step, unlimited=True)
@@ -242,7 +242,7 @@ class Evaluator:
         if group is None:
             yield iter(stream)
             return
-        size = config.sequences_per_forward * config.tokens
+        size = config.sequences_per_forward * config.context_tokens
         with prefetch(rounds(stream, size, self.sp.job_size, dist.get_rank(group)), depth=ROUNDS_AHEAD) as ahead:
             yield stream.pack(merge_rounds(ahead, group, stream.source.data))
 
@@ -250,7 +250,7 @@ class Evaluator:
         """Return this replica's sequences of a group as a batch; if none are left, one that has no loss."""
         config, first = self.config, self.sp.data_rank * self.config.micro_batch
         mine = group[first : first + config.micro_batch]
-        batch = collate(mine or group[:1], self.inputs.pack, config.tokens)
+        batch = collate(mine or group[:1], self.inputs.pack, config.context_tokens)
         if not mine:  # forwards are collective
             batch["labels"].fill_(IGNORE)
         return batch
@@ -281,4 +281,4 @@ def _mean(sum_: Tensor) -> Loss:
 def evaluation_identity(config: TrainConfig, inputs: Inputs) -> list[Any]:
     """Return what evaluation losses depend on besides the weights, as plain values."""
     sources = [source.identity["data"] for source in inputs.evaluated.values()]
-    return [*sources, config.evaluation.eval_sequences, config.tokens, inputs.pack, config.data.loss_on]
+    return [*sources, config.evaluation.eval_sequences, config.context_tokens, inputs.pack, config.data.loss_on]

@@ -198,10 +198,10 @@ def check_inputs(config: TrainConfig) -> Inputs:
     """Return the inputs after all checks that need no other rank: read a sequence, look at `--out`. Write nothing."""
     check_output("--out", config.checkpoints, folder=True)
     inputs = find_resume(config, open_local(config), Ranks(), content=False)
-    next(iter(inputs.sequences(config.tokens)))
+    next(iter(inputs.sequences(config.context_tokens)))
     for name, source in inputs.evaluated.items():
         with _naming_eval_data():
-            if next(iter(inputs.evaluation_sequences(name, config.tokens)), None) is None:
+            if next(iter(inputs.evaluation_sequences(name, config.context_tokens)), None) is None:
                 raise LongspanError(f"--data {source.data} has no token with a loss; give other data")
     try:
         if config.out.exists() and not launch.under_torchrun():  # under torchrun another rank may hold the lock already
@@ -225,7 +225,7 @@ def finished(config: TrainConfig, inputs: Inputs) -> str | None:
     if config.checkpoint.resume != "auto" or resume is None:
         return None
     early = stopped_early(config, resume.state.get("evaluation"))
-    if resume.step != config.steps and not early:
+    if resume.step != config.last_step and not early:
         return None
     exported = f", and {config.exported} holds its export"
     if config.checkpoint.export == "never":
@@ -236,7 +236,7 @@ def finished(config: TrainConfig, inputs: Inputs) -> str | None:
     if early:
         more, why = "--patience", f", where --patience {config.evaluation.patience} stopped it"
     return (
-        f"nothing to do: {config.out} is at step {resume.step} of --steps {config.steps}{why}{exported}; give more "
+        f"nothing to do: {config.out} is at step {resume.step} of --steps {config.last_step}{why}{exported}; give more "
         f"{more} to go on, or another --out to start anew"
     )
 
@@ -256,7 +256,7 @@ def _check_tuning(config: TrainConfig, model_config: Any, rope: RopeScaling | No
 
 def load_model_config(config: TrainConfig) -> tuple[Any, RopeScaling | None]:
     """Return the model's Hugging Face config, and the RoPE scaling that was applied to it."""
-    model_config, rope = read_model_config(*model_flag(config), config.tokens, config.model.rope())
+    model_config, rope = read_model_config(*model_flag(config), config.context_tokens, config.model.rope())
     return model_config if config.model.dropout is None else without_dropout(model_config), rope
 
 
@@ -291,9 +291,9 @@ def _find_checkpoint(config: TrainConfig, ranks: Ranks, content: bool) -> tuple[
         found, passed_over = checkpoint.newest_undamaged(config.checkpoints, ranks, content=content)
     else:
         found, passed_over = checkpoint.read_verified(config.checkpoint.resume, ranks, content=content), []
-    if found is not None and found.step > config.steps:
+    if found is not None and config.knows_steps and found.step > config.last_step:
         raise LongspanError(
-            f"checkpoint {found.path} is at step {found.step}, after --steps {config.steps}; give more steps or "
+            f"checkpoint {found.path} is at step {found.step}, after --steps {config.last_step}; give more steps or "
             "another --out"
         )
     return found, passed_over
@@ -384,7 +384,7 @@ def sample_files(files: Mapping[str, Path]) -> dict[str, str]:
 
 def settings_of(config: TrainConfig) -> dict[str, Any]:
     """Return the settings that a resumed run may change and that change its numbers, as plain values."""
-    given = values(config)
+    given = values(config) | {"steps": config.last_step}
     return {name: json.loads(json.dumps(given[name])) for name in _SETTINGS}
 
 

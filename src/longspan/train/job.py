@@ -76,13 +76,18 @@ def _open(config: TrainConfig) -> tuple[TrainConfig, Inputs]:
 def _resolve(config: TrainConfig) -> tuple[TrainConfig, Inputs]:
     """Resolve --context max and --memory auto, and check the inputs; the first rank prints the planner's choice."""
     from longspan.train.inputs import check_inputs
+    from longspan.train.length import resolve_steps
     from longspan.train.memory_choice import resolve
 
     config, messages = resolve(config)
     config.check()
     if messages and launch.is_first_rank():
         print(*messages, sep="\n", flush=True)
-    return config, check_inputs(config)
+    inputs = check_inputs(config)
+    config, message = resolve_steps(config, inputs)
+    if message and launch.is_first_rank():
+        print(message, flush=True)
+    return config, inputs
 
 
 def _train(config: TrainConfig) -> None:
@@ -124,8 +129,8 @@ def run_summary(config: TrainConfig, inputs: Inputs, weights: int, device: torch
     lines = [
         f"{type(inputs.model_config).__name__.removesuffix('Config')}, {parameters(weights)}; "
         f"{parallel.ranks} {device.type} ranks, data {parallel.data_degree} x {ring}ulysses {parallel.ulysses}{tensor}"
-        f"{how}; {config.dtype}, FSDP {'on' if config.fsdp else 'off'}; context {config.tokens:,}, batch "
-        f"{config.sequences} = {config.sequences * config.tokens:,} tokens per step"
+        f"{how}; {config.dtype}, FSDP {'on' if config.fsdp else 'off'}; context {config.context_tokens:,}, batch "
+        f"{config.sequences} = {config.sequences * config.context_tokens:,} tokens per step"
     ]
     if inputs.rope is not None:
         lines.append(str(inputs.rope))
@@ -167,5 +172,5 @@ def dry_run(config: TrainConfig, inputs: Inputs) -> list[str]:
         lines.append(f"warning: not on this machine, which has no GPU: {error}")
     start = "the beginning" if inputs.resume is None else f"step {inputs.resume.step} ({inputs.resume.path})"
     export = "" if config.checkpoint.export == "never" else f", {config.exported}"
-    lines.append(f"{config.steps} steps from {start}; text of {config.data.name}; to {config.checkpoints}{export}")
+    lines.append(f"{config.last_step} steps from {start}; text of {config.data.name}; to {config.checkpoints}{export}")
     return lines

@@ -54,6 +54,7 @@ from longspan.train.inputs import (
     stopped_early,
 )
 from longspan.train.job import run_summary
+from longspan.train.length import length_of
 from longspan.train.metrics import CommunicationSampler, Display, StepMetrics, model_flops, peak_flops, peak_memory
 from longspan.train.optimizer import clip_gradients, make_optimizer, make_scheduler
 from longspan.train.outputs import Outputs
@@ -78,7 +79,7 @@ class Trainer:
             self.group = self.sp.mesh_group
             self.cpu_group = self.sp.host_group
             self.first = self.sp.data_rank == self.sp.rank == self.sp.tensor_rank == 0
-            self.display = Display(config.steps, enabled=self.first)
+            self.display = Display(config.last_step, enabled=self.first)
             self.outputs = Outputs(config, self.display.log)
         try:
             self._begin()
@@ -184,7 +185,7 @@ class Trainer:
                 if self.step == 0 and self.evaluator.active:
                     self._evaluate()
                 with self._batches() as batches:
-                    while self.step < config.steps and not self._stopped_early():
+                    while self.step < config.last_step and not self._stopped_early():
                         self._at("data", self.step + 1, unlimited=True)
                         batch = next(batches)
                         self._at("comparing batches", self.step + 1)
@@ -234,6 +235,7 @@ class Trainer:
             "tokens": self.tokens,
             "identity": self.inputs.identity,
             "settings": settings_of(self.config),
+            "length": length_of(self.config),
             "evaluation": dataclasses.asdict(self.evaluator.progress),
         }
         best = self.evaluator.progress.step if self.config.evaluation.keep_best else None
@@ -267,7 +269,7 @@ class Trainer:
     @contextlib.contextmanager
     def _batches(self) -> Iterator[Iterator[StepBatch]]:
         """Yield the steps' batches, read and tokenised ahead in a thread, which the ranks share."""
-        config, stream = self.config, self.inputs.sequences(self.config.tokens)
+        config, stream = self.config, self.inputs.sequences(self.config.context_tokens)
         dealt = functools.partial(
             deal,
             batch=config.sequences,
@@ -275,13 +277,13 @@ class Trainer:
             data_size=self.sp.data_size,
             data_rank=self.sp.data_rank,
             pack=self.inputs.pack,
-            context=config.tokens,
+            context=config.context_tokens,
         )
         if self.cpu_group is None:
             with prefetch(map(self._sharded, dealt(iter(stream)))) as batches:
                 yield batches
             return
-        mine = rounds(stream, config.sequences * config.tokens, self.sp.job_size, dist.get_rank(self.cpu_group))
+        mine = rounds(stream, config.sequences * config.context_tokens, self.sp.job_size, dist.get_rank(self.cpu_group))
         with prefetch(mine, depth=ROUNDS_AHEAD) as ahead:
             # Collectives run in this thread only. No full sequence is held during the step.
             yield map(self._sharded, dealt(stream.pack(merge_rounds(ahead, self.cpu_group, config.data.name))))
@@ -302,7 +304,7 @@ class Trainer:
 
     def _train_step(self, batch: StepBatch) -> StepMetrics | None:
         config, number = self.config, self.step + 1
-        reported = number % config.logging.log_every == 0 or number in (config.steps, self.started_step + 1)
+        reported = number % config.logging.log_every == 0 or number in (config.last_step, self.started_step + 1)
         recorder = Recorder(self.sp.device) if number == config.logging.profile else None
         sampled = reported and self.group is not None and recorder is None  # one profiler at a time
         sampling = self.sampler.measure() if sampled else contextlib.nullcontext()
@@ -332,7 +334,7 @@ class Trainer:
             return
         config = self.config
         stem = config.out / "profile" / f"step-{self.step + 1}"
-        title = f"step {self.step + 1}: {config.parallel.flags}, {config.tokens:,} tokens, {config.dtype}"
+        title = f"step {self.step + 1}: {config.parallel.flags}, {config.context_tokens:,} tokens, {config.dtype}"
         written = io.StringIO()
         try:
             write_timeline(events, stem, title, written)

@@ -40,7 +40,7 @@ def resolve(config: TrainConfig, hardware: Hardware | None = None) -> tuple[Trai
             raise
         return config, []  # the planner cannot read this model, so it chooses nothing
     job = Job(
-        context=1 if longest_context else config.tokens,
+        context=1 if longest_context else config.context_tokens,
         batch=config.sequences_per_forward,
         dtype=config.dtype,
         weight_sharding=config.fsdp,

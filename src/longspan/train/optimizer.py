@@ -105,7 +105,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig, done: 
         _set_rate(group, options.lr)
         group["betas"] = options.betas
         group["weight_decay"] = 0.0 if index % 2 else options.weight_decay
-    scheduler = _schedule(optimizer, options, config.steps)
+    scheduler = _schedule(optimizer, options, config.last_step)
     scheduler.last_epoch = done
     for group, rate in zip(optimizer.param_groups, scheduler.lr_lambdas, strict=True):
         _set_rate(group, options.lr * rate(done))

@@ -25,9 +25,9 @@ _SHARES = " ▁▂▃▄▅▆▇█"
 def preview(config: TrainConfig, inputs: Inputs, console: Console | None = None) -> None:
     """Print the first `config.data.preview` sequences."""
     console = console or Console(highlight=False)
-    view = _View(inputs, config.tokens, console)
+    view = _View(inputs, config.context_tokens, console)
     count = config.data.preview
-    for number, sequence in enumerate(itertools.islice(inputs.sequences(config.tokens), count), 1):
+    for number, sequence in enumerate(itertools.islice(inputs.sequences(config.context_tokens), count), 1):
         view.print(sequence, f"sequence {number} of {count}")
     console.print(view.legend())
 
