@@ -30,7 +30,7 @@ from tests.fuzz.__main__ import BLOCK, Pools  # noqa: E402
 from tests.fuzz.cases import Case  # noqa: E402
 from tests.fuzz.families import families  # noqa: E402
 from tests.fuzz.run import judge, refusal  # noqa: E402
-from tests.models import HYBRIDS  # noqa: E402
+from tests.models import HYBRIDS, meshes  # noqa: E402
 from tests.pool import RankError, RankHang  # noqa: E402
 
 RESULTS = ROOT / "runs" / "models.json"
@@ -129,7 +129,7 @@ def page(rows: dict[str, dict[str, list[str]]]) -> str:
     """Return docs/reference/models.md."""
     rows = dict(rows)
     on_meshes = rows.pop(ON_MESHES)
-    count = {n: len(test_hybrids.meshes(n)) for n in (2, 4, 8)}
+    count = {n: len(meshes(n)) for n in (2, 4, 8)}
     env = common.environment(["torch", "transformers"])
     versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
     run, refused, unbuilt = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 import statistics
 from collections.abc import Callable
@@ -329,6 +330,17 @@ def sharding(data: int = 1, ring: int = 1, layout: str = "auto") -> longspan.Seq
     """Return a sharding over all ranks of the job, as data x ring x ulysses."""
     ulysses = dist.get_world_size() // (data * ring)
     return longspan.SequenceSharding(longspan.init_mesh(data=data, ring=ring, ulysses=ulysses), layout)
+
+
+def meshes(ranks: int) -> list[tuple[int, int, str]]:
+    """Return data, ring and layout of every mesh of so many ranks; the others are Ulysses."""
+    powers = [1 << i for i in range(ranks.bit_length())]
+    return [
+        (data, ring, layout)
+        for data, ring in itertools.product(powers[:-1], powers)
+        if data * ring <= ranks
+        for layout in (("contiguous", "zigzag") if ring > 1 else ("auto",))
+    ]
 
 
 def compare(

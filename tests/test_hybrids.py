@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +25,7 @@ from tests.models import (
     compare,
     gradients,
     inputs_of,
+    meshes,
     needs_mixers,
     padded,
     sharding,
@@ -80,17 +80,6 @@ CHOSEN += [(READ_PADDING[0], 2, "documents"), (READ_PADDING[1], 1, "documents"),
 def test_one_process(pool2: RankPool, family: str, ring: int, kind: str) -> None:
     fsdp = (list(HYBRIDS).index(family) + ring + KINDS.index(kind)) % 2 == 0
     pool2.run(_run, family, {}, ring, fsdp, _inputs(family, kind), _truth(family, kind, {}))
-
-
-def meshes(ranks: int) -> list[tuple[int, int, str]]:
-    """Return data, ring and layout of every mesh of so many ranks; the others are Ulysses."""
-    powers = [1 << i for i in range(ranks.bit_length())]
-    return [
-        (data, ring, layout)
-        for data, ring in itertools.product(powers[:-1], powers)
-        if data * ring <= ranks
-        for layout in (("contiguous", "zigzag") if ring > 1 else ("auto",))
-    ]
 
 
 def _heads(family: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 import longspan
 from longspan.core.balance import split_by_cost
 from tests.choose import confirming
-from tests.models import Truth, check_gradients, check_loss, compare, gradients, sharding, truth_of
+from tests.models import Truth, check_gradients, check_loss, compare, gradients, meshes, sharding, truth_of
 from tests.pictures import (
     FAMILIES,
     GRIDS,
@@ -28,7 +28,6 @@ from tests.pictures import (
     truth_about,
 )
 from tests.pool import RankPool
-from tests.test_hybrids import meshes
 
 
 def _run(family: str, ring: int, fsdp: bool, rows: Rows, side: str, truth: Truth) -> None:
