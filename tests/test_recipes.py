@@ -73,6 +73,8 @@ def test_recipe_trains_a_toy_model(name, toy, tmp_path, capsys):
     values, _ = read_flags(TrainConfig, path, "longspan train")
     data = toy / f"{'text' if values.get('format', 'auto') == 'auto' else values['format']}.jsonl"
     flags = {"model": toy / "model", "data": data, "out": tmp_path / "run", "context": 256, "steps": 2, "batch": 1}
+    if "eval_data" in values:
+        flags["eval-data"] = data
     flags |= {"ulysses": 1, "ring": 1, "data-degree": 1, "warmup": 1, "dtype": "fp32", "rope-scaling": "as-is"}
     status = main(
         ["train", "--from", str(path), *(part for key, value in flags.items() for part in (f"--{key}", str(value)))]

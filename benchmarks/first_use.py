@@ -1,0 +1,162 @@
+"""What new users do first, command by command and timed, with a model so small that only the way counts.
+
+    python -m benchmarks.first_use
+
+Run it with the Python of a clean environment (`make test` or `make package` set some up) to see that the package brings
+all that is needed. Two CPU ranks share each sequence. A step that fails ends the script with its output.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import command, environment, table, write_report
+
+ROOT = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+ANSWER = """
+import torch, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained({folder!r}, dtype=torch.float32)
+tokenizer = transformers.AutoTokenizer.from_pretrained({folder!r})
+ids = tokenizer.apply_chat_template([{{"role": "user", "content": "What is the 3?"}}], add_generation_prompt=True,
+                                    return_tensors="pt", return_dict=True)
+out = model.generate(**ids, max_new_tokens=24, do_sample=False)
+print("answer:", tokenizer.decode(out[0, ids["input_ids"].shape[1]:], skip_special_tokens=True))
+"""
+
+
+class Way:
+    """Runs the commands of a way in a folder, and adds up their seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.seconds, self.commands = folder, 0.0, list[str]()
+
+    def run(self, line: str, *more: str, shown: str | None = None) -> str:
+        """Run a command line (and further arguments); return its output."""
+        program, *rest = shlex.split(line)
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        start = time.perf_counter()
+        done = subprocess.run(
+            [str(BIN / program), *rest, *more], cwd=self.folder, env=env, capture_output=True, text=True, check=False
+        )
+        self.seconds += time.perf_counter() - start
+        self.commands.append(shown or line)
+        if done.returncode:
+            sys.exit(f"{line} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+        return done.stdout
+
+
+def script_with_trainer(way: Way) -> str:
+    """A training script with transformers' Trainer."""
+    script = ROOT / "examples" / "trainer.py"
+    printed = way.run(
+        f"torchrun --nproc-per-node 2 {script} --ulysses 2 --context 1024 --steps 6 --out trained",
+        shown="torchrun --nproc-per-node 2 examples/trainer.py --ulysses 2 --context 1024 --steps 6",
+    )
+    losses = [float(x) for x in re.findall(r"'loss': '?([\d.]+)", printed)]
+    assert (way.folder / "trained" / "model.safetensors").exists() and losses[-1] < losses[0]
+    return f"loss {losses[0]:.2f} to {losses[-1]:.2f}"
+
+
+def chats(way: Way) -> str:
+    """A recipe for chats: LoRA, evaluation, export, and an answer by plain transformers."""
+    write_chats(way.folder)
+    way.run("longspan recipes --name lora")
+    printed = way.run(
+        "longspan train --from lora.toml --model model --data chats.jsonl --eval-data held-out.jsonl --eval-every 20 "
+        "--context 256 --steps 60 --batch 2 --lr 1e-2 --ulysses 2 --dtype fp32 --warmup 2 --out tuned"
+    )
+    losses = [float(x) for x in re.findall(r"evaluation.*?loss ([\d.]+)", printed)]
+    assert losses and losses[-1] < losses[0], printed
+    answer = way.run("python -c", ANSWER.format(folder="tuned/hf"), shown="AutoModelForCausalLM.from_pretrained(...)")
+    return f"evaluation loss {losses[0]:.2f} to {losses[-1]:.2f}; {answer.splitlines()[0]}"
+
+
+def resumed_on_another_mesh(way: Way) -> str:
+    """Pre-training, resumed on another mesh."""
+    config = ROOT / "examples" / "llama-tiny.json"
+    base = (
+        f"longspan train --config {config} --data pydoc --context 1024 --dtype fp32 --schedule constant --log-every 1"
+    )
+    shown = base.replace(str(config), "examples/llama-tiny.json")
+    way.run(f"{base} --ulysses 2 --steps 4 --export never --out run", shown=f"{shown} --ulysses 2 --steps 4")
+    printed = way.run(f"{base} --ring 2 --steps 8 --out run", shown=f"{shown} --ring 2 --steps 8")
+    assert "resuming after step 4" in printed and "step 8/8" in printed
+    return "resumed after step 4 with a ring instead of Ulysses"
+
+
+def plan(way: Way) -> str:
+    """A plan, and the command that it prints."""
+    config = ROOT / "examples" / "llama-tiny.json"
+    printed = way.run(
+        f"longspan plan --model {config} --gpu cpu --gpus 2 --context 1k",
+        shown="longspan plan --model examples/llama-tiny.json --gpu cpu --gpus 2 --context 1k",
+    )
+    (line,) = re.findall(r"^  (longspan train .*)$", printed, re.MULTILINE)
+    way.run(line.replace("DATA", "pydoc") + " --steps 2 --out planned", shown=line.replace(str(config), "..."))
+    return "the printed command trains"
+
+
+def book(way: Way) -> str:
+    """A question about a book, which two ranks read."""
+    way.run(f"python {ROOT / 'examples' / 'ask.py'} --out ask", shown="python examples/ask.py --out ask")
+    printed = way.run('longspan generate --model ask/hf --file ask/book.txt --question "Who lives in Oslo?" --ring 2')
+    line = next(x for x in (way.folder / "ask" / "book.txt").read_text().splitlines() if "Oslo" in x)
+    expected = line.split("? ")[1].split(".")[0]
+    assert expected in printed, printed
+    return f'"{expected}", as the book says'
+
+
+def write_chats(folder: Path) -> None:
+    """Write a small model with a chat template, and chats to train and to evaluate on."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tests.chatting import chat, make_tokenizer, write_rows
+
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=384, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=1024, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    write_rows(folder / "chats.jsonl", [{"messages": chat(n)} for n in range(64)])
+    write_rows(folder / "held-out.jsonl", [{"messages": chat(n)} for n in range(64, 72)])
+
+
+WAYS: tuple[Callable[[Way], str], ...] = (script_with_trainer, chats, resumed_on_another_mesh, plan, book)
+
+
+def main(only: str = "") -> None:
+    """Go the ways, or the one called `only`."""
+    env = environment(("longspan", "torch", "transformers", "peft"))
+    rows, data = list[list[str]](), list[dict[str, Any]]()
+    for walk in WAYS:
+        if only and walk.__name__ != only:
+            continue
+        with tempfile.TemporaryDirectory(prefix="longspan-first-use-") as folder:
+            way = Way(Path(folder))
+            found = walk(way)
+        title = (walk.__doc__ or "").rstrip(".")
+        print(f"{title}: {way.seconds:.0f} s; {found}", flush=True)
+        rows.append([title, str(len(way.commands)), f"{way.seconds:.0f}", found])
+        data.append({"way": title, "commands": way.commands, "seconds": way.seconds, "found": found})
+    commands = "\n\n".join(f"{row['way']}:\n\n```bash\n" + "\n".join(row["commands"]) + "\n```" for row in data)
+    body = f"{table(['way', 'commands', 'seconds', 'result'], rows)}\n\n{commands}"
+    if not only:
+        write_report("first-use", "What new users do first", env, body, data)
+
+
+if __name__ == "__main__":
+    command(main, __doc__)
