@@ -275,7 +275,14 @@ class CheckpointSection:
     """When to write OUT/hf: at the end, with every checkpoint, or never. To export a stopped run, resume it with
     --steps set to the steps it has done."""
 
+    push_to_hub: str | None = None
+    """Push OUT/hf to this repository of the Hugging Face hub (OWNER/NAME, or NAME) at the end. Needs a token."""
+    hub_private: bool = True
+    """Make the repository of --push-to-hub private, if it does not exist yet."""
+
     def check(self) -> None:
+        if self.push_to_hub is not None and self.export == "never":
+            raise LongspanError(f"--push-to-hub {self.push_to_hub} pushes the export; leave --export never out")
         check_number("--save-every", self.save_every, 0, LARGEST_COUNT)
         check_number("--keep", self.keep, 0, LARGEST_COUNT)
         check_name("--resume", self.resume)
@@ -304,6 +311,10 @@ class EvaluationSection:
     """Save a checkpoint whenever the evaluation loss is the lowest so far, and keep the best one next to --keep."""
     patience: int = 0
     """Stop after this many evaluations in a row without a lower loss than the best one. 0: never."""
+
+    eval_tasks: str = ""
+    """Tasks of lm-evaluation-harness, with commas, to evaluate OUT/hf on at the end, on the ranks of one replica. The
+    results go to OUT/lm_eval. Needs the extra `eval`."""
 
     def check(self) -> None:
         for data in self.eval_data:
@@ -461,6 +472,10 @@ class TrainConfig(RankFlags):
         ):  # fmt: skip
             section.check()
         self.tuning.check(self.model.model, self.parallel.ranks)
+        if self.evaluation.eval_tasks and self.checkpoint.export == "never":
+            raise LongspanError(
+                f"--eval-tasks {self.evaluation.eval_tasks} evaluates the export; leave --export never out"
+            )
         self._check_run()
         self._check_batch()
         self._check_optimizer()

@@ -49,20 +49,23 @@ def run(config: TrainConfig) -> int:
         if launch.is_first_rank():
             print(*lines, sep="\n", flush=True)
         return 0
-    if opened is not None:
-        from longspan.train.inputs import finished
+    from longspan.train.afterwards import follow
+    from longspan.train.inputs import finished
 
+    nothing_to_do = None
+    if opened is not None:
         config, inputs = opened
-        if (nothing_to_do := finished(config, inputs)) is not None:
-            print(nothing_to_do, flush=True)
-            return 0
+        nothing_to_do = finished(config, inputs)
+    if nothing_to_do is not None:
+        print(nothing_to_do, flush=True)
+        return follow(config)
     try:
         _train(config)
     except launch.Stopped as stop:
         if stop.not_saved:
             print(f"longspan: {stop.not_saved}", file=sys.stderr)
         raise
-    return 0
+    return follow(config) if launch.is_first_rank() else 0
 
 
 def _open(config: TrainConfig) -> tuple[TrainConfig, Inputs]:
@@ -75,6 +78,7 @@ def _open(config: TrainConfig) -> tuple[TrainConfig, Inputs]:
 
 def _resolve(config: TrainConfig) -> tuple[TrainConfig, Inputs]:
     """Resolve --context max and --memory auto, and check the inputs; the first rank prints the planner's choice."""
+    from longspan.train.afterwards import check_ahead
     from longspan.train.inputs import check_inputs
     from longspan.train.length import resolve_steps
     from longspan.train.memory_choice import resolve
@@ -83,6 +87,7 @@ def _resolve(config: TrainConfig) -> tuple[TrainConfig, Inputs]:
     config.check()
     if messages and launch.is_first_rank():
         print(*messages, sep="\n", flush=True)
+    check_ahead(config)
     inputs = check_inputs(config)
     config, message = resolve_steps(config, inputs)
     if message and launch.is_first_rank():
