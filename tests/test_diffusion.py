@@ -314,6 +314,20 @@ def test_gradients_accumulate(fsdp: bool) -> None:
     _compare(grads[1], grads[0])
 
 
+@on_ranks(2)
+def test_a_backward_that_raised_changes_no_later_one() -> None:
+    """As one that ran out of memory."""
+    name = "WanTransformer3DModel"
+    expected = run(make_model(name), make_inputs(name))
+    model: Any = longspan.parallelize(make_model(name), _sharding(), fsdp=False)
+    fault = model.blocks[0].attn1.to_q.weight.register_hook(lambda grad: grad.view(-1, 7))
+    with pytest.raises(RuntimeError, match="shape"):
+        model(**make_inputs(name)).sample.sum().backward()
+    fault.remove()
+    model.zero_grad()
+    _compare(run(model, make_inputs(name)), expected)
+
+
 @on_ranks(4)
 def test_replicas_average_their_gradients() -> None:
     """Each replica makes the loss of its own batch, as in data parallelism."""

@@ -176,6 +176,8 @@ class _Entrance:
             self.inputs = BatchCheck(sp, options.check_batches, replicas)
 
     def __call__(self, model: Any, args: Any, kwargs: Any) -> tuple[tuple[()], dict[str, Any]]:
+        if self.gradients is not None:
+            self.gradients.forget_unfinished()  # if the last backward raised
         whole, mine, problem = dict(kwargs), dict[str, Any](), None
         try:
             whole = named_arguments(self.signature, model, args, kwargs)
