@@ -284,6 +284,10 @@ def _refusals() -> None:
     llava = longspan.parallelize(build("Llava"), sharding(), fsdp=False)
     with pytest.raises(longspan.LongspanError, match=r"takes no `pixel_values_videos`, only pixel_values; leave it"):
         llava(**batch("Llava", ((9,),)), pixel_values_videos=torch.zeros(1, 2, 3, 16, 16))
+    small = batch("Mistral3", SMALL)
+    small["image_sizes"][1] = torch.tensor([4, 16])
+    with pytest.raises(longspan.LongspanError, match=r"image 1 of `pixel_values` is too small for the vision tower"):
+        longspan.parallelize(build("Mistral3"), sharding(), fsdp=False)(**small)
     with pytest.raises(longspan.LongspanError, match=r"memory='auto' does not know what the vision tower"):
         longspan.parallelize(build("Llava"), sharding(), memory="auto")
     tensor = longspan.SequenceSharding(longspan.init_mesh(tensor=2))

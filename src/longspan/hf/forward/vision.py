@@ -122,6 +122,11 @@ class VisionTower(Stage):
             units = encoder.units(self.core, batch)
             if not units.rows:
                 raise LongspanError(f"`{encoder.pixels}` holds no {encoder.modality}; leave it out of such a batch")
+            if 0 in units.rows:  # a tower raises, on the rank that encodes it
+                raise LongspanError(
+                    f"{encoder.modality} {units.rows.index(0)} of `{encoder.pixels}` is too small for the vision "
+                    f"tower, which makes no embedding of it; enlarge it"
+                )
             token = getattr(call.model.config, encoder.token)
             placeholders_Bn = ids_Bn == token
             given, rows = int(placeholders_Bn.sum()), sum(units.rows)
