@@ -240,20 +240,20 @@ def _video(frames: int) -> tuple[Pictures, ...]:
 
 
 MEASURED: list[Case] = [
-    ("Qwen2_5_VL", _video(8), 200, Mesh(ulysses=2), {"dtype": "bf16"}),
     ("Qwen2_5_VL", _video(32), 800, Mesh(ulysses=2), {**FP32, "memory": LONGEST}),
-    ("Qwen3VL", _video(8), 200, Mesh(ulysses=2), FP32),
+    ("Qwen3VL", _video(8), 200, Mesh(ulysses=2), {"dtype": "bf16"}),
     ("Qwen2VL", (Pictures("image", 4, 16, 16), *_video(4)), 200, Mesh(ulysses=2), FP32),
     ("Qwen2_5_VL", (), 1000, Mesh(ulysses=2), FP32),
     ("Qwen2_5_VL", _video(8), 200, Mesh(ulysses=2), {**FP32, "weight_sharding": False}),
     ("Qwen2_5_VL", _video(32), 800, Mesh(data=2, ulysses=2), {"dtype": "bf16", "memory": CHECKPOINTED}),
     ("Qwen3VL", _video(8), 1500, Mesh(ulysses=2), FP32),
-    ("Qwen3VL", _video(8), 200, Mesh(ulysses=2), {"dtype": "bf16"}),
+    ("Qwen3VL", _video(8), 200, Mesh(ulysses=2), FP32),
+    ("Qwen2_5_VL", _video(8), 200, Mesh(ulysses=2), {"dtype": "bf16"}),
     ("Qwen2_5_VL", _video(8), 200, Mesh(ulysses=2), FP32),
 ]
 
 
-@pytest.mark.parametrize(("family", "pictures", "text", "mesh", "options"), [*MEASURED[:4], *confirming(MEASURED[4:])])
+@pytest.mark.parametrize(("family", "pictures", "text", "mesh", "options"), [*MEASURED[:3], *confirming(MEASURED[3:])])
 def test_memory_is_within_a_tenth(
     family: str, pictures: tuple[Pictures, ...], text: int, mesh: Mesh, options: dict[str, Any],
     get_pool: Callable[[int], RankPool], tmp_path: Path,

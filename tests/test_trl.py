@@ -15,6 +15,7 @@ import torch
 import longspan
 from longspan.core.errors import LongspanError
 from tests.chats import WORDS, image, processor, tokenizer
+from tests.choose import confirming
 from tests.fitting import as_launched, quiet
 from tests.models import BASE, build, needs_mixers
 from tests.pictures import build as build_with_tower
@@ -128,7 +129,12 @@ def plain(kind: str) -> list[dict[str, Any]]:
 RECURRENT = pytest.param("recurrent", marks=needs_mixers)
 
 
-@pytest.mark.parametrize("kind", [*(kind for kind in KINDS if kind != "recurrent"), RECURRENT])
+CHOSEN = ("packed", "lora", "images", "dpo", "reward lora")
+
+
+@pytest.mark.parametrize(
+    "kind", [*CHOSEN, RECURRENT, *confirming(kind for kind in KINDS if kind not in (*CHOSEN, "recurrent"))]
+)
 def test_the_log_is_that_of_one_process(get_pool: Callable[[int], RankPool], kind: str, tmp_path: Path) -> None:
     replicas = kind in ("lora", "images, lora in both", "dpo")
     mesh = {"data": 2, "ring": 2} if replicas else {"ulysses": 2}
