@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import shutil
 import sys
 import weakref
@@ -423,8 +424,28 @@ def test_a_run_with_8_bit_states_resumes_to_the_bit(eight: TrainConfig, pool2: R
     alone = replace(eight, ulysses=1, steps=6)
     _train_eagerly(alone)
     assert sorted(losses_of(alone.out)) == list(range(1, 7))
-    with pytest.raises(RankError, match="has 8 bits a value in one of the two only; use the --optimizer it was made"):
+    with pytest.raises(RankError, match="has 8 or 4 bits a value in one of the two only; use the --optimizer it was"):
         _eagerly(pool2, replace(cut, optimizer="adamw", steps=6))
+
+
+def test_a_run_with_4_bit_states_resumes_to_the_bit(eight: TrainConfig, pool2: RankPool, tmp_path: Path) -> None:
+    four = replace(eight, optimizer="adamw4bit")
+    _eagerly(pool2, four)
+    cut = replace(four, out=tmp_path / "cut")
+    shutil.copytree(four.checkpoints / "step-00000002", cut.checkpoints / "step-00000002")
+    _eagerly(pool2, cut)
+    assert losses_of(cut.out) == {step: loss for step, loss in losses_of(four.out).items() if step > 2}
+    assert _same_weights(four, cut)
+    index = json.loads((four.checkpoints / "step-00000004" / "index.json").read_text())["tensors"]
+    codes = index["optimizer.state.lm_head.weight.exp_avg.codes"]
+    assert (
+        codes["dtype"] == "uint8" and math.prod(codes["shape"]) == weights_of(four.out)["lm_head.weight"].numel() // 2
+    )
+    alone = replace(four, ulysses=1, steps=6)  # another mesh
+    _train_eagerly(alone)
+    assert sorted(losses_of(alone.out)) == list(range(1, 7))
+    with pytest.raises(RankError, match="has 8 or 4 bits a value in one of the two only"):
+        _eagerly(pool2, replace(cut, optimizer="adamw8bit", steps=6))
 
 
 def test_8_bit_states_without_torchao_are_refused_before_anything_starts(
@@ -527,3 +548,31 @@ def test_impossible_schedules_are_refused(config: TrainConfig) -> None:
     refused(config, r"--min-lr 0\.001: --schedule constant does not decay", min_lr=1e-3, schedule="constant")
     refused(config, r"--decay 2 is of --schedule wsd, and --schedule cosine decays over all", decay=2)
     refused(config, r"--warmup 1 and --decay 4 are longer than .* --steps 4 together", decay=4, schedule="wsd")
+
+
+# --- tokens of a step, and compiled layers
+
+
+def test_a_batch_by_tokens_is_whole_forwards(config: TrainConfig) -> None:
+    by_tokens = replace(config, batch=None, batch_tokens=500, data_degree=2)
+    assert by_tokens.sequences == 8  # of 61 tokens; 2 in a forward
+    assert replace(by_tokens, batch_tokens=1).sequences == 2
+    refused(config, r"--batch 1 and --batch-tokens 500 both say how much a step trains on", batch_tokens=500)
+
+
+def test_compiled_layers_train_alike(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor would take a compiler longer than all of a test; tests/test_compile.py compares its gradients."""
+    import longspan.train.loop
+
+    compiled: list[torch.nn.Module] = []
+
+    def by_autograd(model: torch.nn.Module) -> None:
+        compiled.append(model)
+        longspan.compile_layers(model, backend="aot_eager")
+
+    monkeypatch.setattr(longspan.train.loop, "compile_layers", by_autograd)
+    train(replace(config, steps=2, export="never"))
+    assert not compiled
+    train(replace(config, steps=2, export="never", compile=True, out=config.out / "compiled"))
+    assert len(compiled) == 1
+    assert losses_of(config.out / "compiled") == pytest.approx(losses_of(config.out), rel=roughly(torch.float32))

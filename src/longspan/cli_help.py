@@ -30,6 +30,8 @@ _OTHER_NAMES = {
     "warmup": "warmup_steps warmup_ratio",
     "steps": "max_steps num_train_epochs num_epochs epochs train_steps",
     "batch": "batch_size train_batch_size global_batch_size gradient_accumulation_steps",
+    "batch-tokens": "tokens_per_batch batch_size_in_tokens",
+    "compile": "torch_compile",
     "micro-batch": "micro_batch_size per_device_train_batch_size",
     "clip": "max_grad_norm gradient_clipping",
     "optimizer": "optim",

@@ -63,14 +63,14 @@ def load(
     model_state, optimizer_state = get_state_dict(model, optimizer)
     parts: dict[str, Any] = {"model": model_state, "optimizer": as_plain(optimizer_state)}
     _read(checkpoint, parts, ranks)
-    optimizer_state = _with_8_bit_states(optimizer_state, parts["optimizer"])
+    optimizer_state = _with_low_bit_states(optimizer_state, parts["optimizer"])
     set_state_dict(model, optimizer, model_state_dict=parts["model"], optim_state_dict=optimizer_state)
 
 
-def _with_8_bit_states(state: Any, read: Any) -> Any:
-    """Return the values that were read, but 8-bit tensors of `state`: their codes and scales were read in place."""
+def _with_low_bit_states(state: Any, read: Any) -> Any:
+    """Return the values that were read, but low-bit tensors of `state`: their codes and scales were read in place."""
     if isinstance(state, dict) and isinstance(read, dict):
-        return {key: _with_8_bit_states(state[key], value) if key in state else value for key, value in read.items()}
+        return {key: _with_low_bit_states(state[key], value) if key in state else value for key, value in read.items()}
     return state if isinstance(read, dict) else read
 
 
@@ -129,9 +129,9 @@ def check_names(path: Path, tensors: dict[str, Any], metadata: Metadata, parts: 
             continue
         if _has_other_bits(name, shapes):
             raise LongspanError(
-                f"checkpoint {path} is of another optimizer: {short_name(name)} has 8 bits a value in one of the two "
-                f"only; use the --optimizer it was made with, and for 8 bits a mesh on which each rank's shard of a "
-                f"weight has a multiple of 256 values"
+                f"checkpoint {path} is of another optimizer: {short_name(name)} has 8 or 4 bits a value in one of the "
+                f"two only; use the --optimizer it was made with, and for few bits a mesh on which each rank's shard "
+                f"of a weight has a multiple of 256 values"
             )
         saved_shape = f"there it has the shape {shapes[name]}" if name in shapes else "it has none of this name"
         raise LongspanError(
@@ -149,5 +149,7 @@ def check_names(path: Path, tensors: dict[str, Any], metadata: Metadata, parts: 
 
 
 def _has_other_bits(name: str, shapes: dict[str, tuple[int, ...]]) -> bool:
-    """Return whether an optimizer state is saved in the other form: values, or 8-bit codes and scales."""
-    return f"{name}.codes" in shapes or (name.endswith((".codes", ".scale")) and name.rpartition(".")[0] in shapes)
+    """Return whether an optimizer state is saved in another form: values, or codes and scales of 8 or 4 bits."""
+    return f"{name}.codes" in shapes or (
+        name.endswith((".codes", ".scale")) and (name in shapes or name.rpartition(".")[0] in shapes)
+    )

@@ -1,5 +1,5 @@
-"""Private names of torch's Distributed Checkpoint and of torchao's 8-bit optimizer states, a tensor class that
-checkpoints and meshes do not support.
+"""Private names of torch's Distributed Checkpoint, and of torchao's 8-bit and 4-bit optimizer states, tensor classes
+that checkpoints and meshes do not support.
 """
 
 from __future__ import annotations
@@ -67,54 +67,61 @@ def write_through(writer: FileSystemWriter, files: FileSystem) -> None:
 
 
 _MODULES = ("torchao.optim", "torchao.prototype.low_bit_optim")
-_FEWEST = 4096  # elements of a weight for which 8-bit states pay (as in bitsandbytes)
+_FEWEST = 4096  # elements of a weight for which low-bit states pay (as in bitsandbytes)
 
 
-def check_torchao() -> str:
+LOW_BIT = {"adamw8bit": "AdamW8bit", "adamw4bit": "AdamW4bit"}
+"""torchao's classes of optimizers, by `--optimizer`."""
+
+
+def check_torchao(name: str) -> str:
     """Return the installed version of torchao (0.9 to 0.18 are tested). When gone, or not installed: LongspanError."""
-    _adamw8bit()
+    _low_bit_class(name)
     return importlib.metadata.version("torchao")
 
 
-def _adamw8bit() -> Any:
+def _low_bit_class(name: str) -> Any:
     for module in _MODULES:
         try:
-            return importlib.import_module(module).AdamW8bit
+            return getattr(importlib.import_module(module), LOW_BIT[name])
         except (ImportError, AttributeError):
             continue
     raise LongspanError(
-        "--optimizer adamw8bit needs torchao (torchao.optim.AdamW8bit), which is missing or cannot be imported: "
+        f"--optimizer {name} needs torchao (torchao.optim.{LOW_BIT[name]}), which is missing or cannot be imported: "
         'pip install ".[adamw8bit]" (torchao) on every machine, or leave --optimizer at adamw'
     )
 
 
-def adamw8bit(groups: list[dict[str, Any]], lr: float, betas: tuple[float, float]) -> torch.optim.Optimizer:
-    """Return torchao's AdamW8bit, with the same kind of state on all ranks, so that a checkpoint can store it.
+def low_bit_adamw(
+    name: str, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float]
+) -> torch.optim.Optimizer:
+    """Return torchao's AdamW8bit or AdamW4bit, with the same kind of state on all ranks, so that a checkpoint can store
+    it.
 
-    torchao chooses 8 bits by each rank's part of a weight, and parts differ. Here a weight's states have 8 bits if
-    every rank's part consists of whole blocks of 256 elements.
+    torchao chooses few bits by each rank's part of a weight, and parts differ. Here a weight's states have them if
+    every rank's part consists of whole blocks: of 256 elements with 8 bits, of 128 with 4.
 
     Versions: torchao 0.9 to 0.18, whose `_new_buffer` makes a state. When gone: torchao's own choice, which `as_plain`
     refuses where ranks differ.
     """
-    kind = _adamw8bit()
+    kind = _low_bit_class(name)
 
-    class AdamW8bit(kind):  # type: ignore[misc, valid-type]
+    class LowBitAdamW(kind):  # type: ignore[misc, valid-type]
         def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
             local = p.to_local() if isinstance(p, DTensor) else p
             blocks = _scale_shape(p, self.block_size) is not None
             out: Tensor = self._subclass_zeros(local, signed, self.block_size) if blocks else torch.zeros_like(local)
             return _like(p, out, tuple(p.shape)).to(p.device)
 
-    made: torch.optim.Optimizer = AdamW8bit(groups, lr=lr, betas=betas)
+    made: torch.optim.Optimizer = LowBitAdamW(groups, lr=lr, betas=betas)
     return made
 
 
 def as_plain(state: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state dict with each 8-bit tensor as plain codes and scales that share its memory.
+    """Return an optimizer's state dict with each low-bit tensor as plain codes and scales that share its memory.
 
-    Codes have the weight's shape, and scales as many rows as there are rows of whole blocks. Sharded like the weight,
-    they can be loaded on another mesh.
+    Codes of 8 bits have the weight's shape; scales, and codes of 4 bits, as many rows as there are rows of whole
+    blocks. Sharded like the weight, they can be loaded on another mesh.
 
     Versions: torchao 0.9 to 0.18 (`codes`, `scale`). When gone: an AttributeError.
     """
@@ -131,15 +138,22 @@ def _plain(x: Any) -> Any:
     local = x.to_local() if isinstance(x, DTensor) else x
     if not (isinstance(local, Tensor) and hasattr(local, "codes") and hasattr(local, "scale")):
         return x
-    block = local.codes.numel() // local.scale.numel()
+    packed = local.codes.numel() < local.numel()  # 4 bits, two in a byte
+    block = local.numel() // local.scale.numel()
     shape = _scale_shape(x, block)
     if shape is None:
         raise LongspanError(
-            f"an 8-bit optimizer state of shape {tuple(x.shape)} does not consist of whole blocks of {block} elements "
+            f"a low-bit optimizer state of shape {tuple(x.shape)} does not consist of whole blocks of {block} elements "
             "on every rank, so a checkpoint cannot store it; make the optimizer by longspan train, or use AdamW"
         )
-    scale = local.scale.view(-1, shape[1])
-    return {"codes": _like(x, local.codes, tuple(x.shape)), "scale": _like(x, scale, shape)}
+    codes, codes_shape = local.codes, tuple(x.shape)
+    if packed:
+        codes_shape = (shape[0], shape[1] * block // 2)
+        codes = codes.view(-1, codes_shape[1])
+    return {
+        "codes": _like(x, codes, codes_shape),
+        "scale": _like(x, local.scale.view(-1, shape[1]), shape),
+    }
 
 
 def _scale_shape(x: Tensor, block: int) -> tuple[int, int] | None:

@@ -199,11 +199,12 @@ class TuningSection:
 class OptimizerSection:
     """The optimizer, its learning rate, and the gradients that it gets."""
 
-    optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
+    optimizer: Literal["adamw", "adamw8bit", "adamw4bit", "muon"] = "adamw"
     """adamw8bit stores AdamW's two states in 8 bits a value, with a scale for each 256 (torchao's AdamW8bit, the extra
-    `adamw8bit`), instead of 32: a quarter of the memory, and other numbers. A weight whose shard is not a multiple of
-    256 values keeps fp32 states. muon: torch.optim.Muon (momentum 0.95) for matrices, with updates as large as AdamW's,
-    so that --lr is AdamW's; AdamW for embeddings, LM head, experts stored as one tensor, norms and biases."""
+    `adamw8bit`), instead of 32: a quarter of the memory, and other numbers; adamw4bit in 4 bits, with a scale for each
+    128. A weight whose shard is not a multiple of 256 (128) values keeps fp32 states. muon: torch.optim.Muon (momentum
+    0.95) for matrices, with updates as large as AdamW's, so that --lr is AdamW's; AdamW for embeddings, LM head,
+    experts stored as one tensor, norms and biases."""
     lr: float = 3e-4
     """Learning rate after warm-up."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
@@ -390,10 +391,15 @@ class TrainConfig(RankFlags):
     its sequences."""
     batch: int | None = None
     """Sequences per optimizer step, over the whole job. By default micro_batch x data_degree."""
+    batch_tokens: int | None = None
+    """In place of --batch, tokens per optimizer step (padding included; also 512k or 4M): as many sequences as fit in
+    it, at least one forward."""
     micro_batch: int = 1
     """Sequences per forward and replica; the rest of --batch is accumulated."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """dtype of the computation; weights, gradient sums and optimizer are fp32 with bf16 too."""
+    compile: bool = False
+    """Compile the decoder layers (torch.compile); attention, collectives and memory options run as without."""
     fsdp: bool = True
     """Shard weights, gradients and optimizer over all ranks (FSDP2). Off: every rank holds all of them."""
     seed: int = 0
@@ -453,7 +459,10 @@ class TrainConfig(RankFlags):
 
     @property
     def sequences(self) -> int:
-        """Sequences per optimizer step, over all replicas."""
+        """Sequences per optimizer step, over all replicas; with `batch_tokens`, whole forwards of known length."""
+        if self.batch_tokens is not None and self.context != "max":
+            forward = self.sequences_per_forward
+            return max(1, self.batch_tokens // (forward * self.context)) * forward
         return self.sequences_per_forward if self.batch is None else self.batch
 
     @property
@@ -523,6 +532,13 @@ class TrainConfig(RankFlags):
         check_number("--micro-batch", self.micro_batch, 1, LARGEST_COUNT)
         if self.batch is not None:
             check_number("--batch", self.batch, 1, LARGEST_COUNT)
+        if self.batch_tokens is not None:
+            check_number("--batch-tokens", self.batch_tokens, 1, LARGEST_COUNT)
+            if self.batch is not None:
+                raise LongspanError(
+                    f"--batch {self.batch} and --batch-tokens {self.batch_tokens} both say how much a step trains on; "
+                    "give one of them"
+                )
         unit = self.sequences_per_forward
         if self.sequences < unit or self.sequences % unit:
             below = max(unit, self.sequences // unit * unit)
@@ -534,10 +550,10 @@ class TrainConfig(RankFlags):
     def _check_optimizer(self) -> None:
         """Raise on optimizer settings that contradict each other or the mesh."""
         options, parallel = self.optimizer, self.parallel
-        if options.optimizer == "adamw8bit" and parallel.tensor > 1:
+        if options.optimizer in ("adamw8bit", "adamw4bit") and parallel.tensor > 1:
             raise LongspanError(
-                f"--optimizer adamw8bit needs whole rows of weights, and --tensor {parallel.tensor} shards columns "
-                f"too: their states would stay fp32. Use --optimizer adamw, or --tensor 1 --ulysses "
+                f"--optimizer {options.optimizer} needs whole rows of weights, and --tensor {parallel.tensor} shards "
+                f"columns too: their states would stay fp32. Use --optimizer adamw, or --tensor 1 --ulysses "
                 f"{parallel.ulysses * parallel.tensor}"
             )
         if options.optimizer == "muon":

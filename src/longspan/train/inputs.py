@@ -113,10 +113,10 @@ class Inputs:
 def open_local(config: TrainConfig) -> Inputs:
     """Open and check model config, tokenizer and text on this rank."""
     check_installed(config.logging.track)
-    if config.optimizer.optimizer == "adamw8bit":
+    if config.optimizer.optimizer in ("adamw8bit", "adamw4bit"):
         from longspan.compat.torch_checkpoint import check_torchao
 
-        check_torchao()
+        check_torchao(config.optimizer.optimizer)
     model_config, rope = load_model_config(config)
     tokenizer, size = load_tokenizer(config.model.tokenizer_name), model_config.get_text_config().vocab_size
     if len(tokenizer) > size:

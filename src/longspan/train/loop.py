@@ -23,13 +23,14 @@ from longspan import checkpoint
 from longspan.checkpoint.identity import flat
 from longspan.comm.consistency import gather_numbers
 from longspan.comm.mesh import make_sharding
-from longspan.compat.torch_checkpoint import check_torchao
+from longspan.compat.torch_checkpoint import LOW_BIT, check_torchao
 from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import reduces_once
 from longspan.data import ROUNDS_AHEAD, StepBatch, check_same_text, deal, merge_rounds, prefetch, rounds
 from longspan.hf.batch import shard_batch
 from longspan.hf.checks.nonfinite import watch
 from longspan.hf.loading import load_sharded
+from longspan.hf.memory_options import compile_layers
 from longspan.hf.planning import device_memory
 from longspan.hf.state import state_of
 from longspan.hf.weights.gradients import no_sync, optimizer_in_backward
@@ -93,8 +94,8 @@ class Trainer:
             **agreement.model_facts(inputs.model_config),
             **{key: value for key, value in flat(inputs.identity).items() if not key.startswith("model.")},
         }
-        if self.config.optimizer.optimizer == "adamw8bit":
-            facts["torchao"] = check_torchao()
+        if (optimizer := self.config.optimizer.optimizer) in LOW_BIT:
+            facts["torchao"] = check_torchao(optimizer)
         return facts
 
     def _begin(self) -> None:
@@ -148,6 +149,8 @@ class Trainer:
             check_weights=config.logging.check_weights,
             check_at_rest=config.logging.check_at_rest,
         )
+        if config.compile:
+            compile_layers(model)
         return model, bf16 and not sharded
 
     # --- the run

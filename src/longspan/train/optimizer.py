@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from longspan.compat.torch_api import orthogonalized
-from longspan.compat.torch_checkpoint import adamw8bit
+from longspan.compat.torch_checkpoint import LOW_BIT, low_bit_adamw
 from longspan.hf.support import transformers_model
 from longspan.train.config import OptimizerSection, TrainConfig
 from longspan.train.tuning import matching
@@ -33,8 +33,8 @@ def make_optimizer(model: nn.Module, config: TrainConfig, device: torch.device) 
             {"params": [p for p, decays in mine if not decays], "weight_decay": 0.0},
         ]
 
-    if options.optimizer == "adamw8bit":
-        return adamw8bit(groups(lambda *_: True), options.lr, options.betas)
+    if options.optimizer in LOW_BIT:
+        return low_bit_adamw(options.optimizer, groups(lambda *_: True), options.lr, options.betas)
     fused = device.type == "cuda" or None
     if options.optimizer == "adamw":
         return torch.optim.AdamW(groups(lambda *_: True), lr=options.lr, betas=options.betas, fused=fused)
