@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.core.errors import LongspanError
+from longspan.core.sections import replace
 from longspan.data import (
     BYTES,
     DocumentSource,
@@ -29,6 +30,7 @@ from longspan.data.packing import best_fit
 from longspan.data.stream import collate
 from tests.chatting import write_rows
 from tests.pool import RankPool
+from tests.training import log_of, small_run, train, write_config
 
 
 @given(st.lists(st.integers(1, 20), max_size=40))
@@ -176,6 +178,16 @@ def test_the_loss_of_packed_documents_is_that_of_documents_alone(texts: Path, po
 
 
 # --- several sources
+
+
+def test_tokens_per_second_counts_all_steps_without_padding(texts: Path, tmp_path: Path) -> None:
+    config = small_run(write_config(tmp_path), tmp_path / "run", data=str(texts), pack="best-fit", batch=1)
+    train(replace(config, log_every=3, steps=4, save_every=0, export="never", track="none"))
+    first, second, third = log_of(tmp_path / "run")
+    between = second["tokens"] - first["tokens"]
+    assert second["tokens_per_s"] * second["step_s"] * 2 == pytest.approx(between)
+    assert between < 2 * 61 and second["padding"] > 0
+    assert third["tokens_per_s"] * third["step_s"] == pytest.approx(third["tokens"] - second["tokens"])
 
 
 def _mixture(folder: Path, weights: tuple[float, ...] = (3.0, 1.0)) -> Mixture:

@@ -120,7 +120,7 @@ class Trainer:
         self.outputs.begin(self.step)
         self.sampler = CommunicationSampler(self.sp.device)
         self.seconds: list[float] = []  # of the steps since the last report
-        self.padding: list[tuple[int, int]] = []  # of the same steps: positions in all, and those of padding
+        self.counted: list[tuple[int, int, int]] = []  # of the same steps: tokens, with padding, attention pairs
         self.health = Health(config)
         self.evaluator = Evaluator(config, self.inputs, self.sp, self._at, self.autocast)
         self.reduce_last = self._reduces_last()
@@ -319,7 +319,7 @@ class Trainer:
             self._write_timeline(recorder)
         self.step = number
         self.tokens += batch.tokens
-        self.padding.append((batch.padded, batch.padded - batch.tokens))
+        self.counted.append((batch.tokens, batch.padded, batch.attention_pairs))
         self.data_state = batch.state
         warning = self.health.look(self.step, loss, norm)
         if warning is not None:
@@ -407,12 +407,11 @@ class Trainer:
         return bool(last)
 
     def _metrics(self, batch: StepBatch, loss: float, norm: float) -> StepMetrics:
-        sp, tokens = self.sp, batch.tokens
-        mean_s = sum(self.seconds) / len(self.seconds)
-        offload = offload_metrics(self.model, sum(self.seconds))
+        sp, steps, seconds = self.sp, len(self.seconds), sum(self.seconds)
+        tokens, padded, pairs = map(sum, zip(*self.counted, strict=True))
+        offload = offload_metrics(self.model, seconds)
         self.seconds.clear()
-        positions, padding = map(sum, zip(*self.padding, strict=True))
-        self.padding.clear()
+        self.counted.clear()
         memory = peak_memory(sp.device)
         communication = self.sampler.share
         if self.group is not None:
@@ -421,7 +420,7 @@ class Trainer:
             share = torch.tensor(communication or 0.0, device=sp.device)
             dist.all_reduce(share, group=self.group)
             memory, communication = most.tolist(), share.item() / sp.job_size
-        flops = model_flops(self.model, self.inputs.model_config, tokens, batch.attention_pairs)
+        flops = model_flops(self.model, self.inputs.model_config, tokens, pairs)
         peak = peak_flops(sp.device, self.config.dtype)
         return StepMetrics(
             step=self.step,
@@ -429,14 +428,14 @@ class Trainer:
             grad_norm=norm,
             lr=self.lr,
             tokens=self.tokens,
-            tokens_per_s=tokens / mean_s,
-            step_s=mean_s,
+            tokens_per_s=tokens / seconds,
+            step_s=seconds / steps,
             communication=communication,
             peak_memory_gib=memory[0],
             peak_reserved_gib=memory[1] or None,
             reserved_ratio=memory[2] or None,
-            mfu=flops / (mean_s * peak * sp.job_size) if flops and peak else None,
-            padding=padding / positions if self.inputs.pack in ("best-fit", "none") else None,
+            mfu=flops / (seconds * peak * sp.job_size) if flops and peak else None,
+            padding=1 - tokens / padded if self.inputs.pack in ("best-fit", "none") else None,
             truncated=batch.state["counts"]["truncated"] or None,
             left_out=batch.state["counts"]["left_out"] or None,
             **offload,
