@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 import shutil
 import sys
 import weakref
@@ -25,10 +26,11 @@ from longspan.core.errors import LongspanError
 from longspan.core.sections import replace
 from longspan.data.stream import Sequence, deal
 from longspan.train import TrainConfig
-from longspan.train.optimizer import Muon, make_scheduler
+from longspan.train.optimizer import Muon, make_optimizer, make_scheduler
 from tests.choose import confirming, each_value
 from tests.fakes import fake_world
 from tests.memory import peak_of
+from tests.models import build
 from tests.pool import RankError, RankPool, on_ranks, run_forked
 from tests.tolerance import roughly
 from tests.training import LLAMA, log_of, losses_of, refused, small_run, train, train_on, weights_of, write_config
@@ -513,8 +515,17 @@ def test_a_run_with_muon_trains_as_one_process_and_resumes(
 def test_muon_is_refused_where_matrices_cannot_be_gathered(config: TrainConfig) -> None:
     refused(config, r"muon gathers .* --tensor 2 .*--tensor 1 --ulysses 4", optimizer="muon", tensor=2, ulysses=2)
     refused(config, r"which --optimizer-in-backward does not", optimizer="muon", optimizer_in_backward=True)
-    with pytest.raises(LongspanError, match=r"--no-decay \*norms\* is the name of no weight; they are named"):
-        train(replace(config, no_decay=("*norms*",)))
+
+
+def test_weights_without_decay(config: TrainConfig) -> None:
+    refused(config, r"--no-decay \*norms\* is the name of no weight; they are named", no_decay=("*norms*",))
+    model = build("GptOss")  # its experts' biases are matrices
+    config = replace(config, no_decay=("*embed_tokens*",))
+    decayed, others = make_optimizer(model, config, torch.device("cpu")).param_groups
+    names = {p: name for name, p in model.named_parameters()}
+    exempt = {names[p] for p in others["params"]}
+    assert decayed["weight_decay"] > others["weight_decay"] == 0
+    assert exempt == {name for name in names.values() if re.search("norm|bias|sinks|embed_tokens", name)}
 
 
 # --- schedules

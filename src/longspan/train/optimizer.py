@@ -20,14 +20,18 @@ from longspan.train.tuning import matching
 def make_optimizer(model: nn.Module, config: TrainConfig, device: torch.device) -> torch.optim.Optimizer:
     """Return the optimizer of all trainable parameters; weight decay applies to matrices only.
 
-    Its groups come in pairs, with weight decay and without.
+    Its groups come in pairs, with weight decay and without. The biases of experts are stored as a matrix, and are none.
     """
     options = config.optimizer
     excluded = set(matching(model, "--no-decay", options.no_decay))
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
     def groups(belongs: Callable[[str, nn.Parameter], bool]) -> list[dict[str, Any]]:
-        mine = [(p, p.ndim >= 2 and name not in excluded) for name, p in trained if belongs(name, p)]
+        mine = [
+            (p, p.ndim >= 2 and not name.endswith("bias") and name not in excluded)
+            for name, p in trained
+            if belongs(name, p)
+        ]
         return [
             {"params": [p for p, decays in mine if decays], "weight_decay": options.weight_decay},
             {"params": [p for p, decays in mine if not decays], "weight_decay": 0.0},
