@@ -130,7 +130,10 @@ JOBSET = {
     "kind": "JobSet",
     "metadata": {"name": "tiny-run"},
     "spec": {
-        "failurePolicy": {"maxRestarts": ANY},
+        "failurePolicy": {
+            "maxRestarts": ANY,
+            "rules": [{"name": ANY, "action": "FailJobSet", "onJobFailureReasons": ["DeadlineExceeded"]}],
+        },
         "replicatedJobs": [{"name": "ranks", "replicas": 1, "template": {"spec": {
             "parallelism": 2, "completions": 2, "completionMode": "Indexed", "backoffLimit": 0,
             "activeDeadlineSeconds": 86400, "template": {"spec": {

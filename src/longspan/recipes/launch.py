@@ -225,7 +225,12 @@ def jobset(config: LaunchConfig, train: TrainConfig) -> str:
         "kind": "JobSet",
         "metadata": {"name": name},
         "spec": {
-            "failurePolicy": {"maxRestarts": 3},  # a run resumes from its newest checkpoint
+            "failurePolicy": {
+                "maxRestarts": 3,  # a run resumes from its newest checkpoint
+                "rules": [
+                    {"name": "time-limit", "action": "FailJobSet", "onJobFailureReasons": ["DeadlineExceeded"]},
+                ],
+            },
             "replicatedJobs": [{"name": "ranks", "replicas": 1, "template": {"spec": job}}],
         },
     }
