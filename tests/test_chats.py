@@ -147,6 +147,8 @@ def test_malformed_rows_are_refused_by_file_and_row(chatml: Any) -> None:
 
 
 def test_templates_that_hide_where_the_assistant_speaks_are_refused() -> None:
+    broken = make_tokenizer("{% for message in messages %}")
+    _refused(r"^the chat template is no valid Jinja, at its line 1: Unexpected end", broken, messages=chat(1))
     strict = make_tokenizer("{{ raise_exception('roles must alternate') }}")
     _refused(r"line 7: the chat template refuses it: roles must alternate", strict, messages=chat(1))
     last_only = make_tokenizer(

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from longspan import checkpoint
+from longspan.core.errors import LongspanError
 from longspan.core.sections import replace
 from longspan.train import TrainConfig
 from longspan.train.evaluation import Progress, buckets
@@ -165,6 +166,9 @@ def test_bad_evaluation_is_refused(config: TrainConfig, tmp_path: Path) -> None:
     refused(base, "--sample-prompt is empty", sample_prompt="")
     refused(base, "--eval-every", eval_every=0)
     refused(base, "--eval-data pydoc=0.5: every source is read once", eval_data=("pydoc=0.5",))
+    (tmp_path / "late.jsonl").write_text(json.dumps({"text": "a" * 99}) + "\n{}\n")
+    with pytest.raises(LongspanError, match=r"^--eval-data .*late\.jsonl, line 2 has no field 'text'"):
+        train(replace(base, eval_data=(str(tmp_path / "late.jsonl"),), sample_prompt=None))
 
 
 def test_only_the_first_sequences_are_read_if_asked(alone: TrainConfig, tmp_path: Path) -> None:

@@ -130,6 +130,9 @@ def test_a_tracker_that_fails_does_not_end_the_run(fakes: dict[str, Recorder], t
     fakes["wandb"].fails = "init"
     with pytest.raises(LongspanError, match="--track wandb cannot start: ConnectionError: no network"):
         trackers.start("wandb", tmp_path / "run", SETTINGS, 0)
+    (tmp_path / "run" / "trackers.json").write_text("")  # as a full disk leaves it
+    with pytest.raises(LongspanError, match=r"trackers\.json cannot be read: .*; remove it, and the trackers start"):
+        trackers.start("mlflow", tmp_path / "run", SETTINGS, 1)
 
 
 @pytest.mark.parametrize("name", ["trackio", "wandb", "mlflow"])

@@ -126,10 +126,17 @@ class RowTokenizer:
                 raise LongspanError(f"{where} has `tools` that are no JSON: {first_line(error)}") from error
 
         def render(messages: Any, **more: Any) -> Any:
+            import jinja2
+
             try:
                 return self.tokenizer.apply_chat_template(
                     messages, tools=tools or None, **{"tokenize": False, **options, **more}
                 )
+            except jinja2.TemplateSyntaxError as error:
+                raise LongspanError(
+                    f"the chat template is no valid Jinja, at its line {error.lineno}: {first_line(error)}; correct "
+                    "it, or give another with --chat-template"
+                ) from error
             except Exception as error:  # of a template, which may raise anything
                 raise LongspanError(f"{where}: the chat template refuses it: {first_line(error)}") from error
 

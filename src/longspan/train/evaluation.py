@@ -21,6 +21,7 @@ from longspan.data import ROUNDS_AHEAD, collate, merge_rounds, prefetch, rounds
 from longspan.hf.batch import shard_batch
 from longspan.hf.forward.logprobs import token_logprobs
 from longspan.losses.cross_entropy import IGNORE
+from longspan.train.inputs import naming_eval_data
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -219,7 +220,8 @@ class Evaluator:
         config, sp = self.config, self.sp
         sums = torch.zeros(len(ends), 2, dtype=torch.float64, device=sp.device)
         lasts = torch.tensor(ends[:-1], device=sp.device)
-        with self._sequences(self.inputs.evaluation_sequences(name, config.context_tokens)) as every:
+        stream = self.inputs.evaluation_sequences(name, config.context_tokens)
+        with naming_eval_data(), self._sequences(stream) as every:
             sequences = islice(every, config.evaluation.eval_sequences)
             while group := list(islice(sequences, config.sequences_per_forward)):
                 self.at("evaluating", step, unlimited=True)

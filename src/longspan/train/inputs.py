@@ -128,8 +128,8 @@ def open_local(config: TrainConfig) -> Inputs:
         tokenizer.chat_template = read_text("--chat-template", config.data.chat_template)
     source = open_source(config.data.data, config.data, config.seed)
     data = dataclasses.replace(config.data, pack=resolve_pack(config.data, source))
-    if not config.tuning.trains_all:
-        _check_tuning(config, model_config, rope)
+    if not config.tuning.trains_all or config.optimizer.no_decay:
+        _check_names(config, model_config, rope)
     identity = run_identity(config, model_config, tokenizer, source)
     return Inputs(model_config, tokenizer, source, data, identity, rope, evaluated=_open_evaluated(config))
 
@@ -167,7 +167,7 @@ def _open_evaluated(config: TrainConfig) -> dict[str, DocumentSource | Mixture]:
     short = [path.stem if path.suffix in KINDS else path.name for path in map(Path, given)]
     names = short if len(set(short)) == len(short) else given
     data = dataclasses.replace(config.data, split=config.evaluation.eval_split, shuffle=0)
-    with _naming_eval_data():
+    with naming_eval_data():
         for name in given:
             if split_weight(name)[0] != name:
                 raise LongspanError(f"--data {name}: every source is read once, so none has a weight; leave it out")
@@ -175,7 +175,7 @@ def _open_evaluated(config: TrainConfig) -> dict[str, DocumentSource | Mixture]:
 
 
 @contextlib.contextmanager
-def _naming_eval_data() -> Iterator[None]:
+def naming_eval_data() -> Iterator[None]:
     """Name the right flag in errors of the body, which reads --eval-data."""
     try:
         yield
@@ -200,7 +200,7 @@ def check_inputs(config: TrainConfig) -> Inputs:
     inputs = find_resume(config, open_local(config), Ranks(), content=False)
     next(iter(inputs.sequences(config.context_tokens)))
     for name, source in inputs.evaluated.items():
-        with _naming_eval_data():
+        with naming_eval_data():
             if next(iter(inputs.evaluation_sequences(name, config.context_tokens)), None) is None:
                 raise LongspanError(f"--data {source.data} has no token with a loss; give other data")
     try:
@@ -241,11 +241,12 @@ def finished(config: TrainConfig, inputs: Inputs) -> str | None:
     )
 
 
-def _check_tuning(config: TrainConfig, model_config: Any, rope: RopeScaling | None) -> None:
+def _check_names(config: TrainConfig, model_config: Any, rope: RopeScaling | None) -> None:
     """Raise for patterns and targets that the model does not have, on a model without weights."""
-    from longspan.train.tuning import tuned
+    from longspan.train.tuning import matching, tuned
 
-    tuned(model_origin(config, model_config).on_meta(), config.tuning, config.seed)
+    model = tuned(model_origin(config, model_config).on_meta(), config.tuning, config.seed)
+    matching(model, "--no-decay", config.optimizer.no_decay)
     adapter = config.tuning.lora is not None and config.tuning.lora_export == "adapter"
     if rope is not None and adapter and config.checkpoint.export != "never":
         raise LongspanError(

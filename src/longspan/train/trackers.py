@@ -170,7 +170,10 @@ def check_installed(track: str) -> None:
 def start(track: str, folder: Path, settings: Mapping[str, Any], step: int) -> dict[str, Tracker]:
     """Start the trackers of --track for a run after `step`, and remember their ids in the folder."""
     path = folder / "trackers.json"
-    ids: dict[str, str] = json.loads(path.read_text()) if path.exists() and step else {}
+    try:
+        ids: dict[str, str] = json.loads(path.read_text()) if path.exists() and step else {}
+    except ValueError as error:
+        raise LongspanError(f"{path} cannot be read: {error}; remove it, and the trackers start new runs") from error
     started: dict[str, Tracker] = {}
     for name in names_of(track):
         try:
