@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -180,7 +181,7 @@ def naming_eval_data() -> Iterator[None]:
     try:
         yield
     except LongspanError as error:
-        raise LongspanError(str(error).replace("--data", "--eval-data").replace("--split", "--eval-split")) from error
+        raise LongspanError(re.sub(r"--(data|split)\b(?!-)", r"--eval-\1", str(error))) from error
 
 
 def find_resume(config: TrainConfig, inputs: Inputs, ranks: Ranks, *, content: bool = True) -> Inputs:
