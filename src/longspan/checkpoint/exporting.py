@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -225,10 +226,13 @@ class _Export:
         """Return a PEFT model like this one, on the meta device, without longspan and FSDP."""
         import peft
 
-        with torch.device("meta"):
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT 0.21 asks transformers for a deprecated property
             model: Any = new_model(_plain_class(self.model), copy.deepcopy(self.config))
             for name, config in configs.items():
                 config = copy.deepcopy(config)
+                if config.base_model_name_or_path and not isinstance(model, peft.PeftModel):
+                    model.name_or_path = config.base_model_name_or_path  # or PEFT replaces it by the model's
                 if hasattr(config, "init_lora_weights"):  # some ways to initialise read weights
                     config.init_lora_weights = False
                 if isinstance(model, peft.PeftModel):

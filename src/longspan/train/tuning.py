@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from fnmatch import fnmatchcase
@@ -55,8 +56,12 @@ def _with_lora(model: Any, options: TuningSection, seed: int) -> Any:
     assert options.lora is not None
     tower = tower_modules(model)
     seen = [re.escape(name) for name, module in model.named_modules() if module in tower]
+    name = str(model.config.name_or_path)
+    # PEFT records it; absolute, as the adapter is used in other working directories.
+    model.name_or_path = os.path.abspath(name) if name and Path(name).exists() else name
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
+        base_model_name_or_path=model.name_or_path,
         r=options.lora,
         lora_alpha=options.lora_alpha or 2 * options.lora,
         lora_dropout=options.lora_dropout,
@@ -72,7 +77,4 @@ def _with_lora(model: Any, options: TuningSection, seed: int) -> Any:
             adapted = peft.get_peft_model(model, config)
     except Exception as error:  # PEFT raises any kind
         raise LongspanError(f"--lora {options.lora} cannot be put on the model: {first_line(error)}") from error
-    base = config.base_model_name_or_path
-    if base and Path(base).exists():  # the adapter is used in other working directories
-        config.base_model_name_or_path = str(Path(base).absolute())
     return adapted
