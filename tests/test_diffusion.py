@@ -76,15 +76,20 @@ def _some(*names: str) -> list[Any]:
     return [*names, *confirming(name for name in CONFIGS if name not in names)]
 
 
-@pytest.mark.parametrize("name", _some("WanTransformer3DModel", "LatteTransformer3DModel"))
+@pytest.mark.parametrize("name", confirming(CONFIGS))
 @on_ranks(2)
 def test_equals_one_process_on_2_ranks(name: str) -> None:
+    """Also in `test_each_rank_keeps_its_tokens` and `test_variants_equal_one_process`."""
     _equals_one_process(name, fsdp=True, checkpointing=False)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+ON_4 = ("WanTransformer3DModel", "LTXVideoTransformer3DModel", "HunyuanVideoTransformer3DModel")
+
+
+@pytest.mark.parametrize("name", _some(*ON_4, "QwenImageTransformer2DModel"))
 @on_ranks(4)
 def test_equals_one_process_on_4_ranks(name: str) -> None:
+    """The others also in `test_fewer_frames_or_text_tokens_than_ranks`."""
     _equals_one_process(name, fsdp=False, checkpointing=True)
 
 
