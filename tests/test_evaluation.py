@@ -113,7 +113,7 @@ def test_a_resumed_run_evaluates_at_the_same_steps_with_the_same_numbers(alone: 
     path = resumed.out / "evaluation.jsonl"
     path.write_text(path.read_text().replace('"step": 4', '"step": 5'))  # of a run that was killed after its save
     text = said_by(replace(resumed, steps=6, schedule="constant"))
-    assert "resuming after step 4" in text and "evaluation after step 6: loss" in text
+    assert "resuming after step 4" in text and "eval 6  loss" in text
     assert [record["step"] for record in _evaluations(whole.out)] == [0, 3, 6]
     assert _evaluations(resumed.out) == _evaluations(whole.out)
 

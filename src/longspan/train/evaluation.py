@@ -98,10 +98,10 @@ class Evaluated:
         """Format for a log."""
         lines = []
         if self.overall is not None:
-            best = "  (best)" if self.best else ""
+            best = "  best" if self.best else ""
             lines.append(
-                f"evaluation after step {self.step}: loss {self.overall.loss:.4f}, perplexity "
-                f"{self.overall.perplexity:,.2f}, {self.overall.tokens:,} tokens, {self.seconds:.1f} s{best}"
+                f"eval {self.step}  loss {self.overall.loss:.4f}  perplexity {self.overall.perplexity:,.2f}  "
+                f"{self.overall.tokens:,} tokens  {self.seconds:.1f} s{best}"
             )
             if len(self.sources) > 1:
                 lines += _columns("by source", {name: loss.loss for name, loss in self.sources.items()})
@@ -109,7 +109,7 @@ class Evaluated:
                 by_position = {f"{a:,}-{b:,}": loss.loss for (a, b), loss in self.positions.items()}
                 lines += _columns("by tokens before", by_position)
         if self.sample is not None:
-            lines.append(f"sample after step {self.step}: {self.sample!r}")
+            lines.append(f"sample {self.step}  {self.sample!r}")
         return lines
 
 
