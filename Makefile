@@ -62,7 +62,7 @@ ALONE := $(addprefix tests/test_,$(addsuffix .py,activations afterwards argument
 # What a new version of transformers, accelerate, PEFT, TRL, datasets, tyro or lm-eval can break.
 VERSIONED := $(addprefix tests/test_,$(addsuffix .py,cache cache_latent cache_offload checkpoint_export classify cli compat \
 	data diffusion examples generate generate_cli generate_tensor hybrids lm_eval loading models optimizer parallelize plan_agrees plan_cached \
-	plan_shapes readme tensor train train_tensor trainer trl verify))
+	plan_shapes readme tensor train train_tensor trainer trl tuning verify))
 
 # Some of these for the oldest versions: models, generation, Trainer and TRL.
 OLDER_ARGS := tests/test_compat.py tests/test_models.py tests/test_generate.py tests/test_trainer.py tests/test_trl.py \

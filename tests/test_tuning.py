@@ -15,8 +15,11 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from longspan.core.errors import LongspanError
+from longspan.core.memory import LONGEST
 from longspan.core.sections import replace
 from longspan.train import TrainConfig
+from longspan.train.memory_choice import resolve
 from tests.models import widened
 from tests.pool import RankError, RankPool
 from tests.tolerance import excess_of_losses, roughly
@@ -162,3 +165,12 @@ def test_impossible_tuning_is_refused_before_a_rank_starts(config: TrainConfig, 
 def test_dora_on_a_tensor_axis_is_refused(config: TrainConfig, pool2: RankPool) -> None:
     with pytest.raises(RankError, match="only LoRA's A and B can be sharded"):
         train_on(pool2, replace(config, lora=4, dora=True, tensor=2))
+
+
+def test_few_trained_weights_start_where_the_plan_of_all_does_not_fit(config: TrainConfig) -> None:
+    tight = replace(config, rank_memory=1e-4, ulysses=2)
+    with pytest.raises(LongspanError, match=r"do not fit .* give --memory fastest"):
+        resolve(tight)
+    resolved, messages = resolve(replace(tight, lora=4))
+    assert resolved.memory.to_memory() == LONGEST
+    assert "do not fit" in messages[-1] and messages[-1].endswith("so it starts with all memory options")
