@@ -46,6 +46,9 @@ USES: dict[str, list[str]] = {
 }
 """By extra, arguments of `longspan`, or after `-c` code for Python."""
 
+UNPINNED = {"trackio", "mlflow"}
+"""Extras that exclude versions in constraints.txt (of Pillow, pandas and others), and so are not in `all`."""
+
 
 def requirements_of_torch() -> list[str]:
     """Return the distributions that torch needs, with torch."""
@@ -80,14 +83,8 @@ def check(extra: str, wheel: Path, folder: Path) -> str | None:
     link_torch(Path(site.stdout.strip()))
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     name = f"{wheel}[{extra}]" if extra else str(wheel)
-    commands: list[list[str]] = [
-        [
-            str(python),
-            *["-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--constraint"],
-            "constraints.txt",
-            name,
-        ]
-    ]
+    pins = [] if extra in UNPINNED else ["--constraint", "constraints.txt"]
+    commands = [[str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *pins, name]]
     for use in USES[extra]:
         use = use.format(out=folder / "out")
         commands.append(
