@@ -324,6 +324,15 @@ def test_gradients_accumulate(fsdp: bool) -> None:
 
 
 @on_ranks(2)
+def test_compiled_blocks() -> None:
+    """Attention between ranks and the split of tokens run as they are."""
+    expected = run(make_model("WanTransformer3DModel", num_layers=1), make_inputs("WanTransformer3DModel"))
+    model: Any = longspan.parallelize(make_model("WanTransformer3DModel", num_layers=1), _sharding(), fsdp=False)
+    model.blocks[0].compile(backend="eager")
+    _compare(run(model, make_inputs("WanTransformer3DModel")), expected)
+
+
+@on_ranks(2)
 def test_a_backward_that_raised_changes_no_later_one() -> None:
     """As one that ran out of memory."""
     name = "WanTransformer3DModel"

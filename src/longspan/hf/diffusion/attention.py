@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from longspan.comm.collectives import all_gather
 from longspan.comm.mesh import group_name
 from longspan.comm.reshard import move_shards, shard_sizes
+from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.hf.diffusion.tokens import Tokens
 
@@ -29,6 +30,7 @@ def bind(attention: nn.Module, path: str, tokens: Tokens) -> None:
     """Make an attention module attend to the tokens of all ranks."""
     inner = attention.forward
 
+    @not_compiled
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         tokens.check_lengths()

@@ -15,6 +15,7 @@ from longspan.comm.collectives import join
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.reshard import gather_along, shard_along, shard_sizes
 from longspan.compat.diffusers_api import checkpoint_function, set_checkpoint_function, transformer_output
+from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.hf.diffusion.families import Family, Join, Plan, Split, matching
 
@@ -170,6 +171,7 @@ def _hook(module: nn.Module, entry: Mapping[str | int, Split] | Join, tokens: To
     elif arguments:
         tokens.of_modules[module] = inspect.signature(type(module).forward), arguments
 
+        @not_compiled
         def split_arguments(module: nn.Module, args: Any, kwargs: Any) -> Any:
             return None if tokens.is_split else ((), tokens.split_arguments(module, args, kwargs))
 
