@@ -81,7 +81,7 @@ def check(extra: str, wheel: Path, folder: Path) -> str | None:
         [python, "-c", "import site; print(site.getsitepackages()[0])"], capture_output=True, text=True, check=True
     )
     link_torch(Path(site.stdout.strip()))
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"WANDB_MODE": "offline"}
     name = f"{wheel}[{extra}]" if extra else str(wheel)
     pins = [] if extra in UNPINNED else ["--constraint", "constraints.txt"]
     commands = [[str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *pins, name]]
