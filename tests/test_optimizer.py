@@ -26,6 +26,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.sections import replace
 from longspan.data.stream import Sequence, deal
 from longspan.train import TrainConfig
+from longspan.train.loop import Trainer
 from longspan.train.optimizer import Muon, make_optimizer, make_scheduler
 from tests.choose import confirming, each_value
 from tests.fakes import fake_world
@@ -517,6 +518,18 @@ def test_muon_is_refused_where_matrices_cannot_be_gathered(config: TrainConfig) 
     refused(config, r"which --optimizer-in-backward does not", optimizer="muon", optimizer_in_backward=True)
 
 
+def test_a_resumed_run_may_exempt_other_weights_from_decay(config: TrainConfig) -> None:
+    first = replace(config, steps=2, export="never", track="none")
+    train(first)
+    trainer = Trainer(replace(first, steps=3, no_decay=("*embed*",), weight_decay=0.2))
+    decayed, others = trainer.optimizer.param_groups
+    assert (len(decayed["params"]), decayed["weight_decay"]) == (15, 0.2)
+    assert (len(others["params"]), others["weight_decay"]) == (6, 0.0)
+    assert all(trainer.optimizer.state[p]["step"] == 2 for p in decayed["params"] + others["params"])
+    assert decayed["lr"] == others["lr"] > 0 and others.keys() == decayed.keys()
+    trainer.run()
+
+
 def test_weights_without_decay(config: TrainConfig) -> None:
     refused(config, r"--no-decay \*norms\* is the name of no weight; they are named", no_decay=("*norms*",))
     model = build("GptOss")  # its experts' biases are matrices
@@ -549,7 +562,7 @@ def test_rates_of_a_schedule(config: TrainConfig, options: dict[str, Any], rates
     config.check()
     model = torch.nn.Linear(2, 2)
     for step, rate in zip((0, 2, 4, 8, 12), rates, strict=True):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr)
+        optimizer = torch.optim.AdamW([{"params": model.parameters(), "decays": True}], lr=config.optimizer.lr)
         make_scheduler(optimizer, config, step)
         assert optimizer.param_groups[0]["lr"] == pytest.approx(rate, abs=1e-9), step
 

@@ -23,7 +23,7 @@ from longspan.train.memory_choice import resolve
 from tests.models import widened
 from tests.pool import RankError, RankPool
 from tests.tolerance import excess_of_losses, roughly
-from tests.training import LLAMA, losses_of, refused, said_by, small_run, train_on, weights_of
+from tests.training import LLAMA, losses_of, refused, said_by, small_run, train, train_on, weights_of
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +130,15 @@ def test_a_run_with_lora_resumes_to_the_bit(config: TrainConfig, pool2: RankPool
     assert losses_of(cut.out) == {step: loss for step, loss in losses_of(whole.out).items() if step > 2}
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (cut.out / "hf" / name).read_bytes() == (whole.out / "hf" / name).read_bytes()
+
+
+def test_a_run_with_lora_and_muon_resumes(config: TrainConfig, tmp_path: Path) -> None:
+    whole = replace(config, lora=4, optimizer="muon", export="never", track="none")
+    train(whole)
+    cut = replace(whole, out=tmp_path / "cut")
+    shutil.copytree(whole.checkpoints / "step-00000002", cut.checkpoints / "step-00000002")
+    train(cut)
+    assert losses_of(cut.out) == {step: loss for step, loss in losses_of(whole.out).items() if step > 2}
 
 
 def test_frozen_weights_stay(config: TrainConfig, base: Path, pool2: RankPool) -> None:

@@ -52,7 +52,7 @@ def load(
         checkpoint: from a function of `damage.py`, or a path as `newest_verified` takes it. It is verified here unless
             it is already.
         model: its weights are replaced.
-        optimizer: of the model; its state is replaced.
+        optimizer: of the model; its state is replaced, and the options of its groups, if these have the same weights.
         ranks: the ranks that take part; by default all of the job.
 
     Raises:
@@ -60,11 +60,21 @@ def load(
     """
     ranks = ranks or Ranks()
     checkpoint = _verified(checkpoint, ranks)  # first: `get_state_dict` creates the state of a new optimizer
+    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     model_state, optimizer_state = get_state_dict(model, optimizer)
+    groups = _members(optimizer_state)
     parts: dict[str, Any] = {"model": model_state, "optimizer": as_plain(optimizer_state)}
     _read(checkpoint, parts, ranks)
     optimizer_state = _with_low_bit_states(optimizer_state, parts["optimizer"])
+    regrouped = _members(optimizer_state) != groups
     set_state_dict(model, optimizer, model_state_dict=parts["model"], optim_state_dict=optimizer_state)
+    # torch gives options to the wrong groups if weights changed theirs, and none to groups without weights.
+    for group, own in zip(optimizer.param_groups, options, strict=True):
+        group.update(own if regrouped else {k: v for k, v in own.items() if k not in group})
+
+
+def _members(optimizer_state: dict[str, Any]) -> list[list[str]]:
+    return [list(group["params"]) for group in optimizer_state["param_groups"]]
 
 
 def _with_low_bit_states(state: Any, read: Any) -> Any:

@@ -20,7 +20,7 @@ from longspan.train.tuning import matching
 def make_optimizer(model: nn.Module, config: TrainConfig, device: torch.device) -> torch.optim.Optimizer:
     """Return the optimizer of all trainable parameters; weight decay applies to matrices only.
 
-    Its groups come in pairs, with weight decay and without. The biases of experts are stored as a matrix, and are none.
+    A group says by `decays` whether it has weight decay. The biases of experts are stored as a matrix, and are none.
     """
     options = config.optimizer
     excluded = set(matching(model, "--no-decay", options.no_decay))
@@ -33,8 +33,12 @@ def make_optimizer(model: nn.Module, config: TrainConfig, device: torch.device) 
             if belongs(name, p)
         ]
         return [
-            {"params": [p for p, decays in mine if decays], "weight_decay": options.weight_decay},
-            {"params": [p for p, decays in mine if not decays], "weight_decay": 0.0},
+            {
+                "params": [p for p, decays in mine if decays is wanted],
+                "decays": wanted,
+                "weight_decay": options.weight_decay if wanted else 0.0,
+            }
+            for wanted in (True, False)
         ]
 
     if options.optimizer in LOW_BIT:
@@ -47,8 +51,10 @@ def make_optimizer(model: nn.Module, config: TrainConfig, device: torch.device) 
     def is_matrix(name: str, p: nn.Parameter) -> bool:
         return p.ndim == 2 and name.endswith("weight") and p not in tables
 
-    others = groups(lambda name, p: not is_matrix(name, p))
-    return Muon(others, groups(is_matrix), lr=options.lr, betas=options.betas, fused=fused)
+    others, matrices = groups(lambda name, p: not is_matrix(name, p)), groups(is_matrix)
+    if not any(group["params"] for group in others):  # LoRA; torch loads at most one group without weights
+        others, matrices = others[:1], [group for group in matrices if group["params"]]
+    return Muon(others, matrices, lr=options.lr, betas=options.betas, fused=fused)
 
 
 def _tables(model: nn.Module) -> set[nn.Parameter]:
@@ -104,11 +110,11 @@ def make_scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig, done: 
     The rate is a function of the step and of this run's settings, so a resumed run may change them.
     """
     options = config.optimizer
-    for index, group in enumerate(optimizer.param_groups):
+    for group in optimizer.param_groups:
         group["initial_lr"] = options.lr
         _set_rate(group, options.lr)
         group["betas"] = options.betas
-        group["weight_decay"] = 0.0 if index % 2 else options.weight_decay
+        group["weight_decay"] = options.weight_decay if group["decays"] else 0.0
     scheduler = _schedule(optimizer, options, config.last_step)
     scheduler.last_epoch = done
     for group, rate in zip(optimizer.param_groups, scheduler.lr_lambdas, strict=True):
