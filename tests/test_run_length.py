@@ -56,6 +56,15 @@ def test_tokens_are_trained_on_and_not_many_more(config: TrainConfig) -> None:
     assert 450 <= log_of(packed.out)[-1]["tokens"] < 450 + 122
 
 
+def test_not_all_data_is_read_to_know_the_tokens_of_a_step(
+    config: TrainConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longspan.train.length._SAMPLE", 3)
+    run(replace(config, tokens=61 * 8, pack="best-fit", shuffle=0, dry_run=True))
+    said = "--tokens 488: 5 steps; sequences have 60.3 tokens"  # 59, 61 and 61; then 61, 61 and 6
+    assert said in capsys.readouterr().out
+
+
 def test_a_resumed_run_has_the_same_end(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
     config = replace(config, tokens=6 * 122, export="never")
     run(config)

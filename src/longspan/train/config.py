@@ -385,7 +385,7 @@ class TrainConfig(RankFlags):
     """Optimizer steps. By default 1000, or by --tokens or --epochs."""
     tokens: int | None = None
     """Train on this many tokens, without padding, in place of --steps; the last step may pass it. A schedule ends at
-    the last step."""
+    the last step. With --pack best-fit and none, the first 2,048 sequences tell the tokens of a step."""
     epochs: float | None = None
     """Train on all data this many times, in place of --steps. It is read and tokenised once before the start, to count
     its sequences."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
 from longspan.train.config import TrainConfig
 from longspan.train.inputs import Inputs
+
+_SAMPLE = 2048
+"""Sequences whose mean length stands for all, for --tokens: the data may be without end."""
 
 
 def resolve_steps(config: TrainConfig, inputs: Inputs) -> tuple[TrainConfig, str | None]:
@@ -25,11 +29,12 @@ def resolve_steps(config: TrainConfig, inputs: Inputs) -> tuple[TrainConfig, str
     mean: float = config.context_tokens  # of a sequence, without padding
     counted = ""
     if config.epochs is not None or inputs.pack in ("best-fit", "none"):
-        tokens, sequences = _count(config, inputs)
+        tokens, sequences = _count(config, inputs, None if config.epochs is not None else _SAMPLE)
         mean = tokens / sequences
+        counted = f"; sequences have {mean:,.1f} tokens"
         if config.epochs is not None:
             total = round(config.epochs * tokens)
-        counted = f"; an epoch has {tokens:,} tokens in {sequences:,.1f} sequences"
+            counted = f"; an epoch has {tokens:,} tokens in {sequences:,.1f} sequences"
     assert total is not None
     done, trained = (0, 0) if resume is None else (resume.step, resume.state["tokens"])
     steps = done + math.ceil(max(0, total - trained) / mean / config.sequences - 1e-9)
@@ -39,9 +44,13 @@ def resolve_steps(config: TrainConfig, inputs: Inputs) -> tuple[TrainConfig, str
     return config, f"{asked}: {config.last_step:,} steps{counted}"
 
 
-def _count(config: TrainConfig, inputs: Inputs) -> tuple[int, float]:
-    """Return the tokens and sequences of an epoch, all of it tokenised; a cut last sequence counts as a part."""
-    lengths = [len(s.ids) for s in inputs.stream(inputs.source, config.context_tokens, epochs=1)]
+def _count(config: TrainConfig, inputs: Inputs, most: int | None) -> tuple[int, float]:
+    """Return the tokens and sequences of an epoch, or of its first `most` sequences; a cut last one counts as a part.
+
+    All of them are tokenised.
+    """
+    stream = inputs.stream(inputs.source, config.context_tokens, epochs=1)
+    lengths = [len(s.ids) for s in itertools.islice(stream, most)]
     whole = inputs.pack in ("best-fit", "none")
     return sum(lengths), len(lengths) if whole else sum(lengths) / config.context_tokens
 
