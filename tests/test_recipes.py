@@ -210,6 +210,11 @@ def test_bad_input(recipe, flags, error, capsys):
     assert re.search(error, capsys.readouterr().err)
 
 
+def test_a_recipe_that_is_missing_is_named_by_its_flag(tmp_path, capsys):
+    assert main(["launch", "--recipe", str(tmp_path / "gone.toml")]) == 2
+    assert f"--recipe {tmp_path / 'gone.toml'} cannot be read" in capsys.readouterr().err
+
+
 def test_a_recipe_that_does_not_fit_is_refused_with_the_sum_and_what_would(recipe, tmp_path, capsys):
     path = tmp_path / "large.toml"
     (tmp_path / "small.toml").write_text('like = "h100"\nname = "toy GPU"\nmemory_bytes = 2.1e9\n')

@@ -126,13 +126,15 @@ def expand_home(config: Any) -> Any:
     return replace(config, **changed) if changed else config
 
 
-def read_flags(config_class: type[Any], path: Path, prog: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the values of a file by field, and the place of each by flag.
+def read_flags(
+    config_class: type[Any], path: Path, prog: str, given_by: str = "--from"
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values of a file by field, and the place of each by flag. `given_by` is the flag that names the file.
 
     Raises:
         LongspanError: for a file that cannot be read, or has unknown or repeated keys or values of a wrong type.
     """
-    file = read_toml("--from", path)
+    file = read_toml(given_by, path)
     known = {option.flag: option for option in options(config_class).values()}
     sections = {option.section for option in known.values() if option.section}
     given: dict[str, Any] = {}

@@ -128,7 +128,7 @@ def run(config: LaunchConfig) -> int:
 
 def _read(config: LaunchConfig) -> TrainConfig:
     """Return the recipe, with a check of its ranks and, if a GPU is named, of its memory."""
-    values, _ = read_flags(TrainConfig, config.recipe, "longspan train")
+    values, _ = read_flags(TrainConfig, config.recipe, "longspan train", "--recipe")
     train = make(TrainConfig, **values)
     train.check()
     ranks, gpus = train.parallel.ranks, config.nodes * config.gpus_per_node
