@@ -156,7 +156,7 @@ def test_text_of_a_file_is_never_a_flag(tmp_path: Path) -> None:
     config = _parse("--from", path)
     paths = [str(tmp_path / name) for name in ("--steps", "--no-fsdp", "--lr=7", "--help")]  # none is a name on a hub
     assert [*config.data.data, config.model.model, config.model.tokenizer, str(config.out)] == paths
-    assert (config.steps, config.fsdp, config.optimizer.lr) == (1000, True, 3e-4)
+    assert (config.last_step, config.fsdp, config.optimizer.lr) == (1000, True, 3e-4)
 
 
 def test_sources_of_a_file_have_weights_and_relative_paths(tmp_path: Path) -> None:
