@@ -16,7 +16,7 @@ from longspan import checkpoint
 from longspan.core.errors import LongspanError
 from longspan.core.sections import replace
 from longspan.train import TrainConfig
-from longspan.train.evaluation import Progress, buckets
+from longspan.train.evaluation import Evaluated, Loss, Progress, buckets
 from longspan.train.inputs import open_local
 from tests.pool import RankPool
 from tests.training import losses_of, refused, said_by, small_run, train, train_on, write_config
@@ -139,6 +139,17 @@ def test_patience_stops_and_the_best_checkpoint_stays(alone: TrainConfig, tmp_pa
     assert _evaluations(config.out) == found
     train(replace(config, resume=str(checkpoint.step_path(config.checkpoints, best["step"])), steps=best["step"]))
     assert checkpoint.exported_step(config.exported) == best["step"]
+
+
+def test_a_run_whose_evaluations_are_not_finite_stops(
+    alone: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longspan.train.evaluation._mean", lambda _: Loss(math.nan, 5))
+    base = replace(alone, out=tmp_path / "run", eval_data=("pydoc",), eval_sequences=1, eval_every=1, patience=2)
+    said = said_by(replace(base, sample_prompt=None, export="never"))
+    assert "stopped after step 1: 2 evaluations without a finite loss (--patience 2)" in said
+    line = Evaluated(1, Loss(99.0, 5), {}, {}, 0.5).lines()[0]
+    assert line == "eval 1  loss 99.0000  perplexity 9.89e+42  5 tokens  0.5 s"
 
 
 def test_losses_of_other_data_are_not_compared() -> None:

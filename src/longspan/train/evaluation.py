@@ -98,9 +98,11 @@ class Evaluated:
         """Format for a log."""
         lines = []
         if self.overall is not None:
+            value = self.overall.perplexity
+            perplexity = f"{value:,.2f}" if value < 1e6 else f"{value:.2e}"
             best = "  best" if self.best else ""
             lines.append(
-                f"eval {self.step}  loss {self.overall.loss:.4f}  perplexity {self.overall.perplexity:,.2f}  "
+                f"eval {self.step}  loss {self.overall.loss:.4f}  perplexity {perplexity}  "
                 f"{self.overall.tokens:,} tokens  {self.seconds:.1f} s{best}"
             )
             if len(self.sources) > 1:

@@ -226,9 +226,10 @@ class Trainer:
 
     def _log_stop(self) -> None:
         found = self.evaluator.progress
+        lower = "finite loss" if found.best is None else f"lower loss than {found.best:.4f} of step {found.step}"
         self.display.log(
-            f"stopped after step {self.step}: {found.since} evaluations without a lower loss than {found.best:.4f} of "
-            f"step {found.step} (--patience {self.config.evaluation.patience})"
+            f"stopped after step {self.step}: {found.since} evaluations without a {lower} "
+            f"(--patience {self.config.evaluation.patience})"
         )
 
     def _save(self, *, last: bool = False) -> None:
