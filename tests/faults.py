@@ -231,7 +231,7 @@ FAULTS = (
     Fault("old_checkpoint_removed_first", "checkpoint/folder.py", "        path.rename(before)", "        remove(path)",
           "tests/test_checkpoint_disk.py -k old_checkpoint"),
     # data
-    Fault("resume_repeats_tokens", "data/stream.py", '"token": offset,', '"token": 0,',
+    Fault("resume_repeats_tokens", "data/stream.py", '"token": offset}', '"token": 0}',
           "tests/test_data.py -k any_state"),
     Fault("epochs_in_the_same_order", "data/source.py", '{self.seed} {place.epoch} {place.window}"',
           '{self.seed} {place.window}"', "tests/test_data.py -k epoch"),

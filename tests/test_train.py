@@ -192,7 +192,7 @@ def test_memory_options_change_only_rounding(config: TrainConfig, pool2: RankPoo
 def test_the_longest_context_is_resolved_before_anything_starts(config: TrainConfig) -> None:
     asked = replace(config, context="max", rank_memory=1.0, ulysses=2)
     found, said = resolve(asked)
-    assert found.tokens == 512 and found.memory.memory == "fastest"
+    assert found.context == 512 and found.memory.memory == "fastest"
     assert "would fit, the model's positions end at 512" in said[1]
     longer = replace(asked, context=1 << 16, memory="auto", rank_memory=0.01, rope_scaling="yarn")
     with pytest.raises(LongspanError, match=r"do not fit on ulysses=2 .*Item by item.*(suffice|fits with)"):

@@ -71,7 +71,7 @@ _FEWEST = 4096  # elements of a weight for which low-bit states pay (as in bitsa
 
 
 LOW_BIT = {"adamw8bit": "AdamW8bit", "adamw4bit": "AdamW4bit"}
-"""torchao's classes of optimizers, by `--optimizer`."""
+"""torchao's classes of optimizers, by `--optimizer`. When gone: `check_torchao` raises a LongspanError."""
 
 
 def check_torchao(name: str) -> str:
