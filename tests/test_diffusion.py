@@ -286,6 +286,7 @@ def test_attention_of_two_streams(mask: str, causal: bool) -> None:
         ulysses(tokens, *local, dropout_p=0.5)
 
 
+@pytest.mark.confirms
 @on_ranks(2)
 def test_variants_equal_one_process() -> None:
     """A time step for each token, two images in one sequence, an image besides the text, no text mask."""

@@ -125,7 +125,7 @@ def test_memory_is_within_a_tenth(
 
 def measured_by(pool: RankPool, planned: int, measure: Callable[..., int], *args: Any) -> float:
     """Bytes of the rank that needs most, each rank's least of as many runs as it takes to come near what is planned."""
-    each, tries = [float("inf")] * pool.world_size, 6
+    each, tries = [float("inf")] * pool.world_size, 12
     while 0.9 * max(each) > planned and tries:
         each, tries = [min(pair) for pair in zip(each, pool.run(measure, *args), strict=True)], tries - 1
     return max(each)
