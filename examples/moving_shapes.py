@@ -1,8 +1,9 @@
-"""Teach a small vision-language model to watch videos of moving shapes; then ask it about a video that is too long for
-one rank.
+"""Teach a small vision-language model to watch videos of moving shapes, in less memory than one rank needs; then ask it
+about a longer video, which one rank cannot hold either.
 
     torchrun --nproc-per-node 4 examples/moving_shapes.py --ulysses 4 --out shapes
-    torchrun --nproc-per-node 1 examples/moving_shapes.py --model shapes  # the same videos: out of memory
+    torchrun --nproc-per-node 1 examples/moving_shapes.py                 # out of memory in the first steps
+    torchrun --nproc-per-node 1 examples/moving_shapes.py --model shapes  # out of memory in the long video
     torchrun --nproc-per-node 4 examples/moving_shapes.py --ulysses 4 --model shapes
 
 A disc, a square and a cross move across the picture, at different times, amid specks of all colours. Questions: which
@@ -12,10 +13,12 @@ colour has the disc? Which colour comes first? Marked lines are longspan's.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import os
 import resource
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -114,10 +117,44 @@ def to(device: torch.device, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: x.to(device) for key, x in batch.items()}
 
 
-def limit(mib: int) -> None:
-    """Let this process allocate `mib` MiB more than it has now."""
+@contextlib.contextmanager
+def limit(mib: int, what: str, sp: longspan.SequenceSharding) -> Iterator[None]:
+    """Let this process allocate `mib` MiB more than it has now; 0: no limit. End it with a message if it needs more."""
     held = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
-    resource.setrlimit(resource.RLIMIT_DATA, (int(held.split()[1]) * 1024 + mib * 2**20, resource.RLIM_INFINITY))
+    most = int(held.split()[1]) * 1024 + mib * 2**20 if mib else resource.RLIM_INFINITY
+    resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "allocate memory" not in str(error):
+            raise
+        print(f"{what}: rank {sp.rank} of {sp.size} is out of memory ({mib} MiB)", flush=True)
+        os._exit(1)  # torchrun ends the others
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def train(model, sp: longspan.SequenceSharding, steps: int, mib: int, say: Callable[[str], None]) -> None:
+    """Train on videos of 18 to 72 frames, after two small steps in which libraries allocate what they keep."""
+    draw, start = torch.Generator().manual_seed(0), time.perf_counter()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 50, (steps - step) / 100))
+
+    def learn(rows: int, units: int) -> float:
+        loss = model.train()(**to(sp.device, lesson(rows, units, draw))).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        return loss.item()
+
+    for _ in range(2):
+        learn(4, 3 * LIFE)
+    with limit(mib, "training", sp):
+        for step in range(3, steps + 1):
+            loss = learn(16, LIFE * int(torch.randint(3, 13, (), generator=draw)))
+            if step <= 4 or step % 50 == 0:
+                say(f"step {step} loss {loss:.6f}, {time.perf_counter() - start:.0f} s")
 
 
 def watch(model, sp: longspan.SequenceSharding, units: int, draw: torch.Generator) -> tuple[Tensor, list[int]]:
@@ -158,7 +195,8 @@ def main() -> None:
     flags.add_argument("--model", type=Path, help="such a folder: train no more")
     flags.add_argument("--frames", type=int, nargs="*", default=[250], help="of the long videos")
     flags.add_argument("--videos", type=int, default=8, help="of each length")
-    flags.add_argument("--mib", type=int, default=24, help="what each rank may allocate for a long video; 0: no limit")
+    flags.add_argument("--train-mib", type=int, default=224, help="what a rank may allocate to train; 0: no limit")
+    flags.add_argument("--mib", type=int, default=16, help="what a rank may allocate for a long video; 0: no limit")
     args = flags.parse_args()
 
     sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=args.ulysses))  # <-- before anything else
@@ -172,39 +210,18 @@ def main() -> None:
             print(text, flush=True)
 
     if args.model is None:
-        draw, start = torch.Generator().manual_seed(0), time.perf_counter()
         say(f"before: {accuracy(model, torch.Generator().manual_seed(1), sp.device):.2f} of answers right")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01)
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min(1, (step + 1) / 50, (args.steps - step) / 100)
-        )
-        for step in range(1, args.steps + 1):
-            units = LIFE * int(torch.randint(3, 13, (), generator=draw))
-            loss = model.train()(**to(sp.device, lesson(16, units, draw))).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            if step <= 2 or step % 50 == 0:
-                say(f"step {step} loss {loss.item():.6f}, {time.perf_counter() - start:.0f} s")
+        train(model, sp, args.steps, args.train_mib, say)
         say(f"after: {accuracy(model, torch.Generator().manual_seed(1), sp.device):.2f} of answers right")
         if args.out is not None:
             longspan.checkpoint.export(args.out, model, config, None, torch.float32)
 
     watch(model, sp, 24, torch.Generator().manual_seed(0))  # so that libraries have allocated what they keep
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    if args.mib and args.frames:
-        limit(args.mib)
     for frames in args.frames:
-        try:
+        with limit(args.mib, f"{frames:,} frames", sp):
             draw = torch.Generator().manual_seed(frames)
             right, found = zip(*[watch(model, sp, frames // 2, draw) for _ in range(args.videos)], strict=True)
-        except (MemoryError, RuntimeError) as error:
-            if not isinstance(error, MemoryError) and "allocate memory" not in str(error):
-                raise
-            print(f"{frames:,} frames: rank {sp.rank} of {sp.size} is out of memory ({args.mib} MiB)", flush=True)
-            os._exit(1)  # torchrun ends the others
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024 - peak
         colours, order = torch.stack(right).float().view(-1, 2, len(MASKS)).mean((0, 2)).tolist()
         said = f"{colours:.2f} of answers about colours right, {order:.2f} of those about the order: {found[0]}, ..."
