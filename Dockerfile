@@ -1,5 +1,5 @@
 # docker build -t longspan .
-# docker run --gpus all --ipc host --shm-size 16g -v $PWD:/work longspan train --from /work/run.toml
+# docker run --gpus all --ipc host --shm-size 16g -v $PWD:/job longspan train --from /job/run.toml
 FROM python:3.12-slim
 
 # Triton compiles with gcc.
@@ -19,5 +19,5 @@ COPY pyproject.toml README.md LICENSE ./
 COPY src src
 RUN pip install --constraint constraints.txt ".[$EXTRAS]"
 
-WORKDIR /work
+WORKDIR /job
 ENTRYPOINT ["longspan"]

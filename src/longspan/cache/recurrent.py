@@ -12,7 +12,7 @@ class RecurrentLayer:
     """The state of one recurrent layer or short convolution, equal on every rank of a sequence group.
 
     The layer gets this object as its cache. For one new token, `updates` is set: the layer reads the state here, and
-    updates it in place. For a prompt, the layer is told that there is no state: its replaced functions read the state
+    updates it in place. For a prompt, the layer finds no state: its replaced functions read the state
     here, and store the next one.
 
     Attributes:

@@ -274,8 +274,8 @@ class TileEncoder(Encoder):
     def encode(self, core: Any, batch: Mapping[str, Any], start: int, stop: int, device: torch.device) -> Any:
         if all(self._is_cut(batch)):
             return super().encode(core, batch, start, stop, device)
-        # The model learns by the numbers of images per row which are cut. A row may lie on several ranks: give it those
-        # that are cut as rows of one image, then the others as one row. It ignores a second image that is not there.
+        # The model derives which images are cut from their number per row, and a row may lie on several ranks. Pass the
+        # cut images as rows of one image, the others as one row. The model ignores a second image that is missing.
         is_cut = self._is_cut(batch)[start:stop]
         order = sorted(range(stop - start), key=lambda i: not is_cut[i])
         part = {key: x[order].to(device) for key, x in self.part(core, batch, start, stop).items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
@@ -244,4 +243,4 @@ def _submit(config: LaunchConfig, script: str) -> int:
             f"--submit needs {command[0]}, which this machine has not; write the script with --out FILE, and submit it "
             "where it is"
         )
-    return subprocess.run(command, input=script, text=True, env=os.environ).returncode
+    return subprocess.run(command, input=script, text=True).returncode

@@ -166,7 +166,7 @@ class Evaluator:
     """Evaluates a model. Collective.
 
     Attributes:
-        at: tells the heartbeat what this rank does.
+        at: reports this rank's phase to the heartbeat.
         autocast: whether forwards need it, as in the training.
     """
 

@@ -21,7 +21,7 @@ PROJECT = "longspan"
 
 @dataclass(frozen=True)
 class Run:
-    """What a tracker is told of a run.
+    """The run that a tracker logs.
 
     Attributes:
         folder: of the run, whose name is the name of the run.
