@@ -1,11 +1,12 @@
-"""Names of TRL, lm-evaluation-harness and flash-linear-attention. TRL is not imported: this inspects its objects."""
+"""Names of TRL, PEFT, lm-evaluation-harness and flash-linear-attention. TRL is only inspected, never imported."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from longspan.core.errors import LongspanError, require
@@ -54,6 +55,25 @@ def count_tokens_once(trainer: Any, times: int) -> None:
         return generated
 
     trainer._generate = counted
+
+
+@contextlib.contextmanager
+def without_adapters(model: Any) -> Iterator[None]:
+    """Switch PEFT's adapters off in the body.
+
+    Versions: PEFT 0.21. Public way: `PeftModel.disable_adapter`, which freezes their weights meanwhile, and FSDP asks
+    once, at their first use, whether a weight is trained. When gone: the adapters stay on, which tests notice.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    try:
+        for layer in layers:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def harness_command_line() -> Any:

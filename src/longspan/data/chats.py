@@ -1,7 +1,7 @@
-"""Chats, prompts with completions and rows of token ids as ids, with a loss on what the model is to learn.
+"""Chats, prompts with completions, rows of token ids and preferences as ids, with a loss on what the model is to learn.
 
 An id without a loss is stored as its complement, `~id`, which is below 0. So ids and labels are packed, shared and cut
-as one array.
+as one array. Of a preference it contains the prompt with the chosen answer, then the prompt with the rejected one.
 """
 
 from __future__ import annotations
@@ -56,9 +56,11 @@ class RowTokenizer:
             LongspanError: naming the row, if it is malformed, the template refuses it, or it has nothing to learn.
         """
         row = json.loads(text)
-        encode = {"chat": self._chat, "completion": self._completion, "ids": self._given}[kind]
+        encode = {
+            "chat": self._chat, "completion": self._completion, "ids": self._given, "preference": self._preference
+        }[kind]  # fmt: skip
         ids, spans = encode(row, where)
-        if self.loss_on == "all" and kind != "ids":
+        if self.loss_on == "all" and kind not in ("ids", "preference"):
             return ids
         marked = ~ids
         for start, end in spans:
@@ -144,19 +146,19 @@ class RowTokenizer:
 
     # --- prompts with completions
 
-    def _completion(self, row: dict[str, Any], where: str) -> tuple[Ids, list[Span]]:
-        prompt, completion = row.get("prompt"), row.get("completion")
+    def _completion(self, row: dict[str, Any], where: str, column: str = "completion") -> tuple[Ids, list[Span]]:
+        prompt, completion = row.get("prompt"), row.get(column)
         if isinstance(prompt, list) and isinstance(completion, list):
             check_messages(prompt, where, self._template, "prompt")
-            check_messages(completion, where, self._template, "completion")
+            check_messages(completion, where, self._template, column)
             render = self._renderer(row, where)
             text, before = render(prompt + completion), render(prompt, add_generation_prompt=True)
             _check_prefix(before, text, len(prompt), where)
             return self._with_spans(text, [(len(before), len(text))], where)
         if not (isinstance(prompt, str) and isinstance(completion, str)) or not completion:
             raise LongspanError(
-                f"{where} needs a `prompt` and a `completion`, both texts or both lists of messages; it has "
-                f"{type(prompt).__name__} and {type(completion).__name__ if completion else 'an empty completion'}"
+                f"{where} needs a `prompt` and a `{column}`, both texts or both lists of messages; it has "
+                f"{type(prompt).__name__} and {type(completion).__name__ if completion else f'an empty {column}'}"
             )
         return self._texts(prompt, completion)
 
@@ -172,6 +174,26 @@ class RowTokenizer:
         if ids[-1] != end:
             ids = [*ids, end]
         return np.asarray(ids, dtype=np.int64), [(len(before), len(ids))]
+
+    # --- preferences
+
+    def _preference(self, row: dict[str, Any], where: str) -> tuple[Ids, list[Span]]:
+        """Return the ids of the two answers, each after the prompt, which by default is what both begin with."""
+        if row.get("chosen") == row.get("rejected"):
+            raise LongspanError(
+                f"{where}: `chosen` and `rejected` are the same, so neither is preferred; remove the row"
+            )
+        if not isinstance(row.get("prompt"), type(row.get("chosen"))):  # none, or a text next to whole chats
+            row = {**row, **_common_prompt(row.get("chosen"), row.get("rejected"), where)}
+        ids: list[Ids] = []
+        spans: list[Span] = []
+        for column in ("chosen", "rejected"):
+            answer, ((start, end),) = self._completion(row, where, column)
+            if end <= (start := max(1, start)):  # no token predicts the first one
+                raise LongspanError(f"{where}: `{column}` has no token after the prompt; remove the row")
+            before = sum(map(len, ids))
+            ids, spans = [*ids, answer], [*spans, (before + start, before + end)]
+        return np.concatenate(ids), spans
 
     # --- ids
 
@@ -229,6 +251,27 @@ class RowTokenizer:
             return index
 
         return ids, [(token_at(start), token_at(end)) for start, end in borders]
+
+
+def _common_prompt(chosen: Any, rejected: Any, where: str) -> dict[str, Any]:
+    """Return prompt and answers of two texts or chats that begin alike, as TRL's `extract_prompt` does."""
+    if not (isinstance(chosen, str | list) and type(chosen) is type(rejected) and chosen and rejected):
+        return {}
+    last = min(len(chosen), len(rejected)) - 1
+    n = next((i for i in range(last) if chosen[i] != rejected[i]), last)
+    if n and chosen[n] != rejected[n] and chosen[n - 1] == " ":  # the space belongs to the answers
+        n -= 1
+    if n == 0 and isinstance(chosen, list):
+        raise LongspanError(
+            f"{where} has no `prompt` of messages, and `chosen` and `rejected` begin with different ones; give a prompt"
+        )
+    return {"prompt": chosen[:n], "chosen": chosen[n:], "rejected": rejected[n:]}
+
+
+def answers_of(ids: Ids) -> list[Ids]:
+    """Return the two answers of a preference, each with its prompt: a token with a loss ends the first one."""
+    border = int(np.flatnonzero((ids[:-1] >= 0) & (ids[1:] < 0))[0]) + 1
+    return [ids[:border], ids[border:]]
 
 
 def _check_prefix(prefix: str, text: str, turn: int, where: str) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from longspan.core.errors import LongspanError
+from longspan.data.chats import answers_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     Ids = NDArray[np.int64]
 
 TooLong = Literal["truncate", "drop"]
-"""What happens to a document that is longer than a sequence."""
+"""What happens to a document that is longer than a sequence. Of a preference, the longer answer is cut first."""
 
 
 def best_fit(lengths: list[tuple[int, int]], context: int) -> list[list[int]]:
@@ -53,6 +54,11 @@ class _Whole:
 
     piece: Piece
     ids: Ids
+
+    @property
+    def parts(self) -> list[Ids]:
+        """What attends within itself: the document, or each answer of a preference."""
+        return answers_of(self.ids) if self.piece.document.kind == "preference" else [self.ids]
 
 
 class WholeDocuments:
@@ -111,18 +117,19 @@ class WholeDocuments:
             if piece.last:
                 whole = np.concatenate(parts) if len(parts) > 1 else ids
                 parts = []
-                fitted = self._fitted(whole)
+                fitted = self._fitted(whole, piece.document.kind == "preference")
                 read, used = read + 1, used + (len(fitted) > 0)
                 yield _Whole(dataclasses.replace(piece.without_text(), number=0), fitted)
 
-    def _fitted(self, ids: Ids) -> Ids:
-        reason = ""
+    def _fitted(self, ids: Ids, preference: bool) -> Ids:
+        reason, parts = "", answers_of(ids) if preference else [ids]
         if len(ids) > self.context:
-            reason, ids = "truncated", ids[: self.context]
-            if self.too_long == "drop":
-                reason, ids = "left_out", ids[:0]
-        if not (ids[1:] >= 0).any():
-            reason, ids = "left_out", ids[:0]
+            reason = "truncated"
+            most = max(self.context - min(map(len, parts)), self.context // 2) if preference else self.context
+            parts = [part[:most] for part in parts]
+        if (reason and self.too_long == "drop") or not all((part[1:] >= 0).any() for part in parts):
+            reason, parts = "left_out", [ids[:0]]
+        ids = np.concatenate(parts) if preference else parts[0]
         if reason and not self._counted:
             self._counts[reason] += 1
         return ids
@@ -141,14 +148,16 @@ class WholeDocuments:
             used = sorted([*used, *numbers])
             self._number += 1
             state = {"place": place, "sequences": self._number, "used": used, "counts": dict(self._counts)}
-            starts = np.cumsum([0, *(len(document.ids) for document in documents)])[:-1]
+            parts = [part for document in documents for part in document.parts]
+            starts = np.cumsum([0, *map(len, parts)])[:-1]
+            where = tuple(document.piece.document.where for document in documents for _ in document.parts)
             made = [
                 make_sequence(
-                    np.concatenate([document.ids for document in documents]),
+                    np.concatenate(parts),
                     tuple(int(start) for start in starts),
                     {"piece": 0, "token": 0, **state},
-                    tuple(document.piece.document.where for document in documents),
+                    where,
                 )
             ]
-            del documents
+            del documents, parts
             yield made.pop()  # no local variable holds the sequence while the generator waits

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Protocol
 
 from longspan.core.errors import LongspanError
 from longspan.core.validation import near
-from longspan.data.rows import Document, Format, Kind, check_object, columns_of, document_of, kind_of
+from longspan.data.rows import Document, Format, Kind, check_object, columns_of, document_of, flag_of, kind_of
 from longspan.hf.pretrained import first_line, not_found
 
 KINDS = (".txt", ".jsonl", ".parquet")
@@ -57,7 +57,7 @@ class LocalFiles:
             if file.suffix == ".parquet":
                 self._open_parquet(file)
             elif file.suffix == ".txt" and format not in ("auto", "text"):
-                raise LongspanError(f"--data {file} is text, and --format {format} was asked for; remove the file")
+                raise LongspanError(f"--data {file} is text, and {flag_of(format)} was asked for; remove the file")
             elif file.suffix == ".jsonl":
                 for number, row, _ in self._rows(file, 1, 0):
                     self._document(file, number, row)

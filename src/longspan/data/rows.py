@@ -1,4 +1,4 @@
-"""Rows of files and datasets as documents: text, a chat, a prompt with its completion, or token ids."""
+"""Rows of files and datasets as documents: text, a chat, a prompt with its completion, token ids, or two answers."""
 
 from __future__ import annotations
 
@@ -10,23 +10,28 @@ from typing import Any, Literal
 from longspan.core.errors import LongspanError
 from longspan.core.validation import format_value
 
-Kind = Literal["text", "chat", "completion", "ids"]
-"""What a document is. The names are the values of --format, next to "auto"."""
+Kind = Literal["text", "chat", "completion", "ids", "preference"]
+"""What a document is: the values of --format, next to "auto", and with --dpo "preference"."""
 
-Format = Literal["auto", "text", "chat", "completion", "ids"]
+Format = Literal["auto"] | Kind
 
 NEEDED: dict[Kind, tuple[str, ...]] = {
     "chat": ("messages",),
     "completion": ("prompt", "completion"),
     "ids": ("input_ids",),
+    "preference": ("chosen", "rejected"),
 }
-"""The columns by which a row is recognised; text has the column --text-field."""
+"""The columns by which a row is recognised; text has the column --text-field. "preference" must be asked for: such rows
+often have `messages`, too.
+"""
 
+_RECOGNISED = ("text", "chat", "completion", "ids")
 _TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
 _READ: dict[Kind, tuple[str, ...]] = {
     "chat": ("messages", *_TEMPLATE_COLUMNS),
     "completion": ("prompt", "completion", *_TEMPLATE_COLUMNS),
     "ids": ("input_ids", "labels"),
+    "preference": ("prompt", "chosen", "rejected", *_TEMPLATE_COLUMNS),
 }
 
 
@@ -45,6 +50,11 @@ class Document:
     where: str = ""
 
 
+def flag_of(asked: Format) -> str:
+    """Return the flag that asks for a kind of rows."""
+    return "--dpo" if asked == "preference" else f"--format {asked}"
+
+
 def kind_of(columns: Iterable[str], text_field: str, asked: Format, where: str) -> Kind:
     """Return the kind of the rows that have these columns.
 
@@ -53,7 +63,7 @@ def kind_of(columns: Iterable[str], text_field: str, asked: Format, where: str) 
     """
     names = list(columns)
     needed = {**NEEDED, "text": (text_field,)}
-    found = [kind for kind in needed if set(needed[kind]) <= set(names)]
+    found = [kind for kind in needed if set(needed[kind]) <= set(names) and kind in (asked, *_RECOGNISED)]
     if asked != "auto":
         if asked not in found:
             raise _missing(asked, text_field, names, where)
@@ -72,10 +82,10 @@ def _missing(kind: Kind, text_field: str, names: list[str], where: str) -> Longs
         return LongspanError(
             f"{where} has no field {text_field!r}; it has {has}: choose a field that all rows have with --text-field, "
             "or remove that row (a row with an empty text is skipped). Other rows need `messages`, `prompt` and "
-            "`completion`, or `input_ids`"
+            "`completion`, or `input_ids`; with --dpo `chosen` and `rejected`"
         )
     columns = " and ".join(map(repr, NEEDED[kind]))
-    return LongspanError(f"{where} has no {columns}, which rows of --format {kind} need; it has {has}")
+    return LongspanError(f"{where} has no {columns}, which rows of {flag_of(kind)} need; it has {has}")
 
 
 def columns_of(kind: Kind, text_field: str, names: Iterable[str]) -> list[str]:
@@ -99,7 +109,7 @@ def document_of(row: dict[str, Any], kind: Kind, text_field: str, where: str) ->
     try:
         return Document(json.dumps(columns, ensure_ascii=False), kind, where)
     except (TypeError, ValueError) as error:
-        raise LongspanError(f"{where} cannot be used as --format {kind}: {error}") from error
+        raise LongspanError(f"{where} cannot be used as rows of {flag_of(kind)}: {error}") from error
 
 
 def checked_text(value: Any, what: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from longspan.core.errors import LongspanError
 from longspan.core.validation import existing_path, means_a_path, near
 from longspan.data.readers import KINDS, HubDataset, LocalFiles, Reader, Texts
-from longspan.data.rows import Document, Format, Kind
+from longspan.data.rows import Document, Format, Kind, flag_of
 from longspan.hf.pretrained import check_on_hub
 
 PYDOC = "pydoc"
@@ -75,6 +75,8 @@ class DocumentSource:
         self.files: dict[str, Path] = {}
         self._reader: Reader
         if data == PYDOC and path is None:
+            if format not in ("auto", "text"):
+                raise LongspanError(f"--data {PYDOC} is text, and {flag_of(format)} was asked for; give other data")
             texts = _pydoc_texts()
             self._reader = Texts(texts)
             self.identity["data"] = [[PYDOC, sum(map(len, texts))]]  # the text differs between Python versions

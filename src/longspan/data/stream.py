@@ -297,6 +297,7 @@ class StepBatch:
         padded: the same with padding.
         label_tokens: tokens that the loss is averaged over, over all data ranks.
         attention_pairs: pairs (query, key) of causal attention, over all data ranks.
+        documents: that start in the sequences of all data ranks; each answer of a preference is one.
         checksum: of all data ranks' ids, to compare the ranks' data.
         state: of the data after this step.
     """
@@ -306,6 +307,7 @@ class StepBatch:
     padded: int
     label_tokens: int
     attention_pairs: int
+    documents: int
     checksum: int
     state: dict[str, Any]
 
@@ -339,6 +341,7 @@ def deal(
             padded=sum(len(group) * _padded_length(group, context) for group in groups),
             label_tokens=sum(sequence.label_tokens(pack) for sequence in step),
             attention_pairs=sum((end - start) * (end - start + 1) // 2 for start, end in spans),
+            documents=sum(len(sequence.starts) for sequence in step),
             checksum=checksum,
             state=step[-1].state,
         )

@@ -72,6 +72,10 @@ class DataSection:
     loss_on: Literal["assistant", "last", "all"] = "assistant"
     """Tokens of a chat that have a loss: the assistant's turns (by the template's {% generation %} where it has one),
     the last of these turns, or all. Of a prompt with its completion: the completion, or all."""
+    dpo: float | None = None
+    """Train on preferences by DPO with this beta, for example 0.1. Rows have `chosen` and `rejected`, texts or
+    messages, and `prompt`, which is otherwise what both begin with. A pair of answers, each with its prompt, is a
+    document. The reference is the model without LoRA, or else a second, frozen copy."""
     split: str = "train"
     """Split of a dataset from the hub."""
     shuffle: int = 1024
@@ -107,10 +111,24 @@ class DataSection:
         check_number("--shuffle", self.shuffle, 0, LARGEST_COUNT)
         check_number("--pack-window", self.pack_window, 1, LARGEST_COUNT)
         check_number("--preview", self.preview, 0, LARGEST_COUNT)
+        if self.dpo is not None:
+            self._check_dpo(self.dpo)
         if self.pack in ("stream", "documents") and self.too_long != "truncate":
             raise LongspanError(
                 f"--too-long {self.too_long}: --pack {self.pack} cuts documents and drops none; use --pack best-fit"
             )
+
+    def _check_dpo(self, beta: float) -> None:
+        check_number("--dpo", beta, 0, above=True)
+        if self.pack in ("stream", "documents"):
+            raise LongspanError(f"--pack {self.pack} would cut the pairs of --dpo {beta:g}; use best-fit, or none")
+        defaults = DataSection()
+        for flag in ("format", "text_field", "loss_on"):
+            if getattr(self, flag) != getattr(defaults, flag):
+                raise LongspanError(
+                    f"--{flag.replace('_', '-')} {getattr(self, flag)} has no meaning with --dpo {beta:g}, whose rows "
+                    "have `chosen` and `rejected` and whose loss is on these; leave it out"
+                )
 
 
 @flags_last

@@ -22,6 +22,7 @@ from longspan.hf.batch import shard_batch
 from longspan.hf.forward.logprobs import token_logprobs
 from longspan.losses.cross_entropy import IGNORE
 from longspan.train.inputs import naming_eval_data
+from longspan.train.preferences import PairLoss
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from longspan.data import Sequence, SequenceStream
     from longspan.train.config import TrainConfig
     from longspan.train.inputs import Inputs
+    from longspan.train.preferences import Preferences
 
 _FIRST_BUCKET = 16  # tokens, at least
 _MOST_BUCKETS = 8
@@ -50,6 +52,11 @@ class Loss:
         """Return plain values for JSON."""
         return {**dataclasses.asdict(self), "perplexity": self.perplexity}
 
+    def __str__(self) -> str:
+        value = self.perplexity
+        perplexity = f"{value:,.2f}" if value < 1e6 else f"{value:.2e}"
+        return f"loss {self.loss:.4f}  perplexity {perplexity}  {self.tokens:,} tokens"
+
 
 @dataclass(frozen=True)
 class Evaluated:
@@ -57,18 +64,18 @@ class Evaluated:
 
     Attributes:
         step: optimizer steps done.
-        overall: over all tokens that have a loss; None without data.
+        overall: over all tokens that have a loss, or all pairs of answers; None without data.
         sources: the same for each source, by its name.
-        positions: the same by the number of tokens that a prediction sees, its own input included: more than the first
-            and at most the second number. Without buckets that have no tokens.
+        positions: of tokens, the same by the number of tokens that a prediction sees, its own input included: more than
+            the first and at most the second number. Without buckets that have no tokens.
         seconds: that it took.
         sample: the text that continues the prompt; None without a prompt.
         best: whether the loss is the lowest so far.
     """
 
     step: int
-    overall: Loss | None
-    sources: dict[str, Loss]
+    overall: Loss | PairLoss | None
+    sources: dict[str, Loss | PairLoss]
     positions: dict[tuple[int, int], Loss]
     seconds: float
     sample: str | None = None
@@ -90,7 +97,7 @@ class Evaluated:
         """Return the losses for trackers, by their names there."""
         if self.overall is None:
             return {}
-        found = {"eval/loss": self.overall.loss, "eval/perplexity": self.overall.perplexity}
+        found = {f"eval/{k}": x for k, x in self.overall.record().items() if k not in ("tokens", "pairs")}
         found |= {f"eval/loss_by_source/{name}": loss.loss for name, loss in self.sources.items()}
         return found | {f"eval/loss_by_position/{b}": loss.loss for (_, b), loss in self.positions.items()}
 
@@ -98,13 +105,8 @@ class Evaluated:
         """Format for a log."""
         lines = []
         if self.overall is not None:
-            value = self.overall.perplexity
-            perplexity = f"{value:,.2f}" if value < 1e6 else f"{value:.2e}"
             best = "  best" if self.best else ""
-            lines.append(
-                f"eval {self.step}  loss {self.overall.loss:.4f}  perplexity {perplexity}  "
-                f"{self.overall.tokens:,} tokens  {self.seconds:.1f} s{best}"
-            )
+            lines.append(f"eval {self.step}  {self.overall}  {self.seconds:.1f} s{best}")
             if len(self.sources) > 1:
                 lines += _columns("by source", {name: loss.loss for name, loss in self.sources.items()})
             if len(self.positions) > 1:
@@ -167,6 +169,7 @@ class Evaluator:
 
     Attributes:
         at: reports this rank's phase to the heartbeat.
+        preferences: the loss of pairs of answers; None: that of tokens.
         autocast: whether forwards need it, as in the training.
     """
 
@@ -174,6 +177,7 @@ class Evaluator:
     inputs: Inputs
     sp: SequenceSharding
     at: Callable[..., None]
+    preferences: Preferences | None = None
     autocast: bool = False
     progress: Progress = field(init=False)
 
@@ -205,7 +209,7 @@ class Evaluator:
         best = overall is not None and self.progress.add(step, overall.loss)
         return Evaluated(step, overall, sources, positions, time.perf_counter() - start, sample, best)
 
-    def _losses(self, model: Any, step: int) -> tuple[Loss | None, dict[str, Loss], dict[tuple[int, int], Loss]]:
+    def _losses(self, model: Any, step: int) -> tuple[Any, dict[str, Any], dict[tuple[int, int], Loss]]:
         if not self.inputs.evaluated:
             return None, {}, {}
         ends = buckets(self.config.context_tokens)
@@ -213,31 +217,31 @@ class Evaluator:
         if self.sp.host_group is not None:  # ranks of a tensor axis have the same tokens
             sums = sums if self.sp.tensor_rank == 0 else torch.zeros_like(sums)
             dist.all_reduce(sums, group=self.sp.host_group)
-        sources = {name: _mean(of_source.sum(0)) for name, of_source in zip(self.inputs.evaluated, sums, strict=True)}
-        by_bucket = zip(pairwise([0, *ends]), sums.sum(0), strict=True)
-        return _mean(sums.sum((0, 1))), sources, {span: _mean(sum_) for span, sum_ in by_bucket if sum_[1]}
+        mean = _mean if self.preferences is None else PairLoss.mean
+        sources = {name: mean(of_source.sum(0)) for name, of_source in zip(self.inputs.evaluated, sums, strict=True)}
+        by_bucket = [] if self.preferences else zip(pairwise([0, *ends]), sums.sum(0), strict=True)
+        return mean(sums.sum((0, 1))), sources, {span: _mean(sum_) for span, sum_ in by_bucket if sum_[1]}
 
     def _sums(self, model: Any, name: str, ends: list[int], step: int) -> Tensor:
-        """Return this rank's sum of losses and number of tokens by bucket: fp64 [buckets, 2]."""
+        """Return this rank's sums of a source: fp64 [buckets, (loss, tokens)], or [1, fields of `PairLoss`]."""
         config, sp = self.config, self.sp
-        sums = torch.zeros(len(ends), 2, dtype=torch.float64, device=sp.device)
+        sums = torch.zeros((), dtype=torch.float64, device=sp.device)
         lasts = torch.tensor(ends[:-1], device=sp.device)
         stream = self.inputs.evaluation_sequences(name, config.context_tokens)
         with naming_eval_data(), self._sequences(stream) as every:
             sequences = islice(every, config.evaluation.eval_sequences)
             while group := list(islice(sequences, config.sequences_per_forward)):
                 self.at("evaluating", step, unlimited=True)
-                batch = {key: x.to(sp.device) for key, x in self._mine(group).items()}
-                cut = shard_batch(batch, sp)
-                # The input at position p sees p + 1 tokens.
-                bucket = torch.bucketize(cut["position_ids"].expand_as(cut["labels"]) + 1, lasts)
-                loss = -token_logprobs(model, cut).double()
-                counts = cut["labels"] != IGNORE
-                for number in range(len(ends)):
-                    inside = counts & (bucket == number)
-                    sums[number, 0] += torch.where(inside, loss, 0).sum()
-                    sums[number, 1] += inside.sum()
-        return sums.cpu()
+                mine = self._mine(group)
+                batch = collate(mine or group[:1], self.inputs.pack, config.context_tokens)  # forwards are collective
+                cut = shard_batch({key: x.to(sp.device) for key, x in batch.items()}, sp)
+                found = _sums_of_tokens(model, cut, lasts) if self.preferences is None else self.preferences.sums(cut)
+                # Each rank of a sequence group has its own tokens, and all answers.
+                if mine and (self.preferences is None or sp.rank == 0):
+                    sums = sums + found
+                else:
+                    sums = sums + torch.zeros_like(found)
+        return sums.view(-1, sums.shape[-1]).cpu()
 
     @contextlib.contextmanager
     def _sequences(self, stream: SequenceStream) -> Iterator[Iterator[Sequence]]:
@@ -250,14 +254,10 @@ class Evaluator:
         with prefetch(rounds(stream, size, self.sp.job_size, dist.get_rank(group)), depth=ROUNDS_AHEAD) as ahead:
             yield stream.pack(merge_rounds(ahead, group, stream.source.data))
 
-    def _mine(self, group: list[Sequence]) -> dict[str, Tensor]:
-        """Return this replica's sequences of a group as a batch; if none are left, one that has no loss."""
-        config, first = self.config, self.sp.data_rank * self.config.micro_batch
-        mine = group[first : first + config.micro_batch]
-        batch = collate(mine or group[:1], self.inputs.pack, config.context_tokens)
-        if not mine:  # forwards are collective
-            batch["labels"].fill_(IGNORE)
-        return batch
+    def _mine(self, group: list[Sequence]) -> list[Sequence]:
+        """Return this replica's sequences of a group; none may be left."""
+        first = self.sp.data_rank * self.config.micro_batch
+        return group[first : first + self.config.micro_batch]
 
     def _sample(self, model: Any, step: int) -> str | None:
         from transformers import GenerationConfig
@@ -277,6 +277,14 @@ class Evaluator:
         return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
 
+def _sums_of_tokens(model: Any, cut: dict[str, Any], lasts: Tensor) -> Tensor:
+    """Return the sum of losses and the number of tokens by bucket, whose last tokens are given: fp64 [buckets, 2]."""
+    # The input at position p sees p + 1 tokens.
+    bucket = torch.bucketize(cut["position_ids"].expand_as(cut["labels"]) + 1, lasts).flatten()
+    found = torch.stack([-token_logprobs(model, cut), cut["labels"] != IGNORE], -1)  # 0 where there is no label
+    return found.new_zeros(len(lasts) + 1, 2, dtype=torch.float64).index_add_(0, bucket, found.double().flatten(0, 1))
+
+
 def _mean(sum_: Tensor) -> Loss:
     total, tokens = sum_.tolist()
     return Loss(total / tokens if tokens else math.nan, int(tokens))
@@ -285,4 +293,5 @@ def _mean(sum_: Tensor) -> Loss:
 def evaluation_identity(config: TrainConfig, inputs: Inputs) -> list[Any]:
     """Return what evaluation losses depend on besides the weights, as plain values."""
     sources = [source.identity["data"] for source in inputs.evaluated.values()]
-    return [*sources, config.evaluation.eval_sequences, config.context_tokens, inputs.pack, config.data.loss_on]
+    data = config.data
+    return [*sources, config.evaluation.eval_sequences, config.context_tokens, inputs.pack, data.loss_on, data.dpo]

@@ -142,7 +142,7 @@ def open_source(names: Sequence[str], data: DataSection, seed: int) -> DocumentS
         DocumentSource(
             name,
             text_field=data.text_field,
-            format=data.format,
+            format=data.format if data.dpo is None else "preference",
             split=data.split,
             shuffle=data.shuffle,
             seed=seed,
@@ -259,7 +259,8 @@ def _check_names(config: TrainConfig, model_config: Any, rope: RopeScaling | Non
 def load_model_config(config: TrainConfig) -> tuple[Any, RopeScaling | None]:
     """Return the model's Hugging Face config, and the RoPE scaling that was applied to it."""
     model_config, rope = read_model_config(*model_flag(config), config.context_tokens, config.model.rope())
-    return model_config if config.model.dropout is None else without_dropout(model_config), rope
+    keeps = config.model.dropout is None and config.data.dpo is None  # rewards would be noise
+    return model_config if keeps else without_dropout(model_config), rope
 
 
 def model_flag(config: TrainConfig) -> tuple[str, str]:
@@ -328,7 +329,7 @@ _NAMED = 6  # files in a message; of the rest their number
 _LONGEST = 100  # characters of a value in a message
 _SETTINGS = (
     "lr", "schedule", "warmup", "decay", "min_lr", "steps", "weight_decay", "no_decay", "betas", "clip", "optimizer",
-    "dtype", "grad_dtype", "context", "wire_dtype",
+    "dtype", "grad_dtype", "context", "wire_dtype", "dpo",
 )  # fmt: skip
 BATCH = "batch"
 """The key of an identity that may change with `--change-batch`."""
@@ -350,6 +351,11 @@ def run_identity(
     }
     if not config.tuning.trains_all:
         identity["tuning"] = {k: v for k, v in dataclasses.asdict(config.tuning).items() if k != "lora_export"}
+    if config.data.dpo is not None and config.tuning.lora is None and config.model.model is not None:
+        from longspan.hf.weights.origin import WeightFiles
+
+        files = WeightFiles.find(config.model.model)
+        identity["reference"] = files and zlib.crc32(str(files.digests()).encode())
     if samples:
         identity["data"] = [[*entry, samples.get(entry[0])] for entry in identity["data"]]
     plain: dict[str, Any] = json.loads(json.dumps(identity, default=str))

@@ -56,10 +56,12 @@ from longspan.train.inputs import (
 )
 from longspan.train.job import run_summary
 from longspan.train.length import length_of
+from longspan.train.memory_choice import reference_bytes
 from longspan.train.metrics import CommunicationSampler, Display, StepMetrics, model_flops, peak_flops, peak_memory
 from longspan.train.optimizer import clip_gradients, make_optimizer, make_scheduler
 from longspan.train.outputs import Outputs
-from longspan.train.tuning import tuned
+from longspan.train.preferences import Preferences
+from longspan.train.tuning import frozen, tuned
 
 
 class Trainer:
@@ -107,6 +109,10 @@ class Trainer:
         if self.finished is not None:
             return
         self.model, self.autocast = self._load_model()
+        self.preferences = None
+        if config.data.dpo is not None:
+            reference = self._load_model(reference=True)[0] if config.tuning.lora is None else None
+            self.preferences = Preferences(self.model, reference, self.sp, config.data.dpo)
         self.generation_config = self.model.generation_config if config.model.model else None
         self.optimizer = make_optimizer(self.model, config, self.sp.device)
         self.step = self.tokens = 0
@@ -122,25 +128,31 @@ class Trainer:
         self.seconds: list[float] = []  # of the steps since the last report
         self.counted: list[tuple[int, int, int]] = []  # of the same steps: tokens, with padding, attention pairs
         self.health = Health(config)
-        self.evaluator = Evaluator(config, self.inputs, self.sp, self._at, self.autocast)
+        self.evaluator = Evaluator(config, self.inputs, self.sp, self._at, self.preferences, self.autocast)
         self.reduce_last = self._reduces_last()
         in_backward = config.optimizer.optimizer_in_backward
         self.in_backward = optimizer_in_backward(self.model, self.optimizer) if in_backward else None
 
-    def _load_model(self) -> tuple[Any, bool]:
-        """Return the sharded model, and whether its forward needs autocast."""
+    def _load_model(self, *, reference: bool = False) -> tuple[Any, bool]:
+        """Return the sharded model, and whether its forward needs autocast.
+
+        The `reference` is frozen, and as it was before training.
+        """
         config, sp = self.config, self.sp
         sharded = sp.shards_weights(fsdp=config.fsdp, cpu_offload=config.memory.cpu_offload)
         bf16 = config.dtype == "bf16"
         # Weights stay in fp32: FSDP casts what it gathers; without FSDP autocast casts the inputs of each product.
         reduce_dtype = torch.bfloat16 if config.optimizer.grad_dtype == "bf16" else torch.float32
         mixed = sharded and (bf16 or reduce_dtype == torch.bfloat16)
+        origin = model_origin(config, self.inputs.model_config)
+        if reference and sharded and bf16:  # FSDP would cast it each time
+            origin = dataclasses.replace(origin, dtype=torch.bfloat16)
         model = load_sharded(
-            model_origin(config, self.inputs.model_config),
+            origin,
             sp,
-            prepare=lambda model: tuned(model, config.tuning, config.seed),
+            prepare=frozen if reference else lambda model: tuned(model, config.tuning, config.seed),
             whole=config.tuning.dora,
-            later=self.inputs.resume is not None,
+            later=self.inputs.resume is not None and not reference,
             fsdp=config.fsdp,
             mp_policy=MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, reduce_dtype) if mixed else None,
             kernel=config.model.kernel,
@@ -260,6 +272,9 @@ class Trainer:
         if not config.tuning.trains_all:
             trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
             log(f"trained: {trained:,} of {weights:,} weights")
+        if self.preferences is not None:
+            copy, size = self.preferences.reference, f"{reference_bytes(config, weights) / 1e9:.2f} GB"
+            log("reference: " + ("the model without LoRA" if copy is None else f"a frozen copy, {size} on each rank"))
         if resume is None:
             return
         log(f"resuming after step {self.step}")
@@ -386,7 +401,11 @@ class Trainer:
             with no_sync(self.model) if self.reduce_last and i < last else contextlib.nullcontext():
                 with torch.autocast(self.sp.device.type, torch.bfloat16, enabled=self.autocast):
                     # Take the loss only: the output would hold the logits during the backward.
-                    part: Tensor = self.model(**inputs, num_items_in_batch=batch.label_tokens).loss
+                    part: Tensor
+                    if self.preferences is None:
+                        part = self.model(**inputs, num_items_in_batch=batch.label_tokens).loss
+                    else:
+                        part = self.preferences.loss(inputs, batch.documents // 2)
                 if self.in_backward is not None and self.in_backward.active and not part.isfinite():
                     return part.detach()  # on every rank; a backward would spoil the weights
                 part.backward()
@@ -422,6 +441,8 @@ class Trainer:
             dist.all_reduce(share, group=self.group)
             memory, communication = most.tolist(), share.item() / sp.job_size
         flops = model_flops(self.model, self.inputs.model_config, tokens, pairs)
+        if flops and self.preferences is not None:
+            flops *= 4 / 3  # the reference's forward
         peak = peak_flops(sp.device, self.config.dtype)
         return StepMetrics(
             step=self.step,
@@ -440,6 +461,7 @@ class Trainer:
             truncated=batch.state["counts"]["truncated"] or None,
             left_out=batch.state["counts"]["left_out"] or None,
             **offload,
+            **({} if self.preferences is None else self.preferences.report()),
         )
 
 

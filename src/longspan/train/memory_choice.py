@@ -60,7 +60,12 @@ def resolve(config: TrainConfig, hardware: Hardware | None = None) -> tuple[Trai
     if flags.level == "longest":
         fixed = {**{f.name: getattr(LONGEST, f.name) for f in dataclasses.fields(LONGEST)}, **fixed}
     hardware = hardware or hardware_of_ranks(flags.rank_memory, min(parallel.ranks, config.nproc or parallel.ranks))
-    messages = [f"{hardware.memory_bytes / 1e9:.2f} GB for a rank, {mesh}"]
+    besides = ""
+    if config.data.dpo is not None and config.tuning.lora is None:
+        used = reference_bytes(config, sum(p.numel() for p in model.parameters()))
+        hardware = dataclasses.replace(hardware, memory_bytes=hardware.memory_bytes - used)
+        besides = f" besides {used / 1e9:.2f} GB of the reference"
+    messages = [f"{hardware.memory_bytes / 1e9:.2f} GB for a rank{besides}, {mesh}"]
     if longest_context:
         context, message = _longest_context(shape, job, mesh, hardware, fixed, config.model.rope())
         job = dataclasses.replace(job, context=context)
@@ -78,6 +83,13 @@ def resolve(config: TrainConfig, hardware: Hardware | None = None) -> tuple[Trai
     if by_default and memory == FASTEST:
         return config, []
     return _with(dataclasses.replace(config, context=job.context), memory), [*messages, message]
+
+
+def reference_bytes(config: TrainConfig, weights: int) -> float:
+    """Return the memory on a rank of a frozen model with this many weights, the reference of --dpo."""
+    sharded = config.fsdp and config.parallel.fsdp_ranks > 1
+    ranks = config.parallel.tensor * (config.parallel.fsdp_ranks if sharded else 1)
+    return weights * (2 if sharded and config.dtype == "bf16" else 4) / ranks
 
 
 def _model_on_meta(config: TrainConfig) -> PreTrainedModel:

@@ -79,6 +79,8 @@ class StepMetrics:
         truncated: documents that were cut to the context, since step 0; None for none.
         left_out: documents (or sequences, where documents are cut) that were left out as too long or without a loss,
             since step 0; None for none.
+        reward_accuracy, reward_margin, reward_chosen, reward_rejected: of preferences since the last report; see
+            `longspan.train.preferences.PairLoss`.
     """
 
     step: int
@@ -98,6 +100,10 @@ class StepMetrics:
     padding: float | None = None
     truncated: int | None = None
     left_out: int | None = None
+    reward_accuracy: float | None = None
+    reward_margin: float | None = None
+    reward_chosen: float | None = None
+    reward_rejected: float | None = None
 
     def line(self, steps: int, width: int | None = None) -> str:
         """Format for a log: in one line, or in lines of at most `width` columns."""
@@ -109,6 +115,8 @@ class StepMetrics:
             f"{self.tokens_per_s:,.0f} tokens/s",
             f"mem {self.peak_memory_gib:.2f} GiB",
         ]
+        if self.reward_accuracy is not None and self.reward_margin is not None:
+            parts.insert(2, f"accuracy {self.reward_accuracy:.0%}  margin {self.reward_margin:.3f}")
         if self.peak_reserved_gib is not None and self.reserved_ratio is not None:
             parts[-1] += f" (reserved {self.peak_reserved_gib:.2f}, x{self.reserved_ratio:.2f})"
         if self.offload_gb_per_s is not None and self.offload_waited is not None:

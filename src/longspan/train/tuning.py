@@ -38,6 +38,11 @@ def tuned(model: Any, options: TuningSection, seed: int) -> Any:
     return model.train()
 
 
+def frozen(model: Any) -> Any:
+    """Freeze a loaded model, for evaluation."""
+    return model.requires_grad_(False).eval()
+
+
 def matching(model: nn.Module, flag: str, patterns: tuple[str, ...]) -> list[str]:
     """Return the names of the parameters that match any of the patterns; raise for a pattern without any."""
     names = [name for name, _ in model.named_parameters()]

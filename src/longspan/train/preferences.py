@@ -1,0 +1,109 @@
+"""Training on preferences: the loss of DPO on the log-probabilities of two answers (Rafailov et al., 2023).
+
+An answer's reward is beta times the difference of its log-probability under the model and under a reference, the model
+before training. The loss of a pair is -log sigmoid(reward of the chosen answer - reward of the rejected one).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from longspan.compat.friends_api import without_adapters
+from longspan.hf.forward.logprobs import token_logprobs
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from longspan.comm.mesh import SequenceSharding
+
+
+@dataclass(frozen=True)
+class PairLoss:
+    """Means over `pairs` pairs of answers.
+
+    Attributes:
+        loss: of DPO.
+        accuracy: share of pairs whose chosen answer has the larger reward.
+        margin: reward of the chosen answer, minus that of the rejected one.
+        chosen: reward of the chosen answer.
+        rejected: reward of the rejected answer.
+        pairs: their number.
+    """
+
+    loss: float
+    accuracy: float
+    margin: float
+    chosen: float
+    rejected: float
+    pairs: int
+
+    @classmethod
+    def mean(cls, sums: Tensor) -> PairLoss:
+        """Return the means of sums as `Preferences.sums` returns them."""
+        pairs = int(sums[-1])
+        loss, accuracy, margin, chosen, rejected = (sums[:-1] / pairs).tolist() if pairs else [math.nan] * 5
+        return cls(loss, accuracy, margin, chosen, rejected, pairs)
+
+    def record(self) -> dict[str, float]:
+        """Return plain values for JSON."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        return f"loss {self.loss:.4f}  accuracy {self.accuracy:.1%}  margin {self.margin:.3f}  {self.pairs:,} pairs"
+
+
+class Preferences:
+    """The loss of DPO on batches whose documents are pairs: a chosen answer, then a rejected one. Collective.
+
+    Args:
+        model: the model that is trained.
+        reference: the parallelized model that it is compared with; None: `model` without its adapters.
+        sp: the sharding of both.
+        beta: how much rewards count.
+    """
+
+    def __init__(self, model: Any, reference: Any, sp: SequenceSharding, beta: float) -> None:
+        self.model, self.reference, self.sp, self.beta = model, reference, sp, beta
+        self._since_report = torch.zeros(len(dataclasses.fields(PairLoss)), dtype=torch.float64, device=sp.device)
+
+    def loss(self, batch: Mapping[str, Any], pairs: int) -> Tensor:
+        """Return the sum of losses over all replicas, divided by the pairs of a step. It is equal on every rank; its
+        gradient is this rank's part.
+        """
+        sums = self.sums(batch)
+        total = sums.detach() if self.sp.rank == 0 else torch.zeros_like(sums)
+        if self.sp.world_group is not None:
+            dist.all_reduce(total, group=self.sp.world_group)
+        self._since_report += total
+        return (sums[0] - sums[0].detach() + total[0]) / pairs
+
+    def sums(self, batch: Mapping[str, Any]) -> Tensor:
+        """Return this replica's sums of the fields of `PairLoss`, fp64, for a batch that `shard_batch` has cut."""
+        with torch.no_grad(), without_adapters(self.model) if self.reference is None else contextlib.nullcontext():
+            before = _answers(self.model if self.reference is None else self.reference, batch)
+        chosen, rejected = (self.beta * (_answers(self.model, batch) - before)).unflatten(0, (-1, 2)).unbind(1)
+        margin = chosen - rejected
+        values = [-logsigmoid(margin), (margin > 0).double(), margin, chosen, rejected, torch.ones_like(margin)]
+        return torch.stack([value.sum() for value in values])
+
+    def report(self) -> dict[str, float]:
+        """Return the fields of `StepMetrics` about rewards, over the steps since the last call."""
+        found = PairLoss.mean(self._since_report).record()
+        self._since_report.zero_()
+        return {f"reward_{name}": found[name] for name in ("accuracy", "margin", "chosen", "rejected")}
+
+
+def _answers(model: Any, batch: Mapping[str, Any]) -> Tensor:
+    """Return the log-probability of every answer of a batch, fp64."""
+    found = token_logprobs(model, batch, gather=True)
+    spans = [(row, start, end) for row, of_row in enumerate(batch["longspan"].segments) for start, end in of_row]
+    return torch.stack([found[row, start:end].sum(dtype=torch.float64) for row, start, end in spans])

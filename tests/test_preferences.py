@@ -1,0 +1,175 @@
+"""Preferences: rows of two answers, and their DPO by `longspan train`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longspan.core.sections import make, replace
+from longspan.train import TrainConfig
+from tests.chatting import make_tokenizer, write_rows
+from tests.pool import RankPool
+from tests.training import LLAMA, log_of, train, train_on
+
+OPTIMIZER = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "clip": 1.0}
+LORA = {"lora": 4, "lora_targets": ("q_proj", "v_proj", "down_proj")}
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    """Prompts of a chat with two answers, whose lengths vary."""
+    made = []
+    for n in range(count):
+        prompt = [{"role": "user", "content": f"What is the {n}?" + " The other." * (n % 5)}]
+        answers = [f"It is the one, {n}" + " and that" * (n % 3), "the question" * (n % 4 + 1) + str(n)]
+        chosen, rejected = ([{"role": "assistant", "content": answer}] for answer in answers)
+        made.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    return made
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, its tokenizer and 24 preferences."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("preferences")
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    LlamaForCausalLM(LlamaConfig(**LLAMA | ids)).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    write_rows(folder / "pairs.jsonl", rows(24))
+    return folder
+
+
+@pytest.fixture
+def config(base: Path, tmp_path: Path) -> TrainConfig:
+    return make(
+        TrainConfig, model=str(base / "model"), data=str(base / "pairs.jsonl"), dpo=0.5, pack="none", shuffle=0,
+        steps=4, batch=4, micro_batch=2, context=256, schedule="constant", dtype="fp32", log_every=1, save_every=2,
+        keep=0, export="never", out=tmp_path / "run", **OPTIMIZER,
+    )  # fmt: skip
+
+
+REPORTED = {
+    "loss": "loss", "rewards/accuracies": "reward_accuracy", "rewards/margins": "reward_margin",
+    "rewards/chosen": "reward_chosen", "rewards/rejected": "reward_rejected",
+}  # fmt: skip
+
+
+def _of_trl(config: TrainConfig, folder: Path, lora: bool) -> list[dict[str, float]]:
+    """Train by TRL's DPOTrainer on this process; return what each step reports, under our names."""
+    import peft
+    import trl
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    losses = []
+
+    class Recording(trl.DPOTrainer):  # type: ignore[misc]
+        def compute_loss(self, *args: Any, **options: Any) -> Any:
+            out = super().compute_loss(*args, **options)
+            losses.append(out.item())
+            return out
+
+        def log(self, logs: dict[str, float], *args: Any) -> None:  # it rounds
+            found.append({name: sum(v) / len(v) for name, v in self._metrics["train"].items()})
+            super().log(logs, *args)
+
+    found: list[dict[str, float]] = []
+    beta1, beta2 = OPTIMIZER["betas"]  # type: ignore[misc]
+    options = trl.DPOConfig(
+        str(folder), max_steps=config.last_step, per_device_train_batch_size=config.sequences, beta=config.data.dpo,
+        learning_rate=OPTIMIZER["lr"], lr_scheduler_type="constant", weight_decay=OPTIMIZER["weight_decay"],
+        adam_beta1=beta1, adam_beta2=beta2, max_grad_norm=OPTIMIZER["clip"], max_length=None, use_cpu=True, bf16=False,
+        train_sampling_strategy="sequential", report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=1,
+        gradient_checkpointing=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    trainer = Recording(
+        model=AutoModelForCausalLM.from_pretrained(config.model.model, dtype=torch.float32), args=options,
+        train_dataset=Dataset.from_list([json.loads(line) for line in Path(config.data.name).read_text().splitlines()]),
+        processing_class=AutoTokenizer.from_pretrained(config.model.model),
+        peft_config=peft.LoraConfig(r=4, lora_alpha=8, target_modules=list(LORA["lora_targets"]), task_type="CAUSAL_LM")
+        if lora else None,
+    )  # fmt: skip
+    if lora:
+        _same_lora(trainer.model, config)
+    trainer.train()
+    steps = [{ours: step[theirs] for theirs, ours in REPORTED.items() if theirs in step} for step in found]
+    return [{**step, "loss": loss} for step, loss in zip(steps, losses, strict=False)]
+
+
+def _same_lora(model: Any, config: TrainConfig) -> None:
+    """Give TRL's model the random weights of LoRA with which a run starts."""
+    from transformers import AutoModelForCausalLM
+
+    from longspan.train.tuning import tuned
+
+    ours = tuned(AutoModelForCausalLM.from_pretrained(config.model.model), config.tuning, config.seed)
+    model.load_state_dict(ours.state_dict())
+
+
+def _reported(out: Path) -> list[dict[str, float]]:
+    return [{name: record[name] for name in REPORTED.values()} for record in log_of(out)]
+
+
+def _evaluations(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "evaluation.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("tuning", [{}, LORA], ids=["all weights", "lora"])
+def test_losses_and_rewards_are_those_of_trl(
+    config: TrainConfig, tuning: dict[str, Any], pool2: RankPool, tmp_path: Path
+) -> None:
+    """Of two ranks that share each sequence, and of TRL's DPOTrainer on one process."""
+    pytest.importorskip("trl")
+    config = replace(config, **tuning, ulysses=2, save_every=0)
+    expected = _of_trl(config, tmp_path / "trl", lora=bool(tuning))
+    train_on(pool2, config)
+    for found, theirs in zip(_reported(config.out), expected, strict=True):
+        assert found == pytest.approx(theirs, abs=2e-5)
+    assert _reported(config.out)[0]["reward_margin"] == 0 != _reported(config.out)[-1]["reward_margin"]
+
+
+MESHES: dict[str, dict[str, Any]] = {
+    "replicas": {"data_degree": 2},
+    "lora on a tensor axis": {"tensor": 2, "fsdp": False, **LORA},
+    "dora": {"ring": 2, **LORA, "dora": True},
+}
+
+
+@pytest.mark.parametrize("kind", MESHES)
+def test_a_run_resumes_on_another_mesh_with_the_same_rewards_and_evaluations(
+    config: TrainConfig, base: Path, kind: str, pool2: RankPool, tmp_path: Path
+) -> None:
+    """Several pairs share a sequence. Seven of them do not divide by the replicas."""
+    held_out = write_rows(base / "held-out.jsonl", rows(31)[24:])
+    tuning = {name: value for name, value in MESHES[kind].items() if name in LORA or name == "dora"}
+    config = replace(
+        config, **tuning, pack="best-fit", micro_batch=1, batch=2, eval_data=(str(held_out),), eval_every=2,
+        context=160,
+    )  # fmt: skip
+    train(config)
+    mesh = replace(config, out=tmp_path / "mesh", **MESHES[kind])
+    train_on(pool2, replace(mesh, steps=2))
+    train(replace(config, out=mesh.out))
+    assert [r["tokens"] for r in log_of(mesh.out)] == [r["tokens"] for r in log_of(config.out)]
+    for found, expected in zip(_reported(mesh.out), _reported(config.out), strict=True):
+        assert found == pytest.approx(expected, abs=2e-5)
+    evaluated, expected = _evaluations(mesh.out), _evaluations(config.out)
+    assert [r["step"] for r in evaluated] == [0, 2, 4] and {r["pairs"] for r in evaluated} == {7}
+    assert 0 < evaluated[-1]["accuracy"] <= 1 and evaluated[-1]["margin"] > evaluated[0]["margin"] == 0
+    for one, two in zip(evaluated, expected, strict=True):
+        keys = ("loss", "accuracy", "margin", "chosen", "rejected")
+        assert [one[key] for key in keys] == pytest.approx([two[key] for key in keys], abs=2e-5)
+        assert one["sources"]["held-out"]["loss"] == one["loss"] and one["positions"] == []
+
+
+def test_the_reference_is_as_exact_in_bf16(config: TrainConfig, pool2: RankPool) -> None:
+    """FSDP casts the weights of both, so the copy is stored in bf16."""
+    train_on(pool2, replace(config, ulysses=2, dtype="bf16", steps=1))
+    assert _reported(config.out)[0]["reward_margin"] == 0
