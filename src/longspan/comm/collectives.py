@@ -75,12 +75,20 @@ def exchange_rows(x: Tensor, send: list[int], receive: list[int], group: str) ->
     return out
 
 
-def exchange_counts(send: list[int], group: str, device: torch.device) -> list[int]:
-    """Return how many rows each rank will send to this one."""
-    counts = torch.tensor(send, dtype=torch.int64, device=device)
+def exchange_counts(counts: Tensor, group: str) -> tuple[Tensor, list[int], list[int]]:
+    """Exchange the numbers of rows that are about to be sent: one all-to-all, then one wait of the host.
+
+    Args:
+        counts: `[ranks, kinds]` int64, the rows of each kind to each rank.
+        group: the ranks.
+
+    Returns:
+        The rows of each kind from each rank; of all kinds, the rows to each rank and those from each rank.
+    """
     received = torch.empty_like(counts)
     dist.all_to_all_single(received, counts, group=find_group(group))
-    return received.tolist()
+    send, receive = torch.stack([counts.sum(1), received.sum(1)]).tolist()
+    return received, send, receive
 
 
 class _Replicate(torch.autograd.Function):

@@ -187,6 +187,7 @@ class SequenceSharding:
         self.mesh = mesh
         self.plans: OrderedDict[Any, Any] = OrderedDict()  # the last few of `longspan.attention`
         self.failed_kernels: dict[Any, frozenset[str]] = {}  # by kind of attention (`attn/methods/self_check.py`)
+        self._expert_meshes: dict[int, DeviceMesh] = {}  # by ranks of a group
         self.kv_replication = kv_replication
         self.ring_impl = ring_impl
         self.overlap_chunks = overlap_chunks
@@ -280,6 +281,17 @@ class SequenceSharding:
                 f"parallelize(..., check_batches=0, check_weights=0)"
             ) from error
         return made
+
+    def expert_mesh(self, size: int) -> DeviceMesh:
+        """Return data x sequence as a mesh of `replicas` x `experts`: groups of `size` neighbours. Collective."""
+        if size not in self._expert_meshes:
+            assert self.fsdp_mesh is not None
+            ranks = self.fsdp_mesh.mesh.view(-1, size)
+            mesh = DeviceMesh(self.device.type, ranks, mesh_dim_names=("replicas", "experts"))
+            for group in mesh.get_all_groups():
+                copy_job_timeout(group)
+            self._expert_meshes[size] = mesh
+        return self._expert_meshes[size]
 
     @property
     def job_size(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -12,6 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from longspan.compat.versions import missing, needed
@@ -239,6 +241,58 @@ def sum_gradients(module: Any) -> None:
     name = "set_force_sum_reduction_for_comms"
     needed("torch", module, name, "FSDPModule", "sums of gradients", "fsdp=False")(True)
     module.set_gradient_divide_factor(1.0)
+
+
+class PlacementOn:
+    """FSDP2's `shard_placement_fn` that shards the parameters which are added over another mesh, of one axis.
+
+    Versions: from torch 2.13. When gone: LongspanError.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.check()
+        self._result, mesh_info = self._found()
+        self._mesh_info, self._parameters = mesh_info(mesh, shard_mesh_dim=0), set[nn.Parameter]()
+
+    @staticmethod
+    def _found() -> list[Any]:
+        from torch.distributed.fsdp._fully_shard import _fsdp_common
+
+        return [getattr(_fsdp_common, name, None) for name in ("ShardPlacementResult", "FSDPMeshInfo")]
+
+    @classmethod
+    def check(cls) -> None:
+        """Raise if this version of torch cannot."""
+        if None in cls._found():
+            where, use = "torch.distributed.fsdp._fully_shard.ShardPlacementResult", "experts over data x sequence"
+            raise missing("torch", where, use, "leave out `experts`")
+
+    def add(self, parameter: nn.Parameter) -> None:
+        """Shard this parameter over the mesh."""
+        self._parameters.add(parameter)
+
+    def __call__(self, parameter: nn.Parameter) -> Any:
+        """Return FSDP2's description, None for other parameters."""
+        added = parameter in self._parameters
+        return self._result(placement=None, mesh_info=self._mesh_info) if added else None
+
+
+def replace_shards(model: nn.Module, weights: Mapping[tuple[nn.Module, str], DTensor]) -> None:
+    """Let FSDP2 take each `DTensor`, in the memory of a parameter's shard, for this parameter of a module at rest.
+
+    Public way: none for another mesh; `load_state_dict(assign=True)` replaces parameters by the same method. When gone:
+    an AttributeError.
+    """
+    for owner in model.modules():
+        groups: list[Any] = owner._get_fsdp_state()._fsdp_param_groups if isinstance(owner, FSDPModule) else []
+        for held in (held for group in groups for held in group.fsdp_params):
+            whole = weights.get((held._module_info.module, held._module_info.param_name))
+            if whole is not None:
+                parameter = nn.Parameter(whole, requires_grad=held.sharded_param.requires_grad)
+                own_parameters(held._module_info.module)[held._module_info.param_name] = parameter
+                held.sharded_param, held._sharding_spec = parameter, whole._spec
+                held.sharded_size = whole.to_local().shape  # of gradients
+                held.reset_sharded_param()
 
 
 def register_tree(

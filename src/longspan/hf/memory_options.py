@@ -17,6 +17,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, Memory
 from longspan.core.tile_sizes import layers_held, layers_per_checkpoint, mlp_rows, norm_rows
 from longspan.core.validation import checked_call
+from longspan.hf.experts import most_tiles
 from longspan.hf.forward.registry import LayerBinding
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.planning import AutoMemory
@@ -94,7 +95,8 @@ class MemoryManager(Stage):
         def rows(tokens: int, on_cpu: bool) -> int:
             return mlp_rows(tokens, self.hidden, width, self.memory.tiled_mlp, on_cpu)
 
-        return Tiled(mlp, self.modules.names[mlp], rows, draws=any(map(draws, mlp.modules())))
+        drawing, agree = any(map(draws, mlp.modules())), functools.partial(most_tiles, mlp)
+        return Tiled(mlp, self.modules.names[mlp], rows, draws=drawing, agree=agree)
 
     def _checkpointed(self, layer: nn.Module) -> CheckpointedLayer:
         bindings = _bindings(layer)

@@ -29,6 +29,7 @@ from longspan.core.validation import checked_call
 from longspan.hf.checks.batches import BatchCheck
 from longspan.hf.checks.version import check_version
 from longspan.hf.diffusion.parallelize import DiffusionOptions, shard_diffusion_model
+from longspan.hf.experts import Experts
 from longspan.hf.forward.binding import AttentionLayers
 from longspan.hf.forward.hooks import ForwardHooks
 from longspan.hf.forward.logits import head_of
@@ -71,6 +72,7 @@ def parallelize(
     dropout: float | None = None,
     tensor_style: TensorStyle = "tp",
     gather_output: bool = True,
+    experts: Experts = 1,
 ) -> Model:
     """Shard the sequence of a Hugging Face model over `sp`, and with `fsdp` its weights over data x sequence.
 
@@ -115,6 +117,9 @@ def parallelize(
             stream, with an all-gather before attention and MLP, and a reduce-scatter after each.
         gather_output: False: a diffusion transformer returns this rank's tokens only, `[batch, tokens, values of a
             patch]`, for which `longspan.shard_target` cuts a target. The loss is then the sum of the ranks' losses.
+        experts: ranks of data x sequence, neighbours, over which the experts of a mixture of experts are sharded: each
+            token is sent to the ranks of its experts and back, instead of their weights to every rank. Weights at rest
+            are sharded as without. 1: weights are gathered. "auto": the most ranks that leave none without experts.
 
     Returns:
         `model`. Its forward takes the full batch, or one sharded by `longspan.shard_batch` (with `shift=False` for a
@@ -136,7 +141,7 @@ def parallelize(
     """
     options = ParallelizeOptions(
         fsdp, mp_policy, kernel, weights, check_batches, check_weights, check_at_rest, logits, memory, dropout,
-        tensor_style, gather_output,
+        tensor_style, gather_output, experts,
     )  # fmt: skip
     if is_model_of_diffusers(model):
         shard_diffusion_model(model, sp, _diffusion_options(options))
@@ -211,7 +216,7 @@ def _shard_weights(
     """Shard weights by FSDP, or return the sum over the ranks that their gradients need without it."""
     model = checked.model
     if checked.shards_weights:
-        apply_fsdp(model, sp, options.mp_policy, cpu_offload=checked.memory.cpu_offload)
+        apply_fsdp(model, sp, options.mp_policy, cpu_offload=checked.memory.cpu_offload, experts=checked.experts)
         if head is not None:
             head.gather = functools.partial(gather_group_of, model, head.module)
         return None

@@ -22,6 +22,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_groups, split_heads
 from longspan.core.memory import FASTEST, Memory, MemoryLevel, memory_of
 from longspan.core.validation import check_choice, check_flag, format_value
+from longspan.hf.experts import ExpertPlan, Experts, plan_experts
 from longspan.hf.memory_options import MemoryModules
 from longspan.hf.planning import AutoMemory
 from longspan.hf.state import is_parallelized
@@ -58,6 +59,7 @@ class ParallelizeOptions:
     dropout: float | None = None
     tensor_style: TensorStyle = "tp"
     gather_output: bool = True
+    experts: Experts = 1
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Checked:
     auto: AutoMemory | None
     tensor_plan: TensorPlan | None  # None if the tensor axis has size 1
     shards_weights: bool  # by FSDP
+    experts: ExpertPlan | None  # None if experts are sharded as other weights
     sums_gradients: bool  # after each backward, as all ranks hold all weights
 
 
@@ -103,6 +106,7 @@ def check_alone(model: nn.Module, sp: SequenceSharding, options: ParallelizeOpti
                 f"head_loss={memory.head_loss!r} does not support a vocabulary sharded over `tensor={sp.tensor_size}`; "
                 "use 'tiled'"
             )
+    experts = plan_experts(inner, sp, options.experts, fsdp=options.fsdp)
     heads_of_ranks(inner, sp)
     auto = None
     if options.memory == "auto":
@@ -115,7 +119,7 @@ def check_alone(model: nn.Module, sp: SequenceSharding, options: ParallelizeOpti
     check_cpu_offload(sp.device, memory.cpu_offload)
     store = store_for(memory, sp.device)
     sums_gradients = not options.fsdp and sp.world_size > 1
-    return Checked(inner, memory, modules, store, auto, plan, shards_weights, sums_gradients)
+    return Checked(inner, memory, modules, store, auto, plan, shards_weights, experts, sums_gradients)
 
 
 def _refuse_tensor_axis(model: PreTrainedModel, sp: SequenceSharding) -> None:

@@ -40,6 +40,7 @@ class Tiled:
         rows: returns the tokens of a tile from the number of tokens and whether they are on a CPU.
         draws: whether the module draws random numbers.
         cheap: whether its output is recomputed rather than saved, as a norm's.
+        agree: returns the number of tiles of all ranks from this rank's, if each tile is collective.
 
     Attributes:
         on: whether calls go tile by tile; else the module runs unchanged.
@@ -54,8 +55,10 @@ class Tiled:
         *,
         draws: bool = False,
         cheap: bool = False,
+        agree: Callable[[int], int] | None = None,
     ) -> None:
-        self.module, self.name, self.rows, self.draws, self.cheap = module, name, rows, draws, cheap
+        self.module, self.name, self.draws, self.cheap = module, name, draws, cheap
+        self._rows, self._agree = rows, agree
         self.bare = BareModule(module)
         self.compute, self.trained = self.bare.forward, self.bare.trained
         self.checked, self.on, self.saves_router_logits = False, True, False
@@ -65,6 +68,12 @@ class Tiled:
         # A compiler breaks its graph at these.
         self._with_grad, self._without_grad = not_compiled(self._forward_with_grad), not_compiled(self._forward_no_grad)
         module.forward = self._forward  # on the instance, so that hooks around `__call__` still run
+
+    def count_tiles(self, hidden: Tensor) -> int:
+        """Return the number of tiles of an input; with `agree`, collective, and the last ones may be empty."""
+        tokens = _count(hidden)
+        tiles = -(-max(1, tokens) // max(1, self._rows(tokens, hidden.is_cpu)))
+        return tiles if self._agree is None else self._agree(tiles)
 
     def compute_with(self, hidden: Tensor, parameters: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Return the module's outputs for a tile, with these parameters, then its routers' logits if they are saved."""
@@ -85,10 +94,11 @@ class Tiled:
         return self._with_grad(args[0]) if torch.is_grad_enabled() else self._without_grad(args[0])
 
     def _forward_no_grad(self, hidden: Tensor) -> Any:
-        if _count(hidden) <= self.rows(_count(hidden), hidden.is_cpu):
+        tiles = self.count_tiles(hidden)
+        if tiles == 1:
             return self.compute(hidden)
         self._check_independence(hidden)
-        return self._result(_run_tiles(self, hidden), hidden)
+        return self._result(_run_tiles(self, hidden, tiles), hidden)
 
     def _forward_with_grad(self, hidden: Tensor) -> Any:
         self._check_independence(hidden)
@@ -190,7 +200,7 @@ class _NormThenModule:
 
     def __init__(self, norm: Tiled, module: Tiled) -> None:
         self.norm, self.module = norm, module
-        self.rows, self.draws = module.rows, module.draws
+        self.draws = module.draws
 
     def trained(self) -> dict[str, Tensor]:
         """See `Tiled.trained`; the norm's first."""
@@ -261,7 +271,8 @@ class InputSource:
         assert self.norm is not None
         if self.saved.normed is None:
             with torch.no_grad():
-                (self.saved.normed,) = _run_tiles(self.norm, self.saved.get())
+                saved = self.saved.get()
+                (self.saved.normed,) = _run_tiles(self.norm, saved, self.norm.count_tiles(saved))
         return self.saved.normed
 
 
@@ -306,7 +317,8 @@ class _TiledCall(torch.autograd.Function):
         ctx.state = ForwardState(hidden.device, draws=tiled.draws)
         module = _module_of(tiled)
         ctx.saves_router_logits = module.saves_router_logits
-        outs = _run_tiles(module, hidden if normed is None else normed)
+        ctx.tiles = module.count_tiles(hidden)
+        outs = _run_tiles(module, hidden if normed is None else normed, ctx.tiles)
         ctx.mark_non_differentiable(*(x for x in outs if not x.is_floating_point()))
         return tuple(outs)
 
@@ -320,7 +332,7 @@ class _TiledCall(torch.autograd.Function):
             # As in this forward; another one may have run since.
             _module_of(ctx.tiled).saves_router_logits = ctx.saves_router_logits
             with ctx.state.restored(), torch.enable_grad():
-                found = _tiled_gradients(ctx.tiled, source, hidden, grads, ctx.needs_grad)
+                found = _tiled_gradients(ctx.tiled, source, hidden, ctx.tiles, grads, ctx.needs_grad)
         if ctx.last_reader:  # the readers of this module's output ran before it
             assert source is not None
             source.saved.drop()
@@ -336,20 +348,21 @@ def _tiled_gradients(
     tiled: Tiled | _NormThenModule,
     source: InputSource | None,
     hidden: Tensor,
+    tiles: int,
     grads: Sequence[Tensor | None],
     needs_grad: list[bool],
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """Return the gradients of the input and of each trained parameter from those of the outputs."""
-    trained, tokens = tiled.trained(), _count(hidden)
+    trained = tiled.trained()
     gradients = TileGradients(
         hidden.flatten(0, 1),
         trained,
         needs_grad,
         dtype=None if source is None else source.dtype,
-        wide=tiled.rows(tokens, hidden.is_cpu) < tokens,
+        wide=tiles > 1,
     )
     grads = tuple(None if g is None else g.contiguous() for g in grads)  # one copy here, not one per tile
-    for span, tile in _tiles(tiled, hidden):
+    for span, tile in _tiles(hidden, tiles):
         with torch.no_grad():
             x = tile if source is None else source.input_of(tile)
         x = gradients.leaf(x)
@@ -368,10 +381,10 @@ def _tiled_gradients(
     )
 
 
-def _run_tiles(tiled: Tiled, hidden: Tensor) -> list[Tensor]:
+def _run_tiles(tiled: Tiled, hidden: Tensor, tiles: int) -> list[Tensor]:
     """Return all outputs of a module for all tokens."""
     outs: list[Tensor] = []
-    for span, tile in _tiles(tiled, hidden):
+    for span, tile in _tiles(hidden, tiles):
         of_tile = tiled.compute_with(tile, {})
         outs = outs or [_empty_output(x, tile, hidden) for x in of_tile]
         for out, x in zip(outs, of_tile, strict=True):
@@ -383,12 +396,12 @@ def _count(hidden: Tensor) -> int:
     return hidden.shape[:2].numel()
 
 
-def _tiles(tiled: Tiled | _NormThenModule, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def _tiles(hidden: Tensor, tiles: int) -> Iterator[tuple[slice, Tensor]]:
     """Yield the tiles `[1, rows, ...]` of all tokens of the batch, and their span among the tokens."""
     flat = hidden.reshape(1, _count(hidden), *hidden.shape[2:])
-    rows = max(1, tiled.rows(_count(hidden), hidden.is_cpu))
-    for start in range(0, max(1, _count(hidden)), rows):
-        span = slice(start, start + rows)
+    rows = -(-_count(hidden) // tiles)
+    for tile in range(tiles):
+        span = slice(tile * rows, (tile + 1) * rows)
         yield span, flat[:, span]
 
 

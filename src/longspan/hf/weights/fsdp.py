@@ -23,12 +23,18 @@ from longspan.comm.mesh import SequenceSharding, mesh_of_one
 from longspan.comm.sharded_weights import as_local
 from longspan.compat.torch_api import sum_gradients
 from longspan.core.errors import LongspanError
+from longspan.hf.experts import ExpertPlan, ExpertSharding
 from longspan.hf.support import decoder_layers, final_norm
 from longspan.hf.vision import tower_blocks
 
 
 def apply_fsdp(
-    model: PreTrainedModel, sp: SequenceSharding, mp_policy: MixedPrecisionPolicy | None, *, cpu_offload: bool = False
+    model: PreTrainedModel,
+    sp: SequenceSharding,
+    mp_policy: MixedPrecisionPolicy | None,
+    *,
+    cpu_offload: bool = False,
+    experts: ExpertPlan | None = None,
 ) -> None:
     """Call `fully_shard` on the groups of a model. Gradients are summed, not averaged, as the loss is already a mean.
 
@@ -38,12 +44,16 @@ def apply_fsdp(
         mp_policy: FSDP's mixed precision.
         cpu_offload: hold shards, gradients and optimizer state in pinned host memory; copy a group's weights to the
             device to gather them, and its gradient back once it is summed.
+        experts: how experts are sharded over data x sequence; None: as other weights.
     """
     options: dict[str, Any] = {
         "mesh": sp.fsdp_mesh or mesh_of_one(sp.device),
         "mp_policy": mp_policy or MixedPrecisionPolicy(),
         "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     }
+    sharding = None if experts is None else ExpertSharding(model, sp, experts)
+    if sharding is not None:
+        options["shard_placement_fn"] = sharding.placement
     embedding, tail = outer_groups(model)
     layers: list[nn.Module] = [layer for layer in decoder_layers(model) if not _shares(layer, model)]
     tower = tower_blocks(model)
@@ -59,6 +69,8 @@ def apply_fsdp(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             sum_gradients(module)
+    if sharding is not None:
+        sharding.finish(model)
     _prefetch(tower, tower)  # by itself: a batch may have no pictures
     _prefetch([*([] if embedding is None else [embedding]), *layers, *tail[:1]], backward=[*layers, *tail[:1]])
 

@@ -1,0 +1,354 @@
+"""Shard the experts of a model over ranks: a token's row is sent to its expert's rank, computed there, and sent back.
+
+Experts belong to the tensor axis (`longspan.hf.tensor_parallel`), or to a group of neighbouring ranks of data x
+sequence (`longspan.parallelize(..., experts=8)`). In the second case weights at rest are sharded exactly as FSDP2
+shards them without `experts`, so optimizers, clipping and checkpoints see no difference. What differs is the gather:
+instead of all experts, a rank gathers those that it computes, from the ranks at its place in the other groups.
+
+    rank                     0       1       2       3         8 experts, 4 ranks, experts=2
+    at rest (FSDP2)         0 1     2 3     4 5     6 7
+    computes               0 1 4 5 2 3 6 7 0 1 4 5 2 3 6 7     ranks 0 and 2 gather from each other, 1 and 3, too
+    sends tokens           ranks 0 and 1        ranks 2 and 3
+
+With one group of all ranks nothing is gathered. transformers' own `DistributedConfig(ep_size=...)` is not used: it
+loads the model onto a mesh of its own, needs experts that divide evenly, and knows neither LoRA nor memory options.
+
+Shape suffixes: N tokens, K experts per token, D hidden, R rows (one per token and expert).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
+
+from longspan.comm.collectives import exchange_counts, exchange_rows
+from longspan.comm.mesh import SequenceSharding
+from longspan.comm.tensor import TensorGroup
+from longspan.compat.torch_api import PlacementOn, not_compiled, own_parameters, replace_shards
+from longspan.core.errors import LongspanError
+from longspan.core.validation import LARGEST_JOB, check_number
+from longspan.hf.support import decoder_of
+
+Experts = int | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """Which rank of a group computes which experts.
+
+    Attributes:
+        experts: in all.
+        ranks: over which the weights are sharded: `chunk` neighbouring experts on each, fewer on the last ones.
+        size: ranks of a group. A rank computes the chunks of the ranks that are a multiple of `size` away.
+    """
+
+    experts: int
+    ranks: int
+    size: int
+
+    @property
+    def chunk(self) -> int:
+        return -(-self.experts // self.ranks)
+
+    @property
+    def held(self) -> int:
+        """Experts that a rank computes, with padding on the last ranks."""
+        return self.chunk * (self.ranks // self.size)
+
+    def of(self, rank: int) -> list[int]:
+        """Return the experts of a rank in its order; padding is `experts` or more."""
+        starts = range(rank * self.chunk, self.ranks * self.chunk, self.size * self.chunk)
+        return [start + i for start in starts for i in range(self.chunk)]
+
+    def fewest(self) -> int:
+        """Return the experts of the rank that has fewest, without padding."""
+        return min(sum(expert < self.experts for expert in self.of(rank)) for rank in range(self.size))
+
+    def slots(self, experts: Tensor) -> Tensor:
+        """Return `rank * held + place on that rank` of each expert."""
+        chunk = experts // self.chunk
+        place = chunk // self.size * self.chunk + experts % self.chunk
+        return chunk % self.size * self.held + place
+
+
+class ExpertParallel:
+    """Replace the `forward` of a layer's experts: `(hidden [N, D], index [N, K], weights [N, K])`.
+
+    Outputs are weighted on the token's rank, so the gradients of the routing weights are complete there. Llama-4's
+    experts are called with `routed [E * N, D]` instead: a row per expert and token, zero if the token does not go to
+    the expert.
+
+    Args:
+        module: the experts; dim 0 of its weights is experts, while it runs this rank's. `num_experts` becomes `held`.
+        group: the ranks that send each other rows.
+        layout: of the experts over them.
+        held: experts of this rank.
+    """
+
+    def __init__(self, module: Any, group: TensorGroup, layout: ExpertLayout, held: int) -> None:
+        self.module, self.group, self.layout = module, group, layout
+        self.compute: Any = module.forward
+        self.weights = [name for name, _ in module.named_parameters(recurse=False)]
+        module.num_experts = held
+        forward = self._forward_routed if takes_routed(module) else self._forward
+        module.forward = not_compiled(forward)  # on the instance: hooks stay
+
+    def _forward(self, hidden_ND: Tensor, index_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        slots = self.layout.slots(index_NK.reshape(-1))
+        order = slots.argsort(stable=True)
+        out_RD = self._through(hidden_ND[order // index_NK.shape[1]], slots[order], self._experts)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        out_NKD = out_RD[back].view(*index_NK.shape, -1)
+        return (out_NKD * weights_NK[..., None]).sum(1).to(hidden_ND.dtype)
+
+    def _forward_routed(self, routed_RD: Tensor) -> Tensor:
+        tokens = max(1, len(routed_RD) // self.layout.experts)
+        rows = routed_RD.detach().ne(0).any(-1).nonzero()[:, 0]  # experts have no bias, so rows of zeros stay zeros
+        slots = self.layout.slots(rows // tokens)
+        order = slots.argsort(stable=True)
+        out_RD = self._through(routed_RD[rows[order]], slots[order], self._bucketed)
+        return torch.zeros_like(routed_RD).index_add(0, rows[order], out_RD)
+
+    def _through(self, rows_RD: Tensor, slots: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Send rows, sorted by slot, to the experts' ranks, compute, and receive the outputs in the same order.
+
+        The host waits for the numbers of rows, as it must tell gloo and NCCL how many to receive.
+        """
+        held, group = self.layout.held, self.group.name
+        counts = torch.zeros(self.group.size * held, dtype=torch.int64, device=slots.device)
+        counts = counts.scatter_add_(0, slots, torch.ones_like(slots)).view(self.group.size, held)
+        received, send, receive = exchange_counts(counts, group)
+        place = torch.arange(held, device=slots.device).repeat(self.group.size)
+        numbers = place.repeat_interleave(received.view(-1), output_size=sum(receive))
+        out_RD = compute(exchange_rows(rows_RD, send, receive, group), numbers[:, None])
+        return exchange_rows(out_RD, receive, send, group)
+
+    def _bucketed(self, rows_RD: Tensor, numbers: Tensor) -> Tensor:
+        """Compute with experts that take equal numbers of rows: pad with zeros."""
+        expert = numbers[:, 0]
+        order = expert.argsort(stable=True)
+        counts = torch.bincount(expert, minlength=self.module.num_experts)
+        most = max(1, int(counts.max()))
+        place = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[expert[order]]
+        at = torch.empty_like(order).scatter(0, order, expert[order] * most + place)
+        padded = rows_RD.new_zeros(self.module.num_experts * most, rows_RD.shape[1]).index_add(0, at, rows_RD)
+        return self.compute(padded)[at]  # type: ignore[no-any-return]
+
+    def _experts(self, rows_RD: Tensor, numbers: Tensor) -> Tensor:
+        if len(rows_RD):
+            out: Tensor = self.compute(rows_RD, numbers, torch.ones_like(numbers, dtype=rows_RD.dtype))
+            return out
+        # No token was received: give the weights a gradient of zeros, as on the other ranks.
+        weights: list[Tensor] = [getattr(self.module, name) for name in self.weights]
+        return rows_RD + sum(w.flatten()[:0].sum() for w in weights)
+
+
+def takes_routed(module: nn.Module) -> bool:
+    """Return whether experts are called with a row per expert and token, as Llama-4's."""
+    return len(inspect.signature(module.forward).parameters) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Experts over data x sequence.
+
+
+@dataclass(frozen=True)
+class ExpertPlan:
+    """How `ExpertSharding` changes a model.
+
+    Attributes:
+        size: ranks of a group.
+        paths: the modules with stacked experts.
+        adapters: the path of PEFT's outermost module around each, if there is one.
+    """
+
+    size: int
+    paths: tuple[str, ...]
+    adapters: dict[str, str] = field(default_factory=dict)
+
+
+def plan_experts(model: PreTrainedModel, sp: SequenceSharding, experts: Experts, *, fsdp: bool) -> ExpertPlan | None:
+    """Check `experts` of `parallelize` and return the plan, None for groups of one rank; nothing is changed."""
+    name, ranks = type(model).__name__, sp.world_size
+    if experts != "auto":
+        check_number("experts", experts, 1, LARGEST_JOB, whole=True)
+    if experts == 1:
+        return None
+    paths, adapters, problem = _stacked_experts(model)
+    if experts == "auto":
+        if sp.tensor_size > 1 or not fsdp or problem is not None:
+            return None
+        size = max(size for size in _divisors(ranks) if _fits(model, paths, adapters, ranks, size))
+        return ExpertPlan(size, paths, adapters) if size > 1 else None
+    if sp.tensor_size > 1:
+        raise LongspanError(
+            f"`experts={experts}` and `tensor={sp.tensor_size}`: experts are sharded over the tensor axis, if there is "
+            f"one; leave out `experts`, or use `ulysses={sp.ulysses_size * sp.tensor_size}`"
+        )
+    if not fsdp:
+        raise LongspanError(f"`experts={experts}` shards weights, and `fsdp=False` replicates them; leave one out")
+    if problem is not None:
+        raise LongspanError(f"`experts={experts}` cannot shard {name}: {problem}; leave it out")
+    if ranks % experts:
+        fits = ", ".join(map(str, _divisors(ranks)))
+        raise LongspanError(f"`experts={experts}` does not divide the {ranks} ranks of data x sequence; use {fits}")
+    PlacementOn.check()
+    if not _fits(model, paths, adapters, ranks, experts):
+        _refuse_size(model, paths, adapters, ranks, experts)
+    return ExpertPlan(experts, paths, adapters)
+
+
+def _divisors(ranks: int) -> list[int]:
+    return [size for size in range(1, ranks + 1) if ranks % size == 0]
+
+
+def _fits(model: nn.Module, paths: tuple[str, ...], adapters: dict[str, str], ranks: int, size: int) -> bool:
+    """Return whether each rank has experts; two, with LoRA on them, as PEFT requires."""
+    for path in paths:
+        layout = ExpertLayout(model.get_submodule(path).num_experts, ranks, size)  # type: ignore[arg-type]
+        if size > 1 and (layout.fewest() < 1 or (path in adapters and layout.held < 2)):
+            return False
+    return True
+
+
+def _refuse_size(model: nn.Module, paths: tuple[str, ...], adapters: dict[str, str], ranks: int, size: int) -> NoReturn:
+    fits = max(each for each in _divisors(ranks) if each < size and _fits(model, paths, adapters, ranks, each))
+    path = next(path for path in paths if not _fits(model, (path,), adapters, ranks, size))
+    count = model.get_submodule(path).num_experts
+    why = f"would leave a rank without any of the {count} experts in {path}"
+    if path in adapters and ExpertLayout(count, ranks, size).fewest() > 0:  # type: ignore[arg-type]
+        why = f"gives each rank one of the {count} experts in {path}, and PEFT's LoRA needs 2 or more"
+    raise LongspanError(f"`experts={size}` {why}; use `experts={fits}`")
+
+
+def _stacked_experts(model: PreTrainedModel) -> tuple[tuple[str, ...], dict[str, str], str | None]:
+    """Return modules whose weights stack all experts, the adapters around them, and why there are none or too few."""
+    paths, adapters = list[str](), dict[str, str]()
+    modules = dict(model.named_modules())
+    decoder = set(decoder_of(model).modules())  # ranks may run a vision tower differently often
+    for path, module in modules.items():
+        if module not in decoder:
+            continue
+        weights = dict(module.named_parameters(recurse=False))
+        count = getattr(module, "num_experts", None)
+        if not isinstance(count, int) or not any(p.dim() == 3 and len(p) == count for p in weights.values()):
+            continue
+        needed = [p for p in inspect.signature(module.forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        inside = [name for name, _ in module.named_parameters() if name not in weights]
+        if inside or len(needed) not in (1, 3) or any(len(p) != count for p in weights.values()):
+            return (), {}, f"layer {path} ({type(module).__name__}) computes its experts in a way of its own"
+        outer = path
+        while outer.endswith(".base_layer"):
+            outer = outer.removesuffix(".base_layer")
+            for name, _ in modules[outer].named_parameters():
+                kind, *_, own = name.split(".")
+                if kind not in ("base_layer", "lora_A", "lora_B") or (kind != "base_layer" and own != "weight"):
+                    why = f"layer {outer} has the adapter weight {name}, and only LoRA's A and B can be sharded with it"
+                    return (), {}, why
+            adapters[path] = outer
+        paths.append(path)
+    return tuple(paths), adapters, None if paths else "it has no layer whose weights stack experts"
+
+
+class ExpertSharding:
+    """Shard a model's experts over groups of data x sequence, before FSDP and while it is applied. Collective.
+
+    Args:
+        model: changed in place: each rank's experts are all that its modules hold.
+        sp: the sharding.
+        plan: for it.
+    """
+
+    def __init__(self, model: nn.Module, sp: SequenceSharding, plan: ExpertPlan) -> None:
+        self.sp, self.plan = sp, plan
+        mesh = sp.expert_mesh(plan.size)
+        self.group = TensorGroup.of(mesh.get_group("experts"))
+        self.placement = PlacementOn(mesh["replicas"])
+        self.whole: dict[str, torch.Size] = {}
+        self.layouts = dict[str, ExpertLayout]()
+        for path in plan.paths:
+            module: Any = model.get_submodule(path)
+            layout = ExpertLayout(module.num_experts, sp.world_size, plan.size)
+            adapter = plan.adapters.get(path)
+            if adapter is not None:
+                AdapterExperts(model.get_submodule(adapter), layout, self.group.rank)
+            module.longspan_experts = ExpertParallel(module, self.group, layout, layout.held)
+            mine = torch.tensor(layout.of(self.group.rank)).clamp_(max=layout.experts - 1)  # padding: any, unused
+            for name, p in list(module.named_parameters(recurse=False)):
+                self.layouts[f"{path}.{name}"], self.whole[f"{path}.{name}"] = layout, p.shape
+                held = nn.Parameter(p.detach()[mine.to(p.device)], requires_grad=p.requires_grad)
+                held.__dict__.update(p.__dict__)
+                own_parameters(module)[name] = held
+                self.placement.add(held)
+
+    def finish(self, model: nn.Module) -> None:
+        """After FSDP: let each weight at rest be this rank's part of the whole one, as FSDP would shard it."""
+        rank = self.sp.data_rank * self.sp.size + self.sp.rank
+        assert self.sp.fsdp_mesh is not None
+        weights = dict[tuple[nn.Module, str], DTensor]()
+        for name, shape in self.whole.items():
+            path, _, own = name.rpartition(".")
+            module, chunk = model.get_submodule(path), self.layouts[name].chunk
+            shard: Any = module.get_parameter(own)
+            local = shard.to_local()[: max(0, min(chunk, shape[0] - rank * chunk))]
+            stride = torch.empty(shape, device="meta").stride()
+            weights[module, own] = DTensor.from_local(
+                local, self.sp.fsdp_mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+            )
+        replace_shards(model, weights)
+
+
+def most_tiles(mlp: nn.Module, tiles: int) -> int:
+    """Return the number of tiles in which an MLP runs: if its experts are on several ranks, of the rank with most.
+
+    Each tile is an exchange. Ranks of other replicas may have other numbers of tokens. Then collective.
+    """
+    for module in mlp.modules():
+        experts = module.__dict__.get("longspan_experts")
+        if isinstance(experts, ExpertParallel):
+            return int(experts.group.largest(torch.tensor(tiles, device=next(mlp.parameters()).device)))
+    return tiles
+
+
+class AdapterExperts:
+    """Show PEFT's LoRA around experts only those of this rank, while it runs.
+
+    A's rows are ordered by expert, B's columns by LoRA rank. Both are small: FSDP gathers them whole, and sums their
+    gradients over the ranks, of which each has those of its experts.
+    """
+
+    def __init__(self, outermost: nn.Module, layout: ExpertLayout, rank: int) -> None:
+        self.experts = layout.experts
+        self.mine = torch.tensor(layout.of(rank)).clamp_(max=layout.experts - 1)
+        self.linears: list[tuple[nn.Module, bool]] = []  # and whether it is an A
+        self.hidden: list[list[Any]] = []
+        adapter: Any = outermost
+        while hasattr(adapter, "base_layer"):
+            adapter.num_experts = layout.held
+            self.linears += [(linear, True) for linear in adapter.lora_A.values()]
+            self.linears += [(linear, False) for linear in adapter.lora_B.values()]
+            adapter = adapter.base_layer
+        outermost.register_forward_pre_hook(not_compiled(self._show))
+        outermost.register_forward_hook(not_compiled(self._hide), always_call=True)
+
+    def _show(self, *_: Any) -> None:
+        self.hidden.append([own_parameters(linear)["weight"] for linear, _ in self.linears])
+        for (linear, is_a), weight in zip(self.linears, self.hidden[-1], strict=True):
+            mine = self.mine.to(weight.device)
+            if is_a:
+                part = weight.unflatten(0, (self.experts, -1)).index_select(0, mine).flatten(0, 1)
+            else:
+                part = weight.unflatten(1, (-1, self.experts)).index_select(2, mine).flatten(1, 2)
+            own_parameters(linear)["weight"] = part
+
+    def _hide(self, *_: Any) -> None:
+        if self.hidden:
+            for (linear, _is_a), weight in zip(self.linears, self.hidden.pop(), strict=True):
+                own_parameters(linear)["weight"] = weight

@@ -1,0 +1,244 @@
+"""Experts sharded over data x sequence: what one process computes, weights at rest as FSDP's, and refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import longspan
+from longspan import LongspanError
+from longspan.core.memory import Memory
+from longspan.hf.experts import ExpertLayout
+from longspan.hf.preconditions import ParallelizeOptions, check_alone
+from tests.choose import confirming
+from tests.fakes import fake_world
+from tests.models import Truth, batch, build, compare, gradients, rows_of, truth_of
+from tests.pool import on_ranks
+
+pytestmark = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="FSDP2 shards parameters of one module over several meshes from torch 2.13"
+)
+
+Case = tuple[dict[str, int], dict[str, Any]]
+
+TILES = Memory(tiled_mlp=3, checkpointing="full")
+GLM: dict[str, Any] = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+    "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "head_dim": 8,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[dict[str, Any], list[Case]]] = {
+    "Mixtral": (
+        {"output_router_logits": True},
+        [({"ulysses": 4}, {"experts": 4}), ({"data": 2, "ring": 2}, {"experts": 2, "memory": TILES})],
+    ),
+    # Of 7 experts the last rank at rest has one, and one place of padding.
+    "Qwen3Moe": (
+        {"num_experts": 7, "output_router_logits": True},
+        [({"ring": 2, "ulysses": 2}, {"experts": 2, "memory": "longest"}), ({"data": 2, "ulysses": 2}, {"experts": 4})],
+    ),
+    "GptOss": ({"num_experts_per_tok": 1}, [({"ring": 4}, {"experts": 4}), ({"ulysses": 4}, {"experts": 2})]),
+    "Llama4Text": ({"num_experts_per_tok": 1}, [({"data": 2, "ring": 2}, {"experts": "auto"})]),
+    "DeepseekV3": ({"n_routed_experts": 8}, [({"ring": 2, "ulysses": 2}, {"experts": 2})]),
+    "Glm4Moe": (GLM, [({"data": 2, "ulysses": 2}, {"experts": 4, "memory": TILES})]),
+}
+
+
+def a_model(family: str, **changes: Any) -> Any:
+    model = build(family, **{"vocab_size": 64, **changes})
+    if family == "GptOss":  # every token to one expert, on one rank, and none to the others
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.mlp.router.bias[2] = 50.0
+    return model
+
+
+def sharding(mesh: dict[str, int]) -> longspan.SequenceSharding:
+    return longspan.SequenceSharding(longspan.init_mesh(**mesh))
+
+
+def _compare(family: str, changes: dict[str, Any], cases: list[Case], truth: Truth) -> None:
+    for mesh, options in cases:
+        sp = sharding(mesh)
+        model = longspan.parallelize(a_model(family, **changes), sp, **options)
+        try:
+            compare(truth, model, batch(), sp)
+        except AssertionError as error:
+            raise AssertionError(f"{family} {mesh} {options}: {error}") from error
+
+
+CONFIRMING = ("DeepseekV3", "Glm4Moe")  # modules like Qwen3-MoE's
+
+
+@pytest.mark.parametrize("family", [*(f for f in FAMILIES if f not in CONFIRMING), *confirming(CONFIRMING)])
+def test_loss_logits_and_gradients_equal_those_of_one_process(pool4: Any, family: str) -> None:
+    changes, cases = FAMILIES[family]
+    pool4.run(_compare, family, changes, cases, truth_of(a_model(family, **changes), batch()), timeout=180)
+
+
+def test_on_two_and_eight_ranks(pool2: Any, pool8: Any) -> None:
+    changes = {"num_experts": 16, "num_hidden_layers": 1}
+    truth = truth_of(a_model("Qwen3Moe", **changes), batch())
+    pool2.run(_compare, "Qwen3Moe", changes, [({"ulysses": 2}, {"experts": 2})], truth, timeout=180)
+    case: Case = {"data": 2, "ring": 2, "ulysses": 2}, {"experts": 4}
+    pool8.run(_compare, "Qwen3Moe", changes, [case], truth, timeout=180)
+
+
+def _lora(model: Any) -> Any:
+    import peft
+
+    torch.manual_seed(3)
+    weights = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(r=3, target_modules=["q_proj"], target_parameters=weights, init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+def _compare_lora(truth: Truth) -> None:
+    for mesh, options in (({"ulysses": 4}, {"experts": 4}), ({"data": 2, "ring": 2}, {"experts": 2, "memory": TILES})):
+        model = longspan.parallelize(_lora(a_model("Qwen3Moe", num_experts=8)), sp := sharding(mesh), **options)
+        compare(truth, model, batch(), sp)
+
+
+def test_lora_on_experts(pool4: Any) -> None:
+    pool4.run(_compare_lora, truth_of(_lora(a_model("Qwen3Moe", num_experts=8)), batch()), timeout=180)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Beside FSDP alone.
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def _step(model: Any, sp: longspan.SequenceSharding) -> tuple[float, dict[str, Any]]:
+    """Accumulate two backwards, clip by torch's own function, and step; return the norm and the weights' shards."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    whole = rows_of(batch(), sp.data_rank, sp.data_size)
+    with longspan.no_sync(model):
+        model(**whole).loss.backward()
+    model(**whole).loss.backward()
+    norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    return float(norm.full_tensor()), dict(model.named_parameters())
+
+
+@on_ranks(4)
+def test_weights_at_rest_clipping_and_accumulation_are_those_of_fsdp_alone() -> None:
+    sp = sharding({"data": 2, "ulysses": 2})
+    for policy, tolerance in ((None, 1e-5), (MIXED, 2e-2)):
+        made = [a_model("Qwen3Moe", num_experts=7) for _ in range(3)]
+        models = [
+            longspan.parallelize(model, sp, experts=experts, mp_policy=policy)
+            for model, experts in zip(made, (1, 2, 4), strict=True)
+        ]
+        found = [_step(model, sp) for model in models]
+        for norm, weights in found[1:]:
+            assert abs(norm - found[0][0]) <= tolerance * norm
+            for name, p in weights.items():
+                q: Any = found[0][1][name]
+                assert (p.placements, p.device_mesh, p.shape) == (q.placements, q.device_mesh, q.shape), name
+                assert p.to_local().shape == q.to_local().shape and p.grad.dtype == torch.float32
+                if policy is None:
+                    torch.testing.assert_close(p.to_local(), q.to_local(), rtol=1e-3, atol=1e-4)
+
+
+def _loaded(folder: Path) -> None:
+    sp = sharding({"ring": 2, "ulysses": 2})
+    for experts in (2, 4):
+        loaded = longspan.from_pretrained(folder, sp, dtype=torch.float32, experts=experts)
+        plain = longspan.parallelize(a_model("Qwen3Moe", num_experts=7), sp)
+        for model in (loaded, plain):
+            model(**batch()).loss.backward()
+        found, expected = gradients(loaded), gradients(plain)
+        for name, grad in expected.items():
+            torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6)
+        ids = batch(rows=1)["input_ids"]
+        generated = [model.eval().generate(ids, max_new_tokens=4, do_sample=False) for model in (loaded, plain)]
+        assert torch.equal(*generated)
+
+
+def test_loaded_shard_by_shard_and_generation(pool4: Any, tmp_path: Path) -> None:
+    a_model("Qwen3Moe", num_experts=7).save_pretrained(tmp_path)
+    pool4.run(_loaded, tmp_path, timeout=180)
+
+
+@on_ranks(2)
+def test_replicas_with_other_lengths_run_equally_many_tiles() -> None:
+    sp = sharding({"data": 2})
+    memory = Memory(tiled_mlp=0, tiled_norms=True)  # tiles by size
+    whole = batch(rows=1, n=9 if sp.data_rank else 700)
+    found = []
+    for options in ({"experts": 2, "memory": memory}, {}):
+        model = longspan.parallelize(a_model("Qwen3Moe", max_position_embeddings=1024), sp, **options)
+        model(**whole).loss.backward()
+        found.append(gradients(model))
+        model.eval()
+        with torch.no_grad():
+            model(**whole)
+    for name, grad in found[1].items():
+        torch.testing.assert_close(found[0][name], grad, rtol=1e-4, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layouts and refusals.
+
+
+@pytest.mark.parametrize(
+    ("experts", "ranks", "size"), [(8, 4, 2), (7, 4, 2), (7, 4, 4), (16, 8, 2), (5, 8, 2), (9, 8, 4)]
+)
+def test_every_expert_has_one_place_in_a_group(experts: int, ranks: int, size: int) -> None:
+    layout = ExpertLayout(experts, ranks, size)
+    places = [layout.of(rank) for rank in range(size)]
+    assert all(len(place) == layout.held for place in places)
+    slots = layout.slots(torch.arange(experts)).tolist()
+    assert [places[slot // layout.held][slot % layout.held] for slot in slots] == list(range(experts))
+
+
+def _refusal(model: Any, mesh: dict[str, int], **options: Any) -> str:
+    ranks = 1
+    for size in mesh.values():
+        ranks *= size
+    with fake_world(0, ranks), pytest.raises(LongspanError) as error:
+        check_alone(model, sharding(mesh), ParallelizeOptions(**options))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "mesh", "options", "said"),
+    [
+        ("Qwen3Moe", {}, {"ulysses": 4}, {"experts": 3}, ("experts=3", "4 ranks", "use 1, 2, 4")),
+        ("Qwen3Moe", {}, {"ulysses": 4}, {"experts": 8}, ("experts=8", "4 ranks", "use 1, 2, 4")),
+        ("Qwen3Moe", {}, {"data": 8}, {"experts": 8}, ("any of the 4 experts", "mlp.experts", "use `experts=4`")),
+        ("Qwen3Moe", {"num_experts": 5}, {"ulysses": 4}, {"experts": 4}, ("5 experts", "use `experts=2`")),
+        ("Qwen3Moe", {}, {"ulysses": 2}, {"experts": 2, "fsdp": False}, ("fsdp=False", "leave one out")),
+        ("Qwen3Moe", {}, {"ulysses": 2, "tensor": 2}, {"experts": 2}, ("tensor=2", "ulysses=4")),
+        ("Qwen3Moe", {}, {"ulysses": 2}, {"experts": 0}, ("experts", "0")),
+        ("Qwen3Moe", {}, {"ulysses": 2}, {"experts": "all"}, ("experts", "all")),
+        ("Llama", {}, {"ulysses": 2}, {"experts": 2}, ("LlamaForCausalLM", "no layer", "leave it out")),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused(
+    family: str, changes: dict[str, Any], mesh: dict[str, int], options: dict[str, Any], said: tuple[str, ...]
+) -> None:
+    """With the numbers and what fits, before any collective."""
+    text = _refusal(build(family, **{"vocab_size": 64, **changes}), mesh, **options)
+    assert all(part in text for part in said), text
+
+
+def test_lora_needs_two_experts_on_a_rank() -> None:
+    text = _refusal(_lora(a_model("Qwen3Moe", num_experts=4)), {"ulysses": 4}, experts=4)
+    assert "PEFT's LoRA needs 2" in text and "experts=2" in text
+
+
+def test_experts_that_are_called_in_another_way_are_refused() -> None:
+    model = build("Mixtral")
+    model.model.layers[1].mlp.experts.forward = lambda hidden, counts: hidden
+    text = _refusal(model, {"ulysses": 2}, experts=2)
+    assert "layers.1.mlp.experts (MixtralExperts)" in text and "way of its own" in text
+
+
+def test_auto_leaves_a_dense_model_alone() -> None:
+    with fake_world(0, 2):
+        assert check_alone(build("Llama"), sharding({"ulysses": 2}), ParallelizeOptions(experts="auto")).experts is None
