@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-Inputs = dict[str, Any]
+from longspan.hf.diffusion.families import FAMILIES
+from longspan.hf.diffusion.inputs import Draw, Inputs
 
 LATTE = {
     "num_attention_heads": 4, "attention_head_dim": 8, "in_channels": 3, "out_channels": 6, "num_layers": 2,
@@ -61,51 +63,23 @@ def make_model(name: str, **config: Any) -> nn.Module:
     return model
 
 
+GRIDS = {"LatteTransformer3DModel": (5, 4, 3), "LTXVideoTransformer3DModel": (1, 3, 5)}
+"""Tokens of inputs: frames, height, width. Of other models 5 x 3 x 5."""
+
+
 def make_inputs(name: str) -> Inputs:
     """Return inputs whose numbers of tokens do not divide by 2 or 4; tensors with gradients where possible."""
-    torch.manual_seed(1)
+    grid, generator = GRIDS.get(name, (5, 3, 5)), torch.Generator().manual_seed(1)
+    return FAMILIES[name].inputs(Draw(_config(name), 2, grid, generator, torch.device("cpu"), torch.float64))
 
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
-    video, text, mask = randn(2, 3, 5, 6, 10), randn(2, 5, 10), torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 1, 1]])
-    time = torch.tensor([3, 700])
-    guidance, pooled = torch.tensor([2.0, 4.0], dtype=torch.float64), randn(2, 9)
-    if name == "LatteTransformer3DModel":
-        per_frame = mask.bool().repeat_interleave(5, 0).unsqueeze(1)
-        return {
-            "hidden_states": randn(2, 3, 5, 8, 6), "timestep": time, "encoder_hidden_states": text,
-            "encoder_attention_mask": per_frame,
-        }  # fmt: skip
-    if name == "WanTransformer3DModel":
-        return {"hidden_states": video, "timestep": time, "encoder_hidden_states": text}
-    if name == "LTXVideoTransformer3DModel":
-        return {
-            "hidden_states": randn(2, 15, 6), "timestep": time, "encoder_hidden_states": text,
-            "encoder_attention_mask": mask, "num_frames": 1, "height": 3, "width": 5,
-        }  # fmt: skip
-    if name == "FluxTransformer2DModel":
-        grid = torch.stack(torch.meshgrid(torch.arange(1.0), torch.arange(3.0), torch.arange(5.0), indexing="ij"), -1)
-        return {
-            "hidden_states": randn(2, 15, 6), "timestep": time / 1000, "encoder_hidden_states": text,
-            "pooled_projections": pooled, "guidance": guidance, "img_ids": grid.view(15, 3),
-            "txt_ids": torch.zeros(5, 3),
-        }  # fmt: skip
-    if name == "CogVideoXTransformer3DModel":
-        angles = torch.randn(3 * 15, 8)
-        return {
-            "hidden_states": randn(2, 3, 3, 6, 10), "timestep": time, "encoder_hidden_states": text,
-            "image_rotary_emb": (angles.cos(), angles.sin()),
-        }  # fmt: skip
-    if name == "HunyuanVideoTransformer3DModel":
-        return {
-            "hidden_states": video, "timestep": time, "encoder_hidden_states": text, "encoder_attention_mask": mask,
-            "pooled_projections": pooled, "guidance": guidance,
-        }  # fmt: skip
-    return {
-        "hidden_states": randn(2, 15, 6), "timestep": time / 1000, "encoder_hidden_states": text,
-        "encoder_hidden_states_mask": mask, "img_shapes": [[(1, 3, 5)]] * 2,
-    }  # fmt: skip
+@functools.cache
+def _config(name: str) -> Any:
+    """Return a model's config with its defaults."""
+    import diffusers
+
+    with torch.device("meta"):
+        return getattr(diffusers, name)(**CONFIGS[name]).config
 
 
 def run(model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:

@@ -23,7 +23,8 @@ from longspan.core.memory import MemoryFlags
 from longspan.core.rope import RopeFlags
 from longspan.core.sections import values
 from longspan.core.validation import read_text
-from longspan.hf.diffusion.families import FAMILIES, family_of
+from longspan.hf.diffusion.families import FAMILIES, Family, family_of
+from longspan.hf.diffusion.inputs import Draw, Inputs
 from longspan.hf.parallelize import parallelize
 from longspan.hf.pretrained import first_line
 from longspan.ranks import agreement
@@ -34,8 +35,6 @@ from longspan.verify.runs import Tensors, gradient_part, make_report, unsharded_
 if TYPE_CHECKING:
     from longspan.ranks.heartbeat import Heartbeat
     from longspan.verify.report import Report
-
-Inputs = dict[str, Any]
 
 _OF_LANGUAGE_MODELS = {option.name for flags in (MemoryFlags, RopeFlags) for option in fields(flags)} | {
     "data", "dtype", "kernel", "resume", "text_field", "tokenizer"
@@ -125,7 +124,7 @@ def worker(config: VerifyConfig, heartbeat: Heartbeat) -> Report:
     sp = make_sharding(config.parallel)
     model = on_every_rank(lambda: opened.build(config.seed), sp.mesh_group).to(sp.device)
     family = on_every_rank(lambda: family_of(model), sp.mesh_group)
-    inputs, target, tokens = make_inputs(opened, config, model)
+    inputs, target, tokens = make_inputs(family, model, config)
     run = run_with(inputs, target)
     references = unsharded_runs(model, run, config, sp.host_group)
     model = parallelize(model, sp, fsdp=config.fsdp)
@@ -174,75 +173,15 @@ def _copied(x: Any, dtype: torch.dtype) -> Any:
     return x.detach().to(dtype, copy=True).requires_grad_(x.requires_grad)
 
 
-def make_inputs(opened: Transformer, config: VerifyConfig, model: Any) -> tuple[Inputs, Tensor, int]:
-    """Return random inputs of about `--context` tokens, an odd number where possible, a target, and the tokens.
-
-    The text has five tokens, the last two of which are masked in the first row if the model reads a mask.
-    """
-    draw = torch.Generator().manual_seed(config.seed)
-    of, rows, device = model.config, config.batch, next(model.parameters()).device
-
-    def randn(*shape: int, trained: bool = True) -> Tensor:
-        return torch.randn(*shape, generator=draw).to(device).requires_grad_(trained)
-
+def make_inputs(family: Family, model: Any, config: VerifyConfig) -> tuple[Inputs, Tensor, int]:
+    """Return random inputs of about `--context` tokens, an odd number where possible, a target, and the tokens."""
+    generator, device = torch.Generator().manual_seed(config.seed), next(model.parameters()).device
     scale = max(1, math.isqrt(config.context // 75))
     scale -= 1 - scale % 2
-    frames, height, width = 5, 3 * scale, 5 * scale
-    mask = torch.ones(rows, 5, dtype=torch.long, device=device)
-    mask[0, 3:] = 0
-    time = torch.linspace(3, 700, rows, device=device).long()
-    pooled = {"pooled_projections": randn(rows, of.get("pooled_projection_dim") or 1)}
-    guidance = {"guidance": torch.full((rows,), 3.5, device=device)} if of.get("guidance_embeds") else {}
-    text = of.get("text_dim") or of.get("text_embed_dim") or of.get("joint_attention_dim") or of.get("caption_channels")
-    inputs: Inputs = {"timestep": time, "encoder_hidden_states": randn(rows, 5, text)}
-    tokens = frames * height * width
-    if opened.name == "LatteTransformer3DModel":
-        frames, p = of.video_length, of.patch_size
-        inputs |= {"hidden_states": randn(rows, of.in_channels, frames, p * height, p * width)}
-        tokens = frames * height * width
-    elif opened.name == "WanTransformer3DModel":
-        t, h, w = of.patch_size
-        inputs |= {"hidden_states": randn(rows, of.in_channels, t * frames, h * height, w * width)}
-        if of.image_dim is not None:  # such a model expects 512 tokens of text
-            images = of.pos_embed_seq_len or 3
-            inputs |= {"encoder_hidden_states": randn(rows, 512, text)}
-            inputs |= {"encoder_hidden_states_image": randn(rows, images, of.image_dim)}
-    elif opened.name == "LTXVideoTransformer3DModel":
-        inputs |= {"hidden_states": randn(rows, tokens, of.in_channels), "encoder_attention_mask": mask}
-        inputs |= {"num_frames": frames, "height": height, "width": width}
-    elif opened.name == "CogVideoXTransformer3DModel":
-        t, p, frames = of.patch_size_t or 1, of.patch_size, 3
-        if of.use_learned_positional_embeddings:  # it has one embedding for each place
-            height, width = of.sample_height // p, of.sample_width // p
-            frames = (of.sample_frames - 1) // of.temporal_compression_ratio + 1
-        tokens = frames * height * width
-        inputs |= {"hidden_states": randn(rows, t * frames, of.in_channels, p * height, p * width)}
-        inputs |= {"ofs": torch.full((1,), 2.0, device=device)} if of.ofs_embed_dim else {}
-        if of.use_rotary_positional_embeddings:
-            angles = randn(tokens, of.attention_head_dim, trained=False)
-            inputs |= {"image_rotary_emb": (angles.cos(), angles.sin())}
-    elif opened.name == "HunyuanVideoTransformer3DModel":
-        t, p = of.patch_size_t, of.patch_size
-        inputs |= {
-            "hidden_states": randn(rows, of.in_channels, t * frames, p * height, p * width),
-            **pooled,
-            **guidance,
-        }
-        inputs |= {"encoder_attention_mask": mask}
-    elif opened.name == "FluxTransformer2DModel":
-        tokens = height * width
-        axes = (torch.arange(n, device=device, dtype=torch.float32) for n in (1, height, width))
-        ids = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).view(tokens, 3)
-        inputs |= {"hidden_states": randn(rows, tokens, of.in_channels), "timestep": time / 1000, **pooled, **guidance}
-        inputs |= {"img_ids": ids, "txt_ids": torch.zeros(5, 3, device=device)}
-    elif opened.name == "QwenImageTransformer2DModel":
-        tokens = height * width
-        inputs |= {"hidden_states": randn(rows, tokens, of.in_channels), "timestep": time / 1000, **guidance}
-        inputs |= {"encoder_hidden_states_mask": mask, "img_shapes": [[(1, height, width)]] * rows}
-        if of.use_additional_t_cond:
-            inputs |= {"additional_t_cond": torch.zeros(rows, dtype=torch.long, device=device)}
-    else:
-        raise LongspanError(f"longspan verify makes no inputs for a {opened.name}; compare it in a script of your own")
+    draw = Draw(model.config, config.batch, (5, 3 * scale, 5 * scale), generator, device)
+    inputs = family.inputs(draw)
+    sizes, patches = inputs["hidden_states"].shape, family.patches(model.config)
+    tokens = math.prod(sizes[dim] // patch for dim, patch in (patches or {1: 1}).items())
     with torch.no_grad():
         shape = model(**inputs, return_dict=False)[0].shape
-    return inputs, randn(*shape, trained=False), tokens
+    return inputs, draw.normal(*shape, trained=False), tokens

@@ -11,6 +11,8 @@ from torch import nn
 
 from longspan.compat.diffusers_api import attention_backend, hooks_of, is_processor_of_diffusers, split_plan
 from longspan.core.errors import LongspanError
+from longspan.hf.diffusion import inputs
+from longspan.hf.diffusion.inputs import Draw, Inputs
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Family:
     """How one class of diffusers is sharded.
 
     Attributes:
+        inputs: returns random inputs.
         accepts: arguments of its forward besides `hidden_states`, `timestep`, `encoder_hidden_states`, `return_dict`
             and attention arguments that hold nothing but a LoRA scale.
         blocks: module lists, sharded block by block by FSDP.
@@ -54,6 +57,7 @@ class Family:
         unsupported: a config entry, and the value for which tokens also mix outside these attention modules.
     """
 
+    inputs: Callable[[Draw], Inputs]
     accepts: tuple[str, ...]
     blocks: tuple[str, ...]
     patches: Callable[[Any], dict[int, int]] = lambda config: {}
@@ -76,12 +80,14 @@ _BACKENDS = ("native", "_native_cudnn", "_native_efficient", "_native_flash", "_
 
 FAMILIES = {
     "LatteTransformer3DModel": Family(
+        inputs=inputs.latte,
         accepts=("encoder_attention_mask", "enable_temporal_attentions"),
         blocks=("transformer_blocks", "temporal_transformer_blocks"),
         patches=lambda config: {2: 1, 3: config.patch_size, 4: config.patch_size},
         channels_last=True,
     ),
     "WanTransformer3DModel": Family(
+        inputs=inputs.wan,
         accepts=("encoder_hidden_states_image",),
         blocks=("blocks",),
         patches=lambda config: dict(zip((2, 3, 4), config.patch_size, strict=True)),
@@ -90,6 +96,7 @@ FAMILIES = {
         processors=("WanAttnProcessor",),
     ),
     "LTXVideoTransformer3DModel": Family(
+        inputs=inputs.ltx,
         accepts=("encoder_attention_mask", "num_frames", "height", "width", "rope_interpolation_scale", "video_coords"),
         blocks=("transformer_blocks",),
         attention=("transformer_blocks.*.attn1",),
@@ -102,6 +109,7 @@ FAMILIES = {
         },
     ),
     "FluxTransformer2DModel": Family(
+        inputs=inputs.flux,
         accepts=("pooled_projections", "img_ids", "txt_ids", "guidance"),
         blocks=_DOUBLE_AND_SINGLE,
         attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
@@ -109,6 +117,7 @@ FAMILIES = {
         streams=("encoder_hidden_states", "hidden_states"),
     ),
     "CogVideoXTransformer3DModel": Family(
+        inputs=inputs.cogvideox,
         accepts=("timestep_cond", "ofs", "image_rotary_emb"),
         blocks=("transformer_blocks",),
         patches=lambda config: {1: config.patch_size_t or 1, 3: config.patch_size, 4: config.patch_size},
@@ -122,6 +131,7 @@ FAMILIES = {
         },
     ),
     "HunyuanVideoTransformer3DModel": Family(
+        inputs=inputs.hunyuan_video,
         accepts=("encoder_attention_mask", "pooled_projections", "guidance"),
         blocks=_DOUBLE_AND_SINGLE,
         patches=lambda config: {2: config.patch_size_t, 3: config.patch_size, 4: config.patch_size},
@@ -137,6 +147,7 @@ FAMILIES = {
         unsupported=("image_condition_type", "token_replace"),
     ),
     "QwenImageTransformer2DModel": Family(
+        inputs=inputs.qwen_image,
         accepts=("encoder_hidden_states_mask", "img_shapes", "guidance", "additional_t_cond"),
         blocks=("transformer_blocks",),
         attention=("transformer_blocks.*.attn",),
