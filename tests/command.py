@@ -75,6 +75,10 @@ class ForkedLauncher:
     def send_signal(self, signum: int) -> None:
         os.kill(self._process.pid or 0, signum)
 
+    def interrupt(self) -> None:
+        """Send SIGINT to the launcher and all ranks, as a terminal does."""
+        os.killpg(self._process.pid or 0, signal.SIGINT)
+
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Wait for the end; return stdout and stderr."""
         self._process.join(timeout)
@@ -89,6 +93,7 @@ class ForkedLauncher:
 
 
 def _redirected(stdout: str, stderr: str, fn: Callable[..., Any], *args: Any) -> None:
+    os.setsid()
     for fd, name in ((1, stdout), (2, stderr)):
         with open(name, "w") as file:
             os.dup2(file.fileno(), fd)

@@ -21,6 +21,7 @@ from longspan.bench.methods import METHODS, select
 from longspan.core.errors import LongspanError
 from longspan.core.sections import make
 from longspan.plan.job import Mesh
+from tests.command import ForkedLauncher
 from tests.pool import RankPool
 
 ROOT = Path(__file__).parents[1]
@@ -184,14 +185,15 @@ def test_collectives_are_shown_with_fit_and_formula(pool2: RankPool) -> None:
 
 
 @pytest.mark.launcher
-def test_a_step_with_a_trace_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_step_with_a_trace_from_the_command_line(tmp_path: Path) -> None:
     flags = (
         "--quick --nproc 2 --dtype fp32 --heads 2 --kv-heads 2 --head-dim 8 --ffn 32 --layers 1 --vocab 32 --rounds 1"
     )
     args = ["bench", "step", *flags.split(), "--methods", "ulysses", "--trace", str(tmp_path / "t"), "--json"]
-    assert cli.main([*args, "--png", str(tmp_path / "a.png")]) == 0
-    out = capfd.readouterr().out
-    found = json.loads(out)  # nothing else on stdout
+    process = ForkedLauncher(tmp_path, cli.main, [*args, "--png", str(tmp_path / "a.png")])
+    stdout, stderr = process.communicate(timeout=240)
+    assert process.returncode == 0, stderr
+    found = json.loads(stdout)  # nothing else on stdout
     assert found["schema"] == "longspan.bench/1" and found["ranks"] == 2
     assert {path.name for path in (tmp_path / "t").iterdir()} == {
         f"ulysses-512.{x}" for x in ("trace.json", "html", "png")

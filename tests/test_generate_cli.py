@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import runpy
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -36,7 +32,8 @@ from longspan.plan.models.read import read_model
 from longspan.ranks.launch import unwatched
 from longspan.verify import VerifyConfig
 from longspan.verify.job import worker as verify_worker
-from tests.pool import THREADS, RankPool
+from tests.command import ForkedLauncher
+from tests.pool import RankPool
 from tests.training import LLAMA
 
 ROOT = Path(__file__).parents[1]
@@ -383,18 +380,15 @@ def test_weights_are_replicated_where_they_fit_else_on_a_tensor_axis() -> None:
 @pytest.mark.launcher
 def test_ctrl_c_ends_all_ranks_and_keeps_the_text(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "text.txt"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": THREADS}
     more = ["3000", "--temperature", "0", "--ring", "2", "--weights", "replicated", "--out", str(out)]
-    command = [sys.executable, "-m", "longspan", *_flags(folder)[:-1], *more]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=environment, start_new_session=True) as process:
-        deadline = time.monotonic() + 200
-        while not (out.exists() and len(out.read_bytes()) > 20) and process.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to the launcher and all ranks
-        shown, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said.decode()
-    assert said.decode().endswith("longspan: stopped by SIGINT\n")
-    assert shown.rstrip(b"\n") == out.read_bytes().rstrip(b"\n")
+    process = ForkedLauncher(tmp_path, cli.main, [*_flags(folder)[:-1], *more])
+    deadline = time.monotonic() + 200
+    while not (out.exists() and len(out.read_bytes()) > 20) and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.interrupt()
+    shown, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert said.endswith("longspan: stopped by SIGINT\n")
+    assert shown.rstrip("\n") == out.read_bytes().decode().rstrip("\n")
     assert out.read_bytes().decode().startswith(_text(_plain(folder))[:10])

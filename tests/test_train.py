@@ -7,8 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from itertools import islice
@@ -29,9 +27,10 @@ from longspan.ranks import launch
 from longspan.ranks.launch import RankFailed
 from longspan.train import TrainConfig, run
 from longspan.train.memory_choice import resolve
+from tests.command import ForkedLauncher
 from tests.models import needs_mixers, widened
 from tests.pictures import GRIDS
-from tests.pool import THREADS, RankError, RankPool, run_forked
+from tests.pool import RankError, RankPool, run_forked
 from tests.tolerance import excess, excess_of_losses, roughly
 from tests.training import (
     flags,
@@ -364,15 +363,6 @@ def test_every_reported_step_is_logged_in_full(config: TrainConfig, pool2: RankP
 # --- interruptions, through the launcher
 
 
-def _command(config: TrainConfig) -> list[str]:
-    return [sys.executable, "-m", "longspan", "train", *flags(config)]
-
-
-def _environment() -> dict[str, str]:
-    source = str(Path(launch.__file__).parents[2])
-    return {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": THREADS, "PYTHONUNBUFFERED": "1"}
-
-
 def _wait_for(condition: Callable[[], bool], limit_s: float = 120) -> None:
     end = time.monotonic() + limit_s
     while not condition():
@@ -386,9 +376,7 @@ def test_sigterm_saves_and_the_same_command_resumes(config: TrainConfig, pool2: 
     whole = replace(config, out=tmp_path / "whole", export="never")
     train_on(pool2, whole)
     log = config.out / "metrics.jsonl"
-    process = subprocess.Popen(
-        _command(config), env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = ForkedLauncher(tmp_path, main, ["train", *flags(config)])
     _wait_for(lambda: (log.exists() and len(log.read_text().splitlines()) >= 3) or process.poll() is not None)
     process.send_signal(signal.SIGTERM)
     stdout, stderr = process.communicate(timeout=90)

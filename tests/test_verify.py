@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from longspan.cli import main
 from longspan.core.errors import LongspanError
 from longspan.core.sections import make, replace, values
 from longspan.mixers import state_passing
@@ -25,6 +24,7 @@ from longspan.verify.inputs import build_model, load_model_config, make_batch
 from longspan.verify.judge import SHARPNESS, Criterion, judge
 from longspan.verify.report import Equality, Report, diagnosis, print_json, print_table
 from tests.choose import confirming, each_value, pairwise
+from tests.command import ForkedLauncher
 from tests.models import needs_mixers
 from tests.pool import RankError, RankPool
 from tests.tolerance import roughly
@@ -636,11 +636,12 @@ def test_equality_names_the_ranks_that_differ(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.launcher
-def test_stdout_holds_only_json(models: dict[str, Path]) -> None:
-    command = [sys.executable, "-m", "longspan", "verify", "--config", str(models["llama"]), "--context", "32"]
-    done = subprocess.run([*command, "--ulysses", "2", "--json"], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+def test_stdout_holds_only_json(models: dict[str, Path], tmp_path: Path) -> None:
+    flags = ["--config", str(models["llama"]), "--context", "32", "--ulysses", "2", "--json"]
+    process = ForkedLauncher(tmp_path, main, ["verify", *flags])
+    stdout, stderr = process.communicate(timeout=240)
+    assert process.returncode == 0, stderr
+    report = json.loads(stdout)
     assert report["schema"] == 2 and report["passed"] is True and report["diagnosis"] is None
     assert set(report) == {"schema", "passed", "diagnosis", "setup", "criterion", "ranks", "equal", "checks"}
     assert [rank["runs"] for rank in report["ranks"]] == [[[0, 16]], [[16, 31]]]
