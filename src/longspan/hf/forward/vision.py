@@ -53,6 +53,9 @@ class VisionTower(Stage):
     def __init__(self, model: PreTrainedModel, state: ParallelState) -> None:
         self.traits, self.sp, self.core, self.state = state.traits, state.sp, core_of(model), state
         self.joint = False
+        language = set(self.core.language_model.parameters())
+        of_tower = {p for p in self.core.parameters() if p not in language}  # and a learnt newline
+        self.others = [p for p in model.parameters() if p not in of_tower]
         tower = tower_modules(model)
         self.tower = {name: module for name, module in model.named_modules() if module in tower}
         self.found = dict[Encoder, Pictures]()  # of the forward
@@ -60,7 +63,7 @@ class VisionTower(Stage):
     def reset(self) -> None:
         self.found = {}
 
-    def _is_joint(self, model: PreTrainedModel) -> bool:
+    def _is_joint(self) -> bool:
         """Whether replicas run the tower together, also one without pictures.
 
         FSDP gathers its weights on all replicas, and if nothing else is trained, a loss without pictures has no
@@ -68,12 +71,10 @@ class VisionTower(Stage):
         """
         if self.sp.data_size == 1 or self.state.gradients is None:
             return self.sp.data_size > 1
-        language = set(self.core.language_model.parameters())
-        tower = {p for p in self.core.parameters() if p not in language}  # and a learnt newline
-        return torch.is_grad_enabled() and not any(p.requires_grad for p in model.parameters() if p not in tower)
+        return torch.is_grad_enabled() and not any(p.requires_grad for p in self.others)
 
     def check(self, call: ForwardCall) -> None:
-        self.joint = self._is_joint(call.model)
+        self.joint = self._is_joint()
         prompt = None if call.cache is None else call.cache.pictures
         if prompt is None:
             self.found = self._find(call, call.batch.get("input_ids"))
