@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from longspan.core.errors import LongspanError
-from longspan.hf.vision import Encoder, GridEncoder, ImageEncoder, core_of, encoders_of
+from longspan.hf.encoders import Encoder, GridEncoder, ImageEncoder
+from longspan.hf.vision import core_of, encoders_of
 
 _TEXT_TOKENS = 60
 """Pictures grow with the sequence: the smallest ones take a third of so many tokens."""

@@ -24,9 +24,10 @@ from transformers import PreTrainedModel
 from longspan.attn.segments import Segments
 from longspan.compat.transformers_api import Positions, cache_name, has_own_cache, own_positions, take_cache
 from longspan.hf.batch import SequenceInfo
+from longspan.hf.encoders import Encoder
 from longspan.hf.forward.kv_cache import ShardedCache
 from longspan.hf.support import attention_dropout, router_top_k
-from longspan.hf.vision import IMAGE_TYPES, Encoder, core_of, encoders_of
+from longspan.hf.vision import IMAGE_TYPES, core_of, encoders_of
 
 
 class Stage:

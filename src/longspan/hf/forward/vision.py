@@ -28,6 +28,7 @@ from longspan.core.balance import split_by_cost
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Span
 from longspan.hf.documents import tokens_of
+from longspan.hf.encoders import Encoder, Units
 from longspan.hf.forward.kv_cache import CachedInfo
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.support import draws
@@ -35,8 +36,6 @@ from longspan.hf.vision import (
     ENCODER_OUTPUTS,
     PICTURE_KEYS,
     PIXEL_KEYS,
-    Encoder,
-    Units,
     core_of,
     rows_of,
     tower_modules,

@@ -1,0 +1,204 @@
+"""How a vision tower encodes pictures of one tensor: patches with a grid of each, or whole pictures.
+
+A unit is the smallest input that a vision tower can encode alone: a picture, a tile of one, or a video frame, where the
+tower's attention stays within frames. Units are in the order of their placeholders in the batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.core.errors import LongspanError
+
+
+@dataclass(frozen=True)
+class Units:
+    """The units of one modality in a batch."""
+
+    patches: tuple[int, ...]  # per unit: its cost in the tower
+    rows: tuple[int, ...]  # per unit: its embeddings in the language model
+
+
+@dataclass(frozen=True)
+class Encoder(ABC):
+    """One modality of a family: its batch keys, and how the tower encodes some of its units."""
+
+    modality: str  # "image" or "video": the key of the model's `mm_encoder_outputs`
+    pixels: str  # batch key of the pixels
+    token: str  # config entry with the id of placeholders
+
+    @property
+    @abstractmethod
+    def keys(self) -> tuple[str, ...]:
+        """The batch keys, pixels first."""
+
+    @abstractmethod
+    def units(self, core: Any, batch: Mapping[str, Any]) -> Units:
+        """Return the units of a batch; raise if its tensors are inconsistent."""
+
+    @abstractmethod
+    def part(self, core: Any, batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
+        """Return the arguments of the model's `get_image_features` (or video) for units `start` to `stop`."""
+
+    @abstractmethod
+    def smallest(self, core: Any, device: torch.device) -> dict[str, Any]:
+        """Return a batch of one small unit."""
+
+    def encode(self, core: Any, batch: Mapping[str, Any], start: int, stop: int, device: torch.device) -> Any:
+        """Run the tower on units `start` to `stop`; `rows_of` returns their embeddings from the output."""
+        run = getattr(core, f"get_{self.modality}_features")
+        part = self.part(core, batch, start, stop)  # `generate` may leave the prompt's pixels on the host
+        return run(**{key: x.to(device) for key, x in part.items()}, return_dict=True)
+
+    def select(self, core: Any, batch: Mapping[str, Any], units: Sequence[int]) -> dict[str, Any]:
+        """Return a batch of some units, in their order."""
+        starts = [u for i, u in enumerate(units) if not i or units[i - 1] != u - 1]
+        stops = [u + 1 for i, u in enumerate(units) if i + 1 == len(units) or units[i + 1] != u + 1]
+        parts = [self.part(core, batch, start, stop) for start, stop in zip(starts, stops, strict=True)]
+        return parts[0] if len(parts) == 1 else {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+
+@dataclass(frozen=True)
+class GridEncoder(Encoder):
+    """Patches of all pictures in one tensor, with a grid (frames, height, width) of each. A unit is a frame."""
+
+    grid: str
+    frames_apart: bool = False  # whether the processor writes text (its time) between a video's frames
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return self.pixels, self.grid
+
+    def units(self, core: Any, batch: Mapping[str, Any]) -> Units:
+        grids, merge = self._grids(batch), core.visual.spatial_merge_size
+        pixels, embed = batch[self.pixels], core.visual.patch_embed
+        frames, size = embed.temporal_patch_size, embed.patch_size
+        if pixels.dim() != 2 or pixels.shape[1] != embed.in_channels * frames * size**2:
+            raise LongspanError(
+                f"`{self.pixels}` has the shape {tuple(pixels.shape)}; each patch has {embed.in_channels} channels x "
+                f"{frames} frames (temporal_patch_size) x {size} x {size} pixels, "
+                f"{embed.in_channels * frames * size**2} values; repeat the last frame of a video until {frames} "
+                f"divides their number"
+            )
+        for i, (t, h, w) in enumerate(grids):
+            if min(t, h, w) < 1 or h % merge or w % merge:
+                raise LongspanError(
+                    f"`{self.grid}` has frames of {h} x {w} patches for {self.modality} {i}; the model merges "
+                    f"{merge} x {merge} patches: both must be multiples of {merge}"
+                )
+        given, needed = len(batch[self.pixels]), sum(t * h * w for t, h, w in grids)
+        if given != needed:
+            raise LongspanError(
+                f"`{self.pixels}` holds {given} patches, the {len(grids)} grids of `{self.grid}` {needed}; give each "
+                f"{self.modality} its grid (frames, height, width) in patches"
+            )
+        patches = tuple(h * w for t, h, w in grids for _ in range(t))
+        return Units(patches, tuple(size // merge**2 for size in patches))
+
+    def part(self, core: Any, batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
+        grids, frames, first, last = list[list[int]](), 0, 0, 0
+        for t, h, w in self._grids(batch):
+            before, mine = max(0, min(t, start - frames)), min(t, stop - frames)
+            first, last = first + before * h * w, last + max(0, mine) * h * w
+            if mine > before:
+                grids.append([mine - before, h, w])
+            frames += t
+        pixels, grid = batch[self.pixels], batch[self.grid]
+        return {self.pixels: pixels[first:last], self.grid: grid.new_tensor(grids)}
+
+    def smallest(self, core: Any, device: torch.device) -> dict[str, Any]:
+        merge, embed = core.visual.spatial_merge_size, core.visual.patch_embed
+        width = embed.in_channels * embed.temporal_patch_size * embed.patch_size**2
+        grid = torch.tensor([[1, merge, merge]], device=device)
+        return {self.pixels: torch.zeros(merge**2, width, device=device), self.grid: grid}
+
+    def _grids(self, batch: Mapping[str, Any]) -> list[list[int]]:
+        grid = batch.get(self.grid)
+        if not isinstance(grid, Tensor) or grid.dim() != 2 or grid.shape[1] != 3 or grid.is_floating_point():
+            got = tuple(grid.shape) if isinstance(grid, Tensor) else type(grid).__name__
+            raise LongspanError(
+                f"`{self.pixels}` needs `{self.grid}`, integers [{self.modality}s, 3]: frames, height and width in "
+                f"patches; got {got}"
+            )
+        return grid.tolist()
+
+
+@dataclass(frozen=True)
+class ImageEncoder(Encoder):
+    """Pictures, or tiles of them, as `[pictures, channels, height, width]`, each of which is a unit.
+
+    If they differ in size, they are padded, and `image_sizes` has the height and width of each.
+    """
+
+    rows: Callable[[Any, int, int, bool], int]
+    """Return the embeddings of a picture, given its height and width in patches and whether it has `image_sizes`."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return self.pixels, "image_sizes"
+
+    def units(self, core: Any, batch: Mapping[str, Any]) -> Units:
+        pixels, sizes = batch[self.pixels], batch.get("image_sizes")
+        if pixels.dim() != 4:
+            raise LongspanError(
+                f"`{self.pixels}` has the shape {tuple(pixels.shape)}; it is [pictures, channels, height, width]"
+            )
+        each = [list(pixels.shape[2:])] * len(pixels) if sizes is None else sizes.tolist()
+        if len(each) != len(pixels):
+            raise LongspanError(f"`image_sizes` has {len(each)} entries, `{self.pixels}` {len(pixels)} pictures")
+        outside = next((i for i, (h, w) in enumerate(each) if h > pixels.shape[2] or w > pixels.shape[3]), None)
+        if outside is not None:
+            raise LongspanError(
+                f"`image_sizes` gives {each[outside]} for picture {outside}, more than the {list(pixels.shape[2:])} "
+                f"pixels of `{self.pixels}`; pad the pixels to the largest picture"
+            )
+        patch = _two(core.config.vision_config.patch_size)
+        grids = [(h // patch[0], w // patch[1]) for h, w in each]
+        rows = tuple(self.rows(core, h, w, sizes is not None) for h, w in grids)
+        return Units(tuple(h * w for h, w in grids), rows)
+
+    def part(self, core: Any, batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
+        return {key: batch[key][start:stop] for key in self.keys if batch.get(key) is not None}
+
+    def encode(self, core: Any, batch: Mapping[str, Any], start: int, stop: int, device: torch.device) -> Any:
+        part = self.part(core, batch, start, stop)
+        if sum(self.units(core, part).rows) == 1:  # of one embedding, transformers' Mistral3 squeezes the row away
+            batch, start, stop = {key: torch.cat([x, x]) for key, x in part.items()}, 0, 2
+        return super().encode(core, batch, start, stop, device)
+
+    def smallest(self, core: Any, device: torch.device) -> dict[str, Any]:
+        vision = core.config.vision_config
+        sized = "image_sizes" in _required(core.get_image_features)
+        side = core.config.spatial_merge_size if sized else None
+        height, width = _two(vision.image_size) if side is None else (side * size for size in _two(vision.patch_size))
+        channels = getattr(vision, "num_channels", 3)
+        batch = {self.pixels: torch.zeros(1, channels, height, width, device=device)}
+        if sized:
+            batch["image_sizes"] = torch.tensor([[height, width]], device=device)
+        return batch
+
+
+def _two(size: int | Sequence[int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def _required(function: Any) -> set[str]:
+    """Return the names of the parameters without a default."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+
+
+def llava_rows(core: Any, h: int, w: int, sized: bool) -> int:
+    """Return the embeddings of a picture or tile of LLaVA, as `ImageEncoder.rows`."""
+    class_token = any(
+        name.endswith(("class_embedding", "cls_token")) for name, _ in core.vision_tower.named_parameters()
+    )
+    dropped = core.config.vision_feature_select_strategy == "default"
+    return h * w if sized else h * w + class_token - dropped
