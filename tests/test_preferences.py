@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,15 @@ import pytest
 import torch
 
 from longspan.core.sections import make, replace
+from longspan.data import RowTokenizer
+from longspan.data.chats import answers_of, common_prompt
 from longspan.train import TrainConfig
-from tests.chatting import make_tokenizer, write_rows
+from longspan.train.inputs import open_local
+from longspan.train.memory_choice import reference_bytes, resolve
+from longspan.train.preview import preview
+from tests.chatting import CHATML, make_tokenizer, write_rows
 from tests.pool import RankPool
-from tests.training import LLAMA, log_of, train, train_on
+from tests.training import LLAMA, log_of, refused, train, train_on
 
 OPTIMIZER = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "clip": 1.0}
 LORA = {"lora": 4, "lora_targets": ("q_proj", "v_proj", "down_proj")}
@@ -173,3 +179,112 @@ def test_the_reference_is_as_exact_in_bf16(config: TrainConfig, pool2: RankPool)
     """FSDP casts the weights of both, so the copy is stored in bf16."""
     train_on(pool2, replace(config, ulysses=2, dtype="bf16", steps=1))
     assert _reported(config.out)[0]["reward_margin"] == 0
+
+
+def _pair(row: dict[str, Any], template: str | None = CHATML) -> list[str]:
+    """Return the two answers of a row as text, with a bar before what has a loss."""
+    tokenizer = make_tokenizer(template)
+    found = RowTokenizer(tokenizer).ids(json.dumps(row), "preference", "a.jsonl, line 3")
+    texts = []
+    for ids in answers_of(found):
+        border = int((ids < 0).sum())
+        assert (ids[:border] < 0).all() and (ids[border:] >= 0).all()
+        texts.append(f"{tokenizer.decode(~ids[:border])}|{tokenizer.decode(ids[border:])}")
+    return texts
+
+
+USER, ONE, OTHER = ({"role": role, "content": text} for role, text in
+                    (("user", "Which?"), ("assistant", "the one"), ("assistant", "the other")))  # fmt: skip
+IN_CHAT = [
+    f"<|im_start|>user\nWhich?<|im_end|>\n<|im_start|>assistant\n|{text}<|im_end|>\n"
+    for text in ("the one", "the other")
+]
+
+
+def test_rows_of_texts_and_chats_become_pairs() -> None:
+    """As TRL's: with a prompt, or with one that both answers begin with; the last is that of UltraFeedback."""
+    assert _pair({"prompt": "Which? ", "chosen": "one", "rejected": "other"}) == [
+        "Which? |one<|endoftext|>",
+        "Which? |other<|endoftext|>",
+    ]
+    assert _pair({"chosen": "Which? the one", "rejected": "Which? that"})[1] == "Which? th|at<|endoftext|>"
+    assert _pair({"prompt": [USER], "chosen": [ONE], "rejected": [OTHER]}) == IN_CHAT
+    assert _pair({"chosen": [USER, ONE], "rejected": [USER, OTHER]}) == IN_CHAT
+    assert _pair({"prompt": "Which?", "chosen": [USER, ONE], "rejected": [USER, OTHER]}) == IN_CHAT
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected"),
+    [
+        ("ab c", "ab d"), ("ab", "abc"), ("x", "y"), ("a  b", "a  c"), ("one", "two"),
+        ([USER, ONE], [USER, OTHER]), ([USER, ONE], [USER, OTHER, USER, ONE]), ([USER, ONE, USER], [USER, ONE, ONE]),
+    ],
+)  # fmt: skip
+def test_the_common_prompt_is_that_of_trl(chosen: Any, rejected: Any) -> None:
+    trl = pytest.importorskip("trl")
+    theirs = trl.extract_prompt({"chosen": chosen, "rejected": rejected})
+    assert common_prompt(chosen, rejected, "") == theirs
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": "a", "chosen": "b", "rejected": "b"}, "`chosen` and `rejected` are the same, so neither is preferred"),
+    ({"prompt": "a", "chosen": "b"}, "has no 'chosen' and 'rejected', which rows of --dpo need; it has 'prompt'"),
+    ({"prompt": "a", "chosen": "b", "rejected": None}, "needs a `prompt` and a `rejected`, both texts .* an empty rej"),
+    ({"prompt": "a", "chosen": "", "rejected": "b"}, "needs a `prompt` and a `chosen`, .* str and an empty chosen"),
+    ({"prompt": "a", "chosen": [ONE], "rejected": "b"}, "needs a `prompt` and a `chosen`"),
+    ({"chosen": [ONE], "rejected": [OTHER]}, "has no `prompt` of messages, and .* begin with different ones"),
+    ({"prompt": [USER], "chosen": [{"role": "assistant"}], "rejected": 3}, "needs a `prompt` and a `rejected`"),
+    ({"text": "The sea."}, "has no 'chosen' and 'rejected', which rows of --dpo need; it has 'text'"),
+]
+
+
+@pytest.mark.parametrize(("row", "error"), REFUSED)
+def test_rows_that_are_no_preferences_are_refused_by_file_and_row(
+    config: TrainConfig, row: dict[str, Any], error: str, tmp_path: Path
+) -> None:
+    path = write_rows(tmp_path / "bad.jsonl", [*rows(1), row])
+    refused(config, rf"{path}, line 2:? {error}", data=(str(path),), batch=2)
+
+
+def test_what_does_not_go_with_preferences_is_refused(config: TrainConfig, tmp_path: Path) -> None:
+    refused(config, "--pack documents would cut the pairs of --dpo 0.5", pack="documents")
+    refused(config, "--loss-on last has no meaning with --dpo 0.5", loss_on="last")
+    refused(config, "--format chat has no meaning with --dpo 0.5", format="chat")
+    refused(config, "--text-field a has no meaning with --dpo 0.5", text_field="a")
+    refused(config, "--dpo must be above 0, got 0.0", dpo=0.0)
+    refused(config, "--data pydoc is text, and --dpo was asked for", data=(*config.data.data, "pydoc"))
+    (tmp_path / "a.txt").write_text("The sea.")
+    refused(config, "a.txt is text, and --dpo was asked for", eval_data=(str(tmp_path / "a.txt"),))
+    refused(config, "has no field 'text'; .* with --dpo `chosen` and `rejected`", dpo=None)
+
+
+def _lengths(config: TrainConfig, context: int) -> list[tuple[int, int]]:
+    """Return the tokens of both answers of every sequence."""
+    stream = open_local(config).stream(open_local(config).source, context, epochs=1)
+    return [(s.starts[1], len(s.ids) - s.starts[1]) for s in stream]
+
+
+def test_a_long_pair_loses_the_end_of_its_longer_answer_or_is_left_out(config: TrainConfig) -> None:
+    """TRL cuts each answer at its max_length, which is half a context of two long answers."""
+    pairs, cut = _lengths(config, 256), _lengths(config, 110)
+    assert cut == [(min(a, max(55, 110 - b)), min(b, max(55, 110 - a))) for a, b in pairs] != pairs
+    assert _lengths(replace(config, too_long="drop"), 110) == [(a, b) for a, b in pairs if a + b <= 110] != []
+    assert len(_lengths(config, 60)) < len(pairs)  # a prompt may leave no room for an answer
+
+
+def test_the_planner_leaves_room_for_the_reference(config: TrainConfig) -> None:
+    options = {"memory": "auto", "rank_memory": 0.5, "data_degree": 2, "dtype": "bf16"}
+    for changes, besides in (({}, r" besides 0\.00 GB of the reference"), (LORA, "")):
+        _, messages = resolve(replace(config, **options, **changes))
+        assert re.match(rf"0\.50 GB for a rank{besides}, ", messages[0])
+    weights = 10**9
+    assert reference_bytes(replace(config, **options), weights) == weights  # bf16 over two ranks
+    assert reference_bytes(replace(config, **options, fsdp=False), weights) == 4 * weights
+    assert reference_bytes(replace(config, tensor=2), weights) == 2 * weights
+
+
+def test_a_preview_shows_both_answers(config: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    preview(replace(config, preview=1), open_local(config), Console(width=80, no_color=True, highlight=False))
+    assert "⟦It is the one, 0<|im_end|>" in (text := capsys.readouterr().out) and "⟦the question0<|im_end|>" in text

@@ -61,6 +61,8 @@ def toy(tmp_path_factory) -> Path:
     LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(folder / "model")
     write_rows(folder / "chat.jsonl", [{"messages": chat(n)} for n in range(20)])
     write_rows(folder / "text.jsonl", [{"text": "The sea was calm. " * (n % 9 + 1)} for n in range(40)])
+    pairs = [{"prompt": chat(n)[:2], "chosen": chat(n)[2:3], "rejected": chat(n)[4:5]} for n in range(20)]
+    write_rows(folder / "preference.jsonl", pairs)
     return folder
 
 
@@ -70,7 +72,8 @@ def test_recipe_trains_a_toy_model(name, toy, tmp_path, capsys):
     path = tmp_path / "recipe.toml"
     path.write_text(recipes()[name])
     values, _ = read_flags(TrainConfig, path, "longspan train")
-    data = toy / f"{'text' if values.get('format', 'auto') == 'auto' else values['format']}.jsonl"
+    kind = "preference" if "dpo" in values else values.get("format", "text")
+    data = toy / f"{kind}.jsonl"
     flags = {"model": toy / "model", "data": data, "out": tmp_path / "run", "context": 256, "steps": 2, "batch": 1}
     if "eval_data" in values:
         flags["eval-data"] = data

@@ -184,7 +184,7 @@ class RowTokenizer:
                 f"{where}: `chosen` and `rejected` are the same, so neither is preferred; remove the row"
             )
         if not isinstance(row.get("prompt"), type(row.get("chosen"))):  # none, or a text next to whole chats
-            row = {**row, **_common_prompt(row.get("chosen"), row.get("rejected"), where)}
+            row = {**row, **common_prompt(row.get("chosen"), row.get("rejected"), where)}
         ids: list[Ids] = []
         spans: list[Span] = []
         for column in ("chosen", "rejected"):
@@ -253,7 +253,7 @@ class RowTokenizer:
         return ids, [(token_at(start), token_at(end)) for start, end in borders]
 
 
-def _common_prompt(chosen: Any, rejected: Any, where: str) -> dict[str, Any]:
+def common_prompt(chosen: Any, rejected: Any, where: str) -> dict[str, Any]:
     """Return prompt and answers of two texts or chats that begin alike, as TRL's `extract_prompt` does."""
     if not (isinstance(chosen, str | list) and type(chosen) is type(rejected) and chosen and rejected):
         return {}

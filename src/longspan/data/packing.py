@@ -150,7 +150,8 @@ class WholeDocuments:
             state = {"place": place, "sequences": self._number, "used": used, "counts": dict(self._counts)}
             parts = [part for document in documents for part in document.parts]
             starts = np.cumsum([0, *map(len, parts)])[:-1]
-            where = tuple(document.piece.document.where for document in documents for _ in document.parts)
+            names = ("", ", rejected")  # of parts
+            where = tuple(d.piece.document.where + names[i] for d in documents for i in range(len(d.parts)))
             made = [
                 make_sequence(
                     np.concatenate(parts),
