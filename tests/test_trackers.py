@@ -66,7 +66,7 @@ def _metrics(step: int) -> StepMetrics:
 
 
 def _evaluated(step: int) -> Evaluated:
-    return Evaluated(step, Loss(2.0, 10), {"a": Loss(2.0, 10)}, {(0, 16): Loss(2.0, 10)}, 1.0)
+    return Evaluated(step, Loss(2.0, 10), {"a": Loss(2.0, 10)}, {(0, 16): Loss(2.0, 10)}, 1.0, "<b> & c")
 
 
 def _log(folder: Path, step: int, warned: list[str] | None = None) -> None:
@@ -84,13 +84,16 @@ def test_every_tracker_gets_steps_evaluations_and_settings(fakes: dict[str, Reco
         ((_, options),) = module.named("init")
         assert options["project"] == "longspan" and options["config"] == SETTINGS
         assert options["name"].startswith("run") and len(module.named("finish")) == 1
-    (steps, _), (evaluated, _) = wandb.named("log")
+    (steps, _), (evaluated, _), (sample, _) = wandb.named("log")
+    assert set(sample[0]) == {"eval/sample", "step"} and wandb.named("Html")[0][0] == ("<pre>&lt;b&gt; &amp; c</pre>",)
+    assert trackio.named("Markdown")[0][0] == ("<b> & c",)
+    assert mlflow.named("log_text") == [(("new", "<b> & c", "eval/sample/1.txt"), {})]
     assert steps[0]["train/loss"] == 2.5 and steps[0]["step"] == 1 and "train/mfu" not in steps[0]
     assert evaluated[0] == {
         **{"eval/loss": 2.0, "eval/perplexity": pytest.approx(7.389, abs=1e-3), "step": 1},
         **{"eval/loss_by_source/a": 2.0, "eval/loss_by_position/16": 2.0},
     }
-    assert [options for _, options in trackio.named("log")] == [{"step": 1}, {"step": 1}]
+    assert [options for _, options in trackio.named("log")] == [{"step": 1}] * 3
     assert {args[1:] for args, _ in mlflow.named("log_param")} == set(SETTINGS.items())
     assert (("new", "eval/loss", 2.0), {"step": 1}) in mlflow.named("log_metric")
     assert mlflow.named("set_tracking_uri") == [((f"sqlite:///{tmp_path / 'run' / 'mlflow.db'}",), {})]

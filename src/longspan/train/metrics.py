@@ -318,12 +318,15 @@ class MetricsLog:
     def write_evaluation(self, evaluated: Evaluated) -> None:
         """Append an evaluation. Raise OSError as `write`."""
         self._evaluations.write(evaluated.record())
-        self._track(evaluated.scalars(), evaluated.step)
+        self._track(evaluated.scalars(), evaluated.step, evaluated.sample)
 
-    def _track(self, values: dict[str, float], step: int) -> None:
+    def _track(self, values: dict[str, float], step: int, sample: str | None = None) -> None:
         for name, tracker in list(self._trackers.items()):
             try:
-                tracker.log(values, step)
+                if values:
+                    tracker.log(values, step)
+                if sample is not None:
+                    tracker.log_text("eval/sample", sample, step)
             except Exception as error:  # a tracker does not end the run, whatever it raises
                 self._warn(f"warning: --track {name} failed and is left out from step {step} on: {error}")
                 del self._trackers[name]

@@ -6,6 +6,7 @@ Where and under which project they log is set by their own environment variables
 
 from __future__ import annotations
 
+import html
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -47,6 +48,8 @@ class Tracker(Protocol):
 
     def log(self, values: Mapping[str, float], step: int) -> None: ...
 
+    def log_text(self, name: str, text: str, step: int) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -63,6 +66,9 @@ class TensorBoard:
     def log(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        self._board.add_text(name, text, step)
 
     def close(self) -> None:
         self._board.close()
@@ -90,6 +96,11 @@ class Wandb:
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log({**values, "step": step})
 
+    def log_text(self, name: str, text: str, step: int) -> None:
+        import wandb
+
+        self._run.log({name: wandb.Html(f"<pre>{html.escape(text)}</pre>"), "step": step})
+
     def close(self) -> None:
         self._run.finish()
 
@@ -111,6 +122,11 @@ class Trackio:
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        import trackio
+
+        self._run.log({name: trackio.Markdown(text)}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -139,6 +155,9 @@ class MLflow:
     def log(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
             self._client.log_metric(self.id, name, value, step=step)
+
+    def log_text(self, name: str, text: str, step: int) -> None:
+        self._client.log_text(self.id, text, f"{name}/{step}.txt")
 
     def close(self) -> None:
         self._client.set_terminated(self.id)
