@@ -20,7 +20,7 @@ from longspan.train.evaluation import Evaluated, Loss, Progress, buckets
 from longspan.train.inputs import open_local
 from tests.choose import confirming
 from tests.pool import RankPool
-from tests.training import losses_of, refused, said_by, small_run, train, train_on, write_config
+from tests.training import losses_of, refused, said_by, small_run, train, train_on, weights_of, write_config
 
 TEXTS = {"books": ["It was a bright cold day in April. " * 9, "x" * 30], "code": ["def f(x): return x + 1\n" * 11]}
 
@@ -138,8 +138,13 @@ def test_patience_stops_and_the_best_checkpoint_stays(alone: TrainConfig, tmp_pa
         and f"is at step {last} of --steps 30, where --patience 3 stopped it" in again
     )
     assert _evaluations(config.out) == found
+    chosen = replace(config, export="best")
+    assert f"exporting step {best['step']}, which had the lowest evaluation loss" in said_by(replace(chosen, spike=0.0))
+    assert checkpoint.exported_step(config.exported) == best["step"] and _evaluations(config.out) == found
+    assert "nothing to do" in said_by(replace(chosen, spike=0.0))
+    weights = weights_of(config.out)
     train(replace(config, resume=str(checkpoint.step_path(config.checkpoints, best["step"])), steps=best["step"]))
-    assert checkpoint.exported_step(config.exported) == best["step"]
+    assert all(torch.equal(x, weights[name]) for name, x in weights_of(config.out).items())
 
 
 def test_a_run_whose_evaluations_are_not_finite_stops(

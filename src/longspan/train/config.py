@@ -290,9 +290,9 @@ class CheckpointSection:
     checkpoint. Mesh, --fsdp and --context may change; the order of the data is kept."""
     change_batch: bool = False
     """Allow another number of sequences per step than the checkpoint was made with."""
-    export: Literal["end", "saves", "never"] = "end"
-    """When to write OUT/hf: at the end, with every checkpoint, or never. To export a stopped run, resume it with
-    --steps set to the steps it has done."""
+    export: Literal["end", "best", "saves", "never"] = "end"
+    """When to write OUT/hf: at the end; at the end, but with the weights of the lowest evaluation loss; with every
+    checkpoint; or never. To export a stopped run, resume it with --steps set to the steps it has done."""
 
     push_to_hub: str | None = None
     """Push OUT/hf to this repository of the Hugging Face hub (OWNER/NAME, or NAME) at the end. Needs a token."""
@@ -499,6 +499,8 @@ class TrainConfig(RankFlags):
         ):  # fmt: skip
             section.check()
         self.tuning.check(self.model.model, self.parallel.ranks)
+        if self.checkpoint.export == "best" and not (self.evaluation.eval_data and self.evaluation.keep_best):
+            raise LongspanError("--export best needs --eval-data, and the checkpoints of --keep-best")
         if self.evaluation.eval_tasks and self.checkpoint.export == "never":
             raise LongspanError(
                 f"--eval-tasks {self.evaluation.eval_tasks} evaluates the export; leave --export never out"

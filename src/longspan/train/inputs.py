@@ -220,18 +220,25 @@ def stopped_early(config: TrainConfig, evaluation: Mapping[str, Any] | None) -> 
     return bool(patience and evaluation is not None and evaluation["since"] >= patience)
 
 
+def step_to_export(config: TrainConfig, last: int, evaluation: Mapping[str, Any] | None) -> int:
+    """Return the step whose weights a run exports that has done `last` steps; the best one was not before the first."""
+    best = evaluation["step"] if config.checkpoint.export == "best" and evaluation is not None else None
+    return best or last
+
+
 def finished(config: TrainConfig, inputs: Inputs) -> str | None:
     """Return a message if the run has done all its steps, or stopped early, and exported them, else None."""
     resume = inputs.resume
     if config.checkpoint.resume != "auto" or resume is None:
         return None
-    early = stopped_early(config, resume.state.get("evaluation"))
+    evaluation = resume.state.get("evaluation")
+    early = stopped_early(config, evaluation)
     if resume.step != config.last_step and not early:
         return None
     exported = f", and {config.exported} holds its export"
     if config.checkpoint.export == "never":
         exported = ""
-    elif checkpoint.exported_step(config.exported) != resume.step:
+    elif checkpoint.exported_step(config.exported) != step_to_export(config, resume.step, evaluation):
         return None
     more, why = "--steps", ""
     if early:

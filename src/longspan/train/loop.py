@@ -52,6 +52,7 @@ from longspan.train.inputs import (
     model_origin,
     open_local,
     settings_of,
+    step_to_export,
     stopped_early,
 )
 from longspan.train.job import run_summary
@@ -223,8 +224,8 @@ class Trainer:
                 self._save(last=True)
                 if stop.signum:
                     raise Stopped(stop.signum)
-            if config.checkpoint.export == "end":
-                self._export(last=True)
+            if config.checkpoint.export in ("end", "best"):
+                self._export(self._load_best(), last=True)
 
     def _evaluate(self) -> bool:
         """Evaluate, and return whether the loss is the lowest so far."""
@@ -257,11 +258,23 @@ class Trainer:
         best = self.evaluator.progress.step if self.config.evaluation.keep_best else None
         complete = self.outputs.save(self.step, self.model, self.optimizer, state, best=best, last=last)
         if complete and self.config.checkpoint.export == "saves":
-            self._export(last=last)
+            self._export(self.step, last=last)
 
-    def _export(self, *, last: bool) -> None:
+    def _load_best(self) -> int:
+        """Load the weights to export at the end, if they are those of an earlier step; return their step."""
+        step = step_to_export(self.config, self.step, dataclasses.asdict(self.evaluator.progress))
+        if step != self.step:
+            self._at("loading the best checkpoint", self.step, unlimited=True)
+            path = checkpoint.step_path(self.config.checkpoints, step)
+            checkpoint.load(path, self.model, self.optimizer, self.outputs.ranks)
+        if self.config.checkpoint.export == "best":
+            why = "had the lowest" if self.evaluator.progress.step else "is the last: none had a lower"
+            self.display.log(f"exporting step {step}, which {why} evaluation loss")
+        return step
+
+    def _export(self, step: int, *, last: bool) -> None:
         self._at("export", self.step, unlimited=True)
-        self.outputs.export(self.step, self.model, self.inputs, self.generation_config, last=last)
+        self.outputs.export(step, self.model, self.inputs, self.generation_config, last=last)
 
     def _log_start(self) -> None:
         """Log what runs, and how it differs from the run that it resumes."""
