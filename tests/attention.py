@@ -54,6 +54,27 @@ HARD = {
         spans=(((1, 4), (6, 13)),) * 2, documents=(-1,) * 2 + (0,) * 7 + (1,) * 8, n=17, batch=2
     ),
     "bidirectional spans, chunked prefill": Case(spans=(((2, 9), (17, 23)),), n=9, kv_n=25, q_start=16, window=12),
+    "trees": Case(
+        trees=(((3, -1), (4, 0), (2, 1), (5, 1), (1, 0), (6, -1), (2, 5)), ((9, -1), (7, 0), (7, 0))),
+        n=23,
+        batch=2,
+        q_heads=8,
+    ),
+    "trees and window": Case(trees=(((6, -1), (3, 0), (5, 1), (4, 1), (7, 0), (5, -1)),), n=30, window=5),
+    "trees and chunks": Case(trees=(((6, -1), (3, 0), (5, 1), (4, 1), (7, 0), (5, -1)),), n=30, chunk_size=4),
+    "trees, sinks, softcap, documents": Case(
+        trees=(((5, -1), (4, 0), (6, 0), (3, -1)),),
+        n=18,
+        sinks=True,
+        softcap=3.0,
+        documents=(0,) * 15 + (-1,) * 3,
+    ),
+    "a long tree": Case(
+        trees=(((301, -1), (40, 0), (140, 0), (3, 2), (90, 2), (170, 0)),), n=744, q_heads=2, kv_heads=1
+    ),
+    "a long tree and window": Case(
+        trees=(((301, -1), (40, 0), (140, 0), (3, 2), (90, 2), (170, 0)),), n=744, window=290, q_heads=2, kv_heads=1
+    ),
     "prefix and documents": Case(prefix=9, documents=(0,) * 6 + (1,) * 9, n=15),
     "softcap": Case(softcap=2.0, n=18, q_heads=6, kv_heads=2),
     "sinks": Case(sinks=True, n=19, q_heads=6, kv_heads=2),
@@ -90,7 +111,7 @@ FEW = (
     "a prefix for each row", "sinks, softcap and window", "sinks and documents with padding", "alibi, bidirectional",
     "a bias", "a mask function, documents, softcap", "a mask function that leaves rows empty", "many short documents",
     "cross attention with documents", "chunked prefill with documents", "bidirectional spans and window",
-    "bidirectional spans, documents, padding",
+    "bidirectional spans, documents, padding", "trees", "trees and window", "trees, sinks, softcap, documents",
 )  # fmt: skip
 """Every option and every kind of shape at least once: for tests of what all masks have in common."""
 

@@ -41,6 +41,7 @@ class Case:
     bias: str | None = None
     alibi: bool = False
     spans: tuple[tuple[tuple[int, int], ...], ...] | None = None  # bidirectional, of each row
+    trees: tuple[tuple[tuple[int, int], ...], ...] | None = None  # of each row nodes in preorder: tokens and parent
 
     @property
     def keys(self) -> int:
@@ -106,7 +107,10 @@ def options(case: Case, x: dict[str, Tensor]) -> dict[str, Any]:
         "q_start": case.q_start,
         "mask_mod": None if case.mod is None else MODS[case.mod],
     }
-    if case.spans is not None:
+    if case.trees is not None:
+        names = ("window", "chunk_size", "mask_mod")
+        of_mask = {"mask": longspan.TreeMask(*intervals(case.trees), **{name: of_mask[name] for name in names})}
+    elif case.spans is not None:
         of_mask = {"mask": longspan.Mask(**of_mask, bidirectional=case.spans)}
     return of_mask | {
         "length": case.n,
@@ -118,6 +122,44 @@ def options(case: Case, x: dict[str, Tensor]) -> dict[str, Any]:
         "softcap": case.softcap,
         "scale": case.scale,
     }
+
+
+def intervals(trees: tuple[tuple[tuple[int, int], ...], ...]) -> list[Tensor]:
+    """Return `tin` and `tout` of trees whose nodes are (tokens, number of the parent or -1)."""
+    found = []
+    for row in trees:
+        stops = [node + 1 for node in range(len(row))]  # number behind the last descendant
+        for node in reversed(range(len(row))):
+            if row[node][1] >= 0:
+                stops[row[node][1]] = max(stops[row[node][1]], stops[node])
+        found.append(torch.tensor([(node, stops[node]) for node, (size, _) in enumerate(row) for _ in range(size)]))
+    return list(torch.stack(found).unbind(2))
+
+
+def paths_of(row: tuple[tuple[int, int], ...]) -> list[list[int]]:
+    """Return the path of each token of a tree, from the root to itself, by parents alone."""
+    found: list[list[int]] = []
+    of_nodes: list[list[int]] = []  # of each node's last token
+    for size, parent in row:
+        path = [] if parent < 0 else of_nodes[parent]
+        for _ in range(size):
+            path = [*path, len(found)]
+            found.append(path)
+        of_nodes.append(path)
+    return found
+
+
+def _on_paths(case: Case) -> Tensor:
+    """Return which keys each query of trees sees, bool [B, n, n]; windows and chunks count along paths."""
+    assert case.trees is not None
+    ok = torch.zeros(len(case.trees), case.n, case.n, dtype=torch.bool)
+    for b, row in enumerate(case.trees):
+        for i, path in enumerate(paths_of(row)):
+            first = 0 if case.window is None else max(0, len(path) - case.window)
+            if case.chunk_size is not None:
+                first = max(first, (len(path) - 1) // case.chunk_size * case.chunk_size)
+            ok[b, i, path[first:]] = True
+    return ok
 
 
 def allowed(case: Case, x: dict[str, Tensor]) -> Tensor:
@@ -134,6 +176,8 @@ def allowed(case: Case, x: dict[str, Tensor]) -> Tensor:
         ok = ok & ((i - j).abs() < case.window)
     if case.chunk_size is not None:
         ok = ok & (i // case.chunk_size == j // case.chunk_size)
+    if case.trees is not None:
+        ok = _on_paths(case)
     if case.prefix is not None:
         prefixes = case.prefix if isinstance(case.prefix, tuple) else (case.prefix,)
         ok = ok | (j < torch.tensor(prefixes)[:, None, None])

@@ -129,7 +129,7 @@ def _defaults(kind: type[Any], *hidden: str) -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(kind) if field.name not in hidden}
 
 
-_MASK_OPTIONS = _defaults(Mask, "segments", "kv_segments", "bidirectional")
+_MASK_OPTIONS = _defaults(Mask, "segments", "kv_segments", "bidirectional", "nodes")
 _SCORE_OPTIONS = _defaults(Scores, "first_head")
 _DEFAULTS = {
     **_MASK_OPTIONS,
@@ -178,7 +178,7 @@ def attention(
             - q_start: position of the first query among the keys: `kv_length - length` for chunked prefill.
             - mask_mod: a function `(b, h, q, kv) -> bool tensor` that must be true too (FlexAttention's form). Heads
               and positions are those of the whole model and sequence; it must be the same on every rank.
-            - mask: a `longspan.Mask`, or a subclass (docs/how-to/extend.md), instead of these options.
+            - mask: a `longspan.Mask`, a subclass (docs/how-to/extend.md) or `longspan.TreeMask(...)`, instead of these.
 
             Sequence:
 

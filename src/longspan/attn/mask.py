@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from longspan.attn.segments import Segments
+from longspan.attn.tree import Trees, along_paths, read_trees, tree_regions
 from longspan.compat.torch_api import tree_leaves
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Span
@@ -44,6 +45,8 @@ class Mask:
         mask_mod: a function of (row, head, i, j) that must return True. Heads are those of the whole model.
         bidirectional: for each batch row spans of tokens (disjoint, in order) whose queries also see the later keys of
             their own span in spite of `causal` (the tokens of an image in Gemma-3). `window` still hides earlier keys.
+        nodes: for each batch row the nodes of trees, whose tokens see their own path only (`TreeMask`). `window` and
+            `chunk_size` then count along paths.
     """
 
     causal: bool = True
@@ -55,6 +58,7 @@ class Mask:
     q_start: int = 0
     mask_mod: MaskMod | None = None
     bidirectional: Segments | None = None
+    nodes: Trees | None = None
 
     def __post_init__(self) -> None:
         for name in ("window", "chunk_size"):
@@ -72,6 +76,10 @@ class Mask:
             raise LongspanError(
                 f"`bidirectional` spans need a causal mask without a prefix, got {given}; a prefix can be a span, too"
             )
+        if self.nodes is not None and type(self) is not Mask:
+            raise LongspanError(f"a {type(self).__name__} cannot have `nodes`; its regions are its own")
+        if self.nodes is not None and (not self.causal or self.prefix is not None or self.bidirectional is not None):
+            raise LongspanError("trees need a causal mask without `prefix` and `bidirectional`")
         if self.kv_segments is not None and (self.causal or self.window or self.chunk_size or self.q_start):
             raise LongspanError(
                 "keys of another sequence (cross attention) have no order with the queries; use causal=False without "
@@ -91,7 +99,7 @@ class Mask:
     @property
     def varies_by_row(self) -> bool:
         """Whether rows of the batch may have different masks."""
-        by_row = self.segments, self.kv_segments, self.bidirectional
+        by_row = self.segments, self.kv_segments, self.bidirectional, self.nodes
         return any(x is not None for x in by_row) or isinstance(self.prefix, tuple)
 
     def limited_to(self, length: int) -> Mask:
@@ -131,6 +139,9 @@ class Mask:
             queries: positions of the segment's queries.
             keys: positions of its keys.
         """
+        if self.nodes is not None:
+            yield from tree_regions(self.nodes[row], self.window, self.chunk_size)
+            return
         lo = 0 if self.causal else None
         hi = None if self.window is None else self.window - 1
         if self.window is not None and not self.causal:
@@ -161,11 +172,11 @@ class Mask:
             yield Region(at, queries[1], *keys, 0, hi)
 
     def _segment_pairs(self, row: int, queries: Span, keys: Span) -> Iterator[tuple[Span, Span]]:
-        """Yield each segment's queries and keys; chunks of `chunk_size` cut segments too."""
+        """Yield each segment's queries and keys; chunks of `chunk_size` cut segments too, but not trees."""
         q_spans = (queries,) if self.segments is None else self.segments[row]
         k_spans = ((keys,) if self.segments is None else q_spans) if self.kv_segments is None else self.kv_segments[row]
         for q, k in zip(q_spans, k_spans, strict=True):
-            if self.chunk_size is None:
+            if self.chunk_size is None or self.nodes is not None:
                 yield q, k
                 continue
             first, stop = min(q[0], k[0]) // self.chunk_size, -(-max(q[1], k[1]) // self.chunk_size)
@@ -211,9 +222,14 @@ class Mask:
         Returns:
             bool [B or 1, H or 1, Q, K].
         """
-        prefixes_BQ = self.prefixes(i)
-        allowed_BQK = self.pairwise(i[None, :, None], j[None, None], prefixes_BQ[..., None])
-        allowed_BQK = allowed_BQK.expand(len(prefixes_BQ), len(i), len(j))
+        if self.nodes is None:
+            prefixes_BQ = self.prefixes(i)
+            allowed_BQK = self.pairwise(i[None, :, None], j[None, None], prefixes_BQ[..., None])
+            allowed_BQK = allowed_BQK.expand(len(prefixes_BQ), len(i), len(j))
+        else:
+            (at_BQ, _), (at_BK, end_BK) = along_paths(self.nodes, i), along_paths(self.nodes, j)
+            on_path_BQK = (j <= i[:, None]) & (i[:, None] < end_BK[:, None])
+            allowed_BQK = self.pairwise(at_BQ[..., None], at_BK[:, None]) & on_path_BQK
         if self.segments is not None:
             q_ids, k_ids = self.segment_ids(batch, i, j)
             allowed_BQK = allowed_BQK & (q_ids[:, :, None] == k_ids[:, None, :]) & (q_ids >= 0)[:, :, None]
@@ -271,6 +287,13 @@ class Mask:
                 f"queries at {self.q_start} to {self.q_start + queries - 1} lie behind the {keys} keys; a causal mask "
                 f"needs keys up to the last query (or causal=False)"
             )
+        if self.nodes is not None:
+            sizes = [row[-1][1] for row in self.nodes]
+            if self.q_start or queries != keys or sizes != [keys] * batch:
+                raise LongspanError(
+                    f"a tree mask of {len(sizes)} rows of {sizes[0]} tokens does not fit {batch} rows of {queries} "
+                    f"queries and {keys} keys (q_start={self.q_start}); it needs an entry for every token"
+                )
         for name, rows, end in (
             ("documents", self.segments, max(keys, queries)),
             ("kv_documents", self.kv_segments, keys),
@@ -285,6 +308,34 @@ class Mask:
             last = max((span[1] for row in rows for span in row), default=0)
             if last > end:
                 raise LongspanError(f"`{name}` reaches to token {last}, the sequence has {end}")
+
+
+def TreeMask(
+    tin: Tensor,
+    tout: Tensor,
+    *,
+    window: int | None = None,
+    chunk_size: int | None = None,
+    mask_mod: MaskMod | None = None,
+) -> Mask:
+    """Return the mask of trees: token q sees k <= q with `tin[k] <= tin[q] < tout[k]`, its path to the root.
+
+    Sequences with a shared beginning are a tree whose nodes hold shared tokens once. Number the nodes in preorder: a
+    node's `tin` is its number, its `tout` the first number behind its descendants. Its tokens share both, or have
+    numbers of their own. The cost follows the pairs that attend. `longspan.pack_tree` makes trees of sequences.
+
+    Args:
+        tin: int64 `[length]`, or `[batch, length]` for a tree in each row; never falls along a row.
+        tout: likewise. Several roots are several trees, which do not see each other.
+        window: a token sees the last `window` tokens of its path, itself included.
+        chunk_size: tokens see only their own chunk, counted along the path.
+        mask_mod: a function that must be true too; its positions count the tokens of the row, not of a path.
+
+    Raises:
+        LongspanError: for tokens out of preorder, and for intervals that overlap without nesting.
+    """
+    nodes = read_trees(tin, tout)
+    return Mask(window=window, chunk_size=chunk_size, mask_mod=mask_mod, nodes=nodes)
 
 
 def over_indices(function: Callable[..., Tensor], *indices: Tensor) -> Tensor:
@@ -304,6 +355,7 @@ def row_groups(mask: Mask, batch: int) -> tuple[Span, ...]:
             None if mask.kv_segments is None else mask.kv_segments[b],
             mask.prefix[b] if isinstance(mask.prefix, tuple) else None,
             None if mask.bidirectional is None else mask.bidirectional[b],
+            None if mask.nodes is None else mask.nodes[b],
         )
         for b in range(batch)
     ]

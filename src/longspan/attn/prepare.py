@@ -339,6 +339,8 @@ def check_attention(shapes: Shapes, sp: SequenceSharding, mask: Mask, scores: Sc
         position = torch.zeros(1, dtype=torch.int64, device=shapes.device)
         mask.evaluate_mask_mod((0, 1), (0, 1), position, position)  # raises if it returns no booleans
     scores.check(shapes.q[2])
+    if mask.nodes is not None and scores.alibi is not None:
+        raise LongspanError("`alibi` measures distances along the row, not along a tree's paths; leave one out")
     kv_heads = shapes.k[2]
     check_heads(shapes.q[2], kv_heads)
     if not sp.kv_replication and sp.ulysses_size > kv_heads:

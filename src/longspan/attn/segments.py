@@ -138,11 +138,12 @@ def chunk_segments(rows: Segments, chunk_size: int, starts: tuple[tuple[int, ...
         tuple(
             span
             for (start, stop), position in zip(row, starts[b] if starts else (0,) * len(row), strict=True)
-            for span in _cut_span(start, stop, start + chunk_size - position % chunk_size, chunk_size)
+            for span in cut_span(start, stop, start + chunk_size - position % chunk_size, chunk_size)
         )
         for b, row in enumerate(rows)
     )
 
 
-def _cut_span(start: int, stop: int, first_cut: int, step: int) -> Iterator[Span]:
+def cut_span(start: int, stop: int, first_cut: int, step: int) -> Iterator[Span]:
+    """Yield the parts of a span that is cut at every `step` tokens from `first_cut` on."""
     return itertools.pairwise([start, *range(first_cut, stop, step), stop])

@@ -37,7 +37,7 @@ class FunctionKernel(AutogradKernel):
         unable = [
             what
             for what in beyond_sdpa(request)
-            if what in ("prefix", "bidirectional spans") or what.startswith(("keys", "the mask"))
+            if what in ("prefix", "bidirectional spans", "trees") or what.startswith(("keys", "the mask"))
         ]
         if unable:
             return f"the kernel {self.name} cannot do {' or '.join(unable)}; use kernel='auto'"

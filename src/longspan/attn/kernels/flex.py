@@ -24,6 +24,7 @@ from longspan.attn.kernels.base import BackwardInputs, BlockKernel, BlockRegion,
 from longspan.attn.kernels.flex_blocks import BlockLists, block_lists
 from longspan.attn.mask import Mask, MaskMod
 from longspan.attn.score import Bias, Scores
+from longspan.attn.tree import along_paths
 from longspan.compat.torch_attention import compiled_whole, flex_attend, flex_attend_backward, mark_dynamic
 from longspan.core.layout import Span
 
@@ -40,7 +41,7 @@ class FlexBlock:
     """FlexAttention's inputs for the local queries and one KV block, for all layers, forward and backward.
 
     Attributes:
-        mask: of the whole sequence, without `mask_mod`, segments, prefix and spans.
+        mask: of the whole sequence, without `mask_mod`, segments, prefix, spans and trees.
         mod: the mask's `mask_mod`.
         counts: blocks of queries and blocks of keys; the last of each is padded.
         i: positions of the queries, int64 [Q padded]; -1 for padding.
@@ -49,6 +50,8 @@ class FlexBlock:
             segments.
         prefixes: how many keys each query sees in spite of causality, int64 [B, Q padded]; None if there is neither a
             prefix nor a bidirectional span.
+        paths: positions of queries and of keys along their paths, int64 [B, Q padded] and [B, T padded], and where the
+            keys' subtrees end; None without trees.
         lists: the blocks to compute.
     """
 
@@ -59,12 +62,13 @@ class FlexBlock:
     j: Tensor
     ids: tuple[Tensor, Tensor] | None
     prefixes: Tensor | None
+    paths: tuple[Tensor, Tensor, Tensor] | None
     lists: BlockLists
 
     def mask_mod(self, first_head: int) -> MaskMod:
         """Return the mask as FlexAttention's function of row, head, query and key indices."""
         mod = None if self.mod is None else _from_head(self.mod, first_head, self.i)
-        return _mask_function(self.mask, mod, self.i, self.j, self.ids, self.prefixes)
+        return _mask_function(self.mask, mod, self.i, self.j, self.ids, self.prefixes, self.paths)
 
     def score_mod(self, scores: Scores) -> Any:
         """Return softcap and biases as FlexAttention's score function; None for neither."""
@@ -161,16 +165,21 @@ def _prepared(blocks: Blocks, block: int, parts: Sequence[BlockRegion]) -> FlexB
     if mask.segments is not None:
         q_ids, k_ids = (x.to(torch.int32) for x in mask.segment_ids(batch, i, j))
         ids = _filled(q_ids, counts[0]), _filled(k_ids, counts[1])
+    paths = None
+    if mask.nodes is not None:
+        (at_q, _), (at_k, end_k) = along_paths(mask.nodes, i), along_paths(mask.nodes, j)
+        paths = _filled(at_q, counts[0]), _filled(at_k, counts[1]), _filled(end_k, counts[1])
     i, j = (torch.where(x < end, x, -1) for x, end in zip((i, j), blocks.ends, strict=True))
     i, j = _filled(i, counts[0]), _filled(j, counts[1])
-    return FlexBlock(_of_any_batch(mask), mask.mask_mod, counts, i, j, ids, prefixes, lists)
+    return FlexBlock(_of_any_batch(mask), mask.mask_mod, counts, i, j, ids, prefixes, paths, lists)
 
 
 def _of_any_batch(mask: Mask) -> Mask:
     """Drop this batch's numbers from the mask: a compiler would recompile for each."""
     prefix = None if mask.prefix is None else 0
     spans = None if mask.bidirectional is None else ()
-    return replace(mask, prefix=prefix, mask_mod=None, segments=None, kv_segments=None, bidirectional=spans)
+    none: Any = dict.fromkeys(("mask_mod", "segments", "kv_segments", "nodes"))
+    return replace(mask, prefix=prefix, bidirectional=spans, **none)
 
 
 def _blocks_of(tokens: int) -> int:
@@ -203,10 +212,15 @@ def _mask_function(
     j: Tensor,
     ids: tuple[Tensor, Tensor] | None,
     prefixes: Tensor | None,
+    paths: tuple[Tensor, Tensor, Tensor] | None,
 ) -> MaskMod:
     def allowed(b: Tensor, h: Tensor, at_q: Tensor, at_k: Tensor) -> Tensor:
         q, kv = i[at_q], j[at_k]
-        ok = mask.pairwise(q, kv, 0 if prefixes is None else prefixes[b, at_q]) & (q >= 0) & (kv >= 0)
+        ok = (q >= 0) & (kv >= 0)
+        if paths is None:
+            ok = ok & mask.pairwise(q, kv, 0 if prefixes is None else prefixes[b, at_q])
+        else:
+            ok = ok & mask.pairwise(paths[0][b, at_q], paths[1][b, at_k]) & (kv <= q) & (q < paths[2][b, at_k])
         if ids is not None:
             q_id, k_id = ids[0][b, at_q], ids[1][b, at_k]
             ok = ok & (q_id == k_id) & (q_id >= 0)

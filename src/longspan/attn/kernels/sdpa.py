@@ -43,6 +43,7 @@ def beyond_sdpa(request: KernelRequest) -> list[str]:
         "mask_mod": mask.mask_mod is not None,
         "prefix": mask.prefix is not None,
         "bidirectional spans": mask.bidirectional is not None,
+        "trees": mask.nodes is not None,
         "a window to both sides": mask.window is not None and not mask.causal,
         "keys of another sequence or length": mask.kv_segments is not None
         or mask.q_start > 0
