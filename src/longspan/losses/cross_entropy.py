@@ -49,23 +49,29 @@ class LossTerms:
 CROSS_ENTROPY = LossTerms()
 
 
-def loss_sum(logits: Tensor | DeferredLogits, labels: Tensor, terms: LossTerms = CROSS_ENTROPY) -> Tensor:
+def loss_sum(
+    logits: Tensor | DeferredLogits, labels: Tensor, terms: LossTerms = CROSS_ENTROPY, weights: Tensor | None = None
+) -> Tensor:
     """Return the sum of the tokens' losses, fp64 []. Not collective, unless the vocabulary is sharded.
 
     Args:
         logits: `[..., V]`, any floating dtype; computed in fp32 (fp64 for fp64).
         labels: int64, one per token; -100 for no loss.
         terms: of the loss.
+        weights: factor of each token's loss, of the shape of `labels`; default 1.
     """
     labels_T = labels.reshape(-1).to(logits.device)
+    weights_T = None if weights is None else weights.reshape(-1).to(logits.device)
     total: Any
     if isinstance(logits, DeferredLogits) and logits.head.loss_name != "tiled":
-        total = head_loss(logits.head.loss_name, logits, labels_T, terms)
+        total = head_loss(logits.head.loss_name, logits, labels_T, terms, weighted=weights is not None)
     elif isinstance(logits, DeferredLogits):
         hidden_TD = logits.hidden.reshape(-1, logits.hidden.shape[-1])
-        total = _DeferredLossSum.apply(logits, labels_T, terms, hidden_TD, *logits.head.bare.trained().values())  # type: ignore[no-untyped-call]
+        total = _DeferredLossSum.apply(  # type: ignore[no-untyped-call]
+            logits, labels_T, weights_T, terms, hidden_TD, *logits.head.bare.trained().values()
+        )
     else:
-        total = _LossSum.apply(logits.reshape(-1, logits.shape[-1]), labels_T, terms)  # type: ignore[no-untyped-call]
+        total = _LossSum.apply(logits.reshape(-1, logits.shape[-1]), labels_T, weights_T, terms)  # type: ignore[no-untyped-call]
     result: Tensor = total
     return result
 
@@ -76,7 +82,7 @@ class _LossSum(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, terms: LossTerms) -> Tensor:
+    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, weights_T: Tensor | None, terms: LossTerms) -> Tensor:
         dtype = torch.promote_types(logits_TV.dtype, torch.float32)
         lse_T = torch.empty(len(labels_T), dtype=dtype, device=logits_TV.device)
         total = torch.zeros((), dtype=torch.float64, device=logits_TV.device)
@@ -87,16 +93,16 @@ class _LossSum(torch.autograd.Function):
             lse_T[span] = tile.gather(-1, index)[:, 0].to(dtype) - log_p
             mean_T = tile.mean(-1, dtype=dtype) if terms.label_smoothing else None
             loss_T = _losses(-log_p, mean_T, lse_T[span], terms)
-            total += torch.where(labels == IGNORE, 0, loss_T).sum(dtype=torch.float64)
-        ctx.save_for_backward(logits_TV, labels_T, lse_T)
+            total += _scaled(loss_T, labels, None if weights_T is None else weights_T[span]).sum(dtype=torch.float64)
+        ctx.save_for_backward(logits_TV, labels_T, weights_T, lse_T)
         ctx.terms = terms
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        logits_TV, labels_T, lse_T = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        logits_TV, labels_T, weights_T, lse_T = ctx.saved_tensors
         grad_TV = torch.empty_like(logits_TV)
-        scale_T = torch.where(labels_T == IGNORE, 0, grads[0]).to(lse_T.dtype)
+        scale_T = _scaled(grads[0], labels_T, weights_T).to(lse_T.dtype)
         in_place = grad_TV.dtype == lse_T.dtype
         scratch: Tensor | None = None
         for span in _tiles(logits_TV):
@@ -108,7 +114,7 @@ class _LossSum(torch.autograd.Function):
             _to_gradient(p, labels_T[span], scale_T[span], lse_T[span], ctx.terms)
             if not in_place:
                 grad_TV[span] = p
-        return grad_TV, None, None
+        return grad_TV, None, None, None
 
 
 class _DeferredLossSum(torch.autograd.Function):
@@ -120,10 +126,16 @@ class _DeferredLossSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: DeferredLogits, labels_T: Tensor, terms: LossTerms, hidden_TD: Tensor, *parameters: Tensor
+        ctx: Any,
+        logits: DeferredLogits,
+        labels_T: Tensor,
+        weights_T: Tensor | None,
+        terms: LossTerms,
+        hidden_TD: Tensor,
+        *parameters: Tensor,
     ) -> Tensor:
         by_name = dict(zip(logits.head.bare.trained_names(), parameters, strict=True))
-        gradients = TileGradients(hidden_TD, by_name, ctx.needs_input_grad[3:])
+        gradients = TileGradients(hidden_TD, by_name, ctx.needs_input_grad[4:])
         total = torch.zeros((), dtype=torch.float64, device=hidden_TD.device)
         rows = head_tile(logits.widest, hidden_TD.device.type == "cpu")
         matmul = logits.is_matmul and gradients.needed
@@ -134,7 +146,8 @@ class _DeferredLossSum(torch.autograd.Function):
         )
         for start in range(0, len(labels_T), tile.rows):
             span = slice(start, start + tile.rows)
-            total += tile(span, hidden_TD[span], labels_T[span], terms)
+            weights = None if weights_T is None else weights_T[span]
+            total += tile(span, hidden_TD[span], labels_T[span], weights, terms)
         # Not by `save_for_backward`: the backward returns these buffers, so nothing else may hold them.
         ctx.gradients = [gradients.of_hidden, *gradients.of_parameters()]
         ctx.dtypes = [x.dtype for x in (hidden_TD, *parameters)]
@@ -151,7 +164,13 @@ class _DeferredLossSum(torch.autograd.Function):
         else:
             ctx.gradients = None
         pairs = zip(gradients, ctx.dtypes, strict=True)
-        return None, None, None, *(None if x is None else x.mul_(grads[0].to(x.dtype)).to(dtype) for x, dtype in pairs)
+        return (
+            None,
+            None,
+            None,
+            None,
+            *(None if x is None else x.mul_(grads[0].to(x.dtype)).to(dtype) for x, dtype in pairs),
+        )
 
 
 class _AutogradTile:
@@ -160,13 +179,16 @@ class _AutogradTile:
     def __init__(self, logits: DeferredLogits, gradients: TileGradients, rows: int) -> None:
         self.logits, self.gradients, self.rows = logits, gradients, rows
 
-    def __call__(self, span: slice, hidden_TD: Tensor, labels_T: Tensor, terms: LossTerms) -> Tensor:
+    def __call__(
+        self, span: slice, hidden_TD: Tensor, labels_T: Tensor, weights_T: Tensor | None, terms: LossTerms
+    ) -> Tensor:
         """Return the loss, and add the gradients."""
         needed = self.gradients.needed
         with torch.set_grad_enabled(needed):
             x = self.gradients.leaf(hidden_TD)
             tile = self.logits.compute(x, self.gradients.stand_ins)
-        loss, grad_TV = _tile_loss(tile.detach(), labels_T, terms, needed, shard=self.logits.head.vocab_shard)
+        shard = self.logits.head.vocab_shard
+        loss, grad_TV = _tile_loss(tile.detach(), labels_T, weights_T, terms, needed, shard=shard)
         if grad_TV is not None:
             self.gradients.add(span, x, [tile], [grad_TV.to(tile.dtype)])
         return loss
@@ -189,12 +211,18 @@ class _MatmulTile:
         for name, weight_VD in gradients.stand_ins.items():  # the weight, unless it is frozen
             gradients.sums[name] = torch.zeros_like(weight_VD.detach(), dtype=wide)
 
-    def __call__(self, span: slice, hidden_TD: Tensor, labels_T: Tensor, terms: LossTerms) -> Tensor:
+    def __call__(
+        self, span: slice, hidden_TD: Tensor, labels_T: Tensor, weights_T: Tensor | None, terms: LossTerms
+    ) -> Tensor:
         """Return the loss, and add the gradients."""
         tile = self.head.observe(torch.mm(hidden_TD, self.weight_VD.t(), out=self.buffer[: len(hidden_TD)]))
         total = torch.zeros((), dtype=torch.float64, device=tile.device)
-        for logits, labels in zip(tile.split(self.fp32_rows), labels_T.split(self.fp32_rows), strict=True):
-            loss, grad = _tile_loss(logits, labels, terms, True, in_place=True, shard=self.head.vocab_shard)
+        for start in range(0, len(tile), self.fp32_rows):
+            rows = slice(start, start + self.fp32_rows)
+            logits, weights = tile[rows], None if weights_T is None else weights_T[rows]
+            loss, grad = _tile_loss(
+                logits, labels_T[rows], weights, terms, True, in_place=True, shard=self.head.vocab_shard
+            )
             assert grad is not None
             total += loss
             if grad.dtype != logits.dtype:
@@ -221,6 +249,7 @@ def _add_product(total_VD: Tensor, grad_TV: Tensor, hidden_TD: Tensor) -> None:
 def _tile_loss(
     tile_TV: Tensor,
     labels_T: Tensor,
+    weights_T: Tensor | None,
     terms: LossTerms,
     needs_grad: bool,
     in_place: bool = False,
@@ -246,12 +275,11 @@ def _tile_loss(
         sum_T, mean_T = sum_T[:, None], means[0] if means else None
     lse_T = (sum_T.log() + highest_T)[:, 0]
     loss_T = _losses(lse_T - label_T, mean_T, lse_T, terms)
-    counts = labels_T != IGNORE
-    total = torch.where(counts, loss_T, 0).sum(dtype=torch.float64)
+    total = _scaled(loss_T, labels_T, weights_T).sum(dtype=torch.float64)
     if not needs_grad:
         return total, None
     p_TV.div_(sum_T)
-    _to_gradient(p_TV, labels_T, counts.to(dtype), lse_T, terms, shard)
+    _to_gradient(p_TV, labels_T, _scaled(torch.ones_like(lse_T), labels_T, weights_T), lse_T, terms, shard)
     return total, p_TV
 
 
@@ -260,6 +288,12 @@ def _losses(loss_T: Tensor, mean_T: Tensor | None, lse_T: Tensor, terms: LossTer
     if mean_T is not None:
         loss_T = (1 - terms.label_smoothing) * loss_T + terms.label_smoothing * (lse_T - mean_T)
     return loss_T + terms.z_loss * lse_T.square() if terms.z_loss else loss_T
+
+
+def _scaled(x: Tensor, labels_T: Tensor, weights_T: Tensor | None) -> Tensor:
+    """Return `x`, a number or one per token, times the tokens' weights; 0 where a label is -100."""
+    x_T = torch.where(labels_T == IGNORE, 0, x)
+    return x_T if weights_T is None else x_T * weights_T.to(x_T.dtype)
 
 
 def _to_gradient(
@@ -315,9 +349,11 @@ class _Once(torch.autograd.Function):
         return grads[0]
 
 
-def head_loss(name: str, logits: DeferredLogits, labels_T: Tensor, terms: LossTerms) -> Tensor:
+def head_loss(
+    name: str, logits: DeferredLogits, labels_T: Tensor, terms: LossTerms, *, weighted: bool = False
+) -> Tensor:
     """Return the sum of the tokens' losses by torch's `linear_cross_entropy` or Liger's kernel, fp64 []."""
-    reason = _refusal(name, logits, terms)
+    reason = "it has no weights of tokens" if weighted else _refusal(name, logits, terms)
     if reason is not None:
         raise LongspanError(f"head_loss={name!r} cannot compute this loss: {reason}; use head_loss='tiled'")
     module: Any = logits.head.module

@@ -126,15 +126,23 @@ class GlobalLoss:
         self.computed = 0
 
     def of_tokens(
-        self, logits: Tensor | DeferredLogits, labels: Tensor, items: Any, terms: LossTerms = CROSS_ENTROPY
+        self,
+        logits: Tensor | DeferredLogits,
+        labels: Tensor,
+        items: Any,
+        terms: LossTerms = CROSS_ENTROPY,
+        weights: Tensor | None = None,
     ) -> Tensor:
-        """Return `causal_lm_loss`."""
+        """Return `causal_lm_loss`; with `weights` of my tokens the weighted mean."""
         if logits.shape[:-1] != labels.shape:
             raise LongspanError(
                 f"logits of shape {tuple(logits.shape)} do not belong to labels of shape {tuple(labels.shape)}"
             )
         labels = labels.to(logits.device)
-        loss = self._mean(loss_sum(logits, labels, terms), (labels != IGNORE).sum(), items)
+        count = labels != IGNORE
+        if weights is not None:
+            count = torch.where(count, weights.to(labels.device), 0).double()
+        loss = self._mean(loss_sum(logits, labels, terms, weights), count.sum(), items)
         return loss.to(torch.promote_types(logits.dtype, torch.float32))
 
     def of_rows(self, logits: Tensor, labels: Tensor, config: Any) -> Tensor:
@@ -174,7 +182,7 @@ class GlobalLoss:
         if self.batches is not None:
             self.batches.carried(sums[2].detach())
         if items is None:
-            items = sums[1].detach().clamp_min(1)
+            items = torch.where(sums[1] > 0, sums[1], 1).detach()
         return sums[0] / (items.to(sums.device) if isinstance(items, Tensor) else items)
 
 
@@ -211,7 +219,8 @@ class LossFunction(Stage):
         **_: Any,
     ) -> Tensor:
         """Return the mean of the global batch; `labels` are shifted already."""
-        loss = self.losses.of_tokens(logits, labels, num_items_in_batch)
+        weights = None if self.call is None else self.call.info.weights
+        loss = self.losses.of_tokens(logits, labels, num_items_in_batch, weights=weights)
         if self.call is not None:
             self.call.loss = loss, version_of(loss)
         return loss
@@ -259,7 +268,7 @@ class HeldBackLabels(Stage):
         return output.to_tuple() if self.as_tuple else output
 
     def loss(self, call: ForwardCall, logits: Any, labels: Tensor) -> Tensor:
-        return self.losses.of_tokens(logits, labels, self.items)
+        return self.losses.of_tokens(logits, labels, self.items, weights=call.info.weights)
 
 
 class RouterLoss(Stage):
