@@ -57,7 +57,7 @@ FAST := $(addprefix tests/test_,$(addsuffix .py,batch checkpoint collectives dat
 ALONE := $(addprefix tests/test_,$(addsuffix .py,activations afterwards arguments bench chats checked \
 	cli compat data decode_launches digests evaluation examples extending faults flex generate_cli gpu_report imports launch layout live_bytes local offload operators optimizer package packing pages \
 	plan plan_agrees plan_counts plan_figures plan_memory_options plan_page plan_shapes plan_tables readme recipes regions run_length saved site syncs \
-	tiled tolerance trackers tracing train tuning verify_compare))
+	tiled tolerance trackers tracing train trees tuning verify_compare))
 
 # What a new version of transformers, accelerate, PEFT, TRL, datasets, tyro or lm-eval can break.
 VERSIONED := $(addprefix tests/test_,$(addsuffix .py,cache cache_latent cache_offload checkpoint_export classify cli compat \

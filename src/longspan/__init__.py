@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from longspan.attn.kernels.choice import kernel_table as kernel_table
     from longspan.attn.kernels.custom import kernel_with_lse as kernel_with_lse
     from longspan.attn.mask import Mask as Mask
+    from longspan.attn.mask import TreeMask as TreeMask
     from longspan.attn.methods.dsp import dsp as dsp
     from longspan.comm.mesh import SequenceSharding as SequenceSharding
     from longspan.comm.mesh import init_mesh as init_mesh
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from longspan.hf.memory_options import compile_layers as compile_layers
     from longspan.hf.parallelize import parallelize as parallelize
     from longspan.hf.state import explain as explain
+    from longspan.hf.trees import pack_tree as pack_tree
     from longspan.hf.weights.gradients import no_sync as no_sync
     from longspan.hf.weights.gradients import optimizer_in_backward as optimizer_in_backward
     from longspan.mixers.linear_attention import linear_attention as linear_attention
@@ -48,6 +50,7 @@ _DEFINED_IN = {
     "SequenceSharding": "longspan.comm.mesh",
     "ShardedCache": "longspan.hf.forward.kv_cache",
     "TrainerMixin": "longspan.trainers.mixin",
+    "TreeMask": "longspan.attn.mask",
     "attention": "longspan.attn.api",
     "causal_lm_loss": "longspan.hf.forward.loss",
     "compile_layers": "longspan.hf.memory_options",
@@ -63,6 +66,7 @@ _DEFINED_IN = {
     "linear_attention": "longspan.mixers.linear_attention",
     "no_sync": "longspan.hf.weights.gradients",
     "optimizer_in_backward": "longspan.hf.weights.gradients",
+    "pack_tree": "longspan.hf.trees",
     "parallelize": "longspan.hf.parallelize",
     "register_mixer": "longspan.hf.forward.mixer_functions",
     "shard_batch": "longspan.hf.batch",

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from longspan.attn.segments import Segments
+from longspan.attn.tree import Trees, along_paths, children, read_trees
 from longspan.comm.arguments import check_integers, check_sharding, describe
 from longspan.comm.digests import Digester
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.shard import shard
 from longspan.core.errors import LongspanError
+from longspan.core.formatting import listed
 from longspan.core.layout import Layout
 from longspan.core.validation import check_flag, checked_call
 from longspan.hf.documents import BORDER_KEYS, ID_KEYS, LONGEST_KEYS, VisibleKeys, segments_of, tokens_of
@@ -48,6 +50,8 @@ class SequenceInfo:
     # Empty if nothing is padded on any rank.
     fillers: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     bidirectional: Segments | None = None  # each row's spans of tokens that see each other in a causal model
+    nodes: Trees | None = None  # trees of shared prefixes, whose tokens see their own path only
+    weights: Tensor | None = None  # of my tokens' labels in the loss, `[B, L]`
     placeholders: tuple[int, ...] = ()  # ids of tokens whose embeddings come from a vision tower
     padding: Tensor | None = None  # which of my tokens are padding without a label, bool `[B, L]`
     plans: dict[Any, Any] = dataclasses.field(default_factory=dict)  # attentions, by kind of layer
@@ -79,7 +83,10 @@ def device_digest(batch: Mapping[str, Any]) -> Tensor:
 
 
 _INPUTS = ("input_ids", "inputs_embeds", "token_type_ids", "per_layer_inputs")
-_PER_TOKEN = {*_INPUTS, "labels", "shift_labels", "position_ids", "attention_mask", *ID_KEYS}
+TREE_KEYS = ("tin", "tout")
+_PER_TOKEN = {
+    *_INPUTS, "labels", "shift_labels", "loss_weights", "position_ids", "attention_mask", *ID_KEYS, *TREE_KEYS,
+}  # fmt: skip
 _PER_BATCH = {*BORDER_KEYS, *LONGEST_KEYS}
 
 
@@ -101,6 +108,10 @@ def shard_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool =
             - `position_ids` [B, n] or [1, n], `token_type_ids` [B, n];
             - `per_layer_inputs` [B, n, layers, d] (Gemma-3n's, with `inputs_embeds`);
             - `attention_mask` [B, n]: 1 for a real token, 0 for padding, which no token attends to;
+            - `loss_weights` [B, n], floating: the weight of each label in the loss, a weighted mean; in the places of
+              `labels` or of `shift_labels`, whichever is given;
+            - `tin` and `tout` [B, n]: trees of shared prefixes, as of `longspan.TreeMask` (`longspan.pack_tree` makes
+              such batches). Position ids that are not given count along paths. `labels` are shifted along paths;
             - marks of packed documents, one of: `document_ids` or `seq_idx` [B, n] (an id per token, below 0 for
               padding); `cu_seq_lens_q` and `cu_seq_lens_k` [documents + 1] for a batch of one row (from transformers'
               `DataCollatorWithFlattening`, with `max_length_q` and `max_length_k`); position ids that restart.
@@ -160,16 +171,20 @@ def cut_batch(
     """
     batch_size, n, device = _batch_shape(batch)
     _check_lengths(batch, batch_size, n)
+    trees = _trees_of(batch)
     positions = batch.get("position_ids")
     if positions is not None and positions.dim() == 1:
         positions = positions[None]
-    rows, starts, visible = segments_of(batch, _text_positions(positions), batch_size, n)
+    if positions is None and trees is not None:
+        positions = along_paths(trees, torch.arange(n, device=device))[0]
+    of_documents = None if trees is not None else _text_positions(positions)
+    rows, starts, visible = segments_of(batch, of_documents, batch_size, n)
     replaced = {*_PER_TOKEN, *_PER_BATCH, "cache_position"}
     out = {key: value for key, value in batch.items() if key not in replaced}
     for key in _INPUTS:
         if batch.get(key) is not None:
             out[key] = _part(batch[key], sp)
-    labels = _labels_of(batch, shift)
+    labels, weights = _labels_of(batch, shift, trees)
     if labels is not None:
         if rows is not None:
             _refuse_labels_on_padding(labels, rows, n, shift)
@@ -186,9 +201,21 @@ def cut_batch(
     fillers = _fillers(batch, rows, batch_size, n, placeholders) if padded else {}
     out["longspan"] = SequenceInfo(
         n, rows, max_position, sp.layout, starts, shift, counted=counted, visible=visible, fillers=fillers,
-        placeholders=placeholders,
+        placeholders=placeholders, nodes=trees, weights=None if weights is None else _part(weights, sp),
     )  # fmt: skip
     return out
+
+
+def _trees_of(batch: Mapping[str, Any]) -> Trees | None:
+    tin, tout = (batch.get(key) for key in TREE_KEYS)
+    if tin is None and tout is None:
+        return None
+    if tin is None or tout is None:
+        raise LongspanError(f"a batch with `{'tin' if tout is None else 'tout'}` needs `tin` and `tout`")
+    marked = next((key for key in (*ID_KEYS, *BORDER_KEYS, *LONGEST_KEYS) if batch.get(key) is not None), None)
+    if marked is not None:
+        raise LongspanError(f"`{marked}` marks documents, and so do the roots of `tin` and `tout`; leave it out")
+    return read_trees(tin, tout)
 
 
 def rotary_positions(positions: Tensor) -> Tensor:
@@ -346,18 +373,50 @@ def check_cache_position(value: Any, past: int, new: int) -> None:
         )
 
 
-def _labels_of(batch: Mapping[str, Any], shift: bool) -> Tensor | None:
-    """Return labels whose entry i is the token that the logits at i predict."""
+def _labels_of(batch: Mapping[str, Any], shift: bool, trees: Trees | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return labels whose entry i is the token that the logits at i predict, and their weights."""
     labels: Tensor | None = batch.get("labels")
     shifted: Tensor | None = batch.get("shift_labels")
+    weights: Tensor | None = batch.get("loss_weights")
+    if weights is not None:
+        _check_weights(weights, labelled=labels is not None or shifted is not None)
     if shifted is not None:
         if not shift:
             raise LongspanError("`shift_labels` are labels of a causal LM; a masked LM takes `labels`")
-        return shifted
+        return shifted, weights
     if labels is None or not shift:
-        return labels
-    out = torch.full_like(labels, IGNORE)
-    out[:, :-1] = labels[:, 1:]
+        return labels, weights
+    return _shifted("labels", labels, IGNORE, trees), (
+        None if weights is None else _shifted("loss_weights", weights, 0, trees)
+    )
+
+
+def _check_weights(weights: Tensor, labelled: bool) -> None:
+    if not labelled:
+        raise LongspanError("`loss_weights` are weights of labels, and the batch has none; leave them out")
+    if not weights.is_floating_point() or not bool(((weights >= 0) & weights.isfinite()).all()):
+        raise LongspanError(f"`loss_weights` must be finite numbers of at least 0, got {describe(weights)}")
+
+
+def _shifted(name: str, x: Tensor, fill: float, trees: Trees | None) -> Tensor:
+    """Return for each token the entry of the next one on its path; `fill` at the end.
+
+    Raises:
+        LongspanError: if the entries of a branching token's children differ.
+    """
+    out = torch.full_like(x, fill)
+    out[:, :-1] = x[:, 1:]
+    for b, row in enumerate(trees or ()):
+        values, ends = x[b].tolist(), children(row)
+        for last, firsts in ends:
+            several = sorted({str(values[i]) for i in firsts})
+            if len(several) > 1:
+                raise LongspanError(
+                    f"token {last} of row {b} has several children, whose `{name}` differ ({listed(several)}), "
+                    f"and can predict one: begin each child with a copy of it, as longspan.pack_tree does"
+                )
+        at = torch.tensor([last for last, _ in ends], device=x.device)
+        out[b, at] = torch.tensor([values[f[0]] if f else fill for _, f in ends], device=x.device, dtype=x.dtype)
     return out
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.attn.kernels.choice import AnyKernel
+from longspan.attn.tree import along_paths
 from longspan.cache.latent import latent_layer_of
 from longspan.comm.mesh import SequenceSharding
 from longspan.compat.transformers_api import attention_of, cache_name, set_attention
@@ -126,6 +127,14 @@ def _count_global_positions(sp: SequenceSharding, cache: str) -> Callable[..., A
                 positions = info.step.static.index
         elif isinstance(info, SequenceInfo):
             positions = sp.positions(info.length)
+            if info.nodes is not None:
+                of_rows = along_paths(info.nodes, positions)[0]
+                if len(of_rows.unique(dim=0)) > 1:
+                    raise LongspanError(
+                        f"{type(layer).__name__} scales the tokens of all rows by one list of positions, and the trees "
+                        f"of these rows differ; give one row (longspan.pack_tree makes one)"
+                    )
+                positions = of_rows[0]
         return args, kwargs if positions is None else {**kwargs, cache: _TokensBefore(positions)}
 
     return hook

@@ -214,6 +214,8 @@ def _refuse(batch: Mapping[str, Any]) -> None:
         )
     if batch.get("labels") is not None:
         raise LongspanError("a forward with a KV cache gives no loss; leave labels out, or call it without a cache")
+    if batch.get("tin") is not None:
+        raise LongspanError("a KV cache holds the tokens of one path, no tree (`tin` and `tout`); call without a cache")
     if batch.get("output_attentions"):
         raise LongspanError("output_attentions=True is not supported on a parallelized model; leave it out")
     keep = batch.get("logits_to_keep")

@@ -60,6 +60,11 @@ class MixerLayers(Stage):
                 layer.register_forward_pre_hook(self._carry, with_kwargs=True)
 
     def check(self, call: ForwardCall) -> None:
+        if self.layers and call.cache is None and call.info.nodes is not None:
+            raise LongspanError(
+                f"the recurrent layers of {self.name} ({self.layers[0].name}, ...) read tokens one after the other, "
+                f"and a tree (`tin` and `tout`) has several tokens after one; give each sequence by itself"
+            )
         if self.layers and call.has_holes:
             raise LongspanError(
                 f"`attention_mask` has zeros between the ones of a row, and the recurrent layers of {self.name} "

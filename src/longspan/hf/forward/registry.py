@@ -200,6 +200,9 @@ def _plan(
 
 def _mask(request: MaskRequest, info: SequenceInfo) -> Mask:
     segments, chunk_size = info.segments, request.chunk_size
+    if info.nodes is not None:  # windows and chunks count along paths
+        more: Any = {"segments": segments, "mask_mod": info.visible, "nodes": info.nodes}
+        return Mask(request.causal, request.window, chunk_size, **more)
     if segments is not None and chunk_size is not None:
         # Chunks count from the start of a document, or from the end of left-hand padding: not from the start of the row
         # (as transformers before 5.23 does where position ids restart).

@@ -52,6 +52,11 @@ class ShardBatch(Stage):
             call.inputs = {key: value for key, value in call.batch.items() if key != self.traits.image_types}
         else:
             call.inputs = self._shard(call.batch)
+        if call.info.nodes is not None:
+            self._check_trees(call)
+        if call.info.weights is not None and (self.traits.labels_per_row or call.scored):
+            what = "the fused head of TRL" if call.scored else f"{self.traits.name}, which labels rows,"
+            raise LongspanError(f"{what} takes no `loss_weights`; leave them out")
         call.segments, call.has_holes = call.info.segments, call.info.visible is not None
         check_positions(position_range(call.model.config), call.info.max_position)
         call.tokens = tokens_of(call.inputs)
@@ -124,6 +129,23 @@ class ShardBatch(Stage):
                 f"{name} is a {kind} shifted; shard its batches with longspan.shard_batch(batch, sp, "
                 f"shift={not unshifted})"
             )
+
+    def _check_trees(self, call: ForwardCall) -> None:
+        """Raise for models that depend on the order of tokens in other ways than attention's mask and positions."""
+        traits = self.traits
+        refused = {
+            "is no causal language model": traits.labels_per_token or traits.labels_per_row,
+            "takes pictures": bool(traits.encoders),
+            "computes position ids from its tokens": traits.own_positions not in (None, count_mask),
+            "adds a router loss, which would count shared tokens once (set output_router_logits=False)": (
+                call.wants_router_loss
+            ),
+        }
+        for why, applies in refused.items():
+            if applies:
+                raise LongspanError(
+                    f"{traits.name} {why}: it cannot take trees (`tin` and `tout`); give it each sequence by itself"
+                )
 
     def _check_labels(self, model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
         """Raise for labels outside the model's vocabulary or classes."""

@@ -1,0 +1,174 @@
+"""Pack sequences that begin alike into one row that holds shared beginnings once: `longspan.pack_tree`.
+
+A branching token predicts a different token in each branch, and a row has one label per token. So a node ends one token
+before its sequences part, and each child begins with a copy of the branching token, at the same position: every token
+keeps one label, and the model's head and loss are as for any other row. A copy costs one token per child.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from longspan.core.errors import LongspanError
+from longspan.core.validation import LARGEST_COUNT, check_number, checked_call, format_value
+from longspan.losses.cross_entropy import IGNORE
+
+Ids = Sequence[int] | Tensor
+"""Token ids of one sequence."""
+
+
+class TreePack(dict[str, Tensor]):
+    """A batch of one row, for `model(**pack)`, `longspan.shard_batch` and `longspan.token_logprobs`.
+
+    Its entries are `input_ids`, `position_ids` (along each path), `tin` and `tout` (as of `longspan.TreeMask`),
+    `shift_labels` and `loss_weights`, all `[1, n]`.
+
+    Attributes:
+        paths: for each sequence the places of its tokens in the row, int64 [tokens].
+        starts: for each sequence its first token that belongs to the completion.
+    """
+
+    def __init__(self, entries: dict[str, Tensor], paths: list[Tensor], starts: list[int]) -> None:
+        super().__init__(entries)
+        self.paths, self.starts = paths, starts
+
+    def to(self, device: torch.device | str) -> TreePack:
+        """Return the same pack on a device."""
+        entries = {name: x.to(device) for name, x in self.items()}
+        return TreePack(entries, [path.to(device) for path in self.paths], self.starts)
+
+    def completions(self, x: Tensor) -> Tensor:
+        """Return what `x` holds of the prediction of each completion token, from `[1, n]`: `[sequences, longest]`.
+
+        `x` is the result of `longspan.token_logprobs(model, pack, gather=True)`, say. Padding is 0, and so is the first
+        token of a sequence without a prompt, which nothing predicts. Differentiable: a shared token gets the sum of
+        its sequences' gradients.
+        """
+        rows = []
+        for path, start in zip(self.paths, self.starts, strict=True):
+            found = x[0, path[max(0, start - 1) : -1]]
+            rows.append(found if start else torch.cat([found.new_zeros(1), found]))
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+@checked_call()
+def pack_tree(
+    prompts: Sequence[Ids],
+    completions: Sequence[Ids],
+    masks: Sequence[Ids] | None = None,
+    *,
+    count: Literal["each", "once"] = "each",
+    shortest: int = 1,
+) -> TreePack:
+    """Pack completions into one row in which every beginning that several of them share stands once.
+
+    Args:
+        prompts: token ids, one sequence for each completion. Equal ones are found, and so is what differing ones begin
+            with (a system prompt, the turns of a chat, an agent's rollout up to where another one branches off). A
+            prompt may be empty.
+        completions: token ids that follow each prompt: one answer, or all turns behind the prompt.
+        masks: for each completion 1 where a token is trained and 0 where it is not (a tool's output); default all.
+        count: how a token that several sequences share and train counts in the loss: "each" once per sequence, so that
+            loss and gradients are those of the separate sequences; "once" a single time.
+        shortest: repeat beginnings of fewer shared tokens: each node costs calls of the attention kernel.
+
+    Returns:
+        A `TreePack`: `model(**pack).loss` is the mean over the trained tokens of all sequences, and
+        `pack.completions(longspan.token_logprobs(model, pack, gather=True))` their log-probabilities.
+
+    Raises:
+        LongspanError: for lists of different lengths, empty completions, and entries that are no ids.
+    """
+    check_number("shortest", shortest, 1, LARGEST_COUNT, whole=True)
+    if count not in ("each", "once"):
+        raise LongspanError(f"count={format_value(count)} must be 'each' or 'once'")
+    sizes = [len(x) for x in (prompts, completions, *(() if masks is None else (masks,)))]
+    if len(set(sizes)) > 1 or not sizes[0]:
+        raise LongspanError(
+            f"pack_tree needs a prompt (and a mask) for each completion, got {' and '.join(map(str, sizes))}; repeat a "
+            f"prompt for each of its completions"
+        )
+    sequences, trained, starts = [], [], []
+    for i in range(len(prompts)):
+        prompt, completion = _ids(f"prompts[{i}]", prompts[i]), _ids(f"completions[{i}]", completions[i])
+        mask = [1] * len(completion) if masks is None else _ids(f"masks[{i}]", masks[i])
+        if not completion:
+            raise LongspanError(f"completions[{i}] is empty; leave the sequence out")
+        if len(mask) != len(completion) or not set(mask) <= {0, 1}:
+            raise LongspanError(f"masks[{i}] must have a 0 or 1 for each of the {len(completion)} completion tokens")
+        sequences.append(prompt + completion)
+        trained.append([0] * len(prompt) + mask)
+        starts.append(len(prompt))
+    entries, paths = pack_rows(sequences, trained, shortest)
+    if count == "once":
+        entries["loss_weights"].clamp_(max=1)
+    return TreePack(entries, paths, starts)
+
+
+def _ids(name: str, ids: Any) -> list[int]:
+    found = ids.tolist() if isinstance(ids, Tensor) else list(ids) if isinstance(ids, Sequence) else None
+    if found is None or not all(isinstance(i, int) for i in found):
+        raise LongspanError(f"{name} must be a sequence of integers, got {format_value(ids)}")
+    return found
+
+
+def pack_rows(
+    sequences: list[list[int]], trained: list[list[int]], shortest: int
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Return the entries of a `TreePack`, and its `paths`.
+
+    Args:
+        sequences: token ids.
+        trained: for each token 1 if its prediction is trained, else 0.
+        shortest: the fewest tokens of a node that several sequences share.
+    """
+    order = sorted(range(len(sequences)), key=sequences.__getitem__)  # those that begin alike are neighbours
+    ids = [torch.tensor(sequences[i]) for i in order]
+    counts = [torch.tensor(trained[i]) for i in order]
+    parents, columns, paths = list[int](), list[Tensor](), list[list[Tensor]]([] for _ in order)
+    work, n = [(0, len(order), 0, -1)], 0  # neighbours [first, stop) from token `at` on, below a node
+    while work:
+        first, stop, at, parent = work.pop()
+        shared = _shared(ids[first], ids[stop - 1])
+        if shared == len(ids[stop - 1]):  # all are equal
+            end = shared
+        else:
+            following = [int(x[shared]) if len(x) > shared else -1 for x in ids[first:stop]]
+            borders = [i for i in range(1, stop - first) if following[i] != following[i - 1]]
+            end = shared - 1 if shared - 1 - at >= shortest else at
+            below = (end, len(parents)) if end > at else (at, parent)
+            groups = zip([0, *borders], [*borders, stop - first], strict=True)
+            work += [(first + a, first + b, *below) for a, b in reversed(list(groups))]
+        if end == at:
+            continue
+        tokens = ids[first][at : end + 1]
+        uses = torch.stack([x[at + 1 : end + 1] for x in counts[first:stop]]).sum(0)
+        if len(tokens) == end - at:  # of a leaf the last token predicts nothing
+            tokens, uses = torch.cat([tokens, tokens[:1]]), torch.cat([uses, uses.new_zeros(1)])
+        labels = tokens[1:].masked_fill(uses == 0, IGNORE)
+        number = torch.full_like(labels, len(parents))
+        columns.append(torch.stack([tokens[:-1], torch.arange(at, end), number, labels, uses]))
+        parents.append(parent)
+        for path in paths[first:stop]:
+            path.append(torch.arange(n, n + end - at))
+        n += end - at
+    behind = list(range(1, len(parents) + 1))  # number of the node behind the descendants of each
+    for node in reversed(range(len(parents))):
+        if parents[node] >= 0:
+            behind[parents[node]] = max(behind[parents[node]], behind[node])
+    tokens, positions, tin, labels, uses = torch.cat(columns, 1)[:, None]
+    entries = {"input_ids": tokens, "position_ids": positions, "tin": tin, "tout": torch.tensor(behind)[tin]}
+    entries |= {"shift_labels": labels, "loss_weights": uses.float()}
+    found = dict(zip(order, map(torch.cat, paths), strict=True))
+    return entries, [found[i] for i in range(len(sequences))]
+
+
+def _shared(a: Tensor, b: Tensor) -> int:
+    """Return how many tokens two sequences begin with alike."""
+    n = min(len(a), len(b))
+    differ = a[:n] != b[:n]
+    return int(differ.int().argmax()) if bool(differ.any()) else n

@@ -1,0 +1,65 @@
+"""Trees of shared prefixes on several ranks: every mesh and layout, and equal refusals."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import longspan
+from longspan.core.errors import LongspanError
+from tests.models import Truth, build, sharding, truth_by
+from tests.pool import RankPool
+from tests.trees import FAMILIES, compare_trees, pack, separately
+
+
+def _on_meshes(family: str, meshes: list[tuple[int, str, bool]], truth: Truth, options: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of ranks without heads
+        for ring, layout, fsdp in meshes:
+            compare_trees(family, sharding(1, ring, layout), truth, fsdp=fsdp, **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "meshes", "options"),
+    [
+        ("Llama", [(1, "auto", True), (2, "zigzag", True), (4, "contiguous", False)], {}),
+        ("Gemma3Text", [(2, "contiguous", True)], {"memory": "longest"}),
+        ("GptOss", [(4, "zigzag", True)], {}),
+    ],
+)
+def test_every_mesh(get_pool: Callable[[int], RankPool], family: str, meshes: Any, options: Any) -> None:
+    truth = truth_by(build(family, **FAMILIES[family]), separately)
+    get_pool(4).run(_on_meshes, family, meshes, truth, options)
+
+
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("Llama", {}, {"tout": None}, "a batch with `tin` needs `tin` and `tout`"),
+    ("Llama", {}, {"document_ids": torch.zeros(1, 49, dtype=torch.int64)}, "`document_ids` marks documents"),
+    ("Llama", {}, {"tin": torch.arange(49).flip(0)[None]}, "nodes lie in preorder|tout <= tin"),
+    ("Llama", {}, {"shift_labels": None}, "`loss_weights` are weights of labels"),
+    ("Llama", {}, {"loss_weights": -torch.ones(1, 49)}, "`loss_weights` must be finite numbers of at least 0"),
+    ("Llama", {}, {"loss_weights": torch.ones(1, 4)}, r"`loss_weights` has the shape \(1, 4\)"),
+    ("Llama", {}, {"shift_labels": None, "labels": torch.arange(49)[None], "loss_weights": None},
+     "several children, whose `labels` differ"),
+    ("Qwen3Moe", {"output_router_logits": True}, {}, "adds a router loss"),
+    ("Bert", {}, {"shift_labels": None, "loss_weights": None}, "is no causal language model"),
+    ("Qwen3Next", {}, {}, "the recurrent layers of Qwen3NextForCausalLM .* a tree"),
+]  # fmt: skip
+
+
+def _refuse_all() -> None:
+    sp = sharding()
+    for family, changes, batch, message in REFUSED:
+        model = longspan.parallelize(build(family, **changes), sp, fsdp=False)
+        given = {**pack(), **batch}
+        with pytest.raises(LongspanError, match=message):
+            model(**{name: x for name, x in given.items() if x is not None})
+
+
+def test_refused_on_every_rank(pool2: RankPool) -> None:
+    assert pack()["input_ids"].shape[1] == 49
+    pool2.run(_refuse_all)
