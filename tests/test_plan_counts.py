@@ -24,6 +24,7 @@ from longspan.core.layout import Layout
 from longspan.core.memory import Memory
 from longspan.core.parallel import TensorStyle
 from longspan.core.routes import ring_routes
+from longspan.memory.tiles import Tiled
 from longspan.mixers.short_conv import short_conv
 from longspan.plan import Hardware, Job, Mesh, cost, read_hardware
 from longspan.plan.cost.communication import method_sent
@@ -342,6 +343,55 @@ def test_a_training_step_sends_what_is_planned(mesh: Mesh, config: dict[str, Any
     assert measured == planned
 
 
+MOE = {
+    "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mesh", "experts", "options"),
+    [
+        (Mesh(ulysses=4), 4, {}),
+        (Mesh(data=2, ulysses=2), 2, {"dtype": "bf16"}),
+        (Mesh(ulysses=4), 2, {"memory": Memory(checkpointing="full")}),
+        (Mesh(ring=2, ulysses=2), 4, {"memory": Memory(checkpointing="full", tiled_mlp=2)}),
+        (Mesh(ulysses=4), 2, {"memory": Memory(tiled_mlp=2, tiled_norms=True)}),
+        (Mesh(ulysses=4), 2, {"memory": Memory(checkpointing="selective", layers_per_checkpoint=2)}),
+    ],
+)
+def test_experts_over_data_and_sequence_send_what_is_planned(
+    mesh: Mesh, experts: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers of tokens, tokens there and back, each rank's experts; with a router that gives all experts as many."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+    from longspan.hf import experts as module
+
+    route, exchange = Qwen3MoeTopKRouter.forward, module.exchange_counts
+
+    def evenly(self: Any, hidden: torch.Tensor) -> Any:
+        logits, weights, index = route(self, hidden)
+        return logits, weights, torch.arange(index.numel()).view_as(index) % 8
+
+    def equal_counts(counts: torch.Tensor, group: str) -> Any:  # the fake group receives nothing
+        exchange(counts, group)
+        rows = counts.sum(1).tolist()
+        return counts, rows, rows
+
+    monkeypatch.setattr(Qwen3MoeTopKRouter, "forward", evenly)
+    monkeypatch.setattr(module, "exchange_counts", equal_counts)
+    monkeypatch.setattr(Tiled, "_check_independence", lambda self, hidden: None)  # of the first call only
+    config, options = {**LLAMA, **MOE}, {"dtype": "fp32", **options, "experts": experts}
+    n = 64
+    measured = max((step_sent(rank, mesh, config, n, options) for rank in range(mesh.gpus)), key=total)
+    plan = cost(shape_from_config(config, "test"), Job(context=n, batch=mesh.data, **options), mesh, CPU)
+    planned: Counter[tuple[str, int]] = Counter()
+    for c in plan.comm:
+        planned[(c.op, c.bytes_per_gpu)] += c.count
+    assert measured == planned
+
+
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("once", [True, False])
 def test_accumulated_gradients_are_summed_as_planned(sharded: bool, once: bool) -> None:
@@ -433,10 +483,8 @@ def step_sent(
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 and mesh.weights > 1 else None
         by_transformers = options.get("memory") == CHECKPOINTED
         memory_options = "fastest" if by_transformers else options.get("memory", "fastest")
-        style = options.get("tensor_style", "tp")
-        model = longspan.parallelize(
-            model, sp, fsdp=sharded, mp_policy=policy, memory=memory_options, tensor_style=style
-        )
+        passed = {"tensor_style": options.get("tensor_style", "tp"), "experts": options.get("experts", 1)}
+        model = longspan.parallelize(model, sp, fsdp=sharded, mp_policy=policy, memory=memory_options, **passed)
         if by_transformers:
             model.gradient_checkpointing_enable()
         model.train()

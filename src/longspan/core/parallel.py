@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from longspan.core.cache import CACHE_DTYPES, CacheDtype
+from longspan.core.experts import Experts
 from longspan.core.layout import LAYOUTS, LayoutName
 from longspan.core.validation import LARGEST_COUNT, LARGEST_JOB, check_choice, check_number
 
@@ -36,6 +37,10 @@ class ParallelConfig:
     tensor_style: TensorStyle = "tp"
     """tp: all-reduce hidden states after attention and MLP. megatron-sp: all-gather and reduce-scatter them instead (as
     many bytes), and shard norms and residuals by tokens."""
+    experts: Experts = 1
+    """Ranks of data-degree x ring x ulysses, neighbours, over which the experts of a mixture of experts are sharded:
+    tokens are sent to them and back. 1: FSDP gathers all experts on every rank. auto: the most ranks that leave none
+    without experts."""
     layout: LayoutName = "auto"
     """How tokens are placed on a ring. zigzag balances a causal mask; contiguous sends least under sliding windows.
     auto: zigzag."""
@@ -90,11 +95,13 @@ class ParallelConfig:
             check_number(name(axis), size, 1, LARGEST_JOB, whole=True)
 
     def check_choices(self, name: Callable[[str], str] = str) -> None:
-        """Raise on an unknown layout, ring_impl, tensor_style, wire_dtype or overlap_chunks."""
+        """Raise on an unknown layout, ring_impl, tensor_style, wire_dtype, overlap_chunks or experts."""
         check_choice(name("layout"), self.layout, ("auto", *LAYOUTS))
         check_choice(name("ring_impl"), self.ring_impl, RING_IMPLS)
         check_choice(name("tensor_style"), self.tensor_style, TENSOR_STYLES)
         check_choice(name("wire_dtype"), self.wire_dtype, CACHE_DTYPES)
+        if self.experts != "auto":
+            check_number(name("experts"), self.experts, 1, LARGEST_JOB, whole=True)
         if self.overlap_chunks != "auto":
             check_number(name("overlap_chunks"), self.overlap_chunks, 1, LARGEST_COUNT, whole=True)
 

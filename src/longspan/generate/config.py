@@ -14,7 +14,7 @@ from longspan.core.rope import RopeFlags
 from longspan.core.validation import LARGEST_COUNT, LARGEST_SEED, check_name, check_number, check_output
 from longspan.ranks.job import RankFlags
 
-AXES_OF_A_REPLICA = ("ring", "ulysses", "tensor", "tensor_style", "layout")
+AXES_OF_A_REPLICA = ("ring", "ulysses", "tensor", "tensor_style", "experts", "layout")
 
 
 @flags_last
@@ -56,6 +56,10 @@ class ModelFlags(RopeFlags, RankFlags):
             if getattr(self, name) is not None:
                 check_name(f"--{name}", getattr(self, name))
         self.parallel.check()
+        if self.weights == "replicated" and self.parallel.experts not in (1, "auto"):
+            raise LongspanError(
+                f"--experts {self.parallel.experts} shards weights, and --weights replicated does not; leave one out"
+            )
         self.check_ranks()
         if self.rank_memory is not None:
             check_number("--rank-memory", self.rank_memory, 0, above=True)

@@ -40,6 +40,7 @@ def question(
         mode="prefill",
         dtype=dtype,
         weight_sharding=config.fsdp and config.parallel.ranks > 1,
+        experts=config.parallel.experts,
         layout=config.parallel.layout,
     )
     if isinstance(config, GenerateConfig):
@@ -60,6 +61,8 @@ def choose_weights(config: GenerateConfig, model_config: Any, tokens: int) -> tu
     if config.weights != "auto" or given.ranks == 1:
         return config, None
     sharded = replace(config, weights="sharded")
+    if given.experts not in (1, "auto"):
+        return sharded, f"sharded, as --experts {given.experts} shards them"
     try:
         shape = shape_of(model_config)
     except LongspanError as error:

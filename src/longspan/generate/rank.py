@@ -64,7 +64,12 @@ def start(
         auto = language_model_class(prompt.model_config)
         origin = Origin(auto, prompt.model_config, dtype, base, label=f"--model {config.model}", adapter=adapter)
         model = load_sharded(
-            origin, sp, fsdp=config.fsdp, kernel=config.kernel, tensor_style=config.parallel.tensor_style
+            origin,
+            sp,
+            fsdp=config.fsdp,
+            kernel=config.kernel,
+            tensor_style=config.parallel.tensor_style,
+            experts=config.parallel.experts,
         )
     return prompt, sp, model.eval()
 

@@ -18,10 +18,11 @@ Shape suffixes: N tokens, K experts per token, D hidden, R rows (one per token a
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,49 +34,9 @@ from longspan.comm.mesh import SequenceSharding
 from longspan.comm.tensor import TensorGroup
 from longspan.compat.torch_api import PlacementOn, not_compiled, own_parameters, replace_shards
 from longspan.core.errors import LongspanError
+from longspan.core.experts import ExpertLayout, Experts, divisors, most_ranks
 from longspan.core.validation import LARGEST_JOB, check_number
 from longspan.hf.support import decoder_of
-
-Experts = int | Literal["auto"]
-
-
-@dataclass(frozen=True)
-class ExpertLayout:
-    """Which rank of a group computes which experts.
-
-    Attributes:
-        experts: in all.
-        ranks: over which the weights are sharded: `chunk` neighbouring experts on each, fewer on the last ones.
-        size: ranks of a group. A rank computes the chunks of the ranks that are a multiple of `size` away.
-    """
-
-    experts: int
-    ranks: int
-    size: int
-
-    @property
-    def chunk(self) -> int:
-        return -(-self.experts // self.ranks)
-
-    @property
-    def held(self) -> int:
-        """Experts that a rank computes, with padding on the last ranks."""
-        return self.chunk * (self.ranks // self.size)
-
-    def of(self, rank: int) -> list[int]:
-        """Return the experts of a rank in its order; padding is `experts` or more."""
-        starts = range(rank * self.chunk, self.ranks * self.chunk, self.size * self.chunk)
-        return [start + i for start in starts for i in range(self.chunk)]
-
-    def fewest(self) -> int:
-        """Return the experts of the rank that has fewest, without padding."""
-        return min(sum(expert < self.experts for expert in self.of(rank)) for rank in range(self.size))
-
-    def slots(self, experts: Tensor) -> Tensor:
-        """Return `rank * held + place on that rank` of each expert."""
-        chunk = experts // self.chunk
-        place = chunk // self.size * self.chunk + experts % self.chunk
-        return chunk % self.size * self.held + place
 
 
 class ExpertParallel:
@@ -164,97 +125,87 @@ class ExpertPlan:
     """How `ExpertSharding` changes a model.
 
     Attributes:
-        size: ranks of a group.
-        paths: the modules with stacked experts.
+        counts: experts of each module that stacks them, by its path.
         adapters: the path of PEFT's outermost module around each, if there is one.
+        size: ranks of a group.
     """
 
-    size: int
-    paths: tuple[str, ...]
-    adapters: dict[str, str] = field(default_factory=dict)
+    counts: dict[str, int]
+    adapters: dict[str, str]
+    size: int = 1
+
+    def fewest(self, path: str) -> int:
+        """Return the fewest experts on a rank: PEFT takes one expert for a plain matrix."""
+        return 2 if path in self.adapters else 1
 
 
-def plan_experts(model: PreTrainedModel, sp: SequenceSharding, experts: Experts, *, fsdp: bool) -> ExpertPlan | None:
-    """Check `experts` of `parallelize` and return the plan, None for groups of one rank; nothing is changed."""
-    name, ranks = type(model).__name__, sp.world_size
+def plan_experts(
+    model: PreTrainedModel, experts: Experts, *, ranks: int, tensor: int = 1, fsdp: bool = True
+) -> ExpertPlan | None:
+    """Check `experts` of `parallelize` and return the plan, None for groups of one rank; nothing is changed.
+
+    `ranks`: of data x sequence; `tensor`: of the tensor axis.
+    """
     if experts != "auto":
         check_number("experts", experts, 1, LARGEST_JOB, whole=True)
     if experts == 1:
         return None
-    paths, adapters, problem = _stacked_experts(model)
+    found = _stacked_experts(model)
     if experts == "auto":
-        if sp.tensor_size > 1 or not fsdp or problem is not None:
+        if tensor > 1 or not fsdp or isinstance(found, str):
             return None
-        size = max(size for size in _divisors(ranks) if _fits(model, paths, adapters, ranks, size))
-        return ExpertPlan(size, paths, adapters) if size > 1 else None
-    if sp.tensor_size > 1:
+        size = min(most_ranks(count, ranks, found.fewest(path)) for path, count in found.counts.items())
+        return dataclasses.replace(found, size=size) if size > 1 else None
+    if tensor > 1:
         raise LongspanError(
-            f"`experts={experts}` and `tensor={sp.tensor_size}`: experts are sharded over the tensor axis, if there is "
-            f"one; leave out `experts`, or use `ulysses={sp.ulysses_size * sp.tensor_size}`"
+            f"`experts={experts}` and `tensor={tensor}`: experts are sharded over the tensor axis, if there is one; "
+            f"leave out one of them"
         )
     if not fsdp:
         raise LongspanError(f"`experts={experts}` shards weights, and `fsdp=False` replicates them; leave one out")
-    if problem is not None:
-        raise LongspanError(f"`experts={experts}` cannot shard {name}: {problem}; leave it out")
+    if isinstance(found, str):
+        raise LongspanError(f"`experts={experts}` cannot shard {type(model).__name__}: {found}; leave it out")
     if ranks % experts:
-        fits = ", ".join(map(str, _divisors(ranks)))
+        fits = ", ".join(map(str, divisors(ranks)))
         raise LongspanError(f"`experts={experts}` does not divide the {ranks} ranks of data x sequence; use {fits}")
+    for path, count in found.counts.items():
+        layout, fewest = ExpertLayout(count, ranks, experts), found.fewest(path)
+        if layout.fits(fewest):
+            continue
+        why = f"would leave a rank without any of the {count} experts in {path}"
+        if layout.fits():
+            why = f"gives each rank one of the {count} experts in {path}, and PEFT's LoRA needs {fewest} or more"
+        raise LongspanError(f"`experts={experts}` {why}; use `experts={most_ranks(count, ranks, fewest)}`")
     PlacementOn.check()
-    if not _fits(model, paths, adapters, ranks, experts):
-        _refuse_size(model, paths, adapters, ranks, experts)
-    return ExpertPlan(experts, paths, adapters)
+    return dataclasses.replace(found, size=experts)
 
 
-def _divisors(ranks: int) -> list[int]:
-    return [size for size in range(1, ranks + 1) if ranks % size == 0]
-
-
-def _fits(model: nn.Module, paths: tuple[str, ...], adapters: dict[str, str], ranks: int, size: int) -> bool:
-    """Return whether each rank has experts; two, with LoRA on them, as PEFT requires."""
-    for path in paths:
-        layout = ExpertLayout(model.get_submodule(path).num_experts, ranks, size)  # type: ignore[arg-type]
-        if size > 1 and (layout.fewest() < 1 or (path in adapters and layout.held < 2)):
-            return False
-    return True
-
-
-def _refuse_size(model: nn.Module, paths: tuple[str, ...], adapters: dict[str, str], ranks: int, size: int) -> NoReturn:
-    fits = max(each for each in _divisors(ranks) if each < size and _fits(model, paths, adapters, ranks, each))
-    path = next(path for path in paths if not _fits(model, (path,), adapters, ranks, size))
-    count = model.get_submodule(path).num_experts
-    why = f"would leave a rank without any of the {count} experts in {path}"
-    if path in adapters and ExpertLayout(count, ranks, size).fewest() > 0:  # type: ignore[arg-type]
-        why = f"gives each rank one of the {count} experts in {path}, and PEFT's LoRA needs 2 or more"
-    raise LongspanError(f"`experts={size}` {why}; use `experts={fits}`")
-
-
-def _stacked_experts(model: PreTrainedModel) -> tuple[tuple[str, ...], dict[str, str], str | None]:
-    """Return modules whose weights stack all experts, the adapters around them, and why there are none or too few."""
-    paths, adapters = list[str](), dict[str, str]()
+def _stacked_experts(model: PreTrainedModel) -> ExpertPlan | str:
+    """Return the modules whose weights stack experts, and adapters around them, or why they cannot be sharded."""
+    found = ExpertPlan({}, {})
     modules = dict(model.named_modules())
     decoder = set(decoder_of(model).modules())  # ranks may run a vision tower differently often
     for path, module in modules.items():
-        if module not in decoder:
-            continue
         weights = dict(module.named_parameters(recurse=False))
         count = getattr(module, "num_experts", None)
-        if not isinstance(count, int) or not any(p.dim() == 3 and len(p) == count for p in weights.values()):
+        stacks = isinstance(count, int) and any(p.dim() == 3 and len(p) == count for p in weights.values())
+        if module not in decoder or not stacks:
             continue
         needed = [p for p in inspect.signature(module.forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
         inside = [name for name, _ in module.named_parameters() if name not in weights]
         if inside or len(needed) not in (1, 3) or any(len(p) != count for p in weights.values()):
-            return (), {}, f"layer {path} ({type(module).__name__}) computes its experts in a way of its own"
+            return f"layer {path} ({type(module).__name__}) computes its experts in a way of its own"
         outer = path
         while outer.endswith(".base_layer"):
             outer = outer.removesuffix(".base_layer")
             for name, _ in modules[outer].named_parameters():
                 kind, *_, own = name.split(".")
                 if kind not in ("base_layer", "lora_A", "lora_B") or (kind != "base_layer" and own != "weight"):
-                    why = f"layer {outer} has the adapter weight {name}, and only LoRA's A and B can be sharded with it"
-                    return (), {}, why
-            adapters[path] = outer
-        paths.append(path)
-    return tuple(paths), adapters, None if paths else "it has no layer whose weights stack experts"
+                    return f"layer {outer} has the adapter weight {name}, and only LoRA's A and B are sharded with it"
+            found.adapters[path] = outer
+        assert count is not None
+        found.counts[path] = count
+    return found if found.counts else "it has no layer whose weights stack experts"
 
 
 class ExpertSharding:
@@ -273,7 +224,7 @@ class ExpertSharding:
         self.placement = PlacementOn(mesh["replicas"])
         self.whole: dict[str, torch.Size] = {}
         self.layouts = dict[str, ExpertLayout]()
-        for path in plan.paths:
+        for path in plan.counts:
             module: Any = model.get_submodule(path)
             layout = ExpertLayout(module.num_experts, sp.world_size, plan.size)
             adapter = plan.adapters.get(path)

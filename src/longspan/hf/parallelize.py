@@ -24,12 +24,12 @@ from longspan.comm.consistency import ReplicaCheck, broadcast_weights
 from longspan.comm.mesh import SequenceSharding
 from longspan.compat.diffusers_api import is_model_of_diffusers
 from longspan.core.errors import LongspanError
+from longspan.core.experts import Experts
 from longspan.core.memory import Memory, MemoryLevel
 from longspan.core.validation import checked_call
 from longspan.hf.checks.batches import BatchCheck
 from longspan.hf.checks.version import check_version
 from longspan.hf.diffusion.parallelize import DiffusionOptions, shard_diffusion_model
-from longspan.hf.experts import Experts
 from longspan.hf.forward.binding import AttentionLayers
 from longspan.hf.forward.hooks import ForwardHooks
 from longspan.hf.forward.logits import head_of

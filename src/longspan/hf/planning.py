@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from longspan.comm.consistency import gather_numbers
 from longspan.comm.mesh import SequenceSharding
 from longspan.core.errors import LongspanError
+from longspan.core.experts import Experts
 from longspan.core.memory import Memory
 from longspan.core.parallel import TensorStyle
 from longspan.hf.support import attention_layers, decoder_layers, mixer_layers
@@ -270,6 +271,7 @@ class AutoMemory:
         fsdp: bool,
         mp_policy: MixedPrecisionPolicy | None,
         style: TensorStyle,
+        experts: Experts = 1,
     ) -> None:
         self.sp, self.largest, self.size, self.patches = sp, 0, (1, 0), [0] * len(MODALITIES)
         self.group = sp.host_group if sp.data_size > 1 else None
@@ -280,6 +282,7 @@ class AutoMemory:
             dtype="fp32" if compute_dtype == torch.float32 else "bf16",
             weight_sharding=fsdp and sp.world_size > 1,
             tensor_style=style,
+            experts=experts,
         )
         self.hardware: Hardware | None = None
 

@@ -19,10 +19,11 @@ from longspan.attn.kernels.choice import AnyKernel, table_of
 from longspan.comm import consistency
 from longspan.comm.mesh import SequenceSharding
 from longspan.core.errors import LongspanError
+from longspan.core.experts import Experts
 from longspan.core.heads import HeadShard, split_groups, split_heads
 from longspan.core.memory import FASTEST, Memory, MemoryLevel, memory_of
 from longspan.core.validation import check_choice, check_flag, format_value
-from longspan.hf.experts import ExpertPlan, Experts, plan_experts
+from longspan.hf.experts import ExpertPlan, plan_experts
 from longspan.hf.memory_options import MemoryModules
 from longspan.hf.planning import AutoMemory
 from longspan.hf.state import is_parallelized
@@ -106,7 +107,7 @@ def check_alone(model: nn.Module, sp: SequenceSharding, options: ParallelizeOpti
                 f"head_loss={memory.head_loss!r} does not support a vocabulary sharded over `tensor={sp.tensor_size}`; "
                 "use 'tiled'"
             )
-    experts = plan_experts(inner, sp, options.experts, fsdp=options.fsdp)
+    experts = plan_experts(inner, options.experts, ranks=sp.world_size, tensor=sp.tensor_size, fsdp=options.fsdp)
     heads_of_ranks(inner, sp)
     auto = None
     if options.memory == "auto":
@@ -115,7 +116,7 @@ def check_alone(model: nn.Module, sp: SequenceSharding, options: ParallelizeOpti
                 f"memory='auto' does not know what the vision tower of {type(inner).__name__} needs; use 'fastest', "
                 f"'longest' or a longspan.Memory"
             )
-        auto = AutoMemory(inner, sp, options.fsdp, options.mp_policy, options.tensor_style)
+        auto = AutoMemory(inner, sp, options.fsdp, options.mp_policy, options.tensor_style, options.experts)
     check_cpu_offload(sp.device, memory.cpu_offload)
     store = store_for(memory, sp.device)
     sums_gradients = not options.fsdp and sp.world_size > 1

@@ -57,7 +57,7 @@ class PlanConfig(MemoryFlags, RopeFlags):
     fsdp: bool = True
     """Shard weights over data x ring x ulysses. Off: replicate them."""
     parallel: ParallelConfig = field(
-        default_factory=ParallelConfig, metadata={"only": ("layout", "ring_impl", "wire_dtype")}
+        default_factory=ParallelConfig, metadata={"only": ("layout", "ring_impl", "wire_dtype", "experts")}
     )
     """How ranks share the work; the plan chooses the mesh."""
     documents: bool = False
@@ -127,6 +127,7 @@ class PlanConfig(MemoryFlags, RopeFlags):
             weight_sharding=self.fsdp,
             memory=self.to_memory(),
             kv_replication=self.kv_replication,
+            experts=self.parallel.experts,
             layout=self.parallel.layout,
             ring_impl=self.parallel.ring_impl,
             overlap_chunks=self.overlap_chunks,

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Literal
 
 from longspan.core.cache import CACHE_DTYPES, OFFLOADS, CacheDtype, CacheOffload, is_sharded
 from longspan.core.errors import LongspanError
+from longspan.core.experts import ExpertLayout, Experts, most_ranks
 from longspan.core.heads import HeadShard, split_groups, split_heads
 from longspan.core.layout import LAYOUTS, Layout, LayoutName, choose_layout
 from longspan.core.memory import FASTEST, Memory
 from longspan.core.parallel import AXES, RING_IMPLS, TENSOR_STYLES, RingImpl, TensorStyle
 from longspan.core.tile_sizes import layers_held, layers_per_checkpoint
-from longspan.core.validation import LARGEST_COUNT, check_choice, check_flag, check_number, format_value
+from longspan.core.validation import LARGEST_COUNT, LARGEST_JOB, check_choice, check_flag, check_number, format_value
 from longspan.plan.pictures import Pictures
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Job:
             `head_chunks` and `cpu_offload` have an effect.
         kv_replication: allow one KV head on several ranks.
         tensor_style: AllReduce (`tp`), or AllGather + ReduceScatter (`megatron-sp`).
+        experts: ranks of data x ring x ulysses over which experts are sharded; see `longspan.parallelize`.
         layout: how tokens are placed over a ring; see `SequenceSharding`.
         ring_impl: how keys and values go round the ring; `auto` decides by `longspan.core.routes.choose_ring_impl`.
         overlap_chunks: chunks of heads in which the all-to-all overlaps with attention; see `SequenceSharding`.
@@ -62,6 +64,7 @@ class Job:
     memory: Memory = FASTEST
     kv_replication: bool = True
     tensor_style: TensorStyle = "tp"
+    experts: Experts = 1
     layout: LayoutName = "auto"
     ring_impl: RingImpl = "auto"
     overlap_chunks: int = 1
@@ -87,6 +90,8 @@ class Job:
             ("cache_offload", OFFLOADS),
         ):
             check_choice(name, getattr(self, name), choices)
+        if self.experts != "auto":
+            check_number("experts", self.experts, 1, LARGEST_JOB, whole=True)
         for name, value in (("prefill-chunk", self.prefill_chunk), ("overlap-chunks", self.overlap_chunks)):
             if value is not None:
                 check_number(name, value, 1, LARGEST_COUNT, whole=True)
@@ -275,6 +280,27 @@ class CostContext:
     def weight_ranks(self) -> int:
         """Ranks over which weights are sharded."""
         return self.mesh.weights if self.job.weight_sharding else 1
+
+    @cached_property
+    def experts(self) -> int:
+        """Ranks of a group over which experts are sharded; 1: each rank gathers them all."""
+        counts = {layer.mlp.experts for layer, _ in self.model.layer_kinds if layer.mlp.experts}
+        if self.weight_ranks == 1 or self.mesh.tensor > 1 or not counts:
+            return 1
+        if self.job.experts == "auto":
+            return min(most_ranks(count, self.weight_ranks) for count in counts)
+        return self.job.experts
+
+    def expert_layout(self, experts: int) -> ExpertLayout:
+        """Return which rank of a group computes which of a layer's experts."""
+        return ExpertLayout(experts, self.weight_ranks, self.experts)
+
+    def group(self, axis: str) -> tuple[int, int]:
+        """Return the distance between neighbours and the ranks of a group along an axis of the mesh, or of `experts` x
+        `replicas`, which are data x sequence.
+        """
+        groups = {"experts": (1, self.experts), "replicas": (self.experts, self.weight_ranks // self.experts)}
+        return groups[axis] if axis in groups else (self.mesh.stride(axis), self.mesh.size(axis))
 
     @property
     def on_host(self) -> bool:

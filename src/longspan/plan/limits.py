@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from longspan.core.errors import LongspanError
+from longspan.core.experts import ExpertLayout, divisors, most_ranks
 from longspan.core.heads import split_groups
 from longspan.core.tile_sizes import even_span
 from longspan.plan.cost.vision import most_patches
@@ -62,8 +63,14 @@ def mesh_refusal(model: ModelShape, job: Job, mesh: Mesh) -> str | None:
         return (
             f"tensor={mesh.tensor}: a vision tower is not sharded over a tensor axis; use `ulysses` or `ring` instead"
         )
+    if job.experts not in ("auto", 1) and not any(layer.mlp.experts for layer, _ in model.layer_kinds):
+        return f"experts={job.experts}: {model.name} has no experts; leave it out"
     for layer, _ in model.layer_kinds:
-        problem = _tensor_refusal(layer, mesh.tensor) or layer.mixer.ulysses_refusal(job, mesh)
+        problem = (
+            _tensor_refusal(layer, mesh.tensor)
+            or _experts_refusal(layer, job, mesh)
+            or layer.mixer.ulysses_refusal(job, mesh)
+        )
         if problem is not None:
             return problem
     return None
@@ -81,6 +88,21 @@ def _tensor_refusal(layer: LayerShape, t: int) -> str | None:
         return f"tensor={t} leaves a rank without any of the model's {q} query heads; try tensor={math.gcd(q, t)}"
     if even_span(width, t - 1, t)[0] == width:
         return f"tensor={t} leaves a rank without a share of {what} ({width}); try tensor={math.gcd(width, t)}"
+    return None
+
+
+def _experts_refusal(layer: LayerShape, job: Job, mesh: Mesh) -> str | None:
+    asked, ranks, count = job.experts, mesh.weights, layer.mlp.experts
+    if asked == "auto" or asked == 1:
+        return None
+    if mesh.tensor > 1 or not job.weight_sharding:
+        what = f"tensor={mesh.tensor}" if mesh.tensor > 1 else "weights without FSDP"
+        return f"experts={asked} and {what}: experts are sharded over data x ring x ulysses by FSDP; leave out one"
+    if ranks % asked:
+        fits = ", ".join(map(str, divisors(ranks)))
+        return f"experts={asked} does not divide the {ranks} ranks of data x ring x ulysses; use {fits}"
+    if count and not ExpertLayout(count, ranks, asked).fits():
+        return f"experts={asked} leaves a rank without any of the {count} experts; use {most_ranks(count, ranks)}"
     return None
 
 

@@ -159,6 +159,7 @@ class Trainer:
             kernel=config.model.kernel,
             memory=config.memory.to_memory(),
             tensor_style=config.parallel.tensor_style,
+            experts=config.parallel.experts,
             check_weights=config.logging.check_weights,
             check_at_rest=config.logging.check_at_rest,
         )

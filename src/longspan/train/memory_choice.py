@@ -45,6 +45,7 @@ def resolve(config: TrainConfig, hardware: Hardware | None = None) -> tuple[Trai
         dtype=config.dtype,
         weight_sharding=config.fsdp,
         tensor_style=parallel.tensor_style,
+        experts=parallel.experts,
         documents=config.data.pack not in ("auto", "stream"),
     )
     mesh = Mesh(**parallel.degrees)
@@ -93,7 +94,8 @@ def reference_bytes(config: TrainConfig, weights: int) -> float:
 
 
 def _model_on_meta(config: TrainConfig) -> PreTrainedModel:
-    """Return the model without weights, once it is known that `--tensor` can shard it."""
+    """Return the model without weights, once it is known that `--tensor` and `--experts` can shard it."""
+    from longspan.hf.experts import plan_experts
     from longspan.hf.pretrained import read_model_config
     from longspan.hf.tensor_parallel.plan import tensor_plan
     from longspan.train.inputs import load_model_config, model_flag, model_origin
@@ -106,6 +108,7 @@ def _model_on_meta(config: TrainConfig) -> PreTrainedModel:
     model = model_origin(config, model_config).on_meta()
     if parallel.tensor > 1:
         tensor_plan(model, parallel.tensor, 0, parallel.tensor_style, parallel.sequence_ranks)
+    plan_experts(model, parallel.experts, ranks=parallel.fsdp_ranks, tensor=parallel.tensor, fsdp=config.fsdp)
     return model
 
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 Class = TypeVar("Class", bound=type[Trainer])
 
 OPTIONS = ("fsdp", "mp_policy", "kernel", "weights", "check_batches", "check_weights", "check_at_rest", "logits",
-           "memory", "dropout")  # fmt: skip
+           "memory", "dropout", "experts")  # fmt: skip
 """Keywords of a trainer that are those of `longspan.parallelize`."""
 
 
@@ -97,8 +97,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     Args:
         sp: the sharding.
-        fsdp, mp_policy, kernel, weights, check_batches, check_weights, check_at_rest, logits, memory, dropout: of
-            `longspan.parallelize`.
+        fsdp, mp_policy, kernel, weights, check_batches, check_weights, check_at_rest, logits, memory, dropout,
+            experts: of `longspan.parallelize`.
         args, kwargs: of the trainer.
 
     Raises:

@@ -20,6 +20,7 @@ from longspan.checkpoint.identity import check_same_model, saved_model_config
 from longspan.core.errors import LongspanError
 from longspan.core.validation import path_of
 from longspan.data import BYTES, DocumentSource, SequenceStream, TextTokenizer, load_tokenizer
+from longspan.hf.experts import plan_experts
 from longspan.hf.pretrained import (
     base_of,
     check_language_model,
@@ -70,9 +71,12 @@ class Inputs:
 def open_inputs(config: VerifyConfig, resumed: Checkpoint | None = None) -> Inputs:
     """Open and check the inputs; `resumed` is the checkpoint of `--resume`."""
     model_config = load_model_config(config, resumed)
-    if config.parallel.tensor > 1:
+    parallel = config.parallel
+    if parallel.tensor > 1 or parallel.experts != 1:
         model = model_origin(config, model_config).on_meta()
-        tensor_plan(model, config.parallel.tensor, 0, config.parallel.tensor_style, config.parallel.sequence_ranks)
+        if parallel.tensor > 1:
+            tensor_plan(model, parallel.tensor, 0, parallel.tensor_style, parallel.sequence_ranks)
+        plan_experts(model, parallel.experts, ranks=parallel.fsdp_ranks, tensor=parallel.tensor, fsdp=config.fsdp)
     batch_BS = make_batch(config, model_config)
     if not takes_pictures(model_config):
         return Inputs(model_config, batch_BS, (), resumed)

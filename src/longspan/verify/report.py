@@ -212,6 +212,8 @@ def _print_title(report: Report, console: Console) -> None:
         text += f", {count} {kind}{'s' * (count > 1)}"
     ring = f"ring {setup['ring']} x " if setup["ring"] > 1 else ""
     tensor = f" x tensor {setup['tensor']} ({setup['tensor_style']})" if setup.get("tensor", 1) > 1 else ""
+    if setup.get("experts", 1) != 1:
+        tensor += f", experts {setup['experts']}"
     console.print(f"[bold]longspan verify[/]  {setup['model']} ({setup['weights']} weights) on {setup['device']}")
     console.print(
         f"{setup['batch'] * setup['data_degree']} x {setup['tokens']} tokens ({text}), data {setup['data_degree']} x "

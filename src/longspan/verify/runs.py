@@ -209,6 +209,7 @@ def make_models(
         "kernel": config.kernel,
         "memory": "auto" if config.chooses else config.to_memory(),
         "tensor_style": config.parallel.tensor_style,
+        "experts": config.parallel.experts,
     }
 
     def shard() -> nn.Module:
@@ -309,6 +310,7 @@ def _setup(config: VerifyConfig, sp: SequenceSharding) -> dict[str, Any]:
         "tokens": config.tokens,
         **{name: flags[name] for name in _SHOWN},
         "tensor_style": parallel.tensor_style if parallel.tensor > 1 else None,
+        "experts": parallel.experts,
         "layout": sp.layout.kind,
         "ring_impl": parallel.ring_impl if parallel.ring > 1 else None,
         "wire_dtype": parallel.wire_dtype if parallel.lossy else "exact",

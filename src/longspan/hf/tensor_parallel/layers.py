@@ -29,9 +29,10 @@ from longspan.comm.sharded_weights import Rule, Shards
 from longspan.comm.tensor import TensorGroup
 from longspan.compat.torch_api import not_compiled, own_parameters
 from longspan.core.errors import LongspanError
+from longspan.core.experts import ExpertLayout
 from longspan.core.heads import HeadShard
 from longspan.core.tile_sizes import even_span
-from longspan.hf.experts import ExpertLayout, ExpertParallel
+from longspan.hf.experts import ExpertParallel
 from longspan.hf.forward.cached import last_tokens
 from longspan.hf.forward.kv_cache import CachedInfo
 from longspan.hf.forward.stage import ForwardCall, Stage

@@ -8,7 +8,8 @@ TP sums hidden states twice a layer, after attention and after the MLP (Megatron
 embedding's parts are summed, the head's input is gathered and its gradient summed, and the softmax sends three numbers
 per token. Weights that every rank holds, and that see only some heads or tokens, have their gradients summed.
 
-Experts receive tokens by all-to-all. How many depends on the router; an even distribution is assumed.
+Experts, over the tensor axis or over data x sequence, receive tokens by all-to-all. How many depends on the router; an
+even distribution is assumed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from longspan.core.tile_sizes import NARROW_PARTS, head_tile, layers_per_checkpoint
+from longspan.plan.cost.saved import mlp_tiles
 from longspan.plan.cost.vision import vision_sent
 from longspan.plan.cost.weights import (
     ROWS,
@@ -41,7 +43,8 @@ class Collective:
 
     Attributes:
         op: one of `longspan.plan.hardware.OPS`.
-        axis: mesh axis; `fsdp` is data x ring x ulysses together, `sequence` ring x ulysses.
+        axis: mesh axis; `fsdp` is data x ring x ulysses together, `sequence` ring x ulysses, `experts` ranks over which
+            experts are sharded, `replicas` ranks with the same experts.
         what: what is sent.
         bytes_per_gpu: sent by one GPU in one call, max over ranks.
         count: calls in a step.
@@ -67,21 +70,22 @@ class Collective:
         return self.bytes_per_gpu * self.count
 
 
-_OVERLAPPED = tuple(f"{what} of a {part}" for what in ("weights", "gradients") for part in ("layer", "tower block"))
+_PARTS = ("layer", "layer's experts", "tower block")
+_OVERLAPPED = tuple(f"{what} of a {part}" for what in ("weights", "gradients") for part in _PARTS)
 
 
 def communication(c: CostContext, hardware: Hardware) -> tuple[Collective, ...]:
     """Return every collective of one step in the order of the forward; equal ones are counted together."""
     calls: dict[Sent, int] = {}
     for sent in _step(c, sums_gradients_once(c, hardware)):
-        if sent.bytes and sent.calls and c.mesh.size(sent.axis) > 1:
+        if sent.bytes and sent.calls and c.group(sent.axis)[1] > 1:
             key = replace(sent, calls=1)
             calls[key] = calls.get(key, 0) + sent.calls
     return tuple(_timed(sent, count, c, hardware) for sent, count in calls.items())
 
 
 def _timed(sent: Sent, count: int, c: CostContext, hardware: Hardware) -> Collective:
-    stride, size = c.mesh.stride(sent.axis), c.mesh.size(sent.axis)
+    stride, size = c.group(sent.axis)
     computing = "computing" if sent.what in _OVERLAPPED else ""
     overlaps_with = "attention" if sent.op == "p2p" else computing
     return Collective(
@@ -119,7 +123,8 @@ def _step(c: CostContext, once: bool) -> Iterator[Sent]:
 @functools.lru_cache(maxsize=4096)
 def method_sent(layer: LayerShape, c: CostContext) -> tuple[Sent, ...]:
     """Return what the sequence and tensor methods send for one layer and one micro-batch, forward and backward."""
-    return (*layer.mixer.sent(c), *(sent for sent in layer_tensor_sent(layer, c) if sent.method))
+    tensor = (sent for sent in layer_tensor_sent(layer, c) if sent.method)
+    return (*layer.mixer.sent(c), *tensor, *experts_sent(layer, c))
 
 
 def input_recompute_sent(c: CostContext) -> list[Sent]:
@@ -140,13 +145,44 @@ def input_recompute_sent(c: CostContext) -> list[Sent]:
     )
     forward = replace(c, job=replace(c.job, mode="prefill", batch=c.mesh.data))
     for (layer, gathers_weights), count in runs.items():
-        sent = layer_tensor_sent(layer, forward)
+        sent = [*layer_tensor_sent(layer, forward), *experts_sent(layer, forward)]
         if not layer.mixer.checkpointed(c):
             sent += [each for each in layer.mixer.sent(forward) if each.calls]
         if gathers_weights:
-            sent += layer_weights_sent(layer, c)[:1]
+            sent += [each for each in layer_weights_sent(layer, forward)]
         recomputed += _times(sent, count)
     return recomputed
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Experts over data x sequence.
+
+
+def experts_sent(layer: LayerShape, c: CostContext) -> list[Sent]:
+    """Return the traffic of a layer's experts and one micro-batch, forward and backward; of a prompt, all its chunks.
+
+    Before each exchange of tokens the ranks send each other how many there are for each expert, in int64.
+    """
+    if c.experts == 1 or not layer.mlp.experts:
+        return []
+    others, held = c.experts - 1, c.expert_layout(layer.mlp.experts).held
+    forwards, backwards = c.job.layer_passes
+    sent = []
+    for tokens, count in c.forwards:
+        tiles = mlp_tiles(layer, c) if c.job.mode == "train" else 1
+        rows = -(-tokens * c.sequences // tiles) * layer.mlp.per_token
+        if tiles > 1 or c.job.memory.tiled_mlp != 1:  # a checkpointed layer's last MLP is recomputed by its tiles alone
+            forwards = 1 + backwards
+        size = rows * others // c.experts * c.d * c.b
+        exchanges = tiles * (2 * forwards + 2 * backwards) * count
+        sent += [
+            Sent("all_to_all", "experts", "numbers of tokens for experts", 8 * held * others, tiles * forwards * count),
+            Sent("all_to_all", "experts", "tokens to their experts", size, exchanges),
+        ]
+        if c.job.memory.tiled_mlp != 1:
+            agreed = 2 * 8 * others // c.experts
+            sent.append(Sent("all_reduce", "experts", "numbers of tiles", agreed, count))
+    return sent
 
 
 # ---------------------------------------------------------------------------------------------------------------------

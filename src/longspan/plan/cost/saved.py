@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from longspan.core.tile_sizes import FEWEST_ROWS, layers_held, layers_per_checkpoint, norm_rows
-from longspan.plan.cost.weights import layer_gradient
+from longspan.plan.cost.weights import computed_elements, layer_gradient
 from longspan.plan.job import CostContext, Job
 from longspan.plan.layers.base import Parameter, SavedActivations
 from longspan.plan.models.shape import LayerShape
@@ -157,7 +157,8 @@ def mlp_backward_bytes(layer: LayerShape, c: CostContext) -> tuple[int, int]:
     tiles = mlp_tiles(layer, c)
     rows = -(-c.tokens // tiles)
     accumulated = tiles > 1 and c.job.dtype != "fp32" and c.job.weight_sharding
-    sums = WEIGHT_SUM * layer.mlp_params // c.mesh.tensor if accumulated else 0
+    unheld = layer.params - computed_elements(layer, c)
+    sums = WEIGHT_SUM * (layer.mlp_params - unheld) // c.mesh.tensor if accumulated else 0
     norm = _norm_tile(rows, c) if c.job.memory.tiled_norms else 0
     return _mlp_intermediates(layer, c) * rows + norm, sums
 

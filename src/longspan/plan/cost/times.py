@@ -313,7 +313,7 @@ def _hideable(sents: Sequence[Sent], c: CostContext, hardware: Hardware) -> floa
 
 
 def _seconds_of_call(sent: Sent, c: CostContext, hardware: Hardware) -> float:
-    return hardware.seconds(sent.op, sent.axis, sent.bytes, c.mesh.stride(sent.axis), c.mesh.size(sent.axis))
+    return hardware.seconds(sent.op, sent.axis, sent.bytes, *c.group(sent.axis))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -26,8 +26,11 @@ from longspan.plan.cost.saved import (
 from longspan.plan.cost.vision import embedding_bytes, in_block_backward, pixel_bytes, saved_by_tower
 from longspan.plan.cost.weights import (
     always_gathered,
+    computed_by_all_layers,
+    computed_elements,
     gathered_bytes,
     gathers,
+    layer_gradient,
     outer_groups,
     own_head,
     shard_elements,
@@ -72,7 +75,8 @@ class _Step:
         self.layers = [layer for layer, _ in model.layer_kinds]
         self.ranks, self.sharded, self.to_host = c.weight_ranks, gathers(c), c.on_host
         # Elements of the largest layer, of the head, and of the head's own FSDP group (0 if it is tied or not sharded).
-        self.largest = max(layer.params for layer in self.layers) // t
+        self.largest = max(computed_elements(layer, c) for layer in self.layers) // t
+        largest_shard = max(layer_gradient(layer, c) for layer in self.layers)
         self.head = model.vocab * c.d // t
         self.own_head = own_head(model) // t * self.sharded
         # Bytes of hidden states, or of their gradient.
@@ -82,17 +86,17 @@ class _Step:
         # Bytes of gradients at rest on the device; and of earlier micro-batches', not sharded until they are summed.
         self.at_rest = 0 if self.to_host else 4 * trained_elements(c)
         untrained = 0 if c.job.pictures else model.tower_params
-        accumulated = 4 * ((model.params - untrained) // t) if once else self.at_rest
+        accumulated = 4 * ((computed_by_all_layers(c) - untrained) // t) if once else self.at_rest
         self.earlier = accumulated if c.job.batch > c.mesh.data else 0
         # Bytes of the gradients of a vision tower, which come last.
         self.of_tower = 4 * tower_elements(c) if c.job.pictures and not (self.to_host or self.earlier) else 0
         # Bytes of cast weights: autocast's bf16 copies; from the host, a layer's fp32 shard before it is cast.
         self.casts = 2 * _matrix_elements(model) // t if c.job.autocasts else 0
-        self.casts += self.largest * 4 // self.ranks if self.to_host else 0
+        self.casts += largest_shard if self.to_host else 0
         # Bytes of a layer's gradients in the compute dtype, and of a tied head's, which stay.
         self.layer_gradients = (self.largest + (0 if self.own_head else self.head)) * c.b
         # Bytes of a layer's gradient shard, unless earlier micro-batches have made it.
-        self.shard = 0 if self.earlier else self.largest * 4 // self.ranks
+        self.shard = 0 if self.earlier else largest_shard
         # Cosines and sines of the rank's positions, which all layers share.
         dims = (model.positions.dims or 0) if model.positions.rotary else 0
         self.rotary_tables = SavedActivations(hidden=2 * dims * c.tokens * (4 if c.job.autocasts else c.b))

@@ -108,9 +108,31 @@ def gathered_bytes(c: CostContext, layers: int, heads: int = 0) -> int:
     """
     if not gathers(c):
         return 0
-    largest = max(layer.params for layer, _ in c.model.layer_kinds)
+    largest = max(computed_elements(layer, c) for layer, _ in c.model.layer_kinds)
     elements = always_gathered(c.model) + heads * own_head(c.model) + layers * largest
     return elements // c.mesh.tensor * c.b
+
+
+def computed_elements(layer: LayerShape, c: CostContext) -> int:
+    """Return the elements of a layer's weights that a rank computes with; of experts over ranks those that it has."""
+    if c.experts == 1 or not layer.mlp.experts:
+        return layer.params
+    others, of_experts = split_experts(layer)
+    each = sum(p.numel // p.shape[0] for p in of_experts)
+    return sum(p.numel for p in others) + each * c.expert_layout(layer.mlp.experts).held
+
+
+def computed_by_all_layers(c: CostContext) -> int:
+    """Return the elements of all weights with which a rank computes in a step."""
+    layers = sum(count * computed_elements(layer, c) for layer, count in c.model.layer_kinds)
+    return c.model.tower_params + c.model.root_params + layers
+
+
+@functools.lru_cache(maxsize=256)
+def split_experts(layer: LayerShape) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
+    """Return a layer's other weights, and those that stack experts."""
+    stacked = tuple(p for p in layer.parameters if ".experts." in p.name)
+    return tuple(p for p in layer.parameters if p not in stacked), stacked
 
 
 def layer_gradient(layer: LayerShape, c: CostContext) -> int:
@@ -169,22 +191,27 @@ def layer_weights_sent(layer: LayerShape, c: CostContext) -> list[Sent]:
     f = c.mesh.weights
     if not c.job.weight_sharding or f == 1:
         return []
-    shard = shard_elements(layer.parameters, f, c.mesh.tensor)
-    gather = Sent("all_gather", "fsdp", "weights of a layer", shard * (f - 1) * c.b, method=False)
-    if c.job.mode != "train":
-        return [gather]
-    scatter = Sent("reduce_scatter", "fsdp", "gradients of a layer", shard * (f - 1) * 4, method=False)
-    return [gather, gather, scatter]
+    groups = [("fsdp", f, "a layer", layer.parameters)]
+    if c.experts > 1:
+        others, stacked = split_experts(layer)
+        groups = [("fsdp", f, "a layer", others), ("replicas", f // c.experts, "a layer's experts", stacked)]
+    sent = []
+    for axis, ranks, what, parameters in groups:
+        received = shard_elements(parameters, f, c.mesh.tensor) * (ranks - 1)
+        gather = Sent("all_gather", axis, f"weights of {what}", received * c.b, method=False)
+        scatter = Sent("reduce_scatter", axis, f"gradients of {what}", received * 4, method=False)
+        sent += [gather, gather, scatter] if c.job.mode == "train" else [gather]
+    return sent
 
 
 def sums_gradients(sent: Sent) -> bool:
     """Whether a collective sums gradients over the ranks."""
-    return sent.axis == "fsdp" and (sent.op == "reduce_scatter" or "gradients" in sent.what)
+    return sent.axis in ("fsdp", "replicas") and (sent.op == "reduce_scatter" or "gradients" in sent.what)
 
 
 def sums_gradients_once(c: CostContext, hardware: Hardware) -> bool:
     """Whether a step of several micro-batches sums its gradients over the ranks once, as `longspan train` decides."""
-    all_gradients = c.model.params // c.mesh.tensor * 4
+    all_gradients = computed_by_all_layers(c) // c.mesh.tensor * 4
     return c.micro_batches > 1 and reduces_once(c.weight_ranks > 1, all_gradients, hardware.memory_bytes)
 
 

@@ -226,7 +226,7 @@ def _generate_command(plan: Plan) -> str | None:
 
 def _tensor_flags(job: Job, mesh: Mesh) -> list[str]:
     if mesh.tensor == 1:
-        return []
+        return [] if job.experts == 1 else [f"--experts {job.experts}"]
     return [f"--tensor {mesh.tensor}", *([] if job.tensor_style == "tp" else [f"--tensor-style {job.tensor_style}"])]
 
 

@@ -1,0 +1,59 @@
+"""Which rank computes which experts, if they are sharded over data x sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Experts = int | Literal["auto"]
+"""Ranks of data x sequence over which experts are sharded; "auto": `most_ranks`."""
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """Which rank of a group computes which experts.
+
+    Attributes:
+        experts: in all.
+        ranks: over which the weights are sharded: `chunk` neighbouring experts on each, fewer on the last ones.
+        size: ranks of a group. A rank computes the chunks of the ranks that are a multiple of `size` away.
+    """
+
+    experts: int
+    ranks: int
+    size: int
+
+    @property
+    def chunk(self) -> int:
+        return -(-self.experts // self.ranks)
+
+    @property
+    def held(self) -> int:
+        """Experts that a rank computes, with padding on the last ranks."""
+        return self.chunk * (self.ranks // self.size)
+
+    def of(self, rank: int) -> list[int]:
+        """Return the experts of a rank in its order; padding is `experts` or more."""
+        starts = range(rank * self.chunk, self.ranks * self.chunk, self.size * self.chunk)
+        return [start + i for start in starts for i in range(self.chunk)]
+
+    def fits(self, fewest: int = 1) -> bool:
+        """Whether every rank has experts, and `fewest` places for them."""
+        filled = (sum(expert < self.experts for expert in self.of(rank)) for rank in range(self.size))
+        return self.size == 1 or (self.held >= fewest and all(filled))
+
+    def slots(self, experts: Any) -> Any:
+        """Return `rank * held + place on that rank` of an expert, or of a tensor of them."""
+        chunk = experts // self.chunk
+        place = chunk // self.size * self.chunk + experts % self.chunk
+        return chunk % self.size * self.held + place
+
+
+def divisors(ranks: int) -> list[int]:
+    """Return the sizes of groups that divide the ranks."""
+    return [size for size in range(1, ranks + 1) if ranks % size == 0]
+
+
+def most_ranks(experts: int, ranks: int, fewest: int = 1) -> int:
+    """Return the largest group that leaves no rank without experts."""
+    return max(size for size in divisors(ranks) if ExpertLayout(experts, ranks, size).fits(fewest))
