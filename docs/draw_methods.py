@@ -15,6 +15,7 @@ from html import escape
 from pathlib import Path
 
 import longspan
+from longspan.core.experts import ExpertLayout
 from longspan.core.layout import Layout, choose_layout
 from longspan.core.memory import LONGEST, Memory
 from longspan.mixers.fragments import fragment_table
@@ -338,6 +339,26 @@ def fsdp() -> Picture:
     return p
 
 
+def experts() -> Picture:
+    p = Picture(190)
+    count = 8
+    for x, size, title in (
+        (54, RANKS, "at rest, and experts=4"),
+        (306, 1, "experts=1: gather all"),
+        (558, 2, "experts=2"),
+    ):
+        layout = ExpertLayout(count, RANKS, size)
+        held = [layout.of(rank % size) for rank in range(RANKS)]
+        cells = [[rank if expert in held[rank] else None for expert in range(count)] for rank in range(RANKS)]
+        labels = [[str(expert) if expert in held[rank] else "" for expert in range(count)] for rank in range(RANKS)]
+        under = {RANKS: "tokens go to all ranks", 1: "tokens stay", 2: "tokens go between 0 and 1, and 2 and 3"}[size]
+        p.grid(x, 28, cells, title, under, labels=labels, cell=20, tall=26)
+        for rank in range(RANKS):
+            p.text(x - 8, 45 + 26 * rank, f"rank {rank}", "m", "end", 11)
+    p.ranks()
+    return p
+
+
 def memory() -> Picture:
     """What one layer saves for its backward, and the planned memory of a step."""
     parts = ["layer input", "q, k, v", "attn. output", "norms", "MLP"]
@@ -418,7 +439,8 @@ def masks() -> Picture:
 
 
 PICTURES: list[Callable[[], Picture]] = [
-    overview, ulysses, ring, zigzag, usp, tensor_axis, megatron_sp, state_passing, dsp, fsdp, memory, masks
+    overview, ulysses, ring, zigzag, usp, tensor_axis, megatron_sp, state_passing, dsp, fsdp, experts, memory,
+    masks
 ]  # fmt: skip
 
 

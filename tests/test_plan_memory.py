@@ -150,7 +150,8 @@ def peak_of_a_step(config: dict[str, Any], context: int, mesh: Mesh, options: di
     bf16, sharded = options["dtype"] == "bf16", options.get("weight_sharding", True)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 and sharded else None
     memory_options = options.get("memory", FASTEST)
-    model = longspan.parallelize(model, sp, fsdp=sharded, mp_policy=policy, memory=memory_options).train()
+    passed = {"memory": memory_options, "experts": options.get("experts", 1)}
+    model = longspan.parallelize(model, sp, fsdp=sharded, mp_policy=policy, **passed).train()
     store = model.longspan_state.memory.store
     if store is not None:  # its bounds are for real models: all of these small layers would be on their way at once
         store._in_flight = context // sp.size * config["hidden_size"] * 4
