@@ -162,7 +162,10 @@ def parallelize(
     if checked.tensor_plan is not None:
         tensor = TensorParallel(inner, sp, tensor_style, checked.tensor_plan, head)
     gradients = _shard_weights(sp, options, checked, head)
-    state = ParallelState(inner.config, sp, traits, attention, mixers, memory_manager, head, tensor, gradients)
+    experts_over = 1 if checked.experts is None else checked.experts.size
+    state = ParallelState(
+        inner.config, sp, traits, attention, mixers, memory_manager, head, tensor, gradients, experts_over
+    )
     weight_damage = WeightDamageCheck(inner) if check_at_rest else None
     state.forward = ForwardHooks(
         inner, state, batches=batches, model_changes=model_changes, weight_damage=weight_damage, compute_logits=logits

@@ -37,6 +37,7 @@ class ParallelState:
     head: Head | None
     tensor: TensorParallel | None  # None if the tensor axis has size 1
     gradients: GradientSum | None  # None with FSDP or on one rank
+    experts: int  # ranks over which experts are sharded; 1: as other weights
     forward: ForwardHooks = field(init=False)
     in_backward: InBackward | None = None  # the optimizer that updates weights in the backward
 
@@ -91,6 +92,8 @@ def explain(model: nn.Module) -> str:
     lines = [f"mesh: {axes}, layout {sp.layout.kind}"]
     if sp.wire_dtype != "exact" and sp.ulysses_size > 1:
         lines.append(f"exchange: {sp.wire_dtype}, LOSSY: a byte per element, a scale per token and head")
+    if state.experts > 1:
+        lines.append(f"experts: over {state.experts} neighbouring ranks, tokens are sent to them")
     lines.append(f"memory: {state.memory.memory.describe()} ({state.memory.why})")
     chosen = Counter(str(layer.choice) for layer in state.attention.layers if layer.choice is not None)
     lines += [f"attention of {count} layers: {choice}" for choice, count in chosen.items()]
