@@ -121,7 +121,7 @@ def test_losses_are_those_of_a_plain_loop(
         "data x ring, all-gathered, contiguous": {
             "data_degree": 2, "ring": 2, "layout": "contiguous", "ring_impl": "allgather", "fsdp": False,
         },
-        "data x ulysses, accumulating": {"ulysses": 2, "data_degree": 2},
+        "data x ulysses, accumulating": {"ulysses": 2, "data_degree": 2, "micro_batch": 1},
     }  # fmt: skip
     for name in names:
         other = replace(config, out=config.out / name, save_every=0, export="never", **meshes[name])
@@ -398,13 +398,18 @@ def test_invalid_settings_are_refused_before_anything_is_read(config: TrainConfi
     refused(config, r"needs --data", data="")
     refused(config, r"--steps must be at least 1, got 0", steps=0)
     refused(config, r"--keep must be at least 0, got -1", keep=-1)
-    refused(config, r"--context 2 is too short: .* for each of the 4 ranks", context=2, ulysses=4, batch=1)
-    refused(config, r"for each of the 8 ranks", context=7, ring=2, ulysses=4, batch=1)
+    refused(config, r"--context 2 is too short: .* for each of the 4 ranks", context=2, ulysses=4)
+    refused(config, r"for each of the 8 ranks", context=7, ring=2, ulysses=4)
     refused(config, r"--ring must be at least 1, got 0", ring=0)
     refused(config, r"mesh: --ring 3 --ulysses 2 needs 6", nproc=3, ring=3, ulysses=2)
     refused(config, r"--lr must be above 0, got 0", lr=0)
     refused(config, r"--warmup 7 is longer than the run of --steps 6", warmup=7)
-    refused(config, r"--batch 4 is not a multiple of .* --data-degree 3 = 3; give --batch 3 or 6", data_degree=3)
+    refused(
+        config,
+        r"--batch 4 is not a multiple of .* --data-degree 3 = 3; give --batch 3 or 6",
+        data_degree=3,
+        micro_batch=1,
+    )
 
 
 def test_unsuitable_models_and_tokenizers_are_refused(
@@ -443,7 +448,7 @@ def test_refused_runs_make_no_folder(config: TrainConfig, tmp_path: Path) -> Non
 
 
 def test_the_largest_seed_trains(config: TrainConfig) -> None:
-    train(replace(config, seed=(1 << 63) - 1, steps=1, batch=1, save_every=0, export="never"))
+    train(replace(config, seed=(1 << 63) - 1, steps=1, batch=2, save_every=0, export="never"))
     assert len(losses_of(config.out)) == 1
 
 

@@ -45,11 +45,11 @@ def write_config(folder: Path, **changes: Any) -> Path:
 def small_run(config: Path, out: Path, **changes: Any) -> TrainConfig:
     """Return a run on sequences of 60 tokens, which 4 ranks do not divide evenly into pairs of heads or blocks of 16.
 
-    It logs every step and saves every second one.
+    It logs every step and saves every second one. With the default batch, a step has two micro-batches on one replica.
     """
     base: dict[str, Any] = {
         "data": "pydoc", "context": 61, "batch": 4, "steps": 4, "lr": 1e-2, "warmup": 1, "clip": 0.5, "dtype": "fp32",
-        "log_every": 1, "save_every": 2, "keep": 0,
+        "log_every": 1, "save_every": 2, "keep": 0, "micro_batch": 1 if "batch" in changes else 2,
     }  # fmt: skip
     return make(TrainConfig, **base | changes, config=config, out=out)
 
