@@ -72,7 +72,7 @@ def test_outcomes_are_judged() -> None:
 
 
 def test_a_rank_that_differs_is_refused_on_all(pool4: RankPool) -> None:
-    for seed in range(1000, 1008):
+    for seed in range(1000, 1005):
         outcome, note = edges.judge(edges.draw(seed, 4), pool4)
         assert outcome == "refused", note
 
