@@ -48,6 +48,10 @@ OLMO = {
     "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 16,
     "pad_token_id": 0,
 }  # fmt: skip
+MOE = {
+    "model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 176,
+    "head_dim": 16, "num_key_value_heads": 8,
+}  # fmt: skip
 LFM2 = {"model_type": "lfm2", "layer_types": ["conv", "conv"], "block_auto_adjust_ff_dim": False}
 CHECKPOINTED = Memory(checkpointing="full")
 FP32, BF16, P2P = {"dtype": "fp32"}, {"dtype": "bf16"}, {"ring_impl": "p2p"}
@@ -95,10 +99,13 @@ CASES = [
     (NEXT, 1024, Mesh(ring=2), FP32),
     (NEXT, 1024, Mesh(ulysses=2), {**BF16, "memory": CHECKPOINTED}),
     ({**NEMOTRON, "hybrid_override_pattern": "M-M*M-"}, 1024, Mesh(ulysses=2), BF16),
+    # Experts over ranks: activations count in the first, weights of experts in the second.
+    (MOE, 2048, Mesh(ulysses=4), {**FP32, "experts": 4}),
+    ({**MOE, "num_experts": 32, "moe_intermediate_size": 352}, 512, Mesh(ulysses=4), {**BF16, "experts": 2}),
 ]
 
 
-CONFIRMING = (0, 3, 4, 6, 7, 9, 11, 16, 17, 18, 20, 23, 25, 26, 28, 29, 30, 31, 33)  # their options are in others
+CONFIRMING = (0, 3, 4, 6, 7, 9, 11, 16, 17, 18, 20, 23, 25, 26, 28, 29, 30, 31, 33, 38)  # their options are in others
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ class ExpertParallel:
         order = slots.argsort(stable=True)
         out_RD = self._through(hidden_ND[order // index_NK.shape[1]], slots[order], self._experts)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        out_NKD = out_RD[back].view(*index_NK.shape, -1)
+        out_NKD = out_RD[back].view(*index_NK.shape, out_RD.shape[1])
         return (out_NKD * weights_NK[..., None]).sum(1).to(hidden_ND.dtype)
 
     def _forward_routed(self, routed_RD: Tensor) -> Tensor:
