@@ -213,7 +213,7 @@ def _refusal(model: Any, mesh: dict[str, int], **options: Any) -> str:
         ("Qwen3Moe", {}, {"data": 8}, {"experts": 8}, ("any of the 4 experts", "mlp.experts", "use `experts=4`")),
         ("Qwen3Moe", {"num_experts": 5}, {"ulysses": 4}, {"experts": 4}, ("5 experts", "use `experts=2`")),
         ("Qwen3Moe", {}, {"ulysses": 2}, {"experts": 2, "fsdp": False}, ("fsdp=False", "leave one out")),
-        ("Qwen3Moe", {}, {"ulysses": 2, "tensor": 2}, {"experts": 2}, ("tensor=2", "ulysses=4")),
+        ("Qwen3Moe", {}, {"ulysses": 2, "tensor": 2}, {"experts": 2}, ("tensor=2", "leave out one")),
         ("Qwen3Moe", {}, {"ulysses": 2}, {"experts": 0}, ("experts", "0")),
         ("Qwen3Moe", {}, {"ulysses": 2}, {"experts": "all"}, ("experts", "all")),
         ("Llama", {}, {"ulysses": 2}, {"experts": 2}, ("LlamaForCausalLM", "no layer", "leave it out")),
