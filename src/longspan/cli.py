@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import inspect
 import re
 import sys
 from collections.abc import Sequence
@@ -25,13 +24,13 @@ from longspan.ranks import launch
 COMMANDS = {
     "train": ("longspan.train", "TrainConfig", "train a causal LM on long sequences"),
     "generate": ("longspan.generate", "GenerateConfig", "continue a text, or answer a question about a long one"),
-    "score": ("longspan.generate.score", "ScoreConfig", "perplexity and log-probabilities of a long text"),
+    "score": ("longspan.generate.score", "ScoreConfig", "compute perplexity and log-probabilities of a long text"),
     "verify": ("longspan.verify", "VerifyConfig", "prove on your model that the sharded run computes the same"),
-    "plan": ("longspan.plan.command", "PlanConfig", "what fits, which mesh, and what it costs; needs no torch"),
+    "plan": ("longspan.plan.command", "PlanConfig", "say what fits, on which mesh, and what it costs; needs no torch"),
     "recipes": ("longspan.recipes", "RecipesConfig", "list recipes for `train`, and write one as a TOML file"),
-    "launch": ("longspan.recipes.launch", "LaunchConfig", "a recipe as a job of Slurm or Kubernetes"),
+    "launch": ("longspan.recipes.launch", "LaunchConfig", "print or submit a Slurm or Kubernetes job for a recipe"),
     "bench": ("longspan.bench", "BenchConfig", "measure your machines: the links between ranks, and one rank's speed"),
-    "explain": ("longspan.pages", "ExplainConfig", "a page of the documentation, or an error's code, in the terminal"),
+    "explain": ("longspan.pages", "ExplainConfig", "print a page of the documentation, or what an error code means"),
 }
 
 _NEEDS = {
@@ -106,7 +105,7 @@ def _parse(config_class: type[Any], args: list[str], *, prog: str, summary: str)
     """As `parse`; also return, by flag, the place of its value in the file."""
     import tyro
 
-    from longspan.cli_help import documented
+    from longspan.cli_help import description, documented
     from longspan.cli_values import expand_home, read_flags, value_rule
 
     path, flags = _split_from(args)
@@ -117,11 +116,11 @@ def _parse(config_class: type[Any], args: list[str], *, prog: str, summary: str)
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(value_rule)
     registry.struct_rule(documented(config_class))
-    _, _, doc = inspect.cleandoc(config_class.__doc__ or "").partition("\n\n")
     file = tyro.conf.arg(
         name="from",
         metavar="FILE.toml",
         help="Read values from this file: a table for each section, a key for each flag.",
+        help_behavior_hint="",
     )
     fields: list[Any] = [
         ("config", Annotated[config_class, tyro.conf.arg(name="")]),
@@ -138,7 +137,7 @@ def _parse(config_class: type[Any], args: list[str], *, prog: str, summary: str)
             args=flags,
             default=arguments(config=defaults),
             prog=prog,
-            description=f"{summary[0].upper()}{summary[1:]}.\n\n{doc}",
+            description=description(config_class, summary),
             console_outputs=launch.is_first_local_rank(),
         )
     given = {re.sub(r"^--(no-)?|=.*$", "", arg, flags=re.DOTALL).replace("_", "-") for arg in flags}

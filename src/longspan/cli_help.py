@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import shutil
 import textwrap
 import typing
 from typing import Annotated, Any
@@ -82,6 +83,16 @@ def suggest_option(name: str, known: list[str], prog: str, prefix: str = "") -> 
     return f"did you mean {prefix}{names[close[0]]}?" if prefix else f"did you mean {names[close[0]]!r}?"
 
 
+def description(config_class: type[Any], summary: str) -> str:
+    """Return a command's description, wrapped to the terminal; tyro wraps its own boxes only.
+
+    tyro joins lines unless the second begins with a space, so all but the summary are indented.
+    """
+    _, _, text = inspect.cleandoc(config_class.__doc__ or "").partition("\n\n")
+    lines = textwrap.wrap(text, shutil.get_terminal_size().columns, initial_indent="  ", subsequent_indent="  ")
+    return "\n".join([f"{summary[0].upper()}{summary[1:]}.", *lines])
+
+
 def documented(config_class: type[Any]) -> Any:
     """Return tyro's rule for a config of sections: their flags have no prefix, and only those that `shown` names."""
     import tyro
@@ -105,6 +116,8 @@ def documented(config_class: type[Any]) -> Any:
             if is_section(kind):  # the fields' flags have no prefix
                 kind = Annotated[kind, tyro.conf.OmitArgPrefixes]
             default = getattr(info.default, field.name)
+            if default in (None, "", ()):  # the text says what happens then
+                kind = Annotated[kind, tyro.conf.arg(help_behavior_hint="")]
             specs.append(constructors.StructFieldSpec(field.name, kind, default, texts.get(field.name)))
         instantiate = functools.partial(dataclasses.replace, info.default) if info.type in sections else info.type
         return constructors.StructConstructorSpec(instantiate=instantiate, fields=tuple(specs))

@@ -316,7 +316,7 @@ def read_text(name: str, path: Path) -> str:
             f"{name} {path} cannot be read: it is not UTF-8 text ({error}); save it as UTF-8"
         ) from error
     except OSError as error:
-        raise LongspanError(f"{name} {path} cannot be read: {error}") from error
+        raise LongspanError(f"{name} {path} cannot be read: {error.strerror or error}") from error
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from longspan.plan.views.report import Report
 class PlanConfig(MemoryFlags, RopeFlags):
     """Find out what fits on which GPUs, which mesh is best, and what it costs.
 
-    Needs neither torch nor a GPU. A GB is 1e9 bytes.
+    A GB is 1e9 bytes.
     """
 
     default_level: ClassVar[MemoryLevel] = "auto"

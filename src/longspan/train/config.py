@@ -86,8 +86,8 @@ class DataSection:
     sequence, each with its own attention; the rest is padding. none: a document is a sequence. auto: stream for
     text, best-fit for other rows, documents for both together."""
     pack_window: int = 32
-    """With --pack best-fit, documents of about this many sequences are packed at a time: more waste less padding, and
-    take memory and time before the first step."""
+    """With --pack best-fit, documents of about this many sequences are packed at a time. A larger window needs less
+    padding, but more memory, and time before the first step."""
     too_long: Literal["truncate", "drop"] = "truncate"
     """What happens to a document longer than --context, with --pack best-fit and none."""
     preview: int = 0
