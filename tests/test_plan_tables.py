@@ -63,13 +63,15 @@ AUTO = [screen for screen in SCREENS if "--memory auto" in screen]
 
 @pytest.mark.parametrize("screen", [*(screen for screen in SCREENS if screen not in AUTO), *confirming(AUTO)])
 def test_nothing_is_cut_at_any_width(screen: str) -> None:
-    """A narrow screen has every character of a very wide one, and no line is longer than the screen."""
-    expected = _characters(lines_of(screen, WIDE))
+    """A narrow screen has every character of a very wide one, breaks no word, and no line is longer than the screen."""
+    wide = lines_of(screen, WIDE)
+    expected, words = _characters(wide), set(" ".join(wide).split())
     for width in WIDTHS:
         # The command is one line to be copied.
         lines = [line.rstrip() for line in lines_of(screen, width)]
         assert max(len(line) for line in lines if "longspan train --" not in line) <= width
         assert _characters(lines) == expected
+        assert {word for word in " ".join(lines).split() if "─" not in word} <= words
 
 
 def _characters(lines: list[str]) -> Counter[str]:

@@ -42,13 +42,14 @@ def _print(
     `total`: with a line above the last row. JSON has more columns.
     """
     table = Table(show_header=any(headers), box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in headers:
+    for at, name in enumerate(headers):
         folds = name in text
         table.add_column(
             Text(name.replace(" ", "\n", 1) if len(name) > WIDE_NAME else name, style="bold"),
             justify="left" if folds else "right",
             no_wrap=not folds,
             overflow="fold",
+            min_width=max((len(word) for cells in rows for word in cells[at].split()), default=0) if folds else None,
         )
     for at, cells in enumerate(rows):
         if total and at == len(rows) - 1:
@@ -164,11 +165,14 @@ def _meshes(result: Search, top: int, console: Console) -> None:
         ]
         for plan in plans
     ]
-    if len({plan.job.memory for plan in result.plans}) > 1:  # chosen per mesh
+    if len({plan.job.memory for plan in result.plans}) > 1:  # chosen per mesh: too long for a column
+        chosen = [plan.job.memory.describe() for plan in plans]
+        numbers = {text: str(number) for number, text in enumerate(dict.fromkeys(chosen), start=1)}
         headers.append("memory options")
-        rows = [[*row, plan.job.memory.describe()] for row, plan in zip(rows, plans, strict=True)]
+        rows = [[*row, numbers[text]] for row, text in zip(rows, chosen, strict=True)]
+        captions += [f"memory options {number}: {text}" for text, number in numbers.items()]
     styles = ["bold green" if plan is result.recommended else None if plan.fits else "red" for plan in plans]
-    title, text = "meshes, the fastest that fits first", ("mesh", "verdict", "memory options")
+    title, text = "meshes, the fastest that fits first", ("mesh", "verdict")
     _print(console, title, headers, rows, text=text, styles=styles, captions=captions)
 
 
@@ -225,19 +229,18 @@ def _methods(methods: Sequence[Method], console: Console) -> None:
     rows = []
     for method in methods:
         if (plan := method.plan) is None:
-            rows.append((method.name, *["-"] * 5, "no", "-"))
+            rows.append((method.name, *["-"] * 4, "no", "-"))
             continue
-        layers = len(plan.model.layers)
-        each = (size(method.method_bytes / layers), seconds(method.method_seconds / layers))
+        each = size(method.method_bytes / len(plan.model.layers))
         fits = "yes" if plan.fits else "no"
         memory = size(plan.memory_total_bytes)
         in_all = seconds(method.method_seconds)
-        rows.append((method.name, method.ops_per_layer, *each, in_all, memory, fits, seconds(plan.step_seconds)))
+        rows.append((method.name, method.ops_per_layer, each, in_all, memory, fits, seconds(plan.step_seconds)))
     remarks = [
         "sent and time: without weights and gradients, which the table of meshes has",
-        *(f"{method.name}: {method.reason}" for method in methods if method.plan is None),
+        *(f"{method.name} {method.reason}" for method in methods if method.plan is None),
     ]
-    headers = ("method", "per layer", "sent/layer", "time/layer", "time", "memory", "fits", "step")
+    headers = ("method", "per layer", "sent / layer", "time", "memory", "fits", "step")
     _print(console, "methods side by side, per GPU", headers, rows, text=("method", "per layer"), captions=remarks)
 
 
