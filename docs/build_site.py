@@ -37,8 +37,8 @@ MOVED = {  # files of the repository that have another path on the site
     "docs/README.md": "pages.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    "benchmarks/README.md": "benchmarks/index.md",
-    "benchmarks/reports": "benchmarks/index.md",
+    "benchmarks/README.md": "benchmarks.md",  # an index.md would be the page of its whole section
+    "benchmarks/reports": "benchmarks.md",
 }
 LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json"}
 FENCE = re.compile(r"^( *)(```|~~~).*?^\1\2", re.MULTILINE | re.DOTALL)
@@ -257,7 +257,10 @@ def flag(option: Option, owner: type[Any]) -> str:
 
 
 def escaped(text: str) -> str:
-    return re.sub(r"([<*_])", r"\\\1", text) if "`" not in text else text.replace("<", "&lt;")
+    """Return a docstring as Markdown, with the flags that it names as code."""
+    parts = re.split(r"(`[^`]*`|(?<![\w-])--[a-z][\w-]*)", text)  # code and flags are at the odd places
+    code = [f"`{part.strip('`')}`" for part in parts[1::2]] + [""]
+    return "".join(re.sub(r"([<*_])", r"\\\1", plain) + flag for plain, flag in zip(parts[::2], code, strict=True))
 
 
 def write_for_models() -> None:

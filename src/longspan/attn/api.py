@@ -271,7 +271,7 @@ def explain_kernel(
     The logger "longspan" reports the same at level INFO when an attention first runs.
 
     Returns:
-        A `Choice`: its `name`, its `reason`, and both as `str()`.
+        The choice, with its `name` and `reason`; `str()` has both.
     """
     given = AttentionOptions.of(options)
     check_tensors(q, k, v)
