@@ -1,4 +1,4 @@
-"""Install the built wheel with each extra in an environment of its own, and run what the extra is for.
+"""Install the built wheel with each extra in an environment of its own, and run what the extra is for. Then the sdist.
 
     python -m tests.packages DIST [--only EXTRA ...]
 
@@ -26,6 +26,17 @@ MODEL = "from transformers import LlamaConfig, LlamaForCausalLM; " + (
 )
 SHARDED = "import torch, longspan; sp = longspan.SequenceSharding(longspan.init_mesh()); "
 LOSS = "x = torch.arange(32)[None]; longspan.parallelize(m, sp, fsdp=False)(input_ids=x, labels=x).loss.backward()"
+DIFFUSION = (
+    "from diffusers import LatteTransformer3DModel as Latte; "
+    "m = Latte(num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=1, patch_size=2, "
+    "sample_size=8, caption_channels=8, cross_attention_dim=16, video_length=2); x = torch.randn(1, 4, 2, 8, 8); "
+    "longspan.parallelize(m, sp, fsdp=False)(x, torch.tensor([1]), torch.randn(1, 3, 8)).sample.sum().backward()"
+)
+ADAMW8BIT = (
+    "import torch, torchao.optim; w = torch.nn.Parameter(torch.randn(64, 128)); "
+    "o = torchao.optim.AdamW8bit([w]); w.square().sum().backward(); o.step()"
+)
+DOCS = "import runpy; runpy.run_path('docs/build_site.py', run_name='__main__')"
 TRAIN = (
     "train --config examples/llama-tiny.json --data pydoc --context 256 --steps 2 --ulysses 2 --out {out} --dtype fp32"
 )
@@ -35,14 +46,15 @@ USES: dict[str, list[str]] = {
     "hf": [f"-c {MODEL}{SHARDED}{LOSS}"],
     "train": [TRAIN],
     "peft": [f"-c {MODEL}{SHARDED}import peft; m = peft.get_peft_model(m, peft.LoraConfig()); {LOSS}"],
-    "adamw8bit": ["-c import torchao"],
-    "diffusers": ["-c import diffusers, longspan; from diffusers import WanTransformer3DModel; longspan.parallelize"],
+    "adamw8bit": [f"-c {ADAMW8BIT}"],
+    "diffusers": [f"-c {SHARDED}{DIFFUSION}"],
     "plot": ["plan --model llama-3.1-8b --gpu h100 --gpus 8 --context 128k --png {out}.png"],
     "trl": ["-c import longspan, trl; longspan.trainer(trl.SFTTrainer)"],
     "eval": ["-c import longspan.lm_eval, lm_eval"],
     **{name: [TRAIN + f" --track {name}"] for name in ("trackio", "wandb", "mlflow")},
     "fla": ["-c from importlib.metadata import version; print(version('fla-core'))"],  # its kernels need a GPU
-    "all": [TRAIN, "-c import trl, lm_eval, diffusers, peft, matplotlib"],
+    "docs": [f"-c {DOCS}"],
+    "all": [TRAIN + " --optimizer adamw8bit", "-c import trl, lm_eval, diffusers, peft, matplotlib"],
 }
 """By extra, arguments of `longspan`, or after `-c` code for Python."""
 
@@ -73,7 +85,7 @@ def link_torch(site: Path) -> None:
                 top.symlink_to((source if len(file.parts) > 1 else Path(str(file.locate()))).resolve())
 
 
-def check(extra: str, wheel: Path, folder: Path) -> str | None:
+def check(extra: str, archive: Path, folder: Path) -> str | None:
     """Install one extra and use it; return the last lines of an error, or None."""
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
@@ -82,7 +94,7 @@ def check(extra: str, wheel: Path, folder: Path) -> str | None:
     )
     link_torch(Path(site.stdout.strip()))
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"WANDB_MODE": "offline"}
-    name = f"{wheel}[{extra}]" if extra else str(wheel)
+    name = f"{archive}[{extra}]" if extra else str(archive)
     pins = [] if extra in UNPINNED else ["--constraint", "constraints.txt"]
     commands = [[str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *pins, name]]
     for use in USES[extra]:
@@ -103,14 +115,16 @@ def main() -> int:
     parser.add_argument("dist", type=Path)
     parser.add_argument("--only", nargs="+", choices=list(USES), default=list(USES))
     args = parser.parse_args()
-    (wheel,) = args.dist.resolve().glob("*.whl")
+    (wheel,), (sdist,) = args.dist.resolve().glob("*.whl"), args.dist.resolve().glob("*.tar.gz")
+    # pip builds a wheel from the sdist; `train` shows that the extras come with it.
+    jobs = [(extra, wheel) for extra in args.only] + [(extra, sdist) for extra in args.only if extra in ("", "train")]
     failed = 0
-    for extra in args.only:
+    for extra, archive in jobs:
         start = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="longspan-package-") as folder:
-            problem = check(extra, wheel, Path(folder) / "env")
+            problem = check(extra, archive, Path(folder) / "env")
         failed += problem is not None
-        name = f"longspan[{extra}]" if extra else "longspan"
+        name = (f"longspan[{extra}]" if extra else "longspan") + (", sdist" if archive == sdist else "")
         print(f"{name:24}{'FAILED' if problem else 'works'} ({time.monotonic() - start:.0f} s)", flush=True)
         if problem:
             print(problem, flush=True)
