@@ -654,7 +654,7 @@ def test_the_methods_side_by_side(capsys: pytest.CaptureFixture[str], monkeypatc
     (ulysses,) = [line for line in lines if line.lstrip().startswith("Ulysses ")]
     assert "2 all_reduce" in tensor and "57.34 GB" in tensor
     assert "2 all_to_all" in ulysses and "4.03 GB" in ulysses
-    assert any("LASP-2: is for linear attention layers" in line for line in lines)
+    assert any("LASP-2 is for linear attention layers" in line for line in lines)
     methods = {method["name"]: method for method in json.loads(shown(capsys, *args, "--json"))["methods"]}
     short, apart = ([methods[name][f"seconds_per_layer_{at}"] for name in ("TP", "Ulysses")]
                     for at in ("at_128_tokens", "across_nodes"))  # fmt: skip
