@@ -384,7 +384,6 @@ def test_sequences_are_freed_once_they_are_dealt_out() -> None:
 @pytest.fixture
 def eight(tmp_path: Path, config: TrainConfig) -> TrainConfig:
     """A config whose matrices have a multiple of 256 values on each of two ranks."""
-    pytest.importorskip("torchao.optim")
     small = {"hidden_size": 64, "num_hidden_layers": 1, "num_key_value_heads": 4}
     return replace(config, config=write_config(tmp_path, **small), ulysses=2, optimizer="adamw8bit")
 
