@@ -103,7 +103,7 @@ class Memory:
         parts = [
             f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
         ]
-        return ", ".join(parts) or "all activations are saved"
+        return ", ".join(parts) or "all activations saved"
 
 
 Memory.__init__ = checked_call()(Memory.__init__)  # type: ignore[method-assign]
