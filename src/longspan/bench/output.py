@@ -73,6 +73,25 @@ def _table(*columns: str, title: str | None = None) -> Table:
     return table
 
 
+def _print_rows(console: Console, names: list[str], rows: list[list[str]], *, keys: int, title: str = "") -> None:
+    """Print a table; on a narrow terminal as several, one below the other, each with the first `keys` columns."""
+    widths = [max(map(len, column)) + 2 for column in zip(names, *rows, strict=True)]
+    first, at = list(range(keys)), keys
+    while at < len(names):
+        shown, left = list(first), console.width - sum(widths[:keys])
+        while at < len(names) and (len(shown) == keys or widths[at] <= left):
+            shown.append(at)
+            left -= widths[at]
+            at += 1
+        table = _table(*(names[i] for i in shown), title=title)
+        for cells in rows:
+            table.add_row(*(cells[i] for i in shown))
+        console.print(table)
+        if at < len(names):
+            console.print()
+        title = ""
+
+
 def print_hardware(hardware: MeasuredHardware, file: IO[str] | None = None) -> None:
     """Print the speed of a rank and its links in at most 100 columns, by default to stdout."""
     console, compute, dtype = _console(file, 100), hardware.compute, hardware.dtype
@@ -124,18 +143,17 @@ def by_context(data: Data) -> Iterator[tuple[int, list[Data]]]:
 
 def _print_collectives(console: Console, found: Data) -> None:
     console.print(f"longspan bench collectives  {found['measured']}\n")
-    table = _table(
-        "axis", "ranks", "collective", "size", "sent", "by formula", "median", "quartiles", "fit", "off", "GB/s"
-    )
+    names = ["axis", "ranks", "collective", "size", "sent", "by formula", "median", "quartiles", "fit", "off", "GB/s"]
+    rows = []
     for row in found["rows"]:
         median, low, high = (row["seconds"][name] for name in ("median", "low", "high"))
-        table.add_row(
+        rows.append([
             row["axis"], str(row["ranks"]), row["op"], size(row["size"]), size(row["sent"]),
             "= sent" if row["sent"] == row["formula"] else size(row["formula"]),
             time_text(median), f"{time_text(low)} - {time_text(high)}", time_text(row["fitted"]),
             f"{row['fitted'] / median - 1:+.0%}", f"{row['sent'] / median / 1e9:.3g}",
-        )  # fmt: skip
-    console.print(table)
+        ])  # fmt: skip
+    _print_rows(console, names, rows, keys=4)
     console.print(
         "\nsent: bytes that each rank sends; fit: latency + sent / bandwidth over all sizes of a row's collective"
     )
@@ -145,10 +163,9 @@ def _print_context(console: Console, rows: list[Data], context: int) -> None:
     predicted = any(row.get("predicted") for row in rows)
     names = ["method", "forward", "backward", "both", "spread", "in flight", "exposed"]
     names += ["transfer", "planned", "planned both"] if predicted else []
-    table = _table(*names, "sent", "formula", "other", "peak", title=f"{context:,} tokens")
-    for row in sorted(rows, key=_order):
-        table.add_row(*_cells(row, predicted))
-    console.print(table)
+    names += ["sent", "formula", "other", "peak"]
+    cells = [_cells(row, predicted) for row in sorted(rows, key=_order)]
+    _print_rows(console, names, cells, keys=1, title=f"{context:,} tokens")
     for row in rows:
         name = row["method"]
         if "reason" in row:
@@ -183,12 +200,12 @@ def _against(sent: int, expected: int) -> str:
 
 def _print_legend(console: Console, data: Data) -> None:
     console.print(
-        "Times are medians over rounds, of the slowest rank; spread: distance of the quartiles. Fastest per sequence\n"
-        "first. in flight: a collective runs, including the wait for slower ranks; exposed: and nothing computes\n"
-        "(mean over ranks, one run under the profiler). sent: bytes of the method on the rank that sends most;\n"
+        "Times are medians over rounds, of the slowest rank; spread: distance of the quartiles. Fastest per sequence "
+        "first. in flight: a collective runs, including the wait for slower ranks; exposed: and nothing computes "
+        "(mean over ranks, one run under the profiler). sent: bytes of the method on the rank that sends most; "
         "formula: the planner's; other: weights, gradients, loss. peak: bytes held on the rank with the highest peak."
         + (
-            "\ntransfer: of each collective, from the last rank's call to the last rank's end; planned, planned both:\n"
+            "\ntransfer: of each collective, from the last rank's call to the last rank's end; planned, planned both: "
             "the planner's transfer and total, from links measured on this mesh."
             if any(row.get("predicted") for row in data["rows"])
             else ""

@@ -311,7 +311,7 @@ def _new_table(**widths: int) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, width=WIDTH, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, expand=True, padding=(0, 1, 0, 0))
     for name, width in widths.items():
         table.add_column(
             "" if name == "verdict" else name.replace("_", " "),
