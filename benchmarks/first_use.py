@@ -30,8 +30,10 @@ tokenizer = transformers.AutoTokenizer.from_pretrained({folder!r})
 ids = tokenizer.apply_chat_template([{{"role": "user", "content": "What is the 3?"}}], add_generation_prompt=True,
                                     return_tensors="pt", return_dict=True)
 out = model.generate(**ids, max_new_tokens=24, do_sample=False)
-print("answer:", tokenizer.decode(out[0, ids["input_ids"].shape[1]:], skip_special_tokens=True))
+print(tokenizer.decode(out[0, ids["input_ids"].shape[1]:]).partition("<|im_end|>")[0])
 """
+UNTUNED = "No."
+"""What the model for the chats answers before it is tuned."""
 
 
 class Way:
@@ -75,10 +77,14 @@ def chats(way: Way) -> str:
         "longspan train --from lora.toml --model model --data chats.jsonl --eval-data held-out.jsonl --eval-every 20 "
         "--context 256 --steps 60 --batch 2 --lr 1e-2 --ulysses 2 --dtype fp32 --warmup 2 --out tuned"
     )
-    losses = [float(x) for x in re.findall(r"evaluation.*?loss ([\d.]+)", printed)]
+    losses = [float(x) for x in re.findall(r"^eval \d+ +loss ([\d.]+)", printed, re.MULTILINE)]
     assert losses and losses[-1] < losses[0], printed
-    answer = way.run("python -c", ANSWER.format(folder="tuned/hf"), shown="AutoModelForCausalLM.from_pretrained(...)")
-    return f"evaluation loss {losses[0]:.2f} to {losses[-1]:.2f}; {answer.splitlines()[0]}"
+    before, after = (
+        way.run("python -c", ANSWER.format(folder=folder), shown=f"AutoModelForCausalLM.from_pretrained({folder!r})")
+        for folder in ("model", "tuned/hf")
+    )
+    assert UNTUNED in before and "It is the one" in after, (before, after)
+    return f'evaluation loss {losses[0]:.2f} to {losses[-1]:.2f}; answer "{before.strip()}" to "{after.strip()}"'
 
 
 def resumed_on_another_mesh(way: Way) -> str:
@@ -117,7 +123,7 @@ def book(way: Way) -> str:
 
 
 def write_chats(folder: Path) -> None:
-    """Write a small model with a chat template, and chats to train and to evaluate on."""
+    """Write a small model that answers every chat by `UNTUNED`, and other chats to train and to evaluate on."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -129,7 +135,15 @@ def write_chats(folder: Path) -> None:
         vocab_size=384, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         max_position_embeddings=1024, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(150):
+        known = [{**turn, **({"content": UNTUNED} if turn["role"] == "assistant" else {})} for turn in chat(step % 64)]
+        batch = tokenizer.apply_chat_template(known, return_tensors="pt", return_dict=True)
+        model(**batch, labels=batch["input_ids"]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     write_rows(folder / "chats.jsonl", [{"messages": chat(n)} for n in range(64)])
     write_rows(folder / "held-out.jsonl", [{"messages": chat(n)} for n in range(64, 72)])
