@@ -144,6 +144,8 @@ def _read(config: LaunchConfig) -> TrainConfig:
 
         _, messages = resolve(train, read_hardware(config.gpu))
         print(*messages, sep="\n", file=sys.stderr)
+    else:
+        print("memory is not checked: give the kind of GPU, such as --gpu h100", file=sys.stderr)
     return train
 
 
