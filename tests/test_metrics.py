@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.comm.p2p import ring_shift
+from longspan.hf.planning import shape_of
 from longspan.train.metrics import (
     CommunicationSampler,
     Display,
@@ -25,7 +26,7 @@ from longspan.train.metrics import (
     peak_memory,
 )
 from tests.pool import RankPool
-from tests.training import log_of
+from tests.training import log_of, said_by, small_run, write_config
 
 
 def _metrics(step: int, **changes: object) -> StepMetrics:
@@ -85,15 +86,24 @@ def test_flops_are_those_of_the_matrices_and_the_pairs(tied: bool) -> None:
         model(input_ids=ids, labels=ids).loss.backward()
     # The counter sees every pair of the eager attention, also those that the mask hides; and no rotary embedding.
     rotary = 2 * (16 // 4 // 2) * 32
-    assert model_flops(model, config, tokens=32, attention_pairs=32 * 32) == pytest.approx(
+    hidden = 2 * 12 * 16 * (32 * 31 // 2)  # two layers
+    assert model_flops(shape_of(config), tokens=32, attention_pairs=32 * 33 // 2) + hidden == pytest.approx(
         counter.get_total_flops() - rotary, rel=0.02
     )
 
 
-def test_flops_of_a_mixture_of_experts_are_unknown() -> None:
-    model, config = _llama()
-    config.num_local_experts = 8  # type: ignore[attr-defined]
-    assert model_flops(model, config, 10, 10) is None
+def test_flops_of_experts_windows_recurrences_frozen_weights_and_a_reference() -> None:
+    from transformers import MixtralConfig, Qwen3NextConfig
+
+    sizes = dict(vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4)
+    mixture = dict(sizes, num_key_value_heads=4, num_local_experts=8, num_experts_per_tok=2, sliding_window=5)
+    shape = shape_of(MixtralConfig(**mixture))  # type: ignore[arg-type]
+    weights = 50 * 16 + 2 * (4 * 16 * 16 + 16 * 8 + 2 * 3 * 16 * 24)  # the head, attention, router, 2 experts
+    pairs = 2 * 2 * 2 * 16 * (5 * 6 / 2 + 27 * 5)  # two layers; scores and values
+    assert model_flops(shape, 32, 32 * 33 // 2) == 6 * 32 * weights + 3 * pairs
+    assert model_flops(shape, 32, 32 * 33 // 2, trained=0.0, forwards=2) == 6 * 32 * weights + 4 * pairs
+    recurrent = shape_of(Qwen3NextConfig(**sizes, layer_types=["linear_attention", "full_attention"]))  # type: ignore[arg-type]
+    assert model_flops(recurrent, 64, 64) > 6 * 64 * sum(layer.matmul_params_active for layer in recurrent.layers)
 
 
 def test_the_peak_of_an_unknown_device_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,3 +187,13 @@ def test_the_display_is_lines_a_bar_or_nothing(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("COLUMNS", "160")
     text = shown()
     assert "step 2/4" in text and "m2/4" in text and "loss 2.5000" in text and text.endswith("done\n")
+
+
+def test_a_run_prints_and_logs_speed_utilisation_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The share of communication is None on one process."""
+    monkeypatch.setattr("longspan.train.loop.peak_flops", lambda *_: 1e12)
+    config = small_run(write_config(tmp_path), tmp_path / "run", steps=1, export="never")
+    line = next(line for line in said_by(config).splitlines() if line.startswith("step 1/1"))
+    (record,) = log_of(config.out)
+    assert 0 < record["mfu"] < 1 and f"MFU {record['mfu']:.1%}" in line
+    assert f"{record['tokens_per_s']:,.0f} tokens/s  mem {record['peak_memory_gib']:.2f} GiB" in line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from longspan.train.inputs import open_local
 from longspan.train.memory_choice import reference_bytes, resolve
 from longspan.train.preview import preview
 from tests.chatting import CHATML, make_tokenizer, write_rows
+from tests.choose import confirming
 from tests.pool import RankPool
 from tests.training import LLAMA, log_of, refused, train, train_on
 
@@ -148,16 +150,16 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize("kind", [*confirming(["dora"]), "replicas", "lora on a tensor axis"])
 def test_a_run_resumes_on_another_mesh_with_the_same_rewards_and_evaluations(
     config: TrainConfig, base: Path, kind: str, pool2: RankPool, tmp_path: Path
 ) -> None:
-    """Several pairs share a sequence. Seven of them do not divide by the replicas."""
+    """Of two sources with weights. Several pairs share a sequence; seven of them do not divide by the replicas."""
     held_out = write_rows(base / "held-out.jsonl", rows(31)[24:])
     tuning = {name: value for name, value in MESHES[kind].items() if name in LORA or name == "dora"}
     config = replace(
         config, **tuning, pack="best-fit", micro_batch=1, batch=2, eval_data=(str(held_out),), eval_every=2,
-        context=160,
+        context=160, data=(f"{config.data.name}=0.7", f"{held_out}=0.3"),
     )  # fmt: skip
     train(config)
     mesh = replace(config, out=tmp_path / "mesh", **MESHES[kind])
@@ -173,6 +175,18 @@ def test_a_run_resumes_on_another_mesh_with_the_same_rewards_and_evaluations(
         keys = ("loss", "accuracy", "margin", "chosen", "rejected")
         assert [one[key] for key in keys] == pytest.approx([two[key] for key in keys], abs=2e-5)
         assert one["sources"]["held-out"]["loss"] == one["loss"] and one["positions"] == []
+
+
+def test_another_reference_is_refused_on_resume(config: TrainConfig, base: Path, tmp_path: Path) -> None:
+    """With LoRA the checkpoint contains it."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base / "model")
+    model.lm_head.weight.data[0] += 1
+    shutil.copytree(base / "model", tmp_path / "other")
+    model.save_pretrained(tmp_path / "other")
+    train(replace(config, steps=1, schedule="constant"))
+    refused(config, "reference was [0-9]+, is [0-9]+", model=str(tmp_path / "other"))
 
 
 def test_the_reference_is_as_exact_in_bf16(config: TrainConfig, pool2: RankPool) -> None:

@@ -31,7 +31,7 @@ from longspan.hf.batch import shard_batch
 from longspan.hf.checks.nonfinite import watch
 from longspan.hf.loading import load_sharded
 from longspan.hf.memory_options import compile_layers
-from longspan.hf.planning import device_memory
+from longspan.hf.planning import device_memory, shape_of
 from longspan.hf.state import state_of
 from longspan.hf.weights.gradients import no_sync, optimizer_in_backward
 from longspan.hf.weights.sources import tensor_parts
@@ -127,6 +127,9 @@ class Trainer:
         self.outputs.begin(self.step)
         self.sampler = CommunicationSampler(self.sp.device)
         self.seconds: list[float] = []  # of the steps since the last report
+        self.shape = None
+        with contextlib.suppress(LongspanError):
+            self.shape = shape_of(self.inputs.model_config)
         self.counted: list[tuple[int, int, int]] = []  # of the same steps: tokens, with padding, attention pairs
         self.health = Health(config)
         self.evaluator = Evaluator(config, self.inputs, self.sp, self._at, self.preferences, self.autocast)
@@ -235,6 +238,12 @@ class Trainer:
         self.outputs.log_evaluation(evaluated)
         return evaluated.best
 
+    @functools.cached_property
+    def trained(self) -> float:
+        """The share of weights that are trained."""
+        sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
+        return float(sum(n for n, trains in sizes if trains) / sum(n for n, _ in sizes))
+
     def _stopped_early(self) -> bool:
         return stopped_early(self.config, dataclasses.asdict(self.evaluator.progress))
 
@@ -284,8 +293,7 @@ class Trainer:
         for line in run_summary(config, self.inputs, weights, self.sp.device):
             log(line)
         if not config.tuning.trains_all:
-            trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-            log(f"trained: {trained:,} of {weights:,} weights")
+            log(f"trained: {round(self.trained * weights):,} of {weights:,} weights")
         if self.preferences is not None:
             copy, size = self.preferences.reference, f"{reference_bytes(config, weights) / 1e9:.2f} GB"
             log("reference: " + ("the model without LoRA" if copy is None else f"a frozen copy, {size} on each rank"))
@@ -454,10 +462,10 @@ class Trainer:
             share = torch.tensor(communication or 0.0, device=sp.device)
             dist.all_reduce(share, group=self.group)
             memory, communication = most.tolist(), share.item() / sp.job_size
-        flops = model_flops(self.model, self.inputs.model_config, tokens, pairs)
-        if flops and self.preferences is not None:
-            flops *= 4 / 3  # the reference's forward
-        peak = peak_flops(sp.device, self.config.dtype)
+        peak, flops = peak_flops(sp.device, self.config.dtype), None
+        if peak is not None and self.shape is not None:
+            forwards = 1 if self.preferences is None else 2
+            flops = model_flops(self.shape, tokens, pairs, trained=self.trained, forwards=forwards)
         return StepMetrics(
             step=self.step,
             loss=loss,

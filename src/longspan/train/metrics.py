@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.profiler import profile
 
-from longspan.hf.support import mixer_layers
-from longspan.hf.vision import tower_modules
+from longspan.plan.job import Job
+from longspan.plan.layers import Softmax
 from longspan.tracing.spans import covered
 from longspan.train import trackers
 
 if TYPE_CHECKING:
+    from longspan.plan.models import ModelShape
     from longspan.train.evaluation import Evaluated
 
 #: Dense bf16 peak of one device in FLOP/s, by a part of the name CUDA gives it; the makers' data sheets, without
@@ -74,7 +75,7 @@ class StepMetrics:
             transferred; None without offload.
         offload_waited: share of the steps' time that computation waited for the offload; None without offload.
         mfu: model FLOP/s over the devices' dense bf16 peak; see `model_flops`. None if unknown (CPU, fp32, an unlisted
-            device, mixtures of experts).
+            device, a model that the planner cannot read).
         padding: share of the sequences that was padding, since the last report; None if sequences are always full.
         truncated: documents that were cut to the context, since step 0; None for none.
         left_out: documents (or sequences, where documents are cut) that were left out as too long or without a loss,
@@ -151,34 +152,31 @@ def _duration(seconds: float) -> str:
 # --- measuring
 
 
-def model_flops(model: torch.nn.Module, config: Any, tokens: int, attention_pairs: int) -> float | None:
-    """Return the FLOPs of one training step (forward and backward) of a causal LM, without recomputation.
+def model_flops(
+    shape: ModelShape, tokens: int, attention_pairs: int, *, trained: float = 1.0, forwards: int = 1
+) -> float:
+    """Return the FLOPs of training a causal LM on some tokens, without recomputation.
 
-    6 per matmul weight and token, plus 12 * head_dim per query head, layer and pair (query, key): Chowdhery et al.,
-    "PaLM", 2022, appendix B, but with the pairs of causal attention within documents instead of all. Sliding windows
-    are ignored.
+    Of a weight that multiplies a token 2 in a forward, 2 in the backward, and 2 for its gradient; an expert multiplies
+    its own tokens only. Attention's are those of causal pairs within documents and windows, recurrences' those of
+    their chunks: Chowdhery et al., "PaLM", 2022, appendix B.
 
     Args:
-        model: with unsharded or FSDP-sharded parameters.
-        config: its Hugging Face config.
-        tokens: of the whole step.
-        attention_pairs: of the whole step.
-
-    Returns:
-        The FLOPs; None for a mixture of experts, in which not every weight multiplies every token, and for a model with
-        recurrent layers, whose scans are no matmuls of weights.
+        shape: of the model.
+        tokens: of some steps.
+        attention_pairs: of the same steps, (query, key).
+        trained: the share of weights that are trained.
+        forwards: 2 with a reference model.
     """
-    text = config.get_text_config()
-    experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    if experts or mixer_layers(model):
-        return None
-    tower = {p for module in tower_modules(model) for p in module.parameters()}  # encodes no text
-    weights = sum(p.numel() for p in model.parameters() if p.ndim >= 2 and p not in tower)
-    if not getattr(config, "tie_word_embeddings", False):  # a lookup is no matmul; a tied table is the head as well
-        weights -= text.vocab_size * text.hidden_size
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    pair_flops = 12 * head_dim * text.num_attention_heads * text.num_hidden_layers
-    return float(6 * weights * tokens + pair_flops * attention_pairs)
+    of_weights = shape.vocab * shape.d_model + sum(kind.matmul_params_active * n for kind, n in shape.layer_kinds)
+    total = float((2 * forwards + 2 + 2 * trained) * of_weights * tokens)
+    for layer, count in shape.layer_kinds:
+        job, times, mixer = Job(context=tokens), (forwards + 2) * count, layer.mixer
+        if isinstance(mixer, Softmax):
+            total += times * mixer.flops(job, min(1.0, attention_pairs / mixer.keys.pairs(tokens)))
+        else:
+            total += mixer.flops(job, times)
+    return total
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
