@@ -127,6 +127,7 @@ bench: $(BENCH_STAMP)  ## measure side by side with DeepSpeed, and the planner a
 	$(BIN)/python benchmarks/plan_accuracy.py
 	$(BIN)/python benchmarks/plan_speed.py
 	$(BIN)/python benchmarks/mask_cost.py
+	$(BIN)/python benchmarks/shared_prefix.py
 	$(BIN)/python benchmarks/mixers.py
 	$(BIN)/python benchmarks/ring_layouts.py
 	$(BIN)/python benchmarks/ring_accuracy.py

@@ -438,9 +438,34 @@ def masks() -> Picture:
     return p
 
 
+def shared_prefixes() -> Picture:
+    """Three answers to a prompt as rows, as a tree in one row, and who sees whom there."""
+    import torch
+
+    prompt, answers = 5, (3, 4, 3)
+    pack = longspan.pack_tree([list(range(prompt))] * 3, [[10 * (i + 1)] * size for i, size in enumerate(answers)])
+    words = [[str(i) for i in range(prompt)] + ["abc"[row]] * size for row, size in enumerate(answers)]
+    p = Picture(238)
+    wide = prompt + max(answers)
+    rows = [[0] * prompt + [row + 1] * size + [None] * (wide - prompt - size) for row, size in enumerate(answers)]
+    p.grid(24, 58, rows, "three sequences: 25 tokens", "", "", [row + [""] * (wide - len(row)) for row in words], 20)
+    n = pack["input_ids"].numel()
+    of_token, label = [0] * n, [""] * n
+    for row, path in enumerate(pack.paths):
+        for at, token in enumerate(path.tolist()):
+            of_token[token], label[token] = (0, words[row][at]) if at < prompt - 1 else (row + 1, words[row][at])
+    order = torch.arange(n)
+    seen = longspan.TreeMask(pack["tin"], pack["tout"]).dense(1, 1, order, order)[0, 0]
+    p.grid(24, 168, [of_token], f"one row: {n} tokens", "4 is copied for each answer: it predicts a, b and c", "",
+           [label], 20)  # fmt: skip
+    colours = [[of_token[k] if seen[q, k] else None for k in range(n)] for q in range(n)]
+    p.grid(470, 30, colours, "each token sees its path", "key tokens", "query tokens", [[""] * n] * n, 10.6)
+    return p
+
+
 PICTURES: list[Callable[[], Picture]] = [
     overview, ulysses, ring, zigzag, usp, tensor_axis, megatron_sp, state_passing, dsp, fsdp, experts, memory,
-    masks
+    masks, shared_prefixes
 ]  # fmt: skip
 
 

@@ -1,10 +1,11 @@
 """GRPO's loss (arXiv:2402.03300) over a sharded sequence, on completions from elsewhere, in your own loop.
 
-    torchrun --nproc-per-node 4 examples/grpo.py [--model NAME_OR_PATH] [--context 2048] [--steps 8]
+    torchrun --nproc-per-node 4 examples/grpo.py [--model NAME_OR_PATH] [--context 2048] [--steps 8] [--shared-prefixes]
 
 `longspan.token_logprobs(gather=True)` returns the log-probabilities of all tokens on every rank, without logits, so the
-loss reads as on one process. Without --model, a small Llama starts from random weights. The completions are
-passages of the text that comes with Python; the reward counts how few of their letters are capitals.
+loss reads as on one process. With --shared-prefixes a prompt is computed once for all its completions. Without --model,
+a small Llama starts from random weights. The completions are passages of the text that comes with Python; the reward
+counts how few of their letters are capitals.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5To
 import longspan
 
 
-def grpo_loss(model, reference, batch, old, advantages, items, *, clip=0.2, beta=0.04, entropy_bonus=0.0):
+def grpo_loss(model, reference, batch, old, advantages, items, *, clip=0.2, beta=0.04, entropy_bonus=0.0, shared=False):
     """Return the loss of a step, equal on every rank of a sequence group.
 
     Args:
@@ -27,10 +28,11 @@ def grpo_loss(model, reference, batch, old, advantages, items, *, clip=0.2, beta
         old: log-probabilities of the policy that generated the completions, [rows, n]; None: of `model` itself.
         advantages: [rows].
         items: label tokens of all replicas' rows; the sum is divided by them.
+        shared: compute what rows begin alike with, their prompt, once.
     """
-    logps, entropy = longspan.token_logprobs(model, batch, entropy=True, gather=True)
+    logps, entropy = longspan.token_logprobs(model, batch, entropy=True, gather=True, shared_prefixes=shared)
     with torch.no_grad():
-        near = longspan.token_logprobs(reference, batch, gather=True)
+        near = longspan.token_logprobs(reference, batch, gather=True, shared_prefixes=shared)
     scored = torch.zeros_like(logps)
     scored[:, :-1] = batch["labels"][:, 1:] != -100  # entry i is for token i + 1
     ratio = (logps - (logps.detach() if old is None else old)).exp()
@@ -45,7 +47,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--ulysses", type=int, default=4)
+    parser.add_argument("--shared-prefixes", action="store_true")
     args = parser.parse_args()
+    shared = args.shared_prefixes
 
     sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=args.ulysses))
 
@@ -65,10 +69,10 @@ def main() -> None:
         batch = {name: x.to(sp.device) for name, x in batch.items()}
         advantages = ((rewards - rewards.mean()) / (rewards.std() + 1e-4)).to(sp.device)
         with torch.no_grad():
-            old = longspan.token_logprobs(model, batch, gather=True)
+            old = longspan.token_logprobs(model, batch, gather=True, shared_prefixes=shared)
         items = (batch["labels"][:, 1:] != -100).sum()
         for _ in range(2):  # two updates with the same completions
-            loss = grpo_loss(model, reference, batch, old, advantages, items, entropy_bonus=0.01)
+            loss = grpo_loss(model, reference, batch, old, advantages, items, entropy_bonus=0.01, shared=shared)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

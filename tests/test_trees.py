@@ -198,3 +198,35 @@ def test_attention_refuses() -> None:
 def test_packs_that_are_refused(args: Any, message: str) -> None:
     with pytest.raises(LongspanError, match=message):
         longspan.pack_tree(*args)
+
+
+def test_rows_that_share_prefixes() -> None:
+    """A batch of padded rows, as trainers have it, packed inside: the rows' results."""
+    n = max(map(len, WHOLE))
+    ids = torch.tensor([[0] * (i % 2) + row + [0] * (n - len(row) - i % 2 + 1) for i, row in enumerate(WHOLE)])
+    mask = torch.tensor(
+        [[0] * (i % 2) + [1] * len(row) + [0] * (n - len(row) - i % 2 + 1) for i, row in enumerate(WHOLE)]
+    )
+    batch = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": ids.masked_fill((mask.cumsum(-1) < 2) | (mask == 0) | (ids < 12), -100),
+    }
+    model = longspan.parallelize(build("Llama"), one_device())
+    found, expected = (
+        longspan.token_logprobs(model, batch, entropy=True, top1=True, gather=True, shared_prefixes=shared)
+        for shared in (True, False)
+    )
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    for change, message in (
+        ({"labels": ids}, "`labels` must be the tokens or -100"),
+        ({"labels": torch.full_like(ids, 7)}, "`labels` must be the tokens or -100"),
+        ({"position_ids": torch.arange(n + 1)[None]}, "`position_ids` must count each row's tokens from 0"),
+        ({"attention_mask": 1 - mask}, "zeros at the ends|labels"),
+        ({"token_type_ids": mask}, "this one has `token_type_ids`"),
+    ):
+        with pytest.raises(LongspanError, match=message):
+            longspan.token_logprobs(model, {**batch, **change}, gather=True, shared_prefixes=True)
+    with pytest.raises(LongspanError, match="needs gather=True"):
+        longspan.token_logprobs(model, batch, shared_prefixes=True)

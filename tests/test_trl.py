@@ -188,7 +188,9 @@ def _grpo(mesh: dict[str, int] | None, out: Path, folder: Path, changes: dict[st
         rows_at_once //= options["sp"].data_size
         cls = longspan.trainer(cls)
     changes = dict(changes)
-    options |= {name: changes.pop(name) for name in ("rollout_func",) if name in changes}
+    options |= {name: changes.pop(name) for name in ("rollout_func", "shared_prefixes") if name in changes}
+    if mesh is None:
+        options.pop("shared_prefixes", None)
     common = {name: value for name, value in COMMON.items() if name != "max_length"}
     args = trl.GRPOConfig(
         output_dir=str(out), per_device_train_batch_size=rows_at_once,
@@ -203,12 +205,11 @@ def _grpo(mesh: dict[str, int] | None, out: Path, folder: Path, changes: dict[st
     return list(trainer.state.log_history)
 
 
+SHARED = {"steps_per_generation": 1, "shared_prefixes": True}
 REUSED = {"steps_per_generation": 2, "num_iterations": 2, "entropy_coef": 0.05}
 
 
-@pytest.mark.parametrize(
-    ("mesh", "changes"), [({"ring": 2}, REUSED), ({"data": 2, "ulysses": 2}, {"steps_per_generation": 1})], ids=str
-)
+@pytest.mark.parametrize(("mesh", "changes"), [({"ring": 2}, REUSED), ({"data": 2, "ulysses": 2}, SHARED)], ids=str)
 def test_grpo_logs_what_one_process_logs(
     get_pool: Callable[[int], RankPool], mesh: dict[str, int], changes: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -7,7 +7,8 @@ keeps one label, and the model's head and loss are as for any other row. A copy 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -116,6 +117,63 @@ def _ids(name: str, ids: Any) -> list[int]:
     return found
 
 
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """The rows of a batch as one row that holds shared beginnings once.
+
+    Attributes:
+        entries: the batch for the model.
+        at: place of each of the batch's tokens in the row, int64 `[B, n]`; 0 for padding.
+        labelled: whether the token predicts a labelled one, bool `[B, n]`; padding predicts nothing.
+    """
+
+    entries: dict[str, Any]
+    at: Tensor
+    labelled: Tensor
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """Return `[B, n]` from what `x [1, tokens]` says of predictions; 0 where no label is predicted."""
+        return torch.where(self.labelled, x[0, self.at], 0)
+
+
+def pack_batch(batch: Mapping[str, Any]) -> PackedRows:
+    """Pack the rows of a batch of `input_ids`, `labels` and `attention_mask`.
+
+    Raises:
+        LongspanError: for a batch with other tensors, labels that are not the tokens, position ids that do not count
+            the tokens, and masks with holes.
+    """
+    known = ("input_ids", "labels", "attention_mask", "position_ids")
+    ids, labels, mask, positions = (batch.get(name) for name in known)
+    others = {name: x for name, x in batch.items() if name not in known and x is not None}
+    wrong = next((name for name, x in others.items() if isinstance(x, Tensor) and x.dim()), None)
+    if wrong is not None or ids is None or labels is None:
+        what = "has no input_ids or no labels" if wrong is None else f"has `{wrong}`"
+        raise LongspanError(f"shared_prefixes=True takes a batch of {', '.join(known)}, and this one {what}")
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    count = real.cumsum(-1) - 1
+    trained = labels != IGNORE
+    for name, differs in (
+        ("labels", trained & (labels != ids)),
+        ("labels", trained & ~real),
+        ("position_ids", real & (count != (count if positions is None else positions))),
+        ("attention_mask", real[:, 1:] & ~real[:, :-1] & (count[:, 1:] > 0)),
+    ):
+        if bool(differs.any()):
+            rule = {"labels": "be the tokens or -100", "position_ids": "count each row's tokens from 0"}
+            raise LongspanError(
+                f"shared_prefixes=True: `{name}` must {rule.get(name, 'have its zeros at the ends of the rows')}"
+            )
+    rows = zip(ids.tolist(), trained.tolist(), real.tolist(), strict=True)
+    tokens = [[(i, int(t)) for i, t, r in zip(*row, strict=True) if r] for row in rows]
+    entries, paths = pack_rows([[i for i, _ in row] for row in tokens], [[t for _, t in row] for row in tokens], 1)
+    at = torch.zeros_like(ids)
+    at[real] = torch.cat(paths).to(ids.device)
+    del entries["loss_weights"]
+    labelled = torch.nn.functional.pad(trained, (0, 1))[:, 1:] & real
+    return PackedRows(others | {name: x.to(ids.device) for name, x in entries.items()}, at, labelled)
+
+
 def pack_rows(
     sequences: list[list[int]], trained: list[list[int]], shortest: int
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -129,7 +187,8 @@ def pack_rows(
     order = sorted(range(len(sequences)), key=sequences.__getitem__)  # those that begin alike are neighbours
     ids = [torch.tensor(sequences[i]) for i in order]
     counts = [torch.tensor(trained[i]) for i in order]
-    parents, columns, paths = list[int](), list[Tensor](), list[list[Tensor]]([] for _ in order)
+    parents, columns = list[int](), list[Tensor]()
+    paths = [[torch.zeros(0, dtype=torch.int64)] for _ in order]
     work, n = [(0, len(order), 0, -1)], 0  # neighbours [first, stop) from token `at` on, below a node
     while work:
         first, stop, at, parent = work.pop()

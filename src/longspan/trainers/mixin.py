@@ -99,6 +99,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         sp: the sharding.
         fsdp, mp_policy, kernel, weights, check_batches, check_weights, check_at_rest, logits, memory, dropout,
             experts: of `longspan.parallelize`.
+        shared_prefixes: of a trainer that scores several completions of a prompt (GRPO): compute what these begin alike
+            with once.
         args, kwargs: of the trainer.
 
     Raises:
@@ -116,11 +118,17 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
                 "training loop"
             )
         self.longspan_sp = sp
+        shared_prefixes = kwargs.pop("shared_prefixes", False)
         self.longspan_options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
         self.longspan_eval = _Tally()
         self.longspan_in_loss = False
         super().__init__(*args, **kwargs)
         self._refuse()
+        if shared_prefixes and not hasattr(self, "num_generations"):
+            raise LongspanError(
+                f"shared_prefixes={shared_prefixes!r} is for trainers that score several completions of a prompt "
+                f"(GRPOTrainer), and {type(self).__name__} is none; leave it out"
+            )
         if self._sharded:
             count_sequence_groups(self, sp)
         if self._sharded and self.args.enable_jit_checkpoint:
@@ -138,6 +146,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
                 parallelize(model, sp, **self.longspan_options)
                 options = state_of(model).forward.options
                 options.temperature, options.entropy_grad = temperature, entropy_grad
+                options.shared_prefixes = shared_prefixes
 
     @property
     def _forward_hooks(self) -> ForwardHooks:

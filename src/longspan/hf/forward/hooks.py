@@ -139,6 +139,8 @@ class ForwardHooks:
         problem: Exception | None = None
         try:
             call.name_arguments(self.traits, args)
+            if call.scored and self.options.shared_prefixes:
+                call.share_prefixes()
             stages = self.stages_of(call)
             self.running = call, stages
             for stage in stages:

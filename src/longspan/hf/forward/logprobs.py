@@ -20,6 +20,7 @@ from longspan.hf.batch import check_batch, cut_batch, shard_batch
 from longspan.hf.forward.logits import gather_tokens
 from longspan.hf.forward.stage import ForwardCall, ForwardOptions, Stage
 from longspan.hf.state import state_of
+from longspan.hf.trees import pack_batch
 from longspan.hf.vision import PICTURE_KEYS
 from longspan.hf.weights.fsdp import reshard
 from longspan.losses.cross_entropy import IGNORE
@@ -27,7 +28,7 @@ from longspan.losses.deferred_logits import DeferredLogits
 from longspan.losses.logprobs import EXTRAS, logprobs_of
 
 
-@checked_call(batch=check_batch, entropy=check_flag, top1=check_flag, gather=check_flag)
+@checked_call(batch=check_batch, entropy=check_flag, top1=check_flag, gather=check_flag, shared_prefixes=check_flag)
 def token_logprobs(
     model: nn.Module,
     batch: Mapping[str, Any],
@@ -36,6 +37,7 @@ def token_logprobs(
     entropy: bool = False,
     top1: bool = False,
     gather: bool = False,
+    shared_prefixes: bool = False,
 ) -> Any:
     """Return the log-probability of each label of a batch, and if requested the entropy of each prediction.
 
@@ -49,6 +51,9 @@ def token_logprobs(
         temperature: divides the logits.
         entropy: also return entropies.
         top1: also return whether the label is the most likely token (of several, the first).
+        shared_prefixes: compute what rows begin alike with once, as `longspan.pack_tree` does; the results are those of
+            the rows. For completions of one prompt, say; the first token of a row has no log-probability. Needs
+            `gather`.
         gather: False: return those of my tokens, `[B, n_local]`. True: of all tokens in order, `[B, n]`, on every rank.
 
     Returns:
@@ -69,6 +74,12 @@ def token_logprobs(
     forward = state.forward
     check_number("temperature", temperature, 1e-6, 1e6)
     given = dict(batch)
+    if shared_prefixes:
+        if not gather:
+            raise LongspanError("shared_prefixes=True returns the rows' results, which needs gather=True")
+        packed = pack_batch({"labels": given.get("input_ids"), **given})
+        found = token_logprobs(model, packed.entries, temperature=temperature, entropy=entropy, top1=top1, gather=True)
+        return tuple(map(packed.unpack, found)) if entropy or top1 else packed.unpack(found)
     if "longspan" not in given and given.get("labels") is None and given.get("shift_labels") is None:
         if given.get("input_ids") is None:
             raise LongspanError("the batch has no labels, and no input_ids to take for them; give labels")
@@ -149,9 +160,10 @@ class ScoredLabels(Stage):
         labelled = (self.labels != IGNORE).to(logits.hidden.dtype)
         scored = _scores(call.model, logits, self.labels, options.temperature, options.entropy_grad, extras)
         mine = (*scored, labelled)
-        scores: dict[str, Any] = {
-            name: gather_tokens(x, self.sp, call.info)[:, :-1] for name, x in zip(names, mine, strict=True)
-        }
+        scores: dict[str, Any] = {}
+        for name, x in zip(names, mine, strict=True):
+            whole = gather_tokens(x, self.sp, call.info)
+            scores[name] = (whole if call.packed is None else call.packed.unpack(whole))[:, :-1]
         scores |= {name: scores[name].bool() for name in ("is_top1", "label_mask")}
         loss = -scores["log_probs"].sum() / scores["label_mask"].sum().clamp(min=1)
         return ScoredOutput(loss=loss, **scores, aux_loss=call.router_loss)

@@ -27,6 +27,7 @@ from longspan.hf.batch import SequenceInfo
 from longspan.hf.encoders import Encoder
 from longspan.hf.forward.kv_cache import ShardedCache
 from longspan.hf.support import attention_dropout, router_top_k
+from longspan.hf.trees import PackedRows, pack_batch
 from longspan.hf.vision import IMAGE_TYPES, core_of, encoders_of
 
 
@@ -107,6 +108,7 @@ class ForwardOptions:
     rows: int | None = None  # of a classifier's batch that count in its loss; None for all
     temperature: float = 1.0  # divides the logits of `fused_lm_head=True`
     entropy_grad: bool = False  # its entropies have a gradient
+    shared_prefixes: bool = False  # it computes what rows begin alike with once
 
     @contextlib.contextmanager
     def during(self, **options: bool) -> Iterator[None]:
@@ -127,6 +129,7 @@ class ForwardCall:
     batch: dict[str, Any]  # the caller's arguments by name; a KV cache that is no `ShardedCache` under "cache"
     cache: ShardedCache | None = None
     scored: bool = False  # called with `fused_lm_head=True`
+    packed: PackedRows | None = None  # the rows of a batch whose shared beginnings are computed once
     inputs: dict[str, Any] = field(default_factory=dict)  # what the model's forward receives
     segments: Segments | None = None  # documents and padding; with a cache, also of the cached tokens
     has_holes: bool = False  # whether the mask has zeros between the ones of a row
@@ -141,6 +144,11 @@ class ForwardCall:
     def of(cls, model: PreTrainedModel, kwargs: dict[str, Any]) -> ForwardCall:
         batch = dict(kwargs)
         return cls(model, batch, scored=bool(batch.pop("fused_lm_head", False)))
+
+    def share_prefixes(self) -> None:
+        """Replace the batch by one row that holds shared beginnings once."""
+        self.packed = pack_batch(self.batch)
+        self.batch = self.packed.entries
 
     def name_arguments(self, traits: ModelTraits, args: tuple[Any, ...]) -> None:
         """Add the positional arguments to the batch by name, and take the cache out of it."""
