@@ -26,6 +26,7 @@ from longspan.bench.meters import alternate as alternate
 from longspan.ranks.supervisor import GRACE_S, supervise
 
 REPORTS = Path(__file__).resolve().parent / "reports"
+SHARED = ": other programs shared the machine, so times are longer than on an idle one"
 
 
 def command(main: Callable[..., Any], doc: str | None) -> None:
@@ -119,7 +120,7 @@ def write_report(name: str, title: str, env: dict[str, Any], body: str, data: An
         f"- date: {env['date']}",
         f"- command: `{env['command']}`",
         f"- machine: {env['cpu']}, {env['cores']} cores, {env['memory_gib']} GiB; load average at the start"
-        f" {env['load_average_at_start']}",
+        f" {env['load_average_at_start']}" + (SHARED if env["load_average_at_start"] > env["cores"] + 1 else ""),
         f"- versions: Python {env['python']}, {versions}",
         f"- ranks: {env['ranks']}",
     ]

@@ -2,8 +2,9 @@
 
     python -m benchmarks.first_use
 
-Run it with the Python of a clean environment (`make test` or `make package` set some up) to see that the package brings
-all that is needed. Two CPU ranks share each sequence. A step that fails ends the script with its output.
+Run it in a fresh clone with the Python of a new environment, into which `pip install torch ".[train,peft]"` has
+installed the package, to see that it brings all that is needed. Two CPU ranks share each sequence. A step that fails
+ends the script with its output.
 """
 
 from __future__ import annotations
