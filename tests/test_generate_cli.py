@@ -361,12 +361,16 @@ def test_weights_are_replicated_where_they_fit_else_on_a_tensor_axis() -> None:
         config, reason = choose_weights(make(GenerateConfig, model="x", rank_memory=gb, **more), llama, 8000)
         return config.weights, config.parallel.flags, reason
 
-    assert chosen(40, ulysses=4) == ("replicated", "--ulysses 4", "replicated, as they fit: a token gathers none")
+    assert chosen(40, ulysses=4) == (
+        "replicated",
+        "--ulysses 4",
+        "replicated, as they fit; nothing is gathered for a token",
+    )
     weights, mesh, reason = chosen(12, ulysses=4, ring=2)
     assert (weights, mesh) == ("replicated", "--ring 2 --tensor 4")
     assert reason is not None and re.fullmatch(
         r"replicated with --ring 2 --tensor 4 instead of --ring 2 --ulysses 4, with --ring 2 --ulysses 4 they do not "
-        r"fit \(\d+\.\d\d of 12.00 GB per rank\): a token gathers none",
+        r"fit \(\d+\.\d\d of 12.00 GB per rank\); nothing is gathered for a token",
         reason,
     )
     weights, mesh, reason = chosen(12, ring=4)

@@ -78,7 +78,7 @@ def choose_weights(config: GenerateConfig, model_config: Any, tokens: int) -> tu
         if problem is None:
             axis = "" if parallel is given else f" with {parallel.flags} instead of {given.flags}"
             why = "as they fit" if parallel is given else needed[0]
-            return chosen, f"replicated{axis}, {why}: a token gathers none"
+            return chosen, f"replicated{axis}, {why}; nothing is gathered for a token"
         needed.append(f"with {parallel.flags} they do not fit ({problem})")
     return sharded, f"sharded, every token gathers them: replicated {'; '.join(needed)}"
 

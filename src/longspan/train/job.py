@@ -131,9 +131,10 @@ def run_summary(config: TrainConfig, inputs: Inputs, weights: int, device: torch
     tensor = f" x tensor {parallel.tensor}" if parallel.tensor > 1 else ""
     layout = choose_layout(parallel.layout, parallel.ring, parallel.ulysses).kind
     how = f" ({layout}, {parallel.ring_impl})" if ring else ""
+    ranks = f"{parallel.ranks} {device.type} rank{'s' if parallel.ranks > 1 else ''}"
     lines = [
         f"{type(inputs.model_config).__name__.removesuffix('Config')}, {parameters(weights)}; "
-        f"{parallel.ranks} {device.type} ranks, data {parallel.data_degree} x {ring}ulysses {parallel.ulysses}{tensor}"
+        f"{ranks}, data {parallel.data_degree} x {ring}ulysses {parallel.ulysses}{tensor}"
         f"{how}; {config.dtype}, FSDP {'on' if config.fsdp else 'off'}; context {config.context_tokens:,}, batch "
         f"{config.sequences} = {config.sequences * config.context_tokens:,} tokens per step"
     ]
