@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import longspan
 from longspan.comm.mesh import OneDeviceMesh
+from longspan.plan.models.tuning import Tuning
 from tests.models import build
 
 PAD, IGNORED = 0, -100
@@ -155,3 +157,23 @@ def _model(family: Any, lora: bool) -> Any:
 
     torch.manual_seed(3)
     return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.0))
+
+
+def tuned_model(model: Any, tuning: Tuning | None) -> Any:
+    """Return a model that trains the weights that the planner is told of."""
+    if tuning is None:
+        return model
+    if tuning.quantize:
+        from longspan.hf.weights.quantized import nf4
+
+        quantized = {"quantization_config": nf4(torch.float32), "device_map": {"": "cpu"}}
+        model = type(model).from_pretrained(None, config=model.config, state_dict=model.state_dict(), **quantized)
+    if tuning.lora is None:
+        for name, p in model.named_parameters():
+            p.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in tuning.freeze))
+        return model
+    import peft
+
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=tuning.lora, target_modules=list(tuning.targets) or "all-linear")
+    )

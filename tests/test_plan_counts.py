@@ -32,8 +32,10 @@ from longspan.plan.job import CostContext
 from longspan.plan.layers import CAUSAL, AttendedKeys, Causal, Chunk, Linear, Window
 from longspan.plan.layers.attended_keys import ring_schedule
 from longspan.plan.models import ModelShape, shape_from_config
+from longspan.plan.models.tuning import Tuning, tuned_shape
 from tests.choose import confirming, each_value, grouped, pairwise
 from tests.fakes import fake_world
+from tests.fitting import tuned_model
 
 CPU: Hardware = read_hardware("cpu")
 LLAMA: dict[str, Any] = {
@@ -392,6 +394,32 @@ def test_experts_over_data_and_sequence_send_what_is_planned(
     assert measured == planned
 
 
+@pytest.mark.parametrize(
+    ("mesh", "config", "options", "tuning"),
+    [
+        (Mesh(data=3, ulysses=2), {}, {"dtype": "bf16"}, Tuning(lora=5)),
+        (Mesh(ulysses=4), {}, {"memory": CHECKPOINTED}, Tuning(lora=3, quantize=True)),
+        (Mesh(ulysses=4), {"tie_word_embeddings": True}, {}, Tuning(lora=3, targets=("q_proj", "up_proj"))),
+        (Mesh(ulysses=2), {}, {"weight_sharding": False}, Tuning(lora=3)),
+        (Mesh(tensor=2, ulysses=2), {}, {}, Tuning(lora=4)),
+        (Mesh(tensor=2, ulysses=2), {}, {"tensor_style": "megatron-sp", "dtype": "bf16"}, Tuning(4, ("down_proj",))),
+        (Mesh(ulysses=2), {}, {}, Tuning(freeze=("*.layers.0.*", "lm_head.*"))),
+    ],
+)
+def test_a_step_of_few_weights_sends_what_is_planned(
+    mesh: Mesh, config: dict[str, Any], options: dict[str, Any], tuning: Tuning
+) -> None:
+    if tuning.quantize:
+        pytest.importorskip("bitsandbytes")
+    config, options = {**LLAMA, **config}, {"dtype": "fp32", **options}
+    model = tuned_shape(shape_from_config(config, "test"), tuning)
+    plan = cost(model, Job(context=37, batch=mesh.data, **options), mesh, CPU)
+    planned: Counter[tuple[str, int]] = Counter()
+    for c in plan.comm:
+        planned[(c.op, c.bytes_per_gpu)] += c.count
+    assert step_sent(0, mesh, config, 37, {**options, "tuning": tuning}) == planned
+
+
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("once", [True, False])
 def test_accumulated_gradients_are_summed_as_planned(sharded: bool, once: bool) -> None:
@@ -478,7 +506,7 @@ def step_sent(
     with fake_world(rank, mesh.gpus):
         sp = sharding(mesh, options.get("layout", "auto"), options.get("ring_impl", "auto"))
         cls = transformers.CONFIG_MAPPING[config["model_type"]]
-        model = transformers.AutoModelForCausalLM.from_config(cls(**config))
+        model = tuned_model(transformers.AutoModelForCausalLM.from_config(cls(**config)), options.get("tuning"))
         sharded, bf16 = options.get("weight_sharding", True), options["dtype"] == "bf16"
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 and mesh.weights > 1 else None
         by_transformers = options.get("memory") == CHECKPOINTED

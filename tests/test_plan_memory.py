@@ -18,7 +18,9 @@ from longspan.plan.cost.memory import memory
 from longspan.plan.cost.saved import saved_per_token
 from longspan.plan.job import CostContext
 from longspan.plan.models import shape_from_config
+from longspan.plan.models.tuning import Tuning, tuned_shape
 from tests.choose import confirming, pairwise
+from tests.fitting import tuned_model
 from tests.memory import at_rest, peak_of
 from tests.pool import RankPool
 
@@ -95,6 +97,11 @@ CASES = [
     # Embedding and head are most of it, and groups of their own.
     ({"hidden_size": 256, "vocab_size": 16000}, 256, Mesh(ulysses=2), FP32),
     ({"hidden_size": 256, "vocab_size": 16000}, 128, Mesh(data=2, ulysses=2), BF16),
+    # Few weights are trained.
+    (DEEP, 1024, Mesh(ulysses=2), {**FP32, "tuning": Tuning(lora=8)}),
+    (DEEP, 1024, Mesh(ulysses=2), {**BF16, "memory": LONGEST, "tuning": Tuning(lora=8)}),
+    ({"hidden_size": 256, "vocab_size": 16000}, 256, Mesh(ulysses=2), {**BF16, "tuning": Tuning(lora=8)}),
+    (DEEP, 1024, Mesh(ulysses=2), {**BF16, "memory": CHECKPOINTED, "tuning": Tuning(lora=8, quantize=True)}),
     # Recurrent layers, of which the second rank's receive a state.
     (NEXT, 1024, Mesh(ring=2), FP32),
     (NEXT, 1024, Mesh(ulysses=2), {**BF16, "memory": CHECKPOINTED}),
@@ -121,8 +128,12 @@ def test_memory_is_within_a_tenth(
     tmp_path: Path,
 ) -> None:
     config = {**SMALL, **config}
-    model = shape_from_config({"model_type": "llama", **config}, "test")
-    plan = cost(model, Job(context=context, batch=mesh.data, **options), mesh, read_hardware("cpu"))
+    tuning = options.get("tuning", Tuning())
+    if tuning.quantize:
+        pytest.importorskip("bitsandbytes")
+    model = tuned_shape(shape_from_config({"model_type": "llama", **config}, "test"), tuning)
+    job = Job(context=context, batch=mesh.data, **{key: value for key, value in options.items() if key != "tuning"})
+    plan = cost(model, job, mesh, read_hardware("cpu"))
     # What a rank needs is the same in each step, but gloo's threads, when they get the processor late, hold what was
     # sent for longer than they need it, and that only adds: a step that took more is looked at again, on that rank.
     planned = plan.memory_total_bytes
@@ -153,7 +164,7 @@ def peak_of_a_step(config: dict[str, Any], context: int, mesh: Mesh, options: di
     sp = longspan.SequenceSharding(made, ring_impl=options.get("ring_impl", "auto"))
     torch.manual_seed(0)
     made_config = transformers.CONFIG_MAPPING[config.get("model_type", "llama")](**config)
-    model = transformers.AutoModelForCausalLM.from_config(made_config)
+    model = tuned_model(transformers.AutoModelForCausalLM.from_config(made_config), options.get("tuning"))
     bf16, sharded = options["dtype"] == "bf16", options.get("weight_sharding", True)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 and sharded else None
     memory_options = options.get("memory", FASTEST)

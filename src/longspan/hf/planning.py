@@ -30,6 +30,7 @@ from longspan.plan.job import Job, Mesh
 from longspan.plan.layers import CAUSAL, AttendedKeys, Bidirectional, Chunk, Mlp, Softmax, Window
 from longspan.plan.models import LayerShape, ModelShape, Parameter, is_family, shape_from_layers
 from longspan.plan.models.read import shape_from_config
+from longspan.plan.models.tuning import Tuning, tuned_shape
 from longspan.plan.pictures import Pictures
 from longspan.plan.suggestions import choose_memory
 
@@ -50,6 +51,21 @@ def shape_of_model(model: PreTrainedModel) -> ModelShape:
         return shape_from_modules(model)
     except (AttributeError, IndexError, TypeError) as error:  # a config that names its sizes differently
         raise LongspanError(f"the planner cannot read the sizes of {type(model).__name__}: {error}") from error
+
+
+def tuning_of(model: PreTrainedModel) -> Tuning:
+    """Return which weights of a model are trained, by PEFT's LoRA or because the others are frozen.
+
+    For a family that the planner reads from the modules: all, which needs more.
+    """
+    if core_of(model) is not None or not is_family(model.config.get_text_config().to_dict()):
+        return Tuning()
+    adapters = {name.partition(".lora_A.")[0]: p.shape[0] for name, p in model.named_parameters() if ".lora_A." in name}
+    if adapters:
+        targets = tuple(sorted({path.rpartition(".")[2] for path in adapters}))
+        dora = any("lora_magnitude" in name for name, _ in model.named_parameters())
+        return Tuning(max(adapters.values()), targets, dora=dora, quantize=getattr(model, "is_loaded_in_4bit", False))
+    return Tuning(freeze=tuple(name for name, p in model.named_parameters() if not p.requires_grad))
 
 
 def shape_of(config: Any) -> ModelShape:
@@ -275,7 +291,8 @@ class AutoMemory:
     ) -> None:
         self.sp, self.largest, self.size, self.patches = sp, 0, (1, 0), [0] * len(MODALITIES)
         self.group = sp.host_group if sp.data_size > 1 else None
-        self.shape = shape_of_model(model)
+        self.tuning = tuning_of(model)
+        self.shape = tuned_shape(shape_of_model(model), self.tuning)
         compute_dtype = (mp_policy and mp_policy.param_dtype) or next(model.parameters()).dtype
         self.job = Job(
             context=1,
@@ -328,7 +345,7 @@ class AutoMemory:
             pictures=self._pictures(largest),
         )
         mesh = Mesh(sp.data_size, sp.ring_size, sp.ulysses_size, sp.tensor_size)
-        chosen = choose_memory(self.shape, job, mesh, self.hardware, fixed)
+        chosen = choose_memory(self.shape, job, mesh, self.hardware, self.tuning.fixed(fixed))
         self.largest, self.size, self.patches = length * rows, (length, rows), largest
         return chosen
 

@@ -22,6 +22,7 @@ from longspan.plan.memory_search import STEP, MemoryRow, longest, memory_rows, s
 from longspan.plan.methods import compare
 from longspan.plan.models.read import read_model
 from longspan.plan.models.shape import ModelShape
+from longspan.plan.models.tuning import Tuning, tuned_shape
 from longspan.plan.pictures import Pictures, read_pictures
 from longspan.plan.search import MOST_GPUS, Search, search
 from longspan.plan.suggestions import Suggestions, find_suggestions
@@ -60,6 +61,16 @@ class PlanConfig(MemoryFlags, RopeFlags):
         default_factory=ParallelConfig, metadata={"only": ("layout", "ring_impl", "wire_dtype", "experts")}
     )
     """How ranks share the work; the plan chooses the mesh."""
+    lora: int | None = None
+    """Train LoRA of this rank, and nothing else, as `longspan train --lora`."""
+    lora_targets: tuple[str, ...] = ()
+    """Modules that get LoRA, by the ends of their names. By default all linear layers but the LM head."""
+    dora: bool = False
+    """Train a magnitude for each output of a target beside LoRA (DoRA)."""
+    quantize: Literal["none", "nf4"] = "none"
+    """nf4: store the frozen weights of linear layers in 4 bits (QLoRA). Needs --lora."""
+    freeze: tuple[str, ...] = ()
+    """Weights that are not trained: patterns of their names, such as "*embed_tokens*" or "*.layers.0.*"."""
     documents: bool = False
     """Plan the memory of packed documents (`longspan train --pack documents`), which a ring needs more of."""
     overlap_chunks: int = 1
@@ -139,6 +150,15 @@ class PlanConfig(MemoryFlags, RopeFlags):
             documents=self.documents,
         )
 
+    @property
+    def tuning(self) -> Tuning:
+        """Which weights are trained."""
+        return Tuning(self.lora, self.lora_targets, self.freeze, self.dora, self.quantize == "nf4")
+
+    def fixed(self) -> dict[str, Any]:
+        """Return the memory options that the planner does not choose."""
+        return self.tuning.fixed(super().fixed())
+
     def pictures(self, model: ModelShape) -> tuple[Pictures, ...]:
         """Return the images and the video of each sequence.
 
@@ -156,6 +176,7 @@ class PlanConfig(MemoryFlags, RopeFlags):
         """Raise for impossible sizes and combinations, before anything is read."""
         self.job()
         self.rope()
+        self.tuning.check(self.mode)
         for flag, pictures in (("--images", self.images), ("--video", self.video)):
             if pictures is not None and self.mode != "train":
                 raise LongspanError(f"{flag} is for --mode train, and --mode is {self.mode}; leave it out")
@@ -199,7 +220,7 @@ def run(config: PlanConfig) -> int:
         LongspanError: for an unknown model or GPU, impossible sizes, or a file that cannot be written.
     """
     config.check()
-    model = dataclasses.replace(read_model(config.model), rope=config.rope())
+    model = tuned_shape(dataclasses.replace(read_model(config.model), rope=config.rope()), config.tuning)
     hardware = _hardware(config)
     _check(config, model, hardware)
     job, result = _search(config, model, hardware)

@@ -65,6 +65,8 @@ def mesh_refusal(model: ModelShape, job: Job, mesh: Mesh) -> str | None:
         )
     if job.experts not in ("auto", 1) and not any(layer.mlp.experts for layer, _ in model.layer_kinds):
         return f"experts={job.experts}: {model.name} has no experts; leave it out"
+    if mesh.tensor > 1 and model.tuning is not None and model.tuning.quantize:
+        return f"tensor={mesh.tensor} cannot shard weights in 4 bits; use `ulysses` or `ring` instead"
     for layer, _ in model.layer_kinds:
         problem = (
             _tensor_refusal(layer, mesh.tensor)

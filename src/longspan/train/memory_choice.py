@@ -11,6 +11,7 @@ from longspan.core.sections import replace
 from longspan.hf.planning import hardware_of_ranks
 from longspan.plan.job import Job, Mesh
 from longspan.plan.memory_search import STEP, longest_context_on
+from longspan.plan.models.tuning import Tuning, tuned_shape
 from longspan.plan.suggestions import choose_memory
 from longspan.train.config import TrainConfig
 
@@ -39,6 +40,9 @@ def resolve(config: TrainConfig, hardware: Hardware | None = None) -> tuple[Trai
         if flags.memory == "auto" or longest_context:
             raise
         return config, []  # the planner cannot read this model, so it chooses nothing
+    asked = config.tuning
+    tuning = Tuning(asked.lora, asked.lora_targets, asked.freeze, asked.dora)
+    shape = tuned_shape(shape, tuning)
     job = Job(
         context=1 if longest_context else config.context_tokens,
         batch=config.sequences_per_forward,
@@ -55,7 +59,7 @@ def resolve(config: TrainConfig, hardware: Hardware | None = None) -> tuple[Trai
             raise LongspanError(problem)
     if flags.level != "auto" and not longest_context:
         return config, []
-    fixed = flags.fixed()
+    fixed = tuning.fixed(flags.fixed())
     if flags.level == "auto" and MemoryModules(model).untiled is not None:
         fixed.setdefault("tiled_mlp", 1)  # do not choose a memory option that the model cannot use
     if flags.level == "longest":
@@ -77,9 +81,6 @@ def resolve(config: TrainConfig, hardware: Hardware | None = None) -> tuple[Trai
     except LongspanError as error:
         if not by_default:
             raise
-        if not config.tuning.trains_all:  # they need less than the plan, which counts gradients of all weights
-            message = f"{error} But few weights are trained, so it starts with all memory options"
-            return _with(config, dataclasses.replace(LONGEST, **fixed)), [*messages, message]
         raise LongspanError(f"{error} To start it all the same, give --memory fastest") from error
     if by_default and memory == FASTEST:
         return config, []

@@ -270,7 +270,8 @@ def _training(c: CostContext) -> list[Sent]:
     t = c.mesh.tensor
     both, half = _hidden_states(c.sequence_tokens, c)
     ops = [("all_reduce", both)] if c.job.tensor_style == "tp" else [("all_gather", half), ("reduce_scatter", half)]
-    sent = [Sent(op, "tensor", "embeddings and the head's input", size, 2, method=False) for op, size in ops]
+    calls = 1 + c.model.root[0].trained  # gradients of frozen embeddings are not needed
+    sent = [Sent(op, "tensor", "embeddings and the head's input", size, calls, method=False) for op, size in ops]
     for rows, calls in _softmax_rows(c).items():
         for numbers, what in ((1, "largest logits"), (2, "sums and labels of the softmax")):  # fp32, per token
             sent.append(Sent("all_reduce", "tensor", what, 2 * 4 * numbers * rows * (t - 1) // t, calls, method=False))
@@ -306,8 +307,10 @@ def _gradients(parameters: tuple[Parameter, ...], c: CostContext, experts: bool)
 
 def _is_summed(p: Parameter, c: CostContext, experts: bool) -> bool:
     """Whether each tensor rank computes only a part of a weight's gradient."""
-    if cut_dim(p.name) is not None:
+    if not p.trained or cut_dim(p.name) is not None:
         return False
+    if ".lora_" in p.name:  # A of a layer whose rows are cut, B of one whose columns are
+        return True
     owner = p.name.rpartition(".")[0].rpartition(".")[2]
     per_head = owner in ("q_norm", "k_norm") or (owner in ROWS and p.name.endswith("bias"))
     return c.job.tensor_style == "megatron-sp" or per_head or (experts and p.name.startswith("mlp."))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from longspan.plan.cost.saved import DISK_BUFFERS, checkpoint_bytes, mlp_tiles
 from longspan.plan.cost.training_memory import training_peaks
-from longspan.plan.cost.weights import elements_at_rest, gathered_bytes, sums_gradients_once, weights_at_rest
+from longspan.plan.cost.weights import gathered_bytes, sums_gradients_once, trained_elements, weights_at_rest
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import CostContext, Job
 from longspan.plan.layers.base import Buffers, Mixer, Mlp
@@ -274,7 +274,7 @@ def offloaded_bytes(c: CostContext, hardware: Hardware) -> Offloaded:
     if c.on_host:
         host |= weights_at_rest(c)
         if train:
-            host["gradients"] = elements_at_rest(c) * 4
+            host["gradients"] = trained_elements(c) * 4
     checkpoints = checkpoint_bytes(c) if train and c.offloads else 0
     disk = checkpoints if job.memory.offload == "disk" else 0
     if disk:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from longspan.core.tile_sizes import FEWEST_ROWS, layers_held, layers_per_checkpoint, norm_rows
-from longspan.plan.cost.weights import computed_elements, layer_gradient
+from longspan.plan.cost.weights import computed, layer_gradient
 from longspan.plan.job import CostContext, Job
 from longspan.plan.layers.base import Parameter, SavedActivations
 from longspan.plan.models.shape import LayerShape
@@ -44,7 +44,8 @@ def saved_per_token(layer: LayerShape, c: CostContext) -> SavedActivations:
         tiled = c.job.memory.tiled_norms
         # Norms of each head (Qwen3) save a number per head; a norm of all of Q and one of all of K (OLMo-2) two.
         numbers = 1 if tiled else heads if q_norm.numel == mixer.head_dim else 2
-        attention += _norm_saved(heads * mixer.head_dim, c) + 4 * (numbers - 1)
+        attention += _norm_saved(heads * mixer.head_dim, c, q_norm.trained) + 4 * (numbers - 1)
+    attention += _adapters_saved(layer, c, mlp=False)
     return SavedActivations((before + behind) // c.hidden_shards, attention, _mlp_saved(layer, c))
 
 
@@ -78,10 +79,12 @@ def norm_bytes(c: CostContext) -> int:
     return _norm_saved(c.d, c)
 
 
-def _norm_saved(features: int, c: CostContext) -> int:
-    """Return an RMSNorm's fp32 input, one number, and its normalised input; with `tiled_norms` its input alone."""
+def _norm_saved(features: int, c: CostContext, trained: bool = True) -> int:
+    """Return an RMSNorm's fp32 input, one number, and for its weight the normalised input; with `tiled_norms` its input
+    alone.
+    """
     given = features * (4 if c.job.autocasts else c.b)
-    return given if c.job.memory.tiled_norms else features * 4 + 4 + given
+    return given if c.job.memory.tiled_norms else features * 4 + 4 + given * trained
 
 
 def _around_attention(layer: LayerShape, c: CostContext) -> tuple[int, int]:
@@ -95,7 +98,7 @@ def _around_attention(layer: LayerShape, c: CostContext) -> tuple[int, int]:
 
 def _around_both(layer: LayerShape, c: CostContext) -> tuple[int, int]:
     norms = 2 if any("post_feedforward" in p.name for p in layer.parameters) else 1
-    normed = norms * norm_bytes(c)
+    normed = norms * _norm_saved(c.d, c, any(p.trained for p in _norms(layer)))
     if c.job.memory.tiled_norms and not c.job.autocasts:  # inputs of products are recomputed from those of the norms
         return normed, normed
     # A linear layer saves its input: one tensor for Q, K and V and one for gate and up; autocast makes five.
@@ -104,7 +107,11 @@ def _around_both(layer: LayerShape, c: CostContext) -> tuple[int, int]:
     mlp_input = mlp_inputs * c.b * c.d if c.job.memory.tiled_mlp == 1 else stream_bytes(c)
     if recomputes_mlp_act(c.job) and not c.job.autocasts and not any(p.name.endswith("bias") for p in _norms(layer)):
         mlp_input = 0
-    return normed + qkv_inputs * c.b * c.d, normed + mlp_input
+    in_attention, in_mlp = (
+        any(p.trained for p in layer.parameters if len(p.shape) > 1 and p.name.startswith("mlp.") == of_mlp)
+        for of_mlp in (False, True)
+    )
+    return normed + qkv_inputs * c.b * c.d * in_attention, normed + mlp_input * in_mlp
 
 
 def _norms(layer: LayerShape) -> list[Parameter]:
@@ -114,7 +121,14 @@ def _norms(layer: LayerShape) -> list[Parameter]:
 def _mlp_saved(layer: LayerShape, c: CostContext) -> int:
     if c.job.memory.tiled_mlp != 1:  # recomputed, a tile at a time
         return 0
-    return layer.mlp.saved(c) // c.mesh.tensor - (_mlp_act_bytes(layer, c) if recomputes_mlp_act(c.job) else 0)
+    saved = layer.mlp.saved(c) // c.mesh.tensor + _adapters_saved(layer, c, mlp=True)
+    return saved - (_mlp_act_bytes(layer, c) if recomputes_mlp_act(c.job) else 0)
+
+
+def _adapters_saved(layer: LayerShape, c: CostContext, *, mlp: bool) -> int:
+    """Return the bytes per token between LoRA's two matrices."""
+    ranks = (p.shape[0] for p in layer.parameters if ".lora_A." in p.name and p.name.startswith("mlp.") == mlp)
+    return c.b * sum(ranks)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -157,8 +171,8 @@ def mlp_backward_bytes(layer: LayerShape, c: CostContext) -> tuple[int, int]:
     tiles = mlp_tiles(layer, c)
     rows = -(-c.tokens // tiles)
     accumulated = tiles > 1 and c.job.dtype != "fp32" and c.job.weight_sharding
-    unheld = layer.params - computed_elements(layer, c)
-    sums = WEIGHT_SUM * (layer.mlp_params - unheld) // c.mesh.tensor if accumulated else 0
+    matrices = (p for p in computed(layer, c) if p.name.startswith("mlp.") and len(p.shape) > 1 and p.trained)
+    sums = WEIGHT_SUM * sum(p.numel for p in matrices) // c.mesh.tensor if accumulated else 0
     norm = _norm_tile(rows, c) if c.job.memory.tiled_norms else 0
     return _mlp_intermediates(layer, c) * rows + norm, sums
 

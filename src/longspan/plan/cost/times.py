@@ -31,11 +31,13 @@ NORM_BYTES = 32
 
 def model_flops(model: ModelShape, job: Job) -> float:
     """Return the FLOPs that a step needs over all GPUs, without recomputation (for model FLOP utilisation)."""
-    tokens = job.batch * (1 if job.mode == "decode" else job.context)
-    times = 3.0 if job.mode == "train" else 1.0
-    total = 2.0 * (tokens if job.mode == "train" else job.batch) * model.vocab * model.d_model * times
+    tokens, train = job.batch * (1 if job.mode == "decode" else job.context), job.mode == "train"
+    times = 3.0 if train else 1.0
+    head = 2.0 + model.head.trained if train else 1.0
+    total = 2.0 * (tokens if train else job.batch) * model.vocab * model.d_model * head
     for layer, count in model.layer_kinds:
-        total += count * times * 2.0 * tokens * layer.matmul_params_active
+        products = 2.0 + layer.trained_share if train else 1.0  # no gradients of frozen weights
+        total += count * products * 2.0 * tokens * layer.matmul_params_active
         total += layer.mixer.flops(job, count * times)
     if job.mode != "decode":
         total += job.batch * times * sum(tower_flops(CostContext(model, job, Mesh()), largest=False))
@@ -89,7 +91,9 @@ def layer_seconds(layer: LayerShape, c: CostContext, hardware: Hardware) -> Laye
     if job.mode == "prefill":
         return LayerSeconds(matmul + forward, 0.0, forward)
     recomputed = _recompute_seconds(layer, c, hardware, matmul, forward)
-    return LayerSeconds(matmul + forward, 2.0 * matmul + backward + recomputed, forward, backward)
+    # Without the products for the gradients of frozen weights.
+    back = 2.0 * matmul - (1.0 - layer.trained_share) * products / matmul_speed(hardware, job)
+    return LayerSeconds(matmul + forward, back + backward + recomputed, forward, backward)
 
 
 def tower_seconds(c: CostContext, hardware: Hardware) -> tuple[float, float]:
@@ -214,7 +218,7 @@ def _head_seconds(c: CostContext, hardware: Hardware) -> float:
     logits = (c.tokens if train else c.sequences) * c.model.vocab / c.mesh.tensor
     products = 2.0 * logits * c.d / matmul_speed(hardware, c.job)
     # The loss's forward and backward read and write the logits some eight times in fp32.
-    return 3 * products + 32.0 * logits / hardware.memory_bandwidth if train else products
+    return (2 + c.model.head.trained) * products + 32.0 * logits / hardware.memory_bandwidth if train else products
 
 
 def hidden_layer_seconds(layer: LayerShape, computing: LayerSeconds, c: CostContext, hardware: Hardware) -> float:

@@ -26,19 +26,21 @@ from longspan.plan.cost.saved import (
 from longspan.plan.cost.vision import embedding_bytes, in_block_backward, pixel_bytes, saved_by_tower
 from longspan.plan.cost.weights import (
     always_gathered,
-    computed_by_all_layers,
-    computed_elements,
     gathered_bytes,
     gathers,
     layer_gradient,
     outer_groups,
     own_head,
+    shard_bytes,
     shard_elements,
     tower_elements,
+    trained,
+    trained_by_all_layers,
     trained_elements,
+    trained_elements_of,
 )
 from longspan.plan.job import CostContext
-from longspan.plan.layers.base import SavedActivations
+from longspan.plan.layers.base import Parameter, SavedActivations
 from longspan.plan.models.shape import LayerShape, ModelShape
 
 Peak = dict[str, int]
@@ -74,11 +76,14 @@ class _Step:
         self.c, self.model = c, model
         self.layers = [layer for layer, _ in model.layer_kinds]
         self.ranks, self.sharded, self.to_host = c.weight_ranks, gathers(c), c.on_host
-        # Elements of the largest layer, of the head, and of the head's own FSDP group (0 if it is tied or not sharded).
-        self.largest = max(computed_elements(layer, c) for layer in self.layers) // t
+        # Trained elements of the largest layer, of the head, and of the head's own FSDP group (0 if it is tied or not
+        # sharded).
+        self.largest = max(trained_elements_of(layer, c) for layer in self.layers) // t
         largest_shard = max(layer_gradient(layer, c) for layer in self.layers)
-        self.head = model.vocab * c.d // t
-        self.own_head = own_head(model) // t * self.sharded
+        self.head = model.vocab * c.d // t * model.head.trained
+        self.head_apart = own_head(model) > 0 and self.sharded
+        outer = dict(outer_groups(model)).get("final norm and head", ())
+        self.own_head = sum(p.numel for p in trained(outer)) // t * self.head_apart
         # Bytes of hidden states, or of their gradient.
         self.hidden = c.tokens * c.d * (4 if c.job.autocasts else c.b) // c.hidden_shards
         # Bytes per element of the reduce-scatter's flat fp32 input, which gloo copies.
@@ -86,15 +91,17 @@ class _Step:
         # Bytes of gradients at rest on the device; and of earlier micro-batches', not sharded until they are summed.
         self.at_rest = 0 if self.to_host else 4 * trained_elements(c)
         untrained = 0 if c.job.pictures else model.tower_params
-        accumulated = 4 * ((computed_by_all_layers(c) - untrained) // t) if once else self.at_rest
+        accumulated = 4 * ((trained_by_all_layers(c) - untrained) // t) if once else self.at_rest
         self.earlier = accumulated if c.job.batch > c.mesh.data else 0
         # Bytes of the gradients of a vision tower, which come last.
         self.of_tower = 4 * tower_elements(c) if c.job.pictures and not (self.to_host or self.earlier) else 0
         # Bytes of cast weights: autocast's bf16 copies; from the host, a layer's fp32 shard before it is cast.
         self.casts = 2 * _matrix_elements(model) // t if c.job.autocasts else 0
-        self.casts += largest_shard if self.to_host else 0
+        if self.to_host:
+            self.casts += max(shard_bytes(layer.parameters, self.ranks, 4, t) for layer in self.layers)
+        self.casts += max(_unpacked(layer.parameters) for layer in self.layers) * c.b
         # Bytes of a layer's gradients in the compute dtype, and of a tied head's, which stay.
-        self.layer_gradients = (self.largest + (0 if self.own_head else self.head)) * c.b
+        self.layer_gradients = (self.largest + (0 if self.head_apart else self.head)) * c.b
         # Bytes of a layer's gradient shard, unless earlier micro-batches have made it.
         self.shard = 0 if self.earlier else largest_shard
         # Cosines and sines of the rank's positions, which all layers share.
@@ -126,7 +133,7 @@ class _Step:
         """Yield the peaks in the loss, and in the head's backward."""
         c = self.c
         final_norm = SavedActivations(hidden=c.tokens * (norm_bytes(c) + c.d * c.b))
-        in_loss = self.casts + (self.gathered(0, heads=2) if self.own_head else self.gathered(1))
+        in_loss = self.casts + (self.gathered(0, heads=2) if self.head_apart else self.gathered(1))
         in_head = self.casts + self.gathered(1, heads=1)
         for items, gathered in zip(self._tiled_loss(), (in_loss, in_head), strict=True):
             gradients = self.earlier + items["gradients"]
@@ -175,7 +182,7 @@ class _Step:
         embedding = 0
         if not (self.earlier or self.to_host):
             embedding = 4 * sum(
-                shard_elements(parameters, self.ranks, self.c.mesh.tensor)
+                shard_elements(trained(parameters), self.ranks, self.c.mesh.tensor)
                 for what, parameters in outer_groups(self.model)
                 if what in ("the embedding", "positions")
             )
@@ -210,14 +217,15 @@ class _Step:
         shard = trained_elements(c)
         # The first layer's gradients may still be in flight; a tied table waits for them.
         first_layer = 0 if model.tied else self.largest
-        in_flight = (model.root_params // t - self.own_head + first_layer) * self.flat
+        in_flight = (_trained(model.root) // t - self.own_head + first_layer) * self.flat
         yield {"gradients": self.at_rest + self.head * c.b * self.sharded + in_flight}
         if self.own_head:  # in flight while the last layer is gathered
             gradients = self.earlier + self.own_head * max(self.flat, 4 + c.b)
             rest = {"gradients": gradients, "gathered_weights": self.gathered(1)}
             yield {**at_loss.items(), **rest, "hidden": self.hidden}
         if model.tied:  # the table's two gradients and their sum; an fp32 head's gradient becomes the sum
-            in_layers = 0 if self.to_host else 4 * (shard - shard_elements(model.root, self.ranks, t)) - self.of_tower
+            of_root = shard_elements(trained(model.root), self.ranks, t)
+            in_layers = 0 if self.to_host else 4 * (shard - of_root) - self.of_tower
             tables = (2 if c.b == 4 else 3) * self.head * c.b
             gradients = in_layers + tables + self.largest * self.flat
             yield {"gradients": gradients, "gathered_weights": self.gathered(0)}
@@ -233,6 +241,15 @@ class _Step:
         gradients = self.at_rest - self.of_tower + block * (c.b * self.sharded + self.flat)
         gathered = (always_gathered(self.model) + 2 * block) * c.b * self.sharded
         yield {"gradients": gradients, "gathered_weights": self.casts + gathered, "vision": in_block_backward(c)}
+
+
+def _trained(parameters: tuple[Parameter, ...]) -> int:
+    return sum(p.numel for p in trained(parameters))
+
+
+def _unpacked(parameters: tuple[Parameter, ...]) -> int:
+    """Return the elements of the largest packed weight, which a product unpacks; 0 for none."""
+    return max((p.numel for p in parameters if p.packed), default=0)
 
 
 def _recomputed_exchange(layer: LayerShape, c: CostContext) -> int:
@@ -251,6 +268,7 @@ def _recomputed_exchange(layer: LayerShape, c: CostContext) -> int:
 @functools.lru_cache(maxsize=256)
 def _matrix_elements(model: ModelShape) -> int:
     layers = sum(
-        count * sum(p.numel for p in layer.parameters if len(p.shape) > 1) for layer, count in model.layer_kinds
+        count * sum(p.numel for p in layer.parameters if len(p.shape) > 1 and not p.packed)
+        for layer, count in model.layer_kinds
     )
     return layers + model.vocab * model.d_model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 
 from longspan.core.tile_sizes import gradient_buckets, reduces_once
 from longspan.plan.hardware import Hardware
@@ -31,6 +32,9 @@ def cut_dim(name: str) -> int | None:
     """Return the dimension along which the tensor axis cuts a weight, or None."""
     owner, _, own = name.rpartition(".")
     last = owner.rpartition(".")[2]
+    if last in ("lora_A", "lora_B"):  # with its layer: B's rows, or A's columns
+        dim = cut_dim(f"{owner.rpartition('.')[0]}.weight")
+        return dim if dim == (last == "lora_A") else None
     if "shared_expert" in name:
         return None
     if ".experts." in name or own == "sinks" or last in COLUMNS:
@@ -52,6 +56,28 @@ def can_cut(layer: LayerShape) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
+def trained(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+    """Return the weights that have gradients."""
+    return tuple(p for p in parameters if p.trained)
+
+
+@functools.lru_cache(maxsize=4096)
+def shard_bytes(parameters: tuple[Parameter, ...], ranks: int, width: int, tensor: int = 1) -> int:
+    """Return the bytes of one rank's shard, with `width` bytes per element that is not packed in 4 bits."""
+    packed = sum(-(-_packed_bytes(p) // ranks) for p in parameters if p.packed)
+    return packed + width * shard_elements(tuple(p for p in parameters if not p.packed), ranks, tensor)
+
+
+def _packed_bytes(p: Parameter) -> int:
+    return -(-p.numel // 2)
+
+
+def _scale_bytes(parameters: tuple[Parameter, ...]) -> int:
+    """Return the bytes of the scales of packed weights, which every rank holds: 1 for 64 elements, 4 for 64 * 256."""
+    return sum(-(-p.numel // 64) + 4 * -(-p.numel // (64 * 256)) for p in parameters if p.packed)
+
+
+@functools.lru_cache(maxsize=4096)
 def shard_elements(parameters: tuple[Parameter, ...], ranks: int, tensor: int = 1) -> int:
     """Return the elements of one rank's shard.
 
@@ -61,14 +87,9 @@ def shard_elements(parameters: tuple[Parameter, ...], ranks: int, tensor: int = 
     return sum(-(-shape[0] // ranks) * math.prod(shape[1:]) for shape in shapes)
 
 
-def elements_at_rest(c: CostContext) -> int:
-    """Return the elements of all weights on a rank."""
-    return _elements_at_rest(c.model, c.weight_ranks, c.mesh.tensor)
-
-
 def trained_elements(c: CostContext) -> int:
     """Return the elements of all weights on a rank that have gradients: without pictures not those of a tower."""
-    return elements_at_rest(c) - (0 if c.job.pictures else tower_elements(c))
+    return _trained_elements(c.model, c.weight_ranks, c.mesh.tensor) + (tower_elements(c) if c.job.pictures else 0)
 
 
 def tower_elements(c: CostContext) -> int:
@@ -77,9 +98,16 @@ def tower_elements(c: CostContext) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _elements_at_rest(model: ModelShape, ranks: int, tensor: int) -> int:
-    layers = sum(count * shard_elements(layer.parameters, ranks, tensor) for layer, count in model.layer_kinds)
-    return layers + shard_elements(model.root, ranks, tensor) + _tower_elements(model, ranks)
+def _trained_elements(model: ModelShape, ranks: int, tensor: int) -> int:
+    groups = ((model.root, 1), *((layer.parameters, count) for layer, count in model.layer_kinds))
+    return sum(count * shard_elements(trained(parameters), ranks, tensor) for parameters, count in groups)
+
+
+@functools.lru_cache(maxsize=1024)
+def _bytes_at_rest(model: ModelShape, ranks: int, width: int, tensor: int) -> int:
+    groups = ((model.root, 1), *((layer.parameters, count) for layer, count in model.layer_kinds))
+    each = ((shard_bytes(p, ranks, width, tensor) + _scale_bytes(p)) * count for p, count in groups)
+    return sum(each) + width * _tower_elements(model, ranks)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -94,7 +122,8 @@ def weights_at_rest(c: CostContext) -> dict[str, int]:
     """Return the bytes of a rank's weights and optimizer state."""
     train = c.job.mode == "train"
     # Training stores fp32, and two moments of AdamW.
-    return {"weights": elements_at_rest(c) * (4 if train else c.b), "optimizer": trained_elements(c) * 8 * train}
+    weights = _bytes_at_rest(c.model, c.weight_ranks, 4 if train else c.b, c.mesh.tensor)
+    return {"weights": weights, "optimizer": trained_elements(c) * 8 * train}
 
 
 def gathers(c: CostContext) -> bool:
@@ -108,24 +137,29 @@ def gathered_bytes(c: CostContext, layers: int, heads: int = 0) -> int:
     """
     if not gathers(c):
         return 0
-    largest = max(computed_elements(layer, c) for layer, _ in c.model.layer_kinds)
-    elements = always_gathered(c.model) + heads * own_head(c.model) + layers * largest
-    return elements // c.mesh.tensor * c.b
+    largest = max(shard_bytes(computed(layer, c), 1, c.b) for layer, _ in c.model.layer_kinds)
+    outside = (always_gathered(c.model) + heads * own_head(c.model)) * c.b
+    return (outside + layers * largest) // c.mesh.tensor
 
 
-def computed_elements(layer: LayerShape, c: CostContext) -> int:
-    """Return the elements of a layer's weights that a rank computes with; of experts over ranks those that it has."""
+def computed(layer: LayerShape, c: CostContext) -> tuple[Parameter, ...]:
+    """Return a layer's weights that a rank computes with; of experts over ranks those that it has."""
     if c.experts == 1 or not layer.mlp.experts:
-        return layer.params
+        return layer.parameters
     others, of_experts = split_experts(layer)
-    each = sum(p.numel // p.shape[0] for p in of_experts)
-    return sum(p.numel for p in others) + each * c.expert_layout(layer.mlp.experts).held
+    held = c.expert_layout(layer.mlp.experts).held
+    return (*others, *(replace(p, shape=(held, *p.shape[1:])) for p in of_experts))
 
 
-def computed_by_all_layers(c: CostContext) -> int:
-    """Return the elements of all weights with which a rank computes in a step."""
-    layers = sum(count * computed_elements(layer, c) for layer, count in c.model.layer_kinds)
-    return c.model.tower_params + c.model.root_params + layers
+def trained_elements_of(layer: LayerShape, c: CostContext) -> int:
+    """Return the elements of a layer's trained weights that a rank computes with."""
+    return sum(p.numel for p in computed(layer, c) if p.trained)
+
+
+def trained_by_all_layers(c: CostContext) -> int:
+    """Return the elements of all trained weights with which a rank computes in a step, and of a vision tower's."""
+    layers = sum(count * trained_elements_of(layer, c) for layer, count in c.model.layer_kinds)
+    return c.model.tower_params + sum(p.numel for p in trained(c.model.root)) + layers
 
 
 @functools.lru_cache(maxsize=256)
@@ -137,7 +171,7 @@ def split_experts(layer: LayerShape) -> tuple[tuple[Parameter, ...], tuple[Param
 
 def layer_gradient(layer: LayerShape, c: CostContext) -> int:
     """Return the bytes of one layer's fp32 gradients on a rank."""
-    return 4 * shard_elements(layer.parameters, c.weight_ranks, c.mesh.tensor)
+    return 4 * shard_elements(trained(layer.parameters), c.weight_ranks, c.mesh.tensor)
 
 
 TOWER_ENDS = "the ends of the vision tower"
@@ -197,10 +231,12 @@ def layer_weights_sent(layer: LayerShape, c: CostContext) -> list[Sent]:
         groups = [("fsdp", f, "a layer", others), ("replicas", f // c.experts, "a layer's experts", stacked)]
     sent = []
     for axis, ranks, what, parameters in groups:
-        received = shard_elements(parameters, f, c.mesh.tensor) * (ranks - 1)
-        gather = Sent("all_gather", axis, f"weights of {what}", received * c.b, method=False)
-        scatter = Sent("reduce_scatter", axis, f"gradients of {what}", received * 4, method=False)
-        sent += [gather, gather, scatter] if c.job.mode == "train" else [gather]
+        received = shard_bytes(parameters, f, c.b, c.mesh.tensor) * (ranks - 1)
+        gather = Sent("all_gather", axis, f"weights of {what}", received, method=False)
+        sent += [gather, gather] if c.job.mode == "train" else [gather]
+        if c.job.mode == "train" and trained(parameters):
+            received = shard_elements(trained(parameters), f, c.mesh.tensor) * (ranks - 1) * 4
+            sent.append(Sent("reduce_scatter", axis, f"gradients of {what}", received, method=False))
     return sent
 
 
@@ -211,7 +247,7 @@ def sums_gradients(sent: Sent) -> bool:
 
 def sums_gradients_once(c: CostContext, hardware: Hardware) -> bool:
     """Whether a step of several micro-batches sums its gradients over the ranks once, as `longspan train` decides."""
-    all_gradients = computed_by_all_layers(c) // c.mesh.tensor * 4
+    all_gradients = trained_by_all_layers(c) // c.mesh.tensor * 4
     return c.micro_batches > 1 and reduces_once(c.weight_ranks > 1, all_gradients, hardware.memory_bytes)
 
 
@@ -234,9 +270,9 @@ def outer_weights_sent(c: CostContext) -> list[Sent]:
         for what, parameters in outer_groups(c.model):
             shard = shard_elements(parameters, f, c.mesh.tensor) * (f - 1)
             sent.append(Sent("all_gather", "fsdp", f"weights of {what}", shard * c.b, method=False))
-            trained = tuple(p for p in parameters if p not in untrained)
-            if train and trained:
-                shard = shard_elements(trained, f, c.mesh.tensor) * (f - 1)
+            mine = tuple(p for p in trained(parameters) if p not in untrained)
+            if train and mine:
+                shard = shard_elements(mine, f, c.mesh.tensor) * (f - 1)
                 sent.append(Sent("reduce_scatter", "fsdp", f"gradients of {what}", shard * 4, method=False))
     if train:
         # Three fp64 numbers: the sum of the tokens' losses, their count, and the digests of batches on a GPU.
@@ -259,5 +295,6 @@ def _buckets(model: ModelShape, tensor: int, pictures: bool) -> tuple[tuple[int,
     first = [p for p in model.root if "embed" in p.name or "wte" in p.name or "wpe" in p.name]
     last = [p for p in model.root if p not in first]
     language = [*first, *(p for layer in model.layers for p in layer.parameters), *last]
-    sizes = [math.prod(cut_shape(p, tensor)) for p in (*(tower if pictures else ()), *language)]
-    return tuple(sum(sizes[i] for i in bucket) for bucket in gradient_buckets(sizes)), len(tower) + len(language)
+    counted = [*tower, *trained(tuple(language))]
+    sizes = [math.prod(cut_shape(p, tensor)) for p in (counted if pictures else counted[len(tower) :])]
+    return tuple(sum(sizes[i] for i in bucket) for bucket in gradient_buckets(sizes)), len(counted)

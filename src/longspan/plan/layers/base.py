@@ -15,10 +15,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One weight tensor."""
+    """One weight tensor.
+
+    Attributes:
+        name: in its layer, or in the model.
+        shape: in elements.
+        trained: whether it gets a gradient in training.
+        packed: whether it is stored in 4 bits an element.
+    """
 
     name: str
     shape: tuple[int, ...]
+    trained: bool = True
+    packed: bool = False
 
     @property
     def numel(self) -> int:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from longspan.core.rope import AUTO, UNSTATED, RopeAsked, RopeScaling, RopeState, furthest, scaling_for
 from longspan.plan.layers import Mixer, Mlp, Parameter
 from longspan.plan.models.tower import Tower
+
+if TYPE_CHECKING:
+    from longspan.plan.models.tuning import Tuning
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,9 +44,15 @@ class LayerShape:
         return sum(self.mlp.active(p) for p in self.parameters if len(p.shape) > 1 and not p.name.endswith("bias"))
 
     @cached_property
+    def trained_share(self) -> float:
+        """Share of `matmul_params_active` that is trained: a backward computes its gradients, too."""
+        mine = [p for p in self.parameters if len(p.shape) > 1 and p.trained and not p.name.endswith("bias")]
+        return sum(map(self.mlp.active, mine)) / max(1, self.matmul_params_active)
+
+    @cached_property
     def mlp_params(self) -> int:
-        """Elements of the MLP's matrices, all experts included."""
-        return sum(p.numel for p in self.parameters if p.name.startswith("mlp.") and len(p.shape) > 1)
+        """Elements of the MLP's trained matrices, all experts included."""
+        return sum(p.numel for p in self.parameters if p.name.startswith("mlp.") and len(p.shape) > 1 and p.trained)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +72,7 @@ class ModelShape:
         rope: the requested RoPE scaling.
         refused: reasons why this version does not train it.
         tower: the vision tower; None for a language model.
+        tuning: which weights are trained; None: all.
     """
 
     name: str
@@ -76,6 +87,12 @@ class ModelShape:
     rope: RopeAsked = AUTO
     refused: tuple[str, ...] = ()
     tower: Tower | None = None
+    tuning: Tuning | None = None
+
+    @property
+    def head(self) -> Parameter:
+        """The LM head's weight, which may be the embedding's."""
+        return self.root[0] if self.tied else self.root[-1]
 
     def scaling(self, context: int) -> RopeScaling | None:
         """Return the RoPE scaling that a context needs, as `longspan train` decides it, or None.
@@ -107,6 +124,12 @@ class ModelShape:
     def params(self) -> int:
         """Elements of all weights; a tied head is counted once."""
         return self.tower_params + self.root_params + sum(layer.params * count for layer, count in self.layer_kinds)
+
+    @cached_property
+    def trained_params(self) -> int:
+        """Elements of the trained weights, without those of a vision tower."""
+        groups = ((self.root, 1), *((layer.parameters, count) for layer, count in self.layer_kinds))
+        return sum(count * p.numel for parameters, count in groups for p in parameters if p.trained)
 
     @cached_property
     def active_params(self) -> int:

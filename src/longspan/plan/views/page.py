@@ -381,7 +381,7 @@ def _times(plan: Plan) -> tuple[float, float, float]:
 
 def _flags(model: ModelShape, job: Job) -> str:
     """Return the flags of `longspan plan` that no switch or slider changes."""
-    flags = [f"--mode {job.mode}", f"--dtype {job.dtype}"]
+    flags = [f"--mode {job.mode}", f"--dtype {job.dtype}", *([] if model.tuning is None else model.tuning.flags)]
     flags += [pictures.flag(model.tower) for pictures in job.pictures if model.tower is not None]
     named = {"layout": job.layout, "ring-impl": job.ring_impl}
     flags += [f"--{name} {value}" for name, value in named.items() if value != "auto"]

@@ -199,6 +199,7 @@ def _train_command(plan: Plan) -> str:
     words += [f"--ulysses {mesh.ulysses}", *_tensor_flags(job, mesh)]
     words += [f"--data-degree {mesh.data}", f"--batch {job.batch}", f"--dtype {job.dtype}", *_rope_flags(plan)]
     words += memory_flags(job.memory)
+    words += [] if plan.model.tuning is None else plan.model.tuning.flags
     words += [] if job.weight_sharding else ["--no-fsdp"]
     return _started(plan, "train", words)
 
