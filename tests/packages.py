@@ -46,6 +46,7 @@ USES: dict[str, list[str]] = {
     "hf": [f"-c {MODEL}{SHARDED}{LOSS}"],
     "train": [TRAIN],
     "peft": [f"-c {MODEL}{SHARDED}import peft; m = peft.get_peft_model(m, peft.LoraConfig()); {LOSS}"],
+    "qlora": ["-c from bitsandbytes.nn import Linear4bit; Linear4bit(64, 64).to('cpu')"],
     "adamw8bit": [f"-c {ADAMW8BIT}"],
     "diffusers": [f"-c {SHARDED}{DIFFUSION}"],
     "plot": ["plan --model llama-3.1-8b --gpu h100 --gpus 8 --context 128k --png {out}.png"],

@@ -402,7 +402,12 @@ def test_experts_over_data_and_sequence_send_what_is_planned(
         (Mesh(ulysses=4), {"tie_word_embeddings": True}, {}, Tuning(lora=3, targets=("q_proj", "up_proj"))),
         (Mesh(ulysses=2), {}, {"weight_sharding": False}, Tuning(lora=3)),
         (Mesh(tensor=2, ulysses=2), {}, {}, Tuning(lora=4)),
-        (Mesh(tensor=2, ulysses=2), {}, {"tensor_style": "megatron-sp", "dtype": "bf16"}, Tuning(4, ("down_proj",))),
+        (
+            Mesh(tensor=2, ulysses=2),
+            {},
+            {"tensor_style": "megatron-sp", "dtype": "bf16"},
+            Tuning(4, ("q_proj", "down_proj")),
+        ),
         (Mesh(ulysses=2), {}, {}, Tuning(freeze=("*.layers.0.*", "lm_head.*"))),
     ],
 )

@@ -46,6 +46,8 @@ def test_recipe_is_written_and_is_a_valid_config(name, tmp_path, capsys):
     assert main(["recipes", "--name", name, "--out", str(out)]) == 0
     assert re.search(r"change its [1-9]\d* lines marked EDIT", capsys.readouterr().out)
     values, _ = read_flags(TrainConfig, out, "longspan train")
+    if "quantize" in values:
+        pytest.importorskip("bitsandbytes")
     make(TrainConfig, **values).check()
     assert main(["recipes", "--name", name, "--out", str(out)]) == 2  # it is not overwritten
     assert "exists" in capsys.readouterr().err
@@ -83,7 +85,7 @@ def test_recipe_trains_a_toy_model(name, toy, tmp_path, capsys):
     )
     printed = capsys.readouterr()
     assert status == 0, printed.err
-    assert "step 2/2" in printed.out and (tmp_path / "run" / "hf" / "config.json").exists()
+    assert "step 2/2" in printed.out and any((tmp_path / "run" / "hf").glob("*config.json"))
 
 
 def test_list_names_every_recipe(capsys):

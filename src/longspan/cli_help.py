@@ -38,6 +38,7 @@ _OTHER_NAMES = {
     "optimizer": "optim",
     "betas": "adam_beta1 adam_beta2",
     "lora": "lora_r lora_rank use_peft adapter",
+    "quantize": "load_in_4bit quantization_bit quantization qlora bnb nf4",
     "lora-targets": "lora_target_modules lora_target",
     "freeze": "freeze_modules unfrozen_parameters",
     "min-lr": "min_lr_ratio lr_min",

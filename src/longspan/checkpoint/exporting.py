@@ -27,6 +27,7 @@ from longspan.core.errors import DiskFull, LongspanError
 from longspan.core.validation import as_path, check_choice, checked_call
 from longspan.hf.pretrained import without_progress_bars
 from longspan.hf.support import transformers_model
+from longspan.hf.weights.quantized import dequantize, layers_in_4_bits
 
 RECORD = "longspan.json"
 """File of an exported folder that lists what longspan wrote. An export replaces no other file."""
@@ -84,12 +85,17 @@ def export(
     inner: Any = transformers_model(model)
     if config is None:
         config, generation = copy.deepcopy(inner.config), generation or getattr(inner, "generation_config", None)
+    if getattr(config, "quantization_config", None) is not None and layers_in_4_bits(model):
+        config = copy.deepcopy(config)
+        del config.quantization_config  # the export is dequantized
     saved_dtype: torch.dtype = inner.dtype if dtype is None else as_dtype("dtype", dtype)
     ranks.first(lambda: check_replaceable(folder))
     tensors = {f"model.{name}": x for name, x in model.state_dict().items()}
     check_finite(tensors, f"{folder} is not exported", ranks, "export an earlier checkpoint")
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state: dict[str, Any] = get_model_state_dict(model, options=options)  # empty except on rank 0
+    if not _is_peft(model) or peft == "merged":
+        ranks.first(lambda: dequantize(model, state))
     sizes = (x.numel() * (saved_dtype if x.is_floating_point() else x.dtype).itemsize for x in state.values())
     needed = _OTHER_BYTES + sum(sizes)
     work = _Export(folder, model, config, tokenizer, saved_dtype, generation)

@@ -31,6 +31,7 @@ from longspan.comm.arguments import check_module, check_optimizer
 from longspan.compat.torch_checkpoint import as_plain, flat_names
 from longspan.core.errors import LongspanError
 from longspan.core.validation import as_path, checked_call
+from longspan.hf.weights.quantized import split_state
 
 
 def _check_source(name: str, checkpoint: Any) -> Any:
@@ -62,12 +63,13 @@ def load(
     checkpoint = _verified(checkpoint, ranks)  # first: `get_state_dict` creates the state of a new optimizer
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     model_state, optimizer_state = get_state_dict(model, optimizer)
+    model_state, packed = split_state(model, model_state)
     groups = _members(optimizer_state)
     parts: dict[str, Any] = {"model": model_state, "optimizer": as_plain(optimizer_state)}
     _read(checkpoint, parts, ranks)
     optimizer_state = _with_low_bit_states(optimizer_state, parts["optimizer"])
     regrouped = _members(optimizer_state) != groups
-    set_state_dict(model, optimizer, model_state_dict=parts["model"], optim_state_dict=optimizer_state)
+    set_state_dict(model, optimizer, model_state_dict=parts["model"] | packed, optim_state_dict=optimizer_state)
     # torch gives options to the wrong groups if weights changed theirs, and none to groups without weights.
     for group, own in zip(optimizer.param_groups, options, strict=True):
         group.update(own if regrouped else {k: v for k, v in own.items() if k not in group})
@@ -92,10 +94,11 @@ def load_weights(checkpoint: Checkpoint | Path | str, model: torch.nn.Module, ra
     """
     ranks = ranks or Ranks()
     checkpoint = _verified(checkpoint, ranks)
-    parts: dict[str, Any] = {"model": get_model_state_dict(model)}
+    model_state, packed = split_state(model, get_model_state_dict(model))
+    parts: dict[str, Any] = {"model": model_state}
     _read(checkpoint, parts, ranks)
     check_finite(flat_names(parts), f"checkpoint {checkpoint.path} cannot be used", ranks, "use an older one")
-    set_model_state_dict(model, parts["model"])
+    set_model_state_dict(model, parts["model"] | packed)
 
 
 def _verified(checkpoint: Checkpoint | Path | str, ranks: Ranks) -> Checkpoint:

@@ -46,6 +46,7 @@ from longspan.compat.torch_checkpoint import as_plain, flat_names
 from longspan.core.errors import DiskFull, LongspanError, is_full
 from longspan.core.tile_sizes import free_memory
 from longspan.core.validation import as_path, check_count, checked_call, format_value
+from longspan.hf.weights.quantized import split_state
 
 _PER_TENSOR = 2048
 """Bytes that torch's files and the index need for a tensor besides its content, at most."""
@@ -238,6 +239,7 @@ def prepare(
 
     ranks.first(check_json)
     model_state, optimizer_state = get_state_dict(model, optimizer)
+    model_state, _ = split_state(model, model_state)  # 4-bit weights do not train: a run reads them again
     tensors: dict[str, Any] = {"model": model_state, "optimizer": as_plain(optimizer_state)}
     flat = flat_names(tensors)
     check_finite(flat, f"checkpoint {step_path(folder, step)} is not written", ranks, _NOT_FINITE)

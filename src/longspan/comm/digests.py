@@ -59,8 +59,13 @@ class Digester:
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by name, except those on the meta device."""
+    """Return parameters and buffers by name, except those on the meta device; with the scales of 4-bit weights."""
     both: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for path, module in model.named_modules():
+        scales = getattr(module, "quant_state", None)  # bitsandbytes' layers
+        if scales is not None:
+            each = {"absmax": scales.absmax, "offset": scales.offset, "nested": scales.nested and scales.state2.absmax}
+            both |= {f"{path}.weight.{name}": x for name, x in each.items() if isinstance(x, Tensor)}
     return {name: x for name, x in both.items() if not x.is_meta}
 
 

@@ -30,6 +30,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 NO_GROUP_WARNING = "torch.distributed is disabled"
 """How Distributed Checkpoint's warning begins if there is no process group. When gone: the warning is shown."""
 
+FSDP_KEEPS_INTEGERS = torch.__version__ >= "2.13"
+"""Whether FSDP gathers weights of integers as they are, whatever its mixed precision: torch 2.11 casts them, too.
+
+Public way: none. When gone: 4-bit weights in bytes are refused.
+"""
+
 WRAPPED = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What `torch.compile` and torch's checkpoint wrapper insert into names of parameters.
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 #: The extra of pyproject.toml that installs an optional package.
 EXTRAS = {
     "accelerate": "train",
+    "bitsandbytes": "qlora",
     "datasets": "train",
     "diffusers": "diffusers",
     "lm_eval": "eval",

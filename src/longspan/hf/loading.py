@@ -27,6 +27,7 @@ from longspan.core.validation import checked_call, refuse_unknown
 from longspan.hf.parallelize import parallelize
 from longspan.hf.pretrained import base_of, check_source, is_adapter, language_model_class, open_config, read_adapter
 from longspan.hf.weights.origin import Origin, WeightFiles
+from longspan.hf.weights.quantized import to_4_bits
 from longspan.hf.weights.sources import Files, FirstRank, materialize, to_meta
 
 Prepare = Callable[[Any], Any]
@@ -147,7 +148,7 @@ def find_source(origin: Origin, sp: SequenceSharding, *, later: bool = False) ->
 
     Raise on every rank for damaged files, and for files that differ between ranks.
     """
-    adapter, base = origin.adapter, dataclasses.replace(origin, adapter=None)  # `load_from` adds the adapter
+    adapter, base = origin.adapter, dataclasses.replace(origin, adapter=None, four_bits=None)  # `load_from` does both
 
     def check() -> tuple[tuple[Files | None, bool], dict[str, str], dict[str, int]]:
         facts, reads_base = dict[str, str](), False
@@ -185,8 +186,9 @@ def load_from(
         base.config.name_or_path = origin.name
         if base.can_generate():
             base.generation_config = generation_config(origin.name, base)
+    dtypes = {name: p.dtype for name, p in base.named_parameters()}
+    layers = {} if origin.four_bits is None else to_4_bits(base, origin.four_bits)
     stubs: dict[nn.Parameter, str] = {p: name for name, p in base.named_parameters()}
-    dtypes = {name: p.dtype for p, name in stubs.items()}
 
     def prepared() -> tuple[Any, dict[str, str]]:
         model = prepare(origin.adapted(base))
@@ -197,5 +199,6 @@ def load_from(
     model = parallelize(model, sp, fsdp=True, **options)
     materialize(model, sp.device)
     parameters = {names[name]: p for name, p in model.named_parameters() if name in names}
-    source.fill(parameters, dtypes, sp)
+    source.fill({name: p for name, p in parameters.items() if name not in layers}, dtypes, sp)
+    source.quantize(layers, dtypes, sp)
     return model

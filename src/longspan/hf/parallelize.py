@@ -50,6 +50,7 @@ from longspan.hf.tensor_parallel.layers import TensorParallel
 from longspan.hf.tensor_parallel.plan import TensorStyle
 from longspan.hf.weights.fsdp import apply_fsdp, gather_group_of
 from longspan.hf.weights.gradients import GradientSum
+from longspan.hf.weights.quantized import prepare_layers
 from longspan.losses.deferred_logits import Head
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -150,6 +151,7 @@ def parallelize(
     check_version(sp, parallelize)
     inner = checked.model
     _prepare_weights_and_dropout(inner, sp, options)
+    prepare_layers(inner, sp.device)
     traits = ModelTraits.of(inner)
     attention = AttentionLayers(inner, sp, kernel, checked.memory)
     mixers = MixerLayers(inner, sp)

@@ -39,6 +39,7 @@ from longspan.hf.support import (
 from longspan.hf.tensor_parallel.plan import STYLES, TensorPlan, TensorStyle, tensor_plan
 from longspan.hf.vision import core_of
 from longspan.hf.weights.fsdp import check_cpu_offload
+from longspan.hf.weights.quantized import check_quantized
 from longspan.memory.offload import store_for
 from longspan.memory.offload.store import Store
 from longspan.plan.models import plans_tower
@@ -97,6 +98,7 @@ def check_alone(model: nn.Module, sp: SequenceSharding, options: ParallelizeOpti
     shards_weights = sp.shards_weights(fsdp=options.fsdp, cpu_offload=memory.cpu_offload)
     _check_options(options, sp, shards_weights)
     _check_parameters(inner, options)
+    check_quantized(inner, sp, options.mp_policy, memory, shards_weights)
     modules = _check_structure(inner, sp.device, sp.ring_size, options.kernel, memory, fsdp=options.fsdp)
     plan = None
     if sp.tensor_size > 1:

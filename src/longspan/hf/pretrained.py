@@ -132,16 +132,6 @@ def read_adapter(name: str) -> tuple[str, bool]:
     return json.dumps(settings, sort_keys=True), bool(copies) or isinstance(settings.get("init_lora_weights"), str)
 
 
-def refuse_adapter(flag: str, name: str) -> None:
-    """Raise for the folder of an adapter; the error says how to merge it."""
-    if is_adapter(name):
-        raise LongspanError(
-            f"{flag} {name} is a PEFT adapter, and `longspan train` starts from a model's weights; merge it first "
-            "(peft.PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(folder)), or train the "
-            "adapter in your own script: apply PEFT first, then call longspan.parallelize"
-        )
-
-
 def has_tokenizer(name: str) -> bool:
     """Return whether a folder has a tokenizer; a model on the hub is assumed to have one."""
     folder = Path(name)

@@ -221,6 +221,10 @@ def run(config: PlanConfig) -> int:
     """
     config.check()
     model = tuned_shape(dataclasses.replace(read_model(config.model), rope=config.rope()), config.tuning)
+    if not model.trained_params:
+        raise LongspanError(
+            f"{' '.join(config.tuning.flags)} leaves no weight of {model.name} to train; give other names"
+        )
     hardware = _hardware(config)
     _check(config, model, hardware)
     job, result = _search(config, model, hardware)

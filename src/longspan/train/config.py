@@ -11,6 +11,7 @@ from longspan.core.memory import Memory, MemoryFlags, MemoryLevel, flags_last
 from longspan.core.parallel import KernelName, ParallelConfig
 from longspan.core.rope import RopeFlags
 from longspan.core.validation import LARGEST_COUNT, LARGEST_SEED, LONGEST_WAIT_S, check_name, check_number, path_of
+from longspan.hf.pretrained import is_adapter, tokenizer_of
 from longspan.ranks.job import RankFlags
 from longspan.train.trackers import names_of
 
@@ -21,8 +22,8 @@ class ModelSection(RopeFlags):
     """The model and its tokenizer."""
 
     model: str | None = None
-    """Name or folder of a Hugging Face causal LM to train further; the tower of a vision-language model is frozen. Give
-    this or --config."""
+    """Name or folder of a Hugging Face causal LM to train further, or the folder of a LoRA adapter; the tower of a
+    vision-language model is frozen. Give this or --config."""
     config: Path | None = None
     """A model's config.json: train it from random weights."""
     tokenizer: str | None = None
@@ -36,7 +37,14 @@ class ModelSection(RopeFlags):
 
     @property
     def tokenizer_name(self) -> str:
-        return self.tokenizer or self.model or "bytes"
+        if self.tokenizer is None and self.model is not None:
+            return tokenizer_of("--model", self.model)
+        return self.tokenizer or "bytes"
+
+    @property
+    def adapter(self) -> str | None:
+        """The folder of the adapter to train further, if --model is one."""
+        return self.model if self.model is not None and is_adapter(self.model) else None
 
     def check(self) -> None:
         if (self.model is None) == (self.config is None):
@@ -176,6 +184,9 @@ class TuningSection:
     """Train a magnitude for each output of a target beside LoRA (DoRA). Every rank's host loads the whole model."""
     lora_export: Literal["adapter", "merged"] = "adapter"
     """What OUT/hf is: PEFT's folder of the adapter, or the whole model with LoRA added to its weights."""
+    quantize: Literal["none", "nf4"] = "none"
+    """Store the frozen weights of linear layers, but the LM head's, in 4 bits (QLoRA): bitsandbytes' NF4 with double
+    quantization, the extra `qlora`. FSDP shards them. Needs --lora."""
 
     @property
     def trains_all(self) -> bool:
@@ -183,10 +194,13 @@ class TuningSection:
 
     def check(self, model: str | None, ranks: int) -> None:
         """Raise on invalid values; `model` is that of `--model`."""
+        if self.lora is None and model is not None and is_adapter(model):
+            return  # until `longspan.train.tuning.continued` has read it
         if self.lora is None:
             given = {
                 "--lora-alpha": self.lora_alpha, "--lora-targets": self.lora_targets, "--rslora": self.rslora,
                 "--lora-dropout": self.lora_dropout, "--dora": self.dora, "--lora-export": self.lora_export == "merged",
+                "--quantize": self.quantize != "none",
             }  # fmt: skip
             flag = next((flag for flag, value in given.items() if value), None)
             if flag is not None:
@@ -211,6 +225,13 @@ class TuningSection:
                 "the run would depend on their number; give 0, or train on one rank"
             )
         require("--lora", "peft")
+        if self.quantize != "none":
+            if self.dora:
+                raise LongspanError(
+                    f"--dora trains norms of whole weights, and --quantize {self.quantize} stores these in 4 bits; "
+                    "leave one of them out"
+                )
+            require("--quantize", "bitsandbytes", "accelerate")
 
 
 @dataclass(frozen=True)
@@ -508,6 +529,21 @@ class TrainConfig(RankFlags):
         self._check_run()
         self._check_batch()
         self._check_optimizer()
+        self._check_quantize()
+
+    def _check_quantize(self) -> None:
+        """Raise on settings that 4-bit weights exclude."""
+        quantize, parallel = self.tuning.quantize, self.parallel
+        if quantize == "none":
+            return
+        if parallel.tensor > 1:
+            raise LongspanError(
+                f"--quantize {quantize} packs weights in blocks that cross rows and columns, and --tensor "
+                f"{parallel.tensor} shards those; use --tensor 1 --ulysses {parallel.ulysses * parallel.tensor}"
+            )
+        for flag, given in (("--compile", self.compile), ("--cpu-offload", self.memory.to_memory().cpu_offload)):
+            if given:
+                raise LongspanError(f"--quantize {quantize} does not support {flag}; leave one of them out")
 
     def _check_run(self) -> None:
         given = {"--steps": self.steps, "--tokens": self.tokens, "--epochs": self.epochs}

@@ -31,7 +31,7 @@ from longspan.data import (
     split_weight,
 )
 from longspan.data.stream import Pack
-from longspan.hf.pretrained import language_model_class, read_model_config, refuse_adapter, without_dropout
+from longspan.hf.pretrained import base_of, language_model_class, read_model_config, without_dropout
 from longspan.ranks import launch
 from longspan.train.config import DataSection, TrainConfig
 from longspan.train.trackers import check_installed
@@ -253,7 +253,7 @@ def _check_names(config: TrainConfig, model_config: Any, rope: RopeScaling | Non
     """Raise for patterns and targets that the model does not have, on a model without weights."""
     from longspan.train.tuning import matching, tuned
 
-    model = tuned(model_origin(config, model_config).on_meta(), config.tuning, config.seed)
+    model = tuned(model_origin(config, model_config).on_meta(), config.tuning, config.seed, config.model.adapter)
     matching(model, "--no-decay", config.optimizer.no_decay)
     adapter = config.tuning.lora is not None and config.tuning.lora_export == "adapter"
     if rope is not None and adapter and config.checkpoint.export != "never":
@@ -274,7 +274,6 @@ def model_flag(config: TrainConfig) -> tuple[str, str]:
     """Return the flag that names the model's config, and its value."""
     if config.model.model is None:
         return "--config", str(config.model.config)
-    refuse_adapter("--model", config.model.model)
     return "--model", config.model.model
 
 
@@ -286,7 +285,10 @@ def model_origin(config: TrainConfig, model_config: Any) -> Origin:
 
     label = str(config.model.config) if config.model.model is None else f"--model {config.model.model}"
     auto = language_model_class(model_config)
-    return Origin(auto, model_config, torch.float32, config.model.model, config.seed, label)
+    computed = torch.bfloat16 if config.dtype == "bf16" else torch.float32
+    four_bits = computed if config.tuning.quantize == "nf4" else None
+    name = None if config.model.model is None else base_of("--model", config.model.model)
+    return Origin(auto, model_config, torch.float32, name, config.seed, label, four_bits=four_bits)
 
 
 def _find_checkpoint(config: TrainConfig, ranks: Ranks, content: bool) -> tuple[Checkpoint | None, list[str]]:
@@ -358,11 +360,13 @@ def run_identity(
     }
     if not config.tuning.trains_all:
         identity["tuning"] = {k: v for k, v in dataclasses.asdict(config.tuning).items() if k != "lora_export"}
-    if config.data.dpo is not None and config.tuning.lora is None and config.model.model is not None:
+    without_lora = config.data.dpo is not None and config.tuning.lora is None
+    if config.model.model is not None and (without_lora or config.tuning.quantize != "none"):
         from longspan.hf.weights.origin import WeightFiles
 
-        files = WeightFiles.find(config.model.model)
-        identity["reference"] = files and zlib.crc32(str(files.digests()).encode())
+        # A checkpoint has neither the reference nor 4-bit weights.
+        files = WeightFiles.find(base_of("--model", config.model.model))
+        identity["reference" if without_lora else "base"] = files and zlib.crc32(str(files.digests()).encode())
     if samples:
         identity["data"] = [[*entry, samples.get(entry[0])] for entry in identity["data"]]
     plain: dict[str, Any] = json.loads(json.dumps(identity, default=str))

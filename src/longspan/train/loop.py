@@ -34,6 +34,7 @@ from longspan.hf.memory_options import compile_layers
 from longspan.hf.planning import device_memory, shape_of
 from longspan.hf.state import state_of
 from longspan.hf.weights.gradients import no_sync, optimizer_in_backward
+from longspan.hf.weights.quantized import number_of_weights
 from longspan.hf.weights.sources import tensor_parts
 from longspan.ranks import agreement
 from longspan.ranks.heartbeat import Heartbeat
@@ -154,9 +155,11 @@ class Trainer:
         model = load_sharded(
             origin,
             sp,
-            prepare=frozen if reference else lambda model: tuned(model, config.tuning, config.seed),
+            prepare=frozen
+            if reference
+            else lambda model: tuned(model, config.tuning, config.seed, config.model.adapter),
             whole=config.tuning.dora,
-            later=self.inputs.resume is not None and not reference,
+            later=self.inputs.resume is not None and not reference and config.tuning.quantize == "none",
             fsdp=config.fsdp,
             mp_policy=MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, reduce_dtype) if mixed else None,
             kernel=config.model.kernel,
@@ -289,7 +292,7 @@ class Trainer:
     def _log_start(self) -> None:
         """Log what runs, and how it differs from the run that it resumes."""
         config, resume, log = self.config, self.inputs.resume, self.display.log
-        weights = sum(p.numel() for p in self.model.parameters())
+        weights = number_of_weights(self.model)
         for line in run_summary(config, self.inputs, weights, self.sp.device):
             log(line)
         if not config.tuning.trains_all:

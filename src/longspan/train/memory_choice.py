@@ -26,12 +26,15 @@ if TYPE_CHECKING:
 def resolve(config: TrainConfig, hardware: Hardware | None = None) -> tuple[TrainConfig, list[str]]:
     """Return the config with a number as context and explicit memory options, and messages for the user.
 
-    Depends only on the config, the model's config and the memory of `hardware` (by default this machine's), so equal
-    machines resolve the same. Ranks compare their settings later, which finds machines that differ.
+    The LoRA of an adapter's folder (--model) becomes explicit, too. Depends only on the config, the model's config and
+    the memory of `hardware` (by default this machine's), so equal machines resolve the same. Ranks compare their
+    settings later, which finds machines that differ.
     """
     from longspan.hf.memory_options import MemoryModules
     from longspan.hf.planning import shape_of_model
+    from longspan.train.tuning import continued
 
+    config = continued(config)
     parallel, flags, longest_context = config.parallel, config.memory, config.context == "max"
     model = _model_on_meta(config)
     try:
@@ -41,7 +44,7 @@ def resolve(config: TrainConfig, hardware: Hardware | None = None) -> tuple[Trai
             raise
         return config, []  # the planner cannot read this model, so it chooses nothing
     asked = config.tuning
-    tuning = Tuning(asked.lora, asked.lora_targets, asked.freeze, asked.dora)
+    tuning = Tuning(asked.lora, asked.lora_targets, asked.freeze, asked.dora, asked.quantize == "nf4")
     shape = tuned_shape(shape, tuning)
     job = Job(
         context=1 if longest_context else config.context_tokens,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import re
 import warnings
@@ -13,13 +15,14 @@ import torch
 from torch import nn
 
 from longspan.core.errors import LongspanError
-from longspan.hf.pretrained import first_line
+from longspan.hf.pretrained import first_line, is_adapter, read_adapter
 from longspan.hf.vision import tower_modules
-from longspan.train.config import TuningSection
+from longspan.hf.weights.origin import with_adapter
+from longspan.train.config import TrainConfig, TuningSection
 
 
-def tuned(model: Any, options: TuningSection, seed: int) -> Any:
-    """Freeze weights of a loaded model, or put LoRA on it; return it in training mode.
+def tuned(model: Any, options: TuningSection, seed: int, adapter: str | None = None) -> Any:
+    """Freeze weights of a loaded model, or put LoRA on it, or the LoRA of a folder; return it in training mode.
 
     A vision tower is always frozen: text has no pictures. LoRA's random weights depend on the seed alone, so that all
     ranks make the same.
@@ -29,6 +32,9 @@ def tuned(model: Any, options: TuningSection, seed: int) -> Any:
     """
     for module in tower_modules(model):
         module.requires_grad_(False)
+    if adapter is not None:
+        base = model.config.name_or_path
+        return with_adapter(model, adapter, base, lora_dropout=options.lora_dropout).float().train()
     if options.lora is not None:
         return _with_lora(model, options, seed).train()
     for name in matching(model, "--freeze", options.freeze):
@@ -41,6 +47,35 @@ def tuned(model: Any, options: TuningSection, seed: int) -> Any:
 def frozen(model: Any) -> Any:
     """Freeze a loaded model, for evaluation."""
     return model.requires_grad_(False).eval()
+
+
+def continued(config: TrainConfig) -> TrainConfig:
+    """Return the config with the settings of LoRA that the folder of an adapter (--model) has; any other unchanged."""
+    name = config.model.model
+    if name is None or not is_adapter(name):
+        return config
+    settings = json.loads(read_adapter(name)[0])
+    kind = settings.get("peft_type")
+    other = settings.get("modules_to_save") or settings.get("trainable_token_indices") or settings.get("bias") != "none"
+    if kind != "LORA" or other:
+        what = f"is of the kind {kind}" if kind != "LORA" else "trains more than LoRA"
+        raise LongspanError(
+            f"--model {name} {what}, and `longspan train` continues LoRA alone; merge it first "
+            "(peft.PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(folder)), or train it "
+            "in your own script: apply PEFT first, then call longspan.parallelize"
+        )
+    targets = settings["target_modules"]
+    found = {
+        "lora": settings["r"], "lora_alpha": settings["lora_alpha"], "rslora": settings["use_rslora"],
+        "dora": settings["use_dora"], "lora_targets": () if isinstance(targets, str) else tuple(sorted(targets)),
+    }  # fmt: skip
+    defaults = TuningSection()
+    for key, value in found.items():
+        given = getattr(config.tuning, key)
+        if given not in (getattr(defaults, key), value):
+            flag = key.replace("_", "-")
+            raise LongspanError(f"--{flag} {given}: the adapter {name} has {value}, which stays; leave --{flag} out")
+    return dataclasses.replace(config, tuning=dataclasses.replace(config.tuning, **found))
 
 
 def matching(model: nn.Module, flag: str, patterns: tuple[str, ...]) -> list[str]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from longspan.core.errors import LongspanError
 from longspan.hf.pretrained import check_weights, first_line, kind_of
+from longspan.hf.weights.quantized import layers_in_4_bits, nf4
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,21 @@ class Origin:
     strict: bool = True  # raise on missing weights, and warn of unused ones
     options: Mapping[str, Any] = field(default_factory=dict)  # of `auto.from_config` and `auto.from_pretrained`
     adapter: str | None = None  # the folder of a PEFT adapter
+    four_bits: torch.dtype | None = None  # what linear layers with 4-bit weights compute in; None: none have such
 
     def build(self) -> Any:
         """Make the full model on the CPU, or raise if transformers cannot, or weights are missing. Seeds torch."""
         torch.manual_seed(self.seed)
         options = {"config": copy.deepcopy(self.config), "dtype": self.dtype, **self.options}
+        if self.four_bits is not None:
+            options |= {"quantization_config": nf4(self.four_bits), "device_map": {"": "cpu"}}
         with self._transformers_errors():
             if self.name is None:
                 return self.auto.from_config(**options)
             model, info = self.auto.from_pretrained(self.name, output_loading_info=True, **options)
             self.check(info)
+        for layer in layers_in_4_bits(model).values():
+            layer.quant_state.dtype = layer.compute_dtype
         return self.adapted(model)
 
     def on_meta(self) -> Any:
@@ -50,30 +56,11 @@ class Origin:
             return self.auto.from_config(copy.deepcopy(self.config), dtype=self.dtype, **self.options)
 
     def adapted(self, model: Any) -> Any:
-        """Add the adapter, by PEFT; its weights train like all others."""
+        """Add the adapter; its weights train like all others."""
         if self.adapter is None:
             return model
-        try:
-            import peft
-        except ImportError as error:
-            raise LongspanError(f"{self.adapter} is a PEFT adapter; install peft: pip install peft") from error
         trained = {p: p.requires_grad for p in model.parameters()}
-        try:
-            if peft.PeftConfig.from_pretrained(self.adapter).is_prompt_learning:
-                raise LongspanError("prompt learning puts tokens before the text, which is not supported")
-            # In the model's dtype, not in fp32: FSDP shards a layer's weights in one dtype.
-            wrapped = peft.PeftModel.from_pretrained(model, self.adapter, autocast_adapter_dtype=False)
-            saved = peft.utils.load_peft_weights(self.adapter, device="cpu").keys()
-        except Exception as error:  # PEFT raises any kind
-            raise LongspanError(
-                f"the adapter {self.adapter} cannot be put on its base model {self.name}: {first_line(error)}"
-            ) from error
-        differ = sorted(saved ^ peft.get_peft_model_state_dict(wrapped).keys())
-        if differ:
-            raise LongspanError(
-                f"the adapter {self.adapter} does not fit its base model {self.name}: only one of the two has "
-                f"{differ[0]}; check base_model_name_or_path in adapter_config.json"
-            )
+        wrapped = with_adapter(model, self.adapter, self.name)
         for p in wrapped.parameters():  # PEFT has frozen them
             if trained.get(p, True):
                 p.requires_grad_(True)
@@ -101,6 +88,38 @@ class Origin:
             raise LongspanError(
                 f"{self.label} cannot be made into a {kinds.get(self.auto.__name__, 'classifier')}: {why}"
             ) from error
+
+
+def with_adapter(model: Any, adapter: str, base: str | None, **changes: Any) -> Any:
+    """Return PEFT's model around a base model, with a folder's adapter.
+
+    `changes` are of the adapter's settings: with any, its weights alone train. `base` names the base model in messages.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise LongspanError(f"{adapter} is a PEFT adapter; install peft: pip install peft") from error
+    try:
+        config = peft.PeftConfig.from_pretrained(adapter)
+        if config.is_prompt_learning:
+            raise LongspanError("prompt learning puts tokens before the text, which is not supported")
+        for name, value in changes.items():
+            setattr(config, name, value)
+        # In the model's dtype, not in fp32: FSDP shards a layer's weights in one dtype.
+        trains = {"config": config, "is_trainable": True} if changes else {}
+        wrapped = peft.PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=False, **trains)
+        saved = peft.utils.load_peft_weights(adapter, device="cpu").keys()
+    except Exception as error:  # PEFT raises any kind
+        raise LongspanError(
+            f"the adapter {adapter} cannot be put on its base model {base}: {first_line(error)}"
+        ) from error
+    differ = sorted(saved ^ peft.get_peft_model_state_dict(wrapped).keys())
+    if differ:
+        raise LongspanError(
+            f"the adapter {adapter} does not fit its base model {base}: only one of the two has {differ[0]}; check "
+            "base_model_name_or_path in adapter_config.json"
+        )
+    return wrapped
 
 
 SAMPLE = 4 << 10

@@ -28,6 +28,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import even_span
 from longspan.hf.pretrained import without_progress_bars
 from longspan.hf.weights.origin import Origin, WeightFiles
+from longspan.hf.weights.quantized import quantize_into
 
 
 class Files:
@@ -90,6 +91,18 @@ class Files:
                 if rows.start < rows.stop:
                     part = files.read(self.keys[name], rows.start, rows.stop)[:, *others]
                     local_part(p).copy_(part.to(dtypes[name]))
+
+        on_every_rank(read, sp.mesh_group)
+
+    def quantize(self, layers: Mapping[str, Any], dtypes: Mapping[str, torch.dtype], sp: SequenceSharding) -> None:
+        """Fill layers with 4-bit weights, by the weights' names. Each rank reads and quantizes all, one at a time."""
+        files = self.files
+        if files is None:
+            return
+
+        def read() -> None:
+            for name, layer in layers.items():
+                quantize_into(layer, files.read(self.keys[name]).to(dtypes[name]), my_slices(layer.weight, sp)[0])
 
         on_every_rank(read, sp.mesh_group)
 
@@ -177,6 +190,16 @@ class FirstRank:
             local = local_part(p)
             local.copy_(mine[: local.numel()].view(local.shape))
 
+    def quantize(self, layers: Mapping[str, Any], dtypes: Mapping[str, torch.dtype], sp: SequenceSharding) -> None:
+        """As `Files.quantize`, from weights that the first rank sends."""
+        for name, layer in layers.items():
+            x = self.parameters[name]
+            whole = torch.empty(x.shape, dtype=x.dtype, device=sp.device)
+            if self.values is not None:
+                whole.copy_(self.values[name].detach())
+            dist.broadcast(_bytes(whole), group_src=0, group=sp.mesh_group)
+            quantize_into(layer, whole, my_slices(layer.weight, sp)[0])
+
 
 def _padded(x: Tensor, padding: Tensor) -> Tensor:
     return x if len(x) == len(padding) else torch.cat([x, padding[len(x) :]])
@@ -238,7 +261,7 @@ def to_meta(model: nn.Module, stubs: Mapping[nn.Parameter, str]) -> dict[str, st
                 )
             continue
         names[first] = missing.pop(p)
-        empty = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        empty = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), requires_grad=p.requires_grad)
         for name in (first, *others):
             set_tensor(model, name, empty)
     if missing:
