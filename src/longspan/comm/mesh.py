@@ -6,6 +6,7 @@ the right, so the ones that communicate most (`tensor`, `ulysses`) stay inside a
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +23,7 @@ from longspan.compat.torch_api import find_group as find_group
 from longspan.core.cache import CacheDtype
 from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout
-from longspan.core.parallel import AXES, ParallelConfig
+from longspan.core.parallel import AXES, ParallelConfig, axes_of_width, widths_of
 from longspan.core.validation import LARGEST_COUNT, check_choice, check_flag, check_number, checked_call, format_value
 from longspan.ranks.job import read_job
 from longspan.ranks.rendezvous import HOST_TIMEOUT_S, wait_for_ranks
@@ -40,6 +41,39 @@ class OneDeviceMesh:
     device_type: str
     mesh_dim_names: ClassVar[tuple[str, ...]] = AXES
     shape: ClassVar[tuple[int, ...]] = (1, 1, 1, 1)
+
+
+class NarrowMesh:
+    """The ranks of a mesh in smaller sequence groups, with process groups along the axes larger than 1 alone.
+
+    It has the part of `DeviceMesh` that `SequenceSharding` uses; gloo starts threads for each group of a DeviceMesh,
+    also for those of one rank.
+
+    Args:
+        device_type: as in `DeviceMesh`.
+        ranks: [data, ring, ulysses, tensor].
+    """
+
+    mesh_dim_names: ClassVar[tuple[str, ...]] = AXES
+
+    def __init__(self, device_type: str, ranks: torch.Tensor) -> None:
+        self.device_type, self.ranks, self.shape = device_type, ranks, tuple(ranks.shape)
+        self.coordinate: list[int] = (ranks == dist.get_rank()).nonzero()[0].tolist()
+        self.groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+
+    def get_local_rank(self, axis: str) -> int:
+        return self.coordinate[AXES.index(axis)]
+
+    def group_of(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
+        """Return my group along those axes that are larger than 1; None if there are none. Collective."""
+        large = [i for i, axis in enumerate(AXES) if axis in axes and self.shape[i] > 1]
+        names = tuple(AXES[i] for i in large)
+        if large and names not in self.groups:
+            size = math.prod(self.shape[i] for i in large)
+            rows = self.ranks.movedim(large, list(range(-len(large), 0))).reshape(-1, size)
+            mine, _ = dist.new_subgroups_by_enumeration(rows.tolist())
+            self.groups[names] = copy_job_timeout(mine)
+        return self.groups.get(names)
 
 
 @checked_call()
@@ -168,7 +202,7 @@ class SequenceSharding:
     @checked_call()
     def __init__(
         self,
-        mesh: DeviceMesh | OneDeviceMesh,
+        mesh: DeviceMesh | OneDeviceMesh | NarrowMesh,
         layout: str = "auto",
         *,
         kv_replication: bool = True,
@@ -176,7 +210,7 @@ class SequenceSharding:
         overlap_chunks: int | Literal["auto"] = "auto",
         wire_dtype: CacheDtype = "exact",
     ) -> None:
-        if not isinstance(mesh, DeviceMesh | OneDeviceMesh):
+        if not isinstance(mesh, DeviceMesh | OneDeviceMesh | NarrowMesh):
             raise LongspanError(f"the mesh is {format_value(mesh)} ({type(mesh).__name__}); use longspan.init_mesh")
         names = tuple(mesh.mesh_dim_names or ())
         if names != AXES:
@@ -185,6 +219,7 @@ class SequenceSharding:
         ParallelConfig(**choices, overlap_chunks=overlap_chunks).check_choices()
         check_flag("kv_replication", kv_replication)
         self.mesh = mesh
+        self._options: Any = {**choices, "overlap_chunks": overlap_chunks, "kv_replication": kv_replication}
         self.plans: OrderedDict[Any, Any] = OrderedDict()  # the last few of `longspan.attention`
         self.failed_kernels: dict[Any, frozenset[str]] = {}  # by kind of attention (`attn/methods/self_check.py`)
         self._expert_meshes: dict[int, DeviceMesh] = {}  # by ranks of a group
@@ -199,7 +234,7 @@ class SequenceSharding:
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.data_rank, self.ring_rank, self.ulysses_rank, self.tensor_rank = (
-            mesh.get_local_rank(axis) if isinstance(mesh, DeviceMesh) else 0 for axis in AXES
+            0 if isinstance(mesh, OneDeviceMesh) else mesh.get_local_rank(axis) for axis in AXES
         )
         self.ring_group = self._group_of("ring")
         self.ulysses_group = self._group_of("ulysses")
@@ -218,8 +253,10 @@ class SequenceSharding:
 
     def _group_of(self, *axes: str) -> dist.ProcessGroup | None:
         """Return the group of the ranks along some neighbouring axes; None on a single process. Collective."""
-        if not isinstance(self.mesh, DeviceMesh):
+        if isinstance(self.mesh, OneDeviceMesh):
             return None
+        if isinstance(self.mesh, NarrowMesh):
+            return self.mesh.group_of(axes)
         large = tuple(axis for axis in axes if self.mesh[axis].size() > 1)
         if len(large) < 2:
             return self.mesh.get_group(large[0] if large else axes[-1])
@@ -292,6 +329,45 @@ class SequenceSharding:
                 copy_job_timeout(group)
             self._expert_meshes[size] = mesh
         return self._expert_meshes[size]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Numbers of ranks that `of_width` takes: the divisors of the sequence group's size."""
+        return widths_of(self.size)
+
+    def of_width(self, width: int) -> SequenceSharding:
+        """Return the sharding of the same ranks in groups of `width`: `data_size * size / width` replicas.
+
+        Each group is a part of a sequence group, and has its ring and ulysses axes by
+        `longspan.core.parallel.axes_of_width`. Groups of all widths are made at the first call for a width below
+        `size`, which is collective: every rank of the mesh must make it.
+
+        Raises:
+            LongspanError: if `width` does not divide `size`.
+        """
+        if width not in self.widths:
+            allowed = ", ".join(map(str, self.widths))
+            raise LongspanError(
+                f"{format_value(width)} ranks cannot share a sequence in a group of {self.size}; allowed are {allowed}"
+            )
+        return self if width == self.size else self._narrower[width]
+
+    @property
+    def has_widths(self) -> bool:
+        """Whether the groups of all widths are made, so that `of_width` is not collective."""
+        return self.size == 1 or "_narrower" in vars(self)
+
+    @cached_property
+    def _narrower(self) -> dict[int, SequenceSharding]:
+        assert isinstance(self.mesh, DeviceMesh)
+        made = {}
+        for width in self.widths[:-1]:
+            shape = (self.world_size // width, *axes_of_width(self.ulysses_size, width), self.tensor_size)
+            mesh = NarrowMesh(self.mesh.device_type, self.mesh.mesh.reshape(shape))
+            made[width] = SequenceSharding(mesh, **self._options)
+            for shared in ("fsdp_mesh", "mesh_group", "host_group"):
+                vars(made[width])[shared] = getattr(self, shared)
+        return made
 
     @property
     def job_size(self) -> int:

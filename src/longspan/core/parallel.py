@@ -106,6 +106,21 @@ class ParallelConfig:
             check_number(name("overlap_chunks"), self.overlap_chunks, 1, LARGEST_COUNT, whole=True)
 
 
+def widths_of(size: int) -> tuple[int, ...]:
+    """Return the numbers of ranks that may share one sample of an elastic batch: the divisors of a group's size."""
+    return tuple(width for width in range(1, size + 1) if size % width == 0)
+
+
+def axes_of_width(ulysses: int, width: int) -> tuple[int, int]:
+    """Return ring and ulysses of a width, in a sequence group whose ulysses axis is `ulysses`.
+
+    As much of a width as possible is ulysses, as ranks that share it are neighbours. It divides the group's axis, so
+    the model's heads serve it.
+    """
+    inner = math.gcd(ulysses, width)
+    return width // inner, inner
+
+
 def _flag(axis: str) -> str:
     return "--data-degree" if axis == "data" else f"--{axis}"
 

@@ -39,11 +39,12 @@ class SequenceInfo:
     length: int  # tokens of the sequence, without the padding that `longspan.comm.shard` adds
     segments: Segments | None  # documents and padding; None if every token of a row may see its whole row
     max_position: int  # the largest position id of the batch
-    layout: Layout  # that of the model's sharding
+    layout: Layout  # of the ranks that share the batch
     # For each run of `segments` the position id of its first token, if position ids restart; None: all 0.
     starts: tuple[tuple[int, ...], ...] | None = None
     shifted: bool = True  # labels are shifted, as a causal LM's are
     counted: bool = False  # `position_ids` were not given and count along the row
+    elastic: bool = False  # the batch said how many ranks share it
     digest: int | Tensor | None = None  # set by `shard_batch`: `digest` of the full batch, on a GPU `device_digest`
     visible: VisibleKeys | None = None  # which keys are real, if a mask has zeros between the ones of a row
     # For each key of the batch the values of one real token per row, `[B, ...]`, which replace padding in a forward.
@@ -58,7 +59,7 @@ class SequenceInfo:
 
     def __repr__(self) -> str:
         """Equal on all ranks of a sequence group."""
-        names = ("length", "segments", "max_position", "layout", "starts", "shifted", "counted")
+        names = ("length", "segments", "max_position", "layout", "starts", "shifted", "counted", "elastic")
         return f"SequenceInfo({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
 
@@ -82,6 +83,9 @@ def device_digest(batch: Mapping[str, Any]) -> Tensor:
     return Digester(device).joint([x.to(device, non_blocking=True) for x in tensors])
 
 
+WIDTH = "sequence_width"
+"""The key of a batch that is the number of ranks that share it."""
+
 _INPUTS = ("input_ids", "inputs_embeds", "token_type_ids", "per_layer_inputs")
 TREE_KEYS = ("tin", "tout")
 _PER_TOKEN = {
@@ -94,6 +98,23 @@ def check_batch(name: str, batch: Any) -> None:
     """Raise unless `batch` is a mapping, before its contents are checked."""
     if not isinstance(batch, Mapping):
         raise LongspanError(f"`{name}` must be a dict of tensors such as {{'input_ids': ids}}, got {describe(batch)}")
+
+
+def sharding_of(batch: Mapping[str, Any], sp: SequenceSharding) -> SequenceSharding:
+    """Return the sharding that a batch asks for: of `sequence_width` ranks, or if it has none `sp` itself.
+
+    Raises:
+        LongspanError: for a width that does not divide the sequence group, or if its groups are not made yet.
+    """
+    width = batch.get(WIDTH)
+    if width is None:
+        return sp
+    if width in sp.widths and not sp.has_widths:
+        raise LongspanError(
+            f"`{WIDTH}={width}` needs the groups of all widths, which the ranks make together; call sp.of_width(1) on "
+            f"every rank first, or take batches from longspan.elastic_batches"
+        )
+    return sp.of_width(width)
 
 
 @checked_call()
@@ -114,7 +135,8 @@ def shard_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool =
               such batches). Position ids that are not given count along paths. `labels` are shifted along paths;
             - marks of packed documents, one of: `document_ids` or `seq_idx` [B, n] (an id per token, below 0 for
               padding); `cu_seq_lens_q` and `cu_seq_lens_k` [documents + 1] for a batch of one row (from transformers'
-              `DataCollatorWithFlattening`, with `max_length_q` and `max_length_k`); position ids that restart.
+              `DataCollatorWithFlattening`, with `max_length_q` and `max_length_k`); position ids that restart;
+            - `sequence_width`, the number of ranks that share this batch (`longspan.elastic_batches`).
 
             Other values pass through.
         sp: the sharding.
@@ -140,13 +162,15 @@ def shard_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool =
     check_batch("batch", batch)
     if "longspan" in batch:
         return dict(batch)
+    sp = sharding_of(batch, sp)
     pictures = next((key for key in PICTURE_KEYS if batch.get(key) is not None), None)
     if pictures is not None:
         raise LongspanError(
             f"`{pictures}` cannot be cut in the data loader: which rank needs which picture depends on the model; pass "
             f"the whole batch to the parallelized model"
         )
-    out = cut_batch(batch, sp, shift=shift)
+    elastic, batch = batch.get(WIDTH) is not None, {key: value for key, value in batch.items() if key != WIDTH}
+    out = cut_batch(batch, sp, shift=shift, elastic=elastic)
     on_cpu = all(x.device.type == "cpu" for x in batch.values() if isinstance(x, Tensor))
     out["longspan"] = dataclasses.replace(out["longspan"], digest=(digest if on_cpu else device_digest)(batch))
     return out
@@ -159,6 +183,7 @@ def cut_batch(
     shift: bool = True,
     own_positions: Tensor | None = None,
     placeholders: tuple[int, ...] = (),
+    elastic: bool = False,
 ) -> dict[str, Any]:
     """Shard a batch as `shard_batch` does, without a digest.
 
@@ -168,6 +193,7 @@ def cut_batch(
         shift: whether to shift labels.
         own_positions: position ids that the model computes itself if the batch has none. They mark no documents.
         placeholders: ids of tokens whose embeddings come from a vision tower.
+        elastic: whether the batch said how many ranks share it, which are those of `sp`.
     """
     batch_size, n, device = _batch_shape(batch)
     _check_lengths(batch, batch_size, n)
@@ -202,6 +228,7 @@ def cut_batch(
     out["longspan"] = SequenceInfo(
         n, rows, max_position, sp.layout, starts, shift, counted=counted, visible=visible, fillers=fillers,
         placeholders=placeholders, nodes=trees, weights=None if weights is None else _part(weights, sp),
+        elastic=elastic,
     )  # fmt: skip
     return out
 

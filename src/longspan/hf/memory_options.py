@@ -150,7 +150,8 @@ class MemoryManager(Stage):
         if self._checkpoints_by_itself:
             fixed["checkpointing"] = "none"
         documents = call.info.segments is not None
-        chosen = auto.for_batch(call.info.length, len(call.tokens), fixed, documents, call.patches)
+        width = call.sp.size if call.elastic else None
+        chosen = auto.for_batch(call.info.length, len(call.tokens), fixed, documents, call.patches, width)
         if chosen is None:
             return False
         memory, why = chosen

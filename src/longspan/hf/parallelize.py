@@ -98,7 +98,7 @@ def parallelize(
         weights: "same": raise if the ranks' weights differ, by a digest of each parameter and buffer. "broadcast":
             copy the first rank's weights to all ranks.
         check_batches: number of first forwards in which to compare over the ranks what the model is called with, and
-            name the ranks that got another batch, shape or mode. None: every forward, at the cost of one gather of five
+            name the ranks that got another batch, shape or mode. None: every forward, at the cost of one gather of six
             numbers between hosts. From the fourth forward on, values on a GPU are compared by the loss's all-reduce,
             without a wait: a difference is then reported some forwards later, and only if there are labels. 0: never.
         check_weights: with `fsdp=False`, compare a digest of all weights over the ranks every `check_weights` training

@@ -9,7 +9,7 @@ import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,11 @@ from longspan.comm.consistency import gather_numbers
 from longspan.comm.mesh import SequenceSharding
 from longspan.core.errors import LongspanError
 from longspan.core.experts import Experts
-from longspan.core.memory import Memory
-from longspan.core.parallel import TensorStyle
+from longspan.core.memory import FASTEST, Memory
+from longspan.core.parallel import RingImpl, TensorStyle
 from longspan.hf.support import attention_layers, decoder_layers, mixer_layers
 from longspan.hf.vision import core_of
+from longspan.plan.elastic import SampleCosts
 from longspan.plan.hardware import CATALOGUE, Hardware, read_hardware
 from longspan.plan.job import Job, Mesh
 from longspan.plan.layers import CAUSAL, AttendedKeys, Bidirectional, Chunk, Mlp, Softmax, Window
@@ -271,6 +272,26 @@ def hardware_of_ranks(rank_memory: float | None, ranks_here: int) -> Hardware:
     return hardware_of(device, None if rank_memory is None else 1e9 * rank_memory, ranks_here)
 
 
+def sample_costs(model: PreTrainedModel, sp: SequenceSharding) -> SampleCosts:
+    """Return what the samples of elastic batches cost, for a model that is sharded over `sp`, or will be by FSDP."""
+    state = getattr(model, "longspan_state", None)
+    job = Job(
+        context=1,
+        dtype="fp32" if next(model.parameters()).dtype == torch.float32 else "bf16",
+        weight_sharding=sp.world_size > 1 and (state is None or state.gradients is None),
+        memory=FASTEST if state is None else state.memory.memory,
+        layout=sp.layout.kind if sp.ring_size > 1 else "auto",
+        ring_impl=cast(RingImpl, sp.ring_impl),
+        wire_dtype=sp.wire_dtype,
+    )
+    mesh = Mesh(sp.data_size, sp.ring_size, sp.ulysses_size, sp.tensor_size)
+    try:
+        shape = shape_of_model(model)
+    except LongspanError:  # a family or a layer that the planner does not know
+        shape = None
+    return SampleCosts(shape, job, mesh, hardware_of(sp.device))
+
+
 MODALITIES = ("image", "video")
 
 
@@ -290,7 +311,7 @@ class AutoMemory:
         experts: Experts = 1,
     ) -> None:
         self.sp, self.largest, self.size, self.patches = sp, 0, (1, 0), [0] * len(MODALITIES)
-        self.group = sp.host_group if sp.data_size > 1 else None
+        self.replicas_differ = sp.data_size > 1
         self.tuning = tuning_of(model)
         self.shape = tuned_shape(shape_of_model(model), self.tuning)
         compute_dtype = (mp_policy and mp_policy.param_dtype) or next(model.parameters()).dtype
@@ -310,18 +331,21 @@ class AutoMemory:
         fixed: dict[str, Any],
         documents: bool,
         patches: Mapping[str, int] = MappingProxyType({}),
+        width: int | None = None,
     ) -> tuple[Memory, str] | None:
         """Return the fastest options that fit the smallest device of all ranks, and the reason; None if no replica's
         batch is larger than all before, in tokens or patches. Collective.
 
         This replica has `rows` sequences of `length` tokens, or of packed documents; `patches` are by modality those of
         the rank that encodes most; the options in `fixed` stay. Replicas need the same options: a recomputation gathers
-        weights, which all ranks do together.
+        weights, which all ranks do together. `width` ranks share an elastic batch.
         """
         sp = self.sp
+        if width is not None:  # as many tokens on each rank as a sequence of all ranks
+            length *= sp.size // width
         encoded = [patches.get(kind, 0) for kind in MODALITIES]
-        if self.group is not None:
-            batches = gather_numbers([length, rows, documents, *encoded], self.group, torch.device("cpu"))
+        if sp.host_group is not None and (self.replicas_differ or width is not None):
+            batches = gather_numbers([length, rows, documents, *encoded], sp.host_group, torch.device("cpu"))
             length, rows, *_ = max(batches, key=lambda batch: batch[0] * batch[1])
             documents = any(has_documents for _, _, has_documents, *_ in batches)
             encoded = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from longspan.attn.kernels.base import AutogradKernel
@@ -37,4 +38,9 @@ class LocalAttention:
             return scores.output_without_heads(q_BSHD, v_BTKV)
         if self.kv_head_index is not None:
             k_BTKD, v_BTKV = (x.index_select(2, self.kv_head_index) for x in (k_BTKD, v_BTKV))
-        return self.kernel.run(q_BSHD, k_BTKD, v_BTKV, self.prepared, scores)
+        out = self.kernel.run(q_BSHD, k_BTKD, v_BTKV, self.prepared, scores)
+        inputs = [x for x in (q_BSHD, k_BTKD, v_BTKV, scores.sinks) if x is not None and x.requires_grad]
+        if inputs and torch.is_grad_enabled() and not out.requires_grad:
+            # Nothing attends, as all tokens are padding. Stay in the graph: other ranks have gradients to sum.
+            out = out + torch.stack([x[:0].sum() for x in inputs]).sum().to(out.dtype)
+        return out

@@ -28,7 +28,7 @@ from longspan.comm.objects import gather_objects
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import differences, listed, odd_ones
-from longspan.hf.batch import SequenceInfo, device_digest, digest
+from longspan.hf.batch import WIDTH, SequenceInfo, device_digest, digest
 
 THOROUGH = 3
 """First forwards in which the host waits for values on a GPU and compares them: most faults appear there."""
@@ -44,6 +44,7 @@ class _Pending:
     forward: int
     values: Tensor
     arrived: torch.cuda.Event | None
+    widths: tuple[int, ...]  # by rank: how many ranks share its batch
 
 
 class BatchCheck:
@@ -58,7 +59,8 @@ class BatchCheck:
     def __init__(self, sp: SequenceSharding, forwards: int | None, replicas: ReplicaCheck) -> None:
         self.sp, self.left, self.replicas, self.forward = sp, forwards, replicas, 0
         self.group = sp.host_group if forwards != 0 or replicas.every else None
-        self.batch_ranks = sp.size * sp.tensor_size  # ranks with the same batch; they are neighbours
+        self.sharing = sp  # the sharding of the forward in progress
+        self.widths = (sp.size,) * sp.job_size
         self.mine: Tensor | None = None  # digest of the batch, if the loss's all-reduce compares it
         self.pending: deque[_Pending] = deque()
 
@@ -68,7 +70,14 @@ class BatchCheck:
         return self.left != 0 and self.forward < THOROUGH
 
     @not_compiled
-    def compare(self, model: nn.Module, batch: Mapping[str, Any], router: bool, problem: Exception | None) -> None:
+    def compare(
+        self,
+        model: nn.Module,
+        batch: Mapping[str, Any],
+        router: bool,
+        problem: Exception | None,
+        sharing: SequenceSharding | None = None,
+    ) -> None:
         """Raise on every rank if any rank refuses its batch, or if batches differ. Collective.
 
         Args:
@@ -76,8 +85,9 @@ class BatchCheck:
             batch: full, or sharded by `shard_batch`.
             router: whether the router loss is requested.
             problem: this rank's error, if it refuses its batch.
+            sharing: the sharding of the ranks that share this rank's batch; by default a sequence group.
         """
-        self.mine = None
+        self.mine, self.sharing = None, sharing or self.sp
         weights = self.replicas.number(model)
         if self.left == 0 and problem is not None:
             raise problem
@@ -88,12 +98,15 @@ class BatchCheck:
         if self.left:
             self.left -= 1
         structure, call_facts = _structure(batch), _call_facts(model, batch, router)
+        if self.sharing is not self.sp:
+            structure[f"`{WIDTH}`"] = str(self.sharing.size)
         content = _content(batch, thorough)
         if content is None and problem is None and _has_labels(batch):  # otherwise no all-reduce would carry it
             self.mine = _on_device(batch)
         flags = (_REFUSED if problem is not None else 0) | (_LATE if self._found_difference() else 0)
-        numbers = [flags, _number(call_facts), _number(structure), content or 0, weights]
+        numbers = [flags, _number(call_facts), _number(structure), content or 0, weights, self.sharing.size]
         rows = gather_numbers(numbers, self.group, torch.device("cpu"))
+        self.widths = tuple(row[5] for row in rows)
         self._raise_differences(rows, structure, call_facts, problem)
         held = self.sp.tensor_size  # ranks `tensor_size` apart hold the same weights
         if any(len({row[4] for row in rows[i::held]}) > 1 for i in range(held)):
@@ -104,8 +117,8 @@ class BatchCheck:
     ) -> None:
         assert self.group is not None
         ranks = dist.get_process_group_ranks(self.group)
-        batches = [(row[2], row[3]) for row in rows]
-        group = self._unequal_group(batches)
+        batches = [(row[5], row[2], row[3]) for row in rows]
+        group = self._unequal_group(batches, self.widths)
         if group is not None:
             details = listed(differences(gather_objects(structure, self.group)[group], ranks[group]))
             raise LongspanError(self._batch_error(ranks[group], batches[group], details), code="LS301")
@@ -116,10 +129,15 @@ class BatchCheck:
         if any(row[0] & _LATE for row in rows):
             self._raise_late(ranks)
 
-    def _unequal_group(self, batches: list[Any]) -> slice | None:
-        """Return the first sequence group whose ranks have different batches."""
-        groups = (slice(i, i + self.batch_ranks) for i in range(0, self.sp.job_size, self.batch_ranks))
-        return next((group for group in groups if len(set(batches[group])) > 1), None)
+    def _unequal_group(self, batches: list[Any], widths: tuple[int, ...]) -> slice | None:
+        """Return the first group of ranks that share a batch, by the widest of them, and have different ones."""
+        tensor = self.sp.tensor_size
+        for width in sorted(set(widths), reverse=True):  # ranks that share a batch are neighbours
+            for first in range(0, len(widths), width * tensor):
+                group = slice(first, first + width * tensor)
+                if width in widths[group] and len(set(batches[group])) > 1:
+                    return group
+        return None
 
     def _batch_error(self, ranks: list[int], batches: list[Any], details: str) -> str:
         odd = odd_ones(batches)
@@ -138,9 +156,9 @@ class BatchCheck:
 
         Terms are below 2^31, so sums over ranks are exact. Equal batches of a sequence group cancel.
         """
-        if self.mine is None or self.batch_ranks == 1:
+        if self.mine is None or self.sp.size * self.sp.tensor_size == 1:
             return None
-        term = self.mine * (1 if self.sp.rank else 1 - self.sp.size)
+        term = self.mine * (1 if self.sharing.rank else 1 - self.sharing.size)
         if self.sp.tensor_size > 1:  # the loss is not summed over the tensor group
             difference = self.mine * (1 if self.sp.tensor_rank else 1 - self.sp.tensor_size)
             dist.all_reduce(difference, group=self.sp.mesh.get_group("tensor"))  # type: ignore[union-attr]
@@ -159,7 +177,7 @@ class BatchCheck:
             host.copy_(values, non_blocking=True)
             values, arrived = host, torch.cuda.Event()
             arrived.record()
-        self.pending.append(_Pending(self.forward, values, arrived))
+        self.pending.append(_Pending(self.forward, values, arrived, self.widths))
         self.mine = None
 
     def _found_difference(self) -> bool:
@@ -184,7 +202,7 @@ class BatchCheck:
         else:
             return
         batches = gather_objects((first.forward, float(first.values[1])), self.group)
-        group = self._unequal_group(batches)
+        group = self._unequal_group(batches, first.widths)
         if group is not None:
             ago = f"{self.forward - first.forward} forwards before this one"
             raise LongspanError(self._batch_error(ranks[group], batches[group], ago), code="LS301")

@@ -126,7 +126,7 @@ def _count_global_positions(sp: SequenceSharding, cache: str) -> Callable[..., A
             elif info.step.static is not None:
                 positions = info.step.static.index
         elif isinstance(info, SequenceInfo):
-            positions = sp.positions(info.length)
+            positions = sp.of_width(info.layout.size).positions(info.length)
             if info.nodes is not None:
                 of_rows = along_paths(info.nodes, positions)[0]
                 if len(of_rows.unique(dim=0)) > 1:
@@ -135,6 +135,9 @@ def _count_global_positions(sp: SequenceSharding, cache: str) -> Callable[..., A
                         f"of these rows differ; give one row (longspan.pack_tree makes one)"
                     )
                 positions = of_rows[0]
+            elif info.elastic and info.segments is not None:  # packed, but counted as if each sample were alone
+                starts = positions.new_tensor([start for start, _ in info.segments[0]])
+                positions = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
         return args, kwargs if positions is None else {**kwargs, cache: _TokensBefore(positions)}
 
     return hook

@@ -46,7 +46,7 @@ class ForwardHooks:
         compute_logits: bool,
     ) -> None:
         traits, sp, tensor, head = state.traits, state.sp, state.tensor, state.head
-        self.traits, self.batches = traits, batches
+        self.traits, self.sp, self.batches = traits, sp, batches
         self.options = ForwardOptions(compute_logits=compute_logits)
         self.losses = GlobalLoss(sp, batches, self.options)
         self.running: tuple[ForwardCall, list[Stage]] | None = None
@@ -56,16 +56,16 @@ class ForwardHooks:
         self.gradients = state.gradients
         self.vision = VisionTower(model, state) if traits.encoders else None
         self.encode = None if self.vision is None else EncodePictures(self.vision)
-        self.shard = ShardBatch(traits, sp, tensor, batches)
+        self.shard = ShardBatch(traits, tensor, batches)
         self.cached = CachedTokens(traits, sp, tensor)
         self.memory = state.memory
         self.defer = DeferLogits(head, self.options)
         self.loss_function = LossFunction(traits, self.losses)
         self.held_back = HeldBackLabels(self.losses)
-        self.scored = ScoredLabels(sp, self.options)
+        self.scored = ScoredLabels(self.options)
         self.pooled = PooledHead(model, traits.name, sp, self.losses) if traits.labels_per_row else None
-        self.router = RouterLoss(traits, sp, tensor)
-        self.select = SelectLogits(traits, head, sp)
+        self.router = RouterLoss(traits, tensor)
+        self.select = SelectLogits(traits, head)
         self.layers, self.mixers = state.attention, state.mixers
 
     def stages_of(self, call: ForwardCall) -> list[Stage]:
@@ -134,11 +134,12 @@ class ForwardHooks:
         self._reset()  # if the last forward raised
         if self.gradients is not None:
             self.gradients.forget_unfinished()  # if the last backward raised
-        call = ForwardCall.of(model, kwargs)
+        call = ForwardCall.of(model, kwargs, self.sp)
         stages: list[Stage] = []
         problem: Exception | None = None
         try:
             call.name_arguments(self.traits, args)
+            call.choose_width(self.traits)
             if call.scored and self.options.shared_prefixes:
                 call.share_prefixes()
             stages = self.stages_of(call)
@@ -185,7 +186,7 @@ class ForwardHooks:
         if call.pictures is not None:
             batch = {**batch, "pictures": call.pictures}
         router_loss = call.cache is None and call.wants_router_loss
-        self.batches.compare(call.model, batch, router_loss, problem)
+        self.batches.compare(call.model, batch, router_loss, problem, call.sp)
 
     @not_compiled
     def release_weights(self, model: nn.Module, args: Any, output: Any) -> None:

@@ -88,8 +88,8 @@ def _without_logits(kind: Any) -> Any:
 class SelectLogits(Stage):
     """`logits_to_keep`: run the head on selected tokens only, and return their logits on every rank."""
 
-    def __init__(self, traits: ModelTraits, head: Head | None, sp: SequenceSharding) -> None:
-        self.traits, self.head, self.sp = traits, head, sp
+    def __init__(self, traits: ModelTraits, head: Head | None) -> None:
+        self.traits, self.head = traits, head
         self.selected: SelectedTokens | None = None
         self.hooked = False
 
@@ -121,7 +121,7 @@ class SelectLogits(Stage):
             self._hook_head(self.head.module)
         tokens = _selected(keep, call.info.length)
         if tokens:
-            self.selected = SelectedTokens(tokens, call.info.length, self.sp)
+            self.selected = SelectedTokens(tokens, call.info.length, call.sp)
 
     def _hook_head(self, head: nn.Module) -> None:
         """Put hooks on the head, at the first forward that selects tokens."""

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from longspan.comm.mesh import SequenceSharding
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_flag, check_number, checked_call
-from longspan.hf.batch import check_batch, cut_batch, shard_batch
+from longspan.hf.batch import check_batch, cut_batch, shard_batch, sharding_of
 from longspan.hf.forward.logits import gather_tokens
 from longspan.hf.forward.stage import ForwardCall, ForwardOptions, Stage
 from longspan.hf.state import state_of
@@ -84,7 +83,7 @@ def token_logprobs(
         if given.get("input_ids") is None:
             raise LongspanError("the batch has no labels, and no input_ids to take for them; give labels")
         given["labels"] = given["input_ids"]
-    shift = not forward.traits.labels_per_token
+    sp, shift = sharding_of(given, state.sp), not forward.traits.labels_per_token
     if forward.traits.encoders and "longspan" not in given:  # the model needs the whole batch to place pictures
         cut = cut_batch({k: x for k, x in given.items() if k not in PICTURE_KEYS}, state.sp, shift=shift)
         inputs = {key: value for key, value in given.items() if key not in ("labels", "shift_labels")}
@@ -100,7 +99,7 @@ def token_logprobs(
     if not torch.is_grad_enabled():
         reshard(model)
     if gather:
-        scores = tuple(gather_tokens(x, state.sp, cut["longspan"]) for x in scores)
+        scores = tuple(gather_tokens(x, sp, cut["longspan"]) for x in scores)
     return scores if entropy or top1 else scores[0]
 
 
@@ -139,8 +138,8 @@ class ScoredOutput(ModelOutput):  # type: ignore[misc]
 class ScoredLabels(Stage):
     """`fused_lm_head=True`: return the labels' log-probabilities in place of logits."""
 
-    def __init__(self, sp: SequenceSharding, options: ForwardOptions) -> None:
-        self.sp, self.options = sp, options
+    def __init__(self, options: ForwardOptions) -> None:
+        self.options = options
         self.labels: Tensor | None = None
 
     def reset(self) -> None:
@@ -162,7 +161,7 @@ class ScoredLabels(Stage):
         mine = (*scored, labelled)
         scores: dict[str, Any] = {}
         for name, x in zip(names, mine, strict=True):
-            whole = gather_tokens(x, self.sp, call.info)
+            whole = gather_tokens(x, call.sp, call.info)
             scores[name] = (whole if call.packed is None else call.packed.unpack(whole))[:, :-1]
         scores |= {name: scores[name].bool() for name in ("is_top1", "label_mask")}
         loss = -scores["log_probs"].sum() / scores["label_mask"].sum().clamp(min=1)

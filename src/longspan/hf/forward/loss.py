@@ -119,11 +119,12 @@ class GlobalLoss:
 
     Attributes:
         computed: losses so far; a trainer reads whether a forward added one.
+        share: of the last one, its counted tokens over what it was divided by.
     """
 
     def __init__(self, sp: SequenceSharding, batches: BatchCheck | None, options: ForwardOptions) -> None:
         self.sp, self.batches, self.options = sp, batches, options
-        self.computed = 0
+        self.computed, self.share = 0, torch.ones(())
 
     def of_tokens(
         self,
@@ -183,7 +184,9 @@ class GlobalLoss:
             self.batches.carried(sums[2].detach())
         if items is None:
             items = torch.where(sums[1] > 0, sums[1], 1).detach()
-        return sums[0] / (items.to(sums.device) if isinstance(items, Tensor) else items)
+        items = items.to(sums.device) if isinstance(items, Tensor) else items
+        self.share = sums[1].detach() / items
+        return sums[0] / items
 
 
 class LossFunction(Stage):
@@ -262,7 +265,9 @@ class HeldBackLabels(Stage):
         if self.labels is not None:
             losses["loss"] = self.loss(call, output["logits"], self.labels)
             if call.router_loss is not None:
-                losses["loss"] = losses["loss"] + call.model.router_aux_loss_coef * call.router_loss
+                # Rounds of an elastic batch share its router loss by their labels, so that it counts once.
+                share = self.losses.share if call.elastic else 1
+                losses["loss"] = losses["loss"] + share * call.model.router_aux_loss_coef * call.router_loss
         if losses:
             output = type(output)(**{**output, **losses})  # a new output: the order of its entries counts
         return output.to_tuple() if self.as_tuple else output
@@ -274,8 +279,8 @@ class HeldBackLabels(Stage):
 class RouterLoss(Stage):
     """Compute a mixture of experts' load-balancing loss over all tokens of the global batch."""
 
-    def __init__(self, traits: ModelTraits, sp: SequenceSharding, tensor: TensorParallel | None) -> None:
-        self.traits, self.sp, self.tensor = traits, sp, tensor
+    def __init__(self, traits: ModelTraits, tensor: TensorParallel | None) -> None:
+        self.traits, self.tensor = traits, tensor
 
     def check(self, call: ForwardCall) -> None:
         if self.traits.top_k is None:
@@ -292,7 +297,7 @@ class RouterLoss(Stage):
                 "the router logits have no gradient, so the router loss would train nothing: reentrant gradient "
                 'checkpointing loses it; pass {"use_reentrant": False}'
             )
-        real_BL = real_tokens(call.info, self.sp, len(call.tokens), call.tokens.device)
+        real_BL = real_tokens(call.info, call.sp, len(call.tokens), call.tokens.device)
         routed = real_BL if self.tensor is None else self.tensor.my_rows(real_BL)
-        call.router_loss = load_balancing_loss(logits, self.traits.top_k, self.sp, routed)
+        call.router_loss = load_balancing_loss(logits, self.traits.top_k, call.sp, routed)
         return output

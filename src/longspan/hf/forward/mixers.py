@@ -128,7 +128,7 @@ class MixerBinding:
     """
 
     def __init__(self, name: str, module: nn.Module, sp: SequenceSharding) -> None:
-        self.name, self.sp = name, sp
+        self.name, self.widest = name, sp
         self.info: SequenceInfo | None = None
         self.cached: RecurrentLayer | None = None
         self.functions = mixer_functions(module)
@@ -190,6 +190,12 @@ class MixerBinding:
     def is_sharded(self) -> bool:
         """Whether the tokens of the call in progress are sharded; every rank computes a few new tokens."""
         return not isinstance(self.info, CachedInfo) or self.info.step.sharded
+
+    @property
+    def sp(self) -> SequenceSharding:
+        """The sharding of the call in progress."""
+        assert self.info is not None
+        return self.widest.of_width(self.info.layout.size)
 
     @property
     def group(self) -> dist.ProcessGroup | None:

@@ -185,7 +185,7 @@ def _plan(
         memory = layer.memory
         plan = prepare(
             shapes,
-            layer.sp,
+            layer.sp.of_width(info.layout.size),
             _mask(request, info),
             scores,
             (info.length, info.length),

@@ -35,10 +35,8 @@ class ShardBatch(Stage):
     `batches` decides whether this forward may wait for the GPU.
     """
 
-    def __init__(
-        self, traits: ModelTraits, sp: SequenceSharding, tensor: TensorParallel | None, batches: BatchCheck | None
-    ) -> None:
-        self.traits, self.sp, self.tensor, self.batches = traits, sp, tensor, batches
+    def __init__(self, traits: ModelTraits, tensor: TensorParallel | None, batches: BatchCheck | None) -> None:
+        self.traits, self.tensor, self.batches = traits, tensor, batches
 
     def check(self, call: ForwardCall) -> None:
         _refuse_arguments(call.batch, self.traits)
@@ -48,10 +46,10 @@ class ShardBatch(Stage):
             check_ids(call.model, call.batch, self.traits)
             self._check_labels(call.model, call.batch)
         if "longspan" in call.batch:
-            self._check_sharded(call.batch)
+            self._check_sharded(call.batch, call.sp)
             call.inputs = {key: value for key, value in call.batch.items() if key != self.traits.image_types}
         else:
-            call.inputs = self._shard(call.batch)
+            call.inputs = self._shard(call)
         if call.info.nodes is not None:
             self._check_trees(call)
         if call.info.weights is not None and (self.traits.labels_per_row or call.scored):
@@ -64,7 +62,7 @@ class ShardBatch(Stage):
     def before(self, call: ForwardCall) -> None:
         inputs = call.inputs
         if torch.is_grad_enabled():
-            fill_padding(inputs, self.sp, None if self.traits.labels_per_row else inputs.get("labels"))
+            fill_padding(inputs, call.sp, None if self.traits.labels_per_row else inputs.get("labels"))
         call.tokens = tokens = tokens_of(inputs)
         # A mask of ones: transformers then does not look for packed documents in these positions. Padding and
         # documents are in `call.info`.
@@ -74,7 +72,8 @@ class ShardBatch(Stage):
         inputs["attention_mask"] = torch.ones(rows, length, dtype=torch.bool, device=tokens.device)
         inputs["use_cache"] = False
 
-    def _shard(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _shard(self, call: ForwardCall) -> dict[str, Any]:
+        batch = call.batch
         positions = self.traits.positions(batch)
         if positions is not None and positions.dim() > 2 and not self.traits.rotary_3d:
             raise LongspanError(
@@ -85,8 +84,8 @@ class ShardBatch(Stage):
             batch = {key: value for key, value in batch.items() if key not in PICTURE_KEYS}
         if not self.traits.labels_per_row:
             cut = cut_batch(
-                batch, self.sp, shift=not self.traits.labels_per_token, own_positions=positions,
-                placeholders=self.traits.placeholders,
+                batch, call.sp, shift=not self.traits.labels_per_token, own_positions=positions,
+                placeholders=self.traits.placeholders, elastic=call.elastic,
             )  # fmt: skip
             key = self.traits.image_types
             if key is not None and batch.get(key) is not None:
@@ -96,9 +95,9 @@ class ShardBatch(Stage):
             return cut
         labels = batch.get("labels")
         tokens = {key: value for key, value in batch.items() if key != "labels"}
-        return cut_batch(tokens, self.sp, own_positions=positions) | ({} if labels is None else {"labels": labels})
+        return cut_batch(tokens, call.sp, own_positions=positions) | ({} if labels is None else {"labels": labels})
 
-    def _check_sharded(self, batch: Mapping[str, Any]) -> None:
+    def _check_sharded(self, batch: Mapping[str, Any], sp: SequenceSharding) -> None:
         info, own, name = batch["longspan"], self.traits.own_positions, self.traits.name
         unshifted = self.traits.labels_per_token
         types = None if self.traits.image_types is None else batch.get(self.traits.image_types)
@@ -111,9 +110,9 @@ class ShardBatch(Stage):
             raise LongspanError(
                 f"the key `longspan` of a batch comes from longspan.shard_batch, got {type(info).__name__}"
             )
-        if info.layout != self.sp.layout:
+        if info.layout != sp.layout:
             raise LongspanError(
-                f"this batch was sharded with {info.layout}, the model with {self.sp.layout}; give "
+                f"this batch was sharded with {info.layout}, the model with {sp.layout}; give "
                 "longspan.shard_batch the sharding of the model"
             )
         if self.traits.rotary_3d:  # a batch without pictures, as all that are sharded: its tokens count

@@ -16,19 +16,23 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from longspan.attn.segments import Segments
 from longspan.compat.transformers_api import Positions, cache_name, has_own_cache, own_positions, take_cache
-from longspan.hf.batch import SequenceInfo
+from longspan.core.errors import LongspanError
+from longspan.hf.batch import WIDTH, SequenceInfo, sharding_of
 from longspan.hf.encoders import Encoder
 from longspan.hf.forward.kv_cache import ShardedCache
 from longspan.hf.support import attention_dropout, router_top_k
 from longspan.hf.trees import PackedRows, pack_batch
 from longspan.hf.vision import IMAGE_TYPES, core_of, encoders_of
+
+if TYPE_CHECKING:
+    from longspan.comm.mesh import SequenceSharding
 
 
 class Stage:
@@ -127,6 +131,8 @@ class ForwardCall:
 
     model: PreTrainedModel
     batch: dict[str, Any]  # the caller's arguments by name; a KV cache that is no `ShardedCache` under "cache"
+    sp: SequenceSharding  # of the ranks that share the batch
+    elastic: bool = False  # other groups may share theirs among another number of ranks
     cache: ShardedCache | None = None
     scored: bool = False  # called with `fused_lm_head=True`
     packed: PackedRows | None = None  # the rows of a batch whose shared beginnings are computed once
@@ -141,9 +147,29 @@ class ForwardCall:
     pictures: str | None = None  # of the batch: how they split into units; equal on all ranks of a sequence group
 
     @classmethod
-    def of(cls, model: PreTrainedModel, kwargs: dict[str, Any]) -> ForwardCall:
+    def of(cls, model: PreTrainedModel, kwargs: dict[str, Any], sp: SequenceSharding) -> ForwardCall:
         batch = dict(kwargs)
-        return cls(model, batch, scored=bool(batch.pop("fused_lm_head", False)))
+        return cls(model, batch, sp, scored=bool(batch.pop("fused_lm_head", False)))
+
+    def choose_width(self, traits: ModelTraits) -> None:
+        """Use the sharding that the batch asks for, or was cut with.
+
+        Raises:
+            LongspanError: if its width cannot be used, or the model's forward depends on all ranks of a sequence group.
+        """
+        cut = self.batch.get("longspan")
+        asked = cut.layout.size if isinstance(cut, SequenceInfo) and cut.elastic else self.batch.pop(WIDTH, None)
+        if asked is None:
+            return
+        reason = (
+            "a KV cache has one for all of its tokens" if self.cache is not None
+            else f"{traits.name} computes a loss of rows" if traits.labels_per_row
+            else f"{traits.name} shares pictures among all ranks of a sequence group" if traits.encoders
+            else None
+        )  # fmt: skip
+        if reason is not None:
+            raise LongspanError(f"`{WIDTH}={asked}` chooses the ranks of one batch, but {reason}; leave it out")
+        self.sp, self.elastic = sharding_of({WIDTH: asked}, self.sp), True
 
     def share_prefixes(self) -> None:
         """Replace the batch by one row that holds shared beginnings once."""

@@ -124,7 +124,8 @@ class TensorParallel(Stage):
     def _count(self, info: Any) -> int:
         if isinstance(info, CachedInfo):
             return info.cache.local_tokens
-        return self.sp.layout.local_length(info.length)
+        length: int = info.layout.local_length(info.length)
+        return length
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After attention or MLP: sum over the ranks."""

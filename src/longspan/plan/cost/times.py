@@ -185,7 +185,7 @@ def step_times(c: CostContext, hardware: Hardware) -> tuple[float, float]:
     """Return the seconds of computing in a step, without the optimizer, and of communication that overlaps with it."""
     micro = c.micro_batches
     sums = 1 if sums_gradients_once(c, hardware) else micro
-    compute, hidden, first_gather = _head_seconds(c, hardware), 0.0, 0.0
+    compute, hidden, first_gather = head_seconds(c, hardware), 0.0, 0.0
     for layer, count in c.model.layer_kinds:
         computing = layer_seconds(layer, c, hardware)
         compute += count * (computing.forward + computing.backward)
@@ -212,7 +212,7 @@ def step_times(c: CostContext, hardware: Hardware) -> tuple[float, float]:
     return micro * compute, hidden - micro * first_gather
 
 
-def _head_seconds(c: CostContext, hardware: Hardware) -> float:
+def head_seconds(c: CostContext, hardware: Hardware) -> float:
     """Return the seconds of head and loss: of every token in training, else of the last one of a sequence."""
     train = c.job.mode == "train"
     logits = (c.tokens if train else c.sequences) * c.model.vocab / c.mesh.tensor

@@ -1,0 +1,284 @@
+"""Elastic batches: each sample is computed by as many ranks as its length needs.
+
+    for step in longspan.elastic_batches(dataset, sp, model, tokens_per_step=65536, tokens_per_rank=4096):
+        for batch in step:  # as many on every rank
+            model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+The samples of a step become rounds (`longspan.plan.elastic`). In each round a rank gets the row of its group, with
+`sequence_width`, the number of ranks that share it, and `num_items_in_batch`, the labels of all rounds. So the losses
+of the rounds add to the mean over the labels of all samples, and their gradients to its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longspan.comm.arguments import check_sharding, describe
+from longspan.comm.mesh import SequenceSharding
+from longspan.core.errors import LongspanError
+from longspan.core.validation import LARGEST_COUNT, check_number, checked_call
+from longspan.hf.batch import IGNORE, WIDTH
+from longspan.hf.documents import BORDER_KEYS, ID_KEYS, LONGEST_KEYS, segments_of, tokens_of
+from longspan.hf.planning import sample_costs
+from longspan.hf.support import transformers_model
+from longspan.plan.elastic import Group, Schedule, make_schedule
+
+_SAMPLE_KEYS = {"input_ids", "labels"}
+_BATCH_KEYS = {*_SAMPLE_KEYS, "attention_mask", "position_ids", *ID_KEYS, *BORDER_KEYS, *LONGEST_KEYS}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence: int64 [tokens], on the CPU or on a device.
+
+    Attributes:
+        input_ids: the tokens.
+        labels: unshifted, -100 where there is no loss.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+@dataclass(frozen=True)
+class ElasticStep:
+    """One rank's batches of one optimizer step, one for each round.
+
+    Attributes:
+        batches: inputs of the model, one row each.
+        schedule: of all ranks; its samples are numbers within the step.
+        tokens: of all samples.
+        label_tokens: labels of all samples, by which the loss is divided.
+    """
+
+    batches: tuple[dict[str, Any], ...]
+    schedule: Schedule
+    tokens: int
+    label_tokens: int
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class Elastic:
+    """Makes the steps of a model from samples.
+
+    Args:
+        sp: the model's sharding. Collective if its groups of all widths are not made yet.
+        model: a transformers model, sharded or not.
+        tokens_per_rank: most tokens of a rank in a round.
+    """
+
+    def __init__(self, sp: SequenceSharding, model: nn.Module, tokens_per_rank: int) -> None:
+        check_number("tokens_per_rank", tokens_per_rank, 1, LARGEST_COUNT, whole=True)
+        inner = transformers_model(model)
+        if inner.loss_type == "ForSequenceClassification":
+            raise LongspanError(f"{type(inner).__name__} has a loss of rows; elastic batches are for a loss of tokens")
+        self.sp, self.tokens_per_rank = sp, tokens_per_rank
+        self.shifts = inner.loss_type not in ("ForMaskedLM", "ForTokenClassification")
+        self.costs = sample_costs(inner, sp)
+        if not sp.has_widths:
+            sp.of_width(1)
+
+    def schedule(self, lengths: Sequence[int]) -> Schedule:
+        """Return the schedule of samples; see `longspan.schedule`."""
+        return make_schedule(lengths, self.costs, self.tokens_per_rank)
+
+    def step(self, samples: Sequence[Sample]) -> ElasticStep:
+        """Return my batches of samples, which are the same on every rank."""
+        made = self.schedule([len(sample) for sample in samples])
+        labels = sum(int((sample.labels[int(self.shifts) :] != IGNORE).sum()) for sample in samples)
+        mine = made.groups_of(self.sp.data_rank * self.sp.size + self.sp.rank)
+        batches = tuple({**self._row(samples, group), "num_items_in_batch": max(1, labels)} for group in mine)
+        return ElasticStep(batches, made, sum(map(len, samples)), labels)
+
+    def _row(self, samples: Sequence[Sample], group: Group | None) -> dict[str, Any]:
+        """Return a row of packed samples, or of one token of padding for an idle rank, which adds 0 to the loss."""
+        if group is None:
+            nothing = torch.zeros(1, 1, dtype=torch.int64, device=samples[0].input_ids.device)
+            padding = {key: nothing for key in ("input_ids", "position_ids", "attention_mask")}
+            return {**padding, "labels": nothing + IGNORE, WIDTH: 1}
+        chosen = [samples[number] for number in group.samples]
+        labels = torch.cat([sample.labels for sample in chosen])
+        if self.shifts:  # no token of a sample predicts its first one
+            starts = torch.tensor([0, *map(len, chosen[:-1])]).cumsum(0)
+            labels[starts.to(labels.device)] = IGNORE
+        ids = torch.cat([sample.input_ids for sample in chosen])
+        positions = torch.cat([torch.arange(len(sample), device=ids.device) for sample in chosen])
+        row = {"input_ids": ids[None], "labels": labels[None], "position_ids": positions[None]}
+        return {**row, WIDTH: group.width}
+
+
+@checked_call(sp=lambda _, sp: check_sharding(sp))
+def schedule(lengths: Sequence[int], sp: SequenceSharding, model: nn.Module, *, tokens_per_rank: int) -> Schedule:
+    """Return which ranks compute which samples of a batch, in which round.
+
+    Long samples get many ranks and short ones share a rank, so that in each round all ranks are busy about equally
+    long, by the planner's costs. Equal arguments give equal schedules. The first call with `sp` is collective: it makes
+    the process groups of all widths.
+
+    Args:
+        lengths: tokens of each sample.
+        sp: the sharding of the model. A sample gets a divisor of `sp.size` ranks.
+        model: a transformers model, sharded or not; the planner reads its sizes.
+        tokens_per_rank: most tokens of a rank in a round, which its memory bounds.
+
+    Raises:
+        LongspanError: for a sample without tokens, or one that the ranks of a sequence group cannot hold, with the mesh
+            that would; for a model whose loss is one of rows.
+    """
+    return Elastic(sp, model, tokens_per_rank).schedule(list(lengths))
+
+
+@checked_call(sp=lambda _, sp: check_sharding(sp))
+def elastic_batches(
+    dataset: Any,
+    sp: SequenceSharding,
+    model: nn.Module,
+    *,
+    tokens_per_step: int,
+    tokens_per_rank: int,
+    epochs: int = 1,
+    seed: int | None = None,
+) -> ElasticBatches:
+    """Return a loader of steps in which each sample is computed by as many ranks as its length needs.
+
+    A step has the next samples of the data set, with at most `tokens_per_step` tokens, but at least one sample. Which
+    these are depends on the data and the seed, not on the mesh. Every rank needs the same data set, and iterates over
+    the same steps: `len(step)` batches, each for one forward and backward.
+
+    A mixture of experts with a router loss counts it once per step, as the mean of its rounds, by their labels.
+
+    Args:
+        dataset: has a length and items `{"input_ids": ids}` with optional `labels` (unshifted, -100 for no loss): lists
+            or tensors of integers.
+        sp, model, tokens_per_rank: of `longspan.schedule`.
+        tokens_per_step: most tokens of an optimizer step, of all ranks.
+        epochs: passes over the data set.
+        seed: shuffles each pass; None keeps the order.
+
+    Returns:
+        An iterable of `ElasticStep`. Its `state_dict()`, stored after a step, lets `load_state_dict` continue with the
+        next one.
+
+    Raises:
+        LongspanError: as `longspan.schedule`; on iteration for an item that has no such tensors.
+    """
+    for name, value in (("tokens_per_step", tokens_per_step), ("epochs", epochs)):
+        check_number(name, value, 1, LARGEST_COUNT, whole=True)
+    if seed is not None:
+        check_number("seed", seed, 0, 1 << 62, whole=True)
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise LongspanError(f"`dataset` needs a length and items by number, got {describe(dataset)}")
+    return ElasticBatches(dataset, Elastic(sp, model, tokens_per_rank), tokens_per_step, epochs, seed)
+
+
+class ElasticBatches:
+    """The steps of a data set; see `elastic_batches`."""
+
+    def __init__(self, dataset: Any, elastic: Elastic, tokens_per_step: int, epochs: int, seed: int | None) -> None:
+        self.dataset, self.elastic, self.tokens_per_step = dataset, elastic, tokens_per_step
+        self.epochs, self.seed = epochs, seed
+        self.epoch = self.used = 0
+
+    def __iter__(self) -> Iterator[ElasticStep]:
+        while self.epoch < self.epochs:
+            order = self._order()
+            while self.used < len(order):
+                samples, tokens = list[Sample](), 0
+                for index in order[self.used :]:
+                    sample = sample_of(self.dataset[index], index)
+                    if samples and tokens + len(sample) > self.tokens_per_step:
+                        break
+                    samples.append(sample)
+                    tokens += len(sample)
+                self.used += len(samples)
+                yield self.elastic.step(samples)
+            self.epoch, self.used = self.epoch + 1, 0
+
+    def _order(self) -> list[int]:
+        count = len(self.dataset)
+        if self.seed is None:
+            return list(range(count))
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return torch.randperm(count, generator=generator).tolist()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the next step begins, as plain values."""
+        return {"epoch": self.epoch, "used": self.used, "seed": self.seed, "tokens_per_step": self.tokens_per_step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was made.
+
+        Raises:
+            LongspanError: if the seed or the tokens of a step differ, so that the steps would.
+        """
+        for name in ("seed", "tokens_per_step"):
+            if state[name] != getattr(self, name):
+                raise LongspanError(f"the state was made with {name}={state[name]}, these batches have "
+                                    f"{getattr(self, name)}; give the same")  # fmt: skip
+        self.epoch, self.used = state["epoch"], state["used"]
+
+
+def sample_of(item: Any, index: int) -> Sample:
+    """Return an item of a data set as a sample.
+
+    Raises:
+        LongspanError: if it is not a mapping of token ids and labels of one length.
+    """
+    if not isinstance(item, Mapping) or item.get("input_ids") is None:
+        raise LongspanError(f"item {index} of the data set must be {{'input_ids': ids}}, got {describe(item)}")
+    unknown = sorted(key for key in item.keys() - _SAMPLE_KEYS if item[key] is not None)
+    if unknown:
+        raise LongspanError(f"item {index} of the data set has {', '.join(unknown)}; elastic batches take input_ids "
+                            f"and labels")  # fmt: skip
+    ids = _row_of(item["input_ids"], "input_ids", index)
+    labels = ids if item.get("labels") is None else _row_of(item["labels"], "labels", index)
+    if len(labels) != len(ids):
+        raise LongspanError(f"item {index} of the data set has {len(ids)} input_ids and {len(labels)} labels")
+    return Sample(ids, labels)
+
+
+def _row_of(values: Any, name: str, index: int) -> Tensor:
+    try:
+        row = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):
+        row = torch.empty(0, 0)
+    if row.dim() != 1 or row.is_floating_point() or row.is_complex():
+        raise LongspanError(f"`{name}` of item {index} must be a row of integers, got {describe(values)}")
+    return row.to(torch.int64)
+
+
+def samples_of_batch(batch: Mapping[str, Any]) -> list[Sample]:
+    """Return the sequences of a collated batch, padded or packed: each row without its padding, or each document.
+
+    Raises:
+        LongspanError: for keys that are not per token, or a mask with zeros between the ones of a row.
+    """
+    unknown = sorted(key for key in batch.keys() - _BATCH_KEYS if batch[key] is not None)
+    if unknown or batch.get("input_ids") is None or batch.get("labels") is None:
+        raise LongspanError(
+            f"an elastic batch has input_ids, labels and marks of padding or documents; this one has "
+            f"{', '.join(sorted(batch))}"
+        )
+    ids, labels = tokens_of(batch), batch["labels"]
+    rows, _, holes = segments_of(batch, batch.get("position_ids"), *ids.shape)
+    if holes is not None:
+        raise LongspanError(
+            "`attention_mask` has zeros between the ones of a row; move padding to the ends of the rows"
+        )
+    rows = rows or (((0, ids.shape[1]),),) * len(ids)
+    return [Sample(ids[b, a:z], labels[b, a:z]) for b, row in enumerate(rows) for a, z in row]

@@ -1,0 +1,387 @@
+"""Width per sample: which ranks compute which samples of a batch, and in which round.
+
+A round is one forward and backward of every rank. In it the ranks form groups of neighbours. A group of `width` ranks
+shares one row of one or several samples: its tokens are sharded over the sequence axes, its samples are packed
+documents. Ranks gather weights together, so they wait for each other in every layer, and a round takes as long as its
+busiest rank. A schedule makes these short: a long sample gets many ranks, short ones share a rank.
+
+Needs no torch. Costs are the planner's: attention by its mask, the rest by tokens, communication by width.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from longspan.core.errors import LongspanError
+from longspan.core.formatting import listed
+from longspan.core.parallel import axes_of_width, widths_of
+from longspan.core.validation import LARGEST_COUNT, check_number
+from longspan.plan.cost.communication import method_sent
+from longspan.plan.cost.times import head_seconds, hidden_layer_seconds, layer_seconds, seconds_of
+from longspan.plan.cost.weights import layer_weights_sent
+from longspan.plan.hardware import Hardware
+from longspan.plan.job import CostContext, Job, Mesh
+from longspan.plan.models.shape import ModelShape
+
+_SHORTEST = 16  # tokens; shorter samples cost in proportion
+_PER_OCTAVE = 4  # lengths whose costs are computed; between them they are interpolated
+_SLACK = 1.02  # what a rank may have over the mean before a sample gets more ranks
+_GOOD = 1.03  # of the ideal time; below it more rounds are not tried
+_TRIES = 2  # of more rounds, after the best
+
+
+@dataclass(frozen=True)
+class SampleCosts:
+    """Seconds of training on samples, of a model on a mesh.
+
+    Attributes:
+        model: the model; None if the planner cannot read it: a rank's work is then its tokens.
+        job: its dtype, memory options and collectives; its context and batch do not count.
+        mesh: all ranks; the widest group has its ring and ulysses axes.
+        hardware: the kind of GPU.
+    """
+
+    model: ModelShape | None
+    job: Job
+    mesh: Mesh
+    hardware: Hardware
+    _rows: dict[tuple[int, int], float] = field(default_factory=dict, compare=False, repr=False)
+    _samples: dict[tuple[int, int], float] = field(default_factory=dict, compare=False, repr=False)
+
+    def sample(self, tokens: int, width: int) -> float:
+        """Return the seconds that a sample adds to a row, for each of the row's `width` ranks."""
+        key = tokens, width
+        if key not in self._samples:
+            shortest = self._row(_SHORTEST, width) - self.row(width)
+            if tokens <= _SHORTEST:
+                seconds = shortest * tokens / _SHORTEST
+            else:
+                step = math.floor(_PER_OCTAVE * math.log2(tokens / _SHORTEST))
+                low, high = (math.ceil(_SHORTEST * 2 ** (i / _PER_OCTAVE)) for i in (step, step + 1))
+                part = (tokens - low) / (high - low)
+                seconds = (1 - part) * self._row(low, width) + part * self._row(high, width) - self.row(width)
+            self._samples[key] = seconds
+        return self._samples[key]
+
+    def row(self, width: int) -> float:
+        """Return the seconds of a row that do not depend on its samples: of messages, however short."""
+        return max(0.0, 2 * self._row(_SHORTEST, width) - self._row(2 * _SHORTEST, width))
+
+    @cached_property
+    def weights(self) -> float:
+        """Seconds of the weights' communication in a round, which computing may hide."""
+        if self.model is None:
+            return 0.0
+        c = CostContext(self.model, self.job, self.mesh, self.hardware.on_cpu)
+        return sum(
+            n * seconds_of(layer_weights_sent(layer, c), c, self.hardware) for layer, n in self.model.layer_kinds
+        )
+
+    def _row(self, tokens: int, width: int) -> float:
+        """Return the seconds of a row of one sample."""
+        if self.model is None:
+            return tokens / width
+        key = tokens, width
+        if key not in self._rows:
+            mesh = Mesh(1, *axes_of_width(self.mesh.ulysses, width), self.mesh.tensor)
+            c = CostContext(self.model, replace(self.job, context=tokens, batch=1), mesh, self.hardware.on_cpu)
+            seconds = head_seconds(c, self.hardware)
+            for layer, count in self.model.layer_kinds:
+                computing = layer_seconds(layer, c, self.hardware)
+                sent = seconds_of(method_sent(layer, c), c, self.hardware)
+                exposed = max(0.0, sent - hidden_layer_seconds(layer, computing, c, self.hardware))
+                seconds += count * (computing.forward + computing.backward + exposed)
+            self._rows[key] = seconds
+        return self._rows[key]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Neighbouring ranks that share a row of samples in one round.
+
+    Attributes:
+        first: its first rank, in the order of data x ring x ulysses.
+        width: number of its ranks; they begin at a multiple of it within their sequence group.
+        samples: indices of its samples, ascending.
+    """
+
+    first: int
+    width: int
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The rounds of one batch.
+
+    Attributes:
+        rounds: of each round its groups, by their first ranks. A rank without a group is idle.
+        ranks: of the mesh without its tensor axis.
+        seconds: of each round, by the planner, the time of each rank.
+    """
+
+    rounds: tuple[tuple[Group, ...], ...]
+    ranks: int
+    seconds: tuple[tuple[float, ...], ...]
+
+    def groups_of(self, rank: int) -> tuple[Group | None, ...]:
+        """Return the group of a rank in each round; None where it is idle."""
+        return tuple(
+            next((group for group in groups if group.first <= rank < group.first + group.width), None)
+            for groups in self.rounds
+        )
+
+    @property
+    def balance(self) -> float:
+        """The busiest rank of each round over the mean of all ranks, summed over the rounds: 1 is the best."""
+        return balance(self.seconds)
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.rounds)} rounds, busiest rank {self.balance:.2f} of the mean"]
+        for number, groups in enumerate(self.rounds):
+            rows = (f"{g.width} x {len(g.samples)}" for g in groups)
+            lines.append(f"round {number}: {listed(list(rows))} (ranks x samples)")
+        return "\n".join(lines)
+
+
+def make_schedule(lengths: Sequence[int], costs: SampleCosts, tokens_per_rank: int) -> Schedule:
+    """Return which ranks compute which samples, in which round; the same for the same arguments.
+
+    Args:
+        lengths: tokens of each sample.
+        costs: of the model on its mesh.
+        tokens_per_rank: most tokens of a rank in a round, which its memory bounds.
+
+    Raises:
+        LongspanError: for a sample without tokens, or one that all ranks of a sequence group cannot hold.
+    """
+    mesh = costs.mesh
+    check_lengths(lengths, mesh.sequence, tokens_per_rank)
+    ranks = mesh.data * mesh.sequence
+    if not lengths:
+        return Schedule((), ranks, ())
+    samples = _Samples(lengths, costs, tokens_per_rank)
+    fewest = -(-sum(lengths) // (ranks * tokens_per_rank))
+    most = len(lengths) + 1  # each sample alone in a round of its own fits
+    best, rounds, tries = _packed(samples, fewest), fewest, 0
+    ideal = samples.seconds_narrowest / ranks
+    while best is None or (best.total > _GOOD * ideal and tries < _TRIES and rounds < most):
+        rounds = min(most, rounds + 1 + rounds // 8)
+        if best is not None and rounds * costs.weights >= best.total:
+            break
+        other = _packed(samples, rounds)
+        if best is None or (other is not None and other.total < best.total):
+            best, tries = other, 0
+        tries += 1
+    return best.schedule()
+
+
+def check_lengths(lengths: Sequence[int], size: int, tokens_per_rank: int) -> None:
+    """Raise for a sample without tokens, or one that `size` ranks cannot hold."""
+    check_number("tokens_per_rank", tokens_per_rank, 1, LARGEST_COUNT, whole=True)
+    most = size * tokens_per_rank
+    for index, length in enumerate(lengths):
+        if type(length) is not int or not 0 < length <= most:
+            check_number(f"the length of sample {index}", length, 1, LARGEST_COUNT, whole=True)
+            raise LongspanError(
+                f"sample {index} has {length} tokens, and {size} ranks of {tokens_per_rank} tokens hold {most}; use a "
+                f"mesh with ring x ulysses of at least {-(-length // tokens_per_rank)}, or tokens_per_rank of at least "
+                f"{-(-length // size)}, or shorten the sample"
+            )
+
+
+class _Samples:
+    """The samples of a batch by length, the shortest first, with their seconds at each width."""
+
+    def __init__(self, lengths: Sequence[int], costs: SampleCosts, room: int) -> None:
+        self.costs, self.room = costs, room
+        self.size = costs.mesh.sequence
+        self.ranks = costs.mesh.data * self.size
+        self.widths = widths_of(self.size)
+        self.order = sorted(range(len(lengths)), key=lambda index: (lengths[index], -index))
+        self.lengths = [lengths[index] for index in self.order]
+        self.seconds = {width: [costs.sample(n, width) for n in self.lengths] for width in self.widths}
+        narrowest = (next(w for w in self.widths if n <= w * room) for n in self.lengths)
+        self.seconds_narrowest = sum(w * self.seconds[w][place] for place, w in enumerate(narrowest))
+        self.sums = {width: [0.0, *itertools.accumulate(self.seconds[width])] for width in self.widths}
+
+    def ends(self, limit: float) -> dict[int, int]:
+        """Return for each width the first sample that needs more ranks, to take at most `limit` seconds if it can."""
+        ends, last = {}, 0
+        for width in self.widths:
+            fits = bisect.bisect_right(self.lengths, width * self.room)
+            quick = bisect.bisect_right(self.seconds[width], limit)
+            last = ends[width] = max(last, len(self.order) if width == self.size else min(fits, quick))
+        return ends
+
+    def target(self, rounds: int) -> float:
+        """Return the seconds that a rank should be busy in each of `rounds` rounds.
+
+        A sample that keeps all ranks of its group busy for longer has a round of its own, and does not count.
+        """
+        target = math.inf
+        for _ in range(3):
+            ends = self.ends(_SLACK * target)
+            start, total = 0, 0.0
+            for width in self.widths:
+                total += width * (self.sums[width][ends[width]] - self.sums[width][start])
+                start = ends[width]
+            giants = len(self.order) - bisect.bisect_right(self.seconds[self.size], target)
+            total -= self.size * (self.sums[self.size][-1] - self.sums[self.size][len(self.order) - giants])
+            free = self.ranks * rounds - self.size * giants
+            if free <= 0 or total <= 0:
+                return self.seconds[self.size][-1]
+            target = total / free
+        return target
+
+
+class _Open:
+    """A group in the making."""
+
+    def __init__(self, number: int, number_of_round: int, first: int, width: int, load: float) -> None:
+        self.number, self.round, self.first, self.width, self.load = number, number_of_round, first, width, load
+        self.tokens, self.samples = 0, list[int]()
+
+
+class _Full(Exception):
+    """The samples do not fit in so many rounds."""
+
+
+def _packed(samples: _Samples, rounds: int) -> _Packing | None:
+    """Return the samples in so many rounds, or None if they do not fit."""
+    packing = _Packing(samples, rounds)
+    try:
+        packing.fill()
+    except _Full:
+        return None
+    return packing
+
+
+class _Packing:
+    """Samples in groups of `rounds` rounds.
+
+    Samples that need several ranks come first, the longest first, each in the fullest group of its width that has time
+    for it (best-fit decreasing). The others go to the group that is least busy, the longest first.
+    """
+
+    def __init__(self, samples: _Samples, rounds: int) -> None:
+        self.samples, self.target = samples, samples.target(rounds)
+        self.used = [[False] * samples.ranks for _ in range(rounds)]
+        self.groups = list[_Open]()
+
+    def fill(self) -> None:
+        samples, ends = self.samples, self.samples.ends(_SLACK * self.target)
+        starts = [0, *ends.values()]
+        for number in range(len(samples.widths) - 1, 0, -1):
+            width = samples.widths[number]
+            self._fill_wide(width, range(ends[width] - 1, starts[number] - 1, -1))
+        for number, used in enumerate(self.used):
+            for rank in range(samples.ranks):
+                if not used[rank]:
+                    self._opened(number, rank, 1)
+        self._spread(range(ends[1] - 1, -1, -1), 1)
+
+    def _fill_wide(self, width: int, places: Iterable[int]) -> None:
+        samples, blocks, late = self.samples, self._free_blocks(width), list[int]()
+        limit, groups = _SLACK * self.target, list[tuple[float, int, _Open]]()  # ascending
+        for place in places:
+            n, seconds = samples.lengths[place], samples.seconds[width][place]
+            at = bisect.bisect_right(groups, (limit - seconds, len(groups))) - 1
+            while at >= 0 and groups[at][2].tokens + n > width * samples.room:
+                at -= 1
+            if at >= 0:
+                group = groups.pop(at)[2]
+            elif (block := next(blocks, None)) is not None:
+                group = self._opened(*block, width)
+            else:
+                late.append(place)
+                continue
+            self._put(group, place)
+            bisect.insort(groups, (group.load, group.number, group))
+        self._spread(late, width)
+
+    def _free_blocks(self, width: int) -> Iterator[tuple[int, int]]:
+        """Yield round and first rank of each place for a group."""
+        for number, used in enumerate(self.used):
+            for first in range(0, self.samples.ranks, width):
+                if not any(used[first : first + width]):
+                    yield number, first
+
+    def _opened(self, number: int, first: int, width: int) -> _Open:
+        self.used[number][first : first + width] = [True] * width
+        self.groups.append(_Open(len(self.groups), number, first, width, self.samples.costs.row(width)))
+        return self.groups[-1]
+
+    def _spread(self, places: Iterable[int], least_width: int) -> None:
+        """Put each sample into the group of at least this width that is then least busy."""
+        samples = self.samples
+        heaps: dict[int, list[tuple[float, int, _Open]]] = {w: [] for w in samples.widths if w >= least_width}
+        for group in self.groups:
+            if group.width >= least_width:
+                heaps[group.width].append((group.load, group.number, group))
+        for heap in heaps.values():
+            heapq.heapify(heap)
+        waiting = list[tuple[int, int, _Open]]()  # of groups without room for the last sample: minus their room
+        for place in places:
+            n, chosen, least = samples.lengths[place], 0, math.inf
+            while waiting and -waiting[0][0] >= n:
+                _, number, group = heapq.heappop(waiting)
+                heapq.heappush(heaps[group.width], (group.load, number, group))
+            for width, heap in heaps.items():
+                while heap and heap[0][2].tokens + n > width * samples.room:
+                    _, number, group = heapq.heappop(heap)
+                    heapq.heappush(waiting, (group.tokens - width * samples.room, number, group))
+                if heap and heap[0][0] + samples.seconds[width][place] < least:
+                    chosen, least = width, heap[0][0] + samples.seconds[width][place]
+            if not chosen:
+                raise _Full
+            _, number, group = heaps[chosen][0]
+            self._put(group, place)
+            heapq.heapreplace(heaps[chosen], (group.load, number, group))
+
+    def _put(self, group: _Open, place: int) -> None:
+        group.load += self.samples.seconds[group.width][place]
+        group.tokens += self.samples.lengths[place]
+        group.samples.append(self.samples.order[place])
+
+    # --- its time
+
+    @cached_property
+    def seconds(self) -> list[list[float]]:
+        """Seconds of each rank in each round."""
+        seconds = [[0.0] * self.samples.ranks for _ in self.used]
+        for group in self.groups:
+            if group.samples:
+                seconds[group.round][group.first : group.first + group.width] = [group.load] * group.width
+        return seconds
+
+    @property
+    def total(self) -> float:
+        """Seconds of all rounds."""
+        weights = self.samples.costs.weights
+        return sum(max(*row, weights) for row in self.seconds)
+
+    def schedule(self) -> Schedule:
+        rounds = [list[Group]() for _ in self.used]
+        for group in sorted(self.groups, key=lambda group: group.first):
+            if group.samples:
+                rounds[group.round].append(Group(group.first, group.width, tuple(sorted(group.samples))))
+        kept = [number for number, groups in enumerate(rounds) if groups]
+        seconds = self.seconds
+        return Schedule(
+            tuple(tuple(rounds[number]) for number in kept),
+            self.samples.ranks,
+            tuple(tuple(seconds[number]) for number in kept),
+        )
+
+
+def balance(seconds: Sequence[Sequence[float]]) -> float:
+    """Return the seconds of each round's busiest rank over the mean of all ranks, summed over the rounds."""
+    total = sum(map(sum, seconds))
+    return sum(map(max, seconds)) * len(seconds[0]) / total if total else 1.0

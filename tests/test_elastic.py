@@ -1,0 +1,302 @@
+"""Elastic batches: each sample on as many ranks as it needs, with the loss and every gradient of one process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import longspan
+from longspan.core.errors import LongspanError
+from longspan.data.elastic import ElasticStep, sample_of, samples_of_batch
+from longspan.plan.elastic import Group
+from tests.models import Run, build, check_gradients, check_loss, gradients, sharding, truth_by
+from tests.pool import RankPool, on_ranks
+
+IGNORE = -100
+
+Samples = list[dict[str, list[int]]]
+
+
+def samples_of(lengths: Sequence[int], seed: int = 3) -> Samples:
+    """Return samples that begin with a prompt without a loss."""
+    draw = random.Random(seed)
+    made = []
+    for n in lengths:
+        ids = [draw.randrange(3, 61) for _ in range(n)]
+        made.append({"input_ids": ids, "labels": [IGNORE] * (n // 4) + ids[n // 4 :]})
+    return made
+
+
+def labels_of(samples: Samples, first: int = 1) -> int:
+    return sum(label != IGNORE for sample in samples for label in sample["labels"][first:])
+
+
+def one_process(model: Any, samples: Samples, first: int = 1) -> Run:
+    """Return the mean loss over the labels of all samples, each in a forward of its own, and its gradients."""
+    items, total = labels_of(samples, first), 0.0
+    for sample in samples:
+        ids, labels = (torch.tensor([sample[key]]) for key in ("input_ids", "labels"))
+        if first:
+            loss = model(input_ids=ids, labels=labels, num_items_in_batch=items, use_cache=False).loss
+        else:  # a masked LM divides by its own labels
+            logits = model(input_ids=ids).logits
+            loss = torch.nn.functional.cross_entropy(logits[0], labels[0], reduction="sum") / items
+        loss.backward()
+        total += float(loss.detach())
+    return Run(total, torch.zeros(1), gradients(model), None)
+
+
+def run_step(
+    model: Any, sp: longspan.SequenceSharding, samples: Samples, room: int, cut: bool
+) -> tuple[float, ElasticStep]:
+    """Run forward and backward of all samples in one step; cut the batches beforehand, or let the model do it."""
+    loader = longspan.elastic_batches(samples, sp, model, tokens_per_step=10**6, tokens_per_rank=room)
+    (step,) = loader
+    total = 0.0
+    for batch in step:
+        shift = "Masked" not in type(model).__name__
+        loss = model(**(longspan.shard_batch(batch, sp, shift=shift) if cut else batch)).loss
+        loss.backward()
+        total += float(loss.detach())
+    return total, step
+
+
+def rounds_of(step: ElasticStep) -> list[list[Group]]:
+    return [list(groups) for groups in step.schedule.rounds]
+
+
+Case = tuple[tuple[int, ...], int]  # lengths, tokens_per_rank
+
+
+def _equals_one_process(
+    truths: list[Any], family: str, cases: list[Case], mesh: dict[str, int], options: dict[str, Any]
+) -> list[list[list[Group]]]:
+    cut = options.pop("cut", False)
+    sp = longspan.SequenceSharding(longspan.init_mesh(**mesh))
+    model = longspan.parallelize(build(family, max_position_embeddings=4096), sp, **options)
+    found = []
+    for truth, (lengths, room) in zip(truths, cases, strict=True):
+        loss, step = run_step(model, sp, samples_of(lengths), room, cut)
+        check_loss(loss, truth)
+        check_gradients(gradients(model), truth)
+        model.zero_grad()
+        assert (step.tokens, step.label_tokens) == (sum(lengths), labels_of(samples_of(lengths), family != "Bert"))
+        found.append(rounds_of(step))
+    return found
+
+
+def _check(pool: RankPool, family: str, mesh: dict[str, int], *cases: Case, **options: Any) -> list[list[list[Group]]]:
+    """Compare each case with one process, and return the rounds of each."""
+    truths = []
+    for lengths, _ in cases:
+        model = build(family, max_position_embeddings=4096)
+        truths.append(truth_by(model, lambda m, n=lengths: one_process(m, samples_of(n), int(family != "Bert"))))
+    first, *others = pool.run(_equals_one_process, truths, family, list(cases), mesh, options)
+    assert all(other == first for other in others)
+    return first  # type: ignore[no-any-return]
+
+
+def widths(rounds: list[list[Group]]) -> set[int]:
+    return {group.width for groups in rounds for group in groups}
+
+
+SHORT: Case = ((3, 64, 1, 9, 20, 5, 2, 17, 41, 8, 4, 6, 12, 14, 11, 7), 40)
+FULL_RANGE: Case = ((3000, 1400, 1300, 700, 30, 700, 55, 210, 120, 90, 500, 450, 300), 600)
+
+
+@pytest.mark.parametrize("mesh", [{"ulysses": 4}, {"ring": 4}, {"ulysses": 2, "ring": 2}, {"ulysses": 2, "data": 2}])
+def test_equals_one_process(pool4: RankPool, mesh: dict[str, int]) -> None:
+    (rounds,) = _check(pool4, "Llama", mesh, SHORT, fsdp=mesh != {"ring": 4}, cut=mesh == {"ulysses": 4})
+    assert widths(rounds) >= {1, 2}
+
+
+def test_two_ranks(pool2: RankPool) -> None:
+    _check(pool2, "Mixtral", {"ulysses": 2}, SHORT, fsdp=False)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mixtral"])
+def test_full_range(pool8: RankPool, family: str) -> None:
+    """Lengths from 30 to 3,000 on 8 ranks."""
+    (rounds,) = _check(pool8, family, {"ulysses": 4, "ring": 2}, FULL_RANGE)
+    assert widths(rounds) == {4, 8}
+
+
+# What depends on the whole sequence in another way: windows, chunks and positions of a layer, recurrent layers, labels
+# that are not shifted, a tensor axis, memory options. Three samples on two replicas leave one idle in the last round.
+TENSOR = {"data": 2, "tensor": 2}
+OTHERS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+    "Llama4Text": ("Llama4Text", {}, {}),
+    "Bert": ("Bert", {}, {}),
+    "Qwen3Next": ("Qwen3Next", {}, {}),
+    "Mamba2": ("Mamba2", {}, {"fsdp": False}),
+    "tensor": ("Llama", TENSOR, {}),
+    "megatron-sp": ("Llama", TENSOR, {"tensor_style": "megatron-sp"}),
+    "longest": ("Llama", {}, {"memory": "longest"}),
+    "auto": ("Llama", {}, {"memory": "auto"}),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_others(pool4: RankPool, case: str) -> None:
+    family, mesh, options = OTHERS[case]
+    short, odd = ((SHORT[0][2:8], 20), ((18, 20, 16), 20)) if mesh else (SHORT, ((38, 40, 36), 20))
+    rounds = _check(pool4, family, mesh or {"data": 2, "ulysses": 2}, short, odd, **options)[1]
+    assert [sum(group.width for group in groups) for groups in rounds] == ([2, 1] if mesh else [4, 2])
+
+
+# --- a router's loss, and idle ranks
+
+
+def _of_round(model: Any, samples: Samples, items: int) -> Any:
+    """Return CE over all labels of the step plus the round's share of the router loss, from one packed row."""
+    ids = torch.tensor([[token for sample in samples for token in sample["input_ids"]]])
+    labels = torch.tensor([[t for sample in samples for t in (IGNORE, *sample["labels"][1:])]])
+    positions = torch.tensor([[i for sample in samples for i in range(len(sample["input_ids"]))]])
+    out = model(input_ids=ids, labels=labels, position_ids=positions, num_items_in_batch=items, use_cache=False,
+                output_router_logits=True)  # fmt: skip
+    weight = model.router_aux_loss_coef
+    return out.loss - weight * out.aux_loss + weight * labels_of(samples) / items * out.aux_loss
+
+
+def _rounds_in_one_process(model: Any, samples: Samples, rounds: list[list[int]]) -> Run:
+    total = 0.0
+    for chosen in rounds:
+        loss = _of_round(model, [samples[i] for i in chosen], labels_of(samples))
+        loss.backward()
+        total += float(loss.detach())
+    return Run(total, torch.zeros(1), gradients(model), None)
+
+
+ROUTED = (38, 40, 36)
+
+
+def _routed(room: int, truth: Any, fsdp: bool) -> list[list[Group]]:
+    sp = sharding(data=2)
+    model = longspan.parallelize(build("Mixtral", output_router_logits=True, router_aux_loss_coef=0.3), sp, fsdp=fsdp)
+    loss, step = run_step(model, sp, samples_of(ROUTED), room, False)
+    if truth is not None:
+        check_loss(loss, truth)
+        check_gradients(gradients(model), truth)
+    return rounds_of(step)
+
+
+def test_router_loss_and_idle_ranks(pool4: RankPool) -> None:
+    rounds = pool4.run(_routed, 20, None, True)[0]
+    idle = [groups for groups in rounds if sum(group.width for group in groups) < 4]
+    assert idle and len(rounds) > 1, rounds
+    chosen = [[i for group in groups for i in group.samples] for groups in rounds]
+    model = build("Mixtral", output_router_logits=True, router_aux_loss_coef=0.3)
+    truth = truth_by(model, lambda m: _rounds_in_one_process(m, samples_of(ROUTED), chosen))
+    for fsdp in (True, False):
+        assert pool4.run(_routed, 20, truth, fsdp)[0] == rounds
+
+
+# --- the loader
+
+
+def test_steps_do_not_depend_on_the_mesh_and_resume() -> None:
+    """The order of samples, and where a step ends, follow from data and seed; a state continues with the next step."""
+    sp, model = longspan.SequenceSharding(longspan.init_mesh()), build("Llama")
+    samples = samples_of([5, 30, 8, 12, 40, 3, 9])
+
+    def loader() -> Any:
+        return longspan.elastic_batches(samples, sp, model, tokens_per_step=50, tokens_per_rank=40, epochs=2, seed=4)
+
+    whole = list(loader())
+    assert [step.tokens <= 50 for step in whole] == [True] * len(whole)
+    assert sum(step.tokens for step in whole) == 2 * 107
+    first, second = loader(), loader()
+    for number, _ in enumerate(first):
+        if number == 2:
+            second.load_state_dict(first.state_dict())
+            break
+    left = [torch.cat([batch["input_ids"][0] for batch in step]) for step in second]
+    expected = [torch.cat([batch["input_ids"][0] for batch in step]) for step in whole[3:]]
+    assert len(left) == len(expected) and all(map(torch.equal, left, expected))
+    other = longspan.elastic_batches(samples, sp, model, tokens_per_step=60, tokens_per_rank=40, seed=4)
+    with pytest.raises(LongspanError, match=r"tokens_per_step=50, these batches have 60"):
+        other.load_state_dict(first.state_dict())
+
+
+def test_collated_batches() -> None:
+    """Padded rows, packed documents and restarting positions become the same samples."""
+    ids = torch.tensor([[5, 6, 7, 0], [8, 9, 10, 11]])
+    mask = (ids > 0).long()
+    padded = samples_of_batch({"input_ids": ids, "labels": ids, "attention_mask": mask})
+    flat = ids[mask.bool()][None]
+    packed = {"input_ids": flat, "labels": flat}
+    positions = samples_of_batch({**packed, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])})
+    borders = samples_of_batch({**packed, "cu_seq_lens_q": torch.tensor([0, 3, 7])})
+    for made in (padded, positions, borders):
+        assert [sample.input_ids.tolist() for sample in made] == [[5, 6, 7], [8, 9, 10, 11]]
+    with pytest.raises(LongspanError, match="this one has input_ids, labels, pixel_values"):
+        samples_of_batch({"input_ids": ids, "labels": ids, "pixel_values": ids})
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ([1, 2], "item 7 of the data set must be"),
+        ({"input_ids": [[1]]}, "`input_ids` of item 7 must be a row of integers"),
+        ({"input_ids": [1.5]}, "`input_ids` of item 7 must be a row of integers"),
+        ({"input_ids": [1, 2], "labels": [1]}, "2 input_ids and 1 labels"),
+        ({"input_ids": [1, 2], "pixel_values": 1}, "has pixel_values"),
+    ],
+)
+def test_bad_items(item: Any, message: str) -> None:
+    with pytest.raises(LongspanError, match=message):
+        sample_of(item, 7)
+
+
+# --- what is refused, equally on every rank
+
+
+def _refusals() -> None:
+    sp = sharding()
+    with pytest.raises(LongspanError, match=r"sequence_width=2.*call sp.of_width\(1\) on every rank first"):
+        longspan.shard_batch({"input_ids": torch.ones(1, 4, dtype=torch.int64), "sequence_width": 2}, sp)
+    model = longspan.parallelize(build("Llama"), sp)
+    ids = torch.arange(3, 11)[None]
+    batch = {"input_ids": ids, "labels": ids}
+    with pytest.raises(LongspanError, match=r"call sp.of_width\(1\) on every rank first"):
+        model(**batch, sequence_width=2)
+    with pytest.raises(LongspanError, match="sample 1 has 0 tokens|length of sample 1"):
+        longspan.schedule([5, 0], sp, model, tokens_per_rank=8)
+    with pytest.raises(LongspanError, match=r"sample 0 has 70 tokens, and 4 ranks of 16 tokens hold 64; .*at least 5"):
+        longspan.schedule([70], sp, model, tokens_per_rank=16)
+    with pytest.raises(LongspanError, match=r"3 ranks cannot share a sequence in a group of 4; allowed are 1, 2, 4"):
+        model(**batch, sequence_width=3)
+    # Neighbours that disagree about their group, or about its batch.
+    with pytest.raises(LongspanError, match=r"`sequence_width` is .* on rank"):
+        model(**batch, sequence_width=2 if sp.rank < 3 else 1)
+    other = {key: x + (sp.rank == 1) for key, x in batch.items()}
+    with pytest.raises(LongspanError, match=r"ranks 1 were given another one than ranks 0 .*other values"):
+        model(**other, sequence_width=2)
+    mine = {key: x + sp.rank // 2 for key, x in batch.items()}  # two groups, two batches
+    model(**mine, sequence_width=2).loss.backward()
+    with pytest.raises(LongspanError, match=r"same full batch"):
+        model(**mine)
+
+
+def test_refusals(pool4: RankPool) -> None:
+    pool4.run(_refusals)
+
+
+@on_ranks(2)
+def test_a_classifier_is_refused() -> None:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, pad_token_id=0
+    )
+    sp = sharding()
+    model = longspan.parallelize(transformers.LlamaForSequenceClassification(config), sp)
+    sp.of_width(1)
+    with pytest.raises(LongspanError, match="a loss of rows"):
+        longspan.elastic_batches([], sp, model, tokens_per_step=8, tokens_per_rank=8)
+    with pytest.raises(LongspanError, match="`sequence_width=1` chooses the ranks of one batch, but .* loss of rows"):
+        model(input_ids=torch.ones(1, 4, dtype=torch.int64), sequence_width=1)
