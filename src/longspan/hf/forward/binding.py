@@ -135,7 +135,7 @@ def _count_global_positions(sp: SequenceSharding, cache: str) -> Callable[..., A
                         f"of these rows differ; give one row (longspan.pack_tree makes one)"
                     )
                 positions = of_rows[0]
-            elif info.elastic and info.segments is not None:  # packed, but counted as if each sample were alone
+            elif info.elastic and info.segments and info.segments[0]:  # packed, but counted as if each were alone
                 starts = positions.new_tensor([start for start, _ in info.segments[0]])
                 positions = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
         return args, kwargs if positions is None else {**kwargs, cache: _TokensBefore(positions)}
