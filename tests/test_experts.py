@@ -14,6 +14,7 @@ from longspan import LongspanError
 from longspan.core.memory import Memory
 from longspan.hf.experts import ExpertLayout
 from longspan.hf.preconditions import ParallelizeOptions, check_alone
+from tests import pictures
 from tests.choose import confirming
 from tests.fakes import fake_world
 from tests.models import Truth, batch, build, compare, gradients, rows_of, truth_of
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 Case = tuple[dict[str, int], dict[str, Any]]
 
+PICTURES: pictures.Rows = (*pictures.ROWS, pictures.ROWS[1])
 TILES = Memory(tiled_mlp=3, checkpointing="full")
 GLM: dict[str, Any] = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
@@ -85,6 +87,19 @@ def test_on_two_and_eight_ranks(pool2: Any, pool8: Any) -> None:
     pool2.run(_compare, "Qwen3Moe", changes, [({"ulysses": 2}, {"experts": 2})], truth, timeout=180)
     case: Case = {"data": 2, "ring": 2, "ulysses": 2}, {"experts": 4}
     pool8.run(_compare, "Qwen3Moe", changes, [case], truth, timeout=180)
+
+
+def _compare_with_pictures(truth: Truth) -> None:
+    """One replica has no video."""
+    sp = sharding({"data": 2, "ulysses": 2})
+    mine = pictures.batch("Qwen3VLMoe", PICTURES, keep=(2 * sp.data_rank, 2 * sp.data_rank + 1))
+    model = longspan.parallelize(pictures.build("Qwen3VLMoe"), sp, experts=4, memory="longest").train()
+    compare(truth, model, {}, sp, mine)
+
+
+@pytest.mark.confirms
+def test_text_of_a_vision_language_model(pool4: Any) -> None:
+    pool4.run(_compare_with_pictures, pictures.truth_about("Qwen3VLMoe", PICTURES), timeout=180)
 
 
 def _lora(model: Any) -> Any:
@@ -162,6 +177,20 @@ def _loaded(folder: Path) -> None:
 def test_loaded_shard_by_shard_and_generation(pool4: Any, tmp_path: Path) -> None:
     a_model("Qwen3Moe", num_experts=7).save_pretrained(tmp_path)
     pool4.run(_loaded, tmp_path, timeout=180)
+
+
+@on_ranks(2)
+def test_an_optimizer_in_the_backward_and_log_probabilities_are_those_of_fsdp_alone() -> None:
+    sp, found = sharding({"data": 2}), []
+    rows = rows_of(batch(), sp.data_rank, sp.data_size)
+    memory = Memory(checkpointing="selective", layers_per_checkpoint=2)
+    for experts in (1, 2):
+        model = longspan.parallelize(a_model("Qwen3Moe"), sp, experts=experts, memory=memory)
+        updates = longspan.optimizer_in_backward(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        model(**rows).loss.backward()
+        logprobs = longspan.token_logprobs(model.eval(), rows)[0]
+        found.append((updates.grad_norm(), float(logprobs.detach().sum())))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 @on_ranks(2)
