@@ -136,6 +136,7 @@ OTHERS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "tensor": ("Llama", TENSOR, {}),
     "megatron-sp": ("Llama", TENSOR, {"tensor_style": "megatron-sp"}),
     "longest": ("Llama", {}, {"memory": "longest"}),
+    "experts": ("Mixtral", {}, {"experts": 4, "memory": "longest"}),  # tokens go to ranks that compute other samples
     "auto": ("Llama", {}, {"memory": "auto"}),
 }
 
