@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from longspan import cli
 from longspan.bench import BenchConfig, run, worker
@@ -29,7 +30,7 @@ from longspan.bench.hardware import (
 )
 from longspan.bench.links import Fit, bytes_sent, fit
 from longspan.bench.meters import count_sent, median_seconds
-from longspan.bench.output import print_hardware
+from longspan.bench.output import _print_rows, print_hardware
 from longspan.core.errors import LongspanError
 from longspan.core.sections import make, options, replace
 from longspan.plan import Job, Mesh, read_model
@@ -53,6 +54,17 @@ def _hardware(links: dict[str, dict[str, Fit]], **changes: Any) -> MeasuredHardw
 
 
 # --- the fit
+
+
+def test_a_narrow_terminal_gets_all_cells_in_several_tables() -> None:
+    names = ["method", *(f"column {number}" for number in range(9))]
+    rows = [[f"method {row}", *(f"{row}.{number} ms" for number in range(9))] for row in range(2)]
+    for width, tables in ((200, 1), (80, 2), (20, 9)):
+        console = Console(file=io.StringIO(), width=width, highlight=False)
+        _print_rows(console, names, rows, keys=1, title="512 tokens")
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        assert text.count("method 1") == tables
+        assert all(cell in text for cells in rows for cell in cells) and "…" not in text
 
 
 def test_a_fit_recovers_latency_and_bandwidth() -> None:

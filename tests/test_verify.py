@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -614,6 +616,17 @@ def test_many_layers_and_ranks_fit_a_screen(capsys: pytest.CaptureFixture[str]) 
     assert next(row for row in rows if row[:2] == ["attention", "o"])[:3] == ["attention", "o", "(80)"]
     assert {row[0] for row in rows if row and row[-1] == "FAIL"} >= {"40", "63"}
     assert next(row for row in rows if row[:2] == ["...", "48"])[-1] == "ok"
+
+
+def test_a_terminal_of_80_columns_shows_every_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with io.StringIO() as file:
+        monkeypatch.setattr(file, "isatty", lambda: True, raising=False)
+        print_table(_made_up(2, 2, (1,)), file)
+        lines = [re.sub(r"\x1b\[[\d;]*m", "", line).rstrip() for line in file.getvalue().splitlines()]
+    assert max(map(len, lines)) <= 80
+    assert sum(line.endswith("FAIL") for line in lines) == 2  # the gradient, and rank 1
+    assert sum(line.endswith(" ok") for line in lines) >= 6
 
 
 def test_exit_code_follows_the_report(
