@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import is_dataclass
@@ -398,3 +399,14 @@ def test_ranks_with_an_error_wait_for_the_first_rank_of_their_machine(
         stopped = isinstance(outcome, Stopped)
         assert capsys.readouterr().err == ("longspan: stopped by SIGTERM\n" if stopped and local_rank == "0" else said)
         assert waits == ([] if stopped else waited)
+
+
+def test_help_fits_80_columns_and_names_no_empty_default(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in cli.COMMANDS:
+        assert cli.main([command, "--help"]) == 0
+        text = capsys.readouterr().out
+        assert max(map(len, text.splitlines())) <= 80, command
+        assert not re.search(r"\(default:\s*(None)?\)", text), command
