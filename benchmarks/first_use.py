@@ -128,7 +128,7 @@ def write_chats(folder: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tests.chatting import chat, make_tokenizer, write_rows
+    from tests.chats import chat, make_tokenizer, write_rows
 
     tokenizer = make_tokenizer()
     torch.manual_seed(0)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.common import command, environment, table, write_report  # noqa: E402
-from tests.chatting import GENERATION, chat, make_tokenizer, write_rows  # noqa: E402
+from tests.chats import GENERATION, chat, make_tokenizer, write_rows  # noqa: E402
 
 OPTIMIZER = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "clip": 1.0}
 

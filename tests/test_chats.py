@@ -25,7 +25,7 @@ from longspan.data import (
 )
 from longspan.data.chats import LossOn
 from longspan.train import TrainConfig
-from tests.chatting import CHATML, GENERATION, chat, make_tokenizer, write_rows
+from tests.chats import CHATML, GENERATION, chat, make_tokenizer, write_rows
 from tests.pool import RankPool
 from tests.training import log_of, losses_of, small_run, train, train_on, write_config
 

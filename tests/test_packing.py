@@ -28,7 +28,7 @@ from longspan.data import (
 )
 from longspan.data.packing import best_fit
 from longspan.data.stream import collate
-from tests.chatting import write_rows
+from tests.chats import write_rows
 from tests.pool import RankPool
 from tests.training import log_of, small_run, train, write_config
 

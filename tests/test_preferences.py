@@ -18,7 +18,7 @@ from longspan.train import TrainConfig
 from longspan.train.inputs import open_local
 from longspan.train.memory_choice import reference_bytes, resolve
 from longspan.train.preview import preview
-from tests.chatting import CHATML, make_tokenizer, write_rows
+from tests.chats import CHATML, make_tokenizer, write_rows
 from tests.choose import confirming
 from tests.pool import RankPool
 from tests.training import LLAMA, log_of, refused, train, train_on

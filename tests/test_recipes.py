@@ -16,7 +16,7 @@ from longspan.cli_values import read_flags
 from longspan.core.sections import make
 from longspan.recipes import recipes
 from longspan.train import TrainConfig
-from tests.chatting import chat, make_tokenizer, write_rows
+from tests.chats import chat, make_tokenizer, write_rows
 from tests.training import LLAMA
 
 ROOT = Path(__file__).parents[1]
