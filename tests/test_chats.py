@@ -133,7 +133,7 @@ def test_malformed_rows_are_refused_by_file_and_row(chatml: Any) -> None:
     robot = [{"role": "robot", "content": "x"}]
     _refused(at + r": message 1 has the unknown role 'robot'; use system, developer", chatml, messages=robot)
     picture = [{"role": "user", "content": [{"type": "image"}]}]
-    _refused(at + r": message 1 holds image; `train` reads text only", chatml, messages=picture)
+    _refused(at + r": message 1 holds image; images are read with --format images", chatml, messages=picture)
     _refused(at + r": the content of message 1 is int", chatml, messages=[{"role": "user", "content": 3}])
     _refused(at + r" has `tools` that are no JSON", chatml, messages=chat(1), tools="[")
     _refused(at + r" needs a `prompt` and a `completion`, both texts", chatml, "completion", prompt="a", completion=[])

@@ -7,6 +7,7 @@ as one array. Of a preference it contains the prompt with the chosen answer, the
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -17,11 +18,13 @@ import numpy as np
 
 from longspan.core.errors import LongspanError
 from longspan.core.validation import format_value
+from longspan.data.images import read_image
 from longspan.data.rows import Kind
 from longspan.hf.pretrained import first_line
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from torch import Tensor
 
     Ids = NDArray[np.int64]
     Span = tuple[int, int]
@@ -32,6 +35,12 @@ LossOn = Literal["assistant", "last", "all"]
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _IGNORED = -100  # Hugging Face's label without a loss
 _MEDIA = ("image", "image_url", "video", "audio", "input_audio")
+_MARKED = (
+    "{% for text, trained in parts %}{% if trained %}{% generation %}{{ text }}{% endgeneration %}{% else %}{{ text }}"
+    "{% endif %}{% endfor %}"
+)
+"""A template of a text that is written already, with marks on what is trained."""
+
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -43,11 +52,15 @@ class RowTokenizer:
         tokenizer: the Hugging Face tokenizer.
         loss_on: which tokens of a chat, or of a prompt with its completion, have a loss.
         vocabulary: ids that the model knows; None does not check.
+        processor: of a vision-language model, for chats with images; it has the same tokenizer.
+        placeholders: ids of tokens whose embeddings come from images.
     """
 
     tokenizer: Any
     loss_on: LossOn = "assistant"
     vocabulary: int | None = None
+    processor: Any = None
+    placeholders: tuple[int, ...] = ()
 
     def ids(self, text: str, kind: Kind, where: str) -> Ids:
         """Return the ids of a row (`longspan.data.rows.Document`), `~id` where a token has no loss.
@@ -56,11 +69,14 @@ class RowTokenizer:
             LongspanError: naming the row, if it is malformed, the template refuses it, or it has nothing to learn.
         """
         row = json.loads(text)
-        encode = {
-            "chat": self._chat, "completion": self._completion, "ids": self._given, "preference": self._preference
-        }[kind]  # fmt: skip
-        ids, spans = encode(row, where)
-        if self.loss_on == "all" and kind not in ("ids", "preference"):
+        if kind == "images":
+            ids, spans, _ = self._images(row, where)
+        else:
+            encode = {
+                "chat": self._chat, "completion": self._completion, "ids": self._given, "preference": self._preference
+            }[kind]  # fmt: skip
+            ids, spans = encode(row, where)
+        if self.loss_on == "all" and kind not in ("ids", "images", "preference"):
             return ids
         marked = ~ids
         for start, end in spans:
@@ -69,10 +85,62 @@ class RowTokenizer:
             raise LongspanError(f"{where} has no token with a loss: every label is masked")
         return marked
 
+    # --- chats with images
+
+    def pictures(self, text: str, where: str, ids: Ids) -> dict[str, Tensor]:
+        """Return what the processor makes of a row's images; `ids` are the row's.
+
+        Raises:
+            LongspanError: naming the row, also if its images are no longer those that the ids were made with.
+        """
+        again, _, tensors = self._images(json.loads(text), where)
+        if not np.array_equal(again, ids):
+            raise LongspanError(f"{where}: an image has changed its size since the row was tokenised; keep the files")
+        return tensors
+
+    def _images(self, row: dict[str, Any], where: str) -> tuple[Ids, list[Span], dict[str, Tensor]]:
+        """Return ids, spans with a loss, and the processor's other tensors. The turns with a loss are found in the
+        text as those of other chats; then the processor replaces each image in it by placeholders.
+        """
+        if self.processor is None:
+            raise LongspanError(f"{where} has images, and the data to train on has none; give --format images for both")
+        before, spans = self._chat(row, where)
+        images = [read_image(reference, f"{where}: the image") for reference in row["images"]]
+        text = self._renderer(row, where)(row["messages"])
+        offsets = self._encoded(text)[1]
+        if self.loss_on == "all":
+            spans = [(0, len(before))]
+        borders = [0, *(offsets[i][side] for a, b in spans for i, side in ((a, 0), (b - 1, 1))), len(text)]
+        parts = [(text[a:b], bool(i % 2)) for i, (a, b) in enumerate(itertools.pairwise(borders)) if a < b]
+        try:
+            out = self.processor.apply_chat_template(
+                [{"role": "user", "content": []}], chat_template=_MARKED, parts=parts, tokenize=True, return_dict=True,
+                return_assistant_tokens_mask=True, return_tensors="pt",
+                processor_kwargs={"images": images or None, "add_special_tokens": False, "return_tensors": "pt"},
+            )  # fmt: skip
+        except Exception as error:  # processors raise any kind
+            raise LongspanError(f"{where}: the model's processor refuses it: {first_line(error)}") from error
+        ids = out["input_ids"][0].numpy()
+        mask = np.asarray(out["assistant_masks"])[0].astype(bool)
+        shown = np.isin(ids, self.placeholders)
+        if bool(shown.any()) != bool(images):
+            raise LongspanError(
+                f"{where} has {len(images)} images, and {int(shown.sum())} placeholders for them after the chat "
+                "template and the processor; give a template that writes images by --chat-template, and no "
+                "placeholders in texts"
+            )
+        if self.loss_on != "all" and not np.array_equal(ids[mask], np.concatenate([before[a:b] for a, b in spans])):
+            raise LongspanError(
+                f"{where}: the model's processor ({type(self.processor).__name__}) does not tell which tokens are the "
+                "assistant's beside images; use --loss-on all, or another version of transformers"
+            )
+        others = {key: x for key, x in out.items() if key not in ("input_ids", "assistant_masks", "attention_mask")}
+        return ids, _runs(mask & ~shown), others
+
     # --- chats
 
     def _chat(self, row: dict[str, Any], where: str) -> tuple[Ids, list[Span]]:
-        messages = check_messages(row["messages"], where, self._template)
+        messages = check_messages(row["messages"], where, self._template, images="images" in row)
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         render = self._renderer(row, where)
         if self.loss_on == "all":
@@ -103,9 +171,7 @@ class RowTokenizer:
     def _by_generation_mask(self, render: Callable[..., Any], messages: Any) -> tuple[Ids, list[Span]]:
         out = render(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         mask = np.asarray(out["assistant_masks"], dtype=np.int8)
-        edges = np.flatnonzero(np.diff(mask, prepend=0, append=0))
-        spans = [(int(start), int(end)) for start, end in zip(edges[::2], edges[1::2], strict=True)]
-        return np.asarray(out["input_ids"], dtype=np.int64), spans
+        return np.asarray(out["input_ids"], dtype=np.int64), _runs(mask)
 
     @property
     def _template(self) -> str:
@@ -219,8 +285,7 @@ class RowTokenizer:
                 f"{where}: label {wrong[0]} is {given[wrong[0]]}, and the id there {array[wrong[0]]}; a label is the "
                 f"id at its place (not shifted), or {_IGNORED} for no loss"
             )
-        edges = np.flatnonzero(np.diff(trained.astype(np.int8), prepend=0, append=0))
-        return array, [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+        return array, _runs(trained)
 
     # --- characters to tokens
 
@@ -274,6 +339,12 @@ def answers_of(ids: Ids) -> list[Ids]:
     return [ids[:border], ids[border:]]
 
 
+def _runs(mask: NDArray[Any]) -> list[Span]:
+    """Return the runs of ones in a mask."""
+    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
+    return [(int(start), int(end)) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
 def _check_prefix(prefix: str, text: str, turn: int, where: str) -> None:
     if not text.startswith(prefix):
         raise LongspanError(
@@ -283,8 +354,10 @@ def _check_prefix(prefix: str, text: str, turn: int, where: str) -> None:
         )
 
 
-def check_messages(messages: Any, where: str, template: str, column: str = "messages") -> list[dict[str, Any]]:
-    """Return a chat's messages if they are well-formed and their roles are known.
+def check_messages(
+    messages: Any, where: str, template: str, column: str = "messages", *, images: bool = False
+) -> list[dict[str, Any]]:
+    """Return a chat's messages if they are well-formed, their roles are known, and they have no media but `images`.
 
     A role is known if it is one of the usual ones, or if the template names it.
     """
@@ -304,9 +377,12 @@ def check_messages(messages: Any, where: str, template: str, column: str = "mess
             raise LongspanError(f"{where}: the content of message {number} is {type(content).__name__}, not text")
         for part in content if isinstance(content, list) else ():
             media = part.get("type") if isinstance(part, dict) else None
-            if media in _MEDIA:
-                raise LongspanError(
-                    f"{where}: message {number} holds {media}; `train` reads text only. Train a vision-language model "
-                    "with `longspan.parallelize` in a script"
+            if media in _MEDIA and not (images and media == "image"):
+                hint = (
+                    "images are read with --format images"
+                    if media == "image"
+                    else "`train` reads text, and images as content parts of the type image. Train on others with "
+                    "`longspan.parallelize` in a script"
                 )
+                raise LongspanError(f"{where}: message {number} holds {media}; {hint}")
     return messages

@@ -20,6 +20,7 @@ from longspan.data.chats import answers_of
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from longspan.data.rows import Kind
     from longspan.data.stream import Piece, Sequence
 
     Ids = NDArray[np.int64]
@@ -67,7 +68,7 @@ class WholeDocuments:
     Args:
         context: tokens of a sequence; it may be shorter.
         window: documents of about this many sequences are packed at a time; 0: a document is a sequence.
-        too_long: what happens to longer documents. Those without a loss are left out.
+        too_long: what happens to longer documents. Those with images, or without a loss, are left out.
         state: of the sequence to resume after.
         data: `--data`, for messages.
     """
@@ -117,19 +118,20 @@ class WholeDocuments:
             if piece.last:
                 whole = np.concatenate(parts) if len(parts) > 1 else ids
                 parts = []
-                fitted = self._fitted(whole, piece.document.kind == "preference")
+                fitted = self._fitted(whole, piece.document.kind)
                 read, used = read + 1, used + (len(fitted) > 0)
                 yield _Whole(dataclasses.replace(piece.without_text(), number=0), fitted)
 
-    def _fitted(self, ids: Ids, preference: bool) -> Ids:
-        reason, parts = "", answers_of(ids) if preference else [ids]
+    def _fitted(self, ids: Ids, kind: Kind) -> Ids:
+        reason, parts = "", answers_of(ids) if kind == "preference" else [ids]
         if len(ids) > self.context:
             reason = "truncated"
-            most = max(self.context - min(map(len, parts)), self.context // 2) if preference else self.context
+            most = max(self.context - min(map(len, parts)), self.context // 2) if kind == "preference" else self.context
             parts = [part[:most] for part in parts]
-        if (reason and self.too_long == "drop") or not all((part[1:] >= 0).any() for part in parts):
+        drop = self.too_long == "drop" or kind == "images"  # it might lose some
+        if (reason and drop) or not all((part[1:] >= 0).any() for part in parts):
             reason, parts = "left_out", [ids[:0]]
-        ids = np.concatenate(parts) if preference else parts[0]
+        ids = np.concatenate(parts) if kind == "preference" else parts[0]
         if reason and not self._counted:
             self._counts[reason] += 1
         return ids
@@ -152,12 +154,14 @@ class WholeDocuments:
             starts = np.cumsum([0, *map(len, parts)])[:-1]
             names = ("", ", rejected")  # of parts
             where = tuple(d.piece.document.where + names[i] for d in documents for i in range(len(d.parts)))
+            shown = documents[0].piece.document if documents[0].piece.document.kind == "images" else None
             made = [
                 make_sequence(
                     np.concatenate(parts),
                     tuple(int(start) for start in starts),
                     {"piece": 0, "token": 0, **state},
                     where,
+                    shown,
                 )
             ]
             del documents, parts

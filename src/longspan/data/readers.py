@@ -114,7 +114,7 @@ class LocalFiles:
         row = check_object(row, self.text_field, where)
         if file not in self._kinds:
             self._kinds[file] = kind_of(row, self.text_field, self.format, where)
-        return document_of(row, self._kinds[file], self.text_field, where)
+        return document_of(row, self._kinds[file], self.text_field, where, file.parent)
 
     def _open_parquet(self, file: Path) -> Any:
         import pyarrow as pa
@@ -154,7 +154,7 @@ class LocalFiles:
                         row = {name: batch.column(name)[index].as_py() for name in columns}
                         self._at["row"] = first + index + 1
                         where = f"--data {file}, row {self._at['row']}"
-                        yield document_of(without_nulls(row), kind, self.text_field, where)
+                        yield document_of(without_nulls(row), kind, self.text_field, where, file.parent)
                     first += batch.num_rows
         except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
             _unreadable(file, error)

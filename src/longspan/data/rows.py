@@ -5,30 +5,34 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from longspan.core.errors import LongspanError
 from longspan.core.validation import format_value
+from longspan.data.images import has_images, with_references
 
-Kind = Literal["text", "chat", "completion", "ids", "preference"]
+Kind = Literal["text", "chat", "images", "completion", "ids", "preference"]
 """What a document is: the values of --format, next to "auto", and with --dpo "preference"."""
 
 Format = Literal["auto"] | Kind
 
 NEEDED: dict[Kind, tuple[str, ...]] = {
     "chat": ("messages",),
+    "images": ("messages",),
     "completion": ("prompt", "completion"),
     "ids": ("input_ids",),
     "preference": ("chosen", "rejected"),
 }
-"""The columns by which a row is recognised; text has the column --text-field. "preference" must be asked for: such rows
-often have `messages`, too.
+"""The columns by which a row is recognised; text has the column --text-field. Images are those of chats. "preference"
+must be asked for: such rows often have `messages`, too.
 """
 
-_RECOGNISED = ("text", "chat", "completion", "ids")
+_RECOGNISED = ("text", "chat", "images", "completion", "ids")
 _TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
 _READ: dict[Kind, tuple[str, ...]] = {
     "chat": ("messages", *_TEMPLATE_COLUMNS),
+    "images": ("messages", "images", *_TEMPLATE_COLUMNS),
     "completion": ("prompt", "completion", *_TEMPLATE_COLUMNS),
     "ids": ("input_ids", "labels"),
     "preference": ("prompt", "chosen", "rejected", *_TEMPLATE_COLUMNS),
@@ -56,7 +60,7 @@ def flag_of(asked: Format) -> str:
 
 
 def kind_of(columns: Iterable[str], text_field: str, asked: Format, where: str) -> Kind:
-    """Return the kind of the rows that have these columns.
+    """Return the kind of the rows that have these columns. Given a row, "auto" also finds images in its messages.
 
     Raises:
         LongspanError: if the columns of the asked kind are missing, or `asked` is "auto" and no kind or several match.
@@ -64,6 +68,9 @@ def kind_of(columns: Iterable[str], text_field: str, asked: Format, where: str) 
     names = list(columns)
     needed = {**NEEDED, "text": (text_field,)}
     found = [kind for kind in needed if set(needed[kind]) <= set(names) and kind in (asked, *_RECOGNISED)]
+    if asked == "auto" and "chat" in found:
+        row = columns if isinstance(columns, dict) else dict.fromkeys(names)
+        found.remove("chat" if has_images(row) else "images")
     if asked != "auto":
         if asked not in found:
             raise _missing(asked, text_field, names, where)
@@ -94,8 +101,8 @@ def columns_of(kind: Kind, text_field: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if name in wanted]
 
 
-def document_of(row: dict[str, Any], kind: Kind, text_field: str, where: str) -> Document:
-    """Return a row as a document.
+def document_of(row: dict[str, Any], kind: Kind, text_field: str, where: str, folder: Path | None = None) -> Document:
+    """Return a row as a document; `folder` is where relative paths of images begin.
 
     Raises:
         LongspanError: for a row without the columns of its kind, a text that is none, or values that are no JSON.
@@ -106,6 +113,8 @@ def document_of(row: dict[str, Any], kind: Kind, text_field: str, where: str) ->
     if kind == "text":
         return Document(checked_text(row[text_field], f"the field {text_field!r} of {where},"), kind, where)
     columns = {name: row[name] for name in columns_of(kind, text_field, row) if row[name] is not None}
+    if kind == "images":
+        columns = with_references(columns, folder, where)
     try:
         return Document(json.dumps(columns, ensure_ascii=False), kind, where)
     except (TypeError, ValueError) as error:

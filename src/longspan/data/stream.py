@@ -110,6 +110,7 @@ class Sequence:
         state: where `SequenceStream` resumes after this sequence, as plain values for a checkpoint.
         trained: which tokens have a loss, bool [context]; None if all have.
         where: file or dataset with the row of each document in `starts`, for messages.
+        shown: a chat with images, which are read for its batch; it is the only document.
     """
 
     ids: NDArray[np.int64]
@@ -117,6 +118,7 @@ class Sequence:
     state: dict[str, Any]
     trained: NDArray[np.bool_] | None = None
     where: tuple[str, ...] = ()
+    shown: Document | None = None
 
     def spans(self, pack: Pack) -> list[tuple[int, int]]:
         """Return the runs of tokens [start, end) that attend to one another: the whole sequence, or each document.
@@ -134,13 +136,17 @@ class Sequence:
 
 
 def make_sequence(
-    tokens: NDArray[np.int64], starts: tuple[int, ...], state: dict[str, Any], where: tuple[str, ...] = ()
+    tokens: NDArray[np.int64],
+    starts: tuple[int, ...],
+    state: dict[str, Any],
+    where: tuple[str, ...] = (),
+    shown: Document | None = None,
 ) -> Sequence:
     """Return a sequence from ids that are stored as `~id` where they have no loss."""
     trained = tokens >= 0
     if trained.all():
-        return Sequence(tokens, starts, state, None, where)
-    return Sequence(np.where(trained, tokens, ~tokens), starts, state, trained, where)
+        return Sequence(tokens, starts, state, None, where, shown)
+    return Sequence(np.where(trained, tokens, ~tokens), starts, state, trained, where, shown)
 
 
 @dataclass(frozen=True)
@@ -157,6 +163,9 @@ class Piece:
         return self.document.text
 
     def without_text(self) -> Piece:
+        """Return the piece after it is tokenised; the references to images stay."""
+        if self.document.kind == "images":
+            return self
         return dataclasses.replace(self, document=dataclasses.replace(self.document, text=""))
 
 
@@ -321,10 +330,12 @@ def deal(
     data_rank: int,
     pack: Pack,
     context: int | None = None,
+    images: RowTokenizer | None = None,
 ) -> Iterator[StepBatch]:
     """Yield a data rank's batches: of every `batch` sequences, each `data_size`-th group of `micro_batch`.
 
-    Every rank reads all sequences and counts the labels of all, so no communication is needed.
+    Every rank reads all sequences and counts the labels of all, so no communication is needed. A rank reads the images
+    of its own micro-batches only, with the processor of `images`.
     """
 
     def next_step() -> StepBatch:
@@ -336,7 +347,7 @@ def deal(
             checksum = zlib.crc32(sequence.ids.tobytes(), checksum)
             checksum = checksum if sequence.trained is None else zlib.crc32(sequence.trained.tobytes(), checksum)
         return StepBatch(
-            micro_batches=[collate(group, pack, context) for group in groups[data_rank::data_size]],
+            micro_batches=[collate(group, pack, context, images) for group in groups[data_rank::data_size]],
             tokens=sum(len(sequence.ids) for sequence in step),
             padded=sum(len(group) * _padded_length(group, context) for group in groups),
             label_tokens=sum(sequence.label_tokens(pack) for sequence in step),
@@ -357,10 +368,13 @@ def _padded_length(sequences: list[Sequence], context: int | None) -> int:
     return min(-(-longest // _PADDED_TO) * _PADDED_TO, longest if context is None else max(context, longest))
 
 
-def collate(sequences: list[Sequence], pack: Pack, context: int | None = None) -> dict[str, torch.Tensor]:
+def collate(
+    sequences: list[Sequence], pack: Pack, context: int | None = None, images: RowTokenizer | None = None
+) -> dict[str, torch.Tensor]:
     """Return sequences as a model's inputs, padded to the longest, in steps of 64 tokens up to `context`.
 
-    Padding has no loss, and no token attends to it.
+    Padding has no loss, and no token attends to it. With `images`, the sequences are chats that may have images, which
+    are read here; the model computes the positions, as they depend on the images.
     """
     shape = len(sequences), _padded_length(sequences, context)
     input_ids, labels = torch.zeros(shape, dtype=torch.int64), torch.full(shape, _IGNORED)
@@ -376,11 +390,35 @@ def collate(sequences: list[Sequence], pack: Pack, context: int | None = None) -
             if pack != "stream":
                 labels[row, start] = _IGNORED  # no token of this document predicts its first one
     out = {"input_ids": input_ids, "labels": labels}
+    if images is not None:
+        return out | {"attention_mask": (documents >= 0).long()} | _pictures(sequences, shape, images)
     if pack != "stream":
         out["position_ids"] = positions
     if any(len(sequence.ids) < shape[1] for sequence in sequences):
         out |= {"position_ids": positions, "document_ids": documents}
     return out
+
+
+def _pictures(sequences: list[Sequence], shape: tuple[int, int], rows: RowTokenizer) -> dict[str, torch.Tensor]:
+    """Return what the processor makes of the images of a batch; values per token are padded with 0."""
+    out: dict[str, Any] = {}
+    for row, sequence in enumerate(sequences):
+        if sequence.shown is not None:
+            for key, x in rows.pictures(sequence.shown.text, sequence.shown.where, sequence.ids).items():
+                if key in ("mm_token_type_ids", "token_type_ids"):
+                    out.setdefault(key, x.new_zeros(shape))[row, : x.shape[1]] = x[0]
+                else:
+                    out[key] = _joined(out[key], x) if key in out else x
+    return out
+
+
+def _joined(*xs: torch.Tensor) -> torch.Tensor:
+    """Concatenate tensors, padded with 0 to the largest."""
+    largest = [max(sizes) for sizes in zip(*(x.shape[1:] for x in xs), strict=True)]
+    pads = [
+        [n for has, wanted in zip(x.shape[:0:-1], largest[::-1], strict=True) for n in (0, wanted - has)] for x in xs
+    ]
+    return torch.cat([torch.nn.functional.pad(x, pad) for x, pad in zip(xs, pads, strict=True)])
 
 
 @contextlib.contextmanager

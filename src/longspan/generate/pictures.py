@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from longspan.core.errors import LongspanError
-from longspan.hf.pretrained import first_line, takes_pictures, tokenizer_of
+from longspan.data.images import read_image
+from longspan.hf.pretrained import first_line, load_processor, takes_pictures, tokenizer_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,8 +31,14 @@ def encode(config: GenerateConfig, model_config: Any, text: str) -> tuple[NDArra
             f"--model {config.model} ({model_config.model_type}) reads text only; leave out --image and --video, or "
             "give a vision-language model"
         )
-    processor = _processor(config)
-    images = [_image(path) for path in config.image]
+    name = config.tokenizer or tokenizer_of("--model", config.model)
+    processor = load_processor(name)
+    if getattr(processor, "chat_template", None) is None:
+        raise LongspanError(
+            f"the processor of {name} has no chat template, which says where pictures are; give the folder of one that "
+            "has it with --tokenizer"
+        )
+    images = [read_image(path, "--image") for path in config.image]
     options: dict[str, Any] = {} if not images else {"images": images}
     if config.video is not None:
         options |= _video(config.video, config.fps, processor)
@@ -50,38 +57,6 @@ def encode(config: GenerateConfig, model_config: Any, text: str) -> tuple[NDArra
     taken = {*PICTURE_KEYS, IMAGE_TYPES.get(model_config.model_type)}
     pictures = {name: np.asarray(value) for name, value in made.items() if name in taken}
     return np.asarray(made["input_ids"][0], dtype=np.int64), pictures
-
-
-def _processor(config: GenerateConfig) -> Any:
-    from transformers import AutoProcessor
-
-    name = config.tokenizer or tokenizer_of("--model", config.model)
-    try:
-        processor = AutoProcessor.from_pretrained(name)
-        if getattr(processor, "image_processor", None) is None:
-            raise ValueError(f"it has a {type(processor).__name__} alone")
-    except Exception as error:  # of any kind
-        raise LongspanError(
-            f"{name} has no processor of images: {first_line(error)}; give the folder of one with --tokenizer, such as "
-            "that of the model that yours was made from"
-        ) from error
-    if getattr(processor, "chat_template", None) is None:
-        raise LongspanError(
-            f"the processor of {name} has no chat template, which says where pictures are; give the folder of one that "
-            "has it with --tokenizer"
-        )
-    return processor
-
-
-def _image(path: Path, flag: str = "--image") -> Any:
-    from PIL import Image
-
-    try:
-        with Image.open(path) as opened:
-            return opened.convert("RGB")
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or first_line(error)
-        raise LongspanError(f"{flag} {path} cannot be read as an image: {why}") from error
 
 
 def _video(path: Path, fps: float | None, processor: Any) -> dict[str, Any]:
@@ -104,7 +79,7 @@ def _video(path: Path, fps: float | None, processor: Any) -> dict[str, Any]:
     files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
     if not files:
         raise LongspanError(f"--video {path} holds no frames; give a folder of images, or a video file")
-    frames = np.stack([np.asarray(_image(file, "--video")) for file in files])
+    frames = np.stack([np.asarray(read_image(file, "--video")) for file in files])
     n, rate = len(files), fps or 2.0
     metadata = VideoMetadata(total_num_frames=n, fps=rate, duration=n / rate, frames_indices=list(range(n)))
     return {"videos": [frames], "video_metadata": [metadata], "do_sample_frames": False}

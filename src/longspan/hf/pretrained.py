@@ -143,6 +143,26 @@ def tokenizer_of(flag: str, name: str) -> str:
     return name if has_tokenizer(name) else base_of(flag, name)
 
 
+def load_processor(name: str) -> Any:
+    """Return the Hugging Face processor of a name or folder, which `--tokenizer` or `--model` gave.
+
+    Raises:
+        LongspanError: if it has none for images.
+    """
+    from transformers import AutoProcessor
+
+    try:
+        processor = AutoProcessor.from_pretrained(name)
+        if getattr(processor, "image_processor", None) is None:
+            raise ValueError(f"it has a {type(processor).__name__} alone")
+    except Exception as error:  # of any kind
+        raise LongspanError(
+            f"{name} has no processor of images: {first_line(error)}; give the folder of one with --tokenizer, such as "
+            "that of the model that yours was made from"
+        ) from error
+    return processor
+
+
 def read_model_config(flag: str, name: str, context: int, rope: RopeAsked = AS_IS) -> tuple[Any, RopeScaling | None]:
     """Read the Hugging Face config of a model, folder or file; return it with the RoPE scaling that was applied.
 

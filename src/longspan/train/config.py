@@ -22,8 +22,8 @@ class ModelSection(RopeFlags):
     """The model and its tokenizer."""
 
     model: str | None = None
-    """Name or folder of a Hugging Face causal LM to train further, or the folder of a LoRA adapter; the tower of a
-    vision-language model is frozen. Give this or --config."""
+    """Name or folder of a Hugging Face causal LM to train further, or the folder of a LoRA adapter; without images in
+    the data, the tower of a vision-language model is frozen. Give this or --config."""
     config: Path | None = None
     """A model's config.json: train it from random weights."""
     tokenizer: str | None = None
@@ -69,8 +69,9 @@ class DataSection:
     """Text, chats or token ids: a .txt (one document), .jsonl or .parquet file, a folder of these, "pydoc" (0.5 MB of
     English that comes with Python), or the name of a dataset on the Hugging Face hub (NAME or NAME:CONFIG). Several
     are interleaved, each with its share of all text by weight: a.jsonl=0.7 b/=0.3."""
-    format: Literal["auto", "text", "chat", "completion", "ids"] = "auto"
-    """What the rows of .jsonl, .parquet and datasets are. chat: `messages`, and optionally `tools`. completion:
+    format: Literal["auto", "text", "chat", "images", "completion", "ids"] = "auto"
+    """What the rows of .jsonl, .parquet and datasets are. chat: `messages`, and optionally `tools`. images: chats with
+    images, in a column `images` or in the messages, for a vision-language model. completion:
     `prompt` and `completion`, texts or messages. ids: `input_ids`, and optionally `labels`. text: --text-field. auto:
     by their columns."""
     text_field: str = "text"
@@ -92,7 +93,7 @@ class DataSection:
     """How documents (a text, a chat, a row) become sequences. stream: concatenated and cut; attention sees the whole
     sequence. documents: the same, and attention stays within a document. best-fit: whole documents, several to a
     sequence, each with its own attention; the rest is padding. none: a document is a sequence. auto: stream for
-    text, best-fit for other rows, documents for both together."""
+    text, best-fit for other rows, documents for both together; none with images."""
     pack_window: int = 32
     """With --pack best-fit, documents of about this many sequences are packed at a time. A larger window needs less
     padding, but more memory, and time before the first step."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -17,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from longspan.comm.errors import on_every_rank
 from longspan.data import ROUNDS_AHEAD, collate, merge_rounds, prefetch, rounds
 from longspan.hf.batch import shard_batch
 from longspan.hf.forward.logprobs import token_logprobs
+from longspan.hf.vision import PICTURE_KEYS
 from longspan.losses.cross_entropy import IGNORE
 from longspan.train.inputs import naming_eval_data
 from longspan.train.preferences import PairLoss
@@ -233,9 +236,18 @@ class Evaluator:
             while group := list(islice(sequences, config.sequences_per_forward)):
                 self.at("evaluating", step, unlimited=True)
                 mine = self._mine(group)
-                batch = collate(mine or group[:1], self.inputs.pack, config.context_tokens)  # forwards are collective
-                cut = shard_batch({key: x.to(sp.device) for key, x in batch.items()}, sp)
-                found = _sums_of_tokens(model, cut, lasts) if self.preferences is None else self.preferences.sums(cut)
+                chosen = mine or group[:1]  # forwards are collective
+                collated = functools.partial(
+                    collate, chosen, self.inputs.pack, config.context_tokens, self.inputs.images
+                )
+                # A rank may fail alone to read an image.
+                batch = collated() if self.inputs.processor is None else on_every_rank(collated, sp.host_group)
+                batch = {key: x.to(sp.device) for key, x in batch.items()}
+                cut = shard_batch({key: x for key, x in batch.items() if key not in PICTURE_KEYS}, sp)
+                if self.preferences is None:
+                    found = _sums_of_tokens(model, cut if self.inputs.processor is None else batch, cut, lasts)
+                else:
+                    found = self.preferences.sums(cut)
                 # Each rank of a sequence group has its own tokens, and all answers.
                 if mine and (self.preferences is None or sp.rank == 0):
                     sums = sums + found
@@ -277,11 +289,14 @@ class Evaluator:
         return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
 
-def _sums_of_tokens(model: Any, cut: dict[str, Any], lasts: Tensor) -> Tensor:
-    """Return the sum of losses and the number of tokens by bucket, whose last tokens are given: fp64 [buckets, 2]."""
+def _sums_of_tokens(model: Any, batch: dict[str, Any], cut: dict[str, Any], lasts: Tensor) -> Tensor:
+    """Return the sum of losses and the number of tokens by bucket, whose last tokens are given: fp64 [buckets, 2].
+
+    `cut` is this rank's part of `batch`, without pictures.
+    """
     # The input at position p sees p + 1 tokens.
     bucket = torch.bucketize(cut["position_ids"].expand_as(cut["labels"]) + 1, lasts).flatten()
-    found = torch.stack([-token_logprobs(model, cut), cut["labels"] != IGNORE], -1)  # 0 where there is no label
+    found = torch.stack([-token_logprobs(model, batch), cut["labels"] != IGNORE], -1)  # 0 where there is no label
     return found.new_zeros(len(lasts) + 1, 2, dtype=torch.float64).index_add_(0, bucket, found.double().flatten(0, 1))
 
 

@@ -31,7 +31,14 @@ from longspan.data import (
     split_weight,
 )
 from longspan.data.stream import Pack
-from longspan.hf.pretrained import base_of, language_model_class, read_model_config, without_dropout
+from longspan.hf.pretrained import (
+    base_of,
+    language_model_class,
+    load_processor,
+    read_model_config,
+    takes_pictures,
+    without_dropout,
+)
 from longspan.ranks import launch
 from longspan.train.config import DataSection, TrainConfig
 from longspan.train.trackers import check_installed
@@ -57,6 +64,7 @@ class Inputs:
         resume: the checkpoint to resume from, or None.
         passed_over: what is wrong with newer checkpoints than `resume`.
         evaluated: the documents of --eval-data, by the names of the sources.
+        processor: of a vision-language model, if the data has images; else None.
     """
 
     model_config: Any
@@ -68,11 +76,28 @@ class Inputs:
     resume: Checkpoint | None = None
     passed_over: tuple[str, ...] = ()
     evaluated: dict[str, DocumentSource | Mixture] = field(default_factory=dict)
+    processor: Any = None
 
     @property
     def pack(self) -> Pack:
         assert self.data.pack != "auto"
         return self.data.pack
+
+    @property
+    def rows(self) -> RowTokenizer:
+        rows = RowTokenizer(self.tokenizer, self.data.loss_on, self.model_config.get_text_config().vocab_size)
+        if self.processor is None:
+            return rows
+        from longspan.hf.vision import FAMILIES
+
+        encoders = [each for each in FAMILIES[self.model_config.model_type] if each.modality == "image"]
+        placeholders = tuple(getattr(self.model_config, each.token) for each in encoders)
+        return dataclasses.replace(rows, processor=self.processor, placeholders=placeholders)
+
+    @property
+    def images(self) -> RowTokenizer | None:
+        """Return the rows' tokenizer if the data has images, for `deal` and `collate`."""
+        return None if self.processor is None else self.rows
 
     def sequences(self, context: int) -> SequenceStream:
         """Return the sequences that are still to be trained on."""
@@ -103,7 +128,7 @@ class Inputs:
             TextTokenizer(self.tokenizer),
             context,
             state,
-            rows=RowTokenizer(self.tokenizer, self.data.loss_on, self.model_config.get_text_config().vocab_size),
+            rows=self.rows,
             pack=self.pack,
             too_long=self.data.too_long,
             window=self.data.pack_window,
@@ -128,11 +153,31 @@ def open_local(config: TrainConfig) -> Inputs:
     if config.data.chat_template is not None:
         tokenizer.chat_template = read_text("--chat-template", config.data.chat_template)
     source = open_source(config.data.data, config.data, config.seed)
+    processor = _open_processor(config, model_config, tokenizer) if "images" in source.kinds() else None
     data = dataclasses.replace(config.data, pack=resolve_pack(config.data, source))
     if not config.tuning.trains_all or config.optimizer.no_decay:
-        _check_names(config, model_config, rope)
-    identity = run_identity(config, model_config, tokenizer, source)
-    return Inputs(model_config, tokenizer, source, data, identity, rope, evaluated=_open_evaluated(config))
+        _check_names(config, model_config, rope, images=processor is not None)
+    identity = run_identity(config, model_config, tokenizer, source, processor)
+    evaluated = _open_evaluated(config)
+    return Inputs(model_config, tokenizer, source, data, identity, rope, evaluated=evaluated, processor=processor)
+
+
+def _open_processor(config: TrainConfig, model_config: Any, tokenizer: Any) -> Any:
+    """Return the model's processor with our tokenizer; both have the chat template that writes images."""
+    if not takes_pictures(model_config):
+        raise LongspanError(
+            f"--data {config.data.name} has images, and the model ({model_config.model_type}) has no vision tower that "
+            "longspan shards; give a vision-language model, or train on the text of chats alone by --format chat"
+        )
+    processor = load_processor(config.model.tokenizer_name)
+    if not tokenizer.is_fast:
+        raise LongspanError(
+            f"--tokenizer {config.model.tokenizer_name} is not a fast one, which chats with images need"
+        )
+    if config.data.chat_template is None and processor.chat_template is not None:
+        tokenizer.chat_template = processor.chat_template
+    processor.tokenizer, processor.chat_template = tokenizer, tokenizer.chat_template
+    return processor
 
 
 def open_source(names: Sequence[str], data: DataSection, seed: int) -> DocumentSource | Mixture:
@@ -154,8 +199,14 @@ def open_source(names: Sequence[str], data: DataSection, seed: int) -> DocumentS
 
 def resolve_pack(data: DataSection, source: DocumentSource | Mixture) -> Pack:
     """Return how documents become sequences; "auto" keeps chats and other rows whole, unless there is text too, which
-    may be much longer than the context and would be truncated.
+    may be much longer than the context and would be truncated. Chats with images are not packed.
     """
+    if "images" in source.kinds():
+        if data.pack not in ("auto", "none"):
+            raise LongspanError(
+                f"--pack {data.pack}: --data {data.name} has images, whose chats are not packed; give --pack none"
+            )
+        return "none"
     if data.pack != "auto":
         return data.pack
     kinds = source.kinds()
@@ -249,11 +300,12 @@ def finished(config: TrainConfig, inputs: Inputs) -> str | None:
     )
 
 
-def _check_names(config: TrainConfig, model_config: Any, rope: RopeScaling | None) -> None:
+def _check_names(config: TrainConfig, model_config: Any, rope: RopeScaling | None, *, images: bool) -> None:
     """Raise for patterns and targets that the model does not have, on a model without weights."""
     from longspan.train.tuning import matching, tuned
 
-    model = tuned(model_origin(config, model_config).on_meta(), config.tuning, config.seed, config.model.adapter)
+    empty = model_origin(config, model_config).on_meta()
+    model = tuned(empty, config.tuning, config.seed, config.model.adapter, images=images)
     matching(model, "--no-decay", config.optimizer.no_decay)
     adapter = config.tuning.lora is not None and config.tuning.lora_export == "adapter"
     if rope is not None and adapter and config.checkpoint.export != "never":
@@ -345,7 +397,7 @@ BATCH = "batch"
 
 
 def run_identity(
-    config: TrainConfig, model_config: Any, tokenizer: Any, source: DocumentSource | Mixture
+    config: TrainConfig, model_config: Any, tokenizer: Any, source: DocumentSource | Mixture, processor: Any = None
 ) -> dict[str, Any]:
     """Return what a resumed run must have in common with this one, as plain values for its checkpoints."""
     samples = sample_files(source.files)
@@ -367,6 +419,8 @@ def run_identity(
         # A checkpoint has neither the reference nor 4-bit weights.
         files = WeightFiles.find(base_of("--model", config.model.model))
         identity["reference" if without_lora else "base"] = files and zlib.crc32(str(files.digests()).encode())
+    if processor is not None:
+        identity["processor"] = processor.image_processor.to_dict()
     if samples:
         identity["data"] = [[*entry, samples.get(entry[0])] for entry in identity["data"]]
     plain: dict[str, Any] = json.loads(json.dumps(identity, default=str))

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from longspan import checkpoint
 from longspan.checkpoint.identity import flat
 from longspan.comm.consistency import gather_numbers
+from longspan.comm.errors import on_every_rank
 from longspan.comm.mesh import make_sharding
 from longspan.compat.torch_checkpoint import LOW_BIT, check_torchao
 from longspan.core.errors import LongspanError
@@ -60,7 +61,7 @@ from longspan.train.job import run_summary
 from longspan.train.length import length_of
 from longspan.train.memory_choice import reference_bytes
 from longspan.train.metrics import CommunicationSampler, Display, StepMetrics, model_flops, peak_flops, peak_memory
-from longspan.train.optimizer import clip_gradients, make_optimizer, make_scheduler
+from longspan.train.optimizer import clip_gradients, initialise, make_optimizer, make_scheduler
 from longspan.train.outputs import Outputs
 from longspan.train.preferences import Preferences
 from longspan.train.tuning import frozen, tuned
@@ -123,6 +124,8 @@ class Trainer:
             checkpoint.load(self.inputs.resume, self.model, self.optimizer, self.outputs.ranks)
             state = self.inputs.resume.state
             self.step, self.tokens, self.data_state = self.inputs.resume.step, state["tokens"], state["data"]
+        elif self.inputs.processor is not None:
+            initialise(self.model, self.optimizer)
         self.scheduler = make_scheduler(self.optimizer, config, self.step)
         self.started_step = self.step
         self.outputs.begin(self.step)
@@ -152,12 +155,13 @@ class Trainer:
         origin = model_origin(config, self.inputs.model_config)
         if reference and sharded and bf16:  # FSDP would cast it each time
             origin = dataclasses.replace(origin, dtype=torch.bfloat16)
+        images = self.inputs.processor is not None
         model = load_sharded(
             origin,
             sp,
             prepare=frozen
             if reference
-            else lambda model: tuned(model, config.tuning, config.seed, config.model.adapter),
+            else lambda model: tuned(model, config.tuning, config.seed, config.model.adapter, images=images),
             whole=config.tuning.dora,
             later=self.inputs.resume is not None and not reference and config.tuning.quantize == "none",
             fsdp=config.fsdp,
@@ -322,6 +326,7 @@ class Trainer:
             data_rank=self.sp.data_rank,
             pack=self.inputs.pack,
             context=config.context_tokens,
+            images=self.inputs.images,
         )
         if self.cpu_group is None:
             with prefetch(map(self._sharded, dealt(iter(stream)))) as batches:
@@ -330,9 +335,14 @@ class Trainer:
         mine = rounds(stream, config.sequences * config.context_tokens, self.sp.job_size, dist.get_rank(self.cpu_group))
         with prefetch(mine, depth=ROUNDS_AHEAD) as ahead:
             # Collectives run in this thread only. No full sequence is held during the step.
-            yield map(self._sharded, dealt(stream.pack(merge_rounds(ahead, self.cpu_group, config.data.name))))
+            steps = dealt(stream.pack(merge_rounds(ahead, self.cpu_group, config.data.name)))
+            if self.inputs.processor is not None:  # a rank may fail alone to read an image
+                steps = iter(functools.partial(on_every_rank, steps.__next__, self.cpu_group), None)
+            yield map(self._sharded, steps)
 
     def _sharded(self, step: StepBatch) -> StepBatch:
+        if self.inputs.processor is not None:  # the model cuts batches with images
+            return step
         return dataclasses.replace(step, micro_batches=[shard_batch(micro, self.sp) for micro in step.micro_batches])
 
     def _agree(self, batch: StepBatch, signum: int) -> int:

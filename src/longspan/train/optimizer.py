@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 
 from longspan.compat.torch_api import orthogonalized
@@ -102,6 +103,18 @@ class Muon(torch.optim.Optimizer):
             update = orthogonalized(update)
         p.mul_(1 - lr * weight_decay)
         p.add_(update, alpha=-lr * 0.2 * math.sqrt(max(p.shape)))
+
+
+def initialise(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Create the state of all trained weights, as it is before the first step.
+
+    Otherwise a checkpoint lacks the states of weights that have had no gradient (of a tower's unused layers, or before
+    the first image), and cannot be loaded.
+    """
+    get_optimizer_state_dict(model, optimizer)  # takes a step with a learning rate of 0
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"].zero_()
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig, done: int) -> Any:

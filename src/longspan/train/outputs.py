@@ -121,7 +121,7 @@ class Outputs:
                 path,
                 model,
                 inputs.model_config,
-                inputs.tokenizer,
+                inputs.processor or inputs.tokenizer,
                 dtype,
                 generation_config,
                 peft=self.config.tuning.lora_export,

@@ -21,16 +21,16 @@ from longspan.hf.weights.origin import with_adapter
 from longspan.train.config import TrainConfig, TuningSection
 
 
-def tuned(model: Any, options: TuningSection, seed: int, adapter: str | None = None) -> Any:
+def tuned(model: Any, options: TuningSection, seed: int, adapter: str | None = None, *, images: bool = False) -> Any:
     """Freeze weights of a loaded model, or put LoRA on it, or the LoRA of a folder; return it in training mode.
 
-    A vision tower is always frozen: text has no pictures. LoRA's random weights depend on the seed alone, so that all
-    ranks make the same.
+    A vision tower is frozen unless the data has `images`, and always with LoRA. LoRA's random weights depend on the
+    seed alone, so that all ranks make the same.
 
     Raises:
         LongspanError: if no weight is trained, or a pattern or target names none.
     """
-    for module in tower_modules(model):
+    for module in () if images else tower_modules(model):
         module.requires_grad_(False)
     if adapter is not None:
         base = model.config.name_or_path
