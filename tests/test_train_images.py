@@ -308,7 +308,10 @@ def test_bad_input_is_refused(folder: Path, tmp_path: Path) -> None:
     good, parts = ROWS[0], ROWS[0]["messages"]
     (folder / "broken.png").write_text("no pixels")
     bad = {**good, "images": ["broken.png"]}
-    refused(r"bad\.jsonl, line 2: the image \S+/broken\.png cannot be read as an image: cannot identify", [good, bad])
+    refused(
+        r"bad\.jsonl, line 2: the image \S+/broken\.png cannot be read as an image: cannot identify.* \[LS505\]$",
+        [good, bad],
+    )
     refused(
         r"line 1: the image \S+/none\.png cannot be read as an image: No such file", [{**good, "images": ["none.png"]}]
     )

@@ -88,7 +88,8 @@ def _low_bit_class(name: str) -> Any:
             continue
     raise LongspanError(
         f"--optimizer {name} needs torchao (torchao.optim.{LOW_BIT[name]}), which is missing or cannot be imported: "
-        'pip install ".[adamw8bit]" (torchao) on every machine, or leave --optimizer at adamw'
+        'pip install ".[adamw8bit]" (torchao) on every machine, or leave --optimizer at adamw',
+        code="LS101",
     )
 
 

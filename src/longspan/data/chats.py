@@ -82,7 +82,7 @@ class RowTokenizer:
         for start, end in spans:
             marked[start:end] = ids[start:end]
         if not (marked[1:] >= 0).any():
-            raise LongspanError(f"{where} has no token with a loss: every label is masked")
+            raise LongspanError(f"{where} has no token with a loss: every label is masked", code="LS502")
         return marked
 
     # --- chats with images
@@ -95,7 +95,9 @@ class RowTokenizer:
         """
         again, _, tensors = self._images(json.loads(text), where)
         if not np.array_equal(again, ids):
-            raise LongspanError(f"{where}: an image has changed its size since the row was tokenised; keep the files")
+            raise LongspanError(
+                f"{where}: an image has changed its size since the row was tokenised; keep the files", code="LS505"
+            )
         return tensors
 
     def _images(self, row: dict[str, Any], where: str) -> tuple[Ids, list[Span], dict[str, Tensor]]:
@@ -103,7 +105,9 @@ class RowTokenizer:
         text as those of other chats; then the processor replaces each image in it by placeholders.
         """
         if self.processor is None:
-            raise LongspanError(f"{where} has images, and the data to train on has none; give --format images for both")
+            raise LongspanError(
+                f"{where} has images, and the data to train on has none; give --format images for both", code="LS505"
+            )
         before, spans = self._chat(row, where)
         images = [read_image(reference, f"{where}: the image") for reference in row["images"]]
         text = self._renderer(row, where)(row["messages"])
@@ -119,7 +123,9 @@ class RowTokenizer:
                 processor_kwargs={"images": images or None, "add_special_tokens": False, "return_tensors": "pt"},
             )  # fmt: skip
         except Exception as error:  # processors raise any kind
-            raise LongspanError(f"{where}: the model's processor refuses it: {first_line(error)}") from error
+            raise LongspanError(
+                f"{where}: the model's processor refuses it: {first_line(error)}", code="LS505"
+            ) from error
         ids = out["input_ids"][0].numpy()
         mask = np.asarray(out["assistant_masks"])[0].astype(bool)
         shown = np.isin(ids, self.placeholders)
@@ -127,12 +133,14 @@ class RowTokenizer:
             raise LongspanError(
                 f"{where} has {len(images)} images, and {int(shown.sum())} placeholders for them after the chat "
                 "template and the processor; give a template that writes images by --chat-template, and no "
-                "placeholders in texts"
+                "placeholders in texts",
+                code="LS505",
             )
         if self.loss_on != "all" and not np.array_equal(ids[mask], np.concatenate([before[a:b] for a, b in spans])):
             raise LongspanError(
                 f"{where}: the model's processor ({type(self.processor).__name__}) does not tell which tokens are the "
-                "assistant's beside images; use --loss-on all, or another version of transformers"
+                "assistant's beside images; use --loss-on all, or another version of transformers",
+                code="LS505",
             )
         others = {key: x for key, x in out.items() if key not in ("input_ids", "assistant_masks", "attention_mask")}
         return ids, _runs(mask & ~shown), others
@@ -147,7 +155,8 @@ class RowTokenizer:
             return self._encoded(render(messages))[0], []
         if not turns:
             raise LongspanError(
-                f"{where} has no turn of the assistant, so nothing to learn; remove the row, or give --loss-on all"
+                f"{where} has no turn of the assistant, so nothing to learn; remove the row, or give --loss-on all",
+                code="LS502",
             )
         if self.loss_on == "last":
             turns = turns[-1:]
@@ -159,7 +168,8 @@ class RowTokenizer:
             if turn == 0:
                 raise LongspanError(
                     f"{where} begins with a turn of the assistant: only a chat template with {{% generation %}} says "
-                    "where it starts; remove the turn, or give such a template by --chat-template"
+                    "where it starts; remove the turn, or give such a template by --chat-template",
+                    code="LS502",
                 )
             before = render(messages[:turn], add_generation_prompt=True)
             after = render(messages[: turn + 1])
@@ -181,7 +191,8 @@ class RowTokenizer:
         if not template:
             raise LongspanError(
                 "the tokenizer has no chat template, which chats need; give one with --chat-template FILE.jinja, or "
-                "--tokenizer of an instruction-tuned model"
+                "--tokenizer of an instruction-tuned model",
+                code="LS503",
             )
         return str(template)
 
@@ -191,7 +202,9 @@ class RowTokenizer:
             try:
                 tools = json.loads(tools)
             except ValueError as error:
-                raise LongspanError(f"{where} has `tools` that are no JSON: {first_line(error)}") from error
+                raise LongspanError(
+                    f"{where} has `tools` that are no JSON: {first_line(error)}", code="LS502"
+                ) from error
 
         def render(messages: Any, **more: Any) -> Any:
             import jinja2
@@ -203,10 +216,13 @@ class RowTokenizer:
             except jinja2.TemplateSyntaxError as error:
                 raise LongspanError(
                     f"the chat template is no valid Jinja, at its line {error.lineno}: {first_line(error)}; correct "
-                    "it, or give another with --chat-template"
+                    "it, or give another with --chat-template",
+                    code="LS503",
                 ) from error
             except Exception as error:  # of a template, which may raise anything
-                raise LongspanError(f"{where}: the chat template refuses it: {first_line(error)}") from error
+                raise LongspanError(
+                    f"{where}: the chat template refuses it: {first_line(error)}", code="LS502"
+                ) from error
 
         return render
 
@@ -224,7 +240,8 @@ class RowTokenizer:
         if not (isinstance(prompt, str) and isinstance(completion, str)) or not completion:
             raise LongspanError(
                 f"{where} needs a `prompt` and a `{column}`, both texts or both lists of messages; it has "
-                f"{type(prompt).__name__} and {type(completion).__name__ if completion else f'an empty {column}'}"
+                f"{type(prompt).__name__} and {type(completion).__name__ if completion else f'an empty {column}'}",
+                code="LS502",
             )
         return self._texts(prompt, completion)
 
@@ -247,7 +264,7 @@ class RowTokenizer:
         """Return the ids of the two answers, each after the prompt, which by default is what both begin with."""
         if row.get("chosen") == row.get("rejected"):
             raise LongspanError(
-                f"{where}: `chosen` and `rejected` are the same, so neither is preferred; remove the row"
+                f"{where}: `chosen` and `rejected` are the same, so neither is preferred; remove the row", code="LS502"
             )
         if not isinstance(row.get("prompt"), type(row.get("chosen"))):  # none, or a text next to whole chats
             row = {**row, **common_prompt(row.get("chosen"), row.get("rejected"), where)}
@@ -256,7 +273,7 @@ class RowTokenizer:
         for column in ("chosen", "rejected"):
             answer, ((start, end),) = self._completion(row, where, column)
             if end <= (start := max(1, start)):  # no token predicts the first one
-                raise LongspanError(f"{where}: `{column}` has no token after the prompt; remove the row")
+                raise LongspanError(f"{where}: `{column}` has no token after the prompt; remove the row", code="LS502")
             before = sum(map(len, ids))
             ids, spans = [*ids, answer], [*spans, (before + start, before + end)]
         return np.concatenate(ids), spans
@@ -267,23 +284,29 @@ class RowTokenizer:
         ids, labels = row.get("input_ids"), row.get("labels")
         for name, values in (("input_ids", ids), ("labels", ids if labels is None else labels)):
             if not isinstance(values, list) or not values or not all(type(value) is int for value in values):
-                raise LongspanError(f"{where}: `{name}` must be a list of whole numbers, got {format_value(values)}")
+                raise LongspanError(
+                    f"{where}: `{name}` must be a list of whole numbers, got {format_value(values)}", code="LS501"
+                )
         array = np.asarray(ids, dtype=np.int64)
         if array.min() < 0 or (self.vocabulary is not None and array.max() >= self.vocabulary):
             raise LongspanError(
                 f"{where}: `input_ids` has the ids {array.min()} to {array.max()}; the model's vocabulary has 0 to "
-                f"{(self.vocabulary or 0) - 1}: tokenise the rows with the model's own tokenizer"
+                f"{(self.vocabulary or 0) - 1}: tokenise the rows with the model's own tokenizer",
+                code="LS501",
             )
         if labels is None:
             return array, [(0, len(array))]
         given = np.asarray(labels, dtype=np.int64)
         if given.shape != array.shape:
-            raise LongspanError(f"{where} has {len(array)} `input_ids` and {len(given)} `labels`; they need one each")
+            raise LongspanError(
+                f"{where} has {len(array)} `input_ids` and {len(given)} `labels`; they need one each", code="LS501"
+            )
         trained = given != _IGNORED
         if wrong := np.flatnonzero(trained & (given != array)).tolist():
             raise LongspanError(
                 f"{where}: label {wrong[0]} is {given[wrong[0]]}, and the id there {array[wrong[0]]}; a label is the "
-                f"id at its place (not shifted), or {_IGNORED} for no loss"
+                f"id at its place (not shifted), or {_IGNORED} for no loss",
+                code="LS501",
             )
         return array, _runs(trained)
 
@@ -311,7 +334,8 @@ class RowTokenizer:
                 around = text[max(0, character - 12) : character + 12]
                 raise LongspanError(
                     f"{where}: a token reaches over the border of a turn, at {around!r}; give a chat template with "
-                    "{% generation %} by --chat-template"
+                    "{% generation %} by --chat-template",
+                    code="LS502",
                 )
             return index
 
@@ -328,7 +352,9 @@ def common_prompt(chosen: Any, rejected: Any, where: str) -> dict[str, Any]:
         n -= 1
     if n == 0 and isinstance(chosen, list):
         raise LongspanError(
-            f"{where} has no `prompt` of messages, and `chosen` and `rejected` begin with different ones; give a prompt"
+            f"{where} has no `prompt` of messages, and `chosen` and `rejected` begin with different ones; give a "
+            "prompt",
+            code="LS502",
         )
     return {"prompt": chosen[:n], "chosen": chosen[n:], "rejected": rejected[n:]}
 
@@ -350,7 +376,8 @@ def _check_prefix(prefix: str, text: str, turn: int, where: str) -> None:
         raise LongspanError(
             f"{where}: what the chat template writes up to message {turn + 1} is no beginning of the whole chat (some "
             "remove earlier reasoning), so the assistant's tokens cannot be told apart; give a template with "
-            "{% generation %} by --chat-template, or train on the last turn alone by --loss-on last"
+            "{% generation %} by --chat-template, or train on the last turn alone by --loss-on last",
+            code="LS502",
         )
 
 
@@ -362,19 +389,26 @@ def check_messages(
     A role is known if it is one of the usual ones, or if the template names it.
     """
     if not isinstance(messages, list) or not messages:
-        raise LongspanError(f"{where}: `{column}` must be a list of messages, got {format_value(messages)}")
+        raise LongspanError(
+            f"{where}: `{column}` must be a list of messages, got {format_value(messages)}", code="LS502"
+        )
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             has = ", ".join(map(repr, message)) if isinstance(message, dict) else format_value(message)
-            raise LongspanError(f"{where}: message {number} of `{column}` needs `role` and `content`; it has {has}")
+            raise LongspanError(
+                f"{where}: message {number} of `{column}` needs `role` and `content`; it has {has}", code="LS502"
+            )
         role, content = message["role"], message.get("content")
         if role not in _ROLES and not re.search(rf"""["']{re.escape(role)}["']""", template):
             raise LongspanError(
                 f"{where}: message {number} has the unknown role {role!r}; use {', '.join(_ROLES)}, or a role that the "
-                "chat template names"
+                "chat template names",
+                code="LS502",
             )
         if not isinstance(content, str | list | None):
-            raise LongspanError(f"{where}: the content of message {number} is {type(content).__name__}, not text")
+            raise LongspanError(
+                f"{where}: the content of message {number} is {type(content).__name__}, not text", code="LS502"
+            )
         for part in content if isinstance(content, list) else ():
             media = part.get("type") if isinstance(part, dict) else None
             if media in _MEDIA and not (images and media == "image"):
@@ -384,5 +418,5 @@ def check_messages(
                     else "`train` reads text, and images as content parts of the type image. Train on others with "
                     "`longspan.parallelize` in a script"
                 )
-                raise LongspanError(f"{where}: message {number} holds {media}; {hint}")
+                raise LongspanError(f"{where}: message {number} holds {media}; {hint}", code="LS505")
     return messages

@@ -50,17 +50,23 @@ def with_references(row: dict[str, Any], folder: Path | None, where: str) -> dic
     if images and not parts:
         first = next((message for message in messages if message.get("role") == "user"), None)
         if first is None:
-            raise LongspanError(f"{where} has {len(images)} images, and no turn of the user to show them in")
+            raise LongspanError(
+                f"{where} has {len(images)} images, and no turn of the user to show them in", code="LS505"
+            )
         first["content"] = [{"type": "image"}] * len(images) + (first["content"] or [])
     elif images and any(found is not None for found in inline):
-        raise LongspanError(f"{where} has images both in the column `images` and in `messages`; give one of them")
+        raise LongspanError(
+            f"{where} has images both in the column `images` and in `messages`; give one of them", code="LS505"
+        )
     elif images and len(parts) != len(images):
         raise LongspanError(
-            f"{where} has {len(images)} `images` and {len(parts)} content parts of the type image; they need one each"
+            f"{where} has {len(images)} `images` and {len(parts)} content parts of the type image; they need one each",
+            code="LS505",
         )
     elif not images and None in inline:
         raise LongspanError(
-            f"{where}: image {inline.index(None) + 1} of `messages` has no `path`, and there is no column `images`"
+            f"{where}: image {inline.index(None) + 1} of `messages` has no `path`, and there is no column `images`",
+            code="LS505",
         )
     for part in parts:
         for key in _INLINE:
@@ -79,7 +85,7 @@ def read_image(source: str | Path, what: str) -> Any:
     except (OSError, ValueError, Image.DecompressionBombError) as error:
         name = what if embedded else f"{what} {source}"
         why = getattr(error, "strerror", None) or first_line(error)
-        raise LongspanError(f"{name} cannot be read as an image: {why}") from error
+        raise LongspanError(f"{name} cannot be read as an image: {why}", code="LS505") from error
 
 
 def _in_parts(content: Any) -> Any:
@@ -105,9 +111,9 @@ def _reference(value: Any, folder: Path | None, where: str) -> str:
     if isinstance(value, bytes):
         return f"{_EMBEDDED};base64,{base64.b64encode(value).decode()}"
     if not isinstance(value, str) or not value:
-        raise LongspanError(f"{where}: an image is {type(value).__name__}; give a path, or its bytes")
+        raise LongspanError(f"{where}: an image is {type(value).__name__}; give a path, or its bytes", code="LS505")
     if value.startswith(_EMBEDDED):
         return value
     if "://" in value:
-        raise LongspanError(f"{where}: the image {value} is not downloaded; give the path of a file")
+        raise LongspanError(f"{where}: the image {value} is not downloaded; give the path of a file", code="LS505")
     return str(Path(folder or "", value).absolute())

@@ -111,7 +111,8 @@ class WholeDocuments:
                 if complete and read and not used:
                     raise LongspanError(
                         f"--data {self.data}: none of {read} documents can be used: they are longer than --context "
-                        f"{self.context}, or have no loss within it; give a larger --context"
+                        f"{self.context}, or have no loss within it; give a larger --context",
+                        code="LS504",
                     )
                 complete, epoch, read, used = True, piece.place.epoch, 0, 0
             parts.append(ids)

@@ -101,7 +101,9 @@ class LocalFiles:
                 lines.seek(offset)
                 while line := lines.readline(_LONGEST_LINE):
                     if len(line) == _LONGEST_LINE:
-                        raise LongspanError(f"--data {file}: line {number} is longer than {_LONGEST_LINE:,} bytes")
+                        raise LongspanError(
+                            f"--data {file}: line {number} is longer than {_LONGEST_LINE:,} bytes", code="LS501"
+                        )
                     offset += len(line)
                     if line.strip():
                         yield number, _parse(file, number, line), offset
@@ -132,7 +134,8 @@ class LocalFiles:
             if str(plain) not in ("string", "large_string", "string_view", "null"):
                 raise LongspanError(
                     f"the field {self.text_field!r} of --data {file} holds {plain}, not text; choose another with "
-                    "--text-field"
+                    "--text-field",
+                    code="LS501",
                 )
         return table
 
@@ -169,7 +172,8 @@ def _parse(file: Path, number: int, line: bytes) -> Any:
     except (ValueError, RecursionError) as error:
         raise LongspanError(
             f"--data {file} cannot be read: line {number} is not JSON in UTF-8 ({type(error).__name__}: "
-            f"{first_line(error)})"
+            f"{first_line(error)})",
+            code="LS501",
         ) from error
     return row
 
@@ -189,7 +193,9 @@ def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unreadable(file: Path, error: Exception) -> NoReturn:
-    raise LongspanError(f"--data {file} cannot be read: {type(error).__name__}: {first_line(error)}") from error
+    raise LongspanError(
+        f"--data {file} cannot be read: {type(error).__name__}: {first_line(error)}", code="LS501"
+    ) from error
 
 
 class Texts:
@@ -270,5 +276,5 @@ class HubDataset:
             while cause.__cause__ is not None:  # it wraps the errors of pyarrow and the decoders
                 cause = cause.__cause__
             raise LongspanError(
-                f"--data {self.name} cannot be read: {type(cause).__name__}: {first_line(cause)}"
+                f"--data {self.name} cannot be read: {type(cause).__name__}: {first_line(cause)}", code="LS501"
             ) from error

@@ -89,10 +89,11 @@ def _missing(kind: Kind, text_field: str, names: list[str], where: str) -> Longs
         return LongspanError(
             f"{where} has no field {text_field!r}; it has {has}: choose a field that all rows have with --text-field, "
             "or remove that row (a row with an empty text is skipped). Other rows need `messages`, `prompt` and "
-            "`completion`, or `input_ids`; with --dpo `chosen` and `rejected`"
+            "`completion`, or `input_ids`; with --dpo `chosen` and `rejected`",
+            code="LS501",
         )
     columns = " and ".join(map(repr, NEEDED[kind]))
-    return LongspanError(f"{where} has no {columns}, which rows of {flag_of(kind)} need; it has {has}")
+    return LongspanError(f"{where} has no {columns}, which rows of {flag_of(kind)} need; it has {has}", code="LS501")
 
 
 def columns_of(kind: Kind, text_field: str, names: Iterable[str]) -> list[str]:
@@ -118,18 +119,22 @@ def document_of(row: dict[str, Any], kind: Kind, text_field: str, where: str, fo
     try:
         return Document(json.dumps(columns, ensure_ascii=False), kind, where)
     except (TypeError, ValueError) as error:
-        raise LongspanError(f"{where} cannot be used as rows of {flag_of(kind)}: {error}") from error
+        raise LongspanError(f"{where} cannot be used as rows of {flag_of(kind)}: {error}", code="LS501") from error
 
 
 def checked_text(value: Any, what: str) -> str:
     """Return a text, "" for None. Raise for anything else."""
     if not isinstance(value, str | None):
-        raise LongspanError(f"{what} holds {type(value).__name__}, not text; choose another with --text-field")
+        raise LongspanError(
+            f"{what} holds {type(value).__name__}, not text; choose another with --text-field", code="LS501"
+        )
     return value or ""
 
 
 def check_object(row: Any, text_field: str, where: str) -> dict[str, Any]:
     """Return a row that is an object with fields. Raise for anything else."""
     if not isinstance(row, dict):
-        raise LongspanError(f"{where} holds {format_value(row)}, not an object with the field {text_field!r}")
+        raise LongspanError(
+            f"{where} holds {format_value(row)}, not an object with the field {text_field!r}", code="LS501"
+        )
     return row

@@ -107,7 +107,9 @@ class DocumentSource:
                         found = True
                         yield replace(window, document=index), documents[index]
             if not found:
-                raise LongspanError(f"--data {self.data} holds no text: every document is empty, or there is none")
+                raise LongspanError(
+                    f"--data {self.data} holds no text: every document is empty, or there is none", code="LS504"
+                )
             place = Place(epoch=place.epoch + 1)
 
     def kinds(self) -> set[Kind]:
@@ -147,7 +149,7 @@ def _files(path: Path) -> list[Path]:
     if path.is_dir():
         files = sorted(_walk(path, {path.resolve()}))
         if not files:
-            raise LongspanError(f"--data {path}: the directory holds no {kinds} file")
+            raise LongspanError(f"--data {path}: the directory holds no {kinds} file", code="LS504")
     else:
         if path.suffix not in KINDS:
             raise LongspanError(f"--data {path}: a {path.suffix or 'file without an ending'} is not read; give {kinds}")
@@ -156,10 +158,12 @@ def _files(path: Path) -> list[Path]:
         if not file.is_file():
             raise LongspanError(f"--data {file} is no regular file; remove it, or name the files to be read")
         if not os.access(file, os.R_OK):
-            raise LongspanError(f"--data {file} cannot be read: permission denied")
+            raise LongspanError(f"--data {file} cannot be read: permission denied", code="LS501")
     filled = [file for file in files if file.stat().st_size]
     if not filled:
-        raise LongspanError(f"--data {path} is empty ({len(files)} file{'s' * (len(files) > 1)} of 0 bytes)")
+        raise LongspanError(
+            f"--data {path} is empty ({len(files)} file{'s' * (len(files) > 1)} of 0 bytes)", code="LS504"
+        )
     return filled
 
 

@@ -280,7 +280,8 @@ class SequenceStream:
                 if complete and tokens < self.context:
                     raise LongspanError(
                         f"not enough text for one sequence: --data {self.source.data} gives {tokens} tokens, --context "
-                        f"needs {self.context}; give more text or a smaller --context"
+                        f"needs {self.context}; give more text or a smaller --context",
+                        code="LS504",
                     )
                 complete, tokens, epoch = True, 0, piece.place.epoch
             tokens += len(ids)

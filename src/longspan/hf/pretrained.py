@@ -158,7 +158,8 @@ def load_processor(name: str) -> Any:
     except Exception as error:  # of any kind
         raise LongspanError(
             f"{name} has no processor of images: {first_line(error)}; give the folder of one with --tokenizer, such as "
-            "that of the model that yours was made from"
+            "that of the model that yours was made from",
+            code="LS505",
         ) from error
     return processor
 

@@ -167,7 +167,8 @@ def _open_processor(config: TrainConfig, model_config: Any, tokenizer: Any) -> A
     if not takes_pictures(model_config):
         raise LongspanError(
             f"--data {config.data.name} has images, and the model ({model_config.model_type}) has no vision tower that "
-            "longspan shards; give a vision-language model, or train on the text of chats alone by --format chat"
+            "longspan shards; give a vision-language model, or train on the text of chats alone by --format chat",
+            code="LS505",
         )
     processor = load_processor(config.model.tokenizer_name)
     if not tokenizer.is_fast:
@@ -204,7 +205,8 @@ def resolve_pack(data: DataSection, source: DocumentSource | Mixture) -> Pack:
     if "images" in source.kinds():
         if data.pack not in ("auto", "none"):
             raise LongspanError(
-                f"--pack {data.pack}: --data {data.name} has images, whose chats are not packed; give --pack none"
+                f"--pack {data.pack}: --data {data.name} has images, whose chats are not packed; give --pack none",
+                code="LS505",
             )
         return "none"
     if data.pack != "auto":
@@ -254,7 +256,7 @@ def check_inputs(config: TrainConfig) -> Inputs:
     for name, source in inputs.evaluated.items():
         with naming_eval_data():
             if next(iter(inputs.evaluation_sequences(name, config.context_tokens)), None) is None:
-                raise LongspanError(f"--data {source.data} has no token with a loss; give other data")
+                raise LongspanError(f"--data {source.data} has no token with a loss; give other data", code="LS504")
     try:
         if config.out.exists() and not launch.under_torchrun():  # under torchrun another rank may hold the lock already
             checkpoint.RunLock(config.out).release()
