@@ -30,7 +30,7 @@ PER_TOKEN, LAYERS = 2, 4
 
 def main(
     ranks: int = 4,
-    tokens: tuple[int, ...] = (512, 2048, 8192),
+    tokens: tuple[int, ...] = (512, 4096, 16384),
     experts_in_all: int = 32,
     repeats: int = 5,
     name: str = "experts",

@@ -260,9 +260,9 @@ def outer_weights_sent(c: CostContext) -> list[Sent]:
     f, train = c.mesh.weights, c.job.mode == "train"
     if c.mesh.gpus == 1:
         return []
-    # Five int64 that describe the batch: the hosts of all ranks compare them before anything else.
+    # Six int64 that describe the batch: the hosts of all ranks compare them before anything else.
     everyone = "fsdp" if f > 1 else "tensor"
-    sent = [Sent("all_gather", everyone, "batches compared", 5 * 8 * (c.mesh.gpus - 1), method=False)]
+    sent = [Sent("all_gather", everyone, "batches compared", 6 * 8 * (c.mesh.gpus - 1), method=False)]
     if f == 1:
         return sent
     if c.job.weight_sharding:
