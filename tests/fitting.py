@@ -140,7 +140,8 @@ def made(
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size")
     }
     changes.pop("resume_from_checkpoint", None)
-    mine = ("callbacks", "compute_metrics", "compute_loss_func", "memory", "logits", "kernel", "tensor_style")
+    mine = ("callbacks", "compute_metrics", "compute_loss_func", "memory", "logits", "kernel", "tensor_style",
+            "shared_prefixes")  # fmt: skip
     own = {name: changes.pop(name) for name in mine if name in changes}
     return longspan.trainer(Trainer)(
         _model(family, lora), arguments(out, **batch, **changes), collate, Samples(64, 1), Samples(10, 2),

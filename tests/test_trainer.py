@@ -353,6 +353,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"load_best_model_at_end": True, "save_only_model": True, "save_strategy": "steps", "eval_strategy": "steps"},
      "save_only_model"),
     ({"compute_loss_func": print}, "compute_loss_func"),
+    ({"shared_prefixes": True}, "shared_prefixes=True is for trainers that score several completions"),
 ]  # fmt: skip
 
 
@@ -361,6 +362,8 @@ def _refuse_all(mesh: dict[str, int], out: Path) -> None:
         for changes, message in REFUSED:
             with pytest.raises(LongspanError, match=message):
                 made(mesh, out, **changes)
+        with pytest.raises(LongspanError, match="`loss_weights`: a Trainer divides the loss by the number of labels"):
+            made(mesh, out)._prepare_inputs({"loss_weights": torch.ones(1)})
 
 
 def test_unsupported_options_are_refused(pool2: RankPool, tmp_path: Path) -> None:

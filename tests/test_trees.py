@@ -26,6 +26,11 @@ def test_one_device(family: str) -> None:
     compare_trees(family, one_device(), truth)
 
 
+@pytest.mark.confirms
+def test_compiled_layers() -> None:
+    compare_trees("Mistral", one_device(), truth_by(build("Mistral", **FAMILIES["Mistral"]), separately), compiled=True)
+
+
 def _policy_loss(scores: list[Tensor]) -> Tensor:
     return torch.stack([(row.exp() * (i + 1)).sum() for i, row in enumerate(scores)]).sum()
 

@@ -36,6 +36,16 @@ def test_every_mesh(get_pool: Callable[[int], RankPool], family: str, meshes: An
     get_pool(4).run(_on_meshes, family, meshes, truth, options)
 
 
+def _on_a_tensor_axis(truth: Truth) -> None:
+    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2, tensor=2))
+    compare_trees("Llama", sp, truth)
+
+
+def test_a_tensor_axis(get_pool: Callable[[int], RankPool]) -> None:
+    """The vocabulary is sharded: weights are of tokens, not of its shards."""
+    get_pool(4).run(_on_a_tensor_axis, truth_by(build("Llama"), separately))
+
+
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("Llama", {}, {"tout": None}, "a batch with `tin` needs `tin` and `tout`"),
     ("Llama", {}, {"document_ids": torch.zeros(1, 49, dtype=torch.int64)}, "`document_ids` marks documents"),

@@ -61,8 +61,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def compare_trees(family: str, sp: longspan.SequenceSharding, truth: Truth, **options: Any) -> None:
+def compare_trees(
+    family: str, sp: longspan.SequenceSharding, truth: Truth, compiled: bool = False, **options: Any
+) -> None:
     model = longspan.parallelize(build(family, **FAMILIES[family]), sp, **options)
+    if compiled:
+        longspan.compile_layers(model, backend="aot_eager")
     packed = pack()
     batch = longspan.shard_batch(packed, sp) if sp.ring_size > 1 else packed
     out = model(**batch)

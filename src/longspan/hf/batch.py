@@ -130,7 +130,7 @@ def shard_batch(batch: Mapping[str, Any], sp: SequenceSharding, *, shift: bool =
             - `per_layer_inputs` [B, n, layers, d] (Gemma-3n's, with `inputs_embeds`);
             - `attention_mask` [B, n]: 1 for a real token, 0 for padding, which no token attends to;
             - `loss_weights` [B, n], floating: the weight of each label in the loss, a weighted mean; in the places of
-              `labels` or of `shift_labels`, whichever is given;
+              `labels` or of `shift_labels`, whichever is given. `num_items_in_batch` is then a sum of weights;
             - `tin` and `tout` [B, n]: trees of shared prefixes, as of `longspan.TreeMask` (`longspan.pack_tree` makes
               such batches). Position ids that are not given count along paths. `labels` are shifted along paths;
             - marks of packed documents, one of: `document_ids` or `seq_idx` [B, n] (an id per token, below 0 for

@@ -228,6 +228,14 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     # --- loss
 
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        if isinstance(inputs, Mapping) and inputs.get("loss_weights") is not None:
+            raise LongspanError(
+                "`loss_weights`: a Trainer divides the loss by the number of labels, not by the sum of their weights; "
+                "use your own training loop"
+            )
+        return super()._prepare_inputs(inputs)
+
     @sharded
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
