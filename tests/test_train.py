@@ -258,6 +258,33 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
     assert all(torch.equal(x, expected[name]) for name, x in weights_of(resumed.out).items())
 
 
+def test_elastic_batches_train_as_documents_one_by_one_and_resume_to_the_bit(
+    llama: Path, pool2: RankPool, pool4: RankPool, tmp_path: Path
+) -> None:
+    data = tmp_path / "texts.jsonl"
+    texts = [("longer " * (7 * number % 9) + f"text {number}")[: 3 + 11 * number % 58] for number in range(40)]
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    config = small_run(llama, tmp_path / "one by one", data=str(data), pack="none", batch=8, steps=4, ulysses=2)
+    train_on(pool2, config)
+    expected = losses_of(config.out)
+    elastic = replace(config, out=tmp_path / "elastic", pack="auto", elastic=True)
+    train_on(pool2, elastic)
+    assert losses_of(elastic.out) == pytest.approx(expected, rel=1e-4)
+    resumed = _cut_after(elastic, 2, tmp_path / "resumed")
+    train_on(pool2, resumed)
+    assert losses_of(resumed.out) == losses_of(elastic.out)
+    weights = weights_of(elastic.out)
+    assert all(torch.equal(x, weights[name]) for name, x in weights_of(resumed.out).items())
+    other = replace(elastic, out=tmp_path / "other", ring=2, ulysses=1, data_degree=2)
+    train_on(pool4, other)
+    assert losses_of(other.out) == pytest.approx(expected, rel=1e-4)
+    for change, message in (
+        ({"pack": "best-fit"}, "--elastic takes documents one by one, and --pack best-fit does not"),
+        ({"micro_batch": 2}, "--micro-batch 2: with --elastic the schedule decides"),
+    ):
+        refused(replace(elastic, out=tmp_path / "none"), message, **change)
+
+
 def test_a_run_resumes_on_another_mesh_in_the_same_order(
     uninterrupted: TrainConfig, pool4: RankPool, tmp_path: Path
 ) -> None:

@@ -44,6 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lora": {"lora": True},
     "by length": {"train_sampling_strategy": "group_by_length"},
     "recurrent": {"family": "Qwen3Next", "memory": "auto"},
+    "elastic": {"elastic": 24, "per_device_train_batch_size": 8},
 }
 
 
@@ -51,7 +52,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def _plain(name: str) -> list[dict[str, Any]]:
     import tempfile
 
-    options = {key: value for key, value in VARIANTS[name].items() if key not in ("fsdp", "memory")}
+    options = {key: value for key, value in VARIANTS[name].items() if key not in ("fsdp", "memory", "elastic")}
     with tempfile.TemporaryDirectory() as folder:
         return plain(Path(folder), **EVALUATED, **options)
 
@@ -72,7 +73,7 @@ RECURRENT = pytest.param("recurrent", marks=needs_mixers)
 
 @pytest.mark.parametrize("name", [*(name for name in VARIANTS if name not in ("lora", "recurrent")), RECURRENT])
 def test_the_log_is_that_of_one_process(get_pool: Callable[[int], RankPool], name: str, tmp_path: Path) -> None:
-    mesh = MIXED[list(VARIANTS).index(name) % 2]
+    mesh = {"ulysses": 4} if name == "elastic" else MIXED[list(VARIANTS).index(name) % 2]
     ranks = functools.reduce(lambda a, b: a * b, mesh.values())
     tolerance = 2e-2 if name == "bf16" else 2e-4
     for log in get_pool(ranks).run(sharded, mesh, tmp_path, {**EVALUATED, **VARIANTS[name]}):

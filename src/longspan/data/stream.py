@@ -8,7 +8,7 @@ import functools
 import itertools
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -332,8 +332,10 @@ def deal(
     pack: Pack,
     context: int | None = None,
     images: RowTokenizer | None = None,
+    split: Callable[[list[Sequence]], list[dict[str, Any]]] | None = None,
 ) -> Iterator[StepBatch]:
-    """Yield a data rank's batches: of every `batch` sequences, each `data_size`-th group of `micro_batch`.
+    """Yield a data rank's batches: of every `batch` sequences, each `data_size`-th group of `micro_batch`, or what
+    `split` makes of them, without padding.
 
     Every rank reads all sequences and counts the labels of all, so no communication is needed. A rank reads the images
     of its own micro-batches only, with the processor of `images`.
@@ -348,9 +350,18 @@ def deal(
             checksum = zlib.crc32(sequence.ids.tobytes(), checksum)
             checksum = checksum if sequence.trained is None else zlib.crc32(sequence.trained.tobytes(), checksum)
         return StepBatch(
-            micro_batches=[collate(group, pack, context, images) for group in groups[data_rank::data_size]],
+            micro_batches=(
+                [collate(group, pack, context, images) for group in groups[data_rank::data_size]]
+                if split is None
+                else split(step)
+            ),
             tokens=sum(len(sequence.ids) for sequence in step),
-            padded=sum(len(group) * _padded_length(group, context) for group in groups),
+            padded=sum(
+                sum(len(sequence.ids) for sequence in group)
+                if split is not None
+                else len(group) * _padded_length(group, context)
+                for group in groups
+            ),
             label_tokens=sum(sequence.label_tokens(pack) for sequence in step),
             attention_pairs=sum((end - start) * (end - start + 1) // 2 for start, end in spans),
             documents=sum(len(sequence.starts) for sequence in step),

@@ -94,6 +94,9 @@ class DataSection:
     sequence. documents: the same, and attention stays within a document. best-fit: whole documents, several to a
     sequence, each with its own attention; the rest is padding. none: a document is a sequence. auto: stream for
     text, best-fit for other rows, documents for both together; none with images."""
+    elastic: bool = False
+    """Give each document as many ranks as its length needs, and let short ones share a rank: the documents of a step
+    (--batch) run in rounds. A rank has at most --context / (ring x ulysses) tokens at a time. Means --pack none."""
     pack_window: int = 32
     """With --pack best-fit, documents of about this many sequences are packed at a time. A larger window needs less
     padding, but more memory, and time before the first step."""
@@ -122,6 +125,9 @@ class DataSection:
         check_number("--preview", self.preview, 0, LARGEST_COUNT)
         if self.dpo is not None:
             self._check_dpo(self.dpo)
+        if self.elastic and (self.pack not in ("auto", "none") or self.dpo is not None):
+            other = "--dpo" if self.dpo is not None else f"--pack {self.pack}"
+            raise LongspanError(f"--elastic takes documents one by one, and {other} does not; leave one of them out")
         if self.pack in ("stream", "documents") and self.too_long != "truncate":
             raise LongspanError(
                 f"--too-long {self.too_long}: --pack {self.pack} cuts documents and drops none; use --pack best-fit"
@@ -596,6 +602,13 @@ class TrainConfig(RankFlags):
                     f"--batch {self.batch} and --batch-tokens {self.batch_tokens} both say how much a step trains on; "
                     "give one of them"
                 )
+        if self.data.elastic:
+            if self.micro_batch != 1:
+                raise LongspanError(
+                    f"--micro-batch {self.micro_batch}: with --elastic the schedule decides how many documents a rank "
+                    f"has at a time; leave it out"
+                )
+            return
         unit = self.sequences_per_forward
         if self.sequences < unit or self.sequences % unit:
             below = max(unit, self.sequences // unit * unit)

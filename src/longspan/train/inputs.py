@@ -200,14 +200,22 @@ def open_source(names: Sequence[str], data: DataSection, seed: int) -> DocumentS
 
 def resolve_pack(data: DataSection, source: DocumentSource | Mixture) -> Pack:
     """Return how documents become sequences; "auto" keeps chats and other rows whole, unless there is text too, which
-    may be much longer than the context and would be truncated. Chats with images are not packed.
+    may be much longer than the context and would be truncated. Chats with images are not packed, and
+    elastic batches take documents one by one.
     """
     if "images" in source.kinds():
+        if data.elastic:
+            raise LongspanError(
+                f"--elastic: --data {data.name} has images, which all ranks of a sequence group share; leave it out",
+                code="LS505",
+            )
         if data.pack not in ("auto", "none"):
             raise LongspanError(
                 f"--pack {data.pack}: --data {data.name} has images, whose chats are not packed; give --pack none",
                 code="LS505",
             )
+        return "none"
+    if data.elastic:
         return "none"
     if data.pack != "auto":
         return data.pack

@@ -27,8 +27,9 @@ from longspan.comm.mesh import make_sharding
 from longspan.compat.torch_checkpoint import LOW_BIT, check_torchao
 from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import reduces_once
-from longspan.data import ROUNDS_AHEAD, StepBatch, check_same_text, deal, merge_rounds, prefetch, rounds
-from longspan.hf.batch import shard_batch
+from longspan.data import ROUNDS_AHEAD, Sequence, StepBatch, check_same_text, deal, merge_rounds, prefetch, rounds
+from longspan.data.elastic import Elastic, Sample
+from longspan.hf.batch import IGNORE, shard_batch
 from longspan.hf.checks.nonfinite import watch
 from longspan.hf.loading import load_sharded
 from longspan.hf.memory_options import compile_layers
@@ -117,6 +118,9 @@ class Trainer:
             reference = self._load_model(reference=True)[0] if config.tuning.lora is None else None
             self.preferences = Preferences(self.model, reference, self.sp, config.data.dpo)
         self.generation_config = self.model.generation_config if config.model.model else None
+        self.elastic: Elastic | None = None
+        if config.data.elastic:
+            self.elastic = Elastic(self.sp, self.model, -(-config.context_tokens // self.sp.size))
         self.optimizer = make_optimizer(self.model, config, self.sp.device)
         self.step = self.tokens = 0
         self.data_state: dict[str, Any] | None = None
@@ -327,6 +331,7 @@ class Trainer:
             pack=self.inputs.pack,
             context=config.context_tokens,
             images=self.inputs.images,
+            split=self._rounds if config.data.elastic else None,
         )
         if self.cpu_group is None:
             with prefetch(map(self._sharded, dealt(iter(stream)))) as batches:
@@ -339,6 +344,17 @@ class Trainer:
             if self.inputs.processor is not None:  # a rank may fail alone to read an image
                 steps = iter(functools.partial(on_every_rank, steps.__next__, self.cpu_group), None)
             yield map(self._sharded, steps)
+
+    def _rounds(self, sequences: list[Sequence]) -> list[dict[str, Any]]:
+        """Return this rank's rounds of a step."""
+        assert self.elastic is not None
+        samples = []
+        for sequence in sequences:
+            ids = torch.from_numpy(sequence.ids)
+            labels = ids if sequence.trained is None else ids.where(torch.from_numpy(sequence.trained), IGNORE)
+            samples.append(Sample(ids, labels))
+        batches = self.elastic.step(samples).batches
+        return [{key: x for key, x in batch.items() if key != "num_items_in_batch"} for batch in batches]
 
     def _sharded(self, step: StepBatch) -> StepBatch:
         if self.inputs.processor is not None:  # the model cuts batches with images

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import Trainer
 
@@ -28,7 +29,8 @@ from longspan.compat.accelerate_api import ReplicaAccelerator
 from longspan.compat.transformers_api import counts_repeated_tokens_once, output_dir_of
 from longspan.core.errors import LongspanError
 from longspan.core.validation import checked_call
-from longspan.hf.batch import IGNORE
+from longspan.data.elastic import Elastic, samples_of_batch
+from longspan.hf.batch import IGNORE, WIDTH
 from longspan.hf.forward.loss import ScaledGradient, problem_of
 from longspan.hf.parallelize import parallelize
 from longspan.hf.state import is_parallelized, state_of
@@ -97,6 +99,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     Args:
         sp: the sharding.
+        elastic: most tokens of a rank at a time. Each sample of a training batch is then computed by as many ranks as
+            its length needs (`longspan.elastic_batches`). The sharding has one replica: narrower groups take its place.
         fsdp, mp_policy, kernel, weights, check_batches, check_weights, check_at_rest, logits, memory, dropout,
             experts: of `longspan.parallelize`.
         shared_prefixes: of a trainer that scores several completions of a prompt (GRPO): compute what these begin alike
@@ -110,7 +114,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
     accelerator: Any
 
     @checked_call(sp=lambda _, sp: check_sharding(sp))
-    def __init__(self, *args: Any, sp: SequenceSharding, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, sp: SequenceSharding, elastic: int | None = None, **kwargs: Any) -> None:
         if sp.tensor_size > 1:
             raise LongspanError(
                 f"`tensor={sp.tensor_size}`: a Trainer does not support a tensor axis; use tensor=1, "
@@ -147,6 +151,19 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
                 options = state_of(model).forward.options
                 options.temperature, options.entropy_grad = temperature, entropy_grad
                 options.shared_prefixes = shared_prefixes
+        self.longspan_elastic = None
+        if elastic is not None:
+            if sp.data_size > 1 or hasattr(self, "num_generations") or getattr(self, "ref_model", None) is not None:
+                raise LongspanError(
+                    f"elastic={elastic} is for one replica and a loss of one batch of tokens; use "
+                    f"ulysses={sp.world_size}, and no trainer that generates or compares models"
+                )
+            if getattr(self, "aux_loss_enabled", False):  # TRL adds it once per forward, so once per round
+                raise LongspanError(
+                    f"elastic={elastic} runs a batch in rounds, and TRL would add the router loss in each; set "
+                    f"router_aux_loss_coef=0 in the model's config, or use longspan.elastic_batches in your own loop"
+                )
+            self.longspan_elastic = Elastic(sp, self.model, elastic)
 
     @property
     def _forward_hooks(self) -> ForwardHooks:
@@ -235,6 +252,26 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
                 "use your own training loop"
             )
         return super()._prepare_inputs(inputs)
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """As the base class; with `elastic` in rounds, whose losses add to that of the batch."""
+        if self.longspan_elastic is None:
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+            return loss
+        step = self.longspan_elastic.step(samples_of_batch(inputs))
+        if num_items_in_batch is None:
+            raise LongspanError("elastic= needs a Trainer that divides the loss by the labels of the batch")
+        losses = []
+        for batch in step:
+            round_ = {key: value for key, value in batch.items() if key != "num_items_in_batch"}
+            before = self._forward_hooks.losses.computed
+            loss = super().training_step(model, round_, num_items_in_batch)
+            if self._forward_hooks.losses.computed == before and self._sharded:
+                # The trainer computed a loss of the group's row itself: add those of the other groups.
+                loss = loss / batch[WIDTH]
+                dist.all_reduce(loss, group=self.longspan_sp.world_group)
+            losses.append(loss)
+        return torch.stack(losses).sum()
 
     @sharded
     def compute_loss(

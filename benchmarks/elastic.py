@@ -1,0 +1,166 @@
+"""Elastic batches against the fixed mesh and against plain packing, on loopback and on slow links.
+
+    python benchmarks/elastic.py             # as root for the slow links (`benchmarks/cluster.py`)
+    python benchmarks/elastic.py --no-slow   # loopback alone
+
+A small Llama trains on the same samples in three ways, each over the same ranks and with the same memory (tokens of a
+rank). Fixed: each sample by itself over all ranks. Packing: samples packed into rows of all ranks, best fit. Elastic:
+`longspan.elastic_batches`. Each accumulates gradients over its forwards and sums them over the ranks once. The losses
+are compared first. Goal: 1.5 times the tokens per second of both on log-normal lengths.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cluster
+import common
+import torch
+import torch.distributed as dist
+import transformers
+
+import longspan
+from longspan.data.packing import best_fit
+from longspan.hf.weights.gradients import no_sync
+
+GOAL = 1.5
+WAYS = ("elastic", "packing", "fixed")
+KINDS = ("log-normal", "uniform", "one long")
+IGNORE = -100
+
+
+def main(
+    ranks: int = 4, samples: int = 48, rounds: int = 5, rates: tuple[str, ...] = ("200mbit", "50mbit"),
+    slow: bool = True, name: str = "elastic",
+) -> None:  # fmt: skip
+    """Measure the three ways on each distribution of lengths and each rate of links.
+
+    Args:
+        ranks: ranks; on slow links each on its own host.
+        samples: samples of a step.
+        rounds: timed steps of each way.
+        rates: of slow links, as `tc` writes them.
+        slow: False: loopback alone.
+        name: of the report.
+    """
+    env = common.environment(["longspan", "torch", "transformers"])
+    env["ranks"] = f"{ranks}, gloo, one thread each: over loopback, then each in a network namespace (tc tbf)"
+    rows = []
+    for rate in (None, *(rates if slow else ())):
+        for kind in KINDS if rate is None else KINDS[:1]:
+            arguments = {"kind": kind, "samples": samples, "rounds": rounds}
+            if rate is None:
+                found = common.run_ranks(measure, ranks, *arguments.values())
+            else:
+                with cluster.hosts(ranks, rate) as net:
+                    found = cluster.run_on(net, measure, timeout=900.0, **arguments)
+            rows.append({"rate": rate, "kind": kind, **found})
+            print(rows[-1], flush=True)
+    common.write_report(name, "Width per sample against a fixed mesh and packing", env, describe(rows), rows)
+
+
+def lengths_of(kind: str, count: int) -> list[int]:
+    """Return lengths from 30 to 3,000."""
+    draw = random.Random(7)
+    if kind == "uniform":
+        return [draw.randint(30, 3000) for _ in range(count)]
+    if kind == "log-normal":
+        return [min(3000, max(30, int(draw.lognormvariate(5.5, 1.1)))) for _ in range(count)]
+    return [3000, *(draw.randint(30, 200) for _ in range(count - 1))]
+
+
+def measure(kind: str, samples: int, rounds: int) -> dict[str, Any]:
+    """Return the seconds of each way's steps, of the slowest rank, and the tokens of a step."""
+    ranks = dist.get_world_size()
+    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=ranks))
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=8, max_position_embeddings=4096,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = longspan.parallelize(transformers.LlamaForCausalLM(config), sp, fsdp=False, check_weights=0)
+    lengths, draw = lengths_of(kind, samples), torch.Generator().manual_seed(1)
+    data = [torch.randint(0, 512, (n,), generator=draw) for n in lengths]
+    room = -(-max(lengths) // ranks)
+    labels = sum(lengths) - len(lengths)
+
+    def row(ids: list[torch.Tensor]) -> dict[str, Any]:
+        marked = [torch.cat([torch.tensor([IGNORE]), x[1:]]) for x in ids]
+        positions = [torch.arange(len(x)) for x in ids]
+        tensors = {"input_ids": ids, "labels": marked, "position_ids": positions}
+        return {name: torch.cat(x)[None] for name, x in tensors.items()} | {"num_items_in_batch": labels}
+
+    def fixed() -> Iterator[dict[str, Any]]:
+        return (row([ids]) for ids in data)
+
+    def packing() -> Iterator[dict[str, Any]]:
+        packs = best_fit(list(enumerate(lengths)), room * ranks)
+        return (row([data[i] for i in pack]) for pack in packs)
+
+    def elastic() -> Iterator[dict[str, Any]]:
+        items = [{"input_ids": ids} for ids in data]
+        loader = longspan.elastic_batches(items, sp, model, tokens_per_step=1 << 30, tokens_per_rank=room)
+        return iter(next(iter(loader)))
+
+    ways: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {"elastic": elastic, "packing": packing, "fixed": fixed}
+    forwards = {way: len(list(batches())) for way, batches in ways.items()}
+    losses = {way: _step(model, list(batches())) for way, batches in ways.items()}
+    for way, loss in losses.items():
+        if abs(loss - losses["fixed"]) > 1e-4 * losses["fixed"]:
+            raise SystemExit(f"{way} has the loss {loss}, the fixed mesh {losses['fixed']}")
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(rounds):
+        for way in (*WAYS[number % 3 :], *WAYS[: number % 3]):
+            dist.barrier()
+            start = time.perf_counter()
+            _step(model, list(ways[way]()))
+            took = torch.tensor(time.perf_counter() - start)
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            seconds[way].append(took.item())
+    return {"tokens": sum(lengths), "forwards": forwards, "seconds": seconds, "losses": losses}
+
+
+def _step(model: Any, batches: list[dict[str, Any]]) -> float:
+    model.zero_grad()
+    total = 0.0
+    for batch in batches:
+        with contextlib.nullcontext() if batch is batches[-1] else no_sync(model):
+            loss = model(**batch).loss
+            loss.backward()
+        total += float(loss.detach())
+    return total
+
+
+def describe(rows: list[dict[str, Any]]) -> str:
+    cells, judged = [], []
+    for row in rows:
+        links, seconds = row["rate"] or "loopback", row["seconds"]
+        for way in WAYS:
+            median = common.median(seconds[way])
+            ratio = common.paired_ratio(seconds[way], seconds["elastic"])
+            speed = f"{row['tokens'] / median:,.0f}"
+            cells.append([links, row["kind"], way, str(row["forwards"][way]), f"{median:.3f}", speed, f"{ratio:.2f}"])
+        if row["kind"] == "log-normal":
+            packing, fixed = (common.paired_ratio(seconds[way], seconds["elastic"]) for way in ("packing", "fixed"))
+            judged.append(
+                f"- {links}, log-normal: {fixed:.2f} times the tokens per second of the fixed mesh, {packing:.2f} "
+                f"times those of packing (goal {GOAL})."
+            )
+    return "\n".join(
+        [
+            common.table(["links", "lengths", "way", "forwards", "seconds", "tokens/s", "of elastic"], cells),
+            "",
+            *judged,
+            "- seconds: of a step's forwards and backwards, of the slowest rank, medians; of elastic: the median over",
+            "  rounds of the ratio of seconds in a round. The schedule is made anew in every step.",
+            "- Llama of 4 layers, hidden size 128, 8 heads, fp32, weights on every rank, one sum of gradients a step.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    common.command(main, __doc__)
