@@ -81,12 +81,18 @@ def test_loss_logits_and_gradients_equal_those_of_one_process(pool4: Any, family
     pool4.run(_compare, family, changes, cases, truth_of(a_model(family, **changes), batch()), timeout=180)
 
 
-def test_on_two_and_eight_ranks(pool2: Any, pool8: Any) -> None:
-    changes = {"num_experts": 16, "num_hidden_layers": 1}
-    truth = truth_of(a_model("Qwen3Moe", **changes), batch())
-    pool2.run(_compare, "Qwen3Moe", changes, [({"ulysses": 2}, {"experts": 2})], truth, timeout=180)
+SKEWED = {"num_local_experts": 16, "num_experts_per_tok": 1, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("GptOss", SKEWED), *confirming([("Qwen3Moe", {"num_experts": 16, "num_hidden_layers": 1})])],
+)
+def test_on_two_and_eight_ranks(pool2: Any, pool8: Any, family: str, changes: dict[str, Any]) -> None:
+    truth = truth_of(a_model(family, **changes), batch())
+    pool2.run(_compare, family, changes, [({"ulysses": 2}, {"experts": 2})], truth, timeout=180)
     case: Case = {"data": 2, "ring": 2, "ulysses": 2}, {"experts": 4}
-    pool8.run(_compare, "Qwen3Moe", changes, [case], truth, timeout=180)
+    pool8.run(_compare, family, changes, [case], truth, timeout=180)
 
 
 def _compare_with_pictures(truth: Truth) -> None:
