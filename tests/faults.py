@@ -258,8 +258,8 @@ FAULTS = (
     Fault("rank_beyond_the_world_accepted", "ranks/job.py", '_integer("RANK", 0, world_size - 1)',
           '_integer("RANK", 0, None)', "tests/test_agreement.py -k variables"),
     # plan
-    Fault("fsdp_bytes_of_all_ranks", "plan/cost/weights.py", '"weights of a layer", shard * (f - 1)',
-          '"weights of a layer", shard * f',
+    Fault("fsdp_bytes_of_all_ranks", "plan/cost/weights.py", "shard_elements(parameters, f, c.mesh.tensor) * (f - 1)",
+          "shard_elements(parameters, f, c.mesh.tensor) * f",
           "tests/test_plan_counts.py -k training_step"),
     Fault("ulysses_bytes_of_all_ranks", "plan/layers/exchange.py", "rows * (all_packed - packed), forwards",
           "rows * all_packed, forwards", "tests/test_plan_counts.py -k ulysses_attention"),
@@ -267,8 +267,8 @@ FAULTS = (
           "float(n) * w", "tests/test_plan.py -k count_their_pairs"),
     Fault("returned_gradients_are_free", "plan/layers/attended_keys.py", "returned += sum(", "returned += 0 * sum(",
           "tests/test_live_bytes.py -k 'packed_documents or planned_bytes_of_a_backward'"),
-    Fault("saved_norm_forgotten", "plan/cost/saved.py", "normed + qkv_inputs * c.b * c.d, normed + mlp_input",
-          "normed + qkv_inputs * c.b * c.d, mlp_input", "tests/test_plan_memory.py -k exact"),
+    Fault("saved_norm_forgotten", "plan/cost/saved.py", "* in_attention, normed + mlp_input * in_mlp",
+          "* in_attention, mlp_input * in_mlp", "tests/test_plan_memory.py -k exact"),
     # verify, train, tracing, scoring
     Fault("verify_accepts_ten_times_the_limit", "verify/judge.py", "self.sharded[rank] <= self.limit[rank]",
           "self.sharded[rank] <= 10 * self.limit[rank]", "tests/test_verify_compare.py"),

@@ -185,7 +185,7 @@ def _agreements(config: GenerateConfig) -> tuple[int, int, int]:
     """Return how often the hosts agreed on signals, and compared batches, and how many tokens were generated."""
     with count_sent() as sent:
         report = _generate(config)
-    of_signals, of_batches = Sent("all_reduce", 2 * 8), Sent("all_gather", 5 * 8)
+    of_signals, of_batches = Sent("all_reduce", 2 * 8), Sent("all_gather", 6 * 8)
     return sent.count(of_signals), sent.count(of_batches), report["new_tokens"]
 
 
