@@ -172,6 +172,9 @@ refused, and of {len(unbuilt)} no small model could be made. {kinds.count("equal
 
 Causal, training and generation: {_names([x for x in equal if x.startswith("causal")])}.
 
+[Experts over ranks](../explanation/experts.md): tests compare Mixtral, Qwen3-MoE, gpt-oss, DeepSeek-V3, GLM-4.5 MoE and
+Llama-4 with one process. Other families that stack their experts run the same code; those that do not are refused.
+
 Masked, training: {_names([x for x in equal if x.startswith("masked")])}.
 
 Vision-language, training and generation (no tensor axis; `memory="auto"` for Qwen's only):
