@@ -84,7 +84,11 @@ def test_any_sequences(rollouts: list[list[int]], shortest: int) -> None:
     packed = longspan.pack_tree([[]] * len(rollouts), rollouts, shortest=shortest)
     n = packed["input_ids"].shape[1]
     assert n <= sum(map(len, rollouts))
-    dense = longspan.TreeMask(packed["tin"], packed["tout"]).dense(1, 1, torch.arange(n), torch.arange(n))[0, 0]
+    mask = longspan.TreeMask(packed["tin"], packed["tout"])
+    dense = mask.dense(1, 1, torch.arange(n), torch.arange(n))[0, 0]
+    regions = mask.regions(0, n, n)
+    assert sum(region.pairs for region in regions) == dense.sum()
+    assert len(regions) <= int(packed["tin"].max()) + 1
     uses = torch.zeros(n)
     for ids, path in zip(rollouts, packed.paths, strict=True):
         assert packed["input_ids"][0, path].tolist() == ids

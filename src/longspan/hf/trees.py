@@ -112,7 +112,7 @@ def pack_tree(
 
 def _ids(name: str, ids: Any) -> list[int]:
     found = ids.tolist() if isinstance(ids, Tensor) else list(ids) if isinstance(ids, Sequence) else None
-    if found is None or not all(isinstance(i, int) for i in found):
+    if found is None or not set(map(type, found)) <= {int}:
         raise LongspanError(f"{name} must be a sequence of integers, got {format_value(ids)}")
     return found
 
@@ -164,9 +164,8 @@ def pack_batch(batch: Mapping[str, Any]) -> PackedRows:
             raise LongspanError(
                 f"shared_prefixes=True: `{name}` must {rule.get(name, 'have its zeros at the ends of the rows')}"
             )
-    rows = zip(ids.tolist(), trained.tolist(), real.tolist(), strict=True)
-    tokens = [[(i, int(t)) for i, t, r in zip(*row, strict=True) if r] for row in rows]
-    entries, paths = pack_rows([[i for i, _ in row] for row in tokens], [[t for _, t in row] for row in tokens], 1)
+    sequences, uses = ([x[b, real[b]].tolist() for b in range(len(ids))] for x in (ids, trained.int()))
+    entries, paths = pack_rows(sequences, uses, shortest=1)
     at = torch.zeros_like(ids)
     at[real] = torch.cat(paths).to(ids.device)
     del entries["loss_weights"]
