@@ -253,6 +253,27 @@ def test_bad_items(item: Any, message: str) -> None:
         sample_of(item, 7)
 
 
+def test_positions_are_those_of_each_sample_alone() -> None:
+    """RoBERTa's begin behind the id of padding."""
+    sp, model = longspan.SequenceSharding(longspan.init_mesh()), build("Roberta")
+    (step,) = longspan.elastic_batches(samples_of([4, 3]), sp, model, tokens_per_step=9, tokens_per_rank=9)
+    assert [batch["position_ids"].tolist() for batch in step] == [[[1, 2, 3, 4, 1, 2, 3]]]
+
+
+@on_ranks(2)
+def test_log_probabilities_of_each_group() -> None:
+    sp = sharding()
+    model = longspan.parallelize(build("Llama"), sp).eval()
+    sp.of_width(1)
+    both = torch.arange(3, 11).view(2, 4)
+    mine = {"input_ids": both[sp.rank, None], "sequence_width": 1}
+    with torch.no_grad():
+        expected = longspan.token_logprobs(model, {"input_ids": both}, gather=True)[sp.rank, None]
+        cut = longspan.shard_batch({**mine, "labels": mine["input_ids"]}, sp)
+        for batch in (mine, cut):
+            torch.testing.assert_close(longspan.token_logprobs(model, batch, gather=True), expected)
+
+
 # --- what is refused, equally on every rank
 
 
@@ -263,21 +284,21 @@ def _refusals() -> None:
     model = longspan.parallelize(build("Llama"), sp)
     ids = torch.arange(3, 11)[None]
     batch = {"input_ids": ids, "labels": ids}
+    mine = {key: x + sp.rank // 2 for key, x in batch.items()}  # two groups, two batches
     with pytest.raises(LongspanError, match=r"call sp.of_width\(1\) on every rank first"):
-        model(**batch, sequence_width=2)
+        model(**mine, sequence_width=2)
     with pytest.raises(LongspanError, match="sample 1 has 0 tokens|length of sample 1"):
         longspan.schedule([5, 0], sp, model, tokens_per_rank=8)
     with pytest.raises(LongspanError, match=r"sample 0 has 70 tokens, and 4 ranks of 16 tokens hold 64; .*at least 5"):
         longspan.schedule([70], sp, model, tokens_per_rank=16)
     with pytest.raises(LongspanError, match=r"3 ranks cannot share a sequence in a group of 4; allowed are 1, 2, 4"):
-        model(**batch, sequence_width=3)
+        model(**mine, sequence_width=3)
     # Neighbours that disagree about their group, or about its batch.
     with pytest.raises(LongspanError, match=r"`sequence_width` is .* on rank"):
         model(**batch, sequence_width=2 if sp.rank < 3 else 1)
     other = {key: x + (sp.rank == 1) for key, x in batch.items()}
     with pytest.raises(LongspanError, match=r"ranks 1 were given another one than ranks 0 .*other values"):
         model(**other, sequence_width=2)
-    mine = {key: x + sp.rank // 2 for key, x in batch.items()}  # two groups, two batches
     model(**mine, sequence_width=2).loss.backward()
     with pytest.raises(LongspanError, match=r"same full batch"):
         model(**mine)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from longspan.comm.arguments import check_sharding, describe
 from longspan.comm.mesh import SequenceSharding
+from longspan.compat.transformers_api import own_positions
 from longspan.core.errors import LongspanError
 from longspan.core.validation import LARGEST_COUNT, check_number, checked_call
 from longspan.hf.batch import IGNORE, WIDTH
@@ -89,6 +90,7 @@ class Elastic:
             raise LongspanError(f"{type(inner).__name__} has a loss of rows; elastic batches are for a loss of tokens")
         self.sp, self.tokens_per_rank = sp, tokens_per_rank
         self.shifts = inner.loss_type not in ("ForMaskedLM", "ForTokenClassification")
+        self.own_positions = own_positions(inner)
         self.costs = sample_costs(inner, sp)
         if not sp.has_widths:
             sp.of_width(1)
@@ -117,9 +119,14 @@ class Elastic:
             starts = torch.tensor([0, *map(len, chosen[:-1])]).cumsum(0)
             labels[starts.to(labels.device)] = IGNORE
         ids = torch.cat([sample.input_ids for sample in chosen])
-        positions = torch.cat([torch.arange(len(sample), device=ids.device) for sample in chosen])
+        positions = torch.cat([self._positions(sample) for sample in chosen])
         row = {"input_ids": ids[None], "labels": labels[None], "position_ids": positions[None]}
         return {**row, WIDTH: group.width}
+
+    def _positions(self, sample: Sample) -> Tensor:
+        """Return the position ids that the model gives to a sample alone: RoBERTa's do not begin at 0."""
+        made = None if self.own_positions is None else self.own_positions({"input_ids": sample.input_ids[None]}, 0)
+        return torch.arange(len(sample), device=sample.input_ids.device) if made is None else made[0]
 
 
 @checked_call(sp=lambda _, sp: check_sharding(sp))

@@ -101,12 +101,13 @@ def check_batch(name: str, batch: Any) -> None:
 
 
 def sharding_of(batch: Mapping[str, Any], sp: SequenceSharding) -> SequenceSharding:
-    """Return the sharding that a batch asks for: of `sequence_width` ranks, or if it has none `sp` itself.
+    """Return the sharding that a batch asks for or was cut with: of `sequence_width` ranks, by default `sp` itself.
 
     Raises:
         LongspanError: for a width that does not divide the sequence group, or if its groups are not made yet.
     """
-    width = batch.get(WIDTH)
+    cut = batch.get("longspan")
+    width = cut.layout.size if isinstance(cut, SequenceInfo) and cut.elastic else batch.get(WIDTH)
     if width is None:
         return sp
     if width in sp.widths and not sp.has_widths:

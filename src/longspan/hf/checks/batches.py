@@ -104,7 +104,8 @@ class BatchCheck:
         if content is None and problem is None and _has_labels(batch):  # otherwise no all-reduce would carry it
             self.mine = _on_device(batch)
         flags = (_REFUSED if problem is not None else 0) | (_LATE if self._found_difference() else 0)
-        numbers = [flags, _number(call_facts), _number(structure), content or 0, weights, self.sharing.size]
+        width = 0 if batch.get(WIDTH) is not None else self.sharing.size  # 0: the one it asks for cannot be used
+        numbers = [flags, _number(call_facts), _number(structure), content or 0, weights, width]
         rows = gather_numbers(numbers, self.group, torch.device("cpu"))
         self.widths = tuple(row[5] for row in rows)
         self._raise_differences(rows, structure, call_facts, problem)
@@ -132,7 +133,7 @@ class BatchCheck:
     def _unequal_group(self, batches: list[Any], widths: tuple[int, ...]) -> slice | None:
         """Return the first group of ranks that share a batch, by the widest of them, and have different ones."""
         tensor = self.sp.tensor_size
-        for width in sorted(set(widths), reverse=True):  # ranks that share a batch are neighbours
+        for width in sorted(set(widths) - {0}, reverse=True):  # ranks that share a batch are neighbours
             for first in range(0, len(widths), width * tensor):
                 group = slice(first, first + width * tensor)
                 if width in widths[group] and len(set(batches[group])) > 1:

@@ -158,8 +158,9 @@ class ForwardCall:
             LongspanError: if its width cannot be used, or the model's forward depends on all ranks of a sequence group.
         """
         cut = self.batch.get("longspan")
-        asked = cut.layout.size if isinstance(cut, SequenceInfo) and cut.elastic else self.batch.pop(WIDTH, None)
+        asked = cut.layout.size if isinstance(cut, SequenceInfo) and cut.elastic else self.batch.get(WIDTH)
         if asked is None:
+            self.batch.pop(WIDTH, None)
             return
         reason = (
             "a KV cache has one for all of its tokens" if self.cache is not None
@@ -169,7 +170,8 @@ class ForwardCall:
         )  # fmt: skip
         if reason is not None:
             raise LongspanError(f"`{WIDTH}={asked}` chooses the ranks of one batch, but {reason}; leave it out")
-        self.sp, self.elastic = sharding_of({WIDTH: asked}, self.sp), True
+        self.sp, self.elastic = sharding_of(self.batch, self.sp), True
+        self.batch.pop(WIDTH, None)
 
     def share_prefixes(self) -> None:
         """Replace the batch by one row that holds shared beginnings once."""
