@@ -271,7 +271,7 @@ def test_experts_that_are_called_in_another_way_are_refused() -> None:
     model = build("Mixtral")
     model.model.layers[1].mlp.experts.forward = lambda hidden, counts: hidden
     text = _refusal(model, {"ulysses": 2}, experts=2)
-    assert "layers.1.mlp.experts (MixtralExperts)" in text and "way of its own" in text
+    assert "layers.1.mlp.experts (MixtralExperts)" in text and "as transformers does" in text
 
 
 def test_auto_leaves_a_dense_model_alone() -> None:

@@ -77,9 +77,11 @@ class Mask:
                 f"`bidirectional` spans need a causal mask without a prefix, got {given}; a prefix can be a span, too"
             )
         if self.nodes is not None and type(self) is not Mask:
-            raise LongspanError(f"a {type(self).__name__} cannot have `nodes`; its regions are its own")
+            raise LongspanError(
+                f"a {type(self).__name__} defines its own regions, without `nodes`; use a TreeMask alone"
+            )
         if self.nodes is not None and (not self.causal or self.prefix is not None or self.bidirectional is not None):
-            raise LongspanError("trees need a causal mask without `prefix` and `bidirectional`")
+            raise LongspanError("trees need a causal mask without `prefix` and `bidirectional`; leave these out")
         if self.kv_segments is not None and (self.causal or self.window or self.chunk_size or self.q_start):
             raise LongspanError(
                 "keys of another sequence (cross attention) have no order with the queries; use causal=False without "
@@ -320,9 +322,9 @@ def TreeMask(
 ) -> Mask:
     """Return the mask of trees: token q sees k <= q with `tin[k] <= tin[q] < tout[k]`, its path to the root.
 
-    Sequences with a shared beginning are a tree whose nodes hold shared tokens once. Number the nodes in preorder: a
-    node's `tin` is its number, its `tout` the first number behind its descendants. Its tokens share both, or have
-    numbers of their own. The cost follows the pairs that attend. `longspan.pack_tree` makes trees of sequences.
+    Sequences with shared prefixes form a tree whose nodes contain shared tokens once. Number the nodes in preorder: a
+    node's `tin` is its number, its `tout` the first number after its descendants. Either all tokens of a node have its
+    numbers, or each token is a node. The cost follows the pairs that attend. `longspan.pack_tree` makes trees.
 
     Args:
         tin: int64 `[length]`, or `[batch, length]` for a tree in each row; never falls along a row.

@@ -1,6 +1,6 @@
-"""Trees of shared prefixes: sequences that begin alike hold the tokens that they share once.
+"""Trees of shared prefixes: tokens with which several sequences begin are stored once.
 
-A tree lies in the sequence in preorder: the tokens of a node, then its children with all below them. A token sees its
+A tree is stored in preorder: the tokens of a node, then its children with all their descendants. A token sees its
 path: the tokens before it in its node, and the nodes above. So a key is seen from its own place to the end of its
 node's subtree, and a node is one region: the triangle of its tokens, and below it the rectangle of its descendants.
 """

@@ -44,10 +44,10 @@ class OneDeviceMesh:
 
 
 class NarrowMesh:
-    """The ranks of a mesh in smaller sequence groups, with process groups along the axes larger than 1 alone.
+    """A mesh with smaller sequence groups. It implements the part of `DeviceMesh` that `SequenceSharding` uses.
 
-    It has the part of `DeviceMesh` that `SequenceSharding` uses; gloo starts threads for each group of a DeviceMesh,
-    also for those of one rank.
+    Process groups are made only along axes larger than 1: gloo starts threads for each group of a DeviceMesh, even for
+    those of one rank.
 
     Args:
         device_type: as in `DeviceMesh`.

@@ -59,7 +59,7 @@ def count_tokens_once(trainer: Any, times: int) -> None:
 
 @contextlib.contextmanager
 def without_adapters(model: Any) -> Iterator[None]:
-    """Switch PEFT's adapters off in the body.
+    """Switch PEFT's adapters off within this context.
 
     Versions: PEFT 0.21. Public way: `PeftModel.disable_adapter`, which freezes their weights meanwhile, and FSDP asks
     once, at their first use, whether a weight is trained. When gone: the adapters stay on, which tests notice.

@@ -31,7 +31,7 @@ NO_GROUP_WARNING = "torch.distributed is disabled"
 """How Distributed Checkpoint's warning begins if there is no process group. When gone: the warning is shown."""
 
 FSDP_KEEPS_INTEGERS = torch.__version__ >= "2.13"
-"""Whether FSDP gathers weights of integers as they are, whatever its mixed precision: torch 2.11 casts them, too.
+"""Whether FSDP gathers integer weights unchanged under mixed precision; torch 2.11 casts them, too.
 
 Public way: none. When gone: 4-bit weights in bytes are refused.
 """
@@ -250,7 +250,7 @@ def sum_gradients(module: Any) -> None:
 
 
 class PlacementOn:
-    """FSDP2's `shard_placement_fn` that shards the parameters which are added over another mesh, of one axis.
+    """A `shard_placement_fn` for FSDP2: shard the parameters given to `add` over another mesh, of one axis.
 
     Versions: from torch 2.13. When gone: LongspanError.
     """
@@ -268,7 +268,7 @@ class PlacementOn:
 
     @classmethod
     def check(cls) -> None:
-        """Raise if this version of torch cannot."""
+        """Raise if torch is too old."""
         if None in cls._found():
             where, use = "torch.distributed.fsdp._fully_shard.ShardPlacementResult", "experts over data x sequence"
             raise missing("torch", where, use, "leave out `experts`")
@@ -284,7 +284,7 @@ class PlacementOn:
 
 
 def replace_shards(model: nn.Module, weights: Mapping[tuple[nn.Module, str], DTensor]) -> None:
-    """Let FSDP2 take each `DTensor`, in the memory of a parameter's shard, for this parameter of a module at rest.
+    """Make each `DTensor` the parameter that FSDP2 holds at rest; it shares the memory of the parameter's shard.
 
     Public way: none for another mesh; `load_state_dict(assign=True)` replaces parameters by the same method. When gone:
     an AttributeError.

@@ -38,9 +38,9 @@ class ParallelConfig:
     """tp: all-reduce hidden states after attention and MLP. megatron-sp: all-gather and reduce-scatter them instead (as
     many bytes), and shard norms and residuals by tokens."""
     experts: Experts = 1
-    """Ranks of data-degree x ring x ulysses, neighbours, over which the experts of a mixture of experts are sharded:
-    tokens are sent to them and back. 1: FSDP gathers all experts on every rank. auto: the most ranks that leave none
-    without experts."""
+    """Number of neighbouring ranks, of data-degree x ring x ulysses, that share the experts of a mixture of experts;
+    tokens are sent to them and back. 1: FSDP gathers all experts on every rank. auto: the largest group in which every
+    rank has experts."""
     layout: LayoutName = "auto"
     """How tokens are placed on a ring. zigzag balances a causal mask; contiguous sends least under sliding windows.
     auto: zigzag."""

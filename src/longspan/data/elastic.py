@@ -87,7 +87,8 @@ class Elastic:
         check_number("tokens_per_rank", tokens_per_rank, 1, LARGEST_COUNT, whole=True)
         inner = transformers_model(model)
         if inner.loss_type == "ForSequenceClassification":
-            raise LongspanError(f"{type(inner).__name__} has a loss of rows; elastic batches are for a loss of tokens")
+            raise LongspanError(f"{type(inner).__name__} has a loss of rows; elastic batches need a loss of tokens. "
+                                f"Give every rank of a sequence group the same batch instead")  # fmt: skip
         self.sp, self.tokens_per_rank = sp, tokens_per_rank
         self.shifts = inner.loss_type not in ("ForMaskedLM", "ForTokenClassification")
         self.own_positions = own_positions(inner)
@@ -141,7 +142,7 @@ def schedule(lengths: Sequence[int], sp: SequenceSharding, model: nn.Module, *, 
         lengths: tokens of each sample.
         sp: the sharding of the model. A sample gets a divisor of `sp.size` ranks.
         model: a transformers model, sharded or not; the planner reads its sizes.
-        tokens_per_rank: most tokens of a rank in a round, which its memory bounds.
+        tokens_per_rank: the most tokens of a rank in a round, limited by its memory.
 
     Raises:
         LongspanError: for a sample without tokens, or one that the ranks of a sequence group cannot hold, with the mesh
@@ -255,7 +256,8 @@ def sample_of(item: Any, index: int) -> Sample:
     ids = _row_of(item["input_ids"], "input_ids", index)
     labels = ids if item.get("labels") is None else _row_of(item["labels"], "labels", index)
     if len(labels) != len(ids):
-        raise LongspanError(f"item {index} of the data set has {len(ids)} input_ids and {len(labels)} labels")
+        raise LongspanError(f"item {index} of the data set has {len(ids)} input_ids and {len(labels)} labels; give "
+                            f"one label for each token, -100 for no loss")  # fmt: skip
     return Sample(ids, labels)
 
 

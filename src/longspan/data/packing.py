@@ -58,7 +58,7 @@ class _Whole:
 
     @property
     def parts(self) -> list[Ids]:
-        """What attends within itself: the document, or each answer of a preference."""
+        """The document, or each answer of a preference; attention stays within a part."""
         return answers_of(self.ids) if self.piece.document.kind == "preference" else [self.ids]
 
 

@@ -44,7 +44,7 @@ class SequenceInfo:
     starts: tuple[tuple[int, ...], ...] | None = None
     shifted: bool = True  # labels are shifted, as a causal LM's are
     counted: bool = False  # `position_ids` were not given and count along the row
-    elastic: bool = False  # the batch said how many ranks share it
+    elastic: bool = False  # the batch has a `sequence_width`
     digest: int | Tensor | None = None  # set by `shard_batch`: `digest` of the full batch, on a GPU `device_digest`
     visible: VisibleKeys | None = None  # which keys are real, if a mask has zeros between the ones of a row
     # For each key of the batch the values of one real token per row, `[B, ...]`, which replace padding in a forward.
@@ -194,7 +194,7 @@ def cut_batch(
         shift: whether to shift labels.
         own_positions: position ids that the model computes itself if the batch has none. They mark no documents.
         placeholders: ids of tokens whose embeddings come from a vision tower.
-        elastic: whether the batch said how many ranks share it, which are those of `sp`.
+        elastic: whether the batch has a `sequence_width`; `sp` is then its sharding.
     """
     batch_size, n, device = _batch_shape(batch)
     _check_lengths(batch, batch_size, n)

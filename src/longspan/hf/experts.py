@@ -135,7 +135,7 @@ class ExpertPlan:
     size: int = 1
 
     def fewest(self, path: str) -> int:
-        """Return the fewest experts on a rank: PEFT takes one expert for a plain matrix."""
+        """Return the fewest experts that a rank needs: PEFT mistakes a single one for a plain matrix."""
         return 2 if path in self.adapters else 1
 
 
@@ -194,7 +194,7 @@ def _stacked_experts(model: PreTrainedModel) -> ExpertPlan | str:
         needed = [p for p in inspect.signature(module.forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
         inside = [name for name, _ in module.named_parameters() if name not in weights]
         if inside or len(needed) not in (1, 3) or any(len(p) != count for p in weights.values()):
-            return f"layer {path} ({type(module).__name__}) computes its experts in a way of its own"
+            return f"layer {path} ({type(module).__name__}) does not store or call experts as transformers does"
         outer = path
         while outer.endswith(".base_layer"):
             outer = outer.removesuffix(".base_layer")

@@ -118,9 +118,9 @@ def parallelize(
             stream, with an all-gather before attention and MLP, and a reduce-scatter after each.
         gather_output: False: a diffusion transformer returns this rank's tokens only, `[batch, tokens, values of a
             patch]`, for which `longspan.shard_target` cuts a target. The loss is then the sum of the ranks' losses.
-        experts: ranks of data x sequence, neighbours, over which the experts of a mixture of experts are sharded: each
-            token is sent to the ranks of its experts and back, instead of their weights to every rank. Weights at rest
-            are sharded as without. 1: weights are gathered. "auto": the most ranks that leave none without experts.
+        experts: number of neighbouring ranks, of data x sequence, that share the experts of a mixture of experts: each
+            token is sent to the ranks of its experts and back, instead of weights to every rank. Weights at rest are
+            sharded the same way. 1: gather weights. "auto": the largest group in which every rank has experts.
 
     Returns:
         `model`. Its forward takes the full batch, or one sharded by `longspan.shard_batch` (with `shift=False` for a

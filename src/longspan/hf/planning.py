@@ -57,7 +57,7 @@ def shape_of_model(model: PreTrainedModel) -> ModelShape:
 def tuning_of(model: PreTrainedModel) -> Tuning:
     """Return which weights of a model are trained, by PEFT's LoRA or because the others are frozen.
 
-    For a family that the planner reads from the modules: all, which needs more.
+    If the planner reads the family from its modules, all weights count as trained: an upper bound of memory.
     """
     if core_of(model) is not None or not is_family(model.config.get_text_config().to_dict()):
         return Tuning()
@@ -273,7 +273,7 @@ def hardware_of_ranks(rank_memory: float | None, ranks_here: int) -> Hardware:
 
 
 def sample_costs(model: PreTrainedModel, sp: SequenceSharding) -> SampleCosts:
-    """Return what the samples of elastic batches cost, for a model that is sharded over `sp`, or will be by FSDP."""
+    """Return the costs of elastic batches' samples, for a model that is, or will be, sharded over `sp` by FSDP."""
     state = getattr(model, "longspan_state", None)
     job = Job(
         context=1,

@@ -111,7 +111,7 @@ class TileEncoder(Encoder):
 
 
 _IS_CUT, _ENDS_VIDEO = "image_is_cut", "frame_ends_video"
-"""Keys of a batch that `Encoder.select` has made: of each unit what it cannot know from the rows or videos left."""
+"""Keys that `Encoder.select` adds to a batch: facts of each unit that the selected rows or videos no longer show."""
 
 _PACKING = ("vision_feature_select_strategy", "vision_aspect_ratio")
 """Entries of the config that the function which joins tiles may take."""

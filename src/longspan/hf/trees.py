@@ -1,8 +1,8 @@
-"""Pack sequences that begin alike into one row that holds shared beginnings once: `longspan.pack_tree`.
+"""Pack sequences with shared prefixes into one row that contains each prefix once: `longspan.pack_tree`.
 
 A branching token predicts a different token in each branch, and a row has one label per token. So a node ends one token
-before its sequences part, and each child begins with a copy of the branching token, at the same position: every token
-keeps one label, and the model's head and loss are as for any other row. A copy costs one token per child.
+before its sequences diverge, and each child begins with a copy of the branching token, at the same position: every
+token keeps one label, and the model's head and loss are as for any other row. A copy costs one token per child.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class TreePack(dict[str, Tensor]):
         return TreePack(entries, [path.to(device) for path in self.paths], self.starts)
 
     def completions(self, x: Tensor) -> Tensor:
-        """Return what `x` holds of the prediction of each completion token, from `[1, n]`: `[sequences, longest]`.
+        """Return the values of `x [1, n]` at the tokens that predict each completion: `[sequences, longest]`.
 
-        `x` is the result of `longspan.token_logprobs(model, pack, gather=True)`, say. Padding is 0, and so is the first
-        token of a sequence without a prompt, which nothing predicts. Differentiable: a shared token gets the sum of
-        its sequences' gradients.
+        `x` is for example the result of `longspan.token_logprobs(model, pack, gather=True)`. Padding is 0, and so
+        is the first token of a sequence without a prompt, which nothing predicts. Differentiable: a shared token gets
+        the sum of its sequences' gradients.
         """
         rows = []
         for path, start in zip(self.paths, self.starts, strict=True):
@@ -65,17 +65,17 @@ def pack_tree(
     count: Literal["each", "once"] = "each",
     shortest: int = 1,
 ) -> TreePack:
-    """Pack completions into one row in which every beginning that several of them share stands once.
+    """Pack completions into one row that contains each shared prefix once.
 
     Args:
-        prompts: token ids, one sequence for each completion. Equal ones are found, and so is what differing ones begin
-            with (a system prompt, the turns of a chat, an agent's rollout up to where another one branches off). A
-            prompt may be empty.
-        completions: token ids that follow each prompt: one answer, or all turns behind the prompt.
+        prompts: token ids, one sequence for each completion. Equal prompts are found, and so are common prefixes of
+            different ones (a system prompt, the turns of a chat, an agent's rollout up to where another branches off).
+            A prompt may be empty.
+        completions: token ids that follow each prompt: one answer, or all turns after the prompt.
         masks: for each completion 1 where a token is trained and 0 where it is not (a tool's output); default all.
         count: how a token that several sequences share and train counts in the loss: "each" once per sequence, so that
             loss and gradients are those of the separate sequences; "once" a single time.
-        shortest: repeat beginnings of fewer shared tokens: each node costs calls of the attention kernel.
+        shortest: repeat shorter prefixes instead of sharing them: each node costs calls of the attention kernel.
 
     Returns:
         A `TreePack`: `model(**pack).loss` is the mean over the trained tokens of all sequences, and
@@ -119,7 +119,7 @@ def _ids(name: str, ids: Any) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """The rows of a batch as one row that holds shared beginnings once.
+    """The rows of a batch as one row that contains each shared prefix once.
 
     Attributes:
         entries: the batch for the model.
@@ -132,7 +132,7 @@ class PackedRows:
     labelled: Tensor
 
     def unpack(self, x: Tensor) -> Tensor:
-        """Return `[B, n]` from what `x [1, tokens]` says of predictions; 0 where no label is predicted."""
+        """Return `[B, n]`, the value of `x [1, tokens]` at each token of the batch; 0 where no label is predicted."""
         return torch.where(self.labelled, x[0, self.at], 0)
 
 
@@ -226,7 +226,7 @@ def pack_rows(
 
 
 def _shared(a: Tensor, b: Tensor) -> int:
-    """Return how many tokens two sequences begin with alike."""
+    """Return the length of the common prefix."""
     n = min(len(a), len(b))
     differ = a[:n] != b[:n]
     return int(differ.int().argmax()) if bool(differ.any()) else n

@@ -3,9 +3,9 @@
 A round is one forward and backward of every rank. In it the ranks form groups of neighbours. A group of `width` ranks
 shares one row of one or several samples: its tokens are sharded over the sequence axes, its samples are packed
 documents. Ranks gather weights together, so they wait for each other in every layer, and a round takes as long as its
-busiest rank. A schedule makes these short: a long sample gets many ranks, short ones share a rank.
+busiest rank. The schedule keeps rounds short: a long sample gets many ranks, short ones share a rank.
 
-Needs no torch. Costs are the planner's: attention by its mask, the rest by tokens, communication by width.
+This module needs no torch. Costs are the planner's: attention by its mask, the rest by tokens, communication by width.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TRIES = 2  # of more rounds, after the best
 
 @dataclass(frozen=True)
 class SampleCosts:
-    """Seconds of training on samples, of a model on a mesh.
+    """The planner's seconds for samples of a model on a mesh.
 
     Attributes:
         model: the model; None if the planner cannot read it: a rank's work is then its tokens.
@@ -156,7 +156,7 @@ def make_schedule(lengths: Sequence[int], costs: SampleCosts, tokens_per_rank: i
     Args:
         lengths: tokens of each sample.
         costs: of the model on its mesh.
-        tokens_per_rank: most tokens of a rank in a round, which its memory bounds.
+        tokens_per_rank: the most tokens of a rank in a round, limited by its memory.
 
     Raises:
         LongspanError: for a sample without tokens, or one that all ranks of a sequence group cannot hold.

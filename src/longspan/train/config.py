@@ -83,8 +83,8 @@ class DataSection:
     the last of these turns, or all. Of a prompt with its completion: the completion, or all."""
     dpo: float | None = None
     """Train on preferences by DPO with this beta, for example 0.1. Rows have `chosen` and `rejected`, texts or
-    messages, and `prompt`, which is otherwise what both begin with. A pair of answers, each with its prompt, is a
-    document. The reference is the model without LoRA, or else a second, frozen copy."""
+    messages, and optionally `prompt`; by default it is their common beginning. A document is a pair of answers, each
+    with its prompt. The reference is the model without LoRA, or else a second, frozen copy."""
     split: str = "train"
     """Split of a dataset from the hub."""
     shuffle: int = 1024
@@ -431,7 +431,7 @@ class TrainConfig(RankFlags):
     """Optimizer steps. By default 1000, or by --tokens or --epochs."""
     tokens: int | None = None
     """Train on this many tokens, without padding, in place of --steps; the last step may pass it. A schedule ends at
-    the last step. With --pack best-fit and none, the first 2,048 sequences tell the tokens of a step."""
+    the last step. With --pack best-fit and none, the first 2,048 sequences give an estimate of the tokens per step."""
     epochs: float | None = None
     """Train on all data this many times, in place of --steps. It is read and tokenised once before the start, to count
     its sequences."""

@@ -282,7 +282,7 @@ def stopped_early(config: TrainConfig, evaluation: Mapping[str, Any] | None) -> 
 
 
 def step_to_export(config: TrainConfig, last: int, evaluation: Mapping[str, Any] | None) -> int:
-    """Return the step whose weights a run exports that has done `last` steps; the best one was not before the first."""
+    """Return the step whose weights are exported after `last` steps: with --export best the best, unless it is 0."""
     best = evaluation["step"] if config.checkpoint.export == "best" and evaluation is not None else None
     return best or last
 

@@ -157,9 +157,9 @@ def model_flops(
 ) -> float:
     """Return the FLOPs of training a causal LM on some tokens, without recomputation.
 
-    Of a weight that multiplies a token 2 in a forward, 2 in the backward, and 2 for its gradient; an expert multiplies
-    its own tokens only. Attention's are those of causal pairs within documents and windows, recurrences' those of
-    their chunks: Chowdhery et al., "PaLM", 2022, appendix B.
+    A weight costs 2 per token that it multiplies in a forward, 2 in the backward, and 2 for its gradient; an expert
+    multiplies only its own tokens. Attention's are those of causal pairs within documents and windows,
+    recurrences' those of their chunks: Chowdhery et al., "PaLM", 2022, appendix B.
 
     Args:
         shape: of the model.

@@ -68,7 +68,7 @@ class Preferences:
         model: the model that is trained.
         reference: the parallelized model that it is compared with; None: `model` without its adapters.
         sp: the sharding of both.
-        beta: how much rewards count.
+        beta: factor of the rewards.
     """
 
     def __init__(self, model: Any, reference: Any, sp: SequenceSharding, beta: float) -> None:

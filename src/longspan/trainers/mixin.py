@@ -103,8 +103,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             its length needs (`longspan.elastic_batches`). The sharding has one replica: narrower groups take its place.
         fsdp, mp_policy, kernel, weights, check_batches, check_weights, check_at_rest, logits, memory, dropout,
             experts: of `longspan.parallelize`.
-        shared_prefixes: of a trainer that scores several completions of a prompt (GRPO): compute what these begin alike
-            with once.
+        shared_prefixes: compute shared prefixes once, in a trainer that scores several completions of a prompt (GRPO).
         args, kwargs: of the trainer.
 
     Raises:

@@ -13,14 +13,14 @@ Inputs = dict[str, Any]
 
 @dataclass(frozen=True)
 class Draw:
-    """What a family's inputs are drawn from.
+    """Sizes and generator of random inputs.
 
     Attributes:
         config: the model's.
         rows: videos or images.
         grid: frames, height and width in tokens; a model with a fixed grid ignores it.
         generator: on the CPU, so that all devices have the same inputs.
-        dtype: of all that is differentiable, and of the guidance.
+        dtype: of differentiable inputs, and of the guidance.
     """
 
     config: Any
@@ -35,7 +35,7 @@ class Draw:
         return x.to(self.device).requires_grad_(trained)
 
     def common(self, video: tuple[int, ...], text_width: int, text_tokens: int = 5) -> Inputs:
-        """Return what every family takes; `video` is the shape of one row."""
+        """Return the inputs that every family takes; `video` is the shape of one row."""
         return {
             "hidden_states": self.normal(self.rows, *video),
             "timestep": torch.linspace(3, 700, self.rows, device=self.device).long(),

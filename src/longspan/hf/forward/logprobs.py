@@ -50,9 +50,9 @@ def token_logprobs(
         temperature: divides the logits.
         entropy: also return entropies.
         top1: also return whether the label is the most likely token (of several, the first).
-        shared_prefixes: compute what rows begin alike with once, as `longspan.pack_tree` does; the results are those of
-            the rows. For completions of one prompt, say; the first token of a row has no log-probability. Needs
-            `gather`.
+        shared_prefixes: compute shared prefixes of rows once, as `longspan.pack_tree` does, for example a prompt with
+            several completions. The results are those of the rows; the first token of a row has no log-probability.
+            Needs `gather`.
         gather: False: return those of my tokens, `[B, n_local]`. True: of all tokens in order, `[B, n]`, on every rank.
 
     Returns:

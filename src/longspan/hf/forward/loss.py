@@ -119,7 +119,7 @@ class GlobalLoss:
 
     Attributes:
         computed: losses so far; a trainer reads whether a forward added one.
-        share: of the last one, its counted tokens over what it was divided by.
+        share: counted tokens of the last loss, over the number by which it was divided.
     """
 
     def __init__(self, sp: SequenceSharding, batches: BatchCheck | None, options: ForwardOptions) -> None:

@@ -112,7 +112,7 @@ class ForwardOptions:
     rows: int | None = None  # of a classifier's batch that count in its loss; None for all
     temperature: float = 1.0  # divides the logits of `fused_lm_head=True`
     entropy_grad: bool = False  # its entropies have a gradient
-    shared_prefixes: bool = False  # it computes what rows begin alike with once
+    shared_prefixes: bool = False  # computed once, in calls with `fused_lm_head=True`
 
     @contextlib.contextmanager
     def during(self, **options: bool) -> Iterator[None]:
@@ -135,7 +135,7 @@ class ForwardCall:
     elastic: bool = False  # other groups may share theirs among another number of ranks
     cache: ShardedCache | None = None
     scored: bool = False  # called with `fused_lm_head=True`
-    packed: PackedRows | None = None  # the rows of a batch whose shared beginnings are computed once
+    packed: PackedRows | None = None  # the batch's rows as one row, with `shared_prefixes`
     inputs: dict[str, Any] = field(default_factory=dict)  # what the model's forward receives
     segments: Segments | None = None  # documents and padding; with a cache, also of the cached tokens
     has_holes: bool = False  # whether the mask has zeros between the ones of a row
@@ -174,7 +174,7 @@ class ForwardCall:
         self.batch.pop(WIDTH, None)
 
     def share_prefixes(self) -> None:
-        """Replace the batch by one row that holds shared beginnings once."""
+        """Replace the batch by one row that contains each shared prefix once."""
         self.packed = pack_batch(self.batch)
         self.batch = self.packed.entries
 

@@ -143,7 +143,7 @@ def gathered_bytes(c: CostContext, layers: int, heads: int = 0) -> int:
 
 
 def computed(layer: LayerShape, c: CostContext) -> tuple[Parameter, ...]:
-    """Return a layer's weights that a rank computes with; of experts over ranks those that it has."""
+    """Return the weights of a layer that a rank computes with: of sharded experts only its own."""
     if c.experts == 1 or not layer.mlp.experts:
         return layer.parameters
     others, of_experts = split_experts(layer)

@@ -15,7 +15,7 @@ from longspan.plan.models.shape import LayerShape, ModelShape
 
 @dataclass(frozen=True)
 class Tuning:
-    """Which weights are trained, as the flags of `longspan train` say it.
+    """Which weights are trained, by the flags of `longspan train`.
 
     Attributes:
         lora: the rank of LoRA; None: all weights but those of `freeze` are trained.
@@ -39,7 +39,7 @@ class Tuning:
         if mode != "train":
             raise LongspanError(f"{asked}: --mode {mode} trains no weight; leave it out")
         if self.lora is None and (self.targets or self.dora or self.quantize):
-            raise LongspanError(f"{asked} is of LoRA; give its rank, too: --lora 16")
+            raise LongspanError(f"{asked} needs LoRA; give its rank, such as --lora 16")
         if self.lora is not None and (self.freeze or (self.dora and self.quantize)):
             raise LongspanError(f"{asked}: longspan train does not take these together; leave one of them out")
         if self.lora is not None:
