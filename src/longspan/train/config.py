@@ -71,9 +71,8 @@ class DataSection:
     are interleaved, each with its share of all text by weight: a.jsonl=0.7 b/=0.3."""
     format: Literal["auto", "text", "chat", "images", "completion", "ids"] = "auto"
     """What the rows of .jsonl, .parquet and datasets are. chat: `messages`, and optionally `tools`. images: chats with
-    images, in a column `images` or in the messages, for a vision-language model. completion:
-    `prompt` and `completion`, texts or messages. ids: `input_ids`, and optionally `labels`. text: --text-field. auto:
-    by their columns."""
+    images, in a column `images` or in the messages, for a vision-language model. completion: `prompt` and `completion`,
+    texts or messages. ids: `input_ids`, and optionally `labels`. text: --text-field. auto: by their columns."""
     text_field: str = "text"
     """Column that contains the text (.jsonl, .parquet, datasets)."""
     chat_template: Path | None = None
@@ -96,7 +95,7 @@ class DataSection:
     text, best-fit for other rows, documents for both together; none with images."""
     elastic: bool = False
     """Give each document as many ranks as its length needs, and let short ones share a rank: the documents of a step
-    (--batch) run in rounds. A rank has at most --context / (ring x ulysses) tokens at a time. Means --pack none."""
+    (--batch) run in rounds. A rank has at most --context / (ring x ulysses) tokens at a time. Implies --pack none."""
     pack_window: int = 32
     """With --pack best-fit, documents of about this many sequences are packed at a time. A larger window needs less
     padding, but more memory, and time before the first step."""

@@ -99,8 +99,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     Args:
         sp: the sharding.
-        elastic: most tokens of a rank at a time. Each sample of a training batch is then computed by as many ranks as
-            its length needs (`longspan.elastic_batches`). The sharding has one replica: narrower groups take its place.
+        elastic: give each sample of a training batch as many ranks as its length needs, with at most this many tokens
+            on a rank at a time (`longspan.elastic_batches`). Needs data=1: narrower groups replace replicas.
         fsdp, mp_policy, kernel, weights, check_batches, check_weights, check_at_rest, logits, memory, dropout,
             experts: of `longspan.parallelize`.
         shared_prefixes: compute shared prefixes once, in a trainer that scores several completions of a prompt (GRPO).
