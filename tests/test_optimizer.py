@@ -580,7 +580,7 @@ def test_a_batch_by_tokens_is_whole_forwards(config: TrainConfig) -> None:
     by_tokens = replace(config, batch=None, batch_tokens=500, data_degree=2)
     assert by_tokens.sequences == 8  # of 61 tokens; 2 in a forward
     assert replace(by_tokens, batch_tokens=1).sequences == 2
-    refused(config, r"--batch 1 and --batch-tokens 500 both say how much a step trains on", batch_tokens=500)
+    refused(config, r"--batch 1 and --batch-tokens 500 both set the size of a step", batch_tokens=500)
 
 
 def test_compiled_layers_train_alike(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:

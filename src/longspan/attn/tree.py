@@ -61,7 +61,8 @@ def _read_row(b: int, tin: Tensor, tout: Tensor) -> tuple[Node, ...]:
             (i, _, end), j = above[-1], node[0]
             raise LongspanError(
                 f"the intervals of tokens {i} (tin {int(tin[i])}, tout {int(tout[i])}) and {j} (tin {int(tin[j])}, "
-                f"tout {int(tout[j])}) of row {b} overlap and are not nested: token {end} would have two parents"
+                f"tout {int(tout[j])}) of row {b} overlap and are not nested: token {end} would have two "
+                f"parents; number nodes in preorder, as longspan.pack_tree does"
             )
         above.append(node)
     return nodes

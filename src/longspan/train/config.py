@@ -598,7 +598,7 @@ class TrainConfig(RankFlags):
             check_number("--batch-tokens", self.batch_tokens, 1, LARGEST_COUNT)
             if self.batch is not None:
                 raise LongspanError(
-                    f"--batch {self.batch} and --batch-tokens {self.batch_tokens} both say how much a step trains on; "
+                    f"--batch {self.batch} and --batch-tokens {self.batch_tokens} both set the size of a step; "
                     "give one of them"
                 )
         if self.data.elastic:

@@ -173,7 +173,8 @@ def _open_processor(config: TrainConfig, model_config: Any, tokenizer: Any) -> A
     processor = load_processor(config.model.tokenizer_name)
     if not tokenizer.is_fast:
         raise LongspanError(
-            f"--tokenizer {config.model.tokenizer_name} is not a fast one, which chats with images need"
+            f"--tokenizer {config.model.tokenizer_name} is not a fast tokenizer, which chats with images "
+            "need; give a folder with tokenizer.json"
         )
     if config.data.chat_template is None and processor.chat_template is not None:
         tokenizer.chat_template = processor.chat_template
