@@ -20,6 +20,7 @@ from longspan.core.layout import Layout, choose_layout
 from longspan.core.memory import LONGEST, Memory
 from longspan.mixers.fragments import fragment_table
 from longspan.plan import Job, Mesh, plan_mesh, read_hardware, read_model
+from longspan.plan.elastic import SampleCosts, make_schedule
 
 RANKS = 4
 TOKENS = 8  # token runs that a picture shows
@@ -463,9 +464,30 @@ def shared_prefixes() -> Picture:
     return p
 
 
+def elastic() -> Picture:
+    lengths = [32_000, 16_000, 8_000, 7_800, 4_000, 3_900, 2_000, 1_900]
+    costs = SampleCosts(read_model("llama-3.1-8b"), Job(context=1), Mesh(1, 1, RANKS), read_hardware("h100"))
+    schedule = make_schedule(lengths, costs, 16_000)
+    names = [f"{n / 1000:g}k" for n in lengths]
+    p = Picture(206)
+    every: Cells = [[rank] * len(lengths) for rank in range(RANKS)]
+    p.grid(62, 34, every, "fixed mesh", "a round for each sample, all-to-alls in all", labels=[names] * RANKS, cell=36,
+           tall=28)  # fmt: skip
+    groups = [schedule.groups_of(rank) for rank in range(RANKS)]
+    labels = [["" if g is None else ", ".join(names[i] for i in g.samples) for g in row] for row in groups]
+    cells: Cells = [[None if g is None else rank for g in row] for rank, row in enumerate(groups)]
+    under = "two rounds; equal labels share a sample"
+    p.grid(470, 34, cells, "elastic", under, labels=labels, cell=260 / len(schedule.rounds), tall=28)
+    for x in (54, 462):
+        for rank in range(RANKS):
+            p.text(x, 52 + 28 * rank, f"rank {rank}", "m", "end", 11)
+    p.ranks()
+    return p
+
+
 PICTURES: list[Callable[[], Picture]] = [
     overview, ulysses, ring, zigzag, usp, tensor_axis, megatron_sp, state_passing, dsp, fsdp, experts, memory,
-    masks, shared_prefixes
+    masks, shared_prefixes, elastic
 ]  # fmt: skip
 
 
