@@ -35,7 +35,7 @@ IGNORE = -100
 
 def main(
     ranks: int = 4, samples: int = 48, rounds: int = 5, rates: tuple[str, ...] = ("200mbit", "50mbit"),
-    slow: bool = True, name: str = "elastic",
+    slow: bool = True, kinds: tuple[str, ...] = KINDS, name: str = "elastic",
 ) -> None:  # fmt: skip
     """Measure the three ways on each distribution of lengths and each rate of links.
 
@@ -45,13 +45,14 @@ def main(
         rounds: timed steps of each way.
         rates: of slow links, as `tc` writes them.
         slow: False: loopback alone.
+        kinds: distributions of lengths on loopback; slow links have the first, log-normal.
         name: of the report.
     """
     env = common.environment(["longspan", "torch", "transformers"])
     env["ranks"] = f"{ranks}, gloo, one thread each: over loopback, then each in a network namespace (tc tbf)"
     rows = []
     for rate in (None, *(rates if slow else ())):
-        for kind in KINDS if rate is None else KINDS[:1]:
+        for kind in kinds if rate is None else KINDS[:1]:
             arguments = {"kind": kind, "samples": samples, "rounds": rounds}
             if rate is None:
                 found = common.run_ranks(measure, ranks, *arguments.values())
