@@ -1,4 +1,4 @@
-"""What new users do first, command by command and timed, with a model so small that only the way counts.
+"""Time what new users do first, command by command, with a tiny model.
 
     python -m benchmarks.first_use
 
@@ -154,7 +154,7 @@ WAYS: tuple[Callable[[Way], str], ...] = (script_with_trainer, chats, resumed_on
 
 
 def main(only: str = "") -> None:
-    """Go the ways, or the one called `only`."""
+    """Run all workflows, or the one called `only`."""
     env = environment(("longspan", "torch", "transformers", "peft"))
     rows, data = list[list[str]](), list[dict[str, Any]]()
     for walk in WAYS:
