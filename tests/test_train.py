@@ -281,6 +281,7 @@ def test_elastic_batches_train_as_documents_one_by_one_and_resume_to_the_bit(
     for change, message in (
         ({"pack": "best-fit"}, "--elastic takes documents one by one, and --pack best-fit does not"),
         ({"micro_batch": 2}, "--micro-batch 2: with --elastic the schedule decides"),
+        ({"optimizer_in_backward": True, "clip": 0}, "--elastic accumulates gradients over rounds"),
     ):
         refused(replace(elastic, out=tmp_path / "none"), message, **change)
 

@@ -89,7 +89,7 @@ class Elastic:
         if inner.loss_type == "ForSequenceClassification":
             raise LongspanError(f"{type(inner).__name__} has a loss of rows; elastic batches need a loss of tokens. "
                                 f"Give every rank of a sequence group the same batch instead")  # fmt: skip
-        self.sp, self.tokens_per_rank = sp, tokens_per_rank
+        self.sp, self.model, self.tokens_per_rank = sp, inner, tokens_per_rank
         self.shifts = inner.loss_type not in ("ForMaskedLM", "ForTokenClassification")
         self.own_positions = own_positions(inner)
         self.costs = sample_costs(inner, sp)
@@ -102,6 +102,12 @@ class Elastic:
 
     def step(self, samples: Sequence[Sample]) -> ElasticStep:
         """Return my batches of samples, which are the same on every rank."""
+        state = getattr(self.model, "longspan_state", None)
+        if state is not None and state.in_backward is not None:
+            raise LongspanError(
+                "the rounds of an elastic step accumulate gradients, and each backward updates the weights "
+                "(longspan.optimizer_in_backward); remove() that, and call optimizer.step() after the last round"
+            )
         made = self.schedule([len(sample) for sample in samples])
         labels = sum(int((sample.labels[int(self.shifts) :] != IGNORE).sum()) for sample in samples)
         mine = made.groups_of(self.sp.data_rank * self.sp.size + self.sp.rank)

@@ -663,6 +663,11 @@ class TrainConfig(RankFlags):
                 f"{flag} updates each weight before the norm of all gradients is known, and --clip "
                 f"{self.optimizer.clip:g} needs it; use --clip 0"
             )
+        if self.data.elastic:
+            raise LongspanError(
+                f"{flag} updates in every backward, and --elastic accumulates gradients over rounds; leave one of them "
+                "out"
+            )
         accumulated = self.sequences // self.sequences_per_forward
         if accumulated > 1:
             raise LongspanError(
