@@ -142,6 +142,9 @@ def test_patience_stops_and_the_best_checkpoint_stays(alone: TrainConfig, tmp_pa
     assert f"exporting step {best['step']}, which had the lowest evaluation loss" in said_by(replace(chosen, spike=0.0))
     assert checkpoint.exported_step(config.exported) == best["step"] and _evaluations(config.out) == found
     assert "nothing to do" in said_by(replace(chosen, spike=0.0))
+    last_one = str(checkpoint.step_path(config.checkpoints, last))
+    with pytest.raises(LongspanError, match="whose checkpoint is not in"):
+        train(replace(chosen, resume=last_one, out=config.out.with_name("elsewhere")))
     weights = weights_of(config.out)
     train(replace(config, resume=str(checkpoint.step_path(config.checkpoints, best["step"])), steps=best["step"]))
     assert all(torch.equal(x, weights[name]) for name, x in weights_of(config.out).items())

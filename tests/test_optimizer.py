@@ -599,3 +599,15 @@ def test_compiled_layers_train_alike(config: TrainConfig, monkeypatch: pytest.Mo
     train(replace(config, steps=2, export="never", compile=True, out=config.out / "compiled"))
     assert len(compiled) == 1
     assert losses_of(config.out / "compiled") == pytest.approx(losses_of(config.out), rel=roughly(torch.float32))
+
+
+def test_ranks_with_other_parts_of_a_weight_share_no_compiled_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longspan.compat import torch_checkpoint
+
+    seen: list[str] = []
+    kind = torch_checkpoint._low_bit_class("adamw8bit")
+    monkeypatch.setattr(kind, "step", lambda *_: seen.append(torch.compiler.config.cache_key_tag))
+    for rows in (9, 8, 9):
+        weight = torch.nn.Parameter(torch.ones(rows, 8))
+        torch_checkpoint.low_bit_adamw("adamw8bit", [{"params": [weight]}], 0.1, (0.9, 0.95)).step()
+    assert seen[0] == seen[2] != seen[1]

@@ -302,3 +302,9 @@ def test_a_preview_shows_both_answers(config: TrainConfig, capsys: pytest.Captur
 
     preview(replace(config, preview=1), open_local(config), Console(width=80, no_color=True, highlight=False))
     assert "⟦It is the one, 0<|im_end|>" in (text := capsys.readouterr().out) and "⟦the question0<|im_end|>" in text
+
+
+def test_an_adapter_is_no_reference(config: TrainConfig, base: Path, tmp_path: Path) -> None:
+    settings = {"base_model_name_or_path": str(base / "model"), "peft_type": "LORA"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    refused(config, "compares with the model before training", model=str(tmp_path))

@@ -20,8 +20,10 @@ from longspan.core.sections import make, replace
 from longspan.data.chats import RowTokenizer
 from longspan.data.images import read_image
 from longspan.data.rows import document_of
+from longspan.data.source import DocumentSource
 from longspan.data.stream import Sequence, collate
 from longspan.train import TrainConfig
+from longspan.train.config import TuningSection
 from longspan.train.inputs import check_inputs, model_origin, open_local
 from longspan.train.length import resolve_steps
 from longspan.train.tuning import tuned
@@ -380,3 +382,18 @@ def test_an_image_that_changes_is_refused(folder: Path) -> None:
     other = dataclasses.replace(sequence.shown, text=sequence.shown.text.replace("the sea was calm", "a ship came"))
     with pytest.raises(LongspanError, match=r"line 1: an image has changed its size"):
         collate([dataclasses.replace(sequence, shown=other)], "none", 128, open_local(config).images)
+
+
+def test_images_after_a_row_without_are_not_lost(tmp_path: Path) -> None:
+    chats = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]} for _ in range(2)]
+    path = write_rows(tmp_path / "rows.jsonl", [chats[0], chats[1] | {"images": ["x.png"]}])
+    with pytest.raises(LongspanError, match="line 2 has `images`, and the first row has none"):
+        list(DocumentSource(str(path)).documents(epochs=1))
+    assert len(list(DocumentSource(str(path), format="chat").documents(epochs=1))) == 2
+
+
+def test_lora_of_a_tower_that_sees_nothing_is_frozen() -> None:
+    options = TuningSection(lora=2, lora_targets=("q_proj", "v_proj"))
+    for images in (False, True):
+        model = tuned(build("Llava"), options, 0, images=images)
+        assert any("tower" in name for name, p in model.named_parameters() if p.requires_grad) == images

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -128,7 +129,8 @@ def test_lora_trains_as_peft_does_in_one_process(
     config = replace(config, model=relative, **ours)
     plain, exact = (_plain_losses(config, lora, dtype) for dtype in (torch.float32, torch.float64))
     said = pool2.run(said_by, config, timeout=240)[0]
-    assert re.search(r"\ntrained: [1-4],\d{3} of 4\d,\d{3} weights\n", said)
+    trained = sum(p.numel() for p in get_peft_model(_plain(base), LoraConfig(**lora)).parameters() if p.requires_grad)
+    assert re.search(rf"\ntrained: {trained:,} of 4\d,\d{{3}} weights\n", said)
     assert excess_of_losses(losses_of(config.out), plain, exact) <= 1
     merged = replace(config, lora_export="merged", out=tmp_path / "merged")
     shutil.copytree(config.checkpoints, merged.checkpoints)
@@ -279,3 +281,16 @@ def test_the_planner_counts_trained_weights_alone(config: TrainConfig) -> None:
     resolve(replace(tight, lora=4))
     with pytest.raises(LongspanError, match=r"do not fit .* Item by item: .*weights .* give --memory fastest"):
         resolve(replace(tight, lora=4, rank_memory=1e-4))
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_lora_on_a_shared_table_is_not_merged(target: str) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from longspan.checkpoint import check_mergeable
+
+    for tied in (False, True):
+        made = LlamaForCausalLM(LlamaConfig(**LLAMA | {"tie_word_embeddings": tied}))
+        adapted = get_peft_model(made, LoraConfig(target_modules=[target]))
+        with pytest.raises(LongspanError, match="share one weight") if tied else contextlib.nullcontext():
+            check_mergeable(adapted)

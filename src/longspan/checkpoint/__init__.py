@@ -13,7 +13,7 @@ ranks.py      the ranks that save or load together; NaN and infinity are neither
 
 from longspan.checkpoint.damage import Checkpoint, newest_undamaged, newest_verified, read_newest, read_verified
 from longspan.checkpoint.disk import RunLock, check_shared
-from longspan.checkpoint.exporting import check_replaceable, export, exported_step
+from longspan.checkpoint.exporting import check_mergeable, check_replaceable, export, exported_step
 from longspan.checkpoint.folder import MARKER, complete_steps, step_path
 from longspan.checkpoint.loading import load, load_weights
 from longspan.checkpoint.ranks import Ranks
@@ -27,6 +27,7 @@ __all__ = [
     "Ranks",
     "RunLock",
     "Saver",
+    "check_mergeable",
     "check_replaceable",
     "check_shared",
     "complete_steps",

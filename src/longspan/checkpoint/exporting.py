@@ -90,6 +90,8 @@ def export(
         del config.quantization_config  # the export is dequantized
     saved_dtype: torch.dtype = inner.dtype if dtype is None else as_dtype("dtype", dtype)
     ranks.first(lambda: check_replaceable(folder))
+    if peft == "merged" and _is_peft(model):
+        check_mergeable(model)
     tensors = {f"model.{name}": x for name, x in model.state_dict().items()}
     check_finite(tensors, f"{folder} is not exported", ranks, "export an earlier checkpoint")
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -278,6 +280,20 @@ class _Export:
 def _is_peft(model: Any) -> bool:
     peft = sys.modules.get("peft")  # imported by whoever made such a model
     return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def check_mergeable(model: Any) -> None:
+    """Raise if an adapter is on a table that embedding and LM head share: adding it would change both."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    inner = model.get_base_model()
+    tables = [table for table in (inner.get_input_embeddings(), inner.get_output_embeddings()) if table is not None]
+    weights = {x.get_base_layer().weight if isinstance(x, BaseTunerLayer) else x.weight for x in tables}
+    if len(weights) < len(tables) and any(isinstance(table, BaseTunerLayer) for table in tables):
+        raise LongspanError(
+            "the adapter is on the embedding or the LM head, which share one weight, so it cannot be merged: both "
+            "would change; export the adapter (--lora-export adapter), or leave them out of its targets"
+        )
 
 
 def _plain_class(model: Any) -> Any:

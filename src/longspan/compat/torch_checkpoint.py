@@ -7,11 +7,13 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import math
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import config as compiler
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
@@ -106,6 +108,10 @@ def low_bit_adamw(
     refuses where ranks differ.
     """
     kind = _low_bit_class(name)
+    # Code that is compiled for a step is cached on disk by the whole weight's shape; ranks have different parts.
+    weights = [p for group in groups for p in group["params"]]
+    parts = [tuple((p.to_local() if isinstance(p, DTensor) else p).shape) for p in weights]
+    tag = f"longspan {zlib.crc32(str(parts).encode())}"
 
     class LowBitAdamW(kind):  # type: ignore[misc, valid-type]
         def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
@@ -113,6 +119,10 @@ def low_bit_adamw(
             blocks = _scale_shape(p, self.block_size) is not None
             out: Tensor = self._subclass_zeros(local, signed, self.block_size) if blocks else torch.zeros_like(local)
             return _like(p, out, tuple(p.shape)).to(p.device)
+
+        def step(self, closure: Any = None) -> Any:
+            with compiler.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
+                return super().step(closure)
 
     made: torch.optim.Optimizer = LowBitAdamW(groups, lr=lr, betas=betas)
     return made

@@ -14,7 +14,17 @@ from typing import Any, NoReturn, Protocol
 
 from longspan.core.errors import LongspanError
 from longspan.core.validation import near
-from longspan.data.rows import Document, Format, Kind, check_object, columns_of, document_of, flag_of, kind_of
+from longspan.data.rows import (
+    Document,
+    Format,
+    Kind,
+    check_no_images,
+    check_object,
+    columns_of,
+    document_of,
+    flag_of,
+    kind_of,
+)
 from longspan.hf.pretrained import first_line, not_found
 
 KINDS = (".txt", ".jsonl", ".parquet")
@@ -116,6 +126,8 @@ class LocalFiles:
         row = check_object(row, self.text_field, where)
         if file not in self._kinds:
             self._kinds[file] = kind_of(row, self.text_field, self.format, where)
+        if self.format == "auto":
+            check_no_images(row, self._kinds[file], where)
         return document_of(row, self._kinds[file], self.text_field, where, file.parent)
 
     def _open_parquet(self, file: Path) -> Any:
@@ -268,6 +280,8 @@ class HubDataset:
                 where = f"--data {self.name}, row {self._row}"
                 if self._kind is None:
                     self._kind = kind_of(row, self.text_field, self.format, where)
+                if self.format == "auto":
+                    check_no_images(row, self._kind, where)
                 yield document_of(without_nulls(row), self._kind, self.text_field, where)
         except LongspanError:
             raise

@@ -83,6 +83,16 @@ def kind_of(columns: Iterable[str], text_field: str, asked: Format, where: str) 
     return found[0]
 
 
+def check_no_images(row: dict[str, Any], kind: Kind, where: str) -> None:
+    """Raise for a chat with `images` among chats whose first has none: its answers would be learnt without them."""
+    if kind == "chat" and row.get("images"):
+        raise LongspanError(
+            f"{where} has `images`, and the first row has none; give --format images to train on them, or --format "
+            "chat to train on the text alone",
+            code="LS505",
+        )
+
+
 def _missing(kind: Kind, text_field: str, names: list[str], where: str) -> LongspanError:
     has = ", ".join(map(repr, names)) or "nothing"
     if kind == "text":

@@ -536,6 +536,12 @@ class TrainConfig(RankFlags):
         self._check_batch()
         self._check_optimizer()
         self._check_quantize()
+        if self.data.dpo is not None and self.model.adapter is not None:
+            raise LongspanError(
+                f"--dpo {self.data.dpo:g} compares with the model before training, and without its LoRA --model "
+                f"{self.model.model} is the base model; merge the adapter first (peft.PeftModel.from_pretrained(base, "
+                "adapter).merge_and_unload().save_pretrained(folder)), then give --model folder --lora 16"
+            )
 
     def _check_quantize(self) -> None:
         """Raise on settings that 4-bit weights exclude."""

@@ -319,6 +319,8 @@ def _check_names(config: TrainConfig, model_config: Any, rope: RopeScaling | Non
     model = tuned(empty, config.tuning, config.seed, config.model.adapter, images=images)
     matching(model, "--no-decay", config.optimizer.no_decay)
     adapter = config.tuning.lora is not None and config.tuning.lora_export == "adapter"
+    if config.tuning.lora_export == "merged" and config.checkpoint.export != "never":
+        checkpoint.check_mergeable(model)
     if rope is not None and adapter and config.checkpoint.export != "never":
         raise LongspanError(
             "--rope-scaling changes the model's config, which the folder of an adapter does not contain; give "

@@ -141,6 +141,7 @@ class Trainer:
         self.counted: list[tuple[int, int, int]] = []  # of the same steps: tokens, with padding, attention pairs
         self.health = Health(config)
         self.evaluator = Evaluator(config, self.inputs, self.sp, self._at, self.preferences, self.autocast)
+        self.outputs.ranks.first(self._check_best)
         self.reduce_last = self._reduces_last()
         in_backward = config.optimizer.optimizer_in_backward
         self.in_backward = optimizer_in_backward(self.model, self.optimizer) if in_backward else None
@@ -252,8 +253,8 @@ class Trainer:
     @functools.cached_property
     def trained(self) -> float:
         """The share of weights that are trained."""
-        sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
-        return float(sum(n for n, trains in sizes if trains) / sum(n for n, _ in sizes))
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        return float(trained / number_of_weights(self.model))
 
     def _stopped_early(self) -> bool:
         return stopped_early(self.config, dataclasses.asdict(self.evaluator.progress))
@@ -292,6 +293,15 @@ class Trainer:
             why = "had the lowest" if self.evaluator.progress.step else "is the last: none had a lower"
             self.display.log(f"exporting step {step}, which {why} evaluation loss")
         return step
+
+    def _check_best(self) -> None:
+        """Raise if the run resumes in another folder, which lacks the checkpoint that it may have to export."""
+        best, folder = self.evaluator.progress.step, self.config.checkpoints
+        if self.config.checkpoint.export == "best" and best and best not in checkpoint.complete_steps(folder):
+            raise LongspanError(
+                f"--export best: the evaluation loss was lowest at step {best}, whose checkpoint is not in {folder}; "
+                "copy it there, or give --export end"
+            )
 
     def _export(self, step: int, *, last: bool) -> None:
         self._at("export", self.step, unlimited=True)

@@ -24,19 +24,22 @@ from longspan.train.config import TrainConfig, TuningSection
 def tuned(model: Any, options: TuningSection, seed: int, adapter: str | None = None, *, images: bool = False) -> Any:
     """Freeze weights of a loaded model, or put LoRA on it, or the LoRA of a folder; return it in training mode.
 
-    A vision tower is frozen unless the data has `images`, and always with LoRA. LoRA's random weights depend on the
-    seed alone, so that all ranks make the same.
+    A vision tower is frozen, its LoRA too, unless the data has `images`, and always with LoRA. LoRA's random weights
+    depend on the seed alone, so that all ranks make the same.
 
     Raises:
         LongspanError: if no weight is trained, or a pattern or target names none.
     """
-    for module in () if images else tower_modules(model):
-        module.requires_grad_(False)
+    inner = model
     if adapter is not None:
         base = model.config.name_or_path
-        return with_adapter(model, adapter, base, lora_dropout=options.lora_dropout).float().train()
-    if options.lora is not None:
-        return _with_lora(model, options, seed).train()
+        model = with_adapter(model, adapter, base, lora_dropout=options.lora_dropout).float()
+    elif options.lora is not None:
+        model = _with_lora(model, options, seed)
+    for module in () if images else tower_modules(inner):  # PEFT has changed it in place
+        module.requires_grad_(False)
+    if adapter is not None or options.lora is not None:
+        return model.train()
     for name in matching(model, "--freeze", options.freeze):
         model.get_parameter(name).requires_grad_(False)
     if not any(p.requires_grad for p in model.parameters()):
