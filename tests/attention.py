@@ -63,11 +63,11 @@ HARD = {
     "trees and window": Case(trees=(((6, -1), (3, 0), (5, 1), (4, 1), (7, 0), (5, -1)),), n=30, window=5),
     "trees and chunks": Case(trees=(((6, -1), (3, 0), (5, 1), (4, 1), (7, 0), (5, -1)),), n=30, chunk_size=4),
     "trees, sinks, softcap, documents": Case(
-        trees=(((5, -1), (4, 0), (6, 0), (3, -1)),),
-        n=18,
+        trees=(((5, -1), (4, 0), (6, 0), (4, -1)),),
+        n=19,
         sinks=True,
         softcap=3.0,
-        documents=(0,) * 15 + (-1,) * 3,
+        documents=(0,) * 16 + (-1,) * 3,
     ),
     "a long tree": Case(
         trees=(((301, -1), (40, 0), (140, 0), (3, 2), (90, 2), (170, 0)),), n=744, q_heads=2, kv_heads=1

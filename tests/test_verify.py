@@ -296,7 +296,7 @@ def _scale_one_ranks_heads(patch: pytest.MonkeyPatch) -> None:
 def _average_the_loss_per_rank(patch: pytest.MonkeyPatch) -> None:
     from longspan.hf.forward.loss import GlobalLoss
 
-    def loss(losses: Any, logits: Any, labels: torch.Tensor, *_: Any) -> torch.Tensor:
+    def loss(losses: Any, logits: Any, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         total = F.cross_entropy(
             logits.compute(logits.hidden.flatten(0, 1)).float(), labels.flatten(), ignore_index=-100, reduction="sum"
         )
@@ -327,7 +327,7 @@ def _report_another_loss(patch: pytest.MonkeyPatch) -> None:
     from longspan.hf.forward.loss import GlobalLoss
 
     original = GlobalLoss.of_tokens
-    patch.setattr(GlobalLoss, "of_tokens", lambda *args: original(*args) * (1 + 1e-7 * _rank()))
+    patch.setattr(GlobalLoss, "of_tokens", lambda *args, **rest: original(*args, **rest) * (1 + 1e-7 * _rank()))
 
 
 def _nan_in_one_gradient(patch: pytest.MonkeyPatch) -> None:
