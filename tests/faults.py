@@ -164,6 +164,8 @@ FAULTS = (
           "(1 + terms.z_loss * lse_T)", "tests/test_length.py -k test_loss_and_gradients"),
     Fault("logprob_of_the_wrong_label", "losses/logprobs.py", "torch.where(counts, labels_T, 0)[:, None]",
           "torch.where(counts, 0, labels_T)[:, None].clamp_min(0)", "tests/test_length.py -k token_logprobs"),
+    Fault("flex_lists_of_two_widths", "attn/kernels/flex_blocks.py",
+          "F.pad(x.indices, (0, width - x.indices.shape[-1]))", "x.indices", "tests/test_flex.py -k brute_force"),
     # hf: cut, gradients, weights, generation
     Fault("labels_not_shifted", "hf/batch.py", "out[:, :-1] = x[:, 1:]", "out[:, :] = x",
           "tests/test_batch.py -k shifted"),

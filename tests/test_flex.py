@@ -119,6 +119,9 @@ def test_blocks_are_those_of_brute_force(problem: tuple[Mask, int, int, Layout, 
         seen, expected = _brute_force(mask, blocks, block, made.counts)
         found = classes(made.lists.tensors, made.counts)
         assert torch.equal(found.expand(batch, -1, -1, -1), expected.expand(batch, -1, -1, -1))
+        lists = made.lists  # a GPU reads both kinds with the strides of one
+        for partial, full in ((lists.partial, lists.full), (lists.partial_q, lists.full_q)):
+            assert full is None or partial.indices.stride() == full.indices.stride()
         at = (torch.arange(size) for size in (batch, 1, *(count * SIZE for count in made.counts)))
         assert torch.equal(over_indices(made.mask_mod(0), *at)[:, 0], seen.expand(batch, -1, -1))
 

@@ -4,8 +4,8 @@
     python -m benchmarks.gpu --quick --device cpu   # the same items on shapes for a CPU
     python -m benchmarks.gpu --items --write-table h200.toml    # measure the fastest kernel of each case as a table
 
-It needs torch and transformers, one GPU, no network. Every item runs in its own process within its own time, so one
-that fails, hangs or breaks the GPU's context does not affect the others. The report goes to
+It needs torch, transformers and tyro, one GPU, no network. Every item runs in its own process within its own time, so
+one that fails, hangs or breaks the GPU's context does not affect the others. The report goes to
 `benchmarks/reports/<date>-gpu.md` and `.json` (or `--out FOLDER`). Exit code: 1 if a result was wrong or an item
 failed, else 0.
 """

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from longspan.attn.kernels.base import BlockRegion
@@ -85,7 +86,7 @@ def block_lists(
     if opaque:
         return BlockLists(partial, None, partial_q, None)
     full, full_q = (_listed(runs[1], first_of_row, sizes, device) for runs, sizes in ways)
-    return BlockLists(partial, full, partial_q, full_q)
+    return BlockLists(*_of_one_width(partial, full), *_of_one_width(partial_q, full_q))
 
 
 def _edges(part: BlockRegion) -> tuple[int, ...]:
@@ -227,3 +228,13 @@ def _listed(runs: _Runs, first_of_row: Tensor, sizes: Span, device: torch.device
     if len(of_row) > 1:
         indices, counts = indices[of_row], counts[of_row]
     return BlockList(counts[:, None].contiguous(), indices[:, None].contiguous())
+
+
+def _of_one_width(partial: BlockList, full: BlockList) -> tuple[BlockList, BlockList]:
+    """Pad the shorter lists: FlexAttention's GPU kernels read the full blocks with the strides of the partial ones."""
+    width = max(partial.indices.shape[-1], full.indices.shape[-1])
+
+    def padded(x: BlockList) -> BlockList:
+        return x._replace(indices=F.pad(x.indices, (0, width - x.indices.shape[-1])))
+
+    return padded(partial), padded(full)
