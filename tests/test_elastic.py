@@ -118,10 +118,11 @@ def test_two_ranks(pool2: RankPool) -> None:
     _check(pool2, "Mixtral", {"ulysses": 2}, SHORT, fsdp=False)
 
 
+@pytest.mark.parametrize("fsdp", [True, False])
 @pytest.mark.parametrize("family", ["Llama", "Mixtral"])
-def test_full_range(pool8: RankPool, family: str) -> None:
+def test_full_range(pool8: RankPool, family: str, fsdp: bool) -> None:
     """Lengths from 30 to 3,000 on 8 ranks."""
-    (rounds,) = _check(pool8, family, {"ulysses": 4, "ring": 2}, FULL_RANGE)
+    (rounds,) = _check(pool8, family, {"ulysses": 4, "ring": 2}, FULL_RANGE, fsdp=fsdp)
     assert widths(rounds) == {4, 8}
 
 
