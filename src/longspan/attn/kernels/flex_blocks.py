@@ -235,6 +235,6 @@ def _of_one_width(partial: BlockList, full: BlockList) -> tuple[BlockList, Block
     width = max(partial.indices.shape[-1], full.indices.shape[-1])
 
     def padded(x: BlockList) -> BlockList:
-        return x._replace(indices=F.pad(x.indices, (0, width - x.indices.shape[-1])))
+        return BlockList(x.counts, F.pad(x.indices, (0, width - x.indices.shape[-1])))
 
     return padded(partial), padded(full)
