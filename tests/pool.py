@@ -17,7 +17,8 @@ Ranks are forked from a server that has imported what they need (`PRELOAD`), so 
 
 Every task starts with a new default process group (groups and meshes of the previous task are gone), seed 0 and
 `THREADS` threads. If a rank raises, `run` raises `RankError`; if a task exceeds its limit, `RankHang` with the stack of
-every rank that has not answered. The pool is usable afterwards.
+every rank that has not answered. The pool is usable afterwards. If living ranks only lost a connection to each other,
+as happens with the network of some sandboxes, the task runs a second time on new ranks, with a warning.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -56,6 +58,9 @@ groups that are never freed would slow all tests."""
 
 THREADS = os.environ.get("OMP_NUM_THREADS", "1")
 """Compute threads of each rank; with more than one, the ranks compete for the cores."""
+
+LOST = ("Connection reset by peer", "Connection closed by peer")
+"""What gloo's errors say of a connection that the other side or the system has closed."""
 
 DUMP_SIGNAL = signal.SIGUSR1
 
@@ -95,6 +100,11 @@ class Failure:
     message: str
     traceback: str
 
+    @property
+    def is_lost_connection(self) -> bool:
+        is_of_torch = self.kind == "RuntimeError" or self.kind.startswith("torch.distributed.")
+        return is_of_torch and any(text in self.message for text in LOST)
+
 
 class RankError(AssertionError):
     """At least one rank raised or ended. `failures` maps each failed rank to its `Failure`, ended processes first."""
@@ -105,6 +115,10 @@ class RankError(AssertionError):
         parts = [f"{len(failures)} of {world_size} ranks failed: {', '.join(map(str, self.failures))}"]
         parts += [f"--- rank {f.rank}: {f.kind}: {f.message}\n{f.traceback}" for f in self.failures.values()]
         parts += [f"--- rank {rank}, still running {GRACE_S:g} s later\n{text}" for rank, text in stacks.items()]
+        # Last, because a log may show no more than its end.
+        said = [f"rank {f.rank}: {f.kind}: {next(iter(f.message.splitlines()), '')}" for f in self.failures.values()]
+        self.summary = "\n".join([*said, *(f"rank {rank}: still running {GRACE_S:g} s later" for rank in stacks)])
+        parts += ["--- summary", self.summary]
         super().__init__("\n".join(parts))
 
 
@@ -218,7 +232,17 @@ class RankPool:
             self._run(_nothing, (), self.timeout)  # a task starts by destroying the groups of the previous one
             if self._has_too_many_threads():
                 self.close()
-        return self._run(fn, args, self.timeout if timeout is None else timeout)
+        limit_s = self.timeout if timeout is None else timeout
+        try:
+            return self._run(fn, args, limit_s)
+        except RankError as error:
+            if not all(failure.is_lost_connection for failure in error.failures.values()):
+                raise
+            self.close()
+            warnings.warn(
+                f"living ranks lost a connection, so a task runs a second time: {error.summary}", stacklevel=2
+            )
+        return self._run(fn, args, limit_s)
 
     def _has_too_many_threads(self) -> bool:
         return any(_threads(pid) > MAX_THREADS for pid in self.pids)

@@ -47,6 +47,16 @@ def _exit_on(rank: int, code: int) -> None:
     dist.barrier()
 
 
+def _lose_connection(folder: Path, times: int, error_on_0: str) -> int:
+    """Raise what gloo raises, in the first `times` runs."""
+    if dist.get_rank() == 0 and error_on_0:
+        raise ValueError(error_on_0)
+    if dist.get_rank() == 1 and (run := len(list(folder.iterdir()))) < times:
+        (folder / str(run)).touch()
+        raise RuntimeError(f"[gloo/pair.cc:1] Read error [127.0.0.1]:1: Connection reset by peer\nrun {run}")
+    return os.getpid()
+
+
 def _unpicklable() -> object:
     return lambda: None
 
@@ -75,6 +85,7 @@ def test_an_error_names_its_ranks_and_shows_tracebacks(pool2: RankPool) -> None:
     with pytest.raises(RankError) as caught:
         pool2.run(_raise_on, (1, 0))
     assert [failure.message for failure in caught.value.failures.values()] == ["planted on 0", "planted on 1"]
+    assert str(caught.value).endswith("\nrank 0: ValueError: planted on 0\nrank 1: ValueError: planted on 1")
     assert pool2.run(os.getpid) == pids  # all ranks had finished, so the same processes continue
 
 
@@ -88,6 +99,7 @@ def test_an_error_frees_ranks_that_wait_in_a_collective(pool2: RankPool) -> None
     with pytest.raises(RankError, match="rank 0: KeyError: 'gone'") as caught:
         pool2.run(_raise_before_barrier, 0)
     assert list(caught.value.stacks) == [1] and "_raise_before_barrier" in caught.value.stacks[1]
+    assert str(caught.value).endswith("\nrank 0: KeyError: 'gone'\nrank 1: still running 5 s later")
     assert pool2.run(dist.get_rank) == [0, 1]
 
 
@@ -100,15 +112,30 @@ def test_a_hang_shows_the_stacks_of_the_ranks_that_wait(pool2: RankPool) -> None
     assert pool2.run(dist.get_rank) == [0, 1]
 
 
-def test_a_rank_that_ends_is_named_with_its_exit_code(pool2: RankPool) -> None:
+def test_a_rank_that_ends_is_named_with_its_exit_code(pool2: RankPool, recwarn: pytest.WarningsRecorder) -> None:
     with pytest.raises(RankError, match="rank 1: exit: the process ended with exit code 7") as caught:
         pool2.run(_exit_on, 1, 7)
     assert next(iter(caught.value.failures)) == 1  # before the ranks that merely lost their neighbour
+    assert not recwarn.list
     pool2.run(dist.get_rank)
     os.kill(pool2.pids[0], 9)  # between two tasks
     with pytest.raises(RankError, match="rank 0: exit: .*SIGKILL"):
         pool2.run(dist.get_rank)
     assert pool2.run(dist.get_rank) == [0, 1]
+
+
+def test_a_lost_connection_is_repeated_once_on_new_ranks(pool2: RankPool, tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("once", "always", "other")]
+    for folder in folders:
+        folder.mkdir()
+    pids = pool2.run(os.getpid)
+    with pytest.warns(UserWarning, match="a second time: rank 1: RuntimeError: .*Connection reset by peer$"):
+        assert not set(pool2.run(_lose_connection, folders[0], 1, "")) & set(pids)
+    with pytest.warns(UserWarning), pytest.raises(RankError, match="1 of 2 ranks failed: 1\n"):
+        pool2.run(_lose_connection, folders[1], 9, "")
+    with pytest.raises(RankError, match="2 of 2 ranks failed"):
+        pool2.run(_lose_connection, folders[2], 9, "Connection reset by peer")
+    assert [len(list(folder.iterdir())) for folder in folders] == [1, 2, 1]
 
 
 def test_groups_of_earlier_tasks_are_freed_and_ranks_stay(pool2: RankPool) -> None:
