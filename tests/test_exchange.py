@@ -99,7 +99,7 @@ def _opcheck() -> None:
     group = dist.group.WORLD
     shards, kinds = split_heads(6, 3, dist.get_world_size()), ["q", "kv", "kv"]
     xs = [torch.randn(1, 2, h, 3, requires_grad=True) for h in (6, 3, 3)]
-    plan = all_to_all._flatten(all_to_all._head_spans(shards, kinds)), group.group_name, "exact"
+    plan = all_to_all._flatten(all_to_all.head_spans(shards, kinds)), group.group_name, "exact"
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(torch.ops.longspan.scatter_heads.default, (xs, *plan), test_utils=checks)
     y = all_to_all.scatter_heads(xs, kinds, shards, group).detach().requires_grad_()
@@ -130,7 +130,7 @@ def _bad_input() -> None:
         exchange.reshard(torch.zeros(3, 4), group, 0, 1, length=9)
     with pytest.raises(LongspanError, match="5 tokens do not divide over 2 ranks"):
         exchange.heads_to_seq(torch.zeros(1, 5, 2, 3), group)
-    with pytest.raises(LongspanError, match="holds 3 heads, but its shard of 8 is 4"):
+    with pytest.raises(LongspanError, match="holds 3 entries of dimension 2, but its shard of length=8 is 4"):
         exchange.heads_to_seq(torch.zeros(1, 4, 3, 3), group, heads=8)
 
 
@@ -158,7 +158,7 @@ class _Copies(TorchDispatchMode):
 def _spans(heads: tuple[int, int], ranks: int, chunks: int) -> list[list[list[tuple[int, int]]]]:
     """Return the heads of q, k and v of each rank, for each chunk."""
     groups = split_head_chunks(split_heads(*heads, ranks), chunks)
-    return [all_to_all._head_spans(shards, ["q", "kv", "kv"]) for group in groups for shards in group]
+    return [all_to_all.head_spans(shards, ["q", "kv", "kv"]) for group in groups for shards in group]
 
 
 # Heads, ranks, chunks, head_dim: and the copies of a chunk's pack and unpack, and the bytes of their elements.
@@ -191,7 +191,7 @@ def test_one_copy_serves_all_ranks(
         assert packing.found and len(packing.found) == packs
         assert sum(nbytes for _, nbytes in packing.found) == sent.nbytes and {n for n, _ in packing.found} == {itemsize}
         with _Copies() as unpacking:
-            all_to_all._write_heads(sent, outs, spans, adds)
+            all_to_all.write_heads(sent, outs, spans, adds)
         assert len(unpacking.found) == unpacks
         assert unpacking.found[0][0] == itemsize
         for of in spans:

@@ -19,7 +19,7 @@ from benchmarks.common import DTYPES
 from benchmarks.gpu import model
 from benchmarks.gpu.kernels import BF16, attend, cases
 from benchmarks.gpu.setup import BELOW, MEASURED, OK, WRONG, Row, Setup
-from longspan.comm.all_to_all import start_scatter
+from longspan.comm.all_to_all import head_spans, start_scatter
 from longspan.comm.consistency import gather_numbers
 from longspan.comm.p2p import P2PMessage, post, wait_for
 from longspan.core.heads import split_heads
@@ -125,7 +125,8 @@ def nccl(setup: Setup) -> Iterator[Row]:
 
 def _all_to_all(setup: Setup) -> tuple[str, str]:
     q, k = (torch.randn(1, setup.size(8192, 64), heads, 64, device=setup.device) for heads in (8, 2))
-    started = start_scatter([q, k], ["q", "kv"], split_heads(8, 2, 1), dist.group.WORLD, overlapped=True)
+    spans = head_spans(split_heads(8, 2, 1), ["q", "kv"])
+    started = start_scatter([q, k], spans, dist.group.WORLD, "exact", overlapped=True)
     expected = torch.cat([q, k], 2).transpose(0, 1).flatten(2)
     return f"{q.nbytes + k.nbytes:,} bytes", OK if torch.equal(started.wait(), expected) else WRONG
 

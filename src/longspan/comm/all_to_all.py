@@ -32,113 +32,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.comm.arguments import check_group, check_two_dims
 from longspan.comm.mesh import find_group, group_name
 from longspan.comm.quantize import Runs, dequantize_rows, quantize_rows, row_width
-from longspan.core.errors import LongspanError
-from longspan.core.heads import HeadShard, split_heads
 from longspan.core.layout import Span
-from longspan.core.validation import LARGEST_COUNT, check_number
 from longspan.ranks.heartbeat import waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from longspan.core.cache import CacheDtype
+    from longspan.core.heads import HeadShard
 
-_HeadSpans = tuple[tuple[Span, ...], ...]
+HeadSpans = tuple[tuple[Span, ...], ...]
 """`spans[rank][tensor]`: the heads of each tensor that a rank holds. Operators take it as a flat list of integers."""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Tokens and heads in any order of dimensions: the public functions.
-
-
-def seq_to_heads(x: Tensor, group: dist.ProcessGroup | None, seq_dim: int = 1, head_dim: int = 2) -> Tensor:
-    """Swap "local tokens, all heads" for "all tokens, local heads": one all-to-all. Its gradient is `heads_to_seq`.
-
-    Args:
-        x: local tokens and all heads, in any order of dimensions: `[B, L, H, D]`, `[B, H, L, D]`, `[L, H, D]`, ...
-            Every rank holds the same number of tokens.
-        group: the ranks that share the sequence. None, or a group of one, returns `x` itself.
-        seq_dim: the dimension of the tokens.
-        head_dim: the dimension of the heads. They are split as evenly as possible, in order, larger shards first; with
-            fewer heads than ranks some ranks get none.
-
-    Returns:
-        The same dimensions with all tokens and the local heads. The memory order is the wire's (tokens outermost).
-
-    Raises:
-        LongspanError: if the two dimensions are the same or `x` does not have them.
-    """
-    seq_dim, head_dim = check_two_dims(x, seq_dim, head_dim)
-    check_group(group)
-    if group is None or group.size() == 1:
-        return x
-    if not x.numel():
-        raise LongspanError(f"a tensor of shape {tuple(x.shape)} has nothing to send to {group.size()} ranks")
-    x_BLHD, restore = _as_BLHD(x, seq_dim, head_dim)
-    shards = split_heads(x.shape[head_dim], x.shape[head_dim], group.size())
-    out_SBW = scatter_heads([x_BLHD], ["q"], shards, group)
-    out_SBhD = out_SBW.unflatten(2, (shards[group.rank()].q_heads, x_BLHD.shape[3]))
-    return restore(out_SBhD.transpose(0, 1))
-
-
-def heads_to_seq(
-    x: Tensor, group: dist.ProcessGroup | None, seq_dim: int = 1, head_dim: int = 2, *, heads: int | None = None
-) -> Tensor:
-    """Swap "all tokens, local heads" for "local tokens, all heads": one all-to-all, the inverse of `seq_to_heads`.
-
-    Args:
-        x: all tokens (a multiple of the group's size) and the local shard of the heads, as `seq_to_heads` split them.
-        group: the ranks that share the sequence.
-        seq_dim: the dimension of the tokens.
-        head_dim: the dimension of the heads.
-        heads: total number of heads; default: local heads x ranks. If heads do not divide evenly, every rank must pass
-            it, because a rank cannot see how many the others hold.
-
-    Raises:
-        LongspanError: if the tokens do not divide by the ranks, or the local heads are not this rank's shard of
-            `heads`.
-    """
-    seq_dim, head_dim = check_two_dims(x, seq_dim, head_dim)
-    check_group(group)
-    if heads is not None:
-        check_number("heads", heads, 1, LARGEST_COUNT, whole=True)
-    if group is None or group.size() == 1:
-        return x
-    size, total = group.size(), heads or x.shape[head_dim] * group.size()
-    shards = split_heads(total, total, size)
-    if x.shape[head_dim] != (local := shards[group.rank()].q_heads):
-        raise LongspanError(
-            f"heads_to_seq: rank {group.rank()} of {size} holds {x.shape[head_dim]} heads, but its shard of {total} is "
-            f"{local}; pass heads=<total number of heads>"
-        )
-    if x.shape[seq_dim] % size:
-        raise LongspanError(
-            f"heads_to_seq: {x.shape[seq_dim]} tokens do not divide over {size} ranks; pad them to a multiple of {size}"
-        )
-    if 0 in (n for dim, n in enumerate(x.shape) if dim != head_dim):  # a rank may have no heads
-        raise LongspanError(f"heads_to_seq: a tensor of shape {tuple(x.shape)} has nothing to send")
-    x_BShD, restore = _as_BLHD(x, seq_dim, head_dim)
-    return restore(gather_heads(x_BShD, shards, group))
-
-
-def _as_BLHD(x: Tensor, seq_dim: int, head_dim: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """View `x` as `[B, L, H, D]`, or copy it if there is no such view.
-
-    Also return the function that restores the dimensions of `x`, for other numbers of tokens and heads.
-    """
-    rows = x.movedim(seq_dim, 0)
-    at = head_dim + (head_dim < seq_dim)  # of the heads, in `rows`
-    before, after = rows.shape[1:at], rows.shape[at + 1 :]
-    x_LBHD = rows.reshape(rows.shape[0], before.numel(), rows.shape[at], after.numel())
-
-    def restore(out_BLHD: Tensor) -> Tensor:
-        out_LBHD = out_BLHD.transpose(0, 1)
-        return out_LBHD.reshape(out_LBHD.shape[0], *before, out_LBHD.shape[2], *after).movedim(0, seq_dim)
-
-    return x_LBHD.transpose(0, 1), restore
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -165,7 +71,7 @@ def scatter_heads(
     Returns:
         `[S, B, W]`: for every token of the sequence the local heads of the first tensor, then those of the second, ...
     """
-    spans = _head_spans(shards, kinds)
+    spans = head_spans(shards, kinds)
     out_SBW: Tensor = torch.ops.longspan.scatter_heads(list(xs_BLHD), _flatten(spans), group_name(group), wire_dtype)
     return out_SBW
 
@@ -174,24 +80,25 @@ def gather_heads(
     out_BShD: Tensor, shards: Sequence[HeadShard], group: dist.ProcessGroup, wire_dtype: CacheDtype = "exact"
 ) -> Tensor:
     """Send the attention output of the local heads back to the tokens' ranks, in one all-to-all: `[B, L, H, D]`."""
-    heads, dims, spans = [shards[-1].q_stop], [out_BShD.shape[3]], _head_spans(shards, ["q"])
+    heads, dims, spans = [shards[-1].q_stop], [out_BShD.shape[3]], head_spans(shards, ["q"])
     outs: list[Tensor] = torch.ops.longspan.gather_heads(
         out_BShD.transpose(0, 1), heads, dims, _flatten(spans), group_name(group), wire_dtype
     )
     return outs[0]
 
 
-def _head_spans(shards: Sequence[HeadShard], kinds: Sequence[str]) -> _HeadSpans:
+def head_spans(shards: Sequence[HeadShard], kinds: Sequence[str]) -> HeadSpans:
+    """Return the heads of each rank and tensor; `kinds` says of each tensor whether it has "q" or "kv" heads."""
     of_kind = {"q": [(s.q_start, s.q_stop) for s in shards], "kv": [(s.kv_start, s.kv_stop) for s in shards]}
     return tuple(zip(*(of_kind[kind] for kind in kinds), strict=True))
 
 
-def _flatten(spans: _HeadSpans) -> list[int]:
+def _flatten(spans: HeadSpans) -> list[int]:
     return [end for of_rank in spans for span in of_rank for end in span]
 
 
 @functools.lru_cache(maxsize=256)
-def _unflatten(flat_spans: tuple[int, ...], tensors: int) -> _HeadSpans:
+def _unflatten(flat_spans: tuple[int, ...], tensors: int) -> HeadSpans:
     spans = tuple(zip(flat_spans[::2], flat_spans[1::2], strict=True))
     return tuple(spans[i : i + tensors] for i in range(0, len(spans), tensors))
 
@@ -251,24 +158,9 @@ class AllToAll:
 
 
 def start_scatter(
-    xs_BLHD: Sequence[Tensor],
-    kinds: Sequence[str],
-    shards: Sequence[HeadShard],
-    group: dist.ProcessGroup,
-    *,
-    overlapped: bool,
-    wire_dtype: CacheDtype = "exact",
+    xs_BLHD: Sequence[Tensor], spans: HeadSpans, group: dist.ProcessGroup, wire_dtype: str, *, overlapped: bool
 ) -> AllToAll:
-    """Start `scatter_heads`, outside of autograd; `wait` returns its result.
-
-    With `overlapped` it stays in flight until `wait`; otherwise it completes at once.
-    """
-    return _start_scatter(xs_BLHD, _head_spans(shards, kinds), group, wire_dtype, overlapped=overlapped)
-
-
-def _start_scatter(
-    xs_BLHD: Sequence[Tensor], spans: _HeadSpans, group: dist.ProcessGroup, wire_dtype: str, *, overlapped: bool
-) -> AllToAll:
+    """Start `scatter_heads`; `wait` returns its result."""
     batch, tokens = xs_BLHD[0].shape[:2]
     rows, size = batch * tokens, group.size()
     sent = _row_contents(spans, tuple(x.shape[3] for x in xs_BLHD))
@@ -282,45 +174,21 @@ def _start_scatter(
     return AllToAll(packed, rows, sent, received, group, wire_dtype, overlapped=overlapped, finish=as_sequence)
 
 
-def start_gather_into(
-    outs: Callable[[], Sequence[Tensor]],
-    dims: Sequence[int],
-    packed_SBW: Tensor,
-    kinds: Sequence[str],
-    shards: Sequence[HeadShard],
-    group: dist.ProcessGroup,
-    *,
-    overlapped: bool,
-    accumulate: bool = False,
-    wire_dtype: CacheDtype = "exact",
-) -> AllToAll:
-    """Start to send some heads back to the tokens' ranks; `wait` writes them into `outs()`. Outside of autograd.
-
-    `outs` returns tensors `[B, L, H, D]` with these `dims` D. It is called when the heads have arrived, so that it can
-    allocate the tensors late. Heads that are in no shard stay as they are. With `accumulate` KV heads are added, as
-    gradients of replicated KV heads need (the tensors should be fp32 at least); query heads are always overwritten.
-    Other arguments are those of `start_scatter`, and `packed_SBW` has the layout of its result.
-    """
-    spans = _head_spans(shards, kinds)
-    adds = [accumulate and kind == "kv" for kind in kinds]
-
-    def write(recv: Tensor) -> Tensor:
-        _write_heads(recv, outs(), spans, adds)
-        return recv
-
-    return _start_gather(packed_SBW, dims, spans, group, wire_dtype, overlapped=overlapped, finish=write)
-
-
-def _start_gather(
+def start_gather(
     packed_SBW: Tensor,
     dims: Sequence[int],
-    spans: _HeadSpans,
+    spans: HeadSpans,
     group: dist.ProcessGroup,
     wire_dtype: str,
     *,
     overlapped: bool,
-    finish: Callable[[Tensor], Tensor],
+    finish: Callable[[Tensor], Tensor] = lambda recv: recv,
 ) -> AllToAll:
+    """Start to send heads, packed as `start_scatter` returns them, back to the tokens' ranks.
+
+    `dims` are the head_dims D of the tensors. `wait` returns what `finish` makes of the received buffer, which
+    `write_heads` takes.
+    """
     received = _row_contents(spans, tuple(dims))
     sent = [received[group.rank()]] * group.size()
     rows = packed_SBW.shape[0] // group.size() * packed_SBW.shape[1]
@@ -333,12 +201,12 @@ def _start_gather(
 
 
 @functools.lru_cache(maxsize=256)
-def _row_contents(spans: _HeadSpans, dims: tuple[int, ...]) -> tuple[Runs, ...]:
+def _row_contents(spans: HeadSpans, dims: tuple[int, ...]) -> tuple[Runs, ...]:
     """Return the content of each rank's row: heads and head_dim of each tensor."""
     return tuple(tuple((stop - start, d) for (start, stop), d in zip(of_rank, dims, strict=True)) for of_rank in spans)
 
 
-def _split_rows(packed: Tensor, spans: _HeadSpans, xs_BLHD: Sequence[Tensor]) -> list[list[Tensor]]:
+def _split_rows(packed: Tensor, spans: HeadSpans, xs_BLHD: Sequence[Tensor]) -> list[list[Tensor]]:
     """View a packed buffer as the heads `[B, L, h, D]` of each rank and tensor; `xs_BLHD` have the tensors' shapes."""
     batch, tokens = xs_BLHD[0].shape[:2]
     contents = _row_contents(spans, tuple(x.shape[3] for x in xs_BLHD))
@@ -350,7 +218,7 @@ def _split_rows(packed: Tensor, spans: _HeadSpans, xs_BLHD: Sequence[Tensor]) ->
     return views
 
 
-def _pair_groups(packed: Tensor, spans: _HeadSpans, xs_BLHD: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]] | None:
+def _pair_groups(packed: Tensor, spans: HeadSpans, xs_BLHD: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]] | None:
     """View a packed buffer as `[G, R, L, B, h, D]` of each tensor, and the tensor as `[G, L, B, h, D]`.
 
     So one copy serves all ranks: with 2 KV heads over 4 ranks, G = 2 and R = 2. None unless each tensor is cut into G
@@ -390,7 +258,7 @@ class _Groups(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _groups(spans: _HeadSpans, heads: tuple[int, ...]) -> tuple[_Groups, ...] | None:
+def _groups(spans: HeadSpans, heads: tuple[int, ...]) -> tuple[_Groups, ...] | None:
     groups = []
     for total, of_tensor in zip(heads, zip(*spans, strict=True), strict=True):
         (start, stop), ranks = of_tensor[0], of_tensor.count(of_tensor[0])
@@ -419,7 +287,7 @@ def _alignment(x: Tensor) -> int:
     return math.gcd(x.storage_offset(), x.shape[-1], *strides) if last == 1 else 1
 
 
-def _pack(xs_BLHD: Sequence[Tensor], spans: _HeadSpans, elements: int) -> Tensor:
+def _pack(xs_BLHD: Sequence[Tensor], spans: HeadSpans, elements: int) -> Tensor:
     """Copy the heads of each rank into one send buffer, rank after rank. Every element is copied once."""
     send = xs_BLHD[0].new_empty(elements)
     groups = _pair_groups(send, spans, xs_BLHD)
@@ -433,7 +301,7 @@ def _pack(xs_BLHD: Sequence[Tensor], spans: _HeadSpans, elements: int) -> Tensor
     return send
 
 
-def _unpack(recv: Tensor, spans: _HeadSpans, outs_BLHD: list[Tensor]) -> list[Tensor]:
+def _unpack(recv: Tensor, spans: HeadSpans, outs_BLHD: list[Tensor]) -> list[Tensor]:
     """Mirror `_pack` into `outs_BLHD`: the parts of a replicated head are summed, in fp32 or wider."""
     groups = _pair_groups(recv, spans, outs_BLHD)
     if groups is not None:
@@ -443,12 +311,12 @@ def _unpack(recv: Tensor, spans: _HeadSpans, outs_BLHD: list[Tensor]) -> list[Te
     wide = torch.promote_types(recv.dtype, torch.float32)
     replicated = [any(a[1] > b[0] for a, b in itertools.pairwise(of_tensor)) for of_tensor in zip(*spans, strict=True)]
     sums = [torch.zeros_like(out, dtype=wide) if adds else out for out, adds in zip(outs_BLHD, replicated, strict=True)]
-    _write_heads(recv, sums, spans, replicated)
+    write_heads(recv, sums, spans, replicated)
     return [x.to(recv.dtype) for x in sums]
 
 
-def _write_heads(recv: Tensor, outs_BLHD: Sequence[Tensor], spans: _HeadSpans, adds: Sequence[bool]) -> None:
-    """Write, or for some tensors add, every rank's heads to `outs_BLHD`."""
+def write_heads(recv: Tensor, outs_BLHD: Sequence[Tensor], spans: HeadSpans, adds: Sequence[bool]) -> None:
+    """Write, or for some tensors add, every rank's heads to `outs_BLHD`; heads that no rank has stay as they are."""
     groups = _pair_groups(recv, spans, outs_BLHD)
     if groups is not None:
         for (part_GRLBhD, out_GLBhD), add in zip(groups, adds, strict=True):
@@ -468,7 +336,7 @@ def _write_heads(recv: Tensor, outs_BLHD: Sequence[Tensor], spans: _HeadSpans, a
 @torch.library.custom_op("longspan::scatter_heads", mutates_args=())
 def _scatter_op(xs_BLHD: list[Tensor], flat_spans: list[int], group: str, wire_dtype: str) -> Tensor:
     spans = _unflatten(tuple(flat_spans), len(xs_BLHD))
-    return _start_scatter(xs_BLHD, spans, find_group(group), wire_dtype, overlapped=False).wait()
+    return start_scatter(xs_BLHD, spans, find_group(group), wire_dtype, overlapped=False).wait()
 
 
 @_scatter_op.register_fake
@@ -484,7 +352,7 @@ def _gather_op(
     x_SBW: Tensor, heads: list[int], dims: list[int], flat_spans: list[int], group: str, wire_dtype: str
 ) -> list[Tensor]:
     spans, ranks = _unflatten(tuple(flat_spans), len(heads)), find_group(group)
-    recv = _start_gather(x_SBW, dims, spans, ranks, wire_dtype, overlapped=False, finish=lambda recv: recv).wait()
+    recv = start_gather(x_SBW, dims, spans, ranks, wire_dtype, overlapped=False).wait()
     return _unpack(recv, spans, _new_outputs(x_SBW, heads, dims, ranks.size()))
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longspan.comm.all_to_all import copy_wide
 from longspan.comm.arguments import check_dim, check_group, check_tensor, check_two_dims
 from longspan.comm.mesh import find_group, group_name
 from longspan.core.errors import LongspanError
@@ -70,6 +71,55 @@ def reshard(
     if not sum(gathered) or 0 in (n for dim, n in enumerate(x.shape) if dim != gather_dim):
         raise LongspanError(f"a tensor of shape {tuple(x.shape)} has nothing to send to {size} ranks")
     return move_shards(x, group, gather_dim, shard_dim, gathered, shard_sizes(x.shape[shard_dim], size))
+
+
+def seq_to_heads(x: Tensor, group: dist.ProcessGroup | None, seq_dim: int = 1, head_dim: int = 2) -> Tensor:
+    """Swap "local tokens, all heads" for "all tokens, local heads": one all-to-all. Its gradient is `heads_to_seq`.
+
+    Args:
+        x: local tokens and all heads, in any order of dimensions: `[B, L, H, D]`, `[B, H, L, D]`, `[L, H, D]`, ...
+            Every rank holds the same number of tokens.
+        group: the ranks that share the sequence. None, or a group of one, returns `x` itself.
+        seq_dim: the dimension of the tokens.
+        head_dim: the dimension of the heads. They are split as evenly as possible, in order, larger shards first; with
+            fewer heads than ranks some ranks get none.
+
+    Returns:
+        The same dimensions with all tokens and the local heads. The memory order is the wire's (tokens outermost).
+
+    Raises:
+        LongspanError: if the two dimensions are the same or `x` does not have them.
+    """
+    return reshard(x, group, seq_dim, head_dim)
+
+
+def heads_to_seq(
+    x: Tensor, group: dist.ProcessGroup | None, seq_dim: int = 1, head_dim: int = 2, *, heads: int | None = None
+) -> Tensor:
+    """Swap "all tokens, local heads" for "local tokens, all heads": one all-to-all, the inverse of `seq_to_heads`.
+
+    Args:
+        x: all tokens (a multiple of the group's size) and the local shard of the heads, as `seq_to_heads` split them.
+        group: the ranks that share the sequence.
+        seq_dim: the dimension of the tokens.
+        head_dim: the dimension of the heads.
+        heads: total number of heads; default: local heads x ranks. If heads do not divide evenly, every rank must pass
+            it, because a rank cannot see how many the others hold.
+
+    Raises:
+        LongspanError: if the tokens do not divide by the ranks, or the local heads are not this rank's shard of
+            `heads`.
+    """
+    seq_dim, head_dim = check_two_dims(x, seq_dim, head_dim)
+    check_group(group)
+    if heads is not None:
+        check_number("heads", heads, 1, LARGEST_COUNT, whole=True)
+    size = 1 if group is None else group.size()
+    if x.shape[seq_dim] % size:
+        raise LongspanError(
+            f"heads_to_seq: {x.shape[seq_dim]} tokens do not divide over {size} ranks; pad them to a multiple of {size}"
+        )
+    return reshard(x, group, head_dim, seq_dim, length=heads)
 
 
 def move_shards(
@@ -178,11 +228,11 @@ def _pack(rows: Tensor, at: int, sizes: Sequence[int]) -> Tensor:
     send = rows.new_empty(rows.numel())
     if len(set(sizes)) == 1:  # one copy for all ranks
         parts = rows.unflatten(at, (len(sizes), sizes[0])).movedim(at, 0)
-        send.view(parts.shape).copy_(parts)
+        copy_wide(send.view(parts.shape), parts)
         return send
     parts_of_ranks = rows.split(list(sizes), at)
     for into, part in zip(send.split([part.numel() for part in parts_of_ranks]), parts_of_ranks, strict=True):
-        into.view(part.shape).copy_(part)
+        copy_wide(into.view(part.shape), part)
     return send
 
 

@@ -60,7 +60,7 @@ def split_heads(q_heads: int, kv_heads: int, ranks: int, *, kv_replication: bool
     No rank gets more than ceil(q_heads / ranks) query heads, as the slowest sets the pace. Among the splits that reach
     this, one along KV groups is preferred. With more ranks than KV heads, or uneven groups, a KV head is in the shards
     of several ranks: `longspan.comm.all_to_all` copies it into each rank's message (`_pack`), and sums the gradients
-    that return (`_unpack`; for heads in chunks `_write_heads`).
+    that return (`_unpack`; for heads in chunks `write_heads`).
 
     Args:
         q_heads: a multiple of `kv_heads`.

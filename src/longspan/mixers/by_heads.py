@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspan.comm.all_to_all import heads_to_seq, seq_to_heads
 from longspan.comm.collectives import all_gather
 from longspan.comm.mesh import group_name
+from longspan.comm.reshard import heads_to_seq, seq_to_heads
 from longspan.core.heads import split_heads
 from longspan.core.layout import Layout
 from longspan.mixers.chunk_states import pass_states

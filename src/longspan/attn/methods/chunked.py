@@ -30,7 +30,7 @@ from torch import Tensor
 from longspan.attn.methods.base import SavedAttentions
 from longspan.attn.methods.ring import Ring, owns_storage
 from longspan.attn.score import Scores
-from longspan.comm.all_to_all import copy_wide, start_gather_into, start_scatter
+from longspan.comm.all_to_all import copy_wide, head_spans, start_gather, start_scatter, write_heads
 from longspan.compat.torch_api import named_range, not_compiled
 from longspan.core.heads import HeadShard
 from longspan.core.layout import Span
@@ -185,14 +185,15 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, method: ChunkedUlysses, scores: Scores, received: list[_Received] | None = None
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the local output `[B, L, H, V]` and each chunk's log-sum-exp [B, h, S]; append to `received`."""
-    out = _LocalTensor((*q.shape[:3], v.shape[3]), q.dtype, q.device)
+    out = _LocalTensor("q", (*q.shape[:3], v.shape[3]), q.dtype, q.device)
     lses, kv = list[Tensor](), list[Tensor]()
 
-    def start(chunk: HeadChunk) -> _ScatteredHeads:
-        return _ScatteredHeads([q], [k, v] if chunk.first_of_kv else [], chunk, method)
+    def start(chunk: HeadChunk) -> Callable[[], list[Tensor]]:
+        return _scatter([q], [k, v] if chunk.first_of_kv else [], chunk, method)
 
-    def compute(number: int, chunk: HeadChunk, scattered: _ScatteredHeads) -> list[AllToAll]:
-        (q_BhSD,), received_kv = scattered.take()
+    def compute(number: int, chunk: HeadChunk, scattered: list[Tensor]) -> list[AllToAll]:
+        q_BhSD, *received_kv = scattered
+        scattered.clear()
         if chunk.first_of_kv:
             kv[:] = received_kv
         k_BkTD, v_BkTV = kv
@@ -210,7 +211,7 @@ def _forward(
         lses.append(lse)
         outputs = [chunk_out]
         del chunk_out
-        return _gather_back([out], outputs, ["q"], chunk, method)
+        return _gather([out], outputs, chunk, method)
 
     _run_chunks(method, start, compute)
     return out.tensor(), lses
@@ -239,22 +240,22 @@ def _backward(
     (q_shape, q_dtype), *kv_specs = specs
     # Gradients of KV heads that several ranks hold return in separate chunks: accumulate them in fp32 and round once.
     wide, device = torch.promote_types(q_dtype, torch.float32), with_q_heads[0].device
-    dq, summed = _LocalTensor(q_shape, q_dtype, device), method.sums_kv_heads
-    dk, dv = (_LocalTensor(shape, wide if summed else dtype, device, zero=summed) for shape, dtype in kv_specs)
+    dq, adds = _LocalTensor("q", q_shape, q_dtype, device), method.sums_kv_heads
+    dk, dv = (_LocalTensor("kv", shape, wide if adds else dtype, device, adds=adds) for shape, dtype in kv_specs)
     dsinks = None if scores.sinks is None else torch.zeros_like(scores.sinks)
     kv, sums = list[Tensor](), list[Tensor]()
 
-    def start(chunk: HeadChunk) -> _ScatteredHeads:
-        return _ScatteredHeads(with_q_heads, with_kv_heads if chunk.first_of_kv else [], chunk, method)
+    def start(chunk: HeadChunk) -> Callable[[], list[Tensor]]:
+        return _scatter(with_q_heads, with_kv_heads if chunk.first_of_kv else [], chunk, method)
 
-    def compute(number: int, chunk: HeadChunk, scattered: _ScatteredHeads) -> list[AllToAll]:
-        from_q_heads, received_kv = scattered.take()
+    def compute(number: int, chunk: HeadChunk, scattered: list[Tensor]) -> list[AllToAll]:
         if received is not None:
             q_BhSD, out_BhSV, *received_kv = received[number]
             received[number] = []
-            (grad_BhSV,) = from_q_heads
+            (grad_BhSV,) = scattered
         else:
-            q_BhSD, out_BhSV, grad_BhSV = from_q_heads
+            q_BhSD, out_BhSV, grad_BhSV, *received_kv = scattered
+        scattered.clear()
         if chunk.first_of_kv:
             kv[:] = received_kv
         k_BkTD, v_BkTV = kv
@@ -274,16 +275,13 @@ def _backward(
             dkv = [x.to(dtype) for x, (_, dtype) in zip(sums, kv_specs, strict=True)]
             sums.clear()
         grads = [dq_BhSD, *dkv]
-        del from_q_heads, received_kv, q_BhSD, out_BhSV, grad_BhSV, k_BkTD, v_BkTV, dq_BhSD, dkv
+        del received_kv, q_BhSD, out_BhSV, grad_BhSV, k_BkTD, v_BkTV, dq_BhSD, dkv
         if not chunk.last_of_kv:
-            return _gather_back([dq], grads[:1], ["q"], chunk, method)
+            return _gather([dq], grads[:1], chunk, method)
         kv.clear()
         if method.packs_qkv(q_shape[1], kv_specs[0][0][1]):
-            return _gather_back([dq, dk, dv], grads, ["q", "kv", "kv"], chunk, method)
-        return [
-            *_gather_back([dq], grads[:1], ["q"], chunk, method),
-            *_gather_back([dk, dv], grads[1:], ["kv", "kv"], chunk, method),
-        ]
+            return _gather([dq, dk, dv], grads, chunk, method)
+        return [*_gather([dq], grads[:1], chunk, method), *_gather([dk, dv], grads[1:], chunk, method)]
 
     _run_chunks(method, start, compute)
     (_, k_dtype), (_, v_dtype) = kv_specs
@@ -292,11 +290,12 @@ def _backward(
 
 def _run_chunks(
     method: ChunkedUlysses,
-    start: Callable[[HeadChunk], _ScatteredHeads],
-    compute: Callable[[int, HeadChunk, _ScatteredHeads], list[AllToAll]],
+    start: Callable[[HeadChunk], Callable[[], list[Tensor]]],
+    compute: Callable[[int, HeadChunk, list[Tensor]], list[AllToAll]],
 ) -> None:
     """Run all chunks in order, the same on every rank.
 
+    `start` returns a function that waits for a chunk's tensors; `compute` empties their list, to free them early.
     With `overlaps` the next chunk's scatter starts before a chunk is computed, and a chunk's gather is waited for when
     the next chunk has been computed.
     """
@@ -307,15 +306,13 @@ def _run_chunks(
             all_to_all.wait()
         gathering.clear()
 
-    following: _ScatteredHeads | None = None
+    following: Callable[[], list[Tensor]] | None = None
     for number, chunk in enumerate(method.chunks):
-        current = following or start(chunk)
+        scattered = (following or start(chunk))()
         following = None
-        current.wait()
         if method.overlaps and number + 1 < len(method.chunks):
             following = start(method.chunks[number + 1])
-        started = compute(number, chunk, current)
-        del current
+        started = compute(number, chunk, scattered)
         finish()
         gathering += started
         if not method.overlaps:
@@ -327,117 +324,90 @@ def _run_chunks(
 # A chunk's two all-to-alls.
 
 
-class _ScatteredHeads:
-    """A chunk's local heads of all tokens, in flight: one all-to-all, or two if keys have other tokens.
+def _scatter(
+    with_q_heads: list[Tensor], with_kv_heads: list[Tensor], chunk: HeadChunk, method: ChunkedUlysses
+) -> Callable[[], list[Tensor]]:
+    """Start to send a chunk's heads of tensors `[B, L, H, D]`: in one all-to-all, or two if keys have other tokens.
 
-    Args:
-        with_q_heads: local tensors with query heads, `[B, L, H, D]`.
-        with_kv_heads: local tensors with KV heads; none if an earlier chunk has received them.
-        chunk: the heads to scatter.
-        method: the method.
+    Returns:
+        A function that waits and returns `[B, h, S, D]` of each tensor, without padding: views of the receive buffers.
     """
+    local = chunk.local
+    if method.group is None:
+        q_heads, kv_heads = slice(local.q_start, local.q_stop), slice(local.kv_start, local.kv_stop)
+        mine = [(x, q_heads) for x in with_q_heads] + [(x, kv_heads) for x in with_kv_heads]
+        return lambda: [x_BLHD[:, :, heads].transpose(1, 2) for x_BLHD, heads in mine]
+    q_length, kv_length = method.trim_to or (None, None)
+    messages = [(with_q_heads, ["q"] * len(with_q_heads), q_length)]
+    if with_kv_heads and method.packs_qkv(with_q_heads[0].shape[1], with_kv_heads[0].shape[1]):
+        messages = [(with_q_heads + with_kv_heads, messages[0][1] + ["kv"] * len(with_kv_heads), q_length)]
+    elif with_kv_heads:
+        messages.append((with_kv_heads, ["kv"] * len(with_kv_heads), kv_length))
+    in_flight: list[tuple[AllToAll, list[tuple[int, int]], int | None]] = []
+    for xs, kinds, length in messages:
+        spans = head_spans(chunk.shards, kinds)
+        counts = [local.q_heads if kind == "q" else local.kv_heads for kind in kinds]
+        all_to_all = start_scatter(xs, spans, method.group, method.wire_dtype, overlapped=method.overlaps)
+        in_flight.append((all_to_all, [(count, x.shape[3]) for count, x in zip(counts, xs, strict=True)], length))
 
-    def __init__(
-        self, with_q_heads: list[Tensor], with_kv_heads: list[Tensor], chunk: HeadChunk, method: ChunkedUlysses
-    ) -> None:
-        self._received: tuple[list[Tensor], list[Tensor]] | None = None
-        self._in_flight: list[tuple[AllToAll, list[int], list[int], int | None]] = []
-        self._q_count = len(with_q_heads)
-        local = chunk.local
-        if method.group is None:
-            q_heads, kv_heads = slice(local.q_start, local.q_stop), slice(local.kv_start, local.kv_stop)
-            self._received = (
-                [x_BLHD[:, :, q_heads].transpose(1, 2) for x_BLHD in with_q_heads],
-                [x_BLKD[:, :, kv_heads].transpose(1, 2) for x_BLKD in with_kv_heads],
-            )
-            return
-        q_length, kv_length = method.trim_to or (None, None)
-        q_kinds, kv_kinds = ["q"] * len(with_q_heads), ["kv"] * len(with_kv_heads)
-        if not with_kv_heads or method.packs_qkv(with_q_heads[0].shape[1], with_kv_heads[0].shape[1]):
-            messages = [([*with_q_heads, *with_kv_heads], q_kinds + kv_kinds, q_length)]
-        else:
-            messages = [(with_q_heads, q_kinds, q_length), (with_kv_heads, kv_kinds, kv_length)]
-        for xs, kinds, length in messages:
-            heads = [local.q_heads if kind == "q" else local.kv_heads for kind in kinds]
-            all_to_all = start_scatter(
-                xs, kinds, chunk.shards, method.group, overlapped=method.overlaps, wire_dtype=method.wire_dtype
-            )
-            self._in_flight.append((all_to_all, heads, [x.shape[3] for x in xs], length))
+    def wait() -> list[Tensor]:
+        views = []
+        while in_flight:
+            all_to_all, shapes, length = in_flight.pop(0)
+            parts_SBW = all_to_all.wait()[:length].split([count * d for count, d in shapes], -1)
+            views += [x.unflatten(2, shape).permute(1, 2, 0, 3) for x, shape in zip(parts_SBW, shapes, strict=True)]
+        return views
 
-    def wait(self) -> None:
-        if self._received is None:
-            tensors = [x for message in self._in_flight for x in _views_of(*message)]
-            self._in_flight.clear()
-            self._received = tensors[: self._q_count], tensors[self._q_count :]
-
-    def take(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return and forget the tensors with query heads and those with KV heads: `[B, h, S, D]`, without padding.
-
-        They are views of the receive buffers, and the caller holds the only references.
-        """
-        self.wait()
-        assert self._received is not None
-        received, self._received = self._received, ([], [])
-        return received
-
-
-def _views_of(all_to_all: AllToAll, heads: list[int], dims: list[int], length: int | None) -> list[Tensor]:
-    packed_SBW = all_to_all.wait()[:length]
-    parts_SBW = packed_SBW.split([count * d for count, d in zip(heads, dims, strict=True)], -1)
-    return [
-        part_SBW.unflatten(2, (count, d)).permute(1, 2, 0, 3)
-        for part_SBW, count, d in zip(parts_SBW, heads, dims, strict=True)
-    ]
+    return wait
 
 
 class _LocalTensor:
     """A tensor `[B, L, H, D]` of the local tokens that chunks of heads are written to; allocated with the first chunk.
 
-    With `zero` it starts as zeros, because chunks are added.
+    Its heads are "q" or "kv" heads. With `adds` it starts as zeros, and chunks are added.
     """
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, zero: bool = False) -> None:
-        self.shape, self._dtype, self._device, self._zero = tuple(shape), dtype, device, zero
+    def __init__(
+        self, kind: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, adds: bool = False
+    ) -> None:
+        self.kind, self.shape, self.adds, self._options = kind, tuple(shape), adds, (dtype, device)
         self._tensor: Tensor | None = None
 
     def tensor(self) -> Tensor:
         if self._tensor is None:
-            make = torch.zeros if self._zero else torch.empty
-            self._tensor = make(self.shape, dtype=self._dtype, device=self._device)
+            (dtype, device), make = self._options, torch.zeros if self.adds else torch.empty
+            self._tensor = make(self.shape, dtype=dtype, device=device)
         return self._tensor
 
     def write(self, heads: Span, x_BhLD: Tensor) -> None:
         """Write some heads. All heads are kept without a copy."""
         x_BLhD = x_BhLD.transpose(1, 2)
-        if self._tensor is None and x_BLhD.shape == self.shape and x_BLhD.dtype == self._dtype:
+        if self._tensor is None and x_BLhD.shape == self.shape and x_BLhD.dtype == self._options[0]:
             self._tensor = x_BLhD
         else:
             self.tensor()[:, :, slice(*heads)] = x_BLhD
 
 
-def _gather_back(
-    outs: list[_LocalTensor], xs_BhSD: list[Tensor], kinds: list[str], chunk: HeadChunk, method: ChunkedUlysses
+def _gather(
+    outs: list[_LocalTensor], xs_BhSD: list[Tensor], chunk: HeadChunk, method: ChunkedUlysses
 ) -> list[AllToAll]:
     """Start sending a chunk's heads of all tokens back into `outs`; empty `xs_BhSD`, to free them early."""
     if method.group is None:
         local = chunk.local
-        for out, x, kind in zip(outs, xs_BhSD, kinds, strict=True):
-            out.write((local.q_start, local.q_stop) if kind == "q" else (local.kv_start, local.kv_stop), x)
+        for out, x in zip(outs, xs_BhSD, strict=True):
+            out.write((local.q_start, local.q_stop) if out.kind == "q" else (local.kv_start, local.kv_stop), x)
         return []
     packed_SBW = _rows_of(xs_BhSD, outs[0].shape[1] * method.group.size())
     xs_BhSD.clear()
+    spans = head_spans(chunk.shards, [out.kind for out in outs])
+
+    def write(recv: Tensor) -> Tensor:
+        write_heads(recv, [out.tensor() for out in outs], spans, [out.adds for out in outs])
+        return recv
+
+    dims = [out.shape[3] for out in outs]
     return [
-        start_gather_into(
-            lambda: [out.tensor() for out in outs],
-            [out.shape[3] for out in outs],
-            packed_SBW,
-            kinds,
-            chunk.shards,
-            method.group,
-            overlapped=method.overlaps,
-            accumulate=method.sums_kv_heads,
-            wire_dtype=method.wire_dtype,
-        )
+        start_gather(packed_SBW, dims, spans, method.group, method.wire_dtype, overlapped=method.overlaps, finish=write)
     ]
 
 
