@@ -11,6 +11,11 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 import longspan
+from longspan.generate.config import GenerateConfig
+from longspan.generate.job import open_fitting_prompt
+from longspan.generate.rank import Generation
+from longspan.generate.score import ScoreConfig, open_text, score_rank
+from longspan.ranks.launch import unwatched
 from tests.models import MORE, build, sharding
 
 PROMPT, NEW = 37, 8
@@ -59,6 +64,16 @@ def plain(name: str, rows: int = 1, padded: bool = False, options: tuple[tuple[s
     model = made(name)
     torch.manual_seed(3)
     return generated(model, prompt(rows, padded=padded), **dict(options))
+
+
+def run_generate(config: GenerateConfig) -> dict[str, Any]:
+    """Return the report of `longspan generate`, on this rank."""
+    return Generation(config, unwatched(config), open_fitting_prompt(config)).run()
+
+
+def run_score(config: ScoreConfig) -> dict[str, Any]:
+    """Return the report of `longspan score`, on this rank."""
+    return score_rank(config, unwatched(config), open_text(config))
 
 
 def check_generated(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:

@@ -332,6 +332,35 @@ def sharding(data: int = 1, ring: int = 1, layout: str = "auto") -> longspan.Seq
     return longspan.SequenceSharding(longspan.init_mesh(data=data, ring=ring, ulysses=ulysses), layout)
 
 
+def on_mesh(mesh: dict[str, int]) -> longspan.SequenceSharding:
+    """Return a sharding by the names of a mesh's axes."""
+    return longspan.SequenceSharding(longspan.init_mesh(**mesh))
+
+
+Case = tuple[dict[str, int], dict[str, Any]]
+"""A mesh and the options of `parallelize`."""
+
+
+def compare_cases(make: Callable[[], Any], cases: list[Case], truth: Truth) -> None:
+    """Compare a model that `make` returns with one process's results in each case."""
+    for mesh, options in cases:
+        model = longspan.parallelize(make(), sp := on_mesh(mesh), **options)
+        try:
+            compare(truth, model.eval() if options.get("logits") else model, batch(), sp)
+        except AssertionError as error:
+            raise AssertionError(f"{type(model).__name__} {mesh} {options}: {error}") from error
+
+
+def lora_on_experts(model: Any) -> Any:
+    """Put PEFT's LoRA on stacked experts and on queries; it changes what the model computes."""
+    import peft
+
+    torch.manual_seed(3)
+    weights = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(r=3, target_modules=["q_proj"], target_parameters=weights, init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
 def meshes(ranks: int) -> list[tuple[int, int, str]]:
     """Return data, ring and layout of every mesh of so many ranks; the others are Ulysses."""
     powers = [1 << i for i in range(ranks.bit_length())]

@@ -2,29 +2,55 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import transformers
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 import longspan
-from longspan import LongspanError
+from longspan import LongspanError, generate, train, verify
 from longspan.core.memory import Memory
+from longspan.core.sections import make, replace
+from longspan.generate import score
+from longspan.generate.config import GenerateConfig
+from longspan.generate.score import ScoreConfig
 from longspan.hf.experts import ExpertLayout
 from longspan.hf.preconditions import ParallelizeOptions, check_alone
-from tests import pictures
+from longspan.ranks import launch
+from longspan.train import TrainConfig
+from longspan.train.optimizer import make_optimizer
+from longspan.verify import VerifyConfig
+from longspan.verify.report import Report
+from tests import pictures, training
 from tests.choose import confirming
 from tests.fakes import fake_world
-from tests.models import Truth, batch, build, compare, gradients, rows_of, truth_of
-from tests.pool import on_ranks
+from tests.generating import run_generate, run_score
+from tests.models import (
+    Case,
+    Truth,
+    batch,
+    build,
+    compare,
+    compare_cases,
+    gradients,
+    lora_on_experts,
+    on_mesh,
+    rows_of,
+    truth_of,
+)
+from tests.pool import RankPool, on_ranks
+from tests.training import cut_after, losses_of, losses_on, near, small_run, write_config
 
 pytestmark = pytest.mark.skipif(
     torch.__version__ < "2.13", reason="FSDP2 shards parameters of one module over several meshes from torch 2.13"
 )
-
-Case = tuple[dict[str, int], dict[str, Any]]
 
 PICTURES: pictures.Rows = (*pictures.ROWS, pictures.ROWS[1])
 TILES = Memory(tiled_mlp=3, checkpointing="full")
@@ -58,27 +84,14 @@ def a_model(family: str, **changes: Any) -> Any:
     return model
 
 
-def sharding(mesh: dict[str, int]) -> longspan.SequenceSharding:
-    return longspan.SequenceSharding(longspan.init_mesh(**mesh))
-
-
-def _compare(family: str, changes: dict[str, Any], cases: list[Case], truth: Truth) -> None:
-    for mesh, options in cases:
-        sp = sharding(mesh)
-        model = longspan.parallelize(a_model(family, **changes), sp, **options)
-        try:
-            compare(truth, model, batch(), sp)
-        except AssertionError as error:
-            raise AssertionError(f"{family} {mesh} {options}: {error}") from error
-
-
 CONFIRMING = ("DeepseekV3", "Glm4Moe")  # modules like Qwen3-MoE's
 
 
 @pytest.mark.parametrize("family", [*(f for f in FAMILIES if f not in CONFIRMING), *confirming(CONFIRMING)])
 def test_loss_logits_and_gradients_equal_those_of_one_process(pool4: Any, family: str) -> None:
     changes, cases = FAMILIES[family]
-    pool4.run(_compare, family, changes, cases, truth_of(a_model(family, **changes), batch()), timeout=180)
+    make = functools.partial(a_model, family, **changes)
+    pool4.run(compare_cases, make, cases, truth_of(make(), batch()), timeout=180)
 
 
 SKEWED = {"num_local_experts": 16, "num_experts_per_tok": 1, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
@@ -89,15 +102,16 @@ SKEWED = {"num_local_experts": 16, "num_experts_per_tok": 1, "num_hidden_layers"
     [("GptOss", SKEWED), *confirming([("Qwen3Moe", {"num_experts": 16, "num_hidden_layers": 1})])],
 )
 def test_on_two_and_eight_ranks(pool2: Any, pool8: Any, family: str, changes: dict[str, Any]) -> None:
-    truth = truth_of(a_model(family, **changes), batch())
-    pool2.run(_compare, family, changes, [({"ulysses": 2}, {"experts": 2})], truth, timeout=180)
+    make = functools.partial(a_model, family, **changes)
+    truth = truth_of(make(), batch())
+    pool2.run(compare_cases, make, [({"ulysses": 2}, {"experts": 2})], truth, timeout=180)
     case: Case = {"data": 2, "ring": 2, "ulysses": 2}, {"experts": 4}
-    pool8.run(_compare, family, changes, [case], truth, timeout=180)
+    pool8.run(compare_cases, make, [case], truth, timeout=180)
 
 
 def _compare_with_pictures(truth: Truth) -> None:
     """One replica has no video."""
-    sp = sharding({"data": 2, "ulysses": 2})
+    sp = on_mesh({"data": 2, "ulysses": 2})
     mine = pictures.batch("Qwen3VLMoe", PICTURES, keep=(2 * sp.data_rank, 2 * sp.data_rank + 1))
     model = longspan.parallelize(pictures.build("Qwen3VLMoe"), sp, experts=4, memory="longest").train()
     compare(truth, model, {}, sp, mine)
@@ -108,23 +122,14 @@ def test_text_of_a_vision_language_model(pool4: Any) -> None:
     pool4.run(_compare_with_pictures, pictures.truth_about("Qwen3VLMoe", PICTURES), timeout=180)
 
 
-def _lora(model: Any) -> Any:
-    import peft
-
-    torch.manual_seed(3)
-    weights = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    config = peft.LoraConfig(r=3, target_modules=["q_proj"], target_parameters=weights, init_lora_weights=False)
-    return peft.get_peft_model(model, config)
-
-
-def _compare_lora(truth: Truth) -> None:
-    for mesh, options in (({"ulysses": 4}, {"experts": 4}), ({"data": 2, "ring": 2}, {"experts": 2, "memory": TILES})):
-        model = longspan.parallelize(_lora(a_model("Qwen3Moe", num_experts=8)), sp := sharding(mesh), **options)
-        compare(truth, model, batch(), sp)
-
-
 def test_lora_on_experts(pool4: Any) -> None:
-    pool4.run(_compare_lora, truth_of(_lora(a_model("Qwen3Moe", num_experts=8)), batch()), timeout=180)
+    make = functools.partial(_with_lora, 8)
+    cases: list[Case] = [({"ulysses": 4}, {"experts": 4}), ({"data": 2, "ring": 2}, {"experts": 2, "memory": TILES})]
+    pool4.run(compare_cases, make, cases, truth_of(make(), batch()), timeout=180)
+
+
+def _with_lora(experts: int) -> Any:
+    return lora_on_experts(a_model("Qwen3Moe", num_experts=experts))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -147,7 +152,7 @@ def _step(model: Any, sp: longspan.SequenceSharding) -> tuple[float, dict[str, A
 
 @on_ranks(4)
 def test_weights_at_rest_clipping_and_accumulation_are_those_of_fsdp_alone() -> None:
-    sp = sharding({"data": 2, "ulysses": 2})
+    sp = on_mesh({"data": 2, "ulysses": 2})
     for policy, tolerance in ((None, 1e-5), (MIXED, 2e-2)):
         made = [a_model("Qwen3Moe", num_experts=7) for _ in range(3)]
         models = [
@@ -166,7 +171,7 @@ def test_weights_at_rest_clipping_and_accumulation_are_those_of_fsdp_alone() -> 
 
 
 def _loaded(folder: Path) -> None:
-    sp = sharding({"ring": 2, "ulysses": 2})
+    sp = on_mesh({"ring": 2, "ulysses": 2})
     for experts in (2, 4):
         loaded = longspan.from_pretrained(folder, sp, dtype=torch.float32, experts=experts)
         plain = longspan.parallelize(a_model("Qwen3Moe", num_experts=7), sp)
@@ -187,7 +192,7 @@ def test_loaded_shard_by_shard_and_generation(pool4: Any, tmp_path: Path) -> Non
 
 @on_ranks(2)
 def test_an_optimizer_in_the_backward_and_log_probabilities_are_those_of_fsdp_alone() -> None:
-    sp, found = sharding({"data": 2}), []
+    sp, found = on_mesh({"data": 2}), []
     rows = rows_of(batch(), sp.data_rank, sp.data_size)
     memory = Memory(checkpointing="selective", layers_per_checkpoint=2)
     for experts in (1, 2):
@@ -201,7 +206,7 @@ def test_an_optimizer_in_the_backward_and_log_probabilities_are_those_of_fsdp_al
 
 @on_ranks(2)
 def test_replicas_with_other_lengths_run_equally_many_tiles() -> None:
-    sp = sharding({"data": 2})
+    sp = on_mesh({"data": 2})
     memory = Memory(tiled_mlp=8, tiled_norms=True)
     whole = batch(rows=1, n=5 if sp.data_rank else 21)  # 5 tiles and 7, of which the last 2 are then empty
     found = []
@@ -214,6 +219,168 @@ def test_replicas_with_other_lengths_run_equally_many_tiles() -> None:
             model(**whole)
     for name, grad in found[1].items():
         torch.testing.assert_close(found[0][name], grad, rtol=1e-4, atol=1e-6)
+
+
+def _orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
+    """Muon's five steps in fp64."""
+    from torch.optim import _muon
+
+    a, b, c = _muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C
+    x = matrix.double() / matrix.double().norm().clamp(min=_muon.EPS)
+    x = x if len(x) <= len(x.T) else x.T
+    for _ in range(_muon.DEFAULT_NS_STEPS):
+        square = x @ x.T
+        x = a * x + (b * square + c * square @ square) @ x
+    return (x if x.shape == matrix.shape else x.T).to(matrix.dtype)
+
+
+def _muon_steps(model: Any) -> dict[str, torch.Tensor]:
+    options = make_optimizer(model, make(TrainConfig, optimizer="muon", lr=1e-2), torch.device("cpu"))
+    for _ in range(2):
+        model(**batch()).loss.backward()
+        options.step()
+        options.zero_grad()
+    full = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+    return {name: p.detach() for name, p in full.items()}
+
+
+@on_ranks(2)
+def test_muon_takes_the_steps_of_one_process() -> None:
+    """In fp64: the rows of a router's gradient sum up to zero, and bf16 turns that direction's rounding into steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.optimizer, "orthogonalized", _orthogonalized)
+        alone = _muon_steps(a_model("Mixtral", output_router_logits=True))
+        model = a_model("Mixtral", output_router_logits=True)
+        found = _muon_steps(longspan.parallelize(model, on_mesh({"ulysses": 2}), experts=2))
+    for name, p in alone.items():
+        by_muon = name.endswith("proj.weight") or "gate.weight" in name
+        tolerance = 3e-5 * float(p.abs().max()) if by_muon else 1e-4  # AdamW's steps of 0.01 depend on signs
+        assert (found[name] - p).abs().max() <= tolerance, name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Commands.
+
+MOE = {
+    "model_type": "qwen3_moe", "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "output_router_logits": True,
+}  # fmt: skip
+PROMPT = "A ring of ranks: each holds a part of what was read. "
+
+
+def _wrongly(config: VerifyConfig) -> Report:
+    """Send every row to another expert."""
+    with pytest.MonkeyPatch.context() as patch:
+        slots = ExpertLayout.slots
+        patch.setattr(ExpertLayout, "slots", lambda self, experts: slots(self, experts ^ 1))
+        return verify.worker(config)
+
+
+def test_a_run_resumes_with_other_numbers_of_experts_and_its_export_is_used(
+    pool2: RankPool, pool4: RankPool, tmp_path: Path
+) -> None:
+    """Losses are those of one process; transformers loads the export, and so do verify, generate and score."""
+    alone = small_run(write_config(tmp_path, **MOE), tmp_path / "alone", steps=3)
+    training.train(alone)
+    plain = losses_of(alone.out)
+    four = replace(alone, out=tmp_path / "four", ring=2, ulysses=2, experts=4)
+    assert near(losses_on(pool4, four), plain)
+    for name, mesh in {
+        "pair": {"data_degree": 2, "micro_batch": 1, "experts": 2},
+        "gathered": {"ulysses": 2, "experts": 1},
+    }.items():
+        resumed = cut_after(four, 2, tmp_path / name, **{"ring": 1, "ulysses": 1, "export": "never", **mesh})
+        assert near(losses_on(pool2, resumed), plain), name
+
+    exported = str(four.exported)
+    checked = make(VerifyConfig, model=exported, context=64, ulysses=4, experts=2)
+    assert pool4.run(verify.worker, checked)[0].passed
+    assert "experts" in str(sorted({c.name for c in pool4.run(_wrongly, checked)[0].checks if not c.passed}))
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    ids = torch.tensor([transformers.ByT5Tokenizer()(PROMPT, add_special_tokens=False)["input_ids"]])
+    greedy = model.generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :].tolist()
+    asked: dict[str, Any] = {"model": exported, "ring": 2, "experts": 2, "json": True}
+    written = make(GenerateConfig, prompt=PROMPT, max_new_tokens=4, temperature=0.0, **asked)
+    assert pool2.run(run_generate, written)[0]["ids"] == greedy
+    scored = pool2.run(run_score, make(ScoreConfig, text=PROMPT, **asked))[0]["mean_logprob"]
+    with torch.no_grad():
+        logprobs = model(ids).logits[0, :-1].log_softmax(-1)
+    assert scored == pytest.approx(float(logprobs.gather(-1, ids[0, 1:, None]).mean()), rel=1e-5)
+
+
+def test_lora_on_weights_in_4_bits_trains_as_in_one_process(pool2: RankPool, tmp_path: Path) -> None:
+    """PEFT puts LoRA on the experts, too, which are not quantized; plain PEFT loads the adapter."""
+    pytest.importorskip("bitsandbytes")
+    from peft import PeftModel
+
+    torch.manual_seed(3)
+    path = write_config(tmp_path, **MOE)
+    base = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
+    base.save_pretrained(tmp_path / "base")
+    given: dict[str, Any] = {"config": None, "model": str(tmp_path / "base"), "tokenizer": "bytes"}
+    tuning = {"lora": 4, "quantize": "nf4", "lr": 3e-2, "steps": 2}
+    alone = replace(small_run(path, tmp_path / "alone", batch=2, **tuning), **given)
+    training.train(alone)
+    both = replace(alone, out=tmp_path / "both", ulysses=2, experts=2)
+    assert near(losses_on(pool2, both), losses_of(alone.out))
+    ids = torch.arange(100, 140)[None]
+    found = []
+    for run in (alone, both):
+        model = PeftModel.from_pretrained(copy.deepcopy(base), run.exported)
+        assert any(".experts." in name for name, _ in model.named_parameters() if "lora_A" in name)
+        with torch.no_grad():
+            found.append(model(input_ids=ids).logits)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        assert (found[0] - base(input_ids=ids).logits).abs().max() > 0.01
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    config = transformers.AutoConfig.from_pretrained(write_config(path, **MOE))
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("command", ["train", "verify", "generate", "score"])
+def test_commands_refuse_before_ranks_start(
+    command: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What does not fit, and a torch that is too old."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_common
+
+    monkeypatch.setattr(launch, "launch", lambda *_, **__: pytest.fail("ranks were started"))
+    jobs: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        "train": (train.run, TrainConfig, {"data": "pydoc", "tokenizer": "bytes", "context": 64, "out": tmp_path}),
+        "verify": (verify.run, VerifyConfig, {"context": 64}),
+        "generate": (generate.run, GenerateConfig, {"prompt": PROMPT, "weights": "sharded"}),
+        "score": (score.run, ScoreConfig, {"text": PROMPT}),
+    }
+    run, kind, options = jobs[command]
+    given = make(kind, model=str(folder), ulysses=4, experts=3, **options)
+    with pytest.raises(LongspanError, match=r"experts=3.* does not divide the 4 ranks .*; use 1, 2, 4$"):
+        run(given)
+    monkeypatch.delattr(_fsdp_common, "ShardPlacementResult")
+    for experts in (2, "auto"):
+        with pytest.raises(LongspanError, match=r"needs for experts .*; use torch 2\.13, or leave out `experts`$"):
+            run(replace(given, experts=experts))
+
+
+@on_ranks(2)
+def test_every_rank_raises_the_same_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of options that differ, and of a torch that is too old on one rank; no group was made for experts."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_common
+
+    sp, second = on_mesh({"ulysses": 2}), dist.get_rank() == 1
+    with pytest.raises(LongspanError, match="experts.*\n?.*rank 1"):
+        longspan.parallelize(a_model("Qwen3Moe"), sp, experts=2 if second else "auto")
+    if second:
+        monkeypatch.delattr(_fsdp_common, "ShardPlacementResult")
+    with pytest.raises(LongspanError, match="rank 1.*\n?.*use torch 2.13"):
+        longspan.parallelize(a_model("Qwen3Moe"), sp, experts="auto")
+    assert not sp._expert_meshes
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -236,7 +403,7 @@ def _refusal(model: Any, mesh: dict[str, int], **options: Any) -> str:
     for size in mesh.values():
         ranks *= size
     with fake_world(0, ranks), pytest.raises(LongspanError) as error:
-        check_alone(model, sharding(mesh), ParallelizeOptions(**options))
+        check_alone(model, on_mesh(mesh), ParallelizeOptions(**options))
     return str(error.value)
 
 
@@ -263,7 +430,7 @@ def test_experts_that_do_not_fit_are_refused(
 
 
 def test_lora_needs_two_experts_on_a_rank() -> None:
-    text = _refusal(_lora(a_model("Qwen3Moe", num_experts=4)), {"ulysses": 4}, experts=4)
+    text = _refusal(_with_lora(4), {"ulysses": 4}, experts=4)
     assert "PEFT's LoRA needs 2" in text and "experts=2" in text
 
 
@@ -276,4 +443,4 @@ def test_experts_that_are_called_in_another_way_are_refused() -> None:
 
 def test_auto_leaves_a_dense_model_alone() -> None:
     with fake_world(0, 2):
-        assert check_alone(build("Llama"), sharding({"ulysses": 2}), ParallelizeOptions(experts="auto")).experts is None
+        assert check_alone(build("Llama"), on_mesh({"ulysses": 2}), ParallelizeOptions(experts="auto")).experts is None

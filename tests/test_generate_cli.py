@@ -22,17 +22,16 @@ from longspan.core.sections import make, replace
 from longspan.generate.config import GenerateConfig
 from longspan.generate.fit import choose_weights
 from longspan.generate.job import format_report, open_fitting_prompt
-from longspan.generate.rank import Generation
-from longspan.generate.score import ScoreConfig, open_text, score_rank
+from longspan.generate.score import ScoreConfig, open_text
 from longspan.generate.stream import Decoder, progress_line
 from longspan.plan.generation import check_fits, check_score_fits, peak_items, scoring_peak_items
 from longspan.plan.hardware import read_hardware
 from longspan.plan.job import Job, Mesh
 from longspan.plan.models.read import read_model
-from longspan.ranks.launch import unwatched
 from longspan.verify import VerifyConfig
 from longspan.verify.job import worker as verify_worker
 from tests.command import ForkedLauncher
+from tests.generating import run_generate, run_score
 from tests.pool import RankPool
 from tests.training import LLAMA
 
@@ -66,11 +65,6 @@ def _plain(folder: Path, **more: Any) -> list[int]:
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist()
 
 
-def _generate(config: GenerateConfig) -> dict[str, Any]:
-    """This rank's part."""
-    return Generation(config, unwatched(config), open_fitting_prompt(config)).run()
-
-
 def test_a_second_question_reuses_the_saved_cache(pool2: RankPool, tmp_path: Path) -> None:
     """The example's model finds the answers; the second run, on another mesh, uses the cache that the first saved."""
     ask = runpy.run_path(str(ROOT / "examples" / "ask.py"))
@@ -84,7 +78,7 @@ def test_a_second_question_reuses_the_saved_cache(pool2: RankPool, tmp_path: Pat
         ("Paris", {"ring": 2, "weights": "replicated"}, len(book)),
     ):
         asked = replace(config, question=f"Who lives in {town}?", **mesh)  # type: ignore[arg-type]
-        report = pool2.run(_generate, asked)[0]
+        report = pool2.run(run_generate, asked)[0]
         assert report["text"].strip() == re.findall(rf"{town}\? (.*)", book)[0]
         assert report["ended_by"] == "the model"
         assert abs(report["reused_tokens"] - reused) < 3  # the line ends between text and question
@@ -108,7 +102,7 @@ def test_adapters_are_generated_scored_and_verified(
     greedy = plain.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist()
     assert greedy != _plain(folder)
     for mesh in ({"ulysses": 2, "weights": "sharded"}, {"ring": 2, "weights": "replicated"}):
-        assert pool2.run(_generate, _config(tmp_path, temperature=0.0, **mesh))[0]["ids"] == greedy
+        assert pool2.run(run_generate, _config(tmp_path, temperature=0.0, **mesh))[0]["ids"] == greedy
     assert cli.main(["score", "--model", str(tmp_path), "--text", PROMPT, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     with torch.no_grad():
@@ -141,7 +135,7 @@ def test_text_equals_one_process(
         {"ring": 2, "weights": "replicated", "cache_offload": "host"},
         {"tensor": 2, "tensor_style": "megatron-sp", "prefill_chunk": 50},
     ):  # fmt: skip
-        for rank, report in enumerate(pool2.run(_generate, _config(folder, temperature=0.0, **mesh))):
+        for rank, report in enumerate(pool2.run(run_generate, _config(folder, temperature=0.0, **mesh))):
             assert report["ids"] == greedy
             assert report["text"] == (_text(greedy) if rank == 0 else "")
             assert report["prompt_tokens"] == len(PROMPT.encode())
@@ -152,7 +146,7 @@ def test_text_equals_one_process(
             assert f"at once on the device (planned {report['planned_device_cache_bytes']:,} b" in format_report(report)
         if "ring" in mesh:  # each rank has all KV heads of some tokens
             assert sum(report["cache_bytes"]) == report["cached_tokens"] * 2 * 2 * 2 * 8 * 4
-    assert pool2.run(_generate, _config(folder, **drawn, ulysses=2, prefill_chunk=50))[0]["ids"] == sampled
+    assert pool2.run(run_generate, _config(folder, **drawn, ulysses=2, prefill_chunk=50))[0]["ids"] == sampled
 
 
 def test_a_model_with_recurrent_layers(pool2: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +164,7 @@ def test_a_model_with_recurrent_layers(pool2: RankPool, tmp_path: Path, capsys: 
         ({"ring": 2, **kept}, True),
         ({"ring": 2, "cache_offload": "host", "prefill_chunk": 50}, False),
     ):
-        for report in pool2.run(_generate, _config(tmp_path / "hf", temperature=0.0, **mesh)):
+        for report in pool2.run(run_generate, _config(tmp_path / "hf", temperature=0.0, **mesh)):
             assert report["ids"] == greedy and (report["reused_tokens"] > 0) == reused
             assert reused or max(report["cache_bytes"]) == report["planned_cache_bytes"]
             assert report["state_bytes"] == report["planned_state_bytes"] > 0
@@ -184,7 +178,7 @@ def test_a_model_with_recurrent_layers(pool2: RankPool, tmp_path: Path, capsys: 
 def _agreements(config: GenerateConfig) -> tuple[int, int, int]:
     """Return how often the hosts agreed on signals, and compared batches, and how many tokens were generated."""
     with count_sent() as sent:
-        report = _generate(config)
+        report = run_generate(config)
     of_signals, of_batches = Sent("all_reduce", 2 * 8), Sent("all_gather", 6 * 8)
     return sent.count(of_signals), sent.count(of_batches), report["new_tokens"]
 
@@ -229,10 +223,6 @@ def test_characters_of_several_tokens_are_decoded_together() -> None:
     assert progress_line(25, 100, 5.0) == "reading 25 %: 25 of 100 tokens, 5 tokens/s, 15 s left"
 
 
-def _score(config: ScoreConfig) -> dict[str, Any]:
-    return score_rank(config, unwatched(config), open_text(config))
-
-
 def test_scores_equal_one_process(folder: Path, pool2: RankPool, tmp_path: Path) -> None:
     ids = torch.tensor([ByT5Tokenizer()(PROMPT, add_special_tokens=False)["input_ids"]])
     with torch.no_grad():
@@ -244,7 +234,7 @@ def test_scores_equal_one_process(folder: Path, pool2: RankPool, tmp_path: Path)
         ({"ring": 2}, "a.parquet"),
     ):
         out = tmp_path / name
-        report = pool2.run(_score, make(ScoreConfig, model=str(folder), text=PROMPT, out=out, **mesh))[1]
+        report = pool2.run(run_score, make(ScoreConfig, model=str(folder), text=PROMPT, out=out, **mesh))[1]
         if out.suffix == ".npz":
             written = np.load(out)
             found_ids, found = written["ids"].tolist(), written["logprobs"].tolist()
@@ -315,11 +305,11 @@ def test_rope_scaling_extends_the_positions(folder: Path, pool2: RankPool) -> No
     ids = torch.tensor([ByT5Tokenizer()(PROMPT, add_special_tokens=False)["input_ids"]])
     greedy = scaled.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=259, pad_token_id=0)[0]
     assert greedy[ids.shape[1] :].tolist() != _plain(folder)
-    for report in pool2.run(_generate, _config(short, temperature=0.0, ring=2, **asked)):
+    for report in pool2.run(run_generate, _config(short, temperature=0.0, ring=2, **asked)):
         assert report["ids"] == greedy[ids.shape[1] :].tolist()
     with torch.no_grad():
         logprobs = scaled(ids).logits[0, :-1].double().log_softmax(-1).gather(-1, ids[0, 1:, None])
-    for report in pool2.run(_score, make(ScoreConfig, model=str(short), text=PROMPT, ulysses=2, **asked)):
+    for report in pool2.run(run_score, make(ScoreConfig, model=str(short), text=PROMPT, ulysses=2, **asked)):
         assert report["mean_logprob"] == pytest.approx(float(logprobs.mean()), rel=1e-5)
 
 

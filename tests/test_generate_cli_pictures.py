@@ -16,9 +16,8 @@ from longspan.core.sections import make
 from longspan.generate.config import GenerateConfig
 from longspan.generate.job import open_fitting_prompt
 from longspan.generate.pictures import _video
-from longspan.generate.rank import Generation
-from longspan.ranks.launch import unwatched
 from tests.chats import PICTURE_CHAT, image, processor, tokenizer
+from tests.generating import run_generate
 from tests.models import BASE
 from tests.pictures import build
 from tests.pool import RankPool
@@ -60,20 +59,16 @@ def _plain(folder: Path, images: list[Any], text: str, **changes: Any) -> list[i
     return found
 
 
-def _generate(config: GenerateConfig) -> dict[str, Any]:
-    return Generation(config, unwatched(config), open_fitting_prompt(config)).run()
-
-
 def test_tokens_are_those_of_one_process(pool2: RankPool, folder: Path) -> None:
     """Also of a prompt that is read in chunks, and of a text without pictures."""
     images = (folder / "a.png", folder / "b.png")
     expected = _plain(folder, [image(1), image(2)], "the sea was")
     assert expected != _plain(folder, [image(2), image(3)], "the sea was")
     for mesh in ({"ring": 2, "weights": "sharded", "prefill_chunk": 16}, {"ulysses": 2, "weights": "replicated"}):
-        for report in pool2.run(_generate, _config(folder, image=images, **mesh)):
+        for report in pool2.run(run_generate, _config(folder, image=images, **mesh)):
             assert report["ids"] == expected and report["prompt_tokens"] > 32
     text = _config(folder, prompt="a ship came", question=None, ring=2)
-    assert len(pool2.run(_generate, text)[0]["ids"]) <= NEW
+    assert len(pool2.run(run_generate, text)[0]["ids"]) <= NEW
 
 
 def test_tokens_of_an_image_see_each_other(pool2: RankPool, tmp_path: Path) -> None:
@@ -96,7 +91,7 @@ def test_tokens_of_an_image_see_each_other(pool2: RankPool, tmp_path: Path) -> N
     expected = _plain(tmp_path, [image(1), image(2)], "the sea was")
     assert expected != _plain(tmp_path, [image(1), image(2)], "the sea was", token_type_ids=None)
     config = _config(tmp_path, image=(tmp_path / "a.png", tmp_path / "b.png"), ring=2, weights="replicated")
-    for report in pool2.run(_generate, config):
+    for report in pool2.run(run_generate, config):
         assert report["ids"] == expected
 
 

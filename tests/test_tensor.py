@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -16,10 +17,20 @@ from longspan.core.memory import Memory
 from longspan.hf.preconditions import ParallelizeOptions, check_alone
 from tests.choose import confirming
 from tests.fakes import fake_world
-from tests.models import UNEVEN, Truth, batch, build, compare, truth_of, widened
+from tests.models import (
+    UNEVEN,
+    Case,
+    Truth,
+    batch,
+    build,
+    compare,
+    compare_cases,
+    lora_on_experts,
+    on_mesh,
+    truth_of,
+    widened,
+)
 from tests.pool import on_ranks
-
-Case = tuple[dict[str, int], dict[str, Any]]
 
 EIGHT = {"num_attention_heads": 8}
 BIASED = {**EIGHT, "num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}
@@ -84,22 +95,6 @@ def a_model(family: str, **changes: Any) -> Any:
     return build("Llama" if family == "uneven" else family, **{"vocab_size": 64, **changes})
 
 
-def sharding(mesh: dict[str, int]) -> longspan.SequenceSharding:
-    return longspan.SequenceSharding(longspan.init_mesh(**mesh))
-
-
-def _compare(family: str, changes: dict[str, Any], cases: list[Case], truth: Truth) -> None:
-    for mesh, options in cases:
-        sp = sharding(mesh)
-        model = longspan.parallelize(a_model(family, **changes), sp, **options)
-        try:
-            if options.get("logits"):
-                model.eval()
-            compare(truth, model, batch(), sp)
-        except AssertionError as error:
-            raise AssertionError(f"{family} {mesh} {options}: {error}") from error
-
-
 CONFIRMING = (  # plans like others'
     "Olmoe", "GraniteMoe", "HunYuanDenseV1", "HunYuanMoEV1", "DeepseekV2", "Qwen3Moe", "Olmo3", "Glm4",
 )  # fmt: skip
@@ -108,13 +103,14 @@ CONFIRMING = (  # plans like others'
 @pytest.mark.parametrize("family", [*(f for f in FAMILIES if f not in CONFIRMING), *confirming(CONFIRMING)])
 def test_loss_logits_and_gradients_equal_those_of_one_process(pool4: Any, family: str) -> None:
     changes, cases = FAMILIES[family]
-    truth = truth_of(a_model(family, **changes), batch())
-    pool4.run(_compare, family, changes, cases, truth, timeout=180)
+    make = functools.partial(a_model, family, **changes)
+    pool4.run(compare_cases, make, cases, truth_of(make(), batch()), timeout=180)
 
 
 def test_on_eight_ranks(pool8: Any) -> None:
     case: Case = {"tensor": 2, "ring": 2, "ulysses": 2}, SP
-    pool8.run(_compare, "Llama", BIASED, [case], truth_of(a_model("Llama", **BIASED), batch()), timeout=180)
+    make = functools.partial(a_model, "Llama", **BIASED)
+    pool8.run(compare_cases, make, [case], truth_of(make(), batch()), timeout=180)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -129,23 +125,14 @@ def _lora(model: Any) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=targets, init_lora_weights=False))
 
 
-def _expert_lora(model: Any) -> Any:
-    import peft
-
-    torch.manual_seed(3)
-    weights = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    config = peft.LoraConfig(r=3, target_modules=["q_proj"], target_parameters=weights, init_lora_weights=False)
-    return peft.get_peft_model(model, config)
-
-
 def _lora_and_more(truth: Truth, of_experts: Truth) -> dict[str, float]:
     for mesh, options in (({"tensor": 2, "ring": 2}, SP), ({"tensor": 4}, {"fsdp": False})):
-        sp = sharding(mesh)
+        sp = on_mesh(mesh)
         model = longspan.parallelize(_lora(a_model("Qwen3")), sp, **options)
         compare(truth, model, batch(), sp)
-        experts = longspan.parallelize(_expert_lora(a_model("Qwen3Moe", num_experts=8)), sp, **options)
+        experts = longspan.parallelize(lora_on_experts(a_model("Qwen3Moe", num_experts=8)), sp, **options)
         compare(of_experts, experts, batch(), sp)
-    model = longspan.parallelize(a_model("Llama", **BIASED).double(), sp := sharding({"tensor": 2, "ulysses": 2}))
+    model = longspan.parallelize(a_model("Llama", **BIASED).double(), sp := on_mesh({"tensor": 2, "ulysses": 2}))
     found = longspan.token_logprobs(model, batch(), entropy=True, top1=True, gather=True)
     (found[0].sum() + found[1].sum()).backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
@@ -160,7 +147,8 @@ def _lora_and_more(truth: Truth, of_experts: Truth) -> dict[str, float]:
 
 
 def test_lora_logprobs_and_the_norm_of_gradients(pool4: Any) -> None:
-    truths = (truth_of(m, batch()) for m in (_lora(a_model("Qwen3")), _expert_lora(a_model("Qwen3Moe", num_experts=8))))
+    made = _lora(a_model("Qwen3")), lora_on_experts(a_model("Qwen3Moe", num_experts=8))
+    truths = (truth_of(model, batch()) for model in made)
     results = pool4.run(_lora_and_more, *truths, timeout=180)
     one = widened(a_model("Llama", **BIASED))
     inputs = batch()
@@ -187,7 +175,7 @@ def test_lora_logprobs_and_the_norm_of_gradients(pool4: Any) -> None:
 
 def _refusal(model: Any, tensor: int, others: int = 1, **options: Any) -> str:
     with fake_world(0, tensor * others):
-        sp = sharding({"tensor": tensor, "ulysses": others})
+        sp = on_mesh({"tensor": tensor, "ulysses": others})
         with pytest.raises(LongspanError) as error:
             check_alone(model, sp, ParallelizeOptions(**options))
     return str(error.value)
@@ -229,7 +217,7 @@ def test_other_adapters_and_styles_are_refused() -> None:
 
 @on_ranks(4)
 def test_a_rank_of_the_tensor_group_that_differs_is_named() -> None:
-    sp = sharding({"tensor": 2, "ulysses": 2})
+    sp = on_mesh({"tensor": 2, "ulysses": 2})
     odd = dist.get_rank() == 3  # tensor rank 1 of the second Ulysses rank
     with pytest.raises(LongspanError, match=r"different weights(.|\n)*rank 3"):
         longspan.parallelize(a_model("Llama", seed=int(odd)), sp)

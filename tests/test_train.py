@@ -33,6 +33,7 @@ from tests.pictures import GRIDS
 from tests.pool import RankError, RankPool, run_forked
 from tests.tolerance import excess, excess_of_losses, roughly
 from tests.training import (
+    cut_after,
     flags,
     log_of,
     losses_of,
@@ -183,7 +184,7 @@ def test_memory_options_change_only_rounding(config: TrainConfig, pool2: RankPoo
     lines = log_of(longest.out)
     assert all(line["offload_gb_per_s"] > 0 and 0 <= line["offload_waited"] < 1 for line in lines)
     again = replace(longest, out=longest.out / "again")
-    _cut_after(longest, 1, again.out)
+    cut_after(longest, 1, again.out)
     train_on(pool2, again)
     assert losses_of(again.out)[2] == found[2]  # to the bit
 
@@ -238,17 +239,10 @@ def uninterrupted(config: TrainConfig, finished: Path) -> TrainConfig:
     return replace(config, ulysses=2)
 
 
-def _cut_after(config: TrainConfig, step: int, out: Path) -> TrainConfig:
-    """A run that ended after `step`: that checkpoint, and a log that goes further than it."""
-    shutil.copytree(config.checkpoints / f"step-{step:08d}", out / "checkpoints" / f"step-{step:08d}")
-    shutil.copy(config.out / "metrics.jsonl", out / "metrics.jsonl")
-    return replace(config, out=out)
-
-
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
     uninterrupted: TrainConfig, pool2: RankPool, tmp_path: Path
 ) -> None:
-    resumed = _cut_after(uninterrupted, 2, tmp_path / "resumed")
+    resumed = cut_after(uninterrupted, 2, tmp_path / "resumed")
     train_on(pool2, resumed)
     assert losses_of(resumed.out) == losses_of(uninterrupted.out)
     log = (resumed.out / "metrics.jsonl").read_text().splitlines()
@@ -270,7 +264,7 @@ def test_elastic_batches_train_as_documents_one_by_one_and_resume_to_the_bit(
     elastic = replace(config, out=tmp_path / "elastic", pack="auto", elastic=True)
     train_on(pool2, elastic)
     assert losses_of(elastic.out) == pytest.approx(expected, rel=1e-4)
-    resumed = _cut_after(elastic, 2, tmp_path / "resumed")
+    resumed = cut_after(elastic, 2, tmp_path / "resumed")
     train_on(pool2, resumed)
     assert losses_of(resumed.out) == losses_of(elastic.out)
     weights = weights_of(elastic.out)
@@ -296,7 +290,7 @@ def test_a_run_resumes_on_another_mesh_in_the_same_order(
         "unsharded": {"ulysses": 2, "data_degree": 2, "fsdp": False},
         "ring": {"ring": 2, "ulysses": 2, "ring_impl": "p2p"},
     }.items():
-        other = replace(_cut_after(uninterrupted, 4, tmp_path / name), **changes)  # type: ignore[arg-type]
+        other = replace(cut_after(uninterrupted, 4, tmp_path / name), **changes)  # type: ignore[arg-type]
         train(other) if other.parallel.ranks == 1 else train_on(pool4, other)
         assert excess_of_losses(losses_of(other.out), plain, exact) <= 1, name
         states = [

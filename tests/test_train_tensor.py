@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,32 +23,23 @@ from longspan.verify import VerifyConfig, worker
 from longspan.verify.report import Report
 from tests.models import build
 from tests.pool import RankPool
-from tests.tolerance import roughly
-from tests.training import log_of, losses_of, small_run, train, train_on, weights_of, write_config
+from tests.training import (
+    cut_after,
+    log_of,
+    losses_of,
+    losses_on,
+    near,
+    small_run,
+    train,
+    weights_of,
+    write_config,
+)
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
     """4 steps of 4 sequences of 60 tokens; clipped, so that a wrong norm shows in the losses."""
     return small_run(write_config(tmp_path, vocab_size=385), tmp_path / "alone")
-
-
-def _on(pool: RankPool, config: TrainConfig) -> dict[int, float]:
-    train_on(pool, config)
-    return losses_of(config.out)
-
-
-def _after_two(config: TrainConfig, out: Path, **changes: Any) -> TrainConfig:
-    """Return a run that resumes another from its second step, on another mesh."""
-    name = "step-00000002"
-    shutil.copytree(config.checkpoints / name, out / "checkpoints" / name)
-    shutil.copy(config.out / "metrics.jsonl", out / "metrics.jsonl")
-    return replace(config, out=out, **changes)
-
-
-def _near(found: dict[int, float], plain: dict[int, float]) -> bool:
-    same = found.keys() == plain.keys()
-    return same and all(abs(found[step] - plain[step]) < roughly(torch.float32) * plain[step] for step in plain)
 
 
 def test_losses_equal_those_of_one_process_and_a_run_resumes_on_any_mesh(
@@ -60,19 +50,19 @@ def test_losses_equal_those_of_one_process_and_a_run_resumes_on_any_mesh(
     assert plain[4] < plain[1] - 0.1
     other: dict[str, Any] = {"tensor_style": "tp", "export": "never"}
     both = replace(config, out=tmp_path / "both", tensor=2, ulysses=2, tensor_style="megatron-sp")
-    assert _near(_on(pool4, both), plain)
+    assert near(losses_on(pool4, both), plain)
     line = log_of(both.out)[-1]
     assert line["tokens"] == 4 * 4 * 61  # a tensor group's tokens count once
     ours, theirs = weights_of(both.out), weights_of(config.out)
     assert ours.keys() == theirs.keys()
     assert all((ours[name] - theirs[name]).abs().max() < 1e-4 for name in theirs)
 
-    same = _after_two(both, tmp_path / "same", export="never")
-    assert _on(pool4, same) == losses_of(both.out)  # to the bit
+    same = cut_after(both, 2, tmp_path / "same", export="never")
+    assert losses_on(pool4, same) == losses_of(both.out)  # to the bit
     # From one process to a tensor group without FSDP, and from four ranks to a Ulysses group.
-    pair = _after_two(config, tmp_path / "pair", **other, ulysses=1, tensor=2)
-    ulysses = _after_two(both, tmp_path / "ulysses", **other, ulysses=2, tensor=1)
-    assert _near(_on(pool2, pair), plain) and _near(_on(pool2, ulysses), plain)
+    pair = cut_after(config, 2, tmp_path / "pair", **other, ulysses=1, tensor=2)
+    ulysses = cut_after(both, 2, tmp_path / "ulysses", **other, ulysses=2, tensor=1)
+    assert near(losses_on(pool2, pair), plain) and near(losses_on(pool2, ulysses), plain)
 
     # Each rank reads its shards of the export.
     verified = make(VerifyConfig, model=str(both.exported), context=64, tensor=2, ulysses=2, tensor_style="megatron-sp")

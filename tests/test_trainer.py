@@ -44,6 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lora": {"lora": True},
     "by length": {"train_sampling_strategy": "group_by_length"},
     "recurrent": {"family": "Qwen3Next", "memory": "auto"},
+    "experts": {"family": "Mixtral", "experts": 2},
     "elastic": {"elastic": 24, "per_device_train_batch_size": 8},
 }
 
@@ -52,7 +53,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def _plain(name: str) -> list[dict[str, Any]]:
     import tempfile
 
-    options = {key: value for key, value in VARIANTS[name].items() if key not in ("fsdp", "memory", "elastic")}
+    options = {
+        key: value for key, value in VARIANTS[name].items() if key not in ("fsdp", "memory", "elastic", "experts")
+    }
     with tempfile.TemporaryDirectory() as folder:
         return plain(Path(folder), **EVALUATED, **options)
 

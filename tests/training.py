@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from longspan.core.errors import LongspanError
 from longspan.core.sections import make, replace, values
 from longspan.train import TrainConfig, run
+from tests.tolerance import roughly
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,6 +90,26 @@ def said_by(config: TrainConfig) -> str:
 def train_on(pool: RankPool, config: TrainConfig) -> None:
     """Train on the ranks of a pool, whose first run imports transformers and datasets."""
     pool.run(train, config, timeout=240)
+
+
+def losses_on(pool: RankPool, config: TrainConfig) -> dict[int, float]:
+    """Train on the ranks of a pool, and return the losses."""
+    train_on(pool, config)
+    return losses_of(config.out)
+
+
+def cut_after(config: TrainConfig, step: int, out: Path, **changes: Any) -> TrainConfig:
+    """Return a run that ended after `step`: that checkpoint, and a log that goes further than it."""
+    name = f"step-{step:08d}"
+    shutil.copytree(config.checkpoints / name, out / "checkpoints" / name)
+    shutil.copy(config.out / "metrics.jsonl", out / "metrics.jsonl")
+    return replace(config, out=out, **changes)
+
+
+def near(found: dict[int, float], plain: dict[int, float]) -> bool:
+    """Return whether two runs in fp32 have the same losses, but for rounding."""
+    same = found.keys() == plain.keys()
+    return same and all(abs(found[step] - plain[step]) < roughly(torch.float32) * plain[step] for step in plain)
 
 
 def refused(base: TrainConfig, match: str, **changes: Any) -> None:

@@ -271,7 +271,7 @@ class PlacementOn:
         """Raise if torch is too old."""
         if None in cls._found():
             where, use = "torch.distributed.fsdp._fully_shard.ShardPlacementResult", "experts over data x sequence"
-            raise missing("torch", where, use, "leave out `experts`")
+            raise missing("torch", where, use, "leave out `experts`", since="2.13")
 
     def add(self, parameter: nn.Parameter) -> None:
         """Shard this parameter over the mesh."""

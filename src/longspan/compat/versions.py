@@ -21,7 +21,7 @@ def untested(library: str) -> str | None:
     return f"{library} {found} is newer than {newest}, the newest version that longspan was tested with"
 
 
-def missing(library: str, name: str, use: str, hint: str = "") -> LongspanError:
+def missing(library: str, name: str, use: str, hint: str = "", since: str | None = None) -> LongspanError:
     """Return the error for a name that the installed version lacks.
 
     Args:
@@ -29,8 +29,11 @@ def missing(library: str, name: str, use: str, hint: str = "") -> LongspanError:
         name: the missing name.
         use: what longspan needs it for.
         hint: an alternative to another version.
+        since: the first version with the name, if the oldest tested one lacks it.
     """
-    tested, alternative = " to ".join(TESTED[library]), f", or {hint}" if hint else ""
+    oldest, newest = TESTED[library]
+    versions = dict.fromkeys((since or oldest, newest))
+    tested, alternative = " to ".join(versions), f", or {hint}" if hint else ""
     return LongspanError(
         f"{library} {version(library)} has no {name}, which longspan needs for {use}; use {library} "
         f"{tested}{alternative}"

@@ -62,9 +62,11 @@ def open_fitting_prompt(config: GenerateConfig) -> Prompt:
     """Return the prompt; raise if it does not fit the model or, by the planner, memory."""
     from longspan.generate.fit import check_memory, choose_weights
     from longspan.generate.prompt import open_prompt
+    from longspan.hf.preconditions import check_axes
 
     prompt = open_prompt(config)
     config, reason = choose_weights(config, prompt.model_config, prompt.tokens)
+    check_axes(prompt.origin.on_meta, config.parallel, fsdp=config.fsdp)
     planned = check_memory(config, prompt.model_config, prompt.tokens)
     if launch.is_first_rank():
         lines = [f"prompt: {prompt.tokens:,} tokens; {planned}", *([] if reason is None else [f"weights: {reason}"])]

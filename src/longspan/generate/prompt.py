@@ -19,10 +19,13 @@ from longspan.hf.pretrained import (
     base_of,
     check_language_model,
     has_tokenizer,
+    is_adapter,
+    language_model_class,
     position_range,
     read_model_config,
     tokenizer_of,
 )
+from longspan.hf.weights.origin import Origin
 from longspan.ranks import launch
 
 if TYPE_CHECKING:
@@ -54,6 +57,19 @@ class Prompt:
     @property
     def tokens(self) -> int:
         return len(self.ids)
+
+    @property
+    def origin(self) -> Origin:
+        """The model's class, config and files."""
+        import torch
+
+        name = self.flags.model
+        own = self.model_config.dtype or torch.float32
+        dtype = {"auto": own, "fp32": torch.float32, "bf16": torch.bfloat16}[self.flags.dtype]
+        # From the opened config, whose RoPE scaling may differ from the folder's.
+        auto, base = language_model_class(self.model_config), base_of("--model", name)
+        adapter = name if is_adapter(name) else None
+        return Origin(auto, self.model_config, dtype, base, label=f"--model {name}", adapter=adapter)
 
 
 def tokenizer_name(config: ModelFlags) -> str:

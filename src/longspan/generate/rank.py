@@ -23,9 +23,7 @@ from longspan.generate.prompt import tokenizer_name
 from longspan.generate.stream import Progress, TextStream
 from longspan.hf.forward.kv_cache import ShardedCache
 from longspan.hf.loading import load_sharded
-from longspan.hf.pretrained import base_of, is_adapter, language_model_class
 from longspan.hf.support import decoder_layers
-from longspan.hf.weights.origin import Origin
 from longspan.ranks import agreement, launch
 from longspan.ranks.launch import Stopped, StopRequest
 
@@ -57,14 +55,8 @@ def start(
 
         disable_progress_bar()
         sp = make_sharding(config.parallel)
-        own = prompt.model_config.dtype or torch.float32
-        dtype = {"auto": own, "fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype]
-        # From the opened config, whose RoPE scaling may differ from the folder's.
-        base, adapter = base_of("--model", config.model), config.model if is_adapter(config.model) else None
-        auto = language_model_class(prompt.model_config)
-        origin = Origin(auto, prompt.model_config, dtype, base, label=f"--model {config.model}", adapter=adapter)
         model = load_sharded(
-            origin,
+            prompt.origin,
             sp,
             fsdp=config.fsdp,
             kernel=config.kernel,

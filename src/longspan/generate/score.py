@@ -94,6 +94,7 @@ def open_text(config: ScoreConfig) -> Prompt:
     from longspan.data import load_tokenizer
     from longspan.generate.fit import check_score_memory
     from longspan.generate.prompt import Prompt, check_ids, fit_positions, read_text, text_ids, tokenizer_name
+    from longspan.hf.preconditions import check_axes
     from longspan.hf.pretrained import read_model_config
 
     model_config, _ = read_model_config("--model", config.model, 1)
@@ -106,8 +107,10 @@ def open_text(config: ScoreConfig) -> Prompt:
             f"the text has {len(ids)} tokens; score needs at least 2, and one for each of the "
             f"{config.parallel.ranks} ranks of {config.parallel.flags}"
         )
+    prompt = Prompt(config, model_config, ids)
+    check_axes(prompt.origin.on_meta, config.parallel, fsdp=config.fsdp)
     check_score_memory(config, model_config, len(ids))
-    return Prompt(config, model_config, ids)
+    return prompt
 
 
 def _score_rank(config: ScoreConfig, opened: Prompt | None) -> dict[str, Any]:

@@ -155,7 +155,10 @@ def plan_experts(
         if tensor > 1 or not fsdp or isinstance(found, str):
             return None
         size = min(most_ranks(count, ranks, found.fewest(path)) for path, count in found.counts.items())
-        return dataclasses.replace(found, size=size) if size > 1 else None
+        if size == 1:
+            return None
+        PlacementOn.check()
+        return dataclasses.replace(found, size=size)
     if tensor > 1:
         raise LongspanError(
             f"`experts={experts}` and `tensor={tensor}`: experts are sharded over the tensor axis, if there is one; "
@@ -167,7 +170,10 @@ def plan_experts(
         raise LongspanError(f"`experts={experts}` cannot shard {type(model).__name__}: {found}; leave it out")
     if ranks % experts:
         fits = ", ".join(map(str, divisors(ranks)))
-        raise LongspanError(f"`experts={experts}` does not divide the {ranks} ranks of data x sequence; use {fits}")
+        plural = "s" if ranks > 1 else ""
+        raise LongspanError(
+            f"`experts={experts}` does not divide the {ranks} rank{plural} of data x sequence; use {fits}"
+        )
     for path, count in found.counts.items():
         layout, fewest = ExpertLayout(count, ranks, experts), found.fewest(path)
         if layout.fits(fewest):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.experts import Experts
 from longspan.core.heads import HeadShard, split_groups, split_heads
 from longspan.core.memory import FASTEST, Memory, MemoryLevel, memory_of
+from longspan.core.parallel import ParallelConfig
 from longspan.core.validation import check_choice, check_flag, format_value
 from longspan.hf.experts import ExpertPlan, plan_experts
 from longspan.hf.memory_options import MemoryModules
@@ -155,6 +157,19 @@ def check_ahead(
     """
     _check_structure(model, device, ring_size, kernel, memory_options, fsdp=fsdp)
     refuse_dropout(attention_dropout(model))
+
+
+def check_axes(make: Callable[[], PreTrainedModel], parallel: ParallelConfig, *, fsdp: bool) -> None:
+    """Raise if a tensor axis or `experts` cannot shard the model, before there are ranks.
+
+    `make` returns the model, which may be on the meta device; it is called if there is something to check.
+    """
+    if parallel.tensor == 1 and parallel.experts == 1:
+        return
+    model = transformers_model(make())
+    if parallel.tensor > 1:
+        tensor_plan(model, parallel.tensor, 0, parallel.tensor_style, parallel.sequence_ranks)
+    plan_experts(model, parallel.experts, ranks=parallel.fsdp_ranks, tensor=parallel.tensor, fsdp=fsdp)
 
 
 def _check_structure(

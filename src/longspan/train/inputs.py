@@ -313,11 +313,13 @@ def finished(config: TrainConfig, inputs: Inputs) -> str | None:
 
 def _check_names(config: TrainConfig, model_config: Any, rope: RopeScaling | None, *, images: bool) -> None:
     """Raise for patterns and targets that the model does not have, on a model without weights."""
+    from longspan.hf.preconditions import check_axes
     from longspan.train.tuning import matching, tuned
 
     empty = model_origin(config, model_config).on_meta()
     model = tuned(empty, config.tuning, config.seed, config.model.adapter, images=images)
     matching(model, "--no-decay", config.optimizer.no_decay)
+    check_axes(lambda: model, config.parallel, fsdp=config.fsdp)  # LoRA, too
     adapter = config.tuning.lora is not None and config.tuning.lora_export == "adapter"
     if config.tuning.lora_export == "merged" and config.checkpoint.export != "never":
         checkpoint.check_mergeable(model)

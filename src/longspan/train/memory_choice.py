@@ -99,9 +99,8 @@ def reference_bytes(config: TrainConfig, weights: int) -> float:
 
 def _model_on_meta(config: TrainConfig) -> PreTrainedModel:
     """Return the model without weights, once it is known that `--tensor` and `--experts` can shard it."""
-    from longspan.hf.experts import plan_experts
+    from longspan.hf.preconditions import check_axes
     from longspan.hf.pretrained import read_model_config
-    from longspan.hf.tensor_parallel.plan import tensor_plan
     from longspan.train.inputs import load_model_config, model_flag, model_origin
 
     parallel = config.parallel
@@ -110,9 +109,7 @@ def _model_on_meta(config: TrainConfig) -> PreTrainedModel:
     else:
         model_config, _ = load_model_config(config)
     model = model_origin(config, model_config).on_meta()
-    if parallel.tensor > 1:
-        tensor_plan(model, parallel.tensor, 0, parallel.tensor_style, parallel.sequence_ranks)
-    plan_experts(model, parallel.experts, ranks=parallel.fsdp_ranks, tensor=parallel.tensor, fsdp=config.fsdp)
+    check_axes(lambda: model, parallel, fsdp=config.fsdp)
     return model
 
 

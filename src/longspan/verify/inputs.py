@@ -20,7 +20,7 @@ from longspan.checkpoint.identity import check_same_model, saved_model_config
 from longspan.core.errors import LongspanError
 from longspan.core.validation import path_of
 from longspan.data import BYTES, DocumentSource, SequenceStream, TextTokenizer, load_tokenizer
-from longspan.hf.experts import plan_experts
+from longspan.hf.preconditions import check_axes
 from longspan.hf.pretrained import (
     base_of,
     check_language_model,
@@ -31,7 +31,6 @@ from longspan.hf.pretrained import (
     tokenizer_of,
     without_dropout,
 )
-from longspan.hf.tensor_parallel.plan import tensor_plan
 from longspan.hf.weights.origin import Origin
 from longspan.verify.config import VerifyConfig
 from longspan.verify.pictures import Pictures, add_pictures, joined
@@ -71,12 +70,7 @@ class Inputs:
 def open_inputs(config: VerifyConfig, resumed: Checkpoint | None = None) -> Inputs:
     """Open and check the inputs; `resumed` is the checkpoint of `--resume`."""
     model_config = load_model_config(config, resumed)
-    parallel = config.parallel
-    if parallel.tensor > 1 or parallel.experts != 1:
-        model = model_origin(config, model_config).on_meta()
-        if parallel.tensor > 1:
-            tensor_plan(model, parallel.tensor, 0, parallel.tensor_style, parallel.sequence_ranks)
-        plan_experts(model, parallel.experts, ranks=parallel.fsdp_ranks, tensor=parallel.tensor, fsdp=config.fsdp)
+    check_axes(model_origin(config, model_config).on_meta, config.parallel, fsdp=config.fsdp)
     batch_BS = make_batch(config, model_config)
     if not takes_pictures(model_config):
         return Inputs(model_config, batch_BS, (), resumed)
