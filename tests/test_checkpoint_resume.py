@@ -18,7 +18,7 @@ from longspan.checkpoint.identity import differences
 from longspan.core.errors import LongspanError
 from longspan.core.sections import make, replace
 from longspan.train import TrainConfig, run
-from longspan.train.metrics import MetricsLog
+from longspan.train.trackers import MetricsLog
 from tests.disk import largest_file
 from tests.pool import RankError, RankPool
 from tests.training import losses_of, refused, said_by, train, write_config

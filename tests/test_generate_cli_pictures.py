@@ -15,7 +15,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.sections import make
 from longspan.generate.config import GenerateConfig
 from longspan.generate.job import open_fitting_prompt
-from longspan.generate.pictures import _video
+from longspan.generate.prompt import _video
 from tests.chats import PICTURE_CHAT, image, processor, tokenizer
 from tests.generating import run_generate
 from tests.models import BASE

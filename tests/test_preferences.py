@@ -16,8 +16,8 @@ from longspan.data import RowTokenizer
 from longspan.data.chats import answers_of, common_prompt
 from longspan.train import TrainConfig
 from longspan.train.inputs import open_local
-from longspan.train.memory_choice import reference_bytes, resolve
 from longspan.train.preview import preview
+from longspan.train.resolve import reference_bytes, resolve_memory
 from tests.chats import CHATML, make_tokenizer, write_rows
 from tests.choose import confirming
 from tests.pool import RankPool
@@ -289,7 +289,7 @@ def test_a_long_pair_loses_the_end_of_its_longer_answer_or_is_left_out(config: T
 def test_the_planner_leaves_room_for_the_reference(config: TrainConfig) -> None:
     options = {"memory": "auto", "rank_memory": 0.5, "data_degree": 2, "dtype": "bf16"}
     for changes, besides in (({}, r" besides 0\.00 GB of the reference"), (LORA, "")):
-        _, messages = resolve(replace(config, **options, **changes))
+        _, messages = resolve_memory(replace(config, **options, **changes))
         assert re.match(rf"0\.50 GB for a rank{besides}, ", messages[0])
     weights = 10**9
     assert reference_bytes(replace(config, **options), weights) == weights  # bf16 over two ranks

@@ -13,7 +13,8 @@ import pytest
 from longspan.core.errors import LongspanError
 from longspan.train import trackers
 from longspan.train.evaluation import Evaluated, Loss
-from longspan.train.metrics import MetricsLog, StepMetrics
+from longspan.train.metrics import StepMetrics
+from longspan.train.trackers import MetricsLog
 from tests.training import refused, small_run, write_config
 
 SETTINGS = {"lr": 1e-3, "fsdp": True, "data": "('pydoc',)"}

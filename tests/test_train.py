@@ -26,7 +26,7 @@ from longspan.core.sections import replace
 from longspan.ranks import launch
 from longspan.ranks.launch import RankFailed
 from longspan.train import TrainConfig, run
-from longspan.train.memory_choice import resolve
+from longspan.train.resolve import resolve_memory
 from tests.command import ForkedLauncher
 from tests.models import needs_mixers, widened
 from tests.pictures import GRIDS
@@ -191,13 +191,13 @@ def test_memory_options_change_only_rounding(config: TrainConfig, pool2: RankPoo
 
 def test_the_longest_context_is_resolved_before_anything_starts(config: TrainConfig) -> None:
     asked = replace(config, context="max", rank_memory=1.0, ulysses=2)
-    found, said = resolve(asked)
+    found, said = resolve_memory(asked)
     assert found.context == 512 and found.memory.memory == "fastest"
     assert "would fit, the model's positions end at 512" in said[1]
     longer = replace(asked, context=1 << 16, memory="auto", rank_memory=0.01, rope_scaling="yarn")
     with pytest.raises(LongspanError, match=r"do not fit on ulysses=2 .*Item by item.*(suffice|fits with)"):
-        resolve(longer)
-    assert resolve(config) == (config, [])
+        resolve_memory(longer)
+    assert resolve_memory(config) == (config, [])
 
 
 def test_a_mesh_that_plan_rejects_is_refused_with_the_same_message(
@@ -214,12 +214,12 @@ def test_a_mesh_that_plan_rejects_is_refused_with_the_same_message(
 def test_memory_options_are_chosen_if_the_model_does_not_fit(config: TrainConfig) -> None:
     """Without a memory flag, the run logs its choice; `--memory fastest` prevents it."""
     tight = replace(config, context=512, rank_memory=0.003)
-    found, said = resolve(tight)
+    found, said = resolve_memory(tight)
     assert found.memory.level == "fastest" and found.memory.to_memory() != FASTEST
     assert found.memory.to_memory().describe() in said[-1]
-    assert resolve(replace(tight, memory="fastest"))[0].memory.to_memory() == FASTEST
+    assert resolve_memory(replace(tight, memory="fastest"))[0].memory.to_memory() == FASTEST
     with pytest.raises(LongspanError, match=r"To start it all the same, give --memory fastest"):
-        resolve(replace(tight, rank_memory=0.001))
+        resolve_memory(replace(tight, rank_memory=0.001))
 
 
 # --- resuming

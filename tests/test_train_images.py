@@ -18,14 +18,13 @@ from transformers.processing_utils import ProcessorMixin
 from longspan.core.errors import LongspanError
 from longspan.core.sections import make, replace
 from longspan.data.chats import RowTokenizer
-from longspan.data.images import read_image
-from longspan.data.rows import document_of
+from longspan.data.rows import document_of, read_image
 from longspan.data.source import DocumentSource
 from longspan.data.stream import Sequence, collate
 from longspan.train import TrainConfig
 from longspan.train.config import TuningSection
 from longspan.train.inputs import check_inputs, model_origin, open_local
-from longspan.train.length import resolve_steps
+from longspan.train.resolve import resolve_steps
 from longspan.train.tuning import tuned
 from tests.chats import PICTURE_CHAT, WORDS, image, processor, tokenizer, write_rows
 from tests.choose import confirming

@@ -24,7 +24,7 @@ from longspan.core.sections import replace
 from longspan.data import deal
 from longspan.train import TrainConfig, run
 from longspan.train.inputs import open_local
-from longspan.train.memory_choice import resolve
+from longspan.train.resolve import resolve_memory
 from tests.models import widened
 from tests.pool import RankError, RankPool
 from tests.tolerance import excess_of_losses, roughly
@@ -277,10 +277,10 @@ def test_dora_on_a_tensor_axis_is_refused(config: TrainConfig, pool2: RankPool) 
 def test_the_planner_counts_trained_weights_alone(config: TrainConfig) -> None:
     tight = replace(config, rank_memory=4e-4, ulysses=2)
     with pytest.raises(LongspanError, match=r"do not fit .* give --memory fastest"):
-        resolve(tight)
-    resolve(replace(tight, lora=4))
+        resolve_memory(tight)
+    resolve_memory(replace(tight, lora=4))
     with pytest.raises(LongspanError, match=r"do not fit .* Item by item: .*weights .* give --memory fastest"):
-        resolve(replace(tight, lora=4, rank_memory=1e-4))
+        resolve_memory(replace(tight, lora=4, rank_memory=1e-4))
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])

@@ -18,8 +18,15 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 
-from longspan.checkpoint.disk import check_room, format_disk_full
-from longspan.checkpoint.folder import MAKING, FileRecord, put_in_place, remove, write_durably
+from longspan.checkpoint.folder import (
+    MAKING,
+    FileRecord,
+    check_room,
+    format_disk_full,
+    put_in_place,
+    remove,
+    write_durably,
+)
 from longspan.checkpoint.ranks import Ranks, check_finite, check_ranks, checked_on_all
 from longspan.comm.arguments import as_dtype, check_module
 from longspan.compat.transformers_api import new_model

@@ -25,11 +25,12 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from longspan.checkpoint.damage import Checkpoint, format_marker
-from longspan.checkpoint.disk import check_room, format_disk_full
 from longspan.checkpoint.folder import (
     MAKING,
     MARKER,
     FileRecord,
+    check_room,
+    format_disk_full,
     prune,
     put_in_place,
     remove,

@@ -18,8 +18,7 @@ import numpy as np
 
 from longspan.core.errors import LongspanError
 from longspan.core.validation import format_value
-from longspan.data.images import read_image
-from longspan.data.rows import Kind
+from longspan.data.rows import Kind, read_image
 from longspan.hf.pretrained import first_line
 
 if TYPE_CHECKING:

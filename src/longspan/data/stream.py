@@ -18,10 +18,9 @@ import torch
 
 from longspan.core.errors import LongspanError
 from longspan.data.chats import RowTokenizer
-from longspan.data.mixture import MixedPlace, Mixture
 from longspan.data.packing import TooLong, WholeDocuments
 from longspan.data.rows import Document
-from longspan.data.source import DocumentSource, Place
+from longspan.data.source import DocumentSource, MixedPlace, Mixture, Place
 from longspan.hf.pretrained import check_source, first_line
 
 if TYPE_CHECKING:

@@ -140,9 +140,9 @@ def _read(config: LaunchConfig) -> TrainConfig:
             f"{config.gpus_per_node} are {gpus} GPUs; give --nodes {nodes}{more}"
         )
     if config.gpu:
-        from longspan.train.memory_choice import resolve
+        from longspan.train.resolve import resolve_memory
 
-        _, messages = resolve(train, read_hardware(config.gpu))
+        _, messages = resolve_memory(train, read_hardware(config.gpu))
         print(*messages, sep="\n", file=sys.stderr)
     else:
         print("memory is not checked: give the kind of GPU, such as --gpu h100", file=sys.stderr)

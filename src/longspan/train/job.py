@@ -69,7 +69,7 @@ def run(config: TrainConfig) -> int:
 
 
 def _open(config: TrainConfig) -> tuple[TrainConfig, Inputs]:
-    from longspan.data.mixture import split_weight
+    from longspan.data import split_weight
 
     for data in config.data.data:
         check_names(config.model.model, config.model.config, split_weight(data)[0], config.model.tokenizer)
@@ -80,10 +80,9 @@ def _resolve(config: TrainConfig) -> tuple[TrainConfig, Inputs]:
     """Resolve --context max and --memory auto, and check the inputs; the first rank prints the planner's choice."""
     from longspan.train.afterwards import check_ahead
     from longspan.train.inputs import check_inputs
-    from longspan.train.length import resolve_steps
-    from longspan.train.memory_choice import resolve
+    from longspan.train.resolve import resolve_memory, resolve_steps
 
-    config, messages = resolve(config)
+    config, messages = resolve_memory(config)
     config.check()
     if messages and launch.is_first_rank():
         print(*messages, sep="\n", flush=True)

@@ -59,12 +59,11 @@ from longspan.train.inputs import (
     stopped_early,
 )
 from longspan.train.job import run_summary
-from longspan.train.length import length_of
-from longspan.train.memory_choice import reference_bytes
 from longspan.train.metrics import CommunicationSampler, Display, StepMetrics, model_flops, peak_flops, peak_memory
 from longspan.train.optimizer import clip_gradients, initialise, make_optimizer, make_scheduler
 from longspan.train.outputs import Outputs
 from longspan.train.preferences import Preferences
+from longspan.train.resolve import length_of, reference_bytes
 from longspan.train.tuning import frozen, tuned
 
 
@@ -208,8 +207,7 @@ class Trainer:
 
     def _run(self) -> None:
         config, save_every = self.config, self.config.checkpoint.save_every
-        if self.first:
-            self.outputs.open_log(self.step)
+        self.log = self.outputs.open_log(self.step) if self.first else None
         with self.display.live(self.step):
             # Before this and after the last save, nothing is lost by a signal: it ends the rank at once.
             with StopRequest(stops="stopping after this step", grace_s=config.grace) as stop:
@@ -231,7 +229,8 @@ class Trainer:
                         self.outputs.announce()
                         metrics = self._train_step(batch)
                         self.display.step(self.step, metrics)
-                        self.outputs.log_metrics(metrics)
+                        if self.log is not None and metrics is not None:
+                            self.log.write(metrics)
                         best = self.evaluator.due(self.step) and self._evaluate()
                         if (save_every and self.step % save_every == 0) or (best and config.evaluation.keep_best):
                             self._save()
@@ -246,8 +245,10 @@ class Trainer:
     def _evaluate(self) -> bool:
         """Evaluate, and return whether the loss is the lowest so far."""
         evaluated = self.evaluator(self.model, self.step)
-        self.display.evaluated(evaluated)
-        self.outputs.log_evaluation(evaluated)
+        for line in evaluated.lines():
+            self.display.log(line)
+        if self.log is not None:
+            self.log.write_evaluation(evaluated)
         return evaluated.best
 
     @functools.cached_property

@@ -1,18 +1,14 @@
-"""The metrics of a training step, and their outputs: a display, JSONL files and trackers."""
+"""The metrics of a training step, how they are measured, and how they are shown."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import os
 import resource
-import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,11 +17,9 @@ from torch.autograd.profiler import profile
 from longspan.plan.job import Job
 from longspan.plan.layers import Softmax
 from longspan.tracing.spans import covered
-from longspan.train import trackers
 
 if TYPE_CHECKING:
     from longspan.plan.models import ModelShape
-    from longspan.train.evaluation import Evaluated
 
 #: Dense bf16 peak of one device in FLOP/s, by a part of the name CUDA gives it; the makers' data sheets, without
 #: sparsity. The first match counts.
@@ -106,8 +100,8 @@ class StepMetrics:
     reward_chosen: float | None = None
     reward_rejected: float | None = None
 
-    def line(self, steps: int, width: int | None = None) -> str:
-        """Format for a log: in one line, or in lines of at most `width` columns."""
+    def line(self, steps: int) -> str:
+        """Format for a log."""
         parts = [
             f"step {self.step}/{steps}",
             f"loss {self.loss:.4f}",
@@ -133,14 +127,7 @@ class StepMetrics:
         if self.mfu is not None:
             parts.append(f"MFU {self.mfu:.1%}")
         parts.append(f"ETA {_duration((steps - self.step) * self.step_s)}")
-        lines = [""]
-        for part in parts:
-            longer = f"{lines[-1]}  {part}" if lines[-1] else part
-            if width is None or len(longer) <= width:
-                lines[-1] = longer
-            else:
-                lines.append(f"  {part}")
-        return "\n".join(lines)
+        return "  ".join(parts)
 
 
 def _duration(seconds: float) -> str:
@@ -233,113 +220,6 @@ class CommunicationSampler:
         return "nccl" in name.lower() if self._on_cuda else name.startswith("gloo:")
 
 
-# --- outputs
-
-
-class Records:
-    """A JSONL file with a record per step. A resumed run appends to it, without the steps after the resumed one."""
-
-    def __init__(self, path: Path, resumed_step: int) -> None:
-        self.path = path
-        if path.exists():
-            before = path.read_text()
-            complete = [line for line in before.splitlines(keepends=True) if line.endswith("\n")]
-            # A run from the beginning writes step 0 again.
-            text = "".join(line for line in complete if resumed_step and json.loads(line)["step"] <= resumed_step)
-            if text != before:
-                rewritten = path.with_name(f"{path.name}.new")  # a full disk leaves the old file unchanged
-                rewritten.write_text(text)
-                rewritten.replace(path)
-        self._file = path.open("ab", buffering=0)
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Append one record.
-
-        Raises:
-            OSError: for example on a full disk; no part of the line is then written.
-        """
-        line = (json.dumps(record) + "\n").encode()
-        before = os.fstat(self._file.fileno()).st_size
-        try:
-            done = 0
-            while done < len(line):
-                done += self._file.write(line[done:]) or 0
-        except OSError:
-            with contextlib.suppress(OSError):
-                self._file.truncate(before)
-            raise
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class MetricsLog:
-    """Writes `metrics.jsonl` and `evaluation.jsonl` to a run's folder, and tells the trackers; on rank 0 only.
-
-    Args:
-        folder: of the run.
-        resumed_step: the step that the run resumes from.
-        track: the trackers, as in --track.
-        settings: of the run, as plain values, for the trackers.
-        warn: shows a line to the user.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        resumed_step: int = 0,
-        track: str = "tensorboard",
-        settings: Mapping[str, Any] | None = None,
-        warn: Callable[[str], None] = print,
-    ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._step, self._warn = resumed_step, warn
-        self._steps = Records(folder / "metrics.jsonl", resumed_step)
-        self._evaluations = Records(folder / "evaluation.jsonl", resumed_step)
-        self._trackers = trackers.start(track, folder, settings or {}, resumed_step)
-
-    @property
-    def path(self) -> Path:
-        return self._steps.path
-
-    def write(self, metrics: StepMetrics) -> None:
-        """Append one step.
-
-        Raises:
-            OSError: for example on a full disk; no part of the line is then written.
-        """
-        values = dataclasses.asdict(metrics)
-        self._steps.write(values)
-        known = {f"train/{name}": value for name, value in values.items() if name != "step" and value is not None}
-        self._track(known, metrics.step)
-
-    def write_evaluation(self, evaluated: Evaluated) -> None:
-        """Append an evaluation. Raise OSError as `write`."""
-        self._evaluations.write(evaluated.record())
-        self._track(evaluated.scalars(), evaluated.step, evaluated.sample)
-
-    def _track(self, values: dict[str, float], step: int, sample: str | None = None) -> None:
-        for name, tracker in list(self._trackers.items()):
-            try:
-                if values:
-                    tracker.log(values, step)
-                if sample is not None:
-                    tracker.log_text("eval/sample", sample, step)
-            except Exception as error:  # a tracker does not end the run, whatever it raises
-                self._warn(f"warning: --track {name} failed and is left out from step {step} on: {error}")
-                del self._trackers[name]
-
-    def close(self) -> None:
-        """Close the files and the trackers. TensorBoard's files may lack steps on a full disk."""
-        self._steps.close()
-        self._evaluations.close()
-        for name, tracker in self._trackers.items():
-            try:
-                tracker.close()
-            except Exception as error:
-                self._warn(f"warning: --track {name} could not finish: {error}")
-
-
 @dataclass
 class Display:
     """Progress for the user: lines, and within `live` also a bar on a terminal. Shows nothing if not `enabled`."""
@@ -371,19 +251,13 @@ class Display:
         elif self.enabled:
             print(text, flush=True)
 
-    def evaluated(self, evaluated: Evaluated) -> None:
-        """Show an evaluation."""
-        for line in evaluated.lines():
-            self.log(line)
-
     def step(self, step: int, metrics: StepMetrics | None) -> None:
         """Show that a step is done, with its metrics if it is reported."""
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
         if metrics is None:
             return
-        width = None if self._progress is None else shutil.get_terminal_size().columns
-        self.log(metrics.line(self.steps, width))
+        self.log(metrics.line(self.steps))
         if self._progress is not None:
             figures = f"loss {metrics.loss:.4f}  {metrics.tokens_per_s:,.0f} tokens/s"
             self._progress.update(self._task, figures=figures)

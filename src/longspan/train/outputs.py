@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,18 @@ import torch
 
 from longspan import checkpoint
 from longspan.checkpoint import DiskFull, Ranks, RunLock, Saver
-from longspan.core.errors import LongspanError, is_full
+from longspan.core.errors import LongspanError
 from longspan.core.sections import values
 from longspan.train.config import TrainConfig
-from longspan.train.evaluation import Evaluated
 from longspan.train.inputs import Inputs
-from longspan.train.metrics import MetricsLog, StepMetrics
+from longspan.train.trackers import MetricsLog
 
 _PLAIN = (bool, int, float, str)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Outputs:
-    """The folder of a run, locked against other runs. Collective, except `release` and the metrics.
+    """The folder of a run, locked against other runs. Collective, except `release` and `open_log`.
 
     `log` shows a line to the user.
 
@@ -36,10 +34,9 @@ class Outputs:
         self.config, self._log = config, log
         self.ranks = Ranks.apart()
         self._lock: RunLock | None = None
-        self._metrics: MetricsLog | None = None
+        self._log_of_metrics: MetricsLog | None = None
         self._saved = self._begun = 0  # steps
         self._announced: Path | None = None
-        self._lost_lines = False
         try:
             self.ranks.first(self._lock_folder)
             checkpoint.check_shared(config.out, self.ranks)
@@ -54,8 +51,8 @@ class Outputs:
             checkpoint.check_replaceable(self.config.exported)
 
     def release(self) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
+        if self._log_of_metrics is not None:
+            self._log_of_metrics.close()
         if self._lock is not None:
             self._lock.release()
 
@@ -141,40 +138,9 @@ class Outputs:
                 raise LongspanError(f"{error}; make room, then the same command resumes from {saved}") from error
             self._log(f"warning: {error}; the run goes on, {saved} is kept, and the next save tries again")
 
-    # --- metrics, on the first rank
-
-    def open_log(self, step: int) -> None:
-        """Open the log of metrics, for the steps after `step`."""
+    def open_log(self, step: int) -> MetricsLog:
+        """Return the log of metrics, for the steps after `step`; it is closed by `release`. On the first rank."""
         config = self.config
         settings = {name: value if isinstance(value, _PLAIN) else str(value) for name, value in values(config).items()}
-        try:
-            self._metrics = MetricsLog(config.out, step, config.logging.track, settings, self._log)
-        except OSError as error:
-            raise LongspanError(f"the metrics of --out {config.out} cannot be written: {error}") from error
-
-    def log_metrics(self, metrics: StepMetrics | None) -> None:
-        """Write a step's metrics, if any. On a full disk they are dropped, with a warning the first time."""
-        if self._metrics is not None and metrics is not None:
-            with self._dropping_lines(self._metrics):
-                self._metrics.write(metrics)
-
-    def log_evaluation(self, evaluated: Evaluated) -> None:
-        """Write an evaluation; on a full disk as `log_metrics`."""
-        if self._metrics is not None:
-            with self._dropping_lines(self._metrics):
-                self._metrics.write_evaluation(evaluated)
-
-    @contextlib.contextmanager
-    def _dropping_lines(self, metrics: MetricsLog) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if not is_full(error):
-                raise
-            if not self._lost_lines:
-                free = shutil.disk_usage(self.config.out).free
-                self._log(
-                    f"warning: {metrics.path} cannot be written: {error.strerror} ({free:,} bytes free); the run "
-                    "goes on, steps are missing there until there is room"
-                )
-            self._lost_lines = True
+        self._log_of_metrics = MetricsLog(config.out, step, config.logging.track, settings, self._log)
+        return self._log_of_metrics

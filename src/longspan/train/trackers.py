@@ -1,4 +1,4 @@
-"""Trackers by name, for --track: TensorBoard, trackio, Weights & Biases, MLflow.
+"""Where a run's metrics go: `metrics.jsonl`, `evaluation.jsonl`, and the trackers of --track by name.
 
 Where and under which project they log is set by their own environment variables (WANDB_PROJECT, MLFLOW_TRACKING_URI,
 ...). A resumed run continues the same run of a tracker: its id is in OUT/trackers.json.
@@ -6,15 +6,22 @@ Where and under which project they log is set by their own environment variables
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import html
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from longspan.core.errors import LongspanError, require
+from longspan.core.errors import LongspanError, is_full, require
+
+if TYPE_CHECKING:
+    from longspan.train.evaluation import Evaluated
+    from longspan.train.metrics import StepMetrics
 
 PROJECT = "longspan"
 """The project, where a tracker's environment variable names no other."""
@@ -203,3 +210,111 @@ def start(track: str, folder: Path, settings: Mapping[str, Any], step: int) -> d
     if found and found != ids:
         path.write_text(json.dumps(ids | found) + "\n")
     return started
+
+
+class Records:
+    """A JSONL file with a record per step. A resumed run appends to it, without the steps after the resumed one."""
+
+    def __init__(self, path: Path, resumed_step: int) -> None:
+        self.path = path
+        if path.exists():
+            before = path.read_text()
+            complete = [line for line in before.splitlines(keepends=True) if line.endswith("\n")]
+            # A run from the beginning writes step 0 again.
+            text = "".join(line for line in complete if resumed_step and json.loads(line)["step"] <= resumed_step)
+            if text != before:
+                rewritten = path.with_name(f"{path.name}.new")  # a full disk leaves the old file unchanged
+                rewritten.write_text(text)
+                rewritten.replace(path)
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record. Of a line that the disk has no room for, no part is written."""
+        line = (json.dumps(record) + "\n").encode()
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            done = 0
+            while done < len(line):
+                done += self._file.write(line[done:]) or 0
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(before)
+            raise
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class MetricsLog:
+    """Writes a run's records, and tells the trackers; on the first rank only. A full disk does not end the run.
+
+    Args:
+        folder: of the run.
+        resumed_step: the step that the run resumes from.
+        track: the trackers, as in --track.
+        settings: of the run, as plain values, for the trackers.
+        warn: shows a line to the user.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        resumed_step: int = 0,
+        track: str = "tensorboard",
+        settings: Mapping[str, Any] | None = None,
+        warn: Callable[[str], None] = print,
+    ) -> None:
+        self._warn, self._lost = warn, False
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._steps = Records(folder / "metrics.jsonl", resumed_step)
+            self._evaluations = Records(folder / "evaluation.jsonl", resumed_step)
+            self._trackers = start(track, folder, settings or {}, resumed_step)
+        except OSError as error:
+            raise LongspanError(f"the metrics of --out {folder} cannot be written: {error}") from error
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Append one step."""
+        values = dataclasses.asdict(metrics)
+        known = {f"train/{name}": value for name, value in values.items() if name != "step" and value is not None}
+        self._write(self._steps, values, known)
+
+    def write_evaluation(self, evaluated: Evaluated) -> None:
+        """Append an evaluation."""
+        self._write(self._evaluations, evaluated.record(), evaluated.scalars(), evaluated.sample)
+
+    def _write(
+        self, records: Records, record: dict[str, Any], values: dict[str, float], sample: str | None = None
+    ) -> None:
+        try:
+            records.write(record)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            if not self._lost:
+                free = shutil.disk_usage(records.path.parent).free
+                self._warn(
+                    f"warning: {records.path} cannot be written: {error.strerror} ({free:,} bytes free); the run goes "
+                    "on, steps are missing there until there is room"
+                )
+            self._lost = True
+            return
+        for name, tracker in list(self._trackers.items()):
+            try:
+                if values:
+                    tracker.log(values, record["step"])
+                if sample is not None:
+                    tracker.log_text("eval/sample", sample, record["step"])
+            except Exception as error:  # a tracker does not end the run, whatever it raises
+                self._warn(f"warning: --track {name} failed and is left out from step {record['step']} on: {error}")
+                del self._trackers[name]
+
+    def close(self) -> None:
+        """Close the files and the trackers. TensorBoard's files may lack steps on a full disk."""
+        self._steps.close()
+        self._evaluations.close()
+        for name, tracker in self._trackers.items():
+            try:
+                tracker.close()
+            except Exception as error:
+                self._warn(f"warning: --track {name} could not finish: {error}")

@@ -5,7 +5,7 @@ sharded model on all ranks. Loss, logits and every gradient are compared with fp
 times that of the unsharded run in the same dtype.
 
 - `config`: the flags.
-- `inputs`: the model and the batch; `pictures`: those of vision-language models.
+- `inputs`: the model and the batch, with pictures for a vision-language model.
 - `runs`: the unsharded runs and the sharded one; `diffusion`: those of a transformer of diffusers.
 - `compare`: errors of tensors; `judge`: their limits.
 - `report`: the output.
