@@ -16,14 +16,13 @@ from longspan.data import (
     BYTES,
     DocumentSource,
     Mixture,
-    RowTokenizer,
     Sequence,
     SequenceStream,
-    TextTokenizer,
+    Tokenizer,
     deal,
     load_tokenizer,
 )
-from longspan.data.chats import LossOn
+from longspan.data.tokenizer import LossOn
 from longspan.train import TrainConfig
 from tests.chats import CHATML, GENERATION, chat, make_tokenizer, write_rows
 from tests.pool import RankPool
@@ -36,7 +35,7 @@ def chatml() -> Any:
 
 
 def _ids(tokenizer: Any, kind: Any, loss_on: LossOn = "assistant", **row: Any) -> np.ndarray[Any, Any]:
-    return RowTokenizer(tokenizer, loss_on, 384).ids(json.dumps(row), kind, "--data a.jsonl, line 7")
+    return Tokenizer(tokenizer, loss_on, 384).ids(json.dumps(row), kind, "--data a.jsonl, line 7")
 
 
 def _split(tokenizer: Any, marked: np.ndarray[Any, Any]) -> tuple[str, list[str]]:
@@ -214,7 +213,7 @@ def test_chats_of_parquet_files_are_those_of_jsonl(tmp_path: Path, chatml: Any) 
 
 def _stream(path: Path, tokenizer: Any, context: int, state: Any = None, **options: Any) -> SequenceStream:
     source = DocumentSource(str(path), shuffle=options.pop("shuffle", 4))
-    return SequenceStream(source, TextTokenizer(tokenizer), context, state, rows=RowTokenizer(tokenizer), **options)
+    return SequenceStream(source, Tokenizer(tokenizer), context, state, **options)
 
 
 def _values(sequence: Sequence) -> Any:
@@ -316,9 +315,7 @@ def test_a_streamed_dataset_of_chats_resumes(tmp_path: Path, monkeypatch: pytest
     def take(count: int, state: Any = None) -> list[Sequence]:
         source = DocumentSource("someone/chats", shuffle=5)
         assert source.kinds() == {"chat"}
-        stream = SequenceStream(
-            source, TextTokenizer(chatml), 300, state, rows=RowTokenizer(chatml), pack="best-fit", window=2
-        )
+        stream = SequenceStream(source, Tokenizer(chatml), 300, state, pack="best-fit", window=2)
         return list(itertools.islice(stream, count))
 
     whole = take(14)

@@ -27,7 +27,7 @@ from longspan.data import (
     DocumentSource,
     Sequence,
     SequenceStream,
-    TextTokenizer,
+    Tokenizer,
     deal,
     load_tokenizer,
     prefetch,
@@ -41,8 +41,8 @@ NOBODY = 65534
 
 
 @pytest.fixture(scope="module")
-def by_bytes() -> TextTokenizer:
-    return TextTokenizer(load_tokenizer(BYTES))
+def by_bytes() -> Tokenizer:
+    return Tokenizer(load_tokenizer(BYTES))
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +75,7 @@ def _without_reader(state: dict[str, Any]) -> dict[str, Any]:
     return state | {"place": state["place"] | {"reader": None}}
 
 
-def _take(
-    source: DocumentSource, tokenizer: TextTokenizer, context: int, count: int, state: Any = None
-) -> list[Sequence]:
+def _take(source: DocumentSource, tokenizer: Tokenizer, context: int, count: int, state: Any = None) -> list[Sequence]:
     return list(itertools.islice(SequenceStream(source, tokenizer, context, state), count))
 
 
@@ -156,9 +154,9 @@ def test_documents_have_the_begin_token_of_the_tokenizer() -> None:
         def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
             return {"input_ids": [7] * add_special_tokens + [ord(c) for c in text]}
 
-    tokenizer = TextTokenizer(Begins())
-    assert tokenizer.ids("ab", first=True, last=True).tolist() == [7, 97, 98, 8]
-    assert tokenizer.ids("ab", first=False, last=False).tolist() == [97, 98]
+    tokenizer = Tokenizer(Begins())
+    assert tokenizer.text_ids("ab", first=True, last=True).tolist() == [7, 97, 98, 8]
+    assert tokenizer.text_ids("ab", first=False, last=False).tolist() == [97, 98]
 
 
 def test_the_byte_tokenizer_can_be_saved(tmp_path: Path) -> None:
@@ -173,7 +171,7 @@ def test_the_byte_tokenizer_can_be_saved(tmp_path: Path) -> None:
 # --- sequences
 
 
-def test_sequences_concatenate_to_the_documents(folder: Path, by_bytes: TextTokenizer) -> None:
+def test_sequences_concatenate_to_the_documents(folder: Path, by_bytes: Tokenizer) -> None:
     source = DocumentSource(str(folder))
     text = "".join(_documents(source, 13))
     total = len(text.encode()) + 13  # and an end token each
@@ -188,7 +186,7 @@ def test_sequences_concatenate_to_the_documents(folder: Path, by_bytes: TextToke
 
 
 @pytest.mark.parametrize("context", [5, 150])
-def test_a_stream_resumes_from_any_state(folder: Path, by_bytes: TextTokenizer, context: int) -> None:
+def test_a_stream_resumes_from_any_state(folder: Path, by_bytes: Tokenizer, context: int) -> None:
     whole = _take(DocumentSource(str(folder), shuffle=4), by_bytes, context, 12)  # passes the end of the data at 150
     for index in (0, 3, 8):
         state = json.loads(json.dumps(whole[index].state))
@@ -206,7 +204,7 @@ def test_a_stream_resumes_from_any_state(folder: Path, by_bytes: TextTokenizer, 
 
 
 def test_pieces_of_a_long_document_make_no_difference(
-    tmp_path: Path, by_bytes: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, by_bytes: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "long.txt").write_text("many words in one line " * 40)
     whole = _take(DocumentSource(str(tmp_path)), by_bytes, 50, 30)
@@ -244,7 +242,7 @@ def _tokenised_together(
     counting = _Counting()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("longspan.data.stream.split_text", lambda text: split_text(text, piece))
-        stream = SequenceStream(DocumentSource(str(folder), shuffle=4), TextTokenizer(counting), context, state)
+        stream = SequenceStream(DocumentSource(str(folder), shuffle=4), Tokenizer(counting), context, state)
         own = rounds(stream, 2 * context, dist.get_world_size(), dist.get_rank())
         assert dist.group.WORLD is not None
         found = itertools.islice(stream.pack(merge_rounds(own, dist.group.WORLD, str(folder))), count)
@@ -252,7 +250,7 @@ def _tokenised_together(
 
 
 def test_ranks_that_share_tokenisation_have_the_stream_of_one_rank(
-    folder: Path, by_bytes: TextTokenizer, pool4: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, by_bytes: Tokenizer, pool4: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit, from the beginning and from any state, over several epochs, with documents of many pieces."""
     context = 50
@@ -282,7 +280,7 @@ def _one_cannot_read(folder: Path) -> str:
         source = DocumentSource(own, shuffle=0)
         if rank == 2:  # gone on this machine since it was listed
             (Path(own) / "d.parquet").unlink()
-        stream = SequenceStream(source, TextTokenizer(load_tokenizer(BYTES)), 16)
+        stream = SequenceStream(source, Tokenizer(load_tokenizer(BYTES)), 16)
         assert dist.group.WORLD is not None
         with pytest.raises(LongspanError) as error:
             for _ in stream.pack(merge_rounds(rounds(stream, 32, 4, rank), dist.group.WORLD, own)):
@@ -299,7 +297,7 @@ def test_all_ranks_raise_the_read_error_of_one(folder: Path, pool4: RankPool) ->
 
 
 @pytest.mark.parametrize("data_size", [1, 4])
-def test_the_data_ranks_share_one_order(folder: Path, by_bytes: TextTokenizer, data_size: int) -> None:
+def test_the_data_ranks_share_one_order(folder: Path, by_bytes: Tokenizer, data_size: int) -> None:
     sequences = _take(DocumentSource(str(folder)), by_bytes, 16, 16)
     ranks = []
     for rank in range(data_size):
@@ -349,7 +347,7 @@ def test_prefetch_yields_items_and_raises_errors() -> None:
 def _refused(match: str, data: str | Path, context: int = 10, **options: Any) -> None:
     with pytest.raises(LongspanError, match=match):
         source = DocumentSource(str(data), **options)
-        _take(source, TextTokenizer(load_tokenizer(BYTES)), context, 1)
+        _take(source, Tokenizer(load_tokenizer(BYTES)), context, 1)
 
 
 def test_missing_unknown_and_empty_data_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -364,7 +362,7 @@ def test_missing_unknown_and_empty_data_is_refused(folder: Path, tmp_path: Path)
     (tmp_path / "a.txt").write_text("twelve bytes")
     said = r"not enough text for one sequence: --data .* gives 13 tokens, --context needs 14"
     _refused(said, tmp_path / "a.txt", context=14)
-    assert _take(DocumentSource(str(tmp_path / "a.txt")), TextTokenizer(load_tokenizer(BYTES)), 13, 1)
+    assert _take(DocumentSource(str(tmp_path / "a.txt")), Tokenizer(load_tokenizer(BYTES)), 13, 1)
 
 
 def test_unreadable_files_are_refused_by_name(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from longspan import checkpoint
 from longspan.core.errors import LongspanError
 from longspan.core.sections import replace
 from longspan.train import TrainConfig
-from longspan.train.evaluation import Evaluated, Loss, Progress, buckets
+from longspan.train.evaluation import Evaluated, Progress, buckets, mean_of_tokens
 from longspan.train.inputs import open_local
 from tests.choose import confirming
 from tests.pool import RankPool
@@ -153,11 +153,13 @@ def test_patience_stops_and_the_best_checkpoint_stays(alone: TrainConfig, tmp_pa
 def test_a_run_whose_evaluations_are_not_finite_stops(
     alone: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("longspan.train.evaluation._mean", lambda _: Loss(math.nan, 5))
+    monkeypatch.setattr(
+        "longspan.train.evaluation.mean_of_tokens", lambda _: mean_of_tokens(torch.tensor([math.nan, 5.0]))
+    )
     base = replace(alone, out=tmp_path / "run", eval_data=("pydoc",), eval_sequences=1, eval_every=1, patience=2)
     said = said_by(replace(base, sample_prompt=None, export="never"))
     assert "stopped after step 1: 2 evaluations without a finite loss (--patience 2)" in said
-    line = Evaluated(1, Loss(99.0, 5), {}, {}, 0.5).lines()[0]
+    line = Evaluated(1, mean_of_tokens(torch.tensor([495.0, 5.0])), {}, {}, 0.5).lines()[0]
     assert line == "eval 1  loss 99.0000  perplexity 9.89e+42  5 tokens  0.5 s"
 
 

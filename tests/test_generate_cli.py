@@ -23,7 +23,7 @@ from longspan.generate.config import GenerateConfig
 from longspan.generate.fit import choose_weights
 from longspan.generate.job import format_report, open_fitting_prompt
 from longspan.generate.score import ScoreConfig, open_text
-from longspan.generate.stream import Decoder, progress_line
+from longspan.generate.stream import Decoder, Progress
 from longspan.plan.generation import check_fits, check_score_fits, peak_items, scoring_peak_items
 from longspan.plan.hardware import read_hardware
 from longspan.plan.job import Job, Mesh
@@ -220,7 +220,21 @@ def test_characters_of_several_tokens_are_decoded_together() -> None:
     parts = [decoder.add([i]) for i in ids]
     assert "".join(parts) == "é – 日本" and "\ufffd" not in "".join(parts)
     assert [decoder.add([0xE6 + 3]), decoder.end()] == ["", ""]  # an incomplete character
-    assert progress_line(25, 100, 5.0) == "reading 25 %: 25 of 100 tokens, 5 tokens/s, 15 s left"
+
+
+def test_progress_is_shown_in_every_layer_of_a_long_forward(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longspan.generate.stream.EVERY_S", 0.0)
+    layers, progress = [torch.nn.Identity(), torch.nn.Identity()], Progress(100, enabled=True)
+    progress.follow(layers, 60)
+    layers[0](torch.ones(1))
+    progress.at(60)
+    layers[1](torch.ones(1))
+    progress.clear()
+    layers[1](torch.ones(1))
+    shown = capsys.readouterr().err
+    assert [part in shown for part in ("20/100", "60/100", "86/100", "46/100")] == [True, True, True, False]
 
 
 def test_scores_equal_one_process(folder: Path, pool2: RankPool, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from longspan.data import (
     Mixture,
     Sequence,
     SequenceStream,
-    TextTokenizer,
+    Tokenizer,
     deal,
     load_tokenizer,
     split_weight,
@@ -60,7 +60,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _stream(path: Path, context: int, state: Any = None, **options: Any) -> SequenceStream:
     source = DocumentSource(str(path), shuffle=options.pop("shuffle", 8))
     given = {"pack": "best-fit", "window": 4, **options}
-    return SequenceStream(source, TextTokenizer(load_tokenizer(BYTES)), context, state, **given)
+    return SequenceStream(source, Tokenizer(load_tokenizer(BYTES)), context, state, **given)
 
 
 def _take(path: Path, context: int, count: int, state: Any = None, **options: Any) -> list[Sequence]:
@@ -211,9 +211,7 @@ def test_sources_have_their_share_of_the_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pack", ["stream", "best-fit"])
 def test_a_mixture_resumes_to_the_bit(tmp_path: Path, pack: Any) -> None:
     def take(count: int, state: Any = None) -> list[Any]:
-        stream = SequenceStream(
-            _mixture(tmp_path), TextTokenizer(load_tokenizer(BYTES)), 64, state, pack=pack, window=3
-        )
+        stream = SequenceStream(_mixture(tmp_path), Tokenizer(load_tokenizer(BYTES)), 64, state, pack=pack, window=3)
         return [(s.ids.tolist(), s.starts, s) for s in itertools.islice(stream, count)]
 
     whole = take(60)

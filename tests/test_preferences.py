@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from longspan.core.sections import make, replace
-from longspan.data import RowTokenizer
-from longspan.data.chats import answers_of, common_prompt
+from longspan.data import Tokenizer
+from longspan.data.tokenizer import answers_of, common_prompt
 from longspan.train import TrainConfig
 from longspan.train.inputs import open_local
 from longspan.train.preview import preview
@@ -198,7 +198,7 @@ def test_the_reference_is_as_exact_in_bf16(config: TrainConfig, pool2: RankPool)
 def _pair(row: dict[str, Any], template: str | None = CHATML) -> list[str]:
     """Return the two answers of a row as text, with a bar before what has a loss."""
     tokenizer = make_tokenizer(template)
-    found = RowTokenizer(tokenizer).ids(json.dumps(row), "preference", "a.jsonl, line 3")
+    found = Tokenizer(tokenizer).ids(json.dumps(row), "preference", "a.jsonl, line 3")
     texts = []
     for ids in answers_of(found):
         border = int((ids < 0).sum())

@@ -9,10 +9,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from longspan.core.errors import LongspanError
 from longspan.train import trackers
-from longspan.train.evaluation import Evaluated, Loss
+from longspan.train.evaluation import Evaluated, mean_of_tokens
 from longspan.train.metrics import StepMetrics
 from longspan.train.trackers import MetricsLog
 from tests.training import refused, small_run, write_config
@@ -67,7 +68,8 @@ def _metrics(step: int) -> StepMetrics:
 
 
 def _evaluated(step: int) -> Evaluated:
-    return Evaluated(step, Loss(2.0, 10), {"a": Loss(2.0, 10)}, {(0, 16): Loss(2.0, 10)}, 1.0, "<b> & c")
+    means = mean_of_tokens(torch.tensor([20.0, 10.0]))
+    return Evaluated(step, means, {"a": means}, {(0, 16): means}, 1.0, "<b> & c")
 
 
 def _log(folder: Path, step: int, warned: list[str] | None = None) -> None:

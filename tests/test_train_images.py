@@ -17,10 +17,10 @@ from transformers.processing_utils import ProcessorMixin
 
 from longspan.core.errors import LongspanError
 from longspan.core.sections import make, replace
-from longspan.data.chats import RowTokenizer
 from longspan.data.rows import document_of, read_image
 from longspan.data.source import DocumentSource
 from longspan.data.stream import Sequence, collate
+from longspan.data.tokenizer import Tokenizer
 from longspan.train import TrainConfig
 from longspan.train.config import TuningSection
 from longspan.train.inputs import check_inputs, model_origin, open_local
@@ -350,15 +350,15 @@ def test_bad_input_is_refused(folder: Path, tmp_path: Path) -> None:
 
 def _train_without(config: TrainConfig, file: Path) -> str:
     """Train, and return the error; the replica of rank 1 does not find a file that was there for the tokenising."""
-    read = RowTokenizer.pictures
+    read = Tokenizer.pictures
 
-    def pictures(rows: RowTokenizer, *args: Any) -> Any:
+    def pictures(rows: Tokenizer, *args: Any) -> Any:
         file.unlink(missing_ok=True)
         return read(rows, *args)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(LongspanError) as raised:
         if dist.get_rank() == 1:
-            patch.setattr(RowTokenizer, "pictures", pictures)
+            patch.setattr(Tokenizer, "pictures", pictures)
         train(config)
     return str(raised.value)
 

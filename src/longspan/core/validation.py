@@ -96,6 +96,13 @@ def check_count(name: str, value: Any) -> None:
     check_number(name, value, 0, LARGEST_COUNT, whole=True)
 
 
+def check_counts(config: Any, least: int, *names: str) -> None:
+    """Raise unless the fields of these names, where they are given, are numbers of `least` or more."""
+    for name in names:
+        if getattr(config, name) is not None:
+            check_number(f"--{name.replace('_', '-')}", getattr(config, name), least, LARGEST_COUNT)
+
+
 def check_flag(name: str, value: Any) -> None:
     """Raise unless `value` is True or False (to Python, "no" is true)."""
     if not isinstance(value, bool):

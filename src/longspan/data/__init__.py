@@ -1,29 +1,26 @@
 """From text to batches: documents are read as a stream, tokenised, and packed into sequences of one length.
 
 - `readers`, `source`: documents from files or datasets, shuffled; several sources by weight.
-- `rows`, `chats`: what a row is, and its ids with a loss on what the model is to learn.
-- `stream`: documents to token ids, ids to sequences, sequences to the batches of each data rank.
+- `rows`, `tokenizer`: what a row is, and the ids of documents, with a loss on what the model is to learn.
+- `stream`: ids to sequences, sequences to the batches of each data rank.
 - `rounds`: the ranks share the work of making ids.
 
 The order of the sequences depends on the data and the seed, never on the mesh.
 """
 
-from longspan.data.chats import RowTokenizer
 from longspan.data.readers import KINDS
 from longspan.data.rounds import ROUNDS_AHEAD, check_same_text, merge_rounds, rounds
 from longspan.data.rows import Document
 from longspan.data.source import PYDOC, DocumentSource, Mixture, split_weight
 from longspan.data.stream import (
-    BYTES,
     Sequence,
     SequenceStream,
     StepBatch,
-    TextTokenizer,
     collate,
     deal,
-    load_tokenizer,
     prefetch,
 )
+from longspan.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 
 __all__ = [
     "BYTES",
@@ -33,11 +30,10 @@ __all__ = [
     "Document",
     "DocumentSource",
     "Mixture",
-    "RowTokenizer",
     "Sequence",
     "SequenceStream",
     "StepBatch",
-    "TextTokenizer",
+    "Tokenizer",
     "check_same_text",
     "collate",
     "deal",

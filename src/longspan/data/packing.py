@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from longspan.core.errors import LongspanError
-from longspan.data.chats import answers_of
+from longspan.data.tokenizer import answers_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import zlib
 from collections import deque
@@ -17,66 +16,17 @@ import numpy as np
 import torch
 
 from longspan.core.errors import LongspanError
-from longspan.data.chats import RowTokenizer
 from longspan.data.packing import TooLong, WholeDocuments
 from longspan.data.rows import Document
 from longspan.data.source import DocumentSource, MixedPlace, Mixture, Place
-from longspan.hf.pretrained import check_source, first_line
+from longspan.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-BYTES = "bytes"
-"""A tokenizer that needs no file: one token per byte (ByT5's: 256 bytes after 3 special tokens, 384 ids in all)."""
-
 PIECE_CHARACTERS = 1 << 20
 """Long documents are tokenised in pieces of about this many characters."""
-
-
-def load_tokenizer(name: str) -> Any:
-    """Return the Hugging Face tokenizer of a name or folder, or the byte tokenizer for "bytes".
-
-    Raise if it has no end-of-text token to separate documents.
-    """
-    if name != BYTES:
-        check_source("--tokenizer", name)
-    from transformers import AutoTokenizer, ByT5Tokenizer
-
-    if name == BYTES:
-        return ByT5Tokenizer()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception as error:
-        raise LongspanError(
-            f"--tokenizer {name} cannot be loaded: {first_line(error)} (or use --tokenizer {BYTES})"
-        ) from error
-    if tokenizer.eos_token_id is None:
-        raise LongspanError(
-            f"--tokenizer {name} has no end-of-text token to separate documents; set its eos_token and save it"
-        )
-    return tokenizer
-
-
-@dataclass(frozen=True)
-class TextTokenizer:
-    """Documents to ids: the begin token if the tokenizer adds one itself, the text, the end token."""
-
-    tokenizer: Any
-
-    def ids(self, piece: str, *, first: bool, last: bool) -> NDArray[np.int64]:
-        """Return the ids of one piece of a document; `first` adds the begin token, `last` the end token."""
-        ids = self.tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
-        if first and self._adds_begin:
-            ids = [self.tokenizer.bos_token_id, *ids]
-        if last:
-            ids = [*ids, self.tokenizer.eos_token_id]
-        return np.asarray(ids, dtype=np.int64)
-
-    @functools.cached_property
-    def _adds_begin(self) -> bool:
-        begin = self.tokenizer.bos_token_id
-        return begin is not None and self.tokenizer("a")["input_ids"][:1] == [begin]
 
 
 def split_text(text: str, limit: int = PIECE_CHARACTERS) -> list[str]:
@@ -177,10 +127,9 @@ class SequenceStream:
 
     Args:
         source: the documents.
-        tokenizer: of text.
+        tokenizer: of the documents.
         context: tokens of a sequence.
         state: that of the sequence to resume after; None for the beginning. It may come from another context.
-        rows: the tokenizer of other rows than text.
         pack: how documents become sequences, and what attention sees.
         too_long: of packs that keep documents whole, what happens to longer ones.
         window: with "best-fit", documents of about this many sequences are packed at a time.
@@ -193,18 +142,17 @@ class SequenceStream:
     def __init__(
         self,
         source: DocumentSource | Mixture,
-        tokenizer: TextTokenizer,
+        tokenizer: Tokenizer,
         context: int,
         state: dict[str, Any] | None = None,
         *,
-        rows: RowTokenizer | None = None,
         pack: Pack = "stream",
         too_long: TooLong = "truncate",
         window: int = 32,
         epochs: int | None = None,
     ) -> None:
         self.source: Any = source
-        self.tokenizer, self.context, self.rows = tokenizer, context, rows
+        self.tokenizer, self.context = tokenizer, context
         self.packing, self.too_long, self.epochs = pack, too_long, epochs
         self.window = window if pack == "best-fit" else 0
         self._state = state
@@ -226,10 +174,8 @@ class SequenceStream:
         """Return the ids of a piece, `~id` where a token has no loss."""
         document = piece.document
         if document.kind == "text":
-            return self.tokenizer.ids(piece.text, first=piece.number == 0, last=piece.last)
-        if self.rows is None:
-            raise LongspanError(f"{document.where} is no text; give text")
-        return self.rows.ids(document.text, document.kind, document.where)
+            return self.tokenizer.text_ids(piece.text, first=piece.number == 0, last=piece.last)
+        return self.tokenizer.ids(document.text, document.kind, document.where)
 
     def pack(self, tokenised: Iterable[tuple[Piece, NDArray[np.int64]]]) -> Iterator[Sequence]:
         """Yield the sequences, from `pieces` and their ids."""
@@ -330,7 +276,7 @@ def deal(
     data_rank: int,
     pack: Pack,
     context: int | None = None,
-    images: RowTokenizer | None = None,
+    images: Tokenizer | None = None,
     split: Callable[[list[Sequence]], list[dict[str, Any]]] | None = None,
 ) -> Iterator[StepBatch]:
     """Yield a data rank's batches: of every `batch` sequences, each `data_size`-th group of `micro_batch`, or what
@@ -380,7 +326,7 @@ def _padded_length(sequences: list[Sequence], context: int | None) -> int:
 
 
 def collate(
-    sequences: list[Sequence], pack: Pack, context: int | None = None, images: RowTokenizer | None = None
+    sequences: list[Sequence], pack: Pack, context: int | None = None, images: Tokenizer | None = None
 ) -> dict[str, torch.Tensor]:
     """Return sequences as a model's inputs, padded to the longest, in steps of 64 tokens up to `context`.
 
@@ -410,12 +356,12 @@ def collate(
     return out
 
 
-def _pictures(sequences: list[Sequence], shape: tuple[int, int], rows: RowTokenizer) -> dict[str, torch.Tensor]:
+def _pictures(sequences: list[Sequence], shape: tuple[int, int], tokenizer: Tokenizer) -> dict[str, torch.Tensor]:
     """Return what the processor makes of the images of a batch; values per token are padded with 0."""
     out: dict[str, Any] = {}
     for row, sequence in enumerate(sequences):
         if sequence.shown is not None:
-            for key, x in rows.pictures(sequence.shown.text, sequence.shown.where, sequence.ids).items():
+            for key, x in tokenizer.pictures(sequence.shown.text, sequence.shown.where, sequence.ids).items():
                 if key in ("mm_token_type_ids", "token_type_ids"):
                     out.setdefault(key, x.new_zeros(shape))[row, : x.shape[1]] = x[0]
                 else:

@@ -11,7 +11,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.memory import flags_last
 from longspan.core.parallel import KernelName, ParallelConfig
 from longspan.core.rope import RopeFlags
-from longspan.core.validation import LARGEST_COUNT, LARGEST_SEED, check_name, check_number, check_output
+from longspan.core.validation import LARGEST_SEED, check_counts, check_name, check_number, check_output
 from longspan.ranks.job import RankFlags
 
 AXES_OF_A_REPLICA = ("ring", "ulysses", "tensor", "tensor_style", "experts", "layout")
@@ -149,13 +149,10 @@ class GenerateConfig(ModelFlags):
         for name in ("prompt", "question"):
             if getattr(self, name) == "":
                 raise LongspanError(f"--{name} is empty; leave it out, or give a text")
-        check_number("--max-new-tokens", self.max_new_tokens, 1, LARGEST_COUNT)
-        if self.prefill_chunk is not None:
-            check_number("--prefill-chunk", self.prefill_chunk, 1, LARGEST_COUNT)
+        check_counts(self, 1, "max_new_tokens", "prefill_chunk")
+        check_counts(self, 0, "top_k")
         if self.temperature is not None:
             check_number("--temperature", self.temperature, 0, 1e6)
-        if self.top_k is not None:
-            check_number("--top-k", self.top_k, 0, LARGEST_COUNT)
         if self.top_p is not None:
             check_number("--top-p", self.top_p, 0, 1, above=True)
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from longspan.core.errors import LongspanError
-from longspan.data import BYTES, TextTokenizer, load_tokenizer
+from longspan.data import BYTES, Tokenizer, load_tokenizer
 from longspan.data.rows import read_image
 from longspan.data.stream import split_text
 from longspan.hf.pretrained import (
@@ -161,8 +161,7 @@ def _encoded(config: GenerateConfig, tokenizer: Any, text: str) -> NDArray[np.in
 
 def text_ids(tokenizer: Any, text: str) -> NDArray[np.int64]:
     """Return the ids of a text with the tokenizer's first token, if it has one, and without an end token."""
-    pieces = TextTokenizer(tokenizer)
-    return np.concatenate([pieces.ids(part, first=i == 0, last=False) for i, part in enumerate(split_text(text))])
+    return np.concatenate([Tokenizer(tokenizer).text_ids(x, first=i == 0) for i, x in enumerate(split_text(text))])
 
 
 def check_ids(config: ModelFlags, model_config: Any, ids: NDArray[np.int64]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from longspan.core.errors import LongspanError, require
 from longspan.core.memory import flags_last
 from longspan.core.parallel import ParallelConfig
-from longspan.core.validation import LARGEST_COUNT, check_number, check_output
+from longspan.core.validation import check_counts, check_output
 from longspan.generate.config import AXES_OF_A_REPLICA, ModelFlags
 from longspan.generate.job import launch_ranks
 from longspan.ranks import launch
@@ -57,8 +57,7 @@ class ScoreConfig(ModelFlags):
             raise LongspanError("--text and --file both give a text; give one of them")
         if self.text == "":
             raise LongspanError("--text is empty; leave it out, or give a text")
-        if self.max_tokens is not None:
-            check_number("--max-tokens", self.max_tokens, 2, LARGEST_COUNT)
+        check_counts(self, 2, "max_tokens")
         if self.out is not None:
             check_output("--out", self.out, example="scores.jsonl")
             if self.out.suffix not in _ENDINGS:

@@ -6,6 +6,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, TextIO
 
+from tqdm import tqdm
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 EVERY_S = 5.0
-"""Seconds between lines of progress without a terminal; on a terminal one line is rewritten."""
+"""Seconds between lines of progress without a terminal."""
 
 
 class Decoder:
@@ -104,17 +106,19 @@ class TextStream:
 
 
 class Progress:
-    """Progress of a prompt's tokens on stderr: one rewritten line on a terminal, else a line every few seconds."""
+    """Progress of a prompt's tokens on stderr: a bar on a terminal, else a line every few seconds."""
 
     def __init__(self, tokens: int, enabled: bool) -> None:
-        self._tokens, self._enabled = tokens, enabled
-        self._start = self._printed = time.perf_counter()
-        self._live = enabled and sys.stderr.isatty()
-        self._read = 0
+        wait_s = 0.1 if sys.stderr.isatty() else EVERY_S
+        self._bar: Any = tqdm(
+            total=tokens, desc="reading", unit=" tokens", leave=False, disable=not enabled, delay=wait_s,
+            mininterval=wait_s, miniters=1,
+        )  # fmt: skip
+        self._tokens, self._read = tokens, 0
         self._hooks: list[Any] = []
 
     def follow(self, layers: Sequence[nn.Module], chunk: int) -> None:
-        """Also print progress after each layer of a forward of `chunk` tokens: it may take minutes."""
+        """Also show progress after each layer of a forward of `chunk` tokens: it may take minutes."""
 
         def after(number: int) -> Callable[..., None]:
             def hook(*_: Any) -> None:
@@ -123,7 +127,7 @@ class Progress:
 
             return hook
 
-        if self._enabled:
+        if not self._bar.disable:
             self._hooks = [layer.register_forward_hook(after(i)) for i, layer in enumerate(layers, 1)]
 
     def at(self, done: int) -> None:
@@ -132,27 +136,11 @@ class Progress:
         self._show(done)
 
     def _show(self, done: int) -> None:
-        now = time.perf_counter()
-        if not self._enabled or (not self._live and (now - self._printed < EVERY_S or done >= self._tokens)):
-            return
-        self._printed = now
-        line = progress_line(done, self._tokens, now - self._start)
-        sys.stderr.write(f"\r\x1b[2K{line}" if self._live else f"{line}\n")
-        sys.stderr.flush()
+        self._bar.update(done - self._bar.n)
 
     def clear(self) -> None:
-        """Remove the line and print no more progress."""
+        """Remove the bar and show no more progress."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        if self._live:
-            sys.stderr.write("\r\x1b[2K")
-            sys.stderr.flush()
-            self._live = self._enabled = False
-
-
-def progress_line(done: int, tokens: int, seconds: float) -> str:
-    """Return share, speed and the estimated remaining seconds as text."""
-    rate = max(done, 1) / max(seconds, 1e-9)
-    share = f"reading {100 * done // tokens} %"
-    return f"{share}: {done:,} of {tokens:,} tokens, {rate:,.0f} tokens/s, {(tokens - done) / rate:,.0f} s left"
+        self._bar.close()

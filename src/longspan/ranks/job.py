@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.core.errors import LongspanError
-from longspan.core.validation import LARGEST_COUNT, LONGEST_WAIT_S, check_number
+from longspan.core.validation import LONGEST_WAIT_S, check_counts, check_number
 
 #: torchrun's (and torch.distributed's) description of a job: all four, or this process is no rank of one.
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -168,8 +168,7 @@ class RankFlags:
 
     def check_ranks(self) -> None:
         """Raise on a value out of range."""
-        if self.nproc is not None:
-            check_number("--nproc", self.nproc, 1, LARGEST_COUNT)
+        check_counts(self, 1, "nproc")
         if self.timeout is not None:
             check_number("--timeout", self.timeout, 1, LONGEST_WAIT_S)
         check_number("--start-timeout", self.start_timeout, 1, LONGEST_WAIT_S)

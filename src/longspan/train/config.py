@@ -10,7 +10,15 @@ from longspan.core.errors import LongspanError, require
 from longspan.core.memory import Memory, MemoryFlags, MemoryLevel, flags_last
 from longspan.core.parallel import KernelName, ParallelConfig
 from longspan.core.rope import RopeFlags
-from longspan.core.validation import LARGEST_COUNT, LARGEST_SEED, LONGEST_WAIT_S, check_name, check_number, path_of
+from longspan.core.validation import (
+    LARGEST_COUNT,
+    LARGEST_SEED,
+    LONGEST_WAIT_S,
+    check_counts,
+    check_name,
+    check_number,
+    path_of,
+)
 from longspan.hf.pretrained import is_adapter, tokenizer_of
 from longspan.ranks.job import RankFlags
 from longspan.train.trackers import names_of
@@ -119,9 +127,8 @@ class DataSection:
             raise LongspanError("train needs --data: a file, a folder, a dataset's name, or pydoc for a first try")
         check_name("--text-field", self.text_field)
         check_name("--split", self.split)
-        check_number("--shuffle", self.shuffle, 0, LARGEST_COUNT)
-        check_number("--pack-window", self.pack_window, 1, LARGEST_COUNT)
-        check_number("--preview", self.preview, 0, LARGEST_COUNT)
+        check_counts(self, 0, "shuffle", "preview")
+        check_counts(self, 1, "pack_window")
         if self.dpo is not None:
             self._check_dpo(self.dpo)
         if self.elastic and (self.pack not in ("auto", "none") or self.dpo is not None):
@@ -212,7 +219,7 @@ class TuningSection:
             if flag is not None:
                 raise LongspanError(f"{flag} is an option of LoRA; give its rank, too: --lora 16")
             return
-        check_number("--lora", self.lora, 1, LARGEST_COUNT)
+        check_counts(self, 1, "lora")
         check_number("--lora-dropout", self.lora_dropout, 0, 1, below=True)
         if self.lora_alpha is not None:
             check_number("--lora-alpha", self.lora_alpha, 0, above=True)
@@ -282,20 +289,19 @@ class OptimizerSection:
 
     def check(self) -> None:
         check_number("--lr", self.lr, 0, above=True)
-        check_number("--warmup", self.warmup, 0, LARGEST_COUNT)
+        check_counts(self, 0, "warmup")
         check_number("--weight-decay", self.weight_decay, 0)
         check_number("--min-lr", self.min_lr, 0)
         if self.min_lr >= self.lr:
             raise LongspanError(f"--min-lr {self.min_lr:g} is not below --lr {self.lr:g}; give less")
         if self.min_lr and self.schedule == "constant":
             raise LongspanError(f"--min-lr {self.min_lr:g}: --schedule constant does not decay; leave it out")
-        if self.decay is not None:
-            check_number("--decay", self.decay, 1, LARGEST_COUNT)
-            if self.schedule != "wsd":
-                raise LongspanError(
-                    f"--decay {self.decay} is of --schedule wsd, and --schedule {self.schedule} decays over all steps "
-                    "after warm-up; leave it out"
-                )
+        check_counts(self, 1, "decay")
+        if self.decay is not None and self.schedule != "wsd":
+            raise LongspanError(
+                f"--decay {self.decay} is of --schedule wsd, and --schedule {self.schedule} decays over all steps "
+                "after warm-up; leave it out"
+            )
         check_number("--clip", self.clip, 0)
         for beta in self.betas:
             check_number("--betas", beta, 0, 1, below=True)
@@ -329,8 +335,7 @@ class CheckpointSection:
     def check(self) -> None:
         if self.push_to_hub is not None and self.export == "never":
             raise LongspanError(f"--push-to-hub {self.push_to_hub} pushes the export; leave --export never out")
-        check_number("--save-every", self.save_every, 0, LARGEST_COUNT)
-        check_number("--keep", self.keep, 0, LARGEST_COUNT)
+        check_counts(self, 0, "save_every", "keep")
         check_name("--resume", self.resume)
         if self.resume not in ("auto", "never"):
             path_of("--resume", self.resume)
@@ -368,11 +373,8 @@ class EvaluationSection:
         if len(set(self.eval_data)) < len(self.eval_data):
             raise LongspanError(f"--eval-data {' '.join(self.eval_data)} has a source twice; leave one out")
         check_name("--eval-split", self.eval_split)
-        check_number("--eval-every", self.eval_every, 1, LARGEST_COUNT)
-        if self.eval_sequences is not None:
-            check_number("--eval-sequences", self.eval_sequences, 1, LARGEST_COUNT)
-        check_number("--sample-tokens", self.sample_tokens, 1, LARGEST_COUNT)
-        check_number("--patience", self.patience, 0, LARGEST_COUNT)
+        check_counts(self, 1, "eval_every", "eval_sequences", "sample_tokens")
+        check_counts(self, 0, "patience")
         if self.patience and not self.eval_data:
             raise LongspanError(f"--patience {self.patience} needs an evaluation loss; give --eval-data")
         if self.sample_prompt == "":
@@ -404,11 +406,10 @@ class LoggingSection:
     """Checksum the weights after each step and compare before the next: finds memory that changed by itself."""
 
     def check(self) -> None:
-        check_number("--log-every", self.log_every, 1, LARGEST_COUNT)
+        check_counts(self, 1, "log_every")
         names_of(self.track)
         check_number("--spike", self.spike, 0)
-        check_number("--zero-gradients", self.zero_gradients, 0, LARGEST_COUNT)
-        check_number("--check-weights", self.check_weights, 0, LARGEST_COUNT)
+        check_counts(self, 0, "zero_gradients", "check_weights")
 
 
 @flags_last
@@ -562,16 +563,13 @@ class TrainConfig(RankFlags):
         asked = [f"{flag} {value:g}" for flag, value in given.items() if value is not None]
         if len(asked) > 1:
             raise LongspanError(f"{' and '.join(asked)} all give the length of the run; give one of them")
-        if self.steps is not None:
-            check_number("--steps", self.steps, 1, LARGEST_COUNT)
-        if self.tokens is not None:
-            check_number("--tokens", self.tokens, 1, LARGEST_COUNT)
+        check_counts(self, 1, "steps", "tokens")
         if self.epochs is not None:
             check_number("--epochs", self.epochs, 0, LARGEST_COUNT, above=True)
         check_number("--seed", self.seed, 0, LARGEST_SEED, whole=True)
         self.check_ranks()
         check_number("--grace", self.grace, 0, LONGEST_WAIT_S)
-        check_number("--max-restarts", self.max_restarts, 0, LARGEST_COUNT)
+        check_counts(self, 0, "max_restarts")
         if self.knows_steps:
             self.check_length()
 
@@ -597,16 +595,12 @@ class TrainConfig(RankFlags):
                     f"--context {self.context} is too short: a sequence needs 2 tokens to learn from, and one for each "
                     f"of the {ranks} ranks that share it"
                 )
-        check_number("--micro-batch", self.micro_batch, 1, LARGEST_COUNT)
-        if self.batch is not None:
-            check_number("--batch", self.batch, 1, LARGEST_COUNT)
-        if self.batch_tokens is not None:
-            check_number("--batch-tokens", self.batch_tokens, 1, LARGEST_COUNT)
-            if self.batch is not None:
-                raise LongspanError(
-                    f"--batch {self.batch} and --batch-tokens {self.batch_tokens} both set the size of a step; "
-                    "give one of them"
-                )
+        check_counts(self, 1, "micro_batch", "batch", "batch_tokens")
+        if self.batch is not None and self.batch_tokens is not None:
+            raise LongspanError(
+                f"--batch {self.batch} and --batch-tokens {self.batch_tokens} both set the size of a step; give one of "
+                "them"
+            )
         if self.data.elastic:
             if self.micro_batch != 1:
                 raise LongspanError(

@@ -6,7 +6,6 @@ The losses are exact means over tokens, and equal on every mesh. Neither they no
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 import time
@@ -25,7 +24,7 @@ from longspan.hf.forward.logprobs import token_logprobs
 from longspan.hf.vision import PICTURE_KEYS
 from longspan.losses.cross_entropy import IGNORE
 from longspan.train.inputs import naming_eval_data
-from longspan.train.preferences import PairLoss
+from longspan.train.preferences import mean_of_pairs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,25 +39,21 @@ _FIRST_BUCKET = 16  # tokens, at least
 _MOST_BUCKETS = 8
 
 
-@dataclass(frozen=True)
-class Loss:
-    """The mean loss over `tokens` tokens, in nats."""
+def mean_of_tokens(sums: Tensor) -> dict[str, float]:
+    """Return the mean loss in nats, its perplexity and the number of tokens, of sums (loss, tokens)."""
+    total, tokens = sums.tolist()
+    loss = total / tokens if tokens else math.nan
+    return {"loss": loss, "tokens": int(tokens), "perplexity": math.exp(loss) if loss < 700 else math.inf}
 
-    loss: float
-    tokens: int
 
-    @property
-    def perplexity(self) -> float:
-        return math.exp(self.loss) if self.loss < 700 else math.inf
-
-    def record(self) -> dict[str, float]:
-        """Return plain values for JSON."""
-        return {**dataclasses.asdict(self), "perplexity": self.perplexity}
-
-    def __str__(self) -> str:
-        value = self.perplexity
-        perplexity = f"{value:,.2f}" if value < 1e6 else f"{value:.2e}"
-        return f"loss {self.loss:.4f}  perplexity {perplexity}  {self.tokens:,} tokens"
+def _formatted(means: dict[str, float]) -> str:
+    if "pairs" in means:
+        what = f"accuracy {means['accuracy']:.1%}  margin {means['margin']:.3f}  {means['pairs']:,} pairs"
+    else:
+        perplexity = means["perplexity"]
+        value = f"{perplexity:,.2f}" if perplexity < 1e6 else f"{perplexity:.2e}"
+        what = f"perplexity {value}  {means['tokens']:,} tokens"
+    return f"loss {means['loss']:.4f}  {what}"
 
 
 @dataclass(frozen=True)
@@ -67,7 +62,8 @@ class Evaluated:
 
     Attributes:
         step: optimizer steps done.
-        overall: over all tokens that have a loss, or all pairs of answers; None without data.
+        overall: means over all tokens that have a loss, or all pairs of answers (`mean_of_tokens`,
+            `preferences.mean_of_pairs`); None without data.
         sources: the same for each source, by its name.
         positions: of tokens, the same by the number of tokens that a prediction sees, its own input included: more than
             the first and at most the second number. Without buckets that have no tokens.
@@ -77,9 +73,9 @@ class Evaluated:
     """
 
     step: int
-    overall: Loss | PairLoss | None
-    sources: dict[str, Loss | PairLoss]
-    positions: dict[tuple[int, int], Loss]
+    overall: dict[str, float] | None
+    sources: dict[str, dict[str, float]]
+    positions: dict[tuple[int, int], dict[str, float]]
     seconds: float
     sample: str | None = None
     best: bool = False
@@ -88,9 +84,9 @@ class Evaluated:
         """Return plain values for `evaluation.jsonl`."""
         return {
             "step": self.step,
-            **({} if self.overall is None else self.overall.record()),
-            "sources": {name: loss.record() for name, loss in self.sources.items()},
-            "positions": [{"above": a, "to": b, **loss.record()} for (a, b), loss in self.positions.items()],
+            **(self.overall or {}),
+            "sources": self.sources,
+            "positions": [{"above": a, "to": b, **means} for (a, b), means in self.positions.items()],
             "seconds": self.seconds,
             "sample": self.sample,
             "best": self.best,
@@ -100,30 +96,30 @@ class Evaluated:
         """Return the losses for trackers, by their names there."""
         if self.overall is None:
             return {}
-        found = {f"eval/{k}": x for k, x in self.overall.record().items() if k not in ("tokens", "pairs")}
-        found |= {f"eval/loss_by_source/{name}": loss.loss for name, loss in self.sources.items()}
-        return found | {f"eval/loss_by_position/{b}": loss.loss for (_, b), loss in self.positions.items()}
+        found = {f"eval/{k}": x for k, x in self.overall.items() if k not in ("tokens", "pairs")}
+        found |= {f"eval/loss_by_source/{name}": means["loss"] for name, means in self.sources.items()}
+        return found | {f"eval/loss_by_position/{b}": means["loss"] for (_, b), means in self.positions.items()}
 
     def lines(self) -> list[str]:
         """Format for a log."""
         lines = []
         if self.overall is not None:
             best = "  best" if self.best else ""
-            lines.append(f"eval {self.step}  {self.overall}  {self.seconds:.1f} s{best}")
+            lines.append(f"eval {self.step}  {_formatted(self.overall)}  {self.seconds:.1f} s{best}")
             if len(self.sources) > 1:
-                lines += _columns("by source", {name: loss.loss for name, loss in self.sources.items()})
+                lines += _columns("by source", self.sources)
             if len(self.positions) > 1:
-                by_position = {f"{a:,}-{b:,}": loss.loss for (a, b), loss in self.positions.items()}
+                by_position = {f"{a:,}-{b:,}": means for (a, b), means in self.positions.items()}
                 lines += _columns("by tokens before", by_position)
         if self.sample is not None:
             lines.append(f"sample {self.step}  {self.sample!r}")
         return lines
 
 
-def _columns(title: str, losses: dict[str, float], width: int = 78) -> list[str]:
+def _columns(title: str, losses: dict[str, dict[str, float]], width: int = 78) -> list[str]:
     lines = [f"  {title}:"]
-    for name, loss in losses.items():
-        part = f"  {name} {loss:.4f}"
+    for name, means in losses.items():
+        part = f"  {name} {means['loss']:.4f}"
         if len(lines[-1]) + len(part) > width:
             lines.append("   ")
         lines[-1] += part
@@ -209,10 +205,10 @@ class Evaluator:
         finally:
             for module, training in modes.items():
                 module.training = training
-        best = overall is not None and self.progress.add(step, overall.loss)
+        best = overall is not None and self.progress.add(step, overall["loss"])
         return Evaluated(step, overall, sources, positions, time.perf_counter() - start, sample, best)
 
-    def _losses(self, model: Any, step: int) -> tuple[Any, dict[str, Any], dict[tuple[int, int], Loss]]:
+    def _losses(self, model: Any, step: int) -> tuple[Any, dict[str, Any], dict[tuple[int, int], Any]]:
         if not self.inputs.evaluated:
             return None, {}, {}
         ends = buckets(self.config.context_tokens)
@@ -220,13 +216,13 @@ class Evaluator:
         if self.sp.host_group is not None:  # ranks of a tensor axis have the same tokens
             sums = sums if self.sp.tensor_rank == 0 else torch.zeros_like(sums)
             dist.all_reduce(sums, group=self.sp.host_group)
-        mean = _mean if self.preferences is None else PairLoss.mean
+        mean = mean_of_tokens if self.preferences is None else mean_of_pairs
         sources = {name: mean(of_source.sum(0)) for name, of_source in zip(self.inputs.evaluated, sums, strict=True)}
         by_bucket = [] if self.preferences else zip(pairwise([0, *ends]), sums.sum(0), strict=True)
-        return mean(sums.sum((0, 1))), sources, {span: _mean(sum_) for span, sum_ in by_bucket if sum_[1]}
+        return mean(sums.sum((0, 1))), sources, {span: mean(sum_) for span, sum_ in by_bucket if sum_[1]}
 
     def _sums(self, model: Any, name: str, ends: list[int], step: int) -> Tensor:
-        """Return this rank's sums of a source: fp64 [buckets, (loss, tokens)], or [1, fields of `PairLoss`]."""
+        """Return this rank's sums of a source: fp64 [buckets, (loss, tokens)], or [1, fields of `mean_of_pairs`]."""
         config, sp = self.config, self.sp
         sums = torch.zeros((), dtype=torch.float64, device=sp.device)
         lasts = torch.tensor(ends[:-1], device=sp.device)
@@ -278,7 +274,7 @@ class Evaluator:
         if options.sample_prompt is None:
             return None
         self.at("sampling", step, unlimited=True)
-        ids = torch.from_numpy(self.inputs.prompt_ids(options.sample_prompt))[None].to(self.sp.device)
+        ids = torch.from_numpy(self.inputs.tokens.text_ids(options.sample_prompt))[None].to(self.sp.device)
         settings = GenerationConfig(
             max_new_tokens=options.sample_tokens,
             do_sample=False,
@@ -298,11 +294,6 @@ def _sums_of_tokens(model: Any, batch: dict[str, Any], cut: dict[str, Any], last
     bucket = torch.bucketize(cut["position_ids"].expand_as(cut["labels"]) + 1, lasts).flatten()
     found = torch.stack([-token_logprobs(model, batch), cut["labels"] != IGNORE], -1)  # 0 where there is no label
     return found.new_zeros(len(lasts) + 1, 2, dtype=torch.float64).index_add_(0, bucket, found.double().flatten(0, 1))
-
-
-def _mean(sum_: Tensor) -> Loss:
-    total, tokens = sum_.tolist()
-    return Loss(total / tokens if tokens else math.nan, int(tokens))
 
 
 def evaluation_identity(config: TrainConfig, inputs: Inputs) -> list[Any]:

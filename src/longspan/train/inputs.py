@@ -24,9 +24,8 @@ from longspan.data import (
     KINDS,
     DocumentSource,
     Mixture,
-    RowTokenizer,
     SequenceStream,
-    TextTokenizer,
+    Tokenizer,
     load_tokenizer,
     split_weight,
 )
@@ -44,9 +43,6 @@ from longspan.train.config import DataSection, TrainConfig
 from longspan.train.trackers import check_installed
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from longspan.hf.weights.origin import Origin
 
 
@@ -84,20 +80,21 @@ class Inputs:
         return self.data.pack
 
     @property
-    def rows(self) -> RowTokenizer:
-        rows = RowTokenizer(self.tokenizer, self.data.loss_on, self.model_config.get_text_config().vocab_size)
+    def tokens(self) -> Tokenizer:
+        """What makes ids of the documents."""
+        tokens = Tokenizer(self.tokenizer, self.data.loss_on, self.model_config.get_text_config().vocab_size)
         if self.processor is None:
-            return rows
+            return tokens
         from longspan.hf.vision import FAMILIES
 
         encoders = [each for each in FAMILIES[self.model_config.model_type] if each.modality == "image"]
         placeholders = tuple(getattr(self.model_config, each.token) for each in encoders)
-        return dataclasses.replace(rows, processor=self.processor, placeholders=placeholders)
+        return dataclasses.replace(tokens, processor=self.processor, placeholders=placeholders)
 
     @property
-    def images(self) -> RowTokenizer | None:
-        """Return the rows' tokenizer if the data has images, for `deal` and `collate`."""
-        return None if self.processor is None else self.rows
+    def images(self) -> Tokenizer | None:
+        """Return the tokenizer if the data has images, for `deal` and `collate`."""
+        return None if self.processor is None else self.tokens
 
     def sequences(self, context: int) -> SequenceStream:
         """Return the sequences that are still to be trained on."""
@@ -106,10 +103,6 @@ class Inputs:
     def evaluation_sequences(self, name: str, context: int) -> SequenceStream:
         """Return all sequences of a source of --eval-data, in order."""
         return self.stream(self.evaluated[name], context, epochs=1)
-
-    def prompt_ids(self, text: str) -> NDArray[np.int64]:
-        """Return the ids of a text to continue."""
-        return TextTokenizer(self.tokenizer).ids(text, first=True, last=False)
 
     def stream(
         self,
@@ -125,10 +118,9 @@ class Inputs:
         """
         return SequenceStream(
             source,
-            TextTokenizer(self.tokenizer),
+            self.tokens,
             context,
             state,
-            rows=self.rows,
             pack=self.pack,
             too_long=self.data.too_long,
             window=self.data.pack_window,

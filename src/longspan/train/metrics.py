@@ -75,7 +75,7 @@ class StepMetrics:
         left_out: documents (or sequences, where documents are cut) that were left out as too long or without a loss,
             since step 0; None for none.
         reward_accuracy, reward_margin, reward_chosen, reward_rejected: of preferences since the last report; see
-            `longspan.train.preferences.PairLoss`.
+            `longspan.train.preferences.mean_of_pairs`.
     """
 
     step: int

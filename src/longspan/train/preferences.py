@@ -7,9 +7,7 @@ before training. The loss of a pair is -log sigmoid(reward of the chosen answer 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,39 +24,18 @@ if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
 
 
-@dataclass(frozen=True)
-class PairLoss:
-    """Means over `pairs` pairs of answers.
+_MEANS = ("loss", "accuracy", "margin", "chosen", "rejected")
 
-    Attributes:
-        loss: of DPO.
-        accuracy: share of pairs whose chosen answer has the larger reward.
-        margin: reward of the chosen answer, minus that of the rejected one.
-        chosen: reward of the chosen answer.
-        rejected: reward of the rejected answer.
-        pairs: their number.
+
+def mean_of_pairs(sums: Tensor) -> dict[str, float]:
+    """Return the means of sums as `Preferences.sums` returns them, and the number of pairs.
+
+    accuracy: the share of pairs whose chosen answer has the larger reward. chosen, rejected: rewards; margin: their
+    difference.
     """
-
-    loss: float
-    accuracy: float
-    margin: float
-    chosen: float
-    rejected: float
-    pairs: int
-
-    @classmethod
-    def mean(cls, sums: Tensor) -> PairLoss:
-        """Return the means of sums as `Preferences.sums` returns them."""
-        pairs = int(sums[-1])
-        loss, accuracy, margin, chosen, rejected = (sums[:-1] / pairs).tolist() if pairs else [math.nan] * 5
-        return cls(loss, accuracy, margin, chosen, rejected, pairs)
-
-    def record(self) -> dict[str, float]:
-        """Return plain values for JSON."""
-        return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
-        return f"loss {self.loss:.4f}  accuracy {self.accuracy:.1%}  margin {self.margin:.3f}  {self.pairs:,} pairs"
+    pairs = int(sums[-1])
+    means = (sums[:-1] / pairs).tolist() if pairs else [math.nan] * len(_MEANS)
+    return {**dict(zip(_MEANS, means, strict=True)), "pairs": pairs}
 
 
 class Preferences:
@@ -73,7 +50,7 @@ class Preferences:
 
     def __init__(self, model: Any, reference: Any, sp: SequenceSharding, beta: float) -> None:
         self.model, self.reference, self.sp, self.beta = model, reference, sp, beta
-        self._since_report = torch.zeros(len(dataclasses.fields(PairLoss)), dtype=torch.float64, device=sp.device)
+        self._since_report = torch.zeros(len(_MEANS) + 1, dtype=torch.float64, device=sp.device)
 
     def loss(self, batch: Mapping[str, Any], pairs: int) -> Tensor:
         """Return the sum of losses over all replicas, divided by the pairs of a step. It is equal on every rank; its
@@ -87,7 +64,7 @@ class Preferences:
         return (sums[0] - sums[0].detach() + total[0]) / pairs
 
     def sums(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return this replica's sums of the fields of `PairLoss`, fp64, for a batch that `shard_batch` has cut."""
+        """Return this replica's sums of what `mean_of_pairs` returns, fp64, for a batch that `shard_batch` has cut."""
         with torch.no_grad(), without_adapters(self.model) if self.reference is None else contextlib.nullcontext():
             before = _answers(self.model if self.reference is None else self.reference, batch)
         chosen, rejected = (self.beta * (_answers(self.model, batch) - before)).unflatten(0, (-1, 2)).unbind(1)
@@ -97,7 +74,7 @@ class Preferences:
 
     def report(self) -> dict[str, float]:
         """Return the fields of `StepMetrics` about rewards, over the steps since the last call."""
-        found = PairLoss.mean(self._since_report).record()
+        found = mean_of_pairs(self._since_report)
         self._since_report.zero_()
         return {f"reward_{name}": found[name] for name in ("accuracy", "margin", "chosen", "rejected")}
 

@@ -10,7 +10,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.memory import MemoryFlags, flags_last
 from longspan.core.parallel import KernelName, ParallelConfig
 from longspan.core.rope import RopeFlags
-from longspan.core.validation import LARGEST_COUNT, LARGEST_SEED, check_name, check_number
+from longspan.core.validation import LARGEST_SEED, check_counts, check_name, check_number
 from longspan.ranks.job import RankFlags
 
 _MOST_TOKENS = 1 << 30
@@ -92,8 +92,7 @@ class VerifyConfig(MemoryFlags, RopeFlags, RankFlags):
         self.rope()
         self.to_memory()
         self.check_ranks()
-        for name in ("batch", "context"):
-            check_number(f"--{name}", getattr(self, name), 1, LARGEST_COUNT)
+        check_counts(self, 1, "batch", "context")
         self.parallel.check()
         check_number("--seed", self.seed, 0, LARGEST_SEED, whole=True)
         for name in ("text_field", "data", "model", "resume", "tokenizer"):

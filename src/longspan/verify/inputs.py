@@ -22,7 +22,7 @@ from longspan.checkpoint import Checkpoint, Ranks
 from longspan.checkpoint.identity import check_same_model, saved_model_config
 from longspan.core.errors import LongspanError
 from longspan.core.validation import path_of
-from longspan.data import BYTES, DocumentSource, SequenceStream, TextTokenizer, load_tokenizer
+from longspan.data import BYTES, DocumentSource, SequenceStream, Tokenizer, load_tokenizer
 from longspan.hf.encoders import Encoder, GridEncoder, ImageEncoder
 from longspan.hf.preconditions import check_axes
 from longspan.hf.pretrained import (
@@ -216,7 +216,7 @@ def _read_text(config: VerifyConfig, rows: int, vocabulary: int) -> Tensor:
     assert config.data is not None
     name = config.tokenizer or (BYTES if config.model is None else tokenizer_of("--model", config.model))
     source = DocumentSource(config.data, text_field=config.text_field, format="text", shuffle=0)
-    stream = SequenceStream(source, TextTokenizer(load_tokenizer(name)), config.tokens)
+    stream = SequenceStream(source, Tokenizer(load_tokenizer(name)), config.tokens)
     ids_BS = np.stack([sequence.ids for sequence in islice(stream, rows)])
     if ids_BS.max() >= vocabulary:
         raise LongspanError(

@@ -1,4 +1,4 @@
-"""Chats, prompts with completions, rows of token ids and preferences as ids, with a loss on what the model is to learn.
+"""Documents as token ids: texts, chats, prompts with completions, rows of ids and preferences.
 
 An id without a loss is stored as its complement, `~id`, which is below 0. So ids and labels are packed, shared and cut
 as one array. Of a preference it contains the prompt with the chosen answer, then the prompt with the rejected one.
@@ -7,6 +7,7 @@ as one array. Of a preference it contains the prompt with the chosen answer, the
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import json
 import re
@@ -19,7 +20,7 @@ import numpy as np
 from longspan.core.errors import LongspanError
 from longspan.core.validation import format_value
 from longspan.data.rows import Kind, read_image
-from longspan.hf.pretrained import first_line
+from longspan.hf.pretrained import check_source, first_line
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
     Ids = NDArray[np.int64]
     Span = tuple[int, int]
+
+BYTES = "bytes"
+"""A tokenizer that needs no file: one token per byte (ByT5's: 256 bytes after 3 special tokens, 384 ids in all)."""
 
 LossOn = Literal["assistant", "last", "all"]
 """Which tokens of a chat have a loss: all turns of the assistant, the last of them, or every token."""
@@ -43,9 +47,33 @@ _MARKED = (
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
+def load_tokenizer(name: str) -> Any:
+    """Return the Hugging Face tokenizer of a name or folder, or the byte tokenizer for "bytes".
+
+    Raise if it has no end-of-text token to separate documents.
+    """
+    if name != BYTES:
+        check_source("--tokenizer", name)
+    from transformers import AutoTokenizer, ByT5Tokenizer
+
+    if name == BYTES:
+        return ByT5Tokenizer()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:
+        raise LongspanError(
+            f"--tokenizer {name} cannot be loaded: {first_line(error)} (or use --tokenizer {BYTES})"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise LongspanError(
+            f"--tokenizer {name} has no end-of-text token to separate documents; set its eos_token and save it"
+        )
+    return tokenizer
+
+
 @dataclass(frozen=True)
-class RowTokenizer:
-    """Rows to ids: chats by the tokenizer's template, prompts with completions, ids as they are.
+class Tokenizer:
+    """Documents to ids: texts, chats by the tokenizer's template, prompts with completions, ids as they are.
 
     Attributes:
         tokenizer: the Hugging Face tokenizer.
@@ -60,6 +88,22 @@ class RowTokenizer:
     vocabulary: int | None = None
     processor: Any = None
     placeholders: tuple[int, ...] = ()
+
+    def text_ids(self, text: str, *, first: bool = True, last: bool = False) -> Ids:
+        """Return the ids of a piece of a text: of the `first` with the begin token, if the tokenizer adds one itself,
+        of the `last` with the end token.
+        """
+        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if first and self._adds_begin:
+            ids = [self.tokenizer.bos_token_id, *ids]
+        if last:
+            ids = [*ids, self.tokenizer.eos_token_id]
+        return np.asarray(ids, dtype=np.int64)
+
+    @functools.cached_property
+    def _adds_begin(self) -> bool:
+        begin = self.tokenizer.bos_token_id
+        return begin is not None and self.tokenizer("a")["input_ids"][:1] == [begin]
 
     def ids(self, text: str, kind: Kind, where: str) -> Ids:
         """Return the ids of a row (`longspan.data.rows.Document`), `~id` where a token has no loss.
