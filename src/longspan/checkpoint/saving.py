@@ -137,13 +137,8 @@ class Saver:
     ) -> None:
         """Begin to save; the arguments are those of `save`. The weights may change when this returns.
 
-        The checkpoint of the step `best` is kept next to the newest ones.
-
-        If a machine lacks memory for the copies, the checkpoint is written before this returns.
-
-        Raises:
-            LongspanError: on every rank, if a number is not finite. `finish` raises what concerns writing.
-            RuntimeError: if the previous save has not been finished.
+        The checkpoint of the step `best` is kept next to the newest ones. If a machine lacks memory for the copies, the
+        checkpoint is written before this returns. `finish` raises what concerns writing.
         """
         if self._thread is not None or self._path is not None or self._error is not None:
             raise RuntimeError("the previous save is not finished")

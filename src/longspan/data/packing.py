@@ -63,14 +63,10 @@ class _Whole:
 
 
 class WholeDocuments:
-    """Sequences of whole documents, from the tokenised pieces of a stream.
+    """Sequences of whole documents, from the tokenised pieces of a stream; the arguments are those of `SequenceStream`.
 
-    Args:
-        context: tokens of a sequence; it may be shorter.
-        window: documents of about this many sequences are packed at a time; 0: a document is a sequence.
-        too_long: what happens to longer documents. Those with images, or without a loss, are left out.
-        state: of the sequence to resume after.
-        data: `--data`, for messages.
+    With `window` 0 a document is a sequence. Longer documents with images, and those without a loss, are left out.
+    `data` is `--data`, for messages.
     """
 
     def __init__(self, context: int, window: int, too_long: TooLong, state: dict[str, Any] | None, data: str) -> None:
@@ -99,11 +95,7 @@ class WholeDocuments:
             yield from self._sequences(window)
 
     def _documents(self, tokenised: Iterable[tuple[Piece, Ids]]) -> Iterator[_Whole]:
-        """Yield the documents of the pieces, cut to the context.
-
-        Raises:
-            LongspanError: if none of a whole epoch can be used.
-        """
+        """Yield the documents of the pieces, cut to the context. Raise if none of a whole epoch can be used."""
         parts: list[Ids] = []
         complete, epoch, read, used = not self._counted, 0, 0, 0
         for piece, ids in tokenised:

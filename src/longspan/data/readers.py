@@ -52,10 +52,6 @@ class LocalFiles:
 
     What the rows of a .jsonl or .parquet file are follows from the columns of its first row, or from `format`; every
     row must have these columns. An explicit null is an empty text.
-
-    Raises:
-        LongspanError: for a file that cannot be read, or whose columns or first row match no format; on iteration for
-            any other row.
     """
 
     def __init__(self, files: list[Path], text_field: str, format: Format = "auto") -> None:
@@ -233,11 +229,7 @@ class Texts:
 
 
 class HubDataset:
-    """A dataset of the Hugging Face hub (`OWNER/NAME`, or `OWNER/NAME:CONFIG`), as a stream. A null is an empty text.
-
-    Raises:
-        LongspanError: if it cannot be opened; on iteration for rows that cannot be read or lack a column.
-    """
+    """A dataset of the Hugging Face hub (`OWNER/NAME` or `OWNER/NAME:CONFIG`), as a stream. A null is an empty text."""
 
     def __init__(self, name: str, split: str, text_field: str, format: Format = "auto") -> None:
         import datasets

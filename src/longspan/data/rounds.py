@@ -66,13 +66,9 @@ def rounds(stream: SequenceStream, characters: int, ranks: int, rank: int) -> It
 
 
 def merge_rounds(mine: Iterator[Round], group: dist.ProcessGroup, data: str) -> Iterator[tuple[Piece, Ids]]:
-    """Yield all pieces in order with their ids, from each rank's `rounds`. Collective over `group`: all ranks, on their
-    hosts.
+    """Yield all pieces in order with their ids, from each rank's `rounds`. Collective over `group`: all ranks' hosts.
 
-    `data` is `--data`, for messages.
-
-    Raises:
-        LongspanError: on every rank, if a rank cannot read or tokenise its text, or ranks read different text.
+    Raise on every rank if one cannot read or tokenise its text, or ranks read different text.
     """
     while True:
         now = on_every_rank(lambda: next(mine, None), group)

@@ -66,11 +66,7 @@ def flag_of(asked: Format) -> str:
 
 
 def kind_of(columns: Iterable[str], text_field: str, asked: Format, where: str) -> Kind:
-    """Return the kind of the rows that have these columns. Given a row, "auto" also finds images in its messages.
-
-    Raises:
-        LongspanError: if the columns of the asked kind are missing, or `asked` is "auto" and no kind or several match.
-    """
+    """Return the kind of the rows that have these columns. Given a row, "auto" also finds images in its messages."""
     names = list(columns)
     needed = {**NEEDED, "text": (text_field,)}
     found = [kind for kind in needed if set(needed[kind]) <= set(names) and kind in (asked, *_RECOGNISED)]
@@ -119,11 +115,7 @@ def columns_of(kind: Kind, text_field: str, names: Iterable[str]) -> list[str]:
 
 
 def document_of(row: dict[str, Any], kind: Kind, text_field: str, where: str, folder: Path | None = None) -> Document:
-    """Return a row as a document; `folder` is where relative paths of images begin.
-
-    Raises:
-        LongspanError: for a row without the columns of its kind, a text that is none, or values that are no JSON.
-    """
+    """Return a row as a document; `folder` is where relative paths of images begin."""
     needed = (text_field,) if kind == "text" else NEEDED[kind]
     if not all(name in row for name in needed):
         raise _missing(kind, text_field, list(row), where)
@@ -171,15 +163,7 @@ def with_references(row: dict[str, Any], folder: Path | None, where: str) -> dic
     """Return a chat whose `images` are references in the order of its content parts `{"type": "image"}`.
 
     Texts become content parts, which templates of vision-language models expect. Images that no content part refers to
-    are put before the first turn of the user, as TRL does.
-
-    Args:
-        row: `messages`, and optionally `images`.
-        folder: where relative paths begin; None: in no folder.
-        where: the row, for messages.
-
-    Raises:
-        LongspanError: if content parts and images do not match, or an image is no reference.
+    are put before the first turn of the user, as TRL does. `folder` is where relative paths begin.
     """
     messages = row["messages"]
     if not isinstance(messages, list) or not all(

@@ -42,21 +42,12 @@ class DocumentSource:
 
     Documents are read as a stream and shuffled in windows: the next `shuffle` documents (fewer if they are long; 0
     keeps the order) are permuted by a generator that is seeded with the seed, the epoch and the window. So a place in
-    the order is a few numbers, and resuming reads one window again. The list of files is shuffled too.
-
-    Args:
-        data: a `.txt` (one document), `.jsonl` or `.parquet` file, a folder of these, "pydoc", or a name on the Hugging
-            Face hub (`NAME` or `NAME:CONFIG`) with its `split`.
-        text_field: the column that contains the text (`.jsonl`, `.parquet`, hub).
-        format: what the rows are; "auto" finds it from their columns.
-        seed: of the order.
+    the order is a few numbers, and resuming reads one window again. The list of files is shuffled too. See
+    `longspan.train.config.DataSection` for the arguments.
 
     Attributes:
         identity: what the order of the documents depends on; a resumed run must have the same.
         files: the files that are read, by their name in `identity`; none for other data.
-
-    Raises:
-        LongspanError: for data that is missing or cannot be read, a folder without readable files, or a missing column.
     """
 
     def __init__(
@@ -198,11 +189,7 @@ def _pydoc_texts() -> list[str]:
 
 
 def split_weight(text: str) -> tuple[str, float]:
-    """Return a source and its weight from `SOURCE=WEIGHT` or `SOURCE` (weight 1). A path that exists has no weight.
-
-    Raises:
-        LongspanError: for a weight that is not above 0.
-    """
+    """Return a source and its weight from `SOURCE=WEIGHT` or `SOURCE` (weight 1). A path that exists has no weight."""
     found = re.fullmatch(r"(.+)=([0-9.eE+-]+)", text, flags=re.DOTALL)
     if found is None or existing_path("--data", text) is not None:
         return text, 1.0
@@ -217,15 +204,10 @@ def split_weight(text: str) -> tuple[str, float]:
 
 @dataclass(frozen=True)
 class MixedPlace:
-    """A place in the stream of documents of several sources.
+    """A place in the stream of documents of several sources."""
 
-    Attributes:
-        places: where each source goes on.
-        read: characters read from each source.
-    """
-
-    places: tuple[Place, ...]
-    read: tuple[int, ...]
+    places: tuple[Place, ...]  # where each source goes on
+    read: tuple[int, ...]  # characters of each source
 
     @property
     def epoch(self) -> int:
@@ -237,14 +219,8 @@ class Mixture:
     """Documents of several sources: each source's share of all text is its weight's share of all weights.
 
     The next document comes from the source that is furthest behind its share, by characters. So the order depends on
-    the sources and the weights alone. Each source starts anew when it ends.
-
-    Args:
-        sources: at least two.
-        weights: one for each, above 0.
-
-    Attributes:
-        data, identity, files: as those of a `DocumentSource`; names begin with the number of their source.
+    the sources and the weights alone. Each source starts anew when it ends. `data`, `identity` and `files` are as those
+    of a `DocumentSource`; names begin with the number of their source.
     """
 
     def __init__(self, sources: list[DocumentSource], weights: list[float]) -> None:

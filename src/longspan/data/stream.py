@@ -126,17 +126,11 @@ class SequenceStream:
     may be shorter; see `longspan.data.packing`.
 
     Args:
-        source: the documents.
-        tokenizer: of the documents.
+        source, tokenizer: the documents, and what makes ids of them.
         context: tokens of a sequence.
         state: that of the sequence to resume after; None for the beginning. It may come from another context.
-        pack: how documents become sequences, and what attention sees.
-        too_long: of packs that keep documents whole, what happens to longer ones.
-        window: with "best-fit", documents of about this many sequences are packed at a time.
+        pack, too_long, window: see `longspan.train.config.DataSection`.
         epochs: passes over the documents; the last sequence may then be shorter. None: without end.
-
-    Raises (on iteration):
-        LongspanError: if an epoch has fewer tokens than one sequence, or no document that can be used.
     """
 
     def __init__(

@@ -106,11 +106,7 @@ class Tokenizer:
         return begin is not None and self.tokenizer("a")["input_ids"][:1] == [begin]
 
     def ids(self, text: str, kind: Kind, where: str) -> Ids:
-        """Return the ids of a row (`longspan.data.rows.Document`), `~id` where a token has no loss.
-
-        Raises:
-            LongspanError: naming the row, if it is malformed, the template refuses it, or it has nothing to learn.
-        """
+        """Return the ids of a row (`longspan.data.rows.Document`), `~id` where a token has no loss."""
         row = json.loads(text)
         if kind == "images":
             ids, spans, _ = self._images(row, where)
@@ -131,11 +127,7 @@ class Tokenizer:
     # --- chats with images
 
     def pictures(self, text: str, where: str, ids: Ids) -> dict[str, Tensor]:
-        """Return what the processor makes of a row's images; `ids` are the row's.
-
-        Raises:
-            LongspanError: naming the row, also if its images are no longer those that the ids were made with.
-        """
+        """Return what the processor makes of a row's images; `ids` are the row's, made with the same images."""
         again, _, tensors = self._images(json.loads(text), where)
         if not np.array_equal(again, ids):
             raise LongspanError(

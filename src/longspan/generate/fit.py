@@ -23,13 +23,7 @@ if TYPE_CHECKING:
 def question(
     config: ModelFlags, model_config: Any, tokens: int, shape: ModelShape | None = None
 ) -> tuple[ModelShape, Job, Mesh, Hardware]:
-    """Return what the planner is asked: whether this many tokens, cached or scored, fit.
-
-    `shape` is the model's, if it is known already.
-
-    Raises:
-        LongspanError: if the planner cannot read the model.
-    """
+    """Return what the planner is asked: whether this many tokens, cached or scored, fit."""
     import torch
 
     dtype = config.dtype
@@ -50,12 +44,9 @@ def question(
 
 
 def choose_weights(config: GenerateConfig, model_config: Any, tokens: int) -> tuple[GenerateConfig, str | None]:
-    """Decide `--weights auto` for a prompt of `tokens`: return the config, and the choice with its reason.
+    """Decide `--weights auto` for a prompt of `tokens`: return the config, and the choice with its reason, if any.
 
     Replicated weights are not gathered for every token, and neither are those on a tensor axis.
-
-    Returns:
-        None as the reason if there is nothing to decide.
     """
     given = config.parallel
     if config.weights != "auto" or given.ranks == 1:
@@ -113,9 +104,7 @@ def check_score_memory(config: ModelFlags, model_config: Any, tokens: int) -> No
 def planned_cache(config: GenerateConfig, model_config: Any, prompt: int, generated: int) -> dict[str, int | None]:
     """Return the planned bytes of a cache of `prompt` and `generated` tokens on the rank with most, for the report.
 
-    Returns:
-        "planned_cache_bytes", of which "planned_state_bytes" are states of recurrent layers, and with the cache in host
-        memory "planned_device_cache_bytes": those on a device at a time. None for a model that the planner cannot read.
+    They are None for a model that the planner cannot read.
     """
     device = {} if config.cache_offload == "none" else {"planned_device_cache_bytes": None}
     try:

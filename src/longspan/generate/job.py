@@ -20,16 +20,7 @@ Flags = TypeVar("Flags", bound=ModelFlags)
 
 
 def run(config: GenerateConfig) -> int:
-    """Generate on ranks started here or by torchrun.
-
-    Returns:
-        The exit code 0.
-
-    Raises:
-        LongspanError: on bad input; nearly always before any rank starts.
-        longspan.ranks.launch.RankFailed: if a rank died or was lost.
-        longspan.ranks.launch.Stopped: if a signal ended the job early; the text so far is written.
-    """
+    """Generate on ranks started here or by torchrun, and return the exit code 0; raise as `launch.launch`."""
     try:
         report = launch_ranks(config, open_fitting_prompt, _generate_rank)
     except launch.Stopped as stop:

@@ -42,22 +42,13 @@ Pictures = dict[str, "NDArray[Any]"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A model's config and the tokens to run.
+    """A model's config and the tokens to run."""
 
-    Attributes:
-        flags: of the command, with what `--weights auto` has chosen.
-        model_config: the Hugging Face config.
-        ids: token ids, int64 [S].
-        text_tokens: first tokens that do not depend on the question.
-        key: name of their cache in `--cache-dir`; "" without it.
-        pictures: entries of the model's batch besides the ids.
-    """
-
-    flags: Any
+    flags: Any  # of the command, with what `--weights auto` has chosen
     model_config: Any
-    ids: NDArray[np.int64]
-    text_tokens: int = 0
-    key: str = ""
+    ids: NDArray[np.int64]  # [S]
+    text_tokens: int = 0  # the first tokens, which do not depend on the question
+    key: str = ""  # name of their cache in `--cache-dir`
     pictures: Pictures = field(default_factory=dict)
 
     @property
@@ -208,11 +199,7 @@ def _rope_hint(model_config: Any, wanted: int, limit: int) -> str:
 
 
 def _with_pictures(config: GenerateConfig, model_config: Any, text: str) -> tuple[NDArray[np.int64], Pictures]:
-    """Return the ids of a user's message with the images and the video of a `GenerateConfig`, and their pictures.
-
-    Raises:
-        LongspanError: for a model or a folder that takes no pictures, and files that cannot be read.
-    """
+    """Return the ids of a user's message with the images and the video of a `GenerateConfig`, and their pictures."""
     if not takes_pictures(model_config):
         raise LongspanError(
             f"--model {config.model} ({model_config.model_type}) reads text only; leave out --image and --video, or "

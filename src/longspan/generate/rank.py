@@ -80,12 +80,9 @@ _MOST_TOKENS, _EVERY_US = 64, 1_000_000
 
 
 class Generation:
-    """The generation of one rank. `prompt` is None if each rank opens it.
+    """The generation of one rank. `prompt` is None if each rank opens it; the `first` rank writes.
 
-    Attributes:
-        config: the flags, with what `--weights auto` has chosen.
-        first: whether this rank writes.
-        report: the results after the end; see docs/reference/json.md.
+    `report` has the results after the end; see docs/reference/json.md.
     """
 
     def __init__(self, config: GenerateConfig, heartbeat: Heartbeat, prompt: Prompt | None) -> None:
@@ -111,14 +108,7 @@ class Generation:
         self._agreed = 0, 0.0  # tokens in the cache, and the time, when the hosts last agreed
 
     def run(self) -> dict[str, Any]:
-        """Generate and write.
-
-        Returns:
-            The report.
-
-        Raises:
-            Stopped: if a signal reached any rank; all ranks end after the same token, within about a second.
-        """
+        """Generate and write; return the report. If a signal reaches any rank, all stop after the same token."""
         settings, config = self.settings(), self.config
         ids = torch.from_numpy(self.prompt.ids)[None].to(self.sp.device)
         torch.manual_seed(config.seed)

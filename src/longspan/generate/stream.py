@@ -48,17 +48,9 @@ class Decoder:
 
 
 class TextStream:
-    """A streamer for `generate`: counts tokens and, on the first rank, writes their text.
+    """A streamer for `generate`: counts tokens and, on the rank that has a tokenizer, writes their text.
 
-    Args:
-        tokenizer: the Hugging Face tokenizer on the rank that writes; None on the others.
-        output: stream to write to, if any.
-        out: file to write to as well, if any.
-
-    Attributes:
-        ids: of the new tokens.
-        times: `time.perf_counter` at the first and the last new token.
-        text: of all new tokens, on the rank that writes.
+    `ids` and `text` are those of the new tokens, `times` those of the first and the last one.
     """
 
     def __init__(self, tokenizer: Any | None, output: TextIO | None, out: Path | None) -> None:

@@ -33,15 +33,9 @@ _READ_S = 3.0
 
 
 def open_together(heartbeat: Heartbeat, open_inputs: Callable[[], T], facts: Callable[[T], Mapping[str, Any]]) -> T:
-    """Open a job's inputs on every rank, compare them, and make the process group. Collective.
+    """Open a job's inputs on every rank, compare their `facts` and versions, and make the process group. Collective.
 
-    Args:
-        heartbeat: of this rank.
-        open_inputs: opens this rank's inputs.
-        facts: of the inputs, by name, which must be equal on every rank; versions are compared, too.
-
-    Raises:
-        LongspanError: on every rank, if `open_inputs` raises on any rank, or for ranks that differ, as `agree`.
+    An error of any rank is raised on all.
     """
     import torch
 
@@ -55,14 +49,10 @@ def open_together(heartbeat: Heartbeat, open_inputs: Callable[[], T], facts: Cal
 
 
 def agree(peers: Peers, facts: Mapping[str, Any], *, alive: bool = False) -> None:
-    """Compare `facts` over all ranks, as text. Collective.
+    """Compare `facts` over all ranks, as text; raise the same error on every rank, naming what differs. Collective.
 
     With `alive`, a heartbeat watches the ranks, so that this may wait for a slow one; otherwise a rank that does not
     answer within the peers' timeout is an error.
-
-    Raises:
-        LongspanError: the same on every rank: each key that differs, with ranks and values; or the errors of ranks in
-            `refusing_together`; or the ranks that did not answer.
     """
     if peers.alone:
         return

@@ -86,14 +86,7 @@ class AwakeClock:
 
 
 class Watch:
-    """Judges beats by the rules above.
-
-    Args:
-        world_size: ranks of the job.
-        timeout_s: T.
-        cpu: whether processor time shows that a rank computes (rule 2).
-        judges_all: whether to apply rules 2 and 3, for which the beats of all ranks are needed.
-    """
+    """Judges beats by the rules above: 2 only with `cpu`, 2 and 3 only with the beats of all ranks (`judges_all`)."""
 
     def __init__(self, world_size: int, timeout_s: float, *, cpu: bool, judges_all: bool) -> None:
         self._world_size, self._timeout_s, self._cpu, self._judges_all = world_size, timeout_s, cpu, judges_all
@@ -102,10 +95,7 @@ class Watch:
         self._moved = self._busy = self._judged = 0.0
 
     def judge(self, now: float, beats: dict[int, Beat]) -> str:
-        """Return what is wrong with the job; empty if nothing is.
-
-        `now` are seconds by an `AwakeClock`. For a rank without a beat, time counts from the first call.
-        """
+        """Return what is wrong with the job at `now`, by an `AwakeClock`; empty if nothing is."""
         for rank, beat in beats.items():
             before = self._last.get(rank)
             if before is None or before.number != beat.number:

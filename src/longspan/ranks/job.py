@@ -81,10 +81,7 @@ def read_job() -> JobVariables | None:
 
 
 def adopt_step() -> None:
-    """Set torchrun's variables from Slurm's, in the environment, where other libraries look too.
-
-    Do nothing if RANK or WORLD_SIZE is set, outside of a step, and in a step of one task.
-    """
+    """Set torchrun's variables from Slurm's, in the environment, where other libraries look too."""
     environment = os.environ
     if "RANK" in environment or "WORLD_SIZE" in environment or "SLURM_PROCID" not in environment:
         return

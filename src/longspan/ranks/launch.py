@@ -121,8 +121,7 @@ def let_first_rank_report() -> None:
     """Wait, before this rank ends with an error, so that the machine's first rank can print it.
 
     torchrun ends all ranks as soon as one has failed, so a rank that ended at once could end the one that is about to
-    print the cause. The first rank returns at once, prints and fails; torchrun then ends the others in their wait. If
-    they are still running after `FIRST_RANK_WAIT_S` seconds, the error was not that of all ranks, and they print it.
+    print the cause. An error that was not that of all ranks is printed after the wait.
     """
     if not is_first_local_rank() and "LOCAL_RANK" in os.environ:  # no agent without LOCAL_RANK
         time.sleep(FIRST_RANK_WAIT_S)
@@ -173,11 +172,7 @@ def _end_broken_pipe() -> int:
 
 
 def check_nproc(needed: int, nproc: int | None, mesh: str) -> None:
-    """Raise if the number of processes is not that of the mesh (`needed`), before any of them starts.
-
-    `nproc` are the processes on this machine, None for as many as the mesh needs; `mesh` are its flags, for the
-    message.
-    """
+    """Raise if the number of processes on this machine (None: as many as needed) is not that of the mesh."""
     job = read_job()
     if job is not None:
         world, local = job.world_size, job.local_world_size
@@ -203,22 +198,11 @@ def check_nproc(needed: int, nproc: int | None, mesh: str) -> None:
 def open_first(
     config: Any, open_inputs: Callable[[Any], Any], ranks: int = 0, mesh: str = "", *, dry_run: bool = False
 ) -> Any:
-    """Check a command's config, then open its inputs, before any rank starts.
+    """Check a command's config, then return `open_inputs(config)`, before any rank starts.
 
-    Under torchrun the ranks have started: they open the inputs together, by `longspan.ranks.agreement.open_together`.
-
-    Args:
-        config: of the command; it has `check`, the fields of `RankFlags`, and `parallel`.
-        open_inputs: raises if the job could not run.
-        ranks: of the job; by default those of `config.parallel`.
-        mesh: flags that say so, for messages.
-        dry_run: whether no rank will be started here, so that there may be any number of them.
-
-    Returns:
-        What `open_inputs(config)` returns; None under torchrun.
-
-    Raises:
-        LongspanError: as `config.check`, `check_nproc` and `open_inputs`, or for more ranks than this machine starts.
+    Under torchrun return None: the ranks have started, and open the inputs together (`agreement.open_together`). With
+    `dry_run` no rank will be started here, so there may be any number of them. `ranks` and `mesh` (flags, for messages)
+    are by default those of `config.parallel`.
     """
     config.check()
     ranks, mesh = ranks or config.parallel.ranks, mesh or config.parallel.flags
@@ -274,14 +258,7 @@ def unwatched(flags: RankFlags) -> Heartbeat:
 
 @contextlib.contextmanager
 def joined(timeout_s: float | None = None, start_s: float | None = None) -> Iterator[Heartbeat]:
-    """Wait for the other ranks, and run a heartbeat while this context lasts: put it around a rank's whole job.
-
-    A rank that is stopped, hung or cut off is named within `timeout_s` (by default 60, with GPUs 300), and every rank
-    ends.
-
-    Raises:
-        LongspanError: if a rank does not arrive within `start_s` (by default 600 seconds), or there is no such job.
-    """
+    """Wait for the other ranks, and run a heartbeat while this context lasts: put it around a rank's whole job."""
     if started_elsewhere() and not is_first_rank():
         silence_libraries()
     with ending_with_the_agent():

@@ -98,10 +98,7 @@ class Peers:
 
         With GPUs it has two backends, NCCL for CUDA tensors and gloo for CPU tensors: hosts then wait for each other
         without aborting an NCCL communicator. Bound to its device, NCCL connects at once, and the mesh's groups are
-        split from it. A rank that longspan's launcher started is bound to the CPUs beside its GPU.
-
-        Raises:
-            LongspanError: if the machine has fewer GPUs than ranks.
+        split from it.
         """
         import torch
         import torch.distributed as dist
@@ -133,11 +130,7 @@ class Peers:
 
 
 def device_index(job: JobVariables, gpus: int) -> int:
-    """Return the index of this rank's GPU: its local rank, or 0 if it sees only one (`srun --gpus-per-task 1`).
-
-    Raises:
-        LongspanError: if it sees several GPUs, but fewer than the machine has ranks.
-    """
+    """Return the index of this rank's GPU: its local rank, or 0 if it sees only one (`srun --gpus-per-task 1`)."""
     if gpus == 1:
         return 0
     if job.local_rank >= gpus:
@@ -157,16 +150,9 @@ def use_loopback() -> None:
 
 
 def wait_for_ranks(timeout_s: float | None = None, start_s: float | None = None) -> Peers:
-    """Wait until every rank of the job has connected to its store.
+    """Wait up to `start_s` seconds until every rank of the job has connected to its store.
 
     The job is that of the default process group, if there is one, else that of the environment.
-
-    Args:
-        timeout_s: seconds without a heartbeat after which a rank counts as lost.
-        start_s: seconds to wait for the ranks; by default `START_TIMEOUT_S`.
-
-    Raises:
-        LongspanError: naming the missing ranks, or the variables if there is no such job.
     """
     import torch
     import torch.distributed as dist

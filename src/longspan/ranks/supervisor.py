@@ -346,20 +346,14 @@ def _rank_main(
 
 
 def use_expandable_segments() -> None:
-    """Let torch's allocator grow its segments of GPU memory, unless the user has configured it.
-
-    Sequences of different lengths fragment fixed segments. Call it before the first use of a GPU.
-    """
+    """Let torch's allocator grow its segments, unless the user has configured it: different lengths fragment them."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # torch reads one of them
     if not any(name in os.environ for name in names):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def silence_libraries() -> None:
-    """Hide the warnings of libraries on this rank, as the job's first rank shows the same ones. Errors stay visible.
-
-    Call it before they are imported: transformers and torch's C++ code read their variables then.
-    """
+    """Hide the libraries' warnings on this rank, as the first one shows the same. Call it before they are imported."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch  # noqa: F401

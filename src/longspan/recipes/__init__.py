@@ -34,14 +34,7 @@ def recipes() -> dict[str, str]:
 
 
 def run(config: RecipesConfig) -> int:
-    """List the recipes, or write one.
-
-    Returns:
-        The exit code 0.
-
-    Raises:
-        LongspanError: for an unknown recipe, or a file that exists or cannot be written.
-    """
+    """List the recipes, or write one; return the exit code 0."""
     known = recipes()
     if not config.name:
         if config.out is not None:

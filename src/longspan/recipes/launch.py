@@ -104,14 +104,7 @@ class LaunchConfig:
 
 
 def run(config: LaunchConfig) -> int:
-    """Print, write or submit the script.
-
-    Returns:
-        The exit code: 0, or that of `sbatch` or `kubectl`.
-
-    Raises:
-        LongspanError: for a recipe that cannot be read, whose mesh is not the number of GPUs, or that does not fit.
-    """
+    """Print, write or submit the script; return the exit code: 0, or that of `sbatch` or `kubectl`."""
     config.check()
     train = _read(config)
     script = sbatch_script(config, train) if config.to == "slurm" else jobset(config, train)

@@ -164,12 +164,9 @@ class Progress:
 
 @dataclass
 class Evaluator:
-    """Evaluates a model. Collective.
+    """Evaluates a model, by the loss of `preferences` or else of tokens. Collective.
 
-    Attributes:
-        at: reports this rank's phase to the heartbeat.
-        preferences: the loss of pairs of answers; None: that of tokens.
-        autocast: whether forwards need it, as in the training.
+    `at` reports this rank's phase to the heartbeat; `autocast` says whether forwards need it, as in the training.
     """
 
     config: TrainConfig

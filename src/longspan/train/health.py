@@ -28,15 +28,7 @@ class Health:
         self.in_spike = False
 
     def look(self, step: int, loss: float, norm: float) -> str | None:
-        """Check a step and return a warning, if any.
-
-        A loss above `spike` times the median of the previous `WINDOW` steps is a spike; only the first step of a spike
-        warns.
-
-        Raises:
-            LongspanError: on a spike with `on_spike="stop"`, or a gradient norm of exactly 0 for `zero_gradients` steps
-                in a row.
-        """
+        """Check a step, by the flags of `LoggingSection`, and return a warning for the first one of a spike."""
         self._count_zeros(step, norm)
         median = statistics.median(self.losses) if len(self.losses) >= _FEWEST else None
         self.losses.append(loss)

@@ -112,10 +112,7 @@ class Inputs:
         *,
         epochs: int | None = None,
     ) -> SequenceStream:
-        """Return the sequences of documents, as they are made for training: one pass with `epochs=1`.
-
-        `open_source` opens other documents, in their order with `shuffle=0`.
-        """
+        """Return the sequences of documents, as they are made for training: one pass with `epochs=1`."""
         return SequenceStream(
             source,
             self.tokens,
@@ -192,10 +189,7 @@ def open_source(names: Sequence[str], data: DataSection, seed: int) -> DocumentS
 
 
 def resolve_pack(data: DataSection, source: DocumentSource | Mixture) -> Pack:
-    """Return how documents become sequences; "auto" keeps chats and other rows whole, unless there is text too, which
-    may be much longer than the context and would be truncated. Chats with images are not packed, and
-    elastic batches take documents one by one.
-    """
+    """Return how documents become sequences; "auto" keeps rows whole, unless there is text too, which may be longer."""
     if "images" in source.kinds():
         if data.elastic:
             raise LongspanError(
@@ -447,10 +441,7 @@ def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
 
 
 def sample_files(files: Mapping[str, Path]) -> dict[str, str]:
-    """Return a checksum of the beginning, middle and end of each file, by name; of many files, sample 1,024.
-
-    Together with names and sizes it detects text that was changed in place, without reading everything.
-    """
+    """Return a checksum of the beginning, middle and end of each file, by name; of many files, sample 1,024."""
     samples = {}
     for name in sorted(files)[:: -(-len(files) // _MOST_SAMPLED) or 1]:
         crc, size = 0, files[name].stat().st_size

@@ -21,15 +21,9 @@ if TYPE_CHECKING:
 
 
 def run(config: TrainConfig) -> int:
-    """Train on ranks started here or by torchrun; with `dry_run` or `preview` print what would be done.
+    """Train on ranks started here or by torchrun, and return the exit code 0; raise as `longspan.ranks.launch.launch`.
 
-    Returns:
-        The exit code 0.
-
-    Raises:
-        LongspanError: on bad input; nearly always before any rank starts.
-        longspan.ranks.launch.RankFailed: if a rank died, was lost or ended early, more often than `max_restarts`.
-        longspan.ranks.launch.Stopped: if a signal ended the run early, after a checkpoint was saved.
+    With `dry_run` or `preview` print what would be done.
     """
     if config.max_restarts and (config.parallel.ranks == 1 or launch.under_torchrun()):
         raise LongspanError(

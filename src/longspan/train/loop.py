@@ -184,13 +184,7 @@ class Trainer:
     # --- the run
 
     def run(self) -> None:
-        """Train up to `steps`, save and export.
-
-        Raises:
-            Stopped: if a signal reached any rank; all ranks have then saved the same step.
-            LongspanError: if the ranks read different data, the loss is no longer finite, or the last save or the
-                export cannot be written.
-        """
+        """Train up to `steps`, save and export. Raise `Stopped` if a signal reached any rank, after all have saved."""
         try:
             if self.finished is None:
                 self._run()
@@ -427,9 +421,7 @@ class Trainer:
     def _update(self, batch: StepBatch) -> tuple[float, float]:
         """Run forward, backward and optimizer; return the loss and the norm of the gradients.
 
-        Raises:
-            LongspanError: if either is not finite. The weights are then unchanged, except with an optimizer in the
-                backward if the loss was finite.
+        If either is not finite, raise. The weights are then unchanged, unless the optimizer runs in the backward.
         """
         self.lr = float(self.optimizer.param_groups[0]["lr"])
         loss = self._accumulate(batch)

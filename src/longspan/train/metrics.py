@@ -142,18 +142,11 @@ def _duration(seconds: float) -> str:
 def model_flops(
     shape: ModelShape, tokens: int, attention_pairs: int, *, trained: float = 1.0, forwards: int = 1
 ) -> float:
-    """Return the FLOPs of training a causal LM on some tokens, without recomputation.
+    """Return the FLOPs of training a causal LM on some tokens and (query, key) pairs, without recomputation.
 
-    A weight costs 2 per token that it multiplies in a forward, 2 in the backward, and 2 for its gradient; an expert
-    multiplies only its own tokens. Attention's are those of causal pairs within documents and windows,
-    recurrences' those of their chunks: Chowdhery et al., "PaLM", 2022, appendix B.
-
-    Args:
-        shape: of the model.
-        tokens: of some steps.
-        attention_pairs: of the same steps, (query, key).
-        trained: the share of weights that are trained.
-        forwards: 2 with a reference model.
+    A weight costs 2 per token that it multiplies in a forward, 2 in the backward, and 2 for its gradient if it is among
+    the `trained` share; an expert multiplies only its own tokens. Attention's are those of causal pairs within
+    documents and windows, recurrences' those of their chunks: Chowdhery et al., "PaLM", 2022, appendix B.
     """
     of_weights = shape.vocab * shape.d_model + sum(kind.matmul_params_active * n for kind, n in shape.layer_kinds)
     total = float((2 * forwards + 2 + 2 * trained) * of_weights * tokens)
@@ -192,10 +185,7 @@ class CommunicationSampler:
 
     It is the length of the union of the intervals of gloo's operations (from call to end) or NCCL's kernels, over the
     wall time. Waiting for a slower rank and communication that overlaps with computation are included, so it is an
-    upper bound of what faster links could save. On CPU ranks that share cores, it is mostly waiting.
-
-    Attributes:
-        share: the last measured one; None before the first.
+    upper bound of what faster links could save.
     """
 
     def __init__(self, device: torch.device) -> None:

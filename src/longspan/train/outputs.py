@@ -24,10 +24,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Outputs:
     """The folder of a run, locked against other runs. Collective, except `release` and `open_log`.
 
-    `log` shows a line to the user.
-
-    Attributes:
-        ranks: the ranks that write and read, over a group that nothing else uses.
+    `ranks` write and read, over a group that nothing else uses; `log` shows a line to the user.
     """
 
     def __init__(self, config: TrainConfig, log: Callable[[str], None]) -> None:
@@ -78,10 +75,7 @@ class Outputs:
     ) -> bool:
         """Save a step, in the background unless it is the last; return whether its checkpoint is complete now.
 
-        The checkpoint of the step `best` is kept, too.
-
-        Raises:
-            LongspanError: on every rank, if it cannot be written. A full disk raises for the last save only.
+        The checkpoint of the step `best` is kept, too. A full disk raises for the last save only.
         """
         self._finish(last=last and self._begun == step)
         if self._saved == step:

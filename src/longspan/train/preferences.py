@@ -41,11 +41,7 @@ def mean_of_pairs(sums: Tensor) -> dict[str, float]:
 class Preferences:
     """The loss of DPO on batches whose documents are pairs: a chosen answer, then a rejected one. Collective.
 
-    Args:
-        model: the model that is trained.
-        reference: the parallelized model that it is compared with; None: `model` without its adapters.
-        sp: the sharding of both.
-        beta: factor of the rewards.
+    `reference` is the parallelized model that `model` is compared with; None: `model` without its adapters.
     """
 
     def __init__(self, model: Any, reference: Any, sp: SequenceSharding, beta: float) -> None:

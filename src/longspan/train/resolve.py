@@ -32,9 +32,8 @@ _SAMPLE = 2048
 def resolve_memory(config: TrainConfig, hardware: Hardware | None = None) -> tuple[TrainConfig, list[str]]:
     """Return the config with a number as context and explicit memory options, and messages for the user.
 
-    The LoRA of an adapter's folder (--model) becomes explicit, too. Depends only on the config, the model's config and
-    the memory of `hardware` (by default this machine's), so equal machines resolve the same. Ranks compare their
-    settings later, which finds machines that differ.
+    The LoRA of an adapter's folder (--model) becomes explicit, too. `hardware` is by default this machine; ranks
+    compare their settings later, which finds machines that differ.
     """
     from longspan.hf.memory_options import MemoryModules
     from longspan.hf.planning import shape_of_model
@@ -174,10 +173,7 @@ def resolve_steps(config: TrainConfig, inputs: Inputs) -> tuple[TrainConfig, str
 
 
 def _count(config: TrainConfig, inputs: Inputs, most: int | None) -> tuple[int, float]:
-    """Return the tokens and sequences of an epoch, or of its first `most` sequences; a cut last one counts as a part.
-
-    All of them are tokenised.
-    """
+    """Return the tokens and sequences of an epoch, or its first `most` sequences; a cut last one counts as a part."""
     stream = inputs.stream(inputs.source, config.context_tokens, epochs=1)
     lengths = [len(s.ids) for s in itertools.islice(stream, most)]
     whole = inputs.pack in ("best-fit", "none")

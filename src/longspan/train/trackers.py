@@ -29,29 +29,18 @@ PROJECT = "longspan"
 
 @dataclass(frozen=True)
 class Run:
-    """The run that a tracker logs.
+    """The run that a tracker logs."""
 
-    Attributes:
-        folder: of the run, whose name is the name of the run.
-        settings: the flags, as plain values.
-        step: it begins after this one.
-        id: by which the tracker knows the run that is resumed; None for a new one.
-    """
-
-    folder: Path
+    folder: Path  # its name is the name of the run
     settings: Mapping[str, Any]
-    step: int = 0
-    id: str | None = None
+    step: int = 0  # it begins after this one
+    id: str | None = None  # by which the tracker knows the run that is resumed
 
 
 class Tracker(Protocol):
-    """Where metrics go besides `metrics.jsonl`; on the first rank only.
+    """Where metrics go besides `metrics.jsonl`; on the first rank only."""
 
-    Attributes:
-        id: by which a later process finds the run again; None if it needs none.
-    """
-
-    id: str | None
+    id: str | None  # by which a later process finds the run again, if it needs one
 
     def log(self, values: Mapping[str, float], step: int) -> None: ...
 
@@ -246,15 +235,7 @@ class Records:
 
 
 class MetricsLog:
-    """Writes a run's records, and tells the trackers; on the first rank only. A full disk does not end the run.
-
-    Args:
-        folder: of the run.
-        resumed_step: the step that the run resumes from.
-        track: the trackers, as in --track.
-        settings: of the run, as plain values, for the trackers.
-        warn: shows a line to the user.
-    """
+    """Writes a run's records, and tells the trackers; on the first rank only. A full disk does not end the run."""
 
     def __init__(
         self,

@@ -26,9 +26,6 @@ def tuned(model: Any, options: TuningSection, seed: int, adapter: str | None = N
 
     A vision tower is frozen, its LoRA too, unless the data has `images`, and always with LoRA. LoRA's random weights
     depend on the seed alone, so that all ranks make the same.
-
-    Raises:
-        LongspanError: if no weight is trained, or a pattern or target names none.
     """
     inner = model
     if adapter is not None:

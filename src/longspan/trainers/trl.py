@@ -41,12 +41,7 @@ def remove_fused_head(model: Any, trainer: Any) -> tuple[float, bool]:
 
 
 def count_sequence_groups(trainer: Any, sp: SequenceSharding) -> None:
-    """Make a trainer that generates count sequence groups; do nothing for other trainers.
-
-    Raises:
-        LongspanError: for a trainer that generates with its model or with vLLM; for completions of a prompt on several
-            replicas; for statistics over the completions of all processes.
-    """
+    """Make a trainer that generates count sequence groups; do nothing for other trainers."""
     if not (hasattr(trainer, "num_generations") or hasattr(trainer, "generation_config")):
         return
     args, name = trainer.args, type(trainer).__name__.removeprefix("Sharded")

@@ -19,28 +19,16 @@ _CHUNK_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True)
 class ErrorSums:
-    """Squared norms of the errors of one rank's slice of a tensor; slices add up with `+`.
-
-    Attributes:
-        sharded: squared norm of the sharded run's error.
-        unsharded: of the unsharded run's error.
-        reference: of the reference.
-        elements: numbers in the slice.
-        max_abs: largest absolute error of the sharded run.
-        worst_row: row with the largest relative error of the sharded run; -1 for an empty slice. A row of logits is a
-            token.
-        worst_row_sharded: that error.
-        worst_row_unsharded: largest relative error of a row of the unsharded run.
-    """
+    """Squared norms of a rank's slice of a tensor: of the errors of both runs, and of the reference. Slices add up."""
 
     sharded: float = 0.0
     unsharded: float = 0.0
     reference: float = 0.0
     elements: int = 0
-    max_abs: float = 0.0
-    worst_row: int = -1
-    worst_row_sharded: float = 0.0
-    worst_row_unsharded: float = 0.0
+    max_abs: float = 0.0  # of the sharded run
+    worst_row: int = -1  # with the largest relative error of the sharded run; a row of logits is a token
+    worst_row_sharded: float = 0.0  # that error
+    worst_row_unsharded: float = 0.0  # the largest of the unsharded run
 
     def __add__(self, other: ErrorSums) -> ErrorSums:
         worst = max((self, other), key=lambda sums: (sums.worst_row >= 0, nan_as_inf(sums.worst_row_sharded)))

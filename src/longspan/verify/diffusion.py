@@ -69,11 +69,7 @@ class Transformer:
 
 
 def open_transformer(config: VerifyConfig) -> Transformer:
-    """Return the transformer of `--model` or `--config`, and check what can be checked without its weights.
-
-    Raises:
-        LongspanError: for a class that longspan does not know, and for flags that do not apply.
-    """
+    """Return the transformer of `--model` or `--config`, and check what can be checked without its weights."""
     flag = "--model" if config.model is not None else "--config"
     path = config_file(config)
     assert path is not None

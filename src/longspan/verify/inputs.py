@@ -45,32 +45,20 @@ _TEXT_TOKENS = 60
 
 @dataclass(frozen=True)
 class Pictures:
-    """The pictures of one row of a batch.
+    """The pictures of one row of a batch."""
 
-    Attributes:
-        inputs: entries of a batch, `[pictures, ...]` or `[patches, ...]`.
-        counts: images and videos.
-    """
-
-    inputs: dict[str, Tensor]
-    counts: Counter[str]
+    inputs: dict[str, Tensor]  # entries of a batch, `[pictures, ...]` or `[patches, ...]`
+    counts: Counter[str]  # of images and videos
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The checked inputs of a verification; weights are not loaded yet.
+    """The checked inputs of a verification; weights are not loaded yet."""
 
-    Attributes:
-        model_config: the Hugging Face config, without dropout and cache.
-        batch_BS: the global batch.
-        pictures: those of each row, to add to a batch of these rows; empty for other than vision-language models.
-        checkpoint: source of the weights with `--resume`, else None.
-    """
-
-    model_config: Any
-    batch_BS: dict[str, Tensor]
-    pictures: tuple[Pictures, ...] = ()
-    checkpoint: Checkpoint | None = None
+    model_config: Any  # without dropout and cache
+    batch_BS: dict[str, Tensor]  # the global one
+    pictures: tuple[Pictures, ...] = ()  # of each row, for a vision-language model
+    checkpoint: Checkpoint | None = None  # the weights of `--resume`
 
     def rows(self, start: int, stop: int) -> dict[str, Tensor]:
         """Return some rows of the batch, with their pictures."""
@@ -99,10 +87,7 @@ def open_inputs(config: VerifyConfig, resumed: Checkpoint | None = None) -> Inpu
 
 
 def open_resumed(config: VerifyConfig, ranks: Ranks, *, content: bool = True) -> Inputs:
-    """Open the checkpoint of `--resume`, then the inputs. Collective over `ranks`.
-
-    `content` compares the checkpoint's files with their checksums.
-    """
+    """Open the checkpoint of `--resume` (with `content` compare its checksums), then the inputs. Collective."""
     assert config.resume is not None
     resumed = checkpoint.newest_verified(path_of("--resume", config.resume), ranks, content=content)
     return ranks.each(lambda: open_inputs(config, resumed))
@@ -240,9 +225,6 @@ def add_pictures(batch_BS: dict[str, Tensor], model: Any, seed: int) -> tuple[Pi
 
     Ids become placeholders, in place, and the batch gets each token's kind if the model reads it. With three or more
     rows, the last one has text only. `model` has no weights.
-
-    Raises:
-        LongspanError: if a row has too few tokens for one picture.
     """
     draw = torch.Generator().manual_seed(seed + 1)
     ids_BS, labels_BS = batch_BS["input_ids"], batch_BS["labels"]

@@ -24,17 +24,11 @@ SCHEMA = 2
 
 @dataclass(frozen=True)
 class Equality:
-    """A value that must be bitwise equal on every rank.
-
-    Attributes:
-        name: "loss", or "gradients" (without FSDP, where every rank holds all of them).
-        differing: ranks that differ from rank 0.
-        values: the value of each rank as text; empty if it has no short text.
-    """
+    """A value that must be bitwise equal on every rank: the loss, and without FSDP all gradients."""
 
     name: str
-    differing: tuple[int, ...]
-    values: tuple[str, ...] = ()
+    differing: tuple[int, ...]  # from rank 0
+    values: tuple[str, ...] = ()  # of each rank, as text; empty if it has no short text
 
     @classmethod
     def of(cls, name: str, per_rank: Sequence[Any], values: Sequence[str] = ()) -> Equality:
@@ -48,22 +42,13 @@ class Equality:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of a verification, the same on every rank.
+    """The result of a verification, the same on every rank."""
 
-    Attributes:
-        setup: config, device and versions, as in the JSON.
-        criterion: the limit of an error.
-        checks: every compared tensor.
-        equalities: values that must be equal on every rank.
-        rank_tokens: replica and spans of tokens `[start, stop)` of each rank: one span, two with zigzag, none if the
-            rank holds padding alone.
-    """
-
-    setup: Mapping[str, Any]
+    setup: Mapping[str, Any]  # config, device and versions, as in the JSON
     criterion: Criterion
     checks: tuple[Check, ...]
     equalities: tuple[Equality, ...]
-    rank_tokens: tuple[tuple[int, tuple[Span, ...]], ...]
+    rank_tokens: tuple[tuple[int, tuple[Span, ...]], ...]  # replica, and spans of tokens [start, stop), of each rank
 
     @property
     def passed(self) -> bool:

@@ -104,14 +104,10 @@ def keep_furthest(results: Tensors, other: Tensors, reference: Tensors) -> None:
 
 
 def run_unsharded(model: nn.Module, batch_BS: dict[str, Tensor]) -> Tensors:
-    """Run forward and backward on one process, then clear the gradients.
+    """Run forward and backward on one process, then clear the gradients; return `Tensors` on the CPU.
 
     transformers always computes the loss in fp32, so the fp64 loss is computed here. Statistics of some norms and
     rotary angles are fp32 in every run; recurrent layers are not (`fp64_casts`).
-
-    Returns:
-        On the CPU, in the model's dtype: "loss" `[1]`, "logits" `[B * S, V]`, and the gradient of each parameter that
-        has one, under its name.
     """
     with fp64_casts(model):
         out = model(**as_dtype(batch_BS, model))
@@ -175,13 +171,7 @@ def make_models(
 ) -> tuple[nn.Module | None, Callable[[], nn.Module]]:
     """Load the unsharded model, and return it with a function that makes the sharded one. Both collective.
 
-    `load` loads a checkpoint's weights into the unsharded model, or does nothing.
-
-    Returns:
-        The unsharded model (with FSDP None except on rank 0), and the function, which shards as `longspan train` does.
-
-    Raises:
-        LongspanError: on every rank, if the model cannot be made or sharded, or ranks hold different weights.
+    With FSDP the unsharded model is None except on rank 0. `load` loads the weights of a checkpoint into it, if any.
     """
     sharded = config.fsdp and sp.world_size > 1
     source = find_source(origin, sp, later=config.resume is not None) if config.fsdp and sp.job_size > 1 else None
@@ -267,16 +257,9 @@ def make_report(
     about: dict[str, Any],
     spans: tuple[Span, ...],
 ) -> Report:
-    """Compare this rank's `parts` with rank 0's results of the reference run and of the unsharded run. Collective.
+    """Compare this rank's `parts` with rank 0's results of `unsharded_runs`. Collective, over `hosts`.
 
-    Args:
-        config: the flags.
-        sp: the sharding.
-        hosts: the group of all ranks for Python objects.
-        references: of `unsharded_runs`.
-        parts: of this rank, by name.
-        about: what the report says of the inputs.
-        spans: the tokens of this rank.
+    `about` is what the report says of the inputs, `spans` the tokens of this rank.
     """
     mine = {name: _measure(name, part, references, sp) for name, part in parts.items()}
     everyone = gather_objects(mine, hosts)
