@@ -5,16 +5,22 @@
 
 A small Llama trains on the same samples in three ways, each over the same ranks and with the same memory (tokens of a
 rank). Fixed: each sample by itself over all ranks. Packing: samples packed into rows of all ranks, best fit. Elastic:
-`longspan.elastic_batches`. Each accumulates gradients over its forwards and sums them over the ranks once. The losses
-are compared first. Goal: 1.5 times the tokens per second of both on log-normal lengths.
+`longspan.elastic_batches`, whose schedule knows the speed of these cores and links from `longspan bench link`. Each
+accumulates gradients over its forwards and sums them over the ranks once. The losses are compared first. Goal: 1.5
+times the tokens per second of both on log-normal lengths.
+
+A fourth way shows what no schedule can beat: each rank computes an even share of the samples alone, without messages
+and without the limit of memory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import random
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import cluster
@@ -24,11 +30,14 @@ import torch.distributed as dist
 import transformers
 
 import longspan
+from longspan.bench.config import BenchConfig
+from longspan.bench.hardware import as_toml, measure_hardware
+from longspan.core.parallel import ParallelConfig
 from longspan.data.packing import best_fit
 from longspan.hf.weights.gradients import no_sync
 
 GOAL = 1.5
-WAYS = ("elastic", "packing", "fixed")
+WAYS = ("elastic", "packing", "fixed", "no messages")
 KINDS = ("log-normal", "uniform", "one long")
 IGNORE = -100
 
@@ -102,12 +111,30 @@ def measure(kind: str, samples: int, rounds: int) -> dict[str, Any]:
         packs = best_fit(list(enumerate(lengths)), room * ranks)
         return (row([data[i] for i in pack]) for pack in packs)
 
+    hardware = measured_hardware(ranks)
+    items = [{"input_ids": ids} for ids in data]
+    loader = longspan.elastic_batches(
+        items, sp, model, tokens_per_step=1 << 30, tokens_per_rank=room, epochs=1 << 30, gpu=hardware
+    )
+
     def elastic() -> Iterator[dict[str, Any]]:
-        items = [{"input_ids": ids} for ids in data]
-        loader = longspan.elastic_batches(items, sp, model, tokens_per_step=1 << 30, tokens_per_rank=room)
         return iter(next(iter(loader)))
 
-    ways: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {"elastic": elastic, "packing": packing, "fixed": fixed}
+    def no_messages() -> Iterator[dict[str, Any]]:
+        shares: list[list[int]] = [[] for _ in range(ranks)]
+        for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+            min(shares, key=lambda share: sum(lengths[j] for j in share)).append(i)
+        mine = [(i, lengths[i]) for i in shares[sp.rank]]
+        count = max(len(best_fit([(i, lengths[i]) for i in share], room * ranks)) for share in shares)
+        packs = best_fit(mine, room * ranks)
+        packs += [[]] * (count - len(packs))
+        return ({**(row([data[i] for i in pack]) if pack else nothing), "sequence_width": 1} for pack in packs)
+
+    padding = torch.zeros(1, 1, dtype=torch.int64)
+    nothing = {"input_ids": padding, "labels": padding + IGNORE, "position_ids": padding, "num_items_in_batch": labels}
+    ways: dict[str, Callable[[], Iterator[dict[str, Any]]]] = dict(
+        zip(WAYS, (elastic, packing, fixed, no_messages), strict=True)
+    )
     forwards = {way: len(list(batches())) for way, batches in ways.items()}
     losses = {way: _step(model, list(batches())) for way, batches in ways.items()}
     for way, loss in losses.items():
@@ -115,7 +142,7 @@ def measure(kind: str, samples: int, rounds: int) -> dict[str, Any]:
             raise SystemExit(f"{way} has the loss {loss}, the fixed mesh {losses['fixed']}")
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(rounds):
-        for way in (*WAYS[number % 3 :], *WAYS[: number % 3]):
+        for way in (*WAYS[number % 4 :], *WAYS[: number % 4]):
             dist.barrier()
             start = time.perf_counter()
             _step(model, list(ways[way]()))
@@ -123,6 +150,15 @@ def measure(kind: str, samples: int, rounds: int) -> dict[str, Any]:
             dist.all_reduce(took, dist.ReduceOp.MAX)
             seconds[way].append(took.item())
     return {"tokens": sum(lengths), "forwards": forwards, "seconds": seconds, "losses": losses}
+
+
+def measured_hardware(ranks: int) -> str:
+    """Return the path of a file of `longspan bench link`, measured by these ranks."""
+    config = BenchConfig("link", parallel=ParallelConfig(1, 1, ranks, 1), dtype="fp32")
+    text = as_toml(measure_hardware(config, torch.device("cpu"), "here", "in the same job"))
+    path = Path(tempfile.mkdtemp(), "link.toml")
+    path.write_text(text)
+    return str(path)
 
 
 def _step(model: Any, batches: list[dict[str, Any]]) -> float:

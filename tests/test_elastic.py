@@ -111,7 +111,7 @@ FULL_RANGE: Case = ((3000, 1400, 1300, 700, 30, 700, 55, 210, 120, 90, 500, 450,
 @pytest.mark.parametrize("mesh", [{"ulysses": 4}, {"ring": 4}, {"ulysses": 2, "ring": 2}, {"ulysses": 2, "data": 2}])
 def test_equals_one_process(pool4: RankPool, mesh: dict[str, int]) -> None:
     (rounds,) = _check(pool4, "Llama", mesh, SHORT, fsdp=mesh != {"ring": 4}, cut=mesh == {"ulysses": 4})
-    assert widths(rounds) >= {1, 2}
+    assert len(widths(rounds)) > 1
 
 
 def test_two_ranks(pool2: RankPool) -> None:
@@ -302,6 +302,10 @@ def _refusals() -> None:
         longspan.schedule([5, 0], sp, model, tokens_per_rank=8)
     with pytest.raises(LongspanError, match=r"sample 0 has 70 tokens, and 4 ranks of 16 tokens hold 64; .*at least 5"):
         longspan.schedule([70], sp, model, tokens_per_rank=16)
+    with pytest.raises(LongspanError, match="rank 2 would schedule by other hardware than the rest"):
+        longspan.schedule([5], sp, model, tokens_per_rank=8, gpu="h200" if sp.rank == 2 else "h100")
+    with pytest.raises(LongspanError, match="h10.* is unknown" if sp.rank == 2 else "rank 2 cannot read its hardware"):
+        longspan.schedule([5], sp, model, tokens_per_rank=8, gpu="h10" if sp.rank == 2 else None)
     with pytest.raises(LongspanError, match=r"3 ranks cannot share a sequence in a group of 4; allowed are 1, 2, 4"):
         model(**mine, sequence_width=3)
     # Neighbours that disagree about their group, or about its batch.

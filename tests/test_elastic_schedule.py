@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -112,10 +113,24 @@ def test_costs_follow_the_planner() -> None:
     costs = costs_on(Mesh(1, 1, 4))
     for width, n in itertools.product((1, 4), (16, 100, 777, 30_000)):
         whole = costs._row(n, width)
-        assert costs.row(width) + costs.sample(n, width) == pytest.approx(whole, rel=0.02)
+        assert costs.row(width) + costs.samples([n], width)[0] == pytest.approx(whole, rel=0.02)
     assert costs.row(1) == pytest.approx(0, abs=1e-5) and costs.row(4) > 0
     unknown = SampleCosts(None, Job(context=1), Mesh(1, 1, 4), read_hardware("h100"))
-    assert unknown.sample(100, 4) == 25 and unknown.row(4) == unknown.weights == 0
+    assert unknown.samples([100], 4) == [25] and unknown.row(4) == unknown.weights == 0
+
+
+def test_slow_links_make_narrow_groups() -> None:
+    """Where messages take longest, steps take at most 1.15 of the least time: no sample wider than its tokens need."""
+    h100 = read_hardware("h100")
+    slow = replace(h100, gpus_per_node=1, inter=replace(h100.inter, bandwidth=1e8))
+    for ranks, count in itertools.product((4, 8), (64, 128, 500)):
+        lengths = lengths_of("log-normal", count)
+        room = -(-max(lengths) // ranks)
+        costs = SampleCosts(MODEL, Job(context=1, weight_sharding=False), Mesh(1, 1, ranks), slow)
+        narrowest = [next(w for w in widths_of(ranks) if n <= w * room) for n in lengths]
+        least = sum(w * costs.samples([n], w)[0] for n, w in zip(lengths, narrowest, strict=True)) / ranks
+        schedule = make_schedule(lengths, costs, room)
+        assert sum(map(max, schedule.seconds)) < 1.15 * least, (ranks, count)
 
 
 def test_refusals() -> None:

@@ -261,7 +261,7 @@ def test_elastic_batches_train_as_documents_one_by_one_and_resume_to_the_bit(
     config = small_run(llama, tmp_path / "one by one", data=str(data), pack="none", batch=8, steps=4, ulysses=2)
     train_on(pool2, config)
     expected = losses_of(config.out)
-    elastic = replace(config, out=tmp_path / "elastic", pack="auto", elastic=True)
+    elastic = replace(config, out=tmp_path / "elastic", pack="auto", elastic=True, gpu="l40s")
     train_on(pool2, elastic)
     assert losses_of(elastic.out) == pytest.approx(expected, rel=1e-4)
     resumed = cut_after(elastic, 2, tmp_path / "resumed")
@@ -274,6 +274,7 @@ def test_elastic_batches_train_as_documents_one_by_one_and_resume_to_the_bit(
     assert losses_of(other.out) == pytest.approx(expected, rel=1e-4)
     for change, message in (
         ({"pack": "best-fit"}, "--elastic takes documents one by one, and --pack best-fit does not"),
+        ({"elastic": False, "gpu": "h100"}, "--gpu h100 is for the schedule of --elastic"),
         ({"micro_batch": 2}, "--micro-batch 2: with --elastic the schedule decides"),
         ({"optimizer_in_backward": True, "clip": 0}, "--elastic accumulates gradients over rounds"),
     ):

@@ -13,6 +13,7 @@ of the rounds add to the mean over the labels of all samples, and their gradient
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,9 +82,12 @@ class Elastic:
         sp: the model's sharding. Collective if its groups of all widths are not made yet.
         model: a transformers model, sharded or not.
         tokens_per_rank: most tokens of a rank in a round.
+        gpu: hardware by which the schedule computes times; None: the device, with the links of the catalogue.
     """
 
-    def __init__(self, sp: SequenceSharding, model: nn.Module, tokens_per_rank: int) -> None:
+    def __init__(
+        self, sp: SequenceSharding, model: nn.Module, tokens_per_rank: int, gpu: str | os.PathLike[str] | None = None
+    ) -> None:
         check_number("tokens_per_rank", tokens_per_rank, 1, LARGEST_COUNT, whole=True)
         inner = transformers_model(model)
         if inner.loss_type == "ForSequenceClassification":
@@ -92,7 +96,7 @@ class Elastic:
         self.sp, self.model, self.tokens_per_rank = sp, inner, tokens_per_rank
         self.shifts = inner.loss_type not in ("ForMaskedLM", "ForTokenClassification")
         self.own_positions = own_positions(inner)
-        self.costs = sample_costs(inner, sp)
+        self.costs = sample_costs(inner, sp, gpu)
         if not sp.has_widths:
             sp.of_width(1)
 
@@ -137,24 +141,34 @@ class Elastic:
 
 
 @checked_call(sp=lambda _, sp: check_sharding(sp))
-def schedule(lengths: Sequence[int], sp: SequenceSharding, model: nn.Module, *, tokens_per_rank: int) -> Schedule:
+def schedule(
+    lengths: Sequence[int],
+    sp: SequenceSharding,
+    model: nn.Module,
+    *,
+    tokens_per_rank: int,
+    gpu: str | os.PathLike[str] | None = None,
+) -> Schedule:
     """Return which ranks compute which samples of a batch, in which round.
 
     Long samples get many ranks and short ones share a rank, so that in each round all ranks are busy about equally
-    long, by the planner's costs. Equal arguments give equal schedules. The first call with `sp` is collective: it makes
-    the process groups of all widths.
+    long, by the planner's costs. Equal arguments give equal schedules. Collective: ranks compare their hardware, and
+    the first call with `sp` makes the process groups of all widths.
 
     Args:
         lengths: tokens of each sample.
         sp: the sharding of the model. A sample gets a divisor of `sp.size` ranks.
         model: a transformers model, sharded or not; the planner reads its sizes.
         tokens_per_rank: the most tokens of a rank in a round, limited by its memory.
+        gpu: hardware by which times are computed: a name of `longspan plan --gpu`, or a file of `longspan bench link`,
+            which knows how fast your links are. Slow links make narrower groups. Default: this device, with the links
+            of the catalogue.
 
     Raises:
         LongspanError: for a sample without tokens, or one that the ranks of a sequence group cannot hold, with the mesh
-            that would; for a model whose loss is one of rows.
+            that would; for a model whose loss is one of rows; for unknown hardware, or another on some rank.
     """
-    return Elastic(sp, model, tokens_per_rank).schedule(list(lengths))
+    return Elastic(sp, model, tokens_per_rank, gpu).schedule(list(lengths))
 
 
 @checked_call(sp=lambda _, sp: check_sharding(sp))
@@ -167,6 +181,7 @@ def elastic_batches(
     tokens_per_rank: int,
     epochs: int = 1,
     seed: int | None = None,
+    gpu: str | os.PathLike[str] | None = None,
 ) -> ElasticBatches:
     """Return a loader of steps in which each sample is computed by as many ranks as its length needs.
 
@@ -179,7 +194,7 @@ def elastic_batches(
     Args:
         dataset: has a length and items `{"input_ids": ids}` with optional `labels` (unshifted, -100 for no loss): lists
             or tensors of integers.
-        sp, model, tokens_per_rank: of `longspan.schedule`.
+        sp, model, tokens_per_rank, gpu: of `longspan.schedule`.
         tokens_per_step: most tokens of an optimizer step, of all ranks.
         epochs: passes over the data set.
         seed: shuffles each pass; None keeps the order.
@@ -197,7 +212,7 @@ def elastic_batches(
         check_number("seed", seed, 0, 1 << 62, whole=True)
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise LongspanError(f"`dataset` needs a length and items by number, got {describe(dataset)}")
-    return ElasticBatches(dataset, Elastic(sp, model, tokens_per_rank), tokens_per_step, epochs, seed)
+    return ElasticBatches(dataset, Elastic(sp, model, tokens_per_rank, gpu), tokens_per_step, epochs, seed)
 
 
 class ElasticBatches:

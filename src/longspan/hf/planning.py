@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import zlib
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, cast
@@ -18,9 +19,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from longspan.comm.consistency import gather_numbers
+from longspan.comm.errors import raise_on_every_rank
 from longspan.comm.mesh import SequenceSharding
 from longspan.core.errors import LongspanError
 from longspan.core.experts import Experts
+from longspan.core.formatting import format_ranks, odd_ones
 from longspan.core.memory import FASTEST, Memory
 from longspan.core.parallel import RingImpl, TensorStyle
 from longspan.hf.support import attention_layers, decoder_layers, mixer_layers
@@ -272,8 +275,27 @@ def hardware_of_ranks(rank_memory: float | None, ranks_here: int) -> Hardware:
     return hardware_of(device, None if rank_memory is None else 1e9 * rank_memory, ranks_here)
 
 
-def sample_costs(model: PreTrainedModel, sp: SequenceSharding) -> SampleCosts:
-    """Return the costs of elastic batches' samples, for a model that is, or will be, sharded over `sp` by FSDP."""
+def sample_costs(model: PreTrainedModel, sp: SequenceSharding, gpu: str | os.PathLike[str] | None) -> SampleCosts:
+    """Return the costs of elastic batches' samples, for a model that is, or will be, sharded over `sp` by FSDP.
+
+    `gpu`: hardware by name or file; None: this device, with the links of the catalogue. Collective.
+    """
+    problem, hardware, speeds = None, CATALOGUE["cpu"], 0
+    try:
+        hardware = hardware_of(sp.device) if gpu is None else read_hardware(gpu)
+        speeds = zlib.crc32(repr(dataclasses.replace(hardware, memory_bytes=1.0)).encode())
+    except LongspanError as error:
+        problem = error
+    group = sp.host_group
+    rows = [[0, 0]] if group is None else gather_numbers([problem is not None, speeds], group, torch.device("cpu"))
+    raise_on_every_rank(problem, group, "cannot read its hardware", [bool(row[0]) or group is None for row in rows])
+    odd = odd_ones([row[1] for row in rows])
+    if group is not None and odd:
+        ranks = format_ranks([dist.get_global_rank(group, i) for i in odd])
+        raise LongspanError(
+            f"{ranks} would schedule by other hardware than the rest, and so differently (gpu={gpu!r}); give every "
+            f"rank the same name or file"
+        )
     state = getattr(model, "longspan_state", None)
     job = Job(
         context=1,
@@ -289,7 +311,7 @@ def sample_costs(model: PreTrainedModel, sp: SequenceSharding) -> SampleCosts:
         shape = shape_of_model(model)
     except LongspanError:  # a family or a layer that the planner does not know
         shape = None
-    return SampleCosts(shape, job, mesh, hardware_of(sp.device))
+    return SampleCosts(shape, job, mesh, hardware)
 
 
 MODALITIES = ("image", "video")

@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import listed
@@ -29,11 +30,10 @@ from longspan.plan.hardware import Hardware
 from longspan.plan.job import CostContext, Job, Mesh
 from longspan.plan.models.shape import ModelShape
 
-_SHORTEST = 16  # tokens; shorter samples cost in proportion
-_PER_OCTAVE = 4  # lengths whose costs are computed; between them they are interpolated
+_SHORTEST = 32  # tokens; shorter samples cost in proportion
+_PER_OCTAVE = 3  # lengths whose costs are computed; between them they are interpolated
 _SLACK = 1.02  # what a rank may have over the mean before a sample gets more ranks
 _GOOD = 1.03  # of the ideal time; below it more rounds are not tried
-_TRIES = 2  # of more rounds, after the best
 
 
 @dataclass(frozen=True)
@@ -52,22 +52,16 @@ class SampleCosts:
     mesh: Mesh
     hardware: Hardware
     _rows: dict[tuple[int, int], float] = field(default_factory=dict, compare=False, repr=False)
-    _samples: dict[tuple[int, int], float] = field(default_factory=dict, compare=False, repr=False)
 
-    def sample(self, tokens: int, width: int) -> float:
-        """Return the seconds that a sample adds to a row, for each of the row's `width` ranks."""
-        key = tokens, width
-        if key not in self._samples:
-            shortest = self._row(_SHORTEST, width) - self.row(width)
-            if tokens <= _SHORTEST:
-                seconds = shortest * tokens / _SHORTEST
-            else:
-                step = math.floor(_PER_OCTAVE * math.log2(tokens / _SHORTEST))
-                low, high = (math.ceil(_SHORTEST * 2 ** (i / _PER_OCTAVE)) for i in (step, step + 1))
-                part = (tokens - low) / (high - low)
-                seconds = (1 - part) * self._row(low, width) + part * self._row(high, width) - self.row(width)
-            self._samples[key] = seconds
-        return self._samples[key]
+    def samples(self, lengths: Sequence[int], width: int) -> list[float]:
+        """Return the seconds that each sample adds to a row, for each of the row's `width` ranks."""
+        grid, base = [0.0, float(_SHORTEST)], self.row(width)
+        while lengths and grid[-1] < max(lengths):
+            grid.append(math.ceil(_SHORTEST * 2 ** ((len(grid) - 1) / _PER_OCTAVE)))
+        seconds = [0.0, *(self._row(int(tokens), width) - base for tokens in grid[1:])]
+        slopes = [(y - x) / (b - a) for (a, b), (x, y) in zip(pairwise(grid), pairwise(seconds), strict=True)]
+        places = (bisect.bisect_left(grid, n) - 1 for n in lengths)
+        return [seconds[i] + slopes[i] * (n - grid[i]) for n, i in zip(lengths, places, strict=True)]
 
     def row(self, width: int) -> float:
         """Return the seconds of a row that do not depend on its samples: of messages, however short."""
@@ -75,7 +69,7 @@ class SampleCosts:
 
     @cached_property
     def weights(self) -> float:
-        """Seconds of the weights' communication in a round, which computing may hide."""
+        """Seconds of the weights' communication in a round, which a GPU overlaps with computing."""
         if self.model is None:
             return 0.0
         c = CostContext(self.model, self.job, self.mesh, self.hardware.on_cpu)
@@ -168,17 +162,17 @@ def make_schedule(lengths: Sequence[int], costs: SampleCosts, tokens_per_rank: i
         return Schedule((), ranks, ())
     samples = _Samples(lengths, costs, tokens_per_rank)
     fewest = -(-sum(lengths) // (ranks * tokens_per_rank))
-    most = len(lengths) + 1  # each sample alone in a round of its own fits
-    best, rounds, tries = _packed(samples, fewest), fewest, 0
-    ideal = samples.seconds_narrowest / ranks
-    while best is None or (best.total > _GOOD * ideal and tries < _TRIES and rounds < most):
-        rounds = min(most, rounds + 1 + rounds // 8)
-        if best is not None and rounds * costs.weights >= best.total:
-            break
-        other = _packed(samples, rounds)
-        if best is None or (other is not None and other.total < best.total):
-            best, tries = other, 0
-        tries += 1
+    best, rounds = None, fewest - 1
+    while best is None:  # each sample alone in a round of its own fits
+        rounds = min(len(lengths) + 1, rounds + 1 + rounds // 8)
+        best = _packed(samples, rounds, _SLACK * samples.target(rounds))
+    # With more rounds no sample is wider than its tokens need, but weights are gathered more often.
+    most = max(rounds, samples.rounds_of_narrowest)
+    for more in sorted({rounds, most}):
+        if best.total > max(_GOOD * samples.seconds_narrowest / ranks, more * costs.weights):
+            other = _packed(samples, more, math.inf)
+            if other is not None and other.total < best.total:
+                best = other
     return best.schedule()
 
 
@@ -206,9 +200,12 @@ class _Samples:
         self.widths = widths_of(self.size)
         self.order = sorted(range(len(lengths)), key=lambda index: (lengths[index], -index))
         self.lengths = [lengths[index] for index in self.order]
-        self.seconds = {width: [costs.sample(n, width) for n in self.lengths] for width in self.widths}
-        narrowest = (next(w for w in self.widths if n <= w * room) for n in self.lengths)
+        self.seconds = {width: costs.samples(self.lengths, width) for width in self.widths}
+        narrowest = [next(w for w in self.widths if n <= w * room) for n in self.lengths]
         self.seconds_narrowest = sum(w * self.seconds[w][place] for place, w in enumerate(narrowest))
+        # No two samples that need several ranks fit into one group, or a narrower one would do for one of them.
+        of_one = sum(n for n, w in zip(self.lengths, narrowest, strict=True) if w == 1)
+        self.rounds_of_narrowest = -(-(sum(w for w in narrowest if w > 1) + -(-of_one // room)) // self.ranks) + 1
         self.sums = {width: [0.0, *itertools.accumulate(self.seconds[width])] for width in self.widths}
 
     def ends(self, limit: float) -> dict[int, int]:
@@ -253,9 +250,9 @@ class _Full(Exception):
     """The samples do not fit in so many rounds."""
 
 
-def _packed(samples: _Samples, rounds: int) -> _Packing | None:
+def _packed(samples: _Samples, rounds: int, limit: float) -> _Packing | None:
     """Return the samples in so many rounds, or None if they do not fit."""
-    packing = _Packing(samples, rounds)
+    packing = _Packing(samples, rounds, limit)
     try:
         packing.fill()
     except _Full:
@@ -266,30 +263,43 @@ def _packed(samples: _Samples, rounds: int) -> _Packing | None:
 class _Packing:
     """Samples in groups of `rounds` rounds.
 
-    Samples that need several ranks come first, the longest first, each in the fullest group of its width that has time
-    for it (best-fit decreasing). The others go to the group that is least busy, the longest first.
+    A sample gets the fewest ranks that hold it and take at most `limit` seconds. Samples of several ranks come first,
+    the longest first, each in the fullest group of its width that has time for it (best-fit decreasing). The others go
+    to the rank that is least busy for its round, the longest first.
     """
 
-    def __init__(self, samples: _Samples, rounds: int) -> None:
-        self.samples, self.target = samples, samples.target(rounds)
+    def __init__(self, samples: _Samples, rounds: int, limit: float) -> None:
+        self.samples, self.limit = samples, limit
         self.used = [[False] * samples.ranks for _ in range(rounds)]
         self.groups = list[_Open]()
+        self.height = [0.0] * rounds  # seconds of each round's busiest rank before samples are spread
 
     def fill(self) -> None:
-        samples, ends = self.samples, self.samples.ends(_SLACK * self.target)
+        samples, ends = self.samples, self.samples.ends(self.limit)
         starts = [0, *ends.values()]
         for number in range(len(samples.widths) - 1, 0, -1):
             width = samples.widths[number]
             self._fill_wide(width, range(ends[width] - 1, starts[number] - 1, -1))
+        for group in self.groups:
+            self.height[group.round] = max(self.height[group.round], group.load)
         for number, used in enumerate(self.used):
             for rank in range(samples.ranks):
                 if not used[rank]:
                     self._opened(number, rank, 1)
+        self._raise_empty_rounds(samples.sums[1][ends[1]])
         self._spread(range(ends[1] - 1, -1, -1), 1)
+
+    def _raise_empty_rounds(self, seconds: float) -> None:
+        """Let rounds of single ranks alone have what ranks beside wider groups have no time for, of so many seconds."""
+        beside = [g for g in self.groups if g.width == 1 and self.height[g.round]]
+        seconds -= sum(self.height[group.round] for group in beside)
+        empty = self.height.count(0.0)
+        if empty and seconds > 0:
+            self.height = [height or seconds / (empty * self.samples.ranks) for height in self.height]
 
     def _fill_wide(self, width: int, places: Iterable[int]) -> None:
         samples, blocks, late = self.samples, self._free_blocks(width), list[int]()
-        limit, groups = _SLACK * self.target, list[tuple[float, int, _Open]]()  # ascending
+        limit, groups = self.limit, list[tuple[float, int, _Open]]()  # ascending
         for place in places:
             n, seconds = samples.lengths[place], samples.seconds[width][place]
             at = bisect.bisect_right(groups, (limit - seconds, len(groups))) - 1
@@ -319,12 +329,12 @@ class _Packing:
         return self.groups[-1]
 
     def _spread(self, places: Iterable[int], least_width: int) -> None:
-        """Put each sample into the group of at least this width that is then least busy."""
-        samples = self.samples
+        """Put each sample into the group of at least this width that is then least busy for its round."""
+        samples, height = self.samples, self.height
         heaps: dict[int, list[tuple[float, int, _Open]]] = {w: [] for w in samples.widths if w >= least_width}
         for group in self.groups:
             if group.width >= least_width:
-                heaps[group.width].append((group.load, group.number, group))
+                heaps[group.width].append((group.load - height[group.round], group.number, group))
         for heap in heaps.values():
             heapq.heapify(heap)
         waiting = list[tuple[int, int, _Open]]()  # of groups without room for the last sample: minus their room
@@ -332,7 +342,7 @@ class _Packing:
             n, chosen, least = samples.lengths[place], 0, math.inf
             while waiting and -waiting[0][0] >= n:
                 _, number, group = heapq.heappop(waiting)
-                heapq.heappush(heaps[group.width], (group.load, number, group))
+                heapq.heappush(heaps[group.width], (group.load - height[group.round], number, group))
             for width, heap in heaps.items():
                 while heap and heap[0][2].tokens + n > width * samples.room:
                     _, number, group = heapq.heappop(heap)
@@ -343,7 +353,7 @@ class _Packing:
                 raise _Full
             _, number, group = heaps[chosen][0]
             self._put(group, place)
-            heapq.heapreplace(heaps[chosen], (group.load, number, group))
+            heapq.heapreplace(heaps[chosen], (group.load - height[group.round], number, group))
 
     def _put(self, group: _Open, place: int) -> None:
         group.load += self.samples.seconds[group.width][place]
@@ -364,8 +374,10 @@ class _Packing:
     @property
     def total(self) -> float:
         """Seconds of all rounds."""
-        weights = self.samples.costs.weights
-        return sum(max(*row, weights) for row in self.seconds)
+        costs = self.samples.costs
+        if costs.hardware.overlaps:
+            return sum(max(*row, costs.weights) for row in self.seconds)
+        return sum(map(max, self.seconds)) + costs.weights * len(self.seconds)
 
     def schedule(self) -> Schedule:
         rounds = [list[Group]() for _ in self.used]

@@ -20,6 +20,7 @@ from longspan.core.validation import (
     path_of,
 )
 from longspan.hf.pretrained import is_adapter, tokenizer_of
+from longspan.plan.hardware import read_hardware
 from longspan.ranks.job import RankFlags
 from longspan.train.trackers import names_of
 
@@ -104,6 +105,10 @@ class DataSection:
     elastic: bool = False
     """Give each document as many ranks as its length needs, and let short ones share a rank: the documents of a step
     (--batch) run in rounds. A rank has at most --context / (ring x ulysses) tokens at a time. Implies --pack none."""
+    gpu: str | None = None
+    """With --elastic: the hardware by which the schedule computes times, a name of `longspan plan --gpu` or a file of
+    `longspan bench link`, which knows how fast your links are. By default this device, with the links of the catalogue.
+    """
     pack_window: int = 32
     """With --pack best-fit, documents of about this many sequences are packed at a time. A larger window needs less
     padding, but more memory, and time before the first step."""
@@ -134,6 +139,10 @@ class DataSection:
         if self.elastic and (self.pack not in ("auto", "none") or self.dpo is not None):
             other = "--dpo" if self.dpo is not None else f"--pack {self.pack}"
             raise LongspanError(f"--elastic takes documents one by one, and {other} does not; leave one of them out")
+        if self.gpu is not None:
+            if not self.elastic:
+                raise LongspanError(f"--gpu {self.gpu} is for the schedule of --elastic; give both, or leave it out")
+            read_hardware(self.gpu)
         if self.pack in ("stream", "documents") and self.too_long != "truncate":
             raise LongspanError(
                 f"--too-long {self.too_long}: --pack {self.pack} cuts documents and drops none; use --pack best-fit"

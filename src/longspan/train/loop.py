@@ -119,7 +119,8 @@ class Trainer:
         self.generation_config = self.model.generation_config if config.model.model else None
         self.elastic: Elastic | None = None
         if config.data.elastic:
-            self.elastic = Elastic(self.sp, self.model, -(-config.context_tokens // self.sp.size))
+            room = -(-config.context_tokens // self.sp.size)
+            self.elastic = Elastic(self.sp, self.model, room, config.data.gpu)
         self.optimizer = make_optimizer(self.model, config, self.sp.device)
         self.step = self.tokens = 0
         self.data_state: dict[str, Any] | None = None
