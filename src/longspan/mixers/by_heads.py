@@ -14,8 +14,7 @@ from torch import Tensor
 
 from longspan.comm.collectives import all_gather
 from longspan.comm.mesh import group_name
-from longspan.comm.reshard import heads_to_seq, seq_to_heads
-from longspan.core.heads import split_heads
+from longspan.comm.reshard import heads_to_seq, seq_to_heads, shard_sizes
 from longspan.core.layout import Layout
 from longspan.mixers.chunk_states import pass_states
 from longspan.mixers.fragments import fragment_table
@@ -57,13 +56,13 @@ def run_by_heads(
         decay = decay.squeeze(-1)
 
     # All tokens of my heads, as on one device.
-    shards = split_heads(heads, heads, sp.size)
-    mine = shards[sp.rank]
+    sizes = shard_sizes(heads, sp.size)
+    first, mine = sum(sizes[: sp.rank]), sizes[sp.rank]
     link = zero_of(q, k, v, decay, beta, initial_state)  # a rank without heads takes part in each backward
     out, state = v + link, v.new_zeros(batch, 0, K, V, dtype=tokens.state_dtype) + link
-    if mine.q_heads:
+    if mine:
         if initial_state is not None:
-            initial_state = initial_state[:, mine.q_start : mine.q_stop]
+            initial_state = initial_state[:, first : first + mine]
         table, gathered = fragment_table(Layout(), 0, length, batch, segments), Tokens(q, k, v, decay, beta)
         out, final = pass_states(mixer, gathered, table, None, initial_state=initial_state, return_state=return_state)
         state = state if final is None else final
@@ -71,6 +70,5 @@ def run_by_heads(
     out = heads_to_seq(out_BShV, sp.group, heads=heads)
     if not return_state:
         return out, None
-    most = max(shard.q_heads for shard in shards)
-    states = all_gather(F.pad(state, (0, 0, 0, 0, 0, most - state.shape[1])).unsqueeze(0), group_name(sp.group))
-    return out, torch.cat([x[:, : shard.q_heads] for x, shard in zip(states, shards, strict=True)], 1)
+    states = all_gather(F.pad(state, (0, 0, 0, 0, 0, sizes[0] - mine)).unsqueeze(0), group_name(sp.group))
+    return out, torch.cat([x[:, :n] for x, n in zip(states, sizes, strict=True)], 1)
