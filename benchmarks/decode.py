@@ -31,7 +31,7 @@ from torch import Tensor
 import longspan
 from benchmarks import common
 from longspan.bench.meters import count_sent
-from longspan.comm.digests import local_part
+from longspan.comm.consistency import local_part
 from longspan.plan import Job, Mesh, cost, read_hardware, read_model
 from longspan.plan.generation import peak_items
 from longspan.plan.job import CostContext

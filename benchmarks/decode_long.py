@@ -25,7 +25,7 @@ from torch import Tensor
 import longspan
 from benchmarks import common
 from longspan.cache.static import StaticDecode
-from longspan.comm.digests import local_part
+from longspan.comm.consistency import local_part
 from longspan.core.heads import split_heads
 from longspan.hf.state import state_of
 from tests.pool import RankPool

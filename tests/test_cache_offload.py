@@ -12,7 +12,7 @@ from torch import Tensor
 import longspan
 from longspan.cache import offload
 from longspan.cache.layer_cache import LayerCache
-from longspan.cache.offload import OffloadedLayerCache, PlainCopier, Staging
+from longspan.cache.offload import OffloadedLayerCache, Staging
 from tests.generating import PROMPT, generated, made, parallelized, prompt
 from tests.pool import RankPool
 from tests.side_stream import LateCopy, LateSide
@@ -167,6 +167,6 @@ def test_one_device_and_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
     assert 0 < cache.device_nbytes <= cache.nbytes
     monkeypatch.setattr(offload, "free_memory", lambda: 1000)
-    store = OffloadedLayerCache(Staging(PlainCopier(), CPU))
+    store = OffloadedLayerCache(Staging(_Poisoned(), CPU))
     with pytest.raises(longspan.LongspanError, match=r"2,048 bytes more, and 1,000 bytes are free .* dtype='int8'"):
         store.append(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from benchmarks.plain_collectives import naive_all_gather, ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from longspan.bench.meters import Sent, count_sent
-from longspan.comm.errors import on_every_rank
-from longspan.comm.objects import broadcast_object, gather_objects
+from longspan.comm.objects import broadcast_object, gather_objects, on_every_rank
 from longspan.core.errors import LongspanError
 from tests.pool import RankPool
 from tests.tolerance import MARGIN, eps, units

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from longspan.comm.digests import ROW, Digester, digests_of, weights_of
+from longspan.comm.consistency import ROW, Digester, digests_of, weights_of
 
 DIGEST = Digester(torch.device("cpu"))
 

@@ -117,13 +117,12 @@ def test_blocks_are_those_of_brute_force(problem: tuple[Mask, int, int, Layout, 
             assert not blocks.parts[block]
             continue
         seen, expected = _brute_force(mask, blocks, block, made.counts)
-        found = classes(made.lists.tensors, made.counts)
+        found = classes(made.lists, made.counts)
         assert torch.equal(found.expand(batch, -1, -1, -1), expected.expand(batch, -1, -1, -1))
-        lists = made.lists  # a GPU reads both kinds with the strides of one
-        for partial, full in ((lists.partial, lists.full), (lists.partial_q, lists.full_q)):
-            assert full is None or partial.indices.stride() == full.indices.stride()
+        for partial, full in (made.lists[1:4:2], made.lists[5::2]):  # a GPU reads both kinds with the strides of one
+            assert partial is not None and (full is None or partial.stride() == full.stride())
         at = (torch.arange(size) for size in (batch, 1, *(count * SIZE for count in made.counts)))
-        assert torch.equal(over_indices(made.mask_mod(0), *at)[:, 0], seen.expand(batch, -1, -1))
+        assert torch.equal(over_indices("mask", made.mask_mod(0), *at)[:, 0], seen.expand(batch, -1, -1))
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -137,7 +136,7 @@ def test_blocks_of_keys_of_another_length() -> None:
         (made,) = flex.FLEX.prepare(blocks)
         assert made is not None and made.counts == (4, 8)
         _, expected = _brute_force(mask, blocks, 0, made.counts)
-        assert torch.equal(classes(made.lists.tensors, made.counts), expected)
+        assert torch.equal(classes(made.lists, made.counts), expected)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -156,10 +155,12 @@ def test_a_mask_function_is_not_called_by_prepare() -> None:
     made = flex.FLEX.prepare(blocks)
     assert not asked
     for mine, other in zip(made, plain, strict=True):
-        assert mine is not None and other is not None and mine.lists.full is None and mine.lists.full_q is None
-        expected = classes(other.lists.tensors, other.counts)
-        assert (expected == 2).any() and torch.equal(classes(mine.lists.tensors, mine.counts), (expected > 0).long())
-        over_indices(mine.mask_mod(0), *(torch.arange(size) for size in (2, 2, *(c * SIZE for c in mine.counts))))
+        assert mine is not None and other is not None and mine.lists[2:4] == mine.lists[6:] == (None, None)
+        expected = classes(other.lists, other.counts)
+        assert (expected == 2).any() and torch.equal(classes(mine.lists, mine.counts), (expected > 0).long())
+        over_indices(
+            "mask", mine.mask_mod(0), *(torch.arange(size) for size in (2, 2, *(c * SIZE for c in mine.counts)))
+        )
     assert asked
 
 
@@ -186,7 +187,7 @@ def test_blocks_of_a_long_sequence_are_small(n: int, document: int, share: int) 
         (made,) = flex.FLEX.prepare(blocks)
     assert made is not None
     everything = 4 * (n // flex.BLOCK) ** 2
-    lists = sum(x.nbytes for x in made.lists.tensors if x is not None)
+    lists = sum(x.nbytes for x in made.lists if x is not None)
     assert largest.nbytes <= max(everything // share, 8 * n)  # 8 n: the positions
     assert lists <= 4 * everything // share
 

@@ -17,7 +17,7 @@ from torch import Tensor
 import longspan
 from longspan.attn import prepare
 from longspan.attn.kernels import choice as kernels
-from longspan.attn.kernels import cudnn, flash, flex
+from longspan.attn.kernels import flash, flex
 from longspan.attn.kernels import tiled as tiles
 from longspan.attn.kernels.base import BlockKernel, KernelRequest
 from longspan.attn.mask import Mask
@@ -46,7 +46,10 @@ EXPLAINED = [
         "tiled: tiles through torch's flash attention for CPU, in fp32; by row 7 of longspan's table: what window -> ",
     ),
     ({"chunk_size": 3}, "sdpa: "),
-    ({"softcap": 3.0}, "tiled: sdpa cannot do softcap; tiles of 256 x 1024 as matrix products, because of the softcap"),
+    (
+        {"softcap": 3.0},
+        "tiled: sdpa cannot do softcap; tiles of 256 x 1024 as matrix products: ",
+    ),
     ({"prefix": 3}, "tiled: sdpa cannot do prefix; tiles through torch's flash attention for CPU, in fp32"),
     ({"sinks": torch.zeros(4), "alibi": torch.ones(4)}, "tiled: sdpa cannot do sinks or alibi; tiles through"),
     ({"window": 3, "causal": False}, "tiled: sdpa cannot do a window to both sides"),
@@ -159,7 +162,7 @@ def test_windows_and_documents_use_installed_flash(
 def test_the_choice_on_a_gpu_names_what_was_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(_on_a_gpu(monkeypatch, mask=LONG, dtype=torch.float32)) == (
         "tiled: flash needs fp16 or bf16, these tensors are float32; tiles of 256 x 1024 as matrix products: torch's "
-        "flash attention for GPUs does not take float32 with head_dim 64; by row 5 of longspan's table: device cuda, "
+        "flash attention does not take float32 with head_dim 64; by row 5 of longspan's table: device cuda, "
         "what window -> flash, tiled"
     )
     older = str(_on_a_gpu(monkeypatch, ring=2, capability=(8, 0)))
@@ -242,7 +245,10 @@ def test_a_custom_table_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 BAD_TABLES = [
     ("kernels = []", r"a kernel table is a list of \[\[row\]\]"),
     ("[[row]]\nwhat = 'causal'", r"row 1: kernels=None must be a list of names"),
-    ("[[row]]\nkernels = ['tiled']\n[[row]]\nkernels = ['flashy']", "row 2: kernels=.* 'flashy' is none of them"),
+    (
+        "[[row]]\nkernels = ['tiled']\n[[row]]\nkernels = ['flashy']",
+        r"row 2: kernels=\['flashy'\] must be a list of names \(.*tiled",
+    ),
     ("[[row]]\nkernels = ['tiled']\nwhat = 'sinks'", "what='sinks' must be one of mod, window, .*"),
     ("[[row]]\nkernels = ['tiled']\nwhat = ['causal', 'sinks']", "must be one of mod, window, .*, or a list of them"),
     ("[[row]]\nkernels = ['tiled']\ncapability = 9", 'capability=9 must be .*, such as "9.0"'),
@@ -282,18 +288,23 @@ class _Untrusted(BlockKernel):
     def prepare(self, blocks: Any) -> Any:
         return tiles.TILED.prepare(blocks)
 
-    def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
+    def accumulate(self, into: Any, *args: Any) -> None:
         self.calls += 1
-        out, lse = tiles.TILED.forward(*args)
+        tiles.TILED.accumulate(into, *args)
         if self.fault == "raises":
             raise RuntimeError("no execution plan\nmore")
+        out, lse = into.results()
         if self.fault == "one row":
             out[1, 2, 77] *= 1.5
-        return out, lse + (self.fault == "log-sum-exp")
+        if self.fault == "log-sum-exp":
+            lse += 1
 
-    def backward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = tiles.TILED.backward(*args)
-        return dq, dk * (1 - (self.fault == "dk")), dv + (torch.nan if self.fault == "NaN" else 0)
+    def accumulate_gradients(self, into: Any, *args: Any) -> None:
+        tiles.TILED.accumulate_gradients(into, *args)
+        if self.fault == "dk":
+            into[1].total().zero_()
+        if self.fault == "NaN":
+            into[2].total().fill_(torch.nan)
 
 
 @pytest.fixture
@@ -358,9 +369,9 @@ def test_ranks_agree_on_a_kernel_that_works_everywhere(
 
 @pytest.mark.parametrize("name", ["cudnn", "flash3"])
 def test_kernels_of_gpus_pass_their_check(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(cudnn, "_cudnn", _cudnn)
-    monkeypatch.setattr(cudnn, "_cudnn_backward", _cudnn_backward)
-    monkeypatch.setattr(cudnn, "_unfit", lambda need: None)
+    monkeypatch.setattr(flash, "_cudnn", _cudnn)
+    monkeypatch.setattr(flash, "_cudnn_backward", _cudnn_backward)
+    monkeypatch.setattr(flash, "_unfit_for_cudnn", lambda need: None)
     monkeypatch.setattr(tiles, "for_device", lambda *xs: list(xs))
     monkeypatch.setattr(flash, "missing_flash", lambda *_: None)
     monkeypatch.setattr(flash, "activate_flash", lambda _: None)
@@ -484,9 +495,9 @@ CUDNN = ["gqa", "bidirectional", "documents and padding", "sinks", "prefix", "ch
 
 @pytest.mark.parametrize("name", CUDNN)
 def test_cudnn_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(cudnn, "_cudnn", _cudnn)
-    monkeypatch.setattr(cudnn, "_cudnn_backward", _cudnn_backward)
-    monkeypatch.setattr(cudnn, "_unfit", lambda need: None)
+    monkeypatch.setattr(flash, "_cudnn", _cudnn)
+    monkeypatch.setattr(flash, "_cudnn_backward", _cudnn_backward)
+    monkeypatch.setattr(flash, "_unfit_for_cudnn", lambda need: None)
     found = compare(CASES[name], one_device(), "cudnn")
     assert max(found.values()) <= MARGIN, found
 

@@ -220,9 +220,7 @@ def attention(
     if torch.compiler.is_compiling() and plan is None and _breaks_graphs(sp, options):
         out: Tensor = _uncompiled_attention(q, k, v, sp, kernel=kernel, **options)
         return out
-    given = AttentionOptions.of(options)
-    check_tensors(q, k, v)
-    shapes = Shapes.of(q, k, v, given.scores)
+    given, shapes = _read(q, k, v, options)
     if plan is None:
         plan = _cached_plan(shapes, sp, given, kernel)
     else:
@@ -255,9 +253,7 @@ def prepare_attention(
     the plan does none of that. Arguments and errors are those of `attention`; of the tensors only shape, dtype, device
     and `requires_grad` matter, and of `sinks`, `alibi` and `bias` whether they are given.
     """
-    given = AttentionOptions.of(options)
-    check_tensors(q, k, v)
-    shapes = Shapes.of(q, k, v, given.scores)
+    given, shapes = _read(q, k, v, options)
     mask, lengths = given.mask_and_lengths(shapes, sp)
     return prepare(shapes, sp, mask, given.scores, lengths, kernel, head_chunks=given.head_chunks)
 
@@ -273,14 +269,16 @@ def explain_kernel(
     Returns:
         The choice, with its `name` and `reason`; `str()` has both.
     """
+    given, shapes = _read(q, k, v, options)
+    (mask, lengths), scores, needs_lse = given.mask_and_lengths(shapes, sp), given.scores, given.head_chunks != 1
+    check_attention(shapes, sp, mask, scores, lengths)
+    return choose_kernel_and_overlap(shapes, sp, mask, scores, lengths, kernel, needs_lse=needs_lse)[1]
+
+
+def _read(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[AttentionOptions, Shapes]:
     given = AttentionOptions.of(options)
     check_tensors(q, k, v)
-    shapes, scores = Shapes.of(q, k, v, given.scores), given.scores
-    mask, lengths = given.mask_and_lengths(shapes, sp)
-    check_attention(shapes, sp, mask, scores, lengths)
-    needs_lse = given.head_chunks != 1
-    _, choice, _ = choose_kernel_and_overlap(shapes, sp, mask, scores, lengths, kernel, needs_lse=needs_lse)
-    return choice
+    return given, Shapes.of(q, k, v, given.scores)
 
 
 def _cached_plan(shapes: Shapes, sp: SequenceSharding, given: AttentionOptions, kernel: AnyKernel) -> AttentionPlan:

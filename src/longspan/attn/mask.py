@@ -7,14 +7,12 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from longspan.attn.segments import Segments
 from longspan.attn.tree import Trees, along_paths, read_trees, tree_regions
-from longspan.compat.torch_api import tree_leaves
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Span
 from longspan.core.regions import Region
@@ -265,12 +263,12 @@ class Mask:
             LongspanError: if the function does not return one boolean for each pair.
         """
         assert self.mask_mod is not None
-        uses_row, uses_head = _uses_row_and_head(self.mask_mod, i.device)
-        b = torch.arange(rows[0], rows[1] if uses_row else rows[0] + 1, device=i.device)
-        h = torch.arange(heads[0], heads[1] if uses_head else heads[0] + 1, device=i.device)
-        allowed = over_indices(self.mask_mod, b, h, i, j)
+        b, h = (torch.arange(*span, device=i.device) for span in (rows, heads))
+        allowed = over_indices("mask_mod", self.mask_mod, b, h, i, j)
         if allowed.dtype != torch.bool:
             raise LongspanError(f"mask_mod must return booleans, it returned {allowed.dtype}")
+        for dim in (0, 1):  # vmap expands what does not depend on an index
+            allowed = allowed.narrow(dim, 0, 1) if allowed.stride(dim) == 0 else allowed
         return allowed
 
     def check(self, batch: int, queries: int, keys: int) -> None:
@@ -340,54 +338,34 @@ def TreeMask(
     return Mask(window=window, chunk_size=chunk_size, mask_mod=mask_mod, nodes=nodes)
 
 
-def over_indices(function: Callable[..., Tensor], *indices: Tensor) -> Tensor:
-    """Call a function of scalar indices for all combinations of them by vmap: FlexAttention's calling convention."""
+def over_indices(name: str, function: Callable[..., Tensor], *indices: Tensor) -> Tensor:
+    """Call a function of scalar indices for all combinations of them by vmap: FlexAttention's calling convention.
+
+    Raises:
+        LongspanError: if the function, called `name`, returns no tensor.
+    """
+
+    def checked(*at: Tensor) -> Tensor:
+        value: object = function(*at)
+        if not isinstance(value, Tensor):
+            raise LongspanError(f"{name} must return a tensor for each pair, it returned {format_value(value)}")
+        return value
+
+    over = checked
     for dim in reversed(range(len(indices))):
-        function = torch.vmap(function, in_dims=tuple(0 if d == dim else None for d in range(len(indices))))
-    return function(*indices)
+        over = torch.vmap(over, in_dims=tuple(0 if d == dim else None for d in range(len(indices))))
+    return over(*indices)
 
 
 def row_groups(mask: Mask, batch: int) -> tuple[Span, ...]:
     """Return runs of batch rows [b0, b1) that have the same mask, so that one call can compute them."""
     if not mask.varies_by_row:
         return ((0, batch),)
-    masks = [
-        (
-            None if mask.segments is None else mask.segments[b],
-            None if mask.kv_segments is None else mask.kv_segments[b],
-            mask.prefix[b] if isinstance(mask.prefix, tuple) else None,
-            None if mask.bidirectional is None else mask.bidirectional[b],
-            None if mask.nodes is None else mask.nodes[b],
-        )
-        for b in range(batch)
-    ]
+    prefixes = mask.prefix if isinstance(mask.prefix, tuple) else None
+    by_row = mask.segments, mask.kv_segments, prefixes, mask.bidirectional, mask.nodes
+    masks = [tuple(None if rows is None else rows[b] for rows in by_row) for b in range(batch)]
     borders = [0, *(b for b in range(1, batch) if masks[b] != masks[b - 1]), batch]
     return tuple(itertools.pairwise(borders))
-
-
-class _WatchedIndex(Tensor):
-    """An index that records whether a function has used it."""
-
-    used = False
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for x in tree_leaves((args, kwargs)):
-            if isinstance(x, _WatchedIndex):
-                x.used = True
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-
-
-def _uses_row_and_head(mask_mod: MaskMod, device: torch.device) -> tuple[bool, bool]:
-    """Return whether a mask function uses the batch row and the head. Most use neither: one call serves all."""
-    b, h = (torch.zeros((), dtype=torch.int64, device=device).as_subclass(_WatchedIndex) for _ in range(2))
-    position = torch.zeros((), dtype=torch.int64, device=device)
-    allowed: object = mask_mod(b, h, position, position)
-    if not isinstance(allowed, Tensor):
-        raise LongspanError(
-            f"mask_mod must return a boolean tensor for (b, h, q, kv), it returned {format_value(allowed)}"
-        )
-    return b.used, h.used
 
 
 def _intersect(a: Span, b: Span) -> Span:

@@ -23,9 +23,8 @@ from longspan.attn.kernels.choice import (
     returns_lse,
 )
 from longspan.attn.mask import Mask, row_groups
-from longspan.attn.methods.base import AttentionMethod, SavedAttentions
+from longspan.attn.methods.base import AttentionMethod, LocalAttention, SavedAttentions
 from longspan.attn.methods.chunked import ChunkedUlysses, HeadChunk
-from longspan.attn.methods.local import LocalAttention
 from longspan.attn.methods.reference import ReferenceRing
 from longspan.attn.methods.ring import Ring
 from longspan.attn.methods.self_check import choose_checked
@@ -179,7 +178,23 @@ def _inner_method(
     kv_head_index = _kv_head_index(local, shapes.device)
     # Without a ring the tokens of the Ulysses ranks are one block, without padding.
     layout, group = (sp.layout, sp.ring_group) if sp.ring_size > 1 else (Layout(), None)
-    blocks = _blocks(shapes, layout, mask, scores, lengths, local, sp.ring_rank)
+    k_spans, source_ranks = layout.runs(lengths[1])
+    token_elements = local.q_heads * shapes.q[3] + local.kv_heads * (shapes.k[3] + shapes.v[3])
+    blocks = Blocks(
+        mask=mask,
+        kind=scores.kind,
+        batch=shapes.q[0],
+        heads=local.q_heads,
+        first_head=local.q_start,
+        lengths=lengths,
+        q_spans=tuple((a + mask.q_start, b + mask.q_start) for a, b in layout.block(lengths[0], sp.ring_rank)),
+        k_spans=k_spans,
+        source_ranks=source_ranks,
+        device=shapes.device,
+        token_bytes=token_elements * shapes.dtype.itemsize,
+        dtype=shapes.dtype,
+        head_dims=shapes.head_dims,
+    )
     if kernel is EAGER:
         return ReferenceRing(group, blocks, kv_head_index)
     if not returns_lse(kernel):
@@ -265,35 +280,6 @@ def _head_chunks(
 def _kv_head_index(shard: HeadShard, device: torch.device) -> Tensor | None:
     heads = shard.kv_head_index
     return None if heads is None else torch.tensor(heads, device=device)
-
-
-def _blocks(
-    shapes: Shapes,
-    layout: Layout,
-    mask: Mask,
-    scores: Scores,
-    lengths: Lengths,
-    local: HeadShard,
-    ring_rank: int,
-) -> Blocks:
-    k_spans, source_ranks = layout.runs(lengths[1])
-    q_spans = tuple((a + mask.q_start, b + mask.q_start) for a, b in layout.block(lengths[0], ring_rank))
-    token_elements = local.q_heads * shapes.q[3] + local.kv_heads * (shapes.k[3] + shapes.v[3])
-    return Blocks(
-        mask=mask,
-        kind=scores.kind,
-        batch=shapes.q[0],
-        heads=local.q_heads,
-        first_head=local.q_start,
-        lengths=lengths,
-        q_spans=q_spans,
-        k_spans=k_spans,
-        source_ranks=source_ranks,
-        device=shapes.device,
-        token_bytes=token_elements * shapes.dtype.itemsize,
-        dtype=shapes.dtype,
-        head_dims=shapes.head_dims,
-    )
 
 
 def pairs_of_blocks(layout: Layout, lengths: Lengths, mask: Mask, batch: int) -> list[list[int]]:

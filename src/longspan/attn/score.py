@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -116,13 +115,6 @@ class Scores:
             total_HQK = -self.alibi.to(dtype)[:, None, None] * distance_QK
         if self.bias is not None:
             h = torch.arange(self.first_head, self.first_head + heads, device=i.device)
-            bias_HQK = over_indices(partial(_call_bias, dtype, self.bias), h, i, j)
+            bias_HQK = over_indices("bias", self.bias, h, i, j).to(dtype)
             total_HQK = bias_HQK if total_HQK is None else total_HQK + bias_HQK
         return total_HQK
-
-
-def _call_bias(dtype: torch.dtype, bias: Bias, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    value: object = bias(h, q, kv)
-    if not isinstance(value, Tensor):
-        raise LongspanError(f"bias must return a tensor for (h, q, kv), it returned {format_value(value)}")
-    return value.to(dtype)

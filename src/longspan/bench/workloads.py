@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from longspan.attn.api import attention
-from longspan.comm.digests import local_part
+from longspan.comm.consistency import local_part
 from longspan.comm.mesh import OneDeviceMesh, SequenceSharding, init_mesh
 from longspan.comm.shard import shard
 from longspan.comm.tensor import TensorGroup

@@ -97,13 +97,7 @@ def read_index(folder: Path) -> tuple[dict[str, Any], list[CacheFile]]:
         raise LongspanError(f"{folder} is not a complete cache: it has no {INDEX}, which is written last")
     try:
         index = json.loads(path.read_text())
-        files = [
-            CacheFile(
-                file["file"], file["bytes"], file["sha256"], tuple((a, b) for a, b in file["runs"]),
-                {layer: (a, b) for layer, (a, b) in file["heads"].items()},
-            )
-            for file in index.pop("parts")
-        ]  # fmt: skip
+        files = [CacheFile(**file) for file in index.pop("parts")]
         format = index["format"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LongspanError(f"{path} is damaged ({error!r}); save the cache again") from error

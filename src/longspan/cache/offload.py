@@ -70,15 +70,15 @@ class Staging:
         self._staged: dict[int, _StagedLayer] = {}  # by index in `_layers`
 
     @classmethod
-    def on(cls, device: torch.device) -> Staging:
-        """Return a staging for a device: by a side stream on a GPU, by plain copies on a CPU.
+    def on(cls, device: torch.device) -> Staging | None:
+        """Return a staging for a GPU; None for a CPU, whose memory is the host's.
 
         Raises:
             LongspanError: the device is neither.
         """
         if device.type not in ("cpu", "cuda"):
             raise LongspanError(f"a cache with offload='host' supports CUDA devices and CPUs; this is {device.type}")
-        return cls(CudaCopier(device) if device.type == "cuda" else PlainCopier(), device)
+        return cls(CudaCopier(device), device) if device.type == "cuda" else None
 
     def register(self, layer: OffloadedLayerCache) -> int:
         """Add the next layer, and return its index."""
@@ -225,30 +225,3 @@ def _out_of_memory(needed: int, free: int | None) -> str:
         f"the KV cache does not fit in host memory: a layer of this rank needs {needed:,} bytes more, and {available} "
         f"bytes are free for all ranks of this machine; use dtype='int8', or shard the sequence over more ranks"
     )
-
-
-class PlainCopier:
-    """A `Copier` for a CPU: copies are synchronous."""
-
-    def memory(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def begin(self, source: Tensor, into: Tensor) -> Copy:
-        into.copy_(source)
-        return _Done()
-
-
-class _Done:
-    """A copy that is done."""
-
-    def done(self) -> bool:
-        return True
-
-    def seconds(self) -> float:
-        return 0.0
-
-    def join(self, tensor: Tensor) -> _Done:
-        return self
-
-    def wait(self) -> None:
-        pass

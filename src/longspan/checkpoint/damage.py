@@ -42,7 +42,7 @@ from longspan.checkpoint.folder import (
     unmarked,
 )
 from longspan.checkpoint.ranks import Ranks, check_ranks
-from longspan.comm.errors import error_text
+from longspan.comm.objects import error_text
 from longspan.core.errors import LongspanError
 from longspan.core.validation import as_path, checked_call
 

@@ -41,7 +41,7 @@ from longspan.checkpoint.folder import (
 from longspan.checkpoint.ranks import Ranks, check_finite, checked_on_all
 from longspan.checkpoint.tensors import INDEX, RecordingWriter, cause, format_index, without_group_warning
 from longspan.comm.arguments import check_module, check_optimizer
-from longspan.comm.digests import local_part
+from longspan.comm.consistency import local_part
 from longspan.compat.torch_api import NO_GROUP_WARNING
 from longspan.compat.torch_checkpoint import as_plain, flat_names
 from longspan.core.errors import DiskFull, LongspanError, is_full

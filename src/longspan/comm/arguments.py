@@ -48,14 +48,10 @@ def check_dim(x: Tensor, dim: Any, name: str = "dim") -> int:
 def check_two_dims(x: Any, a: Any, b: Any) -> tuple[int, int]:
     """Return two dimensions of a tensor, counted from 0; raise if they are the same or there is no such dimension."""
     check_tensor("x", x)
-    n = x.dim()
-    integers = all(isinstance(dim, int) and not isinstance(dim, bool) for dim in (a, b))
-    if not integers or not (-n <= a < n and -n <= b < n) or a % n == b % n:
-        raise LongspanError(
-            f"a tensor of shape {tuple(x.shape)} has no two different dimensions {format_value(a)} and "
-            f"{format_value(b)}"
-        )
-    return a % n, b % n
+    first, second = check_dim(x, a), check_dim(x, b)
+    if first == second:
+        raise LongspanError(f"two different dimensions are needed, got {a} and {b} of the shape {tuple(x.shape)}")
+    return first, second
 
 
 def check_group(group: Any, name: str = "group") -> None:

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from longspan.comm.errors import on_every_rank
-from longspan.comm.objects import gather_objects
+from longspan.comm.objects import gather_objects, on_every_rank
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import format_ranks, odd_ones
 from longspan.data.stream import Piece, SequenceStream

@@ -20,7 +20,7 @@ from torch import Tensor
 from longspan.attn.segments import Segments
 from longspan.attn.tree import Trees, along_paths, children, read_trees
 from longspan.comm.arguments import check_integers, check_sharding, describe
-from longspan.comm.digests import Digester
+from longspan.comm.consistency import Digester
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.shard import shard
 from longspan.core.errors import LongspanError

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from longspan.comm.arguments import check_tensor
 from longspan.comm.consistency import gather_numbers
-from longspan.comm.errors import on_every_rank
 from longspan.comm.mesh import SequenceSharding
+from longspan.comm.objects import on_every_rank
 from longspan.compat.transformers_api import cache_name, keep_from_generate, take_cache
 from longspan.core.cache import PREFILL_CHUNK
 from longspan.core.errors import LongspanError

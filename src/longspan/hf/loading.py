@@ -18,8 +18,8 @@ from torch import nn
 
 from longspan.comm.arguments import as_dtype, check_sharding, describe
 from longspan.comm.consistency import check_on_every_rank
-from longspan.comm.errors import on_every_rank
 from longspan.comm.mesh import SequenceSharding
+from longspan.comm.objects import on_every_rank
 from longspan.compat.transformers_api import generation_config
 from longspan.core.errors import LongspanError
 from longspan.core.memory import Memory

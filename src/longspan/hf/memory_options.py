@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from longspan.comm.errors import on_every_rank
+from longspan.comm.objects import on_every_rank
 from longspan.compat.transformers_api import set_checkpointing
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, Memory

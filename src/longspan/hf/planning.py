@@ -19,8 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from longspan.comm.consistency import gather_numbers
-from longspan.comm.errors import raise_on_every_rank
 from longspan.comm.mesh import SequenceSharding
+from longspan.comm.objects import raise_on_every_rank
 from longspan.core.errors import LongspanError
 from longspan.core.experts import Experts
 from longspan.core.formatting import format_ranks, odd_ones

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from longspan.comm.sharded_weights import BareModule, as_local
-from longspan.comm.tensor import TensorGroup
+from longspan.comm.tensor import BareModule, TensorGroup, as_local
 from longspan.compat.torch_api import not_compiled, register_tree
 from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import even_span

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.comm.sharded_weights import BareModule
+from longspan.comm.tensor import BareModule
 from longspan.compat.torch_api import not_compiled, waits_for_gradient
 from longspan.core.errors import LongspanError
 from longspan.losses.tile_gradients import TileGradients

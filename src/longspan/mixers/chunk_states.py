@@ -123,13 +123,6 @@ class _Job(NamedTuple):
         """Return whether a later run, or the final state, depends on the state after this fragment."""
         return f.continues or (self.return_state and f.last)
 
-    def slots(self, by_slot: dict[tuple[int, int], Tensor], empty: Tensor) -> Tensor:
-        """Return `[J, B, ...]` from tensors `[rows, ...]` by slot and first row; `empty [B, ...]` stands for others."""
-        rows = [group.rows for group in self.table.groups]
-        return torch.stack(
-            [torch.cat([by_slot.get((slot, r.start), empty[r]) for r in rows]) for slot in range(self.table.slots)]
-        )
-
 
 class _States(torch.autograd.Function):
     """Return a zero that links to the exchange, the final state, and the states before the chunks of each fragment."""
@@ -163,7 +156,7 @@ class _States(torch.autograd.Function):
             if job.return_state and start is None:
                 start = torch.zeros_like(empty[..., :V])
             incoming = gather_states(
-                job.slots(summaries, empty), Passing(True, job.table, job.group, V), start, job.problem
+                job.table.stack_slots(summaries, empty), Passing(True, job.table, job.group, V), start, job.problem
             )
             entered = incoming.before
             if incoming.final is not None:
@@ -201,9 +194,9 @@ class _States(torch.autograd.Function):
                 dinitial[rows] += dstart
         dafter = None
         if job.group is not None or job.return_state:
-            parts = [job.slots(own, zero)]
+            parts = [job.table.stack_slots(own, zero)]
             if job.columns:
-                parts.append(job.slots(moved, zero.new_zeros(len(zero), heads, K, job.columns)))
+                parts.append(job.table.stack_slots(moved, zero.new_zeros(len(zero), heads, K, job.columns)))
             if job.return_state:
                 parts.append(dfinal.expand(len(parts[0]), *dfinal.shape))
             dafter, drest = _gather_gradients(torch.cat(parts, -1), job)

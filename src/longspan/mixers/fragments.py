@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -96,17 +96,12 @@ class FragmentTable:
         """Return the summary of every run in the order of the sequence, from the gathered `[ranks * slots, ...]`."""
         return [gathered[rank * self.slots + slot] for rank, slot in self.runs]
 
-    def stack_slots(self, of_last: Sequence[Sequence[Tensor]], empty: Tensor) -> Tensor:
-        """Return `[slots, batch, ...]` from a tensor `[rows, ...]` for the last fragment of every run, by group.
-
-        `empty [batch, ...]` stands for runs without fragments.
-        """
-        rows: list[list[Tensor]] = [[] for _ in range(self.slots)]
-        for group, tensors in zip(self.groups, of_last, strict=True):
-            by_slot = dict(zip([f.slot for f in group.fragments if f.last], tensors, strict=True))
-            for slot in range(self.slots):
-                rows[slot].append(by_slot.get(slot, empty[group.rows]))
-        return torch.stack([torch.cat(each) for each in rows])
+    def stack_slots(self, of_runs: Mapping[tuple[int, int], Tensor], empty: Tensor) -> Tensor:
+        """Return `[slots, batch, ...]` from tensors `[rows, ...]` by slot and first row; `empty` fills the others."""
+        rows = [group.rows for group in self.groups]
+        return torch.stack(
+            [torch.cat([of_runs.get((slot, r.start), empty[r]) for r in rows]) for slot in range(self.slots)]
+        )
 
     def join(self, of_fragments: Sequence[Sequence[Tensor]]) -> Tensor:
         """Return the local tensor `[batch, tokens, ...]` from tensors `[rows, tokens of the fragment, ...]` by group.

@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from longspan.comm.arguments import check_sharding, describe
-from longspan.comm.errors import raise_on_every_rank
+from longspan.comm.objects import raise_on_every_rank
 from longspan.compat.friends_api import fla_function
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_choice, check_flag
-from longspan.mixers.by_heads import run_by_heads
 from longspan.mixers.chunk_states import local_of, pass_states
 from longspan.mixers.chunked import chunked
+from longspan.mixers.comparisons import ring_states, run_by_heads
 from longspan.mixers.fragments import fragment_table, read_documents
-from longspan.mixers.lasp1 import ring_states
 from longspan.mixers.mixer import ChunkFunction, Chunks, Local, Mixer, Tokens
 from longspan.mixers.state_passing import check_initial_state
 

@@ -137,7 +137,7 @@ def _tokens_before(
             return torch.cat([initial[rows], part], 1)[:, -size:]
         return F.pad(part, (0, 0, size - part.shape[1], 0))
 
-    tails = [[tail(rows, f) for f in fragments if f.last] for rows, fragments in table.groups]
+    tails = {(f.slot, rows.start): tail(rows, f) for rows, fragments in table.groups for f in fragments if f.last}
     gathered = table.stack_slots(tails, empty)
     if not gathered.requires_grad:
         gathered = gathered + zero_of(x)

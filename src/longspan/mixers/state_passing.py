@@ -24,8 +24,8 @@ from torch import Tensor
 
 from longspan.comm.arguments import check_sharding, describe
 from longspan.comm.collectives import all_gather
-from longspan.comm.errors import raise_on_every_rank
 from longspan.comm.mesh import group_name
+from longspan.comm.objects import raise_on_every_rank
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.mixers.fragments import FragmentTable, fragment_table, read_documents
@@ -180,24 +180,20 @@ def _summary(
     If tokens see later ones and there are documents, the state of the run's first fragment is there instead. Zero
     without `locals_`.
     """
-    heads, K, V = tokens.state_shape
+    H, K, V = tokens.state_shape
     columns = mixer.columns(tokens) if mixer.causal else V * table.has_documents
-    empty = tokens.v.new_zeros(tokens.v.shape[0], heads, K, V + columns, dtype=tokens.state_dtype)
+    empty = tokens.v.new_zeros(tokens.v.shape[0], H, K, V + columns, dtype=tokens.state_dtype)
     if locals_ is None:
         return torch.stack([empty] * table.slots)
-    summaries = []
+    summaries, heads = dict[tuple[int, int], Tensor](), dict[tuple[int, int], Tensor]()
     for (rows, fragments), of_fragments in zip(table.groups, locals_, strict=True):
-        first: dict[int, Tensor] = {}
-        of_runs = []
         for fragment, local in zip(fragments, of_fragments, strict=True):
-            head = first.setdefault(fragment.slot, local.state)
-            if not fragment.last:
-                continue
-            beside = head if not mixer.causal else local.transition
-            if beside is None:
-                beside = empty[rows, ..., V:]
-            of_runs.append(torch.cat([local.state, beside], -1) if columns else local.state)
-        summaries.append(of_runs)
+            run = fragment.slot, rows.start
+            head = heads.setdefault(run, local.state)
+            if fragment.last:
+                beside = local.transition if mixer.causal else head
+                parts = [local.state, empty[rows, ..., V:] if beside is None else beside]
+                summaries[run] = torch.cat(parts, -1) if columns else local.state
     summary = table.stack_slots(summaries, empty)
     # The backward's collective runs on all ranks or on none: connect what this rank has not used.
     unused = [] if summary.requires_grad else [tokens.k, tokens.v, tokens.decay, tokens.beta]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from longspan.comm.errors import on_every_rank
+from longspan.comm.objects import on_every_rank
 from longspan.data import ROUNDS_AHEAD, collate, merge_rounds, prefetch, rounds
 from longspan.hf.batch import shard_batch
 from longspan.hf.forward.logprobs import token_logprobs

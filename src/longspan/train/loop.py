@@ -22,8 +22,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from longspan import checkpoint
 from longspan.checkpoint.identity import flat
 from longspan.comm.consistency import gather_numbers
-from longspan.comm.errors import on_every_rank
 from longspan.comm.mesh import make_sharding
+from longspan.comm.objects import on_every_rank
 from longspan.compat.torch_checkpoint import LOW_BIT, check_torchao
 from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import reduces_once

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from longspan.comm.errors import on_every_rank
 from longspan.comm.mesh import make_sharding
+from longspan.comm.objects import on_every_rank
 from longspan.comm.reshard import shard_sizes
 from longspan.core.errors import LongspanError
 from longspan.core.memory import MemoryFlags

@@ -20,11 +20,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.overrides import TorchFunctionMode
 
 import longspan
-from longspan.comm.consistency import check_same_model
-from longspan.comm.digests import digests_of, local_part, weights_of
-from longspan.comm.errors import on_every_rank
+from longspan.comm.consistency import check_same_model, digests_of, local_part, weights_of
 from longspan.comm.mesh import SequenceSharding
-from longspan.comm.objects import gather_objects
+from longspan.comm.objects import gather_objects, on_every_rank
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Span
 from longspan.core.sections import values

@@ -345,7 +345,8 @@ class Kernel(Protocol):
 class BlockKernel(Kernel, Protocol):
     """A kernel that returns a log-sum-exp, for one device and for every block of a ring.
 
-    To write one, inherit from this and define `name`, `refuses`, `describe`, `prepare`, `forward` and `backward`.
+    To write one, inherit from this and define `name`, `refuses`, `describe`, `prepare`, `forward` and `backward`; a
+    kernel of several calls instead defines `accumulate` and `accumulate_gradients`, to add each.
 
     Attributes:
         self_check: whether "auto" compares the kernel with fp32 before its first use on a device.
@@ -376,6 +377,7 @@ class BlockKernel(Kernel, Protocol):
             The output [B, H, Q, V], and the log-sum-exp [B, H, Q] in fp32 at least, over these keys; zero and -inf
             where a query sees none of them. New tensors: the caller writes to them.
         """
+        raise AssertionError(f"{self.name} defines neither `forward` nor `accumulate`")
 
     def backward(
         self, inputs: BackwardInputs, k_BKTD: Tensor, v_BKTV: Tensor, block: Any, scores: Scores
@@ -385,6 +387,7 @@ class BlockKernel(Kernel, Protocol):
         `inputs` are the queries, and the output, its gradient and the log-sum-exp of the WHOLE row. They and `k_BKTD`
         and `v_BKTV` may contain only some of the heads. Return new tensors: the caller writes to them.
         """
+        raise AssertionError(f"{self.name} defines neither `backward` nor `accumulate_gradients`")
 
     def to_kernel_layout(self, xs: Sequence[Tensor], v_dim: int, scores: Scores) -> list[Tensor]:
         """Cast and pad q (in the backward: q, out and its gradient) once, not per block.
@@ -396,7 +399,7 @@ class BlockKernel(Kernel, Protocol):
     def accumulate(
         self, into: SoftmaxAccumulator, q_BHQD: Tensor, k_BKTD: Tensor, v_BKTV: Tensor, block: Any, scores: Scores
     ) -> None:
-        """Merge `forward` into `into`; a kernel of several calls may add each."""
+        """Merge `forward` into `into`."""
         into.add(*self.forward(q_BHQD, k_BKTD, v_BKTV, block, scores))
 
     def accumulate_gradients(
@@ -408,30 +411,9 @@ class BlockKernel(Kernel, Protocol):
         block: Any,
         scores: Scores,
     ) -> None:
-        """Add `backward` to the sums of dq, dk and dv; a kernel of several calls may add each."""
+        """Add `backward` to the sums of dq, dk and dv."""
         for total, more in zip(into, self.backward(inputs, k_BKTD, v_BKTV, block, scores), strict=True):
             total.add(more)
-
-
-class AddingKernel(BlockKernel):
-    """A kernel of several calls: a subclass defines `accumulate` and `accumulate_gradients`, and the rest follows."""
-
-    def forward(
-        self, q_BHQD: Tensor, k_BKTD: Tensor, v_BKTV: Tensor, block: Any, scores: Scores
-    ) -> tuple[Tensor, Tensor]:
-        """See `BlockKernel`."""
-        into = SoftmaxAccumulator(q_BHQD, v_BKTV.shape[3])
-        self.accumulate(into, q_BHQD, k_BKTD, v_BKTV, block, scores)
-        return into.results()
-
-    def backward(
-        self, inputs: BackwardInputs, k_BKTD: Tensor, v_BKTV: Tensor, block: Any, scores: Scores
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `BlockKernel`; several gradients are summed in fp32 at least."""
-        wide = inputs.lse.dtype
-        dq, dk, dv = (GradientSum(x.shape, wide, x.device) for x in (inputs.q, k_BKTD, v_BKTV))
-        self.accumulate_gradients((dq, dk, dv), inputs, k_BKTD, v_BKTV, block, scores)
-        return dq.total(), dk.total(), dv.total()
 
 
 class AutogradKernel(Kernel, Protocol):

@@ -16,8 +16,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from longspan.attn.kernels import cudnn as cudnn  # registers itself, as do the next two
-from longspan.attn.kernels import flash as flash
+from longspan.attn.kernels import flash as flash  # registers itself, as does the next one
 from longspan.attn.kernels import flash_attn as flash_attn
 from longspan.attn.kernels.base import REGISTRY, BlockKernel, Kernel, KernelRequest, register
 from longspan.attn.kernels.custom import FunctionKernel
@@ -132,7 +131,7 @@ def as_kernel(kernel: AnyKernel) -> Kernel:
 
 def returns_lse(kernel: Kernel) -> TypeGuard[BlockKernel]:
     """Whether a kernel is a `BlockKernel`, which computes block by block."""
-    return all(hasattr(kernel, name) for name in ("prepare", "forward", "backward", "accumulate"))
+    return all(hasattr(kernel, name) for name in ("prepare", "accumulate"))
 
 
 def _choose_by_table(request: KernelRequest, table: KernelTable) -> tuple[Kernel, Choice]:

@@ -1,7 +1,8 @@
-"""Kernel "flash": torch's flash attention with its log-sum-exp, windows and all documents of a batch in one call.
+"""Kernels of torch for GPUs: "flash", with windows and all documents of a batch in one call, and "cudnn".
 
-Dao 2023, arXiv:2307.08691. It computes any mask made of regions, on one device, a Ulysses rank and in rings, but
-nothing that changes every score (a mask_mod, a softcap, a bias). `flash_calls` turns a mask into calls.
+"flash" is torch's flash attention with its log-sum-exp (Dao 2023, arXiv:2307.08691). It computes any mask made of
+regions, on one device, a Ulysses rank and in rings, but nothing that changes every score (a mask_mod, a softcap, a
+bias). `flash_calls` turns a mask into calls.
 
 "flash" is the implementation that is active in this process, FlashAttention-2 unless another was activated. "flash3"
 and "flash4" activate theirs when attention is prepared, for the whole process.
@@ -19,8 +20,8 @@ import torch
 from torch import Tensor
 
 from longspan.attn.kernels.base import (
-    AddingKernel,
     BackwardInputs,
+    BlockKernel,
     Blocks,
     GradientSum,
     KernelRequest,
@@ -29,13 +30,16 @@ from longspan.attn.kernels.base import (
     register,
 )
 from longspan.attn.kernels.flash_calls import FlashCall, flash_calls
+from longspan.attn.kernels.tiled import TiledKernel, TileScores
 from longspan.attn.score import Scores
 from longspan.compat.torch_attention import FLASH_IMPLEMENTATIONS, activate_flash, active_flash, missing_flash
+from longspan.compat.torch_attention import cudnn as _cudnn
+from longspan.compat.torch_attention import cudnn_backward as _cudnn_backward
 from longspan.compat.torch_attention import flash_varlen as _flash
 from longspan.compat.torch_attention import flash_varlen_backward as _flash_backward
 
-_LARGEST = 256
-"""Largest head_dim of the kernel; smaller ones are padded with zeros to a multiple of 8, which is exact."""
+_LARGEST, _LARGEST_CUDNN = 256, 128
+"""Largest head_dims. For flash attention smaller ones are padded with zeros to a multiple of 8, which is exact."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -53,7 +57,7 @@ class FlashBlock:
     unused: Tensor
 
 
-class FlashKernel(AddingKernel):
+class FlashKernel(BlockKernel):
     """Every mask that is made of regions, in a few calls of flash attention.
 
     Attributes:
@@ -66,7 +70,7 @@ class FlashKernel(AddingKernel):
         self.self_check = implementation is not None
 
     def refuses(self, request: KernelRequest) -> str | None:
-        unable = unlike_flash(request)
+        unable = _unlike_flash(request)
         if unable:
             return f"kernel={self.name!r} cannot do {' or '.join(unable)}; use kernel='auto'"
         unfit = _unfit(request)
@@ -145,7 +149,7 @@ class FlashKernel(AddingKernel):
                 total.add(more[..., : total.shape[3]], at)
 
 
-def unlike_flash(request: KernelRequest) -> list[str]:
+def _unlike_flash(request: KernelRequest) -> list[str]:
     """Return the options that change every score, by name: no flash kernel of torch computes them."""
     mask, scores = request.mask, request.scores
     named = {
@@ -157,7 +161,7 @@ def unlike_flash(request: KernelRequest) -> list[str]:
     return [name for name, given in named.items() if given]
 
 
-def unfit_for_gpu(request: KernelRequest) -> str | None:
+def _unfit_for_gpu(request: KernelRequest) -> str | None:
     """Return why torch's attention kernels for GPUs do not support such tensors, whatever their head_dim."""
     if request.device.type != "cuda" or torch.version.hip is not None:
         where = "AMD's" if request.device.type == "cuda" else f"device {request.device.type!r}"
@@ -172,7 +176,7 @@ def unfit_for_gpu(request: KernelRequest) -> str | None:
 def _unfit(request: KernelRequest) -> str | None:
     dim = max(request.head_dims)
     too_wide = f"needs a head_dim of at most {_LARGEST}, these tensors have {dim}" if dim > _LARGEST else None
-    return unfit_for_gpu(request) or too_wide
+    return _unfit_for_gpu(request) or too_wide
 
 
 def padded(*xs: Tensor) -> list[Tensor]:
@@ -195,6 +199,61 @@ def _how(call: FlashCall, scale: float) -> dict[str, Any]:
     return {"scale": scale, "window_size_left": left, "window_size_right": right}
 
 
+class CudnnKernel(TiledKernel):
+    """cuDNN's attention with its log-sum-exp, tile by tile, for masks without windows.
+
+    Each document is a separate call, so it is for long sequences. Masked tiles of a custom mask go to "tiled".
+    """
+
+    name = "cudnn"
+    self_check = True
+
+    def refuses(self, request: KernelRequest) -> str | None:
+        unable = _unlike_flash(request) + ["window"] * (request.mask.window is not None)
+        if unable:
+            return f"kernel='cudnn' cannot do {' or '.join(unable)}; use kernel='auto'"
+        unfit = _unfit_for_cudnn(request)
+        return None if unfit is None else f"kernel='cudnn' {unfit}; use kernel='auto'"
+
+    def describe(self, request: KernelRequest) -> str:
+        return "cuDNN's attention, tile by tile"
+
+    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, how: TileScores) -> tuple[Tensor, Tensor]:
+        """One call."""
+        if _leaves(q, k, how):
+            return super().tile_forward(q, k, v, how)
+        out, lse, *_ = _cudnn(q, k, v, None, True, 0.0, how.kind == "causal", False, scale=how.scale)
+        return out, lse.view(q.shape[:3])  # [B, H, Q, 1] in some versions
+
+    def tile_backward(
+        self, inputs: BackwardInputs, k: Tensor, v: Tensor, how: TileScores
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One call."""
+        q = inputs.q
+        if _leaves(q, k, how):
+            return super().tile_backward(inputs, k, v, how)
+        zero = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of a dropout that is not used
+        lse, causal = inputs.lse.contiguous()[..., None], how.kind == "causal"
+        saved = (inputs.out, lse, zero, zero, None, None, None, q.shape[2], k.shape[2])
+        dq, dk, dv = _cudnn_backward(inputs.grad, q, k, v, *saved, 0.0, causal, scale=how.scale)
+        return dq, dk, dv
+
+
+def _leaves(q: Tensor, k: Tensor, how: TileScores) -> bool:
+    """Whether a tile is not for cuDNN: its mask is materialized, or it has a single query or key."""
+    return how.kind == "masked" or min(q.shape[2], k.shape[2]) == 1
+
+
+def _unfit_for_cudnn(request: KernelRequest) -> str | None:
+    """Return why cuDNN's attention does not support such tensors; None if it does."""
+    dim, v_dim = request.head_dims
+    unfit = _unfit_for_gpu(request)
+    if unfit is None and (dim != v_dim or dim % 8 or dim > _LARGEST_CUDNN):
+        return f"needs one head_dim, a multiple of 8 of at most {_LARGEST_CUDNN}, these tensors have {dim} and {v_dim}"
+    return unfit
+
+
 FLASH = register(FlashKernel())
+CUDNN = register(CudnnKernel())
 for _name, _implementation in FLASH_IMPLEMENTATIONS.items():
     register(FlashKernel(_name, _implementation))

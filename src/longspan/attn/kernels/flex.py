@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from longspan.attn.kernels.base import BackwardInputs, BlockKernel, BlockRegion, Blocks, KernelRequest, register
-from longspan.attn.kernels.flex_blocks import BlockLists, block_lists
+from longspan.attn.kernels.flex_blocks import block_lists
 from longspan.attn.mask import Mask, MaskMod
 from longspan.attn.score import Bias, Scores
 from longspan.attn.tree import along_paths
@@ -52,7 +52,7 @@ class FlexBlock:
             prefix nor a bidirectional span.
         paths: positions of queries and of keys along their paths, int64 [B, Q padded] and [B, T padded], and where the
             keys' subtrees end; None without trees.
-        lists: the blocks to compute.
+        lists: the blocks to compute, from `block_lists`.
     """
 
     mask: Mask
@@ -63,7 +63,7 @@ class FlexBlock:
     ids: tuple[Tensor, Tensor] | None
     prefixes: Tensor | None
     paths: tuple[Tensor, Tensor, Tensor] | None
-    lists: BlockLists
+    lists: tuple[Tensor | None, ...]
 
     def mask_mod(self, first_head: int) -> MaskMod:
         """Return the mask as FlexAttention's function of row, head, query and key indices."""
@@ -123,7 +123,7 @@ class FlexKernel(BlockKernel):
 
     def _how(self, q: Tensor, k: Tensor, block: FlexBlock, scores: Scores) -> tuple[Any, ...]:
         mask_mod, score_mod = block.mask_mod(scores.first_head), block.score_mod(scores)
-        return block.lists.tensors, mask_mod, score_mod, scores.scale, k.shape[1] != q.shape[1]
+        return block.lists, mask_mod, score_mod, scores.scale, k.shape[1] != q.shape[1]
 
 
 def backward_by_autograd(forward: Any, inputs: BackwardInputs, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,10 +154,9 @@ def _prepared(blocks: Blocks, block: int, parts: Sequence[BlockRegion]) -> FlexB
     counts = _blocks_of(len(i)), _blocks_of(len(j))
     rows = batch if mask.varies_by_row else 1
     lists = block_lists(parts, rows, counts, BLOCK, opaque=mask.mask_mod is not None, device=device)
-    for of_class in (lists.partial, lists.full, lists.partial_q, lists.full_q):
+    for of_class in lists:
         if of_class is not None:
-            mark_dynamic(of_class.counts, 2)
-            mark_dynamic(of_class.indices, 2, 3)
+            mark_dynamic(of_class, *range(2, of_class.dim()))
     prefixes = None
     if mask.prefix is not None or mask.bidirectional is not None:
         prefixes = _filled(mask.prefixes(i).expand(batch, -1), counts[0])

@@ -8,14 +8,12 @@ lists of blocks.
 A block that several regions touch (at a border of a prefix, a document or a ring's spans) is full if their pairs add up
 to all of its pairs: regions are disjoint.
 
-Shape suffixes: B rows of the batch, R rows of blocks, W longest list of blocks, N events (a region in a row of blocks).
+Shape suffixes: B rows of the batch, R rows of blocks, W longest list of blocks, N regions, or their parts in the rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,45 +25,10 @@ from longspan.core.layout import Span
 _FAR = 1 << 40  # a border that binds nothing; far from the ends of int64, so that it can be added to
 
 
-class BlockList(NamedTuple):
-    """For each row of blocks the blocks that it sees, ascending, in BlockMask's form.
-
-    Attributes:
-        counts: number of blocks, int32 [B, 1, R].
-        indices: their indices, int32 [B, 1, R, W]; W is at least 2; entries after the count are ignored.
-    """
-
-    counts: Tensor
-    indices: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class BlockLists:
-    """The blocks of a mask in which some pairs attend, and those in which all do.
-
-    Attributes:
-        partial: key blocks of each query block.
-        full: likewise; None with a mask_mod, which may hide any pair.
-        partial_q: query blocks of each key block, for the gradients of keys and values.
-        full_q: likewise.
-    """
-
-    partial: BlockList
-    full: BlockList | None
-    partial_q: BlockList
-    full_q: BlockList | None
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Counts and indices of each list, in BlockMask's order."""
-        lists = (self.partial, self.full, self.partial_q, self.full_q)
-        return tuple(x for blocks in lists for x in (blocks or (None, None)))
-
-
 def block_lists(
     parts: Sequence[BlockRegion], rows: int, counts: Span, size: int, *, opaque: bool, device: torch.device
-) -> BlockLists:
-    """Return the blocks of a mask.
+) -> tuple[Tensor | None, ...]:
+    """Return the blocks of a mask in which some pairs attend (partial), and those in which all do (full).
 
     Args:
         parts: disjoint regions, with their batch rows and indices in the tensors.
@@ -74,19 +37,28 @@ def block_lists(
         size: queries, and keys, of a block.
         opaque: whether a mask_mod hides further pairs, so that no block is known to be full.
         device: of the lists.
+
+    Returns:
+        BlockMask's tensors: of each query block the number of partial key blocks, int32 [B, 1, R], and their indices,
+        ascending, int32 [B, 1, R, W] (W is at least 2; those after the count are ignored); likewise the full ones,
+        None if `opaque`; then the query blocks of each key block, for the gradients of keys and values.
     """
     regions_N7 = torch.tensor([_edges(part) for part in parts], dtype=torch.int64).reshape(-1, 7)
     first_of_row = torch.arange(rows)
     for part in parts:
         if rows > 1:
             first_of_row[slice(*part.rows)] = part.rows[0]
-    by_q, by_k = (counts[0], counts[1]), (counts[1], counts[0])
-    ways = (_runs(regions_N7, by_q, size, opaque), by_q), (_runs(_transposed(regions_N7), by_k, size, opaque), by_k)
-    partial, partial_q = (_listed(runs[0], first_of_row, sizes, device) for runs, sizes in ways)
-    if opaque:
-        return BlockLists(partial, None, partial_q, None)
-    full, full_q = (_listed(runs[1], first_of_row, sizes, device) for runs, sizes in ways)
-    return BlockLists(*_of_one_width(partial, full), *_of_one_width(partial_q, full_q))
+    lists: list[Tensor | None] = []
+    for regions, sizes in ((regions_N7, counts), (_transposed(regions_N7), counts[::-1])):
+        partial, full = _runs(regions, sizes, size, opaque)
+        if opaque:
+            lists += [*_listed(partial, first_of_row, sizes, device), None, None]
+            continue
+        both = [_listed(runs, first_of_row, sizes, device) for runs in (partial, full)]
+        # FlexAttention's GPU kernels read the full blocks with the strides of the partial ones.
+        width = max(indices.shape[-1] for _, indices in both)
+        lists += [x for n, indices in both for x in (n, F.pad(indices, (0, width - indices.shape[-1])))]
+    return tuple(lists)
 
 
 def _edges(part: BlockRegion) -> tuple[int, ...]:
@@ -102,35 +74,13 @@ def _transposed(regions_N7: Tensor) -> Tensor:
     return torch.stack([b, k0, k1, q0, q1, -hi, -lo], 1)
 
 
-class _Events(NamedTuple):
-    """The parts of regions in rows of blocks, [N] each.
+def _events(regions_N7: Tensor, rows: int, size: int) -> Tensor:
+    """Return the parts of regions in rows of blocks, int64 [N, 11].
 
-    Attributes:
-        row: row of blocks, counted through all batch rows.
-        a: first query of the region in the row; `b` is one past the last.
-        k0: the region's first key, with `k1`, `lo` and `hi` as in `Region`.
-        touched: the run of key blocks [first, stop) that it touches.
-        covered: the run that it covers completely; first = stop for none.
+    Row of blocks, counted through all batch rows; first and last query (one past it) of the region in the row; the
+    region's keys and band; the run of key blocks [first, stop) that it touches, and the one that it covers completely
+    (first = stop for none).
     """
-
-    row: Tensor
-    a: Tensor
-    b: Tensor
-    k0: Tensor
-    k1: Tensor
-    lo: Tensor
-    hi: Tensor
-    touched: tuple[Tensor, Tensor]
-    covered: tuple[Tensor, Tensor]
-
-    def at(self, which: Tensor) -> _Events:
-        """Select some of them, in any order."""
-        (t0, t1), (f0, f1) = self.touched, self.covered
-        row, a, b, k0, k1, lo, hi = (x[which] for x in (self.row, self.a, self.b, self.k0, self.k1, self.lo, self.hi))
-        return _Events(row, a, b, k0, k1, lo, hi, (t0[which], t1[which]), (f0[which], f1[which]))
-
-
-def _events(regions_N7: Tensor, rows: int, size: int) -> _Events:
     batch_row, q0, q1, k0, k1, lo, hi = regions_N7.unbind(1)
     q0, q1 = torch.maximum(q0, k0 + lo), torch.minimum(q1, k1 + hi)  # the queries that see any key of it
     which, block = _spread(q0 // size, -(-q1 // size))
@@ -141,7 +91,7 @@ def _events(regions_N7: Tensor, rows: int, size: int) -> _Events:
     first, stop = -(-torch.maximum(k0, b - 1 - hi) // size), torch.minimum(k1, a - lo + 1) // size
     whole = (b - a == size) & (first < stop)
     covered = torch.where(whole, first, touched[0]), torch.where(whole, stop, touched[0])
-    return _Events(batch_row * rows + block, a, b, k0, k1, lo, hi, touched, covered)
+    return torch.stack([batch_row * rows + block, a, b, k0, k1, lo, hi, *touched, *covered], 1)
 
 
 def _spread(first: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,22 +109,24 @@ def _runs(regions_N7: Tensor, sizes: Span, size: int, opaque: bool) -> tuple[_Ru
     """Return the partial and the full blocks; `sizes` are the numbers of rows and columns of blocks."""
     rows, columns = sizes
     events = _events(regions_N7, rows, size)
-    touched = events.row, *events.touched
+    row, *_, first, stop, first_covered, stop_covered = events.unbind(1)
     if opaque:
-        return _swept(touched, [], columns)
-    return _swept(touched, [(events.row, *events.covered), _shared(events, columns, size)], columns)
+        return _swept((row, first, stop), [], columns)
+    return _swept((row, first, stop), [(row, first_covered, stop_covered), _shared(events, columns, size)], columns)
 
 
-def _shared(events: _Events, columns: int, size: int) -> _Runs:
+def _shared(events: Tensor, columns: int, size: int) -> _Runs:
     """Return blocks that several regions cover together: their pairs add up to all pairs of the block."""
-    in_row = torch.bincount(events.row) if len(events.row) else events.row
-    events = events.at((in_row[events.row] > 1).nonzero()[:, 0])
-    left, at_left = _spread(events.touched[0], events.covered[0])
-    right, at_right = _spread(torch.maximum(events.covered[1], events.touched[0]), events.touched[1])
-    column, some = torch.cat([at_left, at_right]), events.at(torch.cat([left, right]))
-    k0, k1 = torch.maximum(some.k0, column * size), torch.minimum(some.k1, (column + 1) * size)
-    pairs = _pairs_from(some.lo, some.a, some.b, k0, k1) - _pairs_from(some.hi + 1, some.a, some.b, k0, k1)
-    block, of = torch.unique(some.row * columns + column, return_inverse=True)
+    row = events[:, 0]
+    events = events[torch.bincount(row)[row] > 1] if len(row) else events
+    *_, first, stop, first_covered, stop_covered = events.unbind(1)
+    left, at_left = _spread(first, first_covered)
+    right, at_right = _spread(torch.maximum(stop_covered, first), stop)
+    column = torch.cat([at_left, at_right])
+    row, a, b, k0, k1, lo, hi, *_ = events[torch.cat([left, right])].unbind(1)
+    k0, k1 = torch.maximum(k0, column * size), torch.minimum(k1, (column + 1) * size)
+    pairs = _pairs_from(lo, a, b, k0, k1) - _pairs_from(hi + 1, a, b, k0, k1)
+    block, of = torch.unique(row * columns + column, return_inverse=True)
     total = torch.zeros_like(block).index_add_(0, of, pairs)
     block = block[total == size * size]
     return block // columns, block % columns, block % columns + 1
@@ -211,8 +163,8 @@ def _swept(touched: _Runs, covered: Sequence[_Runs], columns: int) -> tuple[_Run
     return (row[partial], first[partial], stop[partial]), (row[full], first[full], stop[full])
 
 
-def _listed(runs: _Runs, first_of_row: Tensor, sizes: Span, device: torch.device) -> BlockList:
-    """List the indices of all blocks of the runs, row by row."""
+def _listed(runs: _Runs, first_of_row: Tensor, sizes: Span, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the number of blocks of each row's runs, and their indices."""
     (row, first, stop), (own, other) = runs, sizes
     total = len(first_of_row) * own
     counts = torch.zeros(total, dtype=torch.int64).index_add_(0, row, stop - first)
@@ -227,14 +179,4 @@ def _listed(runs: _Runs, first_of_row: Tensor, sizes: Span, device: torch.device
     indices, counts = indices_RW.view(-1, own, indices_RW.shape[1]), counts.to(device, torch.int32).view(-1, own)
     if len(of_row) > 1:
         indices, counts = indices[of_row], counts[of_row]
-    return BlockList(counts[:, None].contiguous(), indices[:, None].contiguous())
-
-
-def _of_one_width(partial: BlockList, full: BlockList) -> tuple[BlockList, BlockList]:
-    """Pad the shorter lists: FlexAttention's GPU kernels read the full blocks with the strides of the partial ones."""
-    width = max(partial.indices.shape[-1], full.indices.shape[-1])
-
-    def padded(x: BlockList) -> BlockList:
-        return BlockList(x.counts, F.pad(x.indices, (0, width - x.indices.shape[-1])))
-
-    return padded(partial), padded(full)
+    return counts[:, None].contiguous(), indices[:, None].contiguous()

@@ -62,25 +62,15 @@ def segments_with_chunks(blocks: Blocks) -> Segments | None:
     return chunk_segments(rows, mask.chunk_size, starts)
 
 
-@dataclass(frozen=True, slots=True)
-class RowSplits:
-    """How a batch row is split into calls.
+Splits = tuple[tuple[int, ...], tuple[bool, ...]]
+"""Tokens of all parts of a batch row in order, and whether each is a segment; padding between them returns zeros."""
 
-    Attributes:
-        sizes: tokens of all parts in order, segments and the padding between them.
-        real: whether each part is a segment; padding returns zeros.
-    """
 
-    sizes: tuple[int, ...]
-    real: tuple[bool, ...]
-
-    @classmethod
-    def of(cls, row: tuple[Span, ...], length: int) -> RowSplits:
-        """Split a row at the borders of its segments."""
-        borders = sorted({0, length, *(i for segment in row for i in segment)})
-        starts = {start for start, stop in row if start < stop}
-        sizes = tuple(stop - start for start, stop in itertools.pairwise(borders))
-        return cls(sizes, tuple(start in starts for start in borders[:-1]))
+def _splits(row: tuple[Span, ...], length: int) -> Splits:
+    borders = sorted({0, length, *(i for segment in row for i in segment)})
+    starts = {start for start, stop in row if start < stop}
+    sizes = tuple(stop - start for start, stop in itertools.pairwise(borders))
+    return sizes, tuple(start in starts for start in borders[:-1])
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -113,7 +103,7 @@ class SdpaCalls:
 
     causal: bool
     window: int | None
-    cuts: tuple[RowSplits, ...] | None
+    cuts: tuple[Splits, ...] | None
     buckets: tuple[Bucket, ...] | None = None
 
 
@@ -141,7 +131,7 @@ class SdpaKernel(AutogradKernel):
         if buckets is not None:
             return SdpaCalls(mask.causal, None, None, buckets)
         rows = segments[:1] if len(set(segments)) == 1 else segments
-        return SdpaCalls(mask.causal, mask.window, tuple(RowSplits.of(row, blocks.lengths[0]) for row in rows))
+        return SdpaCalls(mask.causal, mask.window, tuple(_splits(row, blocks.lengths[0]) for row in rows))
 
     def to_kernel_layout(
         self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, prepared: SdpaCalls
@@ -209,10 +199,11 @@ def _bucketed(q_BSHD: Tensor, k_BSKD: Tensor, v_BSKV: Tensor, calls: SdpaCalls, 
     return merged
 
 
-def _row(q: Tensor, k: Tensor, v: Tensor, cut: RowSplits, calls: SdpaCalls, scores: Scores) -> Tensor:
+def _row(q: Tensor, k: Tensor, v: Tensor, cut: Splits, calls: SdpaCalls, scores: Scores) -> Tensor:
     """Compute each segment by itself; padding between them is zero."""
     # One split, not many slices: the gradient of a split is one concatenation, that of each slice a full zero tensor.
-    parts = zip(cut.real, q.split(cut.sizes, 1), k.split(cut.sizes, 1), v.split(cut.sizes, 1), strict=True)
+    sizes, is_segment = cut
+    parts = zip(is_segment, q.split(sizes, 1), k.split(sizes, 1), v.split(sizes, 1), strict=True)
     out = [
         _one(qi, ki, vi, calls, scores) if real else qi.new_zeros(*qi.shape[:3], vi.shape[3])
         for real, qi, ki, vi in parts

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -104,42 +104,33 @@ def read_rows(name: str, path: Path, known: Collection[str] | None) -> tuple[Tab
 
 
 def _row(toml: Toml, number: int, values: dict[str, Any], known: Collection[str] | None) -> TableRow:
-    def wrong(key: str, must: str) -> LongspanError:
-        return LongspanError(
-            f"{toml.name} {toml.path}, row {number}: {key}={format_value(values.get(key))} must be {must}"
-        )
-
-    names = [f.name for f in fields(TableRow) if f.name != "summary"]
-    unknown = sorted(set(values) - set(names))
-    if unknown:
-        raise LongspanError(
-            f"{toml.name} {toml.path}, row {number} has {unknown[0]}; a row may have {', '.join(names)}"
-        )
-    kernels = values.get("kernels")
-    if not isinstance(kernels, list) or not kernels or not all(isinstance(kernel, str) for kernel in kernels):
-        raise wrong("kernels", 'a list of names, such as ["flash", "tiled"]')
-    if known is not None and (unknown := [kernel for kernel in kernels if kernel not in known]):
-        raise wrong("kernels", f"of {', '.join(known)}; {unknown[0]!r} is none of them")
-    several: dict[str, Any] = {k: _as_tuple(values[k]) for k in ("capability", "what", "dtype") if k in values}
-    for key, allowed in (("what", WHAT), ("dtype", DTYPES)):
-        if not all(value in allowed for value in several.get(key, ())):
-            raise wrong(key, f"one of {', '.join(allowed)}, or a list of them")
-    if "device" in values and not isinstance(values["device"], str):
-        raise wrong("device", 'a type of device, such as "cuda"')
-    if not all(re.fullmatch(r"\d+\.\d+", str(value)) for value in several.get("capability", ())):
-        raise wrong("capability", 'a compute capability in quotes, such as "9.0", or a list of them')
-    dim = values.get("head_dim")
-    if "head_dim" in values and (isinstance(dim, bool) or not isinstance(dim, int) or dim < 1):
-        raise wrong("head_dim", "at least 1")
+    single = "device", "head_dim"
+    row = {key: tuple(x) if isinstance(x, list) and key not in single else (x,) for key, x in values.items()}
+    checks: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "kernels": (lambda x: known is None or x in known, f"a list of names ({', '.join(known or ())})"),
+        "device": (lambda x: isinstance(x, str), 'a type of device, such as "cuda"'),
+        "capability": (
+            lambda x: re.fullmatch(r"\d+\.\d+", str(x)) is not None,
+            'a compute capability in quotes, such as "9.0", or a list of them',
+        ),
+        "what": (lambda x: x in WHAT, f"one of {', '.join(WHAT)}, or a list of them"),
+        "dtype": (lambda x: x in DTYPES, f"one of {', '.join(DTYPES)}, or a list of them"),
+        "head_dim": (lambda x: type(x) is int and x > 0, "at least 1"),
+    }
+    where = f"{toml.name} {toml.path}, row {number}"
+    for key in ("kernels", *row):
+        if key not in checks:
+            raise LongspanError(f"{where} has {key}; a row may have {', '.join(checks)}")
+        allows, must = checks[key]
+        if not row.get(key) or not all(map(allows, row[key])):
+            raise LongspanError(f"{where}: {key}={format_value(values.get(key))} must be {must}")
     source = f"row {number} of {'longspan' if known is None else toml.path.name}'s table"
-    keys = [name for name in names if name != "kernels" and name in values]
-    formatted = ", ".join(f"{name} {' or '.join(map(str, _as_tuple(values[name])))}" for name in keys)
-    summary = f"{source}: {formatted or 'everything'} -> {', '.join(kernels)}"
-    return TableRow(summary, **{**values, **several, "kernels": tuple(kernels)})
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, list) else (value,)
+    formatted = ", ".join(
+        f"{key} {' or '.join(map(str, row[key]))}" for key in checks if key != "kernels" and key in row
+    )
+    summary = f"{source}: {formatted or 'everything'} -> {', '.join(row['kernels'])}"
+    fields: dict[str, Any] = {key: x[0] if key in single else x for key, x in row.items()}
+    return TableRow(summary, **fields)
 
 
 DEFAULT = KernelTable("longspan's", read_rows("longspan's table", Path(__file__).with_name("table.toml"), None))

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from longspan.attn.kernels.base import (
-    AddingKernel,
     BackwardInputs,
+    BlockKernel,
     Blocks,
     GradientSum,
     KernelRequest,
@@ -62,7 +62,7 @@ def takes_flash(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, 
     return dtype in (torch.float16, torch.bfloat16) and dim <= 256 and dim % 8 == 0
 
 
-class TiledKernel(AddingKernel):
+class TiledKernel(BlockKernel):
     """Every mask and score, by tiles; a subclass may override how a tile is computed."""
 
     name = "tiled"
@@ -71,16 +71,14 @@ class TiledKernel(AddingKernel):
         return None
 
     def describe(self, request: KernelRequest) -> str:
-        if request.scores.softcap is not None:
-            return "tiles of 256 x 1024 as matrix products, because of the softcap"
-        if request.device.type == "cpu":
+        if request.device.type == "cpu" and request.scores.softcap is None:
             return "tiles through torch's flash attention for CPU, in fp32"
-        if not takes_flash(request.device, request.dtype, request.head_dims):
-            what = f"{str(request.dtype).removeprefix('torch.')} with head_dim {max(request.head_dims)}"
-            return f"tiles of 256 x 1024 as matrix products: torch's flash attention for GPUs does not take {what}"
-        if request.mask.mask_mod is not None or request.scores.has_bias:
-            return "tiles of 256 x 1024 as matrix products, because mask or bias must be materialized"
-        return "tiles through torch's flash attention, those with a mask as matrix products"
+        fits = takes_flash(request.device, request.dtype, request.head_dims)
+        if fits and not must_materialize(request.mask, request.scores.kind):
+            return "tiles through torch's flash attention, those with a mask as matrix products"
+        why = f"{str(request.dtype).removeprefix('torch.')} with head_dim {max(request.head_dims)}"
+        why = why if not fits else "a mask function, softcap or bias"
+        return f"tiles of 256 x 1024 as matrix products: torch's flash attention does not take {why}"
 
     def prepare(self, blocks: Blocks) -> Sequence[TiledBlock | None]:
         """Return the tiles of each block."""

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspan.attn.methods.base import AttentionMethod
-from longspan.attn.methods.local import LocalAttention
+from longspan.attn.methods.base import AttentionMethod, LocalAttention
 from longspan.comm.all_to_all import gather_heads, scatter_heads
 
 if TYPE_CHECKING:

@@ -20,11 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from longspan.comm.consistency import ReplicaCheck, gather_numbers, is_on_cpu
-from longspan.comm.digests import digest_of_text
-from longspan.comm.errors import raise_on_every_rank
+from longspan.comm.consistency import ReplicaCheck, digest_of_text, gather_numbers, is_on_cpu
 from longspan.comm.mesh import SequenceSharding
-from longspan.comm.objects import gather_objects
+from longspan.comm.objects import gather_objects, raise_on_every_rank
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import differences, listed, odd_ones

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from longspan.comm.arguments import check_module
-from longspan.comm.digests import local_part
+from longspan.comm.consistency import local_part
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.objects import gather_objects
 from longspan.core.errors import LongspanError

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from longspan.cache import folder as files
-from longspan.comm.errors import on_every_rank
-from longspan.comm.objects import gather_objects
+from longspan.comm.objects import gather_objects, on_every_rank
 from longspan.core.errors import LongspanError, os_errors_as_longspan_errors
 from longspan.core.heads import split_groups, split_heads
 from longspan.hf.support import heads_of

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from longspan.comm.digests import digests_of, local_part
+from longspan.comm.consistency import digests_of, local_part
 from longspan.comm.mesh import SequenceSharding
 from longspan.compat.torch_api import WRAPPED, before_casting, forbid_ddp, is_replica, version_of, wrapped_by_ddp
 from longspan.core.errors import LongspanError

@@ -8,7 +8,7 @@ Two styles of the residual stream:
 
 All ranks of a tensor group get the same tokens; attention runs on this rank's heads, over ring and ulysses as without a
 tensor axis. A weight is a `DTensor` for FSDP, optimizers and checkpoints, and a plain tensor for its module while that
-runs (`longspan.comm.sharded_weights`). torch's own parallel styles make DTensors of activations, which the memory
+runs (`longspan.comm.tensor`). torch's own parallel styles make DTensors of activations, which the memory
 options do not support, and all-reduce the gradient of a layer's input once per matmul; once per layer is enough.
 """
 
@@ -25,8 +25,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
 from longspan.comm.mesh import SequenceSharding
-from longspan.comm.sharded_weights import Rule, Shards
-from longspan.comm.tensor import TensorGroup
+from longspan.comm.tensor import Rule, Shards, TensorGroup
 from longspan.compat.torch_api import not_compiled, own_parameters
 from longspan.core.errors import LongspanError
 from longspan.core.experts import ExpertLayout

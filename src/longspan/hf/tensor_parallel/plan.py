@@ -14,8 +14,7 @@ from typing import Literal, NoReturn
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longspan.comm.sharded_weights import Rule
-from longspan.comm.tensor import Parts
+from longspan.comm.tensor import Parts, Rule
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_groups
 from longspan.core.tile_sizes import even_span

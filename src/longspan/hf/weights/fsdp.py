@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import PreTrainedModel
 
 from longspan.comm.mesh import SequenceSharding, mesh_of_one
-from longspan.comm.sharded_weights import as_local
+from longspan.comm.tensor import as_local
 from longspan.compat.torch_api import sum_gradients
 from longspan.core.errors import LongspanError
 from longspan.hf.experts import ExpertPlan, ExpertSharding

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from longspan.comm.arguments import check_optimizer
-from longspan.comm.digests import local_part
+from longspan.comm.consistency import local_part
 from longspan.comm.mesh import SequenceSharding
 from longspan.compat.torch_api import when_backward_ends
 from longspan.core.errors import LongspanError

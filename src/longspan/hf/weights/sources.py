@@ -18,11 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from longspan.comm.consistency import gather_numbers
-from longspan.comm.digests import local_part
-from longspan.comm.errors import on_every_rank
+from longspan.comm.consistency import gather_numbers, local_part
 from longspan.comm.mesh import SequenceSharding
-from longspan.comm.objects import broadcast_object
+from longspan.comm.objects import broadcast_object, on_every_rank
 from longspan.compat.transformers_api import keys_in_model
 from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import even_span
