@@ -6,15 +6,7 @@ its model type. The files named `families.py` or `..._families.py` hold the buil
 """
 
 from longspan.plan.layers import Parameter
-from longspan.plan.models import (
-    delta_families,
-    families,
-    hybrid_families,
-    lfm2_families,
-    mamba_families,
-    other_families,
-    vision_families,
-)
+from longspan.plan.models import families, hybrid_families, mamba_families
 from longspan.plan.models.catalogue import CONFIGS
 from longspan.plan.models.family import FAMILIES, Family, Part, register
 from longspan.plan.models.read import is_family, plans_tower, read_model, shape_from_config, shape_from_layers
@@ -36,8 +28,6 @@ __all__ = [
     "shape_from_layers",
 ]
 
-_MODULES = (families, other_families, hybrid_families, delta_families, mamba_families, lfm2_families, vision_families)
-
-for _module in _MODULES:
+for _module in (families, hybrid_families, mamba_families):
     for _model_type, _family in _module.FAMILIES.items():
         register(_model_type, _family)

@@ -1,4 +1,4 @@
-"""Llama, Mistral, Mixtral, Phi-3, OLMo-2, Gemma, Qwen, GPT-2, GPT-NeoX, gpt-oss; unknown types are read as Llama."""
+"""Families with softmax attention alone, and those next to a vision tower; unknown types are read as Llama."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
+from longspan.core.errors import LongspanError
 from longspan.plan.layers import Mlp, Parameter, Softmax
 from longspan.plan.models.blocks import (
     all_of_hidden,
@@ -18,6 +19,7 @@ from longspan.plan.models.blocks import (
     gated_mlp,
     grouped,
     linear,
+    norm,
     routed_experts,
     sliding_everywhere,
     sliding_first,
@@ -25,6 +27,7 @@ from longspan.plan.models.blocks import (
     softmax,
 )
 from longspan.plan.models.family import Config, Family
+from longspan.plan.models.tower import qwen2_5_tower, qwen2_tower, qwen3_tower
 
 
 def _llama_mlp(c: Config, mlp: Mlp) -> Iterator[Parameter]:
@@ -42,10 +45,6 @@ def _phi3_mlp(c: Config, mlp: Mlp) -> Iterator[Parameter]:
     yield from linear("mlp.down_proj", mlp.ffn, c.d)
 
 
-LOCAL_EXPERTS = {"num_experts": ("num_local_experts", "num_experts")}
-
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-
 LLAMA_LIKE = Family(
     softmax(attention, chunk=True),
     dense(_llama_mlp),
@@ -59,7 +58,6 @@ SPARSE_LLAMA_LIKE = replace(
     mlp=experts(routed_experts),
     spellings={
         **LLAMA_LIKE.spellings,
-        "num_experts": EXPERT_COUNTS,
         "num_experts_per_tok": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts"),
         "moe_intermediate_size": ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"),
     },
@@ -121,6 +119,49 @@ def _gpt_oss_experts(c: Config, mlp: Mlp) -> Iterator[Parameter]:
     yield Parameter("mlp.experts.down_proj_bias", (mlp.experts, c.d))
 
 
+def latent(c: Config) -> Softmax:
+    """Return multi-head latent attention."""
+    q, rope = c.count("num_attention_heads"), c.count("qk_rope_head_dim")
+    dim = c.count("qk_nope_head_dim") + rope
+    return Softmax(q, q, dim, c.count("v_head_dim"), latent_dim=c.count("kv_lora_rank") + rope, rope_dim=rope)
+
+
+def latent_attention(c: Config, mixer: Softmax) -> Iterator[Parameter]:
+    """Yield the projections of multi-head latent attention."""
+    q, bias = mixer.q_heads, c.flag("attention_bias")
+    q_rank, kv_rank = c.optional("q_lora_rank"), c.count("kv_lora_rank")
+    if q_rank is None:
+        yield from linear("self_attn.q_proj", c.d, q * mixer.head_dim)
+    else:
+        yield from linear("self_attn.q_a_proj", c.d, q_rank, bias)
+        yield from norm("self_attn.q_a_layernorm", q_rank)
+        yield from linear("self_attn.q_b_proj", q_rank, q * mixer.head_dim)
+    yield from linear("self_attn.kv_a_proj_with_mqa", c.d, mixer.latent_dim, bias)
+    yield from norm("self_attn.kv_a_layernorm", kv_rank)
+    yield from linear("self_attn.kv_b_proj", kv_rank, q * (c.count("qk_nope_head_dim") + mixer.v_head_dim))
+    yield from linear("self_attn.o_proj", q * mixer.v_head_dim, c.d, bias)
+
+
+def shared_and_routed(c: Config, mlp: Mlp) -> Iterator[Parameter]:
+    """Yield routed experts, their router and the shared experts; in a dense layer a dense MLP."""
+    yield from routed_experts(c, mlp, router_last=True)
+    if mlp.experts:
+        yield from gated("mlp.shared_experts", c.d, mlp.shared_ffn)
+
+
+def after_dense(c: Config, layer: int) -> bool:
+    """Whether a layer comes after the `first_k_dense_replace` dense ones."""
+    frequency = c.values.get("moe_layer_freq", 1)
+    if frequency != 1:
+        raise LongspanError(f"{c.where}: moe_layer_freq={frequency!r}; transformers builds 1 only, set it to 1")
+    return layer >= c.count("first_k_dense_replace", minimum=0)
+
+
+def shared_size(c: Config) -> int:
+    """Return the intermediate size of the shared experts together."""
+    return c.count("moe_intermediate_size") * c.count("n_shared_experts")
+
+
 FAMILIES = {
     "llama": Family(softmax(attention), dense(_llama_mlp), {"max_position_embeddings": 2048}),
     "mistral": Family(
@@ -133,7 +174,6 @@ FAMILIES = {
         softmax(partial(attention, qkv_bias=False, out_bias=False)),
         experts(routed_experts, ffn="intermediate_size"),
         {"num_key_value_heads": 8, "max_position_embeddings": 131072, "num_experts": 8, "num_experts_per_tok": 2},
-        spellings=LOCAL_EXPERTS,
         types=sliding_everywhere,
     ),
     "phi3": Family(
@@ -205,7 +245,6 @@ FAMILIES = {
             "decoder_sparse_step": 1,
             **_WINDOW_OFF,
         },
-        spellings={"num_experts": ("num_experts", "num_local_experts")},
         types=sliding_everywhere,
     ),
     "gpt2": Family(
@@ -257,8 +296,61 @@ FAMILIES = {
                 "original_max_position_embeddings": 4096,
             },
         },
-        spellings=LOCAL_EXPERTS,
         types=sliding_first,
         listed=True,
+    ),
+    "deepseek_v3": Family(
+        softmax(latent_attention, latent),
+        experts(shared_and_routed, after_dense, shared=shared_size),
+        {
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 3,
+            "max_position_embeddings": 4096,
+        },
+    ),
+}
+
+
+# Vision-language models: the language model of a Qwen next to a vision tower.
+_ROOT = ("model.language_model.embed_tokens", "", "model.language_model.norm")
+_QWEN2_VL = replace(
+    FAMILIES["qwen2"],
+    root=_ROOT,
+    defaults={**FAMILIES["qwen2"].defaults, "num_key_value_heads": 8, "max_window_layers": 80},
+)
+_NO_WINDOW = {"use_sliding_window": False, "max_position_embeddings": 128000}
+
+FAMILIES |= {
+    "qwen2_vl": replace(_QWEN2_VL, tower=qwen2_tower),
+    "qwen2_5_vl": replace(_QWEN2_VL, tower=qwen2_5_tower),
+    "qwen3_vl": replace(
+        FAMILIES["qwen3"],
+        root=_ROOT,
+        tower=qwen3_tower,
+        defaults={"num_key_value_heads": 32, "head_dim": 128, **_NO_WINDOW},
+        types=lambda c, layer: "full_attention",
+        listed=False,
+    ),
+    "qwen3_vl_moe": replace(
+        FAMILIES["qwen3_moe"],
+        root=_ROOT,
+        tower=qwen3_tower,
+        defaults={
+            "num_key_value_heads": 16,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "decoder_sparse_step": 1,
+            **_NO_WINDOW,
+        },
+        types=lambda c, layer: "full_attention",
     ),
 }

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 _MOST_LAYERS = 1 << 14
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys that count a layer's routed experts."""
+
 
 @dataclass(frozen=True)
 class Config:
@@ -48,7 +51,7 @@ class Config:
 
     def find(self, key: str) -> tuple[str, Any]:
         """Return the spelling of `key` that the config has, and the value or its default."""
-        names = self.spellings.get(key, (key,))
+        names = EXPERT_COUNTS if key == "num_experts" else self.spellings.get(key, (key,))
         for name in names:
             if name in self.values:
                 return name, self.values[name]

@@ -1,36 +1,35 @@
-"""Families with recurrent layers: Qwen3-Next, Kimi-Linear, Nemotron-H, MiniMax-Text-01."""
+"""Families with linear attention: Qwen3-Next, Qwen3.5, OLMo-Hybrid, Kimi-Linear, MiniMax-Text-01."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from longspan.core.errors import LongspanError
 from longspan.plan.layers import Linear, Mlp, Parameter, Softmax
 from longspan.plan.models.blocks import (
-    NO_MIXER,
     attention,
+    dense,
     every_step,
     experts,
     full_at_intervals,
     gated,
+    gated_mlp,
     grouped,
     linear,
     norm,
     routed_experts,
     softmax,
 )
-from longspan.plan.models.families import LOCAL_EXPERTS
+from longspan.plan.models.families import after_dense, latent, latent_attention, shared_and_routed, shared_size
 from longspan.plan.models.family import Config, Family, Part
-from longspan.plan.models.other_families import after_dense, latent, latent_attention, shared_and_routed
 
-# Qwen3-Next: gated linear attention (the delta rule).
+# Gated DeltaNet: Qwen3-Next, Qwen3.5 and OLMo-Hybrid.
 
 
-def delta_rule(c: Config) -> Linear:
-    """Return gated DeltaNet."""
+def _delta_rule(c: Config) -> Linear:
     k, v = c.count("linear_num_key_heads"), c.count("linear_num_value_heads")
     c.divides("linear_num_value_heads", "linear_num_key_heads", v, k)
     dim, v_dim = c.count("linear_key_head_dim"), c.count("linear_value_head_dim")
@@ -49,12 +48,59 @@ def _delta_weights(c: Config, mixer: Linear) -> Iterator[Parameter]:
     yield from linear("linear_attn.out_proj", values, c.d)
 
 
-def next_experts(c: Config, mlp: Mlp) -> Iterator[Parameter]:
+def _qwen_weights(c: Config, mixer: Linear) -> Iterator[Parameter]:
+    heads, values = mixer.q_heads, mixer.q_heads * mixer.v_head_dim
+    yield Parameter("linear_attn.dt_bias", (heads,))
+    yield Parameter("linear_attn.A_log", (heads,))
+    yield Parameter("linear_attn.conv1d.weight", (mixer.channels, 1, mixer.kernel))
+    yield from norm("linear_attn.norm", mixer.v_head_dim)
+    yield from linear("linear_attn.out_proj", values, c.d)
+    for name, size in (("qkv", mixer.channels), ("z", values), ("b", heads), ("a", heads)):
+        yield from linear(f"linear_attn.in_proj_{name}", c.d, size)
+
+
+def _next_experts(c: Config, mlp: Mlp) -> Iterator[Parameter]:
     """Yield routed experts and a shared one with a gate; in a dense layer a dense MLP."""
     yield from routed_experts(c, mlp)
     if mlp.experts:
         yield from gated("mlp.shared_expert", c.d, mlp.shared_ffn)
         yield from linear("mlp.shared_expert_gate", c.d, 1)
+
+
+def _olmo_delta(c: Config) -> Linear:
+    k, v = (c.optional(f"linear_num_{x}_heads") or c.count("num_attention_heads") for x in ("key", "value"))
+    c.divides("linear_num_value_heads", "linear_num_key_heads", v, k)
+    dim = c.optional("linear_key_head_dim") or max(1, int(0.75 * c.d / k))
+    v_dim, kernel = c.optional("linear_value_head_dim") or 2 * dim, c.count("linear_conv_kernel_dim")
+    return Linear(v, k, dim, v_dim, columns=dim, channels=2 * k * dim + v * v_dim, kernel=kernel)
+
+
+def _olmo_delta_weights(c: Config, mixer: Linear) -> Iterator[Parameter]:
+    """Yield the norms too: a layer with softmax attention has others."""
+    heads, keys, values = mixer.q_heads, mixer.kv_heads * mixer.head_dim, mixer.q_heads * mixer.v_head_dim
+    yield from norm("input_layernorm", c.d)
+    yield from norm("post_attention_layernorm", c.d)
+    yield Parameter("linear_attn.A_log", (heads,))
+    yield Parameter("linear_attn.dt_bias", (heads,))
+    for name, size in (("q", keys), ("k", keys), ("v", values), ("a", heads), ("b", heads), ("g", values)):
+        yield from linear(f"linear_attn.{name}_proj", c.d, size)
+    yield from linear("linear_attn.o_proj", values, c.d)
+    yield Parameter("linear_attn.conv1d.weight", (mixer.channels, 1, mixer.kernel))
+    yield from norm("linear_attn.o_norm", mixer.v_head_dim)
+
+
+def _olmo_attention(c: Config, mixer: Softmax) -> Iterator[Parameter]:
+    return chain(
+        attention(c, mixer, qk_norm="all heads"),
+        norm("post_attention_layernorm", c.d),
+        norm("post_feedforward_layernorm", c.d),
+    )
+
+
+def _olmo_types(c: Config, layer: int) -> str:
+    """Softmax attention in every fourth layer, or in the last of fewer."""
+    layers = c.count("num_hidden_layers")
+    return "full_attention" if layer % 4 == 3 or (layers < 4 and layer == layers - 1) else "linear_attention"
 
 
 # Kimi-Linear: the delta rule with a decay per key dim (KDA); latent attention in between, without positions.
@@ -108,73 +154,6 @@ def _kimi_delta_weights(c: Config, mixer: Linear) -> Iterator[Parameter]:
     yield from linear("self_attn.o_proj", width, c.d)
 
 
-# Nemotron-H: a layer is Mamba-2, attention without positions, an MLP or experts alone.
-
-
-def _nemotron_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config with `layer_types`, from whichever of its three names, and their number."""
-    pattern = config.get("hybrid_override_pattern") or ""
-    types = config.get("layers_block_type") or config.get("layer_types") or [_LETTERS.get(x, x) for x in pattern]
-    return {**config, "layer_types": types, "num_hidden_layers": len(types)} if isinstance(types, list) else config
-
-
-_LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-
-
-def mamba2(c: Config, head_dim: int | None = None) -> Linear:
-    """Return Mamba-2; `head_dim` by default as the config states it."""
-    heads, state, groups = (c.count(key) for key in ("mamba_num_heads", "ssm_state_size", "n_groups"))
-    dim = head_dim or c.count("mamba_head_dim")
-    c.divides("mamba_num_heads", "n_groups", heads, groups)
-    channels = heads * dim + 2 * groups * state
-    kernel, chunk = c.count("conv_kernel"), c.count("chunk_size")
-    return Linear(heads, groups, state, dim, columns=1, chunk=chunk, channels=channels, kernel=kernel)
-
-
-def mamba2_weights(c: Config, mixer: Linear, name: str = "mixer") -> Iterator[Parameter]:
-    """Yield the weights of Mamba-2."""
-    heads, width = mixer.q_heads, mixer.q_heads * mixer.v_head_dim
-    for each in ("dt_bias", "A_log", "D"):
-        yield Parameter(f"{name}.{each}", (heads,))
-    yield Parameter(f"{name}.conv1d.weight", (mixer.channels, 1, mixer.kernel))
-    if c.flag("use_conv_bias"):
-        yield Parameter(f"{name}.conv1d.bias", (mixer.channels,))
-    yield from linear(f"{name}.in_proj", c.d, width + mixer.channels + heads, c.flag("use_bias"))
-    yield from norm(f"{name}.norm", width)
-    yield from linear(f"{name}.out_proj", width, c.d, c.flag("use_bias"))
-
-
-def _nemotron_attention(c: Config, mixer: Softmax) -> Iterator[Parameter]:
-    for p in attention(c, mixer, qkv_bias=False, out_bias=False):
-        yield replace(p, name=p.name.replace("self_attn.", "mixer."))
-
-
-def _nemotron_mlp(c: Config, layer: int) -> Mlp:
-    kind = c.values["layer_types"][layer]
-    if kind == "mlp":
-        return Mlp(c.ffn, gated=False)
-    if kind != "moe":
-        return Mlp(0, gated=False)
-    shared = c.count("moe_shared_expert_intermediate_size")
-    return Mlp(c.count("moe_intermediate_size"), False, c.experts, c.count("num_experts_per_tok"), shared)
-
-
-def _nemotron_mlp_weights(c: Config, mlp: Mlp) -> Iterator[Parameter]:
-    """Yield an MLP of two matrices, or experts of such; named `mlp` instead of `mixer`."""
-    bias, latent = c.flag("mlp_bias"), c.optional("moe_latent_size")
-    name, ffn = ("mlp.shared_experts", mlp.shared_ffn) if mlp.experts else ("mlp", mlp.ffn)
-    if mlp.experts:
-        yield Parameter("mlp.gate.weight", (mlp.experts, c.d))
-        yield Parameter("mlp.experts.up_proj", (mlp.experts, mlp.ffn, latent or c.d))
-        yield Parameter("mlp.experts.down_proj", (mlp.experts, latent or c.d, mlp.ffn))
-        if latent:
-            yield from linear("mlp.fc1_latent_proj", c.d, latent, bias)
-            yield from linear("mlp.fc2_latent_proj", latent, c.d, bias)
-    if ffn:
-        yield from linear(f"{name}.up_proj", c.d, ffn, bias)
-        yield from linear(f"{name}.down_proj", ffn, c.d, bias)
-
-
 # MiniMax: lightning (linear) attention, softmax in between, experts in every layer.
 
 
@@ -202,32 +181,56 @@ def _lightning_weights(c: Config, mixer: Linear) -> Iterator[Parameter]:
     yield from linear("self_attn.output_gate", c.d, values)
 
 
+_GATED_SOFTMAX = softmax(partial(attention, qk_norm="head", gate=True), window=False)
+_QWEN_MIXERS = {**_GATED_SOFTMAX, "linear_attention": Part(_delta_rule, _qwen_weights)}
+_QWEN_SIZES = {
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+    "max_position_embeddings": 32768,
+}
+_QWEN_EXPERTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+_QWEN_TYPES = partial(full_at_intervals, "full_attention_interval", "linear_attention")
+
+
+def _shared_expert(c: Config) -> int:
+    return c.count("shared_expert_intermediate_size")
+
+
 FAMILIES = {
     "qwen3_next": Family(
-        {
-            **softmax(partial(attention, qk_norm="head", gate=True), window=False),
-            "linear_attention": Part(delta_rule, _delta_weights),
-        },
-        experts(next_experts, every_step, shared=lambda c: c.count("shared_expert_intermediate_size")),
-        {
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "num_experts": 512,
-            "num_experts_per_tok": 10,
-            "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 512,
-            "decoder_sparse_step": 1,
-            "linear_conv_kernel_dim": 4,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32,
-            "full_attention_interval": 4,
-            "partial_rotary_factor": 0.25,
-            "max_position_embeddings": 32768,
-        },
-        types=partial(full_at_intervals, "full_attention_interval", "linear_attention"),
+        {**_GATED_SOFTMAX, "linear_attention": Part(_delta_rule, _delta_weights)},
+        experts(_next_experts, every_step, shared=_shared_expert),
+        {**_QWEN_SIZES, **_QWEN_EXPERTS, "num_experts": 512, "num_experts_per_tok": 10, "decoder_sparse_step": 1},
+        types=_QWEN_TYPES,
         listed=True,
+    ),
+    "qwen3_5": Family(
+        _QWEN_MIXERS, dense(gated_mlp), {**_QWEN_SIZES, "num_key_value_heads": 4}, types=_QWEN_TYPES, listed=True
+    ),
+    "qwen3_5_moe": Family(
+        _QWEN_MIXERS,
+        experts(_next_experts, shared=_shared_expert),
+        {**_QWEN_SIZES, **_QWEN_EXPERTS, "intermediate_size": 512, "num_experts": 256, "num_experts_per_tok": 8},
+        types=_QWEN_TYPES,
+        listed=True,
+    ),
+    "olmo_hybrid": Family(
+        {
+            **softmax(_olmo_attention, window=False),
+            "linear_attention": Part(_olmo_delta, _olmo_delta_weights),
+        },
+        dense(gated_mlp),
+        {"linear_conv_kernel_dim": 4, "max_position_embeddings": 65536},
+        types=_olmo_types,
+        listed=True,
+        order=("attention", "mlp"),
     ),
     "minimax": Family(
         {
@@ -242,7 +245,6 @@ FAMILIES = {
             "num_experts_per_tok": 2,
             "block_size": 256,
         },
-        spellings=LOCAL_EXPERTS,
         types=_types,
         listed=True,
         order=("attention", "input_layernorm", "post_attention_layernorm", "mlp"),
@@ -252,11 +254,7 @@ FAMILIES = {
             **softmax(latent_attention, latent, window=False),
             "linear_attention": Part(_kimi_delta, _kimi_delta_weights),
         },
-        experts(
-            shared_and_routed,
-            _kimi_sparse,
-            shared=lambda c: c.count("moe_intermediate_size") * c.count("n_shared_experts"),
-        ),
+        experts(shared_and_routed, _kimi_sparse, shared=shared_size),
         {
             "kv_lora_rank": 512,
             "qk_rope_head_dim": 64,
@@ -274,7 +272,6 @@ FAMILIES = {
             "linear_conv_kernel_dim": 4,
         },
         spellings={
-            "num_experts": ("num_experts", "num_local_experts"),
             "num_experts_per_tok": ("num_experts_per_token", "num_experts_per_tok"),
             "n_shared_experts": ("num_shared_experts", "n_shared_experts"),
             "max_position_embeddings": ("model_max_length", "max_position_embeddings"),
@@ -283,38 +280,5 @@ FAMILIES = {
         listed=True,
         rotary=False,
         config=_kimi_config,
-    ),
-    "nemotron_h": Family(
-        {
-            **softmax(_nemotron_attention, window=False),
-            "linear_attention": Part(mamba2, mamba2_weights),
-            "mlp": NO_MIXER,
-            "moe": NO_MIXER,
-        },
-        Part(_nemotron_mlp, _nemotron_mlp_weights),
-        {
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "intermediate_size": 21504,
-            "ssm_state_size": 128,
-            "mamba_num_heads": 128,
-            "mamba_head_dim": 64,
-            "n_groups": 8,
-            "conv_kernel": 4,
-            "use_conv_bias": True,
-            "chunk_size": 128,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 7688,
-            "moe_shared_expert_intermediate_size": 7688,
-            "max_position_embeddings": 4096,
-        },
-        spellings={"num_experts": ("n_routed_experts", "num_local_experts")},
-        listed=True,
-        order=("attention", "mlp", "norm"),
-        root=("model.embeddings", "", "model.norm_f"),
-        rotary=False,
-        config=_nemotron_config,
     ),
 }

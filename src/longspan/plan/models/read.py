@@ -16,8 +16,8 @@ from longspan.core.validation import existing_path, format_value, nearest, read_
 from longspan.plan.layers import Mlp, Parameter
 from longspan.plan.models.blocks import norm
 from longspan.plan.models.catalogue import CONFIGS, VISION_CONFIGS
-from longspan.plan.models.families import EXPERT_COUNTS, LLAMA_LIKE, SPARSE_LLAMA_LIKE
-from longspan.plan.models.family import FAMILIES, Config, Family, Part
+from longspan.plan.models.families import LLAMA_LIKE, SPARSE_LLAMA_LIKE
+from longspan.plan.models.family import EXPERT_COUNTS, FAMILIES, Config, Family, Part
 from longspan.plan.models.shape import LayerShape, ModelShape
 
 BUILT_IN = {**CONFIGS, **VISION_CONFIGS}
