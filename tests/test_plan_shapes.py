@@ -18,6 +18,7 @@ from longspan.plan import cost, read_hardware
 from longspan.plan.job import CostContext, Job, Mesh
 from longspan.plan.layers import Linear, Mlp, Softmax, Window, exchange
 from longspan.plan.models import CONFIGS, FAMILIES, ModelShape, Parameter, read_model, shape_from_config
+from longspan.plan.models.family import EXPERT_COUNTS
 from longspan.plan.models.read import BUILT_IN
 from tests.choose import confirming
 from tests.said import says
@@ -247,7 +248,8 @@ def test_defaults_are_those_of_the_config_class(model_type: str) -> None:
     tied = config.tie_word_embeddings  # of the whole model: Qwen3-VL-MoE's language model has another default
     config = config.get_text_config()
     for key in {"tie_word_embeddings", "attention_bias", "num_key_value_heads", *family.defaults}:
-        name = family.spellings.get(key, (key,))[0]
+        names = EXPERT_COUNTS if key == "num_experts" else family.spellings.get(key, (key,))
+        name = next((name for name in names if hasattr(config, name)), names[0])
         if key == "sliding_window" and not getattr(config, "use_sliding_window", True):
             continue  # the class has set it to None
         expected = tied if key == "tie_word_embeddings" else getattr(config, name, None)

@@ -27,7 +27,7 @@ from longspan.plan.cost.vision import shares, tower_flops
 from longspan.plan.job import CostContext
 from longspan.plan.models import ModelShape, shape_from_config
 from longspan.plan.models.catalogue import VISION_CONFIGS
-from longspan.plan.pictures import Pictures, read_pictures
+from longspan.plan.models.tower import Pictures, read_pictures
 from tests.choose import confirming
 from tests.memory import at_rest, peak_of
 from tests.models import gradients, sharding

@@ -34,8 +34,8 @@ from longspan.plan.job import Job, Mesh
 from longspan.plan.layers import CAUSAL, AttendedKeys, Bidirectional, Chunk, Mlp, Softmax, Window
 from longspan.plan.models import LayerShape, ModelShape, Parameter, is_family, shape_from_layers
 from longspan.plan.models.read import shape_from_config
+from longspan.plan.models.tower import Pictures
 from longspan.plan.models.tuning import Tuning, tuned_shape
-from longspan.plan.pictures import Pictures
 from longspan.plan.suggestions import choose_memory
 
 

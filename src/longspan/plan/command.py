@@ -22,8 +22,8 @@ from longspan.plan.memory_search import STEP, MemoryRow, longest, memory_rows, s
 from longspan.plan.methods import compare
 from longspan.plan.models.read import read_model
 from longspan.plan.models.shape import ModelShape
+from longspan.plan.models.tower import Pictures, read_pictures
 from longspan.plan.models.tuning import Tuning, tuned_shape
-from longspan.plan.pictures import Pictures, read_pictures
 from longspan.plan.search import MOST_GPUS, Search, search
 from longspan.plan.suggestions import Suggestions, find_suggestions
 from longspan.plan.views.report import Report

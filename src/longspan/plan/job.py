@@ -16,10 +16,10 @@ from longspan.core.memory import FASTEST, Memory
 from longspan.core.parallel import AXES, RING_IMPLS, TENSOR_STYLES, RingImpl, TensorStyle
 from longspan.core.tile_sizes import layers_held, layers_per_checkpoint
 from longspan.core.validation import LARGEST_COUNT, LARGEST_JOB, check_choice, check_flag, check_number, format_value
-from longspan.plan.pictures import Pictures
 
 if TYPE_CHECKING:
     from longspan.plan.models.shape import ModelShape
+    from longspan.plan.models.tower import Pictures
 
 Mode = Literal["train", "prefill", "decode"]
 

@@ -5,7 +5,7 @@ in its own file; a family (`longspan.plan.models.family`) then names it.
 """
 
 from longspan.plan.layers.attended_keys import CAUSAL, AttendedKeys, Bidirectional, Causal, Chunk, Window
-from longspan.plan.layers.base import Mixer, Mlp, NoMixer, Parameter, Sent
+from longspan.plan.layers.base import Mixer, Mlp, Parameter, Sent
 from longspan.plan.layers.linear import Linear, ShortConv
 from longspan.plan.layers.softmax import Softmax
 
@@ -18,7 +18,6 @@ __all__ = [
     "Linear",
     "Mixer",
     "Mlp",
-    "NoMixer",
     "Parameter",
     "Sent",
     "ShortConv",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -139,11 +138,11 @@ class Mlp:
 
 
 @dataclass(frozen=True)
-class Mixer(ABC):
+class Mixer:
     """The part of a layer that mixes tokens, attention or a recurrence: its sizes and its costs.
 
     Bytes, FLOPs and calls are for one layer and one micro-batch, max over ranks. A method that a subclass does not
-    override costs nothing.
+    override costs nothing; a plain `Mixer()` is a layer that is an MLP alone.
 
     Attributes:
         q_heads: query heads, which Ulysses shards. Recurrent layers: heads of the values.
@@ -153,18 +152,18 @@ class Mixer(ABC):
         v_head_dim: elements of one value head.
     """
 
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    v_head_dim: int
+    q_heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    v_head_dim: int = 0
 
     shards_heads: ClassVar[bool] = False
     """Whether Ulysses shards the heads; if not, every rank holds all heads of its tokens."""
 
     @property
-    @abstractmethod
     def name(self) -> str:
         """The kind, in reports: "full", "sliding", "chunked", "linear"."""
+        return "no"
 
     @property
     def window(self) -> int | None:
@@ -172,9 +171,9 @@ class Mixer(ABC):
         return None
 
     @property
-    @abstractmethod
     def cached_per_token(self) -> int:
         """Elements that each further token adds to the cache; 0 for a recurrent state."""
+        return 0
 
     def seen(self, context: int) -> int:
         """Return the most tokens of `context` that one query attends to."""
@@ -182,13 +181,13 @@ class Mixer(ABC):
 
     # Compute.
 
-    @abstractmethod
     def flops(self, job: Job, times: float) -> float:
         """Return `times` the FLOPs of mixing in one forward, over the whole batch and all GPUs."""
+        return 0.0
 
-    @abstractmethod
     def max_flops(self, c: CostContext) -> float:
         """Return the FLOPs of mixing in the forward of one micro-batch, max over ranks."""
+        return 0.0
 
     def accumulated_bytes(self, c: CostContext) -> tuple[float, float]:
         """Return the memory traffic of accumulating partial results, in a forward and in a backward."""
@@ -196,9 +195,9 @@ class Mixer(ABC):
 
     # Communication.
 
-    @abstractmethod
     def sent(self, c: CostContext) -> list[Sent]:
         """Return what the sequence methods send, forward and backward; P2P in pairs: K and V, then gradients."""
+        return []
 
     def ring_schedule(self, c: CostContext) -> RingSchedule | None:
         """Return how KV blocks go round the ring; None if the mixer has no ring."""
@@ -210,7 +209,6 @@ class Mixer(ABC):
 
     # The cache.
 
-    @abstractmethod
     def cache_by_rank(self, c: CostContext, generated: int = 0, chunk: int | None = None, step: int = 0) -> list[int]:
         """Return the bytes of its KV cache or state on each rank of a sequence group.
 
@@ -220,6 +218,7 @@ class Mixer(ABC):
             chunk: tokens per chunk of the prompt; None: the job's, or else that of `longspan.core.cache`.
             step: count the keys that the last `step` tokens attend to, rather than those that later tokens will.
         """
+        return [0] * c.mesh.sequence
 
     def cache_bytes(self, c: CostContext) -> int:
         """Return the bytes of its KV cache or state, max over ranks."""
@@ -231,9 +230,9 @@ class Mixer(ABC):
 
     # Memory.
 
-    @abstractmethod
     def saved(self, c: CostContext) -> int:
         """Return saved bytes per token of a rank."""
+        return 0
 
     def checkpointed(self, c: CostContext) -> int:
         """Return the part of `saved` that checkpointing saves rather than recomputes."""
@@ -271,36 +270,3 @@ class Mixer(ABC):
     def ulysses_refusal(self, job: Job, mesh: Mesh) -> str | None:
         """Return the reason why its heads cannot be sharded over the mesh's Ulysses ranks, or None."""
         return None
-
-
-@dataclass(frozen=True)
-class NoMixer(Mixer):
-    """No mixing: a layer that is an MLP alone."""
-
-    q_heads: int = 0
-    kv_heads: int = 0
-    head_dim: int = 0
-    v_head_dim: int = 0
-
-    @property
-    def name(self) -> str:
-        return "no"
-
-    @property
-    def cached_per_token(self) -> int:
-        return 0
-
-    def flops(self, job: Job, times: float) -> float:
-        return 0.0
-
-    def max_flops(self, c: CostContext) -> float:
-        return 0.0
-
-    def sent(self, c: CostContext) -> list[Sent]:
-        return []
-
-    def cache_by_rank(self, c: CostContext, generated: int = 0, chunk: int | None = None, step: int = 0) -> list[int]:
-        return [0] * c.mesh.sequence
-
-    def saved(self, c: CostContext) -> int:
-        return 0

@@ -44,10 +44,6 @@ class Linear(Mixer):
         return "linear"
 
     @property
-    def cached_per_token(self) -> int:
-        return 0
-
-    @property
     def state_elements(self) -> int:
         """Elements of the state."""
         return self.q_heads * self.head_dim * self.v_head_dim

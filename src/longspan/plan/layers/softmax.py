@@ -1,6 +1,6 @@
 """Softmax attention as a mixer: full, windowed or chunked, with grouped, shared or latent keys and values.
 
-`exchange.py` says what it sends, and `attention_memory.py` what it holds besides saved activations.
+`exchange.py` says what it sends.
 """
 
 from __future__ import annotations
@@ -12,9 +12,22 @@ from typing import ClassVar
 from longspan.core.cache import holds_latent, tokens_per_rank, vector_bytes
 from longspan.core.heads import HeadShard
 from longspan.plan.job import CostContext, Job, Mesh, head_shards
-from longspan.plan.layers import attention_memory, exchange
-from longspan.plan.layers.attended_keys import CAUSAL, AttendedKeys, RingSchedule, ring_schedule
+from longspan.plan.layers import exchange
+from longspan.plan.layers.attended_keys import (
+    CAUSAL,
+    AttendedKeys,
+    RingSchedule,
+    documents_held,
+    documents_in_forward,
+    ring_schedule,
+)
 from longspan.plan.layers.base import Buffers, Mixer, SavedActivations, Sent
+
+KERNEL_DQ = 4
+"""Bytes per element of dQ that a GPU's flash backward accumulates in fp32, besides dQ itself."""
+
+WEIGHTS = 8
+"""Tensors of the size of a log-sum-exp that exist while a partial output is merged, besides the sums."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +198,7 @@ class Softmax(Mixer):
 
     def freed(self, after_mixer: SavedActivations, c: CostContext) -> SavedActivations:
         # A recomputed all-to-all sends the output in token layout; a checkpoint is freed with its layer.
-        held = c.job.memory.recompute_all_to_all or attention_memory.holds_checkpoint(c)
+        held = c.job.memory.recompute_all_to_all or _holds_checkpoint(c)
         return after_mixer + SavedActivations(attention=0 if held else self._projected(c))
 
     def _projected(self, c: CostContext) -> int:
@@ -201,11 +214,112 @@ class Softmax(Mixer):
             c.tokens * c.mesh.ulysses * packed * c.b,
         )
 
+    # A ring is costed for the rank whose block is one run of tokens: the tile on its diagonal is the whole block. A CPU
+    # computes its tiles in fp32.
+
     def ring_buffers(self, c: CostContext) -> Buffers:
-        return attention_memory.ring_buffers(self, c)
+        """Return the buffers of a forward over a ring, of all head chunks together, or of a chunk over a cache."""
+        if c.job.mode == "prefill" and c.job.prefill_chunk is not None:
+            return self.cache_mixer(c)._prompt_chunk(c)
+        if c.mesh.ring == 1 or c.job.mode == "decode":
+            return Buffers()
+        heads, tokens = self.max_heads(c.mesh), c.tokens * c.mesh.ulysses
+        tile_bytes = 4 if c.on_cpu else c.b
+        block, log_sum_exp = c.b * heads.kv * tokens, 4 * heads.q_heads * tokens
+        sums = 4 * heads.out * tokens + log_sum_exp
+        casts = tokens * 4 * (heads.q + heads.kv) * (c.b < tile_bytes)
+        # A tile's output, on a CPU with its weighted copy.
+        tile = tokens * heads.out * (8 if c.on_cpu else c.b)
+        schedule = self.ring_schedule(c)
+        # The rank's own block, packed to be sent, and either all blocks, or the current and the next ones.
+        gathered = exchange.ring_impl(self, c, heads.kv_heads) == "allgather"
+        peaks = [Buffers(block * (1 + (c.mesh.ring if gathered else schedule.first)), sums + casts + tile)]
+        documents = [documents_in_forward(c.layout)] if c.job.documents else []
+        for blocks, queries in (*schedule.forward, *documents):
+            of_tile = tile if c.on_cpu else int((tile + WEIGHTS * log_sum_exp) * queries)
+            peaks.append(Buffers(block * (1 + (c.mesh.ring if gathered else blocks)), sums + casts + of_tile))
+        return max(peaks, key=lambda buffers: buffers.total)
+
+    def _prompt_chunk(self, c: CostContext) -> Buffers:
+        """Return the buffers of a chunk (the job's context) over a KV cache, besides those of the all-to-all.
+
+        Over a ring the queries of all blocks; and three fp32 outputs with their log-sum-exps: the running sum, the next
+        partial output, and their weighted sum (over a ring: computed, sent, received).
+        """
+        heads, tokens = self.max_heads(c.mesh), c.tokens * c.mesh.sequence
+        queries = tokens * heads.q * c.b if c.mesh.ring > 1 else 0
+        return Buffers(comm=queries, workspace=3 * tokens * heads.q_heads * (self.v_head_dim + 1) * 4)
+
+    def _kernel_backward(self, c: CostContext, queries: float = 1, keys: float = 1) -> int:
+        """Return the bytes inside the flash backward, for these fractions of a block's queries and keys."""
+        if c.on_cpu:
+            return 0
+        heads = self.max_heads(c.mesh)
+        # With grouped queries it writes dK and dV for every query head, and sums each group afterwards.
+        per_query_head = c.b * (heads.q + heads.out) * keys if heads.q_heads > heads.kv_heads else 0
+        return int(c.tokens * c.mesh.ulysses * (KERNEL_DQ * heads.q * queries + per_query_head))
 
     def backward_buffers(self, c: CostContext) -> Buffers:
-        return attention_memory.backward_buffers(self, c)
+        """Return the largest of three peaks: sending gradients to heads, the kernel or the ring, sending them back.
+
+        With head chunks each peak is one chunk's, and the gradients received so far are added.
+        """
+        heads, mine = self.max_heads(c.mesh), self.local_heads(c.mesh)
+        chunks, u = self.chunks(c), c.mesh.ulysses
+        exchanged, recomputed = u > 1, c.job.memory.recompute_all_to_all and u > 1
+        in_heads, in_tokens = c.tokens * u * c.b, c.tokens * c.b  # bytes per element in either layout
+        gradients = in_heads * (heads.q + heads.kv)
+        received = in_heads * (heads.q + heads.kv + heads.out) if recomputed else 0  # by the recomputed all-to-all
+        result = in_tokens * (mine.q + mine.kv)
+        d_out = in_tokens * mine.out
+        stays = d_out + (result if chunks > 1 else 0)
+        # The output and its gradient, copied from the received rows, or some of their heads.
+        sliced = chunks > 1 and not exchanged
+        copied = (recomputed or sliced) and not c.on_cpu
+        copies = 2 * in_heads * heads.out if copied or (recomputed and c.mesh.ring > 1) else 0
+        if c.mesh.ring > 1:  # its sums include the output's gradient in head layout, or a slice of it
+            ring = self._ring_backward(c)
+            computing = -(-ring.workspace // chunks) + -(-(copies + received) // chunks)
+            stays -= d_out // chunks * sliced
+            return Buffers(-(-ring.comm // chunks), computing + (stays if recomputed or chunks > 1 else 0))
+        kernel = self._kernel_backward(c) + copies
+        computing = received + gradients + in_heads * heads.out * exchanged + kernel
+        sending = received + in_heads * heads.out + d_out + (result + d_out if recomputed else 0)
+        # The kernel's saved tensors are freed before gradients are sent back, unless something else holds them.
+        freed = 0 if recomputed or _holds_checkpoint(c) else in_heads * (heads.q + heads.kv + heads.out)
+        returning = 2 * gradients + (result if chunks == 1 else 0) - freed
+        if chunks == 1 and not recomputed:  # the incoming gradient is freed when it has been sent
+            return Buffers(0, max(computing, d_out + sending, returning) if exchanged else computing + d_out)
+        peaks = [computing, *((sending, returning) if exchanged else ())]
+        return Buffers(0, stays + -(-max(peaks) // chunks))
+
+    def _ring_backward(self, c: CostContext) -> Buffers:
+        """Return the buffers of a backward over a ring, of all head chunks together."""
+        heads, tokens = self.max_heads(c.mesh), c.tokens * c.mesh.ulysses
+        tile_bytes = 4 if c.on_cpu else c.b
+        block, gradient = c.b * heads.kv * tokens, 4 * heads.kv * tokens
+        # The output's gradient, and in fp32 dQ, and dK and dV of the rank's own block.
+        sums = tokens * (c.b * heads.out + 4 * (heads.q + heads.kv))
+        casts = tokens * 4 * (heads.q + heads.kv + 2 * heads.out) * (c.b < tile_bytes)
+        packed = block if c.job.memory.recompute_all_to_all else 0  # the rank's own block, which otherwise is saved so
+        if exchange.ring_impl(self, c, heads.kv_heads) == "allgather":
+            tile = casts + tokens * tile_bytes * (heads.q + heads.kv) + self._kernel_backward(c)
+            return Buffers(packed + c.mesh.ring * (block + gradient), sums + tile)
+        # Half of the heads of the rank's own block, whose outputs and gradients the kernel copies.
+        own = (tokens * c.b * (heads.q + heads.kv + 2 * heads.out) + self._kernel_backward(c)) // 2
+        schedule, peaks = self.ring_schedule(c), []
+        documents = [documents_held(c.layout)] if c.job.documents else []
+        for blocks, gradients, queries, keys in (*schedule.held, *documents):
+            if c.on_cpu and queries:  # it computes a block in several tiles, and sums their gradients
+                gradients, queries, keys = gradients + 1, 1.0, 1.0
+            tile = int(tokens * tile_bytes * (heads.q * queries + heads.kv * keys)) + (casts if queries else 0)
+            tile += self._kernel_backward(c, queries, keys)
+            peaks.append(Buffers(packed + blocks * block + gradients * gradient, sums + tile))
+        if c.on_cpu:
+            own = casts + tokens * tile_bytes * (heads.q + heads.kv)
+        peaks.append(Buffers(packed + schedule.first * block, sums + own))
+        peaks.append(Buffers(packed + schedule.last * gradient, sums + (0 if c.on_cpu else own)))
+        return max(peaks, key=lambda buffers: buffers.total)
 
     # Limits.
 
@@ -238,3 +352,8 @@ def _over_latent(layer: Softmax) -> Softmax:
     return replace(
         layer, kv_heads=1, head_dim=width, v_head_dim=width - layer.rope_dim, latent_dim=0, rope_dim=0, shared=True
     )
+
+
+def _holds_checkpoint(c: CostContext) -> bool:
+    """Whether a checkpoint holds the attention's saved tensors until the end of its layer's backward."""
+    return c.job.memory.checkpointing == "save_attention" and not c.offloads

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from longspan.core.errors import LongspanError
-from longspan.plan.layers import AttendedKeys, Chunk, Mlp, NoMixer, Parameter, Softmax, Window
+from longspan.plan.layers import AttendedKeys, Chunk, Mixer, Mlp, Parameter, Softmax, Window
 from longspan.plan.models.family import Config, Part
 
 Weights = Callable[[Config, Any], Iterator[Parameter]]
@@ -51,7 +51,7 @@ def softmax(
     return mixers
 
 
-NO_MIXER = Part(lambda c: NoMixer(), lambda c, mixer: iter(()))
+NO_MIXER = Part(lambda c: Mixer(), lambda c, mixer: iter(()))
 """Of a layer that is an MLP alone."""
 
 
