@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import longspan
 from longspan.bench import peers
-from longspan.bench.measure import run
+from longspan.bench.meters import run
 from longspan.bench.workloads import as_leaves, attention_workload
 from longspan.comm.mesh import OneDeviceMesh
 

@@ -23,7 +23,7 @@ import common
 import torch
 import torch.distributed as dist
 
-from longspan.bench.measure import run
+from longspan.bench.meters import run
 from longspan.bench.workloads import Workload, training_step
 from longspan.core.memory import FASTEST, Memory
 from longspan.core.sections import make

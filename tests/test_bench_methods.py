@@ -41,7 +41,7 @@ def _compare(what: str, **changes: Any) -> tuple[str, dict[str, Any]]:
         make(BenchConfig, what=what, **{**SMALL, **changes}), dist.get_world_size(), torch.device("cpu"), "here"
     )
     out = io.StringIO()
-    data = json.loads(json.dumps(as_json(found)))
+    data = json.loads(json.dumps(as_json(found)[0]))
     print_tables(data, out)
     return out.getvalue(), data
 
@@ -51,7 +51,7 @@ def _attention_results(world: int) -> dict[str, dict[str, Any]]:
     import torch
     import torch.nn.functional as F
 
-    from longspan.bench.measure import run
+    from longspan.bench.meters import run
     from longspan.bench.workloads import AttentionInputs, ShardingCache
 
     case = AttentionInputs(32, 4, 2, 8, torch.float32, ShardingCache(torch.device("cpu")))
@@ -125,8 +125,7 @@ def _losses() -> dict[str, list[float]]:
     import longspan
     from longspan.bench import peers
     from longspan.bench.compare import formula
-    from longspan.bench.measure import run
-    from longspan.bench.meters import count_sent
+    from longspan.bench.meters import count_sent, run
     from longspan.bench.methods import Candidate, Method, installed, job_of, read_config, shape_of
     from longspan.bench.workloads import ShardingCache, StepInputs
 
@@ -170,7 +169,8 @@ def _collectives() -> tuple[dict[str, Any], str]:
     from longspan.bench.output import as_json, print_tables
 
     config = make(BenchConfig, what="collectives", ulysses=2, sizes=(64, 1024, 4096, 1 << 40), quick=True)
-    found = as_json({"measured": "here", "rows": measure_collectives(config, torch.device("cpu"))})
+    rows = measure_collectives(config, torch.device("cpu"))
+    found, _ = as_json({"what": "collectives", "measured": "here", "rows": rows})
     out = io.StringIO()
     print_tables(found, out)
     return found, out.getvalue()
@@ -236,7 +236,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
 def test_bad_input_is_refused_before_a_rank_starts(
     changes: dict[str, Any], ranks: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from longspan.bench.job import run
+    from longspan.bench.command import run
     from longspan.ranks import launch
 
     monkeypatch.setattr(launch, "launch", lambda *_, **__: pytest.fail("ranks were started"))

@@ -10,16 +10,14 @@ import gc
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from longspan.bench.config import BenchConfig
-from longspan.bench.hardware import MeasuredHardware, as_toml, measure_compute, measure_hardware
-from longspan.bench.measure import Measurement, measure
-from longspan.bench.meters import DTYPES
+from longspan.bench.command import BenchConfig
+from longspan.bench.hardware import as_toml, measure_compute, measure_hardware
+from longspan.bench.meters import DTYPES, measure
 from longspan.bench.methods import Candidate, job_of, read_config, select, shape_of
 from longspan.bench.workloads import AttentionInputs, ShardingCache, StepInputs, Workload
 from longspan.core.errors import LongspanError
@@ -34,94 +32,37 @@ from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import cost
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """The planner's prediction of one run."""
+def compare(config: BenchConfig, ranks: int, device: torch.device, measured: str) -> dict[str, Any]:
+    """Return every method at every context, in the schema of `--json` (docs/reference/json.md), and each row's `trace`.
 
-    communication: float  # seconds in which a collective is in flight
-    total: float  # seconds
-    peak_bytes: int | None = None  # on the rank with the highest peak; None for an attention
-
-
-@dataclass(frozen=True)
-class Result:
-    """One candidate at one context. Bytes are by collective, on the rank that sends most."""
-
-    candidate: Candidate
-    context: int  # tokens of a sequence
-    sequences: int = 1  # of all ranks
-    measured: Measurement | None = None
-    formula: dict[str, int] | None = None  # planned bytes of the method; None without a formula
-    # Planned bytes of weights, gradients and loss
-    other_formula: dict[str, int] = dataclasses.field(default_factory=dict)
-    predicted: Prediction | None = None
-    reason: str | None = None  # why it is not measured
-
-    @property
-    def sent(self) -> tuple[int, int]:
-        """Bytes sent for the method, and for everything else (weights, gradients, loss), on the rank with most.
-
-        The planned bytes of everything else are subtracted by collective. Without a formula of the method, what
-        remains is the method's.
-        """
-        assert self.measured is not None
-        total = sum(self.measured.sent.values())
-        left = {op: count - self.other_formula.get(op, 0) for op, count in self.measured.sent.items()}
-        if self.formula is None:
-            method = sum(max(0, count) for count in left.values())
-        else:
-            method = sum(count for op, count in left.items() if op in self.formula)
-        return method, total - method
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """All results, the same on every rank."""
-
-    what: str  # "attention" or "step"
-    measured: str  # date, machine and versions
-    ranks: int
-    shape: str  # description of the model or attention
-    dtype: str
-    results: tuple[Result, ...]  # in the order of contexts and methods
-    # Hardware file of each mesh measured for predictions
-    hardware: dict[str, str] = dataclasses.field(default_factory=dict)
-
-    @property
-    def contexts(self) -> list[int]:
-        return list(dict.fromkeys(result.context for result in self.results))
-
-
-def compare(config: BenchConfig, ranks: int, device: torch.device, measured: str) -> Comparison:
-    """Measure every method at every context. Collective over all ranks of the job."""
+    The same on every rank. Collective over all ranks of the job.
+    """
     candidates = select(config.methods, config.what, ranks)
     model = read_config(config)
     hardware = _measure_hardware(config, model, candidates, device) if config.predict else {}
     shardings = ShardingCache(device, config.overlap_chunks)
-    read = {mesh: hardware for mesh, (_, hardware) in hardware.items()}
-    results = [
-        result
-        for context in config.tokens
-        for result in _compare_at(config, model, candidates, context, shardings, read)
+    parsed = {mesh: _parse(text) for mesh, text in hardware.items()}
+    rows = [
+        row for context in config.tokens for row in _compare_at(config, model, candidates, context, shardings, parsed)
     ]
-    if all(result.measured is None for result in results):
-        reasons = "; ".join(f"{result.candidate.name}: {result.reason}" for result in results)
+    if all("reason" in row for row in rows):
+        reasons = "; ".join(f"{row['method']}: {row['reason']}" for row in rows)
         raise LongspanError(f"no method can be measured: {reasons}")
-    return Comparison(
-        what=config.what,
-        measured=measured,
-        ranks=ranks,
-        shape=_describe(config, model),
-        dtype=config.dtype,
-        results=tuple(results),
-        hardware={mesh: text for mesh, (text, _) in hardware.items()},
-    )
+    return {
+        "what": config.what,
+        "measured": measured,
+        "ranks": ranks,
+        "shape": _describe(config, model),
+        "dtype": config.dtype,
+        "rows": rows,
+        "hardware": hardware,
+    }
 
 
 def _measure_hardware(
     config: BenchConfig, model: dict[str, Any], candidates: tuple[Candidate, ...], device: torch.device
-) -> dict[str, tuple[str, Hardware]]:
-    """Return the hardware of every mesh that the planner has formulas for: its file, and the same parsed."""
+) -> dict[str, str]:
+    """Return the hardware file of every mesh that the planner has formulas for."""
     compute, shape = measure_compute(config, device), shape_of(config.what, model)
     hardware = {}
     planned = [candidate for candidate in candidates if candidate.method.planned]
@@ -133,7 +74,7 @@ def _measure_hardware(
             link = BenchConfig("link", rounds=max(2, config.times // 2), dtype=config.dtype, parallel=parallel)
             sizes = message_sizes(config.what, shape, possible)  # the rate of a link depends on them
             text = f"{mesh}, in the same job"
-            hardware[str(mesh)] = _parse(measure_hardware(link, device, str(mesh), text, sizes, compute))
+            hardware[str(mesh)] = as_toml(measure_hardware(link, device, str(mesh), text, sizes, compute))
     return hardware
 
 
@@ -144,13 +85,14 @@ def _compare_at(
     context: int,
     shardings: ShardingCache,
     hardware: dict[str, Hardware],
-) -> list[Result]:
-    """Return the results of all candidates at one context."""
+) -> list[dict[str, Any]]:
+    """Return the rows of all candidates at one context."""
     workloads: dict[str, Workload] = {}
-    results = {}
+    rows: dict[str, dict[str, Any]] = {}
     shape = shape_of(config.what, model)
     for candidate in candidates:
         name, mesh, job = candidate.name, candidate.mesh, job_of(config, candidate, context)
+        row = rows[name] = {"method": name, "mesh": dataclasses.asdict(mesh), "context": context}
         reason = refusal(shape, job, mesh)
         if reason is None:
             try:
@@ -160,24 +102,35 @@ def _compare_at(
         if reason is not None:
             if name in config.methods or candidate.method.name in config.methods:
                 raise LongspanError(f"--methods {name} at {context} tokens: {reason}")
-            results[name] = Result(candidate, context, reason=reason)
+            row["reason"] = reason
             continue
         planned, known = candidate.method.planned, hardware.get(str(mesh))
         method, other = formula(config.what, shape, job, mesh)
-        results[name] = Result(
-            candidate,
-            context,
-            workload.sequences,
+        row |= {
+            "sequences": workload.sequences,
             # A peer's step uses longspan's FSDP and sum of the loss, but has no formula for its attention.
-            formula=method if planned else None,
-            other_formula=other,
-            predicted=predict(config.what, shape, job, mesh, known) if planned and known else None,
-        )
+            "formula_bytes": method if planned else None,
+            "around_bytes": other,
+            "predicted": predict(config.what, shape, job, mesh, known) if planned and known else None,
+        }
     for name, found in measure(workloads, config.times, shardings.device).items() if workloads else ():
-        results[name] = dataclasses.replace(results[name], measured=found)
+        rows[name] |= found
+        rows[name]["method_bytes"] = _method_bytes(rows[name])
+        rows[name]["other_bytes"] = sum(found["sent_bytes"].values()) - rows[name]["method_bytes"]
     workloads.clear()
     gc.collect()  # models have reference cycles
-    return list(results.values())
+    return list(rows.values())
+
+
+def _method_bytes(row: dict[str, Any]) -> int:
+    """Return the bytes sent for the method itself, not for weights, gradients and loss, whose planned bytes are
+    subtracted by collective. Without a formula of the method, what remains is the method's.
+    """
+    planned = row["formula_bytes"]
+    left = {op: count - row["around_bytes"].get(op, 0) for op, count in row["sent_bytes"].items()}
+    if planned is None:
+        return sum(max(0, count) for count in left.values())
+    return sum(count for op, count in left.items() if op in planned)
 
 
 def _make_workload(
@@ -249,22 +202,25 @@ def _thin_out(sizes: list[float]) -> list[float]:
     return [thinned[round(i * (len(thinned) - 1) / (MAX_SIZES - 1))] for i in range(MAX_SIZES)]
 
 
-def _parse(hardware: MeasuredHardware) -> tuple[str, Hardware]:
-    """Return the hardware file, and the same as the planner reads it."""
-    text = as_toml(hardware)
+def _parse(text: str) -> Hardware:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "link.toml")
         path.write_text(text)
-        return text, read_hardware(path)
+        return read_hardware(path)
 
 
-def predict(what: str, shape: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Prediction:
-    """Return the prediction for one attention, forward and backward, or one training step."""
+def predict(what: str, shape: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> dict[str, Any]:
+    """Return the prediction for one attention, forward and backward, or one training step: seconds and peak bytes."""
     if what == "step":
         plan = cost(shape, job, mesh, hardware)
-        return Prediction(plan.comm_seconds, plan.step_seconds, plan.memory_total_bytes)
+        return {
+            "communication": plan.comm_seconds,
+            "total": plan.step_seconds,
+            "peak_bytes": plan.memory_total_bytes,
+        }
     layer, c = shape.layers[0], CostContext(shape, job, mesh, hardware.on_cpu)
     computing = layer_seconds(layer, c, hardware)
     in_flight = seconds_of(method_sent(layer, c), c, hardware)
     exposed = in_flight - hidden_layer_seconds(layer, computing, c, hardware)
-    return Prediction(in_flight, exposed + computing.attention_forward + computing.attention_backward)
+    total = exposed + computing.attention_forward + computing.attention_backward
+    return {"communication": in_flight, "total": total, "peak_bytes": None}

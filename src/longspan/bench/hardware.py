@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from longspan.bench.config import BenchConfig
-from longspan.bench.links import Fit, MessageSizes, measure_links
+from longspan.bench.command import BenchConfig
+from longspan.bench.links import MessageSizes, measure_links
 from longspan.bench.meters import DTYPES, median_seconds, reduce_times
 from longspan.comm.mesh import init_mesh
 
@@ -45,44 +45,32 @@ _SHAPES = {
 }
 
 
-@dataclass(frozen=True)
-class Compute:
-    """The speed and the memory of one rank: the slowest and the smallest.
+def measure_compute(config: BenchConfig, device: torch.device) -> dict[str, float]:
+    """Return the speed and the memory of a rank, of the slowest and the smallest, by the keys of the hardware file.
 
-    Attributes:
-        flops: FLOP/s of the matmul at its fastest shape.
-        attention_flops: FLOP/s of causal attention, forward and backward, in the limit of long sequences, wide heads.
-        attention_forward_flops: the same of the forward alone.
-        attention_block: tokens of a block on the diagonal, of which the kernel computes both halves but needs one: S
-            tokens take (1 + attention_block / S) times as long as their FLOPs say.
-        attention_width: cost of the softmax, which does not depend on the head_dim D, in units of D: heads take
-            (1 + attention_width / D) times as long as their FLOPs say.
-        memory_bandwidth: bytes/s read and written by a copy.
-        memory_bytes: of the GPU, or of the host divided by its ranks.
+    The ranks are measured while all are busy. Collective over all ranks.
+
+    - `flops`: FLOP/s of the matmul at its fastest shape.
+    - `attention_flops`: FLOP/s of causal attention, forward and backward, in the limit of long sequences, wide heads;
+      `attention_forward_flops`: the same of the forward alone.
+    - `attention_block`: tokens of a block on the diagonal, of which the kernel computes both halves but needs one: S
+      tokens take (1 + attention_block / S) times as long as their FLOPs say.
+    - `attention_width`: cost of the softmax, which does not depend on the head_dim D, in units of D: heads take
+      (1 + attention_width / D) times as long as their FLOPs say.
+    - `memory_bandwidth`: bytes/s read and written by a copy.
+    - `memory_bytes`: of the GPU, or of the host divided by its ranks.
     """
-
-    flops: float
-    attention_flops: float
-    attention_forward_flops: float
-    attention_block: float
-    attention_width: float
-    memory_bandwidth: float
-    memory_bytes: int
-
-
-def measure_compute(config: BenchConfig, device: torch.device) -> Compute:
-    """Measure the ranks while all are busy; the result is the same on every rank. Collective over all ranks."""
     shapes, dtype = _SHAPES[device.type], DTYPES[config.dtype]
     forward, forward_and_backward, block, width = _attention_flops(config.rounds, shapes, dtype, device)
-    return Compute(
-        flops=_matmul_flops(config.rounds, shapes, dtype, device),
-        attention_flops=forward_and_backward,
-        attention_forward_flops=forward,
-        attention_block=block,
-        attention_width=width,
-        memory_bandwidth=_copy_bandwidth(config.rounds, shapes, device),
-        memory_bytes=_memory_bytes(device),
-    )
+    return {
+        "memory_bytes": _memory_bytes(device),
+        "flops": _matmul_flops(config.rounds, shapes, dtype, device),
+        "memory_bandwidth": _copy_bandwidth(config.rounds, shapes, device),
+        "attention_flops": forward_and_backward,
+        "attention_forward_flops": forward,
+        "attention_block": block,
+        "attention_width": width,
+    }
 
 
 def _matmul_flops(rounds: int, shapes: _Shapes, dtype: torch.dtype, device: torch.device) -> float:
@@ -168,29 +156,15 @@ def ranks_on_node() -> int:
 # --- the file
 
 
-@dataclass(frozen=True)
-class MeasuredHardware:
-    """The links and the speed of the ranks, the same on every rank."""
-
-    name: str
-    dtype: str  # of matmul and attention
-    measured: str  # date, machine and versions
-    ranks_per_node: int
-    compute: Compute  # speed of one rank
-    degrees: Mapping[str, int]  # mesh axis or "fsdp" -> its ranks
-    links: Mapping[str, Mapping[str, Fit]]  # mesh axis or "fsdp" -> collective -> its fit
-    on_gpu: bool = False
-
-
 def measure_hardware(
     config: BenchConfig,
     device: torch.device,
     name: str,
     measured: str,
     messages: MessageSizes | None = None,
-    compute: Compute | None = None,
-) -> MeasuredHardware:
-    """Measure the links of the config's mesh, and the speed of a rank unless it is given. Collective.
+    compute: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """Return the content of the hardware file, with `links` by axis and collective. Collective.
 
     Args:
         config: of `bench link`.
@@ -198,47 +172,29 @@ def measure_hardware(
         name: of the hardware.
         measured: date, machine and versions.
         messages: the only collectives and sizes to measure; by default those of the config.
-        compute: the speed of a rank.
+        compute: of `measure_compute`, which is else called.
     """
-    mesh = init_mesh(**config.parallel.degrees, device_type=device.type)
+    mesh, on_gpu = init_mesh(**config.parallel.degrees, device_type=device.type), device.type == "cuda"
     links = measure_links(config, mesh, device, messages)
-    degrees = {**config.parallel.degrees, "fsdp": config.parallel.ranks // config.parallel.tensor}
-    return MeasuredHardware(
-        name=name,
-        dtype=config.dtype,
-        measured=measured,
-        ranks_per_node=ranks_on_node(),
-        compute=measure_compute(config, device) if compute is None else compute,
-        degrees={axis: degrees[axis] for axis in links},
-        links=links,
-        on_gpu=device.type == "cuda",
-    )
-
-
-def as_toml(hardware: MeasuredHardware) -> str:
-    """Return the hardware file (schema: docs/reference/json.md)."""
-    compute = hardware.compute
-    tables: dict[str, dict[str, Any]] = {
-        "": {
-            "name": hardware.name,
-            "memory_bytes": compute.memory_bytes,
-            "flops": compute.flops,
-            "memory_bandwidth": compute.memory_bandwidth,
-            "gpus_per_node": hardware.ranks_per_node,
-            "matmul_efficiency": 1.0,  # flops is measured, not from a data sheet
-            "attention_flops": compute.attention_flops,
-            "attention_forward_flops": compute.attention_forward_flops,
-            "attention_block": compute.attention_block,
-            "attention_width": compute.attention_width,
-            # Default for links without `hidden`: a GPU sends while it computes; CPU ranks need their cores for both.
-            "overlaps": hardware.on_gpu,
-            "on_cpu": not hardware.on_gpu,
-            "reserve_bytes": 2e9 if hardware.on_gpu else 0.0,
-            "dtype": hardware.dtype,
-            "measured": hardware.measured,
-        }
+    return {
+        "name": name,
+        **(measure_compute(config, device) if compute is None else compute),
+        "gpus_per_node": ranks_on_node(),
+        "matmul_efficiency": 1.0,  # flops is measured, not from a data sheet
+        # Default for links without `hidden`: a GPU sends while it computes; CPU ranks need their cores for both.
+        "overlaps": on_gpu,
+        "on_cpu": not on_gpu,
+        "reserve_bytes": 2e9 if on_gpu else 0.0,
+        "dtype": config.dtype,
+        "measured": measured,
+        "links": links,
     }
-    for axis, fits in hardware.links.items():
+
+
+def as_toml(hardware: Mapping[str, Any]) -> str:
+    """Return the hardware file (schema: docs/reference/json.md)."""
+    tables: dict[str, dict[str, Any]] = {"": {key: value for key, value in hardware.items() if key != "links"}}
+    for axis, fits in hardware["links"].items():
         for op, fit in fits.items():
             table = {"latency": fit.latency, "bandwidth": fit.bandwidth, "residual": fit.residual}
             points = tuple((round(sent), seconds) for sent, seconds in fit.points)

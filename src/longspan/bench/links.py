@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from longspan.bench.config import ELEMENT_BYTES, BenchConfig
+from longspan.bench.command import ELEMENT_BYTES, BenchConfig
 from longspan.bench.meters import Spread, count_sent, median_seconds, most_sent, time_rounds
 from longspan.comm.mesh import OneDeviceMesh, init_mesh
 from longspan.compat.torch_api import flatten_mesh, gather_into, scatter_into

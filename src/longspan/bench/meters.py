@@ -1,4 +1,4 @@
-"""Timers for work that all ranks run together, and a counter of the bytes that a rank sends.
+"""Timers for work that all ranks run together, counted bytes, and everything that is measured of a workload.
 
 A time is that of the slowest rank, as the others wait for it.
 """
@@ -6,18 +6,25 @@ A time is that of the slowest rank, as the others wait for it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from longspan.comm.objects import gather_objects
+from longspan.tracing.record import Recorder, memory_rise
+from longspan.tracing.spans import figures, imbalance, read_trace, transfer
+from longspan.tracing.timeline import gather_trace
+
+if TYPE_CHECKING:
+    from longspan.bench.workloads import Workload
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -221,3 +228,77 @@ def count_sent() -> Iterator[list[Sent]]:
     finally:
         for name, function in original.items():
             setattr(dist, name, function)
+
+
+# --- workloads
+
+
+def measure(workloads: Mapping[str, Workload], rounds: int, device: torch.device) -> dict[str, dict[str, Any]]:
+    """Return everything measured of each workload, in the schema of `longspan bench --json`, and its `trace`.
+
+    Collective over all ranks. Each runs twice as a warm-up, the second time with its bytes counted. Then each runs once
+    per round, behind a barrier and in rotating order, so that a disturbance touches one round of each.
+    """
+    sent = {}
+    for name, workload in workloads.items():
+        run(workload)
+        with count_sent() as log:
+            run(workload)
+        sent[name] = most_sent(log)
+    forward: Times = {name: [] for name in workloads}
+    backward: Times = {name: [] for name in workloads}
+    for _, name in rotate(list(workloads), rounds):
+        wait_for_all(device)
+        start = time.perf_counter()
+        out = workloads[name].forward()
+        synchronize(device)
+        middle = time.perf_counter()
+        workloads[name].backward(out)
+        synchronize(device)
+        forward[name].append(middle - start)
+        backward[name].append(time.perf_counter() - middle)
+    total = {name: [f + b for f, b in zip(forward[name], backward[name], strict=True)] for name in workloads}
+    parts = {"forward": forward, "backward": backward, "total": total}
+    parts = {part: reduce_times(times, dist.ReduceOp.MAX, device) for part, times in parts.items()}
+    found = {}
+    for name, workload in workloads.items():
+        recorder = Recorder(device)
+        with recorder.step(lambda: wait_for_all(device)):
+            run(workload)
+        trace = gather_trace(recorder.events)
+        traces = read_trace(trace)
+        of_ranks = [figures(of_rank) for of_rank in traces]
+        found[name] = {
+            "seconds": {part: dataclasses.asdict(Spread.of(times[name])) for part, times in parts.items()},
+            "rounds": parts["total"][name],
+            "communication_seconds": statistics.fmean(f.communication for f in of_ranks),
+            "exposed_seconds": statistics.fmean(f.exposed for f in of_ranks),
+            "transfer_seconds": transfer(traces),
+            "imbalance": imbalance([f.computing for f in of_ranks]),
+            "figures": [vars(f) for f in of_ranks],
+            "sent_bytes": sent[name],
+            "peak_bytes": _peak_bytes(workload, device),
+            "trace": trace,
+        }
+    return found
+
+
+def run(workload: Workload) -> None:
+    """Run forward and backward once."""
+    workload.backward(workload.forward())
+
+
+def _peak_bytes(workload: Workload, device: torch.device) -> int:
+    """Return the bytes held at the peak of a run, on the rank with the highest."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run(workload)
+        synchronize(device)
+        rise = torch.cuda.max_memory_allocated(device) - before
+    else:
+        rise = memory_rise(lambda: run(workload))
+    peak = torch.tensor(workload.state_bytes() + rise, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+    return int(peak)

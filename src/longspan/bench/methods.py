@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from longspan.bench.config import MAX_CONTEXT, BenchConfig
+from longspan.bench.command import MAX_CONTEXT, BenchConfig
 from longspan.bench.workloads import (
     AttentionInputs,
     StepInputs,
@@ -40,14 +40,6 @@ class Method:
     job: Mapping[str, Any] = field(default_factory=dict)  # settings of the planner's job
     options: Mapping[str, Any] = field(default_factory=dict)  # settings of its workload
     planned: bool = True  # whether the planner has formulas for it
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Ranks send results to the launcher; a lambda cannot be pickled, so send the name.
-        return _method, (self.name,)
-
-
-def _method(name: str) -> Method:
-    return METHODS[name]
 
 
 @dataclass(frozen=True)

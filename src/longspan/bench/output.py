@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -18,9 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from longspan.bench.compare import Comparison, Result
-    from longspan.bench.config import BenchConfig
-    from longspan.bench.hardware import MeasuredHardware
+    from longspan.bench.command import BenchConfig
 
 SCHEMA = "longspan.bench/1"
 _LEFT = ("axis", "collective", "method", "formula")  # columns of text
@@ -30,7 +27,7 @@ Data = dict[str, Any]
 
 
 def write_output(config: BenchConfig, found: Any) -> None:
-    """Print what `longspan.bench.job.worker` returned, and write the requested files; on the first rank."""
+    """Print what `worker` returned, and write the requested files; on the first rank."""
     if config.what == "link":
         from longspan.bench.hardware import as_toml
 
@@ -39,17 +36,22 @@ def write_output(config: BenchConfig, found: Any) -> None:
         config.out.write_text(as_toml(found))
         print(f"\nwritten to {config.out}")
         return
-    data = as_json(found)
+    data, traces = as_json(found)
     print(json.dumps(data, indent=1)) if config.json else print_tables(data)
     out = sys.stderr if config.json else sys.stdout
     if config.png is not None:
         write("picture", config.png, lambda path: draw(data, path), out)
-    if config.trace is not None:
-        for result in found.results:
-            if result.measured is not None:
-                name = result.candidate.name
-                title = f"{name}: {found.shape}, {result.context:,} tokens, {found.dtype}; {found.measured}"
-                write_timeline(result.measured.trace, config.trace / f"{name}-{result.context}", title, out)
+    for row, trace in zip(data["rows"], traces, strict=True):
+        if config.trace is not None and trace is not None:
+            title = f"{row['method']}: {data['shape']}, {row['context']:,} tokens, {data['dtype']}; {data['measured']}"
+            write_timeline(trace, config.trace / f"{row['method']}-{row['context']}", title, out)
+
+
+def as_json(found: Data) -> tuple[Data, list[Any]]:
+    """Return the results in the schema of the JSON, and each row's trace apart, or None."""
+    traces = [row.get("trace") for row in found["rows"]]
+    rows = [{key: value for key, value in row.items() if key != "trace"} for row in found["rows"]]
+    return {"schema": SCHEMA, **found, "rows": rows}, traces
 
 
 # --- tables
@@ -92,26 +94,26 @@ def _print_rows(console: Console, names: list[str], rows: list[list[str]], *, ke
         title = ""
 
 
-def print_hardware(hardware: MeasuredHardware, file: IO[str] | None = None) -> None:
+def print_hardware(hardware: Data, file: IO[str] | None = None) -> None:
     """Print the speed of a rank and its links in at most 100 columns, by default to stdout."""
-    console, compute, dtype = _console(file, 100), hardware.compute, hardware.dtype
-    console.print(f"longspan bench link  {hardware.name}: {hardware.measured}\n")
+    console, dtype = _console(file, 100), hardware["dtype"]
+    console.print(f"longspan bench link  {hardware['name']}: {hardware['measured']}\n")
     for label, value in {
-        f"matmul, {dtype}": f"{compute.flops / 1e12:.4g} TFLOP/s",
-        f"causal attention, {dtype}, forward": f"{compute.attention_forward_flops / 1e12:.4g} TFLOP/s",
-        f"causal attention, {dtype}, forward + backward": f"{compute.attention_flops / 1e12:.4g} TFLOP/s",
-        "memory bandwidth": f"{compute.memory_bandwidth / 1e9:.4g} GB/s",
-        "memory": f"{compute.memory_bytes / 2**30:.4g} GiB",
+        f"matmul, {dtype}": f"{hardware['flops'] / 1e12:.4g} TFLOP/s",
+        f"causal attention, {dtype}, forward": f"{hardware['attention_forward_flops'] / 1e12:.4g} TFLOP/s",
+        f"causal attention, {dtype}, forward + backward": f"{hardware['attention_flops'] / 1e12:.4g} TFLOP/s",
+        "memory bandwidth": f"{hardware['memory_bandwidth'] / 1e9:.4g} GB/s",
+        "memory": f"{hardware['memory_bytes'] / 2**30:.4g} GiB",
     }.items():
         console.print(f"{label:44} {value:>18}  per rank")
-    if not hardware.links:
+    if not hardware["links"]:
         console.print("\nNo axis of the mesh is above 1, so there is no link to measure, only compute and memory.")
         return
-    table = _table("axis", "ranks", "collective", "latency", "bandwidth", "residual", "hidden")
-    for axis, fits in hardware.links.items():
+    table = _table("axis", "collective", "latency", "bandwidth", "residual", "hidden")
+    for axis, fits in hardware["links"].items():
         for number, (op, fit) in enumerate(fits.items()):
             table.add_row(
-                *((axis, str(hardware.degrees[axis])) if number == 0 else ("", "")),
+                axis if number == 0 else "",
                 op,
                 f"{fit.latency * 1e6:.1f} us",
                 f"{fit.bandwidth / 1e9:.4g} GB/s",
@@ -226,55 +228,6 @@ def tp_over_ulysses(tp: Data, ulysses: Data) -> str:
     return (
         f"TP sends {sent:.2f} times Ulysses' bytes (formula {planned:.2f}) and communicates {seconds:.2f} times as long"
     )
-
-
-# --- JSON
-
-
-def as_json(found: Comparison | Data) -> Data:
-    """Return the results for JSON (schema `longspan.bench/1`, docs/reference/json.md)."""
-    if isinstance(found, dict):
-        return {"schema": SCHEMA, "what": "collectives", **found}
-    return {
-        "schema": SCHEMA,
-        "what": found.what,
-        "measured": found.measured,
-        "ranks": found.ranks,
-        "shape": found.shape,
-        "dtype": found.dtype,
-        "rows": [_row(result) for result in found.results],
-        "hardware": found.hardware,
-    }
-
-
-def _row(result: Result) -> Data:
-    mesh, m, predicted = result.candidate.mesh, result.measured, result.predicted
-    head = {
-        "method": result.candidate.name,
-        "mesh": {axis: getattr(mesh, axis) for axis in ("data", "ring", "ulysses", "tensor")},
-        "context": result.context,
-    }
-    if m is None:
-        return {**head, "reason": result.reason}
-    method, other = result.sent
-    return {
-        **head,
-        "sequences": result.sequences,
-        "seconds": {name: dataclasses.asdict(getattr(m, name)) for name in ("forward", "backward", "total")},
-        "rounds": list(m.rounds),
-        "communication_seconds": m.communication,
-        "exposed_seconds": m.exposed,
-        "transfer_seconds": m.transfer,
-        "imbalance": m.imbalance,
-        "figures": [vars(figures) for figures in m.figures],
-        "sent_bytes": m.sent,
-        "method_bytes": method,
-        "other_bytes": other,
-        "formula_bytes": result.formula,
-        "around_bytes": result.other_formula,
-        "peak_bytes": m.peak_bytes,
-        "predicted": None if predicted is None else vars(predicted),
-    }
 
 
 # --- picture
