@@ -123,7 +123,6 @@ docs: $(STAMP)  ## the documentation site in build/site (DOCS_ARGS="--serve": on
 bench: $(BENCH_STAMP)  ## measure side by side with DeepSpeed, and the planner against this machine
 	$(BIN)/python benchmarks/attention_vs_deepspeed.py
 	$(BIN)/python benchmarks/hf_step_vs_alst.py
-	$(BIN)/python benchmarks/copies.py
 	$(BIN)/python benchmarks/plan_accuracy.py
 	$(BIN)/python benchmarks/plan_speed.py
 	$(BIN)/python benchmarks/mask_cost.py
