@@ -36,8 +36,8 @@ def _save(folder: Path, step: int, keep: int = 0) -> None:
 
 def test_a_saved_checkpoint_loads(tmp_path: Path) -> None:
     _save(tmp_path, 5)
-    found = checkpoint.read_newest(tmp_path)
-    assert found is not None and (found.step, found.state) == (5, {"step times two": 10})
+    found = checkpoint.newest_verified(tmp_path)
+    assert (found.step, found.state) == (5, {"step times two": 10})
     expected_model, expected_optimizer = _model(seed=5)
     expected = list(expected_model.parameters())
     model, optimizer = _model(seed=1)
@@ -54,8 +54,7 @@ def test_a_saved_checkpoint_loads(tmp_path: Path) -> None:
 
 def test_the_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     _save(tmp_path, 5)
-    found = checkpoint.read_newest(tmp_path)
-    assert found is not None
+    found = checkpoint.newest_verified(tmp_path)
     small = _model()[0]
     for model, said in (
         (_model(width=4)[0], r"another model: 0\.weight has the shape \(4, 4\), there it has .*\(3, 3\)"),
@@ -89,8 +88,6 @@ def test_a_killed_save_leaves_no_checkpoint(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000003")
     (tmp_path / "step-00000003" / MARKER).unlink()
     assert checkpoint.complete_steps(tmp_path) == [1]
-    found = checkpoint.read_newest(tmp_path)
-    assert found is not None and found.step == 1
     with pytest.raises(
         LongspanError, match=r"step-00000003 is not complete: it has no complete\.json; resume from the newest"
     ):
@@ -123,21 +120,20 @@ def test_a_changed_marker_is_damaged(tmp_path: Path) -> None:
         assert changed != text
         marker.write_text(changed)
         with pytest.raises(LongspanError, match=r"complete\.json is damaged: .*text does not match its checksum"):
-            checkpoint.read_newest(tmp_path)
+            checkpoint.newest_verified(tmp_path)
     marker.write_text(json.dumps({"step": 2}))
     with pytest.raises(LongspanError, match=r"damaged: KeyError: 'crc32'; no other checkpoint next to it is undamaged"):
-        checkpoint.read_newest(tmp_path)
+        checkpoint.newest_verified(tmp_path)
     marker.write_text(text)
     (tmp_path / "step-00000002").rename(tmp_path / "step-00000009")  # sound, but of another step
     with pytest.raises(LongspanError, match=r"complete\.json is damaged: .*it is that of step 2"):
-        checkpoint.read_newest(tmp_path)
+        checkpoint.newest_verified(tmp_path)
     pipe = checkpoint.step_path(tmp_path, 3)
     pipe.mkdir()
     os.mkfifo(pipe / MARKER)
     with pytest.raises(LongspanError, match=r"complete\.json is damaged: it is no regular file"):
         checkpoint.read_verified(pipe)
     assert checkpoint.complete_steps(tmp_path) == [9]
-    assert checkpoint.read_newest(tmp_path / "nothing") is None
 
 
 class _Bomb:
@@ -167,8 +163,7 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
 
     (folder / ".metadata").write_bytes(pickle.dumps(_Bomb(ran)))
     _sign(folder)
-    found = checkpoint.read_newest(tmp_path)
-    assert found is not None
+    found = checkpoint.newest_verified(tmp_path)
     checkpoint.load(found, *_model())  # torch's own metadata is not opened
 
     # The index sends the reader to any bytes of any file in the folder, as a tensor or as a plain value.
@@ -181,8 +176,7 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
         place[-2:] = [len(whole["__0_0.distcp"]), len(bomb.getvalue())]
         (folder / "index.json").write_text(json.dumps(index))
         _sign(folder)
-        found = checkpoint.read_newest(tmp_path)
-        assert found is not None
+        found = checkpoint.newest_verified(tmp_path)
         with pytest.raises(LongspanError, match=r"step-00000001 cannot be read: .*[Ww]eights.only"):
             checkpoint.load(found, *_model())
     assert not ran.exists()
@@ -202,8 +196,7 @@ def test_an_index_that_points_outside_is_refused(tmp_path: Path) -> None:
         assert text != whole
         (folder / "index.json").write_text(text)
         _sign(folder)
-        found = checkpoint.read_newest(tmp_path)
-        assert found is not None
+        found = checkpoint.newest_verified(tmp_path)
         with pytest.raises(LongspanError, match=said):
             checkpoint.load(found, *_model())
 

@@ -157,8 +157,8 @@ def test_another_batch_needs_its_flag(config: TrainConfig) -> None:
     refused(more, r"made with 2 sequences per step, now there would be 4 .*--batch 2, or --change-batch", batch=4)
     refused(more, r"now there would be 1 \(--batch, or else --micro-batch x --data-degree\)", batch=None)
     train(replace(more, batch=4, change_batch=True))
-    last = checkpoint.read_newest(config.checkpoints)
-    assert last is not None and last.state["data"]["sequences"] == 3 * 2 + 4
+    last = checkpoint.newest_verified(config.checkpoints)
+    assert last.state["data"]["sequences"] == 3 * 2 + 4
 
 
 def test_unused_weights_in_a_folder_are_warned_of(config: TrainConfig, tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_a_line_has_the_known_metrics() -> None:
     assert "MFU" not in line
     assert "MFU 41.2%" in _metrics(10, mfu=0.412).line(100)
     assert "comm" not in _metrics(10, communication=None).line(100)
-    assert "mem 1.50 GiB (reserved 1.80, x1.20)" in _metrics(1, peak_reserved_gib=1.8, reserved_ratio=1.2).line(2)
+    assert "mem 1.50 GiB  reserved 1.80  x1.20" in _metrics(1, peak_reserved_gib=1.8, reserved_ratio=1.2).line(2)
 
 
 def test_the_display_is_lines_a_bar_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

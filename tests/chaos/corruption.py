@@ -50,8 +50,7 @@ def damage_and_load(count: int, seed: int, folder: Path, counts: Counts) -> None
         kind = rng.choice(sorted(KINDS))
         what = f"seed {seed}, number {number}: {kind}: {KINDS[kind](target, rng)}"
         try:
-            found = checkpoint.read_newest(target.parent)
-            assert found is not None
+            found = checkpoint.newest_verified(target.parent)
             checkpoint.load(found, model, optimizer)
         except LongspanError as error:
             names = any(path.name in str(error) for path in (folder / "intact" / "step-00000002").iterdir())

@@ -10,7 +10,7 @@ identity.py   compare a run and its model with those of a checkpoint
 ranks.py      the ranks that save or load together; NaN and infinity are neither saved nor loaded
 """
 
-from longspan.checkpoint.damage import Checkpoint, newest_undamaged, newest_verified, read_newest, read_verified
+from longspan.checkpoint.damage import Checkpoint, newest_undamaged, newest_verified, read_verified
 from longspan.checkpoint.exporting import check_mergeable, check_replaceable, export, exported_step
 from longspan.checkpoint.folder import MARKER, RunLock, check_shared, complete_steps, step_path
 from longspan.checkpoint.loading import load, load_weights
@@ -35,7 +35,6 @@ __all__ = [
     "load_weights",
     "newest_undamaged",
     "newest_verified",
-    "read_newest",
     "read_verified",
     "save",
     "step_path",

@@ -9,14 +9,8 @@
 | ranks that see different folders | the marker's CRC-32, compared over the ranks | `read_verified` |
 | an index that points outside its files | bounds of every piece | `tensors.read_index` |
 
-Four functions find a checkpoint to resume from:
-
-| function | which checkpoint | if it is damaged | compares | called on |
-|---|---|---|---|---|
-| `read_verified` | the one at a path | raise | all content | all ranks |
-| `newest_verified` | a run's newest | raise | all content | all ranks |
-| `newest_undamaged` | a run's newest | take the one before it | all content | all ranks |
-| `read_newest` | a run's newest | raise | sizes only | any rank |
+Three functions, called on all ranks, find a checkpoint to resume from: `read_verified` the one at a path,
+`newest_verified` a run's newest, which both raise if it is damaged; `newest_undamaged` the newest that is not.
 
 A save reads its files back the same way before it writes the marker (`saving.py`).
 """
@@ -234,22 +228,6 @@ def _newest_path(where: Path, flag: str) -> Path:
     if path is None:
         raise LongspanError(f"{flag} {where} holds no checkpoint; {hint}")
     return path
-
-
-@checked_call(folder=as_path)
-def read_newest(folder: Path) -> Checkpoint | None:
-    """Return the newest complete checkpoint of a folder, or None. Not collective; file content is not read.
-
-    A damaged one is an error; an older checkpoint is never taken silently.
-    """
-    steps = complete_steps(folder)
-    if not steps:
-        return None
-    path = step_path(folder, steps[-1])
-    try:
-        return Checkpoint.read(path)
-    except LongspanError as error:
-        raise LongspanError(f"{error}; {resume_hint(path)}") from error
 
 
 def resume_hint(path: Path) -> str:

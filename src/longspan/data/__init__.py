@@ -9,7 +9,7 @@ The order of the sequences depends on the data and the seed, never on the mesh.
 """
 
 from longspan.data.readers import KINDS
-from longspan.data.rounds import ROUNDS_AHEAD, check_same_text, merge_rounds, rounds
+from longspan.data.rounds import check_same_text, merge_rounds, rounds, shared_sequences
 from longspan.data.rows import Document
 from longspan.data.source import PYDOC, DocumentSource, Mixture, split_weight
 from longspan.data.stream import (
@@ -26,7 +26,6 @@ __all__ = [
     "BYTES",
     "KINDS",
     "PYDOC",
-    "ROUNDS_AHEAD",
     "Document",
     "DocumentSource",
     "Mixture",
@@ -41,5 +40,6 @@ __all__ = [
     "merge_rounds",
     "prefetch",
     "rounds",
+    "shared_sequences",
     "split_weight",
 ]

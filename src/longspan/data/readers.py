@@ -1,5 +1,8 @@
 """Readers of documents: local files, texts in memory, a dataset of the Hugging Face hub.
 
+A reader yields the documents of one epoch, from a state on that `seek` takes: a few plain values that `tell` returned,
+or None for the beginning. `kinds` says what the documents are, as far as the first row of each file does.
+
 Local files are not read through `datasets`, which takes file names for patterns, fills missing columns with nulls, and
 knows no line numbers: a row without text must be an error that names the row.
 """
@@ -10,7 +13,7 @@ import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from longspan.core.errors import LongspanError
 from longspan.core.validation import near
@@ -32,19 +35,6 @@ KINDS = (".txt", ".jsonl", ".parquet")
 
 _LONGEST_LINE = 1 << 30  # bytes of a .jsonl row
 _START = {"file": 0, "row": 0, "offset": 0}
-
-
-class Reader(Protocol):
-    """The documents of one epoch, from a state on: a few plain values that `tell` returned, or None."""
-
-    def seek(self, state: dict[str, Any] | None) -> None: ...
-
-    def tell(self) -> dict[str, Any]: ...
-
-    def __iter__(self) -> Iterator[Document]: ...
-
-    def kinds(self) -> set[Kind]:
-        """Return what the documents are, as far as the first row of each file says."""
 
 
 class LocalFiles:
@@ -284,3 +274,6 @@ class HubDataset:
             raise LongspanError(
                 f"--data {self.name} cannot be read: {type(cause).__name__}: {first_line(cause)}", code="LS501"
             ) from error
+
+
+Reader = LocalFiles | Texts | HubDataset

@@ -8,6 +8,7 @@ merges the ids of a round. The stream equals that of one rank, to the bit.
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ import torch.distributed as dist
 from longspan.comm.objects import gather_objects, on_every_rank
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import format_ranks, odd_ones
-from longspan.data.stream import Piece, SequenceStream
+from longspan.data.stream import Piece, SequenceStream, prefetch
+from longspan.data.stream import Sequence as TokenSequence
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -82,6 +84,19 @@ def merge_rounds(mine: Iterator[Round], group: dist.ProcessGroup, data: str) -> 
         del now, ids
         while pieces:
             yield pieces.pop()  # do not hold consumed ids
+
+
+@contextlib.contextmanager
+def shared_sequences(
+    stream: SequenceStream, characters: int, group: dist.ProcessGroup | None
+) -> Iterator[Iterator[TokenSequence]]:
+    """Yield the sequences of a stream on every rank of `group`, in rounds of `characters` that are made ahead."""
+    if group is None:
+        yield iter(stream)
+        return
+    mine = rounds(stream, characters, dist.get_world_size(group), dist.get_rank(group))
+    with prefetch(mine, depth=ROUNDS_AHEAD) as ahead:
+        yield stream.pack(merge_rounds(ahead, group, stream.source.data))
 
 
 def check_same_text(checksums: Sequence[int], data: str) -> None:

@@ -5,11 +5,10 @@ The losses are exact means over tokens, and equal on every mesh. Neither they no
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from longspan.comm.objects import on_every_rank
-from longspan.data import ROUNDS_AHEAD, collate, merge_rounds, prefetch, rounds
+from longspan.data import collate, shared_sequences
 from longspan.hf.batch import shard_batch
 from longspan.hf.forward.logprobs import token_logprobs
 from longspan.hf.vision import PICTURE_KEYS
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from longspan.comm.mesh import SequenceSharding
-    from longspan.data import Sequence, SequenceStream
+    from longspan.data import Sequence
     from longspan.train.config import TrainConfig
     from longspan.train.inputs import Inputs
     from longspan.train.preferences import Preferences
@@ -224,7 +223,8 @@ class Evaluator:
         sums = torch.zeros((), dtype=torch.float64, device=sp.device)
         lasts = torch.tensor(ends[:-1], device=sp.device)
         stream = self.inputs.evaluation_sequences(name, config.context_tokens)
-        with naming_eval_data(), self._sequences(stream) as every:
+        size = config.sequences_per_forward * config.context_tokens
+        with naming_eval_data(), shared_sequences(stream, size, sp.host_group) as every:
             sequences = islice(every, config.evaluation.eval_sequences)
             while group := list(islice(sequences, config.sequences_per_forward)):
                 self.at("evaluating", step, unlimited=True)
@@ -247,17 +247,6 @@ class Evaluator:
                 else:
                     sums = sums + torch.zeros_like(found)
         return sums.view(-1, sums.shape[-1]).cpu()
-
-    @contextlib.contextmanager
-    def _sequences(self, stream: SequenceStream) -> Iterator[Iterator[Sequence]]:
-        """Yield all sequences on every rank; the ranks share the tokenising."""
-        group, config = self.sp.host_group, self.config
-        if group is None:
-            yield iter(stream)
-            return
-        size = config.sequences_per_forward * config.context_tokens
-        with prefetch(rounds(stream, size, self.sp.job_size, dist.get_rank(group)), depth=ROUNDS_AHEAD) as ahead:
-            yield stream.pack(merge_rounds(ahead, group, stream.source.data))
 
     def _mine(self, group: list[Sequence]) -> list[Sequence]:
         """Return this replica's sequences of a group; none may be left."""

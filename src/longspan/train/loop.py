@@ -27,7 +27,7 @@ from longspan.comm.objects import on_every_rank
 from longspan.compat.torch_checkpoint import LOW_BIT, check_torchao
 from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import reduces_once
-from longspan.data import ROUNDS_AHEAD, Sequence, StepBatch, check_same_text, deal, merge_rounds, prefetch, rounds
+from longspan.data import Sequence, StepBatch, check_same_text, deal, prefetch, shared_sequences
 from longspan.data.elastic import Elastic, Sample
 from longspan.hf.batch import IGNORE, shard_batch
 from longspan.hf.checks.nonfinite import watch
@@ -328,25 +328,23 @@ class Trainer:
     def _batches(self) -> Iterator[Iterator[StepBatch]]:
         """Yield the steps' batches, read and tokenised ahead in a thread, which the ranks share."""
         config, stream = self.config, self.inputs.sequences(self.config.context_tokens)
-        dealt = functools.partial(
-            deal,
-            batch=config.sequences,
-            micro_batch=config.micro_batch,
-            data_size=self.sp.data_size,
-            data_rank=self.sp.data_rank,
-            pack=self.inputs.pack,
-            context=config.context_tokens,
-            images=self.inputs.images,
-            split=self._rounds if config.data.elastic else None,
-        )
-        if self.cpu_group is None:
-            with prefetch(map(self._sharded, dealt(iter(stream)))) as batches:
-                yield batches
-            return
-        mine = rounds(stream, config.sequences * config.context_tokens, self.sp.job_size, dist.get_rank(self.cpu_group))
-        with prefetch(mine, depth=ROUNDS_AHEAD) as ahead:
+        with shared_sequences(stream, config.sequences * config.context_tokens, self.cpu_group) as sequences:
+            steps = deal(
+                sequences,
+                batch=config.sequences,
+                micro_batch=config.micro_batch,
+                data_size=self.sp.data_size,
+                data_rank=self.sp.data_rank,
+                pack=self.inputs.pack,
+                context=config.context_tokens,
+                images=self.inputs.images,
+                split=self._rounds if config.data.elastic else None,
+            )
+            if self.cpu_group is None:
+                with prefetch(map(self._sharded, steps)) as batches:
+                    yield batches
+                return
             # Collectives run in this thread only. No full sequence is held during the step.
-            steps = dealt(stream.pack(merge_rounds(ahead, self.cpu_group, config.data.name)))
             if self.inputs.processor is not None:  # a rank may fail alone to read an image
                 steps = iter(functools.partial(on_every_rank, steps.__next__, self.cpu_group), None)
             yield map(self._sharded, steps)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,38 +103,30 @@ class StepMetrics:
 
     def line(self, steps: int) -> str:
         """Format for a log."""
-        parts = [
-            f"step {self.step}/{steps}",
-            f"loss {self.loss:.4f}",
-            f"grad {self.grad_norm:.3g}",
-            f"lr {self.lr:.2e}",
-            f"{self.tokens_per_s:,.0f} tokens/s",
-            f"mem {self.peak_memory_gib:.2f} GiB",
-        ]
-        if self.reward_accuracy is not None and self.reward_margin is not None:
-            parts.insert(2, f"accuracy {self.reward_accuracy:.0%}  margin {self.reward_margin:.3f}")
-        if self.peak_reserved_gib is not None and self.reserved_ratio is not None:
-            parts[-1] += f" (reserved {self.peak_reserved_gib:.2f}, x{self.reserved_ratio:.2f})"
-        if self.offload_gb_per_s is not None and self.offload_waited is not None:
-            parts.append(f"offload {self.offload_gb_per_s:.2f} GB/s, waited {self.offload_waited:.0%}")
-        if self.padding is not None:
-            parts.append(f"padding {self.padding:.1%}")
-        if self.truncated is not None:
-            parts.append(f"truncated {self.truncated:,}")
-        if self.left_out is not None:
-            parts.append(f"left out {self.left_out:,}")
-        if self.communication is not None:
-            parts.append(f"comm {self.communication:.0%}")
-        if self.mfu is not None:
-            parts.append(f"MFU {self.mfu:.1%}")
-        parts.append(f"ETA {_duration((steps - self.step) * self.step_s)}")
-        return "  ".join(parts)
+        known = [text.format(value) for name, text in _SHOWN.items() if (value := getattr(self, name)) is not None]
+        return "  ".join(
+            [f"step {self.step}/{steps}", *known, f"ETA {timedelta(seconds=round((steps - self.step) * self.step_s))}"]
+        )
 
 
-def _duration(seconds: float) -> str:
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}:{m:02}:{s:02}"
+_SHOWN = {
+    "loss": "loss {:.4f}",
+    "reward_accuracy": "accuracy {:.0%}",
+    "reward_margin": "margin {:.3f}",
+    "grad_norm": "grad {:.3g}",
+    "lr": "lr {:.2e}",
+    "tokens_per_s": "{:,.0f} tokens/s",
+    "peak_memory_gib": "mem {:.2f} GiB",
+    "peak_reserved_gib": "reserved {:.2f}",
+    "reserved_ratio": "x{:.2f}",
+    "offload_gb_per_s": "offload {:.2f} GB/s",
+    "offload_waited": "waited {:.0%}",
+    "padding": "padding {:.1%}",
+    "truncated": "truncated {:,}",
+    "left_out": "left out {:,}",
+    "communication": "comm {:.0%}",
+    "mfu": "MFU {:.1%}",
+}
 
 
 # --- measuring

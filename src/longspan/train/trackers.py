@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,19 +25,15 @@ if TYPE_CHECKING:
 PROJECT = "longspan"
 """The project, where a tracker's environment variable names no other."""
 
-
-@dataclass(frozen=True)
-class Run:
-    """The run that a tracker logs."""
-
-    folder: Path  # its name is the name of the run
-    settings: Mapping[str, Any]
-    step: int = 0  # it begins after this one
-    id: str | None = None  # by which the tracker knows the run that is resumed
+Settings = Mapping[str, Any]
 
 
 class Tracker(Protocol):
-    """Where metrics go besides `metrics.jsonl`; on the first rank only."""
+    """Where metrics go besides `metrics.jsonl`; on the first rank only.
+
+    It is made for the run in a folder, whose name it has, after a step, with the flags as plain values, and the id of
+    the run that is resumed, if any.
+    """
 
     id: str | None  # by which a later process finds the run again, if it needs one
 
@@ -54,10 +49,10 @@ class TensorBoard:
 
     id: str | None = None
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, folder: Path, settings: Settings, step: int, id: str | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._board: Any = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.step + 1)
+        self._board: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
@@ -73,21 +68,21 @@ class TensorBoard:
 class Wandb:
     """Weights & Biases; WANDB_MODE=offline writes to OUT/wandb alone."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, folder: Path, settings: Settings, step: int, id: str | None) -> None:
         import wandb
 
         self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=run.folder.name,
-            dir=str(run.folder),
-            config=dict(run.settings),
-            id=run.id,
+            name=folder.name,
+            dir=str(folder),
+            config=dict(settings),
+            id=id,
             resume="allow",
             settings=wandb.Settings(console="off"),
         )
         # W&B's own steps only grow, and a resumed run repeats some: plot over ours.
         self._run.define_metric("*", step_metric="step")
-        self.id: str | None = self._run.id
+        self.id: str | None = self._id
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log({**values, "step": step})
@@ -104,14 +99,14 @@ class Wandb:
 class Trackio:
     """trackio: a local database, or a Space named by TRACKIO_SPACE_ID."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, folder: Path, settings: Settings, step: int, id: str | None) -> None:
         import trackio
 
-        self.id: str | None = run.id or f"{run.folder.name}-{os.urandom(3).hex()}"
+        self.id: str | None = id or f"{folder.name}-{os.urandom(3).hex()}"
         self._run: Any = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", PROJECT),
             name=self.id,
-            config=dict(run.settings),
+            config=dict(settings),
             resume="allow",
             embed=False,
         )
@@ -131,21 +126,21 @@ class Trackio:
 class MLflow:
     """MLflow, at MLFLOW_TRACKING_URI; without it in OUT/mlflow.db."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, folder: Path, settings: Settings, step: int, id: str | None) -> None:
         import mlflow
 
         if not mlflow.is_tracking_uri_set():
-            mlflow.set_tracking_uri(f"sqlite:///{run.folder.resolve() / 'mlflow.db'}")
+            mlflow.set_tracking_uri(f"sqlite:///{folder.resolve() / 'mlflow.db'}")
         self._client: Any = mlflow.MlflowClient()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        if run.id is None:
+        if id is None:
             experiment = self._client.get_experiment_by_name(name)
             of = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
-            self.id: str | None = self._client.create_run(of, run_name=run.folder.name).info.run_id
-            for key, value in run.settings.items():
+            self.id: str | None = self._client.create_run(of, run_name=folder.name).info.run_id
+            for key, value in settings.items():
                 self._client.log_param(self.id, key, value)
         else:
-            self.id = run.id
+            self.id = id
             self._client.update_run(self.id, status="RUNNING")
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -159,7 +154,7 @@ class MLflow:
         self._client.set_terminated(self.id)
 
 
-TRACKERS: dict[str, Callable[[Run], Tracker]] = {
+TRACKERS: dict[str, Callable[[Path, Settings, int, str | None], Tracker]] = {
     "tensorboard": TensorBoard,
     "trackio": Trackio,
     "wandb": Wandb,
@@ -182,7 +177,7 @@ def check_installed(track: str) -> None:
         require(f"--track {name}", name)
 
 
-def start(track: str, folder: Path, settings: Mapping[str, Any], step: int) -> dict[str, Tracker]:
+def start(track: str, folder: Path, settings: Settings, step: int) -> dict[str, Tracker]:
     """Start the trackers of --track for a run after `step`, and remember their ids in the folder."""
     path = folder / "trackers.json"
     try:
@@ -192,7 +187,7 @@ def start(track: str, folder: Path, settings: Mapping[str, Any], step: int) -> d
     started: dict[str, Tracker] = {}
     for name in names_of(track):
         try:
-            started[name] = TRACKERS[name](Run(folder, settings, step, ids.get(name)))
+            started[name] = TRACKERS[name](folder, settings, step, ids.get(name))
         except Exception as error:  # each raises its own: no network, no login, no such run, a full disk
             raise LongspanError(f"--track {name} cannot start: {type(error).__name__}: {error}") from error
     found = {name: tracker.id for name, tracker in started.items() if tracker.id is not None}
@@ -242,7 +237,7 @@ class MetricsLog:
         folder: Path,
         resumed_step: int = 0,
         track: str = "tensorboard",
-        settings: Mapping[str, Any] | None = None,
+        settings: Settings | None = None,
         warn: Callable[[str], None] = print,
     ) -> None:
         self._warn, self._lost = warn, False

@@ -53,13 +53,14 @@ def shards_of(folder: str) -> checkpoint.Checkpoint:
             f"{folder} is incomplete: it has no {STATE}, which is written last; resume from an older checkpoint, or "
             "from the newest complete one with resume_from_checkpoint=True"
         )
-    found = checkpoint.read_newest(Path(folder) / SHARDS)
-    if found is None:
+    shards = Path(folder) / SHARDS
+    steps = checkpoint.complete_steps(shards)
+    if not steps:
         raise LongspanError(
             f"{folder} has no {SHARDS}/ with sharded weights: it was not written by a longspan.trainer, or with "
             f"save_only_model=True; load it with from_pretrained and train without resume_from_checkpoint"
         )
-    return found
+    return checkpoint.Checkpoint.read(checkpoint.step_path(shards, steps[-1]))
 
 
 def newest_complete(run: Path) -> tuple[Path | None, list[str]]:

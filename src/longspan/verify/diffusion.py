@@ -28,9 +28,8 @@ from longspan.hf.diffusion.inputs import Draw, Inputs
 from longspan.hf.parallelize import parallelize
 from longspan.hf.pretrained import first_line
 from longspan.ranks import agreement
-from longspan.verify.compare import LocalRows
 from longspan.verify.config import VerifyConfig
-from longspan.verify.runs import Tensors, gradient_part, make_report, unsharded_runs
+from longspan.verify.runs import Tensors, gradient_parts, make_report, unsharded_runs, whole_part
 
 if TYPE_CHECKING:
     from longspan.ranks.heartbeat import Heartbeat
@@ -125,16 +124,12 @@ def worker(config: VerifyConfig, heartbeat: Heartbeat) -> Report:
     references = unsharded_runs(model, run, config, sp.host_group)
     model = parallelize(model, sp, fsdp=config.fsdp)
     found = run(model)
-    parts = {name: _whole(found[name]) for name in ("loss", "output", *sorted(found.keys() & inputs.keys()))}
-    parts |= {name: gradient_part(p, sp) for name, p in model.named_parameters() if p.requires_grad}
+    parts = {name: whole_part(found[name]) for name in ("loss", "output", *sorted(found.keys() & inputs.keys()))}
+    parts |= gradient_parts(model, sp)
     ends = [0, *torch.tensor(shard_sizes(tokens, sp.size)).cumsum(0).tolist()]
     spans = ((ends[sp.rank], ends[sp.rank + 1]),) if family.attention else ()
     about = {"tokens": tokens, "data": "random latents and text", "data_degree": 1}
     return make_report(config, sp, sp.host_group, references, parts, about, spans)
-
-
-def _whole(x: Tensor) -> LocalRows:
-    return LocalRows(torch.arange(len(x), device=x.device), x, tuple(x.shape))
 
 
 def run_with(inputs: Inputs, target: Tensor) -> Callable[[nn.Module], Tensors]:

@@ -61,11 +61,12 @@ def worker(config: VerifyConfig, heartbeat: Heartbeat | None = None) -> Report:
     from longspan.verify.inputs import model_origin
     from longspan.verify.runs import (
         as_dtype,
+        gradient_parts,
         logits_part,
         make_models,
         make_report,
-        sharded_parts,
         unsharded_runs,
+        whole_part,
     )
 
     config.check()
@@ -93,7 +94,7 @@ def worker(config: VerifyConfig, heartbeat: Heartbeat | None = None) -> Report:
     mine_BS = {name: x.to(sp.device) for name, x in as_dtype(mine_BS, model).items()}
     out = model(**mine_BS)
     out.loss.backward()
-    parts = dict(sharded_parts(sp, model, out.loss))
+    parts = {"loss": whole_part(out.loss.detach().reshape(1)), **gradient_parts(model, sp)}
     with torch.no_grad():  # in training, the model returns no logits
         out = model(**{name: x for name, x in mine_BS.items() if name != "labels"})
     parts["logits"] = logits_part(config, sp, out.logits)

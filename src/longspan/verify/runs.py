@@ -214,13 +214,14 @@ def make_models(
     return unsharded, shard
 
 
-def sharded_parts(sp: SequenceSharding, model: nn.Module, loss: Tensor) -> Iterator[tuple[str, LocalRows]]:
-    """Yield the local rows of the loss and every gradient, in the same order on every rank."""
-    first = torch.zeros(1, dtype=torch.int64, device=sp.device)
-    yield "loss", LocalRows(first, loss.detach().reshape(1), (1,))
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            yield name, gradient_part(parameter, sp)
+def whole_part(x: Tensor) -> LocalRows:
+    """Return a tensor that every rank holds whole."""
+    return LocalRows(torch.arange(len(x), device=x.device), x, tuple(x.shape))
+
+
+def gradient_parts(model: nn.Module, sp: SequenceSharding) -> dict[str, LocalRows]:
+    """Return this rank's rows of every gradient, in the same order on every rank."""
+    return {name: gradient_part(p, sp) for name, p in model.named_parameters() if p.requires_grad}
 
 
 def logits_part(config: VerifyConfig, sp: SequenceSharding, logits_BLV: Tensor) -> LocalRows:
