@@ -82,7 +82,7 @@ class Wandb:
         )
         # W&B's own steps only grow, and a resumed run repeats some: plot over ours.
         self._run.define_metric("*", step_metric="step")
-        self.id: str | None = self._id
+        self.id: str | None = self._run.id
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log({**values, "step": step})
