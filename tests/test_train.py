@@ -455,13 +455,6 @@ def test_unsuitable_models_and_tokenizers_are_refused(
     refused(config, r"--tokenizer bytes has 384 ids, the model's vocabulary only 300", config=small)
 
 
-def test_data_is_checked_before_any_rank_starts(config: TrainConfig, tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("too short")
-    short = str(tmp_path / "short.txt")
-    refused(config, r"not enough text for one sequence: .* gives 10 tokens, --context needs 61", data=short)
-    refused(config, r"neither a file nor a directory", data=str(tmp_path / "none.txt"))
-
-
 def test_refused_runs_make_no_folder(config: TrainConfig, tmp_path: Path) -> None:
     for changes in ({"context": 513}, {"data": "gone.txt"}, {"lr": float("nan")}, {"tokenizer": "./gone"}):
         refused(config, "", **changes)

@@ -12,7 +12,7 @@ import longspan
 from longspan import train as training
 from longspan import verify as verifying
 from longspan.checkpoint import Ranks
-from longspan.checkpoint.saving import prepare
+from longspan.checkpoint.saving import _collect
 from longspan.comm.tensor import TensorGroup
 from longspan.compat.torch_checkpoint import flat_names
 from longspan.core.errors import LongspanError
@@ -97,9 +97,8 @@ def _room_for_a_checkpoint(folder: Path) -> tuple[int, int]:
     sp = longspan.SequenceSharding(longspan.init_mesh(tensor=2, ulysses=2))
     model = longspan.parallelize(build("Llama", vocab_size=64), sp, fsdp=False)
     optimizer = torch.optim.AdamW(model.parameters())
-    pending = prepare(folder, 1, model, optimizer, {}, 0, Ranks())
-    overhead = 2048 * 4 * len(flat_names(pending.tensors))
-    return pending.needed - overhead, 3 * 4 * sum(p.numel() for p in model.parameters())
+    tensors, needed = _collect(folder, model, optimizer, Ranks())
+    return needed - 2048 * 4 * len(flat_names(tensors)), 3 * 4 * sum(p.numel() for p in model.parameters())
 
 
 def test_replicated_weights_need_room_once(pool4: RankPool, tmp_path: Path) -> None:

@@ -142,7 +142,9 @@ class Saver:
         """
         if self._thread is not None or self._path is not None or self._error is not None:
             raise RuntimeError("the previous save is not finished")
-        pending = prepare(folder, step, model, optimizer, state, keep, self.ranks, best)
+        self.ranks.first(lambda: _check_json(step, state))
+        tensors, needed = _collect(step_path(folder, step), model, optimizer, self.ranks)
+        pending = Pending(folder, step, tensors, state, keep, needed, best)
         if not (self.background and all(self.ranks.gather(_copies_fit(pending)))):
             with without_group_warning():
                 self._write(pending)
@@ -215,33 +217,25 @@ class Pending:
         return self.folder / f"{MAKING}{self.step:08d}"
 
 
-def prepare(
-    folder: Path,
-    step: int,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    state: dict[str, Any],
-    keep: int,
-    ranks: Ranks,
-    best: int | None = None,
-) -> Pending:
-    """Collect the tensors; raise on every rank if one is not finite, or if `state` is not JSON. Collective."""
-
-    def check_json() -> None:
-        try:
-            format_marker(step, state, {})
-        except (TypeError, ValueError, RecursionError) as error:
-            raise LongspanError(f"the state of a checkpoint is saved as JSON, and this one is not: {error}") from error
-
-    ranks.first(check_json)
+def _collect(
+    path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
+) -> tuple[dict[str, Any], int]:
+    """Return this rank's tensors, and the bytes that all ranks need; raise if a number is not finite. Collective."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     model_state, _ = split_state(model, model_state)  # 4-bit weights do not train: a run reads them again
     tensors: dict[str, Any] = {"model": model_state, "optimizer": as_plain(optimizer_state)}
     flat = flat_names(tensors)
-    check_finite(flat, f"checkpoint {step_path(folder, step)} is not written", ranks, _NOT_FINITE)
+    check_finite(flat, f"checkpoint {path} is not written", ranks, _NOT_FINITE)
     # Replicated tensors are written once; numel() of a DTensor is that of the full tensor.
     full = sum(x.numel() * x.element_size() for x in flat.values() if isinstance(x, Tensor))
-    return Pending(folder, step, tensors, state, keep, full + _PER_TENSOR * len(flat) * ranks.size, best)
+    return tensors, full + _PER_TENSOR * len(flat) * ranks.size
+
+
+def _check_json(step: int, state: dict[str, Any]) -> None:
+    try:
+        format_marker(step, state, {})
+    except (TypeError, ValueError, RecursionError) as error:
+        raise LongspanError(f"the state of a checkpoint is saved as JSON, and this one is not: {error}") from error
 
 
 def write(pending: Pending, ranks: Ranks) -> Path:
