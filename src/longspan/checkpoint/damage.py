@@ -45,21 +45,13 @@ FORMAT = 2  # of the marker
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One complete checkpoint on disk.
-
-    Attributes:
-        path: its folder.
-        step: optimizer steps done.
-        state: the plain values that were saved with the tensors.
-        files: every file in it but the marker, by name.
-        verified: whether the content of all files was compared with their checksums.
-    """
+    """One complete checkpoint on disk."""
 
     path: Path
-    step: int
-    state: dict[str, Any]
-    files: dict[str, FileRecord]
-    verified: bool = False
+    step: int  # optimizer steps done
+    state: dict[str, Any]  # the plain values that were saved with the tensors
+    files: dict[str, FileRecord]  # every file in it but the marker, by name
+    verified: bool = False  # whether the content of all files was compared with their checksums
 
     @classmethod
     def read(cls, path: Path) -> Checkpoint:

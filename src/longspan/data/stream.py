@@ -51,23 +51,14 @@ _IGNORED = -100  # Hugging Face's label without a loss
 
 @dataclass(frozen=True)
 class Sequence:
-    """Tokens for one row of a batch.
+    """Tokens for one row of a batch."""
 
-    Attributes:
-        ids: int64 [context], or fewer, which the batch pads.
-        starts: positions where a document starts, ascending.
-        state: where `SequenceStream` resumes after this sequence, as plain values for a checkpoint.
-        trained: which tokens have a loss, bool [context]; None if all have.
-        where: file or dataset with the row of each document in `starts`, for messages.
-        shown: a chat with images, which are read for its batch; it is the only document.
-    """
-
-    ids: NDArray[np.int64]
-    starts: tuple[int, ...]
-    state: dict[str, Any]
-    trained: NDArray[np.bool_] | None = None
-    where: tuple[str, ...] = ()
-    shown: Document | None = None
+    ids: NDArray[np.int64]  # [context], or fewer, which the batch pads
+    starts: tuple[int, ...]  # where a document starts, ascending
+    state: dict[str, Any]  # where `SequenceStream` resumes after this sequence, as plain values for a checkpoint
+    trained: NDArray[np.bool_] | None = None  # [context], which tokens have a loss; None if all have
+    where: tuple[str, ...] = ()  # file or dataset with the row of each document in `starts`, for messages
+    shown: Document | None = None  # a chat with images, which are read for its batch; the only document
 
     def spans(self, pack: Pack) -> list[tuple[int, int]]:
         """Return the runs of tokens [start, end) that attend to one another: the whole sequence, or each document.
@@ -236,29 +227,16 @@ def _pop_concatenated(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The batches of one data rank for one optimizer step.
-
-    Attributes:
-        micro_batches: model inputs: `input_ids` and `labels`, int64 [micro_batch, context]; unless documents share
-            attention also `position_ids`, which restart at 0 with every document, and with padding `document_ids`,
-            which are -1 there.
-        tokens: tokens of all data ranks, without padding.
-        padded: the same with padding.
-        label_tokens: tokens that the loss is averaged over, over all data ranks.
-        attention_pairs: pairs (query, key) of causal attention, over all data ranks.
-        documents: that start in the sequences of all data ranks; each answer of a preference is one.
-        checksum: of all data ranks' ids, to compare the ranks' data.
-        state: of the data after this step.
-    """
+    """The batches of one data rank for one optimizer step (see `collate`); all numbers are those of all data ranks."""
 
     micro_batches: list[dict[str, Any]]
-    tokens: int
-    padded: int
-    label_tokens: int
-    attention_pairs: int
-    documents: int
-    checksum: int
-    state: dict[str, Any]
+    tokens: int  # without padding
+    padded: int  # with padding
+    label_tokens: int  # that the loss is averaged over
+    attention_pairs: int  # (query, key), of causal attention
+    documents: int  # that start in the sequences; each answer of a preference is one
+    checksum: int  # of all ids, to compare the ranks' data
+    state: dict[str, Any]  # of the data after this step
 
 
 def deal(
@@ -324,8 +302,9 @@ def collate(
 ) -> dict[str, torch.Tensor]:
     """Return sequences as a model's inputs, padded to the longest, in steps of 64 tokens up to `context`.
 
-    Padding has no loss, and no token attends to it. With `images`, the sequences are chats that may have images, which
-    are read here; the model computes the positions, as they depend on the images.
+    They are `input_ids` and `labels`, int64 [sequences, tokens]; unless documents share attention also `position_ids`,
+    which restart at 0 with every document, and with padding `document_ids`, which are -1 there. With `images`, the
+    sequences are chats that may have images, which are read here; the model computes the positions.
     """
     shape = len(sequences), _padded_length(sequences, context)
     input_ids, labels = torch.zeros(shape, dtype=torch.int64), torch.full(shape, _IGNORED)

@@ -67,11 +67,7 @@ class ScoreConfig(ModelFlags):
 
 
 def run(config: ScoreConfig) -> int:
-    """Score a text on ranks started here or by torchrun, and print the report.
-
-    Returns:
-        The exit code 0.
-    """
+    """Score a text on ranks started here or by torchrun, and print the report; return the exit code 0."""
     report = launch_ranks(config, open_text, _score_rank)
     if launch.is_first_rank():
         print(json.dumps(report) if config.json else format_report(report))

@@ -40,11 +40,7 @@ _log = logging.getLogger(__name__)
 class Peers:
     """The ranks of a job after the rendezvous: text messages through the store, without a process group.
 
-    Attributes:
-        rank: this rank.
-        world_size: number of ranks.
-        timeout_s: seconds without a heartbeat after which a rank counts as lost.
-        job: the job in the environment; None on one rank, or if a process group existed before.
+    A rank without a heartbeat for `timeout_s` seconds counts as lost. `job` is that of the environment, if any.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """`longspan train`: from a model, a text and a context length to a trained Hugging Face folder.
 
-- `config`: the flags; `job`: starts the ranks; `memory_choice`: resolves `--memory auto` and `--context max`.
+- `config`: the flags; `job`: starts the ranks; `resolve`: what the machine and the data decide (`--memory auto`).
 - `inputs`: model config, tokenizer, data and checkpoint, and what a resumed run must have in common.
 - `loop`: trains; `optimizer`, `health`, `metrics`, `outputs`: its parts.
 

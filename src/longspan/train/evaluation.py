@@ -57,27 +57,19 @@ def _formatted(means: dict[str, float]) -> str:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """One evaluation.
+    """One evaluation: means over all tokens that have a loss, or all pairs of answers (`mean_of_pairs`).
 
-    Attributes:
-        step: optimizer steps done.
-        overall: means over all tokens that have a loss, or all pairs of answers (`mean_of_tokens`,
-            `preferences.mean_of_pairs`); None without data.
-        sources: the same for each source, by its name.
-        positions: of tokens, the same by the number of tokens that a prediction sees, its own input included: more than
-            the first and at most the second number. Without buckets that have no tokens.
-        seconds: that it took.
-        sample: the text that continues the prompt; None without a prompt.
-        best: whether the loss is the lowest so far.
+    `positions` are by the number of tokens that a prediction sees, its own input included: more than the first and at
+    most the second number.
     """
 
-    step: int
-    overall: dict[str, float] | None
-    sources: dict[str, dict[str, float]]
-    positions: dict[tuple[int, int], dict[str, float]]
+    step: int  # optimizer steps done
+    overall: dict[str, float] | None  # None without data
+    sources: dict[str, dict[str, float]]  # by name
+    positions: dict[tuple[int, int], dict[str, float]]  # without buckets that have no tokens
     seconds: float
-    sample: str | None = None
-    best: bool = False
+    sample: str | None = None  # the text that continues the prompt
+    best: bool = False  # whether the loss is the lowest so far
 
     def record(self) -> dict[str, Any]:
         """Return plain values for `evaluation.jsonl`."""
@@ -135,13 +127,9 @@ def buckets(context: int) -> list[int]:
 
 @dataclass
 class Progress:
-    """The lowest loss so far, and how many evaluations there have been since; saved with checkpoints.
+    """The lowest loss so far, and how many evaluations there have been since; saved with checkpoints."""
 
-    Attributes:
-        of: what the losses depend on besides the weights; losses of other data are not compared.
-    """
-
-    of: list[Any]
+    of: list[Any]  # what the losses depend on besides the weights; losses of other data are not compared
     best: float | None = None
     step: int | None = None
     since: int = 0

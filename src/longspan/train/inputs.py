@@ -48,31 +48,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The checked inputs of a run; weights are not loaded yet.
+    """The checked inputs of a run; weights are not loaded yet."""
 
-    Attributes:
-        model_config: the Hugging Face config, untouched by longspan.
-        tokenizer: the Hugging Face tokenizer.
-        source: the documents.
-        data: how sequences are made from them, with "auto" resolved.
-        identity: what a resumed run must have in common with this one, for its checkpoints.
-        rope: the RoPE scaling applied to `model_config`, or None.
-        resume: the checkpoint to resume from, or None.
-        passed_over: what is wrong with newer checkpoints than `resume`.
-        evaluated: the documents of --eval-data, by the names of the sources.
-        processor: of a vision-language model, if the data has images; else None.
-    """
-
-    model_config: Any
+    model_config: Any  # untouched by longspan
     tokenizer: Any
     source: DocumentSource | Mixture
-    data: DataSection
-    identity: dict[str, Any]
-    rope: RopeScaling | None = None
+    data: DataSection  # with "auto" resolved
+    identity: dict[str, Any]  # what a resumed run must have in common with this one, for its checkpoints
+    rope: RopeScaling | None = None  # applied to `model_config`
     resume: Checkpoint | None = None
-    passed_over: tuple[str, ...] = ()
-    evaluated: dict[str, DocumentSource | Mixture] = field(default_factory=dict)
-    processor: Any = None
+    passed_over: tuple[str, ...] = ()  # what is wrong with newer checkpoints than `resume`
+    evaluated: dict[str, DocumentSource | Mixture] = field(default_factory=dict)  # by the names of --eval-data
+    processor: Any = None  # of a vision-language model, if the data has images
 
     @property
     def pack(self) -> Pack:

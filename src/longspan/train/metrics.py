@@ -49,54 +49,26 @@ PEAK_BF16_FLOPS = (
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """The metrics of one optimizer step, over the whole job unless stated otherwise.
+    """The metrics of one optimizer step, over the whole job unless stated otherwise; None where they do not apply."""
 
-    Attributes:
-        step: optimizer steps done, including this one.
-        loss: mean over the unmasked tokens of the step's sequences.
-        grad_norm: L2 norm of all gradients, before clipping.
-        lr: learning rate of this step.
-        tokens: tokens trained on since step 0, across resumes.
-        tokens_per_s: over the steps since the last report, without the time between steps (checkpoints, profiler).
-        step_s: mean seconds of those steps.
-        communication: share of this step's wall time in which a collective was in flight, mean over ranks; see
-            `CommunicationSampler`. None on one rank.
-        peak_memory_gib: maximum over ranks since the start: memory allocated by CUDA's allocator, or on CPU the
-            resident memory of the process, libraries included.
-        peak_reserved_gib: memory reserved by CUDA's allocator, maximum over ranks since the start; None on CPU.
-        reserved_ratio: maximum over ranks of `peak_reserved_gib` over `peak_memory_gib`; above 1 is fragmentation. None
-            on CPU.
-        offload_gb_per_s: bandwidth of this rank's offload since the last report, both directions together, while it
-            transferred; None without offload.
-        offload_waited: share of the steps' time that computation waited for the offload; None without offload.
-        mfu: model FLOP/s over the devices' dense bf16 peak; see `model_flops`. None if unknown (CPU, fp32, an unlisted
-            device, a model that the planner cannot read).
-        padding: share of the sequences that was padding, since the last report; None if sequences are always full.
-        truncated: documents that were cut to the context, since step 0; None for none.
-        left_out: documents (or sequences, where documents are cut) that were left out as too long or without a loss,
-            since step 0; None for none.
-        reward_accuracy, reward_margin, reward_chosen, reward_rejected: of preferences since the last report; see
-            `longspan.train.preferences.mean_of_pairs`.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens: int
-    tokens_per_s: float
-    step_s: float
-    communication: float | None
-    peak_memory_gib: float
-    mfu: float | None
-    peak_reserved_gib: float | None = None
-    reserved_ratio: float | None = None
-    offload_gb_per_s: float | None = None
-    offload_waited: float | None = None
-    padding: float | None = None
-    truncated: int | None = None
-    left_out: int | None = None
-    reward_accuracy: float | None = None
+    step: int  # optimizer steps done, including this one
+    loss: float  # mean over the unmasked tokens of the step's sequences
+    grad_norm: float  # L2 norm of all gradients, before clipping
+    lr: float  # of this step
+    tokens: int  # trained on since step 0, across resumes
+    tokens_per_s: float  # over the steps since the last report, without the time between steps (checkpoints, profiler)
+    step_s: float  # mean of those steps
+    communication: float | None  # share of this step's time with a collective in flight; see `CommunicationSampler`
+    peak_memory_gib: float  # most of any rank since the start: CUDA's allocator, or the process's resident memory
+    mfu: float | None  # model FLOP/s (`model_flops`) over the devices' dense bf16 peak
+    peak_reserved_gib: float | None = None  # by CUDA's allocator, most of any rank since the start
+    reserved_ratio: float | None = None  # over `peak_memory_gib`, most of any rank; above 1 is fragmentation
+    offload_gb_per_s: float | None = None  # of this rank, both directions together, while it transferred
+    offload_waited: float | None = None  # share of the steps' time that computation waited for the offload
+    padding: float | None = None  # share of the sequences, since the last report
+    truncated: int | None = None  # documents that were cut to the context, since step 0
+    left_out: int | None = None  # documents (or cut sequences) that were too long or had no loss, since step 0
+    reward_accuracy: float | None = None  # of preferences, since the last report; see `preferences.mean_of_pairs`
     reward_margin: float | None = None
     reward_chosen: float | None = None
     reward_rejected: float | None = None

@@ -70,19 +70,12 @@ def nan_as_inf(value: float) -> float:
 
 @dataclass(frozen=True)
 class LocalRows:
-    """The rows of a tensor that one rank holds, or a part of each row.
+    """The rows of a tensor that one rank holds, or a part of each row."""
 
-    Attributes:
-        rows: their indices in dim 0 of the full tensor, int64 `[n]`, ascending.
-        values: `[n, ...]`.
-        shape: of the full tensor.
-        rest: slices of the dimensions after the first.
-    """
-
-    rows: Tensor
-    values: Tensor
-    shape: tuple[int, ...]
-    rest: tuple[slice, ...] = ()
+    rows: Tensor  # their indices in dim 0 of the full tensor, int64 `[n]`, ascending
+    values: Tensor  # `[n, ...]`
+    shape: tuple[int, ...]  # of the full tensor
+    rest: tuple[slice, ...] = ()  # of the dimensions after the first
 
 
 def compare_rows(local: LocalRows, start: int, reference: Tensor, unsharded: Tensor) -> ErrorSums:

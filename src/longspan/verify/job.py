@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def run(config: VerifyConfig) -> int:
-    """Verify on ranks started here or by torchrun, and print the report.
-
-    Returns:
-        The exit code, the same on every rank: 0 if everything agrees, else 1.
-    """
+    """Verify on ranks started here or by torchrun, print the report, and return the exit code, on every rank."""
     launch.open_first(config, _open)
     from longspan.verify.report import print_json, print_table
 
