@@ -21,9 +21,8 @@ from longspan.core.errors import LongspanError
 from longspan.core.sections import make, replace, values
 from longspan.mixers import state_passing
 from longspan.verify import VerifyConfig, run, worker
-from longspan.verify.compare import ErrorSums
 from longspan.verify.inputs import build_model, load_model_config, make_batch
-from longspan.verify.judge import SHARPNESS, Criterion, judge
+from longspan.verify.judge import SHARPNESS, Criterion, ErrorSums, judge
 from longspan.verify.report import Equality, Report, diagnosis, print_json, print_table
 from tests.choose import confirming, each_value, pairwise
 from tests.command import ForkedLauncher

@@ -9,8 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from longspan.verify.compare import ErrorSums, LocalRows, compare_rows, relative, row_chunks
-from longspan.verify.judge import Criterion, group_of, judge, layer_of
+from longspan.verify.judge import (
+    Criterion,
+    ErrorSums,
+    LocalRows,
+    compare_rows,
+    group_of,
+    judge,
+    layer_of,
+    relative,
+    row_chunks,
+)
 
 FP32 = Criterion.of("fp32", "fp64")
 

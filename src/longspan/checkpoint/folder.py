@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longspan.core.errors import DiskFull, LongspanError, format_os_error
+from longspan.core.errors import DiskFull, LongspanError
 from longspan.core.validation import as_path, check_count, checked_call
 
 if TYPE_CHECKING:
@@ -180,36 +180,25 @@ def _does_not_fit(folder: Path, needed: int, free: int, what: str) -> str:
 
 
 def check_shared(folder: Path, ranks: Ranks, wait_s: float = SHARED_WAIT_S) -> None:
-    """Raise unless all ranks see the same folder and can write to it. Collective.
-
-    The first rank writes a file with a random token. The others wait for it and write an answer next to it, which the
-    first rank must see.
-
-    Raises:
-        LongspanError: on every rank, naming the ranks and their machines.
-    """
+    """Raise on every rank unless all see what the first one writes into the folder, and may write there. Collective."""
     if ranks.size == 1:
         return
 
-    def write_probe() -> str:
+    def write_probe() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         for stale in folder.glob(f"{_PROBE}*"):  # of a run that was killed here
             stale.unlink(missing_ok=True)
-        token = uuid.uuid4().hex
-        (folder / f"{_PROBE}{token}").write_text(token)
-        return token
+        path = folder / f"{_PROBE}{uuid.uuid4().hex}"
+        path.touch()
+        return path
 
-    token = ranks.first(write_probe)
-    probe = folder / f"{_PROBE}{token}"
-    answers = [folder / f"{probe.name}-{rank}" for rank in range(ranks.size)]
-    mine = answers[ranks.rank]
-    try:
-        reports = ranks.gather((_answer(probe, mine, wait_s), socket.gethostname(), str(folder.absolute())))
-        problems = ranks.first(lambda: _problems([problem for problem, _, _ in reports], answers, wait_s))
-    finally:
-        for path in (mine, *([probe] if ranks.rank == 0 else [])):
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
+    probe = folder / ranks.first(write_probe).name
+    problem = "" if _appears(probe, time.monotonic() + wait_s) else "does not see what is written by"
+    if not problem and not os.access(folder, os.W_OK):
+        problem = "cannot write where it sees the files of"
+    reports = ranks.gather((problem, socket.gethostname(), str(folder.absolute())))
+    ranks.first(lambda: probe.unlink(missing_ok=True))
+    problems = {rank: text for rank, (text, _, _) in enumerate(reports) if text}
     if problems:
         rank = min(problems)
         (_, host, path_there), (_, first_host, first_path) = reports[rank], reports[0]
@@ -218,27 +207,6 @@ def check_shared(folder: Path, ranks: Ranks, wait_s: float = SHARED_WAIT_S) -> N
             f"{first_host}, at {first_path} (wrong for {len(problems)} of {ranks.size} ranks: "
             f"{', '.join(map(str, problems))}); give an absolute --out on a disk that all machines share"
         )
-
-
-def _answer(probe: Path, mine: Path, wait_s: float) -> str:
-    """Write this rank's answer; return what is wrong, or ""."""
-    if not _appears(probe, time.monotonic() + wait_s):
-        return "does not see what is written by"
-    try:
-        mine.touch()
-    except OSError as error:
-        return f"cannot write ({format_os_error(error)}) where it sees the files of"
-    return ""
-
-
-def _problems(problems: list[str], answers: list[Path], wait_s: float) -> dict[int, str]:
-    """Return what is wrong, by rank: a rank's own problem, or an answer that the first rank does not see."""
-    end = time.monotonic() + wait_s
-    unseen = "writes what is not seen by"
-    every = [
-        problem or ("" if _appears(path, end) else unseen) for problem, path in zip(problems, answers, strict=True)
-    ]
-    return {rank: problem for rank, problem in enumerate(every) if problem}
 
 
 def _appears(path: Path, end: float) -> bool:

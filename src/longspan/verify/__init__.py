@@ -7,7 +7,7 @@ times that of the unsharded run in the same dtype.
 - `config`: the flags.
 - `inputs`: the model and the batch, with pictures for a vision-language model.
 - `runs`: the unsharded runs and the sharded one; `diffusion`: those of a transformer of diffusers.
-- `compare`: errors of tensors; `judge`: their limits.
+- `judge`: errors of tensors, and their limits.
 - `report`: the output.
 
 Importing this package does not import torch, as the command line builds its help from `VerifyConfig`.

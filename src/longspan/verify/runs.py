@@ -33,9 +33,18 @@ from longspan.hf.vision import encoders_of
 from longspan.hf.weights.origin import Origin
 from longspan.hf.weights.sources import FirstRank, my_slices
 from longspan.ranks.launch import threads_per_rank
-from longspan.verify.compare import ErrorSums, LocalRows, compare_rows, row_chunks
 from longspan.verify.config import VerifyConfig
-from longspan.verify.judge import NUDGES, OUTPUTS, Criterion, judge, layer_of
+from longspan.verify.judge import (
+    NUDGES,
+    OUTPUTS,
+    Criterion,
+    ErrorSums,
+    LocalRows,
+    compare_rows,
+    judge,
+    layer_of,
+    row_chunks,
+)
 from longspan.verify.report import Equality, Report
 
 Tensors = dict[str, Tensor]
