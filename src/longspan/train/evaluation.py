@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from longspan.comm.mesh import SequenceSharding
-    from longspan.data import Sequence
     from longspan.train.config import TrainConfig
     from longspan.train.inputs import Inputs
     from longspan.train.preferences import Preferences
@@ -216,7 +215,8 @@ class Evaluator:
             sequences = islice(every, config.evaluation.eval_sequences)
             while group := list(islice(sequences, config.sequences_per_forward)):
                 self.at("evaluating", step, unlimited=True)
-                mine = self._mine(group)
+                first = sp.data_rank * config.micro_batch
+                mine = group[first : first + config.micro_batch]  # of this replica; none may be left
                 chosen = mine or group[:1]  # forwards are collective
                 collated = functools.partial(
                     collate, chosen, self.inputs.pack, config.context_tokens, self.inputs.images
@@ -235,11 +235,6 @@ class Evaluator:
                 else:
                     sums = sums + torch.zeros_like(found)
         return sums.view(-1, sums.shape[-1]).cpu()
-
-    def _mine(self, group: list[Sequence]) -> list[Sequence]:
-        """Return this replica's sequences of a group; none may be left."""
-        first = self.sp.data_rank * self.config.micro_batch
-        return group[first : first + self.config.micro_batch]
 
     def _sample(self, model: Any, step: int) -> str | None:
         from transformers import GenerationConfig

@@ -323,12 +323,13 @@ def model_origin(config: TrainConfig, model_config: Any) -> Origin:
 
     from longspan.hf.weights.origin import Origin
 
-    label = str(config.model.config) if config.model.model is None else f"--model {config.model.model}"
     auto = language_model_class(model_config)
     computed = torch.bfloat16 if config.dtype == "bf16" else torch.float32
     four_bits = computed if config.tuning.quantize == "nf4" else None
     name = None if config.model.model is None else base_of("--model", config.model.model)
-    return Origin(auto, model_config, torch.float32, name, config.seed, label, four_bits=four_bits)
+    return Origin(
+        auto, model_config, torch.float32, name, config.seed, " ".join(model_flag(config)), four_bits=four_bits
+    )
 
 
 def _find_checkpoint(config: TrainConfig, ranks: Ranks, content: bool) -> tuple[Checkpoint | None, list[str]]:

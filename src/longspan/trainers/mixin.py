@@ -186,6 +186,11 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             "label_smoothing_factor": (args.label_smoothing_factor, "it needs the logits of all tokens; leave it out"),
             "auto_find_batch_size": (args.auto_find_batch_size, "ranks could choose different sizes; leave it out"),
             "compute_loss_func": (self.compute_loss_func, "it would see one rank's tokens; use the model's loss"),
+            "model_init": (self._sharded and self.model_init, "it makes a new model after it was sharded; pass model="),
+            "save_only_model": (
+                self._sharded and args.load_best_model_at_end and args.save_only_model,
+                "load_best_model_at_end=True loads sharded weights, which it leaves out; leave it False",
+            ),
             "use_liger_kernel": (args.use_liger_kernel, "use memory=longspan.Memory(head_loss='liger')"),
         }
         for name, (value, why) in wrong.items():
@@ -197,13 +202,6 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             raise LongspanError(
                 f"one process sees {args.n_gpu} GPUs; start one per GPU (torchrun --nproc-per-node {args.n_gpu})"
             )
-        if self._sharded and args.load_best_model_at_end and args.save_only_model:
-            raise LongspanError(
-                "load_best_model_at_end=True loads sharded weights, which save_only_model=True does not save; set "
-                "save_only_model=False"
-            )
-        if self._sharded and self.model_init is not None:
-            raise LongspanError("model_init= makes a new model after it was sharded; pass model=")
 
     # --- replicas as processes
 
