@@ -15,7 +15,7 @@ from longspan.checkpoint import complete_steps
 from longspan.core.errors import LongspanError
 from longspan.core.sections import make, replace
 from longspan.train import TrainConfig
-from longspan.train.health import Health
+from longspan.train.metrics import Health
 from tests.nan_fault import NaNFault, poison
 from tests.pool import RankError, RankPool
 from tests.training import small_run, write_config

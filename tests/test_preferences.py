@@ -115,7 +115,7 @@ def _same_lora(model: Any, config: TrainConfig) -> None:
     """Give TRL's model the random weights of LoRA with which a run starts."""
     from transformers import AutoModelForCausalLM
 
-    from longspan.train.tuning import tuned
+    from longspan.train.optimizer import tuned
 
     ours = tuned(AutoModelForCausalLM.from_pretrained(config.model.model), config.tuning, config.seed)
     model.load_state_dict(ours.state_dict())

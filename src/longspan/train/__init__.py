@@ -2,7 +2,7 @@
 
 - `config`: the flags; `job`: starts the ranks; `resolve`: what the machine and the data decide (`--memory auto`).
 - `inputs`: model config, tokenizer, data and checkpoint, and what a resumed run must have in common.
-- `loop`: trains; `optimizer`, `health`, `metrics`, `outputs`: its parts.
+- `loop`: trains; `optimizer`, `metrics`, `evaluation`, `outputs`, `trackers`: its parts.
 
 Importing this package does not import torch, as the command line builds its help from `TrainConfig`.
 """

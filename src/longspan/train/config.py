@@ -217,7 +217,7 @@ class TuningSection:
     def check(self, model: str | None, ranks: int) -> None:
         """Raise on invalid values; `model` is that of `--model`."""
         if self.lora is None and model is not None and is_adapter(model):
-            return  # until `longspan.train.tuning.continued` has read it
+            return  # until `longspan.train.optimizer.continued` has read it
         if self.lora is None:
             given = {
                 "--lora-alpha": self.lora_alpha, "--lora-targets": self.lora_targets, "--rslora": self.rslora,

@@ -287,7 +287,7 @@ def finished(config: TrainConfig, inputs: Inputs) -> str | None:
 def _check_names(config: TrainConfig, model_config: Any, rope: RopeScaling | None, *, images: bool) -> None:
     """Raise for patterns and targets that the model does not have, on a model without weights."""
     from longspan.hf.preconditions import check_axes
-    from longspan.train.tuning import matching, tuned
+    from longspan.train.optimizer import matching, tuned
 
     empty = model_origin(config, model_config).on_meta()
     model = tuned(empty, config.tuning, config.seed, config.model.adapter, images=images)

@@ -46,7 +46,6 @@ from longspan.tracing.spans import read_trace
 from longspan.tracing.timeline import gather_trace, summary_lines, write_timeline
 from longspan.train.config import TrainConfig
 from longspan.train.evaluation import Evaluator
-from longspan.train.health import Health
 from longspan.train.inputs import (
     Inputs,
     changed_settings,
@@ -59,12 +58,19 @@ from longspan.train.inputs import (
     stopped_early,
 )
 from longspan.train.job import run_summary
-from longspan.train.metrics import CommunicationSampler, Display, StepMetrics, model_flops, peak_flops, peak_memory
-from longspan.train.optimizer import clip_gradients, initialise, make_optimizer, make_scheduler
+from longspan.train.metrics import (
+    CommunicationSampler,
+    Display,
+    Health,
+    StepMetrics,
+    model_flops,
+    peak_flops,
+    peak_memory,
+)
+from longspan.train.optimizer import clip_gradients, frozen, initialise, make_optimizer, make_scheduler, tuned
 from longspan.train.outputs import Outputs
 from longspan.train.preferences import Preferences
 from longspan.train.resolve import length_of, reference_bytes
-from longspan.train.tuning import frozen, tuned
 
 
 class Trainer:

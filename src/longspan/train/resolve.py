@@ -37,7 +37,7 @@ def resolve_memory(config: TrainConfig, hardware: Hardware | None = None) -> tup
     """
     from longspan.hf.memory_options import MemoryModules
     from longspan.hf.planning import shape_of_model
-    from longspan.train.tuning import continued
+    from longspan.train.optimizer import continued
 
     config = continued(config)
     parallel, flags, longest_context = config.parallel, config.memory, config.context == "max"
