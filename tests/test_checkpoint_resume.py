@@ -232,7 +232,7 @@ def test_a_metrics_line_without_room_is_left_out(config: TrainConfig, capsys: py
     with pytest.MonkeyPatch.context() as patch:
 
         def full(self: MetricsLog, metrics: Any) -> None:
-            with largest_file(self.path.stat().st_size + 20 if metrics.step == 4 else 1 << 40):
+            with largest_file((config.out / "metrics.jsonl").stat().st_size + 20 if metrics.step == 4 else 1 << 40):
                 write(self, metrics)
 
         patch.setattr(MetricsLog, "write", full)
