@@ -183,7 +183,7 @@ FAULTS = (
     Fault("no_sync_keeps_the_last_only", "hf/weights/gradients.py",
           "self.pending[p].add_(grad) if p in self.pending else grad", "grad",
           "tests/test_parallelize.py -k accumulation"),
-    Fault("fsdp_averages", "hf/weights/fsdp.py", "            sum_gradients(module)", "            pass",
+    Fault("fsdp_averages", "hf/weights/fsdp.py", "    sum_gradients(model)", "    pass",
           "tests/test_parallelize.py -k accumulation"),
     Fault("model_starts_from_a_zero_state", "mixers/state_passing.py", "before.append(_where(enters[run], state))",
           "before.append(_where(enters[run], state) * 0)", "tests/test_hybrids.py -k 'one_process and Qwen3Next'"),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from longspan.data.elastic import schedule as schedule
     from longspan.hf.batch import shard_batch as shard_batch
     from longspan.hf.checks.nonfinite import find_nonfinite as find_nonfinite
-    from longspan.hf.diffusion.target import shard_target as shard_target
+    from longspan.hf.diffusion.tokens import shard_target as shard_target
     from longspan.hf.forward.kv_cache import ShardedCache as ShardedCache
     from longspan.hf.forward.logprobs import token_logprobs as token_logprobs
     from longspan.hf.forward.loss import causal_lm_loss as causal_lm_loss
@@ -74,7 +74,7 @@ _DEFINED_IN = {
     "register_mixer": "longspan.hf.forward.mixer_functions",
     "schedule": "longspan.data.elastic",
     "shard_batch": "longspan.hf.batch",
-    "shard_target": "longspan.hf.diffusion.target",
+    "shard_target": "longspan.hf.diffusion.tokens",
     "state_passing": "longspan.mixers.state_passing",
     "token_logprobs": "longspan.hf.forward.logprobs",
     "trainer": "longspan.trainers.mixin",

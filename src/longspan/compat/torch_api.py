@@ -242,11 +242,12 @@ def before_casting(model: nn.Module, check: Callable[[Callable[[Tensor], Tensor]
     model._apply = checked  # type: ignore[method-assign]
 
 
-def sum_gradients(module: Any) -> None:
-    """Let an `FSDPModule` sum gradients over the ranks, by the plain sum that gloo has. When gone: LongspanError."""
+def sum_gradients(model: nn.Module) -> None:
+    """Let FSDP2 sum gradients over the ranks, by the plain sum that gloo has. When gone: LongspanError."""
     name = "set_force_sum_reduction_for_comms"
-    needed("torch", module, name, "FSDPModule", "sums of gradients", "fsdp=False")(True)
-    module.set_gradient_divide_factor(1.0)
+    for module in (module for module in model.modules() if isinstance(module, FSDPModule)):
+        needed("torch", module, name, "FSDPModule", "sums of gradients", "fsdp=False")(True)
+        module.set_gradient_divide_factor(1.0)
 
 
 class PlacementOn:

@@ -23,13 +23,12 @@ from longspan.comm.arguments import check_sharding
 from longspan.comm.consistency import ReplicaCheck, broadcast_weights
 from longspan.comm.mesh import SequenceSharding
 from longspan.compat.diffusers_api import is_model_of_diffusers
-from longspan.core.errors import LongspanError
 from longspan.core.experts import Experts
 from longspan.core.memory import Memory, MemoryLevel
 from longspan.core.validation import checked_call
 from longspan.hf.checks.batches import BatchCheck
 from longspan.hf.checks.version import check_version
-from longspan.hf.diffusion.parallelize import DiffusionOptions, shard_diffusion_model
+from longspan.hf.diffusion.parallelize import shard_diffusion_model
 from longspan.hf.forward.binding import AttentionLayers
 from longspan.hf.forward.hooks import ForwardHooks
 from longspan.hf.forward.logits import head_of
@@ -145,7 +144,7 @@ def parallelize(
         tensor_style, gather_output, experts,
     )  # fmt: skip
     if is_model_of_diffusers(model):
-        shard_diffusion_model(model, sp, _diffusion_options(options))
+        shard_diffusion_model(model, sp, options)
         return model
     checked = check_on_every_rank(model, sp, options)
     check_version(sp, parallelize)
@@ -179,15 +178,6 @@ def parallelize(
         refuse_saving_shards(model, inner)
     inner.longspan_state = state
     return model
-
-
-def _diffusion_options(options: ParallelizeOptions) -> DiffusionOptions:
-    """Return the options of a diffusion transformer; raise if another one is given."""
-    given = vars(options)
-    for name, value in vars(ParallelizeOptions()).items():
-        if name not in DiffusionOptions.__dataclass_fields__ and given[name] != value:
-            raise LongspanError(f"`{name}` is an option of language models; leave it out for a model of diffusers")
-    return DiffusionOptions(**{name: given[name] for name in DiffusionOptions.__dataclass_fields__})
 
 
 def _prepare_weights_and_dropout(model: PreTrainedModel, sp: SequenceSharding, options: ParallelizeOptions) -> None:

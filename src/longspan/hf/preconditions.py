@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers
@@ -86,7 +87,7 @@ def check_on_every_rank(model: nn.Module, sp: SequenceSharding, options: Paralle
 
     def check() -> tuple[Checked, dict[str, str], dict[str, int]]:
         checked = check_alone(model, sp, options)
-        return checked, _facts(model, sp, options), consistency.digests_to_compare(model, sp, options.weights)
+        return checked, facts_of(model, sp, options), consistency.digests_to_compare(model, sp, options.weights)
 
     return consistency.check_on_every_rank(sp, check)
 
@@ -230,10 +231,10 @@ def _check_parameters(model: PreTrainedModel, options: ParallelizeOptions) -> No
             )
 
 
-def _facts(model: nn.Module, sp: SequenceSharding, options: ParallelizeOptions) -> dict[str, str]:
+def facts_of(model: nn.Module, sp: SequenceSharding, options: ParallelizeOptions) -> dict[str, str]:
     """Return what must be the same on every rank, by its name in errors; without weights."""
-    config = getattr(model, "config", None)
-    settings = config.to_dict() if isinstance(config, transformers.PreTrainedConfig) else {}
+    config: Any = getattr(model, "config", None)
+    settings = config.to_dict() if isinstance(config, transformers.PreTrainedConfig) else config
     facts = {option: getattr(value, "__qualname__", repr(value)) for option, value in vars(options).items()}
     facts["kernel"] = getattr(options.kernel, "name", facts["kernel"])
     facts |= {
@@ -245,7 +246,7 @@ def _facts(model: nn.Module, sp: SequenceSharding, options: ParallelizeOptions) 
         "the model's class": type(model).__name__,
     }
     # The folder of the model's files may differ between machines.
-    facts |= {f"config.{k}": json.dumps(v, default=str) for k, v in settings.items() if k != "_name_or_path"}
+    facts |= {f"config.{k}": json.dumps(v, default=str) for k, v in (settings or {}).items() if k != "_name_or_path"}
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, x in tensors:
             trained = ", trained" if x.requires_grad else ""

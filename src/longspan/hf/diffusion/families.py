@@ -17,18 +17,18 @@ from longspan.hf.diffusion.inputs import Draw, Inputs
 
 @dataclass(frozen=True)
 class Split:
-    """Shard dimension `dim` of an argument, or with `of_output` of an output, if it has `dims` dimensions."""
+    """Shard one dimension of an argument or output, if it has the expected number; named as in diffusers' plans."""
 
-    dim: int
-    dims: int
-    of_output: bool = False
+    split_dim: int
+    expected_dims: int
+    split_output: bool = False
 
 
 @dataclass(frozen=True)
 class Join:
-    """Gather dimension `dim` of a module's output."""
+    """Gather one dimension of a module's output."""
 
-    dim: int
+    gather_dim: int
 
 
 Plan = Mapping[str, Mapping[str | int, Split] | Join]
@@ -104,7 +104,7 @@ FAMILIES = {
         # Its `_cp_plan` also splits the text, which every rank needs whole here.
         plan={
             "": {"hidden_states": Split(1, 3), "timestep": Split(1, 2)},
-            "rope": {0: Split(1, 3, of_output=True), 1: Split(1, 3, of_output=True)},
+            "rope": {0: Split(1, 3, split_output=True), 1: Split(1, 3, split_output=True)},
             "proj_out": Join(1),
         },
     ),
@@ -140,7 +140,7 @@ FAMILIES = {
         streams=("hidden_states", "encoder_hidden_states"),
         needs_text=True,  # its processor counts the text's tokens from the end, where -0 is the start
         plan={
-            "rope": {0: Split(0, 2, of_output=True), 1: Split(0, 2, of_output=True)},
+            "rope": {0: Split(0, 2, split_output=True), 1: Split(0, 2, split_output=True)},
             "transformer_blocks.0": _HIDDEN_AND_TEXT,
             "proj_out": Join(1),
         },
@@ -210,18 +210,12 @@ def plan_of(model: nn.Module, family: Family) -> Plan:
     """Return where a model's tokens are split and joined."""
     if family.plan is not None:
         return family.plan
-    plan = {path: _convert(entry) for path, entry in split_plan(model).items()}
+    plan = split_plan(model)
     if not plan and family.attention:
         raise LongspanError(
             f"{type(model).__name__} has no `_cp_plan` in this version of diffusers; use diffusers 0.42"
         )
     return plan
-
-
-def _convert(entry: Any) -> Mapping[str | int, Split] | Join:
-    if not isinstance(entry, Mapping):
-        return Join(entry.gather_dim)
-    return {key: Split(x.split_dim, x.expected_dims, x.split_output) for key, x in entry.items()}
 
 
 def matching(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from longspan.comm.collectives import replicate
 from longspan.comm.consistency import ReplicaCheck, broadcast_weights, check_on_every_rank, digests_to_compare
@@ -27,6 +25,7 @@ from longspan.hf.diffusion.attention import bind
 from longspan.hf.diffusion.families import Family, check_modules, family_of, matching, plan_of
 from longspan.hf.diffusion.tokens import Tokens, install, named_arguments, split_named
 from longspan.hf.forward.misuse import refuse_copies
+from longspan.hf.preconditions import ParallelizeOptions, facts_of
 from longspan.hf.state import DiffusionState
 from longspan.hf.support import draws
 from longspan.hf.weights.fsdp import reshard
@@ -36,24 +35,20 @@ _ACCEPTED = ("hidden_states", "timestep", "encoder_hidden_states", "return_dict"
 _ATTENTION_ARGUMENTS = ("attention_kwargs", "joint_attention_kwargs")
 
 
-@dataclass(frozen=True)
-class DiffusionOptions:
-    """Those options of `longspan.parallelize` that apply to diffusion transformers."""
-
-    fsdp: bool
-    mp_policy: MixedPrecisionPolicy | None
-    weights: str
-    check_batches: int | None
-    check_weights: int
-    gather_output: bool = True
+_OPTIONS = ("fsdp", "mp_policy", "weights", "check_batches", "check_weights", "gather_output")
 
 
-def shard_diffusion_model(model: Any, sp: SequenceSharding, options: DiffusionOptions) -> None:
+def shard_diffusion_model(model: Any, sp: SequenceSharding, options: ParallelizeOptions) -> None:
     """Shard a diffusion transformer in place, as `longspan.parallelize` documents. Collective."""
+
+    for name, default in vars(ParallelizeOptions()).items():
+        if name not in _OPTIONS and getattr(options, name) != default:
+            raise LongspanError(f"`{name}` is an option of language models; leave it out for a model of diffusers")
 
     def check() -> tuple[Family, dict[str, str], dict[str, int]]:
         family = _check_alone(model, sp, options)
-        return family, _facts(model, sp, options), digests_to_compare(model, sp, options.weights)
+        facts = facts_of(model, sp, options) | {"diffusers": version_of_diffusers()}
+        return family, facts, digests_to_compare(model, sp, options.weights)
 
     family = check_on_every_rank(sp, check)
     if options.weights == "broadcast":
@@ -90,7 +85,7 @@ def shard_diffusion_model(model: Any, sp: SequenceSharding, options: DiffusionOp
 # Checks of the model.
 
 
-def _check_alone(model: Any, sp: SequenceSharding, options: DiffusionOptions) -> Family:
+def _check_alone(model: Any, sp: SequenceSharding, options: ParallelizeOptions) -> Family:
     if hasattr(model, "longspan_state"):
         raise LongspanError(f"{type(model).__name__} is parallelized already; a model is given to parallelize once")
     family = family_of(model)
@@ -112,17 +107,6 @@ def _check_alone(model: Any, sp: SequenceSharding, options: DiffusionOptions) ->
     return family
 
 
-def _facts(model: Any, sp: SequenceSharding, options: DiffusionOptions) -> dict[str, str]:
-    facts = {name: repr(value) for name, value in vars(options).items()}
-    facts |= {"torch": torch.__version__, "diffusers": version_of_diffusers(), "the mesh": str(tuple(sp.mesh.shape))}
-    facts |= {"the model's class": type(model).__name__}
-    facts |= {f"config.{k}": json.dumps(v, default=str) for k, v in model.config.items() if k != "_name_or_path"}
-    for name, x in [*model.named_parameters(), *model.named_buffers()]:
-        trained = ", trained" if x.requires_grad else ""
-        facts[name] = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}{trained}"
-    return facts
-
-
 def _apply_fsdp(model: Any, sp: SequenceSharding, family: Family, mp_policy: MixedPrecisionPolicy | None) -> None:
     """Shard each block, and then all other weights, by FSDP. Gradients are summed."""
     options: dict[str, Any] = {"mesh": sp.fsdp_mesh, "mp_policy": mp_policy or MixedPrecisionPolicy()}
@@ -130,9 +114,7 @@ def _apply_fsdp(model: Any, sp: SequenceSharding, family: Family, mp_policy: Mix
         for block in getattr(model, name):
             fully_shard(block, **options)
     fully_shard(model, **options)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            sum_gradients(module)
+    sum_gradients(model)
 
 
 def _reshard_without_backward(model: Any, args: Any, output: Any) -> None:
@@ -157,13 +139,7 @@ class _Entrance:
     """A forward pre-hook: compare the inputs over the ranks, let their gradients be summed, and split some."""
 
     def __init__(
-        self,
-        model: Any,
-        sp: SequenceSharding,
-        family: Family,
-        tokens: Tokens,
-        splits: Any,
-        options: DiffusionOptions,
+        self, model: Any, sp: SequenceSharding, family: Family, tokens: Tokens, splits: Any, options: ParallelizeOptions
     ) -> None:
         self.sp, self.family, self.tokens, self.splits = sp, family, tokens, splits
         self.name = type(model).__name__  # FSDP renames the class

@@ -1,4 +1,4 @@
-"""Split a forward's tokens over the ranks, and join them again."""
+"""Split a forward's tokens over the ranks, and join them again; split a target in the same way."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longspan.comm.arguments import check_tensor
 from longspan.comm.collectives import join
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.reshard import gather_along, shard_along, shard_sizes
 from longspan.compat.diffusers_api import checkpoint_function, set_checkpoint_function, transformer_output
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
+from longspan.core.validation import checked_call
 from longspan.hf.diffusion.families import Family, Join, Plan, Split, matching
+from longspan.hf.state import DiffusionState
 
 Lengths = dict[str, int]
 """Tokens on all ranks together, by the name of a split argument: of each stream, and of what belongs to its tokens."""
@@ -53,12 +56,14 @@ class Tokens:
             return None
         if isinstance(x, tuple | list):
             return type(x)(self.split(each, how, name) for each in x)
-        if name == "timestep" and (x.dim() < how.dims or x.shape[how.dim] == 1):  # one for all tokens
+        if name == "timestep" and (x.dim() < how.expected_dims or x.shape[how.split_dim] == 1):  # one for all tokens
             return x
-        if x.dim() != how.dims:
-            raise LongspanError(f"`{name}` must have {how.dims} dimensions, got a tensor of shape {tuple(x.shape)}")
-        self.lengths[str(name)] = x.shape[how.dim]
-        return shard_along(x, how.dim, self.sp.group)
+        if x.dim() != how.expected_dims:
+            raise LongspanError(
+                f"`{name}` must have {how.expected_dims} dimensions, got a tensor of shape {tuple(x.shape)}"
+            )
+        self.lengths[str(name)] = x.shape[how.split_dim]
+        return shard_along(x, how.split_dim, self.sp.group)
 
     def check_lengths(self) -> None:
         """Raise on every rank if position embeddings or time steps are not one per token.
@@ -159,12 +164,12 @@ def install(model: nn.Module, plan: Plan, tokens: Tokens) -> None:
 
 
 def _hook(module: nn.Module, entry: Mapping[str | int, Split] | Join, tokens: Tokens) -> None:
-    if isinstance(entry, Join):
-        dim = entry.dim
+    if not isinstance(entry, Mapping):
+        dim = entry.gather_dim
         module.register_forward_hook(lambda module, args, output: tokens.join(output, dim))
         return
-    arguments = {str(name): how for name, how in entry.items() if not how.of_output}
-    outputs = {index: how for index, how in entry.items() if how.of_output}
+    arguments = {str(name): how for name, how in entry.items() if not how.split_output}
+    outputs = {index: how for index, how in entry.items() if how.split_output}
     if arguments and module in tokens.of_modules:  # two entries name this module
         signature, others = tokens.of_modules[module]
         tokens.of_modules[module] = signature, {**others, **arguments}
@@ -193,3 +198,60 @@ def named_arguments(signature: inspect.Signature, module: nn.Module, args: Any, 
 def split_named(arguments: dict[str, Any], splits: Mapping[str, Split], tokens: Tokens) -> dict[str, Any]:
     """Return the arguments with this rank's part of some."""
     return {name: tokens.split(x, splits[name], name) if name in splits else x for name, x in arguments.items()}
+
+
+@checked_call()
+def shard_target(model: Any, target: Tensor, output: Tensor) -> Tensor:
+    """Return the part of a target that belongs to this rank's output of a diffusion transformer.
+
+        model = longspan.parallelize(transformer, sp, gather_output=False)
+        output = model(noisy, timestep, text).sample                     # [batch, my tokens, values of a patch]
+        mine = longspan.shard_target(model, target, output)              # of the same shape
+        ((output - mine) ** 2).sum().div(target.numel()).backward()      # my share of the mean over the whole target
+
+    Args:
+        model: a model parallelized with `gather_output=False`.
+        target: whole and the same on every rank, in the shape that the model returns on one device.
+        output: what the model returned on this rank.
+
+    Raises:
+        LongspanError: for another model, or for a target of another shape.
+    """
+    state = getattr(model, "longspan_state", None)
+    family = state.family if isinstance(state, DiffusionState) else None
+    if family is None:
+        raise LongspanError(
+            f"`model` must be a diffusion transformer parallelized with gather_output=False, got "
+            f"{type(model).__name__}; the output of other models needs the whole target"
+        )
+    assert isinstance(state, DiffusionState)
+    check_tensor("target", target)
+    check_tensor("output", output)
+    whole, group = _to_tokens(target, family, model.config), state.sp.group
+    for dim in range(1, whole.dim() - 1):
+        mine = shard_along(whole, dim, group)
+        if mine.shape == output.shape:
+            return mine
+    raise LongspanError(
+        f"a target of shape {tuple(target.shape)} has no part like this rank's output {tuple(output.shape)}; give it "
+        f"in the shape that the model returns on one device"
+    )
+
+
+def _to_tokens(x: Tensor, family: Family, config: Any) -> Tensor:
+    """Return `[B, tokens, values]` of pixels, as the model's last projection; for Latte `[B, frames, patches, values]`.
+
+    Tokens are returned as they are.
+    """
+    patches = family.patches(config)
+    if not patches:
+        return x
+    if x.dim() != 5 or any(x.shape[dim] % patch for dim, patch in patches.items()):
+        raise LongspanError(f"a target of shape {tuple(x.shape)} has no patches of {tuple(patches.values())} pixels")
+    channels = next(dim for dim in range(1, 5) if dim not in patches)
+    x = x.movedim(channels, -1)  # [B, frames, height, width, C]
+    for dim, patch in zip((1, 3, 5), patches.values(), strict=True):
+        x = x.unflatten(dim, (-1, patch))
+    values = (2, 4, 6, 7) if family.channels_last else (7, 2, 4, 6)
+    x = x.permute(0, 1, 3, 5, *values).flatten(4)
+    return x.flatten(1, 3) if family.attention else x.flatten(2, 3)

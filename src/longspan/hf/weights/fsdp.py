@@ -66,9 +66,7 @@ def apply_fsdp(
     if tail:
         fully_shard(tail, **options, reshard_after_forward=False)
     fully_shard(model, **options)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            sum_gradients(module)
+    sum_gradients(model)
     if sharding is not None:
         sharding.finish(model)
     _prefetch(tower, tower)  # by itself: a batch may have no pictures
