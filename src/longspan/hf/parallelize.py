@@ -22,7 +22,7 @@ from longspan.attn.kernels.choice import AnyKernel
 from longspan.comm.arguments import check_sharding
 from longspan.comm.consistency import ReplicaCheck, broadcast_weights
 from longspan.comm.mesh import SequenceSharding
-from longspan.compat.diffusers_api import is_model_of_diffusers
+from longspan.compat.friends_api import is_model_of_diffusers
 from longspan.core.experts import Experts
 from longspan.core.memory import Memory, MemoryLevel
 from longspan.core.validation import checked_call

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.attn.segments import Segments, runs_of
-from longspan.hf.encoders import Encoder, GridEncoder, ImageEncoder, llava_rows
-from longspan.hf.tile_encoders import PooledFrameEncoder, TileEncoder
+from longspan.hf.encoders import Encoder, GridEncoder, ImageEncoder, PooledFrameEncoder, TileEncoder, llava_rows
 
 ENCODER_OUTPUTS = "mm_encoder_outputs"
 """The argument of a forward that accepts embeddings which the tower has computed before."""

@@ -31,7 +31,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.validation import checked_call
 from longspan.data.elastic import Elastic, samples_of_batch
 from longspan.hf.batch import IGNORE, WIDTH
-from longspan.hf.forward.loss import ScaledGradient, problem_of
+from longspan.hf.forward.loss import problem_of
 from longspan.hf.parallelize import parallelize
 from longspan.hf.state import is_parallelized, state_of
 from longspan.hf.support import transformers_model
@@ -294,7 +294,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
             loss = loss / replicas  # undo the Trainer's scaling
         # The accelerator averages gradients over replicas, but this loss is that of all replicas.
-        loss = ScaledGradient.apply(loss, replicas)  # type: ignore[no-untyped-call]
+        if loss.requires_grad:
+            loss.register_hook(lambda grad: grad * replicas)
         return (loss, outputs) if return_outputs else loss
 
     # --- evaluation

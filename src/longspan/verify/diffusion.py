@@ -23,8 +23,7 @@ from longspan.core.memory import MemoryFlags
 from longspan.core.rope import RopeFlags
 from longspan.core.sections import values
 from longspan.core.validation import read_text
-from longspan.hf.diffusion.families import FAMILIES, Family, family_of
-from longspan.hf.diffusion.inputs import Draw, Inputs
+from longspan.hf.diffusion.families import FAMILIES, Draw, Family, Inputs, family_of
 from longspan.hf.parallelize import parallelize
 from longspan.hf.pretrained import first_line
 from longspan.ranks import agreement

@@ -1,4 +1,7 @@
-"""The diffusers models that can be sharded: where their tokens are split and joined, and where tokens mix."""
+"""The diffusers models that can be sharded: where their tokens are split and joined, and where tokens mix.
+
+And their random inputs, on which `longspan verify` runs a model.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,145 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from longspan.compat.diffusers_api import attention_backend, hooks_of, is_processor_of_diffusers, split_plan
+from longspan.compat.friends_api import attention_backend, hooks_of, is_processor_of_diffusers, split_plan
 from longspan.core.errors import LongspanError
-from longspan.hf.diffusion import inputs
-from longspan.hf.diffusion.inputs import Draw, Inputs
+
+Inputs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Sizes and generator of random inputs.
+
+    Attributes:
+        config: the model's.
+        rows: videos or images.
+        grid: frames, height and width in tokens; a model with a fixed grid ignores it.
+        generator: on the CPU, so that all devices have the same inputs.
+        dtype: of differentiable inputs, and of the guidance.
+    """
+
+    config: Any
+    rows: int
+    grid: tuple[int, int, int]
+    generator: torch.Generator
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+
+    def normal(self, *shape: int, trained: bool = True) -> Tensor:
+        x = torch.randn(*shape, generator=self.generator, dtype=self.dtype)
+        return x.to(self.device).requires_grad_(trained)
+
+    def common(self, video: tuple[int, ...], text_width: int, text_tokens: int = 5) -> Inputs:
+        """Return the inputs that every family takes; `video` is the shape of one row."""
+        return {
+            "hidden_states": self.normal(self.rows, *video),
+            "timestep": torch.linspace(3, 700, self.rows, device=self.device).long(),
+            "encoder_hidden_states": self.normal(self.rows, text_tokens, text_width),
+        }
+
+    @property
+    def text_mask(self) -> Tensor:
+        """The first row has two tokens of padding."""
+        mask = torch.ones(self.rows, 5, dtype=torch.long, device=self.device)
+        mask[0, 3:] = 0
+        return mask
+
+    def guidance(self) -> Inputs:
+        if not self.config.get("guidance_embeds"):
+            return {}
+        return {"guidance": torch.linspace(2, 4, self.rows, dtype=self.dtype, device=self.device)}
+
+
+def _latte(draw: Draw) -> Inputs:
+    """Return pixels, and a mask of the text for each frame."""
+    of, (_, height, width) = draw.config, draw.grid
+    frames, p = of.video_length, of.patch_size
+    return {
+        **draw.common((of.in_channels, frames, p * height, p * width), of.caption_channels),
+        "encoder_attention_mask": draw.text_mask.bool().repeat_interleave(frames, 0).unsqueeze(1),
+    }
+
+
+def _wan(draw: Draw) -> Inputs:
+    """Return pixels; if the model also reads an image, its tokens and 512 tokens of text."""
+    of = draw.config
+    video = (of.in_channels, *(n * p for n, p in zip(draw.grid, of.patch_size, strict=True)))
+    if of.image_dim is None:
+        return draw.common(video, of.text_dim)
+    image = draw.normal(draw.rows, of.pos_embed_seq_len or 3, of.image_dim)
+    return {**draw.common(video, of.text_dim, 512), "encoder_hidden_states_image": image}
+
+
+def _ltx(draw: Draw) -> Inputs:
+    """Return tokens and their grid."""
+    of, (frames, height, width) = draw.config, draw.grid
+    return {
+        **draw.common((frames * height * width, of.in_channels), of.caption_channels),
+        "encoder_attention_mask": draw.text_mask,
+        **{"num_frames": frames, "height": height, "width": width},
+    }
+
+
+def _flux(draw: Draw) -> Inputs:
+    """Return tokens of one frame, time steps up to 1, and positions."""
+    of, (_, height, width) = draw.config, draw.grid
+    inputs = draw.common((height * width, of.in_channels), of.joint_attention_dim)
+    axes = (torch.arange(n, device=draw.device, dtype=torch.float32) for n in (1, height, width))
+    return {
+        **inputs,
+        "timestep": inputs["timestep"] / 1000,
+        "pooled_projections": draw.normal(draw.rows, of.pooled_projection_dim),
+        **draw.guidance(),
+        "img_ids": torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).view(-1, 3),
+        "txt_ids": torch.zeros(5, 3, device=draw.device),
+    }
+
+
+def _cogvideox(draw: Draw) -> Inputs:
+    """Return pixels of three frames and rotary angles, or the model's own grid if it learns positions."""
+    of, (_, height, width) = draw.config, draw.grid
+    t, p, frames = of.patch_size_t or 1, of.patch_size, 3
+    if of.use_learned_positional_embeddings:  # it has one embedding for each place
+        height, width = of.sample_height // p, of.sample_width // p
+        frames = (of.sample_frames - 1) // of.temporal_compression_ratio + 1
+    inputs = draw.common((t * frames, of.in_channels, p * height, p * width), of.text_embed_dim)
+    if of.ofs_embed_dim:
+        inputs["ofs"] = torch.full((1,), 2.0, device=draw.device)
+    if of.use_rotary_positional_embeddings:
+        angles = draw.normal(frames * height * width, of.attention_head_dim, trained=False)
+        inputs["image_rotary_emb"] = (angles.cos(), angles.sin())
+    return inputs
+
+
+def _hunyuan_video(draw: Draw) -> Inputs:
+    """Return pixels, a mask of the text and its pooled embedding."""
+    of, (frames, height, width) = draw.config, draw.grid
+    t, p = of.patch_size_t, of.patch_size
+    return {
+        **draw.common((of.in_channels, t * frames, p * height, p * width), of.text_embed_dim),
+        "encoder_attention_mask": draw.text_mask,
+        "pooled_projections": draw.normal(draw.rows, of.pooled_projection_dim),
+        **draw.guidance(),
+    }
+
+
+def _qwen_image(draw: Draw) -> Inputs:
+    """Return tokens of one frame, time steps up to 1, and a mask of the text."""
+    of, (_, height, width) = draw.config, draw.grid
+    inputs = draw.common((height * width, of.in_channels), of.joint_attention_dim)
+    if of.use_additional_t_cond:
+        inputs["additional_t_cond"] = torch.zeros(draw.rows, dtype=torch.long, device=draw.device)
+    return {
+        **inputs,
+        "timestep": inputs["timestep"] / 1000,
+        **draw.guidance(),
+        "encoder_hidden_states_mask": draw.text_mask,
+        "img_shapes": [[(1, height, width)]] * draw.rows,
+    }
 
 
 @dataclass(frozen=True)
@@ -80,14 +216,14 @@ _BACKENDS = ("native", "_native_cudnn", "_native_efficient", "_native_flash", "_
 
 FAMILIES = {
     "LatteTransformer3DModel": Family(
-        inputs=inputs.latte,
+        inputs=_latte,
         accepts=("encoder_attention_mask", "enable_temporal_attentions"),
         blocks=("transformer_blocks", "temporal_transformer_blocks"),
         patches=lambda config: {2: 1, 3: config.patch_size, 4: config.patch_size},
         channels_last=True,
     ),
     "WanTransformer3DModel": Family(
-        inputs=inputs.wan,
+        inputs=_wan,
         accepts=("encoder_hidden_states_image",),
         blocks=("blocks",),
         patches=lambda config: dict(zip((2, 3, 4), config.patch_size, strict=True)),
@@ -96,7 +232,7 @@ FAMILIES = {
         processors=("WanAttnProcessor",),
     ),
     "LTXVideoTransformer3DModel": Family(
-        inputs=inputs.ltx,
+        inputs=_ltx,
         accepts=("encoder_attention_mask", "num_frames", "height", "width", "rope_interpolation_scale", "video_coords"),
         blocks=("transformer_blocks",),
         attention=("transformer_blocks.*.attn1",),
@@ -109,7 +245,7 @@ FAMILIES = {
         },
     ),
     "FluxTransformer2DModel": Family(
-        inputs=inputs.flux,
+        inputs=_flux,
         accepts=("pooled_projections", "img_ids", "txt_ids", "guidance"),
         blocks=_DOUBLE_AND_SINGLE,
         attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
@@ -117,7 +253,7 @@ FAMILIES = {
         streams=("encoder_hidden_states", "hidden_states"),
     ),
     "CogVideoXTransformer3DModel": Family(
-        inputs=inputs.cogvideox,
+        inputs=_cogvideox,
         accepts=("timestep_cond", "ofs", "image_rotary_emb"),
         blocks=("transformer_blocks",),
         patches=lambda config: {1: config.patch_size_t or 1, 3: config.patch_size, 4: config.patch_size},
@@ -131,7 +267,7 @@ FAMILIES = {
         },
     ),
     "HunyuanVideoTransformer3DModel": Family(
-        inputs=inputs.hunyuan_video,
+        inputs=_hunyuan_video,
         accepts=("encoder_attention_mask", "pooled_projections", "guidance"),
         blocks=_DOUBLE_AND_SINGLE,
         patches=lambda config: {2: config.patch_size_t, 3: config.patch_size, 4: config.patch_size},
@@ -147,7 +283,7 @@ FAMILIES = {
         unsupported=("image_condition_type", "token_replace"),
     ),
     "QwenImageTransformer2DModel": Family(
-        inputs=inputs.qwen_image,
+        inputs=_qwen_image,
         accepts=("encoder_hidden_states_mask", "img_shapes", "guidance", "additional_t_cond"),
         blocks=("transformer_blocks",),
         attention=("transformer_blocks.*.attn",),

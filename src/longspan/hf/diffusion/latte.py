@@ -16,7 +16,7 @@ from longspan.attn.methods.dsp import dsp
 from longspan.comm.collectives import join
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.reshard import gather_along
-from longspan.compat.diffusers_api import checkpoint_function, transformer_output
+from longspan.compat.friends_api import checkpoint_function, transformer_output
 from longspan.hf.diffusion.tokens import average_over_data
 
 FRAMES, PATCHES = 1, 2

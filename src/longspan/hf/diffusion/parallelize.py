@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from longspan.comm.collectives import replicate
 from longspan.comm.consistency import ReplicaCheck, broadcast_weights, check_on_every_rank, digests_to_compare
 from longspan.comm.mesh import SequenceSharding, group_name
-from longspan.compat.diffusers_api import is_parallel, version_of_diffusers
+from longspan.compat.friends_api import is_parallel, version_of_diffusers
 from longspan.compat.torch_api import sum_gradients
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_flag

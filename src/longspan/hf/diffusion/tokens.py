@@ -15,7 +15,7 @@ from longspan.comm.arguments import check_tensor
 from longspan.comm.collectives import join
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.reshard import gather_along, shard_along, shard_sizes
-from longspan.compat.diffusers_api import checkpoint_function, set_checkpoint_function, transformer_output
+from longspan.compat.friends_api import checkpoint_function, set_checkpoint_function, transformer_output
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.core.validation import checked_call

@@ -18,9 +18,8 @@ from longspan.hf.checks.batches import BatchCheck
 from longspan.hf.forward.cached import CachedTokens
 from longspan.hf.forward.logits import DeferLogits, SelectLogits
 from longspan.hf.forward.logprobs import ScoredLabels
-from longspan.hf.forward.loss import GlobalLoss, HeldBackLabels, LossFunction, RouterLoss
+from longspan.hf.forward.loss import GlobalLoss, HeldBackLabels, LossFunction, PooledHead, RouterLoss
 from longspan.hf.forward.misuse import ModelChangeCheck, WeightDamageCheck
-from longspan.hf.forward.pooled import PooledHead
 from longspan.hf.forward.shard_batch import ShardBatch
 from longspan.hf.forward.stage import ForwardCall, ForwardOptions, Stage
 from longspan.hf.forward.vision import EncodePictures, VisionTower

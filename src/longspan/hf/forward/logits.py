@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from longspan.comm.mesh import SequenceSharding
-from longspan.compat.torch_api import gather_into
+from longspan.comm.collectives import join
+from longspan.comm.mesh import SequenceSharding, group_name
+from longspan.comm.shard import gather
 from longspan.core.errors import LongspanError
 from longspan.core.validation import format_value
 from longspan.hf.batch import SequenceInfo
@@ -143,18 +144,7 @@ def _selected(keep: int | Tensor, n: int) -> Sequence[int]:
 
 def gather_tokens(x_BL: Tensor, sp: SequenceSharding, info: SequenceInfo) -> Tensor:
     """Return `[B, n, ...]` of all tokens; my tokens get the gradient of this rank's loss alone."""
-    return _Gathered.apply(x_BL, sp, info.length)  # type: ignore[no-untyped-call, no-any-return]
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BL: Tensor, sp: SequenceSharding, length: int) -> Tensor:
-        ctx.sp = sp
-        return sp.gather(x_BL, dim=1, length=length)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.sp.shard(grads[0].contiguous(), dim=1), None, None
+    return gather(x_BL, sp, 1, info.length, join)
 
 
 class SelectedTokens:
@@ -177,7 +167,6 @@ class SelectedTokens:
             held[rank].append(before + token - start)
         self.sp, self.mine, self.most = sp, held[sp.rank], max(map(len, held))
         self.at = [rank * self.most + number for rank, number in at]  # among what all ranks have selected
-        self.from_me = [(i, number) for i, (rank, number) in enumerate(at) if rank == sp.rank]
 
     def select(self, x_BL: Tensor) -> Tensor:
         """Return the selected ones among my tokens, padded to the same number on every rank: `[B, most, ...]`."""
@@ -185,29 +174,11 @@ class SelectedTokens:
 
     def join(self, x_Bm: Tensor) -> Tensor:
         """Return the selected tokens of all ranks, in order; my tokens get the gradient of this rank's loss alone."""
-        return _Joined.apply(x_Bm, self)  # type: ignore[no-untyped-call, no-any-return]
+        every_PBm = x_Bm[None]
+        if self.sp.size > 1:
+            assert self.sp.group is not None
+            every_PBm = join(every_PBm, group_name(self.sp.group))
+        return every_PBm.movedim(0, 1).flatten(1, 2)[:, self.at]
 
     def gather(self, x_BL: Tensor) -> Tensor:
         return self.join(self.select(x_BL))
-
-
-class _Joined(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_Bm: Tensor, selected: SelectedTokens) -> Tensor:
-        ctx.selected, ctx.shape = selected, x_Bm.shape
-        every = x_Bm[None]
-        if selected.sp.size > 1:
-            mine = x_Bm.contiguous()
-            every = mine.new_empty(selected.sp.size, *mine.shape)
-            assert selected.sp.group is not None
-            gather_into(every.view(-1), mine.view(-1), group=selected.sp.group)
-        return every.movedim(0, 1).flatten(1, 2)[:, selected.at]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        selected: SelectedTokens = ctx.selected
-        grad = grads[0].new_zeros(ctx.shape)
-        if selected.from_me:
-            positions, numbers = map(list, zip(*selected.from_me, strict=True))
-            grad[:, numbers] = grads[0][:, positions]
-        return grad, None

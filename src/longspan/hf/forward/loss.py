@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from longspan.comm.arguments import check_integers, check_sharding, check_tensor, describe
 from longspan.comm.collectives import sum_over
@@ -22,10 +23,11 @@ from longspan.comm.mesh import SequenceSharding
 from longspan.compat.torch_api import not_compiled, version_of
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_number
-from longspan.hf.batch import real_tokens
+from longspan.hf.batch import SequenceInfo, real_tokens
 from longspan.hf.checks.batches import BatchCheck
+from longspan.hf.forward.logits import gather_tokens
 from longspan.hf.forward.stage import ForwardCall, ForwardOptions, ModelTraits, Stage
-from longspan.hf.support import no_router_loss
+from longspan.hf.support import HELP, no_router_loss
 from longspan.losses.cross_entropy import CROSS_ENTROPY, IGNORE, LossTerms, loss_sum
 from longspan.losses.deferred_logits import DeferredLogits
 from longspan.losses.load_balancing import load_balancing_loss
@@ -92,19 +94,6 @@ def problem_of(config: Any, labels: Tensor) -> str:
     return f"{'multi' if labels.is_floating_point() else 'single'}_label_classification"
 
 
-class ScaledGradient(torch.autograd.Function):
-    """The identity; its gradient is multiplied by a number."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, times: int) -> Tensor:
-        ctx.times = times
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] * ctx.times, None
-
-
 def _check_labels(labels: Tensor, vocabulary: int) -> None:
     wrong = labels[(labels != IGNORE) & ((labels < 0) | (labels >= vocabulary))]
     if len(wrong):
@@ -150,18 +139,15 @@ class GlobalLoss:
         """Return the loss of a sequence classifier over all rows of the global batch.
 
         The ranks of a sequence group hold the same logits, and each gets the full gradient with respect to them;
-        `longspan.hf.forward.pooled` then selects the part of this rank's tokens.
+        `PooledHead` then selects the part of this rank's tokens.
 
         Args:
             logits: of this replica's rows, `[B, labels]`, equal on the ranks of its sequence group.
             labels: `[B]` or `[B, labels]`.
             config: of the model.
         """
-        dtype, rows, problem = (
-            torch.promote_types(logits.dtype, torch.float32),
-            self.options.rows,
-            problem_of(config, labels),
-        )
+        dtype, rows = torch.promote_types(logits.dtype, torch.float32), self.options.rows
+        problem = problem_of(config, labels)
         logits_BC, labels = logits[:rows].to(dtype), labels[:rows].to(logits.device)
         if problem == "single_label_classification":
             total = F.cross_entropy(logits_BC, labels.reshape(-1), ignore_index=IGNORE, reduction="sum")
@@ -171,7 +157,8 @@ class GlobalLoss:
             total = of_entry(logits_BC, labels.reshape(logits_BC.shape).to(dtype), reduction="sum")
             count = torch.tensor(logits_BC.numel(), device=logits.device)
         # All ranks of a sequence group add the same number, and each needs its full gradient.
-        total = ScaledGradient.apply(total.double(), self.sp.size)  # type: ignore[no-untyped-call]
+        if total.requires_grad:
+            total.register_hook(lambda grad: grad * self.sp.size)
         return self._mean(total, count).to(dtype)
 
     def _mean(self, total: Tensor, count: Tensor, items: Tensor | int | None = None) -> Tensor:
@@ -274,6 +261,85 @@ class HeldBackLabels(Stage):
 
     def loss(self, call: ForwardCall, logits: Any, labels: Tensor) -> Tensor:
         return self.losses.of_tokens(logits, labels, self.items, weights=call.info.weights)
+
+
+class PooledHead(HeldBackLabels):
+    """Models that score a row by its last token: sequence classifiers, reward models.
+
+    Their head `score` computes a few numbers per token, and the model selects those of the last token that is not
+    padding, by the ids. That token may be on any rank. So every rank gathers the head's output; the model gets the ids
+    of all tokens, and its base model this rank's. The loss is that of rows. Like transformers, it ignores
+    `num_items_in_batch`. In backward each rank takes the gradient of its own tokens, whoever computes the loss.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str, sp: SequenceSharding, losses: GlobalLoss) -> None:
+        super().__init__(losses)
+        self.name, self.sp, self.config = name, sp, model.config
+        self.ids: Tensor | None = None  # of my tokens, until the base model takes them
+        self.info: SequenceInfo | None = None
+        base: Any = model.base_model
+        base.register_forward_pre_hook(self._pass_my_ids, with_kwargs=True)
+        model.score.register_forward_hook(self._gather)
+
+    def reset(self) -> None:
+        super().reset()
+        self.ids = self.info = None
+
+    def check(self, call: ForwardCall) -> None:
+        """Raise for what the model's pooling would refuse, or misread, after its forward."""
+        batch = call.batch
+        tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch.get("inputs_embeds")
+        rows = len(tokens) if isinstance(tokens, Tensor) else 0
+        if rows > 1 and self.config.get_text_config().pad_token_id is None:
+            raise LongspanError(
+                f"{self.name} finds the last token of each of {rows} rows by the padding token, and its config has "
+                f"none; set config.pad_token_id"
+            )
+        mask = batch.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.bool().any(-1).all()):
+            row = int(mask.bool().any(-1).int().argmin())
+            raise LongspanError(
+                f"`attention_mask` hides every token of row {row}, so it has none to score; drop the row"
+            )
+        labels = batch.get("labels")
+        if labels is not None and (not isinstance(labels, Tensor) or labels.dim() == 0 or len(labels) != rows):
+            got = tuple(labels.shape) if isinstance(labels, Tensor) else type(labels).__name__
+            raise LongspanError(f"`labels` of {self.name} must be a tensor with one entry for each of {rows} rows, "
+                                f"got {got}")  # fmt: skip
+
+    def before(self, call: ForwardCall) -> None:
+        super().before(call)
+        self.info, self.ids = call.info, call.inputs.get("input_ids")
+        if self.ids is None:
+            return
+        ids = call.batch["input_ids"]
+        if "longspan" in call.batch:  # sharded by `longspan.shard_batch`
+            with torch.no_grad():
+                ids = self.sp.gather(ids, dim=1, length=call.info.length)
+        call.inputs["input_ids"] = ids
+
+    def loss(self, call: ForwardCall, logits: Any, labels: Tensor) -> Tensor:
+        return self.losses.of_rows(logits, labels, call.model.config)
+
+    def _pass_my_ids(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.ids is not None:
+            if args:
+                args = (self.ids, *args[1:])
+            else:
+                kwargs = {**kwargs, "input_ids": self.ids}
+        self.ids = None
+        return args, kwargs
+
+    def _gather(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """Gather `[B, n_local, labels]` to `[B, n, labels]`."""
+        if self.info is None:
+            raise LongspanError(f"the head of {self.name} was called outside of its forward; call the model")
+        if output.dim() != 3:
+            raise LongspanError(
+                f"{self.name} calls its head with {tuple(args[0].shape)}, not every token: it pools hidden states; "
+                f"{HELP}"
+            )
+        return gather_tokens(output, self.sp, self.info)
 
 
 class RouterLoss(Stage):
