@@ -47,9 +47,9 @@ class SequenceInfo:
     elastic: bool = False  # the batch has a `sequence_width`
     digest: int | Tensor | None = None  # set by `shard_batch`: `digest` of the full batch, on a GPU `device_digest`
     visible: VisibleKeys | None = None  # which keys are real, if a mask has zeros between the ones of a row
-    # For each key of the batch the values of one real token per row, `[B, ...]`, which replace padding in a forward.
-    # Empty if nothing is padded on any rank.
-    fillers: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    # For each key of the batch the values of a real token, which replace padding in a forward. Empty if nothing is
+    # padded on any rank.
+    filler: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     bidirectional: Segments | None = None  # each row's spans of tokens that see each other in a causal model
     nodes: Trees | None = None  # trees of shared prefixes, whose tokens see their own path only
     weights: Tensor | None = None  # of my tokens' labels in the loss, `[B, L]`
@@ -100,14 +100,19 @@ def check_batch(name: str, batch: Any) -> None:
         raise LongspanError(f"`{name}` must be a dict of tensors such as {{'input_ids': ids}}, got {describe(batch)}")
 
 
+def width_of(batch: Mapping[str, Any]) -> Any:
+    """Return the `sequence_width` that a batch asks for or was cut with; None without one."""
+    cut = batch.get("longspan")
+    return cut.layout.size if isinstance(cut, SequenceInfo) and cut.elastic else batch.get(WIDTH)
+
+
 def sharding_of(batch: Mapping[str, Any], sp: SequenceSharding) -> SequenceSharding:
     """Return the sharding that a batch asks for or was cut with: of `sequence_width` ranks, by default `sp` itself.
 
     Raises:
         LongspanError: for a width that does not divide the sequence group, or if its groups are not made yet.
     """
-    cut = batch.get("longspan")
-    width = cut.layout.size if isinstance(cut, SequenceInfo) and cut.elastic else batch.get(WIDTH)
+    width = width_of(batch)
     if width is None:
         return sp
     if width in sp.widths and not sp.has_widths:
@@ -188,13 +193,8 @@ def cut_batch(
 ) -> dict[str, Any]:
     """Shard a batch as `shard_batch` does, without a digest.
 
-    Args:
-        batch: the full batch.
-        sp: the sharding.
-        shift: whether to shift labels.
-        own_positions: position ids that the model computes itself if the batch has none. They mark no documents.
-        placeholders: ids of tokens whose embeddings come from a vision tower.
-        elastic: whether the batch has a `sequence_width`; `sp` is then its sharding.
+    `own_positions` are ids that the model computes itself if the batch has none; they mark no documents. `sp` is the
+    sharding of the ranks that share an `elastic` batch.
     """
     batch_size, n, device = _batch_shape(batch)
     _check_lengths(batch, batch_size, n)
@@ -225,12 +225,11 @@ def cut_batch(
         out["position_ids"] = _part(positions, sp, dim=-1)
         max_position = int(rotary_positions(positions).max())
     padded = sp.layout.local_length(n) * sp.size > n or any(sum(b - a for a, b in row) < n for row in rows or ())
-    fillers = _fillers(batch, rows, batch_size, n, placeholders) if padded else {}
-    out["longspan"] = SequenceInfo(
-        n, rows, max_position, sp.layout, starts, shift, counted=counted, visible=visible, fillers=fillers,
-        placeholders=placeholders, nodes=trees, weights=None if weights is None else _part(weights, sp),
-        elastic=elastic,
+    info = SequenceInfo(
+        n, rows, max_position, sp.layout, starts, shift, counted=counted, visible=visible, placeholders=placeholders,
+        nodes=trees, weights=None if weights is None else _part(weights, sp), elastic=elastic,
     )  # fmt: skip
+    out["longspan"] = dataclasses.replace(info, filler=_filler_of(batch, info, batch_size)) if padded else info
     return out
 
 
@@ -258,41 +257,23 @@ def _text_positions(positions: Tensor | None) -> Tensor | None:
     return positions[0] if len(positions) == 4 else None
 
 
-def _fillers(
-    batch: Mapping[str, Any], rows: Segments | None, batch_size: int, n: int, placeholders: tuple[int, ...]
-) -> dict[str, Tensor]:
-    """Return for each key the values of each row's first real token; a row of padding alone gets another row's.
+def _filler_of(batch: Mapping[str, Any], info: SequenceInfo, batch_size: int) -> dict[str, Tensor]:
+    """Return for each key the values of the batch's first real token.
 
     A placeholder never replaces padding: the language model would expect an embedding for the copy.
     """
-    rows = rows or (((0, n),),) * batch_size
-    real = [(b, row[0][0]) for b, row in enumerate(rows) if row]
-    if placeholders and batch.get("input_ids") is not None:
-        real = _text_tokens(batch["input_ids"], rows, placeholders)
-        if not real:
+    ids, real_Bn = batch.get("input_ids"), _in_rows(info, batch_size, torch.device("cpu"))
+    if info.placeholders and ids is not None:
+        real_Bn &= ~torch.isin(ids, torch.tensor(info.placeholders, device=ids.device)).cpu()
+        if not real_Bn.any():
             return {}
-    first = [next((at for at in real if at[0] == b), (real or [(b, 0)])[0]) for b in range(batch_size)]
-    out = {}
-    for key in _INPUTS if rows is None else (*_INPUTS, "position_ids"):  # positions of `shard`'s own padding are 0
-        if batch.get(key) is not None:
-            x = batch[key].detach()
-            if x.dim() == 3 and key == "position_ids":
-                out[key] = torch.stack([x[:, b, i] for b, i in first], 1)
-                continue
-            x = (x if x.dim() > 1 else x[None]).expand(batch_size, *x.shape[1:] or x.shape)
-            out[key] = torch.stack([x[at] for at in first])
-    return out
-
-
-def _text_tokens(ids_Bn: Tensor, rows: Segments, placeholders: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return row and index of each row's first real token that is not a placeholder; omit rows without one."""
-    text_Bn = ~torch.isin(ids_Bn, torch.tensor(placeholders, device=ids_Bn.device)).cpu()
-    found = []
-    for b, row in enumerate(rows):
-        at = next((start + int(i) for start, stop in row for i in text_Bn[b, start:stop].nonzero()[:1]), None)
-        if at is not None:
-            found.append((b, at))
-    return found
+    b, i = divmod(int(real_Bn.flatten().int().argmax()), info.length)
+    filler = {key: batch[key].detach()[b, i] for key in _INPUTS if batch.get(key) is not None}
+    positions = batch.get("position_ids")
+    if positions is not None and info.segments is not None:  # positions of `shard`'s own padding are 0
+        positions = positions if positions.dim() > 1 else positions[None]
+        filler["position_ids"] = positions[..., min(b, positions.shape[-2] - 1), i].detach()
+    return filler
 
 
 def fill_padding(cut: dict[str, Any], sp: SequenceSharding, labels: Tensor | None) -> None:
@@ -300,15 +281,10 @@ def fill_padding(cut: dict[str, Any], sp: SequenceSharding, labels: Tensor | Non
 
     The gradient at padding is 0, but 0 times an infinite derivative is NaN: a model that divides by its hidden states
     has an infinite derivative where an embedding is 0 (often that of the padding token). Padding that predicts a token
-    (the last one before a row begins) is computed as in one process.
-
-    Args:
-        cut: my part of a batch; changed in place.
-        sp: the sharding.
-        labels: of my tokens; None if there are none, so that any row's first token may be predicted.
+    (the last one before a row begins) is computed as in one process: any row's, if there are no `labels` of my tokens.
     """
     info: SequenceInfo = cut["longspan"]
-    if not info.fillers:
+    if not info.filler:
         return
     tokens = tokens_of(cut)
     real_Bn = _in_rows(info, len(tokens), tokens.device, before=int(info.shifted and labels is None))
@@ -320,16 +296,16 @@ def fill_padding(cut: dict[str, Any], sp: SequenceSharding, labels: Tensor | Non
         padding_BL &= ~torch.isin(tokens, torch.tensor(info.placeholders, device=tokens.device))
     cut["longspan"] = dataclasses.replace(info, padding=padding_BL)
     for key in (*_INPUTS, "position_ids"):
-        x, filler = cut.get(key), info.fillers.get(key)
+        x, filler = cut.get(key), info.filler.get(key)
         if x is None or (filler is None and key == "position_ids"):
             continue
         if filler is None:  # embedded after sharding: copy the first real token of this rank
-            filler = x.detach().flatten(0, 1)[real_BL.flatten().int().argmax()].expand(len(x), *x.shape[2:])
+            filler = x.detach().flatten(0, 1)[real_BL.flatten().int().argmax()]
         filler = filler.to(x.device, non_blocking=True)
         if key == "position_ids":  # [rows, L], or [axes, rows, L]
-            cut[key] = torch.where(padding_BL, filler[..., None], x)
+            cut[key] = torch.where(padding_BL, filler[..., None, None], x)
         else:
-            cut[key] = torch.where(padding_BL[(...,) + (None,) * (x.dim() - 2)], filler[:, None], x)
+            cut[key] = torch.where(padding_BL[(...,) + (None,) * (x.dim() - 2)], filler, x)
 
 
 def _part(x: Tensor, sp: SequenceSharding, pad_value: float = 0, dim: int = 1) -> Tensor:
@@ -406,32 +382,22 @@ def _labels_of(batch: Mapping[str, Any], shift: bool, trees: Trees | None) -> tu
     labels: Tensor | None = batch.get("labels")
     shifted: Tensor | None = batch.get("shift_labels")
     weights: Tensor | None = batch.get("loss_weights")
-    if weights is not None:
-        _check_weights(weights, labelled=labels is not None or shifted is not None)
+    if weights is not None and labels is None and shifted is None:
+        raise LongspanError("`loss_weights` are weights of labels, and the batch has none; leave them out")
+    if weights is not None and not (weights.is_floating_point() and bool(((weights >= 0) & weights.isfinite()).all())):
+        raise LongspanError(f"`loss_weights` must be finite numbers of at least 0, got {describe(weights)}")
     if shifted is not None:
         if not shift:
             raise LongspanError("`shift_labels` are labels of a causal LM; a masked LM takes `labels`")
         return shifted, weights
     if labels is None or not shift:
         return labels, weights
-    return _shifted("labels", labels, IGNORE, trees), (
-        None if weights is None else _shifted("loss_weights", weights, 0, trees)
-    )
-
-
-def _check_weights(weights: Tensor, labelled: bool) -> None:
-    if not labelled:
-        raise LongspanError("`loss_weights` are weights of labels, and the batch has none; leave them out")
-    if not weights.is_floating_point() or not bool(((weights >= 0) & weights.isfinite()).all()):
-        raise LongspanError(f"`loss_weights` must be finite numbers of at least 0, got {describe(weights)}")
+    weights = None if weights is None else _shifted("loss_weights", weights, 0, trees)
+    return _shifted("labels", labels, IGNORE, trees), weights
 
 
 def _shifted(name: str, x: Tensor, fill: float, trees: Trees | None) -> Tensor:
-    """Return for each token the entry of the next one on its path; `fill` at the end.
-
-    Raises:
-        LongspanError: if the entries of a branching token's children differ.
-    """
+    """Return for each token the entry of the next one on its path; `fill` at the end."""
     out = torch.full_like(x, fill)
     out[:, :-1] = x[:, 1:]
     for b, row in enumerate(trees or ()):
@@ -455,7 +421,7 @@ def real_tokens(info: SequenceInfo, sp: SequenceSharding, batch_size: int, devic
 
 
 def _in_rows(info: SequenceInfo, batch_size: int, device: torch.device, before: int = 0) -> Tensor:
-    """Return which tokens lie in a run of `info.segments`, or at most `before` tokens before one; bool [B, n]."""
+    """Return which tokens are in a run of `info.segments`, or at most `before` tokens before one; bool [B, n]."""
     inside = torch.zeros(batch_size, info.length, dtype=torch.bool)
     for b, row in enumerate(info.segments or (((0, info.length),),) * batch_size):
         for start, stop in row:

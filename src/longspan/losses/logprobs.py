@@ -6,7 +6,7 @@ Shape suffixes: T tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -84,27 +84,10 @@ def _autocast_state(device: torch.device) -> dict[str, Any]:
     return {"device_type": kind, "dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
 
 
-EXTRAS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "entropy": lambda logits, log_p, labels: -(log_p.exp() * log_p).sum(-1),
-    "is_top1": lambda logits, log_p, labels: logits.argmax(-1) == labels,
-    "mean_logits": lambda logits, log_p, labels: logits.to(log_p.dtype).mean(-1),
-    "log_sum_sq_probs": lambda logits, log_p, labels: torch.logsumexp(2 * log_p, -1),
-}
-"""Functions of a tile's logits `[T, V]`, their log-probabilities, and labels `[T]`: the entropy in nats; 1 where the
-label has the largest logit, else 0; the mean logit; the logarithm of the sum of squared probabilities. As extras none
-has a gradient, so that the backward does not recompute them.
+EXTRAS = ("entropy", "is_top1", "mean_logits", "log_sum_sq_probs")
+"""Of each token the entropy in nats; 1 where the label has the largest logit, else 0; the mean logit; the logarithm of
+the sum of squared probabilities. As extras none has a gradient, so that the backward does not recompute them.
 """
-
-
-_SHARDED_EXTRAS: dict[str, Callable[[Tensor, Tensor, Tensor, VocabShard], Tensor]] = {
-    "entropy": lambda logits, log_p, labels, shard: shard.group.sum_out(-(log_p.exp() * log_p).sum(-1)),
-    "is_top1": lambda logits, log_p, labels, shard: shard.is_top1(logits, labels),
-    "mean_logits": lambda logits, log_p, labels, shard: (
-        shard.group.sum_out(logits.to(log_p.dtype).sum(-1)) / shard.size
-    ),
-    "log_sum_sq_probs": lambda logits, log_p, labels, shard: shard.group.sum_out((2 * log_p).exp().sum(-1)).log(),
-}
-"""`EXTRAS` of a sharded vocabulary; collective."""
 
 
 def _results(
@@ -120,12 +103,23 @@ def _results(
     if shard is None:
         log_p_TV = torch.log_softmax(logits_TV, -1, dtype=dtype)
         log_p = log_p_TV.gather(-1, torch.where(counts, labels_T, 0)[:, None])[:, 0]
-        others = [EXTRAS[name](logits_TV, log_p_TV, labels_T) for name in names]
     else:
         log_p_TV = shard.log_softmax(logits_TV, dtype)
         log_p = shard.group.sum_out(shard.of_label(log_p_TV, labels_T))
-        others = [_SHARDED_EXTRAS[name](logits_TV, log_p_TV, labels_T, shard) for name in names]
-    return tuple(torch.where(counts, x.to(log_p.dtype), 0) for x in (log_p, *others))
+
+    def total(x_TV: Tensor) -> Tensor:
+        return x_TV.sum(-1) if shard is None else shard.group.sum_out(x_TV.sum(-1))
+
+    def other(name: str) -> Tensor:
+        if name == "entropy":
+            return -total(log_p_TV.exp() * log_p_TV)
+        if name == "mean_logits":
+            return total(logits_TV.to(dtype)) / (logits_TV.shape[-1] if shard is None else shard.size)
+        if name == "log_sum_sq_probs":
+            return total((2 * log_p_TV).exp()).log()
+        return logits_TV.argmax(-1) == labels_T if shard is None else shard.is_top1(logits_TV, labels_T)
+
+    return tuple(torch.where(counts, x.to(log_p.dtype), 0) for x in (log_p, *map(other, names)))
 
 
 def _tiles(logits: DeferredLogits, tokens: int) -> Iterator[slice]:

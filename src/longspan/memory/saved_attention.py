@@ -4,11 +4,11 @@ The attention runs once, in an inner autograd graph whose saved tensors may be o
 takes the saved output. The gradient of the output enters the inner graph at its end, and the gradients of q, k and v
 are caught at its start:
 
-    layer:                q, k, v -> _SavedAttention -> out -> _CatchGradient -> ...
-    inner graph:  _CatchInputGradient -> plan(q, k, v) -> _ReceiveGradient
+    layer:                q, k, v -> _SavedAttention -> out -> ...
+    inner graph:  _CatchInputGradient -> plan(q, k, v)
 
-The output's gradient is passed to the inner graph in a list: autograd holds a backward's arguments as long as it runs,
-which here is all of the attention's backward.
+The output's gradient is passed to the inner graph by hooks and a list: autograd holds a backward's arguments as long as
+it runs, which here is all of the attention's backward.
 """
 
 from __future__ import annotations
@@ -34,8 +34,14 @@ def saved_attention(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, scores
     """Return `plan(q, k, v, scores)`, `[B, L, H, Dv]`; run it once per layer call, and save all for the backward."""
     passed: list[Tensor] = []
     out: Tensor = _SavedAttention.apply(plan, scores, call, passed, q, k, v, scores.sinks)  # type: ignore[no-untyped-call]
-    result: Tensor = _CatchGradient.apply(out, passed)  # type: ignore[no-untyped-call]
-    return result
+
+    def catch(grad: Tensor) -> Tensor:
+        passed.append(grad)
+        return grad.new_empty(()).expand(grad.shape)  # takes no memory
+
+    if out.requires_grad:
+        out.register_hook(catch)
+    return out
 
 
 class _SavedAttention(torch.autograd.Function):
@@ -78,8 +84,8 @@ class _SavedAttention(torch.autograd.Function):
             q, k, v, sinks = (inner(i, x) for i, x in enumerate(inputs))
             assert q is not None and k is not None and v is not None
             out = plan(q, k, v, dataclasses.replace(scores, sinks=sinks))
-            end: Tensor = _ReceiveGradient.apply(out, passed)  # type: ignore[no-untyped-call]
-        ctx.edge = get_gradient_edge(end)
+        out.register_hook(lambda _: passed.pop())
+        ctx.edge = get_gradient_edge(out)
         # Without an all-to-all, attention saves its output, heads first. Do not store it again.
         again = next((x.stored for x in stored if x.equals(out.transpose(1, 2))), None)
         ctx.saved = call.save([out]) if again is None else call.save_stored([lambda: again().transpose(1, 2)])
@@ -104,33 +110,6 @@ class _StoredTensor:
     def equals(self, x: Tensor) -> bool:
         """Whether `x` is the same tensor. A freed tensor's memory may have been allocated again."""
         return self._storage() is not None and self._at == (x.data_ptr(), x.shape, x.stride(), x.dtype)
-
-
-class _CatchGradient(torch.autograd.Function):
-    """Catches the output's gradient, and passes on one that takes no memory."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, passed: list[Tensor]) -> Tensor:
-        ctx.passed = passed
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ctx.passed.append(grads[0])
-        return grads[0].new_empty(()).expand(grads[0].shape), None
-
-
-class _ReceiveGradient(torch.autograd.Function):
-    """Replaces the gradient by the one that was caught, and keeps no reference to it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, passed: list[Tensor]) -> Tensor:
-        ctx.passed = passed
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
-        return ctx.passed.pop(), None
 
 
 class _CatchInputGradient(torch.autograd.Function):

@@ -25,6 +25,7 @@ from longspan.hf.forward.stage import ForwardCall, ForwardOptions, Stage
 from longspan.hf.forward.vision import EncodePictures, VisionTower
 from longspan.hf.state import ParallelState
 from longspan.hf.support import innermost_decoder
+from longspan.hf.trees import pack_batch
 from longspan.hf.weights.fsdp import reshard
 
 
@@ -133,14 +134,16 @@ class ForwardHooks:
         self._reset()  # if the last forward raised
         if self.gradients is not None:
             self.gradients.forget_unfinished()  # if the last backward raised
-        call = ForwardCall.of(model, kwargs, self.sp)
+        batch = dict(kwargs)
+        call = ForwardCall(model, batch, self.sp, scored=bool(batch.pop("fused_lm_head", False)))
         stages: list[Stage] = []
         problem: Exception | None = None
         try:
             call.name_arguments(self.traits, args)
             call.choose_width(self.traits)
             if call.scored and self.options.shared_prefixes:
-                call.share_prefixes()
+                call.packed = pack_batch(call.batch)
+                call.batch = call.packed.entries
             stages = self.stages_of(call)
             self.running = call, stages
             for stage in stages:

@@ -24,11 +24,11 @@ from transformers import PreTrainedModel
 from longspan.attn.segments import Segments
 from longspan.compat.transformers_api import Positions, cache_name, has_own_cache, own_positions, take_cache
 from longspan.core.errors import LongspanError
-from longspan.hf.batch import WIDTH, SequenceInfo, sharding_of
+from longspan.hf.batch import WIDTH, SequenceInfo, sharding_of, width_of
 from longspan.hf.encoders import Encoder
 from longspan.hf.forward.kv_cache import ShardedCache
 from longspan.hf.support import attention_dropout, router_top_k
-from longspan.hf.trees import PackedRows, pack_batch
+from longspan.hf.trees import PackedRows
 from longspan.hf.vision import IMAGE_TYPES, core_of, encoders_of
 
 if TYPE_CHECKING:
@@ -146,19 +146,9 @@ class ForwardCall:
     patches: dict[str, int] = field(default_factory=dict)  # by modality: of the rank that encodes most
     pictures: str | None = None  # of the batch: how they split into units; equal on all ranks of a sequence group
 
-    @classmethod
-    def of(cls, model: PreTrainedModel, kwargs: dict[str, Any], sp: SequenceSharding) -> ForwardCall:
-        batch = dict(kwargs)
-        return cls(model, batch, sp, scored=bool(batch.pop("fused_lm_head", False)))
-
     def choose_width(self, traits: ModelTraits) -> None:
-        """Use the sharding that the batch asks for, or was cut with.
-
-        Raises:
-            LongspanError: if its width cannot be used, or the model's forward depends on all ranks of a sequence group.
-        """
-        cut = self.batch.get("longspan")
-        asked = cut.layout.size if isinstance(cut, SequenceInfo) and cut.elastic else self.batch.get(WIDTH)
+        """Use the sharding that the batch asks for, or was cut with; raise if its width cannot be used."""
+        asked = width_of(self.batch)
         if asked is None:
             self.batch.pop(WIDTH, None)
             return
@@ -172,11 +162,6 @@ class ForwardCall:
             raise LongspanError(f"`{WIDTH}={asked}` chooses the ranks of one batch, but {reason}; leave it out")
         self.sp, self.elastic = sharding_of(self.batch, self.sp), True
         self.batch.pop(WIDTH, None)
-
-    def share_prefixes(self) -> None:
-        """Replace the batch by one row that contains each shared prefix once."""
-        self.packed = pack_batch(self.batch)
-        self.batch = self.packed.entries
 
     def name_arguments(self, traits: ModelTraits, args: tuple[Any, ...]) -> None:
         """Add the positional arguments to the batch by name, and take the cache out of it."""
