@@ -287,19 +287,17 @@ class PlacementOn:
 def replace_shards(model: nn.Module, weights: Mapping[tuple[nn.Module, str], DTensor]) -> None:
     """Make each `DTensor` the parameter that FSDP2 holds at rest; it shares the memory of the parameter's shard.
 
-    Public way: none for another mesh; `load_state_dict(assign=True)` replaces parameters by the same method. When gone:
-    an AttributeError.
+    FSDP2 takes over parameters that were replaced before its first forward, as by `load_state_dict(assign=True)`.
+    Public way: none for the size of gradients, where experts do not divide evenly. When gone: an AttributeError.
     """
+    for (module, name), whole in weights.items():
+        setattr(module, name, nn.Parameter(whole, requires_grad=module.get_parameter(name).requires_grad))
     for owner in model.modules():
         groups: list[Any] = owner._get_fsdp_state()._fsdp_param_groups if isinstance(owner, FSDPModule) else []
         for held in (held for group in groups for held in group.fsdp_params):
-            whole = weights.get((held._module_info.module, held._module_info.param_name))
-            if whole is not None:
-                parameter = nn.Parameter(whole, requires_grad=held.sharded_param.requires_grad)
-                own_parameters(held._module_info.module)[held._module_info.param_name] = parameter
-                held.sharded_param, held._sharding_spec = parameter, whole._spec
-                held.sharded_size = whole.to_local().shape  # of gradients
-                held.reset_sharded_param()
+            replaced = weights.get((held._module_info.module, held._module_info.param_name))
+            if replaced is not None:
+                held.sharded_size = replaced.to_local().shape
 
 
 def register_tree(
@@ -317,11 +315,7 @@ def tree_leaves(tree: Any) -> list[Any]:
 
 def flatten_tree(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Return `tree_leaves`, and a function that returns the same tree with other leaves. When gone: LongspanError."""
-    try:
-        from torch.utils import _pytree
-    except ImportError as error:
-        raise missing("torch", "torch.utils._pytree", "nested values") from error
-    leaves, kind = _pytree.tree_flatten(tree)
+    leaves, kind = needed("torch", _pytree, "tree_flatten", _PYTREE, "nested values")(tree)
     return leaves, lambda others: _pytree.tree_unflatten(others, kind)
 
 

@@ -148,29 +148,21 @@ def parallelize(
         return model
     checked = check_on_every_rank(model, sp, options)
     check_version(sp, parallelize)
-    inner = checked.model
+    inner, memory = checked.model, checked.memory
     _prepare_weights_and_dropout(inner, sp, options)
-    prepare_layers(inner, sp.device)
     traits = ModelTraits.of(inner)
-    attention = AttentionLayers(inner, sp, kernel, checked.memory)
-    mixers = MixerLayers(inner, sp)
-    memory_manager = MemoryManager(checked.modules, inner.config, checked.memory, checked.store, checked.auto)
-    head = head_of(inner)
-    if head is not None:
-        head.loss_name = checked.memory.head_loss
+    attention, mixers = AttentionLayers(inner, sp, kernel, memory), MixerLayers(inner, sp)
+    memory_manager = MemoryManager(checked.modules, inner.config, memory, checked.store, checked.auto)
+    head = head_of(inner, memory.head_loss)
     batches, model_changes = _consistency_checks(model, sp, options, checked)
-    tensor = None
-    if checked.tensor_plan is not None:
-        tensor = TensorParallel(inner, sp, tensor_style, checked.tensor_plan, head)
+    plan = checked.tensor_plan
+    tensor = None if plan is None else TensorParallel(inner, sp, tensor_style, plan, head)
     gradients = _shard_weights(sp, options, checked, head)
-    experts_over = 1 if checked.experts is None else checked.experts.size
     state = ParallelState(
-        inner.config, sp, traits, attention, mixers, memory_manager, head, tensor, gradients, experts_over
+        inner.config, sp, traits, attention, mixers, memory_manager, head, tensor, gradients, checked.experts
     )
     weight_damage = WeightDamageCheck(inner) if check_at_rest else None
-    state.forward = ForwardHooks(
-        inner, state, batches=batches, model_changes=model_changes, weight_damage=weight_damage, compute_logits=logits
-    )
+    state.forward = ForwardHooks(inner, state, batches, model_changes, weight_damage, compute_logits=logits)
     state.forward.install(inner, fsdp=checked.shards_weights)
     if inner.can_generate():
         replace_generate(inner)
@@ -181,6 +173,7 @@ def parallelize(
 
 
 def _prepare_weights_and_dropout(model: PreTrainedModel, sp: SequenceSharding, options: ParallelizeOptions) -> None:
+    prepare_layers(model, sp.device)
     if options.dropout is not None:
         switch_dropout_off(model)
     if options.weights == "broadcast":

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from longspan.comm.mesh import SequenceSharding
     from longspan.hf.diffusion.families import Family
+    from longspan.hf.experts import ExpertPlan
     from longspan.hf.forward.binding import AttentionLayers
     from longspan.hf.forward.hooks import ForwardHooks
     from longspan.hf.forward.mixers import MixerLayers
@@ -37,7 +38,7 @@ class ParallelState:
     head: Head | None
     tensor: TensorParallel | None  # None if the tensor axis has size 1
     gradients: GradientSum | None  # None with FSDP or on one rank
-    experts: int  # ranks over which experts are sharded; 1: as other weights
+    experts: ExpertPlan | None  # None if experts are sharded as other weights
     forward: ForwardHooks = field(init=False)
     in_backward: InBackward | None = None  # the optimizer that updates weights in the backward
 
@@ -92,8 +93,8 @@ def explain(model: nn.Module) -> str:
     lines = [f"mesh: {axes}, layout {sp.layout.kind}"]
     if sp.wire_dtype != "exact" and sp.ulysses_size > 1:
         lines.append(f"exchange: {sp.wire_dtype}, LOSSY: a byte per element, a scale per token and head")
-    if state.experts > 1:
-        lines.append(f"experts: over {state.experts} neighbouring ranks, tokens are sent to them")
+    if state.experts is not None:
+        lines.append(f"experts: over {state.experts.size} neighbouring ranks, tokens are sent to them")
     lines.append(f"memory: {state.memory.memory.describe()} ({state.memory.why})")
     chosen = Counter(str(layer.choice) for layer in state.attention.layers if layer.choice is not None)
     lines += [f"attention of {count} layers: {choice}" for choice, count in chosen.items()]

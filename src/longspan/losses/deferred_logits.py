@@ -178,12 +178,11 @@ class Head:
     The module is what `get_output_embeddings` returns: any that is called with hidden states alone.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, loss_name: str = "tiled") -> None:
+        self.module, self.loss_name = module, loss_name
         self.bare = BareModule(module)
         self.defer_next = False  # defer the output of the next call
         self.observer: Callable[[Tensor], None] | None = None  # called with each tile of logits
-        self.loss_name = "tiled"  # or a name of `longspan.losses.cross_entropy`
         self.vocab_shard: VocabShard | None = None  # mine, if a tensor group shards the vocabulary
         self.gather: Callable[[], None] | None = None  # gathers the weights, if they are sharded
         # Set on the instance, so that hooks around `__call__`, FSDP's too, still run. A compiler breaks its graph here.

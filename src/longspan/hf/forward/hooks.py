@@ -39,10 +39,10 @@ class ForwardHooks:
         self,
         model: PreTrainedModel,
         state: ParallelState,
-        *,
         batches: BatchCheck | None,
         model_changes: ModelChangeCheck | None,
         weight_damage: WeightDamageCheck | None,
+        *,
         compute_logits: bool,
     ) -> None:
         traits, sp, tensor, head = state.traits, state.sp, state.tensor, state.head

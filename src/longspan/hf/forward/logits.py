@@ -27,13 +27,16 @@ from longspan.hf.forward.stage import ForwardCall, ForwardOptions, ModelTraits, 
 from longspan.losses.deferred_logits import LOGITS_HINT, DeferredLogits, Head, LogitsNotComputed
 
 
-def head_of(model: PreTrainedModel) -> Head | None:
-    """Return the model's head, ready to be deferred; None if it has none, or its bias is added outside it (ESM)."""
+def head_of(model: PreTrainedModel, loss_name: str) -> Head | None:
+    """Return the model's head, ready to be deferred; None if it has none, or its bias is added outside it (ESM).
+
+    `loss_name`: what computes its loss.
+    """
     module = model.get_output_embeddings()
     parents = [m for m in model.modules() if any(child is module for child in m.children())]
     biases = [bias for parent in parents if isinstance(bias := getattr(parent, "bias", None), nn.Parameter)]
     outside = any(bias is not getattr(module, "bias", None) for bias in biases)
-    return None if module is None or outside else Head(module)
+    return None if module is None or outside else Head(module, loss_name)
 
 
 class DeferLogits(Stage):
