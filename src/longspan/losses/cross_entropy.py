@@ -35,15 +35,10 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class LossTerms:
-    """Terms of a token's loss besides -log p(label).
+    """Terms of a token's loss besides -log p(label)."""
 
-    Attributes:
-        label_smoothing: weight of the mean of -log p over the vocabulary (arXiv:1512.00567, section 7).
-        z_loss: weight of the squared log-sum-exp (PaLM, arXiv:2204.02311, section 5).
-    """
-
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
+    label_smoothing: float = 0.0  # weight of the mean of -log p over the vocabulary (arXiv:1512.00567, section 7)
+    z_loss: float = 0.0  # weight of the squared log-sum-exp (PaLM, arXiv:2204.02311, section 5)
 
 
 CROSS_ENTROPY = LossTerms()
@@ -54,11 +49,8 @@ def loss_sum(
 ) -> Tensor:
     """Return the sum of the tokens' losses, fp64 []. Not collective, unless the vocabulary is sharded.
 
-    Args:
-        logits: `[..., V]`, any floating dtype; computed in fp32 (fp64 for fp64).
-        labels: int64, one per token; -100 for no loss.
-        terms: of the loss.
-        weights: factor of each token's loss, of the shape of `labels`; default 1.
+    `logits` `[..., V]` have any floating dtype; computed in fp32 (fp64 for fp64). `labels` are int64, one per token,
+    -100 for no loss; `weights`, of their shape, are factors of each token's loss.
     """
     labels_T = labels.reshape(-1).to(logits.device)
     weights_T = None if weights is None else weights.reshape(-1).to(logits.device)

@@ -34,24 +34,15 @@ class LogitsNotComputed(LongspanError, AttributeError, KeyError, IndexError):
 
 @dataclass(eq=False)
 class DeferredLogits:
-    """Stands for logits `[..., V]`.
+    """Stands for logits `[..., V]`."""
 
-    Attributes:
-        head: the head that computes them.
-        hidden: its input, `[..., D]`.
-        steps: applied to its output in order; elementwise, or a slice of the last dimension.
-    """
-
-    head: Head
-    hidden: Tensor
-    steps: tuple[Callable[[Tensor], Tensor], ...] = ()
+    head: Head  # computes them
+    hidden: Tensor  # its input, `[..., D]`
+    steps: tuple[Callable[[Tensor], Tensor], ...] = ()  # in order; elementwise, or a slice of the last dim
 
     def compute(self, hidden_TD: Tensor, parameters: dict[str, Tensor] | None = None) -> Tensor:
-        """Return the logits of some tokens, `[T, V]`; differentiable.
-
-        Args:
-            hidden_TD: the head's input.
-            parameters: tensors that replace the head's own, by the names of `head.bare.trained`.
+        """Return the logits of some tokens, `[T, V]`; differentiable. `parameters`, by the names of
+        `head.bare.trained`, replace the head's own.
         """
         logits: Tensor = self.head.bare.compute(hidden_TD, parameters or {})
         for step in self.steps:

@@ -25,15 +25,8 @@ def load_balancing_loss(
     4 to 6, extended to top-k as in transformers' `load_balancing_loss_func`). Its gradient on each rank is that rank's
     part, as for `causal_lm_loss`.
 
-    Args:
-        router_logits: of each layer with experts, the logits of my tokens, `[tokens, E]` (rows of the batch one after
-            another).
-        top_k: experts per token.
-        sp: the sharding.
-        real: which of my tokens count, bool; all by default.
-
-    Returns:
-        A scalar, fp32 (fp64 for fp64).
+    `router_logits` are of each layer with experts those of my tokens, `[tokens, E]` (rows of the batch one after
+    another); `real` are the tokens that count, bool. fp32 (fp64 for fp64).
     """
     dtype = torch.promote_types(router_logits[0].dtype, torch.float32)
     # In a tensor group each rank routes some of the tokens, so sum over it too.

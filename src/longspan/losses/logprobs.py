@@ -21,16 +21,10 @@ from longspan.losses.tile_gradients import TileGradients
 def logprobs_of(
     logits: DeferredLogits, labels: Tensor, entropy: bool = False, extras: tuple[str, ...] = ()
 ) -> tuple[Tensor, ...]:
-    """Return log p(label) of every token, then the entropy of p if requested, then the `extras`.
+    """Return log p(label) of every token, then the entropy of p if requested, then the `extras` (names in `EXTRAS`).
 
-    Args:
-        logits: `[..., V]`.
-        labels: int64, of the shape of the tokens; results are 0 where a label is -100.
-        entropy: return the entropy too.
-        extras: names in `EXTRAS` to return too.
-
-    Returns:
-        Tensors of the shape of `labels`, fp32 (fp64 for fp64); differentiable except for the extras.
+    They have the shape of `labels`, and are 0 where a label is -100; fp32 (fp64 for fp64); differentiable except for
+    the extras.
     """
     hidden_TD = logits.hidden.reshape(-1, logits.hidden.shape[-1])
     labels_T = labels.reshape(-1).to(logits.device)

@@ -11,16 +11,8 @@ from torch import Tensor
 class TileGradients:
     """Gradients of all tokens' hidden states `[T, ...]`, and of the trained parameters, summed over tiles.
 
-    Args:
-        needs_grad: of `hidden`, then of each parameter.
-        dtype: of the hidden states' gradient.
-        wide: whether to sum in fp32 at least, as several tiles need.
-
-    Attributes:
-        of_hidden: the gradient of `hidden`, contiguous; None if it needs none.
-        sums: gradients of parameters so far, by name.
-        stand_ins: tensors to compute a tile with instead of the parameters. Hooks on the parameters themselves would
-            take the gradient of a tile for that of the whole backward.
+    `needs_grad` is of `hidden`, then of each parameter; `dtype` of the hidden states' gradient; `wide` sums in fp32 at
+    least.
     """
 
     def __init__(
@@ -33,10 +25,11 @@ class TileGradients:
         wide: bool = True,
     ) -> None:
         hidden_needs_grad, *parameters_need_grad = needs_grad
-        self.of_hidden: Tensor | None = None
+        self.of_hidden: Tensor | None = None  # the gradient of `hidden`, contiguous; None if it needs none
         if hidden_needs_grad:
             self.of_hidden = torch.empty_like(hidden, dtype=dtype, memory_format=torch.contiguous_format)
         pairs = zip(parameters.items(), parameters_need_grad, strict=True)
+        # Compute a tile with these instead of the parameters, hooks on which would take its gradient for the whole one.
         self.stand_ins = {name: p.detach().requires_grad_() for (name, p), needs in pairs if needs}
         self.sums: dict[str, Tensor] = {}
         self._names, self._wide = list(parameters), wide

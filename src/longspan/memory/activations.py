@@ -18,13 +18,10 @@ _FEWEST = 1 << 13  # elements of an MLP's input: recomputing less costs the host
 
 
 class RecomputedActivations:
-    """Replaces the `forward` of an MLP by one that saves only the outputs of its matmuls.
+    """Replaces the `forward` of an MLP by one that saves only the outputs of its matmuls, if it is `on`.
 
     The module runs unchanged without gradients, and under other hooks on saved tensors: a checkpointed layer saves
     nothing of it anyway.
-
-    Attributes:
-        on: whether activations are recomputed.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -52,11 +49,7 @@ class SavedTensor:
         self.x, self.version = x, version_of(x)
 
     def get(self) -> Tensor:
-        """Return the tensor.
-
-        Raises:
-            LongspanError: it was written to after it was saved.
-        """
+        """Return the tensor; raise if it was written to after it was saved."""
         if version_of(self.x) != self.version:
             raise LongspanError(
                 f"a tensor of shape {tuple(self.x.shape)} that the backward needs was changed in place after it "
@@ -88,11 +81,7 @@ def _unpack(get: Callable[[], Tensor]) -> Tensor:
 
 
 class NormedLinear:
-    """Replaces the `forward` of a linear layer whose input may be the output of a tiled norm.
-
-    Attributes:
-        on: whether the input is recomputed; else the module runs unchanged.
-    """
+    """Replaces the `forward` of a linear layer whose input may be a tiled norm's output: if `on`, it is recomputed."""
 
     def __init__(self, module: nn.Linear) -> None:
         self.compute: Callable[..., Any] = module.forward
@@ -113,14 +102,11 @@ class NormedLinear:
         def pack(x: Tensor) -> Callable[[], Tensor]:
             if (x.untyped_storage().data_ptr(), x.numel()) != normed:
                 return SavedTensor(x).get
-            return functools.partial(_recompute_normed, source, x.shape)
+            shape = x.shape
+            return lambda: source.full_output().view(shape)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             return self.compute(*args)
-
-
-def _recompute_normed(source: InputSource, shape: torch.Size) -> Tensor:
-    return source.full_output().view(shape)
 
 
 def _source_of(x: Any) -> InputSource | None:

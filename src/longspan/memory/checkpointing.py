@@ -69,26 +69,14 @@ class SavedAttention:
 
 
 class LayerCall:
-    """One call of a checkpointed layer: implements `SavedAttentions` for its attentions.
-
-    Attributes:
-        layer: the layer.
-        inputs: its arguments.
-        checkpointing: how the layer is checkpointed.
-        recomputing: whether the layer is being recomputed.
-        next: the attention that is recomputed next.
-        index: the layer's place in its group.
-    """
+    """One call of a checkpointed layer: implements `SavedAttentions` for its attentions."""
 
     def __init__(self, layer: CheckpointedLayer, inputs: _Inputs) -> None:
         self.layer, self.inputs, self.checkpointing = layer, inputs, layer.memory.checkpointing
-        self.recomputing, self.next, self.index = False, 0, 0
+        self.recomputing = False
+        self.next = 0  # the attention that is recomputed next
+        self.index = 0  # of the layer in its group
         self._saved: list[SavedAttention] = []  # in the order of the attentions' calls
-
-    @property
-    def save_all(self) -> bool:
-        """Whether to save everything that attention saves."""
-        return self.checkpointing == "save_attention"
 
     def save(self, tensors: Sequence[Tensor]) -> SavedAttention:
         """Save the tensors of the attention that runs."""
@@ -161,15 +149,11 @@ def forward_of(layer: nn.Module) -> Callable[..., Any]:
 
 
 class CheckpointedLayer:
-    """Replaces a layer's `forward` by one that saves its input only.
+    """Replaces a layer's `forward` by one that saves its input only. Hooks around its call, FSDP's among them, run
+    outside.
 
-    Args:
-        layer: the module. Hooks around its call, FSDP's among them, run outside.
-        memory: the memory options.
-        store: where to offload; None: nowhere.
-        bind: called with the `LayerCall` that saves what the layer's attentions compute, and with None after the call.
-        draws: whether the layer draws random numbers, which must be the same when it is recomputed.
-        groups: the model's layer groups; None: every layer saves its own input.
+    `bind` is called with the `LayerCall` that saves what the layer's attentions compute, and with None after the call.
+    `draws`: whether the layer draws random numbers, which must be the same when it is recomputed.
     """
 
     def __init__(
@@ -286,9 +270,7 @@ class RecomputedInput:
 
 
 class _Inputs:
-    """A layer's arguments. Those that need a gradient may be offloaded, or recomputed; masks and positions are shared
-    by all layers and stay.
-    """
+    """A layer's arguments. Those that need a gradient may be offloaded or recomputed; all layers share the others."""
 
     def __init__(
         self, args: Sequence[Any], named: Mapping[str, Any], store: Store | None, recomputed: RecomputedInput | None

@@ -31,7 +31,7 @@ _CHECKED_TOKENS = 4
 
 
 class Tiled:
-    """Replaces a module's `forward` by one that goes tile by tile.
+    """Replaces a module's `forward` by one that goes tile by tile, if it is `on`.
 
     Args:
         module: called with hidden states `[B, L, ...]` alone. Returns a tensor, or several, each with the tokens in the
@@ -41,10 +41,6 @@ class Tiled:
         draws: whether the module draws random numbers.
         cheap: whether its output is recomputed rather than saved, as a norm's.
         agree: returns the number of tiles of all ranks from this rank's, if each tile is collective.
-
-    Attributes:
-        on: whether calls go tile by tile; else the module runs unchanged.
-        saves_router_logits: whether the logits of the routers within it are saved, of all tokens, for the router loss.
     """
 
     def __init__(
@@ -61,7 +57,8 @@ class Tiled:
         self._rows, self._agree = rows, agree
         self.bare = BareModule(module)
         self.compute, self.trained = self.bare.forward, self.bare.trained
-        self.checked, self.on, self.saves_router_logits = False, True, False
+        self.checked, self.on = False, True
+        self.saves_router_logits = False  # those of the routers within it, of all tokens, for the router loss
         self.routers = [
             TiledRouter(child) for child in module.modules() if "Router" in type(child).__name__ and child is not module
         ]
@@ -220,9 +217,7 @@ _NORM_INPUT = "longspan_norm_input"
 
 
 def _input_of_norm(normed: Tensor) -> Tensor | None:
-    """Return the input of the norm that made `normed`; None if it is unknown, or something waits for the gradient of
-    `normed` itself.
-    """
+    """Return the input of the norm that made `normed`; None if unknown, or if `normed` itself needs its gradient."""
     norm_input: Tensor | None = getattr(normed, _NORM_INPUT, None)
     return None if norm_input is None or not norm_input.requires_grad or waits_for_gradient(normed) else norm_input
 

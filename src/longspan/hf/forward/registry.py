@@ -105,7 +105,7 @@ def longspan_attention(
     except LongspanError as error:
         raise LongspanError(f"layer {layer.name}: {error}") from error
     layer.choice = plan.choice
-    if layer.layer_call is not None and layer.layer_call.save_all:
+    if layer.layer_call is not None and layer.layer_call.checkpointing == "save_attention":
         out = saved_attention(plan, q, k, v, scores, layer.layer_call)
     else:
         out = plan(q, k, v, scores, layer.layer_call)

@@ -1,10 +1,8 @@
 """Offload saved activations to host memory or a local disk until the backward needs them.
 
-`store_for` returns the `Store` that `Memory.offload` asks for:
-
-    host.py   pinned host memory, copied on a side stream of the GPU
-    disk.py   a file, written and read by threads; disk_file.py is the file itself
-    store.py  `Store`, what both share: tensors as bytes, entries in order, futures, prefetching, statistics
+host.py   pinned host memory, copied on a side stream of the GPU
+disk.py   a file, written and read by threads; disk_file.py is the file itself
+store.py  `Store`, what both share: tensors as bytes, entries in order, futures, prefetching, statistics
 """
 
 from __future__ import annotations
@@ -22,11 +20,7 @@ from longspan.memory.offload.store import Store
 
 
 def store_for(memory: Memory, device: torch.device) -> Store | None:
-    """Return the store for `memory.offload` on `device`; None for "none".
-
-    Raises:
-        LongspanError: the device or system does not support it.
-    """
+    """Return the store for `memory.offload` on `device`, None for "none"; raise if it is not supported there."""
     if memory.offload == "none":
         return None
     if memory.offload == "host":

@@ -30,16 +30,11 @@ READ_AHEAD = 4 * CHUNK_BYTES
 
 
 class _Entry(Entry):
-    """A tensor that is being written, or is in the file at `offset`.
-
-    Attributes:
-        pending: chunks that threads have yet to write or read; until 0 its space in the file is not freed.
-        ready: the event after which a GPU's tensor may be read.
-    """
+    """A tensor that is being written, or is in the file at `offset`."""
 
     offset = 0
-    pending = 0
-    ready: Any = None
+    pending = 0  # chunks that threads have yet to write or read; until 0 its space in the file is not freed
+    ready: Any = None  # the event after which a GPU's tensor may be read
 
 
 class _Read:
@@ -53,20 +48,15 @@ class _Read:
 
 
 class DiskStore(Store):
-    """A `Store` on a disk.
+    """A `Store` on a disk local to this machine.
 
     Args:
-        folder: on a disk local to this machine.
-        device: of the tensors.
         in_flight: bytes that may wait to be written; `put` waits beyond that.
         max_tensors: tensors of one size that may wait, whatever their bytes. None: no such limit.
         read_ahead: bytes to read before they are requested, at least. None: read nothing ahead.
         chunk_bytes: bytes of a single write or read, a multiple of 4096.
         direct: False goes through the page cache.
         via_host: read tensors through a host buffer, as a GPU must.
-
-    Raises:
-        LongspanError: the folder does not exist, is not a folder, or cannot be written to.
     """
 
     entry_class = _Entry

@@ -28,9 +28,6 @@ class OffloadFile:
 
     Uses O_DIRECT if the file system supports it (`direct`). The page cache would fill the memory of the machine (or
     container) with the bytes that offload should move out of it, until the kernel throttles the writer.
-
-    Raises:
-        LongspanError: the folder does not exist, is not a folder, or cannot be written to.
     """
 
     def __init__(self, folder: str, direct: bool = True) -> None:
@@ -57,11 +54,7 @@ class OffloadFile:
             )
 
     def reserve(self, size: int) -> None:
-        """Reserve `size` bytes on the disk in all, so that no later write runs out of space.
-
-        Raises:
-            LongspanError: they do not fit; the message says how many bytes are needed and free.
-        """
+        """Reserve `size` bytes on the disk in all, or raise: then no later write runs out of space."""
         if size <= self.size:
             return
         if size - self.size > self._free():

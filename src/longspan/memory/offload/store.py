@@ -175,25 +175,17 @@ def to_bytes(tensor: Tensor) -> tuple[TensorMeta, Tensor]:
 
 
 class Entry:
-    """A tensor in a store.
-
-    Attributes:
-        data: its bytes on the original device, until they are stored.
-        number: its place in the order of `put`.
-        layer: number of the layer that saves it, in the same order; without layers its own number.
-        fetch: its way back, while it is prefetched.
-        dropped: whether its space may be reused.
-        error: why it is lost; empty if it is not.
-    """
+    """A tensor in a store."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.meta, data = to_bytes(tensor)
-        self.data: Tensor | None = data
+        self.data: Tensor | None = data  # on the original device, until it is stored
         self.nbytes = data.nbytes
-        self.number = self.layer = -1
-        self.fetch: Any = None
-        self.dropped = False
-        self.error = ""
+        self.number = -1  # its place in the order of `put`
+        self.layer = -1  # number of the layer that saves it, in the same order; without layers its own number
+        self.fetch: Any = None  # its way back, while it is prefetched
+        self.dropped = False  # its space may be reused
+        self.error = ""  # why it is lost
         self._version = -1 if data.is_inference() else version_of(data)
 
     def check(self) -> None:
@@ -222,9 +214,6 @@ class Future:
 
         It may share memory with the original, so write to neither. The call also starts to fetch what a backward needs
         next: the rest of the layer, then the layers before it.
-
-        Raises:
-            LongspanError: the tensor is lost: a disk error, or a write to it while it was offloaded.
         """
         return self._store.fetch(self._entry)
 
@@ -233,33 +222,22 @@ class Future:
 
 
 class Store(ABC):
-    """Where the tensors of one device are offloaded to. Every method may be called from any thread.
-
-    Attributes:
-        stats: of all transfers.
-        entries: by number, in the order of `put`, without those that are dropped.
-        abandoned: entries whose future was deleted. The next call to the store drops them.
-        changed: hold it to read or change `entries`; its waiters wake when space is freed or a transfer ends.
-    """
+    """Where the tensors of one device are offloaded to. Every method may be called from any thread."""
 
     entry_class: type[Entry]
 
     def __init__(self, prefetch_bytes: int | None = 0) -> None:
         self.stats = TransferStats()
-        self.abandoned: deque[Entry] = deque()
+        self.abandoned: deque[Entry] = deque()  # whose future was deleted: the next call to the store drops them
         self._prefetch_bytes = prefetch_bytes
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, Entry] = {}  # by number, in the order of `put`, without those that are dropped
         self._numbers = itertools.count()
         self._layer: int | None = None
-        self.changed = threading.Condition()
+        self.changed = threading.Condition()  # hold it to use `entries`; wakes when space is freed or a transfer ends
         self._closed = False
 
     def reserve(self, nbytes: int) -> None:
-        """Reserve space for `nbytes` more. Call it before the first layer of a forward.
-
-        Raises:
-            LongspanError: they do not fit; the message says how many bytes are needed and free.
-        """
+        """Reserve space for `nbytes` more, or raise. Call it before the first layer of a forward."""
         self.check_usable()
         with self.changed:
             self._clean_up()
@@ -274,9 +252,6 @@ class Store(ABC):
         """Start to offload a tensor. Wait only while too much is in flight; hold the tensor only until it is offloaded.
 
         `tensor` is strided and must not be written to from now on. A tensor put twice is stored twice.
-
-        Raises:
-            LongspanError: no space is left, or a disk error lost an earlier tensor.
         """
         self.check_usable()
         entry = self.entry_class(tensor)
