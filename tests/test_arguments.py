@@ -103,7 +103,7 @@ def _loss(**changes: Any) -> Callable[[Any], Any]:
         (_batch(labels=5), r"`labels` must be a tensor, got int"),
         (_loss(logits=torch.zeros(5)), r"`logits` must be a floating tensor \[batch, tokens, vocabulary\]"),
         (_loss(shifted_labels=torch.zeros(1, 8)), r"`shifted_labels` must be a tensor of integers"),
-        (_loss(shifted_labels=IDS), r"3 labels are outside .*, the first is 5; labels are 0 to 4, or -100"),
+        (_loss(shifted_labels=IDS), r"`shifted_labels` holds 5, the vocabulary has 5 ids: 0 to 4, or -100"),
         (_loss(num_items_in_batch=math.nan), r"num_items_in_batch must be at least 0"),
         (_loss(num_items_in_batch=torch.ones(2)), r"`num_items_in_batch` must be one number"),
         (lambda _: plan.Job(4096, mode=None), r"mode=None is unknown; choose 'train'"),  # type: ignore[arg-type]

@@ -46,11 +46,8 @@ class ExpertParallel:
     experts are called with `routed [E * N, D]` instead: a row per expert and token, zero if the token does not go to
     the expert.
 
-    Args:
-        module: the experts; dim 0 of its weights is experts, while it runs this rank's. `num_experts` becomes `held`.
-        group: the ranks that send each other rows.
-        layout: of the experts over them.
-        held: experts of this rank.
+    `layout` is of the experts over the ranks of `group`, which send each other rows. While `module` runs, dim 0 of its
+    weights is the experts that this rank holds: `held`, its `num_experts`.
     """
 
     def __init__(self, module: Any, group: TensorGroup, layout: ExpertLayout, held: int) -> None:
@@ -58,7 +55,8 @@ class ExpertParallel:
         self.compute: Any = module.forward
         self.weights = [name for name, _ in module.named_parameters(recurse=False)]
         module.num_experts = held
-        forward = self._forward_routed if takes_routed(module) else self._forward
+        routed = len(inspect.signature(module.forward).parameters) == 1  # Llama-4's
+        forward = self._forward_routed if routed else self._forward
         module.forward = not_compiled(forward)  # on the instance: hooks stay
 
     def _forward(self, hidden_ND: Tensor, index_NK: Tensor, weights_NK: Tensor) -> Tensor:
@@ -111,28 +109,17 @@ class ExpertParallel:
         return rows_RD + sum(w.flatten()[:0].sum() for w in weights)
 
 
-def takes_routed(module: nn.Module) -> bool:
-    """Return whether experts are called with a row per expert and token, as Llama-4's."""
-    return len(inspect.signature(module.forward).parameters) == 1
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Experts over data x sequence.
 
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """How `ExpertSharding` changes a model.
+    """How `ExpertSharding` changes a model."""
 
-    Attributes:
-        counts: experts of each module that stacks them, by its path.
-        adapters: the path of PEFT's outermost module around each, if there is one.
-        size: ranks of a group.
-    """
-
-    counts: dict[str, int]
-    adapters: dict[str, str]
-    size: int = 1
+    counts: dict[str, int]  # experts of each module that stacks them, by its path
+    adapters: dict[str, str]  # the path of PEFT's outermost module around each, if there is one
+    size: int = 1  # ranks of a group
 
     def fewest(self, path: str) -> int:
         """Return the fewest experts that a rank needs: PEFT mistakes a single one for a plain matrix."""
@@ -142,9 +129,8 @@ class ExpertPlan:
 def plan_experts(
     model: PreTrainedModel, experts: Experts, *, ranks: int, tensor: int = 1, fsdp: bool = True
 ) -> ExpertPlan | None:
-    """Check `experts` of `parallelize` and return the plan, None for groups of one rank; nothing is changed.
-
-    `ranks`: of data x sequence; `tensor`: of the tensor axis.
+    """Check `experts` of `parallelize` over the `ranks` of data x sequence; return the plan, None for groups of one
+    rank.
     """
     if experts != "auto":
         check_number("experts", experts, 1, LARGEST_JOB, whole=True)
@@ -217,10 +203,7 @@ def _stacked_experts(model: PreTrainedModel) -> ExpertPlan | str:
 class ExpertSharding:
     """Shard a model's experts over groups of data x sequence, before FSDP and while it is applied. Collective.
 
-    Args:
-        model: changed in place: each rank's experts are all that its modules hold.
-        sp: the sharding.
-        plan: for it.
+    Each rank's experts are all that the modules of `model` then hold.
     """
 
     def __init__(self, model: nn.Module, sp: SequenceSharding, plan: ExpertPlan) -> None:
@@ -278,7 +261,7 @@ class AdapterExperts:
     """Show PEFT's LoRA around experts only those of this rank, while it runs.
 
     A's rows are ordered by expert, B's columns by LoRA rank. Both are small: FSDP gathers them whole, and sums their
-    gradients over the ranks, of which each has those of its experts.
+    gradients.
     """
 
     def __init__(self, outermost: nn.Module, layout: ExpertLayout, rank: int) -> None:

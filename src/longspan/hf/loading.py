@@ -125,12 +125,9 @@ def load_sharded(
 
     Args:
         origin: the model and its weights.
-        sp: the sharding.
-        prepare: as in `from_pretrained`.
+        sp, prepare, fsdp, options: as in `from_pretrained`, and of `longspan.parallelize`.
         later: the caller fills parameters and persistent buffers (from a checkpoint), so nothing is read.
         whole: every rank's host loads the whole model, as `prepare` computes with its weights.
-        fsdp: as in `longspan.parallelize`.
-        options: of `longspan.parallelize`.
     """
     sharded, memory_options = fsdp and sp.job_size > 1, options.get("memory")
     offloads = fsdp and isinstance(memory_options, Memory) and memory_options.cpu_offload

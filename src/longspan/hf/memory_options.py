@@ -34,12 +34,8 @@ from longspan.memory.tiles import Tiled
 class MemoryManager(Stage):
     """Apply memory options to a model, its attention layers bound, before FSDP, and change them between steps.
 
-    Args:
-        modules: of the model.
-        config: of the model.
-        memory: the memory options.
-        store: where saved activations are offloaded; None: they stay on the device.
-        auto: chooses options for each batch larger than all before; None: they stay.
+    Saved activations are offloaded to `store`; None: they stay on the device. `auto` chooses options for each batch
+    larger than all before; None: they stay.
     """
 
     def __init__(

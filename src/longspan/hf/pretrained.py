@@ -144,10 +144,8 @@ def tokenizer_of(flag: str, name: str) -> str:
 
 
 def load_processor(name: str) -> Any:
-    """Return the Hugging Face processor of a name or folder, which `--tokenizer` or `--model` gave.
-
-    Raises:
-        LongspanError: if it has none for images.
+    """Return the Hugging Face processor of a name or folder, which `--tokenizer` or `--model` gave; raise if it has
+    none.
     """
     from transformers import AutoProcessor
 

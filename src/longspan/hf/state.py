@@ -60,11 +60,7 @@ def is_parallelized(model: nn.Module) -> bool:
 
 
 def state_of(model: nn.Module) -> ParallelState:
-    """Return the state of a parallelized model, or of the one inside a wrapper.
-
-    Raises:
-        LongspanError: if the model is not parallelized.
-    """
+    """Return the state of a parallelized model, or of the one inside a wrapper; raise if there is none."""
     for module in model.modules():
         state = getattr(module, "longspan_state", None)
         if isinstance(state, ParallelState):

@@ -119,17 +119,11 @@ def _ids(name: str, ids: Any) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """The rows of a batch as one row that contains each shared prefix once.
+    """The rows of a batch as one row that contains each shared prefix once."""
 
-    Attributes:
-        entries: the batch for the model.
-        at: place of each of the batch's tokens in the row, int64 `[B, n]`; 0 for padding.
-        labelled: whether the token predicts a labelled one, bool `[B, n]`; padding predicts nothing.
-    """
-
-    entries: dict[str, Any]
-    at: Tensor
-    labelled: Tensor
+    entries: dict[str, Any]  # the batch for the model
+    at: Tensor  # place of each of the batch's tokens in the row, int64 `[B, n]`; 0 for padding
+    labelled: Tensor  # whether the token predicts a labelled one, bool `[B, n]`; padding predicts nothing
 
     def unpack(self, x: Tensor) -> Tensor:
         """Return `[B, n]`, the value of `x [1, tokens]` at each token of the batch; 0 where no label is predicted."""
@@ -137,12 +131,7 @@ class PackedRows:
 
 
 def pack_batch(batch: Mapping[str, Any]) -> PackedRows:
-    """Pack the rows of a batch of `input_ids`, `labels` and `attention_mask`.
-
-    Raises:
-        LongspanError: for a batch with other tensors, labels that are not the tokens, position ids that do not count
-            the tokens, and masks with holes.
-    """
+    """Pack the rows of a batch of `input_ids`, `labels` and `attention_mask`; raise if it is not that of a causal LM."""
     known = ("input_ids", "labels", "attention_mask", "position_ids")
     ids, labels, mask, positions = (batch.get(name) for name in known)
     others = {name: x for name, x in batch.items() if name not in known and x is not None}
@@ -178,10 +167,8 @@ def pack_rows(
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Return the entries of a `TreePack`, and its `paths`.
 
-    Args:
-        sequences: token ids.
-        trained: for each token 1 if its prediction is trained, else 0.
-        shortest: the fewest tokens of a node that several sequences share.
+    `trained` is 1 for each token whose prediction is trained, else 0; `shortest` the fewest tokens of a node that
+    several sequences share.
     """
     order = sorted(range(len(sequences)), key=sequences.__getitem__)  # those that begin alike are neighbours
     ids = [torch.tensor(sequences[i]) for i in order]

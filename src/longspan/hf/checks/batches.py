@@ -46,12 +46,8 @@ class _Pending:
 
 
 class BatchCheck:
-    """Compare the ranks' batches at each forward of a model.
-
-    Args:
-        sp: the sharding, over more than one rank.
-        forwards: number of first forwards to compare; None for all.
-        replicas: compares weights in the same gather.
+    """Compare the ranks' batches in the first `forwards` of a model, None for all; `replicas` compares weights with
+    them.
     """
 
     def __init__(self, sp: SequenceSharding, forwards: int | None, replicas: ReplicaCheck) -> None:
@@ -76,14 +72,10 @@ class BatchCheck:
         problem: Exception | None,
         sharing: SequenceSharding | None = None,
     ) -> None:
-        """Raise on every rank if any rank refuses its batch, or if batches differ. Collective.
+        """Raise on every rank if any rank refuses its batch, by its `problem`, or if batches differ. Collective.
 
-        Args:
-            model: about to run.
-            batch: full, or sharded by `shard_batch`.
-            router: whether the router loss is requested.
-            problem: this rank's error, if it refuses its batch.
-            sharing: the sharding of the ranks that share this rank's batch; by default a sequence group.
+        `batch` is full, or sharded by `shard_batch`; `router`: whether the router loss is requested; `sharing`: the
+        sharding of the ranks that share this rank's batch, by default a sequence group.
         """
         self.mine, self.sharing = None, sharing or self.sp
         weights = self.replicas.number(model)

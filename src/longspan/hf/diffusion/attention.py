@@ -75,17 +75,8 @@ def ulysses(
 ) -> Tensor:
     """Compute attention of this rank's tokens `[B, H, L, D]` to the tokens of all ranks.
 
-    Args:
-        tokens: which tokens the ranks hold.
-        query: of this rank's tokens; `key` and `value` have the same shape.
-        key: see `query`.
-        value: see `query`.
-        attn_mask: for all queries and keys in the processor's order, `[..., S or 1, S]`; or for this rank's keys,
-            `[..., 1, L]`.
-        dropout_p: must be 0.
-        is_causal: in the processor's order of tokens.
-        scale: as in torch.
-        enable_gqa: query and key have the same number of heads, so this changes nothing.
+    `attn_mask` is for all queries and keys in the processor's order, `[..., S or 1, S]`, as is `is_causal`; or for this
+    rank's keys, `[..., 1, L]`. Query and key have the same number of heads, so `enable_gqa` changes nothing.
     """
     if not query.shape == key.shape == value.shape or dropout_p:
         raise LongspanError(

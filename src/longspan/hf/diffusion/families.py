@@ -21,22 +21,14 @@ Inputs = dict[str, Any]
 
 @dataclass(frozen=True)
 class Draw:
-    """Sizes and generator of random inputs.
+    """Sizes and generator of random inputs."""
 
-    Attributes:
-        config: the model's.
-        rows: videos or images.
-        grid: frames, height and width in tokens; a model with a fixed grid ignores it.
-        generator: on the CPU, so that all devices have the same inputs.
-        dtype: of differentiable inputs, and of the guidance.
-    """
-
-    config: Any
-    rows: int
-    grid: tuple[int, int, int]
-    generator: torch.Generator
+    config: Any  # the model's
+    rows: int  # videos or images
+    grid: tuple[int, int, int]  # frames, height and width in tokens; a model with a fixed grid ignores it
+    generator: torch.Generator  # on the CPU, so that all devices have the same inputs
     device: torch.device
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float32  # of differentiable inputs, and of the guidance
 
     def normal(self, *shape: int, trained: bool = True) -> Tensor:
         x = torch.randn(*shape, generator=self.generator, dtype=self.dtype)
@@ -173,37 +165,24 @@ Plan = Mapping[str, Mapping[str | int, Split] | Join]
 
 @dataclass(frozen=True)
 class Family:
-    """How one class of diffusers is sharded.
+    """How one class of diffusers is sharded."""
 
-    Attributes:
-        inputs: returns random inputs.
-        accepts: arguments of its forward besides `hidden_states`, `timestep`, `encoder_hidden_states`, `return_dict`
-            and attention arguments that hold nothing but a LoRA scale.
-        blocks: module lists, sharded block by block by FSDP.
-        patches: patch size by dimension of `hidden_states`, from the config. Empty if these are tokens already: then
-            the output is one row for each token, instead of pixels.
-        channels_last: whether a token of the output lists the channels of its first pixel first, instead of the pixels
-            of its first channel.
-        attention: modules in which tokens of all ranks mix. All others (cross attention to a replicated text, a text
-            refiner) compute local queries.
-        processors: classes that compute such an attention, by one `scaled_dot_product_attention`.
-        streams: arguments whose tokens attend to each other, in the order in which the processors concatenate them.
-        needs_text: whether each rank needs a token of each stream; else one of `hidden_states` will do.
-        plan: where tokens are split and joined. None: the model's `_cp_plan`.
-        unsupported: a config entry, and the value for which tokens also mix outside these attention modules.
-    """
-
-    inputs: Callable[[Draw], Inputs]
-    accepts: tuple[str, ...]
-    blocks: tuple[str, ...]
+    inputs: Callable[[Draw], Inputs]  # random ones
+    accepts: tuple[str, ...]  # arguments of its forward besides those that all families take
+    blocks: tuple[str, ...]  # module lists, sharded block by block by FSDP
+    # Patch size by dimension of `hidden_states`, from the config. Empty if these are tokens already: then the output is
+    # one row for each token, instead of pixels.
     patches: Callable[[Any], dict[int, int]] = lambda config: {}
-    channels_last: bool = False
+    channels_last: bool = False  # a token of the output lists the channels of its first pixel first
+    # Modules in which tokens of all ranks mix. Others (cross attention to a replicated text, a text refiner) compute with
+    # local queries alone.
     attention: tuple[str, ...] = ()
-    processors: tuple[str, ...] = ()
+    processors: tuple[str, ...] = ()  # classes that compute such an attention, by one `scaled_dot_product_attention`
+    # Arguments whose tokens attend to each other, in the order in which the processors concatenate them.
     streams: tuple[str, ...] = ("hidden_states",)
-    needs_text: bool = False
-    plan: Plan | None = None
-    unsupported: tuple[str, Any] | None = None
+    needs_text: bool = False  # each rank needs a token of each stream; else one of `hidden_states` will do
+    plan: Plan | None = None  # where tokens are split and joined; None: the model's `_cp_plan`
+    unsupported: tuple[str, Any] | None = None  # a config entry and value with which tokens mix elsewhere, too
 
 
 _HIDDEN_AND_TEXT: Mapping[str | int, Split] = {"hidden_states": Split(1, 3), "encoder_hidden_states": Split(1, 3)}
@@ -296,11 +275,7 @@ FAMILIES = {
 
 
 def family_of(model: nn.Module) -> Family:
-    """Return how a model of diffusers is sharded.
-
-    Raises:
-        LongspanError: for an unknown class, variant or attention processor.
-    """
+    """Return how a model of diffusers is sharded; raise for an unknown class, variant or attention processor."""
     name = type(model).__name__
     family = FAMILIES.get(name)
     if family is None:

@@ -26,21 +26,17 @@ from longspan.hf.vision import tower_modules
 
 
 class AttentionLayers(Stage):
-    """The attention layers of a model; raise if one bypassed longspan.
+    """The attention layers of a model, which are pointed at longspan; raise if one bypassed it.
 
-    Point them at longspan. Copy the model's config first: another model may share it.
-
-    Attributes:
-        layers: in the order of the model.
-        max_position: the largest position id of the forward in progress, for RoPEs that depend on the length.
-        rope_of_length: whether there is such a RoPE.
+    The model's config is copied first: another model may share it.
     """
 
     def __init__(
         self, model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel, memory: Memory = FASTEST
     ) -> None:
-        self.name, self.layers, self.max_position = type(model).__name__, list[LayerBinding](), 0
-        self.rope_of_length = False
+        self.name, self.layers = type(model).__name__, list[LayerBinding]()  # in the order of the model
+        self.max_position = 0  # the largest position id of the forward in progress
+        self.rope_of_length = False  # whether a RoPE depends on it
         memo: dict[int, Any] = {}
         configured = [m for m in model.modules() if isinstance(m.__dict__.get("config"), PreTrainedConfig)]
         for module in configured:
@@ -67,7 +63,9 @@ class AttentionLayers(Stage):
             if {"dynamic", "longrope"} & (set(kind.values()) if isinstance(kind, dict) else {kind}):
                 self.rope_of_length = True
                 module.register_forward_pre_hook(self._append_max_position, with_kwargs=True)
-                module.register_forward_hook(_drop_last_position)
+                module.register_forward_hook(
+                    lambda _, args, out: out[:, :-1] if isinstance(out, Tensor) else tuple(x[:, :-1] for x in out)
+                )
 
     def before(self, call: ForwardCall) -> None:
         self.max_position = call.info.max_position
@@ -91,15 +89,8 @@ class AttentionLayers(Stage):
         return (args[0], longer, *args[2:]), kwargs
 
 
-def _drop_last_position(module: nn.Module, args: Any, output: Tensor | tuple[Tensor, ...]) -> Any:
-    return output[:, :-1] if isinstance(output, Tensor) else tuple(x[:, :-1] for x in output)
-
-
 class _TokensBefore:
-    """Replaces a layer's KV cache, so that a layer that counts tokens from the cache's length gets global positions.
-
-    It stores nothing.
-    """
+    """Replaces a layer's KV cache and stores nothing: a layer that counts tokens from its length gets global positions."""
 
     def __init__(self, positions: Tensor) -> None:
         self.before = positions - torch.arange(len(positions), device=positions.device)

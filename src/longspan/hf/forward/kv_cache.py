@@ -171,11 +171,9 @@ class ShardedCache(Cache):  # type: ignore[misc]
     # --- one forward
 
     def begin(self, new: int, starts: tuple[int, ...] | None = None) -> CacheStep:
-        """Append the forward's new tokens to `kv_placement`, and return its step.
+        """Append the forward's `new` tokens to `kv_placement`, and return its step.
 
-        Args:
-            new: their number.
-            starts: the first real token of each row, if the step may have constant shapes.
+        `starts`: the first real token of each row, if the step may have constant shapes.
         """
         self.step = start_step(self.sp, self.kv_placement, new)
         if self.static is not None:
@@ -268,9 +266,6 @@ class ShardedCache(Cache):  # type: ignore[misc]
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self.get_seq_length()
-
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1  # no limit
 
@@ -280,10 +275,6 @@ class ShardedCache(Cache):  # type: ignore[misc]
     def batch_size(self) -> int:
         """Rows; -1 while empty."""
         return next((store.rows for store in self._stores if store.rows is not None), -1)
-
-    @property
-    def is_compileable(self) -> bool:
-        return False
 
     @property
     def is_initialized(self) -> bool:
@@ -345,11 +336,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
             store.crop(self.kv_placement.count(self.sp.ring_rank, store.start))
 
     def activate_past_recording(self) -> None:
-        """Until the next `crop`, keep tokens that have left a sliding window (assisted generation).
-
-        Raises:
-            LongspanError: for a model with recurrent layers.
-        """
+        """Until the next `crop`, keep tokens that have left a sliding window (assisted generation)."""
         if self.recurrent is not None:
             raise LongspanError(
                 f"layer {self.recurrent} is recurrent, and its state cannot forget drafted tokens that are rejected; "
@@ -443,11 +430,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
 
 
 def check_capturable(state: ParallelState, dtype: str, offload: str) -> None:
-    """Raise where a CUDA graph cannot replay a decode step of this model and cache.
-
-    Raises:
-        LongspanError: with the reason.
-    """
+    """Raise where a CUDA graph cannot replay a decode step of this model and cache."""
     kernels = {layer.kernel for layer in state.attention.layers}
     recurrent = next((layer.name for layer in state.mixers.layers), None)
     reasons = {

@@ -121,17 +121,13 @@ class SelectLogits(Stage):
         keep = call.inputs.pop("logits_to_keep", None)
         if self.head is None or not (isinstance(keep, Tensor) or keep):
             return
-        if not self.hooked:
-            self._hook_head(self.head.module)
+        if not self.hooked:  # the first forward that selects tokens
+            self.hooked, head = True, self.head.module
+            head.register_forward_pre_hook(lambda _, args: self.selected.select(*args) if self.selected else args)
+            head.register_forward_hook(lambda _, args, out: self.selected.join(out) if self.selected else out)
         tokens = _selected(keep, call.info.length)
         if tokens:
             self.selected = SelectedTokens(tokens, call.info.length, call.sp)
-
-    def _hook_head(self, head: nn.Module) -> None:
-        """Put hooks on the head, at the first forward that selects tokens."""
-        self.hooked = True
-        head.register_forward_pre_hook(lambda _, args: args if self.selected is None else self.selected.select(*args))
-        head.register_forward_hook(lambda _, args, out: out if self.selected is None else self.selected.join(out))
 
 
 def _selected(keep: int | Tensor, n: int) -> Sequence[int]:
@@ -151,13 +147,7 @@ def gather_tokens(x_BL: Tensor, sp: SequenceSharding, info: SequenceInfo) -> Ten
 
 
 class SelectedTokens:
-    """Gather selected tokens of the sequence.
-
-    Args:
-        tokens: their positions in the sequence.
-        length: of the sequence.
-        sp: the sharding, its layout that of the sequence.
-    """
+    """Gather selected tokens, given by their positions in the sequence of `length` tokens."""
 
     def __init__(self, tokens: Sequence[int], length: int, sp: SequenceSharding) -> None:
         spans = [(rank, span) for rank in range(sp.size) for span in sp.layout.padded_spans(length, rank)]

@@ -76,7 +76,7 @@ def causal_lm_loss(
     elif num_items_in_batch is not None:
         check_number("num_items_in_batch", num_items_in_batch, 0, 1 << 62)
     if shifted_labels.device.type == "cpu":  # on a GPU the host would wait, and torch's own assertion stops the kernel
-        _check_labels(shifted_labels, logits.shape[-1])
+        check_labels("shifted_labels", shifted_labels, logits.shape[-1])
     check_number("label_smoothing", label_smoothing, 0, 1)
     check_number("z_loss", z_loss, 0, 1e6)
     losses = GlobalLoss(sp, None, ForwardOptions())
@@ -94,26 +94,23 @@ def problem_of(config: Any, labels: Tensor) -> str:
     return f"{'multi' if labels.is_floating_point() else 'single'}_label_classification"
 
 
-def _check_labels(labels: Tensor, vocabulary: int) -> None:
-    wrong = labels[(labels != IGNORE) & ((labels < 0) | (labels >= vocabulary))]
+def check_labels(name: str, labels: Tensor, size: int, kind: str = "vocabulary has {} ids") -> None:
+    """Raise for labels outside the vocabulary, or outside the classes that `kind` names."""
+    wrong = labels[(labels != IGNORE) & ((labels < 0) | (labels >= size))]
     if len(wrong):
         raise LongspanError(
-            f"{len(wrong)} labels are outside the vocabulary, the first is {int(wrong[0])}; labels are 0 to "
-            f"{vocabulary - 1}, or {IGNORE} where no loss is computed"
+            f"`{name}` holds {int(wrong[0])}, the {kind.format(size)}: 0 to {size - 1}, or {IGNORE} where no loss is "
+            f"computed"
         )
 
 
 class GlobalLoss:
-    """Mean losses over the global batch, equal on every rank; their all-reduce also carries the batch comparison.
-
-    Attributes:
-        computed: losses so far; a trainer reads whether a forward added one.
-        share: counted tokens of the last loss, over the number by which it was divided.
-    """
+    """Mean losses over the global batch, equal on every rank; their all-reduce also carries the batch comparison."""
 
     def __init__(self, sp: SequenceSharding, batches: BatchCheck | None, options: ForwardOptions) -> None:
         self.sp, self.batches, self.options = sp, batches, options
-        self.computed, self.share = 0, torch.ones(())
+        self.computed = 0  # losses so far; a trainer reads whether a forward added one
+        self.share = torch.ones(())  # counted tokens of the last loss, over the number by which it was divided
 
     def of_tokens(
         self,
@@ -138,13 +135,8 @@ class GlobalLoss:
     def of_rows(self, logits: Tensor, labels: Tensor, config: Any) -> Tensor:
         """Return the loss of a sequence classifier over all rows of the global batch.
 
-        The ranks of a sequence group hold the same logits, and each gets the full gradient with respect to them;
-        `PooledHead` then selects the part of this rank's tokens.
-
-        Args:
-            logits: of this replica's rows, `[B, labels]`, equal on the ranks of its sequence group.
-            labels: `[B]` or `[B, labels]`.
-            config: of the model.
+        `logits` `[B, labels]` of this replica's rows are equal on the ranks of its sequence group, and each gets the
+        full gradient with respect to them; `PooledHead` then selects the part of this rank's tokens.
         """
         dtype, rows = torch.promote_types(logits.dtype, torch.float32), self.options.rows
         problem = problem_of(config, labels)

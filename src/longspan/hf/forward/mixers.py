@@ -44,16 +44,11 @@ if TYPE_CHECKING:
 
 
 class MixerLayers(Stage):
-    """The recurrent layers and short convolutions of a model; raise if one was bypassed.
-
-    Attributes:
-        layers: in the order of the model.
-        info: of the forward in progress, for models that do not pass on keyword arguments (Mamba).
-    """
+    """The recurrent layers and short convolutions of a model; raise if one was bypassed."""
 
     def __init__(self, model: PreTrainedModel, sp: SequenceSharding) -> None:
         self.name = type(model).__name__
-        self.info: SequenceInfo | None = None
+        self.info: SequenceInfo | None = None  # for models that do not pass on keyword arguments (Mamba)
         self.layers = [MixerBinding(path, module, sp) for path, module in mixer_layers(model).items()]
         for layer in decoder_layers(model):
             if mixer_layers(layer) and not attention_layers(layer):
@@ -116,24 +111,16 @@ class Carried:
 
 
 class MixerBinding:
-    """Replaces the `forward` of a recurrent layer or short convolution.
-
-    Attributes:
-        name: of the module.
-        info: of the call in progress. It arrives with the call, as a checkpoint may run the layer after the next batch
-            has started.
-        cached: the layer's state, in a forward with a cache.
-        calls: how often the layer's last call has called each function.
-        missing: functions that it should have called, and did not.
-    """
+    """Replaces the `forward` of a recurrent layer or short convolution."""
 
     def __init__(self, name: str, module: nn.Module, sp: SequenceSharding) -> None:
         self.name, self.widest = name, sp
+        # Of the call in progress, with which it arrives: a checkpoint may run a layer after the next batch has started.
         self.info: SequenceInfo | None = None
-        self.cached: RecurrentLayer | None = None
+        self.cached: RecurrentLayer | None = None  # the layer's state, in a forward with a cache
         self.functions = mixer_functions(module)
         self.wanted = {name for name in self.functions if REPLACEMENTS[name] is not no_shortcut}
-        self.calls = Counter(self.wanted)
+        self.calls = Counter(self.wanted)  # of each function in the layer's last call
         self.compute = forward_with(module, {name: self._replaced(name) for name in self.functions})
         for path, part in module.named_modules():
             replaced = f"{type(module).__name__}.{path}.forward" in self.functions
@@ -184,6 +171,7 @@ class MixerBinding:
 
     @property
     def missing(self) -> set[str]:
+        """Functions that the layer should have called, and did not."""
         return self.wanted - self.calls.keys()
 
     @property

@@ -14,11 +14,11 @@ from longspan.comm.consistency import is_on_cpu
 from longspan.comm.mesh import SequenceSharding
 from longspan.compat.transformers_api import count_mask
 from longspan.core.errors import LongspanError
-from longspan.hf.batch import IGNORE, SequenceInfo, cut_batch, fill_padding
+from longspan.hf.batch import SequenceInfo, cut_batch, fill_padding
 from longspan.hf.checks.batches import BatchCheck
 from longspan.hf.documents import tokens_of
 from longspan.hf.forward.binding import check_positions
-from longspan.hf.forward.loss import problem_of
+from longspan.hf.forward.loss import check_labels, problem_of
 from longspan.hf.forward.stage import ForwardCall, ModelTraits, Stage
 from longspan.hf.pretrained import position_range
 from longspan.hf.support import HELP, refuse_dropout
@@ -157,12 +157,7 @@ class ShardBatch(Stage):
                 continue
             if self.traits.labels_per_row and problem_of(model.config, labels) != "single_label_classification":
                 continue
-            wrong = ((labels < 0) | (labels >= size)) & (labels != IGNORE)
-            if bool(wrong.any()):
-                raise LongspanError(
-                    f"`{key}` holds {int(labels[wrong][0])}, the {kind.format(size)}: 0 to {size - 1}, or {IGNORE} "
-                    f"where no loss is computed"
-                )
+            check_labels(key, labels, size, kind)
 
 
 def _refuse_arguments(batch: Mapping[str, Any], traits: ModelTraits) -> None:

@@ -40,11 +40,7 @@ from longspan.losses.deferred_logits import Head, VocabShard
 
 
 class TensorParallel(Stage):
-    """Shard a model over its tensor group, before FSDP, and hook its layers.
-
-    Attributes:
-        tokens: in this rank's sequence shard, in the current forward.
-    """
+    """Shard a model over its tensor group, before FSDP, and hook its layers."""
 
     def __init__(
         self, model: PreTrainedModel, sp: SequenceSharding, style: TensorStyle, plan: TensorPlan, head: Head | None
@@ -52,7 +48,7 @@ class TensorParallel(Stage):
         self.sp, self.style = sp, style
         self.group = TensorGroup.of(sp.mesh.get_group("tensor"))  # type: ignore[union-attr]
         self.mesh: DeviceMesh = sp.mesh["tensor"]  # type: ignore[index]
-        self.tokens = 0
+        self.tokens = 0  # in this rank's sequence shard, in the current forward
         self._shard_weights(model, plan.rules, plan.adapted)
         for path, kind in plan.regions.items():
             module = model.get_submodule(path)
@@ -152,12 +148,9 @@ class TensorParallel(Stage):
         return enter, leave
 
     def _normalize_all_heads(self, norm: Any, weights: Tensor, width: int) -> None:
-        """Make a norm over all heads use the mean square over all ranks.
+        """Make a norm over all heads, which sees this rank's entries, use the mean square over all ranks.
 
-        Args:
-            norm: sees this rank's entries, and adds `variance_epsilon` to their mean square.
-            weights: of each of them in the sum over all ranks.
-            width: entries of all ranks.
+        `weights` are of each entry in the sum over all ranks, whose entries number `width`.
         """
         compute, epsilon = type(norm).forward, norm.variance_epsilon
 

@@ -38,13 +38,9 @@ def apply_fsdp(
 ) -> None:
     """Call `fully_shard` on the groups of a model. Gradients are summed, not averaged, as the loss is already a mean.
 
-    Args:
-        model: changed in place.
-        sp: the sharding; on one rank, groups only serve `cpu_offload`.
-        mp_policy: FSDP's mixed precision.
-        cpu_offload: hold shards, gradients and optimizer state in pinned host memory; copy a group's weights to the
-            device to gather them, and its gradient back once it is summed.
-        experts: how experts are sharded over data x sequence; None: as other weights.
+    `cpu_offload` holds shards, gradients and optimizer state in pinned host memory: a group's weights are copied to the
+    device to gather them, and its gradient back once it is summed. On one rank, groups only serve that. `experts`: how
+    these are sharded over data x sequence; None: as other weights.
     """
     options: dict[str, Any] = {
         "mesh": sp.fsdp_mesh or mesh_of_one(sp.device),
