@@ -131,7 +131,7 @@ class PackedRows:
 
 
 def pack_batch(batch: Mapping[str, Any]) -> PackedRows:
-    """Pack the rows of a batch of `input_ids`, `labels` and `attention_mask`; raise if it is not that of a causal LM."""
+    """Pack the rows of a batch of `input_ids`, `labels` and `attention_mask`; raise for other batches."""
     known = ("input_ids", "labels", "attention_mask", "position_ids")
     ids, labels, mask, positions = (batch.get(name) for name in known)
     others = {name: x for name, x in batch.items() if name not in known and x is not None}

@@ -174,8 +174,8 @@ class Family:
     # one row for each token, instead of pixels.
     patches: Callable[[Any], dict[int, int]] = lambda config: {}
     channels_last: bool = False  # a token of the output lists the channels of its first pixel first
-    # Modules in which tokens of all ranks mix. Others (cross attention to a replicated text, a text refiner) compute with
-    # local queries alone.
+    # Modules in which tokens of all ranks mix. Others (cross attention to a replicated text, a text refiner) have local
+    # queries.
     attention: tuple[str, ...] = ()
     processors: tuple[str, ...] = ()  # classes that compute such an attention, by one `scaled_dot_product_attention`
     # Arguments whose tokens attend to each other, in the order in which the processors concatenate them.

@@ -90,7 +90,7 @@ class AttentionLayers(Stage):
 
 
 class _TokensBefore:
-    """Replaces a layer's KV cache and stores nothing: a layer that counts tokens from its length gets global positions."""
+    """Replaces a layer's KV cache, stores nothing: layers that count tokens from its length get global positions."""
 
     def __init__(self, positions: Tensor) -> None:
         self.before = positions - torch.arange(len(positions), device=positions.device)
