@@ -348,7 +348,9 @@ def _check_lengths(batch: Mapping[str, Any], batch_size: int, n: int) -> None:
         shape = tuple(value.shape)
         if key in _PER_TOKEN:
             fits = (shape[:2] if key == "per_layer_inputs" else shape) == (batch_size, n)
-            if not fits and not (key == "position_ids" and _are_positions(shape, batch_size, n)):
+            # Positions of pictures have three axes, or four if one counts tokens.
+            positions = ((1, n), (n,), (3, batch_size, n), (4, batch_size, n))
+            if not fits and not (key == "position_ids" and shape in positions):
                 hint = " (a mask over pairs of tokens is not supported)" if value.dim() == 4 else ""
                 if key == "labels" and shape[:1] == (batch_size,) and value.dim() < 3:
                     hint = "; labels of rows are not cut: pass them to the model together with the cut batch"
@@ -360,11 +362,6 @@ def _check_lengths(batch: Mapping[str, Any], batch_size: int, n: int) -> None:
                 f"`{key}` of shape {shape} seems to have one entry per token, and longspan does not know how to cut "
                 f"it; it cuts {', '.join(sorted(_PER_TOKEN))}"
             )
-
-
-def _are_positions(shape: tuple[int, ...], batch_size: int, n: int) -> bool:
-    """Return whether position ids may have this shape. Pictures have three axes, or four if one counts tokens."""
-    return shape in ((1, n), (n,), (3, batch_size, n), (4, batch_size, n))
 
 
 def check_cache_position(value: Any, past: int, new: int) -> None:

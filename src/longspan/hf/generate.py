@@ -85,7 +85,9 @@ def _generate(model: Any, inputs: Any = None, generation_config: Any = None, **m
     cache.position_deltas = None
     if chunk is None and length > PREFILL_CHUNK * sp.size:
         chunk = PREFILL_CHUNK * sp.size
-        chunk = _around_images(state_of(model).traits.image_types, more, length, chunk)
+        types = more.get(state_of(model).traits.image_types)
+        spans = None if types is None else image_spans(types)
+        chunk = chunk if spans is None else chunk_around(spans, length, chunk)
     chunk = _equal_chunks(sp, length - cache.get_seq_length(), chunk)
     if chunk is not None and generation_config is not None:  # transformers requires arguments in one place
         generation_config = copy.deepcopy(generation_config)
@@ -119,13 +121,6 @@ def _check_grids(model: Any, tokens: Any, more: dict[str, Any]) -> None:
     checks = state.forward.batches
     group = None if checks is None or checks.left == 0 else checks.group
     on_every_rank(lambda: None if known else state.traits.positions(batch), group)
-
-
-def _around_images(image_types: str | None, more: dict[str, Any], length: int, chunk: int) -> int | None:
-    """Return a chunk size with which chunks begin with text, if tokens of an image see each other; else None."""
-    types = None if image_types is None else more.get(image_types)
-    spans = None if types is None else image_spans(types)
-    return chunk if spans is None else chunk_around(spans, length, chunk)
 
 
 def _set_position_deltas(core: Any, cache: ShardedCache, more: dict[str, Any]) -> None:

@@ -228,15 +228,17 @@ def check_model(
 
     To recompute the all-to-all, the kernel must return log-sum-exps.
     """
-    name, modality = type(model).__name__, kind_of(model.config)
+    name, modality, text = type(model).__name__, kind_of(model.config), model.config.get_text_config()
     try:
         _check_family(model, name)
         for path, layer in attention_layers(model).items():
             # Autocast or a policy may change the dtype later, so assume one that flash attention supports.
+            sinks = getattr(layer, "sinks", None)
+            softcap = getattr(layer, "attn_logit_softcapping", None) or getattr(text, "attn_logit_softcapping", None)
+            scores = Scores(softcap=softcap, sinks=sinks if isinstance(sinks, Tensor) else None)
             request = KernelRequest(
-                Mask(), _scores_of(layer, model.config.get_text_config()), device, ring=ring_size, dtype=torch.bfloat16,
-                lse=recompute_all_to_all,
-            )  # fmt: skip
+                Mask(), scores, device, ring=ring_size, dtype=torch.bfloat16, lse=recompute_all_to_all
+            )
             try:
                 choose_kernel(kernel, request)
             except LongspanError as error:
@@ -245,12 +247,6 @@ def check_model(
         if modality is None or modality in str(error):
             raise
         raise LongspanError(f"{name} is {modality}, and only models of tokens are supported: {error}") from error
-
-
-def _scores_of(layer: nn.Module, config: Any) -> Scores:
-    sinks = getattr(layer, "sinks", None)
-    softcap = getattr(layer, "attn_logit_softcapping", None) or getattr(config, "attn_logit_softcapping", None)
-    return Scores(softcap=softcap, sinks=sinks if isinstance(sinks, Tensor) else None)
 
 
 def _check_family(model: PreTrainedModel, name: str) -> None:

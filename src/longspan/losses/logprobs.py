@@ -15,7 +15,7 @@ from torch import Tensor
 from longspan.core.tile_sizes import head_tile
 from longspan.losses.cross_entropy import IGNORE
 from longspan.losses.deferred_logits import DeferredLogits, VocabShard
-from longspan.losses.tile_gradients import TileGradients
+from longspan.losses.tile_gradients import TileGradients, autocast_state
 
 
 def logprobs_of(
@@ -48,7 +48,7 @@ class _Logprobs(torch.autograd.Function):
             _results(logits.compute(hidden_TD[span]), labels_T[span], *requested, shard=logits.head.vocab_shard)
             for span in _tiles(logits, len(labels_T))
         ]
-        ctx.logits, (ctx.entropy, extras), ctx.autocast = logits, requested, _autocast_state(logits.device)
+        ctx.logits, (ctx.entropy, extras), ctx.autocast = logits, requested, autocast_state(logits.device)
         ctx.save_for_backward(labels_T, hidden_TD, *parameters)
         results = tuple(torch.cat(of_tiles) for of_tiles in zip(*tiles, strict=True))
         if extras:
@@ -70,12 +70,6 @@ class _Logprobs(torch.autograd.Function):
             gradients.add(span, x, results, [g[span] for g in grads[: len(results)]])
         sums = zip(gradients.of_parameters(), parameters, strict=True)
         return None, None, None, gradients.of_hidden, *(None if x is None else x.to(p.dtype) for x, p in sums)
-
-
-def _autocast_state(device: torch.device) -> dict[str, Any]:
-    """Return the autocast arguments in force: a backward runs outside the autocast of its forward."""
-    kind = device.type
-    return {"device_type": kind, "dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
 
 
 EXTRAS = ("entropy", "is_top1", "mean_logits", "log_sum_sq_probs")

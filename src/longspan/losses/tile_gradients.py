@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def autocast_state(device: torch.device) -> dict[str, Any]:
+    """Return the autocast arguments in force: a backward runs outside the autocast of its forward."""
+    kind = device.type
+    return {"device_type": kind, "dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
 
 
 class TileGradients:

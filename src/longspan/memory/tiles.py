@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from longspan.comm.tensor import BareModule
 from longspan.compat.torch_api import not_compiled, waits_for_gradient
 from longspan.core.errors import LongspanError
-from longspan.losses.tile_gradients import TileGradients
+from longspan.losses.tile_gradients import TileGradients, autocast_state
 
 _CHECKED_TOKENS = 4
 
@@ -429,9 +429,7 @@ class ForwardState:
 
     def __init__(self, device: torch.device, *, draws: bool) -> None:
         self._device, kind = device, device.type
-        self._autocast = torch.amp.is_autocast_available(kind)
-        if self._autocast:
-            self._enabled, self._dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        self._autocast = autocast_state(device) if torch.amp.is_autocast_available(kind) else None
         self._host_rng = torch.get_rng_state() if draws else None
         self._device_rng = torch.get_device_module(device).get_rng_state(device) if draws and kind != "cpu" else None
 
@@ -446,8 +444,6 @@ class ForwardState:
                 torch.set_rng_state(self._host_rng)
             if self._device_rng is not None:
                 torch.get_device_module(self._device).set_rng_state(self._device_rng, self._device)
-            if self._autocast:
-                stack.enter_context(
-                    torch.autocast(self._device.type, dtype=self._dtype, enabled=self._enabled, cache_enabled=False)
-                )
+            if self._autocast is not None:
+                stack.enter_context(torch.autocast(**self._autocast, cache_enabled=False))
             yield

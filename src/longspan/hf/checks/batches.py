@@ -87,7 +87,9 @@ class BatchCheck:
         self.forward += 1
         if self.left:
             self.left -= 1
-        structure, call_facts = _structure(batch), _call_facts(model, batch, router)
+        # What must be equal in a sequence group, except the values of tensors, and on all ranks.
+        structure = {f"`{key}`": _format(value) for key, value in batch.items() if value is not None}
+        call_facts = _call_facts(model, batch, router)
         if self.sharing is not self.sp:
             structure[f"`{WIDTH}`"] = str(self.sharing.size)
         content = _content(batch, thorough)
@@ -201,11 +203,6 @@ class BatchCheck:
 
 def _number(facts: Mapping[str, str]) -> int:
     return digest_of_text(json.dumps(facts, sort_keys=True))
-
-
-def _structure(batch: Mapping[str, Any]) -> dict[str, str]:
-    """Return what must be equal in a sequence group, except the values of tensors."""
-    return {f"`{key}`": _format(value) for key, value in batch.items() if value is not None}
 
 
 def _format(value: Any) -> str:

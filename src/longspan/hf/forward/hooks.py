@@ -74,6 +74,8 @@ class ForwardHooks:
         if call.cache is not None:
             stages = [self.model_changes, self.tensor, self.cached, self.vision, self.encode, self.layers, self.mixers]
         else:
+            held_back = self.traits.labels_per_token or call.wants_router_loss
+            loss: Stage = self.held_back if held_back else self.loss_function
             stages = [
                 self.model_changes,
                 self.weight_damage,
@@ -83,20 +85,13 @@ class ForwardHooks:
                 self.memory,
                 self.encode,
                 self.defer,
-                self._loss_of(call),
+                self.scored if call.scored else self.pooled or loss,
                 self.router if call.wants_router_loss else None,
                 self.select,
                 self.layers,
                 self.mixers,
             ]
         return [stage for stage in stages if stage is not None]
-
-    def _loss_of(self, call: ForwardCall) -> Stage:
-        if call.scored:
-            return self.scored
-        if self.pooled is not None:
-            return self.pooled
-        return self.held_back if self.traits.labels_per_token or call.wants_router_loss else self.loss_function
 
     def install(self, model: PreTrainedModel, *, fsdp: bool) -> None:
         """Put the hooks on the model, after FSDP's.

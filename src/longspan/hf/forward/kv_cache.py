@@ -408,12 +408,6 @@ class ShardedCache(Cache):  # type: ignore[misc]
         return cache
 
     @property
-    def local_tokens(self) -> int:
-        """New tokens that this rank computes in the forward in progress, including padding."""
-        assert self.step is not None
-        return self.sp.layout.local_length(self.step.new) if self.step.sharded else self.step.new
-
-    @property
     def nbytes(self) -> int:
         """Bytes of keys, values and states that this rank holds, on the device or in the host's memory."""
         return sum(store.nbytes for store in self._stores)

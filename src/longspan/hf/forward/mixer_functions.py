@@ -24,7 +24,7 @@ from longspan.mixers.scan import Scan
 from longspan.mixers.state_passing import depend
 
 if TYPE_CHECKING:
-    from longspan.hf.forward.mixers import Carried, MixerBinding
+    from longspan.hf.forward.mixers import MixerBinding
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any] | str)
 
@@ -185,7 +185,7 @@ def _time_shift(layer: MixerBinding, original: Callable[..., Tensor], x: Tensor)
     return layer.convolve(lambda x_BCT: original(x_BCT.mT).mT, 1, x.mT).mT
 
 
-def _rwkv(layer: MixerBinding, original: Callable[..., Any], hidden: Tensor, **_: Any) -> tuple[Tensor, Carried]:
+def _rwkv(layer: MixerBinding, original: Callable[..., Any], hidden: Tensor, **_: Any) -> tuple[Tensor, Any]:
     """Run RWKV's attention: a decayed sum of weighted values, divided by the sum of weights.
 
     A token's own weight has another factor (`time_first`). It is computed in fp64, which holds exponentials of keys up
@@ -200,7 +200,7 @@ def _rwkv(layer: MixerBinding, original: Callable[..., Any], hidden: Tensor, **_
     before_BTHV = layer.run(Scan(before=True), tokens, None)[0]
     total_BTHV = before_BTHV + added_BTHV * attention.time_first.double().exp().unsqueeze(1)
     out_BTH = (total_BTHV[..., 0] / total_BTHV[..., 1]).to(v_BTH.dtype)
-    return attention.output(receptance * out_BTH), layer.carried()  # as state, to the feed-forward layer
+    return attention.output(receptance * out_BTH), layer.info  # as state, to the feed-forward layer
 
 
 def no_shortcut(layer: MixerBinding, original: Callable[..., Any], *_: Any, **__: Any) -> None:

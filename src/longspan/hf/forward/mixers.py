@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -100,14 +99,7 @@ class MixerLayers(Stage):
         name = next((name for name in ("attention_mask", "state") if name in kwargs), None)
         if info is None or name is None:
             return args, kwargs
-        return args, {**kwargs, name: Carried(info)}
-
-
-@dataclass(frozen=True)
-class Carried:
-    """Stands for the mask or cached state of a layer, and carries the facts of its batch."""
-
-    info: SequenceInfo
+        return args, {**kwargs, name: info}
 
 
 class MixerBinding:
@@ -147,8 +139,8 @@ class MixerBinding:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         info = kwargs.pop("longspan", None)
         for name, value in kwargs.items():
-            if isinstance(value, Carried):
-                info, kwargs[name] = value.info, None
+            if isinstance(value, SequenceInfo):
+                info, kwargs[name] = value, None
         if not isinstance(info, SequenceInfo):
             raise LongspanError(
                 f"layer {self.name} was called without the keyword arguments of the model's forward, so it does not "
@@ -203,11 +195,6 @@ class MixerBinding:
             info.plans[key] = fragment_table(layout, rank, length, batch, segments)
         table: FragmentTable = info.plans[key]
         return table
-
-    def carried(self) -> Carried:
-        """Return the facts of my batch, to be passed to the next layer."""
-        assert self.info is not None
-        return Carried(self.info)
 
     def _check_one_state(self, functions: set[str] | None = None) -> None:
         """Raise if the layer has called a function twice, whose states a cache would confuse."""

@@ -118,7 +118,11 @@ class VisionTower(Stage):
         ids_Bn = ids_Bn.detach().cpu()
         found, facts, crc = dict[Encoder, Pictures](), list[str](), 0
         for encoder in encoders:
-            _check_tensors(batch, encoder)
+            for key in PICTURE_KEYS:
+                if not isinstance(x := batch.get(key), Tensor | None):
+                    raise LongspanError(
+                        f"`{key}` must be a tensor, got {type(x).__name__}; stack it as the processor does"
+                    )
             units = encoder.units(self.core, batch)
             if not units.rows:
                 raise LongspanError(f"`{encoder.pixels}` holds no {encoder.modality}; leave it out of such a batch")
@@ -307,10 +311,3 @@ def _numbers_of(numbers_Bn: Tensor, sp: SequenceSharding | None, rank: int) -> T
     spans = ((0, n),) if sp is None else sp.layout.spans(n, rank)
     numbers_BL = torch.cat([numbers_Bn[:, :0], *(numbers_Bn[:, start:stop] for start, stop in spans)], 1)
     return numbers_BL[numbers_BL >= 0]
-
-
-def _check_tensors(batch: Mapping[str, Any], encoder: Encoder) -> None:
-    for key in PICTURE_KEYS:
-        value = batch.get(key)
-        if value is not None and not isinstance(value, Tensor):
-            raise LongspanError(f"`{key}` must be a tensor, got {type(value).__name__}; stack it as the processor does")

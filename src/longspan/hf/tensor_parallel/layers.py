@@ -29,7 +29,6 @@ from longspan.comm.tensor import Rule, Shards, TensorGroup
 from longspan.compat.torch_api import not_compiled, own_parameters
 from longspan.core.errors import LongspanError
 from longspan.core.experts import ExpertLayout
-from longspan.core.heads import HeadShard
 from longspan.core.tile_sizes import even_span
 from longspan.hf.experts import ExpertParallel
 from longspan.hf.forward.cached import last_tokens
@@ -51,23 +50,29 @@ class TensorParallel(Stage):
         self.tokens = 0  # in this rank's sequence shard, in the current forward
         self._shard_weights(model, plan.rules, plan.adapted)
         for path, kind in plan.regions.items():
-            module = model.get_submodule(path)
+            region = model.get_submodule(path)
             enter, leave = self._moe_hooks() if kind == "moe" else (self._enter, self._leave)
-            module.register_forward_pre_hook(not_compiled(enter), with_kwargs=True)
-            module.register_forward_hook(not_compiled(leave))
+            region.register_forward_pre_hook(not_compiled(enter), with_kwargs=True)
+            region.register_forward_hook(not_compiled(leave))
         for path in plan.experts:
             experts: Any = model.get_submodule(path)
             layout = ExpertLayout(experts.num_experts, self.group.size, self.group.size)
             start, stop = even_span(layout.experts, self.group.rank, self.group.size)
             ExpertParallel(experts, self.group, layout, stop - start)
             for adapter in (x for x in plan.adapted if path.startswith(f"{x}.")):
-                _set_experts(model.get_submodule(adapter), stop - start)
+                module: Any = model.get_submodule(adapter)
+                while hasattr(module, "base_layer"):
+                    module.num_experts = stop - start
+                    module = module.base_layer
         for path, weights in plan.norms.items():
             norm = model.get_submodule(path)
             width = next(norm.parameters()).numel()
             self._normalize_all_heads(norm, torch.tensor(weights, device=sp.device), width)
         for path in plan.fused:
-            _set_heads(model.get_submodule(path), plan.heads[self.group.rank])
+            layer: Any = model.get_submodule(path)  # it splits the output of its fused projection by these
+            layer.config, heads = copy.copy(layer.config), plan.heads[self.group.rank]
+            layer.config.num_attention_heads = heads.q_heads
+            layer.config.num_key_value_heads = layer.num_key_value_heads = heads.kv_heads
         self._set_embedding(model.get_input_embeddings())
         assert head is not None
         self._set_head(head)
@@ -112,15 +117,13 @@ class TensorParallel(Stage):
                 return self.group.copy_in(x)
             x = self.group.gather_tokens(x)
             info = kwargs.get("longspan")  # attention drops padded tokens; for others they have no effect
-            return x if info is None else x[:, : self._count(info)]
+            if info is None:
+                return x
+            cached = isinstance(info, CachedInfo)
+            new, sharded = (info.step.new, info.step.sharded) if cached else (info.length, True)
+            return x[:, : info.layout.local_length(new) if sharded else new]
 
         return _with_hidden(args, kwargs, all_tokens)
-
-    def _count(self, info: Any) -> int:
-        if isinstance(info, CachedInfo):
-            return info.cache.local_tokens
-        length: int = info.layout.local_length(info.length)
-        return length
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After attention or MLP: sum over the ranks."""
@@ -234,20 +237,6 @@ class TensorParallel(Stage):
         """Return, of flags `[B, L]` of all tokens, those of my tokens, which this rank routes."""
         short = self.group.size * self.group.tokens(real.shape[1]) - real.shape[1]
         return F.pad(real, (0, short)).chunk(self.group.size, 1)[self.group.rank]
-
-
-def _set_heads(layer: Any, heads: HeadShard) -> None:
-    """Set the head counts by which a layer splits the output of its fused projection."""
-    layer.config = copy.copy(layer.config)
-    layer.config.num_attention_heads = heads.q_heads
-    layer.config.num_key_value_heads = layer.num_key_value_heads = heads.kv_heads
-
-
-def _set_experts(adapter: Any, count: int) -> None:
-    """Set the number of this rank's experts in PEFT's modules around them."""
-    while hasattr(adapter, "base_layer"):
-        adapter.num_experts = count
-        adapter = adapter.base_layer
 
 
 def _with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -183,7 +184,8 @@ class FirstRank:
             sent = None
             if self.values is not None:
                 full = self.values[name].detach().to(sp.device)
-                sent = [_bytes(_padded(full[each].flatten(), mine)) for each in slices]  # scatter needs equal sizes
+                parts = [full[each].flatten() for each in slices]
+                sent = [_bytes(F.pad(x, (0, len(mine) - len(x)))) for x in parts]  # scatter needs equal sizes
             dist.scatter(_bytes(mine), sent, group_src=0, group=sp.mesh_group)
             local = local_part(p)
             local.copy_(mine[: local.numel()].view(local.shape))
@@ -197,10 +199,6 @@ class FirstRank:
                 whole.copy_(self.values[name].detach())
             dist.broadcast(_bytes(whole), group_src=0, group=sp.mesh_group)
             quantize_into(layer, whole, my_slices(layer.weight, sp)[0])
-
-
-def _padded(x: Tensor, padding: Tensor) -> Tensor:
-    return x if len(x) == len(padding) else torch.cat([x, padding[len(x) :]])
 
 
 def _bytes(x: Tensor) -> Tensor:
