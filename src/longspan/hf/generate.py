@@ -85,7 +85,7 @@ def _generate(model: Any, inputs: Any = None, generation_config: Any = None, **m
     cache.position_deltas = None
     if chunk is None and length > PREFILL_CHUNK * sp.size:
         chunk = PREFILL_CHUNK * sp.size
-        types = more.get(state_of(model).traits.image_types)
+        types = more.get(state_of(model).traits.image_types or "")
         spans = None if types is None else image_spans(types)
         chunk = chunk if spans is None else chunk_around(spans, length, chunk)
     chunk = _equal_chunks(sp, length - cache.get_seq_length(), chunk)

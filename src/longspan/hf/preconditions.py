@@ -176,7 +176,7 @@ def check_axes(make: Callable[[], PreTrainedModel], parallel: ParallelConfig, *,
 def _check_structure(
     model: PreTrainedModel, device: torch.device, ring_size: int, kernel: AnyKernel, memory: Memory, *, fsdp: bool
 ) -> MemoryModules:
-    check_model(model, device, ring_size, kernel, recompute_all_to_all=memory.recompute_all_to_all)
+    check_model(model, device, ring_size, kernel, memory.recompute_all_to_all)
     modules = MemoryModules(model)
     modules.check(memory)
     if memory.cpu_offload and not fsdp:

@@ -217,12 +217,7 @@ def router_top_k(model: PreTrainedModel) -> int | None:
 
 
 def check_model(
-    model: PreTrainedModel,
-    device: torch.device,
-    ring_size: int,
-    kernel: AnyKernel,
-    *,
-    recompute_all_to_all: bool = False,
+    model: PreTrainedModel, device: torch.device, ring_size: int, kernel: AnyKernel, recompute_all_to_all: bool = False
 ) -> None:
     """Refuse a model that would not compute the same when its sequence is sharded; it may be on the meta device.
 
