@@ -127,9 +127,7 @@ def _docstrings(path: Path) -> dict[str, str]:
     return {name: text for name, text in docs.items() if not name.startswith("_")}
 
 
-@pytest.mark.parametrize(
-    "module", ["torch_api", "torch_checkpoint", "transformers_api", "older_mixers", "friends_api", "friends_api"]
-)
+@pytest.mark.parametrize("module", ["torch_api", "torch_checkpoint", "transformers_api", "older_mixers", "friends_api"])
 def test_every_docstring_has_the_consequence_of_a_missing_name(module: str) -> None:
     docs = _docstrings(SOURCES / "compat" / f"{module}.py")
     assert docs and [name for name, text in docs.items() if "When gone" not in " ".join(text.split())] == []
