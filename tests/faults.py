@@ -119,7 +119,7 @@ FAULTS = (
     Fault("replicated_gradient_not_summed", "comm/collectives.py", "return all_reduce(grads[0], ctx.group), None",
           "return grads[0], None", "tests/test_tensor.py -k 'one_process and Llama'"),
     Fault("embeddings_of_pictures_one_row_off", "hf/forward/vision.py",
-          "rows[torch.cat(self.sent).to(rows.device)]", "rows[torch.cat(self.sent).to(rows.device)].roll(1, 0)",
+          "rows[torch.cat(sent).to(rows.device)]", "rows[torch.cat(sent).to(rows.device)].roll(1, 0)",
           "tests/test_verify_pictures.py -k 'passes and Qwen3VL'"),
     Fault("gradients_of_embeddings_not_sent_back", "comm/collectives.py",
           "_OPERATORS.exchange_rows(grad", "0 * _OPERATORS.exchange_rows(grad",

@@ -35,11 +35,6 @@ class Encoder(ABC):
     pixels: str  # batch key of the pixels
     token: str  # config entry with the id of placeholders
 
-    @property
-    @abstractmethod
-    def keys(self) -> tuple[str, ...]:
-        """The batch keys, pixels first."""
-
     @abstractmethod
     def units(self, core: Any, batch: Mapping[str, Any]) -> Units:
         """Return the units of a batch; raise if its tensors are inconsistent."""
@@ -72,10 +67,6 @@ class GridEncoder(Encoder):
 
     grid: str
     frames_apart: bool = False  # whether the processor writes text (its time) between a video's frames
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return self.pixels, self.grid
 
     def units(self, core: Any, batch: Mapping[str, Any]) -> Units:
         grids, merge = self._grids(batch), core.visual.spatial_merge_size
@@ -141,10 +132,6 @@ class ImageEncoder(Encoder):
     rows: Callable[[Any, int, int, bool], int]
     """Return the embeddings of a picture, given its height and width in patches and whether it has `image_sizes`."""
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return self.pixels, "image_sizes"
-
     def units(self, core: Any, batch: Mapping[str, Any]) -> Units:
         pixels, sizes = batch[self.pixels], batch.get("image_sizes")
         if pixels.dim() != 4:
@@ -166,7 +153,7 @@ class ImageEncoder(Encoder):
         return Units(tuple(h * w for h, w in grids), rows)
 
     def part(self, core: Any, batch: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
-        return {key: batch[key][start:stop] for key in self.keys if batch.get(key) is not None}
+        return {key: batch[key][start:stop] for key in (self.pixels, "image_sizes") if batch.get(key) is not None}
 
     def encode(self, core: Any, batch: Mapping[str, Any], start: int, stop: int, device: torch.device) -> Any:
         part = self.part(core, batch, start, stop)
@@ -212,10 +199,6 @@ class TileEncoder(Encoder):
     A unit is an image: the model joins its tiles, and ends each row of patches with a learnt newline. Of rows with
     several images each is one tile (`batch_num_images`).
     """
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return self.pixels, "image_sizes", "batch_num_images"
 
     def units(self, core: Any, batch: Mapping[str, Any]) -> Units:
         pixels, sizes = batch[self.pixels], batch.get("image_sizes")
@@ -310,10 +293,6 @@ _PACKING = ("vision_feature_select_strategy", "vision_aspect_ratio")
 @dataclass(frozen=True)
 class PooledFrameEncoder(Encoder):
     """Videos `[videos, frames, channels, height, width]`. A unit is a frame, pooled 2 x 2; a newline ends a video."""
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return (self.pixels,)
 
     def units(self, core: Any, batch: Mapping[str, Any]) -> Units:
         pixels, vision = batch[self.pixels], core.config.vision_config

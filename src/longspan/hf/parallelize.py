@@ -150,7 +150,7 @@ def parallelize(
     check_version(sp, parallelize)
     inner, memory = checked.model, checked.memory
     _prepare_weights_and_dropout(inner, sp, options)
-    traits = ModelTraits.of(inner)
+    traits = ModelTraits(inner)
     attention, mixers = AttentionLayers(inner, sp, kernel, memory), MixerLayers(inner, sp)
     memory_manager = MemoryManager(checked.modules, inner.config, memory, checked.store, checked.auto)
     head = head_of(inner, memory.head_loss)

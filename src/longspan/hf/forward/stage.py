@@ -22,10 +22,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from longspan.attn.segments import Segments
-from longspan.compat.transformers_api import Positions, cache_name, has_own_cache, own_positions, take_cache
+from longspan.compat.transformers_api import cache_name, has_own_cache, own_positions, take_cache
 from longspan.core.errors import LongspanError
 from longspan.hf.batch import WIDTH, SequenceInfo, sharding_of, width_of
-from longspan.hf.encoders import Encoder
 from longspan.hf.forward.kv_cache import ShardedCache
 from longspan.hf.support import attention_dropout, router_top_k
 from longspan.hf.trees import PackedRows
@@ -52,44 +51,26 @@ class Stage:
         """Drop what is stored for the forward."""
 
 
-@dataclass(frozen=True)
 class ModelTraits:
     """Facts about a model's class and config that decide its stages."""
 
-    name: str  # of the class, before FSDP replaces it
-    signature: inspect.Signature  # of `forward`
-    cache_name: str  # the argument that takes a KV cache
-    own_cache: bool  # the model accepts no other cache with `use_cache`
-    labels_per_token: bool  # not shifted: a masked LM or a token classifier
-    labels_per_row: bool  # a sequence classifier or reward model
-    top_k: int | None  # experts per token, if the model's router loss is known
-    dropout: tuple[str, float, str] | None  # of the first attention layer that has it
-    own_positions: Positions | None  # how the model computes position ids from tokens or mask
-    rotary: bool  # negative positions are allowed
-    rotary_3d: bool  # positions may have axes of time, height and width
-    encoders: tuple[Encoder, ...]  # of pictures; none if the model takes tokens only
-    placeholders: tuple[int, ...]  # ids of tokens whose embeddings the encoders make
-    image_types: str | None  # batch key that is 1 for tokens of images, which see each other
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> ModelTraits:
-        core, encoders = core_of(model), encoders_of(model)
-        return cls(
-            name=type(model).__name__,
-            signature=inspect.signature(model.forward),
-            cache_name=cache_name(model.forward),
-            own_cache=has_own_cache(model),
-            labels_per_token=model.loss_type in ("ForMaskedLM", "ForTokenClassification"),
-            labels_per_row=model.loss_type == "ForSequenceClassification",
-            top_k=router_top_k(model),
-            dropout=attention_dropout(model),
-            own_positions=own_positions(model),
-            rotary=any("Rotary" in type(module).__name__ for module in model.modules()),
-            rotary_3d=hasattr(core, "compute_3d_position_ids"),
-            encoders=encoders,
-            placeholders=tuple(sorted({getattr(model.config, encoder.token) for encoder in encoders})),
-            image_types=IMAGE_TYPES.get(model.config.model_type) if encoders else None,
-        )
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.name = type(model).__name__  # before FSDP replaces it
+        self.signature = inspect.signature(model.forward)
+        self.cache_name = cache_name(model.forward)  # the argument that takes a KV cache
+        self.own_cache = has_own_cache(model)  # it accepts no other cache with `use_cache`
+        self.labels_per_token = model.loss_type in ("ForMaskedLM", "ForTokenClassification")  # not shifted
+        self.labels_per_row = model.loss_type == "ForSequenceClassification"  # or a reward model
+        self.top_k = router_top_k(model)  # experts per token, if the model's router loss is known
+        self.dropout = attention_dropout(model)  # of the first attention layer that has it
+        self.own_positions = own_positions(model)  # how the model computes position ids from tokens or mask
+        self.rotary = any("Rotary" in type(module).__name__ for module in model.modules())  # negative ones are allowed
+        self.rotary_3d = hasattr(core_of(model), "compute_3d_position_ids")  # axes of time, height and width
+        self.encoders = encoders_of(model)  # of pictures; none if the model takes tokens only
+        # Ids of tokens whose embeddings the encoders make.
+        self.placeholders = tuple(sorted({getattr(model.config, encoder.token) for encoder in self.encoders}))
+        # Batch key that is 1 for tokens of images, which see each other.
+        self.image_types = IMAGE_TYPES.get(model.config.model_type) if self.encoders else None
 
     def accepts(self, argument: str) -> bool:
         return argument in self.signature.parameters

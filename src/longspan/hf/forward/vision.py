@@ -26,7 +26,6 @@ from longspan.comm.consistency import gather_numbers
 from longspan.comm.mesh import SequenceSharding, group_name
 from longspan.core.balance import split_by_cost
 from longspan.core.errors import LongspanError
-from longspan.core.layout import Span
 from longspan.hf.documents import tokens_of
 from longspan.hf.encoders import Encoder, Units
 from longspan.hf.forward.kv_cache import CachedInfo
@@ -184,8 +183,7 @@ class VisionTower(Stage):
                 tokens = tokens_of(call.batch)
                 batch = encoder.smallest(self.core, tokens.device)
                 pictures = Pictures(batch, encoder.units(self.core, batch), torch.full(tokens.shape[:2], -1))
-            shared = SharedUnits.of(pictures, self.sp, whole=whole)
-            outputs[encoder.modality] = shared.embed(encoder, self.core, pictures.batch, self.sp)
+            outputs[encoder.modality] = _embed(pictures, encoder, self.core, self.sp, whole=whole)
         if self.traits.encoders and call.cache is not None:
             call.inputs = {key: value for key, value in call.inputs.items() if key not in PICTURE_KEYS}
         if outputs:
@@ -261,48 +259,35 @@ class PromptPictures:
     found: dict[Encoder, Pictures] | None = None  # once the first chunk is checked
 
 
-@dataclass(frozen=True)
-class SharedUnits:
-    """Which units each rank encodes, and to which ranks it sends their embeddings."""
+def _embed(pictures: Pictures, encoder: Encoder, core: Any, sp: SequenceSharding, *, whole: bool) -> Any:
+    """Return the tower's output for my placeholders, in their order, of units that the ranks share out. Collective.
 
-    units: Units
-    spans: tuple[Span, ...]  # the units of each rank
-    sent: tuple[Tensor, ...]  # to each rank: which of my embeddings, int64
-    received: tuple[int, ...]  # embeddings from each rank
-    repeated: Tensor | None  # of each placeholder of mine: which of the received; None if they are in its order
+    `whole`: every rank holds all tokens.
+    """
+    units, rank = pictures.units, sp.rank
+    spans = split_by_cost(units.patches, sp.size)  # the units of each rank
+    ends = [0, *itertools.accumulate(units.rows)]
+    rows_of_ranks = [(ends[start], ends[stop]) for start, stop in spans]  # and their embeddings
+    placeholders = [_numbers_of(pictures.numbers_Bn, None if whole else sp, rank) for rank in range(sp.size)]
+    needed = [x.unique() for x in placeholders]  # a beam needs the same as the others
+    first, last = rows_of_ranks[rank]
+    sent = [x[(x >= first) & (x < last)] - first for x in needed]  # to each rank: which of my embeddings
+    mine = needed[rank]
+    received = [int(((mine >= a) & (mine < b)).sum()) for a, b in rows_of_ranks]
 
-    @classmethod
-    def of(cls, pictures: Pictures, sp: SequenceSharding, *, whole: bool) -> SharedUnits:
-        """Distribute a batch's units; `whole` if every rank holds all tokens."""
-        units = pictures.units
-        spans = split_by_cost(units.patches, sp.size)
-        ends = [0, *itertools.accumulate(units.rows)]
-        rows = [(ends[start], ends[stop]) for start, stop in spans]  # each rank's embeddings
-        placeholders = [_numbers_of(pictures.numbers_Bn, None if whole else sp, rank) for rank in range(sp.size)]
-        needed = [x.unique() for x in placeholders]  # a beam needs the same as the others
-        first, last = rows[sp.rank]
-        sent = tuple(x[(x >= first) & (x < last)] - first for x in needed)
-        mine = needed[sp.rank]
-        received = tuple(int(((mine >= a) & (mine < b)).sum()) for a, b in rows)
-        in_order = torch.equal(mine, placeholders[sp.rank])
-        return cls(units, spans, sent, received, None if in_order else torch.bucketize(placeholders[sp.rank], mine))
-
-    def embed(self, encoder: Encoder, core: Any, batch: Mapping[str, Any], sp: SequenceSharding) -> Any:
-        """Return the tower's output for my placeholders, in their order. Collective."""
-        start, stop = self.spans[sp.rank]
-        idle = start == stop
-        if idle:
-            start = self.units.patches.index(min(self.units.patches))
-            stop = start + 1
-        output = encoder.encode(core, batch, start, stop, sp.device)
-        rows = rows_of(output)
-        rows = rows[torch.cat(self.sent).to(rows.device)]  # an idle rank selects none, but its backward runs
-        if sp.size > 1:
-            assert sp.group is not None
-            rows = exchange_rows(rows, [len(x) for x in self.sent], list(self.received), group_name(sp.group))
-        if self.repeated is not None:
-            rows = rows[self.repeated.to(rows.device)]
-        return with_rows(output, rows)
+    start, stop = spans[rank]
+    if start == stop:  # idle: encode the smallest, select none of it; its backward runs
+        start = units.patches.index(min(units.patches))
+        stop = start + 1
+    output = encoder.encode(core, pictures.batch, start, stop, sp.device)
+    rows = rows_of(output)
+    rows = rows[torch.cat(sent).to(rows.device)]
+    if sp.size > 1:
+        assert sp.group is not None
+        rows = exchange_rows(rows, [len(x) for x in sent], received, group_name(sp.group))
+    if not torch.equal(mine, placeholders[rank]):  # repeated, or in another order
+        rows = rows[torch.bucketize(placeholders[rank], mine).to(rows.device)]
+    return with_rows(output, rows)
 
 
 def _numbers_of(numbers_Bn: Tensor, sp: SequenceSharding | None, rank: int) -> Tensor:
