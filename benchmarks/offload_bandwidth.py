@@ -60,22 +60,19 @@ def main(
 def store(folder: str, x: torch.Tensor, count: int, direct: bool) -> tuple[float, float] | None:
     """Seconds of writing and of reading through the store; None where there is no O_DIRECT."""
     disk = DiskStore(folder, x.device, direct=direct)
-    try:
-        if disk._file.direct != direct:
-            return None
-        disk.reserve(x.nbytes * count)
-        began = time.perf_counter()
-        stored = [disk.put(x) for _ in range(count)]
-        with disk.changed:
-            disk.changed.wait_for(lambda: not disk._bytes_in_flight)
-        if not direct:
-            os.fdatasync(disk._file._fd)
-        written = time.perf_counter()
-        while stored:
-            stored.pop().get()
-        return written - began, time.perf_counter() - written
-    finally:
-        disk.close()
+    if disk._file.direct != direct:
+        return None
+    disk.reserve(x.nbytes * count)
+    began = time.perf_counter()
+    stored = [disk.put(x) for _ in range(count)]
+    with disk.changed:
+        disk.changed.wait_for(lambda: not disk._bytes_in_flight)
+    if not direct:
+        os.fdatasync(disk._file._fd)
+    written = time.perf_counter()
+    while stored:
+        stored.pop().get()
+    return written - began, time.perf_counter() - written
 
 
 def plain(folder: str, x: torch.Tensor, count: int, direct: bool) -> tuple[float, float] | None:

@@ -9,7 +9,6 @@ import os
 import random
 import signal
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -65,10 +64,8 @@ def _disk(folder: Path, **options: Any) -> DiskStore:
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[DiskStore]:
-    store = _disk(tmp_path)
-    yield store
-    store.close()
+def disk(tmp_path: Path) -> DiskStore:
+    return _disk(tmp_path)
 
 
 def _written(store: DiskStore) -> None:
@@ -120,10 +117,7 @@ def _play(store: Any, ops: list[tuple[str, int]], lifo: bool, step: Callable[[],
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[DiskStore]]:
     folder = tmp_path_factory.mktemp("disk")
-    stores = [_disk(folder), _disk(folder, via_host=True, read_ahead=20_000), _disk(folder, direct=False)]
-    yield stores
-    for store in stores:
-        store.close()
+    yield [_disk(folder), _disk(folder, via_host=True, read_ahead=20_000), _disk(folder, direct=False)]
     assert not list(folder.iterdir())
 
 
@@ -147,8 +141,6 @@ def test_the_host_returns_every_tensor(ops: list[Any], lifo: bool, in_flight: in
     _play(store, ops, lifo, side.step)
     store.reserve(0)
     assert not any(allocator.used for _, allocator in store._pool._chunks)
-    store.close()
-    assert not side.waiting or not any(copy.away for copy in side.waiting)
 
 
 def test_strides_are_restored_and_a_tensor_put_twice_is_two_entries(disk: DiskStore) -> None:
@@ -209,7 +201,6 @@ def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path, by_bytes
     for number in reversed(range(count)):
         assert torch.equal(stored.pop().get(), _tracked(set(), size, number))
         assert sum(entry.fetch is not None for entry in store.entries.values()) <= few
-    store.close()
 
 
 def test_a_put_waits_while_too_much_is_in_flight(disk: DiskStore, gate: threading.Event) -> None:
@@ -380,7 +371,6 @@ def test_short_writes_and_reads_are_continued(
     monkeypatch.setattr(os, "preadv", lambda fd, into, at: 0)  # the file has become shorter
     with pytest.raises(LongspanError, match=r"Errno 5\b"):
         stored.get()
-    store.close()
 
 
 def test_a_full_disk_is_refused_with_the_bytes(disk: DiskStore, tmp_path: Path) -> None:
@@ -430,7 +420,6 @@ def test_file_systems_with_fewer_features(tmp_path: Path, monkeypatch: pytest.Mo
     stored = store.put(x)
     _written(store)
     assert torch.equal(stored.get(), x)
-    store.close()
 
 
 def test_a_tensor_written_to_in_flight_is_an_error(disk: DiskStore, gate: threading.Event) -> None:
@@ -447,9 +436,7 @@ def test_stores_of_each_device() -> None:
     assert store_for(Memory(), CPU) is None
     with pytest.raises(LongspanError, match="is a CPU.*offload='disk'"):
         store_for(Memory(checkpointing="full", offload="host"), CPU)
-    store = store_for(Memory(checkpointing="full", offload="disk"), CPU)
-    assert store is not None
-    store.close()
+    assert isinstance(store_for(Memory(checkpointing="full", offload="disk"), CPU), DiskStore)
     with pytest.raises(LongspanError, match="mps"):
         store_for(Memory(checkpointing="full", offload="disk"), torch.device("mps"))
 
@@ -466,38 +453,6 @@ def test_full_host_memory_is_refused_with_the_bytes(monkeypatch: pytest.MonkeyPa
 
 
 # --- the end
-
-
-def test_closing(tmp_path: Path) -> None:
-    store = _disk(tmp_path)
-    stored = store.put(torch.randn(5000))
-    store.close()
-    store.close()
-    for call in (stored.get, lambda: store.put(torch.randn(1)), lambda: store.reserve(1)):
-        with pytest.raises(LongspanError, match="closed"):
-            call()
-    assert not [t for t in threading.enumerate() if t in store._writers._threads | store._readers._threads]
-
-
-def test_closing_ends_a_put_that_waits(disk: DiskStore, gate: threading.Event) -> None:
-    disk.put(torch.randn(4096))
-    errors: list[str] = []
-
-    def late() -> None:
-        try:
-            disk.put(torch.randn(4096))
-        except LongspanError as error:
-            errors.append(str(error))
-
-    waiting = threading.Thread(target=late)
-    waiting.start()
-    time.sleep(0.1)
-    closing = threading.Thread(target=disk.close)
-    closing.start()
-    waiting.join(60)
-    gate.set()
-    closing.join(60)
-    assert "closed" in errors[0] and not closing.is_alive()
 
 
 def test_transfers_are_counted_since_the_last_report(disk: DiskStore) -> None:

@@ -84,17 +84,6 @@ class DiskStore(Store):
         self._writers = ThreadPoolExecutor(THREADS, "longspan-offload-write")
         self._readers = ThreadPoolExecutor(THREADS, "longspan-offload-read")
 
-    def close(self) -> None:
-        """End the threads and free the disk space; stored tensors are lost. A second call does nothing."""
-        with self.changed:
-            self._closed = True
-            for entry in list(self.entries.values()):
-                self.drop(entry)
-            self.changed.notify_all()
-        for pool in (self._writers, self._readers):
-            pool.shutdown(wait=True, cancel_futures=True)
-        self._file.close()
-
     # Below: with the lock held.
 
     def _reserve(self, nbytes: int) -> None:
@@ -105,8 +94,7 @@ class DiskStore(Store):
         self._raise_error()
         if not self._has_room(entry.nbytes):
             with self.stats.wait():
-                self.changed.wait_for(lambda: self._closed or self._has_room(entry.nbytes))
-            self.check_usable()
+                self.changed.wait_for(lambda: self._has_room(entry.nbytes))
             self._raise_error()
         if entry.nbytes:
             entry.offset = self._allocate(entry.nbytes)
@@ -153,8 +141,7 @@ class DiskStore(Store):
     def _finish_fetch(self, entry: _Entry, fetch: _Read) -> Tensor:
         if fetch.pending:
             with self.stats.wait():
-                self.changed.wait_for(lambda: self._closed or not fetch.pending)
-            self.check_usable()
+                self.changed.wait_for(lambda: not fetch.pending)
             entry.check()
         if fetch.error:
             raise LongspanError(fetch.error)

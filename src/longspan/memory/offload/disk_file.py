@@ -44,7 +44,7 @@ class OffloadFile:
                 "local disk"
             ) from error
         self._fd = fd
-        self._close = weakref.finalize(self, os.close, fd)
+        weakref.finalize(self, os.close, fd)
         self.direct = direct and _set_direct(fd)
         if _file_system_of(fd) in _IN_MEMORY:
             warnings.warn(
@@ -102,10 +102,6 @@ class OffloadFile:
         if after <= done:
             raise OSError(errno.EIO, f"the disk moved {count} bytes and then no more")
         return after
-
-    def close(self) -> None:
-        """Free the disk space."""
-        self._close()
 
     def describe(self, error: OSError) -> str:
         """Return an error message for a failed read or write."""

@@ -71,17 +71,6 @@ class HostStore(Store):
         self._pool = _PinnedPool(copier)
         self._outgoing: deque[_Entry] = deque()
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        with self.changed:
-            for entry in list(self.entries.values()):
-                self.drop(entry)
-            while self._outgoing:
-                self._release(self._outgoing.popleft())
-            self._closed = True
-            self._pool = _PinnedPool(self._copier)
-
     # Below: with the lock held.
 
     def _clean_up(self) -> None:
@@ -148,9 +137,7 @@ class _PinnedPool:
         """Have `nbytes` free, or raise LongspanError."""
         missing = nbytes - sum(allocator.size - allocator.used for _, allocator in self._chunks)
         if missing > 0:
-            self._check(missing)
-            for size in _powers(missing):
-                self._add(size)
+            self._add(_powers(missing))
 
     def allocate(self, nbytes: int) -> tuple[Tensor, Callable[[], None]]:
         """Return memory, uint8 `[nbytes]`, and a function that frees it."""
@@ -158,24 +145,21 @@ class _PinnedPool:
             offset = allocator.allocate(nbytes)
             if offset is not None:
                 return memory[offset : offset + nbytes], functools.partial(allocator.free, offset, nbytes)
-        size = _power_above(nbytes)
-        self._check(size)
-        self._add(size)
+        self._add([_power_above(nbytes)])
         return self.allocate(nbytes)
 
-    def _check(self, needed: int) -> None:
+    def _add(self, sizes: list[int]) -> None:
         free = free_memory()
-        if free is not None and needed > free:
-            raise LongspanError(_out_of_memory(needed, free))
-
-    def _add(self, size: int) -> None:
-        try:
-            memory = self._copier.memory(size)
-        except RuntimeError as error:  # CUDA cannot pin it
-            raise LongspanError(f"{_out_of_memory(size, free_memory())} ({error})") from error
-        allocator = Allocator(_ALIGN)
-        allocator.grow(size)
-        self._chunks.append((memory, allocator))
+        if free is not None and sum(sizes) > free:
+            raise LongspanError(_out_of_memory(sum(sizes), free))
+        for size in sizes:
+            try:
+                memory = self._copier.memory(size)
+            except RuntimeError as error:  # CUDA cannot pin it
+                raise LongspanError(f"{_out_of_memory(size, free_memory())} ({error})") from error
+            allocator = Allocator(_ALIGN)
+            allocator.grow(size)
+            self._chunks.append((memory, allocator))
 
 
 def _out_of_memory(needed: int, free: int | None) -> str:

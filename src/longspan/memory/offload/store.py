@@ -234,11 +234,9 @@ class Store(ABC):
         self._numbers = itertools.count()
         self._layer: int | None = None
         self.changed = threading.Condition()  # hold it to use `entries`; wakes when space is freed or a transfer ends
-        self._closed = False
 
     def reserve(self, nbytes: int) -> None:
         """Reserve space for `nbytes` more, or raise. Call it before the first layer of a forward."""
-        self.check_usable()
         with self.changed:
             self._clean_up()
             self._reserve(nbytes)
@@ -253,7 +251,6 @@ class Store(ABC):
 
         `tensor` is strided and must not be written to from now on. A tensor put twice is stored twice.
         """
-        self.check_usable()
         entry = self.entry_class(tensor)
         with self.changed:
             self._clean_up()
@@ -265,7 +262,6 @@ class Store(ABC):
 
     def fetch(self, entry: Entry) -> Tensor:
         """Return an entry's tensor, and start to fetch those before it."""
-        self.check_usable()
         with self.changed:
             self._clean_up()
             entry.check()
@@ -276,10 +272,6 @@ class Store(ABC):
             if data is None:
                 data = self._finish_fetch(entry, fetch)
         return entry.meta.view(data)
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free everything; stored tensors are lost. A second call does nothing."""
 
     # Below: with the lock held.
 
@@ -350,8 +342,3 @@ class Store(ABC):
             coming.append(other)
             total += other.nbytes
         return coming
-
-    def check_usable(self) -> None:
-        """Raise if the store is closed."""
-        if self._closed:
-            raise LongspanError("the activation store is closed; its tensors are lost")
