@@ -56,31 +56,18 @@ def _equals_one_process(
     fsdp: bool,
     checkpointing: bool,
     config: dict[str, Any] | None = None,
-    *,
-    sp: longspan.SequenceSharding | None = None,
     **changes: Any,
 ) -> None:
     model: Any = make_model(name, **(config or {}))
     expected = run(copy.deepcopy(model), make_inputs(name) | changes)
     if checkpointing:
         model.enable_gradient_checkpointing()
-    sp = sp or _sharding()
-    if sp.data_size > 1:  # gradients of weights are averaged over replicas, those of inputs are a replica's part
-        whole = {"output", *(key for key, _ in model.named_parameters())}
-        expected = {key: x if key in whole else x / sp.data_size for key, x in expected.items()}
-    model = longspan.parallelize(model, sp, fsdp=fsdp)
+    model = longspan.parallelize(model, _sharding(), fsdp=fsdp)
     _compare(run(model, make_inputs(name) | changes), expected)
 
 
 def _some(*names: str) -> list[Any]:
     return [*names, *confirming(name for name in CONFIGS if name not in names)]
-
-
-@pytest.mark.parametrize("name", confirming(CONFIGS))
-@on_ranks(2)
-def test_equals_one_process_on_2_ranks(name: str) -> None:
-    """Also in `test_each_rank_keeps_its_tokens` and `test_variants_equal_one_process`."""
-    _equals_one_process(name, fsdp=True, checkpointing=False)
 
 
 ON_4 = ("WanTransformer3DModel", "LTXVideoTransformer3DModel", "HunyuanVideoTransformer3DModel")
@@ -91,22 +78,6 @@ ON_4 = ("WanTransformer3DModel", "LTXVideoTransformer3DModel", "HunyuanVideoTran
 def test_equals_one_process_on_4_ranks(name: str) -> None:
     """The others also in `test_fewer_frames_or_text_tokens_than_ranks`."""
     _equals_one_process(name, fsdp=False, checkpointing=True)
-
-
-@pytest.mark.slow
-@pytest.mark.confirms
-@pytest.mark.parametrize(
-    ("name", "axes"),
-    [(name, {"ulysses": 8}) for name in CONFIGS if not FAMILIES[name].needs_text]
-    + [(name, {"data": 2, "ulysses": 4}) for name in CONFIGS],
-)
-@on_ranks(8)
-def test_equals_one_process_on_8_ranks(name: str, axes: dict[str, int]) -> None:
-    """15 tokens of video, 5 of text and 5 frames, so some ranks hold no text or no frame."""
-    config = {"num_attention_heads": 8}
-    if "cross_attention_dim" in CONFIGS[name]:
-        config["cross_attention_dim"] = 64
-    _equals_one_process(name, True, True, config, sp=_sharding(**axes))
 
 
 @on_ranks(4)
@@ -548,10 +519,8 @@ def test_a_refusal_of_one_replica_is_shared() -> None:
 @on_ranks(2)
 def test_refused_calls() -> None:
     sp, video = _sharding(), torch.zeros(2, 3, 5, 6, 10, dtype=torch.float64)
-    wan: Any = longspan.parallelize(make_model("WanTransformer3DModel", patch_size=(2, 2, 2)), sp, fsdp=False)
+    wan: Any = longspan.parallelize(make_model("WanTransformer3DModel"), sp, fsdp=False)
     inputs = make_inputs("WanTransformer3DModel")
-    with pytest.raises(LongspanError, match="dimension 2 has 5 entries, which the patch size 2 does not divide"):
-        wan(**{**inputs, "hidden_states": video})
     with pytest.raises(LongspanError, match=r"`attention_kwargs` may hold a LoRA `scale` alone, got \['mask'\]"):
         wan(**inputs, attention_kwargs={"mask": video})
     flux: Any = longspan.parallelize(make_model("FluxTransformer2DModel"), sp)
@@ -681,13 +650,6 @@ def test_refused_models() -> None:
     with pytest.raises(LongspanError, match="is parallelized already"):
         longspan.parallelize(model, sp)
     with pytest.raises(LongspanError, match=r"copy.deepcopy of a parallelized model would share"):
-        copy.deepcopy(model)
-
-
-def test_a_copy_on_one_rank_is_refused() -> None:
-    """Its attention would use the original's weights."""
-    model: Any = longspan.parallelize(make_model("WanTransformer3DModel"), _sharding(ulysses=1))
-    with pytest.raises(LongspanError, match=r"copy the model before longspan.parallelize"):
         copy.deepcopy(model)
 
 
