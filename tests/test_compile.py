@@ -19,7 +19,7 @@ import longspan
 from longspan import LongspanError, Memory, exchange
 from tests.choose import confirming
 from tests.models import Truth, batch, build, check_gradients, check_loss, gradients, needs_mixers, truth_of
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 from tests.tolerance import excess
 
 
@@ -163,7 +163,8 @@ def test_compile_layers_errors() -> None:
         longspan.compile_layers(model, fullgraph=True)
 
 
-def _compare_exchange() -> None:
+@on_ranks(2, timeout=120)
+def test_compiled_exchange() -> None:
     group: Any = dist.group.WORLD
     reshard = functools.partial(exchange.reshard, gather_dim=3, shard_dim=1)
     for function in (exchange.seq_to_heads, exchange.heads_to_seq, reshard):
@@ -174,7 +175,3 @@ def _compare_exchange() -> None:
         compiled = torch.compile(lambda x, f=function: f(x, group), fullgraph=True, backend="aot_eager")
         (ours,) = torch.autograd.grad((compiled(x) * w).sum(), x)
         assert torch.equal(ours, eager) and ours.abs().max() > 0
-
-
-def test_compiled_exchange(pool2: RankPool) -> None:
-    pool2.run(_compare_exchange, timeout=120)

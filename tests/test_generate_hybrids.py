@@ -24,7 +24,7 @@ from longspan.plan.models import shape_from_config
 from tests.choose import confirming
 from tests.generating import PROMPT, check_generated, each_row_alone, generated, made, parallelized, plain, prompt
 from tests.models import HYBRIDS
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 
 pytestmark = pytest.mark.skipif(not caches_give_states(), reason="needs transformers 5.24")
 
@@ -198,7 +198,8 @@ def test_a_token_sends_nothing(pool2: RankPool) -> None:
 # What is refused.
 
 
-def _refusals() -> None:
+@on_ranks(2)
+def test_refusals() -> None:
     model, _ = parallelized("Lfm2", 2, False)
     layer = r"layer model\.layers\.0\.conv"
     for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": made("Llama")}):
@@ -219,7 +220,3 @@ def _refusals() -> None:
     holes["attention_mask"][1, 20:24] = 0
     with pytest.raises(longspan.LongspanError, match="has zeros between the ones of a row"):
         model.generate(**holes, past_key_values=cache, max_new_tokens=2)
-
-
-def test_refusals(pool2: RankPool) -> None:
-    pool2.run(_refusals)

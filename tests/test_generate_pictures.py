@@ -15,7 +15,7 @@ from longspan.hf.vision import chunk_around, image_spans
 from tests.choose import confirming
 from tests.models import sharding
 from tests.pictures import FAMILIES, ROWS, Rows, batch, build, rows_for
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 
 
 def _prompt(family: str, rows: Rows | None = None, **more: Any) -> dict[str, torch.Tensor]:
@@ -203,7 +203,8 @@ def test_second_turn(pool2: RankPool, family: str, tmp_path: Path) -> None:
     pool2.run(_conversation, family, [first, second, _generated(build(family), whole)], tmp_path)
 
 
-def _refusals() -> None:
+@on_ranks(2)
+def test_refusals() -> None:
     model, prompt = longspan.parallelize(build("Qwen2_5_VL"), sharding(), fsdp=False), _prompt("Qwen2_5_VL")
     embedded = {key: x for key, x in prompt.items() if key != "input_ids"}
     with pytest.raises(longspan.LongspanError, match=r"`pixel_values` with `inputs_embeds`"):
@@ -221,7 +222,3 @@ def _refusals() -> None:
     grids = prompt["image_grid_thw"] * (1 + sharding().rank)  # transformers raises before the first forward
     with pytest.raises((longspan.LongspanError, RuntimeError), match=r"rank 1 failed: RuntimeError|^shape mismatch"):
         _generated(model, prompt | {"image_grid_thw": grids})
-
-
-def test_refusals(pool2: RankPool) -> None:
-    pool2.run(_refusals)

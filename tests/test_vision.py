@@ -27,7 +27,7 @@ from tests.pictures import (
     rows_for,
     truth_about,
 )
-from tests.pool import RankPool
+from tests.pool import RankPool, on_ranks
 
 
 def _run(family: str, ring: int, fsdp: bool, rows: Rows, side: str, truth: Truth) -> None:
@@ -256,7 +256,8 @@ def test_log_probabilities(pool2: RankPool) -> None:
 # What is refused.
 
 
-def _refusals() -> None:
+@on_ranks(2)
+def test_refusals() -> None:
     model, whole = longspan.parallelize(build("Qwen2_5_VL"), sharding()), batch("Qwen2_5_VL")
     other = dict(whole)
 
@@ -307,11 +308,8 @@ def _refusals() -> None:
         model(**other)
 
 
-def test_refusals(pool2: RankPool) -> None:
-    pool2.run(_refusals)
-
-
-def _one_replica_lacks_pixels() -> None:
+@on_ranks(2)
+def test_placeholders_without_pixels() -> None:
     sp = sharding(data=2)
     model, mine = longspan.parallelize(build("Qwen2_5_VL"), sp), batch("Qwen2_5_VL", IMAGES)
     if sp.data_rank:
@@ -322,11 +320,8 @@ def _one_replica_lacks_pixels() -> None:
         model(**mine)
 
 
-def test_placeholders_without_pixels(pool2: RankPool) -> None:
-    pool2.run(_one_replica_lacks_pixels)
-
-
-def _cached_tokens() -> None:
+@on_ranks(2)
+def test_cached_tokens_behind_pictures() -> None:
     """Positions behind pictures are not the number of tokens."""
     model = longspan.parallelize(build("Qwen2_5_VL"), sharding(), fsdp=False).eval()
     cache, whole = longspan.ShardedCache(model), batch("Qwen2_5_VL", ROWS[:1])
@@ -345,10 +340,6 @@ def _cached_tokens() -> None:
 def _with(whole: dict[str, Any], following: torch.Tensor) -> dict[str, Any]:
     ends = {"input_ids": following, "mm_token_type_ids": torch.zeros_like(following)}
     return {key: torch.cat([x, ends[key]], 1) if key in ends else x for key, x in whole.items()}
-
-
-def test_cached_tokens_behind_pictures(pool2: RankPool) -> None:
-    pool2.run(_cached_tokens)
 
 
 def _packed(family: str) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
@@ -415,7 +406,8 @@ def test_packed_images_see_themselves_only(pool2: RankPool) -> None:
     pool2.run(_packed_images, truth_of(build("Gemma3"), _adjacent_images()[0]))
 
 
-def _image_in_chunks() -> None:
+@on_ranks(2)
+def test_images_in_chunks_of_a_prompt() -> None:
     whole = batch("Gemma3", ((3, ("image", 1, 4, 4), 4, ("image", 1, 4, 4), 2),))
     del whole["labels"]
     ids, types, pixels = (whole[key] for key in ("input_ids", "token_type_ids", "pixel_values"))
@@ -435,11 +427,8 @@ def _image_in_chunks() -> None:
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_images_in_chunks_of_a_prompt(pool2: RankPool) -> None:
-    pool2.run(_image_in_chunks)
-
-
-def _tower_dropout() -> None:
+@on_ranks(2)
+def test_dropout_in_the_tower() -> None:
     whole = batch("Gemma3", SQUARE_ROWS)
     config = {**FAMILIES["Gemma3"]["vision_config"], "attention_dropout": 0.1}
     model = longspan.parallelize(build("Gemma3", vision_config=config), sharding(), fsdp=False)
@@ -453,11 +442,8 @@ def _tower_dropout() -> None:
     off.train()(**whole).loss.backward()
 
 
-def test_dropout_in_the_tower(pool2: RankPool) -> None:
-    pool2.run(_tower_dropout)
-
-
-def _tile_refusals() -> None:
+@on_ranks(2)
+def test_refusals_of_tiles_and_images() -> None:
     whole, sp = batch("LlavaOnevision", TILES["LlavaOnevision"]), sharding()
     model = longspan.parallelize(build("LlavaOnevision"), sp)
 
@@ -483,10 +469,6 @@ def _tile_refusals() -> None:
     text = {"input_ids": torch.arange(3, 9)[None], "token_type_ids": torch.tensor([[0, 1, 1, 0, 0, 0]])}
     with pytest.raises(longspan.LongspanError, match=r"`token_type_ids` marks tokens of images, which longspan.shard_"):
         gemma(**longspan.shard_batch(text, sp))
-
-
-def test_refusals_of_tiles_and_images(pool2: RankPool) -> None:
-    pool2.run(_tile_refusals)
 
 
 def test_units_are_balanced() -> None:
