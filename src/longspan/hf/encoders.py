@@ -163,7 +163,8 @@ class ImageEncoder(Encoder):
 
     def smallest(self, core: Any, device: torch.device) -> dict[str, Any]:
         vision = core.config.vision_config
-        sized = "image_sizes" in _required(core.get_image_features)
+        sizes = inspect.signature(core.get_image_features).parameters.get("image_sizes")
+        sized = sizes is not None and sizes.default is sizes.empty
         side = core.config.spatial_merge_size if sized else None
         height, width = _two(vision.image_size) if side is None else (side * size for size in _two(vision.patch_size))
         channels = getattr(vision, "num_channels", 3)
@@ -175,12 +176,6 @@ class ImageEncoder(Encoder):
 
 def _two(size: int | Sequence[int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[1])
-
-
-def _required(function: Any) -> set[str]:
-    """Return the names of the parameters without a default."""
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
 
 
 def llava_rows(core: Any, h: int, w: int, sized: bool) -> int:

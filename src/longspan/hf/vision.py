@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,25 +25,11 @@ PICTURE_KEYS = (
 """Batch keys that describe pictures. They are not sharded by tokens; the vision tower's stage consumes them."""
 
 
-def _internvl_rows(core: Any, h: int, w: int, sized: bool) -> int:
-    return int(h * w * core.config.downsample_ratio**2)
+def _images(rows: Callable[[Any, int, int, bool], int]) -> tuple[Encoder, ...]:
+    return (ImageEncoder("image", "pixel_values", "image_token_id", rows),)
 
 
-def _shuffled_rows(core: Any, h: int, w: int, sized: bool) -> int:
-    factor: int = core.config.downsample_factor
-    return h * w // factor**2
-
-
-def _gemma_rows(core: Any, h: int, w: int, sized: bool) -> int:
-    tokens: int = core.config.mm_tokens_per_image
-    return tokens
-
-
-def _mistral_rows(core: Any, h: int, w: int, sized: bool) -> int:
-    merge: int = core.config.spatial_merge_size
-    return (h // merge) * (w // merge)
-
-
+_SHUFFLED = _images(lambda core, h, w, sized: h * w // core.config.downsample_factor**2)
 _IMAGES = GridEncoder("image", "pixel_values", "image_token_id", "image_grid_thw")
 _QWEN2 = (_IMAGES, GridEncoder("video", "pixel_values_videos", "video_token_id", "video_grid_thw"))
 _QWEN3 = (_IMAGES, GridEncoder("video", "pixel_values_videos", "video_token_id", "video_grid_thw", frames_apart=True))
@@ -58,17 +45,19 @@ FAMILIES: dict[str, tuple[Encoder, ...]] = {
     "glm4v": _GLM,
     "glm4v_moe": _GLM,
     "glm46v": _GLM,
-    "llava": (ImageEncoder("image", "pixel_values", "image_token_id", llava_rows),),
-    "internvl": (ImageEncoder("image", "pixel_values", "image_token_id", _internvl_rows),),
-    "aya_vision": (ImageEncoder("image", "pixel_values", "image_token_id", _shuffled_rows),),
-    "cohere2_vision": (ImageEncoder("image", "pixel_values", "image_token_id", _shuffled_rows),),
-    "mistral3": (ImageEncoder("image", "pixel_values", "image_token_id", _mistral_rows),),
+    "llava": _images(llava_rows),
+    "internvl": _images(lambda core, h, w, sized: int(h * w * core.config.downsample_ratio**2)),
+    "aya_vision": _SHUFFLED,
+    "cohere2_vision": _SHUFFLED,
+    "mistral3": _images(
+        lambda core, h, w, sized: (h // core.config.spatial_merge_size) * (w // core.config.spatial_merge_size)
+    ),
     "llava_next": (TileEncoder("image", "pixel_values", "image_token_id"),),
     "llava_onevision": (
         TileEncoder("image", "pixel_values", "image_token_id"),
         PooledFrameEncoder("video", "pixel_values_videos", "video_token_id"),
     ),
-    "gemma3": (ImageEncoder("image", "pixel_values", "image_token_id", _gemma_rows),),
+    "gemma3": _images(lambda core, h, w, sized: core.config.mm_tokens_per_image),
 }
 """The modalities of each family that can be sharded, by its config's `model_type`."""
 

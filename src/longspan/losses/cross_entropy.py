@@ -14,6 +14,7 @@ Shape suffixes: T tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -130,16 +131,14 @@ class _DeferredLossSum(torch.autograd.Function):
         gradients = TileGradients(hidden_TD, by_name, ctx.needs_input_grad[4:])
         total = torch.zeros((), dtype=torch.float64, device=hidden_TD.device)
         rows = head_tile(logits.widest, hidden_TD.device.type == "cpu")
-        matmul = logits.is_matmul and gradients.needed
-        tile = (
-            _MatmulTile(logits.head, gradients, rows, len(hidden_TD))
-            if matmul
-            else _AutogradTile(logits, gradients, rows)
-        )
-        for start in range(0, len(labels_T), tile.rows):
-            span = slice(start, start + tile.rows)
+        add: Any = functools.partial(_add_autograd_tile, logits, gradients)
+        if logits.is_matmul and gradients.needed:
+            add = _MatmulTile(logits.head, gradients, rows, len(hidden_TD))
+            rows = add.rows
+        for start in range(0, len(labels_T), rows):
+            span = slice(start, start + rows)
             weights = None if weights_T is None else weights_T[span]
-            total += tile(span, hidden_TD[span], labels_T[span], weights, terms)
+            total += add(span, hidden_TD[span], labels_T[span], weights, terms)
         # Not by `save_for_backward`: the backward returns these buffers, so nothing else may hold them.
         ctx.gradients = [gradients.of_hidden, *gradients.of_parameters()]
         ctx.dtypes = [x.dtype for x in (hidden_TD, *parameters)]
@@ -156,34 +155,23 @@ class _DeferredLossSum(torch.autograd.Function):
         else:
             ctx.gradients = None
         pairs = zip(gradients, ctx.dtypes, strict=True)
-        return (
-            None,
-            None,
-            None,
-            None,
-            *(None if x is None else x.mul_(grads[0].to(x.dtype)).to(dtype) for x, dtype in pairs),
-        )
+        scaled = (None if x is None else x.mul_(grads[0].to(x.dtype)).to(dtype) for x, dtype in pairs)
+        return None, None, None, None, *scaled
 
 
-class _AutogradTile:
-    """A tile of any head; autograd computes the gradients."""
-
-    def __init__(self, logits: DeferredLogits, gradients: TileGradients, rows: int) -> None:
-        self.logits, self.gradients, self.rows = logits, gradients, rows
-
-    def __call__(
-        self, span: slice, hidden_TD: Tensor, labels_T: Tensor, weights_T: Tensor | None, terms: LossTerms
-    ) -> Tensor:
-        """Return the loss, and add the gradients."""
-        needed = self.gradients.needed
-        with torch.set_grad_enabled(needed):
-            x = self.gradients.leaf(hidden_TD)
-            tile = self.logits.compute(x, self.gradients.stand_ins)
-        shard = self.logits.head.vocab_shard
-        loss, grad_TV = _tile_loss(tile.detach(), labels_T, weights_T, terms, needed, shard=shard)
-        if grad_TV is not None:
-            self.gradients.add(span, x, [tile], [grad_TV.to(tile.dtype)])
-        return loss
+def _add_autograd_tile(
+    logits: DeferredLogits, gradients: TileGradients, span: slice, hidden_TD: Tensor, labels_T: Tensor,
+    weights_T: Tensor | None, terms: LossTerms,
+) -> Tensor:  # fmt: skip
+    """Return the loss of a tile of any head, and add the gradients, which autograd computes."""
+    with torch.set_grad_enabled(gradients.needed):
+        x = gradients.leaf(hidden_TD)
+        tile = logits.compute(x, gradients.stand_ins)
+    shard = logits.head.vocab_shard
+    loss, grad_TV = _tile_loss(tile.detach(), labels_T, weights_T, terms, gradients.needed, shard=shard)
+    if grad_TV is not None:
+        gradients.add(span, x, [tile], [grad_TV.to(tile.dtype)])
+    return loss
 
 
 class _MatmulTile:

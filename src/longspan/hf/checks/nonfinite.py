@@ -153,8 +153,9 @@ class _Watcher:
             at = name or type(module).__name__
             if self.head is not None and module is self.head.module:  # no module returns the logits of tiles
                 self.head.observer = functools.partial(self.look, "activation", f"the output of {at}")
-            self.handles.append(module.register_forward_pre_hook(self._before(at), with_kwargs=True))
-            self.handles.append(module.register_forward_hook(self._after(at)))
+            before, after = functools.partial(self._before, at), functools.partial(self._after, at)
+            self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            self.handles.append(module.register_forward_hook(after))
 
     def __exit__(self, *_: object) -> None:
         for handle in self.handles:
@@ -171,23 +172,17 @@ class _Watcher:
             if count:
                 self.first = self.order, NonFinite((), kind, tensor, (count, local.numel()))
 
-    def _before(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            for x in _tensors((args, kwargs)):
-                self.look("input", f"what goes into {name}", x)
-            for key, p in module.named_parameters(recurse=False):
-                # FSDP has gathered it: its gradient is this rank's part, before any sum.
-                self._on_gradient(p, f"the gradient of parameter {name}.{key}")
+    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        for x in _tensors((args, kwargs)):
+            self.look("input", f"what goes into {name}", x)
+        for key, p in module.named_parameters(recurse=False):
+            # FSDP has gathered it: its gradient is this rank's part, before any sum.
+            self._on_gradient(p, f"the gradient of parameter {name}.{key}")
 
-        return hook
-
-    def _after(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            for x in _tensors(output):
-                self.look("activation", f"the output of {name}", x)
-                self._on_gradient(x, f"the gradient of the output of {name}")
-
-        return hook
+    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        for x in _tensors(output):
+            self.look("activation", f"the output of {name}", x)
+            self._on_gradient(x, f"the gradient of the output of {name}")
 
     def _on_gradient(self, x: Tensor, tensor: str) -> None:
         if x.requires_grad and torch.is_grad_enabled():

@@ -96,20 +96,15 @@ def outer_groups(model: PreTrainedModel) -> tuple[nn.Module | None, list[nn.Modu
     """Return the groups outside the layers, before FSDP: the input embedding, None if it shares a weight with another
     module; final norm and head in the order in which they run, an empty list if they share one.
     """
-    embedding, head = model.get_input_embeddings(), _child_with(model, model.get_output_embeddings())
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    # A masked LM's head has more layers than the last matmul.
+    head = next((child for child in model.children() if output in child.modules()), None)
     tail = [] if head is None else [*final_norm(model), head]
     if not isinstance(embedding, nn.Module) or _shares(embedding, model):
         embedding = None
     if tail and (_shares(nn.ModuleList(tail), model) or any(decoder_layers(module) for module in tail)):
         tail = []
     return embedding, tail
-
-
-def _child_with(model: nn.Module, inside: nn.Module | None) -> nn.Module | None:
-    """Return the model's child that contains a module: a masked LM's head has more layers than the last matmul."""
-    if inside is None:
-        return None
-    return next((child for child in model.children() if any(module is inside for module in child.modules())), None)
 
 
 def _shares(module: nn.Module, model: nn.Module) -> bool:

@@ -5,6 +5,7 @@ each weight in the backward.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -90,7 +91,7 @@ class GradientSum:
         self.deferred = False
         self.pending: dict[nn.Parameter, Tensor] = {}
         for p in self.parameters:
-            p.register_hook(self._before_accumulation(p))
+            p.register_hook(functools.partial(self._before_accumulation, p))
 
     def check(self, model: nn.Module) -> None:
         """Raise if a parameter was added or unfrozen after `parallelize`."""
@@ -101,15 +102,12 @@ class GradientSum:
                     f"the ranks; parallelize the model afterwards (PEFT first, then longspan.parallelize)"
                 )
 
-    def _before_accumulation(self, p: nn.Parameter) -> Any:
-        def hook(grad: Tensor) -> None:
-            if not self.fresh:
-                when_backward_ends(self._finish)
-            if p not in self.fresh:
-                self.fresh.add(p)
-                self._set_aside(p)
-
-        return hook
+    def _before_accumulation(self, p: nn.Parameter, grad: Tensor) -> None:
+        if not self.fresh:
+            when_backward_ends(self._finish)
+        if p not in self.fresh:
+            self.fresh.add(p)
+            self._set_aside(p)
 
     def forget_unfinished(self) -> None:
         """Restore the gradients that a backward set aside before it raised."""
