@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from longspan.comm.objects import on_every_rank
 from longspan.compat.transformers_api import set_checkpointing
 from longspan.core.errors import LongspanError
-from longspan.core.memory import FASTEST, Memory
+from longspan.core.memory import Memory
 from longspan.core.tile_sizes import layers_held, layers_per_checkpoint, mlp_rows, norm_rows
 from longspan.core.validation import checked_call
 from longspan.hf.experts import most_tiles
@@ -25,7 +25,7 @@ from longspan.hf.state import state_of
 from longspan.hf.support import attention_layers, decoder_layers, draws, final_norm, mixer_layers
 from longspan.hf.vision import tower_blocks
 from longspan.memory.activations import NormedLinear, RecomputedActivations
-from longspan.memory.checkpointing import COMPILED, CheckpointedLayer, LayerCall, LayerGroups, forward_of
+from longspan.memory.checkpointing import COMPILED, CheckpointedLayer, LayerGroups, forward_of
 from longspan.memory.offload import store_for
 from longspan.memory.offload.store import Store
 from longspan.memory.tiles import Tiled
@@ -83,7 +83,10 @@ class MemoryManager(Stage):
             self.norms = [Tiled(norm, modules.names[norm], norm_rows, cheap=True) for norm in modules.norms]
             self.linears = [NormedLinear(m) for layer in self.layers for m in layer.modules() if type(m) is nn.Linear]
         if memory.checkpointing != "none" and not self.checkpointed:
-            self.checkpointed = [self._checkpointed(layer) for layer in self.layers]
+            self.checkpointed = [
+                CheckpointedLayer(layer, _bindings(layer), self.groups, draws=any(map(draws, layer.modules())))
+                for layer in self.layers
+            ]
 
     def _tiled(self, mlp: nn.Module) -> Tiled:
         width = max(max(p.shape[-2:]) for p in mlp.parameters() if p.dim() > 1)
@@ -93,16 +96,6 @@ class MemoryManager(Stage):
 
         drawing, agree = any(map(draws, mlp.modules())), functools.partial(most_tiles, mlp)
         return Tiled(mlp, self.modules.names[mlp], rows, draws=drawing, agree=agree)
-
-    def _checkpointed(self, layer: nn.Module) -> CheckpointedLayer:
-        bindings = _bindings(layer)
-
-        def bind(call: LayerCall | None) -> None:
-            for binding in bindings:
-                binding.layer_call = call
-
-        drawing = any(map(draws, layer.modules()))
-        return CheckpointedLayer(layer, FASTEST, None, bind, draws=drawing, groups=self.groups)
 
     # --- one forward
 

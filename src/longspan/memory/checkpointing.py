@@ -24,9 +24,9 @@ from torch.utils.checkpoint import checkpoint
 
 from longspan.compat.torch_api import graph_is_kept, not_compiled, version_of
 from longspan.core.errors import LongspanError
+from longspan.core.memory import FASTEST, Memory
 
 if TYPE_CHECKING:
-    from longspan.core.memory import Memory
     from longspan.memory.offload.store import Store
 
 
@@ -149,25 +149,16 @@ def forward_of(layer: nn.Module) -> Callable[..., Any]:
 
 
 class CheckpointedLayer:
-    """Replaces a layer's `forward` by one that saves its input only. Hooks around its call, FSDP's among them, run
-    outside.
+    """Replaces a layer's `forward` by one that saves its input only. Hooks around its call, FSDP's too, run outside.
 
-    `bind` is called with the `LayerCall` that saves what the layer's attentions compute, and with None after the call.
-    `draws`: whether the layer draws random numbers, which must be the same when it is recomputed.
+    While it runs, each of its `attentions` has the `LayerCall` that saves what it computes as `layer_call`. `draws`:
+    whether the layer draws random numbers, which must be the same when it is recomputed.
     """
 
-    def __init__(
-        self,
-        layer: nn.Module,
-        memory: Memory,
-        store: Store | None,
-        bind: Callable[[LayerCall | None], None],
-        *,
-        draws: bool,
-        groups: LayerGroups | None = None,
-    ) -> None:
-        self.layer, self.memory, self.store, self.bind, self.draws = layer, memory, store, bind, draws
-        self.groups = groups or LayerGroups()
+    def __init__(self, layer: nn.Module, attentions: Sequence[Any], groups: LayerGroups, *, draws: bool) -> None:
+        self.layer, self.attentions, self.groups, self.draws = layer, attentions, groups, draws
+        self.memory: Memory = FASTEST
+        self.store: Store | None = None
         self._checkpointed = not_compiled(self._checkpoint)  # a compiler breaks its graph here
         layer.forward = self  # on the instance, so that hooks around `__call__` still run
 
@@ -179,6 +170,10 @@ class CheckpointedLayer:
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         return forward_of(self.layer)(self.layer, *args, **kwargs)
+
+    def bind(self, call: LayerCall | None) -> None:
+        for attention in self.attentions:
+            attention.layer_call = call
 
     def _checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         if self.store is not None:
