@@ -161,10 +161,7 @@ def _plain(x: Any) -> Any:
     if packed:
         codes_shape = (shape[0], shape[1] * block // 2)
         codes = codes.view(-1, codes_shape[1])
-    return {
-        "codes": _like(x, codes, codes_shape),
-        "scale": _like(x, local.scale.view(-1, shape[1]), shape),
-    }
+    return {"codes": _like(x, codes, codes_shape), "scale": _like(x, local.scale.view(-1, shape[1]), shape)}
 
 
 def _scale_shape(x: Tensor, block: int) -> tuple[int, int] | None:

@@ -384,11 +384,7 @@ class AutoMemory:
                 dist.all_reduce(least, op=dist.ReduceOp.MIN)
             self.hardware = hardware_of(sp.device, float(least))
         job = dataclasses.replace(
-            self.job,
-            context=length,
-            batch=rows * sp.data_size,
-            documents=documents,
-            pictures=self._pictures(largest),
+            self.job, context=length, batch=rows * sp.data_size, documents=documents, pictures=self._pictures(largest)
         )
         mesh = Mesh(sp.data_size, sp.ring_size, sp.ulysses_size, sp.tensor_size)
         chosen = choose_memory(self.shape, job, mesh, self.hardware, self.tuning.fixed(fixed))

@@ -277,12 +277,7 @@ def _scaled(x: Tensor, labels_T: Tensor, weights_T: Tensor | None) -> Tensor:
 
 
 def _to_gradient(
-    p_TV: Tensor,
-    labels_T: Tensor,
-    scale_T: Tensor,
-    lse_T: Tensor,
-    terms: LossTerms,
-    shard: VocabShard | None = None,
+    p_TV: Tensor, labels_T: Tensor, scale_T: Tensor, lse_T: Tensor, terms: LossTerms, shard: VocabShard | None = None
 ) -> None:
     """Turn probabilities, in place, into the gradient of each token's loss by its logits, times `scale_T`."""
     p_TV.mul_((scale_T if not terms.z_loss else scale_T * (1 + 2 * terms.z_loss * lse_T))[:, None])

@@ -79,11 +79,7 @@ the sum of squared probabilities. As extras none has a gradient, so that the bac
 
 
 def _results(
-    logits_TV: Tensor,
-    labels_T: Tensor,
-    entropy: bool,
-    extras: tuple[str, ...] = (),
-    shard: VocabShard | None = None,
+    logits_TV: Tensor, labels_T: Tensor, entropy: bool, extras: tuple[str, ...] = (), shard: VocabShard | None = None
 ) -> tuple[Tensor, ...]:
     """Return log p(label), the entropy if requested, and the extras of a tile, each `[T]`."""
     counts, dtype = labels_T != IGNORE, torch.promote_types(logits_TV.dtype, torch.float32)

@@ -350,11 +350,7 @@ def _tiled_gradients(
     """Return the gradients of the input and of each trained parameter from those of the outputs."""
     trained = tiled.trained()
     gradients = TileGradients(
-        hidden.flatten(0, 1),
-        trained,
-        needs_grad,
-        dtype=None if source is None else source.dtype,
-        wide=tiles > 1,
+        hidden.flatten(0, 1), trained, needs_grad, dtype=None if source is None else source.dtype, wide=tiles > 1
     )
     grads = tuple(None if g is None else g.contiguous() for g in grads)  # one copy here, not one per tile
     for span, tile in _tiles(hidden, tiles):

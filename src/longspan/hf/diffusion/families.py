@@ -239,11 +239,7 @@ FAMILIES = {
         attention=("transformer_blocks.*.attn1",),
         processors=("CogVideoXAttnProcessor2_0",),
         streams=("encoder_hidden_states", "hidden_states"),
-        plan={
-            "": {"image_rotary_emb": Split(0, 2)},
-            "transformer_blocks.0": _HIDDEN_AND_TEXT,
-            "proj_out": Join(1),
-        },
+        plan={"": {"image_rotary_emb": Split(0, 2)}, "transformer_blocks.0": _HIDDEN_AND_TEXT, "proj_out": Join(1)},
     ),
     "HunyuanVideoTransformer3DModel": Family(
         inputs=_hunyuan_video,

@@ -187,8 +187,7 @@ def check_ids(model: PreTrainedModel, batch: Mapping[str, Any], traits: ModelTra
         wrong = (ids < 0) | (ids >= size)
         if bool(wrong.any()):
             raise LongspanError(
-                f"`input_ids` holds {int(ids[wrong][0])}, the vocabulary has {size} ids: 0 to {size - 1}",
-                code="LS302",
+                f"`input_ids` holds {int(ids[wrong][0])}, the vocabulary has {size} ids: 0 to {size - 1}", code="LS302"
             )
     types, positions = batch.get("token_type_ids"), batch.get("position_ids")
     if isinstance(types, Tensor) and types.numel():

@@ -31,15 +31,7 @@ from longspan.hf.encoders import Encoder, Units
 from longspan.hf.forward.kv_cache import CachedInfo
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.support import draws
-from longspan.hf.vision import (
-    ENCODER_OUTPUTS,
-    PICTURE_KEYS,
-    PIXEL_KEYS,
-    core_of,
-    rows_of,
-    tower_modules,
-    with_rows,
-)
+from longspan.hf.vision import ENCODER_OUTPUTS, PICTURE_KEYS, PIXEL_KEYS, core_of, rows_of, tower_modules, with_rows
 
 if TYPE_CHECKING:
     from longspan.hf.state import ParallelState
