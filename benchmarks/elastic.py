@@ -30,7 +30,7 @@ import torch.distributed as dist
 import transformers
 
 import longspan
-from longspan.bench.config import BenchConfig
+from longspan.bench import BenchConfig
 from longspan.bench.hardware import as_toml, measure_hardware
 from longspan.core.parallel import ParallelConfig
 from longspan.data.packing import best_fit
