@@ -39,7 +39,7 @@ from longspan.hf.support import (
     refuse_dropout,
     transformers_model,
 )
-from longspan.hf.tensor_parallel.plan import STYLES, TensorPlan, TensorStyle, tensor_plan
+from longspan.hf.tensor_parallel.plan import STYLES, TensorPlan, TensorStyle
 from longspan.hf.vision import core_of
 from longspan.hf.weights.fsdp import check_cpu_offload
 from longspan.hf.weights.quantized import check_quantized
@@ -106,7 +106,7 @@ def check_alone(model: nn.Module, sp: SequenceSharding, options: ParallelizeOpti
     plan = None
     if sp.tensor_size > 1:
         _refuse_tensor_axis(inner, sp)
-        plan = tensor_plan(inner, sp.tensor_size, sp.tensor_rank, options.tensor_style, sp.size)
+        plan = TensorPlan(inner, sp.tensor_size, sp.tensor_rank, options.tensor_style, sp.size)
         if memory.head_loss != "tiled":
             raise LongspanError(
                 f"head_loss={memory.head_loss!r} does not support a vocabulary sharded over `tensor={sp.tensor_size}`; "
@@ -169,7 +169,7 @@ def check_axes(make: Callable[[], PreTrainedModel], parallel: ParallelConfig, *,
         return
     model = transformers_model(make())
     if parallel.tensor > 1:
-        tensor_plan(model, parallel.tensor, 0, parallel.tensor_style, parallel.sequence_ranks)
+        TensorPlan(model, parallel.tensor, 0, parallel.tensor_style, parallel.sequence_ranks)
     plan_experts(model, parallel.experts, ranks=parallel.fsdp_ranks, tensor=parallel.tensor, fsdp=fsdp)
 
 

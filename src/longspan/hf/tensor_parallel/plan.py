@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import dataclass, field
 from typing import Literal, NoReturn
 
 from torch import Tensor, nn
@@ -62,53 +61,43 @@ _OF_KV = ("k_proj", "v_proj", "k_norm")
 """Weights of attention with entries per KV head; the others have entries per query head."""
 
 
-@dataclass
 class TensorPlan:
-    """How `TensorParallel` changes a model."""
-
-    rules: dict[str, Rule] = field(default_factory=dict)  # of every parameter, by name
-    # Modules between collectives: "attention" or "mlp" (with shards of weights), "moe" (with my tokens).
-    regions: dict[str, str] = field(default_factory=dict)
-    experts: list[str] = field(default_factory=list)  # modules of which each rank holds some experts
-    adapted: list[str] = field(default_factory=list)  # PEFT's modules around them, whose forwards read the weights
-    # Norms over the queries or keys of all heads, with the weight of each of my entries in the mean: 1 over the number
-    # of ranks that hold it.
-    norms: dict[str, list[float]] = field(default_factory=dict)
-    heads: tuple[HeadShard, ...] = ()  # of each rank
-    fused: list[str] = field(default_factory=list)  # layers with a fused projection, which must know this rank's heads
-
-
-def tensor_plan(model: PreTrainedModel, size: int, rank: int, style: TensorStyle, others: int = 1) -> TensorPlan:
-    """Plan the shards of each weight for one rank of a tensor group; nothing is changed.
+    """How `TensorParallel` changes a model, on one rank of a tensor group; nothing is changed yet.
 
     `others`: ranks of the sequence group, for the mesh that an error suggests.
     """
-    return _Planner(model, size, rank, style, others).plan()
 
-
-class _Planner:
-    def __init__(self, model: PreTrainedModel, size: int, rank: int, style: TensorStyle, others: int) -> None:
+    def __init__(self, model: PreTrainedModel, size: int, rank: int, style: TensorStyle, others: int = 1) -> None:
         self.model, self.size, self.rank, self.style, self.others = model, size, rank, style, others
         self.name = type(model).__name__
         self.modules = dict(model.named_modules())
         self.names = {module: name for name, module in self.modules.items()}
         self.attention = attention_layers(model)
-        self.made = TensorPlan()
+        self.rules = dict[str, Rule]()  # of every parameter, by name
+        # Modules between collectives: "attention" or "mlp" (with shards of weights), "moe" (with my tokens).
+        self.regions = dict[str, str]()
+        self.experts = list[str]()  # modules of which each rank holds some experts
+        self.adapted = list[str]()  # PEFT's modules around them, whose forwards read the weights
+        # Norms over the queries or keys of all heads, with the weight of each of my entries in the mean: 1 over the
+        # number of ranks that hold it.
+        self.norms = dict[str, list[float]]()
+        self.heads: tuple[HeadShard, ...] = ()  # of each rank
+        self.fused = list[str]()  # layers with a fused projection, which must know this rank's heads
+        self._plan()
 
-    def plan(self) -> TensorPlan:
+    def _plan(self) -> None:
         styles = self._styles()
         self._check_heads()
         for path, style in styles.items():
             if style == _EXPERTS:
                 self._experts(path)
-        inside = tuple(f"{path}." for path, kind in self.made.regions.items() if kind == "moe")
+        inside = tuple(f"{path}." for path, kind in self.regions.items() if kind == "moe")
         for path, style in styles.items():
             if style in ("colwise", "rowwise") and not path.startswith(inside):
                 self._linear(path, style)
         self._check_regions(styles)
         self._vocabulary()
         self._rest(styles, inside)
-        return self.made
 
     def _styles(self) -> dict[str, str]:
         """Return the style of every module that the plan names."""
@@ -140,8 +129,8 @@ class _Planner:
     def _check_heads(self) -> None:
         self.q_heads, self.kv_heads = heads_of(self.model.config)
         self.model_type: str = self.model.config.get_text_config().model_type
-        self.made.heads = split_groups(self.q_heads, self.kv_heads, self.size)
-        if not all(shard.q_heads for shard in self.made.heads):
+        self.heads = split_groups(self.q_heads, self.kv_heads, self.size)
+        if not all(shard.q_heads for shard in self.heads):
             self._refuse_size("query heads", self.q_heads, even=False)
         for path, layer in self.attention.items():
             own = getattr(layer, "num_key_value_heads", self.kv_heads), getattr(layer, "num_heads", self.q_heads)
@@ -155,7 +144,7 @@ class _Planner:
         if width % count:
             self._refuse(f"{path} has {width} features, not a multiple of its {count} heads")
         each = width // count
-        heads = [(h.kv_start, h.kv_stop) if kv else (h.q_start, h.q_stop) for h in self.made.heads]
+        heads = [(h.kv_start, h.kv_stop) if kv else (h.q_start, h.q_stop) for h in self.heads]
         return Parts(width, tuple(((start * each, stop * each),) for start, stop in heads))
 
     def _of_features(self, path: str, width: int) -> Parts:
@@ -175,7 +164,7 @@ class _Planner:
         each = width // (self.q_heads + 2 * self.kv_heads)
         if each * (self.q_heads + 2 * self.kv_heads) != width:
             self._refuse(f"{path} has {width} features, not as many as its queries, keys and values")
-        self.made.fused.append(path.rpartition(".")[0])
+        self.fused.append(path.rpartition(".")[0])
         counts = {"q_proj": self.q_heads, "k_proj": self.kv_heads, "v_proj": self.kv_heads}
         return _concatenated([self._of_heads(path, each * count, name) for name, count in counts.items()])
 
@@ -198,7 +187,7 @@ class _Planner:
             bias = Rule(partial=True, first=True)
             self._rule(base, at, weight=rule, bias=bias)
             self._adapters(module, path, rule, Rule(partial=True), bias)
-        self.made.regions[owner] = "attention" if attends else "mlp"
+        self.regions[owner] = "attention" if attends else "mlp"
 
     def _shard(self, parts: Parts, dim: int, path: str) -> Rule:
         """Return the rule of a weight of which each rank computes with its `parts` of `dim`."""
@@ -210,7 +199,7 @@ class _Planner:
 
     def _rule(self, module: nn.Module, path: str, **rules: Rule) -> None:
         for name, _ in module.named_parameters(recurse=False):
-            self.made.rules[f"{path}.{name}"] = rules[name]
+            self.rules[f"{path}.{name}"] = rules[name]
 
     def _adapters(self, module: nn.Module, path: str, a: Rule, b: Rule, bias: Rule) -> None:
         """Shard LoRA with its layer: B A x is linear in both, so shards of either give parts of the sum."""
@@ -222,18 +211,18 @@ class _Planner:
             if kind not in ("lora_A", "lora_B") or own not in ("weight", "bias") or p.dim() != (own == "weight") + 1:
                 self._refuse(f"layer {path} has the adapter weight {name}; only LoRA's A and B can be sharded with it")
             rule = a if kind == "lora_A" else bias if own == "bias" else b
-            self.made.rules[f"{path}.{name}"] = rule
+            self.rules[f"{path}.{name}"] = rule
 
     def _check_regions(self, styles: dict[str, str]) -> None:
         """Raise unless every attention and MLP has a column-wise first and a row-wise last matmul."""
-        for path in self.made.regions:
-            if self.made.regions[path] == "moe":
+        for path in self.regions:
+            if self.regions[path] == "moe":
                 continue
             own = {style for name, style in styles.items() if name.rpartition(".")[0] == path}
             if not {"colwise", "rowwise"} <= own:
                 self._refuse(f"the plan of layer {path} lacks a colwise or a rowwise matmul (it has {sorted(own)})")
         for path in self.attention:
-            if path not in self.made.regions:
+            if path not in self.regions:
                 self._refuse(f"its plan lacks the attention layer {path}")
 
     def _experts(self, path: str) -> None:
@@ -253,9 +242,9 @@ class _Planner:
         for adapter in adapters.items():
             self._expert_adapter(*adapter, count)
         if adapters:
-            self.made.adapted.append(path)
-        self.made.regions[owner] = "moe"
-        self.made.experts.append(at)
+            self.adapted.append(path)
+        self.regions[owner] = "moe"
+        self.experts.append(at)
 
     def _expert_adapter(self, path: str, adapter: nn.Module, count: int) -> None:
         """Shard LoRA on the weights of all experts: A's rows are ordered by expert, B's columns by LoRA rank."""
@@ -275,7 +264,7 @@ class _Planner:
                 tuple((i * count + start * each, i * count + stop * each) for i in range(blocks))
                 for start, stop in spans
             ]
-            self.made.rules[f"{path}.{name}"] = self._shard(Parts(p.shape[dim], tuple(parts)), dim, path)
+            self.rules[f"{path}.{name}"] = self._shard(Parts(p.shape[dim], tuple(parts)), dim, path)
 
     def _vocabulary(self) -> None:
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
@@ -294,23 +283,23 @@ class _Planner:
     def _rest(self, styles: dict[str, str], moe: tuple[str, ...]) -> None:
         """Add the weights that no style names: replicated, except sinks and norms over all heads."""
         decoder = f"{self.names[decoder_of(self.model)]}."
-        tied = {id(self.model.get_parameter(name)) for name in self.made.rules}
+        tied = {id(self.model.get_parameter(name)) for name in self.rules}
         for name, p in self.model.named_parameters():
             owner, _, own = name.rpartition(".")
-            if name in self.made.rules or id(p) in tied:
+            if name in self.rules or id(p) in tied:
                 continue
-            region = next((x for x in self.made.regions if name.startswith(f"{x}.")), None)
+            region = next((x for x in self.regions if name.startswith(f"{x}.")), None)
             if region is None or name.startswith(moe):
                 of_tokens = self.style == "megatron-sp" and name.startswith(decoder)
-                self.made.rules[name] = Rule(partial=of_tokens or region is not None)
+                self.rules[name] = Rule(partial=of_tokens or region is not None)
             elif own == "sinks" and owner == region and tuple(p.shape) == (self.q_heads,):
-                self.made.rules[name] = self._shard(self._of_heads(name, self.q_heads), 0, owner)
+                self.rules[name] = self._shard(self._of_heads(name, self.q_heads), 0, owner)
             elif any(style == _GRADIENT and name.startswith(f"{path}.") for path, style in styles.items()):
-                self.made.rules[name] = Rule(partial=True)
+                self.rules[name] = Rule(partial=True)
             elif self._normalizes_all_heads(owner, region):
                 parts = self._of_heads(owner, p.numel())
-                self.made.rules[name] = self._shard(parts, 0, owner)
-                self.made.norms[owner] = _weights(parts, self.rank)
+                self.rules[name] = self._shard(parts, 0, owner)
+                self.norms[owner] = _weights(parts, self.rank)
             else:
                 self._refuse(f"its plan lacks {name}")
         for module in self.model.modules():
