@@ -22,7 +22,7 @@ from longspan.generate import score
 from longspan.generate.config import GenerateConfig
 from longspan.generate.score import ScoreConfig
 from longspan.hf.experts import ExpertLayout
-from longspan.hf.preconditions import ParallelizeOptions, check_alone
+from longspan.hf.preconditions import Checked, ParallelizeOptions
 from longspan.ranks import launch
 from longspan.train import TrainConfig
 from longspan.train.optimizer import make_optimizer
@@ -403,7 +403,7 @@ def _refusal(model: Any, mesh: dict[str, int], **options: Any) -> str:
     for size in mesh.values():
         ranks *= size
     with fake_world(0, ranks), pytest.raises(LongspanError) as error:
-        check_alone(model, on_mesh(mesh), ParallelizeOptions(**options))
+        Checked(model, on_mesh(mesh), ParallelizeOptions(**options))
     return str(error.value)
 
 
@@ -443,4 +443,4 @@ def test_experts_that_are_called_in_another_way_are_refused() -> None:
 
 def test_auto_leaves_a_dense_model_alone() -> None:
     with fake_world(0, 2):
-        assert check_alone(build("Llama"), on_mesh({"ulysses": 2}), ParallelizeOptions(experts="auto")).experts is None
+        assert Checked(build("Llama"), on_mesh({"ulysses": 2}), ParallelizeOptions(experts="auto")).experts is None

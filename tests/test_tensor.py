@@ -14,7 +14,7 @@ import longspan
 from longspan import LongspanError
 from longspan.comm.tensor import TensorGroup
 from longspan.core.memory import Memory
-from longspan.hf.preconditions import ParallelizeOptions, check_alone
+from longspan.hf.preconditions import Checked, ParallelizeOptions
 from tests.choose import confirming
 from tests.fakes import fake_world
 from tests.models import (
@@ -177,7 +177,7 @@ def _refusal(model: Any, tensor: int, others: int = 1, **options: Any) -> str:
     with fake_world(0, tensor * others):
         sp = on_mesh({"tensor": tensor, "ulysses": others})
         with pytest.raises(LongspanError) as error:
-            check_alone(model, sp, ParallelizeOptions(**options))
+            Checked(model, sp, ParallelizeOptions(**options))
     return str(error.value)
 
 

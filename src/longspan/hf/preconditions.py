@@ -26,7 +26,7 @@ from longspan.core.heads import HeadShard, split_groups, split_heads
 from longspan.core.memory import FASTEST, Memory, MemoryLevel, memory_of
 from longspan.core.parallel import ParallelConfig
 from longspan.core.validation import check_choice, check_flag, format_value
-from longspan.hf.experts import ExpertPlan, plan_experts
+from longspan.hf.experts import plan_experts
 from longspan.hf.memory_options import MemoryModules
 from longspan.hf.planning import AutoMemory
 from longspan.hf.state import is_parallelized
@@ -44,7 +44,6 @@ from longspan.hf.vision import core_of
 from longspan.hf.weights.fsdp import check_cpu_offload
 from longspan.hf.weights.quantized import check_quantized
 from longspan.memory.offload import store_for
-from longspan.memory.offload.store import Store
 from longspan.plan.models import plans_tower
 
 
@@ -67,65 +66,55 @@ class ParallelizeOptions:
     experts: Experts = 1
 
 
-@dataclass(frozen=True)
-class Checked:
-    """What the checks of `parallelize` return."""
-
-    model: PreTrainedModel
-    memory: Memory  # with `memory="auto"` the options before the first batch
-    modules: MemoryModules
-    store: Store | None  # of offloaded activations
-    auto: AutoMemory | None
-    tensor_plan: TensorPlan | None  # None if the tensor axis has size 1
-    shards_weights: bool  # by FSDP
-    experts: ExpertPlan | None  # None if experts are sharded as other weights
-    sums_gradients: bool  # after each backward, as all ranks hold all weights
-
-
 def check_on_every_rank(model: nn.Module, sp: SequenceSharding, options: ParallelizeOptions) -> Checked:
     """Check model and options on this rank, then compare them over all ranks. Collective."""
 
     def check() -> tuple[Checked, dict[str, str], dict[str, int]]:
-        checked = check_alone(model, sp, options)
+        checked = Checked(model, sp, options)
         return checked, facts_of(model, sp, options), consistency.digests_to_compare(model, sp, options.weights)
 
     return consistency.check_on_every_rank(sp, check)
 
 
-def check_alone(model: nn.Module, sp: SequenceSharding, options: ParallelizeOptions) -> Checked:
-    """Check what one rank can check by itself."""
-    inner = transformers_model(model)
-    if is_parallelized(inner):
-        raise LongspanError(f"{type(inner).__name__} is parallelized already; a model is given to parallelize once")
-    memory = FASTEST if options.memory == "auto" else memory_of(options.memory)
-    shards_weights = sp.shards_weights(fsdp=options.fsdp, cpu_offload=memory.cpu_offload)
-    _check_options(options, sp, shards_weights)
-    _check_parameters(inner, options)
-    check_quantized(inner, sp, options.mp_policy, memory, shards_weights)
-    modules = _check_structure(inner, sp.device, sp.ring_size, options.kernel, memory, fsdp=options.fsdp)
-    plan = None
-    if sp.tensor_size > 1:
-        _refuse_tensor_axis(inner, sp)
-        plan = TensorPlan(inner, sp.tensor_size, sp.tensor_rank, options.tensor_style, sp.size)
-        if memory.head_loss != "tiled":
-            raise LongspanError(
-                f"head_loss={memory.head_loss!r} does not support a vocabulary sharded over `tensor={sp.tensor_size}`; "
-                "use 'tiled'"
-            )
-    experts = plan_experts(inner, options.experts, ranks=sp.world_size, tensor=sp.tensor_size, fsdp=options.fsdp)
-    heads_of_ranks(inner, sp)
-    auto = None
-    if options.memory == "auto":
-        if core_of(inner) is not None and not plans_tower(inner.config.model_type):
-            raise LongspanError(
-                f"memory='auto' does not know what the vision tower of {type(inner).__name__} needs; use 'fastest', "
-                f"'longest' or a longspan.Memory"
-            )
-        auto = AutoMemory(inner, sp, options.fsdp, options.mp_policy, options.tensor_style, options.experts)
-    check_cpu_offload(sp.device, memory.cpu_offload)
-    store = store_for(memory, sp.device)
-    sums_gradients = not options.fsdp and sp.world_size > 1
-    return Checked(inner, memory, modules, store, auto, plan, shards_weights, experts, sums_gradients)
+class Checked:
+    """What one rank can check by itself, and what the checks find."""
+
+    def __init__(self, model: nn.Module, sp: SequenceSharding, options: ParallelizeOptions) -> None:
+        self.model = inner = transformers_model(model)
+        if is_parallelized(inner):
+            raise LongspanError(f"{type(inner).__name__} is parallelized already; a model is given to parallelize once")
+        # With `memory="auto"` the options before the first batch.
+        self.memory = memory = FASTEST if options.memory == "auto" else memory_of(options.memory)
+        self.shards_weights = sp.shards_weights(fsdp=options.fsdp, cpu_offload=memory.cpu_offload)
+        self.sums_gradients = not options.fsdp and sp.world_size > 1  # after each backward: all ranks hold all weights
+        _check_options(options, sp, self.shards_weights)
+        _check_parameters(inner, options)
+        check_quantized(inner, sp, options.mp_policy, memory, self.shards_weights)
+        self.modules = _check_structure(inner, sp.device, sp.ring_size, options.kernel, memory, fsdp=options.fsdp)
+        self.tensor_plan: TensorPlan | None = None
+        if sp.tensor_size > 1:
+            _refuse_tensor_axis(inner, sp)
+            self.tensor_plan = TensorPlan(inner, sp.tensor_size, sp.tensor_rank, options.tensor_style, sp.size)
+            if memory.head_loss != "tiled":
+                raise LongspanError(
+                    f"head_loss={memory.head_loss!r} does not support a vocabulary sharded over "
+                    f"`tensor={sp.tensor_size}`; use 'tiled'"
+                )
+        # None if experts are sharded as other weights.
+        self.experts = plan_experts(
+            inner, options.experts, ranks=sp.world_size, tensor=sp.tensor_size, fsdp=options.fsdp
+        )
+        heads_of_ranks(inner, sp)
+        self.auto: AutoMemory | None = None
+        if options.memory == "auto":
+            if core_of(inner) is not None and not plans_tower(inner.config.model_type):
+                raise LongspanError(
+                    f"memory='auto' does not know what the vision tower of {type(inner).__name__} needs; use "
+                    f"'fastest', 'longest' or a longspan.Memory"
+                )
+            self.auto = AutoMemory(inner, sp, options.fsdp, options.mp_policy, options.tensor_style, options.experts)
+        check_cpu_offload(sp.device, memory.cpu_offload)
+        self.store = store_for(memory, sp.device)  # of offloaded activations
 
 
 def _refuse_tensor_axis(model: PreTrainedModel, sp: SequenceSharding) -> None:
