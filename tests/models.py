@@ -373,11 +373,7 @@ def meshes(ranks: int) -> list[tuple[int, int, str]]:
 
 
 def compare(
-    truth: Truth,
-    model: Any,
-    whole: dict[str, Any],
-    sp: longspan.SequenceSharding,
-    mine: dict[str, Any] | None = None,
+    truth: Truth, model: Any, whole: dict[str, Any], sp: longspan.SequenceSharding, mine: dict[str, Any] | None = None
 ) -> None:
     """Assert equal loss, logits and gradients of a parallelized model, and one loss on all ranks.
 

@@ -175,19 +175,11 @@ Part = int | tuple[str, int, int, int]
 
 Rows = tuple[tuple[Part, ...], ...]
 
-ROWS: Rows = (
-    (3, ("image", 1, 4, 6), 4, ("video", 3, 4, 4), 3),
-    (9,),
-    (("image", 1, 8, 4), 1, ("image", 1, 2, 2), 5),
-)
+ROWS: Rows = ((3, ("image", 1, 4, 6), 4, ("video", 3, 4, 4), 3), (9,), (("image", 1, 8, 4), 1, ("image", 1, 2, 2), 5))
 IMAGES: Rows = (ROWS[2], (7, ("image", 1, 4, 4)), (12,))
 VIDEOS: Rows = ((2, ("video", 2, 4, 4), 3), (9,), (("video", 3, 2, 4), 4, ("video", 1, 4, 4), 1))
 
-SQUARE_ROWS: Rows = (
-    (3, ("image", 1, 4, 4), 4, ("image", 1, 8, 4), 2),
-    (9,),
-    (("image", 1, 4, 4), 1),
-)
+SQUARE_ROWS: Rows = ((3, ("image", 1, 4, 4), 4, ("image", 1, 8, 4), 2), (9,), (("image", 1, 4, 4), 1))
 
 TILES: dict[str, Rows] = {
     "LlavaNext": ((3, ("image", 1, 6, 8), 4), (9,), (("image", 1, 4, 4), 1, ("image", 1, 8, 4), 2)),

@@ -116,8 +116,7 @@ def test_a_tensor_changed_in_place_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("checkpointed", "family"),
-    each_value([False, True], ["Llama", "Gemma3Text", "Phi3", "Qwen3Moe", "GptOss", "GPT2"]),
+    ("checkpointed", "family"), each_value([False, True], ["Llama", "Gemma3Text", "Phi3", "Qwen3Moe", "GptOss", "GPT2"])
 )
 def test_every_family_bit_for_bit(family: str, checkpointed: bool) -> None:
     """Also under transformers' own checkpointing, whose hooks come first."""

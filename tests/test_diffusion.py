@@ -52,11 +52,7 @@ def _compare(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def _equals_one_process(
-    name: str,
-    fsdp: bool,
-    checkpointing: bool,
-    config: dict[str, Any] | None = None,
-    **changes: Any,
+    name: str, fsdp: bool, checkpointing: bool, config: dict[str, Any] | None = None, **changes: Any
 ) -> None:
     model: Any = make_model(name, **(config or {}))
     expected = run(copy.deepcopy(model), make_inputs(name) | changes)

@@ -76,11 +76,7 @@ def test_loss_and_gradients(
 ) -> None:
     monkeypatch.setattr("longspan.losses.cross_entropy.head_tile", lambda *_: 7)  # tiles that do not end with rows
     found = []
-    for compute, dtype in (
-        (loss_sum, torch.float32),
-        (_plain_loss, torch.float32),
-        (_plain_loss, torch.float64),
-    ):
+    for compute, dtype in ((loss_sum, torch.float32), (_plain_loss, torch.float32), (_plain_loss, torch.float64)):
         module, hidden, labels = _case(head, dtype)
         trained = [hidden, *(p for p in module.parameters() if p.requires_grad)]
         if deferred and compute is loss_sum:
@@ -297,8 +293,7 @@ def _logprobs(truth: Any, data: int, ring: int, fsdp: bool, gather: bool) -> Non
 
 
 @pytest.mark.parametrize(
-    ("data", "ring", "fsdp", "gather"),
-    [(1, 2, True, True), (2, 2, True, False), (2, 1, False, True)],
+    ("data", "ring", "fsdp", "gather"), [(1, 2, True, True), (2, 2, True, False), (2, 1, False, True)]
 )
 def test_token_logprobs(pool4: RankPool, data: int, ring: int, fsdp: bool, gather: bool) -> None:
     truth = truth_by(build("Llama"), lambda model: _reference(model, 0.7))

@@ -40,11 +40,7 @@ def _packed(family: str) -> dict[str, Any]:
 
 
 def _run(
-    family: str,
-    changes: dict[str, Any],
-    meshes: list[tuple[int, int, bool]],
-    whole: dict[str, Any],
-    truth: Truth,
+    family: str, changes: dict[str, Any], meshes: list[tuple[int, int, bool]], whole: dict[str, Any], truth: Truth
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of ranks without heads

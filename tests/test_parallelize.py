@@ -180,9 +180,7 @@ def test_bf16_and_autocast() -> None:
 # Errors.
 
 
-def _refusals(
-    cases: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]],
-) -> list[str]:
+def _refusals(cases: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]]) -> list[str]:
     messages = []
     for family, changes, call, options in cases:
         with pytest.raises(LongspanError) as error:

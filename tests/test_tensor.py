@@ -59,23 +59,14 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[Case]]] = {
             ({"tensor": 2, "ulysses": 2}, {"fsdp": False, "logits": True}),
         ],
     ),
-    "Gemma3Text": (
-        {},
-        [({"tensor": 4}, {"fsdp": False}), ({"tensor": 2, "ring": 2}, SP)],
-    ),
+    "Gemma3Text": ({}, [({"tensor": 4}, {"fsdp": False}), ({"tensor": 2, "ring": 2}, SP)]),
     "GptOss": (
         {"output_router_logits": True},
         [({"tensor": 2, "ulysses": 2}, {}), ({"tensor": 4}, {**SP, "fsdp": False})],
     ),
-    "Mixtral": (
-        {"output_router_logits": True},
-        [({"tensor": 2, "data": 2}, SP), ({"tensor": 4}, {"fsdp": False})],
-    ),
+    "Mixtral": ({"output_router_logits": True}, [({"tensor": 2, "data": 2}, SP), ({"tensor": 4}, {"fsdp": False})]),
     "Qwen3Moe": ({"output_router_logits": True}, [({"tensor": 2, "ring": 2}, SP)]),
-    "uneven": (
-        UNEVEN,
-        [({"tensor": 4}, {**SP, "fsdp": False}), ({"tensor": 2, "ring": 2}, {"memory": "longest"})],
-    ),
+    "uneven": (UNEVEN, [({"tensor": 4}, {**SP, "fsdp": False}), ({"tensor": 2, "ring": 2}, {"memory": "longest"})]),
     # Norms over all heads, of queries and of keys that two ranks share.
     "Olmo2": ({**UNEVEN, "num_attention_heads": 4, "num_key_value_heads": 2}, ON_4),
     "Olmo3": ({}, [({"tensor": 2, "ring": 2}, {**SP, "memory": "longest"})]),
