@@ -196,6 +196,5 @@ def load_from(
     model = parallelize(model, sp, fsdp=True, **options)
     materialize(model, sp.device)
     parameters = {names[name]: p for name, p in model.named_parameters() if name in names}
-    source.fill({name: p for name, p in parameters.items() if name not in layers}, dtypes, sp)
-    source.quantize(layers, dtypes, sp)
+    source.fill({name: p for name, p in parameters.items() if name not in layers}, layers, dtypes, sp)
     return model

@@ -29,6 +29,10 @@ from longspan.hf.pretrained import without_progress_bars
 from longspan.hf.weights.origin import Origin, WeightFiles
 from longspan.hf.weights.quantized import quantize_into
 
+Parameters = Mapping[str, nn.Parameter]
+Layers = Mapping[str, Any]
+Dtypes = Mapping[str, torch.dtype]
+
 
 class Files:
     """Each rank reads its own rows, or nothing without `files`.
@@ -74,11 +78,12 @@ class Files:
         return cls(model, keys, files)
 
     def fill(
-        self, parameters: Mapping[str, nn.Parameter], dtypes: Mapping[str, torch.dtype], sp: SequenceSharding
+        self, parameters: Parameters, layers: Layers, dtypes: Mapping[str, torch.dtype], sp: SequenceSharding
     ) -> None:
         """Read this rank's rows of sharded parameters, by their names in `model`. Collective.
 
-        Values are rounded to `dtypes` before the parameters' own dtype.
+        Values are rounded to `dtypes` before the parameters' own dtype. Layers with 4-bit weights, by the weights'
+        names: each rank reads and quantizes all, one at a time.
         """
         files = self.files
         if files is None:
@@ -90,16 +95,6 @@ class Files:
                 if rows.start < rows.stop:
                     part = files.read(self.keys[name], rows.start, rows.stop)[:, *others]
                     local_part(p).copy_(part.to(dtypes[name]))
-
-        on_every_rank(read, sp.mesh_group)
-
-    def quantize(self, layers: Mapping[str, Any], dtypes: Mapping[str, torch.dtype], sp: SequenceSharding) -> None:
-        """Fill layers with 4-bit weights, by the weights' names. Each rank reads and quantizes all, one at a time."""
-        files = self.files
-        if files is None:
-            return
-
-        def read() -> None:
             for name, layer in layers.items():
                 quantize_into(layer, files.read(self.keys[name]).to(dtypes[name]), my_slices(layer.weight, sp)[0])
 
@@ -173,9 +168,9 @@ class FirstRank:
         return cls(model, full_model, parameters)
 
     def fill(
-        self, parameters: Mapping[str, nn.Parameter], dtypes: Mapping[str, torch.dtype], sp: SequenceSharding
+        self, parameters: Parameters, layers: Layers, dtypes: Mapping[str, torch.dtype], sp: SequenceSharding
     ) -> None:
-        """As `Files.fill`: scatter the rows of each parameter. Collective; every rank passes the same names."""
+        """As `Files.fill`, with what the first rank sends. Collective; every rank passes the same names."""
         for name, p in parameters.items():
             assert isinstance(p, DTensor)
             slices = [slices_of(p, sp, rank, t) for rank in range(sp.world_size) for t in range(sp.tensor_size)]
@@ -189,9 +184,6 @@ class FirstRank:
             dist.scatter(_bytes(mine), sent, group_src=0, group=sp.mesh_group)
             local = local_part(p)
             local.copy_(mine[: local.numel()].view(local.shape))
-
-    def quantize(self, layers: Mapping[str, Any], dtypes: Mapping[str, torch.dtype], sp: SequenceSharding) -> None:
-        """As `Files.quantize`, from weights that the first rank sends."""
         for name, layer in layers.items():
             x = self.parameters[name]
             whole = torch.empty(x.shape, dtype=x.dtype, device=sp.device)
