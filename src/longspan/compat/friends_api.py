@@ -42,11 +42,8 @@ def fused_head_of(model: Any) -> dict[str, Any] | None:
 def count_tokens_once(trainer: Any, times: int) -> None:
     """Wrap a GRPOTrainer's generation, which sums tokens over all processes, so that shared tokens count once.
 
-    Versions: TRL 1.16. When gone: an AttributeError when the trainer is made.
-
-    Args:
-        trainer: the trainer.
-        times: ranks that generate the same tokens.
+    `times`: ranks that generate the same tokens. Versions: TRL 1.16. When gone: an AttributeError when the trainer is
+    made.
     """
     generate = trainer._generate
 

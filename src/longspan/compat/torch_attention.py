@@ -229,16 +229,10 @@ def compiled_whole(function: Callable[..., Any], what: str, hint: str, **options
 
     At the limit torch would run the plain function: for FlexAttention with all scores materialized, and a line in the
     log. A size that differs between calls is dynamic from the second program on, a marked one (`mark_dynamic`) from the
-    first.
+    first. The error names the function by `what`, and suggests `hint`.
 
     Public way: `torch.compile(recompile_limit=)` from 2.13 on, for the number alone. When gone: torch's own limit and
     exception.
-
-    Args:
-        function: to compile.
-        what: names it in the error.
-        hint: what the error suggests.
-        options: `torch.compile`'s.
     """
     compiled = torch.compile(function, fullgraph=True, **options)
     dynamo = importlib.import_module("torch._dynamo")

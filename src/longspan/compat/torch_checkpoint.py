@@ -49,14 +49,10 @@ def flat_names(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def note_locations(metadata: Metadata, written: list[list[WriteResult]]) -> None:
-    """Store in `metadata`, which torch's `save` then returns, where each piece was written.
+    """Store in `metadata`, which torch's `save` then returns, where each piece was written, by rank.
 
     Public way: this one; torch 2.11's writer stores it in a copy of the metadata, newer ones do the same as this. When
     gone: an AttributeError.
-
-    Args:
-        metadata: as torch gives it to the writer's `finish`.
-        written: results by rank.
     """
     metadata.storage_data = {piece.index: piece.storage_data for rank in written for piece in rank}
 

@@ -189,14 +189,9 @@ def new_model(cls: Any, config: Any, dtype: Any = None) -> Any:
 def keys_in_model(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str] | None:
     """Return the model's names for the keys of a folder's files: key -> name, which the model may lack.
 
-    Public way: none; `from_pretrained` does it while it reads. When gone: None, so that transformers reads the files.
-
-    Args:
-        model: it may be on the meta device.
-        keys: of the files.
-
-    Returns:
-        None if any weight is converted (split, merged, transposed) and not only renamed.
+    None if any weight is converted (split, merged, transposed) and not only renamed. The model may be on the meta
+    device. Public way: none; `from_pretrained` does it while it reads. When gone: None, so that transformers reads the
+    files.
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping

@@ -22,15 +22,7 @@ def untested(library: str) -> str | None:
 
 
 def missing(library: str, name: str, use: str, hint: str = "", since: str | None = None) -> LongspanError:
-    """Return the error for a name that the installed version lacks.
-
-    Args:
-        library: "torch" or "transformers".
-        name: the missing name.
-        use: what longspan needs it for.
-        hint: an alternative to another version.
-        since: the first version with the name, if the oldest tested one lacks it.
-    """
+    """Return the error for a `name` that the installed version lacks, what longspan needs it for, and an alternative."""
     oldest, newest = TESTED[library]
     versions = dict.fromkeys((since or oldest, newest))
     tested, alternative = " to ".join(versions), f", or {hint}" if hint else ""

@@ -107,11 +107,7 @@ def width_of(batch: Mapping[str, Any]) -> Any:
 
 
 def sharding_of(batch: Mapping[str, Any], sp: SequenceSharding) -> SequenceSharding:
-    """Return the sharding that a batch asks for or was cut with: of `sequence_width` ranks, by default `sp` itself.
-
-    Raises:
-        LongspanError: for a width that does not divide the sequence group, or if its groups are not made yet.
-    """
+    """Return the sharding that a batch asks for or was cut with: of `sequence_width` ranks, by default `sp` itself."""
     width = width_of(batch)
     if width is None:
         return sp

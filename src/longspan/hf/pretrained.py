@@ -29,9 +29,8 @@ HUB_WAIT_S = 5
 
 
 def check_source(flag: str, name: str, *, local: bool = False, kind: Literal["model", "dataset"] = "model") -> None:
-    """Raise unless a name is a local path (`local`: only that) or on the Hugging Face hub. `flag` is for messages.
-
-    A mistyped path is not looked up there.
+    """Raise unless a name is a local path (`local`: only that) or on the Hugging Face hub, where no mistyped path is
+    looked up.
     """
     path = existing_path(flag, name)
     if path is None and (local or means_a_path(name)):
@@ -59,8 +58,8 @@ def check_names(model: str | None, config: Path | None, data: str | None, tokeni
 def check_on_hub(flag: str, name: str, kind: Literal["model", "dataset"]) -> None:
     """Raise unless a repository is in the local cache or on the Hugging Face hub.
 
-    One short request: the libraries' own are repeated, with long timeouts. Ranks do not repeat it, as the command that
-    started them has made it.
+    One short request: the libraries' own are repeated, with long timeouts. Ranks do not repeat what their command has
+    asked.
     """
     if launch.under_torchrun() and not launch.started_elsewhere():
         return

@@ -83,8 +83,7 @@ def _refuse_cast(model: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
 def refuse_saving_shards(model: nn.Module, inner: nn.Module) -> None:
     """Make `save_pretrained`, `push_to_hub` and accelerate's `save_model` raise for a model of sharded weights.
 
-    `state_dict` stays: torch's Distributed Checkpoint and `accelerator.get_state_dict` (which returns DTensors) call
-    it.
+    `state_dict` stays: Distributed Checkpoint and `accelerator.get_state_dict` (which returns DTensors) call it.
     """
     for each in {id(model): model, id(inner): inner}.values():
         for name in ("save_pretrained", "push_to_hub"):

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 class ShardBatch(Stage):
-    """Shard the batch, unless `longspan.shard_batch` has sharded it; raise for arguments that cannot be sharded and
-    ids outside the model's tables.
+    """Shard the batch, unless `longspan.shard_batch` has; raise for what cannot be sharded and ids outside the model's
+    tables.
 
     `batches` decides whether this forward may wait for the GPU.
     """

@@ -148,14 +148,13 @@ class TransferStats:
 class TensorMeta:
     """Metadata that rebuilds a tensor from its bytes.
 
-    `order` are the dims from the slowest to the fastest in memory. A dense tensor gets its strides back, because a
-    kernel or a projection chose that layout.
+    A dense tensor gets its strides back, because a kernel or a projection chose that layout.
     """
 
     dtype: torch.dtype
     device: torch.device
     shape: tuple[int, ...]
-    order: tuple[int, ...]
+    order: tuple[int, ...]  # the dims from the slowest to the fastest in memory
 
     def view(self, data: Tensor) -> Tensor:
         """Return the tensor whose bytes are `data`, uint8 `[nbytes]`; they share memory."""
