@@ -273,7 +273,7 @@ def _filler_of(batch: Mapping[str, Any], info: SequenceInfo, batch_size: int) ->
 
 
 def fill_padding(cut: dict[str, Any], sp: SequenceSharding, labels: Tensor | None) -> None:
-    """Replace my padding by a real token of its row, in every input, and mark it in `cut["longspan"]`.
+    """Replace my padding by the filler, in every input, and mark it in `cut["longspan"]`.
 
     The gradient at padding is 0, but 0 times an infinite derivative is NaN: a model that divides by its hidden states
     has an infinite derivative where an embedding is 0 (often that of the padding token). Padding that predicts a token
