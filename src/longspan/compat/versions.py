@@ -22,7 +22,7 @@ def untested(library: str) -> str | None:
 
 
 def missing(library: str, name: str, use: str, hint: str = "", since: str | None = None) -> LongspanError:
-    """Return the error for a `name` that the installed version lacks, what longspan needs it for, and an alternative."""
+    """Return the error for a missing name: what longspan needs it for, versions that have it, an alternative."""
     oldest, newest = TESTED[library]
     versions = dict.fromkeys((since or oldest, newest))
     tested, alternative = " to ".join(versions), f", or {hint}" if hint else ""
