@@ -36,6 +36,14 @@ BASE = {
     "eos_token_id": 2,
 }
 
+
+def ropes(kind: str, positions: int) -> dict[str, Any]:
+    """Return the config of a RoPE whose frequencies depend on the length, of 16 original positions."""
+    table = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, "short_factor": [1.0] * 4,
+             "long_factor": [3.0] * 4, "original_max_position_embeddings": 16}  # fmt: skip
+    return {"max_position_embeddings": positions, "rope_parameters": table}
+
+
 ALTERNATING = ["sliding_attention", "full_attention"]
 EXPERTS = {"num_experts_per_tok": 2, "head_dim": 8}
 

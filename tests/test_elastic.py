@@ -13,7 +13,7 @@ import longspan
 from longspan.core.errors import LongspanError
 from longspan.data.elastic import ElasticStep, sample_of, samples_of_batch
 from longspan.plan.elastic import Group
-from tests.models import Run, build, check_gradients, check_loss, gradients, sharding, truth_by
+from tests.models import Run, build, check_gradients, check_loss, gradients, ropes, sharding, truth_by
 from tests.pool import RankPool, on_ranks
 
 IGNORE = -100
@@ -40,6 +40,9 @@ def one_process(model: Any, samples: Samples, first: int = 1) -> Run:
     items, total = labels_of(samples, first), 0.0
     for sample in samples:
         ids, labels = (torch.tensor([sample[key]]) for key in ("input_ids", "labels"))
+        if getattr(model.config, "rope_parameters", {}).get("rope_type") == "dynamic":
+            with torch.no_grad():
+                model(input_ids=ids[:, :1])  # transformers remembers the longest sequence so far until a short one
         if first:
             loss = model(input_ids=ids, labels=labels, num_items_in_batch=items, use_cache=False).loss
         else:  # a masked LM divides by its own labels
@@ -70,14 +73,15 @@ def rounds_of(step: ElasticStep) -> list[list[Group]]:
 
 
 Case = tuple[tuple[int, ...], int]  # lengths, tokens_per_rank
+LONG = {"max_position_embeddings": 4096}
 
 
 def _equals_one_process(
     truths: list[Any], family: str, cases: list[Case], mesh: dict[str, int], options: dict[str, Any]
 ) -> list[list[list[Group]]]:
-    cut = options.pop("cut", False)
+    cut, config = options.pop("cut", False), options.pop("config", LONG)
     sp = longspan.SequenceSharding(longspan.init_mesh(**mesh))
-    model = longspan.parallelize(build(family, max_position_embeddings=4096), sp, **options)
+    model = longspan.parallelize(build(family, **config), sp, **options)
     found = []
     for truth, (lengths, room) in zip(truths, cases, strict=True):
         loss, step = run_step(model, sp, samples_of(lengths), room, cut)
@@ -93,7 +97,7 @@ def _check(pool: RankPool, family: str, mesh: dict[str, int], *cases: Case, **op
     """Compare each case with one process, and return the rounds of each."""
     truths = []
     for lengths, _ in cases:
-        model = build(family, max_position_embeddings=4096)
+        model = build(family, **options.get("config", LONG))
         truths.append(truth_by(model, lambda m, n=lengths: one_process(m, samples_of(n), int(family != "Bert"))))
     first, *others = pool.run(_equals_one_process, truths, family, list(cases), mesh, options)
     assert all(other == first for other in others)
@@ -139,6 +143,9 @@ OTHERS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "longest": ("Llama", {}, {"memory": "longest"}),
     "experts": ("Mixtral", {}, {"experts": 4, "memory": "longest"}),  # tokens go to ranks that compute other samples
     "auto": ("Llama", {}, {"memory": "auto"}),
+    # Frequencies follow from each sample's own length; the first step has samples of 1 to 64 tokens.
+    "dynamic": ("Llama", {}, {"config": ropes("dynamic", 16)}),
+    "longrope": ("Llama", {}, {"config": ropes("longrope", 4096)}),
 }
 
 

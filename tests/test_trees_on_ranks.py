@@ -11,7 +11,7 @@ import torch
 
 import longspan
 from longspan.core.errors import LongspanError
-from tests.models import Truth, build, sharding, truth_by
+from tests.models import Truth, build, ropes, sharding, truth_by
 from tests.pool import RankPool
 from tests.trees import FAMILIES, compare_trees, pack, separately
 
@@ -57,6 +57,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
      "several children, whose `labels` differ"),
     ("Qwen3Moe", {"output_router_logits": True}, {}, "adds a router loss"),
     ("Bert", {}, {"shift_labels": None, "loss_weights": None}, "is no causal language model"),
+    ("Llama", ropes("longrope", 64), {}, r"paths of this tree have 4 to 22 tokens, .*\(longrope RoPE\).* 16 original"),
+    ("Llama", ropes("dynamic", 16), {}, r"paths of this tree have 4 to 22 tokens, .*\(dynamic RoPE\).* 16 original"),
     ("Qwen3Next", {}, {}, "the recurrent layers of Qwen3NextForCausalLM .* a tree"),
 ]  # fmt: skip
 

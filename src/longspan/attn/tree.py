@@ -79,6 +79,12 @@ def depths(row: tuple[Node, ...]) -> list[int]:
     return found
 
 
+def path_lengths(row: tuple[Node, ...]) -> list[int]:
+    """Return the tokens of each path from the root to a node without children."""
+    nodes = zip(row, depths(row), strict=True)
+    return [above + stop - start for (start, stop, end), above in nodes if stop == end]
+
+
 def children(row: tuple[Node, ...]) -> list[tuple[int, list[int]]]:
     """Return for each node its last token, and the first tokens of its children."""
     found = [(stop - 1, list[int]()) for _, stop, _ in row]

@@ -45,6 +45,7 @@ class SequenceInfo:
     shifted: bool = True  # labels are shifted, as a causal LM's are
     counted: bool = False  # `position_ids` were not given and count along the row
     elastic: bool = False  # the batch has a `sequence_width`
+    last_positions: Tensor | None = None  # of an elastic batch, the largest position of my tokens' documents, `[B, L]`
     digest: int | Tensor | None = None  # set by `shard_batch`: `digest` of the full batch, on a GPU `device_digest`
     visible: VisibleKeys | None = None  # which keys are real, if a mask has zeros between the ones of a row
     # For each key of the batch the values of a real token, which replace padding in a forward. Empty if nothing is
@@ -221,12 +222,25 @@ def cut_batch(
         out["position_ids"] = _part(positions, sp, dim=-1)
         max_position = int(rotary_positions(positions).max())
     padded = sp.layout.local_length(n) * sp.size > n or any(sum(b - a for a, b in row) < n for row in rows or ())
+    last = _part(_last_positions(positions, rows, tokens_of(batch)), sp) if elastic else None
     info = SequenceInfo(
         n, rows, max_position, sp.layout, starts, shift, counted=counted, visible=visible, placeholders=placeholders,
         nodes=trees, weights=None if weights is None else _part(weights, sp), elastic=elastic,
+        last_positions=last,
     )  # fmt: skip
     out["longspan"] = dataclasses.replace(info, filler=_filler_of(batch, info, batch_size)) if padded else info
     return out
+
+
+def _last_positions(positions: Tensor | None, rows: Segments | None, tokens: Tensor) -> Tensor:
+    """Return for each token the largest position of its document, int64 [B, n]; 0 for padding."""
+    batch_size, n = tokens.shape[:2]
+    positions = torch.arange(n, device=tokens.device)[None] if positions is None else positions
+    positions, last = positions.expand(batch_size, -1), tokens.new_zeros(batch_size, n, dtype=torch.int64)
+    for b, row in enumerate(rows or (((0, n),),) * batch_size):
+        for start, stop in row:
+            last[b, start:stop] = positions[b, start:stop].max()
+    return last
 
 
 def _trees_of(batch: Mapping[str, Any]) -> Trees | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.attn.kernels.choice import AnyKernel
-from longspan.attn.tree import along_paths
+from longspan.attn.tree import Trees, along_paths, path_lengths
 from longspan.cache.latent import latent_layer_of
 from longspan.comm.mesh import SequenceSharding
 from longspan.compat.transformers_api import attention_of, cache_name, set_attention
@@ -29,14 +29,19 @@ class AttentionLayers(Stage):
     """The attention layers of a model, which are pointed at longspan; raise if one bypassed it.
 
     The model's config is copied first: another model may share it.
+
+    Attributes:
+        layers: in the order of the model.
+        ropes_of_length: kind and original positions of each RoPE whose frequencies depend on the length.
+        max_position: the largest position id of the forward in progress, for these.
+        alone: of an elastic batch, the largest position of each kind of document and its places among my tokens.
     """
 
     def __init__(
         self, model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel, memory: Memory = FASTEST
     ) -> None:
-        self.name, self.layers = type(model).__name__, list[LayerBinding]()  # in the order of the model
-        self.max_position = 0  # the largest position id of the forward in progress
-        self.rope_of_length = False  # whether a RoPE depends on it
+        self.name, self.layers, self.max_position = type(model).__name__, list[LayerBinding](), 0
+        self.ropes_of_length, self.alone = set[tuple[str, int]](), list[tuple[int, Tensor]]()
         memo: dict[int, Any] = {}
         configured = [m for m in model.modules() if isinstance(m.__dict__.get("config"), PreTrainedConfig)]
         for module in configured:
@@ -59,16 +64,32 @@ class AttentionLayers(Stage):
                 layer.register_forward_pre_hook(_count_global_positions(sp, cache), with_kwargs=True)
                 layer.register_forward_hook(_check_counted(path, cache), with_kwargs=True)
         for module in model.modules():
-            kind = getattr(module, "rope_type", None)
-            if {"dynamic", "longrope"} & (set(kind.values()) if isinstance(kind, dict) else {kind}):
-                self.rope_of_length = True
-                module.register_forward_pre_hook(self._append_max_position, with_kwargs=True)
-                module.register_forward_hook(
-                    lambda _, args, out: out[:, :-1] if isinstance(out, Tensor) else tuple(x[:, :-1] for x in out)
+            found = ropes_of_length(module)
+            if found:
+                self.ropes_of_length |= found
+                module.forward = self._for_whole_batch(module.forward)
+
+    def check(self, call: ForwardCall) -> None:
+        """Raise for a tree whose paths would get different frequencies: they share their prefixes."""
+        trees: Trees = getattr(call.info, "nodes", None) or ()
+        for kind, original in self.ropes_of_length if trees else ():
+            lengths = sorted(n for row in trees for n in path_lengths(row))
+            low, high = lengths[0], lengths[-1]
+            if high > original and (low != high if kind == "dynamic" else low <= original):
+                raise LongspanError(
+                    f"the paths of this tree have {low} to {high} tokens, and {self.name} ({kind} RoPE) gives "
+                    f"sequences beyond its {original} original positions other frequencies, so they share no prefix; "
+                    f"pack long sequences in trees of their own, or leave out shared_prefixes"
                 )
 
     def before(self, call: ForwardCall) -> None:
         self.max_position = call.info.max_position
+        self.alone = []
+        if call.elastic and self.ropes_of_length:
+            assert call.info.last_positions is not None
+            last, kinds, counts = call.info.last_positions.unique(return_inverse=True, return_counts=True)
+            places = kinds.flatten().argsort().split(counts.tolist())
+            self.alone = list(zip(last.tolist(), places, strict=True))
 
     def after(self, call: ForwardCall, output: Any) -> Any:
         bypassed = [layer.name for layer in self.layers if layer.choice is None]
@@ -80,13 +101,42 @@ class AttentionLayers(Stage):
             )
         return output
 
-    def _append_max_position(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Append the batch's largest position to this rank's, for a RoPE that scales with the length."""
-        positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-        longer = torch.cat([positions, positions.new_full((*positions.shape[:-1], 1), self.max_position)], -1)
-        if "position_ids" in kwargs:
-            return args, {**kwargs, "position_ids": longer}
-        return (args[0], longer, *args[2:]), kwargs
+    def _for_whole_batch(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward of a RoPE that gets its length from the whole batch instead of this rank's positions."""
+
+        def rotate(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+            def of(positions: Tensor, last: int) -> Any:
+                longer = torch.cat([positions, positions.new_full((*positions.shape[:-1], 1), last)], -1)
+                out = forward(x, longer, *args, **kwargs)
+                return out[:, :-1] if isinstance(out, Tensor) else tuple(y[:, :-1] for y in out)
+
+            if not self.alone:
+                return of(position_ids, self.max_position)
+            rows = x.shape[0]
+            positions, parts = position_ids.expand(rows, -1).flatten(), list[Any]()
+            for last, places in self.alone:
+                of(positions[None, :1] * 0, 0)  # dynamic NTK forgets the longest sequence so far
+                parts.append(of(positions[None, places], last))
+            order = torch.cat([places for _, places in self.alone]).argsort()
+
+            def in_order(parts: Sequence[Tensor]) -> Tensor:
+                joined: Tensor = torch.cat(list(parts), 1)[0, order].unflatten(0, (rows, -1))
+                return joined
+
+            return in_order(parts) if isinstance(parts[0], Tensor) else tuple(map(in_order, zip(*parts, strict=True)))
+
+        return rotate
+
+
+def ropes_of_length(module: nn.Module) -> set[tuple[str, int]]:
+    """Return kind and original positions of a RoPE's tables whose frequencies depend on the length of the batch."""
+    kinds, found = getattr(module, "rope_type", None), set[tuple[str, int]]()
+    for table, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+        if kind in ("dynamic", "longrope"):
+            tables: Any = module.config.rope_parameters  # type: ignore[union-attr]
+            stated = (tables if table is None else tables[table]).get("original_max_position_embeddings")
+            found.add((kind, int(stated if kind == "longrope" else module.original_max_seq_len)))  # type: ignore[arg-type]
+    return found
 
 
 class _TokensBefore:

@@ -436,7 +436,7 @@ def check_capturable(state: ParallelState, dtype: str, offload: str) -> None:
             state.forward.shards_weights
         ),
         "kernel='auto' or 'flash'": not kernels <= {"auto", "flash"},
-        "a RoPE that does not depend on the length": state.attention.rope_of_length,
+        "a RoPE that does not depend on the length": bool(state.attention.ropes_of_length),
     }
     missing = next((reason for reason, applies in reasons.items() if applies), None)
     if missing is not None:
