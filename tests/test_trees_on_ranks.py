@@ -46,6 +46,16 @@ def test_a_tensor_axis(get_pool: Callable[[int], RankPool]) -> None:
     get_pool(4).run(_on_a_tensor_axis, truth_by(build("Llama"), separately))
 
 
+def _plain_attention(q: Any, k: Any, v: Any, *, causal: bool, scale: float) -> Any:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
+
+
+def _two(name: str) -> torch.Tensor:
+    """Two rows, the second of one node."""
+    x = pack()[name]
+    return torch.cat([x, torch.full_like(x, name == "tout") if name in ("tin", "tout") else x])
+
+
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("Llama", {}, {"tout": None}, "a batch with `tin` needs `tin` and `tout`"),
     ("Llama", {}, {"document_ids": torch.zeros(1, 49, dtype=torch.int64)}, "`document_ids` marks documents"),
@@ -59,15 +69,24 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("Bert", {}, {"shift_labels": None, "loss_weights": None}, "is no causal language model"),
     ("Llama", ropes("longrope", 64), {}, r"paths of this tree have 4 to 22 tokens, .*\(longrope RoPE\).* 16 original"),
     ("Llama", ropes("dynamic", 16), {}, r"paths of this tree have 4 to 22 tokens, .*\(dynamic RoPE\).* 16 original"),
+    ("Gemma3Text", {"use_bidirectional_attention": True}, {}, "attend in both directions, and a tree"),
+    ("Llama", {"memory": longspan.Memory(head_loss="torch")}, {}, "head_loss='torch' has no weights of tokens"),
+    ("Llama", {"kernel": _plain_attention}, {}, "layer model.layers.0.self_attn: "),
+    ("Llama4Text", {}, {name: _two(name) for name in pack()},
+     "the documents or trees of these rows differ"),
     ("Qwen3Next", {}, {}, "the recurrent layers of Qwen3NextForCausalLM .* a tree"),
 ]  # fmt: skip
 
 
 def _refuse_all() -> None:
-    sp = sharding()
+    """Two replicas, of which one has no tree: neither waits for the other."""
+    sp = sharding(data=2)
+    ids = torch.arange(49)[None]
     for family, changes, batch, message in REFUSED:
-        model = longspan.parallelize(build(family, **changes), sp, fsdp=False)
-        given = {**pack(), **batch}
+        options = {name: changes[name] for name in ("memory", "kernel") if name in changes}
+        config = {name: value for name, value in changes.items() if name not in options}
+        model = longspan.parallelize(build(family, **config), sp, fsdp=False, **options)
+        given = {"input_ids": ids, "labels": ids} if sp.data_rank else {**pack(), **batch}
         with pytest.raises(LongspanError, match=message):
             model(**{name: x for name, x in given.items() if x is not None})
 

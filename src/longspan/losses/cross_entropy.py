@@ -328,7 +328,8 @@ def head_loss(
     name: str, logits: DeferredLogits, labels_T: Tensor, terms: LossTerms, *, weighted: bool = False
 ) -> Tensor:
     """Return the sum of the tokens' losses by torch's `linear_cross_entropy` or Liger's kernel, fp64 []."""
-    reason = "it has no weights of tokens" if weighted else _refusal(name, logits, terms)
+    check_head_loss(name, weighted=weighted)
+    reason = _refusal(name, logits, terms)
     if reason is not None:
         raise LongspanError(f"head_loss={name!r} cannot compute this loss: {reason}; use head_loss='tiled'")
     module: Any = logits.head.module
@@ -347,6 +348,12 @@ def head_loss(
         )
         total = loss(module.weight, hidden_TD, labels_T, module.bias)
     return _Once.apply(total)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def check_head_loss(name: str, *, weighted: bool) -> None:
+    """Raise for a batch with `loss_weights`, which the fused losses of torch and Liger do not have."""
+    if weighted:
+        raise LongspanError(f"head_loss={name!r} has no weights of tokens (`loss_weights`); use head_loss='tiled'")
 
 
 def _refusal(name: str, logits: DeferredLogits, terms: LossTerms) -> str | None:

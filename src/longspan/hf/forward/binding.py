@@ -32,6 +32,7 @@ class AttentionLayers(Stage):
 
     Attributes:
         layers: in the order of the model.
+        counts_tokens: whether a layer scales its queries by one list of positions for all rows.
         ropes_of_length: kind and original positions of each RoPE whose frequencies depend on the length.
         max_position: the largest position id of the forward in progress, for these.
         alone: of an elastic batch, the largest position of each kind of document and its places among my tokens.
@@ -41,6 +42,7 @@ class AttentionLayers(Stage):
         self, model: PreTrainedModel, sp: SequenceSharding, kernel: AnyKernel, memory: Memory = FASTEST
     ) -> None:
         self.name, self.layers, self.max_position = type(model).__name__, list[LayerBinding](), 0
+        self.counts_tokens = False
         self.ropes_of_length, self.alone = set[tuple[str, int]](), list[tuple[int, Tensor]]()
         memo: dict[int, Any] = {}
         configured = [m for m in model.modules() if isinstance(m.__dict__.get("config"), PreTrainedConfig)]
@@ -56,11 +58,12 @@ class AttentionLayers(Stage):
         model_key = object()
         for path, layer in attention_layers(model).items():
             bound = LayerBinding(path, sp, kernel, model_key, memory)
+            bound.causal = getattr(layer, "is_causal", True)
             bound.latents = latent_layer_of(layer, getattr(layer, "config", None))
             layer.longspan_layer = bound  # type: ignore[assignment]
             self.layers.append(bound)
             if getattr(layer, "attn_temperature_tuning", False):
-                cache = cache_name(layer.forward)
+                self.counts_tokens, cache = True, cache_name(layer.forward)
                 layer.register_forward_pre_hook(_count_global_positions(sp, cache), with_kwargs=True)
                 layer.register_forward_hook(_check_counted(path, cache), with_kwargs=True)
         for module in model.modules():
@@ -70,9 +73,28 @@ class AttentionLayers(Stage):
                 module.forward = self._for_whole_batch(module.forward)
 
     def check(self, call: ForwardCall) -> None:
-        """Raise for a tree whose paths would get different frequencies: they share their prefixes."""
-        trees: Trees = getattr(call.info, "nodes", None) or ()
-        for kind, original in self.ropes_of_length if trees else ():
+        """Raise for documents and trees that the layers would refuse, on the ranks that have them."""
+        info = call.info
+        if isinstance(info, CachedInfo):
+            return
+        rows = info.nodes or (info.segments if call.elastic else None) or ()
+        if self.counts_tokens and len(set(rows)) > 1:
+            raise LongspanError(
+                f"{self.name} scales the tokens of all rows by one list of positions, and the documents or trees of "
+                f"these rows differ; give one row (longspan.pack_tree makes one)"
+            )
+        if info.nodes is not None:
+            if not all(layer.causal for layer in self.layers):
+                raise LongspanError(f"the layers of {self.name} attend in both directions, and a tree (`tin` and "
+                                    f"`tout`) has paths; give it each sequence by itself")  # fmt: skip
+            self._check_lengths(info.nodes)
+        if info.nodes or info.segments or info.visible or info.bidirectional:
+            for layer in {layer.causal: layer for layer in reversed(self.layers)}.values():
+                layer.check_mask(info)
+
+    def _check_lengths(self, trees: Trees) -> None:
+        """Raise for paths that would get different frequencies: they share their prefixes."""
+        for kind, original in self.ropes_of_length:
             lengths = sorted(n for row in trees for n in path_lengths(row))
             low, high = lengths[0], lengths[-1]
             if high > original and (low != high if kind == "dynamic" else low <= original):
@@ -169,13 +191,7 @@ def _count_global_positions(sp: SequenceSharding, cache: str) -> Callable[..., A
         elif isinstance(info, SequenceInfo):
             positions = sp.of_width(info.layout.size).positions(info.length)
             if info.nodes is not None:
-                of_rows = along_paths(info.nodes, positions)[0]
-                if len(of_rows.unique(dim=0)) > 1:
-                    raise LongspanError(
-                        f"{type(layer).__name__} scales the tokens of all rows by one list of positions, and the trees "
-                        f"of these rows differ; give one row (longspan.pack_tree makes one)"
-                    )
-                positions = of_rows[0]
+                positions = along_paths(info.nodes, positions)[0][0]
             elif info.elastic and info.segments and info.segments[0]:  # packed, but counted as if each were alone
                 starts = positions.new_tensor([start for start, _ in info.segments[0]])
                 positions = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]

@@ -24,6 +24,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.validation import format_value
 from longspan.hf.batch import SequenceInfo
 from longspan.hf.forward.stage import ForwardCall, ForwardOptions, ModelTraits, Stage
+from longspan.losses.cross_entropy import check_head_loss
 from longspan.losses.deferred_logits import LOGITS_HINT, DeferredLogits, Head, LogitsNotComputed
 
 
@@ -49,12 +50,18 @@ class DeferLogits(Stage):
         if self.head is not None:
             self.head.defer_next = False
 
-    def before(self, call: ForwardCall) -> None:
-        options = self.options
+    def check(self, call: ForwardCall) -> None:
         call.has_labels = call.inputs.get("labels") is not None
-        loss_suffices = options.loss_only or (call.model.training and not options.compute_logits)
+        if self.head is not None and self.head.loss_name != "tiled" and self._loss_suffices(call):
+            check_head_loss(self.head.loss_name, weighted=call.info.weights is not None)
+
+    def _loss_suffices(self, call: ForwardCall) -> bool:
+        options = self.options
+        return call.has_labels and (options.loss_only or (call.model.training and not options.compute_logits))
+
+    def before(self, call: ForwardCall) -> None:
         if self.head is not None:
-            self.head.defer_next = options.return_deferred or call.scored or (call.has_labels and loss_suffices)
+            self.head.defer_next = self.options.return_deferred or call.scored or self._loss_suffices(call)
 
     def after(self, call: ForwardCall, output: Any) -> Any:
         if self.options.return_deferred:

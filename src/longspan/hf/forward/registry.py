@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.attn.kernels.choice import AnyKernel, Choice
+from longspan.attn.kernels.base import KernelRequest
+from longspan.attn.kernels.choice import AnyKernel, Choice, choose_kernel, chosen_by_table
 from longspan.attn.mask import Mask
 from longspan.attn.prepare import AttentionPlan, prepare
 from longspan.attn.score import Scores
@@ -63,6 +64,18 @@ class LayerBinding:
     layer_call: LayerCall | None = None  # while a checkpointed layer runs: what it saves of its attention
     choice: Choice | None = None  # the kernel of the last forward
     latents: LatentLayer | None = None  # captures the latent vectors of DeepSeek's attention
+    causal: bool = True
+
+    def check_mask(self, info: SequenceInfo) -> None:
+        """Raise if a requested kernel cannot compute a batch's mask; a table falls back on one that can."""
+        if chosen_by_table(self.kernel):
+            return
+        mask, device = _mask(MaskRequest(self.causal), info), self.sp.device
+        ring, lse = self.sp.of_width(info.layout.size).ring_size, self.memory.recompute_all_to_all
+        try:  # autocast may change the dtype, so assume one that every kernel supports
+            choose_kernel(self.kernel, KernelRequest(mask, Scores(), device, ring=ring, dtype=torch.bfloat16, lse=lse))
+        except LongspanError as error:
+            raise LongspanError(f"layer {self.name}: {error}") from error
 
 
 @not_compiled  # a plan is made once per batch; a compiler must not move collectives
