@@ -78,5 +78,8 @@ class Preferences:
 def _answers(model: Any, batch: Mapping[str, Any]) -> Tensor:
     """Return the log-probability of every answer of a batch, fp64."""
     found = token_logprobs(model, batch, gather=True)
-    spans = [(row, start, end) for row, of_row in enumerate(batch["longspan"].segments) for start, end in of_row]
-    return torch.stack([found[row, start:end].sum(dtype=torch.float64) for row, start, end in spans])
+    n = found.shape[1]
+    starts = [row * n + start for row, of_row in enumerate(batch["longspan"].segments) for start, _ in of_row]
+    ends = torch.tensor([*starts[1:], found.numel()], device=found.device)  # padding behind an answer adds 0
+    lengths = ends.diff(prepend=ends.new_zeros(1))
+    return torch.segment_reduce(found.double().flatten(), "sum", lengths=lengths)
