@@ -510,6 +510,21 @@ def test_a_refusal_of_one_replica_is_shared() -> None:
         model: Any = longspan.parallelize(make_model(name), sp)
         with pytest.raises(LongspanError, match=r"`hidden_states` has 1 tokens, fewer than the 2 ranks"):
             model(**make_inputs(name) | (changes if sp.data_rank else {}))
+    for name, changes, match in (
+        ("WanTransformer3DModel", {"encoder_hidden_states": torch.zeros(5, 10)}, "`encoder_hidden_states` must have 3"),
+        ("WanTransformer3DModel", {"encoder_hidden_states": torch.zeros(2, 5, 9)}, "must have 10 entries in dimension"),
+        ("WanTransformer3DModel", {"hidden_states": torch.zeros(2, 4, 5, 6, 10)}, "must have 3 entries in dimension 1"),
+        ("WanTransformer3DModel", {"timestep": torch.ones(3)}, r"`timestep` must have one entry, .*each of 2 rows"),
+        (
+            "LTXVideoTransformer3DModel",
+            {"height": 4, "width": 4},
+            "the rotary embedding has 16 tokens, `hidden_states`",
+        ),
+        ("LTXVideoTransformer3DModel", {"encoder_attention_mask": torch.ones(2, 4)}, "must end in the 5 tokens"),
+    ):
+        model = longspan.parallelize(make_model(name), sp)
+        with pytest.raises(LongspanError, match=match):
+            model(**make_inputs(name) | (changes if sp.data_rank else {}))
 
 
 @on_ranks(2)

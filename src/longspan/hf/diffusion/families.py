@@ -5,6 +5,7 @@ And their random inputs, on which `longspan verify` runs a model.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -182,6 +183,8 @@ class Family:
     streams: tuple[str, ...] = ("hidden_states",)
     needs_text: bool = False  # each rank needs a token of each stream; else one of `hidden_states` will do
     plan: Plan | None = None  # where tokens are split and joined; None: the model's `_cp_plan`
+    # Returns the tokens by the arguments that describe their grid; None if these are missing.
+    grid: Callable[[Mapping[str, Any]], int | None] | None = None
     unsupported: tuple[str, Any] | None = None  # a config entry and value with which tokens mix elsewhere, too
 
 
@@ -192,6 +195,20 @@ _LOCAL_PROCESSORS = ("AttnProcessor", "AttnProcessor2_0", "XFormersAttnProcessor
 """Of attention to one frame, to the text, or among the text's tokens."""
 
 _BACKENDS = ("native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math")
+
+
+def _grid_of_ltx(given: Mapping[str, Any]) -> int | None:
+    sides: list[Any] = [given.get(name) for name in ("num_frames", "height", "width")]
+    known = given.get("video_coords") is None and all(isinstance(n, int) for n in sides)
+    return math.prod(sides) if known else None
+
+
+def _grid_of_qwen(given: Mapping[str, Any]) -> int | None:
+    grids: Any = given.get("img_shapes")
+    first = grids[0] if isinstance(grids, list) and grids else None
+    grids = first if isinstance(first, list) else grids
+    return sum(math.prod(grid) for grid in grids) if grids else None
+
 
 FAMILIES = {
     "LatteTransformer3DModel": Family(
@@ -222,6 +239,7 @@ FAMILIES = {
             "rope": {0: Split(1, 3, split_output=True), 1: Split(1, 3, split_output=True)},
             "proj_out": Join(1),
         },
+        grid=_grid_of_ltx,
     ),
     "FluxTransformer2DModel": Family(
         inputs=_flux,
@@ -265,6 +283,7 @@ FAMILIES = {
         processors=("QwenDoubleStreamAttnProcessor2_0",),
         streams=("encoder_hidden_states", "hidden_states"),
         needs_text=True,  # its rotation reshapes to unknown sizes, which fails for no token
+        grid=_grid_of_qwen,
     ),
 }
 """By the name of the class."""

@@ -22,7 +22,7 @@ from longspan.core.validation import check_flag
 from longspan.hf.checks.batches import BatchCheck
 from longspan.hf.diffusion import latte
 from longspan.hf.diffusion.attention import bind
-from longspan.hf.diffusion.families import Family, check_modules, family_of, matching, plan_of
+from longspan.hf.diffusion.families import Draw, Family, check_modules, family_of, matching, plan_of
 from longspan.hf.diffusion.tokens import Tokens, install, named_arguments, split_named
 from longspan.hf.forward.misuse import refuse_copies
 from longspan.hf.preconditions import ParallelizeOptions, facts_of
@@ -32,6 +32,7 @@ from longspan.hf.weights.fsdp import reshard
 from longspan.hf.weights.gradients import GradientSum
 
 _ACCEPTED = ("hidden_states", "timestep", "encoder_hidden_states", "return_dict")
+_ROWS = 13  # of the example inputs, by which their dimension of rows is found
 _ATTENTION_ARGUMENTS = ("attention_kwargs", "joint_attention_kwargs")
 
 
@@ -145,6 +146,8 @@ class _Entrance:
         self.name = type(model).__name__  # FSDP renames the class
         self.signature = inspect.signature(type(model).forward)
         self.accepted = {*_ACCEPTED, *family.accepts, *_ATTENTION_ARGUMENTS}
+        examples = family.inputs(Draw(model.config, _ROWS, (1, 1, 1), torch.Generator(), torch.device("cpu")))
+        self.shapes = {name: tuple(x.shape) for name, x in _flat(examples).items() if isinstance(x, Tensor)}
         self.gradients: GradientSum | None = None
         self.inputs = None
         if sp.job_size > 1:
@@ -160,8 +163,9 @@ class _Entrance:
             self._check(model, whole)
             if self.gradients is not None:
                 self.gradients.check(model)
-            self.tokens.lengths = {}
             mine = split_named(self._replicated(whole), self.splits, self.tokens)
+            if self.family.attention:
+                self.tokens.check_lengths()
         except Exception as error:  # of any kind: the other ranks must raise too
             problem = error
         if self.inputs is not None:
@@ -200,16 +204,55 @@ class _Entrance:
                     f"`hidden_states` {tuple(hidden.shape)}: dimension {dim} has {hidden.shape[dim]} entries, which "
                     f"the patch size {patch} does not divide; crop or pad the video"
                 )
-        streams = self.family.streams if self.family.needs_text else ("hidden_states",)
-        tokens = {stream: x.shape[1] for stream in streams if isinstance(x := arguments.get(stream), Tensor)}
+        self._check_shapes(hidden, patches, _flat(arguments))
+        missing = next((name for name in self.family.streams if not isinstance(arguments.get(name), Tensor)), None)
+        if missing is not None:
+            raise LongspanError(f"`{missing}` of {name} must be a tensor, got {type(arguments.get(missing)).__name__}")
+        tokens = {stream: arguments[stream].shape[1] for stream in self.family.streams}
         if patches:
             tokens["hidden_states"] = math.prod(hidden.shape[dim] // patch for dim, patch in patches.items())
+        needed = self.family.streams if self.family.needs_text else ("hidden_states",)
         for stream, n in tokens.items() if self.family.attention else ():
-            if n < self.sp.size:
+            if n < self.sp.size and stream in needed:
                 raise LongspanError(
                     f"`{stream}` has {n} tokens, fewer than the {self.sp.size} ranks; use at most `ulysses={n}`, or "
                     f"pad it"
                 )
+        self.tokens.lengths = tokens
+        on_grid = None if self.family.grid is None else self.family.grid(arguments)
+        if on_grid is not None:
+            tokens["0"] = on_grid  # of the rotary embedding
+
+    def _check_shapes(self, hidden: Tensor, patches: Mapping[int, int], arguments: Mapping[str, Any]) -> None:
+        """Raise for dimensions, rows and widths other than those of the family's own inputs.
+
+        The model would raise inside, on the replicas that have such inputs alone.
+        """
+        text = arguments.get("encoder_hidden_states")
+        for name, like in self.shapes.items():
+            x = arguments.get(name)
+            if not isinstance(x, Tensor):
+                continue
+            shape = tuple(x.shape)
+            if name == "timestep":
+                if shape not in ((), (1,)) and not (shape[0] == len(hidden) and len(shape) <= 2):
+                    raise LongspanError(f"`timestep` must have one entry, or one for each of {len(hidden)} rows (and "
+                                        f"token), got {shape}")  # fmt: skip
+                continue
+            if "mask" in name:
+                if isinstance(text, Tensor) and shape[-1:] != text.shape[1:2]:
+                    raise LongspanError(f"`{name}` of shape {shape} must end in the {text.shape[1]} tokens of "
+                                        f"`encoder_hidden_states`")  # fmt: skip
+                continue
+            if len(shape) != len(like):
+                raise LongspanError(f"`{name}` must have {len(like)} dimensions, got a tensor of shape {shape}")
+            if like[0] == _ROWS and shape[0] != len(hidden):
+                raise LongspanError(f"`{name}` of shape {shape} must have {len(hidden)} rows, as `hidden_states`")
+            pixels = patches and name == "hidden_states"
+            width = next(dim for dim in range(1, 5) if dim not in patches) if pixels else -1
+            if len(like) > 1 and shape[width] != like[width]:
+                raise LongspanError(f"`{name}` of shape {shape} must have {like[width]} entries in dimension "
+                                    f"{width % len(like)}, by the model's config")  # fmt: skip
 
 
 def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
