@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from longspan.comm.p2p import ring_shift
 from longspan.hf.planning import shape_of
+from longspan.hf.support import layers_without_backward
 from longspan.train.metrics import (
     CommunicationSampler,
     Display,
@@ -25,6 +26,7 @@ from longspan.train.metrics import (
     peak_memory,
 )
 from longspan.train.trackers import MetricsLog
+from tests.models import build
 from tests.pool import RankPool
 from tests.training import log_of, said_by, small_run, write_config
 
@@ -92,6 +94,18 @@ def test_flops_are_those_of_the_matrices_and_the_pairs(tied: bool) -> None:
     )
 
 
+def test_layers_without_a_backward() -> None:
+    """Those in front of everything that is trained."""
+    model = build("Llama", num_hidden_layers=3, tie_word_embeddings=False)
+    assert layers_without_backward(model) == 0
+    model.model.layers[:2].requires_grad_(False)
+    assert layers_without_backward(model) == 0
+    model.get_input_embeddings().requires_grad_(False)
+    assert layers_without_backward(model) == 2
+    model.lm_head.weight = model.get_input_embeddings().weight.requires_grad_(True)
+    assert layers_without_backward(model) == 0
+
+
 def test_flops_of_experts_windows_recurrences_frozen_weights_and_a_reference() -> None:
     from transformers import MixtralConfig, Qwen3NextConfig
 
@@ -102,6 +116,8 @@ def test_flops_of_experts_windows_recurrences_frozen_weights_and_a_reference() -
     pairs = 2 * 2 * 2 * 16 * (5 * 6 / 2 + 27 * 5)  # two layers; scores and values
     assert model_flops(shape, 32, 32 * 33 // 2) == 6 * 32 * weights + 3 * pairs
     assert model_flops(shape, 32, 32 * 33 // 2, trained=0.0, forwards=2) == 6 * 32 * weights + 4 * pairs
+    frozen = 2 * 32 * (4 * 16 * 16 + 16 * 8 + 2 * 3 * 16 * 24) + 2 * pairs / 2  # no backward of the first layer
+    assert model_flops(shape, 32, 32 * 33 // 2, frozen=1) == 6 * 32 * weights + 3 * pairs - frozen
     recurrent = shape_of(Qwen3NextConfig(**sizes, layer_types=["linear_attention", "full_attention"]))  # type: ignore[arg-type]
     assert model_flops(recurrent, 64, 64) > 6 * 64 * sum(layer.matmul_params_active for layer in recurrent.layers)
 

@@ -409,6 +409,14 @@ def test_experts_over_data_and_sequence_send_what_is_planned(
             Tuning(4, ("q_proj", "down_proj")),
         ),
         (Mesh(ulysses=2), {}, {}, Tuning(freeze=("*.layers.0.*", "lm_head.*"))),
+        *(  # the first layer has no backward
+            (mesh, {"tie_word_embeddings": False}, options, Tuning(freeze=("*embed_tokens*", "*.layers.0.*")))
+            for mesh, options in (
+                (Mesh(ulysses=2), {}),
+                (Mesh(ring=2), {"memory": Memory(checkpointing="selective")}),
+                (Mesh(tensor=2), {}),
+            )
+        ),
     ],
 )
 def test_a_step_of_few_weights_sends_what_is_planned(

@@ -123,6 +123,18 @@ def final_norm(model: nn.Module) -> list[nn.Module]:
     return []
 
 
+def layers_without_backward(model: PreTrainedModel) -> int:
+    """Return how many first decoder layers have no backward, as neither they nor the embeddings are trained."""
+    layers, head = decoder_layers(model), model.get_output_embeddings()
+    behind = [m for m in (*layers, *final_norm(model), head) if m is not None]
+    tied = None if head is None else model.get_input_embeddings().weight
+    after = {p for module in behind for p in module.parameters() if p is not tied}
+    if any(p.requires_grad and p not in after for p in model.parameters()):
+        return 0
+    trained = (i for i, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters()))
+    return next(trained, len(layers))
+
+
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """Return the child that contains the layers; its output goes into the model's head."""
     layers = set(decoder_layers(model))

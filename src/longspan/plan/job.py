@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -18,7 +18,7 @@ from longspan.core.tile_sizes import layers_held, layers_per_checkpoint
 from longspan.core.validation import LARGEST_COUNT, LARGEST_JOB, check_choice, check_flag, check_number, format_value
 
 if TYPE_CHECKING:
-    from longspan.plan.models.shape import ModelShape
+    from longspan.plan.models.shape import LayerShape, ModelShape
     from longspan.plan.models.tower import Pictures
 
 Mode = Literal["train", "prefill", "decode"]
@@ -225,6 +225,12 @@ class CostContext:
     job: Job
     mesh: Mesh
     on_cpu: bool = False
+
+    def of_layer(self, layer: LayerShape) -> CostContext:
+        """Return the context of a layer's costs: of a forward alone, if the layer has no backward."""
+        if layer.has_backward or self.job.mode != "train":
+            return self
+        return replace(self, job=replace(self.job, mode="prefill", batch=self.mesh.data))
 
     @property
     def d(self) -> int:

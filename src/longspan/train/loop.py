@@ -35,6 +35,7 @@ from longspan.hf.loading import load_sharded
 from longspan.hf.memory_options import compile_layers
 from longspan.hf.planning import device_memory, shape_of
 from longspan.hf.state import state_of
+from longspan.hf.support import layers_without_backward, transformers_model
 from longspan.hf.weights.gradients import no_sync, optimizer_in_backward
 from longspan.hf.weights.quantized import number_of_weights
 from longspan.hf.weights.sources import tensor_parts
@@ -257,6 +258,11 @@ class Trainer:
         """The share of weights that are trained."""
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         return float(trained / number_of_weights(self.model))
+
+    @functools.cached_property
+    def without_backward(self) -> int:
+        """The first layers, which have no backward."""
+        return layers_without_backward(transformers_model(self.model))
 
     def _stopped_early(self) -> bool:
         return stopped_early(self.config, dataclasses.asdict(self.evaluator.progress))
@@ -502,7 +508,9 @@ class Trainer:
         peak, flops = peak_flops(sp.device, self.config.dtype), None
         if peak is not None and self.shape is not None:
             forwards = 1 if self.preferences is None else 2
-            flops = model_flops(self.shape, tokens, pairs, trained=self.trained, forwards=forwards)
+            flops = model_flops(
+                self.shape, tokens, pairs, trained=self.trained, forwards=forwards, frozen=self.without_backward
+            )
         return StepMetrics(
             step=self.step,
             loss=loss,

@@ -8,7 +8,7 @@ import resource
 import statistics
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -110,18 +110,21 @@ _SHOWN = {
 
 
 def model_flops(
-    shape: ModelShape, tokens: int, attention_pairs: int, *, trained: float = 1.0, forwards: int = 1
+    shape: ModelShape, tokens: int, attention_pairs: int, *, trained: float = 1.0, forwards: int = 1, frozen: int = 0
 ) -> float:
     """Return the FLOPs of training a causal LM on some tokens and (query, key) pairs, without recomputation.
 
     A weight costs 2 per token that it multiplies in a forward, 2 in the backward, and 2 for its gradient if it is among
     the `trained` share; an expert multiplies only its own tokens. Attention's are those of causal pairs within
-    documents and windows, recurrences' those of their chunks: Chowdhery et al., "PaLM", 2022, appendix B.
+    documents and windows, recurrences' those of their chunks: Chowdhery et al., "PaLM", 2022, appendix B. The first
+    `frozen` layers have no backward.
     """
     of_weights = shape.vocab * shape.d_model + sum(kind.matmul_params_active * n for kind, n in shape.layer_kinds)
-    total = float((2 * forwards + 2 + 2 * trained) * of_weights * tokens)
+    skipped = Counter(shape.layers[:frozen])
+    of_frozen = sum(kind.matmul_params_active * n for kind, n in skipped.items())
+    total = float(((2 * forwards + 2 + 2 * trained) * of_weights - 2 * of_frozen) * tokens)
     for layer, count in shape.layer_kinds:
-        job, times, mixer = Job(context=tokens), (forwards + 2) * count, layer.mixer
+        job, times, mixer = Job(context=tokens), (forwards + 2) * count - 2 * skipped[layer], layer.mixer
         if isinstance(mixer, Softmax):
             total += times * mixer.flops(job, min(1.0, attention_pairs / mixer.keys.pairs(tokens)))
         else:

@@ -110,9 +110,13 @@ def _step(c: CostContext, once: bool) -> Iterator[Sent]:
     sums = 1 if once else micro
     for layer, layers in c.model.layer_kinds:
         yield from _times(method_sent(layer, c), layers * micro)
-        weights = [*(sent for sent in layer_tensor_sent(layer, c) if not sent.method), *layer_weights_sent(layer, c)]
+        others = (sent for sent in layer_tensor_sent(layer, c.of_layer(layer)) if not sent.method)
+        weights = [*others, *layer_weights_sent(layer, c)]
         for sent in weights:
             yield from _times([sent], layers * forwards * (sums if sums_gradients(sent) else micro))
+    untrained = [layer for layer in c.model.layers if not layer.has_backward]
+    if c.job.mode == "train" and untrained:  # FSDP gathers it ahead, in the backward of the layer behind it
+        yield from _times(layer_weights_sent(untrained[-1], c), micro)
     yield from _times((*input_recompute_sent(c), *outer_tensor_sent(c)), micro)
     for sent in outer_weights_sent(c):
         yield from _times([sent], sums if sums_gradients(sent) else micro * forwards)
@@ -123,6 +127,7 @@ def _step(c: CostContext, once: bool) -> Iterator[Sent]:
 @functools.lru_cache(maxsize=4096)
 def method_sent(layer: LayerShape, c: CostContext) -> tuple[Sent, ...]:
     """Return what the sequence and tensor methods send for one layer and one micro-batch, forward and backward."""
+    c = c.of_layer(layer)
     tensor = (sent for sent in layer_tensor_sent(layer, c) if sent.method)
     return (*layer.mixer.sent(c), *tensor, *experts_sent(layer, c))
 
@@ -270,7 +275,10 @@ def _training(c: CostContext) -> list[Sent]:
     t = c.mesh.tensor
     both, half = _hidden_states(c.sequence_tokens, c)
     ops = [("all_reduce", both)] if c.job.tensor_style == "tp" else [("all_gather", half), ("reduce_scatter", half)]
-    calls = 1 + c.model.root[0].trained  # gradients of frozen embeddings are not needed
+    first = next((layer.parameters for layer in c.model.layers if layer.has_backward), ())
+    # Only trained embeddings, or a trained norm in front of the first products, need the gradient of their input.
+    needed = c.model.root[0].trained or any(p.trained for p in first if len(p.shape) == 1 and "norm" in p.name)
+    calls = 1 + needed
     sent = [Sent(op, "tensor", "embeddings and the head's input", size, calls, method=False) for op, size in ops]
     for rows, calls in _softmax_rows(c).items():
         for numbers, what in ((1, "largest logits"), (2, "sums and labels of the softmax")):  # fp32, per token

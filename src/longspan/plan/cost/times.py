@@ -36,9 +36,10 @@ def model_flops(model: ModelShape, job: Job) -> float:
     head = 2.0 + model.head.trained if train else 1.0
     total = 2.0 * (tokens if train else job.batch) * model.vocab * model.d_model * head
     for layer, count in model.layer_kinds:
-        products = 2.0 + layer.trained_share if train else 1.0  # no gradients of frozen weights
+        backward = train and layer.has_backward
+        products = 2.0 + layer.trained_share if backward else 1.0  # no gradients of frozen weights
         total += count * products * 2.0 * tokens * layer.matmul_params_active
-        total += layer.mixer.flops(job, count * times)
+        total += layer.mixer.flops(job, count * (times if backward else 1.0))
     if job.mode != "decode":
         total += job.batch * times * sum(tower_flops(CostContext(model, job, Mesh()), largest=False))
     return total
@@ -74,6 +75,7 @@ class LayerSeconds:
 
 def layer_seconds(layer: LayerShape, c: CostContext, hardware: Hardware) -> LayerSeconds:
     """Return the seconds of computing one layer for one micro-batch."""
+    c = c.of_layer(layer)
     job = c.job
     products = 2.0 * c.tokens * layer.matmul_params_active / c.mesh.tensor
     moved = c.tokens * _elementwise_bytes(layer, c) / hardware.memory_bandwidth
@@ -228,6 +230,7 @@ def hidden_layer_seconds(layer: LayerShape, computing: LayerSeconds, c: CostCont
     all-to-all of all heads and an all-gather wait for their data. The part of a message that takes the cores
     (`Hardware.hideable`) overlaps with nothing. `computing`: the layer's seconds.
     """
+    c = c.of_layer(layer)
     sents = method_sent(layer, c)
     hidden, ring = _hidden_exchange(sents, computing, c, hardware), _ring(sents)
     schedule = layer.mixer.ring_schedule(c) if ring else None

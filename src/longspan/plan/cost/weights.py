@@ -222,7 +222,7 @@ def always_gathered(model: ModelShape) -> int:
 
 def layer_weights_sent(layer: LayerShape, c: CostContext) -> list[Sent]:
     """Return FSDP's traffic for one layer: weights gathered for forward and backward, fp32 gradients scattered."""
-    f = c.mesh.weights
+    c, f = c.of_layer(layer), c.mesh.weights
     if not c.job.weight_sharding or f == 1:
         return []
     groups = [("fsdp", f, "a layer", layer.parameters)]

@@ -22,11 +22,13 @@ class LayerShape:
         mixer: attention or a recurrence.
         mlp: dense or experts.
         parameters: every weight, named relative to the layer, in the module's order.
+        has_backward: whether training runs its backward: it or something before it is trained.
     """
 
     mixer: Mixer
     mlp: Mlp
     parameters: tuple[Parameter, ...] = ()
+    has_backward: bool = True
 
     @cached_property
     def params(self) -> int:

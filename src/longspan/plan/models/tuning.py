@@ -62,13 +62,16 @@ def tuned_shape(model: ModelShape, tuning: Tuning) -> ModelShape:
     """Return a model with the weights that a run adds, and which ones it trains."""
     if tuning == Tuning():
         return model
-    made: dict[tuple[LayerShape, tuple[Parameter, ...]], LayerShape] = {}
-    layers = []
-    for number, layer in enumerate(model.layers):
-        parameters = tuple(_tuned(layer.parameters, tuning, f"model.layers.{number}."))
-        layers.append(made.setdefault((layer, parameters), replace(layer, parameters=parameters)))
     frozen = tuning.lora is not None
     root = tuple(replace(p, trained=not frozen and not _matches(p.name, tuning.freeze)) for p in model.root)
+    in_front = root[: -1 if model.tied else -2]  # behind the layers are the final norm, and an untied head
+    made: dict[tuple[LayerShape, tuple[Parameter, ...], bool], LayerShape] = {}
+    layers, backward = [], model.tower is not None or any(p.trained for p in in_front)
+    for number, layer in enumerate(model.layers):
+        parameters = tuple(_tuned(layer.parameters, tuning, f"model.layers.{number}."))
+        backward = backward or any(p.trained for p in parameters)
+        made_layer = replace(layer, parameters=parameters, has_backward=backward)
+        layers.append(made.setdefault((layer, parameters, backward), made_layer))
     return replace(model, layers=tuple(layers), root=root, tuning=tuning)
 
 
