@@ -83,6 +83,17 @@ def test_documents_that_begin_at_another_position() -> None:
     assert chunk_segments((((2, 9),), ()), 3) == (((2, 5), (5, 8), (8, 9)), ())
 
 
+def test_positions_of_pictures_with_a_fourth_axis() -> None:
+    """The first axis counts tokens and marks documents; the model rotates by the others: time, height and width."""
+    axes = torch.stack([RESTART, *(RESTART + shift for shift in (40, 5, 6))])
+    info = _info({"position_ids": axes})
+    assert info.segments == (ROW,) and info.starts is None and info.max_position == 42
+    cut = shard_batch({"input_ids": _tokens(), "position_ids": axes}, ONE_DEVICE)
+    assert torch.equal(cut["position_ids"], axes)
+    info = _info({"position_ids": axes[1:]})  # without the count of tokens, restarts mark nothing
+    assert info.segments is None and info.max_position == 42
+
+
 def test_labels_of_a_masked_lm_are_not_shifted() -> None:
     labels = torch.arange(7)[None]
     cut = shard_batch({"input_ids": _tokens(), "labels": labels}, ONE_DEVICE, shift=False)
