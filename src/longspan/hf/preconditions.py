@@ -234,8 +234,9 @@ def facts_of(model: nn.Module, sp: SequenceSharding, options: ParallelizeOptions
         f"overlap_chunks={sp.overlap_chunks}, wire_dtype={sp.wire_dtype}",
         "the model's class": type(model).__name__,
     }
-    # The folder of the model's files may differ between machines.
-    facts |= {f"config.{k}": json.dumps(v, default=str) for k, v in (settings or {}).items() if k != "_name_or_path"}
+    # The folder of the model's files may differ between machines, and diffusers' names of defaults have a set's order.
+    ignored = ("_name_or_path", "_use_default_values")
+    facts |= {f"config.{k}": json.dumps(v, default=str) for k, v in (settings or {}).items() if k not in ignored}
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, x in tensors:
             trained = ", trained" if x.requires_grad else ""
