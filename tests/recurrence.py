@@ -21,13 +21,7 @@ Rows = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Case:
-    """One linear attention.
-
-    Attributes:
-        decay: "none", "head", "key" (one per key dim), or "strong": per key dim, down to exp(-400) and to exp(-inf).
-        documents: an id for every token, by row; rows repeat up to the batch.
-        state: whether an initial state is given and the final one returned.
-    """
+    """One linear attention."""
 
     n: int = 24
     batch: int = 2
@@ -35,11 +29,12 @@ class Case:
     value_heads: int = 2
     dim: int = 4
     v_dim: int = 3
+    # "none", "head", "key" (one per key dim), or "strong": per key dim, down to exp(-400) and to exp(-inf).
     decay: str = "none"
     beta: bool = False
     causal: bool = True
-    documents: Rows | None = None
-    state: bool = False
+    documents: Rows | None = None  # an id for every token, by row; rows repeat up to the batch
+    state: bool = False  # whether an initial state is given and the final one returned
     dtype: torch.dtype = torch.float32
     seed: int = 0
 

@@ -30,21 +30,13 @@ Group = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Message:
-    """One posted tensor.
+    """One posted tensor."""
 
-    Attributes:
-        sends: whether it is a send; else a receive.
-        peer: the other rank, by its number in the world.
-        bytes: its size.
-        dtype: of its elements.
-        tag: ignored by backends that match by order; matched messages must have the same.
-    """
-
-    sends: bool
-    peer: int
-    bytes: int
-    dtype: str
-    tag: int
+    sends: bool  # whether it is a send; else a receive
+    peer: int  # the other rank, by its number in the world
+    bytes: int  # its size
+    dtype: str  # of its elements
+    tag: int  # ignored by backends that match by order; matched messages must have the same
 
     def __str__(self) -> str:
         way = "send to" if self.sends else "receive from"
@@ -53,21 +45,13 @@ class Message:
 
 @dataclass(frozen=True)
 class Step:
-    """One group call of messages, or one collective.
+    """One group call of messages, or one collective."""
 
-    Attributes:
-        group: the communicator.
-        messages: in the order in which they were posted; empty for a collective.
-        collective: its name with the facts that must be equal on all ranks.
-        sends: bytes to every rank of the group, for an All-to-All.
-        receives: bytes from every rank of the group, likewise.
-    """
-
-    group: Group
-    messages: tuple[Message, ...] = ()
-    collective: str = ""
-    sends: tuple[int, ...] = ()
-    receives: tuple[int, ...] = ()
+    group: Group  # the communicator
+    messages: tuple[Message, ...] = ()  # in the order in which they were posted; empty for a collective
+    collective: str = ""  # its name with the facts that must be equal on all ranks
+    sends: tuple[int, ...] = ()  # bytes to every rank of the group, for an All-to-All
+    receives: tuple[int, ...] = ()  # bytes from every rank of the group, likewise
 
     def __str__(self) -> str:
         return f"{self.collective or '; '.join(map(str, self.messages))} in {self.group[0]}{list(self.group[1])}"

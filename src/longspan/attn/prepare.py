@@ -44,21 +44,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """A prepared attention, for every layer with this mask, these shapes and this kind of scores.
+    """A prepared attention, for every layer with this mask, these shapes and this kind of scores."""
 
-    Attributes:
-        shapes: of the tensors that it is for.
-        kind: of the scores.
-        choice: the kernel, and why.
-        method: executes the attention.
-        differentiates_bias: whether a learnt bias gets its gradient.
-    """
-
-    shapes: Shapes
-    kind: ScoreKind
-    choice: Choice
-    method: AttentionMethod
-    differentiates_bias: bool
+    shapes: Shapes  # of the tensors that it is for
+    kind: ScoreKind  # of the scores
+    choice: Choice  # the kernel, and why
+    method: AttentionMethod  # executes the attention
+    differentiates_bias: bool  # whether a learnt bias gets its gradient
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, saved_attentions: SavedAttentions | None = None

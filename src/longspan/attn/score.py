@@ -38,22 +38,18 @@ class Scores:
     """scale * q.k, then softcap, then biases; sinks join the softmax's denominator.
 
     `longspan.attention` accepts every field but `first_head` as a keyword argument.
-
-    Attributes:
-        scale: None for 1/sqrt(head_dim).
-        softcap: scores become softcap * tanh(scores / softcap) (Gemma-2).
-        sinks: one learnt logit per query head, [H]; it takes weight from the keys and adds no value (gpt-oss).
-        alibi: one slope per query head, [H]: slope * -|i - j| is added (Press et al. 2021, arXiv:2108.12409).
-        bias: a function of head and positions whose value is added. Heads and positions are those of the whole model
-            and sequence, on every rank.
-        first_head: index of the first local query head in the whole model; `bias` and a mask_mod count from 0 there.
     """
 
-    scale: float | None = None
-    softcap: float | None = None
+    scale: float | None = None  # None for 1/sqrt(head_dim)
+    softcap: float | None = None  # scores become softcap * tanh(scores / softcap) (Gemma-2)
+    # One learnt logit per query head, [H]; it takes weight from the keys and adds no value (gpt-oss).
     sinks: Tensor | None = None
+    # One slope per query head, [H]: slope * -|i - j| is added (Press et al. 2021, arXiv:2108.12409).
     alibi: Tensor | None = None
+    # A function of head and positions whose value is added. Heads and positions are those of the whole model and
+    # sequence, on every rank.
     bias: Bias | None = None
+    # Index of the first local query head in the whole model; `bias` and a mask_mod count from 0 there.
     first_head: int = 0
 
     def __post_init__(self) -> None:

@@ -14,23 +14,14 @@ from longspan.core.errors import LongspanError
 
 @dataclass(frozen=True)
 class Shapes:
-    """The local tensors that a plan is made for.
+    """The local tensors that a plan is made for."""
 
-    Attributes:
-        q: `[batch, tokens, query heads, head_dim]`.
-        k: `[batch, tokens, KV heads, head_dim]`.
-        v: as `k`; its head_dim may differ.
-        dtype: of all three.
-        device: of all three.
-        grad: whether gradients are needed.
-    """
-
-    q: torch.Size
-    k: torch.Size
-    v: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    grad: bool
+    q: torch.Size  # `[batch, tokens, query heads, head_dim]`
+    k: torch.Size  # `[batch, tokens, KV heads, head_dim]`
+    v: torch.Size  # as `k`; its head_dim may differ
+    dtype: torch.dtype  # of all three
+    device: torch.device  # of all three
+    grad: bool  # whether gradients are needed
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Shapes:

@@ -57,29 +57,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class CacheStep:
-    """One forward with a cache: new tokens after the cached ones.
+    """One forward with a cache: new tokens after the cached ones."""
 
-    Attributes:
-        sp: the sharding; its layout is that of the new tokens.
-        kv_placement: of all tokens, the new ones included.
-        new: number of new tokens.
-        sharded: whether the new tokens are sharded; else every rank computes all of them.
-        local_spans: the tokens that this ring rank stores, as spans of the block's tokens (sharded) or of the new ones.
-        kernels: prepared kernels, by kind of layer.
-        masks: of the new tokens, by what a layer requests.
-        stored_layers: layers whose new keys and values are in the cache.
-        static: for a decode step of constant shapes.
-    """
-
-    sp: SequenceSharding
-    kv_placement: KVPlacement
-    new: int
-    sharded: bool
+    sp: SequenceSharding  # the sharding; its layout is that of the new tokens
+    kv_placement: KVPlacement  # of all tokens, the new ones included
+    new: int  # number of new tokens
+    sharded: bool  # whether the new tokens are sharded; else every rank computes all of them
+    # The tokens that this ring rank stores, as spans of the block's tokens (sharded) or of the new ones.
     local_spans: tuple[Span, ...]
-    kernels: dict[Any, _Prepared] = field(default_factory=dict)
-    masks: dict[Any, Mask] = field(default_factory=dict)
-    stored_layers: set[Any] = field(default_factory=set)
-    static: StaticDecode | None = None
+    kernels: dict[Any, _Prepared] = field(default_factory=dict)  # prepared kernels, by kind of layer
+    masks: dict[Any, Mask] = field(default_factory=dict)  # of the new tokens, by what a layer requests
+    stored_layers: set[Any] = field(default_factory=set)  # layers whose new keys and values are in the cache
+    static: StaticDecode | None = None  # for a decode step of constant shapes
 
     @property
     def past(self) -> int:
@@ -89,25 +78,16 @@ class CacheStep:
 
 @dataclass(frozen=True, eq=False)
 class _Prepared:
-    """A kernel and its calls, for all layers of a kind.
+    """A kernel and its calls, for all layers of a kind."""
 
-    Attributes:
-        shards: the heads of each Ulysses rank.
-        mine: my heads.
-        kv_index: KV head of each of my query heads, if they do not form equal groups.
-        kernel: returns log-sum-exps.
-        blocks: what the kernel prepared, for each tile of the keys that I store; None for one that no query sees.
-        tile: tokens of a tile; None if there is one.
-        choice: the kernel's name, and why it was chosen.
-    """
-
-    shards: tuple[HeadShard, ...]
-    mine: HeadShard
-    kv_index: Tensor | None
-    kernel: BlockKernel
+    shards: tuple[HeadShard, ...]  # the heads of each Ulysses rank
+    mine: HeadShard  # my heads
+    kv_index: Tensor | None  # KV head of each of my query heads, if they do not form equal groups
+    kernel: BlockKernel  # returns log-sum-exps
+    # What the kernel prepared, for each tile of the keys that I store; None for one that no query sees.
     blocks: Sequence[Any]
-    tile: int | None
-    choice: Choice
+    tile: int | None  # tokens of a tile; None if there is one
+    choice: Choice  # the kernel's name, and why it was chosen
 
 
 def start_step(sp: SequenceSharding, kv_placement: KVPlacement, new: int) -> CacheStep:

@@ -32,21 +32,13 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class CacheFile:
-    """One rank's file.
+    """One rank's file."""
 
-    Attributes:
-        file: its name.
-        bytes: its size.
-        sha256: of its content.
-        runs: token runs of its ring rank, ascending, in layers without a window.
-        heads: for each layer the KV heads [start, stop) in the file.
-    """
-
-    file: str
-    bytes: int
-    sha256: str
-    runs: tuple[Span, ...]
-    heads: dict[str, Span]
+    file: str  # its name
+    bytes: int  # its size
+    sha256: str  # of its content
+    runs: tuple[Span, ...]  # token runs of its ring rank, ascending, in layers without a window
+    heads: dict[str, Span]  # for each layer the KV heads [start, stop) in the file
 
 
 def partial(folder: Path) -> Path:

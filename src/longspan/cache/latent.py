@@ -36,21 +36,13 @@ _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-2}
 
 @dataclass(eq=False)
 class LatentLayer:
-    """An attention layer that computes its keys and values from latent vectors; captures the vectors of a forward.
+    """An attention layer that computes its keys and values from latent vectors; captures the vectors of a forward."""
 
-    Attributes:
-        layer: the attention module.
-        nope: elements of a key without position.
-        rope: elements of a key with position.
-        value: elements of a value.
-        rank: elements of the latent vector.
-    """
-
-    layer: nn.Module
-    nope: int
-    rope: int
-    value: int
-    rank: int
+    layer: nn.Module  # the attention module
+    nope: int  # elements of a key without position
+    rope: int  # elements of a key with position
+    value: int  # elements of a value
+    rank: int  # elements of the latent vector
     _captured: Tensor | None = None
 
     @property

@@ -129,13 +129,7 @@ class Staging:
 
 
 class OffloadedLayerCache(LayerCache):
-    """A `LayerCache` in host memory.
-
-    Args:
-        staging: of the cache.
-        room: as for `LayerCache`.
-        dtype: as for `LayerCache`; what is copied between host and device has it too.
-    """
+    """A `LayerCache` in host memory; what is copied between host and device has its `dtype`, too."""
 
     def __init__(self, staging: Staging, room: int = 0, dtype: CacheDtype = "exact") -> None:
         super().__init__(room, dtype)

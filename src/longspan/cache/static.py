@@ -178,17 +178,14 @@ _CACHE = object()
 class Slots:
     """The slots of some layers: where the new token goes, and which ones it sees.
 
-    Attributes:
-        window: of the mask, as `chunk_size`.
-        layout: of the layers: their first token, its slot, and their capacity.
-        numbers: int64 [1 + 2 B], on the device: the slot of the new token (one that nobody sees, if another rank of the
-            ring holds the token); of each row the first slot that it sees, and the end of those.
-        derived: computed from the numbers in this forward.
+    `derived` holds what was computed from the numbers in this forward.
     """
 
-    window: int | None
+    window: int | None  # of the mask, as `chunk_size`
     chunk_size: int | None
-    layout: tuple[int, int, int]
+    layout: tuple[int, int, int]  # of the layers: their first token, its slot, and their capacity
+    # Int64 [1 + 2 B], on the device: the slot of the new token (one that nobody sees, if another rank of the ring holds
+    # the token); of each row the first slot that it sees, and the end of those.
     numbers: Tensor
 
     def __post_init__(self) -> None:

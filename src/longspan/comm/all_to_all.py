@@ -240,21 +240,13 @@ def _pair_groups(packed: Tensor, spans: HeadSpans, xs_BLHD: Sequence[Tensor]) ->
 
 
 class _Groups(NamedTuple):
-    """How the heads of a tensor are cut.
+    """How the heads of a tensor are cut."""
 
-    Attributes:
-        number: of the groups of ranks that hold the same heads.
-        ranks: of a group.
-        heads: of a group.
-        first: the first group's first head.
-        step: heads from one group to the next.
-    """
-
-    number: int
-    ranks: int
-    heads: int
-    first: int
-    step: int
+    number: int  # of the groups of ranks that hold the same heads
+    ranks: int  # of a group
+    heads: int  # of a group
+    first: int  # the first group's first head
+    step: int  # heads from one group to the next
 
 
 @functools.lru_cache(maxsize=256)

@@ -142,9 +142,7 @@ def broadcast_weights(model: nn.Module, sp: SequenceSharding) -> None:
 class ReplicaCheck:
     """Compare weights that are replicated, so that each rank updates its own copy (no FSDP).
 
-    Args:
-        model: the model.
-        every: training forwards from one comparison to the next; 0 for none.
+    `every` counts the training forwards from one comparison to the next; 0 for none.
     """
 
     def __init__(self, model: nn.Module, every: int) -> None:

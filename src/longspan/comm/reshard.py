@@ -100,9 +100,7 @@ def heads_to_seq(
 
     Args:
         x: all tokens (a multiple of the group's size) and the local shard of the heads, as `seq_to_heads` split them.
-        group: the ranks that share the sequence.
-        seq_dim: the dimension of the tokens.
-        head_dim: the dimension of the heads.
+        group, seq_dim, head_dim: as for `seq_to_heads`.
         heads: total number of heads; default: local heads x ranks. If heads do not divide evenly, every rank must pass
             it, because a rank cannot see how many the others hold.
 

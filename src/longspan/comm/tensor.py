@@ -32,15 +32,10 @@ from longspan.core.tile_sizes import even_span
 
 @dataclass(frozen=True)
 class Parts:
-    """The entries of a weight's dimension that each rank of a group computes with.
+    """The entries of a weight's dimension that each rank of a group computes with."""
 
-    Attributes:
-        length: entries of the whole dimension.
-        spans: each rank's entries, in its module's order.
-    """
-
-    length: int
-    spans: tuple[tuple[Span, ...], ...]
+    length: int  # entries of the whole dimension
+    spans: tuple[tuple[Span, ...], ...]  # each rank's entries, in its module's order
 
     @property
     def even(self) -> bool:
@@ -164,20 +159,15 @@ def _joined(pieces: list[Tensor], dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Rule:
-    """How one weight is sharded over a tensor group, and what its module sees.
+    """How one weight is sharded over a tensor group, and what its module sees."""
 
-    Attributes:
-        dim: the sharded dimension; None: the weight is replicated.
-        partial: whether each rank's gradient is a part, to be summed over the group.
-        parts: the entries of the dimension that each rank computes with, if they are not its shard. They are fetched
-            from the ranks that hold them in each call. With `dim=None`: rows of a replicated weight.
-        first: for a replicated weight: whether only the first rank sees it and the others see zeros (a bias that is
-            added to a partial sum).
-    """
-
-    dim: int | None = None
-    partial: bool = False
+    dim: int | None = None  # the sharded dimension; None: the weight is replicated
+    partial: bool = False  # whether each rank's gradient is a part, to be summed over the group
+    # The entries of the dimension that each rank computes with, if they are not its shard. They are fetched from the
+    # ranks that hold them in each call. With `dim=None`: rows of a replicated weight.
     parts: Parts | None = None
+    # For a replicated weight: whether only the first rank sees it and the others see zeros (a bias that is added to a
+    # partial sum).
     first: bool = False
 
 

@@ -31,24 +31,15 @@ Flags = tuple[tuple[bool, ...], ...]
 
 @dataclass(frozen=True)
 class Fragment:
-    """Some tokens of one document, in one run.
-
-    Attributes:
-        start, stop: its tokens in the local tensor.
-        slot: number of its run among the runs of its rank.
-        enters: whether its document began in an earlier run.
-        continues: whether its document continues in the next run.
-        first: whether it begins the first document of its row.
-        last: whether it is the last one in its run.
-    """
+    """Some tokens of one document, in one run: [start, stop) of the local tensor."""
 
     start: int
     stop: int
-    slot: int
-    enters: bool
-    continues: bool
-    first: bool
-    last: bool
+    slot: int  # number of its run among the runs of its rank
+    enters: bool  # whether its document began in an earlier run
+    continues: bool  # whether its document continues in the next run
+    first: bool  # whether it begins the first document of its row
+    last: bool  # whether it is the last one in its run
 
 
 class RowGroup(NamedTuple):
@@ -60,31 +51,18 @@ class RowGroup(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FragmentTable:
-    """The fragments of one rank, and what every rank knows about the runs of all ranks.
+    """The fragments of one rank, and what every rank knows about the runs of all ranks."""
 
-    Attributes:
-        tokens: length of the local tensor, padding included.
-        runs: rank and slot of every run, in the order of the sequence.
-        slots: the most runs of a rank.
-        mine: this rank's runs, by slot.
-        enters: whether a document began before the run and has tokens in it.
-        passes: whether a run has tokens of one document only, which entered: its state depends on the state before.
-        filled: whether a run has any tokens of documents.
-        sizes: `sizes[run][row]`: tokens of the run's last fragment.
-        has_documents: whether any row has documents or padding of its own.
-        groups: the fragments of this rank.
-    """
-
-    tokens: int
-    runs: tuple[tuple[int, int], ...]
-    slots: int
-    mine: tuple[int, ...]
-    enters: Flags
-    passes: Flags
-    filled: Flags
-    sizes: tuple[tuple[int, ...], ...]
-    has_documents: bool
-    groups: tuple[RowGroup, ...]
+    tokens: int  # length of the local tensor, padding included
+    runs: tuple[tuple[int, int], ...]  # rank and slot of every run, in the order of the sequence
+    slots: int  # the most runs of a rank
+    mine: tuple[int, ...]  # this rank's runs, by slot
+    enters: Flags  # whether a document began before the run and has tokens in it
+    passes: Flags  # whether a run has tokens of one document only, which entered: its state depends on the state before
+    filled: Flags  # whether a run has any tokens of documents
+    sizes: tuple[tuple[int, ...], ...]  # `sizes[run][row]`: tokens of the run's last fragment
+    has_documents: bool  # whether any row has documents or padding of its own
+    groups: tuple[RowGroup, ...]  # the fragments of this rank
 
     @functools.lru_cache(maxsize=8)  # noqa: B019 (tables are few, and cached themselves)
     def masks(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -41,16 +41,12 @@ class Tokens(NamedTuple):
 
 
 class Local(NamedTuple):
-    """One fragment from a known state, zero unless the fragment begins a row.
+    """One fragment from a known state, zero unless the fragment begins a row."""
 
-    Attributes:
-        state: S, the state after it, `[B, H, K, V]`.
-        transition: M, `[B, H, K, columns]`: a matrix, or one column of factors; None for 1, or if nothing is received.
-        finish: returns the output `[B, T, H, V]` for the state `[B, H, K, V]` that is received, or None.
-    """
-
-    state: Tensor
+    state: Tensor  # S, the state after it, `[B, H, K, V]`
+    # M, `[B, H, K, columns]`: a matrix, or one column of factors; None for 1, or if nothing is received.
     transition: Tensor | None
+    # Returns the output `[B, T, H, V]` for the state `[B, H, K, V]` that is received, or None.
     finish: Callable[[Tensor | None], Tensor]
 
 
@@ -69,18 +65,13 @@ class Mixer(Protocol):
 
 
 class Chunks(NamedTuple):
-    """A fragment, cut into chunks.
+    """A fragment, cut into chunks."""
 
-    Attributes:
-        step: what a chunk multiplies the state by, `[N, B, H, K, K]`, or factors `[N, B, H, 1 or K, 1]`; None for 1.
-        added: what it adds, `[N, B, H, K, V]`.
-        total: the product of all factors `[B, H, K, 1]`; None for other steps.
-        output: returns the output `[B, T, H, V]` for the states before every chunk, `[N, B, H, K, V]`.
-    """
-
+    # What a chunk multiplies the state by, `[N, B, H, K, K]`, or factors `[N, B, H, 1 or K, 1]`; None for 1.
     step: Tensor | None
-    added: Tensor
-    total: Tensor | None
+    added: Tensor  # what it adds, `[N, B, H, K, V]`
+    total: Tensor | None  # the product of all factors `[B, H, K, 1]`; None for other steps
+    # Returns the output `[B, T, H, V]` for the states before every chunk, `[N, B, H, K, V]`.
     output: Callable[[Tensor], Tensor]
 
 
@@ -98,16 +89,13 @@ class ChunkFunction:
 
     The state is widened by the identity and the values by as many zeros: then the further columns of the output are
     the response, and those of the final state the transition.
-
-    Attributes:
-        function: `f(q, k, v, g=, beta=, initial_state=, output_final_state=, ...)` returns the output
-            `[batch, tokens, value heads, value dim]` and the final state `[batch, value heads, key dim, value dim]`,
-            as those of transformers and flash-linear-attention do.
-        options: its further arguments.
     """
 
+    # `f(q, k, v, g=, beta=, initial_state=, output_final_state=, ...)` returns the output `[batch, tokens, value heads,
+    # value dim]` and the final state `[batch, value heads, key dim, value dim]`, as those of transformers and flash-
+    # linear-attention do.
     function: Callable[..., tuple[Tensor, Tensor | None]]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)  # its further arguments
     causal: bool = True
 
     def columns(self, tokens: Tokens) -> int:

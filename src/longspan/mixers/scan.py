@@ -20,13 +20,9 @@ from longspan.mixers.mixer import Local, Tokens
 
 @dataclass(frozen=True)
 class Scan:
-    """The scan as a `Mixer`: `state = decay * state + v`, so `decay` is a factor, not its logarithm, and K is 1.
+    """The scan as a `Mixer`: `state = decay * state + v`, so `decay` is a factor, not its logarithm, and K is 1."""
 
-    Attributes:
-        before: whether a token's output is the state before it, not the one after it.
-    """
-
-    before: bool = False
+    before: bool = False  # whether a token's output is the state before it, not the one after it
     causal: bool = True
 
     def columns(self, tokens: Tokens) -> int:

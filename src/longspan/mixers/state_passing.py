@@ -40,36 +40,23 @@ if TYPE_CHECKING:
 
 
 class Incoming(NamedTuple):
-    """What an exchange of summaries returns.
+    """What an exchange of summaries returns."""
 
-    Attributes:
-        before: by slot the state `[B, H, K, V]` that enters the run, zero in rows where no document does.
-        after: by slot the sum of the document's later tokens, if tokens see those.
-        final: the state after the last token of every row, if it was asked for.
-        link: a zero that depends on what was received.
-    """
-
+    # By slot the state `[B, H, K, V]` that enters the run, zero in rows where no document does.
     before: Sequence[Tensor]
-    after: Sequence[Tensor] | None
-    final: Tensor | None
-    link: Tensor
+    after: Sequence[Tensor] | None  # by slot the sum of the document's later tokens, if tokens see those
+    final: Tensor | None  # the state after the last token of every row, if it was asked for
+    link: Tensor  # a zero that depends on what was received
 
 
 @dataclass(frozen=True)
 class Passing:
-    """Between whom, and how, states are passed.
+    """Between whom, and how, states are passed."""
 
-    Attributes:
-        causal: whether tokens see only earlier ones.
-        table: the fragments.
-        group: the sequence group; None for one rank.
-        value_dim: columns of a state.
-    """
-
-    causal: bool
-    table: FragmentTable
-    group: dist.ProcessGroup | None
-    value_dim: int
+    causal: bool  # whether tokens see only earlier ones
+    table: FragmentTable  # the fragments
+    group: dist.ProcessGroup | None  # the sequence group; None for one rank
+    value_dim: int  # columns of a state
 
     def step(self, run: int, summary_BHKW: Tensor, before_BHKV: Tensor) -> Tensor:
         """Return the state after a run with fragments, from its summary and the state before."""

@@ -30,66 +30,39 @@ from longspan.core.regions import Region, intersections
 
 @dataclass(frozen=True, eq=False)
 class KernelRequest:
-    """What a kernel is asked to compute; the same on every rank.
+    """What a kernel is asked to compute; the same on every rank."""
 
-    Attributes:
-        mask: limited to the length.
-        scores: of one layer; a plan serves every layer whose scores are of the same kind (`Scores.kind`).
-        device: of the tensors.
-        grad: whether gradients are needed.
-        ring: ranks of the ring; from 2 on blocks are merged by their log-sum-exps.
-        same_length: whether there are as many queries as keys.
-        dtype: of q, k and v.
-        head_dims: of q and k, and of v.
-        lse: whether the log-sum-exp is needed even without a ring, because the method saves it.
-        failed: names of kernels that "auto" passes over: they do not work on every rank (`methods/self_check.py`).
-    """
-
-    mask: Mask
-    scores: Scores
-    device: torch.device
-    grad: bool = False
-    ring: int = 1
-    same_length: bool = True
-    dtype: torch.dtype = torch.float32
-    head_dims: tuple[int, int] = (64, 64)
-    lse: bool = False
+    mask: Mask  # limited to the length
+    scores: Scores  # of one layer; a plan serves every layer whose scores are of the same kind (`Scores.kind`)
+    device: torch.device  # of the tensors
+    grad: bool = False  # whether gradients are needed
+    ring: int = 1  # ranks of the ring; from 2 on blocks are merged by their log-sum-exps
+    same_length: bool = True  # whether there are as many queries as keys
+    dtype: torch.dtype = torch.float32  # of q, k and v
+    head_dims: tuple[int, int] = (64, 64)  # of q and k, and of v
+    lse: bool = False  # whether the log-sum-exp is needed even without a ring, because the method saves it
+    # Names of kernels that "auto" passes over: they do not work on every rank (`methods/self_check.py`).
     failed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Positions of the local queries and of all KV blocks: a kernel prepares its calls from them, once per batch.
-
-    Attributes:
-        mask: the mask.
-        kind: of the scores.
-        batch: rows of the batch.
-        heads: local query heads.
-        first_head: index of the first local query head in the whole model.
-        lengths: real queries and real keys of the whole sequence.
-        q_spans: positions of the local queries, in the order of the local tensor.
-        k_spans: positions of all keys, in the sequence's order, padding included.
-        source_ranks: for each of `k_spans` the ring rank whose block contains it; a block's spans are in order.
-        device: of the tensors.
-        token_bytes: bytes of q, k and v of one token.
-        dtype: of the tensors.
-        head_dims: of q and k, and of v.
-    """
+    """Positions of the local queries and of all KV blocks: a kernel prepares its calls from them, once per batch."""
 
     mask: Mask
-    kind: ScoreKind
-    batch: int
-    heads: int
-    first_head: int
-    lengths: Lengths
-    q_spans: tuple[Span, ...]
-    k_spans: tuple[Span, ...]
+    kind: ScoreKind  # of the scores
+    batch: int  # rows of the batch
+    heads: int  # local query heads
+    first_head: int  # index of the first local query head in the whole model
+    lengths: Lengths  # real queries and real keys of the whole sequence
+    q_spans: tuple[Span, ...]  # positions of the local queries, in the order of the local tensor
+    k_spans: tuple[Span, ...]  # positions of all keys, in the sequence's order, padding included
+    # For each of `k_spans` the ring rank whose block contains it; a block's spans are in order.
     source_ranks: tuple[int, ...]
-    device: torch.device
-    token_bytes: int = 0
-    dtype: torch.dtype = torch.float32
-    head_dims: tuple[int, int] = (64, 64)
+    device: torch.device  # of the tensors
+    token_bytes: int = 0  # bytes of q, k and v of one token
+    dtype: torch.dtype = torch.float32  # of the tensors
+    head_dims: tuple[int, int] = (64, 64)  # of q and k, and of v
 
     @property
     def count(self) -> int:
@@ -124,19 +97,12 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class BlockRegion:
-    """A region of the mask between the local queries and one KV block.
+    """A region of the mask between the local queries and one KV block."""
 
-    Attributes:
-        rows: batch rows that it applies to.
-        region: by positions in the sequence.
-        q_at: add it to a query's position to get its index in the local tensor.
-        k_at: add it to a key's position to get its index in the block's tensor.
-    """
-
-    rows: Span
-    region: Region
-    q_at: int
-    k_at: int
+    rows: Span  # batch rows that it applies to
+    region: Region  # by positions in the sequence
+    q_at: int  # add it to a query's position to get its index in the local tensor
+    k_at: int  # add it to a key's position to get its index in the block's tensor
 
 
 def _offsets(spans: tuple[Span, ...], source_ranks: tuple[int, ...]) -> list[int]:
@@ -152,12 +118,7 @@ class SoftmaxAccumulator:
     """Online softmax: output and log-sum-exp of the keys seen so far.
 
     A single result for all queries is kept as the kernel returned it, without a copy. Several are summed in fp32 at
-    least.
-
-    Args:
-        q_BHQD: the queries; only shape, dtype and device are used.
-        v_dim: head_dim of v.
-        several: whether several results are expected, so that the first is cast at once and can be freed.
+    least. With `several` the first is cast at once and can be freed. Of the queries only shape, dtype and device count.
     """
 
     def __init__(self, q_BHQD: Tensor, v_dim: int, *, several: bool = False) -> None:
@@ -174,13 +135,9 @@ class SoftmaxAccumulator:
         return self._out, self._lse
 
     def add(self, out: Tensor, lse: Tensor, rows: Span | None = None, queries: Span | None = None) -> None:
-        """Merge the attention to further keys. Exponents are at most 0, so nothing overflows.
+        """Merge the attention to further keys, `out` [rows, H, queries, V], by its log-sum-exp [rows, H, queries].
 
-        Args:
-            out: [rows, H, queries, V], the attention to these keys alone.
-            lse: [rows, H, queries], their log-sum-exp.
-            rows: of the batch; default all.
-            queries: default all.
+        `rows` and `queries` are all by default. Exponents are at most 0, so nothing overflows.
         """
         B, _, Q, _ = self._shape
         if self._out is None and rows in (None, (0, B)) and queries in (None, (0, Q)):
@@ -228,13 +185,7 @@ def _weights(old: Tensor, more: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class GradientSum:
-    """The sum of gradients from several kernel calls, in `dtype`. A single one is kept as the kernel returned it.
-
-    Args:
-        shape: of the tensor.
-        dtype: of the sum, fp32 at least.
-        device: of the sum.
-    """
+    """The sum of gradients from several kernel calls, in `dtype`, fp32 at least. A single one is kept as returned."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self._dtype, self._device = tuple(shape), dtype, device
@@ -310,19 +261,12 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
 
 @dataclass(frozen=True, slots=True)
 class BackwardInputs:
-    """What the backward of each block needs of the queries, after their attention to ALL blocks.
+    """What the backward of each block needs of the queries, after their attention to ALL blocks."""
 
-    Attributes:
-        q: [B, H, Q, D].
-        out: [B, H, Q, V], the output over all blocks.
-        grad: the output's gradient.
-        lse: [B, H, Q], the log-sum-exp of the whole row; 0 for a query that sees nothing.
-    """
-
-    q: Tensor
-    out: Tensor
-    grad: Tensor
-    lse: Tensor
+    q: Tensor  # [B, H, Q, D]
+    out: Tensor  # [B, H, Q, V], the output over all blocks
+    grad: Tensor  # the output's gradient
+    lse: Tensor  # [B, H, Q], the log-sum-exp of the whole row; 0 for a query that sees nothing
 
     def at(self, *index: slice) -> BackwardInputs:
         """Select rows, heads and queries."""
@@ -347,12 +291,9 @@ class BlockKernel(Kernel, Protocol):
 
     To write one, inherit from this and define `name`, `refuses`, `describe`, `prepare`, `forward` and `backward`; a
     kernel of several calls instead defines `accumulate` and `accumulate_gradients`, to add each.
-
-    Attributes:
-        self_check: whether "auto" compares the kernel with fp32 before its first use on a device.
     """
 
-    self_check: bool = False
+    self_check: bool = False  # whether "auto" compares the kernel with fp32 before its first use on a device
 
     def prepare(self, blocks: Blocks) -> Sequence[Any]:
         """Return what `forward` and `backward` need for each KV block, on the device; called once per batch.

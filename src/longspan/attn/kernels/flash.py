@@ -44,17 +44,11 @@ _LARGEST, _LARGEST_CUDNN = 256, 128
 
 @dataclass(frozen=True, eq=False, slots=True)
 class FlashBlock:
-    """The calls of the local queries with one KV block.
+    """The calls of the local queries with one KV block."""
 
-    Attributes:
-        calls: their results are merged.
-        state: random number state of the unused dropout.
-        unused: another unused argument of the backward.
-    """
-
-    calls: tuple[FlashCall, ...]
-    state: Tensor
-    unused: Tensor
+    calls: tuple[FlashCall, ...]  # their results are merged
+    state: Tensor  # random number state of the unused dropout
+    unused: Tensor  # another unused argument of the backward
 
 
 class FlashKernel(BlockKernel):

@@ -30,19 +30,12 @@ def import_flash_attn() -> Any:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Packed:
-    """One call for all segments.
+    """One call for all segments."""
 
-    Attributes:
-        options: keyword arguments of the package's functions.
-        at: indices of all segments' tokens in `[B * S]`, int64; None without segments.
-        ends: the segments' borders among these tokens, int32 [segments + 1] (`cu_seqlens`).
-        longest: tokens of the longest segment.
-    """
-
-    options: dict[str, Any]
-    at: Tensor | None = None
-    ends: Tensor | None = None
-    longest: int = 0
+    options: dict[str, Any]  # keyword arguments of the package's functions
+    at: Tensor | None = None  # indices of all segments' tokens in `[B * S]`, int64; None without segments
+    ends: Tensor | None = None  # the segments' borders among these tokens, int32 [segments + 1] (`cu_seqlens`)
+    longest: int = 0  # tokens of the longest segment
 
 
 class FlashAttnKernel(AutogradKernel):

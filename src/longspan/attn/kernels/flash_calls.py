@@ -27,34 +27,21 @@ Window = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class FlashSequence:
-    """One sequence of a call, in each of some batch rows.
+    """One sequence of a call, in each of some batch rows."""
 
-    Attributes:
-        rows: batch rows.
-        region: by indices in the local queries and in the KV block, not by positions.
-        window: flash attention's.
-    """
-
-    rows: Span
-    region: Region
-    window: Window = (-1, -1)
+    rows: Span  # batch rows
+    region: Region  # by indices in the local queries and in the KV block, not by positions
+    window: Window = (-1, -1)  # flash attention's
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Tokens:
-    """The tokens of `[B, heads, S, ...]` that a call computes: a rectangle, which is a view, or a list.
+    """The tokens of `[B, heads, S, ...]` that a call computes: a rectangle, which is a view, or a list."""
 
-    Attributes:
-        rows: batch rows of the rectangle.
-        columns: tokens of each row of the rectangle.
-        at: if they are no rectangle: indices in `[B * S]`, int64 [n].
-        packed: whether the call takes one row, `[n, heads, ...]`, instead of `[rows, columns, heads, ...]`.
-    """
-
-    rows: Span
-    columns: Span
-    at: Tensor | None
-    packed: bool
+    rows: Span  # batch rows of the rectangle
+    columns: Span  # tokens of each row of the rectangle
+    at: Tensor | None  # if they are no rectangle: indices in `[B * S]`, int64 [n]
+    packed: bool  # whether the call takes one row, `[n, heads, ...]`, instead of `[rows, columns, heads, ...]`
 
     def take(self, x_BHSD: Tensor) -> Tensor:
         """Select the tokens, in flash attention's layout."""
@@ -76,19 +63,13 @@ class Tokens:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class FlashCall:
-    """One call.
+    """One call."""
 
-    Attributes:
-        window: of all its sequences.
-        queries: its query tokens, as `keys`.
-        longest: length of the longest sequence of queries, and of keys.
-        ends: `cu_seqlens` of queries and of keys, int32 [sequences + 1]; None for a call on batch rows.
-    """
-
-    window: Window
-    queries: Tokens
+    window: Window  # of all its sequences
+    queries: Tokens  # its query tokens, as `keys`
     keys: Tokens
-    longest: Lengths
+    longest: Lengths  # length of the longest sequence of queries, and of keys
+    # `cu_seqlens` of queries and of keys, int32 [sequences + 1]; None for a call on batch rows.
     ends: tuple[Tensor, Tensor] | None
 
     @property

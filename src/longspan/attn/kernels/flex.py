@@ -38,32 +38,22 @@ values, in fp32 of 32 and 16, then need 256 KiB of shared memory, and no GPU has
 
 @dataclass(frozen=True, eq=False)
 class FlexBlock:
-    """FlexAttention's inputs for the local queries and one KV block, for all layers, forward and backward.
+    """FlexAttention's inputs for the local queries and one KV block, for all layers, forward and backward."""
 
-    Attributes:
-        mask: of the whole sequence, without `mask_mod`, segments, prefix, spans and trees.
-        mod: the mask's `mask_mod`.
-        counts: blocks of queries and blocks of keys; the last of each is padded.
-        i: positions of the queries, int64 [Q padded]; -1 for padding.
-        j: positions of the keys, int64 [T padded].
-        ids: segment of each query and each key, -1 for none, int32 [B, Q padded] and [B, T padded]; None without
-            segments.
-        prefixes: how many keys each query sees in spite of causality, int64 [B, Q padded]; None if there is neither a
-            prefix nor a bidirectional span.
-        paths: positions of queries and of keys along their paths, int64 [B, Q padded] and [B, T padded], and where the
-            keys' subtrees end; None without trees.
-        lists: the blocks to compute, from `block_lists`.
-    """
-
-    mask: Mask
-    mod: MaskMod | None
-    counts: Span
-    i: Tensor
-    j: Tensor
+    mask: Mask  # of the whole sequence, without `mask_mod`, segments, prefix, spans and trees
+    mod: MaskMod | None  # the mask's `mask_mod`
+    counts: Span  # blocks of queries and blocks of keys; the last of each is padded
+    i: Tensor  # positions of the queries, int64 [Q padded]; -1 for padding
+    j: Tensor  # positions of the keys, int64 [T padded]
+    # Segment of each query and each key, -1 for none, int32 [B, Q padded] and [B, T padded]; None without segments.
     ids: tuple[Tensor, Tensor] | None
+    # How many keys each query sees in spite of causality, int64 [B, Q padded]; None if there is neither a prefix nor a
+    # bidirectional span.
     prefixes: Tensor | None
+    # Positions of queries and of keys along their paths, int64 [B, Q padded] and [B, T padded], and where the keys'
+    # subtrees end; None without trees.
     paths: tuple[Tensor, Tensor, Tensor] | None
-    lists: tuple[Tensor | None, ...]
+    lists: tuple[Tensor | None, ...]  # the blocks to compute, from `block_lists`
 
     def mask_mod(self, first_head: int) -> MaskMod:
         """Return the mask as FlexAttention's function of row, head, query and key indices."""

@@ -78,33 +78,22 @@ class Bucket:
     """Segments of similar length, which run in one call: n segments of L tokens.
 
     Shorter ones are padded with their last token. Under a causal mask no real query sees the padding.
-
-    Attributes:
-        at: indices in `[B * S]`, int64 [n, L].
-        real: which of the n * L tokens are real, int64; None for all.
-        to: indices of the real tokens in `[B * S]`, int64.
     """
 
-    at: Tensor
-    real: Tensor | None
-    to: Tensor
+    at: Tensor  # indices in `[B * S]`, int64 [n, L]
+    real: Tensor | None  # which of the n * L tokens are real, int64; None for all
+    to: Tensor  # indices of the real tokens in `[B * S]`, int64
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SdpaCalls:
-    """All calls of a batch.
+    """All calls of a batch."""
 
-    Attributes:
-        causal: whether each is causal.
-        window: tokens of a causal window; None for none.
-        cuts: for each batch row; one entry if all rows are split in the same way; None for one call.
-        buckets: instead of cuts, if there are many segments.
-    """
-
-    causal: bool
-    window: int | None
+    causal: bool  # whether each is causal
+    window: int | None  # tokens of a causal window; None for none
+    # For each batch row; one entry if all rows are split in the same way; None for one call.
     cuts: tuple[Splits, ...] | None
-    buckets: tuple[Bucket, ...] | None = None
+    buckets: tuple[Bucket, ...] | None = None  # instead of cuts, if there are many segments
 
 
 class SdpaKernel(AutogradKernel):

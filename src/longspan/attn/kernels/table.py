@@ -43,25 +43,15 @@ def what_of(request: KernelRequest) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """One row; None matches everything. What it is matched with is the same on all ranks with the same GPU.
+    """One row; None matches everything. What it is matched with is the same on all ranks with the same GPU."""
 
-    Attributes:
-        summary: the row as one line, formatted when it is read: a compiler that traces a choice cannot format.
-        kernels: names in order.
-        device: type of the device.
-        capability: of GPUs, such as "9.0".
-        what: some of `WHAT`.
-        dtype: some of `DTYPES`.
-        head_dim: largest head_dim.
-    """
-
-    summary: str
-    kernels: tuple[str, ...]
-    device: str | None = None
-    capability: tuple[str, ...] | None = None
-    what: tuple[str, ...] | None = None
-    dtype: tuple[str, ...] | None = None
-    head_dim: int | None = None
+    summary: str  # the row as one line, formatted when it is read: a compiler that traces a choice cannot format
+    kernels: tuple[str, ...]  # names in order
+    device: str | None = None  # type of the device
+    capability: tuple[str, ...] | None = None  # of GPUs, such as "9.0"
+    what: tuple[str, ...] | None = None  # some of `WHAT`
+    dtype: tuple[str, ...] | None = None  # some of `DTYPES`
+    head_dim: int | None = None  # largest head_dim
 
     def matches(self, request: KernelRequest) -> bool:
         return (
@@ -75,15 +65,10 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True)
 class KernelTable:
-    """Rows in order, for `kernel=` instead of "auto".
+    """Rows in order, for `kernel=` instead of "auto"."""
 
-    Attributes:
-        name: the file and a digest of its rows, by which ranks compare their tables.
-        rows: the first that matches is used.
-    """
-
-    name: str
-    rows: tuple[TableRow, ...]
+    name: str  # the file and a digest of its rows, by which ranks compare their tables
+    rows: tuple[TableRow, ...]  # the first that matches is used
 
     def row(self, request: KernelRequest) -> TableRow:
         """Return the first row that matches; longspan's last row matches everything."""

@@ -181,19 +181,12 @@ TILED = register(TiledKernel())
 
 @dataclass(frozen=True, slots=True)
 class TileScores:
-    """How to compute a tile's scores.
+    """How to compute a tile's scores."""
 
-    Attributes:
-        kind: of the tile's mask.
-        bias: added to the scores, -inf where nothing attends: [B or 1, H or 1, Q, T]; None for none.
-        scale: factor of q.k.
-        softcap: as in `Scores`.
-    """
-
-    kind: TileKind
-    bias: Tensor | None
-    scale: float
-    softcap: float | None
+    kind: TileKind  # of the tile's mask
+    bias: Tensor | None  # added to the scores, -inf where nothing attends: [B or 1, H or 1, Q, T]; None for none
+    scale: float  # factor of q.k
+    softcap: float | None  # as in `Scores`
 
 
 def _how(call: Call, mask: Mask, scores: Scores, q: Tensor, scale: float) -> TileScores | None:

@@ -26,17 +26,11 @@ class AttentionMethod(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class LocalAttention:
-    """One kernel call over all keys, with autograd's backward: an `AttentionMethod` of one device or Ulysses rank.
-
-    Attributes:
-        kernel: the kernel.
-        prepared: what the kernel prepared for the batch.
-        kv_head_index: the KV head of every query head, int64 [H], if KV groups are uneven.
-    """
+    """One kernel call over all keys, with autograd's backward: an `AttentionMethod` of one device or Ulysses rank."""
 
     kernel: AutogradKernel
-    prepared: Any
-    kv_head_index: Tensor | None = None
+    prepared: Any  # what the kernel prepared for the batch
+    kv_head_index: Tensor | None = None  # the KV head of every query head, int64 [H], if KV groups are uneven
 
     def to_kernel_layout(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See `AutogradKernel.to_kernel_layout`."""
@@ -62,12 +56,9 @@ class SavedAttentions(Protocol):
     """The saved attention outputs of one call of a checkpointed layer.
 
     The forward saves them; the recomputed forward, before the layer's backward, loads them again in the same order.
-
-    Attributes:
-        recomputing: whether the layer is being recomputed.
     """
 
-    recomputing: bool
+    recomputing: bool  # whether the layer is being recomputed
 
     def save(self, tensors: Sequence[Tensor]) -> SavedTensors:
         """Save what one attention needs for its backward."""

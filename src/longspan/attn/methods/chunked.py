@@ -44,43 +44,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class HeadChunk:
-    """Some heads of every rank.
+    """Some heads of every rank."""
 
-    Attributes:
-        shards: the chunk's heads of each rank of the Ulysses group; some ranks may have none.
-        local: this rank's.
-        ring: attention of all tokens of the block on the local heads; a ring of one if there is no ring.
-        first_of_kv: whether this chunk receives its KV heads; otherwise they are those of the previous chunk.
-        last_of_kv: whether no later chunk needs these KV heads, so that their gradients are sent back.
-    """
-
-    shards: tuple[HeadShard, ...]
-    local: HeadShard
-    ring: Ring
-    first_of_kv: bool = True
-    last_of_kv: bool = True
+    shards: tuple[HeadShard, ...]  # the chunk's heads of each rank of the Ulysses group; some ranks may have none
+    local: HeadShard  # this rank's
+    ring: Ring  # attention of all tokens of the block on the local heads; a ring of one if there is no ring
+    first_of_kv: bool = True  # whether this chunk receives its KV heads; otherwise they are those of the previous chunk
+    last_of_kv: bool = True  # whether no later chunk needs these KV heads, so that their gradients are sent back
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkedUlysses:
-    """All-to-alls around a ring, chunk by chunk: an `AttentionMethod`.
+    """All-to-alls around a ring, chunk by chunk: an `AttentionMethod`."""
 
-    Attributes:
-        group: the ranks that share the block, each with L tokens; None for one rank, whose chunks need no all-to-all.
-        chunks: of all heads; every rank has the same number, and joins each one's collectives.
-        sums_kv_heads: whether a KV head is sent to several ranks, so that its gradient is a sum.
-        trim_to: as in `Ulysses`.
-        recompute_all_to_all: whether the backward recomputes the all-to-all instead of saving what it received.
-        overlaps: whether all-to-alls overlap with attention.
-        wire_dtype: dtype of what the all-to-alls send. `recompute_all_to_all` then uses the rounded output.
-    """
-
+    # The ranks that share the block, each with L tokens; None for one rank, whose chunks need no all-to-all.
     group: dist.ProcessGroup | None
-    chunks: tuple[HeadChunk, ...]
-    sums_kv_heads: bool
-    trim_to: tuple[int, int] | None = None
+    chunks: tuple[HeadChunk, ...]  # of all heads; every rank has the same number, and joins each one's collectives
+    sums_kv_heads: bool  # whether a KV head is sent to several ranks, so that its gradient is a sum
+    trim_to: tuple[int, int] | None = None  # as in `Ulysses`
+    # Whether the backward recomputes the all-to-all instead of saving what it received.
     recompute_all_to_all: bool = True
-    overlaps: bool = False
+    overlaps: bool = False  # whether all-to-alls overlap with attention
+    # Dtype of what the all-to-alls send. `recompute_all_to_all` then uses the rounded output.
     wire_dtype: CacheDtype = "exact"
 
     def __call__(

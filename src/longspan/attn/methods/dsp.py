@@ -85,17 +85,11 @@ def plan_dims(attends: Sequence[Attends], sizes: Mapping[int, int]) -> tuple[int
 
 @dataclass(frozen=True)
 class DynamicSharding:
-    """The plan of `longspan.dsp`.
-
-    Attributes:
-        sp: the sharding.
-        sizes: whole size of each dimension that may be sharded.
-        dims: the sharded dimension in each block.
-    """
+    """The plan of `longspan.dsp`."""
 
     sp: SequenceSharding
-    sizes: Mapping[int, int]
-    dims: tuple[int, ...]
+    sizes: Mapping[int, int]  # whole size of each dimension that may be sharded
+    dims: tuple[int, ...]  # the sharded dimension in each block
 
     @property
     def switches(self) -> int:

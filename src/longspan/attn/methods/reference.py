@@ -23,17 +23,11 @@ from longspan.comm.p2p import ring_shift
 
 @dataclass(frozen=True, eq=False)
 class ReferenceRing:
-    """`Ring` with materialized scores and an online softmax over the blocks: an `AttentionMethod`.
+    """`Ring` with materialized scores and an online softmax over the blocks: an `AttentionMethod`."""
 
-    Attributes:
-        group: the ranks; None for a ring of one.
-        blocks: mask and positions.
-        kv_head_index: the KV head of every query head, int64 [H], if KV groups are uneven.
-    """
-
-    group: dist.ProcessGroup | None
-    blocks: Blocks
-    kv_head_index: Tensor | None = None
+    group: dist.ProcessGroup | None  # the ranks; None for a ring of one
+    blocks: Blocks  # mask and positions
+    kv_head_index: Tensor | None = None  # the KV head of every query head, int64 [H], if KV groups are uneven
 
     def __call__(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, scores: Scores) -> Tensor:
         """Attend from the local block's queries to the whole sequence: `[B, S, H, V]`."""

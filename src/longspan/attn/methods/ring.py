@@ -47,23 +47,15 @@ def _tag(kind: int, direction: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Ring:
-    """One ring of R ranks: an `AttentionMethod`.
+    """One ring of R ranks: an `AttentionMethod`."""
 
-    Attributes:
-        group: the ranks; None for a ring of one.
-        routes: how far each block is sent.
-        impl: "p2p" or "allgather".
-        kernel: attention of the local queries to one block.
-        prepared: what the kernel prepared for each block; None if nothing attends to the block.
-        kv_head_index: the KV head of every query head, int64 [H], if KV groups are uneven. Received heads are repeated
-            by it; each KV head is sent once.
-    """
-
-    group: dist.ProcessGroup | None
-    routes: Routes
-    impl: str
-    kernel: BlockKernel
-    prepared: tuple[Any, ...]
+    group: dist.ProcessGroup | None  # the ranks; None for a ring of one
+    routes: Routes  # how far each block is sent
+    impl: str  # "p2p" or "allgather"
+    kernel: BlockKernel  # attention of the local queries to one block
+    prepared: tuple[Any, ...]  # what the kernel prepared for each block; None if nothing attends to the block
+    # The KV head of every query head, int64 [H], if KV groups are uneven. Received heads are repeated by it; each KV
+    # head is sent once.
     kv_head_index: Tensor | None = None
 
     @property
@@ -283,17 +275,12 @@ def _kv_of(x_BKTD: Tensor, ring: Ring, heads: Span, total: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _KVPair:
-    """Keys and values of one block, or their gradients.
+    """Keys and values of one block, or their gradients."""
 
-    Attributes:
-        k: [B, K, T, D].
-        v: [B, K, T, V].
-        packed: the buffer that both are views of, so that they are one message; None if they are the caller's tensors
-            (a ring of one).
-    """
-
-    k: Tensor
-    v: Tensor
+    k: Tensor  # [B, K, T, D]
+    v: Tensor  # [B, K, T, V]
+    # The buffer that both are views of, so that they are one message; None if they are the caller's tensors (a ring of
+    # one).
     packed: Tensor | None = None
 
     @classmethod
@@ -384,11 +371,8 @@ class _P2PReducer:
     """Sums the gradients of KV blocks, in fp32 at least: each rank that a block reaches adds its part.
 
     A gradient follows one step behind its block. The last rank that the block reaches sends it directly to the source
-    rank.
-
-    Attributes:
-        first_heads: query heads of the local block to compute in step 0. They hide the first block's transfer; the
-            others hide the last gradient's. Query heads of one KV group stay together, unless it is the only group.
+    rank. `first_heads` of the local block are computed in step 0: they hide the first block's transfer, the others the
+    last gradient's. Query heads of one KV group stay together, unless it is the only group.
     """
 
     def __init__(self, local: _KVPair, dtype: torch.dtype, heads: int, ring: Ring) -> None:
@@ -456,8 +440,7 @@ class _P2PReducer:
 class _ReduceScatterReducer:
     """Sums the gradients of all KV blocks by one reduce-scatter, the adjoint of the all-gather.
 
-    Attributes:
-        first_heads: all heads: the reduce-scatter needs the local block's gradient too.
+    It needs the local block's gradient too, so `first_heads` are all heads.
     """
 
     def __init__(self, local: _KVPair, dtype: torch.dtype, heads: int, ring: Ring) -> None:

@@ -30,22 +30,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Ulysses:
-    """All-to-alls around another method: an `AttentionMethod`.
+    """All-to-alls around another method: an `AttentionMethod`."""
 
-    Attributes:
-        group: the ranks that share the block, each with L tokens.
-        shards: the heads of each rank.
-        inner: attention of all tokens of the block on the local heads.
-        trim_to: real queries and real keys, without padding, that `inner` computes; None in a ring, whose blocks keep
-            their padding.
-        wire_dtype: dtype of what the all-to-alls send.
-    """
-
-    group: dist.ProcessGroup
-    shards: tuple[HeadShard, ...]
-    inner: AttentionMethod
+    group: dist.ProcessGroup  # the ranks that share the block, each with L tokens
+    shards: tuple[HeadShard, ...]  # the heads of each rank
+    inner: AttentionMethod  # attention of all tokens of the block on the local heads
+    # Real queries and real keys, without padding, that `inner` computes; None in a ring, whose blocks keep their
+    # padding.
     trim_to: tuple[int, int] | None = None
-    wire_dtype: CacheDtype = "exact"
+    wire_dtype: CacheDtype = "exact"  # dtype of what the all-to-alls send
 
     def __call__(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKV: Tensor, scores: Scores) -> Tensor:
         """Return the attention of the local queries, `[B, L, H, V]`.
