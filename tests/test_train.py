@@ -37,6 +37,7 @@ from tests.training import (
     flags,
     log_of,
     losses_of,
+    plain_loop,
     refused,
     said_by,
     small_run,
@@ -58,40 +59,13 @@ def config(llama: Path, tmp_path: Path) -> TrainConfig:
 
 
 def _plain_losses(config: TrainConfig, dtype: torch.dtype = torch.float32) -> dict[int, float]:
-    """The same training as a plain loop over the unsharded model: one batch of all sequences, torch's own parts."""
-    from torch.nn.utils import clip_grad_norm_
-    from transformers import get_scheduler
-
-    from longspan.data import deal
-    from longspan.train.inputs import open_local
-
-    inputs = open_local(config)
-    sequences = iter(inputs.sequences(config.context))
-    batch = config.sequences
-    steps = deal(sequences, batch=batch, micro_batch=batch, data_size=1, data_rank=0, pack=inputs.pack)
+    """The same training as a plain loop over the unsharded model."""
     torch.manual_seed(config.seed)
     model_config = AutoConfig.from_pretrained(config.model.config)
     auto: Any = AutoModelForImageTextToText if hasattr(model_config, "vision_config") else AutoModelForCausalLM
     model = auto.from_config(model_config, dtype=torch.float32).train()
-    if dtype == torch.float64:
-        model = widened(model)
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim == 1]
-    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(
-        groups, lr=config.optimizer.lr, betas=config.optimizer.betas, weight_decay=config.optimizer.weight_decay
-    )
-    scheduler = get_scheduler(config.optimizer.schedule, optimizer, config.optimizer.warmup, config.steps)
-    losses = {}
-    for number, step in enumerate(islice(steps, config.steps), 1):
-        out = model(**step.micro_batches[0], use_cache=False)
-        out.loss.backward()
-        clip_grad_norm_(model.parameters(), config.optimizer.clip)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        losses[number] = out.loss.item()
-    return losses
+    model = widened(model) if dtype == torch.float64 else model
+    return plain_loop(model, config, "documents" if config.data.pack == "documents" else "stream")
 
 
 # --- the same numbers

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from longspan.train.resolve import resolve_memory
 from tests.models import widened
 from tests.pool import RankError, RankPool
 from tests.tolerance import excess_of_losses, roughly
-from tests.training import LLAMA, losses_of, refused, said_by, small_run, train, train_on, weights_of
+from tests.training import LLAMA, losses_of, plain_loop, refused, said_by, small_run, train, train_on, weights_of
 
 
 @pytest.fixture(scope="module")
@@ -61,37 +60,12 @@ def _in_4_bits(name: Any, **options: Any) -> Any:
 
 def _plain_losses(config: TrainConfig, lora: dict[str, Any], dtype: torch.dtype) -> dict[int, float]:
     """The same training by PEFT and torch in one process, in a plain loop."""
-    from transformers import get_scheduler
-
-    steps = deal(
-        iter(open_local(config).sequences(config.context_tokens)),
-        batch=2,
-        micro_batch=2,
-        data_size=1,
-        data_rank=0,
-        pack="stream",
-    )
     model = _in_4_bits(config.model.model) if config.tuning.quantize == "nf4" else _plain(config.model.model)
     if dtype == torch.float64 and config.tuning.quantize == "nf4":
         model = model.dequantize()
     torch.manual_seed(config.seed)
     model = get_peft_model(model, LoraConfig(**lora)).train()
-    model = widened(model) if dtype == torch.float64 else model
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in trained if p.ndim > 1]}, {"params": [], "weight_decay": 0.0}]
-    groups[1]["params"] = [p for p in trained if p.ndim == 1]  # DoRA's magnitudes
-    optimizer = torch.optim.AdamW(groups, lr=config.optimizer.lr, betas=config.optimizer.betas, weight_decay=0.1)
-    scheduler = get_scheduler("cosine", optimizer, config.optimizer.warmup, config.steps)
-    losses = {}
-    for number, step in enumerate(islice(steps, config.steps), 1):
-        loss = model(**step.micro_batches[0], use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, config.optimizer.clip)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        losses[number] = loss.item()
-    return losses
+    return plain_loop(widened(model) if dtype == torch.float64 else model, config)
 
 
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

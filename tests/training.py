@@ -80,6 +80,34 @@ def train(config: TrainConfig) -> None:
     Trainer(config).run()
 
 
+def plain_loop(model: Any, config: TrainConfig, pack: Any = "stream") -> dict[int, float]:
+    """Train an unsharded model as a config says, by torch's own parts, a step's sequences in one batch."""
+    import torch
+    from transformers import get_scheduler
+
+    from longspan.data import deal
+    from longspan.train.inputs import open_local
+
+    sequences, batch = iter(open_local(config).sequences(config.context_tokens)), config.sequences
+    steps = deal(sequences, batch=batch, micro_batch=batch, data_size=1, data_rank=0, pack=pack)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups: list[Any] = [{"params": [p for p in trained if p.ndim > 1]}]
+    groups.append({"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0})
+    options = config.optimizer
+    optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, weight_decay=options.weight_decay)
+    scheduler = get_scheduler(options.schedule, optimizer, options.warmup, config.steps)
+    losses = {}
+    for number in range(1, config.last_step + 1):
+        loss = model(**next(steps).micro_batches[0], use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, options.clip)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses[number] = loss.item()
+    return losses
+
+
 def said_by(config: TrainConfig) -> str:
     """Train, and return what this rank prints."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
