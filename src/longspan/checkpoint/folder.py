@@ -221,14 +221,11 @@ def _appears(path: Path, end: float) -> bool:
 
 
 class RunLock:
-    """Lock a run's folder for this process, by a system lock on `OUT/.lock`.
+    """Lock a run's folder for this process, by a system lock on `OUT/.lock`, or raise naming the process that has it.
 
     The system releases the lock when the process ends, however it ends, so it is never stale. It works over machines on
     NFS (Linux, version 3 with lockd, version 4), CIFS, and Lustre and GPFS if mounted with locks. A file system without
     locks is warned of.
-
-    Raises:
-        LongspanError: if another process holds the lock, naming that process and its machine.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -47,17 +47,11 @@ _READ: dict[Kind, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Document:
-    """One document, before it is tokenised.
+    """One document, before it is tokenised."""
 
-    Attributes:
-        text: the text, or of another kind the columns of its row as JSON, so that ranks can compare and share it.
-        kind: what the text is.
-        where: file or dataset with the row, for messages.
-    """
-
-    text: str
+    text: str  # or of another kind the columns of its row as JSON, so that ranks can compare and share it
     kind: Kind = "text"
-    where: str = ""
+    where: str = ""  # file or dataset with the row, for messages
 
 
 def flag_of(asked: Format) -> str:

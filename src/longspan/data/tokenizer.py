@@ -73,21 +73,13 @@ def load_tokenizer(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Documents to ids: texts, chats by the tokenizer's template, prompts with completions, ids as they are.
+    """Documents to ids: texts, chats by the tokenizer's template, prompts with completions, ids as they are."""
 
-    Attributes:
-        tokenizer: the Hugging Face tokenizer.
-        loss_on: which tokens of a chat, or of a prompt with its completion, have a loss.
-        vocabulary: ids that the model knows; None does not check.
-        processor: of a vision-language model, for chats with images; it has the same tokenizer.
-        placeholders: ids of tokens whose embeddings come from images.
-    """
-
-    tokenizer: Any
+    tokenizer: Any  # Hugging Face's
     loss_on: LossOn = "assistant"
-    vocabulary: int | None = None
-    processor: Any = None
-    placeholders: tuple[int, ...] = ()
+    vocabulary: int | None = None  # ids that the model knows; None does not check
+    processor: Any = None  # of a vision-language model, for chats with images; it has the same tokenizer
+    placeholders: tuple[int, ...] = ()  # ids of tokens whose embeddings come from images
 
     def text_ids(self, text: str, *, first: bool = True, last: bool = False) -> Ids:
         """Return the ids of a piece of a text: of the `first` with the begin token, if the tokenizer adds one itself,

@@ -76,11 +76,8 @@ class RankFailed(RuntimeError):
 class Signals:
     """Catches the signals that stop a job: a context manager.
 
-    With `keep_ignored`, signals that the process ignores (nohup) stay ignored.
-
-    Attributes:
-        signum: the first signal; None before it.
-        again: whether a second one came, more than `repeat_s` after the first.
+    With `keep_ignored`, signals that the process ignores (nohup) stay ignored. `signum` is the first signal, `again`
+    whether a second one came, more than `repeat_s` after the first.
     """
 
     def __init__(self, signums: tuple[int, ...], repeat_s: float, *, keep_ignored: bool = True) -> None:

@@ -94,8 +94,7 @@ def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 class StopTogether(TrainerCallback):  # type: ignore[misc]
     """Saves and stops on all ranks after a step in which any rank received SIGTERM.
 
-    Args:
-        jit: transformers' `JITCheckpointCallback`. It keeps its signal handler, and no longer saves on its own.
+    `jit`, transformers' `JITCheckpointCallback`, keeps its signal handler, and no longer saves on its own.
     """
 
     def __init__(self, jit: Any) -> None:
