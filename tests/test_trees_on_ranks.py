@@ -91,6 +91,22 @@ def _refuse_all() -> None:
             model(**{name: x for name, x in given.items() if x is not None})
 
 
+def _refuse_prefixes() -> None:
+    """One of two replicas has a batch that cannot be packed, or labels that cannot be cut."""
+    sp, ids = sharding(data=2), torch.arange(20)[None]
+    model = longspan.parallelize(build("Llama"), sp, fsdp=False)
+    for more, options, message in (
+        ({"token_type_ids": ids}, {"shared_prefixes": True}, "this one has `token_type_ids`"),
+        ({"labels": ids, "attention_mask": (ids < 9).long()}, {}, "tokens of right-hand padding"),
+    ):
+        with pytest.raises(LongspanError, match=message):
+            longspan.token_logprobs(model, {"input_ids": ids, **(more if sp.data_rank else {})}, gather=True, **options)
+
+
+def test_prefixes_refused_on_every_rank(pool2: RankPool) -> None:
+    pool2.run(_refuse_prefixes)
+
+
 def test_refused_on_every_rank(pool2: RankPool) -> None:
     assert pack()["input_ids"].shape[1] == 49
     pool2.run(_refuse_all)

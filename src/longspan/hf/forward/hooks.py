@@ -6,7 +6,9 @@ others waiting in the next collective.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.compat.torch_api import not_compiled
+from longspan.core.errors import LongspanError
 from longspan.hf.checks.batches import BatchCheck
 from longspan.hf.forward.cached import CachedTokens
 from longspan.hf.forward.logits import DeferLogits, SelectLogits
@@ -184,6 +187,16 @@ class ForwardHooks:
             batch = {**batch, "pictures": call.pictures}
         router_loss = call.cache is None and call.wants_router_loss
         self.batches.compare(call.model, batch, router_loss, problem, call.sp)
+
+    @contextlib.contextmanager
+    def refusing(self, batch: dict[str, Any]) -> Iterator[None]:
+        """Raise errors within this on every rank: those without one compare their batches in a forward."""
+        try:
+            yield
+        except LongspanError as error:
+            if self.batches is not None:
+                self.batches.compare(self.model, batch, False, error)
+            raise
 
     @not_compiled
     def release_weights(self, model: nn.Module, args: Any, output: Any) -> None:

@@ -76,23 +76,25 @@ def token_logprobs(
     if shared_prefixes:
         if not gather:
             raise LongspanError("shared_prefixes=True returns the rows' results, which needs gather=True")
-        packed = pack_batch({"labels": given.get("input_ids"), **given})
+        with forward.refusing(given):
+            packed = pack_batch({"labels": given.get("input_ids"), **given})
         found = token_logprobs(model, packed.entries, temperature=temperature, entropy=entropy, top1=top1, gather=True)
         return tuple(map(packed.unpack, found)) if entropy or top1 else packed.unpack(found)
-    if "longspan" not in given and given.get("labels") is None and given.get("shift_labels") is None:
-        if given.get("input_ids") is None:
-            raise LongspanError("the batch has no labels, and no input_ids to take for them; give labels")
-        given["labels"] = given["input_ids"]
-    sp, shift = sharding_of(given, state.sp), not forward.traits.labels_per_token
-    if forward.traits.encoders and "longspan" not in given:  # the model needs the whole batch to place pictures
-        cut = cut_batch({k: x for k, x in given.items() if k not in PICTURE_KEYS}, state.sp, shift=shift)
-        inputs = {key: value for key, value in given.items() if key not in ("labels", "shift_labels")}
-        labels = cut.pop("labels")
-    else:
-        inputs = cut = shard_batch(given, state.sp, shift=shift)
-        labels = cut.pop("labels", None)
-    if labels is None:
-        raise LongspanError("the batch was cut without labels; give them to longspan.shard_batch")
+    with forward.refusing(given):
+        if "longspan" not in given and given.get("labels") is None and given.get("shift_labels") is None:
+            if given.get("input_ids") is None:
+                raise LongspanError("the batch has no labels, and no input_ids to take for them; give labels")
+            given["labels"] = given["input_ids"]
+        sp, shift = sharding_of(given, state.sp), not forward.traits.labels_per_token
+        if forward.traits.encoders and "longspan" not in given:  # the model needs the whole batch to place pictures
+            cut = cut_batch({k: x for k, x in given.items() if k not in PICTURE_KEYS}, state.sp, shift=shift)
+            inputs = {key: value for key, value in given.items() if key not in ("labels", "shift_labels")}
+            labels = cut.pop("labels")
+        else:
+            inputs = cut = shard_batch(given, state.sp, shift=shift)
+            labels = cut.pop("labels", None)
+        if labels is None:
+            raise LongspanError("the batch was cut without labels; give them to longspan.shard_batch")
     with forward.options.during(return_deferred=True):
         logits = model(**inputs).logits
     scores = _scores(model, logits, labels, temperature, entropy, ("is_top1",) if top1 else ())
