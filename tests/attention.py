@@ -125,12 +125,20 @@ def one_device() -> longspan.SequenceSharding:
     return longspan.SequenceSharding(OneDeviceMesh("cpu"))
 
 
-def run(case: Case, sp: longspan.SequenceSharding, kernel: Any = "auto", **more: Any) -> dict[str, torch.Tensor]:
-    """Return output and gradients of the full attention, gathered and summed over the ranks of `sp`."""
+def run(
+    case: Case, sp: longspan.SequenceSharding, kernel: Any = "auto", attend: Any = None, **more: Any
+) -> dict[str, torch.Tensor]:
+    """Return output and gradients of the full attention, gathered and summed over the ranks of `sp`.
+
+    `attend(inputs, [q, k, v], sinks)` may compute it otherwise than by `longspan.attention`.
+    """
     x = make(case)
     leaves = {name: t.clone().requires_grad_() for name, t in x.items() if name in ("q", "k", "v", "sinks")}
-    q, k, v = (sp.shard(leaves[name]) for name in "qkv")
-    out = longspan.attention(q, k, v, sp, sinks=leaves.get("sinks"), kernel=kernel, **options(case, x), **more)
+    qkv, sinks = [sp.shard(leaves[name]) for name in "qkv"], leaves.get("sinks")
+    if attend is None:
+        out = longspan.attention(*qkv, sp, sinks=sinks, kernel=kernel, **options(case, x), **more)
+    else:
+        out = attend(x, qkv, sinks)
     out.backward(sp.shard(x["grad"]))
     result = {"out": sp.gather(out.detach(), length=case.n)}
     for name, leaf in leaves.items():

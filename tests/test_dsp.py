@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -81,19 +82,12 @@ def _equals_one_process(attends: list[int | None], sizes: dict[int, int]) -> Non
 
 
 STACK: list[int | None] = [COLUMNS, ROWS, ROWS, None, COLUMNS]
-SIZES = [{ROWS: 4, COLUMNS: 8}, {ROWS: 5, COLUMNS: 7}, {ROWS: 6, COLUMNS: 3}]
+SIZES = [{ROWS: 4, COLUMNS: 8}, {ROWS: 5, COLUMNS: 7}, {ROWS: 6, COLUMNS: 3}]  # the last: fewer columns than 4 ranks
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@on_ranks(2)
-def test_equals_one_process_on_2_ranks(sizes: dict[int, int]) -> None:
-    _equals_one_process(STACK, sizes)
-
-
-@pytest.mark.parametrize("sizes", SIZES)  # the last has fewer columns than ranks
-@on_ranks(4)
-def test_equals_one_process_on_4_ranks(sizes: dict[int, int]) -> None:
-    _equals_one_process(STACK, sizes)
+@pytest.mark.parametrize(("world", "sizes"), [(2, SIZES[0]), (2, SIZES[1]), *((4, sizes) for sizes in SIZES)])
+def test_equals_one_process(get_pool: Any, world: int, sizes: dict[int, int]) -> None:
+    get_pool(world).run(_equals_one_process, STACK, sizes)
 
 
 @pytest.mark.parametrize("sizes", SIZES[:2])

@@ -24,11 +24,10 @@ from longspan.attn.score import Scores
 from longspan.compat import torch_attention
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Layout
-from tests.attention import compare, one_device, sharding
+from tests.attention import compare, one_device
 from tests.choose import confirming
 from tests.flexing import classes, listed
 from tests.oracle import Case, errors, make, options
-from tests.pool import RankPool
 from tests.tolerance import MARGIN
 
 CPU = torch.device("cpu")
@@ -258,32 +257,10 @@ def test_a_kind_of_layer_is_compiled_once_for_all_lengths(programs: list[list[st
         assert len(programs) == 1, f"compiled anew for {n} tokens"
 
 
-@pytest.mark.confirms
-def test_new_functions_for_each_batch_do_not_recompile(programs: list[list[str]]) -> None:
-    """Lengths of tensors that a function holds become dynamic once they change: at most three programs."""
-
-    def functions(n: int) -> dict[str, Any]:
-        limits, slope = torch.arange(n) // 2, torch.tensor(n / 1e5)
-        return {"mask_mod": lambda b, h, q, kv: kv >= limits[q], "bias": lambda h, q, kv: slope * (q - kv)}
-
-    for n in LENGTHS:
-        x = make(Case(n=n))
-        with torch.no_grad():
-            found, other = (
-                longspan.attention(x["q"], x["k"], x["v"], one_device(), kernel=kernel, **functions(n))
-                for kernel in ("flex", "eager")
-            )
-        assert errors(Case(n=n), {"out": found}, {"out": other.double()})["out"] <= MARGIN
-    assert len(programs) <= 3
-
-
-def _errors_and_programs(
-    cases: list[Case], ring: int = 1, **more: Any
-) -> tuple[list[dict[str, float]], list[list[str]]]:
+def _errors_and_programs(cases: list[Case], **more: Any) -> tuple[list[dict[str, float]], list[list[str]]]:
     """Return the errors of outputs and gradients of some attentions, and the programs compiled for all of them."""
-    sp = sharding(1, ring, layout="zigzag", ring_impl="p2p") if ring > 1 else one_device()
     with _traced() as programs, mock.patch.object(flex.FlexKernel, "refuses", lambda *_: None):
-        return [compare(case, sp, "flex", **more) for case in cases], programs
+        return [compare(case, one_device(), "flex", **more) for case in cases], programs
 
 
 def _case(n: int, **scores: Any) -> Case:
@@ -310,13 +287,6 @@ def test_programs_of_head_chunks() -> None:
     """A chunk of padded tokens has other strides than one that is a view of all heads."""
     cases = [_case(n) for n in (300, 512, 100, 640)]
     _check_programs(*_errors_and_programs(cases, head_chunks=2), 2, 2)
-
-
-@pytest.mark.confirms
-def test_programs_of_a_ring(pool2: RankPool) -> None:
-    """The backward of the local block runs in two halves of the heads, so there is more than one program."""
-    for found in pool2.run(_errors_and_programs, [_case(512, softcap=3.0)], 2):
-        _check_programs(*found, 2)
 
 
 @pytest.mark.slow

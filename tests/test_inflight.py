@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import longspan
-from longspan.comm.p2p import P2PMessage, post
+from longspan.comm.collectives import P2PMessage, post
 from tests.attention import CASES, FEW, run
 from tests.choose import confirming
 from tests.inflight import InFlight, watched

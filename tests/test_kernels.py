@@ -29,7 +29,7 @@ from tests.attention import CASES, FEW, HARD, check_all, compare, one_device, sh
 from tests.choose import confirming
 from tests.flash_emulated import emulated
 from tests.flexing import differentiable_flex
-from tests.oracle import Case, errors, make, options
+from tests.oracle import Case, make
 from tests.pool import RankPool
 from tests.tolerance import MARGIN, excess
 
@@ -380,20 +380,6 @@ def test_kernels_of_gpus_pass_their_check(monkeypatch: pytest.MonkeyPatch, name:
 
 
 FLEX = [name for name in HARD if "cross" not in name]
-SINKS = "sinks, softcap and window"
-
-
-@pytest.mark.parametrize("name", [SINKS, *confirming(name for name in FLEX if name != SINKS)])
-@pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_flex_forward_is_exact(name: str) -> None:
-    """With sinks; `test_flex.py` compiles the other masks and compares them too."""
-    case = HARD[name]
-    x = make(case)
-    with torch.no_grad():
-        out = longspan.attention(
-            x["q"], x["k"], x["v"], one_device(), sinks=x.get("sinks"), kernel="flex", **options(case, x)
-        )
-    assert errors(case, {"out": out})["out"] <= MARGIN
 
 
 def _flex_errors(ring: int, names: list[str]) -> dict[str, dict[str, float]]:

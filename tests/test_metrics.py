@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.comm.p2p import ring_shift
+from longspan.comm.collectives import ring_shift
 from longspan.hf.planning import shape_of
 from longspan.hf.support import layers_without_backward
 from longspan.train.metrics import (

@@ -22,9 +22,8 @@ from longspan.bench.meters import count_sent
 from longspan.comm.mesh import OneDeviceMesh
 from longspan.compat.friends_api import fla_function
 from longspan.core.errors import LongspanError
-from longspan.mixers.linear_attention import LinearAttention
-from longspan.mixers.mixer import ChunkFunction, Tokens
-from longspan.mixers.scan import Scan
+from longspan.mixers.chunked import LinearAttention
+from longspan.mixers.mixer import ChunkFunction, Scan, Tokens
 from longspan.mixers.state_passing import state_passing
 from tests.pool import RankPool
 from tests.recurrence import LIMIT, Case, ids_of, leaves_of, make, relative_errors, run, truth_of

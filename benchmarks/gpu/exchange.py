@@ -20,8 +20,8 @@ from benchmarks.gpu import model
 from benchmarks.gpu.kernels import BF16, attend, cases
 from benchmarks.gpu.setup import BELOW, MEASURED, OK, WRONG, Row, Setup
 from longspan.comm.all_to_all import head_spans, start_scatter
+from longspan.comm.collectives import P2PMessage, post, wait_for
 from longspan.comm.consistency import gather_numbers
-from longspan.comm.p2p import P2PMessage, post, wait_for
 from longspan.core.heads import split_heads
 from longspan.core.memory import Memory
 from tests.fakes import fake_world

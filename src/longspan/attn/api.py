@@ -19,9 +19,9 @@ from longspan.attn.prepare import (
     prepare,
 )
 from longspan.attn.score import Scores
-from longspan.attn.segments import Segments, cu_seqlens_segments, document_segments, paired_segments
+from longspan.attn.segments import Segments, check_documents, cu_seqlens_segments, document_segments, paired_segments
 from longspan.attn.shapes import Shapes, check_tensors
-from longspan.comm.arguments import check_integers, check_sharding, check_tensor
+from longspan.comm.arguments import check_integers, check_sharding
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Lengths
@@ -113,11 +113,9 @@ class AttentionOptions:
                 raise LongspanError("`cu_seqlens` and `documents` both define documents; pass one of them")
             check_integers("cu_seqlens", self.cu_seqlens, 1)
             return cu_seqlens_segments(self.cu_seqlens, keys) * batch, None
-        if kv_documents is None and self.mask.q_start:
-            _check_documents("documents", documents, (batch, max(queries, keys)))
-        else:
-            _check_documents("documents", documents, (batch, queries))
-        _check_documents("kv_documents", kv_documents, (batch, keys))
+        of_keys = kv_documents is None and self.mask.q_start
+        check_documents("documents", documents, (batch, max(queries, keys) if of_keys else queries))
+        check_documents("kv_documents", kv_documents, (batch, keys))
         if kv_documents is not None:
             if documents is None:
                 documents = torch.zeros(batch, queries, dtype=torch.int64)
@@ -309,17 +307,6 @@ def _check_given_plan(plan: AttentionPlan, given: AttentionOptions, kernel: AnyK
             f"a plan contains {', '.join(again)}; pass options of the mask to longspan.prepare_attention, and to "
             f"longspan.attention only the plan and options of the layer (scale, softcap, sinks, alibi, bias)"
         )
-
-
-def _check_documents(name: str, ids: Any, shape: tuple[int, int]) -> None:
-    if ids is None:
-        return
-    check_tensor(name, ids)
-    if tuple(ids.shape) != shape:
-        raise LongspanError(
-            f"`{name}` has the shape {tuple(ids.shape)}, it needs an id for every token of the whole sequence: {shape}"
-        )
-    check_integers(name, ids)
 
 
 def _read_prefix(prefix: int | Sequence[int] | Tensor) -> int | tuple[int, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from longspan.comm.arguments import check_integers, check_tensor
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Span
 
@@ -45,6 +46,18 @@ def runs_of(marked: Tensor) -> Segments:
         for b, i in (borders == change).nonzero().tolist():
             rows[b][side].append(i)
     return tuple(tuple(zip(starts, stops, strict=True)) for starts, stops in rows)
+
+
+def check_documents(name: str, ids: Tensor | None, shape: tuple[int, int]) -> None:
+    """Raise unless `ids` has an integer for every token, if given."""
+    if ids is None:
+        return
+    check_tensor(name, ids)
+    if tuple(ids.shape) != shape:
+        raise LongspanError(
+            f"`{name}` has the shape {tuple(ids.shape)}, it needs an id for every token of the whole sequence: {shape}"
+        )
+    check_integers(name, ids)
 
 
 def document_segments(documents: Tensor, name: str = "documents") -> Segments | None:

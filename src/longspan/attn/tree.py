@@ -7,6 +7,7 @@ node's subtree, and a node is one region: the triangle of its tokens, and below 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -53,29 +54,33 @@ def _read_row(b: int, tin: Tensor, tout: Tensor) -> tuple[Node, ...]:
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), ends.diff().nonzero()[:, 0] + 1])
     stops = torch.cat([starts[1:], torch.tensor([len(tin)])])
     nodes = tuple(zip(starts.tolist(), stops.tolist(), ends[starts].tolist(), strict=True))
-    above = list[Node]()
-    for node in nodes:
-        while above and above[-1][2] <= node[0]:
-            above.pop()
-        if above and node[2] > above[-1][2]:
-            (i, _, end), j = above[-1], node[0]
+    for number, above in walk(nodes):
+        if above and nodes[number][2] > nodes[above[-1]][2]:
+            (i, _, end), j = nodes[above[-1]], nodes[number][0]
             raise LongspanError(
                 f"the intervals of tokens {i} (tin {int(tin[i])}, tout {int(tout[i])}) and {j} (tin {int(tin[j])}, "
                 f"tout {int(tout[j])}) of row {b} overlap and are not nested: token {end} would have two "
                 f"parents; number nodes in preorder, as longspan.pack_tree does"
             )
-        above.append(node)
     return nodes
+
+
+def walk(row: tuple[Node, ...]) -> Iterator[tuple[int, list[int]]]:
+    """Yield the number of each node, and the numbers of those above it, from the root; the list is changed later."""
+    above = list[int]()
+    for number, (start, _, _) in enumerate(row):
+        while above and row[above[-1]][2] <= start:
+            above.pop()
+        yield number, above
+        above.append(number)
 
 
 def depths(row: tuple[Node, ...]) -> list[int]:
     """Return for each node how many tokens are above it: the position of its first token along its path."""
-    found, above = list[int](), list[tuple[int, int]]()  # ends of nodes, and the positions behind them
-    for start, stop, end in row:
-        while above and above[-1][0] <= start:
-            above.pop()
-        found.append(above[-1][1] if above else 0)
-        above.append((end, found[-1] + stop - start))
+    found = list[int]()
+    for _, above in walk(row):
+        start, stop, _ = row[above[-1]] if above else (0, 0, 0)
+        found.append(found[above[-1]] + stop - start if above else 0)
     return found
 
 
@@ -88,13 +93,9 @@ def path_lengths(row: tuple[Node, ...]) -> list[int]:
 def children(row: tuple[Node, ...]) -> list[tuple[int, list[int]]]:
     """Return for each node its last token, and the first tokens of its children."""
     found = [(stop - 1, list[int]()) for _, stop, _ in row]
-    above = list[int]()
-    for number, (start, _, _) in enumerate(row):
-        while above and row[above[-1]][2] <= start:
-            above.pop()
+    for number, above in walk(row):
         if above:
-            found[above[-1]][1].append(start)
-        above.append(number)
+            found[above[-1]][1].append(row[number][0])
     return found
 
 
@@ -122,12 +123,9 @@ def tree_regions(row: tuple[Node, ...], window: int | None, chunk_size: int | No
         for start, stop, end in row:
             yield Region(start, end, start, stop, 0)
         return
-    path = list[tuple[Node, int]]()
-    for node, first in zip(row, depths(row), strict=True):
-        start, stop, _ = node
-        while path and path[-1][0][2] <= start:
-            path.pop()
-        path.append((node, first))
+    at_node = depths(row)
+    for number, above in walk(row):
+        (start, stop, _), first = row[number], at_node[number]
         spans = [(start, stop)]
         if chunk_size is not None:
             spans = list(cut_span(start, stop, start + chunk_size - first % chunk_size, chunk_size))
@@ -136,7 +134,8 @@ def tree_regions(row: tuple[Node, ...], window: int | None, chunk_size: int | No
             lowest = 0 if window is None else max(0, position - window + 1)  # that any of the queries sees
             if chunk_size is not None:
                 lowest = max(lowest, position - position % chunk_size)
-            for (k0, k1, _), at in reversed(path):
+            for key in itertools.chain((number,), reversed(above)):
+                (k0, k1, _), at = row[key], at_node[key]
                 if at + k1 - k0 <= lowest:
                     break
                 # In positions along the path: (i - start + first) - (j - k0 + at) < window.

@@ -1,26 +1,30 @@
-"""Collectives as operators, each registered with its adjoint as its gradient.
+"""Messages between ranks: collectives as operators, each registered with its adjoint as its gradient; point to point.
 
 Operators take plain values, so a group is passed by its name (`longspan.comm.mesh.group_name`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longspan.comm.arguments import check_group, check_tensor
 from longspan.comm.mesh import find_group, group_name
 from longspan.compat.torch_api import gather_into, scatter_into
+from longspan.core.validation import LARGEST_COUNT, check_number
+from longspan.ranks.heartbeat import waiting
 
 Collective = TypeVar("Collective", bound=Callable[..., Tensor])
 
 _OPERATORS = torch.ops.longspan
 
 
-def _operator(fake: Callable[..., Tensor], adjoint: Callable[..., Any]) -> Callable[[Collective], Collective]:
+def operator(fake: Callable[..., Tensor], adjoint: Callable[..., Any]) -> Callable[[Collective], Collective]:
     """Register a function of a tensor and plain values as a custom operator.
 
     `fake` returns an empty output, and `adjoint` the gradient of the tensor from that of the output and the values.
@@ -33,10 +37,10 @@ def _operator(fake: Callable[..., Tensor], adjoint: Callable[..., Any]) -> Calla
         return adjoint(grad, *ctx.rest), *(None for _ in ctx.rest)
 
     def register(function: Collective) -> Collective:
-        operator: Any = torch.library.custom_op(f"longspan::{function.__name__.lstrip('_')}", mutates_args=())(function)
-        operator.register_fake(fake)
-        operator.register_autograd(backward, setup_context=setup)
-        registered: Collective = operator
+        made: Any = torch.library.custom_op(f"longspan::{function.__name__.lstrip('_')}", mutates_args=())(function)
+        made.register_fake(fake)
+        made.register_autograd(backward, setup_context=setup)
+        registered: Collective = made
         return registered
 
     return register
@@ -54,7 +58,7 @@ def _same_shape(x: Tensor, group: str) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@_operator(_gathered, lambda grad, group: _OPERATORS.reduce_scatter(grad, group))
+@operator(_gathered, lambda grad, group: _OPERATORS.reduce_scatter(grad, group))
 def all_gather(x: Tensor, group: str) -> Tensor:
     """Return the `x [n, ...]` of all ranks, `[P * n, ...]`. Gradients of ranks differ: they are reduce-scattered."""
     out = _gathered(x, group)
@@ -62,7 +66,7 @@ def all_gather(x: Tensor, group: str) -> Tensor:
     return out
 
 
-@_operator(_scattered, lambda grad, group: _OPERATORS.all_gather(grad, group))
+@operator(_scattered, lambda grad, group: _OPERATORS.all_gather(grad, group))
 def reduce_scatter(x: Tensor, group: str) -> Tensor:
     """Return this rank's part `[n, ...]` of the sum of all `x [P * n, ...]`. Gradients are all-gathered."""
     out = _scattered(x, group)
@@ -70,7 +74,7 @@ def reduce_scatter(x: Tensor, group: str) -> Tensor:
     return out
 
 
-@_operator(_same_shape, lambda grad, group: grad)
+@operator(_same_shape, lambda grad, group: grad)
 def all_reduce(x: Tensor, group: str) -> Tensor:
     """Return the sum of all ranks' `x`. Every rank starts its backward from it: `x` gets the gradient of the sum."""
     out = x.clone(memory_format=torch.contiguous_format)
@@ -94,7 +98,7 @@ def replicate(x: Tensor, group: str) -> Tensor:
     return out
 
 
-@_operator(lambda x, group: torch.empty_like(x), lambda grad, group: _OPERATORS.all_reduce(grad, group))
+@operator(lambda x, group: torch.empty_like(x), lambda grad, group: _OPERATORS.all_reduce(grad, group))
 def _replicate(x: Tensor, group: str) -> Tensor:
     return x.clone()
 
@@ -110,7 +114,7 @@ class _Replicate(torch.autograd.Function):
         return all_reduce(grads[0], ctx.group), None
 
 
-@_operator(_gathered, lambda grad, group: _OPERATORS.local_part(grad, group))
+@operator(_gathered, lambda grad, group: _OPERATORS.local_part(grad, group))
 def join(x: Tensor, group: str) -> Tensor:
     """Return the `x [n, ...]` of all ranks, `[P * n, ...]`, for computation that is replicated. Gradients are cut."""
     out = _gathered(x, group)
@@ -118,14 +122,14 @@ def join(x: Tensor, group: str) -> Tensor:
     return out
 
 
-@_operator(_scattered, lambda grad, group: _OPERATORS.join(grad, group))
+@operator(_scattered, lambda grad, group: _OPERATORS.join(grad, group))
 def local_part(x: Tensor, group: str) -> Tensor:
     """Return this rank's part `[n, ...]` of an `x [P * n, ...]` that is equal on all ranks. Gradients are joined."""
     ranks = find_group(group)
     return x.chunk(ranks.size())[ranks.rank()].clone(memory_format=torch.contiguous_format)
 
 
-@_operator(
+@operator(
     lambda x, send, receive, group: x.new_empty(sum(receive), *x.shape[1:]),
     lambda grad, send, receive, group: _OPERATORS.exchange_rows(grad, receive, send, group),
 )
@@ -157,3 +161,70 @@ def exchange_counts(counts: Tensor, group: str) -> tuple[Tensor, list[int], list
     dist.all_to_all_single(received, counts, group=find_group(group))
     send, receive = torch.stack([counts.sum(1), received.sum(1)]).tolist()
     return received, send, receive
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Point to point.
+
+
+@dataclass(frozen=True)
+class P2PMessage:
+    """A tensor to send to, or receive from, rank `peer` of a group; both sides use the same `tag`."""
+
+    tensor: Tensor
+    peer: int
+    tag: int
+
+
+def post(sends: Sequence[P2PMessage], receives: Sequence[P2PMessage], group: dist.ProcessGroup) -> list[dist.Work]:
+    """Start all messages; wait for each result before using its tensor.
+
+    Both sides post in the order of the tags: NCCL ignores tags and matches messages of two ranks by order. Receives
+    come first: a gloo rank that posts its send first sends and receives one after the other, in twice the time.
+    """
+    ops = [
+        dist.P2POp(op, message.tensor, group=group, tag=message.tag, group_peer=message.peer)
+        for op, messages in ((dist.irecv, receives), (dist.isend, sends))
+        for message in sorted(messages, key=lambda message: message.tag)
+    ]
+    return dist.batch_isend_irecv(ops) if ops else []
+
+
+def wait_for(works: Sequence[dist.Work]) -> None:
+    """Wait until all messages are sent and received."""
+    with waiting():
+        for work in works:
+            work.wait()
+
+
+def ring_shift(x: Tensor, group: dist.ProcessGroup | None, hops: int = 1) -> Tensor:
+    """Send `x` to rank + hops and return the tensor of rank - hops. The gradient is the shift by -hops.
+
+    Args:
+        x: of the same shape and dtype on every rank.
+        group: the ring. None, or a group of one, returns `x` itself.
+        hops: an integer; negative shifts to the left.
+
+    Raises:
+        LongspanError: for arguments of another type.
+    """
+    check_tensor("x", x)
+    check_group(group)
+    check_number("hops", hops, -LARGEST_COUNT, LARGEST_COUNT, whole=True)
+    if group is None or group.size() == 1:
+        return x
+    return _ring_shift(x, hops, group_name(group))
+
+
+@operator(
+    lambda x, hops, group: torch.empty_like(x, memory_format=torch.contiguous_format),
+    lambda grad, hops, group: _OPERATORS.ring_shift(grad, -hops, group),
+)
+def _ring_shift(x: Tensor, hops: int, group: str) -> Tensor:
+    out, ring = torch.empty_like(x, memory_format=torch.contiguous_format), find_group(group)
+    rank, size = ring.rank(), ring.size()
+    if hops % size == 0:
+        return out.copy_(x)
+    sent, received = P2PMessage(x.contiguous(), (rank + hops) % size, 0), P2PMessage(out, (rank - hops) % size, 0)
+    wait_for(post([sent], [received], ring))
+    return out

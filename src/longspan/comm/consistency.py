@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from longspan.comm.objects import gather_objects, raise_on_every_rank
+from longspan.comm.objects import attempted, gather_objects, raise_on_every_rank
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import differences, format_ranks, listed, odd_ones
 
@@ -53,17 +53,10 @@ def check_on_every_rank(sp: SequenceSharding, check: Callable[[], tuple[T, Mappi
     Raises:
         LongspanError: as `check_same_model`; if `check` raised another kind of exception, that one on its own rank.
     """
-    results: list[T] = []
-    facts: Mapping[str, str] = {}
-    weights: Mapping[str, int] = {}
-    problem: Exception | None = None
-    try:
-        result, facts, weights = check()
-        results.append(result)
-    except Exception as error:  # of any kind: the other ranks must raise too
-        problem = error
+    found, problem = attempted(check)
+    _, facts, weights = found[0] if found else (None, {}, {})
     check_same_model(sp, facts, weights, problem)
-    return results[0]
+    return found[0][0]
 
 
 def digests_to_compare(model: nn.Module, sp: SequenceSharding, weights: str) -> dict[str, int]:

@@ -91,14 +91,17 @@ def on_every_rank(action: Callable[[], T], group: dist.ProcessGroup | None) -> T
         LongspanError: as `raise_on_every_rank`.
         Exception: on a rank where `action` raised another kind of exception, that exception.
     """
-    results: list[T] = []
-    problem: Exception | None = None
-    try:
-        results.append(action())
-    except Exception as error:  # of any kind: the other ranks must raise too
-        problem = error
+    results, problem = attempted(action)
     raise_on_every_rank(problem, group)
     return results[0]
+
+
+def attempted(action: Callable[[], T]) -> tuple[list[T], Exception | None]:
+    """Run `action`; return its result in a list, or its error, of any kind: the other ranks must raise too."""
+    try:
+        return [action()], None
+    except Exception as error:
+        return [], error
 
 
 def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
@@ -112,15 +115,10 @@ def on_first_rank(action: Callable[[], T], group: dist.ProcessGroup | None) -> T
         LongspanError: on every rank, of the same subclass.
         Exception: on the first rank, if `action` raised another kind of exception.
     """
-    results: list[T] = []
-    problem: Exception | None = None
-    if group is None or group.rank() == 0:
-        try:
-            results.append(action())
-        except Exception as error:  # of any kind: the other ranks must raise too
-            problem = error
+    results, problem = attempted(action) if group is None or group.rank() == 0 else ([], None)
     sent = problem if problem is None or isinstance(problem, LongspanError) else LongspanError(error_text(problem))
-    results, sent = broadcast_object((results, sent), group)
+    everywhere: tuple[list[T], LongspanError | None] = broadcast_object((results, sent), group)
+    results, sent = everywhere
     raised = problem or sent
     if raised is not None:
         raise raised

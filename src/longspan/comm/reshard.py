@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from longspan.comm.all_to_all import copy_wide
 from longspan.comm.arguments import check_dim, check_group, check_tensor, check_two_dims
+from longspan.comm.collectives import operator
 from longspan.comm.mesh import find_group, group_name
 from longspan.core.errors import LongspanError
 from longspan.core.validation import LARGEST_COUNT, check_number
@@ -132,8 +132,7 @@ def move_shards(
 
     Dimensions are counted from 0.
     """
-    out: Tensor = torch.ops.longspan.reshard(x, gather_dim, shard_dim, gathered, sharded, group_name(group))
-    return out
+    return _reshard(x, gather_dim, shard_dim, gathered, sharded, group_name(group))
 
 
 def shard(x: Tensor, group: dist.ProcessGroup | None, dim: int) -> Tensor:
@@ -188,7 +187,21 @@ def gather_along(
 # The operator.
 
 
-@torch.library.custom_op("longspan::reshard", mutates_args=())
+def _new_output(
+    x: Tensor, gather_dim: int, shard_dim: int, gathered: Sequence[int], sharded: Sequence[int], group: str
+) -> Tensor:
+    shape = list(x.shape)
+    shape[shard_dim] = sharded[find_group(group).rank()]
+    del shape[gather_dim]
+    return x.new_empty(sum(gathered), *shape).movedim(0, gather_dim)
+
+
+@operator(
+    _new_output,
+    lambda grad, gather_dim, shard_dim, gathered, sharded, group: torch.ops.longspan.reshard(
+        grad, shard_dim, gather_dim, sharded, gathered, group
+    ),
+)
 def _reshard(
     x: Tensor, gather_dim: int, shard_dim: int, gathered: Sequence[int], sharded: Sequence[int], group: str
 ) -> Tensor:
@@ -196,29 +209,13 @@ def _reshard(
     rows = x.movedim(gather_dim, 0)
     at = shard_dim + (shard_dim < gather_dim)
     send = _pack(rows, at, sharded)
-    out = _new_output(x, gather_dim, shard_dim, gathered, sharded, ranks.rank())
+    out = _new_output(x, gather_dim, shard_dim, gathered, sharded, group)
     entry = math.prod(rows.shape[1:]) // sum(sharded)
     send_splits = [rows.shape[0] * entry * n for n in sharded]
     recv_splits = [n * entry * sharded[ranks.rank()] for n in gathered]
     recv = out.movedim(gather_dim, 0).view(-1)
     dist.all_to_all_single(recv, send, recv_splits, send_splits, group=ranks)
     return out
-
-
-@_reshard.register_fake
-def _(
-    x: Tensor, gather_dim: int, shard_dim: int, gathered: Sequence[int], sharded: Sequence[int], group: str
-) -> Tensor:
-    return _new_output(x, gather_dim, shard_dim, gathered, sharded, find_group(group).rank())
-
-
-def _new_output(
-    x: Tensor, gather_dim: int, shard_dim: int, gathered: Sequence[int], sharded: Sequence[int], rank: int
-) -> Tensor:
-    shape = list(x.shape)
-    shape[shard_dim] = sharded[rank]
-    del shape[gather_dim]
-    return x.new_empty(sum(gathered), *shape).movedim(0, gather_dim)
 
 
 def _pack(rows: Tensor, at: int, sizes: Sequence[int]) -> Tensor:
@@ -232,16 +229,3 @@ def _pack(rows: Tensor, at: int, sizes: Sequence[int]) -> Tensor:
     for into, part in zip(send.split([part.numel() for part in parts_of_ranks]), parts_of_ranks, strict=True):
         copy_wide(into.view(part.shape), part)
     return send
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, *ctx.rest = inputs
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    gather_dim, shard_dim, gathered, sharded, group = ctx.rest
-    back = torch.ops.longspan.reshard(grad, shard_dim, gather_dim, sharded, gathered, group)
-    return back, None, None, None, None, None
-
-
-_reshard.register_autograd(_backward, setup_context=_setup)

@@ -1,9 +1,10 @@
 """The states before the chunks of a sharded sequence: a scan over chunks and ranks, with one all-gather each way.
 
-This is `state_passing.run_mixer` for mixers that cut a fragment into chunks. Each chunk changes the state by
-`state = step . state + added`, so a scan over chunks gives the state before each of them. In the forward, a run that a
-document enters and leaves is scanned twice: from zero for its summary (M, S), and from the state that enters. Other
-runs are scanned once: before the all-gather if no state enters, after it if no later run reads the state.
+This is `state_passing.run_mixer` for linear attention in plain torch, which cuts a fragment into chunks. Each chunk
+changes the state by `state = step . state + added`, so a scan over chunks gives the state before each of them. In the
+forward, a run that a document enters and leaves is scanned twice: from zero for its summary (M, S), and from the state
+that enters. Other runs are scanned once: before the all-gather if no state enters, after it if no later run reads the
+state.
 
 The backward scans in reverse: `gradient = step^T . gradient + the gradient of the state before the chunk`. It needs M,
 but no gradient of M: each rank sends M again, with its part of the gradient.
@@ -24,8 +25,9 @@ from torch import Tensor
 from longspan.comm.collectives import all_gather
 from longspan.comm.mesh import group_name
 from longspan.compat.torch_api import not_compiled
+from longspan.mixers.chunked import LinearAttention, tiny
 from longspan.mixers.fragments import Fragment, FragmentTable
-from longspan.mixers.mixer import ChunkedMixer, Chunks, Local, Mixer, Tokens
+from longspan.mixers.mixer import Mixer, Tokens
 from longspan.mixers.state_passing import Exchange, Passing, depend, gather_states, run_mixer, zero_of
 
 
@@ -39,14 +41,14 @@ def pass_states(
     exchange: Exchange | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run a recurrent layer on my tokens: `run_mixer`, or `run_chunks` for mixers that can."""
-    if exchange is None and mixer.causal and isinstance(mixer, ChunkedMixer):
+    """Run a recurrent layer on my tokens: `run_mixer`, or `run_chunks` where it applies."""
+    if exchange is None and mixer.causal and isinstance(mixer, LinearAttention):
         return run_chunks(mixer, tokens, table, group, **options)
     return run_mixer(mixer, tokens, table, group, exchange=exchange, **options)
 
 
 def run_chunks(
-    mixer: ChunkedMixer,
+    mixer: LinearAttention,
     tokens: Tokens,
     table: FragmentTable,
     group: dist.ProcessGroup | None,
@@ -76,35 +78,6 @@ def run_chunks(
         else:
             out = depend(torch.zeros_like(tokens.v), link, tokens.q)
     return out, final if return_state else None
-
-
-def local_of(chunks: Chunks, start_BHKV: Tensor, receives: bool) -> Local:
-    """Return the fragment as a `Local`, for `run_mixer` and its other exchanges."""
-    step, added, _, output = chunks
-    V, state = added.shape[-1], start_BHKV
-    if receives and step is not None:  # the state's further columns are the transition
-        eye = torch.eye(added.shape[-2], dtype=added.dtype, device=added.device)
-        more = eye if step.shape[-1] > 1 else eye.sum(0, keepdim=True).mT
-        state = torch.cat([state, more.expand(*state.shape[:2], *more.shape)], -1)
-        added = F.pad(added, (0, more.shape[-1]))
-    states = []
-    # Not `step[n]`: its gradient would have the size of the whole step, for every chunk.
-    for now, new in zip([None] * len(added) if step is None else step.unbind(0), added.unbind(0), strict=True):
-        states.append(state)
-        if now is not None:
-            state = F.hardshrink(now @ state if now.shape[-1] > 1 else now * state, _tiny(state))
-        state = state + new
-    before, since_start = torch.stack(states).tensor_split([V], -1)
-    final, transition = state.tensor_split([V], -1)
-
-    def finish(entered_BHKV: Tensor | None) -> Tensor:
-        if entered_BHKV is None:
-            return output(before)
-        if step is None:
-            return output(before + entered_BHKV)
-        return output(before + (since_start @ entered_BHKV if step.shape[-1] > 1 else since_start * entered_BHKV))
-
-    return Local(final, transition if receives and step is not None else None, finish)
 
 
 class _Job(NamedTuple):
@@ -302,15 +275,10 @@ def _summary(step: Tensor | None, added: Tensor, total: Tensor | None, columns: 
     V = added.shape[-1]
     state = torch.cat([added[0], step[0]], -1).flatten(0, 1)
     for n in range(1, len(added)):
-        state = F.hardshrink(step[n].flatten(0, 1) @ state, _tiny(state))
+        state = F.hardshrink(step[n].flatten(0, 1) @ state, tiny(state))
         state[..., :V] += added[n].flatten(0, 1)
     both = state.unflatten(0, added.shape[1:3])
     return both[..., :V], both[..., V:]
-
-
-def _tiny(x: Tensor) -> float:
-    """Return what counts as zero. A product of many steps becomes subnormal, and a CPU takes ten times as long then."""
-    return 1e8 * torch.finfo(x.dtype).tiny
 
 
 def _step_gradient(step: Tensor | None, before: Tensor, dadded: Tensor) -> Tensor | None:

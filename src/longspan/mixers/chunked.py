@@ -1,4 +1,4 @@
-"""Linear attention of one fragment in plain torch, chunk by chunk, safe for any decay at or below 0.
+"""Linear attention of one fragment in plain torch, chunk by chunk, safe for any decay at or below 0: a `Mixer`.
 
 With decay `d_t` (in log space) and delta rule `beta_t`, the state and the output are
 
@@ -15,17 +15,65 @@ Shape suffixes: B batch, T tokens, H heads, K key dim, V value dim, N chunks, C 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspan.mixers.mixer import Chunks
+from longspan.mixers.mixer import Chunks, Local, Tokens
 
 CHUNK = 64
 _DIRECT = 8  # tokens for which decays per key are multiplied pair by pair
 
 
-def chunked(
+@dataclass(frozen=True)
+class LinearAttention:
+    """The mixer in plain torch, in fp32 or fp64."""
+
+    causal: bool = True
+
+    def columns(self, tokens: Tokens) -> int:
+        """Return 0 without decay, 1 with it, and the key dim with the delta rule."""
+        if tokens.beta is not None:
+            return tokens.k.shape[3]
+        return int(tokens.decay is not None)
+
+    def cut(self, tokens: Tokens) -> Chunks:
+        """Cut one fragment into chunks."""
+        q, k, v, beta = self._converted(tokens)
+        decay = tokens.decay
+        if decay is not None:
+            # Beyond this a factor is 0 in any dtype, and sums of decays keep their last digits.
+            decay = decay.double().clamp(min=-800.0)
+            decay = decay.unsqueeze(-1) if decay.dim() == 3 else decay
+        return _chunked(q, k, v, decay, beta)
+
+    def local(self, tokens: Tokens, state: Tensor | None, receives: bool) -> Local:
+        """Compute one fragment."""
+        if state is None:
+            state = tokens.v.new_zeros(tokens.v.shape[0], *tokens.state_shape, dtype=tokens.state_dtype)
+        if self.causal:
+            return _local_of(self.cut(tokens), state, receives)
+        q_BHTK, k_BHTK, v_BHTV = (x.transpose(1, 2) for x in self._converted(tokens)[:3])
+        total = state + k_BHTK.mT @ v_BHTV
+
+        def finish(other_BHKV: Tensor | None) -> Tensor:
+            return (q_BHTK @ (total if other_BHKV is None else total + other_BHKV)).transpose(1, 2)
+
+        return Local(total, None, finish)
+
+    @staticmethod
+    def _converted(tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return q, k, v and beta in the state's dtype, q and k for every value head."""
+        dtype, repeats = tokens.state_dtype, tokens.v.shape[2] // tokens.q.shape[2]
+        q, k, v = tokens.q.to(dtype), tokens.k.to(dtype), tokens.v.to(dtype)
+        if repeats > 1:
+            q, k = q.repeat_interleave(repeats, 2), k.repeat_interleave(repeats, 2)
+        return q, k, v, None if tokens.beta is None else tokens.beta.to(dtype)
+
+
+def _chunked(
     q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, decay_BTHD: Tensor | None, beta_BTH: Tensor | None
 ) -> Chunks:
     """Cut one fragment into chunks, and compute what is independent of the state.
@@ -100,3 +148,37 @@ def _decays(difference: Tensor) -> Tensor:
     size = difference.shape[-1]
     later = torch.ones(size, size, dtype=torch.bool, device=difference.device).triu(1)
     return difference.masked_fill(later, -torch.inf).exp()
+
+
+def _local_of(chunks: Chunks, start_BHKV: Tensor, receives: bool) -> Local:
+    """Return the fragment as a `Local`, for `run_mixer` and its other exchanges."""
+    step, added, _, output = chunks
+    V, state = added.shape[-1], start_BHKV
+    if receives and step is not None:  # the state's further columns are the transition
+        eye = torch.eye(added.shape[-2], dtype=added.dtype, device=added.device)
+        more = eye if step.shape[-1] > 1 else eye.sum(0, keepdim=True).mT
+        state = torch.cat([state, more.expand(*state.shape[:2], *more.shape)], -1)
+        added = F.pad(added, (0, more.shape[-1]))
+    states = []
+    # Not `step[n]`: its gradient would have the size of the whole step, for every chunk.
+    for now, new in zip([None] * len(added) if step is None else step.unbind(0), added.unbind(0), strict=True):
+        states.append(state)
+        if now is not None:
+            state = F.hardshrink(now @ state if now.shape[-1] > 1 else now * state, tiny(state))
+        state = state + new
+    before, since_start = torch.stack(states).tensor_split([V], -1)
+    final, transition = state.tensor_split([V], -1)
+
+    def finish(entered_BHKV: Tensor | None) -> Tensor:
+        if entered_BHKV is None:
+            return output(before)
+        if step is None:
+            return output(before + entered_BHKV)
+        return output(before + (since_start @ entered_BHKV if step.shape[-1] > 1 else since_start * entered_BHKV))
+
+    return Local(final, transition if receives and step is not None else None, finish)
+
+
+def tiny(x: Tensor) -> float:
+    """Return what counts as zero. A product of many steps becomes subnormal, and a CPU takes ten times as long then."""
+    return 1e8 * torch.finfo(x.dtype).tiny

@@ -19,9 +19,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspan.comm.collectives import all_gather
+from longspan.comm.collectives import P2PMessage, all_gather, post, wait_for
 from longspan.comm.mesh import group_name
-from longspan.comm.p2p import P2PMessage, post, wait_for
 from longspan.comm.reshard import heads_to_seq, seq_to_heads, shard_sizes
 from longspan.core.layout import Layout
 from longspan.mixers.chunk_states import pass_states

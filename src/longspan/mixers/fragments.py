@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from longspan.attn.segments import Segments, document_segments
-from longspan.comm.arguments import check_integers, check_sharding, check_tensor
+from longspan.attn.segments import Segments, check_documents, document_segments
+from longspan.comm.arguments import check_sharding
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Layout, Span
 from longspan.core.validation import LARGEST_COUNT, check_number
@@ -161,21 +161,16 @@ def fragment_table(layout: Layout, rank: int, length: int, batch: int, segments:
 def _cut_row(row: Sequence[Span], runs: Sequence[Span]) -> list[list[tuple[int, int, int]]]:
     """Return for every run its fragments (number of the document, start, stop)."""
     cut: list[list[tuple[int, int, int]]] = [[] for _ in runs]
-    for run, document, start, stop in _intersections(row, runs):
-        cut[run].append((document, start, stop))
-    return cut
-
-
-def _intersections(row: Sequence[Span], runs: Sequence[Span]) -> Iterator[tuple[int, int, int, int]]:
     run = document = 0
     while run < len(runs) and document < len(row):
         start, stop = max(runs[run][0], row[document][0]), min(runs[run][1], row[document][1])
         if start < stop:
-            yield run, document, start, stop
+            cut[run].append((document, start, stop))
         if runs[run][1] <= row[document][1]:
             run += 1
         else:
             document += 1
+    return cut
 
 
 def read_documents(
@@ -196,13 +191,5 @@ def read_documents(
             f"a sequence of length={length} over {sp.size} ranks gives {local} tokens to each, the tensors have "
             f"{tokens}; cut them with sp.shard"
         )
-    if documents is None:
-        return length, None
-    check_tensor("documents", documents)
-    if tuple(documents.shape) != (batch, length):
-        raise LongspanError(
-            f"`documents` has the shape {tuple(documents.shape)}, it needs an id for every token of the whole "
-            f"sequence: {(batch, length)}"
-        )
-    check_integers("documents", documents)
-    return length, document_segments(documents)
+    check_documents("documents", documents, (batch, length))
+    return length, None if documents is None else document_segments(documents)

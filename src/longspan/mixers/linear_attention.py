@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,11 +13,11 @@ from longspan.compat.friends_api import fla_function
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_choice, check_flag
-from longspan.mixers.chunk_states import local_of, pass_states
-from longspan.mixers.chunked import chunked
+from longspan.mixers.chunk_states import pass_states
+from longspan.mixers.chunked import LinearAttention
 from longspan.mixers.comparisons import ring_states, run_by_heads
 from longspan.mixers.fragments import fragment_table, read_documents
-from longspan.mixers.mixer import ChunkFunction, Chunks, Local, Mixer, Tokens
+from longspan.mixers.mixer import ChunkFunction, Mixer, Tokens
 from longspan.mixers.state_passing import check_initial_state
 
 if TYPE_CHECKING:
@@ -107,52 +106,6 @@ def default_mixer(tokens: Tokens, causal: bool = True) -> Mixer:
         if function is not None:
             return ChunkFunction(function)
     return LinearAttention(causal)
-
-
-@dataclass(frozen=True)
-class LinearAttention:
-    """The mixer in plain torch, in fp32 or fp64."""
-
-    causal: bool = True
-
-    def columns(self, tokens: Tokens) -> int:
-        """Return 0 without decay, 1 with it, and the key dim with the delta rule."""
-        if tokens.beta is not None:
-            return tokens.k.shape[3]
-        return int(tokens.decay is not None)
-
-    def cut(self, tokens: Tokens) -> Chunks:
-        """Cut one fragment into chunks."""
-        q, k, v, beta = self._converted(tokens)
-        decay = tokens.decay
-        if decay is not None:
-            # Beyond this a factor is 0 in any dtype, and sums of decays keep their last digits.
-            decay = decay.double().clamp(min=-800.0)
-            decay = decay.unsqueeze(-1) if decay.dim() == 3 else decay
-        return chunked(q, k, v, decay, beta)
-
-    def local(self, tokens: Tokens, state: Tensor | None, receives: bool) -> Local:
-        """Compute one fragment."""
-        if state is None:
-            state = tokens.v.new_zeros(tokens.v.shape[0], *tokens.state_shape, dtype=tokens.state_dtype)
-        if self.causal:
-            return local_of(self.cut(tokens), state, receives)
-        q_BHTK, k_BHTK, v_BHTV = (x.transpose(1, 2) for x in self._converted(tokens)[:3])
-        total = state + k_BHTK.mT @ v_BHTV
-
-        def finish(other_BHKV: Tensor | None) -> Tensor:
-            return (q_BHTK @ (total if other_BHKV is None else total + other_BHKV)).transpose(1, 2)
-
-        return Local(total, None, finish)
-
-    @staticmethod
-    def _converted(tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return q, k, v and beta in the state's dtype, q and k for every value head."""
-        dtype, repeats = tokens.state_dtype, tokens.v.shape[2] // tokens.q.shape[2]
-        q, k, v = tokens.q.to(dtype), tokens.k.to(dtype), tokens.v.to(dtype)
-        if repeats > 1:
-            q, k = q.repeat_interleave(repeats, 2), k.repeat_interleave(repeats, 2)
-        return q, k, v, None if tokens.beta is None else tokens.beta.to(dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

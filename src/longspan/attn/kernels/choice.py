@@ -71,10 +71,11 @@ def choose_kernel(kernel: AnyKernel, request: KernelRequest) -> tuple[Kernel, Ch
         raise LongspanError(
             f"kernel={kernel!r} is unknown; choose {', '.join(('auto', *REGISTRY))}, or pass a callable"
         )
-    if chosen_by_table(kernel):
-        chosen, choice = _choose_by_table(request, table_of(kernel))
-    else:
+    table = table_of(kernel)
+    if table is None:
         chosen, choice = _check_requested(as_kernel(kernel), request)
+    else:
+        chosen, choice = _choose_by_table(request, table)
     if request.grad and returns_lse(chosen):
         refuse_learnt_biases(chosen.name, request.scores, request.device)
     return chosen, choice
@@ -162,24 +163,16 @@ def _why_not(kernel: Kernel, request: KernelRequest) -> str | None:
         return refusal.split(";")[0].replace(f"kernel={kernel.name!r}", kernel.name)
     if kernel.name in request.failed:
         return f"{kernel.name} does not work on every rank"
-    if is_checked(kernel) and torch.compiler.is_compiling():
+    if getattr(kernel, "self_check", False) and torch.compiler.is_compiling():
         return f"{kernel.name} cannot be checked by a compiler"
     return None
 
 
-def is_checked(kernel: Kernel) -> bool:
-    """Whether "auto" compares a kernel with fp32 before its first use on a device (`methods/self_check.py`)."""
-    return getattr(kernel, "self_check", False)
-
-
-def chosen_by_table(kernel: AnyKernel) -> bool:
-    """Whether a table chooses the kernel: a custom one, or longspan's for "auto"."""
-    return isinstance(kernel, KernelTable) or (isinstance(kernel, str) and kernel == "auto")
-
-
-def table_of(kernel: AnyKernel) -> KernelTable:
-    """Return the given table, or longspan's."""
-    return kernel if isinstance(kernel, KernelTable) else DEFAULT
+def table_of(kernel: AnyKernel) -> KernelTable | None:
+    """Return the table that chooses the kernel: the given one, or longspan's for "auto"; None for any other kernel."""
+    if isinstance(kernel, str) and kernel == "auto":
+        return DEFAULT
+    return kernel if isinstance(kernel, KernelTable) else None
 
 
 @checked_call()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from longspan.attn.kernels.base import Blocks, without_autocast
 from longspan.attn.score import Scores
-from longspan.comm.p2p import ring_shift
+from longspan.comm.collectives import ring_shift
 
 
 @dataclass(frozen=True, eq=False)

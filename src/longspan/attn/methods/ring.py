@@ -32,7 +32,7 @@ from longspan.attn.kernels.base import (
     zeros_tokens_first,
 )
 from longspan.attn.score import Scores
-from longspan.comm.p2p import P2PMessage, post, wait_for
+from longspan.comm.collectives import P2PMessage, post, wait_for
 from longspan.compat.torch_api import gather_into, named_range, not_compiled, scatter_into
 from longspan.core.layout import Span
 from longspan.core.routes import Routes

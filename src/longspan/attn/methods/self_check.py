@@ -26,12 +26,10 @@ from longspan.attn.kernels.choice import (
     Choice,
     as_kernel,
     choose_kernel,
-    chosen_by_table,
-    is_checked,
     table_of,
 )
 from longspan.attn.kernels.sdpa import beyond_sdpa
-from longspan.attn.kernels.table import what_of
+from longspan.attn.kernels.table import KernelTable, what_of
 from longspan.attn.kernels.tiled import TILED, TileScores, attend_materialized, attend_materialized_backward
 from longspan.attn.mask import Mask
 from longspan.attn.methods.ring import Ring
@@ -69,50 +67,47 @@ def choose_checked(
         sp: the sharding, which keeps what the ranks agreed on.
         run: whether checks may run, and ranks communicate; otherwise only earlier results count.
     """
-    if not _has_checks(kernel, request.device):
+    table = table_of(kernel)
+    if table is None or not _has_checks(table, request.device):
         return choose_kernel(kernel, request)
     traced = torch.compiler.is_compiling() and not request.lse and request.ring == 1
     if traced or not run:  # a compiler must not trace a check; it passes these kernels over
-        return choose_kernel(
-            kernel, replace(request, failed=sp.failed_kernels.get(_kind(kernel, request), frozenset()))
-        )
-    return _choose_working(kernel, request, sp)
+        return choose_kernel(table, replace(request, failed=sp.failed_kernels.get(_kind(table, request), frozenset())))
+    return _choose_working(table, request, sp)
 
 
-def _has_checks(kernel: AnyKernel, device: torch.device) -> bool:
+def _has_checks(table: KernelTable, device: torch.device) -> bool:
     """Whether the table has kernels to check for this type of device."""
-    if not chosen_by_table(kernel):
-        return False
-    rows = (row for row in table_of(kernel).rows if row.device in (None, device.type))
-    return any(is_checked(as_kernel(name)) for row in rows for name in row.kernels)
+    rows = (row for row in table.rows if row.device in (None, device.type))
+    return any(getattr(as_kernel(name), "self_check", False) for row in rows for name in row.kernels)
 
 
-def _kind(kernel: AnyKernel, request: KernelRequest) -> Any:
+def _kind(table: KernelTable, request: KernelRequest) -> Any:
     """Return what the choice depends on, apart from this rank's device and packages."""
     scores, options = request.scores.kind, tuple(beyond_sdpa(request))
     uses = request.grad, request.ring > 1, request.lse
-    return table_of(kernel).name, what_of(request), options, scores, request.dtype, request.head_dims, uses
+    return table.name, what_of(request), options, scores, request.dtype, request.head_dims, uses
 
 
 @not_compiled
-def _choose_working(kernel: AnyKernel, request: KernelRequest, sp: SequenceSharding) -> tuple[Kernel, Choice]:
-    kind = _kind(kernel, request)
+def _choose_working(table: KernelTable, request: KernelRequest, sp: SequenceSharding) -> tuple[Kernel, Choice]:
+    kind = _kind(table, request)
     if kind not in sp.failed_kernels:
-        sp.failed_kernels[kind] = _agree(kernel, request, sp)
-    return choose_kernel(kernel, replace(request, failed=sp.failed_kernels[kind]))
+        sp.failed_kernels[kind] = _agree(table, request, sp)
+    return choose_kernel(table, replace(request, failed=sp.failed_kernels[kind]))
 
 
-def _agree(kernel: AnyKernel, request: KernelRequest, sp: SequenceSharding) -> frozenset[str]:
+def _agree(table: KernelTable, request: KernelRequest, sp: SequenceSharding) -> frozenset[str]:
     """Return the kernels that some rank cannot run, or would not choose. Collective.
 
     Each rank gathers from all others which kernels stand before its choice, or not in its row (GPUs may differ), and
     then chooses without all of these, until nothing changes.
     """
-    table, failed, active = table_of(kernel), frozenset[str](), active_flash()
+    failed, active = frozenset[str](), active_flash()
     names = sorted({TILED.name, *(name for row in table.rows for name in row.kernels)})
     order = (*table.row(request).kernels, TILED.name)
     while True:
-        chosen = _first_that_works(kernel, replace(request, failed=failed))
+        chosen = _first_that_works(table, replace(request, failed=failed))
         able = order[order.index(chosen) :]
         mine = [int(name in failed or name not in able) for name in names]
         rows = [mine] if sp.group is None else gather_numbers(mine, sp.group, sp.device)
@@ -122,11 +117,13 @@ def _agree(kernel: AnyKernel, request: KernelRequest, sp: SequenceSharding) -> f
             return failed
 
 
-def _first_that_works(kernel: AnyKernel, request: KernelRequest) -> str:
+def _first_that_works(table: KernelTable, request: KernelRequest) -> str:
     while True:
-        chosen, choice = choose_kernel(kernel, request)
+        chosen, choice = choose_kernel(table, request)
         checked: Any = chosen  # hashable by identity
-        if not is_checked(chosen) or _passes(checked, request.device, request.dtype, request.head_dims):
+        if not getattr(chosen, "self_check", False) or _passes(
+            checked, request.device, request.dtype, request.head_dims
+        ):
             return choice.name
         request = replace(request, failed=request.failed | {choice.name})
 
