@@ -360,6 +360,7 @@ MOE = {
         (Mesh(ring=2, ulysses=2), 4, {"memory": Memory(checkpointing="full", tiled_mlp=2)}),
         (Mesh(ulysses=4), 2, {"memory": Memory(tiled_mlp=2, tiled_norms=True)}),
         (Mesh(ulysses=4), 2, {"memory": Memory(checkpointing="selective", layers_per_checkpoint=2)}),
+        (Mesh(data=2, ulysses=2), 4, {"tuning": Tuning(lora=3)}),
     ],
 )
 def test_experts_over_data_and_sequence_send_what_is_planned(
@@ -387,7 +388,8 @@ def test_experts_over_data_and_sequence_send_what_is_planned(
     config, options = {**LLAMA, **MOE}, {"dtype": "fp32", **options, "experts": experts}
     n = 64
     measured = max((step_sent(rank, mesh, config, n, options) for rank in range(mesh.gpus)), key=total)
-    plan = cost(shape_from_config(config, "test"), Job(context=n, batch=mesh.data, **options), mesh, CPU)
+    model = tuned_shape(shape_from_config(config, "test"), options.pop("tuning", Tuning()))
+    plan = cost(model, Job(context=n, batch=mesh.data, **options), mesh, CPU)
     planned: Counter[tuple[str, int]] = Counter()
     for c in plan.comm:
         planned[(c.op, c.bytes_per_gpu)] += c.count
@@ -417,6 +419,7 @@ def test_experts_over_data_and_sequence_send_what_is_planned(
                 (Mesh(tensor=2), {}),
             )
         ),
+        (Mesh(ulysses=4), MOE, {}, Tuning(lora=3)),
     ],
 )
 def test_a_step_of_few_weights_sends_what_is_planned(

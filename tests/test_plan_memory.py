@@ -109,6 +109,9 @@ CASES = [
     # Experts over ranks: activations count in the first, weights of experts in the second.
     (MOE, 2048, Mesh(ulysses=4), {**FP32, "experts": 4}),
     ({**MOE, "num_experts": 32, "moe_intermediate_size": 352}, 512, Mesh(ulysses=4), {**BF16, "experts": 2}),
+    (MOE, 2048, Mesh(ulysses=4), {**FP32, "experts": 4, "tuning": Tuning(lora=8)}),
+    (MOE, 1024, Mesh(ulysses=2), {**BF16, "tuning": Tuning(lora=8)}),
+    (MOE, 1024, Mesh(ulysses=2), {**FP32, "memory": LONGEST, "tuning": Tuning(lora=8)}),
 ]
 
 

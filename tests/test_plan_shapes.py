@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from longspan.core.errors import LongspanError
+from longspan.hf.planning import tuning_of
 from longspan.hf.pretrained import positions_of
 from longspan.plan import cost, read_hardware
 from longspan.plan.job import CostContext, Job, Mesh
@@ -20,7 +21,9 @@ from longspan.plan.layers import Linear, Mlp, Softmax, Window, exchange
 from longspan.plan.models import CONFIGS, FAMILIES, ModelShape, Parameter, read_model, shape_from_config
 from longspan.plan.models.family import EXPERT_COUNTS
 from longspan.plan.models.read import BUILT_IN
+from longspan.plan.models.tuning import STORED_ONE_BY_ONE, Tuning, tuned_shape
 from tests.choose import confirming
+from tests.models import build
 from tests.said import says
 
 # Other than the sizes that `_random_config` draws for every model type. Each entry is one case.
@@ -374,6 +377,27 @@ def test_a_file_or_its_folder(tmp_path: Path) -> None:
     for path in (file, tmp_path):
         model = read_model(str(path))
         assert (model.name, model.params) == (str(path), 596_049_920)
+
+
+def test_lora_adapts_the_weights_that_peft_adapts() -> None:
+    """As a config and its flags say, and as a model with adapters shows: of experts, too."""
+    import peft
+    from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN as patterns
+
+    assert all(patterns[name] in ("mixtral", "qwen2_moe") for name in STORED_ONE_BY_ONE)
+    cases: list[tuple[str, tuple[str, ...]]] = [
+        ("Qwen3Moe", ()), ("Qwen3Moe", ("q_proj", "down_proj")), ("Mixtral", ()), ("Mixtral", ("w2",)),
+        ("DeepseekV3", ()), ("DeepseekV3", ("gate",)), ("GptOss", ()),
+    ]  # fmt: skip
+    for family, targets in cases:
+        base = build(family)
+        shape = shape_from_config(base.config.to_dict(), "test")
+        model = peft.get_peft_model(base, peft.LoraConfig(r=3, target_modules=list(targets) or "all-linear"))
+        trained = sorted(p.numel() for p in model.parameters() if p.requires_grad)
+        for tuning in (Tuning(lora=3, targets=targets), tuning_of(base)):
+            found = tuned_shape(shape, tuning)
+            planned = [p.numel for layer in found.layers for p in layer.parameters if p.trained]
+            assert sorted(planned) == trained, (family, tuning)
 
 
 @pytest.mark.parametrize("model_type", ["granite", "smollm3"])

@@ -64,11 +64,20 @@ def tuning_of(model: PreTrainedModel) -> Tuning:
     """
     if core_of(model) is not None or not is_family(model.config.get_text_config().to_dict()):
         return Tuning()
-    adapters = {name.partition(".lora_A.")[0]: p.shape[0] for name, p in model.named_parameters() if ".lora_A." in name}
+    adapters: dict[str, Any] = {path: m for path, m in model.named_modules() if getattr(m, "lora_A", None)}
     if adapters:
-        targets = tuple(sorted({path.rpartition(".")[2] for path in adapters}))
+        rank = {path: max(adapter.r.values()) for path, adapter in adapters.items()}
+        parameters = {}  # PEFT wraps a module once for each
+        for path, adapter in adapters.items():
+            if hasattr(adapter, "parameter_name"):
+                module = path.partition(".base_layer")[0].rpartition(".")[2]
+                parameters[f"{module}.{adapter.parameter_name}"] = rank.pop(path)
+        targets = tuple(sorted({path.rpartition(".")[2] for path in rank})) or ("none",)
         dora = any("lora_magnitude" in name for name, _ in model.named_parameters())
-        return Tuning(max(adapters.values()), targets, dora=dora, quantize=getattr(model, "is_loaded_in_4bit", False))
+        return Tuning(
+            max(rank.values(), default=1), targets, dora=dora, quantize=getattr(model, "is_loaded_in_4bit", False),
+            parameters=tuple(parameters.items()),
+        )  # fmt: skip
     return Tuning(freeze=tuple(name for name, p in model.named_parameters() if not p.requires_grad))
 
 

@@ -122,13 +122,21 @@ def _mlp_saved(layer: LayerShape, c: CostContext) -> int:
     if c.job.memory.tiled_mlp != 1:  # recomputed, a tile at a time
         return 0
     saved = layer.mlp.saved(c) // c.mesh.tensor + _adapters_saved(layer, c, mlp=True)
+    saved += _adapted_experts(layer, c) // c.tokens
     return saved - (_mlp_act_bytes(layer, c) if recomputes_mlp_act(c.job) else 0)
 
 
 def _adapters_saved(layer: LayerShape, c: CostContext, *, mlp: bool) -> int:
-    """Return the bytes per token between LoRA's two matrices."""
-    ranks = (p.shape[0] for p in layer.parameters if ".lora_A." in p.name and p.name.startswith("mlp.") == mlp)
-    return c.b * sum(ranks)
+    """Return the bytes per token between LoRA's two matrices; of stacked experts, LoRA has no activations."""
+    adapters = (p for p in layer.parameters if ".lora_A." in p.name and ".experts." not in p.name)
+    return c.b * sum(p.shape[0] for p in adapters if p.name.startswith("mlp.") == mlp)
+
+
+def _adapted_experts(layer: LayerShape, c: CostContext) -> int:
+    """Return the bytes of the sum of experts and their LoRA, which PEFT computes and autograd saves."""
+    adapted = {p.name.partition(".lora_A.")[0] for p in layer.parameters if ".lora_A." in p.name}
+    held = (p.numel for p in computed(layer, c) if ".experts." in p.name and p.name in adapted)
+    return c.b * sum(held) // c.mesh.tensor
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -167,6 +175,7 @@ def mlp_backward_bytes(layer: LayerShape, c: CostContext) -> tuple[int, int]:
     """
     if c.job.memory.tiled_mlp == 1:
         recomputed = _mlp_act_bytes(layer, c) * c.tokens if recomputes_mlp_act(c.job) else 0
+        recomputed += _adapted_experts(layer, c)  # their gradient
         return 2 * c.b * layer.mlp.width * c.tokens // c.mesh.tensor + recomputed, 0
     tiles = mlp_tiles(layer, c)
     rows = -(-c.tokens // tiles)
@@ -174,7 +183,7 @@ def mlp_backward_bytes(layer: LayerShape, c: CostContext) -> tuple[int, int]:
     matrices = (p for p in computed(layer, c) if p.name.startswith("mlp.") and len(p.shape) > 1 and p.trained)
     sums = WEIGHT_SUM * sum(p.numel for p in matrices) // c.mesh.tensor if accumulated else 0
     norm = _norm_tile(rows, c) if c.job.memory.tiled_norms else 0
-    return _mlp_intermediates(layer, c) * rows + norm, sums
+    return _mlp_intermediates(layer, c) * rows + norm + _adapted_experts(layer, c), sums
 
 
 def norm_backward_bytes(c: CostContext) -> int:

@@ -32,7 +32,9 @@ def cut_dim(name: str) -> int | None:
     """Return the dimension along which the tensor axis cuts a weight, or None."""
     owner, _, own = name.rpartition(".")
     last = owner.rpartition(".")[2]
-    if last in ("lora_A", "lora_B"):  # with its layer: B's rows, or A's columns
+    if last in ("lora_A", "lora_B"):  # with its layer: B's rows, or A's columns; of experts, A's rows and B's columns
+        if ".experts." in name:
+            return int(last == "lora_B")
         dim = cut_dim(f"{owner.rpartition('.')[0]}.weight")
         return dim if dim == (last == "lora_A") else None
     if "shared_expert" in name:
@@ -164,8 +166,8 @@ def trained_by_all_layers(c: CostContext) -> int:
 
 @functools.lru_cache(maxsize=256)
 def split_experts(layer: LayerShape) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
-    """Return a layer's other weights, and those that stack experts."""
-    stacked = tuple(p for p in layer.parameters if ".experts." in p.name)
+    """Return a layer's other weights, and those that stack experts; LoRA on these is gathered whole."""
+    stacked = tuple(p for p in layer.parameters if ".experts." in p.name and ".lora_" not in p.name)
     return tuple(p for p in layer.parameters if p not in stacked), stacked
 
 

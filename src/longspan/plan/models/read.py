@@ -122,6 +122,7 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
             f"{'it' if len(missing) == 1 else 'them'}"
         )
     shape = _shape(Config(config, family.defaults, family.spellings, name), family, assumption)
+    shape = replace(shape, model_type=model_type)
     return replace(shape, tower=family.tower(vision, name)) if vision and family.tower else shape
 
 

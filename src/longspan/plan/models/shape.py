@@ -75,6 +75,7 @@ class ModelShape:
         refused: reasons why this version does not train it.
         tower: the vision tower; None for a language model.
         tuning: which weights are trained; None: all.
+        model_type: of the config; "" if the layers were read from modules.
     """
 
     name: str
@@ -90,6 +91,7 @@ class ModelShape:
     refused: tuple[str, ...] = ()
     tower: Tower | None = None
     tuning: Tuning | None = None
+    model_type: str = ""
 
     @property
     def head(self) -> Parameter:
