@@ -398,6 +398,10 @@ def test_lora_adapts_the_weights_that_peft_adapts() -> None:
             found = tuned_shape(shape, tuning)
             planned = [p.numel for layer in found.layers for p in layer.parameters if p.trained]
             assert sorted(planned) == trained, (family, tuning)
+    eight = tuned_shape(shape_from_config(build("Qwen3Moe", num_experts=8).config.to_dict(), "test"), Tuning(lora=3))
+    assert CostContext(eight, Job(context=64, batch=8, experts="auto"), Mesh(data=8)).experts == 4  # two on each rank
+    with pytest.raises(LongspanError, match=r"experts=8 leaves a rank without 2, which LoRA .* 8 experts; use 4"):
+        cost(eight, Job(context=64, batch=8, experts=8), Mesh(data=8), read_hardware("cpu"))
 
 
 @pytest.mark.parametrize("model_type", ["granite", "smollm3"])

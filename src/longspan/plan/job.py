@@ -290,11 +290,11 @@ class CostContext:
     @cached_property
     def experts(self) -> int:
         """Ranks of a group over which experts are sharded; 1: each rank gathers them all."""
-        counts = {layer.mlp.experts for layer, _ in self.model.layer_kinds if layer.mlp.experts}
-        if self.weight_ranks == 1 or self.mesh.tensor > 1 or not counts:
+        needs = {(layer.mlp.experts, layer.fewest_experts) for layer, _ in self.model.layer_kinds if layer.mlp.experts}
+        if self.weight_ranks == 1 or self.mesh.tensor > 1 or not needs:
             return 1
         if self.job.experts == "auto":
-            return min(most_ranks(count, self.weight_ranks) for count in counts)
+            return min(most_ranks(count, self.weight_ranks, fewest) for count, fewest in needs)
         return self.job.experts
 
     def expert_layout(self, experts: int) -> ExpertLayout:

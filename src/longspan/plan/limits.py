@@ -103,8 +103,10 @@ def _experts_refusal(layer: LayerShape, job: Job, mesh: Mesh) -> str | None:
     if ranks % asked:
         fits = ", ".join(map(str, divisors(ranks)))
         return f"experts={asked} does not divide the {ranks} ranks of data x ring x ulysses; use {fits}"
-    if count and not ExpertLayout(count, ranks, asked).fits():
-        return f"experts={asked} leaves a rank without any of the {count} experts; use {most_ranks(count, ranks)}"
+    fewest = layer.fewest_experts
+    if count and not ExpertLayout(count, ranks, asked).fits(fewest):
+        most, few = most_ranks(count, ranks, fewest), "any" if fewest == 1 else f"{fewest}, which LoRA on them needs,"
+        return f"experts={asked} leaves a rank without {few} of the {count} experts; use {most}"
     return None
 
 

@@ -36,6 +36,11 @@ class LayerShape:
         return sum(p.numel for p in self.parameters)
 
     @cached_property
+    def fewest_experts(self) -> int:
+        """Experts that a rank needs at least: PEFT mistakes the LoRA of a single one for that of a plain matrix."""
+        return 2 if any(".experts." in p.name and ".lora_" in p.name for p in self.parameters) else 1
+
+    @cached_property
     def active_params(self) -> int:
         """Elements of the weights that one token uses, of routed experts those chosen for it."""
         return sum(self.mlp.active(p) for p in self.parameters)
