@@ -5,6 +5,7 @@ The path with kernels is run, and functions stand in for them, under the names t
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable
@@ -29,18 +30,25 @@ def older_mixer_functions(module: Any) -> dict[str, Any]:
 
     Versions: 5.5 to 5.14, where Gated DeltaNet, Mamba-2, Bamba, Granite-hybrid and LFM2 do. When gone: empty.
     """
-    forward, plain = _with_kernels(module), getattr(type(module), _PLAIN, None)
-    names = _names(forward)
-    if "causal_conv1d_fn" not in names or _OTHERS & names or (plain and "time_step_limit" not in _names(plain)):
+    names = _names_of_kernels(type(module))
+    if not names:
         return {}
-    file = forward.__globals__
-    found = {ours: getattr(module, name, file.get(name)) for name, ours in _NEWER.items() if name in names}
+    file = _with_kernels(type(module)).__globals__
+    found = {_NEWER[name]: getattr(module, name, file.get(name)) for name in names}
     return {**found, "causal_conv1d_fn": found["causal_conv1d_fn"] or _causal_conv1d}
+
+
+@functools.lru_cache(maxsize=256)
+def _names_of_kernels(kind: Any) -> list[str]:
+    names, plain = _names(_with_kernels(kind)), getattr(kind, _PLAIN, None)
+    if "causal_conv1d_fn" not in names or _OTHERS & names or (plain and "time_step_limit" not in _names(plain)):
+        return []
+    return [name for name in _NEWER if name in names]
 
 
 def older_forward_with(module: Any, functions: dict[str, Any]) -> Callable[..., Any]:
     """Return a layer's forward as `forward_with` does, with functions by their newer names. When gone: unused."""
-    original, forward = _with_kernels(module), inspect.signature(unwrapped(type(module).forward))
+    original, forward = _with_kernels(type(module)), inspect.signature(unwrapped(type(module).forward))
     ours = {name: functions[newer] for name, newer in _NEWER.items() if newer in functions}
     if scan := functions.get("mamba2_chunk_scan"):
         ours["mamba_chunk_scan_combined"] = lambda *args, **options: (
@@ -70,8 +78,7 @@ class _Overridden:
         return getattr(self._module, name)
 
 
-def _with_kernels(module: Any) -> Any:
-    kind = type(module)
+def _with_kernels(kind: Any) -> Any:
     return unwrapped(getattr(kind, "cuda_kernels_forward", kind.forward))
 
 

@@ -362,9 +362,8 @@ def mixer_functions(module: Any) -> dict[str, Any]:
     When gone: empty, and the model is refused.
     """
     kind: Any = type(module)
-    methods = {name: path for name in MIXER_FUNCTIONS if (path := name.removeprefix(f"{kind.__name__}.")) != name}
     with contextlib.suppress(AttributeError):
-        found = {name: operator.attrgetter(path)(module) for name, path in methods.items()}
+        found = {name: operator.attrgetter(path)(module) for name, path in _methods(kind).items()}
         return found or _called_functions(kind) or older_mixer_functions(module)
     return {}
 
@@ -372,7 +371,13 @@ def mixer_functions(module: Any) -> dict[str, Any]:
 def add_mixer_function(name: str) -> None:
     """Add the name of a function to `MIXER_FUNCTIONS`. When gone: as there."""
     MIXER_FUNCTIONS.add(name)
+    _methods.cache_clear()
     _called_functions.cache_clear()
+
+
+@functools.lru_cache(maxsize=256)
+def _methods(kind: Any) -> dict[str, str]:
+    return {name: path for name in MIXER_FUNCTIONS if (path := name.removeprefix(f"{kind.__name__}.")) != name}
 
 
 @functools.lru_cache(maxsize=256)
