@@ -236,7 +236,7 @@ class RankPool:
             TypeError: `fn` or `args` cannot be pickled.
         """
         if self._has_too_many_threads():
-            self._run(_nothing, (), self.timeout)  # a task starts by destroying the groups of the previous one
+            self._run(_nothing, (), self.timeout)  # the ranks may not have freed the last task's groups yet
             if self._has_too_many_threads():
                 self.close()
         limit_s = self.timeout if timeout is None else timeout
@@ -267,14 +267,23 @@ class RankPool:
                 # `_collect` notices a rank that ended since the last task.
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     worker.conn.send_bytes(task)
-            return self._collect(limit_s)
+            results = self._collect(limit_s)
         except RankError as error:
             if error.stacks or any(failure.kind == "exit" for failure in error.failures.values()):
                 self.close()
+            self._free_groups()
             raise
         except BaseException:  # a hang, or an interrupt that leaves tasks running
             self.close()
             raise
+        self._free_groups()
+        return results
+
+    def _free_groups(self) -> None:
+        """Let the ranks free their groups, now that all have answered: a thread of each polls, also in idle ranks."""
+        for worker in self._workers:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                worker.conn.send_bytes(b"")
 
     def close(self) -> None:
         """Kill the ranks. The next task starts new ones."""
@@ -396,6 +405,9 @@ def _serve(rank: int, world_size: int, port: int, conn: Connection, dump: str, w
             store = dist.TCPStore("127.0.0.1", port, is_master=False)
             while True:
                 _answer(conn, rank, _run, conn.recv_bytes(), store, rank, world_size)
+                assert conn.recv_bytes() == b""  # all ranks have answered
+                if dist.is_initialized():
+                    dist.destroy_process_group()
                 _forget_meshes()
                 gc.collect()
                 gc.freeze()  # a task leaves modules and caches, which later collections can skip
@@ -453,16 +465,13 @@ def _forget_meshes() -> None:
 def _run(task: bytes, store: Any, rank: int, world_size: int) -> Any:
     """Run one task in a new process group.
 
-    Every rank has finished the previous task. Its groups are destroyed: a failed task may have left the ranks out of
-    step, and the groups of all tests would use up the file descriptors. The store's client is reused, because with a
-    new one gloo sometimes waits 5 s for a connection.
+    Those of the previous task are gone, as a failed task may have left the ranks out of step. The store's client is
+    reused, because with a new one gloo sometimes waits 5 s for a connection.
     """
     import torch
     import torch.distributed as dist
 
     number, fn, args = pickle.loads(task)
-    if dist.is_initialized():
-        dist.destroy_process_group()
     store = dist.PrefixStore(f"task{number}", store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     torch.manual_seed(0)

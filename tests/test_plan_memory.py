@@ -115,7 +115,8 @@ CASES = [
 ]
 
 
-CONFIRMING = (0, 2, 3, 4, 6, 7, 8, 9, 11, 16, 17, 18, 20, 23, 25, 26, 28, 29, 30, 31, 33, 35, 38)  # their options are in others
+# The options of these are in others.
+CONFIRMING = (0, 2, 3, 4, 6, 7, 8, 9, 11, 16, 17, 18, 20, 23, 25, 26, 28, 29, 30, 31, 33, 35, 38)
 
 
 @pytest.mark.parametrize(
