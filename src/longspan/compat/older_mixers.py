@@ -30,10 +30,11 @@ def older_mixer_functions(module: Any) -> dict[str, Any]:
 
     Versions: 5.5 to 5.14, where Gated DeltaNet, Mamba-2, Bamba, Granite-hybrid and LFM2 do. When gone: empty.
     """
-    names = _names_of_kernels(type(module))
+    kind: Any = type(module)
+    names = _names_of_kernels(kind)
     if not names:
         return {}
-    file = _with_kernels(type(module)).__globals__
+    file = _with_kernels(kind).__globals__
     found = {_NEWER[name]: getattr(module, name, file.get(name)) for name in names}
     return {**found, "causal_conv1d_fn": found["causal_conv1d_fn"] or _causal_conv1d}
 
