@@ -74,9 +74,9 @@ class AttentionLayers(Stage):
 
     def check(self, call: ForwardCall) -> None:
         """Raise for documents and trees that the layers would refuse, on the ranks that have them."""
-        info = call.info
-        if isinstance(info, CachedInfo):
+        if call.cache is not None:
             return
+        info = call.info
         rows = info.nodes or (info.segments if call.elastic else None) or ()
         if self.counts_tokens and len(set(rows)) > 1:
             raise LongspanError(
