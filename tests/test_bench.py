@@ -21,13 +21,14 @@ from rich.console import Console
 from longspan import cli
 from longspan.bench import BenchConfig, run, worker
 from longspan.bench.hardware import FORWARD_AND_BACKWARD, as_toml, causal_attention_flops, overhead
-from longspan.bench.links import Fit, bytes_sent, fit
+from longspan.bench.links import bytes_sent, fit
 from longspan.bench.meters import count_sent, median_seconds
 from longspan.bench.output import _print_rows, print_hardware
 from longspan.core.errors import LongspanError
 from longspan.core.sections import make, options, replace
 from longspan.plan import Job, Mesh, read_model
 from longspan.plan.cost.communication import method_sent
+from longspan.plan.hardware import MeasuredLink
 from longspan.plan.job import CostContext
 from longspan.ranks import launch
 from tests.pool import RankPool
@@ -46,7 +47,7 @@ COMPUTE = {
 }  # fmt: skip
 
 
-def _hardware(links: dict[str, dict[str, Fit]], **changes: Any) -> dict[str, Any]:
+def _hardware(links: dict[str, dict[str, MeasuredLink]], **changes: Any) -> dict[str, Any]:
     of_cpu = {"overlaps": False, "on_cpu": True, "reserve_bytes": 0.0, "dtype": "bf16", "measured": "today on HOST"}
     first = {"name": "mine", **COMPUTE, "gpus_per_node": 8, "matmul_efficiency": 1.0}
     return {**first, **of_cpu, **changes, "links": links}
@@ -156,7 +157,7 @@ def test_flops_of_attention_are_half_of_torchs_count() -> None:
 # --- links
 
 
-def _links(config: BenchConfig, messages: Any = None) -> dict[str, dict[str, Fit]]:
+def _links(config: BenchConfig, messages: Any = None) -> dict[str, dict[str, MeasuredLink]]:
     import torch
 
     from longspan.bench.links import measure_links
@@ -292,8 +293,8 @@ def test_the_slowest_rank_counts(pool2: RankPool) -> None:
 
 def test_the_file_has_all_figures() -> None:
     links = {
-        "ulysses": {"all_to_all": Fit(1.5e-5, 3e11, 0.04), "all_gather": Fit(0.0, 1e11, 0.0)},
-        "fsdp": {"all_gather": Fit(5e-6, 2.5e10, 1.25, ((1024.0, 1e-5), (4096.0, 2e-5)), 0.25)},
+        "ulysses": {"all_to_all": MeasuredLink(1.5e-5, 3e11, residual=0.04), "all_gather": MeasuredLink(0.0, 1e11)},
+        "fsdp": {"all_gather": MeasuredLink(5e-6, 2.5e10, ((1024.0, 1e-5), (4096.0, 2e-5)), 0.25, 1.25)},
     }
     hardware = _hardware(links)
     found = tomllib.loads(as_toml(hardware))
@@ -320,7 +321,7 @@ def test_the_file_keeps_any_name() -> None:
 
 def test_the_table_has_speeds_and_links() -> None:
     out = io.StringIO()
-    print_hardware(_hardware({"ring": {"p2p": Fit(1.5e-5, 3e11, 0.04, hidden=0.73)}}), out)
+    print_hardware(_hardware({"ring": {"p2p": MeasuredLink(1.5e-5, 3e11, hidden=0.73, residual=0.04)}}), out)
     assert "310 TFLOP/s" in out.getvalue() and "2000 GB/s" in out.getvalue()
     for cell in ("ring", "p2p", "15.0 us", "300 GB/s", "4%", "73%"):
         assert cell in out.getvalue()
@@ -442,7 +443,7 @@ def test_the_planner_reads_the_file(tmp_path: Path) -> None:
     """Hardware that was measured on GPUs overlaps, and its links replace the catalogue's."""
     from longspan.plan import read_hardware
 
-    links = {"ulysses": {"all_to_all": Fit(0.25, 4.0, 0.04)}}
+    links = {"ulysses": {"all_to_all": MeasuredLink(0.25, 4.0)}}
     path = tmp_path / "link.toml"
     path.write_text(as_toml(_hardware(links, overlaps=True, on_cpu=False, reserve_bytes=2e9)))
     found = read_hardware(str(path))
@@ -458,7 +459,7 @@ def test_an_attention_is_predicted_as_in_a_step(method: str) -> None:
     from longspan.bench.compare import predict
     from longspan.bench.methods import job_of, read_config, select, shape_of
     from longspan.plan.cost.times import hidden_layer_seconds, layer_seconds
-    from longspan.plan.hardware import CATALOGUE, MeasuredLink
+    from longspan.plan.hardware import CATALOGUE
 
     config = replace(make(BenchConfig, what="attention"), heads=16, kv_heads=4, dtype="fp32")
     (candidate,) = select([method], "attention", 4)

@@ -16,9 +16,8 @@ import longspan
 from longspan.bench.meters import count_sent
 from longspan.cli import main
 from longspan.comm.mesh import OneDeviceMesh
-from longspan.core.balance import split_by_cost
 from longspan.core.errors import LongspanError
-from longspan.core.layout import choose_layout
+from longspan.core.layout import choose_layout, split_by_cost
 from longspan.core.memory import LONGEST, Memory
 from longspan.hf.planning import config_shape
 from longspan.plan import Job, Mesh, cost, longest_context, read_hardware, read_model
@@ -446,7 +445,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert "images and video:" in capsys.readouterr().out
     for words, reason in (
         (["--model", "qwen3-8b", *video], "--video 1024x448x448: qwen3-8b has no vision tower; leave --video out"),
-        (["--model", "qwen2.5-vl-7b", *video, "--mode", "prefill"], "--video is for --mode train"),
+        (["--model", "qwen2.5-vl-7b", *video, "--mode", "prefill"], "--video 1024x448x448 is for --mode train"),
     ):
         assert main(["plan", *words]) == 2
         assert reason in capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import longspan
-from longspan.core.balance import split_by_cost
+from longspan.core.layout import split_by_cost
 from tests.choose import confirming
 from tests.models import Truth, check_gradients, check_loss, compare, gradients, meshes, sharding, truth_of
 from tests.pictures import (

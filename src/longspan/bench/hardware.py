@@ -166,13 +166,8 @@ def measure_hardware(
 ) -> dict[str, Any]:
     """Return the content of the hardware file, with `links` by axis and collective. Collective.
 
-    Args:
-        config: of `bench link`.
-        device: this rank's device.
-        name: of the hardware.
-        measured: date, machine and versions.
-        messages: the only collectives and sizes to measure; by default those of the config.
-        compute: of `measure_compute`, which is else called.
+    `measured` is the date, machine and versions. See `measure_links` for `messages`; `compute` is what
+    `measure_compute` returned, if it was called already.
     """
     mesh, on_gpu = init_mesh(**config.parallel.degrees, device_type=device.type), device.type == "cuda"
     links = measure_links(config, mesh, device, messages)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from longspan.bench.meters import Spread, count_sent, median_seconds, most_sent,
 from longspan.comm.mesh import OneDeviceMesh, init_mesh
 from longspan.compat.torch_api import flatten_mesh, gather_into, scatter_into
 from longspan.core.errors import LongspanError
+from longspan.plan.hardware import MeasuredLink
 
 FSDP_AXES = ("data", "ring", "ulysses")
 """Weights are sharded, and gradients summed, over these axes together; measured as the axis "fsdp"."""
@@ -80,16 +81,11 @@ MessageSizes = Mapping[tuple[str, str], Sequence[float]]
 
 def measure_links(
     config: BenchConfig, mesh: DeviceMesh | OneDeviceMesh, device: torch.device, messages: MessageSizes | None = None
-) -> dict[str, dict[str, Fit]]:
+) -> dict[str, dict[str, MeasuredLink]]:
     """Return axis -> collective -> fit for every axis of more than one rank. Collective over all ranks.
 
-    All groups of an axis run concurrently and share their wires, as in a training step.
-
-    Args:
-        config: degrees of the mesh, rounds and sizes.
-        mesh: of all ranks of the job.
-        device: this rank's device.
-        messages: the only collectives and sizes to measure, instead of `config.sizes`.
+    All groups of an axis run concurrently and share their wires, as in a training step. `messages` are the only
+    collectives and sizes to measure, instead of `config.sizes`.
     """
     if isinstance(mesh, OneDeviceMesh):
         return {}
@@ -133,9 +129,10 @@ def measure_collectives(config: BenchConfig, device: torch.device) -> list[dict[
             spreads, line = _fitted(op, counts, ranks, runs, config.times, device)
             for n, counted, spread in zip(counts, sent, spreads, strict=True):
                 formula = bytes_sent(op, ELEMENT_BYTES * n, ranks)
+                fitted = line.latency + formula / line.bandwidth
                 rows.append({
                     "axis": axis, "ranks": ranks, "op": op, "size": ELEMENT_BYTES * n, "sent": counted,
-                    "formula": formula, "seconds": dataclasses.asdict(spread), "fitted": line.seconds(formula),
+                    "formula": formula, "seconds": dataclasses.asdict(spread), "fitted": fitted,
                     "fit": dataclasses.asdict(line),
                 })  # fmt: skip
     return rows
@@ -159,7 +156,7 @@ def _measure_axis(
     group: dist.ProcessGroup,
     device: torch.device,
     axes: tuple[str, ...],
-) -> dict[str, Fit]:
+) -> dict[str, MeasuredLink]:
     """Return collective -> fit on a group that stands for these `axes`."""
     fits = {}
     for op, of_op in sizes.items():
@@ -182,7 +179,7 @@ def _runs(op: str, counts: Sequence[int], group: dist.ProcessGroup, device: torc
 
 def _fitted(
     op: str, counts: Sequence[int], ranks: int, runs: Sequence[Any], rounds: int, device: torch.device
-) -> tuple[list[Spread], Fit]:
+) -> tuple[list[Spread], MeasuredLink]:
     spreads = [Spread.of(seconds) for seconds in time_rounds(runs, rounds, device)]
     sent = [bytes_sent(op, ELEMENT_BYTES * n, ranks) for n in counts]
     return spreads, fit(sent, [spread.median for spread in spreads])
@@ -207,12 +204,8 @@ _WIDTHS = {"cpu": 128, "cuda": 1024}
 def hidden_share(start: Callable[[], Pending], alone: float, device: torch.device) -> float:
     """Return the share of a collective's time, 0 to 1, that overlaps with matrix products of the same length.
 
-    The same on every rank. Collective over all ranks of the job.
-
-    Args:
-        start: starts the collective.
-        alone: its approximate seconds.
-        device: this rank's device.
+    The same on every rank. Collective over all ranks of the job. `start` starts the collective, which takes about
+    `alone` seconds.
     """
     d = _WIDTHS[device.type]
     a_dd, b_dd, c_dd = (torch.ones(d, d, device=device) for _ in range(3))
@@ -253,21 +246,6 @@ free.
 """
 
 
-@dataclass(frozen=True)
-class Fit:
-    """`seconds = latency + sent / bandwidth`."""
-
-    latency: float  # seconds, at least 0
-    bandwidth: float  # bytes per second that each rank sends; positive and finite
-    residual: float  # median over the sizes of |fitted - measured| / measured
-    points: tuple[tuple[float, float], ...] = ()  # fitted (bytes sent, seconds), by ascending size
-    hidden: float | None = None  # share of the seconds that overlaps with computing; None if not measured
-
-    def seconds(self, sent: float) -> float:
-        """Return the fitted time of a collective in which every rank sends `sent` bytes."""
-        return self.latency + sent / self.bandwidth
-
-
 def bytes_sent(op: str, size: float, ranks: int) -> float:
     """Return the bytes that each rank sends in a collective whose whole tensor has `size` bytes.
 
@@ -280,22 +258,19 @@ def bytes_sent(op: str, size: float, ranks: int) -> float:
     return size * (ranks - 1) / ranks * (2 if op == "all_reduce" else 1)
 
 
-def fit(sent: Sequence[float], seconds: Sequence[float]) -> Fit:
+def fit(sent: Sequence[float], seconds: Sequence[float]) -> MeasuredLink:
     """Fit latency and bandwidth by non-negative least squares of the relative errors.
 
-    Absolute errors would let the largest message decide, and its noise would determine the latency.
-
-    Args:
-        sent: bytes that every rank sends, positive, at least two distinct values.
-        seconds: measured times, positive.
+    Absolute errors would let the largest message decide, and its noise would determine the latency. `sent` are bytes of
+    every rank, at least two distinct values.
     """
     # Seconds per byte that the link needs at least. Fit the rest, which may be 0.
     least = min(t / x for x, t in zip(sent, seconds, strict=True)) / _HEADROOM
     beyond = [t - least * x for x, t in zip(sent, seconds, strict=True)]
     latency, per_byte = _nonnegative_line(sent, beyond, [t**-2 for t in seconds])
     points = tuple(sorted(zip(map(float, sent), seconds, strict=True)))
-    line = Fit(latency, 1 / (least + per_byte), 0.0, points)
-    return replace(line, residual=statistics.median(abs(line.seconds(x) - t) / t for x, t in points))
+    residual = statistics.median(abs(latency + x * (least + per_byte) - t) / t for x, t in points)
+    return MeasuredLink(latency, 1 / (least + per_byte), points, residual=residual)
 
 
 def _nonnegative_line(xs: Sequence[float], ys: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:

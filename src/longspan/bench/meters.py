@@ -45,18 +45,11 @@ def alternate(
     """Time candidates in turns, so that a disturbance of seconds touches one round of each, not all rounds of one.
 
     Collective over all ranks of the job; without a process group, it times this process. Every run starts behind a
-    barrier.
-
-    Args:
-        candidates: name -> what to run.
-        rounds: how often each is timed.
-        device: this rank's device.
-        warmup: untimed runs of each, for connections, kernel selection and pages.
-        busiest: return the CPU time of the rank with most, instead of the sum over ranks.
+    barrier; `warmup` runs of each, for connections, kernel selection and pages, are not timed.
 
     Returns:
-        Wall seconds of the slowest rank and CPU seconds, by candidate and round. CPU time includes gloo's threads and
-        hardly depends on other load of the machine.
+        Wall seconds of the slowest rank, and CPU seconds of all ranks, or with `busiest` of the rank with most; by
+        candidate and round. CPU time includes gloo's threads and hardly depends on other load of the machine.
     """
     for _ in range(warmup):
         for run in candidates.values():

@@ -11,7 +11,8 @@ from typing import IO, TYPE_CHECKING, Any
 from longspan.core.errors import require
 from longspan.core.formatting import seconds as time_text
 from longspan.core.formatting import size
-from longspan.tracing.timeline import COLOURS, write, write_timeline
+from longspan.core.validation import write_file
+from longspan.tracing.timeline import COLOURS, write_timeline
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,7 +41,7 @@ def write_output(config: BenchConfig, found: Any) -> None:
     print(json.dumps(data, indent=1)) if config.json else print_tables(data)
     out = sys.stderr if config.json else sys.stdout
     if config.png is not None:
-        write("picture", config.png, lambda path: draw(data, path), out)
+        write_file("picture", config.png, lambda path: draw(data, path), out)
     for row, trace in zip(data["rows"], traces, strict=True):
         if config.trace is not None and trace is not None:
             title = f"{row['method']}: {data['shape']}, {row['context']:,} tokens, {data['dtype']}; {data['measured']}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,17 +12,11 @@ Experts = int | Literal["auto"]
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """Which rank of a group computes which experts.
+    """Which rank of a group computes which experts."""
 
-    Attributes:
-        experts: in all.
-        ranks: over which the weights are sharded: `chunk` neighbouring experts on each, fewer on the last ones.
-        size: ranks of a group. A rank computes the chunks of the ranks that are a multiple of `size` away.
-    """
-
-    experts: int
-    ranks: int
-    size: int
+    experts: int  # in all
+    ranks: int  # over which the weights are sharded: `chunk` neighbouring experts on each, fewer on the last ones
+    size: int  # ranks of a group. A rank computes the chunks of the ranks that are a multiple of `size` away.
 
     @property
     def chunk(self) -> int:
@@ -50,8 +45,9 @@ class ExpertLayout:
 
 
 def divisors(ranks: int) -> list[int]:
-    """Return the sizes of groups that divide the ranks."""
-    return [size for size in range(1, ranks + 1) if ranks % size == 0]
+    """Return the sizes of groups that divide the ranks, in order."""
+    small = [size for size in range(1, math.isqrt(ranks) + 1) if ranks % size == 0]
+    return sorted({*small, *(ranks // size for size in small)})
 
 
 def most_ranks(experts: int, ranks: int, fewest: int = 1) -> int:

@@ -182,21 +182,14 @@ def intersections(
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One kernel call: a tile by its indices in the local tensors.
+    """One kernel call: a tile by its indices in the local tensors."""
 
-    Attributes:
-        rows: batch rows [start, stop).
-        queries: indices in the local queries [start, stop).
-        keys: indices in the KV block [start, stop).
-        kind: of the tile; "causal" is a square in which query number m sees keys 0 to m.
-        region: of a "masked" tile, by positions, which its mask is made from. None for other tiles, which may join
-            tokens from distant parts of the sequence.
-    """
-
-    rows: Span
-    queries: Span
-    keys: Span
-    kind: TileKind
+    rows: Span  # batch rows [start, stop)
+    queries: Span  # indices in the local queries [start, stop)
+    keys: Span  # indices in the KV block [start, stop)
+    kind: TileKind  # of the tile; "causal" is a square in which query number m sees keys 0 to m
+    # of a "masked" tile, by positions, which its mask is made from. None for other tiles, which may join tokens from
+    # distant parts of the sequence.
     region: Region | None = None
 
     @property

@@ -31,24 +31,16 @@ _STATES_ITS_ORIGINAL = ("yarn", "longrope", "llama3")
 
 @dataclass(frozen=True)
 class RopeAsked:
-    """The requested scaling.
+    """The requested scaling."""
 
-    Attributes:
-        scaling: `as-is`: that of the model's config. `auto`: if the context needs it, yarn, or linear if the config has
-            linear. Or a kind.
-        factor: positions over original positions; None: the smallest integer that the context needs.
-        original: positions before any scaling; None: from the config.
-        short, long: longrope: divisors of each angle in sequences of at most the original positions, and in longer
-            ones.
-        file: of `short` and `long`.
-    """
-
+    # `as-is`: that of the model's config. `auto`: if the context needs it, yarn, or linear if the config has linear. Or
+    # a kind.
     scaling: RopeChoice = "as-is"
-    factor: float | None = None
-    original: int | None = None
-    short: tuple[float, ...] = ()
-    long: tuple[float, ...] = ()
-    file: str = ""
+    factor: float | None = None  # positions over original positions; None: the smallest integer that the context needs
+    original: int | None = None  # positions before any scaling; None: from the config
+    short: tuple[float, ...] = ()  # longrope: divisors of each angle in sequences of at most the original positions
+    long: tuple[float, ...] = ()  # and in longer ones
+    file: str = ""  # of `short` and `long`
 
 
 AS_IS, AUTO = RopeAsked(), RopeAsked("auto")
@@ -129,25 +121,15 @@ def _read_factors(path: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 @dataclass(frozen=True)
 class RopeState:
-    """The positions of a model, as its config has them.
+    """The positions of a model, as its config has them."""
 
-    Attributes:
-        positions: `max_position_embeddings`; None if the config does not have it.
-        rotary: rotary rather than learnt.
-        kind: of its scaling, as in transformers; "default": none.
-        factor: of its scaling.
-        stated: original positions in the config.
-        dims: rotary dimensions of a head; None: unknown.
-        kinds: scalings that the model supports.
-    """
-
-    positions: int | None
-    rotary: bool = True
-    kind: str = "default"
-    factor: float | None = None
-    stated: int | None = None
-    dims: int | None = None
-    kinds: tuple[RopeKind, ...] = KINDS
+    positions: int | None  # `max_position_embeddings`; None if the config does not have it
+    rotary: bool = True  # rotary rather than learnt
+    kind: str = "default"  # of its scaling, as in transformers; "default": none
+    factor: float | None = None  # of its scaling
+    stated: int | None = None  # original positions in the config
+    dims: int | None = None  # rotary dimensions of a head; None: unknown
+    kinds: tuple[RopeKind, ...] = KINDS  # scalings that the model supports
 
     @property
     def reach(self) -> int | None:
@@ -229,23 +211,14 @@ def rope_state(config: Mapping[str, Any], positions: int | None, rotary: bool, d
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """The scaling that a model gets.
+    """The scaling that a model gets."""
 
-    Attributes:
-        kind: of scaling.
-        factor: positions over original positions.
-        original: positions before any scaling.
-        positions: `max_position_embeddings` of the scaled config.
-        asked: what it answers.
-        replaced: the config's scaling in words; "" for none.
-    """
-
-    kind: RopeKind
-    factor: float
-    original: int
-    positions: int
-    asked: RopeAsked
-    replaced: str = ""
+    kind: RopeKind  # of scaling
+    factor: float  # positions over original positions
+    original: int  # positions before any scaling
+    positions: int  # `max_position_embeddings` of the scaled config
+    asked: RopeAsked  # what it answers
+    replaced: str = ""  # the config's scaling in words; "" for none
 
     @property
     def flags(self) -> dict[str, str]:

@@ -14,15 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Routes:
-    """How far each KV block is sent around the ring: no further than the last rank that needs it.
+    """How far each KV block is sent around the ring: no further than the last rank that needs it."""
 
-    Attributes:
-        right: hops of block j towards higher ranks, by j.
-        left: hops of block j towards lower ranks.
-    """
-
-    right: tuple[int, ...]
-    left: tuple[int, ...]
+    right: tuple[int, ...]  # hops of block j towards higher ranks, by j
+    left: tuple[int, ...]  # hops of block j towards lower ranks
 
     @property
     def rounds(self) -> int:

@@ -10,11 +10,12 @@ import math
 import numbers
 import os
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from longspan.core.errors import LongspanError
 
@@ -310,6 +311,18 @@ def check_output(name: str, path: Path, *, folder: bool = False, example: str = 
 
 
 # --- files
+
+
+def write_file(what: str, path: Path, write: Callable[[Path], object], out: IO[str] | None = None) -> None:
+    """Make the folder, write a file, and print its path to `out`, by default stdout."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise LongspanError(f"the {what} cannot be written to {path}: {error}") from error
+    print(f"{what} written to {path}", file=out or sys.stdout)
 
 
 def read_text(name: str, path: Path) -> str:

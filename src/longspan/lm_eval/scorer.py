@@ -25,21 +25,13 @@ Tokens = list[int]
 
 @dataclass(frozen=True)
 class Scorer:
-    """A parallelized model for evaluation; results are the same on every rank.
+    """A parallelized model for evaluation; results are the same on every rank."""
 
-    Attributes:
-        model: from `longspan.parallelize`, in evaluation mode.
-        sp: its sharding.
-        tokenizer: of Hugging Face.
-        max_length: most tokens that the model accepts.
-        batch_size: most rows of a batch.
-    """
-
-    model: Any
-    sp: SequenceSharding
-    tokenizer: Any
-    max_length: int
-    batch_size: int = 1
+    model: Any  # from `longspan.parallelize`, in evaluation mode.
+    sp: SequenceSharding  # its sharding
+    tokenizer: Any  # of Hugging Face
+    max_length: int  # most tokens that the model accepts
+    batch_size: int = 1  # most rows of a batch
 
     @property
     def pad(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -15,17 +14,17 @@ from longspan.core.errors import LongspanError
 from longspan.core.memory import LONGEST, MemoryFlags, MemoryLevel, flags_last
 from longspan.core.parallel import ParallelConfig
 from longspan.core.rope import RopeChoice, RopeFlags, scaling_for
-from longspan.core.validation import LARGEST_COUNT, LARGEST_JOB, check_number, check_output
+from longspan.core.validation import LARGEST_COUNT, LARGEST_JOB, check_number, check_output, write_file
 from longspan.plan.hardware import Hardware, read_hardware
 from longspan.plan.job import Job, Mesh
-from longspan.plan.memory_search import STEP, MemoryRow, longest, memory_rows, search_memory_options
+from longspan.plan.memory_search import STEP, longest, memory_rows, search_memory_options
 from longspan.plan.methods import compare
 from longspan.plan.models.read import read_model
 from longspan.plan.models.shape import ModelShape
 from longspan.plan.models.tower import Pictures, read_pictures
 from longspan.plan.models.tuning import Tuning, tuned_shape
 from longspan.plan.search import MOST_GPUS, Search, search
-from longspan.plan.suggestions import Suggestions, find_suggestions
+from longspan.plan.suggestions import find_suggestions
 from longspan.plan.views.report import Report
 
 
@@ -165,35 +164,31 @@ class PlanConfig(MemoryFlags, RopeFlags):
         Raises:
             LongspanError: for sizes that cannot be, or a model without a vision tower.
         """
-        asked = {"--images": self.images, "--video": self.video}
-        given = {flag: text for flag, text in asked.items() if text is not None}
-        for flag, text in given.items() if model.tower is None else ():
-            raise LongspanError(f"{flag} {text}: {model.name} has no vision tower; leave {flag} out")
-        assert model.tower is not None or not given
-        return tuple(read_pictures(flag, text, model.tower) for flag, text in given.items() if model.tower is not None)
+        found = []
+        for flag, text in (("--images", self.images), ("--video", self.video)):
+            if text is not None and model.tower is None:
+                raise LongspanError(f"{flag} {text}: {model.name} has no vision tower; leave {flag} out")
+            if text is not None and model.tower is not None:
+                found.append(read_pictures(flag, text, model.tower))
+        return tuple(found)
 
     def check(self) -> None:
         """Raise for impossible sizes and combinations, before anything is read."""
         self.job()
         self.rope()
         self.tuning.check(self.mode)
-        for flag, pictures in (("--images", self.images), ("--video", self.video)):
-            if pictures is not None and self.mode != "train":
-                raise LongspanError(f"{flag} is for --mode train, and --mode is {self.mode}; leave it out")
-        if self.prefill_chunk is not None and self.mode != "prefill":
-            raise LongspanError(
-                f"--prefill-chunk {self.prefill_chunk} is for --mode prefill, and --mode is {self.mode}; leave it out"
-            )
-        if self.mode == "train":
-            for flag, given in (
-                (f"--cache {self.cache}", self.cache != "exact"),
-                ("--no-cache-latent", not self.cache_latent),
-                (f"--cache-offload {self.cache_offload}", self.cache_offload != "none"),
-            ):
-                if given:
-                    raise LongspanError(
-                        f"{flag} is for --mode prefill and decode, and training has no KV cache; leave it out"
-                    )
+        for flag, given, modes in (
+            (f"--images {self.images}", self.images is not None, ("train",)),
+            (f"--video {self.video}", self.video is not None, ("train",)),
+            (f"--prefill-chunk {self.prefill_chunk}", self.prefill_chunk is not None, ("prefill",)),
+            (f"--cache {self.cache}", self.cache != "exact", ("prefill", "decode")),
+            ("--no-cache-latent", not self.cache_latent, ("prefill", "decode")),
+            (f"--cache-offload {self.cache_offload}", self.cache_offload != "none", ("prefill", "decode")),
+        ):
+            if given and self.mode not in modes:
+                raise LongspanError(
+                    f"{flag} is for --mode {' and '.join(modes)}, and --mode is {self.mode}; leave it out"
+                )
         if self.context == "max" and self.mode == "decode":
             raise LongspanError(
                 "--context max is for --mode train and prefill; in decode the table has the longest cache"
@@ -228,16 +223,14 @@ def run(config: PlanConfig) -> int:
     hardware = _hardware(config)
     _check(config, model, hardware)
     job, result = _search(config, model, hardware)
-    report = Report(
-        result,
-        model,
-        job,
-        config.gpus,
-        hardware,
-        methods=compare(model, job, config.gpus, hardware) if config.compare else (),
-        rows=_memory_options(result, job, hardware) if config.memory_options else (),
-        suggestions=_suggestions(config, result, model, job, hardware) if result.recommended is None else None,
-    )
+    fastest, rows, suggestions = result.fastest, [], None
+    if config.memory_options and result.plans:  # of the recommended mesh, else of the nearest that this version runs
+        plan = result.recommended or next((plan for plan in result.plans if plan.runs), result.plans[0])
+        rows = memory_rows(plan.model, job, plan.mesh, hardware)
+    if result.recommended is None and result.plans and (fastest is None or not fastest.runs):  # memory is the reason
+        suggestions = find_suggestions(model, job, config.gpus, hardware, config.fixed(), config.chooses)
+    methods = compare(model, job, config.gpus, hardware) if config.compare else ()
+    report = Report(result, model, job, config.gpus, hardware, methods, rows, suggestions)
     if config.json:
         print(json.dumps(report.to_dict(), indent=1))
     else:
@@ -247,7 +240,7 @@ def run(config: PlanConfig) -> int:
     if config.html or config.png:
         _write_pictures(config, report)
     # To train, only a plan that `longspan train` runs counts.
-    usable = result.recommended if job.mode == "train" else result.fastest
+    usable = result.recommended if job.mode == "train" else fastest
     return 0 if usable is not None else 1
 
 
@@ -258,12 +251,13 @@ def _write_pictures(config: PlanConfig, report: Report) -> None:
 
     of_plan = report.model, report.job, report.gpus, report.hardware
     settings = settings_grid(*of_plan) if config.html else None
+    out = sys.stderr if config.json else sys.stdout  # JSON is alone on stdout
     points = grid(*of_plan, [Mesh(*sizes) for sizes in settings["meshes"]] if settings else [])
     if config.html:
         page = render(report.to_dict(), points, settings)
-        _write("page", config.html, lambda path: path.write_text(page, encoding="utf-8"), config.json)
+        write_file("page", config.html, lambda path: path.write_text(page, encoding="utf-8"), out)
     if config.png:
-        _write("picture", config.png, lambda path: draw(points, path), config.json)
+        write_file("picture", config.png, lambda path: draw(points, path), out)
 
 
 def _check(config: PlanConfig, model: ModelShape, hardware: Hardware) -> None:
@@ -300,35 +294,6 @@ def _search(config: PlanConfig, model: ModelShape, hardware: Hardware) -> tuple[
         return job, search(model, job, config.gpus, hardware)
     chosen = result.recommended or next(iter(result.plans), None)
     return (job if chosen is None else dataclasses.replace(job, memory=chosen.job.memory)), result
-
-
-def _suggestions(
-    config: PlanConfig, result: Search, model: ModelShape, job: Job, hardware: Hardware
-) -> Suggestions | None:
-    """Return suggestions, or None if memory is not the reason why nothing is recommended."""
-    best = result.fastest
-    if not result.plans or (best is not None and best.runs):
-        return None
-    return find_suggestions(model, job, config.gpus, hardware, config.fixed(), config.chooses)
-
-
-def _memory_options(result: Search, job: Job, hardware: Hardware) -> list[MemoryRow]:
-    """Return the rows of the recommended mesh, else of the nearest that this version runs."""
-    running = [plan for plan in result.plans if plan.runs]
-    plan = result.recommended or next(iter(running or result.plans), None)
-    return [] if plan is None else memory_rows(plan.model, job, plan.mesh, hardware)
-
-
-def _write(what: str, path: Path, write: Callable[[Path], object], quietly: bool) -> None:
-    """Write a file and say so; `quietly`: on stderr, as stdout is JSON."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise LongspanError(f"the {what} cannot be written to {path}: {error}") from error
-    print(f"{what} written to {path}", file=sys.stderr if quietly else sys.stdout)
 
 
 def _hardware(config: PlanConfig) -> Hardware:

@@ -62,20 +62,16 @@ _INTER_LATENCY = {"all_to_all": 30e-6, "all_gather": 15e-6, "reduce_scatter": 15
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """One measured collective on one axis.
+    """One measured collective on one axis."""
 
-    Attributes:
-        latency: seconds.
-        bandwidth: bytes/s that a rank sends. latency + sent / bandwidth is the fitted line.
-        points: measured (bytes that a rank sends, seconds), by ascending bytes. If given, they replace the line: a
-            link buffers small messages and sends large ones at its rate, which no single line fits.
-        hidden: fraction of its seconds, 0 to 1, that overlaps with computing of the same length; None: not measured.
-    """
-
-    latency: float
-    bandwidth: float
+    latency: float  # seconds
+    bandwidth: float  # bytes/s that a rank sends. latency + sent / bandwidth is the fitted line.
+    # measured (bytes that a rank sends, seconds), by ascending bytes. If given, they replace the line: a link buffers
+    # small messages and sends large ones at its rate, which no single line fits.
     points: tuple[tuple[float, float], ...] = ()
+    # fraction of its seconds, 0 to 1, that overlaps with computing of the same length; None: not measured
     hidden: float | None = None
+    residual: float = 0.0  # median over the points of |line - measured| / measured
 
     def __post_init__(self) -> None:
         check_number("latency", self.latency, 0)

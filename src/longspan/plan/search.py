@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from longspan.core.errors import LongspanError
+from longspan.core.experts import divisors
 from longspan.core.formatting import size
 from longspan.core.parallel import RingImpl
 from longspan.core.validation import LARGEST_COUNT, check_number, format_value
@@ -349,15 +349,10 @@ def _check_types(**values: object) -> None:
 
 def meshes(gpus: int) -> Iterator[Mesh]:
     """Yield every way to write `gpus` as data x ring x ulysses x tensor."""
-    for data in _divisors(gpus):
-        for ring in _divisors(gpus // data):
-            for ulysses in _divisors(gpus // data // ring):
+    for data in divisors(gpus):
+        for ring in divisors(gpus // data):
+            for ulysses in divisors(gpus // data // ring):
                 yield Mesh(data, ring, ulysses, gpus // data // ring // ulysses)
-
-
-def _divisors(n: int) -> list[int]:
-    small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
-    return sorted({*small, *(n // i for i in small)})
 
 
 def longest_context(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, limit: int = 1 << 34) -> int:

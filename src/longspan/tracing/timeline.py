@@ -8,11 +8,12 @@ import importlib.util
 import json
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from longspan.core.errors import LongspanError, require
+from longspan.core.errors import require
+from longspan.core.validation import write_file
 from longspan.tracing.spans import (
     COMMUNICATION,
     STEP,
@@ -67,29 +68,17 @@ def gather_trace(events: Sequence[dict[str, Any]], group: dist.ProcessGroup | No
     return merge([json.loads(gzip.decompress(one)) for one in gather_objects(mine, group or dist.group.WORLD)])
 
 
-def write(what: str, path: Path, write_to: Callable[[Path], object], out: IO[str] | None = None) -> None:
-    """Make the folder, write a file, and print its path to `out`, by default stdout."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_to(path)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise LongspanError(f"the {what} cannot be written to {path}: {error}") from error
-    print(f"{what} written to {path}", file=out or sys.stdout)
-
-
 def write_timeline(events: Sequence[dict[str, Any]], stem: Path, title: str, out: IO[str] | None = None) -> None:
     """Write STEM.trace.json, STEM.html and, with matplotlib, STEM.png of a merged trace."""
     traces = read_trace(events)
     text = json.dumps({"schemaVersion": 1, "displayTimeUnit": "ms", "traceEvents": list(events)})
     page = render(traces, title)
-    write("trace", Path(f"{stem}.trace.json"), lambda path: path.write_text(text), out)
-    write("timeline", Path(f"{stem}.html"), lambda path: path.write_text(page, encoding="utf-8"), out)
+    write_file("trace", Path(f"{stem}.trace.json"), lambda path: path.write_text(text), out)
+    write_file("timeline", Path(f"{stem}.html"), lambda path: path.write_text(page, encoding="utf-8"), out)
     if importlib.util.find_spec("matplotlib") is None:
         print("no PNG of it: pip install matplotlib", file=out or sys.stdout)
         return
-    write("timeline", Path(f"{stem}.png"), lambda path: draw_timeline(traces, title, path), out)
+    write_file("timeline", Path(f"{stem}.png"), lambda path: draw_timeline(traces, title, path), out)
 
 
 COLOURS = {

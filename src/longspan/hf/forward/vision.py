@@ -24,8 +24,8 @@ from transformers.utils import ModelOutput
 from longspan.comm.collectives import exchange_rows
 from longspan.comm.consistency import gather_numbers
 from longspan.comm.mesh import SequenceSharding, group_name
-from longspan.core.balance import split_by_cost
 from longspan.core.errors import LongspanError
+from longspan.core.layout import split_by_cost
 from longspan.hf.documents import tokens_of
 from longspan.hf.encoders import Encoder, Units
 from longspan.hf.forward.kv_cache import CachedInfo

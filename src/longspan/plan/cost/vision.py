@@ -1,6 +1,6 @@
 """What a vision tower costs: its shares of the pictures, what it sends, saves and computes.
 
-Ranks of a sequence group encode equal numbers of images or frames, up to one (`longspan.core.balance.split_by_cost`),
+Ranks of a sequence group encode equal numbers of images or frames, up to one (`longspan.core.layout.split_by_cost`),
 and send the embeddings to the ranks that hold their tokens. Tests compare what is sent with
 `longspan.hf.forward.vision` to the byte.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from longspan.core.layout import Layout
 from longspan.plan.cost.weights import shard_elements
@@ -25,21 +25,13 @@ ENCODERS = 2
 # Shares.
 
 
-@dataclass(frozen=True)
-class Share:
-    """Numbers of one kind of pictures, each the max over ranks.
+class Share(NamedTuple):
+    """Numbers of one kind of pictures, each the max over ranks."""
 
-    Attributes:
-        patches: patches that a rank encodes.
-        rows: embeddings that a rank's tokens need.
-        sent: embeddings that a rank sends to others.
-        received: embeddings that a rank receives from others, whose gradients it returns.
-    """
-
-    patches: int
-    rows: int
-    sent: int
-    received: int
+    patches: int  # that a rank encodes
+    rows: int  # embeddings that a rank's tokens need
+    sent: int  # embeddings that a rank sends to others
+    received: int  # embeddings that a rank receives from others, whose gradients it returns
 
 
 def shares(c: CostContext) -> list[Share]:
@@ -60,13 +52,7 @@ def shares(c: CostContext) -> list[Share]:
 def _share(units: int, rows: int, run: int, start: int, layout: Layout, context: int) -> tuple[int, int, int]:
     """Return the embeddings needed, sent and received, each the max over ranks.
 
-    Args:
-        units: number of units, `rows` embeddings each.
-        rows: see `units`.
-        run: embeddings between a start and an end token.
-        start: the first token of the pictures.
-        layout: which rank holds which tokens.
-        context: tokens of the sequence.
+    Units of `rows` embeddings each begin at token `start`; `run` embeddings stand between a start and an end token.
     """
     every = units * rows
 
