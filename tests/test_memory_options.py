@@ -479,7 +479,7 @@ def test_shapes_from_modules_and_from_a_config_are_equal(family: str) -> None:
     assert names == [p.name for p in known.root] and read.tied == known.tied
     for mine, theirs in zip(read.layers, known.layers, strict=True):
         assert (mine.mixer, mine.mlp) == (theirs.mixer, theirs.mlp)
-        assert (mine.active_params, mine.mlp_params) == (theirs.active_params, theirs.mlp_params)
+        assert (mine.active_params, mine.trained_share) == (theirs.active_params, theirs.trained_share)
 
 
 def test_auto_omits_options_that_conflict(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from longspan.core.parallel import TensorStyle
 from longspan.core.routes import ring_routes
 from longspan.memory.tiles import Tiled
 from longspan.mixers.short_conv import short_conv
-from longspan.plan import Hardware, Job, Mesh, cost, read_hardware
+from longspan.plan import Hardware, Job, Mesh, Plan, cost, read_hardware
 from longspan.plan.cost.communication import method_sent
 from longspan.plan.job import CostContext
 from longspan.plan.layers import CAUSAL, AttendedKeys, Causal, Chunk, Linear, Window
@@ -339,10 +339,7 @@ def test_a_training_step_sends_what_is_planned(mesh: Mesh, config: dict[str, Any
     )  # a ring's ranks differ, and not the first two alone
     measured = max((step_sent(rank, mesh, config, n, options) for rank in ranks), key=total)
     plan = cost(shape_from_config(config, "test"), Job(context=n, batch=mesh.data, **options), mesh, CPU)
-    planned: Counter[tuple[str, int]] = Counter()
-    for c in plan.comm:
-        planned[(c.op, c.bytes_per_gpu)] += c.count
-    assert measured == planned
+    assert measured == sent_by(plan)
 
 
 MOE = {
@@ -390,10 +387,7 @@ def test_experts_over_data_and_sequence_send_what_is_planned(
     measured = max((step_sent(rank, mesh, config, n, options) for rank in range(mesh.gpus)), key=total)
     model = tuned_shape(shape_from_config(config, "test"), options.pop("tuning", Tuning()))
     plan = cost(model, Job(context=n, batch=mesh.data, **options), mesh, CPU)
-    planned: Counter[tuple[str, int]] = Counter()
-    for c in plan.comm:
-        planned[(c.op, c.bytes_per_gpu)] += c.count
-    assert measured == planned
+    assert measured == sent_by(plan)
 
 
 @pytest.mark.parametrize(
@@ -430,10 +424,7 @@ def test_a_step_of_few_weights_sends_what_is_planned(
     config, options = {**LLAMA, **config}, {"dtype": "fp32", **options}
     model = tuned_shape(shape_from_config(config, "test"), tuning)
     plan = cost(model, Job(context=37, batch=mesh.data, **options), mesh, CPU)
-    planned: Counter[tuple[str, int]] = Counter()
-    for c in plan.comm:
-        planned[(c.op, c.bytes_per_gpu)] += c.count
-    assert step_sent(0, mesh, config, 37, {**options, "tuning": tuning}) == planned
+    assert step_sent(0, mesh, config, 37, {**options, "tuning": tuning}) == sent_by(plan)
 
 
 @pytest.mark.parametrize("sharded", [True, False])
@@ -444,11 +435,8 @@ def test_accumulated_gradients_are_summed_as_planned(sharded: bool, once: bool) 
     hardware = CPU if once else dataclasses.replace(CPU, memory_bytes=1e5)
     model = shape_from_config(LLAMA, "test")
     plan = cost(model, Job(context=37, batch=3 * mesh.data, **options), mesh, hardware)  # type: ignore[arg-type]
-    planned: Counter[tuple[str, int]] = Counter()
-    for c in plan.comm:
-        planned[(c.op, c.bytes_per_gpu)] += c.count
     waits = 2 if once or not sharded else 0
-    assert max((step_sent(rank, mesh, LLAMA, 37, options, 3, waits) for rank in (0, 1)), key=total) == planned
+    assert max((step_sent(rank, mesh, LLAMA, 37, options, 3, waits) for rank in (0, 1)), key=total) == sent_by(plan)
 
 
 @pytest.mark.parametrize(
@@ -484,10 +472,7 @@ def check_generation(mesh: Mesh, config: dict[str, Any], sharded: bool, style: T
         options: dict[str, Any] = {"prefill_chunk": chunk} if mode == "prefill" else {}
         options |= {"weight_sharding": sharded, "tensor_style": style}
         job = Job(context=n, mode=mode, dtype="fp32", **options)  # type: ignore[arg-type]
-        planned: Counter[tuple[str, int]] = Counter()
-        for c in cost(shape, job, mesh, CPU).comm:
-            planned[(c.op, c.bytes_per_gpu)] += c.count
-        assert max((sent[at] for sent in by_rank), key=total) == planned, mode
+        assert max((sent[at] for sent in by_rank), key=total) == sent_by(cost(shape, job, mesh, CPU)), mode
 
 
 def generation_sent(
@@ -507,6 +492,13 @@ def generation_sent(
                     model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
             found.append(Counter((one.op, one.bytes) for one in sent))
         return found
+
+
+def sent_by(plan: Plan) -> Counter[tuple[str, int]]:
+    planned: Counter[tuple[str, int]] = Counter()
+    for c in plan.comm:
+        planned[c.op, c.bytes_per_gpu] += c.count
+    return planned
 
 
 def total(log: Counter[tuple[str, int]]) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import re
 import shlex
@@ -19,8 +18,6 @@ import pytest
 
 from longspan.cli import main, parse
 from longspan.core.errors import LongspanError
-from longspan.core.heads import split_heads
-from longspan.core.layout import choose_layout
 from longspan.core.memory import Memory
 from longspan.plan import CATALOGUE, Job, Mesh, Plan, cost, plan_mesh, read_hardware, read_model, search
 from longspan.plan.command import PlanConfig
@@ -31,10 +28,7 @@ from longspan.plan.suggestions import find_suggestions
 from longspan.plan.views.drawing import SIZE, draw
 from longspan.plan.views.page import (
     MESHES_SHOWN,
-    PARTS_SHOWN,
-    RANKS_SHOWN,
     grid,
-    held_tokens,
     render,
     settings_grid,
 )
@@ -107,30 +101,6 @@ def test_a_point_lists_the_best_the_recommended_and_one_axis_meshes() -> None:
         assert len(legal) == (1 if gpus in (1, 128) else 3)  # 64 query heads
 
 
-def test_heads_equal_split_heads() -> None:
-    _, _, data = _page(Job(context=131072), 8)
-    assert (data["heads"]["q"], data["heads"]["kv"]) == (64, 8)
-    for key, shards in data["heads"]["shards"].items():
-        tensor, ulysses = map(int, key.split(","))
-        expected = split_heads(64 // tensor, max(1, 8 // tensor), ulysses)
-        assert shards == [[s.q_start, s.q_stop, s.kv_start, s.kv_stop] for s in expected][:16]
-    used = {(plan["mesh"][3], plan["mesh"][2]) for row in data["points"] for point in row for plan in point["plans"]}
-    assert {f"{t},{u}" for t, u in used} == set(data["heads"]["shards"])
-
-
-def test_lines_follow_a_mesh_as_far_as_it_fits() -> None:
-    job = Job(context=1_000_000, mode="prefill")
-    _, _, data = _page(job, 8, LONG_NAME)
-    assert "ulysses=8" in [line["mesh"] for line in data["lines"]]
-    for line in data["lines"]:
-        mesh = Mesh(**{axis: int(size) for axis, size in (part.split("=") for part in line["mesh"].split())})
-        assert line["contexts"] == data["contexts"]
-        plans = [plan_mesh(MODEL, dataclasses.replace(job, context=n), mesh, HARDWARE) for n in line["contexts"]]
-        assert line["memory"] == [plan.memory_total_bytes for plan in plans]
-        assert line["step"] == pytest.approx([plan.step_seconds for plan in plans], rel=1e-5)
-        assert [plan.fits for plan in plans] == [i < line["fitting"] for i in range(len(plans))]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The page as text.
 
@@ -148,31 +118,6 @@ def test_the_page_loads_nothing() -> None:
     page, _, _ = _page(Job(context=131072), 8)
     assert not re.search(r"(src|href)\s*=\s*[\"']?\s*(https?:)?//", page)
     assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|import\(", page)
-
-
-def test_the_page_has_the_tokens_of_every_rank() -> None:
-    """For every mesh and context that it may show; its script knows no layout."""
-    job = Job(context=100_001, layout="zigzag")
-    page, _, data = _page(job, 12)
-    shown = {(plan["mesh"][1], plan["mesh"][2]) for row in data["points"] for point in row for plan in point["plans"]}
-    assert {f"{ring},{ulysses}" for ring, ulysses in shown} == set(data["layouts"])
-    assert any(ring > 1 and ulysses > 1 for ring, ulysses in shown)
-    in_order = held_tokens(
-        dataclasses.replace(job, layout="contiguous"), {Mesh(ring=ring, ulysses=ulysses) for ring, ulysses in shown}
-    )
-    for (ring, ulysses), (kind, layouts) in itertools.product(
-        shown, [("zigzag", data["layouts"]), ("contiguous", in_order)]
-    ):
-        tokens, layout = layouts[f"{ring},{ulysses}"], choose_layout(kind, ring, ulysses)
-        assert tokens["kind"] == layout.kind
-        for n, at_context in zip(data["contexts"], tokens["contexts"], strict=True):
-            assert len(at_context["parts"]) == (layout.size if layout.size <= PARTS_SHOWN else RANKS_SHOWN)
-            for rank, flat in enumerate(at_context["parts"]):
-                assert flat == [place for span in layout.spans(n, rank) for place in span]
-            for rank, flat in enumerate(at_context["blocks"]):
-                held = {place for u in range(ulysses) for place in layout.spans(n, rank * ulysses + u)}
-                assert sum(flat[1::2]) - sum(flat[::2]) == sum(stop - start for start, stop in held)
-    assert "zigzag" not in page.rpartition("<script>")[2]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -306,17 +251,6 @@ def test_a_model_name_is_not_parsed_as_html(browser: Any, tmp_path: Path) -> Non
     _open(browser, tmp_path / "plan.html", page)
     assert browser.execute_script("return window.broken ?? null") is None
     assert _find(browser, "h1")[0].text.startswith(NASTY)
-    assert browser.get_log("browser") == []
-
-
-@pytest.mark.parametrize("name", ["gemma-3-12b", *confirming(["deepseek-v3", "gpt-oss-20b"])])
-def test_page_of_other_kinds_of_attention(browser: Any, tmp_path: Path, name: str) -> None:
-    model, job = read_model(name), Job(context=65536, batch=2, mode="prefill")
-    report = Report(search(model, job, 4, HARDWARE), model, job, 4, HARDWARE).to_dict()
-    _open(browser, tmp_path / "plan.html", render(report, grid(model, job, 4, HARDWARE)))
-    for row in _find(browser, ".mesh"):
-        row.click()
-        assert len(_find(browser, "#ranks .rank")) == 4
     assert browser.get_log("browser") == []
 
 

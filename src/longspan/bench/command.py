@@ -177,23 +177,17 @@ class BenchConfig(RankFlags):
                 )
 
     def _check_sizes(self) -> None:
-        given = " ".join(map(str, self.sizes))
-        if wrong := [size for size in self.sizes if size < 1]:
-            raise LongspanError(f"--sizes {given}: {wrong[0]} is no number of bytes; give sizes of at least 1 byte")
         for size in self.sizes:
             check_number("--sizes", size, 1, LARGEST_COUNT)
         ranks = self.parallel.ranks
         grain = ELEMENT_BYTES * ranks
         different = len({-(-size // grain) for size in self.bytes_each})
         if ranks > 1 and different < 3:
+            given = " ".join(map(str, self.sizes))
             raise LongspanError(
                 f"--sizes {given} gives {different} different sizes, rounded up to a multiple of {grain} bytes for "
                 f"{ranks} ranks; to fit a latency and a bandwidth takes 3, such as --sizes 64k 1M 16M"
             )
-
-    def check_out(self) -> None:
-        """Raise if `out` cannot be written; call it on the first rank, which writes it."""
-        check_output("--out", self.out, example="link.toml")
 
 
 def run(config: BenchConfig) -> int:
@@ -228,8 +222,8 @@ def check_ranks(config: BenchConfig, ranks: int) -> None:
     written.
     """
     if config.what == "link":
-        if launch.is_first_rank():
-            config.check_out()
+        if launch.is_first_rank():  # which writes it
+            check_output("--out", config.out, example="link.toml")
         return
     if ranks < 2:
         raise LongspanError(f"bench {config.what} compares what {ranks} rank sends with nothing; give 2 ranks or more")

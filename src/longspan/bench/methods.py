@@ -146,20 +146,17 @@ def select(names: Sequence[str], what: str, ranks: int) -> tuple[Candidate, ...]
             close = difflib.get_close_matches(name, [*METHODS, *every], n=1, cutoff=0.5)
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(METHODS)}"
             raise LongspanError(f"--methods {format_value(name)} is unknown; {hint}")
-        _check_measurable(found[0].method, name, what)
+        method = found[0].method
+        if not getattr(method, what):
+            measurable = [other.name for other in METHODS.values() if getattr(other, what)]
+            raise LongspanError(f"--methods {name} is not measured by `bench {what}`; it has {', '.join(measurable)}")
+        if method.package and not installed(method.package):
+            raise LongspanError(
+                f"--methods {name} needs {method.package}, which is not installed (pip install --no-deps "
+                f"{method.package}; DS_BUILD_OPS=0 for deepspeed); install it, or leave the method out"
+            )
         selected += [candidate for candidate in found if candidate not in selected]
     return tuple(selected)
-
-
-def _check_measurable(method: Method, name: str, what: str) -> None:
-    if not getattr(method, what):
-        measurable = [other.name for other in METHODS.values() if getattr(other, what)]
-        raise LongspanError(f"--methods {name} is not measured by `bench {what}`; it has {', '.join(measurable)}")
-    if method.package and not installed(method.package):
-        raise LongspanError(
-            f"--methods {name} needs {method.package}, which is not installed (pip install --no-deps {method.package}; "
-            "DS_BUILD_OPS=0 for deepspeed); install it, or leave the method out"
-        )
 
 
 def installed(package: str) -> bool:

@@ -23,12 +23,8 @@ MOST_RANKS = 1 << 10
 def peak_items(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, chunk: int) -> dict[str, int]:
     """Return the bytes, item by item, at the peak: in the prompt's last chunk, or in a token's forward.
 
-    Args:
-        model: the model.
-        job: `context` is all tokens that the cache will hold.
-        mesh: the mesh.
-        hardware: the kind of GPU.
-        chunk: tokens of the prompt per chunk, over all ranks.
+    The job's context is all tokens that the cache will hold; `chunk` tokens of the prompt are computed at a time, over
+    all ranks.
     """
     jobs = [replace(job, mode=mode, prefill_chunk=chunk) for mode in ("prefill", "decode")]
     peaks = [memory(CostContext(model, each, mesh, hardware.on_cpu), hardware, tiles=1) for each in jobs]

@@ -185,17 +185,13 @@ class Mesh:
         """Ranks over which FSDP shards (data x ring x ulysses)."""
         return self.data * self.ring * self.ulysses
 
-    def stride(self, axis: str) -> int:
-        """Return the distance between neighbours of a group along `axis`; `fsdp` is data x ring x ulysses."""
-        return self._groups[axis][0]
-
     def size(self, axis: str) -> int:
         """Return the ranks of a group along `axis`."""
-        return self._groups[axis][1]
+        return self.groups[axis][1]
 
     @cached_property
-    def _groups(self) -> dict[str, tuple[int, int]]:
-        """Stride and ranks of a group along each axis."""
+    def groups(self) -> dict[str, tuple[int, int]]:
+        """Distance between neighbours and ranks of a group along each axis; `fsdp` is data x ring x ulysses."""
         return {
             "tensor": (1, self.tensor),
             "ulysses": (self.tensor, self.ulysses),
@@ -212,19 +208,12 @@ class Mesh:
 
 @dataclass(frozen=True)
 class CostContext:
-    """One job of a model on one mesh, with a rank's share of it: the sizes that all formulas use.
+    """One job of a model on one mesh, with a rank's share of it: the sizes that all formulas use."""
 
-    Attributes:
-        model: the model.
-        job: the job.
-        mesh: the mesh.
-        on_cpu: whether ranks are processes on CPUs.
-    """
-
-    model: ModelShape
-    job: Job
-    mesh: Mesh
-    on_cpu: bool = False
+    model: ModelShape  # the model
+    job: Job  # the job
+    mesh: Mesh  # the mesh
+    on_cpu: bool = False  # whether ranks are processes on CPUs
 
     def of_layer(self, layer: LayerShape) -> CostContext:
         """Return the context of a layer's costs: of a forward alone, if the layer has no backward."""
@@ -302,11 +291,9 @@ class CostContext:
         return ExpertLayout(experts, self.weight_ranks, self.experts)
 
     def group(self, axis: str) -> tuple[int, int]:
-        """Return the distance between neighbours and the ranks of a group along an axis of the mesh, or of `experts` x
-        `replicas`, which are data x sequence.
-        """
+        """Return `Mesh.groups` of an axis, or of `experts` x `replicas`, which are data x sequence."""
         groups = {"experts": (1, self.experts), "replicas": (self.experts, self.weight_ranks // self.experts)}
-        return groups[axis] if axis in groups else (self.mesh.stride(axis), self.mesh.size(axis))
+        return groups[axis] if axis in groups else self.mesh.groups[axis]
 
     @property
     def on_host(self) -> bool:

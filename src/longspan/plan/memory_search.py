@@ -221,21 +221,13 @@ def _running_meshes(model: ModelShape, job: Job, gpus: int) -> list[Mesh]:
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """One memory option, or several together, on a mesh.
-
-    Attributes:
-        name: of the row.
-        plan: the job with it.
-        saved_bytes: per GPU, against no memory options; negative if it takes more.
-        max_context: the longest that fits on as many GPUs, in multiples of 1,024 tokens; 0 if none fits.
-        max_mesh: a mesh that it fits on, or None.
-    """
+    """One memory option, or several together, on a mesh."""
 
     name: str
-    plan: Plan
-    saved_bytes: int
-    max_context: int
-    max_mesh: Mesh | None
+    plan: Plan  # the job with it
+    saved_bytes: int  # per GPU, against no memory options; negative if it takes more
+    max_context: int  # the longest that fits on as many GPUs, in multiples of 1,024 tokens; 0 if none fits
+    max_mesh: Mesh | None  # a mesh that it fits on, or None
 
 
 def _named_options(job: Job, hardware: Hardware) -> dict[str, Memory]:

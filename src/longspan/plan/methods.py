@@ -22,21 +22,13 @@ SHORT = 128
 
 @dataclass(frozen=True)
 class Method:
-    """One parallel method on all GPUs.
-
-    Attributes:
-        name: of the method.
-        plan: of the method; None if it cannot run the job.
-        reason: why it cannot.
-        short_seconds: of the method's collectives in a layer at `SHORT` tokens.
-        apart_seconds: of the same in a layer of the job, if every GPU is its own node (with the `inter` link, not with
-            measured ones).
-    """
+    """One parallel method on all GPUs."""
 
     name: str
-    plan: Plan | None
-    reason: str | None = None
-    short_seconds: float | None = None
+    plan: Plan | None  # None if it cannot run the job
+    reason: str | None = None  # why it cannot
+    short_seconds: float | None = None  # of the method's collectives in a layer at `SHORT` tokens
+    # of the same in a layer of the job, if every GPU is its own node (with the `inter` link, not with measured ones)
     apart_seconds: float | None = None
 
     @property

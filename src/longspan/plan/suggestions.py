@@ -54,25 +54,16 @@ def choose_memory(
 
 @dataclass(frozen=True)
 class Suggestions:
-    """Plans that fit, for a job that does not; None if none was found or looked for.
+    """Plans that fit, for a job that does not; None if none was found or looked for."""
 
-    Attributes:
-        job: the job that does not fit.
-        fixed: memory options that stay as they are.
-        memory_options: on the same GPUs, with other memory options.
-        more: on more GPUs, a power of two, with the job's memory options, or with those that the planner chooses.
-        fewer: the same on fewer GPUs than `more`, in whole nodes.
-        longest: without any of these, the longest context on the same GPUs.
-        searched: the most GPUs that were looked at.
-    """
-
-    job: Job
-    fixed: Fixed
-    memory_options: Plan | None
+    job: Job  # the job that does not fit
+    fixed: Fixed  # memory options that stay as they are
+    memory_options: Plan | None  # on the same GPUs, with other memory options
+    # on more GPUs, a power of two, with the job's memory options, or with those that the planner chooses
     more: Plan | None
-    fewer: Plan | None
-    longest: Plan | None
-    searched: int
+    fewer: Plan | None  # the same on fewer GPUs than `more`, in whole nodes
+    longest: Plan | None  # without any of these, the longest context on the same GPUs
+    searched: int  # the most GPUs that were looked at
 
     def describe(self) -> str:
         """Return sentences: flags to add to the job's on these GPUs, and how many GPUs suffice."""

@@ -76,7 +76,7 @@ def _without_reserve(c: CostContext, once: bool, tiles: int) -> Mapping[str, int
 
 
 def _forward_peaks(c: CostContext, tiles: int) -> list[dict[str, int]]:
-    """Return the peak candidates: in attention, the norm behind it, the MLP, the sum of its parts, the last norm.
+    """Return the peak candidates: in attention, the MLP, the sum of its parts, the last norm.
 
     Megatron SP shards hidden states over the tensor ranks, and gathers them before the products. With TP every rank
     holds them, and sums a copy of each product's output. Experts compute a rank's own tokens: they gather nothing, and
@@ -93,7 +93,6 @@ def _forward_peaks(c: CostContext, tiles: int) -> list[dict[str, int]]:
     intermediates = _mlp_intermediates(c, tiles)
     return [
         {**layers, **_attention(c), "hidden": (FRAME_STATES + 1) * stream + all_tokens},
-        {**layers, "hidden": norm},
         {**layers, **head, "hidden": in_mlp, "mlp": intermediates},
         {**layers, "hidden": max(_mlp_sum(mlp, c) for mlp in mlps)},
         # There is no layer's input any more.
@@ -189,11 +188,8 @@ def staged_bytes(c: CostContext, generated: int = 0, chunk: int | None = None) -
     """Return the bytes of an offloaded cache on the device: two consecutive layers with keys and values, max over
     forwards and ranks, and the states of recurrent layers.
 
-    Args:
-        c: its job's context is the prompt.
-        generated: tokens generated after the prompt, one per forward.
-        chunk: tokens per chunk of the prompt; None: the job's, or else the whole prompt. Every forward of `decode` is
-            one token.
+    The job's context is the prompt, `generated` are tokens after it, one per forward. `chunk` tokens of the prompt are
+    computed at a time: the job's by default, or else all.
     """
     job = c.job
     length = min(chunk or job.prefill_chunk or job.context, job.context)
@@ -237,17 +233,11 @@ HOST_SHARE = 0.9
 
 @dataclass(frozen=True)
 class Offloaded:
-    """What is stored outside a GPU.
+    """What is stored outside a GPU."""
 
-    Attributes:
-        host_bytes: of one rank in its host's memory, by item (`HOST_ITEMS`).
-        disk_bytes: of one rank in its file.
-        ranks_per_node: ranks that share a host and its disk.
-    """
-
-    host_bytes: dict[str, int]
-    disk_bytes: int
-    ranks_per_node: int
+    host_bytes: dict[str, int]  # of one rank in its host's memory, by item (`HOST_ITEMS`)
+    disk_bytes: int  # of one rank in its file
+    ranks_per_node: int  # ranks that share a host and its disk
 
     @property
     def host_node_bytes(self) -> int:

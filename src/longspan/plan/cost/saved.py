@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from longspan.core.tile_sizes import FEWEST_ROWS, layers_held, layers_per_checkpoint, norm_rows
+from longspan.core.tile_sizes import FEWEST_ROWS, layers_held, layers_per_checkpoint
 from longspan.plan.cost.weights import computed, layer_gradient
 from longspan.plan.job import CostContext, Job
 from longspan.plan.layers.base import Parameter, SavedActivations
@@ -184,16 +184,6 @@ def mlp_backward_bytes(layer: LayerShape, c: CostContext) -> tuple[int, int]:
     sums = WEIGHT_SUM * sum(p.numel for p in matrices) // c.mesh.tensor if accumulated else 0
     norm = _norm_tile(rows, c) if c.job.memory.tiled_norms else 0
     return _mlp_intermediates(layer, c) * rows + norm + _adapted_experts(layer, c), sums
-
-
-def norm_backward_bytes(c: CostContext) -> int:
-    """Return what a tiled norm's backward behind the attention holds, besides the gradients that a layer holds anyway.
-
-    Three fp32 copies of a tile, and the gradient of all tokens; a tiled MLP's backward includes its norm, and has made
-    that gradient.
-    """
-    gradient = c.tokens * c.d * c.b // c.hidden_shards if c.job.memory.tiled_mlp == 1 else 0
-    return gradient + _norm_tile(min(c.tokens, norm_rows(c.tokens, c.on_cpu)), c)
 
 
 def _norm_tile(rows: int, c: CostContext) -> int:

@@ -58,19 +58,12 @@ def matmul_speed(hardware: Hardware, job: Job) -> float:
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Seconds of one layer and one micro-batch.
+    """Seconds of one layer and one micro-batch."""
 
-    Attributes:
-        forward: of the forward.
-        backward: of the backward, recomputation included.
-        attention_forward: of one forward of the attention alone, which ring messages overlap with.
-        attention_backward: of its backward.
-    """
-
-    forward: float
-    backward: float
-    attention_forward: float = 0.0
-    attention_backward: float = 0.0
+    forward: float  # of the forward
+    backward: float  # of the backward, recomputation included
+    attention_forward: float = 0.0  # of one forward of the attention alone, which ring messages overlap with
+    attention_backward: float = 0.0  # of its backward
 
 
 def layer_seconds(layer: LayerShape, c: CostContext, hardware: Hardware) -> LayerSeconds:

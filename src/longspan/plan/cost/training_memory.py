@@ -2,8 +2,8 @@
 
 In order: the loss (all activations are saved, logits exist); the head's backward; the backward of the last layer, of
 the one before it (activations are still saved, the last layer's gradients are in flight) and of the first (gradients of
-all others exist); the gradients of embeddings and head; the optimizer; the sum of gradients if weights are replicated;
-the backward of a vision tower.
+all others exist); the gradients of embeddings and head, and the optimizer; the backward of a vision tower. Others, such
+as a tiled norm, were below these for every model, mesh and option that was tried.
 
 Letters: b bytes per element, d hidden size, t tensor ranks.
 """
@@ -13,15 +13,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from longspan.core.tile_sizes import GRADIENT_BUCKET, HEAD_ROWS, NARROW_PARTS, head_tile
+from longspan.core.tile_sizes import HEAD_ROWS, NARROW_PARTS, head_tile
 from longspan.plan.cost.saved import (
     freed_per_token,
     mlp_backward_bytes,
-    norm_backward_bytes,
     norm_bytes,
     recomputed_per_token,
     saved_in_a_step,
-    saved_per_token,
 )
 from longspan.plan.cost.vision import embedding_bytes, in_block_backward, pixel_bytes, saved_by_tower
 from longspan.plan.cost.weights import (
@@ -57,7 +55,7 @@ def training_peaks(c: CostContext, once: bool) -> list[Peak]:
         *step.layer_backward(last_layer, step.in_last_layer()),
         *step.layer_backward(before_it, step.in_layer_before()),
         *step.layer_backward(first_layer, step.in_first_layer()),
-        *step.outside_layers(at_loss),
+        *step.outside_layers(),
         *step.tower_backward(),
     ]
     return [{**peak, "vision": held + peak.get("vision", 0)} for peak in peaks]
@@ -117,8 +115,7 @@ class _Step:
         self.attention = {"comm_buffers": buffers.comm, "attention_workspace": buffers.workspace}
         # Offloaded activations that are fetched only for the attention's backward.
         self.late = SavedActivations(attention=min(layer.mixer.fetched_late(c) for layer in self.layers) * c.tokens)
-        # Saved activations that are free when the norm behind the attention is reached, and the attention itself.
-        self.before_norm = SavedActivations(mlp=min(saved_per_token(layer, c).mlp for layer in self.layers) * c.tokens)
+        # Saved activations that are free when the attention is reached.
         self.before_attention = (
             min((freed_per_token(layer, c) for layer in self.layers), key=lambda each: each.total) * c.tokens
         )
@@ -194,7 +191,7 @@ class _Step:
         }
 
     def layer_backward(self, saved: SavedActivations, rest: dict[str, int]) -> Iterator[Peak]:
-        """Yield the peaks in a layer's backward: its recomputed all-to-all, its MLP, its norm, its attention.
+        """Yield the peaks in a layer's backward: its recomputed all-to-all, its MLP, its attention.
 
         `rest`: gradients and gathered weights.
         """
@@ -203,34 +200,25 @@ class _Step:
             yield {**items, "attention_workspace": self.exchanged, "hidden": 2 * self.hidden}
         gradients = rest["gradients"] + self.mlp_sums
         yield {**items, "gradients": gradients, "mlp": self.mlp, "hidden": 2 * self.hidden}
-        if self.c.job.memory.tiled_norms:  # the MLP's backward is over
-            in_norm = (saved - self.late - self.before_norm).items()
-            yield {**in_norm, **rest, "hidden": 2 * self.hidden + norm_backward_bytes(self.c)}
         in_attention = (saved - self.before_attention).items()
         yield {**in_attention, **rest, **self.attention, "hidden": self.hidden}
 
     # Outside the layers.
 
-    def outside_layers(self, at_loss: SavedActivations) -> Iterator[Peak]:
-        """Yield the peaks in the embeddings' backward, the optimizer, the head's reduce-scatter, the gradient sum."""
+    def outside_layers(self) -> Iterator[Peak]:
+        """Yield the peaks in the embeddings' backward and the optimizer."""
         model, c, t = self.model, self.c, self.c.mesh.tensor
         shard = trained_elements(c)
         # The first layer's gradients may still be in flight; a tied table waits for them.
         first_layer = 0 if model.tied else self.largest
         in_flight = (_trained(model.root) // t - self.own_head + first_layer) * self.flat
         yield {"gradients": self.at_rest + self.head * c.b * self.sharded + in_flight}
-        if self.own_head:  # in flight while the last layer is gathered
-            gradients = self.earlier + self.own_head * max(self.flat, 4 + c.b)
-            rest = {"gradients": gradients, "gathered_weights": self.gathered(1)}
-            yield {**at_loss.items(), **rest, "hidden": self.hidden}
         if model.tied:  # the table's two gradients and their sum; an fp32 head's gradient becomes the sum
             of_root = shard_elements(trained(model.root), self.ranks, t)
             in_layers = 0 if self.to_host else 4 * (shard - of_root) - self.of_tower
             tables = (2 if c.b == 4 else 3) * self.head * c.b
             gradients = in_layers + tables + self.largest * self.flat
             yield {"gradients": gradients, "gathered_weights": self.gathered(0)}
-        if not self.sharded and c.mesh.weights > 1:
-            yield {"gradients": shard * 4 + 4 * min(shard, GRADIENT_BUCKET)}
 
     def tower_backward(self) -> Iterator[Peak]:
         """Yield the peak in the backward of a vision tower's last block: all other gradients are at rest."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from longspan.core.layout import Layout, Span
 from longspan.core.regions import Region
@@ -135,56 +134,18 @@ class Chunk(AttendedKeys):
 # that rings of thousands cost nothing.
 
 
-class Held(NamedTuple):
-    """Buffers of a rank while it computes the gradients of a remote block, adds them up, or starts to send them.
-
-    Attributes:
-        blocks: KV blocks: those received, and those that arrive for the next round.
-        gradients: of KV blocks: those that arrive, leave, or have returned.
-        queries: fraction of its queries that attend to the block; 0 if it computes none.
-        keys: fraction of the block's keys whose gradients the kernel has returned.
-    """
-
-    blocks: int
-    gradients: int
-    queries: float
-    keys: float
-
-
-class HeldInForward(NamedTuple):
-    """Buffers of a rank while it computes its queries' attention to a remote block.
-
-    Attributes:
-        blocks: KV blocks: those received that are still to be computed or sent on, and those that arrive.
-        queries: fraction of its queries that attend to the block.
-    """
-
-    blocks: int
-    queries: float
-
-
 @dataclass(frozen=True)
 class RingSchedule:
-    """How KV blocks go round a ring in one attention.
+    """How KV blocks go round a ring in one attention."""
 
-    Attributes:
-        routes: how far each block is sent, and so what each rank sends and receives.
-        pairs: (query, key) pairs that each rank computes.
-        own: fraction of the pairs of the rank with most pairs that lie in its own block, which it computes before any
-            other block arrives.
-        forward: buffers in a forward, of every rank and round.
-        held: buffers in a backward, of every rank and round.
-        first: KV blocks that arrive while a rank computes the first half of its own block's heads, max over ranks.
-        last: gradients in flight while it computes the second half.
-    """
-
-    routes: Routes
-    pairs: tuple[int, ...]
+    routes: Routes  # how far each block is sent, and so what each rank sends and receives
+    pairs: tuple[int, ...]  # (query, key) pairs that each rank computes
+    # fraction of the pairs of the rank with most pairs that lie in its own block, which it computes before any other
+    # block arrives
     own: float
-    forward: frozenset[HeldInForward]
-    held: frozenset[Held]
-    first: int
-    last: int
+    blocks: int  # most KV blocks that a rank holds besides its own: those received, and those that arrive
+    gradients: int  # most gradients of KV blocks that it holds: those that arrive, leave, or have returned
+    keys: float  # most of a block's keys whose gradients the kernel returns in one call, as a fraction
 
 
 @functools.lru_cache(maxsize=4096)
@@ -204,77 +165,22 @@ def _schedule(layout: Layout, n: int, keys: AttendedKeys) -> RingSchedule:
     slowest = max(range(size), key=pairs.__getitem__)
     own = sum(_pairs(q, k, n, keys) for q in blocks[slowest] for k in blocks[slowest])
     routes = ring_routes(_readers(layout, blocks, n, keys))
-    return RingSchedule(routes, pairs, own / pairs[slowest], *_held(layout, n, keys, routes))
+    if keys.limit is not None:
+        return RingSchedule(routes, pairs, own / pairs[slowest], *from_both_sides(layout, routes.rounds), 1.0)
+    # Every block goes right; a causal zigzag ring computes half of the keys or of the queries.
+    part, rounds = 0.5 if keys == CAUSAL and layout.kind == "zigzag" else 1.0, routes.rounds
+    return RingSchedule(routes, pairs, own / pairs[slowest], min(rounds, 2), 2 * (rounds > 1), part)
 
 
-def _held(
-    layout: Layout, n: int, keys: AttendedKeys, routes: Routes
-) -> tuple[frozenset[HeldInForward], frozenset[Held], int, int]:
-    """Return `forward`, `held`, `first` and `last` of a schedule."""
-    size, rounds, forward, held = layout.ring, routes.rounds, set[HeldInForward](), set[Held]()
-    if keys.limit is None:  # every block goes right; a causal zigzag ring computes half of the keys or of the queries
-        part = 0.5 if keys == CAUSAL and layout.kind == "zigzag" else 1.0
-        held.add(Held(min(rounds, 2), 0, 1.0, part))
-        held |= {Held(1 + (rounds > 2), 2, 1.0, part)} if rounds > 1 else set()
-        return frozenset({HeldInForward(min(rounds, 2), 1.0)}), frozenset(held), 1, 2
-    first = last = 0
-    for rank in range(0, size, -(-size // MOST_RANKS)):
-        # Directions from which a block arrives, by round.
-        arriving = [[d for d in (1, -1) if routes.has_hop((rank - d) % size, d, step)] for step in range(1, rounds + 2)]
-        returned, before = 0, 0
-        for step, (now, following) in enumerate(itertools.pairwise(arriving), 1):
-            sent_on = 0
-            for at, direction in enumerate(now):
-                block = layout.block(n, (rank - direction * step) % size)
-                queries, of_block = _attending(layout.block(n, rank), block, n, keys)
-                forward.add(HeldInForward(len(now) - at + sent_on + len(following), queries))
-                sent_on += routes.has_hop(rank, direction, step + 1)
-                blocks, gradients = len(now) + len(following), returned + (len(now) if step > 1 else at)
-                held.add(Held(blocks, gradients + (before if at == 0 else 0), queries, of_block))
-                if step == 1:  # its gradient is made, and the kernel's added to it
-                    held.add(Held(blocks, gradients + 1, 0.0, of_block))
-            returned += sum(routes.hops(rank, direction) == step for direction in (1, -1))
-            held.add(Held(len(now) + len(following), len(now) + len(following) + returned, 0.0, 0.0))
-            before = len(now)
-        first, last = max(first, len(arriving[0])), max(last, before + returned)
-    return frozenset(forward), frozenset(held), first, last
+def from_both_sides(layout: Layout, rounds: int) -> tuple[int, int]:
+    """Return `blocks` and `gradients` of windows, chunks and packed documents.
 
-
-def documents_in_forward(layout: Layout) -> HeldInForward:
-    """Return what packed documents of the worst lengths need in a forward, as a search over random lengths found it."""
-    most = 2 if layout.kind == "contiguous" else 4
-    return HeldInForward(min(layout.ring - 1, most), 1.0)
-
-
-def documents_held(layout: Layout) -> Held:
-    """Return the same of a backward.
-
-    Under zigzag their blocks arrive from both sides, while gradients return from earlier rounds.
+    Under zigzag their blocks arrive from both sides, while gradients return from earlier rounds. An upper bound, at
+    most 3 % of a step's memory too high.
     """
-    if layout.kind == "contiguous":
-        return Held(*{2: (1, 0), 3: (1, 2), 4: (1, 3)}.get(layout.ring, (2, 3)), 1.0, 1.0)
-    few = {2: (1, 0, 1.0, 0.5), 3: (1, 3, 1.0, 0.5), 4: (1, 5, 1.0, 0.5)}
-    return Held(*few.get(layout.ring, (3, 6, 1.0, 0.75)))
-
-
-def _attending(queries: tuple[Span, ...], block: tuple[Span, ...], n: int, keys: AttendedKeys) -> tuple[float, float]:
-    """Return the fraction of the queries that attend to a block, and of the block's keys that they attend to."""
-    of_queries, of_keys, tokens = set[Span](), set[Span](), sum(stop - start for start, stop in block)
-    for run, in_keys in itertools.product(queries, block):
-        for region in keys.regions(run, n):
-            part = region.within(run, in_keys)
-            if part is not None:
-                of_queries.add((part.q0, part.q1))
-                of_keys.add((part.k0, part.k1))
-    return _covered(of_queries) / tokens, _covered(of_keys) / tokens
-
-
-def _covered(spans: set[Span]) -> int:
-    covered = end = 0
-    for start, stop in sorted(spans):
-        covered += max(0, stop - max(start, end))
-        end = max(end, stop)
-    return covered
+    sides, others = 1 if layout.kind == "contiguous" else 2, layout.ring - 1
+    gradients = 3 * sides if rounds > 1 else 2 * sides - 1
+    return min(others, sides * min(rounds, 2)), min(sides * others - (sides - 1), gradients)
 
 
 def _pairs(queries: Span, in_keys: Span, n: int, keys: AttendedKeys) -> int:

@@ -14,19 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One weight tensor.
+    """One weight tensor."""
 
-    Attributes:
-        name: in its layer, or in the model.
-        shape: in elements.
-        trained: whether it gets a gradient in training.
-        packed: whether it is stored in 4 bits an element.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    trained: bool = True
-    packed: bool = False
+    name: str  # in its layer, or in the model
+    shape: tuple[int, ...]  # in elements
+    trained: bool = True  # whether it gets a gradient in training
+    packed: bool = False  # whether it is stored in 4 bits an element
 
     @property
     def numel(self) -> int:
@@ -36,23 +29,14 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Sent:
-    """The bytes of one collective.
+    """The bytes of one collective."""
 
-    Attributes:
-        op: one of `longspan.plan.hardware.OPS`.
-        axis: mesh axis; `fsdp` is data x ring x ulysses together, `sequence` ring x ulysses.
-        what: what is sent.
-        bytes: sent by one GPU in one call, max over ranks.
-        calls: number of calls.
-        method: whether the sequence or tensor method sends it, rather than weights, gradients and loss.
-    """
-
-    op: str
-    axis: str
-    what: str
-    bytes: int
-    calls: int = 1
-    method: bool = True
+    op: str  # one of `longspan.plan.hardware.OPS`.
+    axis: str  # mesh axis; `fsdp` is data x ring x ulysses together, `sequence` ring x ulysses
+    what: str  # what is sent
+    bytes: int  # sent by one GPU in one call, max over ranks
+    calls: int = 1  # number of calls
+    method: bool = True  # whether the sequence or tensor method sends it, rather than weights, gradients and loss
 
 
 @dataclass(frozen=True)
@@ -97,21 +81,13 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Mlp:
-    """The part of a layer that follows the mixer: dense, or routed experts.
+    """The part of a layer that follows the mixer: dense, or routed experts."""
 
-    Attributes:
-        ffn: intermediate size of a dense MLP, or of each routed expert.
-        gated: three matrices (SwiGLU and its like) rather than two.
-        experts: routed experts; 0 for a dense MLP.
-        per_token: routed experts per token.
-        shared_ffn: intermediate size of all shared experts together.
-    """
-
-    ffn: int
-    gated: bool = True
-    experts: int = 0
-    per_token: int = 1
-    shared_ffn: int = 0
+    ffn: int  # intermediate size of a dense MLP, or of each routed expert
+    gated: bool = True  # three matrices (SwiGLU and its like) rather than two
+    experts: int = 0  # routed experts; 0 for a dense MLP
+    per_token: int = 1  # routed experts per token
+    shared_ffn: int = 0  # intermediate size of all shared experts together
 
     @property
     def width(self) -> int:

@@ -6,8 +6,8 @@ Tests compare all of it with the running code to the byte, except decoding, whic
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from longspan.core.cache import is_sharded, vector_bytes
 from longspan.core.heads import split_head_chunks
@@ -24,19 +24,12 @@ if TYPE_CHECKING:
 # Heads in chunks.
 
 
-@dataclass(frozen=True)
-class HeadChunk:
-    """A rank's heads that go through all-to-all and attention together.
+class HeadChunk(NamedTuple):
+    """A rank's heads that go through all-to-all and attention together."""
 
-    Attributes:
-        q: query heads.
-        kv: KV heads that are sent with them.
-        kv_back: KV heads whose gradients are sent back with theirs.
-    """
-
-    q: int
-    kv: int
-    kv_back: int
+    q: int  # query heads
+    kv: int  # KV heads that are sent with them
+    kv_back: int  # KV heads whose gradients are sent back with theirs
 
 
 def head_chunks(layer: Softmax, c: CostContext) -> tuple[tuple[HeadChunk, ...], ...]:

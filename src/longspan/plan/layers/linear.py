@@ -22,21 +22,15 @@ STATES = "states of recurrent layers"
 
 @dataclass(frozen=True)
 class Linear(Mixer):
-    """A recurrent layer: a state of `[head_dim, v_head_dim]` per value head, sent as `longspan.mixers` does.
+    """A recurrent layer: a state of `[head_dim, v_head_dim]` per value head, sent as `longspan.mixers` does."""
 
-    Attributes:
-        columns: of the transition, what the state before a run is multiplied by: `head_dim` for a matrix (delta rule),
-            1 for factors (decay), 0 for 1.
-        chunk: tokens that its algorithm computes together.
-        channels: of its short convolution; 0 for none.
-        kernel: tokens that one result of the convolution depends on.
-        backward_op: how gradients of states are sent: summed, or gathered by linear attention, as it passes states.
-    """
-
+    # of the transition, what the state before a run is multiplied by: `head_dim` for a matrix (delta rule), 1 for
+    # factors (decay), 0 for 1
     columns: int = 0
-    chunk: int = 64
-    channels: int = 0
-    kernel: int = 1
+    chunk: int = 64  # tokens that its algorithm computes together
+    channels: int = 0  # of its short convolution; 0 for none
+    kernel: int = 1  # tokens that one result of the convolution depends on
+    # how gradients of states are sent: summed, or gathered by linear attention, as it passes states
     backward_op: str = "reduce_scatter"
 
     @property

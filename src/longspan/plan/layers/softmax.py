@@ -17,8 +17,7 @@ from longspan.plan.layers.attended_keys import (
     CAUSAL,
     AttendedKeys,
     RingSchedule,
-    documents_held,
-    documents_in_forward,
+    from_both_sides,
     ring_schedule,
 )
 from longspan.plan.layers.base import Buffers, Mixer, SavedActivations, Sent
@@ -43,20 +42,13 @@ class RankHeads:
 
 @dataclass(frozen=True)
 class Softmax(Mixer):
-    """Attention over keys and values.
+    """Attention over keys and values."""
 
-    Attributes:
-        keys: the keys that a query attends to.
-        latent_dim: MLA: elements per token of the latent vector of keys and values, rotary part included; else 0.
-        rope_dim: MLA: the rotary part of it.
-        sinks: whether each query head has a learnt attention sink.
-        shared: whether values are the first elements of the keys, and are not cached a second time (`cache_mixer`).
-    """
-
-    keys: AttendedKeys = CAUSAL
-    latent_dim: int = 0
-    rope_dim: int = 0
-    sinks: bool = False
+    keys: AttendedKeys = CAUSAL  # the keys that a query attends to
+    latent_dim: int = 0  # MLA: elements per token of the latent vector of keys and values, rotary part included; else 0
+    rope_dim: int = 0  # MLA: the rotary part of it
+    sinks: bool = False  # whether each query head has a learnt attention sink
+    # whether values are the first elements of the keys, and are not cached a second time (`cache_mixer`)
     shared: bool = False
 
     shards_heads: ClassVar[bool] = True
@@ -230,15 +222,17 @@ class Softmax(Mixer):
         casts = tokens * 4 * (heads.q + heads.kv) * (c.b < tile_bytes)
         # A tile's output, on a CPU with its weighted copy.
         tile = tokens * heads.out * (8 if c.on_cpu else c.b)
-        schedule = self.ring_schedule(c)
         # The rank's own block, packed to be sent, and either all blocks, or the current and the next ones.
-        gathered = exchange.ring_impl(self, c, heads.kv_heads) == "allgather"
-        peaks = [Buffers(block * (1 + (c.mesh.ring if gathered else schedule.first)), sums + casts + tile)]
-        documents = [documents_in_forward(c.layout)] if c.job.documents else []
-        for blocks, queries in (*schedule.forward, *documents):
-            of_tile = tile if c.on_cpu else int((tile + WEIGHTS * log_sum_exp) * queries)
-            peaks.append(Buffers(block * (1 + (c.mesh.ring if gathered else blocks)), sums + casts + of_tile))
-        return max(peaks, key=lambda buffers: buffers.total)
+        blocks = c.mesh.ring
+        if exchange.ring_impl(self, c, heads.kv_heads) != "allgather":
+            blocks = self._in_flight(c)[0]
+        return Buffers(block * (1 + blocks), sums + casts + tile + (0 if c.on_cpu else WEIGHTS * log_sum_exp))
+
+    def _in_flight(self, c: CostContext) -> tuple[int, int]:
+        """Return the most KV blocks and gradients of KV blocks that a rank of a ring holds besides its own."""
+        schedule = self.ring_schedule(c)
+        documents = from_both_sides(c.layout, c.mesh.ring - 1) if c.job.documents else (0, 0)
+        return max(schedule.blocks, documents[0]), max(schedule.gradients, documents[1])
 
     def _prompt_chunk(self, c: CostContext) -> Buffers:
         """Return the buffers of a chunk (the job's context) over a KV cache, besides those of the all-to-all.
@@ -250,14 +244,14 @@ class Softmax(Mixer):
         queries = tokens * heads.q * c.b if c.mesh.ring > 1 else 0
         return Buffers(comm=queries, workspace=3 * tokens * heads.q_heads * (self.v_head_dim + 1) * 4)
 
-    def _kernel_backward(self, c: CostContext, queries: float = 1, keys: float = 1) -> int:
-        """Return the bytes inside the flash backward, for these fractions of a block's queries and keys."""
+    def _kernel_backward(self, c: CostContext, keys: float = 1) -> int:
+        """Return the bytes inside the flash backward, for this fraction of a block's keys."""
         if c.on_cpu:
             return 0
         heads = self.max_heads(c.mesh)
         # With grouped queries it writes dK and dV for every query head, and sums each group afterwards.
         per_query_head = c.b * (heads.q + heads.out) * keys if heads.q_heads > heads.kv_heads else 0
-        return int(c.tokens * c.mesh.ulysses * (KERNEL_DQ * heads.q * queries + per_query_head))
+        return int(c.tokens * c.mesh.ulysses * (KERNEL_DQ * heads.q + per_query_head))
 
     def backward_buffers(self, c: CostContext) -> Buffers:
         """Return the largest of three peaks: sending gradients to heads, the kernel or the ring, sending them back.
@@ -305,20 +299,19 @@ class Softmax(Mixer):
         if exchange.ring_impl(self, c, heads.kv_heads) == "allgather":
             tile = casts + tokens * tile_bytes * (heads.q + heads.kv) + self._kernel_backward(c)
             return Buffers(packed + c.mesh.ring * (block + gradient), sums + tile)
-        # Half of the heads of the rank's own block, whose outputs and gradients the kernel copies.
+        blocks, gradients = self._in_flight(c)
+        # First and last half of the heads of the rank's own block, whose outputs and gradients the kernel copies.
         own = (tokens * c.b * (heads.q + heads.kv + 2 * heads.out) + self._kernel_backward(c)) // 2
-        schedule, peaks = self.ring_schedule(c), []
-        documents = [documents_held(c.layout)] if c.job.documents else []
-        for blocks, gradients, queries, keys in (*schedule.held, *documents):
-            if c.on_cpu and queries:  # it computes a block in several tiles, and sums their gradients
-                gradients, queries, keys = gradients + 1, 1.0, 1.0
-            tile = int(tokens * tile_bytes * (heads.q * queries + heads.kv * keys)) + (casts if queries else 0)
-            tile += self._kernel_backward(c, queries, keys)
-            peaks.append(Buffers(packed + blocks * block + gradients * gradient, sums + tile))
-        if c.on_cpu:
-            own = casts + tokens * tile_bytes * (heads.q + heads.kv)
-        peaks.append(Buffers(packed + schedule.first * block, sums + own))
-        peaks.append(Buffers(packed + schedule.last * gradient, sums + (0 if c.on_cpu else own)))
+        keys = 1.0 if c.job.documents else self.ring_schedule(c).keys
+        arriving, leaving = max(1, blocks // 2) * block, max(2, gradients) * gradient
+        if c.on_cpu:  # it computes a block in several tiles, and sums their gradients
+            gradients, keys, own = gradients + 1, 1.0, casts + tokens * tile_bytes * (heads.q + heads.kv)
+        tile = int(tokens * tile_bytes * (heads.q + heads.kv * keys)) + casts + self._kernel_backward(c, keys)
+        peaks = [
+            Buffers(packed + blocks * block + gradients * gradient, sums + tile),
+            Buffers(packed + arriving, sums + own),
+            Buffers(packed + leaving, sums + (0 if c.on_cpu else own)),
+        ]
         return max(peaks, key=lambda buffers: buffers.total)
 
     # Limits.

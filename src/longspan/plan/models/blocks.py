@@ -99,11 +99,7 @@ def experts(
 ) -> Part:
     """Return experts for the layers that `sparse` selects, and a dense MLP for the others.
 
-    Args:
-        weights: of either kind.
-        sparse: whether layer number i has experts.
-        ffn: config key of an expert's intermediate size.
-        shared: returns the intermediate size of the shared experts.
+    `ffn` is the config key of an expert's intermediate size; `shared` returns that of the shared experts.
     """
 
     def build(c: Config, layer: int) -> Mlp:

@@ -35,19 +35,12 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True)
 class Config:
-    """A `config.json` with the defaults of its config class. Its methods check what they read.
+    """A `config.json` with the defaults of its config class. Its methods check what they read."""
 
-    Attributes:
-        values: keys of the file.
-        defaults: of the config class.
-        spellings: names of a key, the usual one first.
-        where: name of the config in messages.
-    """
-
-    values: Mapping[str, Any]
-    defaults: Mapping[str, Any]
-    spellings: Mapping[str, tuple[str, ...]]
-    where: str
+    values: Mapping[str, Any]  # keys of the file
+    defaults: Mapping[str, Any]  # of the config class
+    spellings: Mapping[str, tuple[str, ...]]  # names of a key, the usual one first
+    where: str  # name of the config in messages
 
     def find(self, key: str) -> tuple[str, Any]:
         """Return the spelling of `key` that the config has, and the value or its default."""
@@ -109,14 +102,11 @@ class Config:
 
 @dataclass(frozen=True)
 class Part:
-    """How a family makes a part of its layers.
+    """How a family makes a part of its layers."""
 
-    Attributes:
-        build: returns the part from a config: a `Mixer`; or an `Mlp`, from the config and the number of the layer.
-        weights: yields its weights in the module's order, from the config and the part.
-    """
-
+    # returns the part from a config: a `Mixer`; or an `Mlp`, from the config and the number of the layer
     build: Callable[..., Any]
+    # yields its weights in the module's order, from the config and the part
     weights: Callable[[Config, Any], Iterator[Parameter]]
 
 

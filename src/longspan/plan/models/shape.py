@@ -56,11 +56,6 @@ class LayerShape:
         mine = [p for p in self.parameters if len(p.shape) > 1 and p.trained and not p.name.endswith("bias")]
         return sum(map(self.mlp.active, mine)) / max(1, self.matmul_params_active)
 
-    @cached_property
-    def mlp_params(self) -> int:
-        """Elements of the MLP's trained matrices, all experts included."""
-        return sum(p.numel for p in self.parameters if p.name.startswith("mlp.") and len(p.shape) > 1 and p.trained)
-
 
 @dataclass(frozen=True, eq=False)
 class ModelShape:

@@ -22,47 +22,27 @@ from longspan.plan.models.family import Config
 
 @dataclass(frozen=True, eq=False)
 class Tower:
-    """A vision tower. Sizes are in elements.
+    """A vision tower. Sizes are in elements."""
 
-    Attributes:
-        depth: number of blocks.
-        width: hidden size.
-        heads: attention heads of a block.
-        ffn: intermediate size of a block's MLP.
-        gated: three matrices in the MLP, rather than two.
-        rms: RMSNorms, rather than LayerNorms.
-        patch: side of a patch in pixels.
-        frames: video frames of a patch.
-        channels: of a pixel.
-        merge: side in patches of what one embedding covers.
-        out: elements of an embedding.
-        deepstack: mergers besides the last one, whose embeddings go to later layers of the language model.
-        window: side in patches of the windows within which a block attends; None: all attend to the whole frame.
-        full: numbers of the blocks that attend to the whole frame all the same.
-        marks_frames: whether each frame of a video has its own start and end token, rather than each video.
-        block: weights of one block.
-        before: weights before the blocks.
-        after: weights after the blocks.
-    """
-
-    depth: int
-    width: int
-    heads: int
-    ffn: int
-    gated: bool
-    rms: bool
-    patch: int
-    frames: int
-    channels: int
-    merge: int
-    out: int
-    deepstack: int
+    depth: int  # number of blocks
+    width: int  # hidden size
+    heads: int  # attention heads of a block
+    ffn: int  # intermediate size of a block's MLP
+    gated: bool  # three matrices in the MLP, rather than two
+    rms: bool  # RMSNorms, rather than LayerNorms
+    patch: int  # side of a patch in pixels
+    frames: int  # video frames of a patch
+    channels: int  # of a pixel
+    merge: int  # side in patches of what one embedding covers
+    out: int  # elements of an embedding
+    deepstack: int  # mergers besides the last one, whose embeddings go to later layers of the language model
+    # side in patches of the windows within which a block attends; None: all attend to the whole frame
     window: int | None
-    full: frozenset[int]
-    marks_frames: bool
-    block: tuple[Parameter, ...]
-    before: tuple[Parameter, ...]
-    after: tuple[Parameter, ...]
+    full: frozenset[int]  # numbers of the blocks that attend to the whole frame all the same
+    marks_frames: bool  # whether each frame of a video has its own start and end token, rather than each video
+    block: tuple[Parameter, ...]  # weights of one block
+    before: tuple[Parameter, ...]  # weights before the blocks
+    after: tuple[Parameter, ...]  # weights after the blocks
 
     @property
     def outside(self) -> tuple[Parameter, ...]:
@@ -114,19 +94,12 @@ def _cut(size: int, window: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Equal images, or the frames of a video, in each sequence of a job.
+    """Equal images, or the frames of a video, in each sequence of a job."""
 
-    Attributes:
-        kind: "image" or "video".
-        units: images, or frames as the tower sees them (`Tower.frames` of the video each).
-        height: of each, in patches.
-        width: of each, in patches.
-    """
-
-    kind: str
-    units: int
-    height: int
-    width: int
+    kind: str  # "image" or "video"
+    units: int  # images, or frames as the tower sees them (`Tower.frames` of the video each).
+    height: int  # of each, in patches
+    width: int  # of each, in patches
 
     @property
     def patches(self) -> int:
@@ -156,11 +129,6 @@ def read_pictures(flag: str, text: str, tower: Tower) -> Pictures:
     """Return the pictures of a flag: "256x448x448" is 256 images, or frames of a video, of 448 x 448 pixels.
 
     Sides are rounded to what an embedding covers, as transformers' processors do; frames are filled up.
-
-    Args:
-        flag: "--images" or "--video".
-        text: of the flag: a number, height and width in pixels.
-        tower: of the model.
     """
     if not re.fullmatch(r"\d+x\d+x\d+", text):
         raise LongspanError(f"{flag} {text} is not NUMBERxHEIGHTxWIDTH, such as 256x448x448 (sizes in pixels)")

@@ -16,23 +16,15 @@ from longspan.plan.models.shape import LayerShape, ModelShape
 
 @dataclass(frozen=True)
 class Tuning:
-    """Which weights are trained, by the flags of `longspan train`.
+    """Which weights are trained, by the flags of `longspan train`."""
 
-    Attributes:
-        lora: the rank of LoRA; None: all weights but those of `freeze` are trained.
-        targets: the ends of the names of modules that get LoRA; by default all linear layers.
-        freeze: patterns of names.
-        dora: whether a magnitude for each output is trained, too.
-        quantize: whether frozen linear layers are stored in 4 bits.
-        parameters: ends of the names of weights that get LoRA as parameters (experts, routers), each with its rank;
-            None: those that PEFT adapts as linear layers of the model's files (`STORED_ONE_BY_ONE`).
-    """
-
-    lora: int | None = None
-    targets: tuple[str, ...] = ()
-    freeze: tuple[str, ...] = ()
-    dora: bool = False
-    quantize: bool = False
+    lora: int | None = None  # the rank of LoRA; None: all weights but those of `freeze` are trained
+    targets: tuple[str, ...] = ()  # the ends of the names of modules that get LoRA; by default all linear layers
+    freeze: tuple[str, ...] = ()  # patterns of names
+    dora: bool = False  # whether a magnitude for each output is trained, too
+    quantize: bool = False  # whether frozen linear layers are stored in 4 bits
+    # ends of the names of weights that get LoRA as parameters (experts, routers), each with its rank; None: those that
+    # PEFT adapts as linear layers of the model's files (`STORED_ONE_BY_ONE`)
     parameters: tuple[tuple[str, int], ...] | None = None
 
     def check(self, mode: str) -> None:

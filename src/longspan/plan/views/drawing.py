@@ -32,11 +32,7 @@ _TIMES = [
 def draw(grid: dict[str, Any], path: Path) -> None:
     """Write a PNG: against the context, memory per GPU, the time of a step, and how much slower than the fastest mesh.
 
-    Memory, time and context have logarithmic axes.
-
-    Args:
-        grid: of `longspan.plan.views.page.grid`; its `lines` are drawn.
-        path: the file.
+    The `lines` of `longspan.plan.views.page.grid` are drawn.
 
     Raises:
         LongspanError: if matplotlib is missing, or no mesh of so many GPUs can hold the job.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from importlib.resources import files
 from itertools import product
@@ -61,13 +61,7 @@ MOST_MESHES = 80
 
 
 def render(report: dict[str, Any], grid: dict[str, Any], settings: dict[str, Any] | None = None) -> str:
-    """Return the page.
-
-    Args:
-        report: of `longspan.plan.views.report.Report.to_dict`.
-        grid: of `grid`, for the same job.
-        settings: of `settings_grid`; None: a page without switches.
-    """
+    """Return the page of `Report.to_dict`, `grid` and `settings_grid` of one job; None: without switches."""
     job, gpu = report["job"], report["hardware"]["name"]
     title = f"longspan plan: {report['model']['name']}, {job['context']:,} tokens, {job['gpus']} x {gpu}"
     data = json.dumps({"report": report, "grid": grid, "settings": settings}, separators=(",", ":"), allow_nan=False)
@@ -121,7 +115,8 @@ def grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware, also: Itera
     Raises:
         LongspanError: if `gpus` is below 1.
     """
-    collectives, notes = Distinct(), Distinct()
+    collectives: Distinct = {}
+    notes: Distinct = {}
     points = []
     for context in contexts(job):
         at_context = replace(job, context=context)
@@ -137,10 +132,8 @@ def grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware, also: Itera
         "items": dict(ITEMS),
         "heads": _heads(model, shown),
         "layouts": held_tokens(job, shown),
-        "collectives": [
-            dict(zip(("op", "axis", "what", "link", "method"), row, strict=True)) for row in collectives.rows
-        ],
-        "notes": notes.rows,
+        "collectives": [dict(zip(("op", "axis", "what", "link", "method"), row, strict=True)) for row in collectives],
+        "notes": list(notes),
         "points": points,
         "lines": [
             _line(model, job, plan.mesh, hardware) for plan in best_plans(search(model, job, gpus, hardware), gpus)
@@ -148,18 +141,12 @@ def grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware, also: Itera
     }
 
 
-class Distinct:
-    """Distinct values in order of appearance, each with its index."""
+Distinct = dict[Any, int]
+"""Distinct values in order of appearance, each with its index."""
 
-    def __init__(self) -> None:
-        self._indices: dict[Hashable, int] = {}
 
-    def index(self, value: Hashable) -> int:
-        return self._indices.setdefault(value, len(self._indices))
-
-    @property
-    def rows(self) -> list[Any]:
-        return list(self._indices)
+def _index(of: Distinct, value: Any) -> int:
+    return of.setdefault(value, len(of))
 
 
 def _point(result: Search, gpus: int, collectives: Distinct, notes: Distinct) -> dict[str, Any]:
@@ -186,10 +173,10 @@ def _compact(plan: Plan, collectives: Distinct, notes: Distinct) -> dict[str, An
         "tokens_per_second": six(plan.tokens_per_second),
         "mfu": six(plan.mfu),
         "comm": [
-            [collectives.index((c.op, c.axis, c.what, c.link, c.method)), c.bytes_per_gpu, c.count, six(c.seconds)]
+            [_index(collectives, (c.op, c.axis, c.what, c.link, c.method)), c.bytes_per_gpu, c.count, six(c.seconds)]
             for c in plan.comm
         ],
-        "notes": [notes.index(note) for note in plan.notes],
+        "notes": [_index(notes, note) for note in plan.notes],
     }
 
 
@@ -322,10 +309,15 @@ def settings_grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware) ->
     batches = sorted({1, job.batch, BATCHES * job.batch})
     near = [n for n in contexts(job) if job.context <= CONTEXTS * n and n <= CONTEXTS * job.context]
     counts = _gpu_counts(gpus, batches)
-    memories, mesh_sizes = Distinct(), Distinct()
+    memories: Distinct = {}
+    mesh_sizes: Distinct = {}
 
     def indices(plan: Plan) -> tuple[int, int]:
-        return mesh_sizes.index(tuple(getattr(plan.mesh, axis) for axis in AXES)), memories.index(_items(plan))
+        sizes = tuple(getattr(plan.mesh, axis) for axis in AXES)
+        return _index(mesh_sizes, sizes), _index(memories, tuple(plan.memory_bytes[item] for item in ITEMS))
+
+    def times(plan: Plan) -> list[float]:
+        return [six(each) for each in (plan.step_seconds, plan.compute_seconds, plan.exposed_seconds)]
 
     held: list[list[int]] = []
     timed: list[list[list[float]]] = [[] for _ in kinds]
@@ -337,7 +329,7 @@ def settings_grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware) ->
         for kind, points in zip(kinds, timed, strict=True):
             fitting = (with_faster_ring(replace(plan, hardware=kind)) for plan in plans if _may_fit(plan, kind))
             best = sorted((plan for plan in fitting if plan.fits), key=sort_key)[:BEST_TIMED]
-            points.append([number for plan in best for number in (*indices(plan), *_times(plan))])
+            points.append([number for plan in best for number in (*indices(plan), *times(plan))])
     own = [_memory(job.memory.checkpointing, each) == job.memory for each in options.values()]
     return {
         "checkpointing": checkpointing,
@@ -356,8 +348,8 @@ def settings_grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware) ->
         "asked": _flags(model, job),
         "flags": [[" ".join(memory_flags(_memory(how, each))) for each in options.values()] for how in checkpointing],
         "flops": [[model_flops(model, replace(job, batch=b, context=n)) for n in near] for b in batches],
-        "meshes": mesh_sizes.rows,
-        "memories": memories.rows,
+        "meshes": list(mesh_sizes),
+        "memories": list(memories),
         "held": held,
         "timed": timed,
     }
@@ -369,14 +361,6 @@ def _may_fit(plan: Plan, kind: Hardware) -> bool:
     if plan.job.ring_impl == "auto" and plan.mesh.ring > 1:
         impls = RING_IMPLS
     return any(replace(plan, hardware=kind, job=replace(plan.job, ring_impl=impl)).fits for impl in impls)
-
-
-def _items(plan: Plan) -> Hashable:
-    return tuple(plan.memory_bytes[item] for item in ITEMS)
-
-
-def _times(plan: Plan) -> tuple[float, float, float]:
-    return six(plan.step_seconds), six(plan.compute_seconds), six(plan.exposed_seconds)
 
 
 def _flags(model: ModelShape, job: Job) -> str:

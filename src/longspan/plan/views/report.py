@@ -24,27 +24,16 @@ SCHEMA = "longspan.plan/4"
 
 @dataclass(frozen=True)
 class Report:
-    """What `longspan plan` found.
+    """What `longspan plan` found."""
 
-    Attributes:
-        result: of the search.
-        model: the model.
-        job: the job.
-        gpus: number of GPUs.
-        hardware: the kind of GPU.
-        methods: of `longspan.plan.methods.compare`, if asked for.
-        rows: of `longspan.plan.memory_search.memory_rows`, if asked for.
-        suggestions: if nothing is recommended.
-    """
-
-    result: Search
-    model: ModelShape
-    job: Job
-    gpus: int
-    hardware: Hardware
-    methods: Sequence[Method] = ()
-    rows: Sequence[MemoryRow] = ()
-    suggestions: Suggestions | None = None
+    result: Search  # of the search
+    model: ModelShape  # the model
+    job: Job  # the job
+    gpus: int  # number of GPUs
+    hardware: Hardware  # the kind of GPU
+    methods: Sequence[Method] = ()  # of `longspan.plan.methods.compare`, if asked for.
+    rows: Sequence[MemoryRow] = ()  # of `longspan.plan.memory_search.memory_rows`, if asked for.
+    suggestions: Suggestions | None = None  # if nothing is recommended
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data: sizes in bytes, times in seconds; docs/reference/json.md documents it."""
