@@ -115,7 +115,7 @@ def _equal_to_a_cache_on_the_device(folder: Path) -> None:
     for name, ring, rows, dtype, options in RUNS:
         model, _ = parallelized(name, ring, False)
         inputs = prompt(rows, padded=rows > 1)
-        plain, late = longspan.ShardedCache(model, dtype=dtype), _offloaded(model, dtype)
+        plain, late = longspan.ShardedCache(model, dtype=dtype), offloaded(model, dtype)
         expected = generated(model, {**inputs, "past_key_values": plain}, **FEW, **options)
         found = generated(model, {**inputs, "past_key_values": late}, **FEW, **options)
         assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1]), (name, ring)
@@ -123,7 +123,7 @@ def _equal_to_a_cache_on_the_device(folder: Path) -> None:
     _more_turns(folder)
 
 
-def _offloaded(model: Any, dtype: str = "exact") -> longspan.ShardedCache:
+def offloaded(model: Any, dtype: str = "exact") -> longspan.ShardedCache:
     """A cache whose copies are executed as late as possible."""
     cache = longspan.ShardedCache(model, dtype=dtype, offload="host")
     cache.staging = Staging(_Poisoned(), CPU)
@@ -132,7 +132,7 @@ def _offloaded(model: Any, dtype: str = "exact") -> longspan.ShardedCache:
 
 def _more_turns(folder: Path) -> None:
     model, _ = parallelized("Llama", 2, False)
-    caches = longspan.ShardedCache(model), _offloaded(model)
+    caches = longspan.ShardedCache(model), offloaded(model)
     first = [generated(model, {**prompt(), "past_key_values": cache}, **FEW)[0] for cache in caches]
     for cache in caches:
         cache.crop(PROMPT - 5)

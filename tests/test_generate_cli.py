@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import re
@@ -332,13 +333,13 @@ def test_the_suggested_mesh_fits_and_smaller_ones_do_not() -> None:
     said = str(refused.value)
     assert "1,500,000 tokens do not fit on one GPU" in said and "kv_cache 196.6 GB" in said
     assert "4 ranks of this kind suffice: --ring 1 --ulysses 4 with FSDP" in said
-    sharded = replace(job, weight_sharding=True)
+    sharded = dataclasses.replace(job, weight_sharding=True)
     check_fits(model, sharded, Mesh(ulysses=4), hardware, chunk)
     assert sum(peak_items(model, sharded, Mesh(ring=2), hardware, chunk).values()) > hardware.memory_bytes
     longest = int(said.split(" tokens fit")[0].split()[-1].replace(",", ""))
-    check_fits(model, replace(job, context=longest), Mesh(), hardware, chunk)
+    check_fits(model, dataclasses.replace(job, context=longest), Mesh(), hardware, chunk)
     with pytest.raises(LongspanError):
-        check_fits(model, replace(job, context=longest + 1), Mesh(), hardware, chunk)
+        check_fits(model, dataclasses.replace(job, context=longest + 1), Mesh(), hardware, chunk)
 
     with pytest.raises(LongspanError) as refused:
         check_score_fits(model, job, Mesh(), hardware)

@@ -34,6 +34,7 @@ from tests.models import build, sharding
 from tests.pool import RankPool
 from tests.streams import fake_gpus
 from tests.syncs import on_gpu, one_gpu
+from tests.test_cache_offload import offloaded
 
 N, CHUNK = 75, 32
 
@@ -46,7 +47,7 @@ def _held(cases: list[tuple[str, int, str]]) -> list[tuple[Any, ...]]:
             warnings.simplefilter("ignore")
             sp = sharding(ring=ring)
             model = longspan.parallelize(build(name).eval(), sp, fsdp=False)
-        cache, most = longspan.ShardedCache(model, dtype=code, offload="host"), []
+        cache, most = offloaded(model, code), []
         ids = prompt(2, N)["input_ids"]
         with torch.no_grad():
             for part in (*ids.split(CHUNK, 1), ids[:, :1], ids[:, :1]):

@@ -154,13 +154,13 @@ def _inner(kind: Any) -> Any:
 
 def _bad_words(name: str, kind: Any, draw: random.Random) -> list[str] | None:
     """Return words after a flag that every command must refuse; None if there are none."""
-    kind = _inner(kind)
+    kind, given = _inner(kind), kind
     if kind is int:
         return [draw.choice(BAD_INTEGERS)]
     if kind is float:
         return [draw.choice(BAD_FLOATS)]
     if kind is bool:
-        return [draw.choice(("maybe", "2", "True"))]
+        return [draw.choice(("maybe", "2", *(["True"] if given is bool else [])))]  # else True and False are its words
     if kind is Path or (kind is str and name in ("data", "model", "tokenizer", "gpu", "resume")):
         return [draw.choice(BAD_PATHS)]
     if kind is str:
