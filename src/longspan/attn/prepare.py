@@ -47,7 +47,7 @@ class AttentionPlan:
     """A prepared attention, for every layer with this mask, these shapes and this kind of scores."""
 
     shapes: Shapes  # of the tensors that it is for
-    kind: ScoreKind  # of the scores
+    kind: ScoreKind
     choice: Choice  # the kernel, and why
     method: AttentionMethod  # executes the attention
     differentiates_bias: bool  # whether a learnt bias gets its gradient

@@ -81,7 +81,7 @@ class _Prepared:
     """A kernel and its calls, for all layers of a kind."""
 
     shards: tuple[HeadShard, ...]  # the heads of each Ulysses rank
-    mine: HeadShard  # my heads
+    mine: HeadShard
     kv_index: Tensor | None  # KV head of each of my query heads, if they do not form equal groups
     kernel: BlockKernel  # returns log-sum-exps
     # What the kernel prepared, for each tile of the keys that I store; None for one that no query sees.

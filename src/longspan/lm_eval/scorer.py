@@ -28,7 +28,7 @@ class Scorer:
     """A parallelized model for evaluation; results are the same on every rank."""
 
     model: Any  # from `longspan.parallelize`, in evaluation mode.
-    sp: SequenceSharding  # its sharding
+    sp: SequenceSharding
     tokenizer: Any  # of Hugging Face
     max_length: int  # most tokens that the model accepts
     batch_size: int = 1  # most rows of a batch

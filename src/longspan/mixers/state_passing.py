@@ -54,7 +54,7 @@ class Passing:
     """Between whom, and how, states are passed."""
 
     causal: bool  # whether tokens see only earlier ones
-    table: FragmentTable  # the fragments
+    table: FragmentTable
     group: dist.ProcessGroup | None  # the sequence group; None for one rank
     value_dim: int  # columns of a state
 

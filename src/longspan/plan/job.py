@@ -210,9 +210,9 @@ class Mesh:
 class CostContext:
     """One job of a model on one mesh, with a rank's share of it: the sizes that all formulas use."""
 
-    model: ModelShape  # the model
-    job: Job  # the job
-    mesh: Mesh  # the mesh
+    model: ModelShape
+    job: Job
+    mesh: Mesh
     on_cpu: bool = False  # whether ranks are processes on CPUs
 
     def of_layer(self, layer: LayerShape) -> CostContext:

@@ -50,7 +50,7 @@ class Blocks:
     """Positions of the local queries and of all KV blocks: a kernel prepares its calls from them, once per batch."""
 
     mask: Mask
-    kind: ScoreKind  # of the scores
+    kind: ScoreKind
     batch: int  # rows of the batch
     heads: int  # local query heads
     first_head: int  # index of the first local query head in the whole model

@@ -60,10 +60,10 @@ def matmul_speed(hardware: Hardware, job: Job) -> float:
 class LayerSeconds:
     """Seconds of one layer and one micro-batch."""
 
-    forward: float  # of the forward
+    forward: float
     backward: float  # of the backward, recomputation included
     attention_forward: float = 0.0  # of one forward of the attention alone, which ring messages overlap with
-    attention_backward: float = 0.0  # of its backward
+    attention_backward: float = 0.0
 
 
 def layer_seconds(layer: LayerShape, c: CostContext, hardware: Hardware) -> LayerSeconds:

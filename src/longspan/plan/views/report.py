@@ -26,9 +26,9 @@ SCHEMA = "longspan.plan/4"
 class Report:
     """What `longspan plan` found."""
 
-    result: Search  # of the search
-    model: ModelShape  # the model
-    job: Job  # the job
+    result: Search
+    model: ModelShape
+    job: Job
     gpus: int  # number of GPUs
     hardware: Hardware  # the kind of GPU
     methods: Sequence[Method] = ()  # of `longspan.plan.methods.compare`, if asked for.
