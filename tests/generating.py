@@ -11,12 +11,14 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 import longspan
+from longspan.cache.offload import Staging
 from longspan.generate.config import GenerateConfig
 from longspan.generate.job import open_fitting_prompt
 from longspan.generate.rank import Generation
 from longspan.generate.score import ScoreConfig, open_text, score_rank
 from longspan.ranks.launch import unwatched
 from tests.models import MORE, build, sharding
+from tests.side_stream import LateCopy, LateSide
 
 PROMPT, NEW = 37, 8
 CHANGES: dict[str, dict[str, Any]] = {
@@ -96,3 +98,19 @@ def parallelized(name: str, ring: int, fsdp: bool, data: int = 1) -> tuple[Any, 
         warnings.simplefilter("ignore")  # of ranks without heads
         sp = sharding(data=data, ring=ring)
         return longspan.parallelize(made(name), sp, fsdp=fsdp), sp
+
+
+class Poisoned(LateSide):
+    """Fill targets with NaN until their copy is waited for."""
+
+    def begin(self, source: Tensor, into: Tensor) -> LateCopy:
+        assert source.is_contiguous() and into.is_contiguous()  # one run of bytes each
+        into.view(torch.uint8).fill_(0xFF)
+        return super().begin(source, into)
+
+
+def offloaded(model: Any, dtype: str = "exact") -> longspan.ShardedCache:
+    """A cache whose copies are executed as late as possible."""
+    cache = longspan.ShardedCache(model, dtype=dtype, offload="host")
+    cache.staging = Staging(Poisoned(), torch.device("cpu"))
+    return cache

@@ -13,20 +13,11 @@ import longspan
 from longspan.cache import offload
 from longspan.cache.layer_cache import LayerCache
 from longspan.cache.offload import OffloadedLayerCache, Staging
-from tests.generating import PROMPT, generated, made, parallelized, prompt
+from tests.generating import PROMPT, Poisoned, generated, made, offloaded, parallelized, prompt
 from tests.pool import RankPool
-from tests.side_stream import LateCopy, LateSide
+from tests.side_stream import LateCopy
 
 CPU = torch.device("cpu")
-
-
-class _Poisoned(LateSide):
-    """Fill targets with NaN until their copy is waited for."""
-
-    def begin(self, source: Tensor, into: Tensor) -> LateCopy:
-        assert source.is_contiguous() and into.is_contiguous()  # one run of bytes each
-        into.view(torch.uint8).fill_(0xFF)
-        return super().begin(source, into)
 
 
 def _layer(g: torch.Generator, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
@@ -45,7 +36,7 @@ def test_every_copy_is_waited_for_as_late_as_possible(dtype: Any) -> None:
 
     While a layer attends, the next one's keys and values are in flight, and nothing has waited for them.
     """
-    g, side = torch.Generator().manual_seed(0), _Poisoned()
+    g, side = torch.Generator().manual_seed(0), Poisoned()
     staging = Staging(side, CPU)
     stores = [OffloadedLayerCache(staging, dtype=dtype) for _ in range(3)]
     plain = [LayerCache(dtype=dtype) for _ in range(3)]
@@ -89,7 +80,7 @@ def test_the_host_waits_before_it_reads(monkeypatch: pytest.MonkeyPatch) -> None
     """`join` orders streams only; the host must `wait` before it reads its memory (a save, beams, growth)."""
     waited: list[LateCopy] = []
     monkeypatch.setattr(LateCopy, "wait", lambda self: waited.append(self))
-    g, side = torch.Generator().manual_seed(0), _Poisoned()
+    g, side = torch.Generator().manual_seed(0), Poisoned()
     store = OffloadedLayerCache(Staging(side, CPU))
     for reads in (lambda: store.parts, lambda: store.select_rows(torch.tensor([1, 0])), lambda: store._reallocate(200)):
         store.append(*_layer(g, 2, 5))
@@ -121,13 +112,6 @@ def _equal_to_a_cache_on_the_device(folder: Path) -> None:
         assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1]), (name, ring)
         assert late.nbytes == plain.nbytes and late.device_nbytes > 0
     _more_turns(folder)
-
-
-def offloaded(model: Any, dtype: str = "exact") -> longspan.ShardedCache:
-    """A cache whose copies are executed as late as possible."""
-    cache = longspan.ShardedCache(model, dtype=dtype, offload="host")
-    cache.staging = Staging(_Poisoned(), CPU)
-    return cache
 
 
 def _more_turns(folder: Path) -> None:
@@ -167,6 +151,6 @@ def test_one_device_and_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
     assert 0 < cache.device_nbytes <= cache.nbytes
     monkeypatch.setattr(offload, "free_memory", lambda: 1000)
-    store = OffloadedLayerCache(Staging(_Poisoned(), CPU))
+    store = OffloadedLayerCache(Staging(Poisoned(), CPU))
     with pytest.raises(longspan.LongspanError, match=r"2,048 bytes more, and 1,000 bytes are free .* dtype='int8'"):
         store.append(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))

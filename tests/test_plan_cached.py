@@ -28,13 +28,12 @@ from longspan.plan.job import CostContext
 from longspan.plan.models import shape_from_config
 from longspan.plan.models.read import read_model
 from tests.fakes import fake_world
-from tests.generating import prompt
+from tests.generating import offloaded, prompt
 from tests.live import CONFIG, MODEL, NOTHING, LiveBytes
 from tests.models import build, sharding
 from tests.pool import RankPool
 from tests.streams import fake_gpus
 from tests.syncs import on_gpu, one_gpu
-from tests.test_cache_offload import offloaded
 
 N, CHUNK = 75, 32
 
