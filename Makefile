@@ -52,6 +52,9 @@ export OMP_WAIT_POLICY ?= PASSIVE
 FAST := $(addprefix tests/test_,$(addsuffix .py,batch checkpoint collectives data exchange kernels layout local loss \
 	plan_shapes regions ring tolerance ulysses verify_compare))
 
+# Those of it whose numbers depend on how a CPU rounds.
+ROUNDED := $(addprefix tests/test_,$(addsuffix .py,kernels local loss ring tolerance ulysses))
+
 # Of one process, or of commands: they run beside those of several ranks, which leave the cores idle while they wait for
 # each other.
 ALONE := $(addprefix tests/test_,$(addsuffix .py,activations afterwards arguments bench chats checked \
@@ -87,9 +90,9 @@ demo: $(STAMP)  ## train a small Llama on 4 sequence-parallel CPU ranks, then ve
 	$(BIN)/longspan train --from examples/demo.toml
 	$(BIN)/longspan verify --model runs/demo/hf --context 1024 --ring 2 --ulysses 2
 
-test: lint  ## lint, all tests, the fast tier again on a lesser CPU's kernels, and some tests with the oldest libraries
-	$(if $(PYTEST_ARGS),@$(BIN)/python -m pytest $(PYTEST_ARGS))
-	$(if $(PYTEST_ARGS),,@$(MAKE) --no-print-directory -j2 ranks alone $(addprefix fast-,$(LESSER)) older)
+test: $(STAMP)  ## lint, all tests, those that round again on a lesser CPU's kernels, and some tests with the oldest libraries
+	$(if $(PYTEST_ARGS),@$(MAKE) --no-print-directory lint && $(BIN)/python -m pytest $(PYTEST_ARGS))
+	$(if $(PYTEST_ARGS),,@$(MAKE) --no-print-directory -j2 ranks alone lint $(addprefix fast-,$(LESSER)) older)
 
 ranks: $(STAMP)
 	@$(BIN)/python -m pytest $(addprefix --ignore=,$(ALONE))
@@ -101,7 +104,7 @@ alone: $(STAMP)
 older: $(OLDER)/.installed  ## some of the tests with the oldest libraries, on this torch
 	@PATH="$(CURDIR)/$(OLDER)/bin:$$PATH" python -m pytest --quiet -p no:cacheprovider $(OLDER_ARGS)
 
-check: lint  ## before every commit: lint and the fast tier, on this CPU's kernels and on those of one without AVX
+check: lint  ## before every commit: lint, the fast tier, and what rounds again on kernels of a CPU without AVX
 	@$(MAKE) --no-print-directory --output-sync -j2 fast fast-default
 
 fast: $(STAMP)
@@ -109,7 +112,7 @@ fast: $(STAMP)
 
 # How a CPU rounds depends on its kernels. A limit that fits this CPU alone is found here.
 fast-%: $(STAMP)
-	@ATEN_CPU_CAPABILITY=$* $(BIN)/python -m pytest --quiet -p no:cacheprovider -m "not slow" $(FAST)
+	@ATEN_CPU_CAPABILITY=$* $(BIN)/python -m pytest --quiet -p no:cacheprovider -m "not slow" $(ROUNDED)
 
 lint: $(STAMP)  ## ruff, mypy and the order of imports
 	$(BIN)/ruff check .

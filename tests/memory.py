@@ -23,6 +23,10 @@ COLLECTIVES = (
 """Collectives whose tensors the caller frees last; each version of torch has some of them."""
 
 
+PATIENCE_S = 0.01
+"""Seconds for gloo's threads to free what a collective has sent. A busy machine gives them the processor later."""
+
+
 def at_rest(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
     """Return the bytes of this rank's weights and optimizer state."""
     states = optimizer.state.values() if optimizer is not None else ()
@@ -57,7 +61,7 @@ def _seen_collectives() -> Iterator[None]:
 
     def slowly(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         done = collective(*args, **kwargs)
-        time.sleep(0.01)  # a busy machine gives that thread the processor late
+        time.sleep(PATIENCE_S)
         return done
 
     with pytest.MonkeyPatch.context() as patch:
