@@ -111,6 +111,15 @@ def _sharded() -> tuple[dict[str, Any], list[Tensor]]:
     return shard_batch(batch, sp), [real_tokens(info, sp, 2, cpu) for info in infos]
 
 
+def test_what_replaces_padding_does_not_keep_the_sequence_alive() -> None:
+    sp = longspan.SequenceSharding(longspan.init_mesh())
+    ids = torch.arange(20).view(2, 10)
+    batch = {"input_ids": ids, "attention_mask": (ids % 10 < 8).long(), "position_ids": ids % 10}
+    fillers = longspan.shard_batch(batch, sp)["longspan"].filler
+    assert fillers.keys() == {"input_ids", "position_ids"}
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in fillers.values())
+
+
 def test_token_types_and_real_tokens_are_sharded(pool2: RankPool) -> None:
     parts, real = zip(*pool2.run(_sharded), strict=True)
     assert torch.cat([part["token_type_ids"] for part in parts], 1)[0, :7].tolist() == [0, 0, 0, 1, 1, 1, 1]

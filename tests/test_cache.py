@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -245,6 +246,14 @@ def test_an_incomplete_cache_is_refused(pool2: RankPool, tmp_path: Path) -> None
         (None, f"part-1.safetensors is missing, the index says {len(whole)} bytes"),
     ):
         part.write_bytes(content) if content is not None else part.unlink()
+        messages = set(pool2.run(_not_loaded, folder, "Llama"))
+        assert len(messages) == 1 and text in messages.pop()
+    index = json.loads((folder / "index.json").read_text())
+    for change, text in (
+        ({"parts": [{**index["parts"][0], "heads": None}]}, "index.json is damaged"),
+        ({"parts": [{**index["parts"][0], "later": 1}], "format": 99}, "has the format 99, this version of longspan"),
+    ):
+        (folder / "index.json").write_text(json.dumps({**index, **change}))
         messages = set(pool2.run(_not_loaded, folder, "Llama"))
         assert len(messages) == 1 and text in messages.pop()
     (folder / "index.json").unlink()

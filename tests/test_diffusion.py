@@ -272,7 +272,13 @@ def test_variants_equal_one_process() -> None:
         torch.randn(2, n, width, dtype=torch.float64, requires_grad=True) for n, width in ((512, 10), (3, 7))
     )
     both = {"encoder_hidden_states": text, "encoder_hidden_states_image": image}
-    _equals_one_process("WanTransformer3DModel", True, False, {"image_dim": 7, "added_kv_proj_dim": 48}, **both)
+    reads_images = {"image_dim": 7, "added_kv_proj_dim": 48}
+    _equals_one_process("WanTransformer3DModel", True, False, reads_images, **both)
+    both["encoder_hidden_states_image"] = torch.randn(4, 3, 7, dtype=torch.float64, requires_grad=True)
+    _equals_one_process("WanTransformer3DModel", True, False, {**reads_images, "pos_embed_seq_len": 6}, **both)
+    flat = {"img_shapes": [(1, 3, 5)] * 2}
+    _equals_one_process("QwenImageTransformer2DModel", True, False, **flat)
+    _equals_one_process("FluxTransformer2DModel", True, True, guidance=torch.tensor([3.0], dtype=torch.float64))
 
 
 @pytest.mark.parametrize("fsdp", [False, True])

@@ -89,8 +89,11 @@ def read_index(folder: Path) -> tuple[dict[str, Any], list[CacheFile]]:
         raise LongspanError(f"{folder} is not a complete cache: it has no {INDEX}, which is written last")
     try:
         index = json.loads(path.read_text())
-        files = [CacheFile(**file) for file in index.pop("parts")]
         format = index["format"]
+        files = [CacheFile(**file) for file in index.pop("parts")] if format == _FORMAT else []
+        spans = [span for file in files for span in (*file.runs, *file.heads.values())]
+        if not all(isinstance(x, int) for start, stop in spans for x in (start, stop)):
+            raise TypeError("a run of tokens or heads is no pair of integers")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LongspanError(f"{path} is damaged ({error!r}); save the cache again") from error
     if format != _FORMAT:

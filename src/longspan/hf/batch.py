@@ -235,7 +235,8 @@ def cut_batch(
 def _last_positions(positions: Tensor | None, rows: Segments | None, tokens: Tensor) -> Tensor:
     """Return for each token the largest position of its document, int64 [B, n]; 0 for padding."""
     batch_size, n = tokens.shape[:2]
-    positions = torch.arange(n, device=tokens.device)[None] if positions is None else positions
+    positions = torch.arange(n, device=tokens.device)[None] if positions is None else rotary_positions(positions)
+    positions = positions.amax(0) if positions.dim() == 3 else positions
     positions, last = positions.expand(batch_size, -1), tokens.new_zeros(batch_size, n, dtype=torch.int64)
     for b, row in enumerate(rows or (((0, n),),) * batch_size):
         for start, stop in row:
@@ -278,11 +279,12 @@ def _filler_of(batch: Mapping[str, Any], info: SequenceInfo, batch_size: int) ->
         if not real_Bn.any():
             return {}
     b, i = divmod(int(real_Bn.flatten().int().argmax()), info.length)
-    filler = {key: batch[key].detach()[b, i] for key in _INPUTS if batch.get(key) is not None}
+    # Copied: a view would keep the full sequence alive.
+    filler = {key: batch[key].detach()[b, i].clone() for key in _INPUTS if batch.get(key) is not None}
     positions = batch.get("position_ids")
     if positions is not None and info.segments is not None:  # positions of `shard`'s own padding are 0
         positions = positions if positions.dim() > 1 else positions[None]
-        filler["position_ids"] = positions[..., min(b, positions.shape[-2] - 1), i].detach()
+        filler["position_ids"] = positions[..., min(b, positions.shape[-2] - 1), i].detach().clone()
     return filler
 
 

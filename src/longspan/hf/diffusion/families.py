@@ -72,7 +72,10 @@ def _wan(draw: Draw) -> Inputs:
     video = (of.in_channels, *(n * p for n, p in zip(draw.grid, of.patch_size, strict=True)))
     if of.image_dim is None:
         return draw.common(video, of.text_dim)
-    image = draw.normal(draw.rows, of.pos_embed_seq_len or 3, of.image_dim)
+    if of.pos_embed_seq_len:  # of the first frame and the last
+        image = draw.normal(2 * draw.rows, of.pos_embed_seq_len // 2, of.image_dim)
+    else:
+        image = draw.normal(draw.rows, 3, of.image_dim)
     return {**draw.common(video, of.text_dim, 512), "encoder_hidden_states_image": image}
 
 
@@ -204,10 +207,11 @@ def _grid_of_ltx(given: Mapping[str, Any]) -> int | None:
 
 
 def _grid_of_qwen(given: Mapping[str, Any]) -> int | None:
-    grids: Any = given.get("img_shapes")
-    first = grids[0] if isinstance(grids, list) and grids else None
-    grids = first if isinstance(first, list) else grids
-    return sum(math.prod(grid) for grid in grids) if grids else None
+    grids = given.get("img_shapes")
+    if not isinstance(grids, list) or not grids:
+        return None
+    of_first_row = grids[0] if isinstance(grids[0], list) else grids[:1]
+    return sum(math.prod(grid) for grid in of_first_row)
 
 
 FAMILIES = {

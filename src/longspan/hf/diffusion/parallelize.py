@@ -33,6 +33,7 @@ from longspan.hf.weights.gradients import GradientSum
 
 _ACCEPTED = ("hidden_states", "timestep", "encoder_hidden_states", "return_dict")
 _ROWS = 13  # of the example inputs, by which their dimension of rows is found
+_BROADCAST = ("guidance", "pooled_projections")  # one entry is for all rows
 _ATTENTION_ARGUMENTS = ("attention_kwargs", "joint_attention_kwargs")
 
 
@@ -246,8 +247,11 @@ class _Entrance:
                 continue
             if len(shape) != len(like):
                 raise LongspanError(f"`{name}` must have {len(like)} dimensions, got a tensor of shape {shape}")
-            if like[0] == _ROWS and shape[0] != len(hidden):
-                raise LongspanError(f"`{name}` of shape {shape} must have {len(hidden)} rows, as `hidden_states`")
+            each, other = divmod(like[0], _ROWS)  # rows for a row of `hidden_states`
+            one = name in _BROADCAST and shape[0] == 1
+            if not other and shape[0] != each * len(hidden) and not one:
+                raise LongspanError(f"`{name}` of shape {shape} must have {each * len(hidden)} rows, for the "
+                                    f"{len(hidden)} of `hidden_states`")  # fmt: skip
             pixels = patches and name == "hidden_states"
             width = next(dim for dim in range(1, 5) if dim not in patches) if pixels else -1
             if len(like) > 1 and shape[width] != like[width]:
