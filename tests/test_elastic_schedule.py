@@ -119,6 +119,13 @@ def test_costs_follow_the_planner() -> None:
     assert unknown.samples([100], 4) == [25] and unknown.row(4) == unknown.weights == 0
 
 
+@pytest.mark.parametrize(("count", "ranks", "seconds"), [(3, 4, 768), (5, 8, 640), (9, 8, 1152)])
+def test_few_long_samples_share_all_ranks(count: int, ranks: int, seconds: float) -> None:
+    costs = SampleCosts(None, Job(context=1), Mesh(1, 1, ranks), read_hardware("h100"))  # a token costs 1
+    schedule = make_schedule([1024] * count, costs, 1024)
+    assert sum(map(max, schedule.seconds)) <= seconds, str(schedule)
+
+
 def test_slow_links_make_narrow_groups() -> None:
     """Where messages take longest, steps take at most 1.15 of the least time: no sample wider than its tokens need."""
     h100 = read_hardware("h100")

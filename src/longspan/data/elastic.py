@@ -79,7 +79,7 @@ class Elastic:
     """Makes the steps of a model from samples.
 
     Args:
-        sp: the model's sharding. Collective if its groups of all widths are not made yet.
+        sp: the model's sharding. Collective.
         model: a transformers model, sharded or not.
         tokens_per_rank: most tokens of a rank in a round.
         gpu: hardware by which the schedule computes times; None: the device, with the links of the catalogue.

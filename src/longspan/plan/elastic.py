@@ -34,6 +34,7 @@ _SHORTEST = 32  # tokens; shorter samples cost in proportion
 _PER_OCTAVE = 3  # lengths whose costs are computed; between them they are interpolated
 _SLACK = 1.02  # what a rank may have over the mean before a sample gets more ranks
 _GOOD = 1.03  # of the ideal time; below it more rounds are not tried
+_TRIES = 2  # of more rounds, after the best
 
 
 @dataclass(frozen=True)
@@ -161,18 +162,30 @@ def make_schedule(lengths: Sequence[int], costs: SampleCosts, tokens_per_rank: i
     if not lengths:
         return Schedule((), ranks, ())
     samples = _Samples(lengths, costs, tokens_per_rank)
-    fewest = -(-sum(lengths) // (ranks * tokens_per_rank))
-    best, rounds = None, fewest - 1
-    while best is None:  # each sample alone in a round of its own fits
-        rounds = min(len(lengths) + 1, rounds + 1 + rounds // 8)
-        best = _packed(samples, rounds, _SLACK * samples.target(rounds))
-    # With more rounds no sample is wider than its tokens need, but weights are gathered more often.
-    most = max(rounds, samples.rounds_of_narrowest)
-    for more in sorted({rounds, most}):
-        if best.total > max(_GOOD * samples.seconds_narrowest / ranks, more * costs.weights):
-            other = _packed(samples, more, math.inf)
-            if other is not None and other.total < best.total:
-                best = other
+    fewest, most = -(-sum(lengths) // (ranks * tokens_per_rank)), len(lengths) + 1  # each alone in a round fits
+    best: _Packing | None = None
+    first = tries = 0
+
+    def pays(rounds: int) -> bool:
+        ideal = samples.seconds_narrowest / ranks
+        return best is None or best.total > max(_GOOD * ideal, rounds * costs.weights)
+
+    # Every rank busy for about the same time in every round: long samples get many ranks.
+    rounds = fewest
+    while tries <= _TRIES and pays(rounds):
+        other = _packed(samples, rounds, _SLACK * samples.target(rounds))
+        if other is not None and (best is None or other.total < best.total):
+            best, first, tries = other, first or rounds, 0
+        tries += best is not None
+        if rounds == most:
+            break
+        rounds = min(most, rounds + 1 + rounds // 8)
+    assert best is not None
+    # No sample wider than its tokens need: fewest messages.
+    for rounds in sorted({first, max(first, samples.rounds_of_narrowest)}):
+        other = _packed(samples, rounds, math.inf) if pays(rounds) else None
+        if other is not None and other.total < best.total:
+            best = other
     return best.schedule()
 
 
@@ -203,7 +216,7 @@ class _Samples:
         self.seconds = {width: costs.samples(self.lengths, width) for width in self.widths}
         narrowest = [next(w for w in self.widths if n <= w * room) for n in self.lengths]
         self.seconds_narrowest = sum(w * self.seconds[w][place] for place, w in enumerate(narrowest))
-        # No two samples that need several ranks fit into one group, or a narrower one would do for one of them.
+        # Two samples that need several ranks rarely fit into one group: a narrower one would do for one of them.
         of_one = sum(n for n, w in zip(self.lengths, narrowest, strict=True) if w == 1)
         self.rounds_of_narrowest = -(-(sum(w for w in narrowest if w > 1) + -(-of_one // room)) // self.ranks) + 1
         self.sums = {width: [0.0, *itertools.accumulate(self.seconds[width])] for width in self.widths}
@@ -297,7 +310,7 @@ class _Packing:
         if empty and seconds > 0:
             self.height = [height or seconds / (empty * self.samples.ranks) for height in self.height]
 
-    def _fill_wide(self, width: int, places: Iterable[int]) -> None:
+    def _fill_wide(self, width: int, places: Sequence[int]) -> None:
         samples, blocks, late = self.samples, self._free_blocks(width), list[int]()
         limit, groups = self.limit, list[tuple[float, int, _Open]]()  # ascending
         for place in places:
@@ -313,7 +326,8 @@ class _Packing:
                 late.append(place)
                 continue
             self._put(group, place)
-            bisect.insort(groups, (group.load, group.number, group))
+            if group.tokens + samples.lengths[places[-1]] <= width * samples.room:  # else no later sample fits
+                bisect.insort(groups, (group.load, group.number, group))
         self._spread(late, width)
 
     def _free_blocks(self, width: int) -> Iterator[tuple[int, int]]:
@@ -375,9 +389,10 @@ class _Packing:
     def total(self) -> float:
         """Seconds of all rounds."""
         costs = self.samples.costs
+        rounds = [max(row) for row in self.seconds if any(row)]
         if costs.hardware.overlaps:
-            return sum(max(*row, costs.weights) for row in self.seconds)
-        return sum(map(max, self.seconds)) + costs.weights * len(self.seconds)
+            return sum(max(seconds, costs.weights) for seconds in rounds)
+        return sum(rounds) + costs.weights * len(rounds)
 
     def schedule(self) -> Schedule:
         rounds = [list[Group]() for _ in self.used]

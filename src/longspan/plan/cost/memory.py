@@ -76,7 +76,7 @@ def _without_reserve(c: CostContext, once: bool, tiles: int) -> Mapping[str, int
 
 
 def _forward_peaks(c: CostContext, tiles: int) -> list[dict[str, int]]:
-    """Return the peak candidates: in attention, the MLP, the sum of its parts, the last norm.
+    """Return the peak candidates: in attention, the norm behind it, the MLP, the sum of its parts, the last norm.
 
     Megatron SP shards hidden states over the tensor ranks, and gathers them before the products. With TP every rank
     holds them, and sums a copy of each product's output. Experts compute a rank's own tokens: they gather nothing, and
@@ -93,6 +93,7 @@ def _forward_peaks(c: CostContext, tiles: int) -> list[dict[str, int]]:
     intermediates = _mlp_intermediates(c, tiles)
     return [
         {**layers, **_attention(c), "hidden": (FRAME_STATES + 1) * stream + all_tokens},
+        {**layers, "hidden": norm},
         {**layers, **head, "hidden": in_mlp, "mlp": intermediates},
         {**layers, "hidden": max(_mlp_sum(mlp, c) for mlp in mlps)},
         # There is no layer's input any more.
