@@ -97,14 +97,25 @@ class TextStream:
                 stream.flush()
 
 
+class _Lines:
+    """Writes each state of a bar as a line to stderr, which is no terminal."""
+
+    def write(self, text: str) -> None:
+        if text.strip():
+            sys.stderr.write(f"{text.strip()}\n")
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
 class Progress:
     """Progress of a prompt's tokens on stderr: a bar on a terminal, else a line every few seconds."""
 
     def __init__(self, tokens: int, enabled: bool) -> None:
-        wait_s = 0.1 if sys.stderr.isatty() else EVERY_S
+        wait_s, file = (0.1, sys.stderr) if sys.stderr.isatty() else (EVERY_S, _Lines())
         self._bar: Any = tqdm(
             total=tokens, desc="reading", unit=" tokens", leave=False, disable=not enabled, delay=wait_s,
-            mininterval=wait_s, miniters=1,
+            mininterval=wait_s, miniters=1, file=file,
         )  # fmt: skip
         self._tokens, self._read = tokens, 0
         self._hooks: list[Any] = []

@@ -80,6 +80,7 @@ def _answers(model: Any, batch: Mapping[str, Any]) -> Tensor:
     found = token_logprobs(model, batch, gather=True)
     n = found.shape[1]
     starts = [row * n + start for row, of_row in enumerate(batch["longspan"].segments) for start, _ in of_row]
-    ends = torch.tensor([*starts[1:], found.numel()], device=found.device)  # padding behind an answer adds 0
-    lengths = ends.diff(prepend=ends.new_zeros(1))
-    return torch.segment_reduce(found.double().flatten(), "sum", lengths=lengths)
+    answer = torch.zeros(found.numel(), dtype=torch.int64, device=found.device)
+    answer[torch.tensor(starts[1:], device=found.device)] = 1
+    sums = torch.zeros(len(starts), dtype=torch.float64, device=found.device)
+    return sums.index_add(0, answer.cumsum(0), found.double().flatten())  # padding behind an answer adds 0
