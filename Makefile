@@ -90,8 +90,8 @@ demo: $(STAMP)  ## train a small Llama on 4 sequence-parallel CPU ranks, then ve
 	$(BIN)/longspan train --from examples/demo.toml
 	$(BIN)/longspan verify --model runs/demo/hf --context 1024 --ring 2 --ulysses 2
 
-test: $(STAMP)  ## lint, all tests, those that round again on a lesser CPU's kernels, and some tests with the oldest libraries
-	$(if $(PYTEST_ARGS),@$(MAKE) --no-print-directory lint && $(BIN)/python -m pytest $(PYTEST_ARGS))
+test: $(if $(PYTEST_ARGS),lint,$(STAMP))  ## lint, all tests, those that round again on a lesser CPU's kernels, and some tests with the oldest libraries
+	$(if $(PYTEST_ARGS),@$(BIN)/python -m pytest $(PYTEST_ARGS))
 	$(if $(PYTEST_ARGS),,@$(MAKE) --no-print-directory -j2 ranks alone lint $(addprefix fast-,$(LESSER)) older)
 
 ranks: $(STAMP)
