@@ -40,6 +40,7 @@ GOAL = 1.5
 WAYS = ("elastic", "packing", "fixed", "no messages")
 KINDS = ("log-normal", "uniform", "one long")
 IGNORE = -100
+SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20)  # bytes of the messages here
 
 
 def main(
@@ -154,7 +155,7 @@ def measure(kind: str, samples: int, rounds: int) -> dict[str, Any]:
 
 def measured_hardware(ranks: int) -> str:
     """Return the path of a file of `longspan bench link`, measured by these ranks."""
-    config = BenchConfig("link", parallel=ParallelConfig(1, 1, ranks, 1), dtype="fp32")
+    config = BenchConfig("link", parallel=ParallelConfig(1, 1, ranks, 1), dtype="fp32", sizes=SIZES, rounds=3)
     text = as_toml(measure_hardware(config, torch.device("cpu"), "here", "in the same job"))
     path = Path(tempfile.mkdtemp(), "link.toml")
     path.write_text(text)
