@@ -476,7 +476,7 @@ def elastic() -> Picture:
     groups = [schedule.groups_of(rank) for rank in range(RANKS)]
     labels = [["" if g is None else ", ".join(names[i] for i in g.samples) for g in row] for row in groups]
     cells: Cells = [[None if g is None else rank for g in row] for rank, row in enumerate(groups)]
-    under = "two rounds; equal labels share a sample"
+    under = f"{len(schedule.rounds)} rounds; equal labels share samples"
     p.grid(470, 34, cells, "elastic", under, labels=labels, cell=260 / len(schedule.rounds), tall=28)
     for x in (54, 462):
         for rank in range(RANKS):
