@@ -278,14 +278,13 @@ class _Packing:
 
     A sample gets the fewest ranks that hold it and take at most `limit` seconds. Samples of several ranks come first,
     the longest first, each in the fullest group of its width that has time for it (best-fit decreasing). The others go
-    to the rank that is least busy for its round, the longest first.
+    to the rank that is least busy, the longest first.
     """
 
     def __init__(self, samples: _Samples, rounds: int, limit: float) -> None:
         self.samples, self.limit = samples, limit
         self.used = [[False] * samples.ranks for _ in range(rounds)]
         self.groups = list[_Open]()
-        self.height = [0.0] * rounds  # seconds of each round's busiest rank before samples are spread
 
     def fill(self) -> None:
         samples, ends = self.samples, self.samples.ends(self.limit)
@@ -293,22 +292,11 @@ class _Packing:
         for number in range(len(samples.widths) - 1, 0, -1):
             width = samples.widths[number]
             self._fill_wide(width, range(ends[width] - 1, starts[number] - 1, -1))
-        for group in self.groups:
-            self.height[group.round] = max(self.height[group.round], group.load)
         for number, used in enumerate(self.used):
             for rank in range(samples.ranks):
                 if not used[rank]:
                     self._opened(number, rank, 1)
-        self._raise_empty_rounds(samples.sums[1][ends[1]])
         self._spread(range(ends[1] - 1, -1, -1), 1)
-
-    def _raise_empty_rounds(self, seconds: float) -> None:
-        """Let rounds of single ranks alone have what ranks beside wider groups have no time for, of so many seconds."""
-        beside = [g for g in self.groups if g.width == 1 and self.height[g.round]]
-        seconds -= sum(self.height[group.round] for group in beside)
-        empty = self.height.count(0.0)
-        if empty and seconds > 0:
-            self.height = [height or seconds / (empty * self.samples.ranks) for height in self.height]
 
     def _fill_wide(self, width: int, places: Sequence[int]) -> None:
         samples, blocks, late = self.samples, self._free_blocks(width), list[int]()
@@ -343,12 +331,12 @@ class _Packing:
         return self.groups[-1]
 
     def _spread(self, places: Iterable[int], least_width: int) -> None:
-        """Put each sample into the group of at least this width that is then least busy for its round."""
-        samples, height = self.samples, self.height
+        """Put each sample into the group of at least this width that is then least busy."""
+        samples = self.samples
         heaps: dict[int, list[tuple[float, int, _Open]]] = {w: [] for w in samples.widths if w >= least_width}
         for group in self.groups:
             if group.width >= least_width:
-                heaps[group.width].append((group.load - height[group.round], group.number, group))
+                heaps[group.width].append((group.load, group.number, group))
         for heap in heaps.values():
             heapq.heapify(heap)
         waiting = list[tuple[int, int, _Open]]()  # of groups without room for the last sample: minus their room
@@ -356,7 +344,7 @@ class _Packing:
             n, chosen, least = samples.lengths[place], 0, math.inf
             while waiting and -waiting[0][0] >= n:
                 _, number, group = heapq.heappop(waiting)
-                heapq.heappush(heaps[group.width], (group.load - height[group.round], number, group))
+                heapq.heappush(heaps[group.width], (group.load, number, group))
             for width, heap in heaps.items():
                 while heap and heap[0][2].tokens + n > width * samples.room:
                     _, number, group = heapq.heappop(heap)
@@ -367,7 +355,7 @@ class _Packing:
                 raise _Full
             _, number, group = heaps[chosen][0]
             self._put(group, place)
-            heapq.heapreplace(heaps[chosen], (group.load - height[group.round], number, group))
+            heapq.heapreplace(heaps[chosen], (group.load, number, group))
 
     def _put(self, group: _Open, place: int) -> None:
         group.load += self.samples.seconds[group.width][place]
