@@ -78,11 +78,13 @@ class TextStream:
         """Do nothing: `close` ends the stream."""
 
     def close(self) -> None:
+        """Write what remains, and a line's end to the output. A second call does nothing."""
         if self._decoder is not None:
             self._write(self._decoder.end())
             if self._output is not None and self.text and not self.text.endswith("\n"):
                 self._output.write("\n")
                 self._output.flush()
+            self._output = None
         if self._file is not None:
             self._file.close()
 
