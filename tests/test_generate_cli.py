@@ -9,12 +9,13 @@ import re
 import runpy
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, Qwen3NextConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, LlamaConfig, Qwen3NextConfig
 
 from longspan import cli
 from longspan.bench.meters import Sent, count_sent
@@ -31,6 +32,7 @@ from longspan.plan.job import Job, Mesh
 from longspan.plan.models.read import read_model
 from longspan.verify import VerifyConfig
 from longspan.verify.job import worker as verify_worker
+from tests.chats import make_tokenizer
 from tests.command import ForkedLauncher
 from tests.generating import run_generate, run_score
 from tests.pool import RankPool
@@ -124,7 +126,7 @@ def test_text_equals_one_process(
     out = tmp_path / "new" / "text.txt"
     assert cli.main([*_flags(folder), "--temperature", "0", "--out", str(out)]) == 0
     said = capsys.readouterr()
-    assert said.out.rstrip("\n") == _text(greedy).rstrip("\n")
+    assert said.out == _text(greedy).removesuffix("\n") + "\n"
     assert out.read_bytes().decode() == _text(greedy)
     assert f"new     {NEW} tokens, ended by --max-new-tokens" in said.err
     assert "first token after" in said.err and "planned" in said.err
@@ -216,6 +218,85 @@ def test_a_prompt_comes_from_stdin_a_file_or_a_chat(
     assert _text(plain.ids.tolist()) == "x\n\nWho?"
 
 
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that ends its turns, as the template does, and whose generation_config.json has another end."""
+    path = tmp_path_factory.mktemp("chat")
+    torch.manual_seed(5)
+    config = LlamaConfig(**LLAMA | {"vocab_size": 384, "eos_token_id": 0, "initializer_range": 0.2})
+    model: Any = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        model.lm_head.weight[2] *= 4
+    model.save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return path
+
+
+def _asked(folder: Path, **more: Any) -> GenerateConfig:
+    return _config(folder, **{"prompt": None, "question": "What is the other?", "temperature": 0.0, **more})
+
+
+def test_a_question_is_answered_in_the_chat_template(chat: Path, pool2: RankPool) -> None:
+    """Alone, on every mesh: the tokens of transformers, until the template's end of a turn."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(chat), AutoTokenizer.from_pretrained(chat)
+    system = {"role": "system", "content": "Be the one."}
+    messages = [system, {"role": "user", "content": "What is the other?"}]
+    made = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    found = model.generate(**made, max_new_tokens=NEW, do_sample=False, eos_token_id=[0, 2], pad_token_id=0)[0]
+    expected = found[made["input_ids"].shape[1] :].tolist()
+    assert expected[-1] == 2 and 1 < len(expected) < NEW
+    for mesh in ({"ring": 2}, {"ulysses": 2}):
+        for report in pool2.run(run_generate, _asked(chat, system=system["content"], **mesh)):
+            assert report["ids"] == expected and report["ended_by"] == "the model"
+            assert report["prompt_tokens"] == made["input_ids"].shape[1]
+
+
+def test_a_question_needs_no_text(
+    chat: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a terminal, with an empty stdin, and under torchrun. Whoever asks a model that is no chat model, or does not
+    ask one that is, gets a note; a system message is never lost."""
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    empty = io.TextIOWrapper(io.BytesIO())
+    slow = SimpleNamespace(isatty=lambda: False, buffer=SimpleNamespace(read=lambda: time.sleep(0.3) or b""))
+    asked = "<|im_start|>user\nWhat is the other?<|im_end|>\n<|im_start|>assistant\n"
+    tokenizer = make_tokenizer()
+    monkeypatch.setattr("longspan.generate.prompt._STDIN_S", 0.01)
+    for stdin in (terminal, empty, slow, None):
+        monkeypatch.setattr("sys.stdin", stdin)
+        opened = open_fitting_prompt(_asked(chat))
+        assert tokenizer.decode(opened.ids) == asked and opened.note is None
+        assert ("waiting for the end of stdin" in capsys.readouterr().err) == (stdin is slow)
+    with monkeypatch.context() as torchrun:
+        torchrun.setattr("longspan.ranks.launch.started_elsewhere", lambda: True)
+        assert tokenizer.decode(open_fitting_prompt(_asked(chat)).ids) == asked
+
+    for given, said in (
+        ({"prompt": "x", "question": None}, "give --question TEXT"),
+        ({"prompt": "x", "question": None, "template": "none"}, None),
+        ({"prompt": "x", "question": None, "template": "chat"}, None),
+        ({"tokenizer": "bytes"}, "no chat template, so the model continues the question"),
+        ({"tokenizer": "bytes", "prompt": "x", "question": None}, None),
+    ):
+        open_fitting_prompt(_asked(chat, **given))
+        err = capsys.readouterr().err
+        assert ("note: " in err) == (said is not None) and (said or "") in err
+
+    with pytest.raises(LongspanError, match="--system: the tokenizer bytes has no chat template"):
+        open_fitting_prompt(_asked(folder, system="Be brief."))
+    with pytest.raises(LongspanError, match="--cache-dir saves .*before the question, and there is nothing"):
+        open_fitting_prompt(_asked(chat, cache_dir=tmp_path / "kept"))
+    assert open_fitting_prompt(_asked(chat, cache_dir=tmp_path / "kept", system="Be brief.")).text_tokens > 10
+    for template, said in (
+        ("{{ raise_exception('no system here') }}", "refuses the chat: no system here; leave out --system"),
+        ("{{ messages[-1]['content'] }}", "drops system messages; leave out --system"),
+    ):
+        make_tokenizer(template).save_pretrained(tmp_path / "other")
+        with pytest.raises(LongspanError, match=said):
+            open_fitting_prompt(_asked(chat, system="Be brief.", tokenizer=str(tmp_path / "other")))
+
+
 def test_characters_of_several_tokens_are_decoded_together() -> None:
     decoder, ids = Decoder(ByT5Tokenizer()), [b + 3 for b in "é – 日本".encode()]
     parts = [decoder.add([i]) for i in ids]
@@ -273,6 +354,9 @@ def test_scores_equal_one_process(folder: Path, pool2: RankPool, tmp_path: Path)
         ({"model": ""}, "--model is missing"),
         ({"file": Path("x")}, "--prompt and --file both give a text"),
         ({"temperature": 0, "top_k": 3}, "--temperature 0 does not sample"),
+        ({"question": " "}, "--question is empty"),
+        ({"system": "Be brief."}, "--system is a message of a chat, and a text without --question is continued"),
+        ({"system": "Be brief.", "question": "Who?", "template": "none"}, "--template none writes no chat"),
         ({"top_p": 1.5}, "--top-p must be at most 1"),
         ({"out": Path("/")}, "--out / is a folder"),
     ],

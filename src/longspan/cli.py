@@ -23,7 +23,11 @@ from longspan.ranks import launch
 #: Command: (module, its config class, what it does).
 COMMANDS = {
     "train": ("longspan.train", "TrainConfig", "train a causal LM on long sequences"),
-    "generate": ("longspan.generate", "GenerateConfig", "continue a text, or answer a question about a long one"),
+    "generate": (
+        "longspan.generate",
+        "GenerateConfig",
+        "answer a question, also about a long text; continue a text",
+    ),
     "score": ("longspan.generate.score", "ScoreConfig", "compute perplexity and log-probabilities of a long text"),
     "verify": ("longspan.verify", "VerifyConfig", "prove on your model that the sharded run computes the same"),
     "plan": ("longspan.plan.command", "PlanConfig", "say what fits, on which mesh, and what it costs; needs no torch"),

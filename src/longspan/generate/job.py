@@ -61,6 +61,7 @@ def open_fitting_prompt(config: GenerateConfig) -> Prompt:
     planned = check_memory(config, prompt.model_config, prompt.tokens)
     if launch.is_first_rank():
         lines = [f"prompt: {prompt.tokens:,} tokens; {planned}", *([] if reason is None else [f"weights: {reason}"])]
+        lines += [] if prompt.note is None else [f"note: {prompt.note}"]
         print("\n".join(lines), file=sys.stderr, flush=True)
     return replace(prompt, flags=config)
 

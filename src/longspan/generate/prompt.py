@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from dataclasses import dataclass, field
+import threading
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,8 @@ class Prompt:
     text_tokens: int = 0  # the first tokens, which do not depend on the question
     key: str = ""  # name of their cache in `--cache-dir`
     pictures: Pictures = field(default_factory=dict)
+    end_of_turn: int | None = None  # the token that ends an answer in the chat template, if the prompt is in it
+    note: str | None = None  # to the user: how the text was taken, if that may not be what was meant
 
     @property
     def tokens(self) -> int:
@@ -77,34 +80,59 @@ def tokenizer_name(config: ModelFlags) -> str:
     return name if has_tokenizer(name) else BYTES
 
 
-def read_text(text: str | None, file: Path | None, flag: str) -> str:
-    """Return `text` (the value of `flag`), or the text of a file or stdin."""
+def read_text(text: str | None, file: Path | None, flag: str, *, optional: bool = False) -> str:
+    """Return `text` (the value of `flag`), or the text of a file or stdin; "" if an `optional` one is not given."""
     if text is not None:
         return text
+    on_terminal = sys.stdin is None or sys.stdin.isatty()
+    if file is None and optional and (on_terminal or launch.started_elsewhere()):
+        return ""
     if file is None and launch.started_elsewhere():
         raise LongspanError(f"ranks started by torchrun share no stdin; give {flag} or --file")
-    if file is None and sys.stdin.isatty():
+    if file is None and on_terminal:
         raise LongspanError(f"there is no text; give {flag} TEXT or --file FILE, or pipe it in")
     where = "stdin" if file is None else f"--file {file}"
     try:
-        decoded = (sys.stdin.buffer.read() if file is None else file.read_bytes()).decode("utf-8-sig")
+        decoded = (_read_stdin() if file is None else file.read_bytes()).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise LongspanError(f"{where} cannot be read: it is no UTF-8 text ({error}); save it as UTF-8") from error
     except OSError as error:
         raise LongspanError(f"{where} cannot be read: {error.strerror or error}") from error
-    if not decoded:
+    if not decoded and not (optional and file is None):
         raise LongspanError(f"{where} is empty; give a text")
     return decoded
+
+
+_STDIN_S = 3.0
+"""Seconds after which a command that waits for stdin says so."""
+
+
+def _read_stdin() -> bytes:
+    """Return all of stdin. Its writer may never close it, as where a script inherits an open pipe: then say so."""
+    said = "longspan: waiting for the end of stdin, to read a text; < /dev/null gives none"
+    timer = threading.Timer(_STDIN_S, print, (said,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        return sys.stdin.buffer.read()
+    finally:
+        timer.cancel()
 
 
 def open_prompt(config: GenerateConfig) -> Prompt:
     """Return the prompt of a `GenerateConfig`; no weights are loaded."""
     model_config, _ = read_model_config("--model", config.model, 1)
     tokenizer = load_tokenizer(tokenizer_name(config))
-    asked_alone = config.pictures and config.prompt is None and config.file is None and config.question is not None
-    text = "" if asked_alone else read_text(config.prompt, config.file, "--prompt")
+    asked = config.question is not None
+    asked_alone = config.pictures and config.prompt is None and config.file is None and asked
+    text = "" if asked_alone else read_text(config.prompt, config.file, "--prompt", optional=asked)
+    if not (text or config.pictures or config.system or config.cache_dir is None):
+        raise LongspanError(
+            "--cache-dir saves the cache of what comes before the question, and there is nothing; give a text with "
+            "--file, or leave it out"
+        )
     if config.question is not None:
-        text = f"{text.rstrip()}\n\n{config.question}" if text else config.question
+        text = f"{text.rstrip()}\n\n{config.question}" if text.strip() else config.question
     pictures: Pictures = {}
     if config.pictures:
         ids, pictures = _with_pictures(config, model_config, text)
@@ -112,13 +140,34 @@ def open_prompt(config: GenerateConfig) -> Prompt:
         ids = _encoded(config, tokenizer, text)
     check_ids(config, model_config, ids)
     fit_positions(config, model_config, len(ids), config.max_new_tokens)
+    in_template = config.pictures or _in_template(config, tokenizer)
+    opened = Prompt(
+        config,
+        model_config,
+        ids,
+        pictures=pictures,
+        end_of_turn=_end_of_turn(tokenizer) if in_template else None,
+        note=None if in_template or config.template != "auto" else _note(tokenizer, asked),
+    )
     if config.cache_dir is None:
-        return Prompt(config, model_config, ids, pictures=pictures)
+        return opened
     other = _encoded(config, tokenizer, text if config.question is None else f"{text.removesuffix(config.question)}?")
     length = min(len(ids) - 1, len(other))  # at least one token must be computed to generate the next one
     differs = np.flatnonzero(ids[:length] != other[:length])
     shared = int(differs[0]) if len(differs) else length
-    return Prompt(config, model_config, ids, shared, _cache_key(config, model_config, ids[:shared]))
+    return replace(opened, text_tokens=shared, key=_cache_key(config, model_config, ids[:shared]))
+
+
+def _note(tokenizer: Any, asked: bool) -> str | None:
+    """Return a note to whoever continues a text with a chat model, or asks a model that is none."""
+    if asked:
+        return "the tokenizer has no chat template, so the model continues the question as a text; it may not answer"
+    if getattr(tokenizer, "chat_template", None) is None:
+        return None
+    return (
+        "the text is continued as it is, without the tokenizer's chat template; to ask the model, give --question TEXT "
+        "(--template none: without this note)"
+    )
 
 
 def _cache_key(config: GenerateConfig, model_config: Any, ids: NDArray[np.int64]) -> str:
@@ -136,18 +185,60 @@ def _cache_key(config: GenerateConfig, model_config: Any, ids: NDArray[np.int64]
     return hashlib.sha256(json.dumps(facts).encode() + ids.tobytes()).hexdigest()[:24]
 
 
-def _encoded(config: GenerateConfig, tokenizer: Any, text: str) -> NDArray[np.int64]:
+def _in_template(config: GenerateConfig, tokenizer: Any) -> bool:
+    """Return whether the text is sent in the tokenizer's chat template; raise if it must be and there is none."""
     has_template = getattr(tokenizer, "chat_template", None) is not None
-    if config.template == "chat" and not has_template:
+    if not has_template and (config.template == "chat" or config.system is not None):
+        flag = "--template chat" if config.system is None else "--system"
         raise LongspanError(
-            f"--template chat: the tokenizer {tokenizer_name(config)} has no chat template; use --template none"
+            f"{flag}: the tokenizer {tokenizer_name(config)} has no chat template; leave {flag} out, or give the "
+            "--tokenizer of a chat model"
         )
-    if config.template == "none" or not has_template or (config.template == "auto" and config.question is None):
+    asked = config.template == "chat" or (config.template == "auto" and config.question is not None)
+    return has_template and asked
+
+
+def _encoded(config: GenerateConfig, tokenizer: Any, text: str) -> NDArray[np.int64]:
+    if not _in_template(config, tokenizer):
         return text_ids(tokenizer, text)
-    message = [{"role": "user", "content": text}]
-    written = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    written = _written(config, tokenizer, text)
     ids = tokenizer(written, add_special_tokens=False, verbose=False)["input_ids"]
     return np.asarray(ids, dtype=np.int64)
+
+
+def _written(config: GenerateConfig, writer: Any, content: Any) -> str:
+    """Return the chat of the system's and the user's message in the template of a tokenizer or processor."""
+    name, system = config.tokenizer or tokenizer_of("--model", config.model), config.system
+    messages = [{"role": "user", "content": content}]
+    if system is not None:  # in parts, if the user's message is
+        messages.insert(
+            0, {"role": "system", "content": system if isinstance(content, str) else [{"type": "text", "text": system}]}
+        )
+    fix = "" if system is None else "; leave out --system, or put its text into --question"
+    try:
+        written: str = writer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # of a template, which may raise anything
+        raise LongspanError(f"the chat template of {name} refuses the chat: {first_line(error)}{fix}") from error
+    if system is not None and system.strip() not in written:
+        raise LongspanError(f"the chat template of {name} drops system messages{fix}")
+    return written
+
+
+def _end_of_turn(tokenizer: Any) -> int | None:
+    """Return the special token that the chat template puts after an answer, if any.
+
+    It may be missing in the model's generation_config.json, as in that of a base model that was trained on chats.
+    """
+    answer = "\u2603"
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+    try:
+        written = tokenizer.apply_chat_template(chat, tokenize=False)
+    except Exception:  # a template that wants other chats
+        return None
+    _, found, after = written.rpartition(answer)
+    ids = tokenizer(after, add_special_tokens=False)["input_ids"] if found else []
+    special = [token for token, added in tokenizer.added_tokens_decoder.items() if added.special]
+    return ids[0] if ids and ids[0] in special else None
 
 
 def text_ids(tokenizer: Any, text: str) -> NDArray[np.int64]:
@@ -217,9 +308,9 @@ def _with_pictures(config: GenerateConfig, model_config: Any, text: str) -> tupl
     if config.video is not None:
         options |= _video(config.video, config.fps, processor)
     kinds = ["image"] * len(images) + ["video"] * (config.video is not None)
-    message = {"role": "user", "content": [{"type": kind} for kind in kinds] + [{"type": "text", "text": text}]}
+    content = [{"type": kind} for kind in kinds] + [{"type": "text", "text": text}]
+    written = _written(config, processor, content)
     try:
-        written = processor.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
         # Templates write the tokenizer's first token.
         made = processor(text=[written], return_tensors="pt", add_special_tokens=False, **options)
     except Exception as error:  # processors raise any kind

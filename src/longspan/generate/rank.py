@@ -192,6 +192,9 @@ class Generation:
             settings.top_k = 0
         if settings.eos_token_id is None:
             settings.eos_token_id = self._tokenizer.eos_token_id
+        ends = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
+        if self.prompt.end_of_turn not in (None, *ends):
+            settings.eos_token_id = [*ends, self.prompt.end_of_turn]
         if settings.pad_token_id is None:
             settings.pad_token_id = self._tokenizer.pad_token_id
         return settings
