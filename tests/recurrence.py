@@ -35,6 +35,7 @@ class Case:
     causal: bool = True
     documents: Rows | None = None  # an id for every token, by row; rows repeat up to the batch
     state: bool = False  # whether an initial state is given and the final one returned
+    zero: str = ""  # the input that is 0 everywhere, as after a projection that is initialised with zeros
     dtype: torch.dtype = torch.float32
     seed: int = 0
 
@@ -64,6 +65,8 @@ def make(case: Case) -> dict[str, Tensor]:
     if case.state:
         x["initial_state"] = draw(case.batch, case.value_heads, case.dim, case.v_dim)
         x["dfinal"] = draw(case.batch, case.value_heads, case.dim, case.v_dim)
+    if case.zero:
+        x[case.zero].zero_()
     return {name: t.to(case.dtype) for name, t in x.items()}
 
 

@@ -19,13 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from longspan.comm.collectives import all_gather
 from longspan.comm.mesh import group_name
 from longspan.compat.torch_api import not_compiled
-from longspan.mixers.chunked import LinearAttention, tiny
+from longspan.mixers.chunked import LinearAttention, without_tiny
 from longspan.mixers.fragments import Fragment, FragmentTable
 from longspan.mixers.mixer import Mixer, Tokens
 from longspan.mixers.state_passing import Exchange, Passing, depend, gather_states, run_mixer, zero_of
@@ -275,7 +274,7 @@ def _summary(step: Tensor | None, added: Tensor, total: Tensor | None, columns: 
     V = added.shape[-1]
     state = torch.cat([added[0], step[0]], -1).flatten(0, 1)
     for n in range(1, len(added)):
-        state = F.hardshrink(step[n].flatten(0, 1) @ state, tiny(state))
+        state = without_tiny(step[n].flatten(0, 1) @ state)
         state[..., :V] += added[n].flatten(0, 1)
     both = state.unflatten(0, added.shape[1:3])
     return both[..., :V], both[..., V:]

@@ -16,6 +16,7 @@ Shape suffixes: B batch, T tokens, H heads, K key dim, V value dim, N chunks, C 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -164,7 +165,7 @@ def _local_of(chunks: Chunks, start_BHKV: Tensor, receives: bool) -> Local:
     for now, new in zip([None] * len(added) if step is None else step.unbind(0), added.unbind(0), strict=True):
         states.append(state)
         if now is not None:
-            state = F.hardshrink(now @ state if now.shape[-1] > 1 else now * state, tiny(state))
+            state = without_tiny(now @ state if now.shape[-1] > 1 else now * state)
         state = state + new
     before, since_start = torch.stack(states).tensor_split([V], -1)
     final, transition = state.tensor_split([V], -1)
@@ -179,6 +180,19 @@ def _local_of(chunks: Chunks, start_BHKV: Tensor, receives: bool) -> Local:
     return Local(final, transition if receives and step is not None else None, finish)
 
 
-def tiny(x: Tensor) -> float:
-    """Return what counts as zero. A product of many steps becomes subnormal, and a CPU takes ten times as long then."""
-    return 1e8 * torch.finfo(x.dtype).tiny
+def without_tiny(x: Tensor) -> Tensor:
+    """Replace tiny values by 0. A product of many steps becomes subnormal, and a CPU takes ten times as long then."""
+    found: Tensor = _WithoutTiny.apply(x)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _WithoutTiny(torch.autograd.Function):
+    """Treat the gradient like the values. `hardshrink` alone drops the gradient wherever the value is 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return F.hardshrink(x, 1e8 * torch.finfo(x.dtype).tiny)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> Tensor:
+        return without_tiny(dx)
