@@ -43,8 +43,8 @@ KINDS = [
     Case(n=23, causal=False, documents=ROWS, state=True),
     Case(n=150, decay="strong", dim=8, batch=1),
     Case(n=150, decay="key", beta=True, dim=8, batch=1),
-    Case(n=150, decay="head", zero="v", batch=1),
-    Case(n=30, decay="head", beta=True, zero="beta"),
+    Case(n=300, decay="head", zero="v", batch=1),  # several chunks on each of 4 ranks
+    Case(n=300, decay="head", beta=True, zero="beta", batch=1),
 ]
 KINDS += [dataclasses.replace(case, dtype=torch.float64) for case in KINDS[2:6]]
 KINDS += [Case(n=25, decay="key", beta=True, state=True, dtype=torch.bfloat16)]
