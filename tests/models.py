@@ -360,11 +360,11 @@ def compare_cases(make: Callable[[], Any], cases: list[Case], truth: Truth) -> N
 
 
 def lora_on_experts(model: Any) -> Any:
-    """Put PEFT's LoRA on stacked experts and on queries; it changes what the model computes."""
+    """Put PEFT's LoRA on stacked experts, their router and on queries; it changes what the model computes."""
     import peft
 
     torch.manual_seed(3)
-    weights = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    weights = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
     config = peft.LoraConfig(r=3, target_modules=["q_proj"], target_parameters=weights, init_lora_weights=False)
     return peft.get_peft_model(model, config)
 

@@ -77,7 +77,9 @@ class TensorPlan:
         # Modules between collectives: "attention" or "mlp" (with shards of weights), "moe" (with my tokens).
         self.regions = dict[str, str]()
         self.experts = list[str]()  # modules of which each rank holds some experts
-        self.adapted = list[str]()  # PEFT's modules around them, whose forwards read the weights
+        # PEFT's outermost modules around single weights (of experts, of a router), whose forwards read the weights.
+        wrapped = (path for path, module in self.modules.items() if hasattr(module, "parameter_name"))
+        self.adapted = [path for path in wrapped if not path.endswith(".base_layer")]
         # Norms over the queries or keys of all heads, with the weight of each of my entries in the mean: 1 over the
         # number of ranks that hold it.
         self.norms = dict[str, list[float]]()
@@ -241,8 +243,6 @@ class TensorPlan:
         self._rule(module, at, **dict.fromkeys(weights, Rule(0)))
         for adapter in adapters.items():
             self._expert_adapter(*adapter, count)
-        if adapters:
-            self.adapted.append(path)
         self.regions[owner] = "moe"
         self.experts.append(at)
 
