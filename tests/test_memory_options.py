@@ -199,10 +199,10 @@ def test_memory_options_on_ranks_without_heads(pool4: RankPool) -> None:
     pool4.run(_on_ranks_without_heads, truth_of(_two_heads(), batch()))
 
 
-# The input of a DistilBERT layer is the output of the previous layer's last norm.
+# The input of a DistilBERT layer is the output of the previous layer's last norm. An OPT layer flattens its tokens.
 @pytest.mark.parametrize(
     ("family", "memory_option"),
-    [(f, "all") for f in ("GPT2", "Olmo2", "Llama4Text", "Mixtral", "ModernBert")] + [("DistilBert", "longest")],
+    [(f, "all") for f in ("GPT2", "Olmo2", "Llama4Text", "Mixtral", "ModernBert", "OPT")] + [("DistilBert", "longest")],
 )
 def test_other_families_on_one_device(monkeypatch: pytest.MonkeyPatch, family: str, memory_option: str) -> None:
     monkeypatch.setattr(tile_sizes, "FEWEST_ROWS", (2, 2))

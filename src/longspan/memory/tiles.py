@@ -34,8 +34,8 @@ class Tiled:
     """Replaces a module's `forward` by one that goes tile by tile, if it is `on`.
 
     Args:
-        module: called with hidden states `[B, L, ...]` alone. Returns a tensor, or several, each with the tokens in the
-            same two dimensions, or in one.
+        module: called with hidden states `[B, L, ...]`, or `[B * L, dim]`, alone. Returns a tensor, or several, each
+            with the tokens in the same two dimensions, or in one.
         name: of the module, for errors.
         rows: returns the tokens of a tile from the number of tokens and whether they are on a CPU.
         draws: whether the module draws random numbers.
@@ -88,7 +88,12 @@ class Tiled:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.on or kwargs or len(args) != 1:
             return self.compute(*args, **kwargs)
-        return self._with_grad(args[0]) if torch.is_grad_enabled() else self._without_grad(args[0])
+        (hidden,) = args
+        if hidden.dim() == 2:  # an OPT layer flattens its hidden states
+            out = self._forward(hidden := hidden[None])
+            found = [_at(x, hidden, slice(None)) for x in (out if isinstance(out, tuple) else [out])]
+            return tuple(found) if isinstance(out, tuple) else found[0]
+        return self._with_grad(hidden) if torch.is_grad_enabled() else self._without_grad(hidden)
 
     def _forward_no_grad(self, hidden: Tensor) -> Any:
         tiles = self.count_tiles(hidden)
