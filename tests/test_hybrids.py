@@ -82,6 +82,32 @@ def test_one_process(pool2: RankPool, family: str, ring: int, kind: str) -> None
     pool2.run(_run, family, {}, ring, fsdp, _inputs(family, kind), _truth(family, kind, {}))
 
 
+ATTENTION_ALONE: dict[str, dict[str, Any]] = {
+    "KimiLinear": {"layer_types": ["full_attention", "full_attention"]},
+    "Bamba": {"attn_layer_indices": [0, 1]},
+    "NemotronH": {"layer_types": ["full_attention", "mlp", "moe"]},
+    "Jamba": {"attn_layer_period": 1, "attn_layer_offset": 0},
+}
+"""Configs of hybrid families that choose no recurrent layer."""
+
+
+def _attention_alone(truths: dict[str, Truth]) -> None:
+    for number, (family, truth) in enumerate(truths.items()):
+        sp, whole = sharding(ring=1 + number % 2), inputs_of(family)
+        plain, model = (build(family, **ATTENTION_ALONE[family]) for _ in range(2))
+        model = longspan.parallelize(model, sp, memory="longest" if number % 2 else "fastest").train()
+        compare(truth, model, whole, sp)
+        ids = whole["input_ids"][:1]
+        expected, found = (x.eval().generate(ids, max_new_tokens=2, do_sample=False) for x in (plain, model))
+        assert torch.equal(found, expected), family
+
+
+@needs_mixers
+def test_hybrids_without_a_recurrent_layer(pool2: RankPool) -> None:
+    truths = {f: truth_of(build(f, **changes), inputs_of(f)) for f, changes in ATTENTION_ALONE.items()}
+    pool2.run(_attention_alone, truths)
+
+
 def _heads(family: str) -> dict[str, Any]:
     """Return changes of a family, so that it has a head for each of 8 ranks."""
     heads = {**BASE, **HYBRIDS[family]}

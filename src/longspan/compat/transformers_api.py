@@ -368,6 +368,15 @@ def mixer_functions(module: Any) -> dict[str, Any]:
     return {}
 
 
+def is_hybrid(model: Any) -> bool:
+    """Return whether a model's family has recurrent layers, even if its config chooses none.
+
+    When gone: False, and a model that does not declare its attention is refused.
+    """
+    defined = {name for kind in type(model).__mro__ for name in vars(sys.modules[kind.__module__])}
+    return any(name.partition(".")[0] in defined for name in MIXER_FUNCTIONS)
+
+
 def add_mixer_function(name: str) -> None:
     """Add the name of a function to `MIXER_FUNCTIONS`. When gone: as there."""
     MIXER_FUNCTIONS.add(name)

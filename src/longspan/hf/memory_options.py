@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.comm.objects import on_every_rank
-from longspan.compat.transformers_api import set_checkpointing
+from longspan.compat.transformers_api import is_hybrid, set_checkpointing
 from longspan.core.errors import LongspanError
 from longspan.core.memory import Memory
 from longspan.core.tile_sizes import layers_held, layers_per_checkpoint, mlp_rows, norm_rows
@@ -205,7 +205,7 @@ class MemoryModules:
     def __init__(self, model: PreTrainedModel) -> None:
         self.layers = decoder_layers(model)
         self.tower = tower_blocks(model)  # their activations are recomputed if those of the layers are
-        self.recurrent = bool(mixer_layers(model))  # then layers may have no MLP
+        self.hybrid = is_hybrid(model)  # then layers may have no MLP
         self.names = {module: name for name, module in model.named_modules()}
         self.untiled: str | None = None  # why some MLP cannot run tile by tile
         self.mlps = [mlp for layer in self.layers for mlp in self._mlps(layer)]
@@ -226,7 +226,7 @@ class MemoryModules:
             if not any(module in attends for module in child.modules()) and any(p.dim() > 1 for p in child.parameters())
         ]
         problem = None
-        if not mlps and not self.recurrent:
+        if not mlps and not self.hybrid:
             problem = f"{self.names[layer]} ({type(layer).__name__}) has no MLP of its own to run tile by tile"
         for child in mlps:
             if _takes_one(child):

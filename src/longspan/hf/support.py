@@ -21,6 +21,7 @@ from longspan.attn.mask import Mask
 from longspan.attn.score import Scores
 from longspan.compat.transformers_api import (
     calls_registry,
+    is_hybrid,
     makes_positions,
     mixer_functions,
     mixers_hint,
@@ -39,7 +40,7 @@ _MIXERS = re.compile(
     r"Mamba|DeltaNet|LinearAttention|LightningAttention|Rwkv|RWKV|LSTM|Recurrent|ShortConv|Hyena|Retention|SSM"
 )
 
-# Values of a config's `layer_types`: of attention, and, where the recurrent layers are known ones, of other layers.
+# Values of a config's `layer_types`: of attention, and, in families with known recurrent layers, of other layers.
 _ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _MIXER_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp"}
 _MIXER_TYPES |= {"mamba", "attention"}  # before transformers 5.15
@@ -95,7 +96,7 @@ def mixer_layers(model: nn.Module) -> dict[str, nn.Module]:
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the elements of every module list whose elements all contain an attention layer or recurrent layer.
 
-    In a list of one class with a recurrent layer, others may be an MLP (Nemotron-H). Of nested lists (ALBERT's
+    In a list of one class, others may be an MLP (Nemotron-H). Of nested lists (ALBERT's
     groups of layers) return the inner elements.
     """
     lists = [m for _, m in text_modules(model) if isinstance(m, nn.ModuleList) and len(m) > 0]
@@ -105,9 +106,8 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _are_layers(blocks: nn.ModuleList) -> bool:
-    if all(attention_layers(block) or mixer_layers(block) for block in blocks):
-        return True
-    return len({type(block) for block in blocks}) == 1 and any(mixer_layers(block) for block in blocks)
+    mixes = [bool(attention_layers(block) or mixer_layers(block)) for block in blocks]
+    return all(mixes) or (any(mixes) and len({type(block) for block in blocks}) == 1)
 
 
 def final_norm(model: nn.Module) -> list[nn.Module]:
@@ -265,7 +265,7 @@ def _check_family(model: PreTrainedModel, name: str) -> None:
     _check_modules(model, name)
     _check_config(model, name)
     layers, mixers = attention_layers(model), mixer_layers(model)
-    undeclared = bool(mixers) and all(map(calls_registry, layers.values()))
+    undeclared = is_hybrid(model) and all(map(calls_registry, layers.values()))
     if not (layers or mixers) or not (uses_registry(model) or undeclared):
         which = f"layer {next(iter(layers))} of {name}" if layers else name
         raise LongspanError(f"{which} does not go through transformers' attention registry; {HELP}")
@@ -306,7 +306,7 @@ def _check_modules(model: PreTrainedModel, name: str) -> None:
                 f"a length of its own; {HELP}"
             )
         # The family's own name may sound like a mixer: that of Mamba's norms, or of Kimi-Linear's attention.
-        own = kind.removeprefix(name.split("For")[0]) if mixers else kind
+        own = kind.removeprefix(name.split("For")[0]) if is_hybrid(model) else kind
         by_name = _MIXERS.search(own) and not any(other.startswith(path + ".") for other in mixers)
         by_class = isinstance(module, nn.Conv1d | nn.Conv2d | nn.RNNBase)
         if (by_name or by_class) and module not in within:
@@ -324,7 +324,7 @@ def _check_modules(model: PreTrainedModel, name: str) -> None:
 def _check_config(model: PreTrainedModel, name: str) -> None:
     config = model.config.get_text_config()
     for index, kind in enumerate(getattr(config, "layer_types", None) or []):
-        if kind not in _ATTENTION_TYPES and not (kind in _MIXER_TYPES and mixer_layers(model)):
+        if kind not in _ATTENTION_TYPES and not (kind in _MIXER_TYPES and is_hybrid(model)):
             raise LongspanError(f"layer {index} of {name} is of the type {kind}; {HELP}")
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
         raise LongspanError(f"every attention layer of {name} adds ALiBi biases to its scores; {HELP}")
