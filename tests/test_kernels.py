@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 import warnings
@@ -16,8 +17,8 @@ from torch import Tensor
 
 import longspan
 from longspan.attn import prepare
+from longspan.attn.kernels import base, flash, flex
 from longspan.attn.kernels import choice as kernels
-from longspan.attn.kernels import flash, flex
 from longspan.attn.kernels import tiled as tiles
 from longspan.attn.kernels.base import BlockKernel, KernelRequest
 from longspan.attn.mask import Mask
@@ -264,6 +265,21 @@ def test_an_invalid_table_is_refused(tmp_path: Path, text: str, message: str) ->
     (tmp_path / "mine.toml").write_text(text)
     with pytest.raises(LongspanError, match=f"mine.toml.*{message}"):
         longspan.kernel_table(tmp_path / "mine.toml")
+
+
+@pytest.mark.parametrize("owner", ["mask", "scores"])
+def test_every_kernel_refuses_an_option_that_it_does_not_know(monkeypatch: pytest.MonkeyPatch, owner: str) -> None:
+    """A field that was added to `Mask` or `Scores`, and to no kernel."""
+    kind: Any = {"mask": Mask, "scores": Scores}[owner]
+    wider = dataclasses.make_dataclass("Wider", [("novel", Any, None)], bases=(kind,), frozen=True)
+    monkeypatch.setitem(kind.__dataclass_fields__, "novel", wider.__dataclass_fields__["novel"])
+    monkeypatch.setattr(kind, "novel", None, raising=False)
+    monkeypatch.setitem(base.OPTIONS, owner, base._options(kind))
+    request = KernelRequest(**{"mask": Mask(), "scores": Scores(), "device": torch.device("cpu"), owner: kind()})
+    object.__setattr__(getattr(request, owner), "novel", 3)
+    for kernel in ("auto", *kernels.REGISTRY, _plain, longspan.kernel_with_lse(lambda q, k, v, causal, scale, bias: q)):
+        with pytest.raises(LongspanError, match="cannot do novel"):
+            kernels.choose_kernel(kernel, request)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

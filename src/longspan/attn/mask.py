@@ -26,8 +26,9 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class Mask:
     """Query i attends to key j if all of these conditions hold; positions count from the start of the whole sequence.
 
-    To add an option, add a field here and extend `pairwise` and `segment_regions`. `longspan.attention` accepts every
-    field but the segments as a keyword argument.
+    To add an option, add a field here, extend `pairwise` and `segment_regions`, and name it in the `computes` of each
+    kernel that follows it; other kernels refuse it. `longspan.attention` accepts every field but the segments as a
+    keyword argument.
 
     Attributes:
         causal: j <= i.

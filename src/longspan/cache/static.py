@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from longspan.attn.kernels import flash
-from longspan.attn.kernels.base import KernelRequest, SoftmaxAccumulator
+from longspan.attn.kernels.base import KEYS, KernelRequest, SoftmaxAccumulator, refusal
 from longspan.attn.kernels.choice import Choice
 from longspan.attn.score import Scores
 from longspan.cache.attend import first_visible_token
@@ -141,7 +141,10 @@ class StaticDecode:
 
     def kernel(self, request: KernelRequest) -> tuple[Any, Choice]:
         """Return what computes the attention of a lone query, and its description."""
-        fits = flash.FLASH.refuses(request) is None
+        unknown = [name for name in request.options if name not in FormulaDecode.computes]
+        if unknown:
+            raise LongspanError(f"cuda_graph=True cannot do {' or '.join(unknown)}; leave cuda_graph out")
+        fits = refusal(flash.FLASH, request) is None
         kernel: Any = FlashDecode() if fits else FormulaDecode()
         return kernel, Choice(kernel.name, "a lone query in a step of constant shapes (cuda_graph=True)")
 
@@ -261,6 +264,7 @@ class FormulaDecode:
     """The formula in fp32: for CPUs, fp32, wide heads and softcaps."""
 
     name = "formula"
+    computes = frozenset({"window", "chunk_size", "documents", KEYS, "softcap", "sinks"})
 
     def accumulate(
         self, into: SoftmaxAccumulator, q_BhND: Tensor, k_BKTD: Tensor, v_BKTV: Tensor, slots: Slots, scores: Scores

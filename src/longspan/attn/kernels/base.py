@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -26,6 +26,36 @@ from longspan.attn.mask import Mask, row_groups
 from longspan.attn.score import ScoreKind, Scores
 from longspan.core.layout import Lengths, Span
 from longspan.core.regions import Region, intersections
+
+KEYS = "keys of another sequence or length"
+CUSTOM = "a custom mask"
+_OPTION_NAMES = {
+    "segments": "documents",
+    "kv_segments": KEYS,
+    "q_start": KEYS,
+    "bidirectional": "bidirectional spans",
+    "nodes": "trees",
+}
+"""Fields of `Mask` whose option has another name."""
+
+
+def _options(kind: Any) -> tuple[tuple[str, Any, str], ...]:
+    """Return name, default and option of each field of `Mask` or `Scores`, but those that every kernel computes."""
+    every_kernel = "causal", "scale", "first_head"
+    names = ((x.name, x.default) for x in fields(kind) if x.name not in every_kernel)
+    return tuple((name, default, _OPTION_NAMES.get(name, name)) for name, default in names)
+
+
+OPTIONS = {"mask": _options(Mask), "scores": _options(Scores)}
+"""Every option; at import, as a compiler cannot trace `fields`."""
+
+BY_REGIONS = frozenset(
+    {"window", "a window to both sides", "chunk_size", "prefix", "documents", KEYS, "bidirectional spans", "trees"}
+    | {CUSTOM}
+)
+"""The options that `Mask.regions` and `Mask.dense` express."""
+BY_SCORES = frozenset({"mask_mod", "softcap", "sinks", "alibi", "bias"})
+"""The options that change scores, or the sum of their exponentials."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +73,23 @@ class KernelRequest:
     lse: bool = False  # whether the log-sum-exp is needed even without a ring, because the method saves it
     # Names of kernels that "auto" passes over: they do not work on every rank (`methods/self_check.py`).
     failed: frozenset[str] = frozenset()
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The options in use: of every field of `Mask` and `Scores` that is not its default."""
+        names = [
+            option
+            for kind, own in (("mask", self.mask), ("scores", self.scores))
+            for name, default, option in OPTIONS[kind]
+            if getattr(own, name) is not default
+        ]
+        if self.mask.window is not None and not self.mask.causal:
+            names.append("a window to both sides")
+        if not self.same_length:
+            names.append(KEYS)
+        if type(self.mask) is not Mask:
+            names.append(CUSTOM)
+        return tuple(dict.fromkeys(names))
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,9 +325,11 @@ class Kernel(Protocol):
     """A registered kernel: a `BlockKernel` or an `AutogradKernel`."""
 
     name: str
+    # The options of mask and scores that it computes (`KernelRequest.options`). It is never called with any other.
+    computes: frozenset[str] = frozenset()
 
     def refuses(self, request: KernelRequest) -> str | None:
-        """Return why the kernel cannot compute this, with a fix; None if it can."""
+        """Return why the kernel cannot compute these tensors, with a fix; None if it can."""
 
     def describe(self, request: KernelRequest) -> str:
         """Return in a few words how the kernel would compute this."""
@@ -289,8 +338,9 @@ class Kernel(Protocol):
 class BlockKernel(Kernel, Protocol):
     """A kernel that returns a log-sum-exp, for one device and for every block of a ring.
 
-    To write one, inherit from this and define `name`, `refuses`, `describe`, `prepare`, `forward` and `backward`; a
-    kernel of several calls instead defines `accumulate` and `accumulate_gradients`, to add each.
+    To write one, inherit from this and define `name`, `computes` (`BY_REGIONS | {"sinks"}` if it follows
+    `Blocks.parts`), `refuses`, `describe`, `prepare`, `forward` and `backward`; a kernel of several calls instead
+    defines `accumulate` and `accumulate_gradients`, to add each.
     """
 
     self_check: bool = False  # whether "auto" compares the kernel with fp32 before its first use on a device
@@ -371,6 +421,18 @@ class AutogradKernel(Kernel, Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Copy q, k and v now if `run` would copy them, so that the caller can free the received buffer."""
         return q_BSHD, k_BTKD, v_BTKV
+
+
+def refusal(kernel: Any, request: KernelRequest) -> str | None:
+    """Return why a kernel cannot compute this, with a fix; None if it can."""
+    unable = [name for name in request.options if name not in kernel.computes]
+    if not unable:
+        refused: str | None = kernel.refuses(request)
+        return refused
+    known: Any = REGISTRY.get(kernel.name)
+    which = f"kernel={kernel.name!r}" if known is kernel else f"the kernel {kernel.name}"
+    named = (f"the mask {type(request.mask).__name__}" if name == CUSTOM else name for name in unable)
+    return f"{which} cannot do {' or '.join(named)}; use kernel='auto'"
 
 
 KernelT = TypeVar("KernelT", bound=Kernel)

@@ -18,7 +18,16 @@ from torch import Tensor
 
 from longspan.attn.kernels import flash as flash  # registers itself, as does the next one
 from longspan.attn.kernels import flash_attn as flash_attn
-from longspan.attn.kernels.base import REGISTRY, BlockKernel, Kernel, KernelRequest, register
+from longspan.attn.kernels.base import (
+    BY_REGIONS,
+    BY_SCORES,
+    REGISTRY,
+    BlockKernel,
+    Kernel,
+    KernelRequest,
+    refusal,
+    register,
+)
 from longspan.attn.kernels.custom import FunctionKernel
 from longspan.attn.kernels.flex import FLEX, compiles
 from longspan.attn.kernels.sdpa import SDPA
@@ -38,6 +47,7 @@ class EagerKernel(Kernel):
     """The formula with materialized scores, on any mesh, with gradients of learnt biases: `methods/reference.py`."""
 
     name = "eager"
+    computes = BY_REGIONS | BY_SCORES
 
     def refuses(self, request: KernelRequest) -> str | None:
         return None
@@ -93,9 +103,9 @@ def _check_requested(kernel: Kernel, request: KernelRequest) -> tuple[Kernel, Ch
             f"the kernel {missing_lse}; use kernel='auto' or 'tiled', a function that returns it "
             f"(longspan.kernel_with_lse), or {other}"
         )
-    refusal = kernel.refuses(request)
-    if refusal is not None:
-        raise LongspanError(refusal)
+    refused = refusal(kernel, request)
+    if refused is not None:
+        raise LongspanError(refused)
     if tiled_instead:
         return TILED, Choice(TILED.name, f"{missing_lse}; {TILED.describe(request)}")
     return kernel, Choice(kernel.name, kernel.describe(request))
@@ -145,7 +155,7 @@ def _choose_by_table(request: KernelRequest, table: KernelTable) -> tuple[Kernel
         if why_not is None:
             return kernel, Choice(kernel.name, "; ".join([*passed_over, kernel.describe(request), f"by {row.summary}"]))
         passed_over.append(why_not)
-    raise AssertionError(f"{TILED.name} refuses {request}")
+    raise LongspanError(f"no kernel computes this attention: {'; '.join(passed_over)}")
 
 
 def _why_not(kernel: Kernel, request: KernelRequest) -> str | None:
@@ -156,11 +166,11 @@ def _why_not(kernel: Kernel, request: KernelRequest) -> str | None:
     if kernel is FLEX and not compiles(request.device):
         return "flex cannot be compiled: it needs a GPU and Triton"
     try:
-        refusal = kernel.refuses(request)
+        refused = refusal(kernel, request)
     except LongspanError as error:  # a package that is not installed
-        refusal = str(error)
-    if refusal is not None:
-        return refusal.split(";")[0].replace(f"kernel={kernel.name!r}", kernel.name)
+        refused = str(error)
+    if refused is not None:
+        return refused.split(";")[0].replace(f"kernel={kernel.name!r}", kernel.name)
     if kernel.name in request.failed:
         return f"{kernel.name} does not work on every rank"
     if getattr(kernel, "self_check", False) and torch.compiler.is_compiling():

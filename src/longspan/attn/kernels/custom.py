@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.attn.kernels.base import AutogradKernel, BackwardInputs, Blocks, KernelRequest
+from longspan.attn.kernels.base import BY_SCORES, AutogradKernel, BackwardInputs, Blocks, KernelRequest
 from longspan.attn.kernels.flex import backward_by_autograd
-from longspan.attn.kernels.sdpa import beyond_sdpa, segments_with_chunks
+from longspan.attn.kernels.sdpa import SDPA, segments_with_chunks
 from longspan.attn.kernels.tiled import TiledKernel, TileScores, for_device
 from longspan.attn.score import Scores
 from longspan.core.errors import LongspanError
@@ -29,18 +29,13 @@ class FunctionKernel(AutogradKernel):
     without such a keyword is refused.
     """
 
+    computes = SDPA.computes | {"a window to both sides"} | BY_SCORES
+
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self.function = function
         self.name = getattr(function, "__name__", repr(function))
 
     def refuses(self, request: KernelRequest) -> str | None:
-        unable = [
-            what
-            for what in beyond_sdpa(request)
-            if what in ("prefix", "bidirectional spans", "trees") or what.startswith(("keys", "the mask"))
-        ]
-        if unable:
-            return f"the kernel {self.name} cannot do {' or '.join(unable)}; use kernel='auto'"
         mask = request.mask
         needed = {"causal", "scale", *self._more(mask.segments or mask.chunk_size, mask, request.scores)}
         missing = sorted(needed - self._keywords) if self._keywords is not None else []
@@ -86,13 +81,13 @@ class FunctionKernel(AutogradKernel):
 class LseKernel(TiledKernel):
     """A function that returns output and log-sum-exp, called tile by tile; see `kernel_with_lse`."""
 
+    computes = TiledKernel.computes - {"softcap"}
+
     def __init__(self, function: Callable[..., tuple[Tensor, Tensor]]) -> None:
         self.function = function
         self.name = getattr(function, "__name__", repr(function))
 
     def refuses(self, request: KernelRequest) -> str | None:
-        if request.scores.softcap is not None:
-            return f"the kernel {self.name} cannot do softcap; use kernel='auto'"
         return None
 
     def describe(self, request: KernelRequest) -> str:

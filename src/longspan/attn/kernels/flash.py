@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from longspan.attn.kernels.base import (
+    BY_REGIONS,
     BackwardInputs,
     BlockKernel,
     Blocks,
@@ -59,14 +60,13 @@ class FlashKernel(BlockKernel):
         implementation: torch's name of the one to activate; None for whatever is active.
     """
 
+    computes = BY_REGIONS | {"sinks"}
+
     def __init__(self, name: str = "flash", implementation: str | None = None) -> None:
         self.name, self.implementation = name, implementation
         self.self_check = implementation is not None
 
     def refuses(self, request: KernelRequest) -> str | None:
-        unable = _unlike_flash(request)
-        if unable:
-            return f"kernel={self.name!r} cannot do {' or '.join(unable)}; use kernel='auto'"
         unfit = _unfit(request)
         if unfit is not None:
             return f"kernel={self.name!r} {unfit}; use kernel='auto'"
@@ -143,18 +143,6 @@ class FlashKernel(BlockKernel):
                 total.add(more[..., : total.shape[3]], at)
 
 
-def _unlike_flash(request: KernelRequest) -> list[str]:
-    """Return the options that change every score, by name: no flash kernel of torch computes them."""
-    mask, scores = request.mask, request.scores
-    named = {
-        "mask_mod": mask.mask_mod is not None,
-        "softcap": scores.softcap is not None,
-        "alibi": scores.alibi is not None,
-        "bias": scores.bias is not None,
-    }
-    return [name for name, given in named.items() if given]
-
-
 def _unfit_for_gpu(request: KernelRequest) -> str | None:
     """Return why torch's attention kernels for GPUs do not support such tensors, whatever their head_dim."""
     if request.device.type != "cuda" or torch.version.hip is not None:
@@ -200,12 +188,10 @@ class CudnnKernel(TiledKernel):
     """
 
     name = "cudnn"
+    computes = FlashKernel.computes - {"window", "a window to both sides"}
     self_check = True
 
     def refuses(self, request: KernelRequest) -> str | None:
-        unable = _unlike_flash(request) + ["window"] * (request.mask.window is not None)
-        if unable:
-            return f"kernel='cudnn' cannot do {' or '.join(unable)}; use kernel='auto'"
         unfit = _unfit_for_cudnn(request)
         return None if unfit is None else f"kernel='cudnn' {unfit}; use kernel='auto'"
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longspan.attn.kernels.base import AutogradKernel, Blocks, KernelRequest, register
-from longspan.attn.kernels.sdpa import beyond_sdpa, segments_with_chunks
+from longspan.attn.kernels.sdpa import SDPA, segments_with_chunks
 from longspan.attn.score import Scores
 from longspan.core.errors import LongspanError
 
@@ -42,11 +42,9 @@ class FlashAttnKernel(AutogradKernel):
     """Causal or not, windows, segments, chunks, softcap."""
 
     name = "flash_attn"
+    computes = SDPA.computes | {"softcap", "a window to both sides"}
 
     def refuses(self, request: KernelRequest) -> str | None:
-        unable = [name for name in beyond_sdpa(request) if name not in ("softcap", "a window to both sides")]
-        if unable:
-            return f"kernel='flash_attn' cannot do {' or '.join(unable)}; use kernel='auto'"
         import_flash_attn()
         return None
 

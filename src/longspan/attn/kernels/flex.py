@@ -20,7 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.attn.kernels.base import BackwardInputs, BlockKernel, BlockRegion, Blocks, KernelRequest, register
+from longspan.attn.kernels.base import (
+    BY_REGIONS,
+    BY_SCORES,
+    BackwardInputs,
+    BlockKernel,
+    BlockRegion,
+    Blocks,
+    KernelRequest,
+    register,
+)
 from longspan.attn.kernels.flex_blocks import block_lists
 from longspan.attn.mask import Mask, MaskMod
 from longspan.attn.score import Bias, Scores
@@ -72,6 +81,7 @@ class FlexKernel(BlockKernel):
     """Every mask and score in one compiled call."""
 
     name = "flex"
+    computes = BY_REGIONS | BY_SCORES
 
     def refuses(self, request: KernelRequest) -> str | None:
         if request.device.type == "cpu" and request.grad:

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longspan.attn.kernels.base import AutogradKernel, Blocks, KernelRequest, register
-from longspan.attn.mask import Mask
 from longspan.attn.score import Scores
 from longspan.attn.segments import Segments, chunk_segments
 from longspan.core.layout import Span
@@ -29,27 +28,6 @@ more than the many small tiles of "tiled" (`benchmarks/mask_cost.py`)."""
 _FILLED = 1.25  # longest / shortest segment of a bucket: at most a fifth is padding
 _MANY = 4  # calls that one bucket must save
 _GATHERED_BYTES = 1 << 15  # q, k and v of the mean segment; above, gathering costs more than a call saves
-
-
-def beyond_sdpa(request: KernelRequest) -> list[str]:
-    """Return the options of mask and scores that `sdpa` cannot compute, by name."""
-    mask, scores = request.mask, request.scores
-    named = {
-        f"the mask {type(mask).__name__}": type(mask) is not Mask,  # a custom mask
-        "softcap": scores.softcap is not None,
-        "sinks": scores.sinks is not None,
-        "alibi": scores.alibi is not None,
-        "bias": scores.bias is not None,
-        "mask_mod": mask.mask_mod is not None,
-        "prefix": mask.prefix is not None,
-        "bidirectional spans": mask.bidirectional is not None,
-        "trees": mask.nodes is not None,
-        "a window to both sides": mask.window is not None and not mask.causal,
-        "keys of another sequence or length": mask.kv_segments is not None
-        or mask.q_start > 0
-        or not request.same_length,
-    }
-    return [name for name, given in named.items() if given]
 
 
 def segments_with_chunks(blocks: Blocks) -> Segments | None:
@@ -100,12 +78,9 @@ class SdpaKernel(AutogradKernel):
     """Causal or not, causal windows, segments and chunks."""
 
     name = "sdpa"
+    computes = frozenset({"window", "chunk_size", "documents"})
 
     def refuses(self, request: KernelRequest) -> str | None:
-        """Return the reason why SDPA cannot run this mask, or None."""
-        more = beyond_sdpa(request)
-        if more:
-            return f"kernel='sdpa' cannot do {' or '.join(more)}; use kernel='auto'"
         return None
 
     def describe(self, request: KernelRequest) -> str:

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from longspan.attn.kernels.base import (
+    BY_REGIONS,
+    BY_SCORES,
     BackwardInputs,
     BlockKernel,
     Blocks,
@@ -66,6 +68,7 @@ class TiledKernel(BlockKernel):
     """Every mask and score, by tiles; a subclass may override how a tile is computed."""
 
     name = "tiled"
+    computes = BY_REGIONS | BY_SCORES
 
     def refuses(self, request: KernelRequest) -> str | None:
         return None

@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from longspan.attn.kernels.base import BackwardInputs, BlockKernel, Blocks, Kernel, KernelRequest, without_autocast
+from longspan.attn.kernels.base import (
+    BackwardInputs,
+    BlockKernel,
+    Blocks,
+    Kernel,
+    KernelRequest,
+    refusal,
+    without_autocast,
+)
 from longspan.attn.kernels.choice import (
     AnyKernel,
     Choice,
@@ -28,7 +36,6 @@ from longspan.attn.kernels.choice import (
     choose_kernel,
     table_of,
 )
-from longspan.attn.kernels.sdpa import beyond_sdpa
 from longspan.attn.kernels.table import KernelTable, what_of
 from longspan.attn.kernels.tiled import TILED, TileScores, attend_materialized, attend_materialized_backward
 from longspan.attn.mask import Mask
@@ -84,7 +91,7 @@ def _has_checks(table: KernelTable, device: torch.device) -> bool:
 
 def _kind(table: KernelTable, request: KernelRequest) -> Any:
     """Return what the choice depends on, apart from this rank's device and packages."""
-    scores, options = request.scores.kind, tuple(beyond_sdpa(request))
+    scores, options = request.scores.kind, request.options
     uses = request.grad, request.ring > 1, request.lse
     return table.name, what_of(request), options, scores, request.dtype, request.head_dims, uses
 
@@ -139,7 +146,7 @@ def _passes(kernel: Any, device: torch.device, dtype: torch.dtype, head_dims: tu
         errors = []
         for mask in _MASKS:
             request = KernelRequest(mask, Scores(), device, grad=True, dtype=dtype, head_dims=head_dims, lse=True)
-            if kernel.refuses(request) is None:
+            if refusal(kernel, request) is None:
                 errors.append(float(_error(kernel, request)))
         if all(error <= _ALLOWED for error in errors):  # NaN is not
             return True
