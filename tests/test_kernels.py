@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from longspan.attn.methods import self_check
 from longspan.attn.score import Scores
 from longspan.bench.meters import count_sent
 from longspan.core.errors import LongspanError
+from longspan.core.parallel import KernelName
 from tests.attention import CASES, FEW, HARD, check_all, compare, one_device, sharding
 from tests.choose import confirming
 from tests.flash_emulated import emulated
@@ -265,6 +266,10 @@ def test_an_invalid_table_is_refused(tmp_path: Path, text: str, message: str) ->
     (tmp_path / "mine.toml").write_text(text)
     with pytest.raises(LongspanError, match=f"mine.toml.*{message}"):
         longspan.kernel_table(tmp_path / "mine.toml")
+
+
+def test_the_command_line_offers_the_kernels_that_exist() -> None:
+    assert {*get_args(KernelName)} == {"auto", *kernels.REGISTRY}
 
 
 @pytest.mark.parametrize("owner", ["mask", "scores"])

@@ -131,7 +131,8 @@ BAD = [
     (_shapes(q=(1, 0, 4, 8), k=(1, 0, 2, 8)), {}, "attention over no tokens"),
     (_shapes(), {"length": 20}, "length=20 over 2 ranks gives 10 tokens to each, the tensors have 4"),
     (_shapes(), {"dropout": 0.1}, r"dropout=0.1: .* use 0.0"),
-    (_shapes(), {"kernel": "magic"}, "kernel='magic' is unknown; choose auto, .*tiled.*sdpa"),
+    (_shapes(), {"kernel": "magic"}, "kernel='magic' is unknown; there are auto, .*tiled.*sdpa"),
+    (_shapes(), {"kernel": "tile"}, "kernel='tile' is unknown; did you mean 'tiled'"),
     (_shapes(), {"kernel": "flash_attn"}, "kernel='flash_attn' is not installed .*pip install flash-attn"),
     (_shapes(), {"sinks": torch.zeros(3), "kernel": "eager"}, r"`sinks` has the shape \(3,\), .* \(4,\)"),
     (

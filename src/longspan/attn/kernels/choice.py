@@ -35,7 +35,7 @@ from longspan.attn.kernels.table import DEFAULT, KernelTable, read_rows
 from longspan.attn.kernels.tiled import TILED
 from longspan.attn.score import Scores
 from longspan.core.errors import LongspanError
-from longspan.core.validation import as_path, checked_call, format_value
+from longspan.core.validation import as_path, checked_call, format_value, nearest
 
 AnyKernel = str | Kernel | KernelTable | Callable[..., Tensor]
 """A name, a custom kernel, a table (`kernel_table`), or a function `f(q, k, v, *, causal, scale, ...)`."""
@@ -79,7 +79,7 @@ def choose_kernel(kernel: AnyKernel, request: KernelRequest) -> tuple[Kernel, Ch
     """
     if isinstance(kernel, str) and kernel not in ("auto", *REGISTRY):
         raise LongspanError(
-            f"kernel={kernel!r} is unknown; choose {', '.join(('auto', *REGISTRY))}, or pass a callable"
+            f"kernel={kernel!r} is unknown; {nearest(kernel, ('auto', *REGISTRY))} (or pass a callable)"
         )
     table = table_of(kernel)
     if table is None:
