@@ -120,6 +120,7 @@ CASES = [
                  marks=chunks_by_position),
     *(_case("own positions", f, BOTH, _without_positions) for f in ("Roberta", "Esm", "OPT", "BioGpt")),
     *(_case("holes", f, BOTH, _with_holes) for f in ("Llama4Text", "Bert")),
+    _case("untied head", "Bert", [(2, 1, True)], tie_word_embeddings=False),
     _case("holes", "Qwen3Moe", BOTH, _with_holes, **AUX),
     _case("router loss", "Qwen3Moe", [(2, 1, True), (1, 4, True)], **AUX),
     _case("router loss", "GptOss", [(2, 2, True), *NO_FSDP], **AUX),
@@ -311,6 +312,8 @@ def test_masked_lm() -> None:
     truth = truth_of(reference, whole)
     plain = model(**whole, return_dict=False)
     assert isinstance(plain, tuple) and len(plain) == 1  # no logits in training
+    untied = longspan.parallelize(build("Bert", tie_word_embeddings=False), sp)
+    assert len(untied(**whole, return_dict=False)) == 1
     check_loss(float(plain[0].detach()), truth)
     cut = longspan.shard_batch(whole, sp, shift=False)
     assert torch.equal(model(**cut).loss, plain[0])

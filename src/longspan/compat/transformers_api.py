@@ -176,6 +176,12 @@ def calls_registry(layer: Any) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in _globals_of(inspect.unwrap(type(layer).forward))
 
 
+def reads(module: Any, attribute: str) -> bool:
+    """Return whether a module's forward names an attribute. When gone: True, so that the caller assumes so."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is None or attribute in code.co_names
+
+
 def new_model(cls: Any, config: Any, dtype: Any = None) -> Any:
     """Return a model of class `cls` as `from_config` makes it (an `AutoModel` would choose the class itself).
 

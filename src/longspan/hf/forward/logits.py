@@ -20,6 +20,7 @@ from transformers.utils import ModelOutput
 from longspan.comm.collectives import join
 from longspan.comm.mesh import SequenceSharding, group_name
 from longspan.comm.shard import gather
+from longspan.compat.transformers_api import reads
 from longspan.core.errors import LongspanError
 from longspan.core.validation import format_value
 from longspan.hf.batch import SequenceInfo
@@ -35,9 +36,9 @@ def head_of(model: PreTrainedModel, loss_name: str) -> Head | None:
     """
     module = model.get_output_embeddings()
     parents = [m for m in model.modules() if any(child is module for child in m.children())]
-    biases = [bias for parent in parents if isinstance(bias := getattr(parent, "bias", None), nn.Parameter)]
-    outside = any(bias is not getattr(module, "bias", None) for bias in biases)
-    return None if module is None or outside else Head(module, loss_name)
+    # A BERT has a second bias next to its head, and does not read it: it is the head's, if the embeddings are tied.
+    adds_bias = any(isinstance(getattr(m, "bias", None), nn.Parameter) and reads(m, "bias") for m in parents)
+    return None if module is None or adds_bias else Head(module, loss_name)
 
 
 class DeferLogits(Stage):
