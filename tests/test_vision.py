@@ -308,16 +308,23 @@ def test_refusals() -> None:
         model(**other)
 
 
+@pytest.mark.parametrize("fsdp", [True, False])
 @on_ranks(2)
-def test_placeholders_without_pixels() -> None:
+def test_placeholders_without_pixels(fsdp: bool) -> None:
+    """They keep the embedding of their token, as in transformers, also if another replica has pixels."""
     sp = sharding(data=2)
-    model, mine = longspan.parallelize(build("Qwen2_5_VL"), sp), batch("Qwen2_5_VL", IMAGES)
-    if sp.data_rank:
-        mine = {key: x for key, x in mine.items() if key not in ("pixel_values", "image_grid_thw")}
-    with pytest.raises(
-        longspan.LongspanError, match=r"has 13 image placeholders \(id 57\), and the batch has no `pixel"
-    ):
-        model(**mine)
+    whole = batch("Qwen2_5_VL", IMAGES)
+    replicas = [whole, {key: x for key, x in whole.items() if key not in ("pixel_values", "image_grid_thw")}]
+    count = 2 * (whole["labels"][:, 1:] != -100).sum()
+    plain, model = build("Qwen2_5_VL"), longspan.parallelize(build("Qwen2_5_VL"), sp, fsdp=fsdp)
+    losses = [plain(**each, num_items_in_batch=count).loss for each in replicas]
+    torch.stack(losses).sum().backward()
+    loss = model(**replicas[sp.data_rank]).loss
+    loss.backward()
+    torch.testing.assert_close(loss, sum(losses), rtol=1e-5, atol=1e-6)
+    expected = gradients(plain)
+    for name, grad in gradients(model).items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
 @on_ranks(2)

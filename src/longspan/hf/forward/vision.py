@@ -49,9 +49,16 @@ class VisionTower(Stage):
         tower = tower_modules(model)
         self.tower = {name: module for name, module in model.named_modules() if module in tower}
         self.found = dict[Encoder, Pictures]()  # of the forward
+        self.unused = list[Tensor]()  # outputs of the tower without rows, whose backward must run
+        self.core.get_input_embeddings().register_forward_hook(self._join_unused)
 
     def reset(self) -> None:
-        self.found = {}
+        self.found, self.unused = {}, []
+
+    def _join_unused(self, module: Any, args: Any, embeddings: Tensor) -> Tensor | None:
+        """Add the sum of `unused`, which is 0, to the embeddings of tokens."""
+        unused, self.unused = self.unused, []
+        return torch.stack([x.sum() for x in unused]).sum().to(embeddings.dtype) + embeddings if unused else None
 
     def _is_joint(self) -> bool:
         """Whether replicas run the tower together, also one without pictures.
@@ -94,8 +101,6 @@ class VisionTower(Stage):
                 f"{self.traits.name} takes no `{unknown}`, only {', '.join(sorted(known))}; leave it out"
             )
         encoders = [encoder for encoder in self.traits.encoders if batch.get(encoder.pixels) is not None]
-        if self.joint:
-            self._check_pixels_of_placeholders(call, ids_Bn, encoders)
         if not encoders:
             return {}
         if call.model.training:
@@ -148,22 +153,6 @@ class VisionTower(Stage):
                     f"or call eval() on the tower"
                 )
 
-    def _check_pixels_of_placeholders(self, call: ForwardCall, ids_Bn: Tensor | None, encoders: list[Encoder]) -> None:
-        """Raise for placeholders without pixels: if another replica has pixels, the model raises on this one alone."""
-        past = 0 if call.cache is None else call.cache.kv_placement.length
-        if ids_Bn is None or (past and call.cache is not None and call.cache.pictures is None):  # generated tokens
-            return
-        ids_Bn = ids_Bn[:, past:]
-        embedded = {getattr(call.model.config, encoder.token) for encoder in encoders}
-        for encoder in self.traits.encoders:
-            token = getattr(call.model.config, encoder.token)
-            found = 0 if token in embedded else int((ids_Bn == token).sum())
-            if found:
-                raise LongspanError(
-                    f"`input_ids` has {found} {encoder.modality} placeholders (id {token}), and the batch has no "
-                    f"`{encoder.pixels}`; give the pixels, or take the placeholders out"
-                )
-
     def encode(self, call: ForwardCall) -> None:
         """Run the tower. Collective."""
         info = call.info
@@ -171,11 +160,14 @@ class VisionTower(Stage):
         outputs = {}
         for encoder in self._encoders(call):
             pictures = self.found.get(encoder)
-            if pictures is None:  # only another replica has such pictures
-                tokens = tokens_of(call.batch)
-                batch = encoder.smallest(self.core, tokens.device)
-                pictures = Pictures(batch, encoder.units(self.core, batch), torch.full(tokens.shape[:2], -1))
-            outputs[encoder.modality] = _embed(pictures, encoder, self.core, self.sp, whole=whole)
+            if pictures is not None:
+                outputs[encoder.modality] = _embed(pictures, encoder, self.core, self.sp, whole=whole)
+                continue
+            # Only another replica has such pictures. Placeholders without pixels keep the embedding of their token.
+            tokens = tokens_of(call.batch)
+            batch = encoder.smallest(self.core, tokens.device)
+            pictures = Pictures(batch, encoder.units(self.core, batch), torch.full(tokens.shape[:2], -1))
+            self.unused.append(rows_of(_embed(pictures, encoder, self.core, self.sp, whole=whole)))
         if self.traits.encoders and call.cache is not None:
             call.inputs = {key: value for key, value in call.inputs.items() if key not in PICTURE_KEYS}
         if outputs:
