@@ -147,28 +147,21 @@ def test_turns_of_a_conversation(pool4: RankPool) -> None:
     pool4.run(_turns, [first, second], more)
 
 
-def _replicas(fsdp: bool, prompts: list[Any], expected: list[Any]) -> str:
+def _replicas(fsdp: bool, prompts: list[Any], expected: list[Any]) -> None:
     """Two replicas with prompts of different lengths, of which one ends early."""
     model, sp = parallelized("Llama", 1, fsdp, data=2)
     mine = sp.data_rank
     new = (NEW, 3)[mine]
-    for chunk in (None, 16):
+    for chunk in (None, 16, 8):  # the second prompt cannot be cut into as many chunks of 8 as the first
         check_generated(generated(model, prompts[mine], max_new_tokens=new, prefill_chunk_size=chunk), expected[mine])
-    short = {"input_ids": torch.full((1, (PROMPT, 2)[mine]), 5)}
-    with pytest.raises(longspan.LongspanError) as error:
-        generated(model, short, prefill_chunk_size=8)
-    return str(error.value)
 
 
 def test_replicas_with_different_prompts(pool4: RankPool) -> None:
-    prompts = [prompt(), prompt(n=21, seed=9)]
+    prompts = [prompt(), prompt(n=2, seed=9)]
     model = made("Llama")
     expected = [generated(model, p, max_new_tokens=new) for p, new in zip(prompts, (NEW, 3), strict=True)]
     for fsdp in (True, False):
-        assert set(pool4.run(_replicas, fsdp, prompts, expected)) == {
-            "the replicas' prompts come in 5 chunks, since one of them has 37 tokens, and 2 tokens (rank 2) are not "
-            "cut into so many; give the replicas prompts of about one length, or a larger prefill_chunk_size"
-        }
+        pool4.run(_replicas, fsdp, prompts, expected)
 
 
 def _refusals() -> list[str]:

@@ -80,15 +80,17 @@ def _generate(model: Any, inputs: Any = None, generation_config: Any = None, **m
     # Without padding: position ids count real tokens. Those behind pictures may be far smaller; each chunk has its own.
     few = core is not None and (cache.is_initialized or (cache.pictures is not None and bool(cache.pictures.batch)))
     cache.announced = 0 if few else length if mask is None else int(mask.sum(-1).max())
+    only_new = mask is not None and mask.shape[1] > length  # the mask alone covers what the cache holds
+    new = length if only_new else max(0, length - cache.get_seq_length())
+    if chunk is None and new > PREFILL_CHUNK * sp.size:
+        chunk = PREFILL_CHUNK * sp.size
+    types = more.get(state_of(model).traits.image_types or "")
+    if chunk is not None and new and types is not None and (spans := image_spans(types[:, -new:])) is not None:
+        chunk = chunk_around(spans, new, chunk) or new
+    _run_empty_chunks(model, sp, -(-new // (chunk or new)) if new else 1)
     if core is not None and cache.is_initialized:
         _set_position_deltas(core, cache, more)
     cache.position_deltas = None
-    if chunk is None and length > PREFILL_CHUNK * sp.size:
-        chunk = PREFILL_CHUNK * sp.size
-        types = more.get(state_of(model).traits.image_types or "")
-        spans = None if types is None else image_spans(types)
-        chunk = chunk if spans is None else chunk_around(spans, length, chunk)
-    chunk = _equal_chunks(sp, length - cache.get_seq_length(), chunk)
     if chunk is not None and generation_config is not None:  # transformers requires arguments in one place
         generation_config = copy.deepcopy(generation_config)
         generation_config.prefill_chunk_size = chunk
@@ -137,25 +139,16 @@ def _set_position_deltas(core: Any, cache: ShardedCache, more: dict[str, Any]) -
             )
 
 
-def _equal_chunks(sp: SequenceSharding, tokens: int, chunk: int | None) -> int | None:
-    """Return the chunk size with which every replica's prompt has equally many chunks: their forwards are
-    collective.
+def _run_empty_chunks(model: Any, sp: SequenceSharding, chunks: int) -> None:
+    """Run as many forwards as other replicas have more chunks: forwards are collective. Each computes one token, whose
+    result is dropped.
     """
     if sp.data_size == 1 or sp.world_group is None:
-        return chunk
-    every = gather_numbers([tokens, chunk or tokens], sp.world_group, sp.device)
-    most = max(-(-tokens // max(1, chunk)) for tokens, chunk in every)
-    if most <= 1:
-        return chunk
-    sizes = [next((c for c in range(-(-n // most), 0, -1) if -(-n // c) == most), 0) for n, _ in every]
-    if not all(sizes):
-        few = sizes.index(0)
-        raise LongspanError(
-            f"the replicas' prompts come in {most} chunks, since one of them has "
-            f"{max(n for n, _ in every)} tokens, and {every[few][0]} tokens (rank {few}) are not cut into so many; "
-            f"give the replicas prompts of about one length, or a larger prefill_chunk_size"
-        )
-    return sizes[sp.data_rank * sp.size]
+        return
+    most = max(count for (count,) in gather_numbers([chunks], sp.world_group, sp.device))
+    for _ in range(most - chunks):
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=sp.device), use_cache=False)
 
 
 def _share_random_state(sp: SequenceSharding) -> None:

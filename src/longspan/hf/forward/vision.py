@@ -74,7 +74,7 @@ class VisionTower(Stage):
         self.joint = self._is_joint()
         prompt = None if call.cache is None else call.cache.pictures
         if prompt is None:
-            self.found = self._find(call, call.batch.get("input_ids"))
+            self.found = self._find(call, call.batch.get("input_ids"), 0)
             return
         assert call.cache is not None
         past, (rows, new) = call.cache.kv_placement.length, tokens_of(call.batch).shape[:2]
@@ -82,12 +82,12 @@ class VisionTower(Stage):
             return
         if prompt.found is None:
             call.batch = call.batch | prompt.batch  # the ranks compare it, with the first chunk
-            prompt.found = self._find(call, None if call.batch.get("input_ids") is None else prompt.ids_Bn)
+            prompt.found = self._find(call, None if call.batch.get("input_ids") is None else prompt.ids_Bn, past)
         chunk = {encoder: x.of_chunk(encoder, self.core, past, new, rows) for encoder, x in prompt.found.items()}
         self.found = {encoder: x for encoder, x in chunk.items() if x is not None}
 
-    def _find(self, call: ForwardCall, ids_Bn: Tensor | None) -> dict[Encoder, Pictures]:
-        """Return the pictures of a batch; raise if they do not fit its ids or the model."""
+    def _find(self, call: ForwardCall, ids_Bn: Tensor | None, past: int) -> dict[Encoder, Pictures]:
+        """Return the pictures of a batch; raise if they do not fit the model or the ids, of which `past` are cached."""
         batch = call.batch
         if batch.get(ENCODER_OUTPUTS) is not None:
             raise LongspanError(f"`{ENCODER_OUTPUTS}` would be embeddings of all ranks' pictures; give the pixels")
@@ -129,7 +129,10 @@ class VisionTower(Stage):
                 )
             token = getattr(call.model.config, encoder.token)
             placeholders_Bn = ids_Bn == token
-            given, rows = int(placeholders_Bn.sum()), sum(units.rows)
+            rows = sum(units.rows)
+            if past and int(placeholders_Bn[:, past:].sum()) == rows:  # pixels of the new turn alone
+                placeholders_Bn[:, :past] = False
+            given = int(placeholders_Bn.sum())
             if given != rows:
                 raise LongspanError(
                     f"`input_ids` has {given} {encoder.modality} placeholders (id {token}), `{encoder.pixels}` gives "

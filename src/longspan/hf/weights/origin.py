@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import json
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -107,7 +108,10 @@ def with_adapter(model: Any, adapter: str, base: str | None, **changes: Any) -> 
             setattr(config, name, value)
         # In the model's dtype, not in fp32: FSDP shards a layer's weights in one dtype.
         trains = {"config": config, "is_trainable": True} if changes else {}
-        wrapped = peft.PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=False, **trains)
+        with warnings.catch_warnings():
+            # A model on the meta device gets the adapter's modules here, and its weights with its own.
+            warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter in the checkpoint to a meta")
+            wrapped = peft.PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=False, **trains)
         saved = peft.utils.load_peft_weights(adapter, device="cpu").keys()
     except Exception as error:  # PEFT raises any kind
         raise LongspanError(
