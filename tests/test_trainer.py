@@ -151,6 +151,76 @@ def test_a_vision_language_model_is_trained_evaluated_and_saved(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Random numbers: dropout and NEFTune's noise.
+
+ALPHA = 5.0
+
+
+def _noisy() -> Any:
+    """A model of which only noise enters the first layer."""
+    from peft import LoraConfig, get_peft_model
+
+    model = build("Llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight.zero_()
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.5))
+
+
+def _drawn(mesh: dict[str, int], out: Path, changes: dict[str, Any]) -> dict[str, Any]:
+    """Return what a run draws: by step its noise, over what one process draws at most, and the masks of a layer."""
+    found: dict[str, Any] = {"noise": [], "start": [], "masks": [], "evaluated": []}
+    with as_launched():
+        trainer = made(mesh, out, _noisy, neftune_noise_alpha=ALPHA, **changes)
+        step, lengths = trainer.training_step, []
+        layer = trainer.model.base_model.model.model.layers[0]
+
+        def counted(model: Any, inputs: Any, *args: Any) -> Any:
+            lengths.append(inputs["input_ids"].shape[1])
+            return step(model, inputs, *args)
+
+        def entering(module: Any, args: tuple[Any, ...]) -> None:
+            if not module.training:
+                found["evaluated"].append(float(args[0].abs().max()))
+                return
+            noise = args[0].detach() * (lengths[-1] * args[0].shape[-1]) ** 0.5 / ALPHA
+            found["noise"].append(float(noise.abs().max()))
+            found["start"].append(noise.flatten()[:4].tolist())
+
+        trainer.training_step = counted
+        layer.register_forward_pre_hook(entering)
+        layer.self_attn.q_proj.lora_dropout["default"].register_forward_hook(
+            lambda module, args, y: found["masks"].append((y != 0).flatten()) if module.training else None
+        )
+        trainer.train(resume_from_checkpoint=changes.get("resume_from_checkpoint"))
+    return {**found, "state": torch.get_rng_state()}
+
+
+def test_ranks_of_a_sequence_draw_numbers_of_their_own(pool4: RankPool, tmp_path: Path) -> None:
+    """Noise is that of the whole length, masks are independent, replicas draw alike, a resumed run draws the same."""
+    mesh = {"data": 2, "ring": 2}
+    steps = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    ranks = pool4.run(_drawn, mesh, tmp_path, steps)
+    again = pool4.run(_drawn, mesh, tmp_path, {**steps, "resume_from_checkpoint": str(tmp_path / "checkpoint-2")})
+    for found, resumed in zip(ranks, again, strict=True):
+        assert len(found["noise"]) == 3 and all(0.9 < noise < 1.001 for noise in found["noise"])
+        assert found["evaluated"] and set(found["evaluated"]) == {0.0}
+        assert torch.equal(found["state"], ranks[0]["state"])  # what draws for the whole batch
+        assert resumed["start"] == found["start"][2:] and torch.equal(resumed["masks"][0], found["masks"][2])
+    for first, second in ((0, 1), (2, 3)):
+        for a, b in zip(ranks[first]["masks"], ranks[second]["masks"], strict=True):
+            assert 0.3 < float((a == b).float().mean()) < 0.7
+    for mine, other in zip(ranks[0]["start"], ranks[2]["start"], strict=True):
+        assert mine == pytest.approx(other, rel=1e-5)
+    assert len({str(start) for start in ranks[0]["start"]}) == 3
+
+
+def test_the_noise_of_elastic_batches_is_that_of_the_batch(pool4: RankPool, tmp_path: Path) -> None:
+    changes = {"max_steps": 2, "elastic": 24, "per_device_train_batch_size": 8}
+    noise = [x for found in pool4.run(_drawn, {"ulysses": 4}, tmp_path, changes) for x in found["noise"]]
+    assert 0.9 < max(noise) < 1.001
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Checkpoints.
 
 SAVED = {**STEPS, "save_strategy": "steps", "save_steps": 4}

@@ -230,6 +230,6 @@ def _warn_of_dropout(model: nn.Module) -> None:
     if active:
         warnings.warn(
             f"{len(active)} dropout layers ({active[0]}, ...): each rank draws for its own tokens, so a run depends on "
-            f"the number of ranks; give every rank a seed of its own",
+            f"the number of ranks; dropout=0.0 switches them off",
             stacklevel=3,
         )

@@ -161,8 +161,12 @@ def is_masked_lm(model: PreTrainedModel) -> bool:
 
 
 def attention_dropout(model: PreTrainedModel) -> tuple[str, float, str] | None:
-    """Return name, probability and config key of the first attention layer with dropout, or None."""
+    """Return name, probability and config key of the first layer with attention dropout or layerdrop, or None."""
     config = model.config.get_text_config()
+    for path, module in model.named_modules():
+        p = getattr(module, "layerdrop", None)
+        if isinstance(p, float) and p > 0:
+            return f"{path} ({type(module).__name__})", p, "layerdrop"
     for path, layer in attention_layers(model).items():
         for name in ("attention_dropout", "attn_dropout", "dropout"):
             value = getattr(layer, name, None)
@@ -193,10 +197,11 @@ def refuse_dropout(dropout: tuple[str, float, str] | None) -> None:
     """Raise if the result of `attention_dropout` is not None."""
     if dropout is not None:
         layer, p, key = dropout
+        what = "layerdrop" if key == "layerdrop" else "attention dropout"
         raise LongspanError(
-            f"layer {layer} has attention dropout {p}, which would depend on the number of ranks; switch the model's "
-            f"dropout off by longspan.parallelize(..., dropout=0.0) (longspan train --dropout 0), set {key}=0.0 in the "
-            f"config that the model is made from, or call model.eval()",
+            f"layer {layer} has {what} {p}, which would depend on the number of ranks; switch the model's dropout off "
+            f"by longspan.parallelize(..., dropout=0.0) (longspan train --dropout 0), set {key}=0.0 in the config that "
+            f"the model is made from, or call model.eval()",
             code="LS202",
         )
 

@@ -262,7 +262,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         for batch in step:
             round_ = {key: value for key, value in batch.items() if key != "num_items_in_batch"}
             before = self._forward_hooks.losses.computed
-            loss = super().training_step(model, round_, num_items_in_batch)
+            with self._forward_hooks.options.during(noise_tokens=inputs["input_ids"].shape[1]):
+                loss = super().training_step(model, round_, num_items_in_batch)
             if self._forward_hooks.losses.computed == before and self._sharded:
                 # The trainer computed a loss of the group's row itself: add those of the other groups.
                 loss = loss / batch[WIDTH]

@@ -23,6 +23,7 @@ from longspan.hf.forward.logits import DeferLogits, SelectLogits
 from longspan.hf.forward.logprobs import ScoredLabels
 from longspan.hf.forward.loss import GlobalLoss, HeldBackLabels, LossFunction, PooledHead, RouterLoss
 from longspan.hf.forward.misuse import ModelChangeCheck, WeightDamageCheck
+from longspan.hf.forward.random import RandomStream, WholeNoise
 from longspan.hf.forward.shard_batch import ShardBatch
 from longspan.hf.forward.stage import ForwardCall, ForwardOptions, Stage
 from longspan.hf.forward.vision import EncodePictures, VisionTower
@@ -70,6 +71,7 @@ class ForwardHooks:
         self.router = RouterLoss(traits, tensor)
         self.select = SelectLogits(traits, head)
         self.layers, self.mixers = state.attention, state.mixers
+        self.noise, self.random = WholeNoise(sp, self.options), RandomStream(sp)
 
     def stages_of(self, call: ForwardCall) -> list[Stage]:
         """Compose the stages of one forward."""
@@ -93,6 +95,8 @@ class ForwardHooks:
                 self.select,
                 self.layers,
                 self.mixers,
+                self.noise,
+                self.random,
             ]
         return [stage for stage in stages if stage is not None]
 

@@ -94,9 +94,10 @@ class ForwardOptions:
     temperature: float = 1.0  # divides the logits of `fused_lm_head=True`
     entropy_grad: bool = False  # its entropies have a gradient
     shared_prefixes: bool = False  # computed once, in calls with `fused_lm_head=True`
+    noise_tokens: int | None = None  # by which NEFTune scales its noise; None for those of the batch
 
     @contextlib.contextmanager
-    def during(self, **options: bool) -> Iterator[None]:
+    def during(self, **options: Any) -> Iterator[None]:
         """Within this, have these options."""
         before = {name: getattr(self, name) for name in options}
         vars(self).update(options)
