@@ -20,7 +20,8 @@ def describe(value: object) -> str:
     """Format a value for an error message; of a tensor its dtype, shape and device."""
     if isinstance(value, Tensor):
         return f"a tensor {value.dtype} {tuple(value.shape)} on {value.device}"
-    return f"{format_value(value)} ({type(value).__name__})"
+    text = format_value(value)
+    return text if text.startswith("an instance of") else f"{text} ({type(value).__name__})"
 
 
 def check_tensor(name: str, x: Any, dims: int | None = None) -> None:

@@ -43,6 +43,8 @@ def format_value(value: object) -> str:
         text = repr(value)
     except Exception:  # an integer of more digits than Python prints, an object whose repr fails
         text = f"a value of type {type(value).__name__} that cannot be printed"
+    if "\n" in text:  # a model, a tensor
+        text = f"an instance of {type(value).__name__}"
     return text if len(text) <= 100 else f"{text[:60]}...{text[-12:]} ({len(text)} characters)"
 
 

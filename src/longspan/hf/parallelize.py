@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -23,6 +23,7 @@ from longspan.comm.arguments import check_sharding
 from longspan.comm.consistency import ReplicaCheck, broadcast_weights
 from longspan.comm.mesh import SequenceSharding
 from longspan.compat.friends_api import is_model_of_diffusers
+from longspan.core.errors import LongspanError
 from longspan.core.experts import Experts
 from longspan.core.memory import Memory, MemoryLevel
 from longspan.core.validation import checked_call
@@ -55,7 +56,12 @@ from longspan.losses.deferred_logits import Head
 Model = TypeVar("Model", bound=nn.Module)
 
 
-@checked_call(sp=lambda _, sp: check_sharding(sp))
+def _check_order(_: str, model: Any) -> None:
+    if isinstance(model, SequenceSharding):
+        raise LongspanError("`model` is a SequenceSharding; call longspan.parallelize(model, sp)")
+
+
+@checked_call(model=_check_order, sp=lambda _, sp: check_sharding(sp))
 def parallelize(
     model: Model,
     sp: SequenceSharding,
