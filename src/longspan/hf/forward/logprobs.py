@@ -164,7 +164,8 @@ class ScoredLabels(Stage):
         scores: dict[str, Any] = {}
         for name, x in zip(names, mine, strict=True):
             whole = gather_tokens(x, call.sp, call.info)
-            scores[name] = (whole if call.packed is None else call.packed.unpack(whole))[:, :-1]
+            # Copied: FSDP's hook on an output that is a view would be lost with an operation in place.
+            scores[name] = (whole if call.packed is None else call.packed.unpack(whole))[:, :-1].clone()
         scores |= {name: scores[name].bool() for name in ("is_top1", "label_mask")}
         loss = -scores["log_probs"].sum() / scores["label_mask"].sum().clamp(min=1)
         return ScoredOutput(loss=loss, **scores, aux_loss=call.router_loss)
