@@ -225,7 +225,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] =
      "model.layers.0.self_attn has attention dropout 0.1 ... attention_dropout=0.0 in the config"),
     ("GPT2", {"attn_pdrop": 0.1}, {}, {},
      "transformer.h.0.attn has attention dropout 0.1 ... attn_pdrop=0.0 in the config ... or call model.eval()"),
-    ("OPT", {"layerdrop": 0.1}, {}, {}, "model.decoder (OPTDecoder) has layerdrop 0.1 ... set layerdrop=0.0 in the con"),
+    ("OPT", {"layerdrop": 0.1}, {}, {}, "model.decoder (OPTDecoder) has layerdrop 0.1 ... set layerdrop=0.0 in the"),
     ("Bert", {"attention_probs_dropout_prob": 0.1}, {}, {}, "set attention_probs_dropout_prob=0.0 in the config"),
     ("Llama", {"max_position_embeddings": 16}, {}, {}, "positions up to 20, the model's range is 16"),
     ("GPT2", {"max_position_embeddings": 16}, {}, {}, "positions up to 20, the model's range is 16"),

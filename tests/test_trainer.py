@@ -444,9 +444,66 @@ def test_unsupported_options_are_refused(pool2: RankPool, tmp_path: Path) -> Non
     pool2.run(_refuse_all, {"data": 2}, tmp_path)
 
 
+class _OwnLoss(transformers.Trainer):  # type: ignore[misc]
+    """Computes its loss from logits: of all labels, or of those of this rank's tokens."""
+
+    cut = False
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        if self.cut:
+            inputs = longspan.shard_batch(inputs, self.longspan_sp)
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits
+        if not self.cut:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class _MixedIn(longspan.TrainerMixin, _OwnLoss):  # type: ignore[misc]
+    pass
+
+
+class _OtherFault(_OwnLoss):
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        model(**{key: x for key, x in inputs.items() if key != "labels"})
+        raise KeyError("mine")
+
+
+def _own_losses(mesh: dict[str, int], out: Path) -> list[str]:
+    said = []
+    with as_launched():
+        quiet()
+        sp = longspan.SequenceSharding(longspan.init_mesh(**mesh))
+        cuts = longspan.trainer(type("_Cut", (_OwnLoss,), {"cut": True}))
+        for cls in (longspan.trainer(_OwnLoss), _MixedIn, longspan.trainer(_OtherFault), cuts):
+            trainer = cls(build("Llama"), arguments(out, max_steps=1), collate, Samples(64, 1), sp=sp)
+            try:
+                trainer.train()
+                said.append(f"{trainer.state.log_history[0]['loss']:.1f}")
+            except (LongspanError, KeyError) as error:
+                said.append(str(error))
+    return said
+
+
+def test_a_loss_of_logits_and_whole_labels_is_refused(pool2: RankPool, tmp_path: Path) -> None:
+    """Also in a class with the mixin. Other errors stay, and labels that are cut with the batch are legal."""
+    for whole, mixed, other, cut in pool2.run(_own_losses, {"ulysses": 2}, tmp_path):
+        for said in (whole, mixed):
+            assert all(
+                text in said for text in ("logits of this rank's", "pass labels=", "token_logprobs", "sp.gather")
+            )
+        assert other == "'mine'" and 3 < float(cut) < 6
+
+
 def test_only_trainers_are_accepted() -> None:
     with pytest.raises(LongspanError, match=r"takes transformers\.Trainer or a subclass"):
         longspan.trainer(dict)  # type: ignore[type-var]
+    with pytest.raises(
+        LongspanError, match=r"got an instance of LlamaForCausalLM; call longspan\.trainer\(transf.*\)$"
+    ):
+        longspan.trainer(build("Llama"))
     made_twice = longspan.trainer(longspan.trainer(transformers.Trainer))
     assert made_twice.__mro__.count(longspan.TrainerMixin) == 1
 

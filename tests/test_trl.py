@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "images, lora in both": ("SFT", "images", {"peft": ["q_proj", "v_proj"]}),
     "images, lora in the language model": ("SFT", "images", {"peft": r".*language_model.*(q|v)_proj"}),
     "dpo": ("DPO", "preference", {}),
+    "padding-free dpo": ("DPO", "preference", {"padding_free": True}),
     "reward lora": ("Reward", "preference", {"peft": ["q_proj", "v_proj"], "center_rewards_coefficient": 0.01}),
 }
 
@@ -77,7 +79,8 @@ def rewarding() -> Any:
 
 def log_of(kind: str, mesh: dict[str, int] | None, out: Path) -> list[dict[str, Any]]:
     """Return the log of a run, on one process if `mesh` is None."""
-    with contextlib.nullcontext() if mesh is None else as_launched():
+    with contextlib.nullcontext() if mesh is None else as_launched(), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="FSDP2-wrapped module .* returned a view")
         return _log_of(kind, mesh, out)
 
 
@@ -139,7 +142,7 @@ CHOSEN = ("packed", "elastic", "lora", "images", "dpo", "reward lora")
     "kind", [*CHOSEN, RECURRENT, *confirming(kind for kind in KINDS if kind not in (*CHOSEN, "recurrent"))]
 )
 def test_the_log_is_that_of_one_process(get_pool: Callable[[int], RankPool], kind: str, tmp_path: Path) -> None:
-    replicas = kind in ("lora", "images, lora in both", "dpo")
+    replicas = kind in ("lora", "images, lora in both", "dpo", "padding-free dpo")
     mesh = {"data": 2, "ring": 2} if replicas else {"ulysses": 2}
     ranks = functools.reduce(lambda a, b: a * b, mesh.values())
     for log in get_pool(ranks).run(log_of, kind, mesh, tmp_path):
@@ -229,6 +232,53 @@ def test_grpo_logs_what_one_process_logs(
             for key, value in theirs.items():
                 if not any(part in key for part in ("per_second", "runtime", "step_time", "/std", "reward_std")):
                     assert mine[key] == pytest.approx(value, rel=5e-4, abs=1e-6), (key, mine["step"])
+
+
+def _other_trainers(out: Path) -> list[str]:
+    """Return how TRL's other trainers are refused, when made or in their first step."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer, RLOOConfig, RLOOTrainer
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    said = []
+    simpo = functools.partial(CPOConfig, loss_type="simpo", cpo_alpha=0.0)
+    precomputed = functools.partial(DPOConfig, precompute_ref_log_probs=True)
+    made: list[tuple[Any, Any, str, dict[str, Any]]] = [
+        (ORPOTrainer, ORPOConfig, "preference", {}),
+        (CPOTrainer, CPOConfig, "preference", {}),
+        (CPOTrainer, simpo, "preference", {}),
+        (GKDTrainer, GKDConfig, "chat", {"teacher_model": build("Llama", seed=1)}),
+        (RLOOTrainer, RLOOConfig, "preference", {"reward_funcs": _reward}),
+        (DPOTrainer, precomputed, "preference", {"ref_model": build("Llama", seed=1)}),
+    ]
+    with as_launched():
+        quiet()
+        for cls, config, data, more in made:
+            common = COMMON | {"max_steps": 1, "per_device_train_batch_size": 2}
+            if cls is RLOOTrainer:
+                common |= {"num_generations": 2, "beta": 0.0}
+                del common["max_length"]
+            try:
+                longspan.trainer(cls)(
+                    model=build("Llama"), args=config(output_dir=str(out), **common), processing_class=tokenizer(),
+                    train_dataset=Dataset.from_list(rows(data, 8)), **more,
+                    sp=longspan.SequenceSharding(longspan.init_mesh(ulysses=2)),
+                ).train()  # fmt: skip
+                said.append("trained")
+            except LongspanError as error:
+                said.append(str(error))
+    return said
+
+
+def test_other_trainers_are_refused_with_what_to_do(pool2: RankPool, tmp_path: Path) -> None:
+    for orpo, cpo, simpo, gkd, rloo, dpo in pool2.run(_other_trainers, tmp_path, timeout=120):
+        for said in (orpo, cpo, simpo):
+            assert "logits of this rank's" in said and "longspan.token_logprobs" in said, said
+        assert "GKDTrainer compares its model with a teacher" in gkd and "generat" not in gkd
+        assert "RLOOTrainer generates with its model" in rloo and "use GRPOTrainer" in rloo
+        assert "precompute_ref_log_probs=True" in dpo and "leave it out" in dpo
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, int], str]] = [

@@ -10,10 +10,12 @@ overrides some methods, and uses `longspan.compat.accelerate_api.ReplicaAccelera
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import sys
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -71,7 +73,11 @@ def trainer(cls: Class) -> Class:
         LongspanError: if `cls` is not a subclass of `transformers.Trainer`.
     """
     if not (isinstance(cls, type) and issubclass(cls, Trainer)):
-        raise LongspanError(f"longspan.trainer takes transformers.Trainer or a subclass of it, got {cls!r}")
+        got = f"the class {cls.__name__}" if isinstance(cls, type) else f"an instance of {type(cls).__name__}"
+        raise LongspanError(
+            f"longspan.trainer takes transformers.Trainer or a subclass of it, got {got}; call "
+            f"longspan.trainer(transformers.Trainer)(model, args, ..., sp=sp)"
+        )
     if issubclass(cls, TrainerMixin):
         return cls
     made: Any = type(f"Sharded{cls.__name__}", (TrainerMixin, cls), {"__doc__": cls.__doc__, "__module__": __name__})
@@ -240,6 +246,15 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         """Raise: it would make a new model for each trial."""
         raise LongspanError("hyperparameter_search makes a new model for each trial; run the trials one by one")
 
+    @sharded
+    def _precompute_ref_logps(self, *_: Any, **__: Any) -> Any:
+        """Raise. TRL calls it before the models are sharded, and saves what it computes in a folder of each process."""
+        raise LongspanError(
+            "precompute_ref_log_probs=True computes whole sequences on every rank, before the models are sharded, and "
+            "the ranks do not find what the first one saved; leave it out: the reference model is sharded like the "
+            "policy, and LoRA needs none"
+        )
+
     # --- loss
 
     def _prepare_inputs(self, inputs: Any) -> Any:
@@ -253,7 +268,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """As the base class; with `elastic` in rounds, whose losses add to that of the batch."""
         if self.longspan_elastic is None:
-            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+            with self._explain_logits():
+                loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
             return loss
         step = self.longspan_elastic.step(samples_of_batch(inputs))
         if num_items_in_batch is None:
@@ -270,6 +286,26 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
                 dist.all_reduce(loss, group=self.longspan_sp.world_group)
             losses.append(loss)
         return torch.stack(losses).sum()
+
+    @contextlib.contextmanager
+    def _explain_logits(self) -> Iterator[None]:
+        """Explain an error of a `compute_loss` that has got logits of some tokens for a batch of all."""
+        hooks = self._forward_hooks
+        try:
+            yield
+        except (ValueError, RuntimeError, IndexError) as error:
+            tokens = hooks.returned_tokens
+            plain = type(error) in (ValueError, RuntimeError, IndexError)
+            in_loss = any(x.f_code.co_name == "compute_loss" for x, _ in traceback.walk_tb(error.__traceback__))
+            if tokens is None or not (plain and in_loss):
+                raise
+            name, (mine, whole) = type(self).__name__.removeprefix("Sharded"), tokens
+            raise LongspanError(
+                f"compute_loss of {name} failed on logits of this rank's {mine} of {whole} tokens, as a parallelized "
+                f"model returns ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); pass "
+                f"labels= so that the model computes the loss, use longspan.token_logprobs(model, batch), or gather "
+                f"them by trainer.longspan_sp.gather(logits, dim=1, length={whole})"
+            ) from error
 
     @sharded
     def compute_loss(

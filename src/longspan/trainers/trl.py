@@ -45,10 +45,22 @@ def count_sequence_groups(trainer: Any, sp: SequenceSharding) -> None:
     if not (hasattr(trainer, "num_generations") or hasattr(trainer, "generation_config")):
         return
     args, name = trainer.args, type(trainer).__name__.removeprefix("Sharded")
-    if getattr(trainer, "rollout_func", None) is None or getattr(args, "use_vllm", False):
+    if hasattr(trainer, "teacher_model"):
+        raise LongspanError(
+            f"{name} compares its model with a teacher by all tokens' logits or hidden states, and a parallelized "
+            f"model returns those of this rank's tokens; in your own loop parallelize both models, and compare their "
+            f"logits token by token"
+        )
+    if not hasattr(trainer, "rollout_func"):
+        raise LongspanError(
+            f"{name} generates with its model, which a parallelized model does not support in training, and takes no "
+            f"rollout_func=; use GRPOTrainer with one, or compute the loss in your own loop with "
+            f"longspan.token_logprobs"
+        )
+    if trainer.rollout_func is None or getattr(args, "use_vllm", False):
         raise LongspanError(
             f"{name} generates with its model, or with a vLLM that loads its weights, which a parallelized model does "
-            f"not support; give GRPOTrainer a rollout_func= that generates elsewhere (and no use_vllm), or compute the "
+            f"not support; give {name} a rollout_func= that generates elsewhere (and no use_vllm), or compute the "
             f"loss in your own loop with longspan.token_logprobs"
         )
     rows = args.per_device_train_batch_size * args.steps_per_generation

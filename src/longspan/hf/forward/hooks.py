@@ -54,6 +54,7 @@ class ForwardHooks:
         self.options = ForwardOptions(compute_logits=compute_logits)
         self.losses = GlobalLoss(sp, batches, self.options)
         self.running: tuple[ForwardCall, list[Stage]] | None = None
+        self.returned_tokens: tuple[int, int] | None = None  # of a whole batch's logits without a loss: mine of all
         self.model, self.shards_weights, self.replays = model, False, False
 
         self.model_changes, self.weight_damage, self.tensor = model_changes, weight_damage, tensor
@@ -134,6 +135,7 @@ class ForwardHooks:
     def before(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run all checks, share their errors, then change the inputs."""
         self._reset()  # if the last forward raised
+        self.returned_tokens = None
         if self.gradients is not None:
             self.gradients.forget_unfinished()  # if the last backward raised
         batch = dict(kwargs)
@@ -170,6 +172,10 @@ class ForwardHooks:
         call, stages = self.running
         for stage in reversed(stages):
             output = stage.after(call, output)
+        if call.cache is None and not (call.has_labels or call.scored or "longspan" in call.batch):
+            assert call.tokens is not None
+            mine, whole = call.tokens.shape[1], call.info.length
+            self.returned_tokens = (mine, whole) if mine != whole else None
         self._reset()
         return output
 
