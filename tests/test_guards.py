@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -94,6 +95,9 @@ MISUSE: dict[str, tuple[Any, str]] = {
     "again": (lambda model: longspan.parallelize(model, sharding()), "is parallelized already"),
     "head": (lambda model: (setattr(model, "lm_head", nn.Linear(32, 61)), model(**batch())),
              "parameter lm_head.bias was added after parallelize"),
+    "another head": (lambda model: (model.set_output_embeddings(nn.Linear(32, 61, bias=False)), model(**batch())),
+                     "module lm_head was replaced after parallelize"),
+    "another vocabulary": (lambda model: (model.resize_token_embeddings(64), model(**batch())), "[LS403]"),
     "adapter": (lambda model: (model.register_parameter("late", nn.Parameter(torch.zeros(1))), model(**batch())),
                 "parameter late was added after parallelize"),
 }  # fmt: skip
@@ -129,6 +133,31 @@ def test_autocast_around_an_fsdp_policy_raises() -> None:
     with pytest.raises(LongspanError, match=text), torch.autocast("cpu", torch.bfloat16):
         model(**batch())
     model(**batch()).loss.backward()
+
+
+@on_ranks(2)
+def test_shards_take_no_whole_tensors() -> None:
+    """And are trained after an evaluation in inference mode, which makes FSDP's buffers."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    sp, whole, other = sharding(), batch(), build("Llama", seed=5).state_dict()
+    model = longspan.parallelize(build("Llama"), sp).train()
+    with torch.inference_mode():
+        model(**whole)
+        with pytest.raises(LongspanError):
+            model(**{**whole, "output_attentions": True})
+        assert torch.is_inference_mode_enabled()
+    compare(truth_of(build("Llama"), whole), model, whole, sp)
+    for adafactor in (torch.optim.Adafactor, transformers.Adafactor):
+        optimizer = adafactor(model.parameters())
+        with pytest.raises(LongspanError, match=r"Adafactor cannot train sharded weights; use AdamW .*fsdp=False"):
+            optimizer.step()
+    assert model.resize_token_embeddings(61) is model.get_input_embeddings()
+    with pytest.raises(LongspanError, match="load_state_dict got a whole tensor for .*set_model_state_dict"):
+        model.load_state_dict(other)
+    set_model_state_dict(model, other, options=StateDictOptions(full_state_dict=True))
+    model.zero_grad()
+    compare(truth_of(build("Llama", seed=5), whole), model, whole, sp)
 
 
 def _early_optimizer(on: list[int], keep: str) -> str:

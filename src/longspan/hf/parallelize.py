@@ -36,6 +36,7 @@ from longspan.hf.forward.logits import head_of
 from longspan.hf.forward.misuse import (
     ModelChangeCheck,
     WeightDamageCheck,
+    refuse_plain_tensors_of_shards,
     refuse_saving_shards,
     refuse_wrappers_and_casts,
 )
@@ -174,6 +175,7 @@ def parallelize(
         replace_generate(inner)
     if sp.tensor_size > 1 or checked.shards_weights:
         refuse_saving_shards(model, inner)
+        refuse_plain_tensors_of_shards(inner)
     inner.longspan_state = state
     return model
 

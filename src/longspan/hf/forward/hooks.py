@@ -56,6 +56,7 @@ class ForwardHooks:
         self.running: tuple[ForwardCall, list[Stage]] | None = None
         self.returned_tokens: tuple[int, int] | None = None  # of a whole batch's logits without a loss: mine of all
         self.model, self.shards_weights, self.replays = model, False, False
+        self.no_inference_mode = contextlib.ExitStack()
 
         self.model_changes, self.weight_damage, self.tensor = model_changes, weight_damage, tensor
         self.gradients = state.gradients
@@ -113,6 +114,8 @@ class ForwardHooks:
             innermost_decoder(model).register_forward_hook(self.cached.keep_last)
         if fsdp:
             model.register_forward_hook(self.release_weights)
+            model.register_forward_pre_hook(self.leave_inference_mode, prepend=True)
+            model.register_forward_hook(self.return_to_inference_mode, always_call=True)
         model.loss_function = self.loss_function.compute
         self.shards_weights = fsdp
 
@@ -207,6 +210,18 @@ class ForwardHooks:
             if self.batches is not None:
                 self.batches.compare(self.model, batch, False, error)
             raise
+
+    @not_compiled
+    def leave_inference_mode(self, model: nn.Module, args: Any) -> None:
+        """Before FSDP's hooks: its buffers, made in the first forward, could not be written in a later training."""
+        if torch.is_inference_mode_enabled():
+            self.no_inference_mode.enter_context(torch.inference_mode(False))
+            self.no_inference_mode.enter_context(torch.no_grad())
+
+    @not_compiled
+    def return_to_inference_mode(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Also if the forward raised."""
+        self.no_inference_mode.close()
 
     @not_compiled
     def release_weights(self, model: nn.Module, args: Any, output: Any) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from longspan.comm.consistency import digests_of, local_part
 from longspan.comm.mesh import SequenceSharding
@@ -92,6 +93,57 @@ def refuse_saving_shards(model: nn.Module, inner: nn.Module) -> None:
         each.register_state_dict_pre_hook(_refuse_accelerate)
 
 
+def refuse_plain_tensors_of_shards(model: nn.Module) -> None:
+    """Make another vocabulary, a state dict of whole tensors and Adafactor raise for a model of sharded weights."""
+    if hasattr(model, "resize_token_embeddings"):
+        resize = model.resize_token_embeddings
+        model.resize_token_embeddings = functools.partial(_resize, model, resize)  # type: ignore[assignment]
+    model.register_load_state_dict_pre_hook(_refuse_whole_tensors)
+    _watch_optimizers()
+
+
+def _resize(model: Any, resize: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None,
+            *args: Any, **kwargs: Any) -> Any:  # fmt: skip
+    before = model.get_input_embeddings().num_embeddings
+    after = new_num_tokens or before
+    after += -after % (pad_to_multiple_of or 1)
+    if after != before:
+        raise LongspanError(
+            f"resize_token_embeddings from {before} to {after} tokens: embedding and head are sharded already; resize "
+            f"them before longspan.parallelize",
+            code="LS403",
+        )
+    return resize(new_num_tokens, pad_to_multiple_of, *args, **kwargs)
+
+
+def _refuse_whole_tensors(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, p in model.named_parameters():
+        given = state_dict.get(prefix + name)
+        if isinstance(p, DTensor) and isinstance(given, Tensor) and not isinstance(given, DTensor):
+            raise LongspanError(
+                f"load_state_dict got a whole tensor for {name}, which is sharded; load it before "
+                f"longspan.parallelize, or call torch.distributed.checkpoint.state_dict.set_model_state_dict(model, "
+                f"state_dict, options=StateDictOptions(full_state_dict=True))"
+            )
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Once per process: check each optimizer before its steps."""
+    register_optimizer_step_pre_hook(_refuse_adafactor)
+
+
+def _refuse_adafactor(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raise for Adafactor over shards: it combines the means of a matrix's rows and columns with plain tensors."""
+    if type(optimizer).__name__ == "Adafactor" and any(
+        isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]
+    ):
+        raise LongspanError(
+            f"{type(optimizer).__module__}.Adafactor cannot train sharded weights; use AdamW (torchao's AdamW8bit has "
+            f"small states, too), or every weight on every rank by longspan.parallelize(..., fsdp=False)"
+        )
+
+
 def _cannot_save(method: str, *_: Any, **__: Any) -> NoReturn:
     raise LongspanError(
         f"{method} cannot save shards, and the weights of this model are sharded; {_SAVE}", code="LS404"
@@ -124,7 +176,7 @@ class ModelChangeCheck(Stage):
         self, model: nn.Module, sp: SequenceSharding, policy: MixedPrecisionPolicy | None, *, sharded: bool
     ) -> None:
         self.device, self.policy, self.sharded = sp.device.type, policy, sharded
-        self.names = _names(model)
+        self.names, self.owners = _names(model), weakref.WeakSet(_owners(model).values())
         parameters = model.named_parameters() if sharded else ()
         self.replaced: list[tuple[str, weakref.ref[Tensor]]] = [(name, weakref.ref(p)) for name, p in parameters]
         self.searches = _SEARCHES
@@ -157,7 +209,14 @@ class ModelChangeCheck(Stage):
                 "the model was sharded (fully_shard) after longspan.parallelize(fsdp=False): its gradients would be "
                 "summed twice, and divided; use longspan.parallelize(..., fsdp=True), which shards it"
             )
+        replaced = next((name for name, module in _owners(model).items() if module not in self.owners), None)
         names = _names(model)
+        if names == self.names and replaced is not None:
+            raise LongspanError(
+                f"module {replaced} was replaced after parallelize: its gradient would not be summed over the ranks; "
+                f"change the model first (its tokens, another head), then parallelize it",
+                code="LS403",
+            )
         if names == self.names:
             return
         trained = _names(model, trained=True)
@@ -241,6 +300,11 @@ def _names(model: nn.Module, trained: bool = False) -> frozenset[str]:
     for wrapper in WRAPPED:
         names = {name.replace(wrapper, "") if wrapper in name else name for name in names}
     return frozenset(names)
+
+
+def _owners(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that hold parameters, by name."""
+    return {name: module for name, module in model.named_modules() if module._parameters}
 
 
 def _optimizers() -> list[torch.optim.Optimizer]:
