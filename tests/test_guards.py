@@ -87,6 +87,7 @@ MISUSE: dict[str, tuple[Any, str]] = {
     "half": (lambda model: model.half(), "its dtype: torch.float32 would become torch.float16, and its optimizer"),
     "to in a module around it": (lambda model: _Outer(model).to(torch.float64), "would become torch.float64"),
     "peft": (lambda model: _lora(model)(**batch()), "q_proj.lora_A.default.weight was added after parallelize (8 are)"),
+    "transformers' adapter": (lambda model: model.add_adapter(None), "add_adapter after parallelize"),
     "fsdp1": (lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu"))(**batch()),
               "after parallelize"),
     "fsdp2": (lambda model: fully_shard(model)(**batch()), "use longspan.parallelize(..., fsdp=True), which shards it"),

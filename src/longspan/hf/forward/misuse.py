@@ -39,13 +39,15 @@ _ACCELERATE = ("save_model", "save_state")  # methods of `Accelerator` that writ
 
 
 def refuse_wrappers_and_casts(model: nn.Module, inner: nn.Module) -> None:
-    """Make DistributedDataParallel around the user's model, copies of it and other dtypes raise at once.
+    """Make DistributedDataParallel around the user's model, copies, other dtypes and adapters raise at once.
 
     `inner` is the transformers model in it.
     """
     for each in {id(model): model, id(inner): inner}.values():
         forbid_ddp(each, _NoDDP())
     before_casting(inner, lambda fn: _refuse_cast(inner, fn))
+    for name in ("add_adapter", "load_adapter"):  # of transformers
+        setattr(inner, name, functools.partial(_cannot_add, name))
     refuse_copies(inner)
 
 
@@ -142,6 +144,14 @@ def _refuse_adafactor(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             f"{type(optimizer).__module__}.Adafactor cannot train sharded weights; use AdamW (torchao's AdamW8bit has "
             f"small states, too), or every weight on every rank by longspan.parallelize(..., fsdp=False)"
         )
+
+
+def _cannot_add(method: str, *_: Any, **__: Any) -> NoReturn:
+    raise LongspanError(
+        f"{method} after parallelize: the gradients of its parameters would not be summed over the ranks; add PEFT's "
+        f"adapters first, then parallelize the model",
+        code="LS403",
+    )
 
 
 def _cannot_save(method: str, *_: Any, **__: Any) -> NoReturn:
@@ -304,7 +314,7 @@ def _names(model: nn.Module, trained: bool = False) -> frozenset[str]:
 
 def _owners(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that hold parameters, by name."""
-    return {name: module for name, module in model.named_modules() if module._parameters}
+    return {name: m for name, m in model.named_modules() if next(m.parameters(recurse=False), None) is not None}
 
 
 def _optimizers() -> list[torch.optim.Optimizer]:
