@@ -290,6 +290,8 @@ FAULTS = (
     # verify, train, tracing, scoring
     Fault("verify_accepts_ten_times_the_limit", "verify/judge.py", "self.sharded[rank] <= self.limit[rank]",
           "self.sharded[rank] <= 10 * self.limit[rank]", "tests/test_verify_compare.py"),
+    Fault("verify_does_not_notice_coarse_products", "verify/judge.py", "float((product - exact).norm() / exact.norm())",
+          "0.0 * float((product - exact).norm() / exact.norm())", "tests/test_verify.py -k coarser"),
     Fault("verify_ignores_the_noise_of_the_whole", "verify/judge.py",
           "max(mine, part.elements / total.elements * all_)", "mine * part.elements", "tests/test_verify_compare.py"),
     Fault("clip_never_scales", "train/optimizer.py", "    if limit:", "    if limit < 0:",

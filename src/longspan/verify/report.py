@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from longspan.core.formatting import format_ranks
 from longspan.core.memory import FASTEST
-from longspan.verify.judge import GROUP_ORDER, HALF_STEP, OUTPUTS, ROUNDINGS, SHARPNESS, Check, Criterion
+from longspan.verify.judge import COARSE, GROUP_ORDER, HALF_STEP, OUTPUTS, ROUNDINGS, Check, Criterion, nan_as_inf
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,12 +49,13 @@ class Report:
     checks: tuple[Check, ...]
     equalities: tuple[Equality, ...]
     rank_tokens: tuple[tuple[int, tuple[Span, ...]], ...]  # replica, and spans of tokens [start, stop), of each rank
+    product_error: float = 0.0  # of one fp32 product on each rank, the largest (`judge.product_error`)
 
     @property
     def passed(self) -> bool:
-        """Whether every check and equality holds, with limits tight enough to detect faults."""
+        """Whether every check and equality holds, and fp32 products are computed in fp32."""
         held = all(check.passed for check in self.checks) and all(equal.passed for equal in self.equalities)
-        return held and self.wide_limit is None
+        return held and not self.coarse
 
     def passed_on(self, rank: int) -> bool:
         return all(check.passed_on(rank) for check in self.checks) and all(
@@ -62,11 +63,14 @@ class Report:
         )
 
     @property
-    def wide_limit(self) -> float | None:
-        """In fp32, the median limit if it is too wide to detect a fault of `SHARPNESS`; else None."""
-        limits = [max(check.limit) for check in self.checks if check.group not in OUTPUTS]
-        median = statistics.median(limits) if limits else 0.0
-        return median if self.setup["dtype"] == "fp32" and not self.lossy and median > SHARPNESS else None
+    def coarse(self) -> bool:
+        """Whether a run in fp32 has coarser products, so that the noise of the unsharded run would hide faults."""
+        return bool(self.setup["dtype"] == "fp32" and self.product_error > COARSE)
+
+    @property
+    def detects(self) -> float:
+        """The smallest relative fault that is detected in whichever tensor it is: the widest limit."""
+        return max(map(nan_as_inf, itertools.chain(*(check.limit for check in self.checks))))
 
     @property
     def lossy(self) -> bool:
@@ -87,10 +91,10 @@ class Report:
 
 def diagnosis(report: Report) -> str:
     """Return one sentence on where a failing run goes wrong first."""
-    if report.wide_limit is not None:
+    if report.coarse:
         return (
-            f"The unsharded fp32 run is itself so far from the wider one that a fault of {SHARPNESS:g} would not be "
-            f"detected (limit {report.wide_limit:.1e}): its products are not computed in fp32. Look for "
+            f"Products of the fp32 run are not computed in fp32: one is off by {report.product_error:.1e}, at most "
+            f"{COARSE:.1e} is rounding. Faults of this size would not be detected. Look for "
             f"torch.set_float32_matmul_precision, torch.backends.*.fp32_precision or ONEDNN_DEFAULT_FPMATH_MODE."
         )
     failed = {check.name: check for check in report.checks if not check.passed}
@@ -130,6 +134,8 @@ def as_dict(report: Report) -> dict[str, Any]:
         "diagnosis": None if report.passed else diagnosis(report),
         "setup": dict(report.setup),
         "criterion": {"factor": report.criterion.factor, "floor": report.criterion.floor},
+        "detects": report.detects if math.isfinite(report.detects) else None,
+        "product_error": report.product_error,
         "ranks": [
             {"rank": rank, "replica": replica, "runs": [list(x) for x in runs], "passed": report.passed_on(rank)}
             for rank, (replica, runs) in enumerate(report.rank_tokens)
@@ -177,8 +183,8 @@ def print_table(report: Report, file: IO[str] | None = None) -> None:
         )
     elif report.passed:
         console.print(
-            f"[bold green]PASS[/]  {_count(report)} agree up to {report.setup['dtype']} rounding."
-            f"{smaller_faults_hint(report)}"
+            f"[bold green]PASS[/]  {_count(report)} agree up to {report.setup['dtype']} rounding. A fault "
+            f"above {_figure(report.detects)} in any of them would be detected.{smaller_faults_hint(report)}"
         )
     else:
         failed = sum(not check.passed for check in report.checks) + sum(not e.passed for e in report.equalities)

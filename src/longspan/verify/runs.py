@@ -43,6 +43,7 @@ from longspan.verify.judge import (
     compare_rows,
     judge,
     layer_of,
+    product_error,
     row_chunks,
 )
 from longspan.verify.report import Equality, Report
@@ -104,10 +105,10 @@ def nudged(model: nn.Module, seed: int) -> nn.Module:
 def keep_furthest(results: Tensors, other: Tensors, reference: Tensors) -> None:
     """Replace numbers of `results` in place by those of `other` that are further from `reference`."""
     for name, exact in reference.items():
-        for start, stop in row_chunks(exact.shape):
+        for start, stop in row_chunks(exact.shape, 1 << 18):  # in the CPU's cache
             mine, theirs, truth = (x[name][start:stop] for x in (results, other, reference))
-            further = (theirs.double() - truth.double()).abs() > (mine.double() - truth.double()).abs()
-            mine[further] = theirs[further]
+            further = (theirs - truth).abs_() > (mine - truth).abs_()
+            torch.where(further, theirs, mine, out=mine)
 
 
 def run_unsharded(model: nn.Module, batch_BS: dict[str, Tensor]) -> Tensors:
@@ -289,6 +290,7 @@ def make_report(
         checks=judge({name: [sums[name] for sums in everyone] for name in mine}, criterion),
         equalities=tuple(equalities),
         rank_tokens=tuple(gather_objects((sp.data_rank, spans), hosts)),
+        product_error=max(gather_objects(product_error(sp.device), hosts)),
     )
 
 
