@@ -149,7 +149,7 @@ newest:  ## the tests that touch other libraries, with the newest versions of th
 	@$(PYTHON) -m venv $(NEWEST)
 	@$(NEWEST_PIP) --upgrade torch || $(NEWEST_PIP) --constraint constraints.txt torch
 	@$(NEWEST_PIP) --upgrade $$($(PYTHON) -c "$$REQUIREMENTS")
-	@$(NEWEST_PIP) --no-deps --editable . $(MODELS)
+	@$(NEWEST_PIP) --no-deps --editable .
 	@$(NEWEST)/bin/python -m pip list 2>/dev/null | grep -E "^($(subst $() ,|,$(LIBRARIES))) "
 	@PATH="$(abspath $(NEWEST))/bin:$$PATH" python -m pytest $(or $(PYTEST_ARGS),$(VERSIONED))
 
