@@ -142,9 +142,10 @@ CHAT = [
 
 
 def test_lora_learns_and_plain_transformers_answers(smollm2: str, pool2: RankPool, tmp_path: Path) -> None:
+    """A sequence has room for one chat, so that the plain loop needs no mask between chats."""
     (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": CHAT}) + "\n") * 40)
     config = make(
-        TrainConfig, model=smollm2, data=str(tmp_path / "chats.jsonl"), out=tmp_path / "run", context=100, batch=1,
+        TrainConfig, model=smollm2, data=str(tmp_path / "chats.jsonl"), out=tmp_path / "run", context=60, batch=1,
         steps=4, lr=5e-3, warmup=1, dtype="fp32", log_every=1, lora=4, ulysses=2, track="none",
     )  # fmt: skip
     lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
