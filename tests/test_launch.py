@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,10 +46,24 @@ def _warn_and_report(offset: int) -> tuple[int, int, list[float], str]:
     transformers.logging.get_logger("transformers.models").warning("a warning of transformers")
     logging.getLogger("torch.distributed").warning("a warning of torch")
     logging.getLogger("torch").error("an error of torch")
+    import_module("optional_package").log.warning("a warning of a package")
     sp = longspan.SequenceSharding(longspan.init_mesh(ring=2, ulysses=1, timeout=77))
     groups: list[Any] = [dist.group.WORLD, sp.ring_group, sp.ulysses_group, sp.group, sp.world_group]
     timeouts = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
     return dist.get_rank() + offset, torch.get_num_threads(), timeouts, os.environ["PYTORCH_ALLOC_CONF"]
+
+
+OPTIONAL_PACKAGE = """
+import logging
+log = logging.getLogger(__name__)
+log.warning("imported without an operator")
+logging.getLogger("torch.utils._pytree").warning("imported with a deprecation")
+"""
+
+
+def _import_in_command(folder: str) -> int:
+    sys.path.insert(0, folder)
+    return launch.exit_code(lambda: import_module("optional_package").log.warning("a warning of a package") or 0)
 
 
 def _end_while_others_wait(how: str) -> None:
@@ -116,14 +131,22 @@ def _as_under_torchrun(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
 
 
 @pytest.mark.launcher
-def test_ranks_share_cores_and_timeout_and_one_of_them_shows_warnings(capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_share_cores_and_timeout_and_one_of_them_shows_warnings(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None shows what an optional package logs while it is imported, nor does the command that starts them."""
+    (tmp_path / "optional_package.py").write_text(OPTIONAL_PACKAGE)
+    monkeypatch.syspath_prepend(str(tmp_path))
     before = signal.getsignal(signal.SIGTERM)
     found = launch.launch(_warn_and_report, 10, nproc=2)
     assert found == (10, launch.threads_per_rank(2), [77.0] * 5, "expandable_segments:True")
     assert signal.getsignal(signal.SIGTERM) is before
     printed = capfd.readouterr().err
-    for text in ("a warning of Python", "a warning of transformers", "a warning of torch"):
+    for text in ("a warning of Python", "a warning of transformers", "a warning of torch", "a warning of a package"):
         assert len(re.findall(rf"{text}\n", printed)) == 1, printed
+    assert "imported with" not in printed, printed
+    command = ForkedLauncher(tmp_path, _import_in_command, str(tmp_path))
+    assert command.communicate(timeout=60) == ("", "a warning of a package\n")
     assert printed.count("an error of torch") == 2
     assert launch.threads_per_rank(1) >= 1 == launch.threads_per_rank(10**6)
 

@@ -209,6 +209,15 @@ def test_every_make_target_is_told_of() -> None:
     assert [name for name in targets if not re.search(rf"make (.* )?{name}\b", told)] == []
 
 
+def test_the_demo_installs_only_what_it_needs(tmp_path: Path) -> None:
+    """The tests add the rest to the same environment."""
+    for target, extras in (("demo", ["train"]), ("lint", ["train", "train,trl,diffusers,dev"])):
+        dry = ["make", "-n", f"VENV={tmp_path / 'venv'}", target]
+        done = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert re.findall(r'--editable "\.\[(.*)\]"', done.stdout) == extras, done
+        assert done.stdout.count("-m venv ") == 1
+
+
 def _run_blocks(sources: list[tuple[str, str, bool]], folder: Path) -> None:
     """Run the blocks of one page in order in one namespace."""
     os.chdir(folder)

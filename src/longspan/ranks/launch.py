@@ -26,6 +26,7 @@ from longspan.ranks.supervisor import (
     RankFailed,
     Signals,
     Stopped,
+    silence_imports,
     silence_libraries,
     supervise,
     threads_per_rank,
@@ -134,6 +135,7 @@ def exit_code(run: Callable[[], int], where: Callable[[str], str] = lambda messa
     what to add to the message of an error.
     """
     code, why = 0, ""
+    silence_imports()
     try:
         code = run()
         sys.stdout.flush()

@@ -325,6 +325,7 @@ def _rank_main(
     )
     use_loopback()
     use_expandable_segments()
+    silence_imports()
     if rank:
         silence_libraries()
     end = _run(entry, args, nproc)
@@ -349,6 +350,26 @@ def use_expandable_segments() -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
+def silence_imports() -> None:
+    """Hide what packages log while they are imported, except errors: transformers and accelerate import all they find.
+
+    Packages without a handler of their own log to `logging.lastResort`. torch has one, and warns of what torchao
+    registers; so has DeepSpeed.
+    """
+    for where in (logging.lastResort, logging.getLogger("torch.utils._pytree"), logging.getLogger("DeepSpeed")):
+        if where is not None:
+            where.addFilter(_outside_imports)
+
+
+def _outside_imports(record: logging.LogRecord) -> bool:
+    frame = sys._getframe()
+    while record.levelno < logging.ERROR and frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return False
+    return True
+
+
 def silence_libraries() -> None:
     """Hide the libraries' warnings on this rank, as the first one shows the same. Call it before they are imported."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -356,6 +377,8 @@ def silence_libraries() -> None:
     import torch  # noqa: F401
 
     warnings.simplefilter("ignore")
+    if logging.lastResort is not None:
+        logging.lastResort.setLevel(logging.ERROR)
     for name in ("torch", "transformers", "datasets", "accelerate", "DeepSpeed"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
