@@ -424,10 +424,10 @@ def test_the_page_has_suggestions_and_methods(browser: Any, tmp_path: Path) -> N
         *confirming([([],)]),
     ],
 )
-def test_the_path_of_the_page_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str]) -> None:
+def test_the_page_has_the_plans_that_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str]) -> None:
     path, hardware = tmp_path / "new" / "plan.html", tmp_path / "one.toml"
-    hardware.write_text('like = "cpu"\nmemory_bytes = 64e9\nflops = 1e13\n')
-    args = ["plan", "--model", "qwen3-0.6b", "--gpu", str(hardware), "--gpus", "2", "--context", "4k"]
+    hardware.write_text('like = "cpu"\nmemory_bytes = 11e9\nflops = 1e13\n')
+    args = ["plan", "--model", "qwen3-0.6b", "--gpu", str(hardware), "--gpus", "2", "--context", "16k"]
     assert main([*args, "--html", str(path), *extra]) == 0
     out, err = capsys.readouterr()
     assert f"page written to {path}" in (err if "--json" in extra else out)
@@ -436,6 +436,22 @@ def test_the_path_of_the_page_is_printed(tmp_path: Path, capsys: pytest.CaptureF
     shown = json.loads(re.findall(r"<script[^>]*>(.*?)</script", path.read_text(), flags=re.DOTALL)[0])
     assert bool(shown["report"]["methods"]) == ("--compare" in extra)
     assert (shown["report"]["memory_options"] is not None) == ("--memory-options" in extra)
+    # Without memory options as flags each mesh has its own.
+    report, data = shown["report"], shown["grid"]
+    planned = {tuple(plan["mesh"].values()): plan for plan in report["plans"]}
+    assert len({str(plan["memory"]) for plan in report["plans"]}) == (1 if "--grad-checkpointing" in extra else 2)
+    point = data["points"][data["contexts"].index(16384)][data["gpus"].index(2)]
+    assert len(point["plans"]) == len(planned) == 3
+    for listed in point["plans"]:
+        plan = planned[tuple(listed["mesh"])]
+        assert sum(listed["memory"]) == plan["memory_total_bytes"]
+        assert listed["step"] == pytest.approx(plan["step_seconds"], rel=1e-5)
+        assert listed["memory_options"] == (
+            None if plan["memory"] == report["job"]["memory"] else Memory(**plan["memory"]).describe()
+        )
+        assert sum(listed["memory"]) in next(
+            line["memory"] for line in data["lines"] if line["mesh"] == str(Mesh(*listed["mesh"]))
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

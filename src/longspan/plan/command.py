@@ -252,7 +252,8 @@ def _write_pictures(config: PlanConfig, report: Report) -> None:
     of_plan = report.model, report.job, report.gpus, report.hardware
     settings = settings_grid(*of_plan) if config.html else None
     out = sys.stderr if config.json else sys.stdout  # JSON is alone on stdout
-    points = grid(*of_plan, [Mesh(*sizes) for sizes in settings["meshes"]] if settings else [])
+    also = [Mesh(*sizes) for sizes in settings["meshes"]] if settings else []
+    points = grid(*of_plan, also, {plan.mesh: plan.job.memory for plan in report.result.plans})
     if config.html:
         page = render(report.to_dict(), points, settings)
         write_file("page", config.html, lambda path: path.write_text(page, encoding="utf-8"), out)

@@ -11,10 +11,11 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from importlib.resources import files
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 from longspan.core.formatting import parameters
@@ -104,8 +105,17 @@ def best_plans(result: Search, gpus: int) -> list[Plan]:
     return [plan for i, plan in enumerate(result.plans) if i < MESHES_SHOWN or plan.mesh in pure]
 
 
-def grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware, also: Iterable[Mesh] = ()) -> dict[str, Any]:
+def grid(
+    model: ModelShape,
+    job: Job,
+    gpus: int,
+    hardware: Hardware,
+    also: Iterable[Mesh] = (),
+    chosen: Mapping[Mesh, Memory] = MappingProxyType({}),
+) -> dict[str, Any]:
     """Return the best plans at every context and number of GPUs, as plain data.
+
+    Meshes in `chosen` have the memory options that were chosen for them, at every context; the others have the job's.
 
     Sizes are bytes, times seconds (six digits). `points[i][j]` is `contexts[i]` on `gpus[j]`. Repeated values are
     written once: `items` names the numbers of a plan's `memory`; a row of `comm` is [index in `collectives`, bytes per
@@ -117,10 +127,16 @@ def grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware, also: Itera
     """
     collectives: Distinct = {}
     notes: Distinct = {}
-    points = []
-    for context in contexts(job):
-        at_context = replace(job, context=context)
-        points.append([_point(search(model, at_context, n, hardware), n, collectives, notes) for n in gpu_counts(gpus)])
+
+    def planned(context: int, gpus: int) -> Search:
+        return search(model, replace(job, context=context), gpus, hardware, plan_of)
+
+    def plan_of(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
+        return plan_mesh(model, replace(job, memory=chosen.get(mesh, job.memory)), mesh, hardware)
+
+    points = [
+        [_point(planned(context, n), n, job, collectives, notes) for n in gpu_counts(gpus)] for context in contexts(job)
+    ]
     shown = {Mesh(*plan["mesh"]) for row in points for point in row for plan in point["plans"]} | set(also)
     return {
         "model": model.name,
@@ -136,7 +152,7 @@ def grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware, also: Itera
         "notes": list(notes),
         "points": points,
         "lines": [
-            _line(model, job, plan.mesh, hardware) for plan in best_plans(search(model, job, gpus, hardware), gpus)
+            _line(model, plan.job, plan.mesh, hardware) for plan in best_plans(planned(job.context, gpus), gpus)
         ],
     }
 
@@ -149,21 +165,22 @@ def _index(of: Distinct, value: Any) -> int:
     return of.setdefault(value, len(of))
 
 
-def _point(result: Search, gpus: int, collectives: Distinct, notes: Distinct) -> dict[str, Any]:
+def _point(result: Search, gpus: int, job: Job, collectives: Distinct, notes: Distinct) -> dict[str, Any]:
     best = best_plans(result, gpus)
     return {
         "legal": len(result.plans),
         "rejected": len(result.rejected),
         "recommended": None if result.recommended is None else best.index(result.recommended),
         "command": None if result.recommended is None else command(result.recommended),
-        "plans": [_compact(plan, collectives, notes) for plan in best],
+        "plans": [_compact(plan, job, collectives, notes) for plan in best],
     }
 
 
-def _compact(plan: Plan, collectives: Distinct, notes: Distinct) -> dict[str, Any]:
+def _compact(plan: Plan, job: Job, collectives: Distinct, notes: Distinct) -> dict[str, Any]:
     return {
         "mesh": [getattr(plan.mesh, axis) for axis in AXES],
         "ring_impl": plan.ring_impl,
+        "memory_options": None if plan.job.memory == job.memory else plan.job.memory.describe(),
         "fits": plan.fits,
         "runs": plan.runs,
         "memory": [plan.memory_bytes[item] for item in ITEMS],
