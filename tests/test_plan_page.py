@@ -424,7 +424,9 @@ def test_the_page_has_suggestions_and_methods(browser: Any, tmp_path: Path) -> N
         *confirming([([],)]),
     ],
 )
-def test_the_page_has_the_plans_that_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str]) -> None:
+def test_the_page_has_the_plans_that_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str]
+) -> None:
     path, hardware = tmp_path / "new" / "plan.html", tmp_path / "one.toml"
     hardware.write_text('like = "cpu"\nmemory_bytes = 11e9\nflops = 1e13\n')
     args = ["plan", "--model", "qwen3-0.6b", "--gpu", str(hardware), "--gpus", "2", "--context", "16k"]

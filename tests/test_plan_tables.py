@@ -25,14 +25,14 @@ from tests.choose import confirming, each_value, grouped
 
 WIDE = 1000
 SCREENS = [
-    "--model llama-3.1-8b --context 128k --grad-checkpointing",
+    "--model llama-3.1-8b --context 128k --grad-checkpointing --details",
     "--model llama-3.1-8b --context 128k --compare",
     "--model gemma-3-12b --context 128k --compare --mode prefill --gpus 16",
     "--model llama-3.1-8b --context max",
     "--model llama-3.1-8b --context 512k --memory-options",
     "--model llama-3.1-70b --context 128k",
     "--model llama-3.1-70b --context 1M --gpus 16 --batch 4 --memory auto --offload disk",
-    "--model qwen3-30b-a3b --context 100000 --mode decode --batch 8",
+    "--model qwen3-30b-a3b --context 100000 --mode decode --batch 8 --details",
     "--model llama-3.1-8b --context 8k --no-fsdp",
 ]
 
@@ -45,16 +45,17 @@ def searched(screen: str) -> tuple[Any, ...]:
     """Search once for all widths; return what `longspan plan` shows."""
     given: list[tuple[Any, ...]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("longspan.plan.views.tables.show", lambda report, top: given.append((report, top)))
+        patch.setattr("longspan.plan.views.tables.show", lambda *args, **options: given.append((args, options)))
         assert main(["plan", *screen.split()]) in (0, 1)
-    (args,) = given
-    return args
+    (shown,) = given
+    return shown
 
 
 def lines_of(screen: str, width: int) -> list[str]:
     """Return the lines of a screen on a terminal of `width` columns."""
     file = io.StringIO()
-    show(*searched(screen), console=Console(highlight=False, file=file, width=width))
+    args, options = searched(screen)
+    show(*args, **options, console=Console(highlight=False, file=file, width=width))
     return file.getvalue().splitlines()
 
 
@@ -72,6 +73,22 @@ def test_nothing_is_cut_at_any_width(screen: str) -> None:
         assert max(len(line) for line in lines if "longspan train --" not in line) <= width
         assert _characters(lines) == expected
         assert {word for word in " ".join(lines).split() if "─" not in word} <= words
+
+
+def test_the_first_screen_begins_with_the_answer_and_its_command() -> None:
+    """The tables of details are shown on request; without any mesh, the reasons are."""
+    screen = "--model llama-3.1-8b --context 512k --gpus 8"
+    lines = lines_of(screen, 100)
+    assert len(lines) <= 26
+    command = next(at for at, line in enumerate(lines) if "longspan train --" in line)
+    assert command < 8 and lines[command - 1] == "run:"
+    assert lines[3].startswith("recommended: ulysses=8: 37.18 GB of 80.00 GB per GPU, 79.1 s per step")
+    assert "checkpointing=save_attention, offload=host; 620.62 GB of host memory per node" in lines[4]
+    assert lines[command + 1].startswith("note: the model's positions end at 131,072: RoPE scaling: yarn")
+    text, detailed = "\n".join(lines), "\n".join(lines_of(f"{screen} --details", 100))
+    for part in ("memory per GPU, ", "sent per GPU", "note: host memory", "meshes that cannot hold the job\n"):
+        assert part in detailed and part not in text
+    assert "\nmeshes that cannot hold the job\n" in "\n".join(lines_of("--model gemma-3-1b --context 3 --gpus 5", 100))
 
 
 def _characters(lines: list[str]) -> Counter[str]:
@@ -129,7 +146,7 @@ def test_suggestions_fit_and_repeat_no_given_flag(
         return
     text = " ".join(capsys.readouterr().out.split())
     assert "nothing fits; the nearest is" in text
-    advice = text[text.index("nothing fits") : text.index("meshes that cannot hold the job")]
+    advice = text[text.index("nothing fits") : text.index("meshes, the fastest")]
     flags = [word for word in given.split() if word.startswith("--")]
     for flag in [*flags, "--checkpointing" if "--grad-checkpointing" in flags else "--gpus"]:
         assert not re.search(rf"{flag}\b", advice), (flag, advice)
@@ -167,7 +184,7 @@ def test_the_recommended_mesh_is_in_the_table_with_a_note_on_gathered_weights(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    assert main(["plan", "--model", "deepseek-v3", "--gpus", "64", "--mode", "decode"]) == 0
+    assert main(["plan", "--model", "deepseek-v3", "--gpus", "64", "--mode", "decode", "--details"]) == 0
     text = capsys.readouterr().out
     table, details = text.split("memory per GPU, ")
     assert re.search(rf"^ +{re.escape(details.splitlines()[0])} .*recommended", table, re.MULTILINE)
@@ -181,7 +198,7 @@ def test_a_plain_plan_finds_memory_options_that_fit(capsys: pytest.CaptureFixtur
     text = capsys.readouterr().out
     assert "recommended" in text and "--tiled-norms" in text
     assert main(["plan", "--model", "llama-3.1-8b", "--memory", "fastest"]) == 1
-    text = " ".join(capsys.readouterr().out.split()).partition("nothing fits")[2].partition("meshes that cannot")[0]
+    text = " ".join(capsys.readouterr().out.split()).partition("nothing fits")[2].partition("meshes, the fastest")[0]
     assert text.count("activations_hidden") == text.count("activations_mlp") == 1
 
 

@@ -435,13 +435,13 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     video = ["--context", "256k", "--video", "1024x448x448"]
     file = tmp_path / "config.json"
     build("Qwen2_5_VL").config.to_json_file(file)
-    assert main(["plan", "--model", "qwen2.5-vl-7b", "--gpus", "8", *video]) == 0
+    assert main(["plan", "--model", "qwen2.5-vl-7b", "--gpus", "8", *video, "--details"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "images and video: 131,074 tokens of 524,288 patches, of which one GPU encodes up to 65,536" in text
     assert "vision pixels of the batch" in text and "embeddings to all_to_all sequence 1" in text
-    assert "run:" not in text
+    assert "run:" not in text and "its mesh is longspan.init_mesh(ring=2, ulysses=4)" in text
     images = ["--gpus", "2", "--gpu", "cpu", "--context", "4k", "--images", "9x56x56"]
-    assert main(["plan", "--model", str(file), *images]) == 0
+    assert main(["plan", "--model", str(file), *images, "--details"]) == 0
     assert "images and video:" in capsys.readouterr().out
     for words, reason in (
         (["--model", "qwen3-8b", *video], "--video 1024x448x448: qwen3-8b has no vision tower; leave --video out"),

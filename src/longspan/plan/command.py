@@ -103,6 +103,8 @@ class PlanConfig(MemoryFlags, RopeFlags):
 
     top: int = 6
     """Number of meshes in the table."""
+    details: bool = False
+    """Show also memory and messages item by item, all notes, and the meshes that cannot hold the job."""
     memory_options: bool = False
     """Show what each memory option alone saves and costs, and its longest context."""
     compare: bool = False
@@ -236,7 +238,7 @@ def run(config: PlanConfig) -> int:
     else:
         from longspan.plan.views.tables import show
 
-        show(report, config.top)
+        show(report, config.top, details=config.details)
     if config.html or config.png:
         _write_pictures(config, report)
     # To train, only a plan that `longspan train` runs counts.

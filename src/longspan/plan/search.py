@@ -171,13 +171,13 @@ class Plan:
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know: decisions, replicated KV heads, positions that end early, what waits."""
-        return (
-            *self.decisions,
-            *notes(self.c),
-            *self._offload_notes(),
-            *self._weight_notes(),
-        )
+        """What the user should know: decisions, cautions, what offload takes of the host."""
+        return (*self.decisions, *self.cautions, *self._offload_notes())
+
+    @cached_property
+    def cautions(self) -> tuple[str, ...]:
+        """Notes on what is assumed or changed: replicated KV heads, positions that end early, waits for weights."""
+        return (*notes(self.c), *self._weight_notes())
 
     @property
     def reasons(self) -> tuple[str, ...]:

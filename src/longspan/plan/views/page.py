@@ -151,9 +151,7 @@ def grid(
         "collectives": [dict(zip(("op", "axis", "what", "link", "method"), row, strict=True)) for row in collectives],
         "notes": list(notes),
         "points": points,
-        "lines": [
-            _line(model, plan.job, plan.mesh, hardware) for plan in best_plans(planned(job.context, gpus), gpus)
-        ],
+        "lines": [_line(model, plan.job, plan.mesh, hardware) for plan in best_plans(planned(job.context, gpus), gpus)],
     }
 
 

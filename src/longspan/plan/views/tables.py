@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from rich import box
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from longspan.core.formatting import parameters, seconds, size
+from longspan.core.memory import FASTEST
 from longspan.plan.cost.memory import ITEMS
 from longspan.plan.limits import GB, unsupported
 from longspan.plan.memory_search import MemoryRow
@@ -62,46 +64,79 @@ def _print(
     console.print()
 
 
-def show(report: Report, top: int = 6, console: Console | None = None) -> None:
-    """Print the `top` ranked meshes, the recommended one in detail, and the rejected ones.
+def show(report: Report, top: int = 6, *, details: bool = False, console: Console | None = None) -> None:
+    """Print the recommended mesh with its command, and the `top` ranked meshes.
 
-    A report with methods or rows of memory options prints these instead.
+    `details`: also its memory item by item, its messages and notes, and the meshes that cannot hold the job. A report
+    with methods or rows of memory options prints these instead.
     """
     console = console or Console(highlight=False)
-    result, advice = report.result, "" if report.suggestions is None else report.suggestions.describe()
+    result = report.result
     console.print(_title(report))
+    console.print()
     if report.methods:
         _methods(report.methods, console)
         return
     if report.rows:
         _memory_options(report.rows, console)
         return
+    best = result.recommended or result.fastest
+    _answer(report, best, details, console)
     if result.plans:
         _meshes(result, top, console)
-    best = result.recommended or result.fastest
-    if best is None:
-        console.print(Text(_nothing_fits(result, advice), style="bold red"))
-    else:
-        _detail(best, console)
-        if result.recommended is None:
-            why = "; ".join(unsupported(best.model, best.job, best.mesh))
-            console.print(Text(f"nothing that fits is recommended: {why}. {advice}".rstrip(), style="bold red"))
-    if result.rejected:
+    if best is not None and details:
+        _memory(best, console)
+        if best.comm:
+            _communication(best, console)
+        _notes(best.reasons, console)
+    if result.rejected and (details or not result.plans):
         _rejected(result, console)
+    if not details:
+        console.print(
+            Text("--details: memory and messages item by item, all notes, and meshes that cannot hold the job")
+        )
 
 
-def _detail(best: Plan, console: Console) -> None:
-    """Print a plan's memory, communication, notes and command."""
-    _memory(best, console)
-    if best.comm:
-        _communication(best, console)
-    for note in best.reasons:
-        console.print(Text(f"note: {note}", style="yellow"))
+def _answer(report: Report, best: Plan | None, details: bool, console: Console) -> None:
+    """Print what is recommended, and the command that runs it; if nothing is, why, and what would fit.
+
+    `details`: all notes follow later.
+    """
+    advice = "" if report.suggestions is None else report.suggestions.describe()
+    if best is None:
+        console.print(Text(_nothing_fits(report.result, advice), style="bold red"))
+        console.print()
+        return
+    if report.result.recommended is None:
+        why = "; ".join(unsupported(best.model, best.job, best.mesh))
+        console.print(Text(f"nothing that fits is recommended: {why}. {advice}".rstrip(), style="bold red"))
+        console.print()
+        return
+    unit = {"train": "step", "prefill": "prefill", "decode": "token"}[best.job.mode]
+    of_gpu = f"{size(best.memory_total_bytes)} of {size(best.hardware.memory_bytes)} per GPU"
+    tokens = "" if unit == "token" else f", {best.tokens_per_second:,.0f} tokens/s"
+    answer = f"recommended: {_named(best)}: {of_gpu}, {seconds(best.step_seconds)} per {unit}{tokens}"
+    console.print(Text(answer, style="bold green"))
+    if best.job.memory != FASTEST:
+        host = best.offloaded.host_node_bytes
+        on_host = f"; {size(host)} of host memory per node" if host else ""
+        console.print(Text(f"memory options: {best.job.memory.describe()}{on_host}"))
     line = command(best)
-    if line is not None:
+    if line is None:
+        axes = ", ".join(f"{axis}={n}" for axis, n in asdict(best.mesh).items() if n > 1)
+        console.print(Text(f"no command runs this job; in a script its mesh is longspan.init_mesh({axes})"))
+    else:
         # No markup and no wrapping: the line is to be copied.
         console.print(Text("run:"))
         console.print(Text(f"  {line}", no_wrap=True), soft_wrap=True)
+    if not details:
+        _notes(best.cautions, console)
+    console.print()
+
+
+def _notes(notes: Sequence[str], console: Console) -> None:
+    for note in notes:
+        console.print(Text(f"note: {note}", style="yellow"))
 
 
 def _title(report: Report) -> Text:
