@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -70,6 +71,25 @@ def pool4(get_pool: Callable[[int], RankPool]) -> RankPool:
 @pytest.fixture(scope="session")
 def pool8(get_pool: Callable[[int], RankPool]) -> RankPool:
     return get_pool(8)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """A headless Chromium under selenium's WebDriver."""
+    webdriver = pytest.importorskip("selenium.webdriver", reason="no page is opened: pip install selenium")
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    driver = shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("no page is opened: apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    # Both programs by their paths, or selenium would look for them in the network.
+    opened = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield opened
+    opened.quit()
 
 
 @pytest.fixture

@@ -7,10 +7,8 @@ import functools
 import json
 import re
 import shlex
-import shutil
 import struct
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,24 +120,6 @@ def test_the_page_loads_nothing() -> None:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The page in a browser.
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    webdriver = pytest.importorskip("selenium.webdriver", reason="the page is not opened: pip install selenium")
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    driver = shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        pytest.skip("the page is not opened: apt-get install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    # Both programs by their paths, or selenium would look for them in the network.
-    opened = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    yield opened
-    opened.quit()
 
 
 def _open(browser: Any, path: Path, page: str, width: int = 1400) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import urllib.parse
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,24 @@ def test_links_of_the_built_site(site: Path) -> None:
             if not target.exists() or (target in ids and fragment not in ids[target]):
                 broken.append(f"{page.relative_to(site)}: {link}")
     assert broken == []
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_is_cut_off(site: Path, browser: Any, width: int) -> None:
+    """On a phone only the aligned columns of an output scroll."""
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    for page in ("", "explanation/ulysses", "tutorials/your-script", "notebooks/planner", "reference/models"):
+        browser.get((site / page / "index.html").as_uri())
+        assert browser.execute_script(CUT_OFF) == [], page
+
+
+CUT_OFF = """
+    const parts = document.querySelectorAll("html, .picture, pre > code, table, .md-typeset__scrollwrap");
+    const scrolls = (e) => innerWidth < 600 && e.closest(".language-text");
+    const cut = (e) => e.scrollWidth > e.clientWidth + 1 && !scrolls(e);
+    return [...parts].filter(cut).map((e) => e.outerHTML.slice(0, 200));
+"""
 
 
 def test_every_public_name_has_its_docstring(site: Path) -> None:
