@@ -136,11 +136,6 @@ def page(rows: dict[str, dict[str, list[str]]]) -> str:
         {family: row for family, row in rows.items() if row["accepted"][0] == kind}
         for kind in ("equal", "refused", "plain")
     )
-    equal = [family for family, row in run.items() if all(row[name][0] == "equal" for name in CASES if name in row)]
-    partial: dict[str, list[str]] = {}
-    for family, row in run.items():
-        if family not in equal:
-            partial.setdefault(f"{_outcome(row)}: {_partial_reason(row)}", []).append(family)
     reasons: dict[str, list[str]] = {}
     for family, row in refused.items():
         reasons.setdefault(_reason(_line(row["accepted"][1])), []).append(family)
@@ -168,30 +163,38 @@ refused, and of {len(unbuilt)} no small model could be made. {kinds.count("equal
 
 [`longspan verify`](../how-to/verify.md) checks your model.
 
-## Equal
+In the tables "equal" is one process's result, and "plain" means that transformers itself cannot run the case. Names are
+`model_type` in `config.json`.
 
-Causal, training and generation: {_names([x for x in equal if x.startswith("causal")])}.
+## Causal
+
+{_table(run, "causal")}
 
 [Experts over ranks](../explanation/experts.md): tests compare Mixtral, Qwen3-MoE, gpt-oss, DeepSeek-V3, GLM-4.5 MoE and
 Llama-4 with one process. Other families that stack their experts run the same code; those that do not are refused.
 
-Masked, training: {_names([x for x in equal if x.startswith("masked")])}.
+## Masked
 
-Vision-language, training and generation (no tensor axis; `memory="auto"` for Qwen's only):
-{_names([x for x in equal if x.startswith("vision")])}.
+{_table(run, "masked")}
+
+## Vision-language
+
+Names are those of classes, without their ends. There is no tensor axis; `memory="auto"` is for Qwen's only.
+
+{_table(run, "vision")}
 
 {MORE}
-Diffusion, training: {", ".join(x for x in CONFIGS if _on_all(on_meshes, "diffusion", x))}.
+## Diffusion
 
-## Accepted in part
+Names are those of classes of diffusers.
 
-"plain" means that transformers itself cannot run the case.
+{_rows("model", "training")}
+{chr(10).join(f"|{x}|equal|" for x in CONFIGS if _on_all(on_meshes, "diffusion", x))}
 
-{chr(10).join(f"- {', '.join(families)}: {text}" for text, families in partial.items())}
+## Refused
 
-## Refused: the model or a layer
-
-{chr(10).join(f"- {reason}: {families}" for reason, families in why)}
+{_rows("the model or a layer", "models")}
+{chr(10).join(f"|{reason}|{families}|" for reason, families in why)}
 
 ## Not tried
 
@@ -213,15 +216,25 @@ def _names(families: list[str]) -> str:
     return ", ".join(re.sub("^(causal|vision)/", "", family) for family in families)
 
 
-def _outcome(row: dict[str, list[str]]) -> str:
-    """Return the outcome of all cases in a word, or of each."""
-    kinds = {name: row[name][0] for name in CASES if name in row}
-    return kinds["training"] if len(set(kinds.values())) == 1 else ", ".join(f"{x} {kinds[x]}" for x in kinds)
+def _table(run: dict[str, dict[str, list[str]]], kind: str) -> str:
+    """Return a table of the accepted models of a kind, with a column for each case; without spaces, as it is long."""
+    models = {name.partition("/")[2]: row for name, row in run.items() if name.startswith(f"{kind}/")}
+    columns = [name for name in CASES if any(name in row for row in models.values())]
+    lines = [f"|{model}|{'|'.join(_cell(*row[name]) for name in columns)}|" for model, row in sorted(models.items())]
+    return "\n".join([_rows("model", *columns), *lines])
 
 
-def _partial_reason(row: dict[str, list[str]]) -> str:
-    kind, text = next(row[name] for name in CASES if name in row and row[name][0] != "equal")
-    return _line(text).split(": ", 1)[-1].split(". ")[0] if kind == "plain" else re.split("[;,] ", _line(text))[0]
+def _rows(*columns: str) -> str:
+    """Return the first two lines of a table."""
+    return f"|{'|'.join(columns)}|\n|{'|'.join('---' for _ in columns)}|"
+
+
+def _cell(kind: str, text: str) -> str:
+    """Return the outcome of a case, and why it is not equal, without the names of layers and details."""
+    if kind == "equal":
+        return kind
+    why = _line(text).split(": ", 1)[-1].split(". ")[0] if kind == "plain" else re.split("[;,] ", _line(text))[0]
+    return f"{kind}: {why}".replace("|", "\\|")
 
 
 def _reason(text: str) -> str:
