@@ -1,13 +1,14 @@
-"""Build the documentation site: `make docs`, or python docs/build_site.py [--serve].
+"""Build the documentation site: `make docs`, or python docs/build_site.py [--serve | --flags].
 
 Pages are staged in build/pages: those of docs/, the README as the landing page, every file that a page links to, and a
 reference generated from docstrings and from the flags of the command line. Zensical renders them into build/site, and
-fails for a link to a page or heading that does not exist.
+fails for a link to a page or heading that does not exist. `--flags` only writes the tables of docs/reference/cli.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import html
 import importlib
@@ -31,6 +32,7 @@ from longspan.core.sections import Option, options
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "build" / "pages"
 SITE = ROOT / "build" / "site"
+CLI = ROOT / "docs" / "reference" / "cli.md"
 LANDING = "README.md"
 MOVED = {  # files of the repository that have another path on the site
     LANDING: "index.md",
@@ -47,7 +49,11 @@ FENCE = re.compile(r"^( *)(```|~~~).*?^\1\2", re.MULTILINE | re.DOTALL)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", action="store_true", help="show the site on localhost:8000 afterwards")
+    parser.add_argument("--flags", action="store_true", help="write the tables of docs/reference/cli.md, and no site")
     args = parser.parse_args()
+    if args.flags:
+        CLI.write_text(with_flags(CLI.read_text()))
+        return
     stage()
     zensical = [sys.executable, "-m", "zensical"]
     done = subprocess.run([*zensical, "build", "--clean", "--strict"], cwd=ROOT, capture_output=True, text=True)
@@ -218,6 +224,44 @@ def cli_page(text: str) -> str:
         assert heading in text, f"docs/reference/cli.md has no section {heading}"
         text = text.replace(heading, f"{heading}\n[All flags of `longspan {name}`](flags/{name}.md)\n")
     return text
+
+
+def with_flags(text: str) -> str:
+    """Return docs/reference/cli.md with a line for each flag, from the docstrings that --help prints.
+
+    A flag that several commands explain in the same words is in the table of shared flags.
+    """
+    meanings = {command: meanings_of(getattr(importlib.import_module(module), config))
+                for command, (module, config, _) in COMMANDS.items()}  # fmt: skip
+    count = collections.Counter(flag for of_command in meanings.values() for flag in of_command.items())
+    shared = {flag for flag, times in count.items() if times > 1}
+    tables = {"shared": rows_of(dict(flag for flag in count if flag in shared))}
+    for command, of_command in meanings.items():
+        also = ", ".join(f"`--{name}`" for name, meaning in of_command.items() if (name, meaning) in shared)
+        own = {name: meaning for name, meaning in of_command.items() if (name, meaning) not in shared}
+        tables[command] = rows_of(own) + (f"\n\n[Shared](#flags-that-several-commands-share): {also}." if also else "")
+
+    def filled(match: re.Match[str]) -> str:
+        return f"<!-- flags: {match[1]} -->\n\n{tables.pop(match[1])}\n\n<!-- end -->"
+
+    text = re.sub(r"<!-- flags: (\w+) -->.*?<!-- end -->", filled, text, flags=re.DOTALL)
+    assert not tables, f"docs/reference/cli.md has no place for {sorted(tables)}"
+    return text
+
+
+def meanings_of(config_class: type[Any]) -> dict[str, str]:
+    """Return the first sentence on each flag of a command."""
+    kinds = typing.get_type_hints(config_class)
+    found = {}
+    for option in options(config_class).values():
+        text = field_texts(kinds[option.section] if option.section else config_class)[option.name]
+        found[option.flag] = re.split(r"(?<=[.!?]) (?=[A-Z`-])", text)[0].removesuffix(".")
+    return found
+
+
+def rows_of(meanings: dict[str, str]) -> str:
+    lines = [f"| `--{name}` | {escaped(meaning).replace('|', chr(92) + '|')} |" for name, meaning in meanings.items()]
+    return "\n".join(["| flag | meaning |", "|---|---|", *lines])
 
 
 def flags_page(command: str, summary: str, config_class: type[Any]) -> str:
