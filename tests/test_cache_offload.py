@@ -143,7 +143,9 @@ def test_one_device_and_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     model = longspan.parallelize(made("Llama"), longspan.SequenceSharding(longspan.init_mesh()), fsdp=False)
     with pytest.raises(longspan.LongspanError, match="offload='disk' is unknown; choose 'none' or 'host'"):
         longspan.ShardedCache(model, offload="disk")
-    with pytest.raises(longspan.LongspanError, match="dtype='int4' is unknown; choose 'exact', 'int8' or 'fp8'"):
+    with pytest.raises(
+        longspan.LongspanError, match="'int4' is unknown; did you mean 'int8'.* Choose 'exact', 'int8' or 'fp8'"
+    ):
         longspan.ShardedCache(model, dtype="int4")
     cache = longspan.ShardedCache(model, offload="host")
     found = generated(model, {**prompt(), "past_key_values": cache})

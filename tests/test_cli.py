@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import is_dataclass
@@ -124,7 +125,8 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("[parallel]\nulyses = 4", r"line 2: unknown key 'ulyses'; did you mean 'ulysses'\?"),
         ("zzz = 4", r"unknown key 'zzz'; longspan train --help lists all"),
         ("learning_rate = 1e-4", r"line 1: unknown key 'learning_rate'; did you mean 'lr'\?"),
-        ("[train]\nulysses = 4", r"unknown key 'train'; "),
+        ("[paralell]\nulysses = 4", r"line 1: unknown table \[paralell\]; did you mean 'parallel'"),
+        ("[train]\nulysses = 4", r"unknown table \[train\]; .*hoose 'checkpoint'"),
         (
             "[checkpoint]\nsave_every = 3\nsave-every = 4",
             r"line 3: save-every is also set in .*line 2, spelled differently",
@@ -139,7 +141,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("[optimizer]\nbetas = [0.9, 0.9, '--lr', 9]", r"give a list of 2 numbers"),
         (
             "[optimizer]\nschedule = 'Linear'",
-            r"schedule = 'Linear' is invalid: choose one of 'cosine', 'linear', 'constant'",
+            r"schedule = 'Linear' is invalid: did you mean 'linear'\? Choose 'cosine', 'linear', 'constant' or 'wsd'",
         ),
         ("no-fsdp = true", r"unknown key 'no-fsdp'; did you mean 'fsdp'"),
         ('out = "a\\u0000b"', r"NUL byte"),
@@ -215,6 +217,10 @@ def test_paths_of_a_file_are_relative_to_it(tmp_path: Path, monkeypatch: pytest.
         (["--data=~nobody-of-this-name/x"], "no user of that name"),
         (["--data", "x" * 5000], "is too long for a path"),
         (["--out", "/proc/version/out"], "cannot be written"),
+        (["--out", "/proc/nope"], "--out /proc/nope/checkpoints cannot be written: /proc takes no files"),
+        (["--schedule", "cosin"], "--schedule 'cosin' is unknown; did you mean 'cosine'? Choose 'cosine', 'linear', "),
+        (["--memory=longets"], "--memory 'longets' is unknown; did you mean 'longest'? Choose 'by-flags', 'fastest', "),
+        (["--optimizer", "zzz"], "--optimizer 'zzz' is unknown; choose 'adamw', "),
         (["--text-field", ""], "--text-field is empty"),
     ],
 )
@@ -345,9 +351,25 @@ def test_exit_codes(
     assert capsys.readouterr().err == said
 
 
+def test_a_model_without_weights_or_tokenizer_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No flag that was not given is blamed."""
+    shutil.copy(ROOT / "examples" / "llama-tiny.json", tmp_path / "config.json")
+    data = ["--data", "pydoc", "--context", "64", "--out", str(tmp_path / "out")]
+    for command in (["train", *data], ["generate", "--prompt", "x"]):
+        assert cli.main([*command, "--model", str(tmp_path)]) == 2
+        error = capsys.readouterr().err
+        assert f"--model {tmp_path} has no weights: expected model.safetensors, " in error
+        assert f"give --config {tmp_path}/config.json" in error and "tokenizer" not in error
+    (tmp_path / "model.safetensors").touch()
+    assert cli.main(["train", *data, "--model", str(tmp_path)]) == 2
+    assert f"error: {tmp_path} has no tokenizer: expected tokenizer.json, " in capsys.readouterr().err
+
+
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["trian"]) == 2
     assert capsys.readouterr().err == "longspan: error: there is no command 'trian'; did you mean 'train'?\n"
+    assert cli.main(["bench", "lnk"]) == 2
+    assert "what 'lnk' is unknown; did you mean 'link'? Choose 'link', " in capsys.readouterr().err
     assert cli.main(["--model", "x"]) == 2
     assert "no command '--model'; give one first: train, " in capsys.readouterr().err
     assert cli.main(["-V"]) == cli.main(["help", "train"]) == 0

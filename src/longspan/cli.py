@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import re
 import sys
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -162,17 +163,25 @@ def _split_from(args: list[str]) -> tuple[Path | None, list[str]]:
     return path, rest
 
 
+def _positional(config_class: type[Any]) -> str:
+    """Return the argument that a command takes without a flag, or ""."""
+    marked = typing.get_type_hints(config_class, include_extras=True).items()
+    return next((name for name, kind in marked if "Positional" in repr(getattr(kind, "__metadata__", ""))), "")
+
+
 def _check_options(config_class: type[Any], args: list[str], prog: str) -> None:
-    """Raise on an unknown option, and suggest the closest one.
+    """Raise on an unknown option, or an unknown word for one that takes only some, and suggest the closest one.
 
     The argument after an option that takes a value is its value, even if it looks like an option.
     """
     from longspan.cli_help import suggest_option
+    from longspan.cli_values import check_choice
 
-    names = {option.flag: option.kind is bool for option in options(config_class).values()}
+    kinds = {option.flag: option.kind for option in options(config_class).values()}
+    names = {flag: kind is bool for flag, kind in kinds.items()}
     known = {"help": True, **names, **{f"no-{name}": True for name, switch in names.items() if switch}}
-    takes_value = False
-    for arg in args:
+    takes_value, taken_by = False, ""
+    for at, arg in enumerate(args):
         option = re.fullmatch(r"--([A-Za-z][\w-]*)(=.*)?", arg, flags=re.DOTALL)
         if option and not takes_value:
             name = option[1].replace("_", "-")
@@ -180,8 +189,14 @@ def _check_options(config_class: type[Any], args: list[str], prog: str) -> None:
                 raise LongspanError(
                     f"{prog} has no option --{option[1]}; {suggest_option(name, list(names), prog, '--')}"
                 )
-            takes_value = not known[name] and option[2] is None
+            takes_value, taken_by = not known[name] and option[2] is None, name
+            if option[2] is not None:
+                check_choice(f"--{name}", kinds.get(name), option[2][1:])
             continue
+        if takes_value:
+            check_choice(f"--{taken_by}", kinds.get(taken_by), arg)
+        elif at == 0 and (positional := _positional(config_class)):  # later ones may be further values of a flag
+            check_choice(positional, kinds[positional], arg)
         if not takes_value and arg.endswith(".toml"):
             raise LongspanError(f"{prog} takes no file {format_value(arg)} by itself; did you mean --from {arg}?")
         takes_value = False

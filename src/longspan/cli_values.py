@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from longspan.cli_help import suggest_option
+from longspan.core.errors import LongspanError
 from longspan.core.sections import options, replace, values
-from longspan.core.validation import check_text, format_value, means_a_path, path_of, read_toml
+from longspan.core.validation import check_text, format_value, means_a_path, path_of, read_toml, suggest_choice
 
 
 def from_toml(kind: Any, value: Any) -> Any:
@@ -21,7 +22,7 @@ def from_toml(kind: Any, value: Any) -> Any:
     origin = typing.get_origin(kind)
     if origin is Literal:
         if not isinstance(value, str) or value not in arguments:
-            raise ValueError(f"choose one of {', '.join(map(repr, arguments))}")
+            raise ValueError(suggest_choice(value, arguments))
         return value
     if origin is tuple:
         several = arguments[-1] is Ellipsis
@@ -48,6 +49,15 @@ def from_toml(kind: Any, value: Any) -> Any:
         return check_text("the value", value) if kind is str else path_of("the path", value)
     accepted = {bool: "true or false", int: 'a whole number (or "8k")', float: "a number", str: "text", Path: "a path"}
     raise ValueError(f"give {accepted[kind]}")
+
+
+def check_choice(name: str, kind: Any, text: str) -> None:
+    """Raise LongspanError if the type of a flag has only words, and `text` is none of them."""
+    kinds = [part for part in typing.get_args(kind) if part is not type(None)]
+    only = kinds[0] if len(kinds) == 1 else kind  # optional
+    words = typing.get_args(only) if typing.get_origin(only) is Literal else ()
+    if words and text not in words:
+        raise LongspanError(f"{name} {format_value(text)} is unknown; {suggest_choice(text, words)}")
 
 
 def value_rule(info: Any) -> Any:
@@ -143,6 +153,8 @@ def read_flags(
         *table, key = keys
         flag = key.replace("_", "-")
         option = known.get(flag)
+        if option is None and isinstance(value, dict) and not table:
+            raise file.error(f"unknown table [{key}]; {suggest_choice(key, sorted(sections))}", *keys)
         if option is None:
             raise file.error(f"unknown key {format_value(key)}; {suggest_option(flag, list(known), prog)}", *keys)
         if table != [option.section][: bool(option.section)]:

@@ -11,6 +11,7 @@ import numbers
 import os
 import re
 import sys
+import tempfile
 import tomllib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -131,8 +132,14 @@ def check_function(name: str, value: Any, arguments: str) -> None:
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Raise unless `value` is one of the names."""
     if not isinstance(value, str) or value not in choices:
-        names = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
-        raise LongspanError(f"{name}={format_value(value)} is unknown; choose {names}")
+        raise LongspanError(f"{name}={format_value(value)} is unknown; {suggest_choice(value, choices)}")
+
+
+def suggest_choice(value: Any, choices: Collection[str]) -> str:
+    """Return a hint with all choices, and with the closest one first if one is close."""
+    close = difflib.get_close_matches(str(value), list(choices), n=1, cutoff=0.6)
+    *names, last = map(repr, choices)
+    return f"{f'did you mean {close[0]!r}? Choose' if close else 'choose'} {', '.join(names)} or {last}"
 
 
 def check_processes(ranks: int, mesh: str) -> None:
@@ -294,16 +301,28 @@ def means_a_path(text: str) -> bool:
     return not plain or text.lower().endswith(_FILE_ENDINGS)
 
 
+def _refuses_files(existing: Path) -> str:
+    """Return why nothing can be written to a file or into a folder, or "". A file system may refuse even root."""
+    if not os.access(existing, os.W_OK):
+        return "permission denied"
+    if existing.is_dir():
+        try:
+            tempfile.TemporaryFile(dir=existing).close()  # it never has a name, or is removed at once
+        except OSError as error:
+            return f"{existing} takes no files ({(error.strerror or str(error)).lower()})"
+    return ""
+
+
 def check_output(name: str, path: Path, *, folder: bool = False, example: str = "NAME") -> None:
-    """Raise for a file, or with `folder` a folder, that cannot be written, without creating anything."""
+    """Raise for a file, or with `folder` a folder, that cannot be written, without leaving anything."""
     what = "folder" if folder else "file"
     existing = next((p for p in (path, *path.parents) if os.path.lexists(p)), Path())
     if not existing.exists():
         problem = f"{existing} is a link to nothing"
     elif existing != path and not existing.is_dir():
         problem = f"{existing} is not a folder"
-    elif not os.access(existing, os.W_OK):
-        problem = "permission denied"
+    elif why := _refuses_files(existing):
+        problem = why
     elif existing == path and path.is_dir() != folder:
         other = "file; give a folder" if folder else f"folder; give a file, such as {name} {path / example}"
         raise LongspanError(f"{name} {path} is a {other}")

@@ -20,7 +20,7 @@ import numpy as np
 from longspan.core.errors import LongspanError
 from longspan.core.validation import format_value
 from longspan.data.rows import Kind, read_image
-from longspan.hf.pretrained import check_source, first_line
+from longspan.hf.pretrained import check_source, first_line, has_tokenizer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -61,6 +61,11 @@ def load_tokenizer(name: str) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:
+        if not has_tokenizer(name):  # perhaps the model's folder, and no flag named it
+            raise LongspanError(
+                f"{name} has no tokenizer: expected tokenizer.json, tokenizer.model, vocab.json or vocab.txt; give "
+                f"--tokenizer NAME_OR_PATH, or --tokenizer {BYTES}"
+            ) from error
         raise LongspanError(
             f"--tokenizer {name} cannot be loaded: {first_line(error)} (or use --tokenizer {BYTES})"
         ) from error

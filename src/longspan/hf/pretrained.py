@@ -104,6 +104,7 @@ def not_found(flag: str, name: str, kind: Literal["model", "dataset"], offline: 
 
 
 ADAPTER = "adapter_config.json"
+_WEIGHT_FILES = (".safetensors", ".bin", ".gguf")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -134,6 +135,17 @@ def read_adapter(name: str) -> tuple[str, bool]:
     settings = _read_json("the adapter", Path(name, ADAPTER), "save the adapter again")
     copies = settings.get("modules_to_save") or settings.get("trainable_token_indices")
     return json.dumps(settings, sort_keys=True), bool(copies) or isinstance(settings.get("init_lora_weights"), str)
+
+
+def check_has_weights(label: str, name: str) -> None:
+    """Raise for a folder without a file of weights; a model on the hub is assumed to have some."""
+    folder = Path(name)
+    if folder.is_dir() and not any(path.suffix in _WEIGHT_FILES for path in folder.iterdir()):
+        raise LongspanError(
+            f"{label} {name} has no weights: expected model.safetensors, or its shards and "
+            "model.safetensors.index.json, or pytorch_model.bin; save the model there again, or, to train or verify it "
+            f"with random weights, give --config {folder / 'config.json'}"
+        )
 
 
 def has_tokenizer(name: str) -> bool:
@@ -175,6 +187,8 @@ def read_model_config(flag: str, name: str, context: int, rope: RopeAsked = AS_I
     check_source(flag, name, local=flag == "--config")
     name = base_of(flag, name)
     _check_json(flag, name)
+    if flag == "--model":
+        check_has_weights(flag, name)
     config = open_config(f"{flag} {name}", name)
     return config, check_language_model(f"{flag} {name}", config, context, rope)
 
