@@ -52,7 +52,14 @@ def test_nothing_is_cut_off(site: Path, browser: Any, width: int) -> None:
     """On a phone only the aligned columns of an output scroll."""
     metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    for page in ("", "explanation/ulysses", "tutorials/your-script", "notebooks/planner", "reference/models"):
+    for page in (
+        "",
+        "explanation/ulysses",
+        "tutorials/your-script",
+        "notebooks/planner",
+        "reference/models",
+        "reference/cli",
+    ):
         browser.get((site / page / "index.html").as_uri())
         assert browser.execute_script(CUT_OFF) == [], page
 
