@@ -27,7 +27,7 @@ def grpo_loss(model, reference, batch, old, advantages, items, *, clip=0.2, beta
         batch: `input_ids`, `attention_mask`, and `labels` that are -100 outside of completions, [rows, n].
         old: log-probabilities of the policy that generated the completions, [rows, n]; None: of `model` itself.
         advantages: [rows].
-        items: label tokens of all replicas' rows; the sum is divided by them.
+        items: label tokens of a replica's rows, the mean of all replicas; the sum is divided by them.
         shared: compute what rows begin alike with, their prompt, once.
     """
     logps, entropy = longspan.token_logprobs(model, batch, entropy=True, gather=True, shared_prefixes=shared)

@@ -134,9 +134,9 @@ def _grpo_sharded(meshes: list[tuple[int, int, bool, bool]]) -> list[tuple[float
         policy, reference = (longspan.parallelize(build("GPT2", seed=seed).double(), sp, fsdp=fsdp) for seed in (0, 1))
         mine = {name: rows_of({name: value}, sp.data_rank, data)[name] for name, value in given["batch"].items()}
         old, advantages = (given[name].chunk(data)[sp.data_rank] for name in ("old", "advantages"))
-        loss = grpo_loss(policy, reference, mine, old, advantages, given["items"], **SHAPE, shared=shared)
+        loss = grpo_loss(policy, reference, mine, old, advantages, given["items"] / data, **SHAPE, shared=shared)
         loss.backward()
-        of_replicas = loss.detach().clone() / sp.size
+        of_replicas = loss.detach().clone() / sp.world_size
         torch.distributed.all_reduce(of_replicas)
         found.append((float(of_replicas), gradients(policy)))
     return found

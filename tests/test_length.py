@@ -279,8 +279,12 @@ def _logprobs(truth: Any, data: int, ring: int, fsdp: bool, gather: bool) -> Non
     model = longspan.parallelize(build("Llama"), sp, fsdp=fsdp)
     mine, weights = rows_of(batch(), sp.data_rank, data), WEIGHTS.chunk(data)[sp.data_rank]
     found = longspan.token_logprobs(model, mine, temperature=0.7, entropy=True, gather=gather)
-    weights = weights if gather else sp.shard(weights)
-    (weights * (found[0] + 0.1 * found[1])).sum().backward()
+    if gather:  # replicas are averaged
+        (data * (weights * (found[0] + 0.1 * found[1])).sum()).backward()
+    else:
+        scores = sp.shard(weights) * (found[0] + 0.1 * found[1])
+        real = sp.shard(torch.ones(len(scores), 21)) > 0
+        (WEIGHTS.numel() * longspan.global_mean(scores, sp, mask=real)).backward()
     check_gradients(gradients(model), truth)
     for i, x in enumerate(found):
         whole = x.detach() if gather else sp.gather(x.detach(), dim=1, length=21)

@@ -23,7 +23,7 @@ from longspan.attn.prepare import prepare
 from longspan.attn.score import Scores
 from longspan.attn.shapes import Shapes
 from longspan.core.memory import FASTEST, LONGEST, Memory
-from longspan.hf.weights.gradients import GradientSum
+from longspan.hf.weights.gradients import GradientAverage
 from longspan.memory.offload.store import Store
 from longspan.plan import CATALOGUE, Job, Mesh
 from longspan.plan.cost.memory import in_mixer, offloaded_bytes
@@ -355,7 +355,7 @@ class StepBytes(NamedTuple):
 
 def bytes_of_a_step(mesh: dict[str, int], memory: Memory, per_rank: int) -> StepBytes:
     size = math.prod(mesh.values())
-    with fake_world(0, size), on_gpu(), mock.patch.object(GradientSum, "_finish", lambda sums: sums.fresh.clear()):
+    with fake_world(0, size), on_gpu(), mock.patch.object(GradientAverage, "_finish", lambda sums: sums.fresh.clear()):
         sp = longspan.SequenceSharding(longspan.init_mesh(**mesh, device_type="cpu"))
         sp.device = torch.device("cuda", 0)
         return _bytes_of_a_step(_llama(sp, torch.bfloat16, memory=memory, fsdp=False), per_rank * size)

@@ -59,7 +59,8 @@ def test_mean_of_the_global_batch(data: int, dtype: torch.dtype, items: int | No
     # The sum is in fp32 whatever the logits are; each logit's gradient is rounded to their dtype.
     assert units(loss.reshape(1), truth.detach().reshape(1), of_loss, torch.float32) <= MARGIN
     grad = leaf.grad.double()
-    dist.all_reduce(grad)  # every rank's part
+    dist.all_reduce(grad)  # every rank's part, averaged
+    grad /= dist.get_world_size()
     assert units(grad, truth_leaf.grad, of_grad, dtype) <= MARGIN
 
 

@@ -258,7 +258,7 @@ def test_a_process_of_a_job_is_no_mesh_of_one() -> None:
 
 def _peaks_of_sums(folder: Path) -> list[float]:
     """Return the peak of a backward and its sum, over the bytes of the gradients."""
-    from longspan.hf.weights.gradients import GradientSum
+    from longspan.hf.weights.gradients import GradientAverage
 
     sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2))
     found = []
@@ -267,7 +267,7 @@ def _peaks_of_sums(folder: Path) -> list[float]:
             weights = [torch.nn.Parameter(torch.ones(sizes, dtype=torch.bfloat16))]
         else:
             weights = [torch.nn.Parameter(torch.ones(size)) for size in sizes]
-        GradientSum(weights, sp).bucket_elements = 1 << 16
+        GradientAverage(weights, sp).bucket_elements = 1 << 16
         factors = [torch.full_like(p, 2.0) for p in weights]
 
         def step(pairs: list[Any]) -> None:

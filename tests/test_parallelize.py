@@ -319,25 +319,25 @@ def test_unsupported_models_raise() -> None:
 
 @on_ranks(4)
 def test_gradients_that_only_some_ranks_have() -> None:
-    """Without FSDP: a parameter that only some ranks use is summed; one that none uses gets no gradient."""
-    from longspan.hf.weights.gradients import GradientSum
+    """Without FSDP: a parameter that only some ranks use is averaged; one that none uses gets no gradient."""
+    from longspan.hf.weights.gradients import GradientAverage
 
     sp = sharding()
     a, b, c = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
-    GradientSum([a, b, c], sp)
-    for _ in range(2):  # twice: accumulated gradients are not summed again
+    GradientAverage([a, b, c], sp)
+    for _ in range(2):  # twice: accumulated gradients are not averaged again
         loss: Tensor = a.sum() + (b.sum() if dist.get_rank() == 0 else 0)
         loss.backward()
-    assert a.grad is not None and torch.equal(a.grad, torch.full((3,), 2.0 * sp.size))
-    assert b.grad is not None and torch.equal(b.grad, torch.full((3,), 2.0))
+    assert a.grad is not None and torch.equal(a.grad, torch.full((3,), 2.0))
+    assert b.grad is not None and torch.equal(b.grad, torch.full((3,), 2.0 / sp.size))
     assert c.grad is None
     d, e = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
-    summed = GradientSum([d, e], sp)
-    for waits in (True, True, False):  # a parameter that only an earlier backward of some ranks used is summed too
+    summed = GradientAverage([d, e], sp)
+    for waits in (True, True, False):  # a parameter that only an earlier backward of some ranks used is averaged too
         summed.deferred = waits
         (d if waits and dist.get_rank() == 0 else e).sum().backward()
-    assert d.grad is not None and torch.equal(d.grad, torch.full((3,), 2.0))
-    assert e.grad is not None and torch.equal(e.grad, torch.full((3,), 3.0 * sp.size - 2))
+    assert d.grad is not None and torch.equal(d.grad, torch.full((3,), 2.0 / sp.size))
+    assert e.grad is not None and torch.equal(e.grad, torch.full((3,), 3 - 2.0 / sp.size))
 
 
 @on_ranks(4)
@@ -516,7 +516,7 @@ def test_gradients_after_a_backward_that_raised() -> None:
     handle.remove()
     model.zero_grad()
     _compare(build("Llama"), model, whole, sp)
-    with pytest.raises(LongspanError, match=r"call loss.backward\(\), which sums them"):
+    with pytest.raises(LongspanError, match=r"call loss.backward\(\), which averages them"):
         torch.autograd.grad(model(**whole).loss, list(model.parameters()))
 
 

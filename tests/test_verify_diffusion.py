@@ -80,9 +80,9 @@ def _swap_two_ranks(patch: pytest.MonkeyPatch) -> None:
 
 
 def _do_not_sum_gradients(patch: pytest.MonkeyPatch) -> None:
-    from longspan.hf.weights.gradients import GradientSum
+    from longspan.hf.weights.gradients import GradientAverage
 
-    patch.setattr(GradientSum, "_sum", lambda self, bucket: None)
+    patch.setattr(GradientAverage, "_average_bucket", lambda self, bucket: None)
 
 
 def _with(plant: Callable[[pytest.MonkeyPatch], None], config: VerifyConfig) -> Report:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from longspan.attn.methods.dsp import dsp as dsp
     from longspan.comm.mesh import SequenceSharding as SequenceSharding
     from longspan.comm.mesh import init_mesh as init_mesh
+    from longspan.comm.shard import global_mean as global_mean
     from longspan.core.errors import LongspanError as LongspanError
     from longspan.core.memory import Memory as Memory
     from longspan.data.elastic import elastic_batches as elastic_batches
@@ -65,6 +66,7 @@ _DEFINED_IN = {
     "kernel_table": "longspan.attn.kernels.choice",
     "kernel_with_lse": "longspan.attn.kernels.custom",
     "prepare_attention": "longspan.attn.api",
+    "global_mean": "longspan.comm.shard",
     "init_mesh": "longspan.comm.mesh",
     "linear_attention": "longspan.mixers.linear_attention",
     "no_sync": "longspan.hf.weights.gradients",

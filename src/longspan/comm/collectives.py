@@ -87,6 +87,25 @@ def sum_over(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return x if group is None or group.size() == 1 else all_reduce(x, group_name(group))
 
 
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """Return `x`, and multiply its gradient by `factor`."""
+    if factor == 1 or not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    out: Tensor = _ScaleGradient.apply(x, factor)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.factor, None
+
+
 def replicate(x: Tensor, group: str) -> Tensor:
     """Return `x`, which is equal on all ranks, for computation that is sharded. Gradients are all-reduced."""
     if not (torch.is_grad_enabled() and x.requires_grad):

@@ -264,7 +264,7 @@ class SequenceSharding:
 
     @cached_property
     def fsdp_mesh(self) -> DeviceMesh | None:
-        """The 1-D mesh of data x sequence, over which weights are sharded and gradients summed. None on one process."""
+        """The 1-D mesh of data x sequence: weights are sharded and gradients averaged over it. None on one process."""
         if not isinstance(self.mesh, DeviceMesh):
             return None
         flat = flatten_mesh(self.mesh["data", "ring", "ulysses"], "data_sequence")
@@ -277,7 +277,7 @@ class SequenceSharding:
 
     @property
     def world_group(self) -> dist.ProcessGroup | None:
-        """The process group of data x sequence, over which losses and gradients are summed. None on one process."""
+        """The group of data x sequence, over which losses are summed and gradients averaged. None on one process."""
         return None if self.fsdp_mesh is None else self.fsdp_mesh.get_group()
 
     @property

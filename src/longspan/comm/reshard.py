@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from longspan.comm.all_to_all import copy_wide
 from longspan.comm.arguments import check_dim, check_group, check_tensor, check_two_dims
-from longspan.comm.collectives import operator
+from longspan.comm.collectives import all_gather, operator
 from longspan.comm.mesh import find_group, group_name
 from longspan.core.errors import LongspanError
 from longspan.core.validation import LARGEST_COUNT, check_number
@@ -158,18 +158,14 @@ def shard_along(x: Tensor, dim: int, group: dist.ProcessGroup | None) -> Tensor:
     return x.narrow(dim, sum(sizes[: group.rank()]), sizes[group.rank()])
 
 
-def gather_along(
-    x: Tensor, dim: int, length: int, group: dist.ProcessGroup | None, collective: Callable[[Tensor, str], Tensor]
-) -> Tensor:
-    """Return the whole tensor of all ranks' shards, on every rank.
+def gather_along(x: Tensor, dim: int, length: int, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the whole tensor of all ranks' shards, on every rank. Gradients are summed over the ranks and scattered.
 
     Args:
         x: this rank's shard of `length` along `dim`.
         dim: the sharded dimension.
         length: its entries on all ranks.
         group: the ranks.
-        collective: `longspan.comm.collectives.all_gather` if ranks use the whole for different computation (gradients
-            are summed over them), `join` if for the same (gradients are cut).
     """
     if group is None or group.size() == 1:
         return x
@@ -177,7 +173,7 @@ def gather_along(
     rows = x.movedim(dim, 0)
     if missing := sizes[0] - rows.shape[0]:
         rows = torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
-    whole = collective(rows, group_name(group))
+    whole = all_gather(rows, group_name(group))
     if len(set(sizes)) > 1:
         whole = torch.cat([part[:n] for part, n in zip(whole.split(sizes[0]), sizes, strict=True)])
     return whole.movedim(0, dim)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from longspan.comm.arguments import check_dim, check_tensor, describe
-from longspan.comm.collectives import all_gather
+from longspan.comm.collectives import all_gather, scale_gradient, sum_over
 from longspan.comm.mesh import group_name
 from longspan.core.errors import LongspanError
 from longspan.core.validation import LARGEST_COUNT, check_number
@@ -49,18 +48,11 @@ def shard(x: Tensor, sp: SequenceSharding, dim: int = 1, pad_value: float = 0) -
     return torch.cat([x.narrow(dim, 0, 0), *parts], dim)
 
 
-def gather(
-    x: Tensor,
-    sp: SequenceSharding,
-    dim: int = 1,
-    length: int | None = None,
-    collective: Callable[[Tensor, str], Tensor] = all_gather,
-) -> Tensor:
+def gather(x: Tensor, sp: SequenceSharding, dim: int = 1, length: int | None = None) -> Tensor:
     """Return all tokens of `x` along `dim`, in order, on every rank; without padding if `length` is given.
 
-    Differentiable: each rank uses all tokens for its own part of the loss, so the gradient of the local part is the sum
-    over all ranks (a reduce-scatter). With `longspan.comm.collectives.join` each rank's loss of all tokens is the same,
-    so that gradient is the local part alone.
+    Differentiable: the gradient of the local part is the sum over all ranks of what their losses give it (a
+    reduce-scatter).
 
     Raises:
         LongspanError: if `x` is no tensor or has no such dimension, or no sequence (of this `length`) is sharded into
@@ -86,9 +78,44 @@ def gather(
         )
     if sp.size > 1:
         assert sp.group is not None
-        x = collective(x.movedim(dim, 0), group_name(sp.group))
+        x = all_gather(x.movedim(dim, 0), group_name(sp.group))
         x = in_order(x, sp.layout, total).movedim(0, dim)
     return x if length is None else x.narrow(dim, 0, length)
+
+
+def global_mean(x: Tensor, sp: SequenceSharding, mask: Tensor | None = None) -> Tensor:
+    """Return the mean of all ranks' entries (data x sequence), equal on every rank. Collective.
+
+        scores = longspan.token_logprobs(model, batch)                    # of my tokens
+        loss = -longspan.global_mean(scores, sp, mask=labels != -100)     # labels of my tokens
+        loss.backward()                                                   # the gradients of one process
+
+    A mean over a rank's own entries counts as one of the ranks' means, which is the global mean only if every rank has
+    the same number of entries. Use this function for all others.
+
+    Args:
+        x: floating tensor of any shape; ranks may hold different numbers of entries, or none.
+        sp: the sharding.
+        mask: bool, of the shape of `x`: the entries that count, by default all.
+
+    Returns:
+        A scalar, fp32 (fp64 for fp64); 0 if no entry of any rank counts. Its backward multiplies by the number of
+        ranks, so that gradients averaged over the ranks are those of the mean.
+
+    Raises:
+        LongspanError: if `x` is no floating tensor, or `mask` no bool tensor of its shape.
+    """
+    check_tensor("x", x)
+    if not x.is_floating_point():
+        raise LongspanError(f"`x` must be a floating tensor, got {describe(x)}")
+    if mask is None:
+        mask = torch.ones_like(x, dtype=torch.bool)
+    elif not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != x.shape:
+        raise LongspanError(f"`mask` must be a bool tensor of the shape {tuple(x.shape)} of `x`, got {describe(mask)}")
+    total = torch.where(mask, x, 0).sum(dtype=torch.float64)
+    sums = sum_over(torch.stack([total, mask.sum(dtype=torch.float64)]), sp.world_group)
+    mean = scale_gradient(sums, sp.world_size)[0] / sums[1].detach().clamp(min=1)
+    return mean.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def in_order(x: Tensor, layout: Layout, n: int) -> Tensor:

@@ -37,7 +37,7 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
         return changed  # type: ignore[no-any-return]
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """Apply mixed precision and compilation alone, as longspan shards the weights and sums the gradients."""
+        """Apply mixed precision and compilation alone, as longspan shards the weights and averages the gradients."""
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def prepare_data_loader(
@@ -70,10 +70,6 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
         made = super().prepare_scheduler(scheduler)
         made.__class__, made.split_batches, made.replicas = _ReplicaScheduler, True, self.longspan_sp.data_size
         return made
-
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Average gradients over the replicas, as callers expect; longspan sums them over the ranks."""
-        super().backward(loss / self.longspan_sp.data_size, **kwargs)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return the replicas' tensors in order, without the samples that pad the last batch."""

@@ -242,12 +242,30 @@ def before_casting(model: nn.Module, check: Callable[[Callable[[Tensor], Tensor]
     model._apply = checked  # type: ignore[method-assign]
 
 
-def sum_gradients(model: nn.Module) -> None:
-    """Let FSDP2 sum gradients over the ranks, by the plain sum that gloo has. When gone: LongspanError."""
+def average_gradients(model: nn.Module, ranks: int) -> None:
+    """Let FSDP2 average gradients over `ranks`: by the plain sum that gloo has, then a division in its hook.
+
+    FSDP2's own divisor is the number of ranks over which a weight is sharded, which are fewer for experts; a divisor
+    that is set is applied twice to weights of one rank (torch 2.13).
+
+    Versions: from torch 2.13 a module of FSDP may have several groups of weights, whose hooks are set by a private
+    name. When gone: LongspanError.
+    """
     name = "set_force_sum_reduction_for_comms"
+
+    def average(grad: Tensor) -> None:
+        grad.div_(ranks)
+
     for module in (module for module in model.modules() if isinstance(module, FSDPModule)):
         needed("torch", module, name, "FSDPModule", "sums of gradients", "fsdp=False")(True)
         module.set_gradient_divide_factor(1.0)
+        groups: list[Any] = getattr(module._get_fsdp_state(), "_fsdp_param_groups", [])
+        if len(groups) < 2:
+            module.set_all_reduce_hook(average)
+        for group in groups[1:] and groups:
+            if not hasattr(group, "_all_reduce_hook"):
+                raise missing("torch", "FSDPParamGroup._all_reduce_hook", "averages of experts' gradients", "experts=1")
+            group._all_reduce_hook = average
 
 
 class PlacementOn:

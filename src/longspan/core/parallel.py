@@ -69,7 +69,7 @@ class ParallelConfig:
 
     @property
     def fsdp_ranks(self) -> int:
-        """Ranks over which FSDP shards weights and gradients are summed: all but the tensor axis."""
+        """Ranks over which FSDP shards weights and gradients are averaged: all but the tensor axis."""
         return self.data_degree * self.sequence_ranks
 
     @property

@@ -9,8 +9,8 @@ from pathlib import Path
 from longspan.core.layout import Span
 
 GRADIENT_BUCKET = 1 << 22
-"""Elements of one all-reduce of `longspan.hf.weights.gradients.GradientSum`, which copies at most one bucket. A larger
-parameter has a bucket of its own and is summed in place."""
+"""Elements of one all-reduce of `longspan.hf.weights.gradients.GradientAverage`, which copies at most one bucket. A
+larger parameter has a bucket of its own and is summed in place."""
 
 LOSS_TILE = (1 << 24, 1 << 20)
 """Logits that the loss computes together in fp32: 64 MiB on a GPU, 4 MiB (a cache) on a CPU."""

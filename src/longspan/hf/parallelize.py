@@ -50,7 +50,7 @@ from longspan.hf.support import draws, switch_dropout_off
 from longspan.hf.tensor_parallel.layers import TensorParallel
 from longspan.hf.tensor_parallel.plan import TensorStyle
 from longspan.hf.weights.fsdp import apply_fsdp, gather_group_of
-from longspan.hf.weights.gradients import GradientSum
+from longspan.hf.weights.gradients import GradientAverage
 from longspan.hf.weights.quantized import prepare_layers
 from longspan.losses.deferred_logits import Head
 
@@ -98,7 +98,7 @@ def parallelize(
             device. With `fsdp` it may still be on the CPU: FSDP2 moves it layer by layer, each rank its shard.
         sp: the sequence sharding.
         fsdp: shard weights, gradients and optimizer state by FSDP2, in the groups of `longspan.hf.weights.fsdp`.
-            False: every rank holds all weights, and gradients are summed over all ranks after each backward.
+            False: every rank holds all weights, and gradients are averaged over all ranks after each backward.
         mp_policy: FSDP's mixed precision; by default everything stays in the parameters' dtype.
         kernel: the local attention, by name or any callable; see `longspan.attention`.
         weights: "same": raise if the ranks' weights differ, by a digest of each parameter and buffer. "broadcast":
@@ -123,7 +123,7 @@ def parallelize(
             whole residual stream, with two all-reduces per layer. "megatron-sp": each rank holds its tokens of the
             stream, with an all-gather before attention and MLP, and a reduce-scatter after each.
         gather_output: False: a diffusion transformer returns this rank's tokens only, `[batch, tokens, values of a
-            patch]`, for which `longspan.shard_target` cuts a target. The loss is then the sum of the ranks' losses.
+            patch]`, for which `longspan.shard_target` cuts a target. Make the loss by `longspan.global_mean`.
         experts: number of neighbouring ranks, of data x sequence, that share the experts of a mixture of experts: each
             token is sent to the ranks of its experts and back, instead of weights to every rank. Weights at rest are
             sharded the same way. 1: gather weights. "auto": the largest group in which every rank has experts.
@@ -135,11 +135,14 @@ def parallelize(
         - `loss` is the mean over every unmasked token of the global batch, equal on every rank. For a sequence
           classifier it is the mean over the rows of the global batch.
         - `logits`, if computed, are those of this rank's tokens. For a sequence classifier they are those of this
-          replica's rows, equal on every rank of the sequence group; a custom loss computed from them on each of these
-          ranks has the gradients of a single one.
+          replica's rows, equal on every rank of the sequence group.
         - With `output_router_logits=True` a mixture of experts adds `aux_loss`, its load-balancing loss over all tokens
           of the global batch.
         - `use_cache` is off, except with a `longspan.ShardedCache`.
+
+        Gradients follow the convention of DDP and FSDP: they are averaged over the ranks. A loss that every rank
+        computes alike counts once, `loss` above and a penalty added to it among them; a mean over a rank's own tokens
+        counts as its share (`longspan.global_mean` is the exact mean of uneven shares).
 
     Raises:
         LongspanError: on every rank: for a model that would compute something else when sharded (naming the layer and
@@ -208,7 +211,7 @@ def _consistency_checks(
 
 def _shard_weights(
     sp: SequenceSharding, options: ParallelizeOptions, checked: Checked, head: Head | None
-) -> GradientSum | None:
+) -> GradientAverage | None:
     """Shard weights by FSDP, or return the sum over the ranks that their gradients need without it."""
     model = checked.model
     if checked.shards_weights:
@@ -216,7 +219,7 @@ def _shard_weights(
         if head is not None:
             head.gather = functools.partial(gather_group_of, model, head.module)
         return None
-    return GradientSum(model.parameters(), sp) if checked.sums_gradients else None
+    return GradientAverage(model.parameters(), sp) if checked.sums_gradients else None
 
 
 def _warn_of_idle_ranks(model: PreTrainedModel, sp: SequenceSharding) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from longspan.hf.forward.stage import ModelTraits
     from longspan.hf.memory_options import MemoryManager
     from longspan.hf.tensor_parallel.layers import TensorParallel
-    from longspan.hf.weights.gradients import GradientSum, InBackward
+    from longspan.hf.weights.gradients import GradientAverage, InBackward
     from longspan.losses.deferred_logits import Head
 
 
@@ -37,7 +37,7 @@ class ParallelState:
     memory: MemoryManager
     head: Head | None
     tensor: TensorParallel | None  # None if the tensor axis has size 1
-    gradients: GradientSum | None  # None with FSDP or on one rank
+    gradients: GradientAverage | None  # None with FSDP or on one rank
     experts: ExpertPlan | None  # None if experts are sharded as other weights
     forward: ForwardHooks = field(init=False)
     in_backward: InBackward | None = None  # the optimizer that updates weights in the backward
@@ -49,7 +49,7 @@ class DiffusionState:
 
     sp: SequenceSharding
     attention: str  # how tokens of different ranks attend to each other
-    gradients: GradientSum | None  # None with FSDP or on one rank
+    gradients: GradientAverage | None  # None with FSDP or on one rank
     family: Family | None  # of a model whose ranks keep their tokens of the output
     in_backward: None = None
 

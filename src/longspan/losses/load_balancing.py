@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longspan.comm.collectives import sum_over
+from longspan.comm.collectives import scale_gradient, sum_over
 from longspan.comm.mesh import SequenceSharding
 
 
@@ -22,15 +22,16 @@ def load_balancing_loss(
 
     E * sum over experts e of f_e * p_e, where f_e is the number of times a token is routed to e per token, and p_e the
     mean routing probability of e; means over the tokens of all layers (Switch Transformer, arXiv:2101.03961, equations
-    4 to 6, extended to top-k as in transformers' `load_balancing_loss_func`). Its gradient on each rank is that rank's
-    part, as for `causal_lm_loss`.
+    4 to 6, extended to top-k as in transformers' `load_balancing_loss_func`). The average
+    of the ranks' gradients is its gradient, as for `causal_lm_loss`.
 
     `router_logits` are of each layer with experts those of my tokens, `[tokens, E]` (rows of the batch one after
     another); `real` are the tokens that count, bool. fp32 (fp64 for fp64).
     """
     dtype = torch.promote_types(router_logits[0].dtype, torch.float32)
     # In a tensor group each rank routes some of the tokens, so sum over it too.
-    return balance(sum_over(balance_sums(router_logits, top_k, real), sp.mesh_group)).to(dtype)
+    sums = sum_over(balance_sums(router_logits, top_k, real), sp.mesh_group)
+    return balance(scale_gradient(sums, sp.world_size)).to(dtype)
 
 
 def balance_sums(router_logits: Sequence[Tensor], top_k: int, real: Tensor | None) -> Tensor:

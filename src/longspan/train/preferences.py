@@ -49,15 +49,14 @@ class Preferences:
         self._since_report = torch.zeros(len(_MEANS) + 1, dtype=torch.float64, device=sp.device)
 
     def loss(self, batch: Mapping[str, Any], pairs: int) -> Tensor:
-        """Return the sum of losses over all replicas, divided by the pairs of a step. It is equal on every rank; its
-        gradient is this rank's part.
-        """
+        """Return the sum of losses over all replicas, divided by the pairs of a step, equal on every rank."""
         sums = self.sums(batch)
         total = sums.detach() if self.sp.rank == 0 else torch.zeros_like(sums)
         if self.sp.world_group is not None:
             dist.all_reduce(total, group=self.sp.world_group)
         self._since_report += total
-        return (sums[0] - sums[0].detach() + total[0]) / pairs
+        own = self.sp.data_size * (sums[0] - sums[0].detach())  # gradients are averaged over the replicas
+        return (own + total[0]) / pairs
 
     def sums(self, batch: Mapping[str, Any]) -> Tensor:
         """Return this replica's sums of what `mean_of_pairs` returns, fp64, for a batch that `shard_batch` has cut."""

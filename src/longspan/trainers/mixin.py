@@ -156,6 +156,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
                 options = state_of(model).forward.options
                 options.temperature, options.entropy_grad = temperature, entropy_grad
                 options.shared_prefixes = shared_prefixes
+                options.replicas = sp.data_size  # by which a Trainer multiplies a loss with `num_items_in_batch`
         self.longspan_elastic = None
         if elastic is not None:
             if sp.data_size > 1 or hasattr(self, "num_generations") or getattr(self, "ref_model", None) is not None:
@@ -281,9 +282,9 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             with self._forward_hooks.options.during(noise_tokens=inputs["input_ids"].shape[1]):
                 loss = super().training_step(model, round_, num_items_in_batch)
             if self._forward_hooks.losses.computed == before and self._sharded:
-                # The trainer computed a loss of the group's row itself: add those of the other groups.
-                loss = loss / batch[WIDTH]
+                # The trainer computed a loss of the group's row itself.
                 dist.all_reduce(loss, group=self.longspan_sp.world_group)
+                loss = loss / self.longspan_sp.world_size
             losses.append(loss)
         return torch.stack(losses).sum()
 
@@ -311,7 +312,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the loss of the global batch, equal on every rank, scaled for the Trainer's gradient averaging."""
+        """As the base class; in a round of an elastic batch, weight a loss that the trainer computed itself."""
         if self._forward_hooks.traits.labels_per_row:  # its loss is a mean already
             num_items_in_batch = None
         elif not self.model.training:
@@ -319,20 +320,17 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
                 num_items_in_batch = self.longspan_eval.items
             else:  # versions of transformers differ in which labels count
                 self.longspan_eval.items = int(num_items_in_batch)
-        before, replicas = self._forward_hooks.losses.computed, self.longspan_sp.data_size
+        before, width = self._forward_hooks.losses.computed, inputs.get(WIDTH)
         self.longspan_in_loss = self.model.training
         try:
             found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         finally:
             self.longspan_in_loss = False
-        if self._forward_hooks.losses.computed == before:  # the trainer computed a loss of its replica itself
+        if width is None or self._forward_hooks.losses.computed > before:
             return found
+        # The trainer computed a loss of its group's row itself. Rounds add the rows of all groups, of any width.
         loss, outputs = found if return_outputs else (found, None)
-        if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
-            loss = loss / replicas  # undo the Trainer's scaling
-        # The accelerator averages gradients over replicas, but this loss is that of all replicas.
-        if loss.requires_grad:
-            loss.register_hook(lambda grad: grad * replicas)
+        loss = loss * (self.longspan_sp.world_size / width)
         return (loss, outputs) if return_outputs else loss
 
     # --- evaluation

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from longspan.comm.arguments import check_dim, check_sharding, check_tensor, describe
-from longspan.comm.collectives import all_gather
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.reshard import gather_along, reshard, shard_along, shard_sizes
 from longspan.core.errors import LongspanError
@@ -126,7 +125,7 @@ class DynamicSharding:
         check_tensor("x", x)
         dim = self.dims[block]
         self._check_size(x, dim, self._local(dim), f"rank {self.sp.rank} of {self.sp.size} holds")
-        return gather_along(x, dim, self.sizes[dim], self.sp.group, all_gather)
+        return gather_along(x, dim, self.sizes[dim], self.sp.group)
 
     def _local(self, dim: int) -> int:
         return shard_sizes(self.sizes[dim], self.sp.size)[self.sp.rank]

@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 from longspan.attn.methods.dsp import dsp
-from longspan.comm.collectives import join
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.reshard import gather_along
 from longspan.compat.friends_api import checkpoint_function, transformer_output
-from longspan.hf.diffusion.tokens import average_over_data
 
 FRAMES, PATCHES = 1, 2
 """Dimensions of `x_BTSC`."""
@@ -74,10 +72,9 @@ def forward(
     sharded = shards.dims[-1]
     output = model.proj_out(x_BTSC)
     if gather_output:
-        output = gather_along(output, sharded, shards.sizes[sharded], sp.group, join)
+        output = gather_along(output, sharded, shards.sizes[sharded], sp.group)
         pixels = output.reshape(batch, frames, rows, columns, patch, patch, model.out_channels)
         output = pixels.permute(0, 6, 1, 2, 4, 3, 5).reshape(batch, model.out_channels, frames, rows * patch, -1)
-    output = average_over_data(output, sp)
     if not return_dict:
         return (output,)
     return transformer_output(output)

@@ -1,4 +1,4 @@
-"""Shard a diffusion transformer: check it on every rank, split and join its tokens, sum its gradients."""
+"""Shard a diffusion transformer: check it on every rank, split and join its tokens, average its gradients."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from longspan.comm.collectives import replicate
+from longspan.comm.collectives import replicate, scale_gradient
 from longspan.comm.consistency import ReplicaCheck, broadcast_weights, check_on_every_rank, digests_to_compare
 from longspan.comm.mesh import SequenceSharding, group_name
 from longspan.compat.friends_api import is_parallel, version_of_diffusers
-from longspan.compat.torch_api import sum_gradients
+from longspan.compat.torch_api import average_gradients
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_flag
 from longspan.hf.checks.batches import BatchCheck
@@ -29,7 +29,7 @@ from longspan.hf.preconditions import ParallelizeOptions, facts_of
 from longspan.hf.state import DiffusionState
 from longspan.hf.support import draws
 from longspan.hf.weights.fsdp import reshard
-from longspan.hf.weights.gradients import GradientSum
+from longspan.hf.weights.gradients import GradientAverage
 
 _ACCEPTED = ("hidden_states", "timestep", "encoder_hidden_states", "return_dict")
 _ROWS = 13  # of the example inputs, by which their dimension of rows is found
@@ -76,7 +76,7 @@ def shard_diffusion_model(model: Any, sp: SequenceSharding, options: Parallelize
         for method in ("save_pretrained", "push_to_hub", "save_lora_adapter"):
             setattr(model, method, functools.partial(_cannot_save, method))
     elif sp.world_size > 1:
-        gradients = GradientSum(model.parameters(), sp)
+        gradients = GradientAverage(model.parameters(), sp)
     refuse_copies(model)
     model.longspan_state = DiffusionState(sp, attention, gradients, None if options.gather_output else family)
     entrance.gradients = gradients
@@ -110,13 +110,13 @@ def _check_alone(model: Any, sp: SequenceSharding, options: ParallelizeOptions) 
 
 
 def _apply_fsdp(model: Any, sp: SequenceSharding, family: Family, mp_policy: MixedPrecisionPolicy | None) -> None:
-    """Shard each block, and then all other weights, by FSDP. Gradients are summed."""
+    """Shard each block, and then all other weights, by FSDP. Gradients are averaged."""
     options: dict[str, Any] = {"mesh": sp.fsdp_mesh, "mp_policy": mp_policy or MixedPrecisionPolicy()}
     for name in family.blocks:
         for block in getattr(model, name):
             fully_shard(block, **options)
     fully_shard(model, **options)
-    sum_gradients(model)
+    average_gradients(model, sp.world_size)
 
 
 def _reshard_without_backward(model: Any, args: Any, output: Any) -> None:
@@ -138,7 +138,7 @@ def _cannot_save(method: str, *_: Any, **__: Any) -> NoReturn:
 
 
 class _Entrance:
-    """A forward pre-hook: compare the inputs over the ranks, let their gradients be summed, and split some."""
+    """A forward pre-hook: compare the inputs over the ranks, let their gradients be averaged, and split some."""
 
     def __init__(
         self, model: Any, sp: SequenceSharding, family: Family, tokens: Tokens, splits: Any, options: ParallelizeOptions
@@ -149,7 +149,7 @@ class _Entrance:
         self.accepted = {*_ACCEPTED, *family.accepts, *_ATTENTION_ARGUMENTS}
         examples = family.inputs(Draw(model.config, _ROWS, (1, 1, 1), torch.Generator(), torch.device("cpu")))
         self.shapes = {name: tuple(x.shape) for name, x in _flat(examples).items() if isinstance(x, Tensor)}
-        self.gradients: GradientSum | None = None
+        self.gradients: GradientAverage | None = None
         self.inputs = None
         if sp.job_size > 1:
             replicas = ReplicaCheck(model, 0 if options.fsdp else options.check_weights)
@@ -180,7 +180,7 @@ class _Entrance:
         if self.sp.size == 1:
             return arguments
         assert self.sp.group is not None
-        return {name: _replicated(value, group_name(self.sp.group)) for name, value in arguments.items()}
+        return {name: _replicated(value, self.sp) for name, value in arguments.items()}
 
     def _check(self, model: Any, arguments: Mapping[str, Any]) -> None:
         name = self.name
@@ -272,12 +272,13 @@ def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _replicated(value: Any, group: str) -> Any:
-    """Sum the gradient of each input over the ranks, which use it for different tokens."""
+def _replicated(value: Any, sp: SequenceSharding) -> Any:
+    """Average the gradient of each input over the sequence group, as the gradients of weights are averaged."""
     if isinstance(value, Tensor):
-        return replicate(value, group)
+        assert sp.group is not None
+        return scale_gradient(replicate(value, group_name(sp.group)), 1 / sp.size)
     if isinstance(value, dict):
-        return {key: _replicated(each, group) for key, each in value.items()}
+        return {key: _replicated(each, sp) for key, each in value.items()}
     if isinstance(value, tuple | list):
-        return type(value)(_replicated(each, group) for each in value)
+        return type(value)(_replicated(each, sp) for each in value)
     return value

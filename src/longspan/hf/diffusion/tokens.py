@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from longspan.comm.arguments import check_tensor
-from longspan.comm.collectives import join
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.reshard import gather_along, shard_along, shard_sizes
 from longspan.compat.friends_api import checkpoint_function, set_checkpoint_function, transformer_output
@@ -80,14 +79,13 @@ class Tokens:
     def join(self, x: Tensor, dim: int) -> Tensor:
         """Return all tokens of the output.
 
-        Every rank computes the same loss from all tokens, so backward takes this rank's part of the gradient, unsummed.
         Without `gather_output`, keep this rank's tokens for `output_of_rank`; the model arranges a tensor without data.
         """
         length = self.lengths["hidden_states"]
         if not self.gather_output:
-            self.mine = average_over_data(x, self.sp)
+            self.mine = x
             return x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]], device="meta")
-        return average_over_data(gather_along(x, dim, length, self.sp.group, join), self.sp)
+        return gather_along(x, dim, length, self.sp.group)
 
     def output_of_rank(self, model: nn.Module, args: Any, output: Any) -> Any:
         """Return an output with this rank's tokens, after a forward without `gather_output`."""
@@ -131,13 +129,6 @@ class Tokens:
 
         checkpointed.without_lengths = checkpoint  # type: ignore[attr-defined]
         set_checkpoint_function(model, checkpointed)
-
-
-def average_over_data(x: Tensor, sp: SequenceSharding) -> Tensor:
-    """Divide the gradient by the number of replicas, each of which computes the loss of its own batch."""
-    if sp.data_size > 1 and x.requires_grad:
-        x.register_hook(lambda grad: grad / sp.data_size)
-    return x
 
 
 @functools.lru_cache(maxsize=16)
@@ -207,7 +198,7 @@ def shard_target(model: Any, target: Tensor, output: Tensor) -> Tensor:
         model = longspan.parallelize(transformer, sp, gather_output=False)
         output = model(noisy, timestep, text).sample                     # [batch, my tokens, values of a patch]
         mine = longspan.shard_target(model, target, output)              # of the same shape
-        ((output - mine) ** 2).sum().div(target.numel()).backward()      # my share of the mean over the whole target
+        longspan.global_mean((output - mine) ** 2, sp).backward()        # the mean over target and replicas
 
     Args:
         model: a model parallelized with `gather_output=False`.

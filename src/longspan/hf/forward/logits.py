@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from longspan.comm.collectives import join
+from longspan.comm.collectives import all_gather
 from longspan.comm.mesh import SequenceSharding, group_name
 from longspan.comm.shard import gather
 from longspan.compat.transformers_api import reads
@@ -150,8 +150,8 @@ def _selected(keep: int | Tensor, n: int) -> Sequence[int]:
 
 
 def gather_tokens(x_BL: Tensor, sp: SequenceSharding, info: SequenceInfo) -> Tensor:
-    """Return `[B, n, ...]` of all tokens; my tokens get the gradient of this rank's loss alone."""
-    return gather(x_BL, sp, 1, info.length, join)
+    """Return `[B, n, ...]` of all tokens, on every rank."""
+    return gather(x_BL, sp, 1, info.length)
 
 
 class SelectedTokens:
@@ -174,11 +174,11 @@ class SelectedTokens:
         return x_BL[:, self.mine + [0] * (self.most - len(self.mine))]
 
     def join(self, x_Bm: Tensor) -> Tensor:
-        """Return the selected tokens of all ranks, in order; my tokens get the gradient of this rank's loss alone."""
+        """Return the selected tokens of all ranks, in order."""
         every_PBm = x_Bm[None]
         if self.sp.size > 1:
             assert self.sp.group is not None
-            every_PBm = join(every_PBm, group_name(self.sp.group))
+            every_PBm = all_gather(every_PBm, group_name(self.sp.group))
         return every_PBm.movedim(0, 1).flatten(1, 2)[:, self.at]
 
     def gather(self, x_BL: Tensor) -> Tensor:

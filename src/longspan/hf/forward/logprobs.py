@@ -61,9 +61,9 @@ def token_logprobs(
         `entropy` a pair of these and the entropies, in nats, 0 in the same places. With `top1` one tensor more: 1 where
         the label is the most likely token, else 0; no gradient.
 
-        Differentiable. Gradients of parameters are summed over all ranks, as with `loss`. Without `gather`, each rank
-        computes a loss of its own tokens, and their sum is trained on. With `gather`, all ranks of a sequence group
-        compute the same loss of all tokens, and each rank's backward computes its own tokens' part of the gradient.
+        Differentiable. Gradients of parameters are averaged over all ranks, as with `loss`. With `gather`, the ranks
+        of a sequence group compute the same loss of all tokens, which counts once. Without it, make the loss by
+        `longspan.global_mean`: a plain mean over a rank's own tokens is exact only if every rank has as many.
 
     Raises:
         LongspanError: for a model that is not parallelized or has no head, a temperature of 0 or less, or a batch that

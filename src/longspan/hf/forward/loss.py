@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.comm.arguments import check_integers, check_sharding, check_tensor, describe
-from longspan.comm.collectives import sum_over
+from longspan.comm.collectives import scale_gradient, sum_over
 from longspan.comm.mesh import SequenceSharding
 from longspan.compat.torch_api import not_compiled, version_of
 from longspan.core.errors import LongspanError
@@ -47,7 +47,8 @@ def causal_lm_loss(
 ) -> Tensor:
     """Return the mean cross entropy of the global batch (data x sequence), equal on every rank.
 
-    Each rank gets its tokens' part of the gradient: the sum over all ranks is the gradient of the mean.
+    The average of the ranks' gradients is its gradient, as every rank counts it: each gets its tokens' part of the
+    gradient times the number of ranks.
 
     Args:
         logits: my tokens, `[B, L, V]`, any floating dtype; softmax and sums run in fp32 (fp64 for fp64), tile by tile,
@@ -135,8 +136,7 @@ class GlobalLoss:
     def of_rows(self, logits: Tensor, labels: Tensor, config: Any) -> Tensor:
         """Return the loss of a sequence classifier over all rows of the global batch.
 
-        `logits` `[B, labels]` of this replica's rows are equal on the ranks of its sequence group, and each gets the
-        full gradient with respect to them; `PooledHead` then selects the part of this rank's tokens.
+        `logits` `[B, labels]` of this replica's rows are equal on the ranks of its sequence group.
         """
         dtype, rows = torch.promote_types(logits.dtype, torch.float32), self.options.rows
         problem = problem_of(config, labels)
@@ -148,13 +148,18 @@ class GlobalLoss:
             of_entry = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
             total = of_entry(logits_BC, labels.reshape(logits_BC.shape).to(dtype), reduction="sum")
             count = torch.tensor(logits_BC.numel(), device=logits.device)
-        # All ranks of a sequence group add the same number, and each needs its full gradient.
-        if total.requires_grad:
-            total.register_hook(lambda grad: grad * self.sp.size)
         return self._mean(total, count).to(dtype)
 
+    def share_of(self, loss: Tensor, items: Any) -> Tensor:
+        """Return a loss for a caller that multiplies it by the replicas if it gave `items`, as a Trainer does."""
+        return loss if items is None or self.options.replicas == 1 else loss / self.options.replicas
+
     def _mean(self, total: Tensor, count: Tensor, items: Tensor | int | None = None) -> Tensor:
-        """Return the sum of all ranks' totals, divided by that of their counts or by `items`, in one all-reduce."""
+        """Return the sum of all ranks' totals, divided by that of their counts or by `items`, in one all-reduce.
+
+        Gradients are averaged over the ranks, and every rank counts this loss, so its backward multiplies by their
+        number.
+        """
         self.computed += 1
         carry = None if self.batches is None else self.batches.to_carry()
         carry = torch.zeros((), dtype=torch.float64, device=total.device) if carry is None else carry.to(total.device)
@@ -165,7 +170,7 @@ class GlobalLoss:
             items = torch.where(sums[1] > 0, sums[1], 1).detach()
         items = items.to(sums.device) if isinstance(items, Tensor) else items
         self.share = sums[1].detach() / items
-        return sums[0] / items
+        return scale_gradient(sums, self.sp.world_size)[0] / items
 
 
 class LossFunction(Stage):
@@ -203,12 +208,13 @@ class LossFunction(Stage):
         """Return the mean of the global batch; `labels` are shifted already."""
         weights = None if self.call is None else self.call.info.weights
         loss = self.losses.of_tokens(logits, labels, num_items_in_batch, weights=weights)
+        loss = self.losses.share_of(loss, num_items_in_batch)
         if self.call is not None:
             self.call.loss = loss, version_of(loss)
         return loss
 
     def _check_nothing_was_added(self, loss: Tensor, version: int, output: Any) -> None:
-        """Raise for another term in the loss: it would be one rank's, and its gradient would be summed over ranks."""
+        """Raise for another term in the loss: it would be that of one rank's tokens."""
         returned = output.get("loss") if isinstance(output, dict) else output[0]
         if returned is not loss or version_of(loss) != version:
             raise LongspanError(
@@ -247,6 +253,7 @@ class HeldBackLabels(Stage):
                 # Rounds of an elastic batch share its router loss by their labels, so that it counts once.
                 share = self.losses.share if call.elastic else 1
                 losses["loss"] = losses["loss"] + share * call.model.router_aux_loss_coef * call.router_loss
+            losses["loss"] = self.losses.share_of(losses["loss"], self.items)
         if losses:
             output = type(output)(**{**output, **losses})  # a new output: the order of its entries counts
         return output.to_tuple() if self.as_tuple else output
@@ -261,7 +268,7 @@ class PooledHead(HeldBackLabels):
     Their head `score` computes a few numbers per token, and the model selects those of the last token that is not
     padding, by the ids. That token may be on any rank. So every rank gathers the head's output; the model gets the ids
     of all tokens, and its base model this rank's. The loss is that of rows. Like transformers, it ignores
-    `num_items_in_batch`. In backward each rank takes the gradient of its own tokens, whoever computes the loss.
+    `num_items_in_batch`.
     """
 
     def __init__(self, model: PreTrainedModel, name: str, sp: SequenceSharding, losses: GlobalLoss) -> None:

@@ -148,7 +148,7 @@ def _refuse_adafactor(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 def _cannot_add(method: str, *_: Any, **__: Any) -> NoReturn:
     raise LongspanError(
-        f"{method} after parallelize: the gradients of its parameters would not be summed over the ranks; add PEFT's "
+        f"{method} after parallelize: the gradients of its parameters would not be averaged over the ranks; add PEFT's "
         f"adapters first, then parallelize the model",
         code="LS403",
     )
@@ -223,7 +223,7 @@ class ModelChangeCheck(Stage):
         names = _names(model)
         if names == self.names and replaced is not None:
             raise LongspanError(
-                f"module {replaced} was replaced after parallelize: its gradient would not be summed over the ranks; "
+                f"module {replaced} was replaced after parallelize: its gradient would not be averaged over the ranks; "
                 f"change the model first (its tokens, another head), then parallelize it",
                 code="LS403",
             )
@@ -235,8 +235,8 @@ class ModelChangeCheck(Stage):
                 some = some & trained or some
                 also = f" ({len(some)} are)" if len(some) > 1 else ""
                 raise LongspanError(
-                    f"parameter {min(some)} {what} after parallelize{also}: its gradient would not be summed over the "
-                    f"ranks; change the model first (PEFT's adapters, another head), then parallelize it",
+                    f"parameter {min(some)} {what} after parallelize{also}: its gradient would not be averaged "
+                    f"over the ranks; change the model first (PEFT's adapters, another head), then parallelize it",
                     code="LS403",
                 )
 

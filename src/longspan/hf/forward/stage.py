@@ -94,6 +94,7 @@ class ForwardOptions:
     temperature: float = 1.0  # divides the logits of `fused_lm_head=True`
     entropy_grad: bool = False  # its entropies have a gradient
     shared_prefixes: bool = False  # computed once, in calls with `fused_lm_head=True`
+    replicas: int = 1  # a caller multiplies a loss with `num_items_in_batch` by this, so it is divided by it
     noise_tokens: int | None = None  # by which NEFTune scales its noise; None for those of the batch
 
     @contextlib.contextmanager

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from longspan.comm.mesh import SequenceSharding, mesh_of_one
 from longspan.comm.tensor import as_local
-from longspan.compat.torch_api import sum_gradients
+from longspan.compat.torch_api import average_gradients
 from longspan.core.errors import LongspanError
 from longspan.hf.experts import ExpertPlan, ExpertSharding
 from longspan.hf.support import decoder_layers, final_norm
@@ -36,11 +36,11 @@ def apply_fsdp(
     cpu_offload: bool = False,
     experts: ExpertPlan | None = None,
 ) -> None:
-    """Call `fully_shard` on the groups of a model. Gradients are summed, not averaged, as the loss is already a mean.
+    """Call `fully_shard` on the groups of a model. Gradients are averaged over data x sequence.
 
     `cpu_offload` holds shards, gradients and optimizer state in pinned host memory: a group's weights are copied to the
-    device to gather them, and its gradient back once it is summed. On one rank, groups only serve that. `experts`: how
-    these are sharded over data x sequence; None: as other weights.
+    device to gather them, and its gradient back once it is averaged. On one rank, groups only serve that.
+    `experts`: how these are sharded over data x sequence; None: as other weights.
     """
     options: dict[str, Any] = {
         "mesh": sp.fsdp_mesh or mesh_of_one(sp.device),
@@ -62,7 +62,7 @@ def apply_fsdp(
     if tail:
         fully_shard(tail, **options, reshard_after_forward=False)
     fully_shard(model, **options)
-    sum_gradients(model)
+    average_gradients(model, sp.world_size)
     if sharding is not None:
         sharding.finish(model)
     _prefetch(tower, tower)  # by itself: a batch may have no pictures

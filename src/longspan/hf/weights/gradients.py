@@ -1,5 +1,5 @@
-"""What a backward does with gradients: their sum over the ranks without FSDP, `no_sync`, and an optimizer that updates
-each weight in the backward.
+"""What a backward does with gradients: their average over the ranks without FSDP, `no_sync`, and an optimizer that
+updates each weight in the backward.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from longspan.hf.support import transformers_model
 @checked_call()
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Do not sum gradients in these backwards; the first backward after them sums all, once.
+    """Do not average gradients over the ranks in these backwards; the first backward after them does it for all.
 
     For gradient accumulation: run every micro-batch but the last in this context, on every rank. The gradients equal
-    those of a sum after each backward, up to the order of additions. Until then `p.grad` does not contain them, and
-    under FSDP each rank holds the gradients of the whole model.
+    those of an average after each backward, up to the order of additions. Until then `p.grad` does not contain them,
+    and under FSDP each rank holds the gradients of the whole model.
 
         for i, micro in enumerate(micro_batches):
             with longspan.no_sync(model) if i + 1 < len(micro_batches) else contextlib.nullcontext():
                 model(**micro, num_items_in_batch=labels_of_all).loss.backward()
 
     Args:
-        model: as `longspan.parallelize` returned it. On one rank, where nothing is summed, this does nothing.
+        model: as `longspan.parallelize` returned it. On one rank this does nothing.
 
     Raises:
         LongspanError: if the model is not parallelized, or each backward updates the weights
@@ -71,13 +71,13 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         set_sync(True)
 
 
-class GradientSum:
-    """Sum the gradients of each backward over data x sequence at its end, without FSDP.
+class GradientAverage:
+    """Average the gradients of each backward over data x sequence at its end, without FSDP.
 
-    - Gradients from earlier backwards are set aside during a backward, so that they are not summed twice.
-    - Gradients of a backward in `no_sync` are pending, outside `p.grad`, until the next backward that is summed.
+    - Gradients from earlier backwards are set aside during a backward, so that they are not averaged twice.
+    - Gradients of a backward in `no_sync` are pending, outside `p.grad`, until the next backward that averages.
     - If a parameter has a gradient on some ranks only, the others add zero.
-    - Hooks on accumulated gradients (an optimizer in the backward) run before the sum: use FSDP for those.
+    - Hooks on accumulated gradients (an optimizer in the backward) run before the average: use FSDP for those.
     """
 
     bucket_elements = GRADIENT_BUCKET
@@ -85,7 +85,7 @@ class GradientSum:
     def __init__(self, parameters: Iterable[nn.Parameter], sp: SequenceSharding) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
         self.known = {id(p) for p in self.parameters}
-        self.group = sp.world_group
+        self.group, self.ranks = sp.world_group, sp.world_size
         self.fresh: set[nn.Parameter] = set()
         self.earlier: dict[nn.Parameter, Tensor] = {}
         self.deferred = False
@@ -98,8 +98,8 @@ class GradientSum:
         for name, p in model.named_parameters():
             if p.requires_grad and id(p) not in self.known:
                 raise LongspanError(
-                    f"parameter {name} was added or unfrozen after parallelize, its gradient would not be summed over "
-                    f"the ranks; parallelize the model afterwards (PEFT first, then longspan.parallelize)"
+                    f"parameter {name} was added or unfrozen after parallelize, its gradient would not be averaged "
+                    f"over the ranks; parallelize the model afterwards (PEFT first, then longspan.parallelize)"
                 )
 
     def _before_accumulation(self, p: nn.Parameter, grad: Tensor) -> None:
@@ -127,8 +127,8 @@ class GradientSum:
         if any(p.grad is None for p in self.fresh):
             self.forget_unfinished()
             raise LongspanError(
-                "torch.autograd.grad returns this rank's part of the gradients only; call loss.backward(), which sums "
-                "them"
+                "torch.autograd.grad returns this rank's part of the gradients only; call loss.backward(), which "
+                "averages them over the ranks"
             )
         if self.deferred:
             self._defer()
@@ -144,7 +144,7 @@ class GradientSum:
                 p.grad = torch.zeros_like(p)
         kinds = [p.dtype for p in summed]
         for bucket in gradient_buckets([local_part(p).numel() for p in summed], kinds, self.bucket_elements):
-            self._sum([summed[i] for i in bucket])
+            self._average_bucket([summed[i] for i in bucket])
         for p, grad in self.earlier.items():
             p.grad = grad if p.grad is None else grad.add_(p.grad)
         self.earlier.clear()
@@ -167,27 +167,31 @@ class GradientSum:
             p.grad = grad if p.grad is None else grad.add_(p.grad)
         self.pending.clear()
 
-    def _sum(self, bucket: list[nn.Parameter]) -> None:
+    def _average_bucket(self, bucket: list[nn.Parameter]) -> None:
         """All-reduce a bucket in fp32 at least: bf16 would round at every rank."""
         dtype = torch.promote_types(bucket[0].dtype, torch.float32)
         grads = [local_part(p.grad) for p in bucket if p.grad is not None]
         if len(grads) == 1:
-            self._sum_large(grads[0], dtype)
+            self._average_large(grads[0], dtype)
             return
         flat = torch.cat([grad.reshape(-1).to(dtype) for grad in grads])
-        dist.all_reduce(flat, group=self.group)
+        self._average(flat)
         for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(total.view_as(grad))
 
-    def _sum_large(self, grad: Tensor, dtype: torch.dtype) -> None:
+    def _average_large(self, grad: Tensor, dtype: torch.dtype) -> None:
         """All-reduce one gradient, which may be a vocabulary's, in place or in copied pieces."""
         if grad.dtype == dtype and grad.is_contiguous():
-            dist.all_reduce(grad.view(-1), group=self.group)
+            self._average(grad.view(-1))
             return
         for rows in grad.split(max(1, self.bucket_elements // max(1, grad[:1].numel()))) if grad.dim() else [grad]:
             piece = rows.to(dtype, memory_format=torch.contiguous_format, copy=True)
-            dist.all_reduce(piece, group=self.group)
+            self._average(piece)
             rows.copy_(piece)
+
+    def _average(self, x: Tensor) -> None:
+        dist.all_reduce(x, group=self.group)
+        x.div_(self.ranks)
 
 
 @checked_call(optimizer=check_optimizer)
@@ -216,12 +220,12 @@ def optimizer_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
     Raises:
         LongspanError: if the model is not parallelized, or with `fsdp=False` on several ranks, where gradients are
-            summed after the backward; and if the optimizer's weights are not the model's trained ones.
+            averaged after the backward; and if the optimizer's weights are not the model's trained ones.
     """
     state = state_of(model)
     if state.gradients is not None:
         raise LongspanError(
-            "with fsdp=False gradients are summed over the ranks after the backward, so no weight can be updated in "
+            "with fsdp=False gradients are averaged over the ranks after the backward, so no weight can be updated in "
             "it; use longspan.parallelize(..., fsdp=True), or call optimizer.step() after the backward"
         )
     if state.in_backward is not None:
