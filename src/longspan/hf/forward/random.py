@@ -24,7 +24,9 @@ class RandomStream(Stage):
 
     def __init__(self, sp: SequenceSharding) -> None:
         self.sp, self.fork, self.seeded = sp, contextlib.ExitStack(), list[Tensor]()
-        self.devices = [] if sp.device.type == "cpu" else [sp.device]
+        # A fake GPU, on which memory is counted without one, has no generator.
+        real = sp.device.type != "cpu" and torch.get_device_module(sp.device.type).is_initialized()
+        self.devices = [sp.device] if real else []
 
     def before(self, call: ForwardCall) -> None:
         if not call.model.training or self.sp.size == 1:
