@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -243,29 +244,31 @@ def before_casting(model: nn.Module, check: Callable[[Callable[[Tensor], Tensor]
 
 
 def average_gradients(model: nn.Module, ranks: int) -> None:
-    """Let FSDP2 average gradients over `ranks`: by the plain sum that gloo has, then a division in its hook.
+    """Let FSDP2 divide sums of gradients by `ranks`, after the plain sum that gloo has.
 
-    FSDP2's own divisor is the number of ranks over which a weight is sharded, which are fewer for experts; a divisor
-    that is set is applied twice to weights of one rank (torch 2.13).
+    Its own divisor is the number of ranks over which a weight is sharded, which are fewer for experts. It applies
+    another one twice to weights of one rank (torch 2.13), so a hook divides those.
 
-    Versions: from torch 2.13 a module of FSDP may have several groups of weights, whose hooks are set by a private
-    name. When gone: LongspanError.
+    Versions: from torch 2.13 a module may have several groups of weights, which only private names tell apart. When
+    gone: LongspanError.
     """
     name = "set_force_sum_reduction_for_comms"
-
-    def average(grad: Tensor) -> None:
-        grad.div_(ranks)
-
     for module in (module for module in model.modules() if isinstance(module, FSDPModule)):
         needed("torch", module, name, "FSDPModule", "sums of gradients", "fsdp=False")(True)
-        module.set_gradient_divide_factor(1.0)
-        groups: list[Any] = getattr(module._get_fsdp_state(), "_fsdp_param_groups", [])
-        if len(groups) < 2:
-            module.set_all_reduce_hook(average)
-        for group in groups[1:] and groups:
-            if not hasattr(group, "_all_reduce_hook"):
-                raise missing("torch", "FSDPParamGroup._all_reduce_hook", "averages of experts' gradients", "experts=1")
-            group._all_reduce_hook = average
+        module.set_gradient_divide_factor(float(ranks))
+        for group in getattr(module._get_fsdp_state(), "_fsdp_param_groups", ()):
+            if ranks > 1 and group.mesh_info.shard_mesh_size == 1:
+                if not hasattr(group, "_all_reduce_hook"):
+                    use = "averages of experts' gradients"
+                    raise missing("torch", "FSDPParamGroup._all_reduce_hook", use, "leave out `experts`")
+                group.gradient_divide_factor, group._all_reduce_hook = 1.0, functools.partial(_divide, ranks)
+
+
+def _divide(ranks: int, grad: Tensor) -> None:
+    """Run in a stream of its own, to which FSDP does not tie the memory of what it reduces."""
+    grad.div_(ranks)
+    if grad.is_cuda:
+        grad.record_stream(torch.cuda.current_stream())
 
 
 class PlacementOn:
