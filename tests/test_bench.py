@@ -380,10 +380,9 @@ def test_flags() -> None:
 
 
 def test_the_benchmark_is_required_and_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
-    for line in ("", "lnk"):
-        with pytest.raises(SystemExit) as stop:
-            _parse(line)
-        assert stop.value.code == 2 and "link" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        _parse("")
+    assert stop.value.code == 2 and "link" in capsys.readouterr().err
     assert cli.main(["bench", "--help"]) == 0
     text = capsys.readouterr().out
     for option in list(options(BenchConfig).values())[1:]:

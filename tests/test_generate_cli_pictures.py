@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationConfig, LlamaConfig
+from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from longspan.core.errors import LongspanError
 from longspan.core.sections import make
@@ -135,7 +135,7 @@ def test_bad_input_is_refused(folder: Path, tmp_path: Path) -> None:
     refused(r"alone has no processor of images: .*; give the folder of one with", model=str(tmp_path / "alone"))
     text = LlamaConfig(**BASE)
     torch.manual_seed(0)
-    text.save_pretrained(tmp_path / "text")
+    LlamaForCausalLM(text).save_pretrained(tmp_path / "text")
     refused(r"--model \S+/text \(llama\) reads text only; leave out --image and --video", model=str(tmp_path / "text"))
     (tmp_path / "frames").mkdir()
 
