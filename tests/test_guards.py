@@ -74,7 +74,7 @@ def _trainer(model: Any) -> Any:
         Trainer(model, arguments, train_dataset=rows).train()
 
 
-DDP = "DistributedDataParallel around a parallelized model would divide its gradients by the number of ranks"
+DDP = "DistributedDataParallel around a parallelized model would average its gradients over the ranks"
 DEEPCOPY = "copy.deepcopy of a parallelized model would share its process groups and shards; copy the model"
 
 MISUSE: dict[str, tuple[Any, str]] = {

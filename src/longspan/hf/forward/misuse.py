@@ -27,8 +27,8 @@ from longspan.core.errors import LongspanError
 from longspan.hf.forward.stage import ForwardCall, Stage
 
 NO_DDP = (
-    "DistributedDataParallel around a parallelized model would divide its gradients by the number of ranks, and they "
-    "are summed already; call the model that longspan.parallelize returned (with accelerate, prepare the loader, "
+    "DistributedDataParallel around a parallelized model would average its gradients over the ranks a second "
+    "time; call the model that longspan.parallelize returned (with accelerate, prepare the loader, "
     "optimizer and scheduler, not the model)"
 )
 _SAVE = (
