@@ -313,13 +313,11 @@ def _do_not_sum_gradients(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GradientAverage, "_average_bucket", lambda self, bucket: None)
 
 
-def _average_gradients_over_ranks(patch: pytest.MonkeyPatch) -> None:
+def _sum_gradients_over_ranks(patch: pytest.MonkeyPatch) -> None:
     from torch.distributed.fsdp import FSDPModule
 
     original = FSDPModule.set_gradient_divide_factor
-    patch.setattr(
-        FSDPModule, "set_gradient_divide_factor", lambda self, _: original(self, float(dist.get_world_size()))
-    )
+    patch.setattr(FSDPModule, "set_gradient_divide_factor", lambda self, _: original(self, 1.0))
 
 
 def _report_another_loss(patch: pytest.MonkeyPatch) -> None:
@@ -483,11 +481,11 @@ def test_finds_gradients_that_are_not_summed(find: Find, dtype: str) -> None:
     assert equal.differing == (1, 2, 3)
 
 
-def test_finds_gradients_averaged_instead_of_summed(find: Find) -> None:
-    report, failing = find(_average_gradients_over_ranks, ulysses=2, dtype="bf16")
+def test_finds_gradients_summed_instead_of_averaged(find: Find) -> None:
+    report, failing = find(_sum_gradients_over_ranks, ulysses=2, dtype="bf16")
     assert failing == {line for line, _ in report.groups()} - FORWARD
-    halved = pytest.approx(0.5, rel=roughly(torch.bfloat16))  # to within what bf16 itself is off by
-    assert all(check.sharded[0] == halved for check in report.checks if not check.passed)
+    doubled = pytest.approx(1, rel=roughly(torch.bfloat16))  # to within what bf16 itself is off by
+    assert all(check.sharded[0] == doubled for check in report.checks if not check.passed)
 
 
 @needs_mixers
