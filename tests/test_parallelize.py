@@ -271,6 +271,23 @@ def test_dropout_0_switches_every_dropout_off() -> None:
         longspan.parallelize(plain, sharding(), dropout=0.1)
 
 
+@on_ranks(2)
+def test_a_forward_that_raises_leaves_the_generator_as_it_was() -> None:
+    model = longspan.parallelize(build("Llama").train(), sharding(), fsdp=False)
+    before = torch.get_rng_state()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("in a layer")
+
+    handle = model.model.layers[0].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="in a layer"):
+        model(**batch())
+    assert torch.equal(torch.get_rng_state(), before)
+    handle.remove()
+    model(**batch())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_unsupported_models_raise() -> None:
     t5 = transformers.T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=11)
     whisper = transformers.WhisperConfig(

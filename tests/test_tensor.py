@@ -206,6 +206,13 @@ def test_other_adapters_and_styles_are_refused() -> None:
     assert "'tp'" in _refusal(a_model("Llama"), 2, tensor_style="ring")
 
 
+@on_ranks(2)
+def test_a_layer_without_its_batch_is_refused_for_uneven_tokens() -> None:
+    model = longspan.parallelize(a_model("Nemotron"), on_mesh({"tensor": 2}), **SP)
+    with pytest.raises(LongspanError, match="self_attn does not pass on keyword arguments"):
+        model(**batch())
+
+
 @on_ranks(4)
 def test_a_rank_of_the_tensor_group_that_differs_is_named() -> None:
     sp = on_mesh({"tensor": 2, "ulysses": 2})

@@ -110,6 +110,7 @@ class ForwardHooks:
         """
         model.register_forward_pre_hook(self.before, with_kwargs=True)
         model.register_forward_hook(self.after, prepend=True)
+        model.register_forward_hook(self.end, always_call=True)
         if model.can_generate():
             innermost_decoder(model).register_forward_hook(self.cached.keep_last)
         if fsdp:
@@ -137,7 +138,6 @@ class ForwardHooks:
     @not_compiled
     def before(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run all checks, share their errors, then change the inputs."""
-        self._reset()  # if the last forward raised
         self.returned_tokens = None
         if self.gradients is not None:
             self.gradients.forget_unfinished()  # if the last backward raised
@@ -181,6 +181,11 @@ class ForwardHooks:
             self.returned_tokens = (mine, whole) if mine != whole else None
         self._reset()
         return output
+
+    @not_compiled
+    def end(self, model: PreTrainedModel, args: Any, output: Any) -> None:
+        """Drop what a forward has stored that raised."""
+        self._reset()
 
     def _reset(self) -> None:
         _, stages = self.running or (None, [])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from typing import Any
 
@@ -23,7 +22,8 @@ class RandomStream(Stage):
     """
 
     def __init__(self, sp: SequenceSharding) -> None:
-        self.sp, self.fork, self.seeded = sp, contextlib.ExitStack(), list[Tensor]()
+        self.sp = sp
+        self.outside: list[Tensor] | None = None  # the generators' states before this forward
         # A fake GPU, on which memory is counted without one, has no generator.
         real = sp.device.type != "cpu" and torch.get_device_module(sp.device.type).is_initialized()
         self.devices = [sp.device] if real else []
@@ -31,17 +31,16 @@ class RandomStream(Stage):
     def before(self, call: ForwardCall) -> None:
         if not call.model.training or self.sp.size == 1:
             return
-        state = bytes(torch.get_rng_state().numpy()) + self.sp.rank.to_bytes(4)
+        self.outside = self._states()
+        state = bytes(self.outside[0].numpy()) + self.sp.rank.to_bytes(4)
         seed = int.from_bytes(hashlib.blake2b(state, digest_size=8).digest())
-        kind = self.sp.device.type if self.devices else "cuda"
-        self.fork.enter_context(torch.random.fork_rng(self.devices, device_type=kind))
         torch.default_generator.manual_seed(seed)
-        if self.devices:
-            torch.get_device_module(kind).manual_seed(seed)
+        for device in self.devices:
+            torch.get_device_module(device.type).manual_seed(seed)
         self.seeded = self._states()
 
     def after(self, call: ForwardCall, output: Any) -> Any:
-        if not self.seeded:
+        if self.outside is None:
             return output
         drew = any(not torch.equal(a, b) for a, b in zip(self.seeded, self._states(), strict=True))
         self.reset()
@@ -50,12 +49,17 @@ class RandomStream(Stage):
         return output
 
     def reset(self) -> None:
-        self.seeded = []
-        self.fork.close()
+        """Restore the generators, also after a forward that raised."""
+        if self.outside is not None:
+            cpu, *others = self.outside
+            torch.set_rng_state(cpu)
+            for device, state in zip(self.devices, others, strict=True):
+                torch.get_device_module(device.type).set_rng_state(state, device)
+            self.outside = None
 
     def _states(self) -> list[Tensor]:
-        states = [torch.get_device_module(device.type).get_rng_state(device) for device in self.devices]
-        return [torch.get_rng_state(), *states]
+        others = [torch.get_device_module(device.type).get_rng_state(device) for device in self.devices]
+        return [torch.get_rng_state(), *others]
 
 
 class WholeNoise(Stage):

@@ -78,6 +78,11 @@ class LayerBinding:
             raise LongspanError(f"layer {self.name}: {error}") from error
 
 
+def no_batch(layer: LayerBinding) -> LongspanError:
+    """Return the error for an attention layer that is called without its batch."""
+    return LongspanError(f"layer {layer.name} does not pass on keyword arguments, so it cannot know its batch; {HELP}")
+
+
 @not_compiled  # a plan is made once per batch; a compiler must not move collectives
 def longspan_attention(
     module: nn.Module,
@@ -98,9 +103,7 @@ def longspan_attention(
         )
     info = more.pop("longspan", None)
     if not isinstance(info, SequenceInfo):
-        raise LongspanError(
-            f"layer {layer.name} does not pass on keyword arguments, so it cannot know its batch; {HELP}"
-        )
+        raise no_batch(layer)
     if not isinstance(attention_mask, MaskRequest):
         raise LongspanError(
             f"layer {layer.name} uses a mask of its own ({type(attention_mask).__name__}), not one from the mask "

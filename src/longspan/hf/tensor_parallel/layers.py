@@ -33,6 +33,7 @@ from longspan.core.tile_sizes import even_span
 from longspan.hf.experts import ExpertParallel
 from longspan.hf.forward.cached import last_tokens
 from longspan.hf.forward.kv_cache import CachedInfo
+from longspan.hf.forward.registry import LayerBinding, no_batch
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.tensor_parallel.plan import TensorPlan, TensorStyle
 from longspan.losses.deferred_logits import Head, VocabShard
@@ -118,6 +119,8 @@ class TensorParallel(Stage):
             x = self.group.gather_tokens(x)
             info = kwargs.get("longspan")  # attention drops padded tokens; for others they have no effect
             if info is None:
+                if isinstance(layer := getattr(module, "longspan_layer", None), LayerBinding):
+                    raise no_batch(layer)
                 return x
             cached = isinstance(info, CachedInfo)
             new, sharded = (info.step.new, info.step.sharded) if cached else (info.length, True)
