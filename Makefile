@@ -128,17 +128,12 @@ docs: $(STAMP)  ## the documentation site in build/site (DOCS_ARGS="--serve": on
 	@$(BIN)/python docs/build_site.py $(DOCS_ARGS)
 
 bench: $(BENCH_STAMP)  ## measure side by side with DeepSpeed, and the planner against this machine
-	$(BIN)/python benchmarks/attention_vs_deepspeed.py
-	$(BIN)/python benchmarks/hf_step_vs_alst.py
-	$(BIN)/python benchmarks/plan_accuracy.py
-	$(BIN)/python benchmarks/plan_speed.py
-	$(BIN)/python benchmarks/mask_cost.py
-	$(BIN)/python benchmarks/shared_prefix.py
-	$(BIN)/python benchmarks/mixers.py
-	$(BIN)/python benchmarks/ring_layouts.py
-	$(BIN)/python benchmarks/ring_accuracy.py
-	$(BIN)/python benchmarks/checkpoint_stall.py
-	$(BIN)/python benchmarks/models_verified.py
+	$(BIN)/python -m benchmarks.attention_vs_deepspeed
+	$(BIN)/python -m benchmarks.hf_step_vs_alst
+	$(BIN)/python -m benchmarks.plan_accuracy
+	$(BIN)/python -m benchmarks.mixers
+	$(BIN)/python -m benchmarks.ring_accuracy
+	$(BIN)/python -m benchmarks.models_verified
 
 # It installs nothing: on a machine with a GPU torch is there, and in the version that its driver wants.
 gpu:  ## what one GPU says: kernels, gradients, caches, messages and memory, with verdicts and a report, under 8 minutes

@@ -1,6 +1,6 @@
 """Attention forward and backward: longspan, DeepSpeed's DistributedAttention, and the local kernel alone.
 
-    python benchmarks/attention_vs_deepspeed.py [--quick]
+    python -m benchmarks.attention_vs_deepspeed [--quick]
 
 All run in the same processes, in alternation, with torch's SDPA as the local kernel. DeepSpeed takes it as a callable
 and runs twice: with the plain call of its users, and with longspan's call ("same kernel": only the all-to-alls differ).
@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import common
 import torch
 import torch.distributed as dist
 
 import longspan
-from longspan.bench import peers
-from longspan.bench.meters import run
-from longspan.bench.workloads import as_leaves, attention_workload
+from benchmarks import common, peers
+from benchmarks.workloads import as_leaves, attention_workload
 from longspan.comm.mesh import OneDeviceMesh
 
 HEAD_DIM = 64
@@ -121,7 +119,7 @@ def step(attend: peers.Attend, inputs: list[torch.Tensor], grad: torch.Tensor) -
     work = attention_workload(inputs, grad, lambda *qkv: attend(*qkv).reshape(grad.shape).contiguous())
 
     def step() -> dict[str, torch.Tensor]:
-        run(work)
+        work.run()
         return work.results()
 
     return step

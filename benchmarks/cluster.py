@@ -1,6 +1,6 @@
 """A cluster on one machine: run a command on N hosts x R ranks, fast within a host, with slow links between hosts.
 
-    python -m benchmarks.cluster --hosts 2 --ranks-per-host 2 --mbit 200 -- python -m longspan bench step --quick
+    python -m benchmarks.cluster --hosts 2 --ranks-per-host 2 --mbit 200 -- python -m benchmarks.methods step
     python -m benchmarks.cluster --check     # whether links have their rate
 
 Ranks of one machine communicate over loopback at gigabytes per second, where saved or hidden bytes make no difference.

@@ -1,6 +1,6 @@
-"""Shared by the scripts in this folder: ranks on this machine and reports.
+"""Shared by the scripts in this folder: ranks, counted bytes, reports.
 
-Timers and workloads are those of `longspan.bench`. A script's flags are the arguments of its `main` (tyro).
+The flags of a script are the arguments of its `main`. It runs from the repository's root: `python -m benchmarks.NAME`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -21,8 +22,10 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from longspan.bench.meters import DTYPES as DTYPES
-from longspan.bench.meters import alternate as alternate
+from longspan.bench.timing import DTYPES as DTYPES
+from longspan.bench.timing import alternate as alternate
+from longspan.comm.counting import Sent
+from longspan.comm.objects import gather_objects
 from longspan.ranks.supervisor import GRACE_S, supervise
 
 REPORTS = Path(__file__).resolve().parent / "reports"
@@ -40,8 +43,11 @@ def command(main: Callable[..., Any], doc: str | None) -> None:
 def run_ranks(body: Callable[..., Any], world: int, *args: Any, env: dict[str, str] | None = None) -> Any:
     """Run `body(*args)` on `world` new processes joined by gloo, one thread each; return rank 0's value.
 
-    `body` is a top-level function. A rank that raises or dies ends the run. The processes get `env`.
+    `body` is a top-level function. A rank that raises or dies ends the run. The processes get `env`. Under torchrun,
+    run it on this rank of the job instead, and return this rank's value.
     """
+    if "RANK" in os.environ:
+        return _rank(body, args)
     quiet = {"KINETO_LOG_LEVEL": "99"}  # of the profiler
     with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", **quiet, **(env or {})}):
         return supervise(_rank, (body, args), world, GRACE_S)
@@ -49,11 +55,26 @@ def run_ranks(body: Callable[..., Any], world: int, *args: Any, env: dict[str, s
 
 def _rank(body: Callable[..., Any], args: Sequence[Any]) -> Any:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     value = body(*args)
     dist.barrier()
     gc.collect()  # a model in a cycle would hold gloo's threads until the interpreter's end, which may abort them
     return value
+
+
+def device() -> torch.device:
+    """Return this rank's device."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def most_sent(log: Sequence[Sent]) -> dict[str, int]:
+    """Return the bytes, by collective, of the rank that sends most. Collective."""
+    sent: Counter[str] = Counter()
+    for each in log:
+        sent[each.op] += each.bytes
+    return max(gather_objects(dict(sent), dist.group.WORLD), key=lambda of_rank: sum(of_rank.values()))
 
 
 def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -76,23 +97,25 @@ def environment(packages: Sequence[str]) -> dict[str, Any]:
     """Return hardware, versions and the command, for the head of a report."""
     from importlib.metadata import PackageNotFoundError, version
 
-    def installed(name: str) -> str:
+    def installed(package: str) -> str:
         try:
-            return version(name)
+            return version(package)
         except PackageNotFoundError:
             return "not installed"
 
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    script = Path(sys.argv[0])
+    name = script.parent.name if script.stem == "__main__" else script.stem
     return {
         "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+        "command": " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]]),
         "cpu": models[0].split(":", 1)[1].strip() if models else platform.processor() or "unknown",
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory_gib, 1),
         "load_average_at_start": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
-        "versions": {name: installed(name) for name in packages},
+        "versions": {package: installed(package) for package in packages},
         "ranks": "processes on this machine, gloo over loopback, 1 thread each",
     }
 

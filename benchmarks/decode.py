@@ -30,8 +30,8 @@ from torch import Tensor
 
 import longspan
 from benchmarks import common
-from longspan.bench.meters import count_sent
 from longspan.comm.consistency import local_part
+from longspan.comm.counting import count_sent
 from longspan.plan import Job, Mesh, cost, read_hardware, read_model
 from longspan.plan.generation import peak_items
 from longspan.plan.job import CostContext

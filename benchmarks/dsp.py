@@ -1,7 +1,7 @@
 """Latte's blocks by Dynamic Sequence Parallelism and by Ulysses, forward and backward, on loopback and on slow links.
 
-    python benchmarks/dsp.py             # as root for the slow links (`benchmarks/cluster.py`)
-    python benchmarks/dsp.py --no-slow   # loopback alone
+    python -m benchmarks.dsp             # as root for the slow links (`benchmarks/cluster.py`)
+    python -m benchmarks.dsp --no-slow   # loopback alone
 
 Frames are sharded at the start. DSP switches to the patches and back by one all-to-all each. Ulysses keeps the frames
 sharded, computes spatial attention locally too, and exchanges q, k, v and the output in each temporal block. Megatron
@@ -15,17 +15,16 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import cluster
-import common
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 import longspan
+from benchmarks import cluster, common
 from longspan.attn.methods.dsp import DynamicSharding
-from longspan.bench.meters import count_sent, most_sent
 from longspan.comm.collectives import all_gather
+from longspan.comm.counting import count_sent
 from longspan.comm.reshard import gather_along, shard_sizes
 from longspan.hf.diffusion import attention
 from longspan.hf.diffusion.families import FAMILIES
@@ -70,7 +69,7 @@ def measure(frames: int, patches: int, repeats: int) -> dict[str, Any]:
         with count_sent() as log:
             mine = step()
         found[method] = step.whole(mine)
-        sent[method] = most_sent(log).get("all_to_all", 0)
+        sent[method] = common.most_sent(log).get("all_to_all", 0)
     for i, (a, b) in enumerate(zip(*found.values(), strict=True)):
         if (error := common.relative_error(a, b)) > 1e-4:
             raise RuntimeError(f"tensor {i} of the methods differs by {error:.1e}")

@@ -1,11 +1,11 @@
 """Elastic batches against the fixed mesh and against plain packing, on loopback and on slow links.
 
-    python benchmarks/elastic.py             # as root for the slow links (`benchmarks/cluster.py`)
-    python benchmarks/elastic.py --no-slow   # loopback alone
+    python -m benchmarks.elastic             # as root for the slow links (`benchmarks/cluster.py`)
+    python -m benchmarks.elastic --no-slow   # loopback alone
 
 A small Llama trains on the same samples in three ways, each over the same ranks and with the same memory (tokens of a
 rank). Fixed: each sample by itself over all ranks. Packing: samples packed into rows of all ranks, best fit. Elastic:
-`longspan.elastic_batches`, whose schedule knows the speed of these cores and links from `longspan bench link`. Each
+`longspan.elastic_batches`, whose schedule knows the speed of these cores and links from `longspan bench`. Each
 accumulates gradients over its forwards and sums them over the ranks once. The losses are compared first. Goal: 1.5
 times the tokens per second of both on log-normal lengths.
 
@@ -23,13 +23,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import cluster
-import common
 import torch
 import torch.distributed as dist
 import transformers
 
 import longspan
+from benchmarks import cluster, common
 from longspan.bench import BenchConfig
 from longspan.bench.hardware import as_toml, measure_hardware
 from longspan.core.parallel import ParallelConfig
@@ -154,8 +153,8 @@ def measure(kind: str, samples: int, rounds: int) -> dict[str, Any]:
 
 
 def measured_hardware(ranks: int) -> str:
-    """Return the path of a file of `longspan bench link`, measured by these ranks."""
-    config = BenchConfig("link", parallel=ParallelConfig(1, 1, ranks, 1), dtype="fp32", sizes=SIZES, rounds=3)
+    """Return the path of a file of `longspan bench`, measured by these ranks."""
+    config = BenchConfig(parallel=ParallelConfig(1, 1, ranks, 1), dtype="fp32", sizes=SIZES, rounds=3)
     text = as_toml(measure_hardware(config, torch.device("cpu"), "here", "in the same job"))
     path = Path(tempfile.mkdtemp(), "link.toml")
     path.write_text(text)

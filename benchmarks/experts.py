@@ -1,7 +1,7 @@
 """A step of a mixture of experts whose experts are sharded over data x sequence, next to FSDP alone.
 
-    python benchmarks/experts.py
-    python benchmarks/experts.py --tokens 512 --experts-in-all 64
+    python -m benchmarks.experts
+    python -m benchmarks.experts --tokens 512 --experts-in-all 64
 
 FSDP alone (`experts=1`) gathers all experts of a layer on every rank; with `experts` ranks send each other tokens. Loss
 and gradients are compared first. Bytes are what the rank with most sends in a step, next to the planner's, which
@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import common
 import torch
 import torch.distributed as dist
 import transformers
 
 import longspan
-from longspan.bench.meters import count_sent, most_sent
+from benchmarks import common
+from longspan.comm.counting import count_sent
 from longspan.plan import Job, Mesh, cost, read_hardware
 from longspan.plan.models import shape_from_config
 from longspan.tracing.record import memory_rise
@@ -85,7 +85,7 @@ def measure(tokens: int, experts: int, repeats: int) -> list[dict[str, Any]]:
         dist.all_reduce(rise, op=dist.ReduceOp.MAX)
         with count_sent() as log:
             step(size)
-        sent = most_sent(log)
+        sent = common.most_sent(log)
         job = Job(context=tokens, dtype="fp32", experts=size)
         plan = cost(shape_from_config(given, "model"), job, Mesh(ulysses=world), read_hardware("cpu"))
         planned = sum(each.bytes_total for each in plan.comm)

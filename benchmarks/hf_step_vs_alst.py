@@ -1,9 +1,9 @@
 """A Hugging Face Llama training step: `longspan.parallelize` under its memory options, and ALST (DeepSpeed).
 
-    python benchmarks/hf_step_vs_alst.py                    # against ALST, with the loss of its tutorial and tiled
-    python benchmarks/hf_step_vs_alst.py --what longest     # the longest settings of both
-    python benchmarks/hf_step_vs_alst.py --what options     # each memory option of longspan alone
-    python benchmarks/hf_step_vs_alst.py --quick            # small, for a first look
+    python -m benchmarks.hf_step_vs_alst                    # against ALST, with the loss of its tutorial and tiled
+    python -m benchmarks.hf_step_vs_alst --what longest     # the longest settings of both
+    python -m benchmarks.hf_step_vs_alst --what options     # each memory option of longspan alone
+    python -m benchmarks.hf_step_vs_alst --quick            # small, for a first look
 
 A step is forward, backward, the sum of the gradients over ranks, and AdamW, on replicated weights, so that only the
 sequence method differs. Losses and gradients are compared first. Times come from alternating steps in the same
@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import alst
-import common
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
-from longspan.bench import peers
+from benchmarks import common, peers
+from longspan.compat.transformers_api import register_attention
 from longspan.core.memory import LONGEST, Memory
 from longspan.tracing.record import memory_rise
 
@@ -175,7 +175,7 @@ class Method:
         ids = torch.randint(0, shape.vocab, (1, tokens), generator=generator)
         batch = {"input_ids": ids, "labels": ids.clone()}
         batch["labels"][:, : tokens // 10] = -100
-        self.model = build_model(shape, tokens, dtype, alst.without_exchange() if name == FLOOR else "sdpa")
+        self.model = build_model(shape, tokens, dtype, without_exchange() if name == FLOOR else "sdpa")
         kind, _, option = name.partition(" ")
         if kind == "longspan":
             import longspan
@@ -190,8 +190,8 @@ class Method:
             peers.start_deepspeed()
             if option == "longest":
                 self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-                alst.tile_mlps(self.model)
-            alst_step = alst.AlstStep(self.model, tokens, 1, None if name == "alst" else shape.tile_mib)
+                peers.tile_mlps(self.model)
+            alst_step = peers.AlstStep(self.model, tokens, 1, None if name == "alst" else shape.tile_mib)
             mine = alst_step.shard(batch)
         self.forward_backward: Callable[[], torch.Tensor] = (
             (lambda: alst_step(mine)) if kind.startswith("alst") else (lambda: _forward_backward(self.model, mine))
@@ -203,6 +203,23 @@ class Method:
         loss = float(self.forward_backward())
         self.optimizer.step()
         return loss
+
+
+def without_exchange() -> str:
+    """Register a transformers attention that does one rank's share of the work without communication; return its name.
+
+    It reads local tokens of all heads as all tokens of the local heads: the sizes are right, the values are not.
+    """
+
+    def attend(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
+        ranks = dist.get_world_size()
+        q, k, v = (x.reshape(x.shape[0], max(1, x.shape[1] // ranks), -1, x.shape[3]) for x in (q, k, v))
+        k, v = (x.repeat(1, 1, q.shape[2] // x.shape[2], 1) for x in (k, v))  # at most once, unless KV heads < ranks
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return o.reshape(q.shape[0], module.config.num_attention_heads, -1, q.shape[3]).transpose(1, 2), None
+
+    register_attention("without_exchange", attend, lambda *_, **__: None)
+    return "without_exchange"
 
 
 def _forward_backward(model: Any, batch: Any) -> torch.Tensor:

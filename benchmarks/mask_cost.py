@@ -1,6 +1,6 @@
 """Cost of masks: time of attention forward + backward relative to the full causal mask, next to the attending pairs.
 
-    python benchmarks/mask_cost.py
+    python -m benchmarks.mask_cost
 
 One process, one thread. A window of W should cost O(S W), documents the sum of their squares, chunks likewise, and a
 mask function the 256 x 1024 tiles that it does not empty. Candidates alternate within a round; ratios to the causal
@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import common
 import torch
 from torch import Tensor
 
 import longspan
+from benchmarks import common
 from longspan.attn.mask import Mask
 from longspan.attn.prepare import pairs_of_blocks
 from longspan.attn.segments import cu_seqlens_segments

@@ -3,7 +3,7 @@
     python -m benchmarks.methods_on_cluster            # all of it, in at most 15 minutes (as root, on Linux)
     python -m benchmarks.methods_on_cluster --quick    # a few small parts, to test that it runs
 
-Each part is one command of `longspan bench` on hosts of `benchmarks.cluster`; the report lists the commands, which
+Each part is one command of `benchmarks.methods` on hosts of `benchmarks.cluster`; the report lists the commands, which
 repeat a part. There are 4 ranks: on one host ("within"), or on 2 hosts x 2 ranks with a limited link ("across").
 
 | part | measures |
@@ -21,12 +21,11 @@ A part that exceeds its share of the time is ended, and the report says so.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import io
 import json
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cluster, common
-from longspan.bench.output import by_context, print_tables, tp_over_ulysses
+from benchmarks.methods import by_context, tables, tp_over_ulysses
 
 HOSTS, RANKS = 2, 2
 BUDGET_S = 15 * 60
@@ -47,12 +46,12 @@ PEERS = {"deepspeed": "deepspeed", "alst": "deepspeed", "yunchang": "yunchang"}
 
 @dataclass(frozen=True)
 class Part:
-    """One `longspan bench` on one cluster.
+    """One `benchmarks.methods` on one cluster.
 
     Attributes:
         name: in the report.
         mbit: rate of the link between 2 hosts; None: one host.
-        flags: of `longspan bench`.
+        flags: of `benchmarks.methods`.
         share: of the time, at most.
     """
 
@@ -69,7 +68,7 @@ class Part:
     @property
     def words(self) -> list[str]:
         """Command of a rank."""
-        return ["python", "-m", "longspan", "bench", *self.flags, "--json"]
+        return ["python", "-m", "benchmarks.methods", *self.flags]
 
     @property
     def command(self) -> str:
@@ -115,17 +114,17 @@ def parts(quick: bool) -> list[Part]:
 
 
 def run_part(part: Part, seconds: float) -> dict[str, Any]:
-    """Return a part's `--json`, or the reason why it has no rows."""
+    """Return a part's results, or the reason why it has no rows."""
     hosts, ranks = part.hosts
     rate = None if part.mbit is None else f"{part.mbit:g}mbit"
-    start, out = time.monotonic(), io.StringIO()
-    with cluster.hosts(hosts, rate, ranks_per_host=ranks) as net, contextlib.redirect_stdout(out):
-        code = cluster.run(net, cluster.words_of(part.words), seconds)
-    took = round(time.monotonic() - start, 1)
-    head = {"part": part.name, "command": part.command, "seconds": took, "limit": round(seconds, 1)}
-    try:
-        return {**head, **json.loads(out.getvalue())}
-    except json.JSONDecodeError:
+    start = time.monotonic()
+    with cluster.hosts(hosts, rate, ranks_per_host=ranks) as net, tempfile.TemporaryDirectory() as folder:
+        results = Path(folder, "results.json")
+        code = cluster.run(net, cluster.words_of([*part.words, "--json", str(results)]), seconds)
+        took = round(time.monotonic() - start, 1)
+        head = {"part": part.name, "command": part.command, "seconds": took, "limit": round(seconds, 1)}
+        if results.exists():
+            return {**head, **json.loads(results.read_text())}
         why = "ended, as its share of the time was over" if code == cluster.TIMED_OUT else f"exit code {code}"
         return {**head, "reason": why, "rows": []}
 
@@ -141,13 +140,6 @@ def rows_of(part: dict[str, Any]) -> Iterator[tuple[int, dict[str, Row]]]:
     """Yield each context, and its measured rows by method."""
     for context, rows in by_context(part):
         yield context, {row["method"]: row for row in rows if "seconds" in row}
-
-
-def table_of(part: dict[str, Any]) -> str:
-    """Return the tables of `longspan bench`."""
-    out = io.StringIO()
-    print_tables(part, out)
-    return f"```\n{out.getvalue().rstrip()}\n```"
 
 
 def total(row: Row) -> float:
@@ -304,7 +296,7 @@ def report(found: dict[str, dict[str, Any]]) -> str:
     blocks = ["\n".join(["## Findings", "", *findings(found)])]
     for name, part in found.items():
         why = f"Not measured: {part['reason']}.\n\n" if "reason" in part else ""
-        body = why or f"{table_of(part)}\n"
+        body = why or f"{tables(part)}\n"
         blocks.append(f"## {name}\n\n`{part['command']}` ({part['seconds']:g} s)\n\n{body}")
     blocks.append("`ulysses-overlap` uses 4 chunks of heads unless the command has another number.")
     return "\n\n".join(blocks)

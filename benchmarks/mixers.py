@@ -1,8 +1,8 @@
 """Recurrent layers on a sharded sequence, forward and backward, next to one process; and Mamba-2 next to ringmaster.
 
-    python benchmarks/mixers.py                      # the methods of `longspan.linear_attention`, over lengths
-    python benchmarks/mixers.py --what layers        # models of one hybrid layer against transformers on one process
-    python benchmarks/mixers.py --what ringmaster    # a Mamba-2 model against axolotl-ringmaster
+    python -m benchmarks.mixers                      # the methods of `longspan.linear_attention`, over lengths
+    python -m benchmarks.mixers --what layers        # models of one hybrid layer against transformers on one process
+    python -m benchmarks.mixers --what ringmaster    # a Mamba-2 model against axolotl-ringmaster
 
 The methods: state passing, all-to-all by heads, and states in turn (a ring). One process computes the whole sequence,
 on rank 0 in the same rounds. Outputs and gradients are compared with its first. `of one / P` is CPU seconds of the
@@ -24,16 +24,16 @@ import importlib
 from collections.abc import Callable
 from typing import Any, Literal
 
-import common
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hf_step_vs_alst import MALLOC, MIB, rss_rise
 from torch import Tensor
 
 import longspan
-from longspan.bench.meters import count_sent, most_sent
+from benchmarks import common
+from benchmarks.hf_step_vs_alst import MALLOC, MIB, rss_rise
 from longspan.comm.collectives import all_gather
+from longspan.comm.counting import count_sent
 from longspan.comm.mesh import OneDeviceMesh, group_name
 from longspan.tracing.record import memory_rise
 
@@ -94,7 +94,7 @@ def measure(rule: str, n: int, repeats: int) -> dict[str, Any]:
     for method in METHODS:
         with count_sent() as log:
             found = forward_backward(mine, sp, my_grad, method)
-        sent[method] = sum(size for op, size in most_sent(log).items() if op in OPS[method])
+        sent[method] = sum(size for op, size in common.most_sent(log).items() if op in OPS[method])
         for i, x in enumerate(found):
             gathered = sp.gather(x.contiguous(), dim=1, length=n)
             if (error := common.relative_error(gathered, expected[i] if whole else gathered)) > 1e-4:

@@ -1,6 +1,6 @@
 """Write docs/reference/models.md: language, vision-language and diffusion models, sharded.
 
-    python benchmarks/models_verified.py [--family causal/llama ...]
+    python -m benchmarks.models_verified [--family causal/llama ...]
 
 For each family in transformers' own lists, and of `tests/pictures.py`, a small model with random weights
 (`tests/fuzz/families.py`) takes a training step and generates as in `CASES`, and is compared with plain transformers in
@@ -18,21 +18,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks import common
+from tests import pictures, test_diffusion, test_hybrids, test_vision
+from tests.diffusing import CONFIGS
+from tests.fuzz.__main__ import BLOCK, Pools
+from tests.fuzz.cases import Case
+from tests.fuzz.families import families
+from tests.fuzz.run import judge, refusal
+from tests.models import HYBRIDS, meshes
+from tests.pool import RankError, RankHang
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import common  # noqa: E402
-
-from tests import pictures, test_diffusion, test_hybrids, test_vision  # noqa: E402
-from tests.diffusing import CONFIGS  # noqa: E402
-from tests.fuzz.__main__ import BLOCK, Pools  # noqa: E402
-from tests.fuzz.cases import Case  # noqa: E402
-from tests.fuzz.families import families  # noqa: E402
-from tests.fuzz.run import judge, refusal  # noqa: E402
-from tests.models import HYBRIDS, meshes  # noqa: E402
-from tests.pool import RankError, RankHang  # noqa: E402
-
 RESULTS = ROOT / "runs" / "models.json"
 CASES: dict[str, dict[str, Any]] = {
     "training": {"mesh": {"ulysses": 2}, "length": 21},

@@ -1,6 +1,6 @@
 """Bandwidth of activation offload to a disk and back, next to sequential writes and reads of as many bytes.
 
-    python benchmarks/offload_bandwidth.py --folder /a/local/disk
+    python -m benchmarks.offload_bandwidth --folder /a/local/disk
 
 One process, without computing. `store` puts tensors one by one and waits until all are written, then gets and drops
 them from last to first. `plain` works like `dd`: one thread writes the same pieces to the same kind of file in order,
@@ -14,9 +14,9 @@ import os
 import tempfile
 import time
 
-import common
 import torch
 
+from benchmarks import common
 from longspan.memory.offload.disk import CHUNK_BYTES, IN_FLIGHT, DiskStore
 from longspan.memory.offload.disk_file import OffloadFile, aligned_buffer, buffer_of
 

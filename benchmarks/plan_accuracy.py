@@ -1,12 +1,12 @@
 """The planner against this machine: memory and time of a training step, predicted and measured.
 
-    python benchmarks/plan_accuracy.py [--no-time | --no-memory]
+    python -m benchmarks.plan_accuracy [--no-time | --no-memory]
 
 Memory: bytes of tensors at the peak of a step (weights, gradients, optimizer states, activations, buffers) on the rank
 with most, from torch's profiler, next to the planner's total. Neither counts other memory (libraries, the allocator's
 slack, gloo's threads). Steps are those of `longspan train`: `longspan.parallelize`, AdamW.
 
-Time: `longspan bench link` measures this machine first (matrix products, attention, every collective). The planner
+Time: `longspan bench` measures this machine first (matrix products, attention, every collective). The planner
 predicts the step from that file alone. The step is then measured in two runs minutes apart, and the faster one's median
 counts. Two ranks on two cores, as the planner does not describe ranks that share a core.
 """
@@ -19,14 +19,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import common
 import torch
 import torch.distributed as dist
 
-from longspan.bench.meters import run
-from longspan.bench.workloads import Workload, training_step
+from benchmarks import common
+from benchmarks.workloads import Workload, training_step
 from longspan.core.memory import FASTEST, Memory
-from longspan.core.sections import make
+from longspan.core.parallel import ParallelConfig
 from longspan.tracing.record import memory_rise
 
 SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 2}
@@ -117,9 +116,9 @@ def make_step(config: dict[str, Any], context: int, ranks: dict[str, int], optio
 
 def measure_memory(*case: Any) -> dict[str, int]:
     step = make_step(*case)
-    run(step)
+    step.run()
     dist.barrier()
-    most = torch.tensor([step.state_bytes(), memory_rise(lambda: run(step))])
+    most = torch.tensor([step.state_bytes(), memory_rise(step.run)])
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return {"at_rest": int(most[0]), "rise": int(most[1])}
 
@@ -128,7 +127,7 @@ def measure_time(
     config: dict[str, Any], context: int, ranks: dict[str, int], options: dict[str, Any], n: int
 ) -> list[float]:
     step = make_step(config, context, ranks, options)
-    wall, _ = common.alternate({"": lambda: run(step)}, n)
+    wall, _ = common.alternate({"": step.run}, n)
     return wall[""]
 
 
@@ -154,8 +153,8 @@ def time_cases(repeats: int) -> tuple[list[dict[str, Any]], str]:
     with tempfile.TemporaryDirectory() as folder:
         links = {axis: Path(folder) / f"{axis}.toml" for axis in ("ulysses", "ring")}
         for axis, link in links.items():
-            if bench(make(BenchConfig, what="link", dtype="fp32", out=link, **{axis: 2})):
-                raise SystemExit("longspan bench link failed")
+            if bench(BenchConfig(parallel=ParallelConfig(**{axis: 2}), dtype="fp32", out=link)):
+                raise SystemExit("longspan bench failed")
         # Two rounds, so that a slow minute of the machine (up to 40 %) affects one of them.
         rounds = [[common.run_ranks(measure_time, 2, *case, repeats) for case in TIME_CASES] for _ in range(2)]
         rows = []
@@ -204,7 +203,7 @@ def render_time(rows: list[dict[str, Any]], link: str) -> str:
     ratios = [r["predicted"] / r["measured"] for r in rows]
     table = common.table(["time of a step", "predicted s", "measured s", "predicted/measured", "share sent"], cells)
     summary = f"- time, predicted over measured: least {min(ratios):.3f}, most {max(ratios):.3f} in {len(rows)} cases."
-    return f"{table}\n\n{summary}\n\nWhat `longspan bench link` measured before:\n\n```toml\n{link}```"
+    return f"{table}\n\n{summary}\n\nWhat `longspan bench` measured before:\n\n```toml\n{link}```"
 
 
 if __name__ == "__main__":

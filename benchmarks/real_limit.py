@@ -1,6 +1,6 @@
 """The longest context of a training step within a memory limit per rank.
 
-    python benchmarks/real_limit.py [--quick]
+    python -m benchmarks.real_limit [--quick]
 
 Every try starts new ranks. After model and optimizer are made, each rank enters a control group (cgroup) that allows
 the limit and the bytes of its gradients, the same for all methods (without cgroups: RLIMIT_DATA). It then takes one
@@ -25,9 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import common
-import hf_step_vs_alst as steps
 import torch
+
+from benchmarks import common
+from benchmarks import hf_step_vs_alst as steps
 
 METHODS = ("alst longest", "longspan longest", "longspan few", "longspan disk", "longspan all on disk")
 LABELS = {  # in the picture

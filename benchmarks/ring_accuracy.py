@@ -1,6 +1,6 @@
 """Errors of ring and USP in bf16 against fp64, compared with flash attention in bf16 on one device.
 
-    python benchmarks/ring_accuracy.py
+    python -m benchmarks.ring_accuracy
 
 Output and gradients against one plain fp64 attention; the error is ||a - b|| / ||b||. Rings of 2, 4 and 8 ranks, USP of
 2 x 2 and 4 x 2, both ring implementations, causal and zigzag. The goal is at most 1.2 times the one-device error.
@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import common
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import longspan
+from benchmarks import common
 from longspan.comm.mesh import OneDeviceMesh
 
 MESHES = [(2, 1), (4, 1), (8, 1), (2, 2), (4, 2)]

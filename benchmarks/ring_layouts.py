@@ -1,6 +1,6 @@
 """Zigzag and contiguous blocks with a causal mask: the busiest rank's work, counted and timed.
 
-    python benchmarks/ring_layouts.py
+    python -m benchmarks.ring_layouts
 
 The slowest rank determines the time. Counted: pairs of query and key that attend, by rank, for rings of 2, 4 and 8.
 Timed: a ring of 2, one core for each rank, wall time of forward and of forward + backward; and a ring of 4, whose ranks
@@ -13,11 +13,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import common
 import torch
 import torch.distributed as dist
 
 import longspan
+from benchmarks import common
 from longspan.attn.mask import Mask
 from longspan.attn.prepare import pairs_of_blocks
 from longspan.core.layout import Layout

@@ -1,6 +1,6 @@
 """Does a ring hide its communication? Ring Attention over links as slow as the attention takes long.
 
-    python benchmarks/ring_overlap.py        # as root, on Linux (see cluster.py)
+    python -m benchmarks.ring_overlap        # as root, on Linux (see cluster.py)
 
 A ring of R ranks computes R blocks and passes keys and values on R - 1 times; the next block is in flight while the
 current one is computed. Links have the rate at which a hop takes as long as a block of the forward, both measured. This
@@ -29,13 +29,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import cluster
-import common
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 import longspan
+from benchmarks import cluster, common
 from longspan.attn.kernels.tiled import TiledKernel
 
 GOAL = 1.15

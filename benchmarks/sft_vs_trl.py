@@ -1,6 +1,6 @@
 """Fine-tuning on chats by `longspan train` next to TRL's SFTTrainer on one process: the losses of every step.
 
-    python benchmarks/sft_vs_trl.py
+    python -m benchmarks.sft_vs_trl
 
 A small Llama with random weights, chats of several turns, a loss on the assistant's tokens (`assistant_only_loss`), a
 chat in each row, AdamW with clipping, fp32. longspan trains on 2 ranks that share each sequence (Ulysses and a ring).
@@ -16,11 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.common import command, environment, table, write_report  # noqa: E402
-from tests.chats import GENERATION, chat, make_tokenizer, write_rows  # noqa: E402
+from benchmarks.common import command, environment, table, write_report
+from tests.chats import GENERATION, chat, make_tokenizer, write_rows
 
 OPTIMIZER = {"lr": 3e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "clip": 1.0}
 

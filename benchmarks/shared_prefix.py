@@ -1,6 +1,6 @@
 """A policy's step on several completions of one prompt: packed as a tree, and as separate sequences.
 
-    python benchmarks/shared_prefix.py
+    python -m benchmarks.shared_prefix
 
 A step is GRPO's loss of the completions' log-probabilities (`longspan.token_logprobs`) and its backward, on one process
 with one thread. `tree` is one row of `longspan.pack_tree`; `batch` is a row for each completion, as trainers compute
@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import common
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import longspan
+from benchmarks import common
 from longspan.tracing.record import memory_rise
 
 MIB = 2**20

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.bench.meters import GATHERS, SCATTERS
+from longspan.comm.counting import GATHERS, SCATTERS
 from tests.inflight import WeakTensor
 
 SLEEP_CYCLES = 500_000

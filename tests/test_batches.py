@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import longspan
-from longspan.bench.meters import count_sent
+from longspan.comm.counting import count_sent
 from longspan.core.errors import LongspanError
 from longspan.hf.checks import batches
 from tests.models import batch, build, rows_of, sharding

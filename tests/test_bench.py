@@ -1,10 +1,8 @@
-"""`longspan bench link`: the fit, the links of each axis, the hardware file, and refused input."""
+"""`longspan bench`: the fit, the links of each axis, the hardware file, and refused input."""
 
 from __future__ import annotations
 
-import dataclasses
 import io
-import itertools
 import math
 import os
 import random
@@ -16,20 +14,16 @@ from unittest import mock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from longspan import cli
 from longspan.bench import BenchConfig, run, worker
-from longspan.bench.hardware import FORWARD_AND_BACKWARD, as_toml, causal_attention_flops, overhead
+from longspan.bench.hardware import FORWARD_AND_BACKWARD, as_toml, causal_attention_flops, overhead, print_hardware
 from longspan.bench.links import bytes_sent, fit
-from longspan.bench.meters import count_sent, median_seconds
-from longspan.bench.output import _print_rows, print_hardware
+from longspan.bench.timing import median_seconds
+from longspan.comm.counting import count_sent
 from longspan.core.errors import LongspanError
-from longspan.core.sections import make, options, replace
-from longspan.plan import Job, Mesh, read_model
-from longspan.plan.cost.communication import method_sent
+from longspan.core.sections import make, replace
 from longspan.plan.hardware import MeasuredLink
-from longspan.plan.job import CostContext
 from longspan.ranks import launch
 from tests.pool import RankPool
 
@@ -38,7 +32,7 @@ FOUR = {"all_to_all", "all_gather", "reduce_scatter", "all_reduce"}
 
 
 def _config(**changes: Any) -> BenchConfig:
-    return replace(make(BenchConfig, what="link", sizes=(1 << 10, 4 << 10, 8 << 10), rounds=2), **changes)
+    return replace(make(BenchConfig, sizes=(1 << 10, 4 << 10, 8 << 10), rounds=2), **changes)
 
 
 COMPUTE = {
@@ -54,17 +48,6 @@ def _hardware(links: dict[str, dict[str, MeasuredLink]], **changes: Any) -> dict
 
 
 # --- the fit
-
-
-def test_a_narrow_terminal_gets_all_cells_in_several_tables() -> None:
-    names = ["method", *(f"column {number}" for number in range(9))]
-    rows = [[f"method {row}", *(f"{row}.{number} ms" for number in range(9))] for row in range(2)]
-    for width, tables in ((200, 1), (80, 2), (20, 9)):
-        console = Console(file=io.StringIO(), width=width, highlight=False)
-        _print_rows(console, names, rows, keys=1, title="512 tokens")
-        text = console.file.getvalue()  # type: ignore[attr-defined]
-        assert text.count("method 1") == tables
-        assert all(cell in text for cells in rows for cell in cells) and "…" not in text
 
 
 def test_a_fit_recovers_latency_and_bandwidth() -> None:
@@ -157,14 +140,14 @@ def test_flops_of_attention_are_half_of_torchs_count() -> None:
 # --- links
 
 
-def _links(config: BenchConfig, messages: Any = None) -> dict[str, dict[str, MeasuredLink]]:
+def _links(config: BenchConfig) -> dict[str, dict[str, MeasuredLink]]:
     import torch
 
     from longspan.bench.links import measure_links
     from longspan.comm.mesh import init_mesh
 
     mesh = init_mesh(*config.parallel.degrees.values(), device_type="cpu")
-    return measure_links(config, mesh, torch.device("cpu"), messages)
+    return measure_links(config, mesh, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -190,34 +173,6 @@ def test_every_axis_above_1_is_measured(pool4: RankPool, degrees: dict[str, int]
         assert set(shares) == expected
     if "ring" in axes:  # the same ranks are measured once
         assert links["fsdp"] == {name: links["ring"][name] for name in FOUR}
-
-
-def test_given_messages_are_measured_in_their_sizes(pool4: RankPool) -> None:
-    """On ulysses, and on the same ranks as fsdp, at the sizes of both; no other collective is measured."""
-    messages = {
-        ("ulysses", "all_to_all"): [3000.0, 48000.0], ("fsdp", "all_gather"): [12000.0], ("ring", "p2p"): [64.0]
-    }  # fmt: skip
-    links = pool4.run(_links, _config(ulysses=4), messages)[0]
-    assert {axis: set(fits) for axis, fits in links.items()} == {
-        "ulysses": {"all_to_all", "all_gather"}, "fsdp": {"all_to_all", "all_gather"},
-    }  # fmt: skip
-    assert [sent for sent, _ in links["ulysses"]["all_to_all"].points] == [3000, 48000]
-    assert [sent for sent, _ in links["fsdp"]["all_gather"].points] == [12000, 48000]  # a line needs two points
-
-
-def test_sizes_of_a_step_are_reduced_to_a_few() -> None:
-    from longspan.bench.compare import MAX_SIZES, message_sizes
-
-    shape, mesh = read_model("llama-2-7b"), Mesh(ring=2, ulysses=2)
-    jobs = [(Job(context=1024 * n, dtype="fp32"), mesh) for n in (1, 2, 3, 4, 8, 16, 32)]
-    found = message_sizes("step", shape, jobs)
-    assert {"all_to_all", "all_gather", "reduce_scatter", "p2p"} <= {op for _, op in found}
-    for sizes in found.values():
-        assert sizes == sorted(sizes) and len(sizes) <= MAX_SIZES
-        assert all(b > 1.1 * a for a, b in itertools.pairwise(sizes))
-    exchanged = [each.bytes for job, _ in jobs for each in method_sent(shape.layers[0], CostContext(shape, job, mesh))
-                 if each.op == "all_to_all"]  # fmt: skip
-    assert (found["ulysses", "all_to_all"][0], found["ulysses", "all_to_all"][-1]) == (min(exchanged), max(exchanged))
 
 
 def _results_of_collectives() -> dict[str, list[float]]:
@@ -325,7 +280,7 @@ def test_the_table_has_speeds_and_links() -> None:
     assert "310 TFLOP/s" in out.getvalue() and "2000 GB/s" in out.getvalue()
     for cell in ("ring", "p2p", "15.0 us", "300 GB/s", "4%", "73%"):
         assert cell in out.getvalue()
-    assert max(map(len, out.getvalue().splitlines())) <= 100
+    assert max(map(len, out.getvalue().splitlines())) <= 80
 
 
 def test_without_an_axis_only_compute_is_measured(
@@ -347,8 +302,7 @@ def _worker(config: BenchConfig) -> dict[str, Any]:
     from longspan.bench import hardware
 
     with mock.patch.object(hardware, "measure_compute", lambda *_: COMPUTE):
-        found: dict[str, Any] = worker(config, 2)
-    return found
+        return worker(config)
 
 
 def test_two_ranks_measure_one_hardware(pool2: RankPool, tmp_path: Path) -> None:
@@ -368,26 +322,11 @@ def _parse(line: str) -> BenchConfig:
 
 
 def test_flags() -> None:
-    config = _parse("link --data-degree 2 --ring 2 --tensor 3 --sizes 64k 1M --dtype=fp32")
+    config = _parse("--data-degree 2 --ring 2 --tensor 3 --sizes 64k 1M --dtype=fp32")
     sizes: dict[str, Any] = {"sizes": (1 << 16, 1 << 20), "dtype": "fp32"}
-    assert config == make(BenchConfig, what="link", data_degree=2, ring=2, tensor=3, **sizes)
+    assert config == make(BenchConfig, data_degree=2, ring=2, tensor=3, **sizes)
     assert config.parallel.ranks == 12
-    assert _parse("link").sizes[0] == 64 << 10 and _parse("link").sizes[-1] == 64 << 20
-    config = _parse("step --nproc 4 --contexts 2k 8k --methods tp usp-2x2 --predict --json --trace runs/t")
-    asked: dict[str, Any] = {"contexts": (2048, 8192), "methods": ("tp", "usp-2x2"), "predict": True, "json": True}
-    assert config == make(BenchConfig, what="step", nproc=4, trace=Path("runs/t"), **asked)
-    config.check()
-
-
-def test_the_benchmark_is_required_and_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        _parse("")
-    assert stop.value.code == 2 and "link" in capsys.readouterr().err
-    assert cli.main(["bench", "--help"]) == 0
-    text = capsys.readouterr().out
-    for option in list(options(BenchConfig).values())[1:]:
-        assert f"--{option.flag}" in text
-    assert "{link,collectives,attention,step}" in text
+    assert _parse("").sizes[0] == 64 << 10 and _parse("").sizes[-1] == 64 << 20
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -434,7 +373,7 @@ def _worker_with_bad_out_on_rank_0(folder: str) -> None:
     import torch.distributed as dist
 
     out = Path(folder) if dist.get_rank() == 0 else Path(folder, "link.toml")
-    worker(_config(ulysses=2, out=out), 2)
+    worker(_config(ulysses=2, out=out))
 
 
 def test_the_planner_reads_the_file(tmp_path: Path) -> None:
@@ -449,43 +388,6 @@ def test_the_planner_reads_the_file(tmp_path: Path) -> None:
     assert found.seconds("all_to_all", "ulysses", 8.0, 1, 8) == 2.25
     path.write_text(as_toml(_hardware(links)))
     assert not read_hardware(str(path)).overlaps and read_hardware(str(path)).on_cpu
-
-
-@pytest.mark.parametrize("method", ["ulysses", "ulysses-overlap", "ring", "usp-2x2"])
-def test_an_attention_is_predicted_as_in_a_step(method: str) -> None:
-    """Communication of chunks or of the ring overlaps with computing by the share that the link hides."""
-    from longspan.bench.compare import predict
-    from longspan.bench.methods import job_of, read_config, select, shape_of
-    from longspan.plan.cost.times import hidden_layer_seconds, layer_seconds
-    from longspan.plan.hardware import CATALOGUE
-
-    config = replace(make(BenchConfig, what="attention"), heads=16, kv_heads=4, dtype="fp32")
-    (candidate,) = select([method], "attention", 4)
-    shape, job = shape_of("attention", read_config(config)), job_of(config, candidate, 4096)
-    totals = []
-    for hidden in (0.0, 0.5, 1.0):
-        links = {on: MeasuredLink(1e-3, 1e9, (), hidden) for on in (("ulysses", "all_to_all"), ("ring", "p2p"))}
-        hardware = dataclasses.replace(CATALOGUE["cpu"], measured=links)
-        found = predict("attention", shape, job, candidate.mesh, hardware)
-        c = CostContext(shape, job, candidate.mesh, on_cpu=True)
-        computing = layer_seconds(shape.layers[0], c, hardware)
-        attention = computing.attention_forward + computing.attention_backward
-        hidden_seconds = hidden_layer_seconds(shape.layers[0], computing, c, hardware)
-        assert found["total"] == pytest.approx(found["communication"] - hidden_seconds + attention)
-        totals.append(found["total"])
-        assert (found["total"] == pytest.approx(found["communication"] + attention)) == (
-            hidden == 0 or method == "ulysses"
-        )
-    assert (totals[0] > totals[1] > totals[2]) == (method != "ulysses")
-
-
-def test_a_file_of_flags_leaves_the_benchmark(tmp_path: Path) -> None:
-    from longspan.cli import parse
-
-    path = tmp_path / "bench.toml"
-    path.write_text("sizes = [1024, 2048, 4096]\n[parallel]\nulysses = 2\n")
-    config = parse(BenchConfig, ["link", "--from", str(path), "--rounds", "3"], prog="longspan bench", summary="x y")
-    assert (config.what, config.parallel.ulysses, config.sizes, config.rounds) == ("link", 2, (1024, 2048, 4096), 3)
 
 
 def test_overhead_follows_from_two_sizes() -> None:

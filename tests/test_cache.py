@@ -17,11 +17,11 @@ from torch import Tensor
 
 import longspan
 from longspan.attn.score import Scores
-from longspan.bench.meters import count_sent
 from longspan.cache import folder as files
 from longspan.cache import layer_cache
 from longspan.cache.attend import _merge
 from longspan.cache.layer_cache import LayerCache
+from longspan.comm.counting import count_sent
 from longspan.plan import Job, Mesh
 from longspan.plan.job import CostContext
 from longspan.plan.layers import exchange

@@ -27,7 +27,7 @@ from longspan.attn.methods.chunked import ChunkedUlysses
 from longspan.attn.prepare import AttentionPlan, prepare
 from longspan.attn.score import Scores
 from longspan.attn.shapes import Shapes
-from longspan.bench.meters import count_sent
+from longspan.comm.counting import count_sent
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_head_chunks, split_heads
 from tests.attention import CASES, FEW, check_all, compare, drawn_cases, one_device, run, sharding

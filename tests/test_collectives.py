@@ -1,118 +1,19 @@
-"""Collectives written out as ring messages (the benchmarks' baselines): equal results, and bytes as their formulas say.
-
-Also the exchange of Python objects, and errors that reach every rank.
-"""
+"""Counted sends, the exchange of Python objects, and errors that reach every rank."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.plain_collectives import naive_all_gather, ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from longspan.bench.meters import Sent, count_sent
+from longspan.comm.counting import Sent, count_sent
 from longspan.comm.objects import broadcast_object, gather_objects, on_every_rank
 from longspan.core.errors import LongspanError
 from tests.pool import RankPool
-from tests.tolerance import MARGIN, eps, units
-
-DTYPES = (torch.float32, torch.bfloat16, torch.int64)
-SHAPES = ((1,), (3,), (7, 3, 5), (0, 3), (2, 0))  # of one rank's part
-ALL_GATHERS = (ring_all_gather, naive_all_gather)
-SUMS = (ring_reduce_scatter, ring_all_reduce)
-
-
-def _sample(shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> Tensor:
-    """Return the tensor of a rank; every rank can compute it."""
-    generator = torch.Generator().manual_seed(rank)
-    if dtype is torch.int64:
-        return torch.randint(-(2**40), 2**40, shape, generator=generator)
-    return torch.randn(shape, generator=generator).to(dtype)
-
-
-def _check_gathers(x: Tensor, ranks: int) -> None:
-    expected = x.new_empty(ranks * x.shape[0], *x.shape[1:])
-    dist.all_gather_into_tensor(expected, x.contiguous())
-    for gather in ALL_GATHERS:
-        before = x.clone()
-        out = gather(x, dist.group.WORLD)
-        assert torch.equal(out, expected) and out.is_contiguous() and torch.equal(x, before)
-
-
-def _all_gather() -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    for dtype in DTYPES:
-        for shape in SHAPES:
-            _check_gathers(_sample(shape, dtype, rank), ranks)
-    for strided in (_sample((4, 6), dtype, rank).T, _sample((6, 4), dtype, rank)[::2, 1:3]):
-        _check_gathers(strided, ranks)
-    assert not ring_all_gather(torch.ones(2, requires_grad=True), dist.group.WORLD).requires_grad
-
-
-def _check_sums(make: Callable[[int], Tensor]) -> None:
-    """`make(rank)` is that rank's input, [P * n, ...]."""
-    rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    x = make(rank)
-    before = x.clone()
-    mine, whole = ring_reduce_scatter(x, group), ring_all_reduce(x, group)
-    assert torch.equal(x, before)
-    assert mine.dtype == whole.dtype == x.dtype and whole.shape == x.shape
-    assert mine.is_contiguous() and whole.is_contiguous()
-    assert torch.equal(mine, whole.tensor_split(ranks)[rank])  # and so all ranks hold the same bits
-    theirs = torch.empty_like(mine)
-    dist.reduce_scatter_tensor(theirs, x.contiguous())
-    if not x.dtype.is_floating_point:
-        assert torch.equal(mine, theirs)
-        return
-    # Terms are added in fp32; the sum is rounded once more where the dtype is narrower. The backend adds in the dtype.
-    terms = torch.stack([make(r).double() for r in range(ranks)])
-    exact, size = terms.sum(0), terms.abs().sum(0)
-    last = exact.abs() * (eps(x.dtype) / eps(torch.float32) if x.dtype is torch.bfloat16 else 0) / MARGIN
-    assert units(whole, exact, size + last, torch.float32) <= MARGIN
-    part = (y.tensor_split(ranks)[rank] for y in (exact, size))
-    assert units(theirs, *part, x.dtype) <= MARGIN
-
-
-def _sums() -> None:
-    ranks = dist.get_world_size()
-    for dtype in DTYPES:
-        for n, *rest in SHAPES:
-            _check_sums(lambda rank, shape=(ranks * n, *rest), dtype=dtype: _sample(shape, dtype, rank))
-    _check_sums(lambda rank: _sample((5, 2 * ranks), torch.float32, rank).T)
-
-
-@pytest.mark.parametrize("pool", [2, 4, pytest.param(8, marks=[pytest.mark.slow, pytest.mark.confirms])], indirect=True)
-def test_results_equal_the_backends(pool: RankPool) -> None:
-    pool.run(_all_gather)
-    pool.run(_sums)
-
-
-def _sent(dtype: torch.dtype) -> dict[str, list[int]]:
-    sent = {}
-    for function in (*ALL_GATHERS, *SUMS):
-        x = torch.ones(6 * (dist.get_world_size() if function in SUMS else 1), 5, dtype=dtype)
-        with count_sent() as log:
-            function(x, dist.group.WORLD)
-        assert {entry.op for entry in log} == {"p2p"}
-        sent[function.__name__] = [entry.bytes for entry in log]
-    return sent
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64])
-def test_bytes_sent(pool4: RankPool, dtype: torch.dtype) -> None:
-    n = 6 * 5 * dtype.itemsize  # bytes of a part
-    partial = 6 * 5 * max(4, dtype.itemsize)  # of a partial sum
-    for rank, sent in enumerate(pool4.run(_sent, dtype)):
-        assert sent["ring_all_gather"] == [n] * 3
-        assert sent["ring_reduce_scatter"] == [partial] * 3
-        assert sent["ring_all_reduce"] == [partial] * 3 + [n] * 3
-        assert sent["naive_all_gather"] == ([4 * n] * 3 if rank == 0 else [n])
 
 
 def _counted_sends() -> list[Sent]:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import longspan
-from longspan.bench.meters import count_sent
 from longspan.comm import quantize
+from longspan.comm.counting import count_sent
 from longspan.core import sections
 from longspan.core.errors import LongspanError
 from longspan.train.config import TrainConfig

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 import longspan
-from longspan.bench.meters import count_sent
+from longspan.comm.counting import count_sent
 from longspan.comm.reshard import shard_along
 from longspan.core.errors import LongspanError
 from longspan.hf.diffusion.attention import ShardedAttention, ulysses

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import longspan
 from longspan.attn.methods.dsp import plan_dims
-from longspan.bench.meters import count_sent
+from longspan.comm.counting import count_sent
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.reshard import shard_sizes
 from longspan.core.errors import LongspanError

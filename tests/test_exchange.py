@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan import exchange
-from longspan.bench.meters import count_sent
 from longspan.comm import all_to_all
+from longspan.comm.counting import count_sent
 from longspan.comm.reshard import gather_along, shard_along, shard_sizes
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_head_chunks, split_heads

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, LlamaConfig, Qwen3NextConfig
 
 from longspan import cli
-from longspan.bench.meters import Sent, count_sent
+from longspan.comm.counting import Sent, count_sent
 from longspan.core.errors import LongspanError
 from longspan.core.sections import make, replace
 from longspan.generate.config import GenerateConfig

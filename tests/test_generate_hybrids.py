@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import longspan
-from longspan.bench.meters import count_sent
+from longspan.comm.counting import count_sent
 from longspan.compat.transformers_api import caches_give_states
 from longspan.plan import Job, Mesh
 from longspan.plan.cost.memory import cache_on_device, key_value_bytes, state_bytes

@@ -24,7 +24,7 @@ from longspan.attn.kernels.base import BlockKernel, KernelRequest
 from longspan.attn.mask import Mask
 from longspan.attn.methods import self_check
 from longspan.attn.score import Scores
-from longspan.bench.meters import count_sent
+from longspan.comm.counting import count_sent
 from longspan.core.errors import LongspanError
 from longspan.core.parallel import KernelName
 from tests.attention import CASES, FEW, HARD, check_all, compare, one_device, sharding

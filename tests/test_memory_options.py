@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import longspan
-from longspan.bench.meters import count_sent
+from longspan.comm.counting import count_sent
 from longspan.comm.mesh import OneDeviceMesh
 from longspan.core import tile_sizes
 from longspan.core.errors import LongspanError

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import longspan
-from longspan.bench.meters import count_sent
+from longspan.comm.counting import count_sent
 from longspan.comm.mesh import OneDeviceMesh
 from longspan.compat.friends_api import fla_function
 from longspan.core.errors import LongspanError

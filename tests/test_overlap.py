@@ -13,8 +13,8 @@ import torch.distributed as dist
 import longspan
 from longspan.attn.methods.chunked import ChunkedUlysses
 from longspan.attn.methods.ring import Ring
-from longspan.bench.meters import count_sent
 from longspan.comm.all_to_all import AllToAll
+from longspan.comm.counting import count_sent
 from longspan.core.errors import LongspanError
 from longspan.core.routes import AllToAllLink, choose_overlap_chunks
 from tests.attention import one_device

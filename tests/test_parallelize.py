@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import longspan
-from longspan.bench.meters import count_sent
+from longspan.comm.counting import count_sent
 from longspan.comm.mesh import OneDeviceMesh
 from longspan.core.errors import LongspanError
 from tests.choose import each_value, grouped

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import longspan
 from longspan.attn.mask import Mask as AttentionMask
 from longspan.attn.prepare import pairs_of_blocks, readers_of_blocks
-from longspan.bench.meters import count_sent
+from longspan.comm.counting import count_sent
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_head_chunks, split_heads
 from longspan.core.layout import Layout

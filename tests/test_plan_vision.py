@@ -13,8 +13,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import longspan
-from longspan.bench.meters import count_sent
 from longspan.cli import main
+from longspan.comm.counting import count_sent
 from longspan.comm.mesh import OneDeviceMesh
 from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout, split_by_cost

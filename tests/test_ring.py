@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import longspan
 from longspan.attn.mask import Mask
 from longspan.attn.prepare import pairs_of_blocks, readers_of_blocks
-from longspan.bench.meters import count_sent
+from longspan.comm.counting import count_sent
 from longspan.core.layout import Layout
 from longspan.core.routes import Routes, ring_routes
 from tests.attention import CASES, FEW, HARD, check_all, compare, drawn_cases, one_device, run, sharding

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import longspan
-from longspan.bench.meters import count_sent
+from longspan.comm.counting import count_sent
 from longspan.core.errors import LongspanError
 from longspan.mixers.short_conv import short_conv
 from tests.pool import RankPool

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import longspan
-from longspan.bench.meters import count_sent
+from longspan.comm.counting import count_sent
 from longspan.core.errors import LongspanError
 from tests.attention import PLAIN, drawn_cases, one_device, run, sharding
 from tests.oracle import Case, errors, make

@@ -34,7 +34,11 @@ COMMANDS = {
     "plan": ("longspan.plan.command", "PlanConfig", "say what fits, on which mesh, and what it costs; needs no torch"),
     "recipes": ("longspan.recipes", "RecipesConfig", "list recipes for `train`, and write one as a TOML file"),
     "launch": ("longspan.recipes.launch", "LaunchConfig", "print or submit a Slurm or Kubernetes job for a recipe"),
-    "bench": ("longspan.bench", "BenchConfig", "measure your machines: the links between ranks, and one rank's speed"),
+    "bench": (
+        "longspan.bench",
+        "BenchConfig",
+        "measure links and one rank's speed, for `plan --gpu FILE`",
+    ),
     "explain": ("longspan.pages", "ExplainConfig", "print a page of the documentation, or what an error code means"),
 }
 

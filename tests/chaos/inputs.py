@@ -132,7 +132,7 @@ _BASE = {
     "train": ("--config", str(MODEL), "--data", "pydoc", "--context", "64", "--out", "{}/out"),
     "verify": ("--config", str(MODEL), "--context", "64"),
     "plan": ("--model", "llama-3.1-8b", "--context", "8k"),
-    "bench": ("link", "--ulysses", "2", "--out", "{}/out/link.toml"),
+    "bench": ("--ulysses", "2", "--out", "{}/out/link.toml"),
 }
 # Any text may be the name of a model on a hub.
 _FREE = {"name"}
@@ -141,7 +141,7 @@ _FREE = {"name"}
 def _fields(name: str) -> dict[str, Any]:
     module, config_name, _ = cli.COMMANDS[name]
     config = getattr(__import__(module, fromlist=[config_name]), config_name)
-    return {option.name: option.kind for option in options(config).values() if option.name != "what"}
+    return {option.name: option.kind for option in options(config).values()}
 
 
 def _inner(kind: Any) -> Any:

@@ -1,10 +1,8 @@
-"""`longspan bench`: measure your machines, and compare methods on them.
+"""`longspan bench`: measure the links between ranks and the speed of one rank, and write the planner's hardware file.
 
-- `command`: the flags, and the command. `output`: tables, JSON and pictures.
-- `meters`: timers, counted bytes and what is measured of a workload, which the scripts in benchmarks/ use too.
-- `links`: latency and bandwidth of collectives (`bench link`, `bench collectives`); `hardware`: the planner's file.
-- `attention`, `step`: `methods` lists the candidates, `workloads` and `peers` make their workloads, `compare` measures
-  them next to formulas and predictions.
+- `command`: the flags, and the command.
+- `links`: latency and bandwidth of collectives. `hardware`: the speed of a rank, the file and the table.
+- `timing`: timers for work that all ranks run together.
 
 Importing this package does not import torch, as the command line builds its help from `BenchConfig`.
 """

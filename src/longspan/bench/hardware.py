@@ -1,4 +1,4 @@
-"""The hardware file of `longspan bench link`: the links of a mesh, and the speed of one rank while all ranks are busy.
+"""The hardware file of `longspan bench`: the links of a mesh, and the speed of one rank while all ranks are busy.
 
 Shapes: [S, d] x [d, 4d] for the matmul, [1, H, S, D] for attention.
 """
@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from longspan.bench.command import BenchConfig
-from longspan.bench.links import MessageSizes, measure_links
-from longspan.bench.meters import DTYPES, median_seconds, reduce_times
+from longspan.bench.links import measure_links
+from longspan.bench.timing import DTYPES, median_seconds, reduce_times
 from longspan.comm.mesh import init_mesh
 
 FORWARD_AND_BACKWARD = 3.5
@@ -156,24 +156,16 @@ def ranks_on_node() -> int:
 # --- the file
 
 
-def measure_hardware(
-    config: BenchConfig,
-    device: torch.device,
-    name: str,
-    measured: str,
-    messages: MessageSizes | None = None,
-    compute: Mapping[str, float] | None = None,
-) -> dict[str, Any]:
+def measure_hardware(config: BenchConfig, device: torch.device, name: str, measured: str) -> dict[str, Any]:
     """Return the content of the hardware file, with `links` by axis and collective. Collective.
 
-    `measured` is the date, machine and versions. See `measure_links` for `messages`; `compute` is what
-    `measure_compute` returned, if it was called already.
+    `measured` is the date, machine and versions.
     """
     mesh, on_gpu = init_mesh(**config.parallel.degrees, device_type=device.type), device.type == "cuda"
-    links = measure_links(config, mesh, device, messages)
+    links = measure_links(config, mesh, device)
     return {
         "name": name,
-        **(measure_compute(config, device) if compute is None else compute),
+        **measure_compute(config, device),
         "gpus_per_node": ranks_on_node(),
         "matmul_efficiency": 1.0,  # flops is measured, not from a data sheet
         # Default for links without `hidden`: a GPU sends while it computes; CPU ranks need their cores for both.
@@ -209,3 +201,29 @@ def _toml(value: Any) -> str:
         return f"[{', '.join(map(_toml, value))}]"
     # A JSON value is a TOML value, except for DEL in a text, which JSON does not escape.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def print_hardware(hardware: Mapping[str, Any], file: IO[str] | None = None) -> None:
+    """Print the speed of a rank and its links in at most 80 columns, by default to stdout."""
+    dtype = hardware["dtype"]
+    print(f"longspan bench  {hardware['name']}: {hardware['measured']}\n", file=file)
+    for label, value in {
+        f"matmul, {dtype}": f"{hardware['flops'] / 1e12:.4g} TFLOP/s",
+        f"causal attention, {dtype}, forward": f"{hardware['attention_forward_flops'] / 1e12:.4g} TFLOP/s",
+        f"causal attention, {dtype}, forward + backward": f"{hardware['attention_flops'] / 1e12:.4g} TFLOP/s",
+        "memory bandwidth": f"{hardware['memory_bandwidth'] / 1e9:.4g} GB/s",
+        "memory": f"{hardware['memory_bytes'] / 2**30:.4g} GiB",
+    }.items():
+        print(f"{label:44} {value:>18}  per rank", file=file)
+    if not hardware["links"]:
+        print("\nNo axis of the mesh is above 1, so there is no link to measure, only compute and memory.", file=file)
+        return
+    row = "{:8} {:15} {:>12} {:>14} {:>9} {:>7}".format
+    print(f"\n{row('axis', 'collective', 'latency', 'bandwidth', 'residual', 'hidden')}", file=file)
+    for axis, fits in hardware["links"].items():
+        for op, fit in fits.items():
+            hidden = "-" if fit.hidden is None else f"{fit.hidden:.0%}"
+            figures = f"{fit.latency * 1e6:.1f} us", f"{fit.bandwidth / 1e9:.4g} GB/s", f"{fit.residual:.0%}", hidden
+            print(row(axis, op, *figures), file=file)
+    print("\ntime = latency + bytes sent per rank / bandwidth; residual = the fit's median", file=file)
+    print("relative error; hidden = the share of the time that overlaps with computing", file=file)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,10 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.bench.command import ELEMENT_BYTES, BenchConfig
-from longspan.bench.meters import Spread, count_sent, median_seconds, most_sent, time_rounds
-from longspan.comm.mesh import OneDeviceMesh, init_mesh
+from longspan.bench.timing import median_seconds, time_rounds
+from longspan.comm.mesh import OneDeviceMesh
 from longspan.compat.torch_api import flatten_mesh, gather_into, scatter_into
-from longspan.core.errors import LongspanError
 from longspan.plan.hardware import MeasuredLink
 
 FSDP_AXES = ("data", "ring", "ulysses")
@@ -75,114 +72,48 @@ def collectives_of(axis: str) -> tuple[str, ...]:
     return tuple(name for name in COLLECTIVES if name != "p2p" or axis == "ring")
 
 
-MessageSizes = Mapping[tuple[str, str], Sequence[float]]
-"""(axis, collective) -> bytes that a rank sends in one call."""
-
-
 def measure_links(
-    config: BenchConfig, mesh: DeviceMesh | OneDeviceMesh, device: torch.device, messages: MessageSizes | None = None
+    config: BenchConfig, mesh: DeviceMesh | OneDeviceMesh, device: torch.device
 ) -> dict[str, dict[str, MeasuredLink]]:
     """Return axis -> collective -> fit for every axis of more than one rank. Collective over all ranks.
 
-    All groups of an axis run concurrently and share their wires, as in a training step. `messages` are the only
-    collectives and sizes to measure, instead of `config.sizes`.
+    All groups of an axis run concurrently and share their wires, as in a training step.
     """
     if isinstance(mesh, OneDeviceMesh):
         return {}
     split = [axis for axis, size in config.parallel.degrees.items() if size > 1]
     sharding = [axis for axis in split if axis in FSDP_AXES]
-    sized = {axis: _sizes(config, axis, config.parallel.degrees[axis], messages) for axis in split}
-    if len(sharding) == 1:  # the axis and "fsdp" have the same ranks
-        for name, of_op in _sizes(config, "fsdp", config.parallel.degrees[sharding[0]], messages).items():
-            sized[sharding[0]][name] = sorted({*sized[sharding[0]].get(name, ()), *of_op})
     links = {}
-    for axis, sizes in sized.items():
+    for axis in split:
         axes = (axis, "fsdp") if sharding == [axis] else (axis,)
-        links[axis] = _measure_axis(config, sizes, mesh.get_group(axis), device, axes)
-    if len(sharding) == 1:
+        links[axis] = _measure_axis(config, mesh.get_group(axis), device, axes)
+    if len(sharding) == 1:  # the axis and "fsdp" have the same ranks
         links["fsdp"] = {name: found for name, found in links[sharding[0]].items() if name in collectives_of("fsdp")}
     elif sharding:
         group = flatten_mesh(mesh[FSDP_AXES], "data_sequence").get_group()
-        sizes = _sizes(config, "fsdp", group.size(), messages)
-        links["fsdp"] = _measure_axis(config, sizes, group, device, ("fsdp",))
-    return {axis: fits for axis, fits in links.items() if fits}
-
-
-def measure_collectives(config: BenchConfig, device: torch.device) -> list[dict[str, Any]]:
-    """Return every collective on every axis at every size, next to the fit over all sizes and the formula, for JSON.
-
-    All groups of an axis run concurrently. Collective.
-    """
-    mesh = init_mesh(**config.parallel.degrees, device_type=device.type)
-    if isinstance(mesh, OneDeviceMesh):
-        raise LongspanError(f"{config.parallel.flags} has no axis of more than one rank; give one, such as --ulysses 4")
-    rows: list[dict[str, Any]] = []
-    for axis, ranks in config.parallel.degrees.items():
-        for op in COLLECTIVES if ranks > 1 else ():
-            counts = _counts(config.bytes_each, ranks)
-            runs = _runs(op, counts, mesh.get_group(axis), device)
-            sent = []
-            for run in runs:
-                with count_sent() as log:
-                    run()
-                sent.append(sum(most_sent(log).values()))
-            spreads, line = _fitted(op, counts, ranks, runs, config.times, device)
-            for n, counted, spread in zip(counts, sent, spreads, strict=True):
-                formula = bytes_sent(op, ELEMENT_BYTES * n, ranks)
-                fitted = line.latency + formula / line.bandwidth
-                rows.append({
-                    "axis": axis, "ranks": ranks, "op": op, "size": ELEMENT_BYTES * n, "sent": counted,
-                    "formula": formula, "seconds": dataclasses.asdict(spread), "fitted": fitted,
-                    "fit": dataclasses.asdict(line),
-                })  # fmt: skip
-    return rows
-
-
-def _sizes(config: BenchConfig, axis: str, ranks: int, messages: MessageSizes | None) -> dict[str, list[int]]:
-    """Return collective -> bytes of the whole tensor to measure on an axis."""
-    if messages is None:
-        return {name: sorted(set(config.sizes)) for name in collectives_of(axis)}
-    found = {}
-    for name in collectives_of(axis):
-        sizes = sorted({round(sent / bytes_sent(name, 1.0, ranks)) for sent in messages.get((axis, name), ())})
-        if sizes:
-            found[name] = sizes
-    return found
+        links["fsdp"] = _measure_axis(config, group, device, ("fsdp",))
+    return links
 
 
 def _measure_axis(
-    config: BenchConfig,
-    sizes: Mapping[str, Sequence[int]],
-    group: dist.ProcessGroup,
-    device: torch.device,
-    axes: tuple[str, ...],
+    config: BenchConfig, group: dist.ProcessGroup, device: torch.device, axes: tuple[str, ...]
 ) -> dict[str, MeasuredLink]:
     """Return collective -> fit on a group that stands for these `axes`."""
     fits = {}
-    for op, of_op in sizes.items():
-        counts = _counts(of_op, group.size())
-        runs = _runs(op, counts, group, device)
-        spreads, found = _fitted(op, counts, group.size(), runs, config.rounds, device)
+    # The elements of each size, rounded up to a multiple of the ranks.
+    counts = sorted({-(-size // (ELEMENT_BYTES * group.size())) * group.size() for size in config.sizes})
+    # Zeros, as sums of them do not overflow. Write them, as reading pages never written costs a CPU nothing.
+    x, y = (torch.empty(max(counts), dtype=torch.float32, device=device).zero_() for _ in range(2))
+    for op in collectives_of(axes[0]):
+        runs = [partial(COLLECTIVES[op], x, y, n, group) for n in counts]
+        seconds = median_seconds(runs, config.rounds, device)
+        found = fit([bytes_sent(op, ELEMENT_BYTES * n, group.size()) for n in counts], seconds)
         if any(op in _overlapped_on(axis, device) for axis in axes):
-            timed = list(zip(runs, (spread.median for spread in spreads), strict=True))
+            timed = list(zip(runs, seconds, strict=True))
             run, alone = ([each for each in timed if each[1] < MAX_OVERLAPPED_S] or timed[:1])[-1]
             found = replace(found, hidden=hidden_share(partial(run, overlapped=True), alone, device))
         fits[op] = found
     return fits
-
-
-def _runs(op: str, counts: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[Any]:
-    # Zeros, as sums of them do not overflow. Write them, as reading pages never written costs a CPU nothing.
-    x, y = (torch.empty(max(counts), dtype=torch.float32, device=device).zero_() for _ in range(2))
-    return [partial(COLLECTIVES[op], x, y, n, group) for n in counts]
-
-
-def _fitted(
-    op: str, counts: Sequence[int], ranks: int, runs: Sequence[Any], rounds: int, device: torch.device
-) -> tuple[list[Spread], MeasuredLink]:
-    spreads = [Spread.of(seconds) for seconds in time_rounds(runs, rounds, device)]
-    sent = [bytes_sent(op, ELEMENT_BYTES * n, ranks) for n in counts]
-    return spreads, fit(sent, [spread.median for spread in spreads])
 
 
 MAX_OVERLAPPED_S = 0.3
@@ -228,12 +159,6 @@ def hidden_share(start: Callable[[], Pending], alone: float, device: torch.devic
     shares = [(sent + computed - took) / min(sent, computed) for sent, computed, took in rounds]
     share: float = min(1.0, max(0.0, statistics.median(shares)))
     return share
-
-
-def _counts(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Return the elements of each size, rounded up to a multiple of the ranks; at least two, to fit a line."""
-    counts = sorted({-(-size // (ELEMENT_BYTES * ranks)) * ranks for size in sizes})
-    return counts if len(counts) > 1 else [counts[0], 4 * counts[0]]
 
 
 # --- the fit

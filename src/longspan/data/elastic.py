@@ -160,7 +160,7 @@ def schedule(
         sp: the sharding of the model. A sample gets a divisor of `sp.size` ranks.
         model: a transformers model, sharded or not; the planner reads its sizes.
         tokens_per_rank: the most tokens of a rank in a round, limited by its memory.
-        gpu: hardware by which times are computed: a name of `longspan plan --gpu`, or a file of `longspan bench link`,
+        gpu: hardware by which times are computed: a name of `longspan plan --gpu`, or a file of `longspan bench`,
             which knows how fast your links are. Slow links make narrower groups. Default: this device, with the links
             of the catalogue.
 

@@ -6,8 +6,8 @@ head's gradient in fp32, and frees the tile; the backward multiplies by the fact
 arXiv:2410.10989, section 3.2; this works with any head and any step after it.)
 
 The fused kernels at the end, torch's and Liger's, support one matrix product with nothing after it. They run only if
-requested (`Memory(head_loss=...)`): `benchmarks/head_loss.py` compares them; on its CPU torch's is slower than these
-tiles, and sums a bf16 loss in bf16.
+requested (`Memory(head_loss=...)`): on a CPU torch's is slower than these tiles, and sums a bf16 loss in bf16
+(`benchmarks/reports/2026-11-23-head-loss.md`).
 
 Shape suffixes: T tokens, D hidden size, V vocabulary.
 """

@@ -41,8 +41,7 @@ class PlanConfig(MemoryFlags, RopeFlags):
     model: str
     """A built-in name (llama-3.1-8b, qwen3-30b-a3b, ...) or the path of a Hugging Face config.json or its folder."""
     gpu: str = "h100"
-    """a100-40gb, a100-80gb, h100, h200, b200, mi300x, l40s, cpu, or a .toml: your own, or written by `longspan bench
-    link`."""
+    """a100-40gb, a100-80gb, h100, h200, b200, mi300x, l40s, cpu, or a .toml: your own, or of `longspan bench`."""
     gpus: int = 8
     """Number of GPUs, up to 16,384."""
     context: int | Literal["max"] = 131072

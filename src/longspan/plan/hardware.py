@@ -1,4 +1,4 @@
-"""Speeds of GPUs and links: from the catalogue, from your TOML, or measured by `longspan bench link`.
+"""Speeds of GPUs and links: from the catalogue, from your TOML, or measured by `longspan bench`.
 
 Sizes are bytes, speeds bytes/s and FLOP/s, times seconds; a GB is 1e9 bytes. The catalogue holds the makers' figures,
 so its predictions are only as good as the assumed efficiencies; a measured file replaces both.
@@ -300,7 +300,7 @@ CATALOGUE = {
         # NVIDIA L40S data sheet: 362.05 TFLOP/s dense bf16, 48 GB at 864 GB/s, PCIe 4.0 x16 (32 GB/s) and no NVLink.
         _gpu("l40s", 48, 362.05, 864, 32, 25, host_gb=1000, pcie_gbs=25),
         # Ranks as processes on one host, joined by gloo over loopback: an order of magnitude for one core. Measure
-        # your own with `longspan bench link`.
+        # your own with `longspan bench`.
         dataclasses.replace(
             _gpu("cpu", 8, 0.1, 10, 1, 1, per_node=64, fp32_ratio=1.0, host_gb=512, pcie_gbs=10),
             overlaps=False,
@@ -322,7 +322,7 @@ def read_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
     A file's keys are the attributes of `Hardware`, in bytes and bytes/s. `like = "h100"` takes missing keys from the
     catalogue, or from another file. `[intra]` and `[inter]` hold `bandwidth` and optionally `latency` (seconds, one
     number or one per op); `[links.AXIS.OP]` holds a measured `latency` and `bandwidth`, and `points` and `hidden`,
-    as `longspan bench link` writes them.
+    as `longspan bench` writes them.
 
     Raises:
         LongspanError: for an unknown name (the nearest is named), a file that cannot be read, unknown or missing
@@ -366,7 +366,7 @@ def _from_toml(file: Toml, readers: tuple[Path, ...]) -> Hardware:
             raise LongspanError(
                 f'--gpu {file.path} has no {", ".join(missing)}; give them, or like = "h100" for the rest'
             )
-        # Unless the file says otherwise: `bench link` measured CPUs, and a file by hand is about GPUs.
+        # Unless the file says otherwise: `longspan bench` measured CPUs, and a file by hand is about GPUs.
         base = CATALOGUE["cpu"] if measured else dataclasses.replace(CATALOGUE["cpu"], **_GPU_DEFAULTS)
     changed = {key: values[key] for key in values if key in _OWN_KEYS - {"measured"}}
     changed |= {key: _link(file, key, getattr(base, key)) for key in ("intra", "inter") if key in values}

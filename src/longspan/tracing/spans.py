@@ -142,7 +142,7 @@ def figures(trace: RankTrace) -> Figures:
 def transfer(traces: Sequence[RankTrace]) -> float:
     """Return the seconds of communication without the wait for slower ranks.
 
-    The i-th collective counts from the last rank's call to the last rank's end, as in `longspan bench link`. If ranks
+    The i-th collective counts from the last rank's call to the last rank's end, as in `longspan bench`. If ranks
     have different numbers of collectives, return the mean time in flight, including waits.
     """
     sent = [sorted(trace.communication, key=lambda s: s.start) for trace in traces]

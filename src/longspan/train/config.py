@@ -107,7 +107,7 @@ class DataSection:
     (--batch) run in rounds. A rank has at most --context / (ring x ulysses) tokens at a time. Implies --pack none."""
     gpu: str | None = None
     """With --elastic: the hardware by which the schedule computes times, a name of `longspan plan --gpu` or a file of
-    `longspan bench link`, which knows how fast your links are. By default this device, with the links of the catalogue.
+    `longspan bench`, which knows how fast your links are. By default this device, with the links of the catalogue.
     """
     pack_window: int = 32
     """With --pack best-fit, documents of about this many sequences are packed at a time. A larger window needs less

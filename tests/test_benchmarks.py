@@ -1,10 +1,10 @@
-"""`bench attention`, `step`, `collectives`: methods compute the same; counted bytes, output, refused input."""
+"""`benchmarks.methods`: all compute the same, send what the formulas say, and are predicted; `benchmarks.cluster`."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-import io
 import json
 import subprocess
 import sys
@@ -14,14 +14,28 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cluster
-from longspan import cli
-from longspan.bench import BenchConfig
-from longspan.bench.methods import METHODS, select
+from benchmarks import cluster, methods, peers
+from benchmarks.methods import (
+    MAX_SIZES,
+    METHODS,
+    Comparison,
+    compare,
+    formula,
+    installed,
+    job_of,
+    predict,
+    read_config,
+    select,
+    shape_of,
+    tables,
+    thin_out,
+)
+from benchmarks.workloads import AttentionInputs, Candidate, Method, ShardingCache, StepInputs
+from longspan.comm.counting import count_sent
 from longspan.core.errors import LongspanError
-from longspan.core.sections import make
-from longspan.plan.job import Mesh
-from tests.command import ForkedLauncher
+from longspan.plan.cost.times import hidden_layer_seconds, layer_seconds
+from longspan.plan.hardware import CATALOGUE, MeasuredLink
+from longspan.plan.job import CostContext, Mesh
 from tests.pool import RankPool
 
 ROOT = Path(__file__).parents[1]
@@ -29,30 +43,16 @@ SMALL: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": "fp3
 SHAPE = {"ffn": 32, "layers": 1, "vocab": 32}
 
 
-def _compare(what: str, **changes: Any) -> tuple[str, dict[str, Any]]:
-    """Return the tables and the JSON of a comparison."""
-    import torch
-    import torch.distributed as dist
-
-    from longspan.bench.compare import compare
-    from longspan.bench.output import as_json, print_tables
-
-    found = compare(
-        make(BenchConfig, what=what, **{**SMALL, **changes}), dist.get_world_size(), torch.device("cpu"), "here"
-    )
-    out = io.StringIO()
-    data = json.loads(json.dumps(as_json(found)[0]))
-    print_tables(data, out)
-    return out.getvalue(), data
+def _compare(what: str, **changes: Any) -> tuple[str, dict[str, Any]] | None:
+    """Return the tables and the results of a comparison, on the first rank."""
+    found = compare(Comparison(what, **{**SMALL, **changes}))
+    return found and (tables(found), json.loads(json.dumps(found)))
 
 
 def _attention_results(world: int) -> dict[str, dict[str, Any]]:
     """Return, for every method's attention, the largest relative errors on this rank, against one process in fp64."""
     import torch
     import torch.nn.functional as F
-
-    from longspan.bench.meters import run
-    from longspan.bench.workloads import AttentionInputs, ShardingCache
 
     case = AttentionInputs(32, 4, 2, 8, torch.float32, ShardingCache(torch.device("cpu")))
     q, k, v, grad = (x.double().transpose(1, 2) for x in case.tensors())
@@ -63,7 +63,7 @@ def _attention_results(world: int) -> dict[str, dict[str, Any]]:
     errors: dict[str, dict[str, Any]] = {}
     for row in select((), "attention", world):
         work = row.method.attention(row, case)
-        run(work)
+        work.run()
         errors[row.name] = {}
         for name, x in work.results().items():
             errors[row.name][name] = _error(x.double(), expected[name].transpose(1, 2), row.mesh)
@@ -123,13 +123,8 @@ def _losses() -> dict[str, list[float]]:
     import torch.distributed as dist
 
     import longspan
-    from longspan.bench import peers
-    from longspan.bench.compare import formula
-    from longspan.bench.meters import count_sent, run
-    from longspan.bench.methods import Candidate, Method, installed, job_of, read_config, shape_of
-    from longspan.bench.workloads import ShardingCache, StepInputs
 
-    config = make(BenchConfig, what="step", **{**SMALL, **SHAPE})
+    config = Comparison("step", **{**SMALL, **SHAPE})
     model = read_config(config)
     case = StepInputs(model, 32, torch.float32, ShardingCache(torch.device("cpu")))
     found = {}
@@ -144,7 +139,7 @@ def _losses() -> dict[str, list[float]]:
         losses = []
         for _ in range(2):
             with count_sent() as log:
-                run(work)
+                work.run()
             losses.append(float(work.results()["loss"]))
         if row.method.planned:
             method, around = formula("step", shape_of("step", model), job_of(config, row, 32), row.mesh)
@@ -162,50 +157,6 @@ def test_every_method_takes_the_same_step_and_sends_its_formulas_bytes(pool2: Ra
         assert found == {name: pytest.approx(found["ulysses"], rel=1e-5) for name in found}
 
 
-def _collectives() -> tuple[dict[str, Any], str]:
-    import torch
-
-    from longspan.bench.links import measure_collectives
-    from longspan.bench.output import as_json, print_tables
-
-    config = make(BenchConfig, what="collectives", ulysses=2, sizes=(64, 1024, 4096, 1 << 40), quick=True)
-    rows = measure_collectives(config, torch.device("cpu"))
-    found, _ = as_json({"what": "collectives", "measured": "here", "rows": rows})
-    out = io.StringIO()
-    print_tables(found, out)
-    return found, out.getvalue()
-
-
-def test_collectives_are_shown_with_fit_and_formula(pool2: RankPool) -> None:
-    found, text = pool2.run(_collectives)[0]
-    assert {row["op"] for row in found["rows"]} == {"all_to_all", "all_gather", "reduce_scatter", "all_reduce", "p2p"}
-    assert len(found["rows"]) == 15 and all(row["sent"] == row["formula"] for row in found["rows"])
-    assert all(row["fitted"] > 0 and row["seconds"]["low"] <= row["seconds"]["high"] for row in found["rows"])
-    assert text.count("= sent") == 15
-
-
-@pytest.mark.launcher
-def test_a_step_with_a_trace_from_the_command_line(tmp_path: Path) -> None:
-    flags = (
-        "--quick --nproc 2 --dtype fp32 --heads 2 --kv-heads 2 --head-dim 8 --ffn 32 --layers 1 --vocab 32 --rounds 1"
-    )
-    args = ["bench", "step", *flags.split(), "--methods", "ulysses", "--trace", str(tmp_path / "t"), "--json"]
-    process = ForkedLauncher(tmp_path, cli.main, [*args, "--png", str(tmp_path / "a.png")])
-    stdout, stderr = process.communicate(timeout=240)
-    assert process.returncode == 0, stderr
-    found = json.loads(stdout)  # nothing else on stdout
-    assert found["schema"] == "longspan.bench/1" and found["ranks"] == 2
-    assert {path.name for path in (tmp_path / "t").iterdir()} == {
-        f"ulysses-512.{x}" for x in ("trace.json", "html", "png")
-    }
-    names = {
-        e["name"].split(" ")[0]
-        for e in json.loads((tmp_path / "t" / "ulysses-512.trace.json").read_text())["traceEvents"]
-    }
-    assert {"longspan.attention", "longspan::scatter_heads", "FSDP::all_gather", "gloo:all_to_all"} <= names
-    assert (tmp_path / "a.png").stat().st_size > 1000
-
-
 # --- selection, and refused input
 
 
@@ -217,42 +168,25 @@ def test_every_mesh_of_the_ranks_is_a_row() -> None:
     assert not [row for row in select((), "step", 2) if row.method.name == "usp"]
 
 
-REFUSED: list[tuple[dict[str, Any], int, str]] = [
-    ({"methods": ("ulises",)}, 2, "'ulises' is unknown; did you mean ulysses"),
-    ({"methods": ("usp",)}, 2, "2 ranks have no mesh for it"),
-    ({"methods": ("usp-3x2",)}, 4, "usp-3x2.*is unknown"),
-    ({"contexts": (1000,)}, 3, "--contexts 1000 .* 3 ranks .*give 996 or 1002"),
-    ({"contexts": ()}, 2, "--contexts needs"),
-    ({"heads": 6, "kv_heads": 4}, 2, "--heads 6 is no multiple of --kv-heads 4"),
-    ({"model": "llama-2-7"}, 2, "did you mean 'llama-2-7b'"),
-    ({}, 1, "2 ranks or more"),
-    ({"ulysses": 2}, 2, "--ulysses is a flag of `bench link` and `bench collectives`, not of `bench attention`"),
-    ({"layers": 3}, 2, "--layers is a flag of `bench step`"),
-    ({}, 5000, "5000 processes on this machine"),
-]
-
-
-@pytest.mark.parametrize(("changes", "ranks", "message"), REFUSED, ids=lambda value: str(value)[:40])
-def test_bad_input_is_refused_before_a_rank_starts(
-    changes: dict[str, Any], ranks: int, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from longspan.bench.command import run
-    from longspan.ranks import launch
-
-    monkeypatch.setattr(launch, "launch", lambda *_, **__: pytest.fail("ranks were started"))
+@pytest.mark.parametrize(
+    ("name", "ranks", "message"),
+    [
+        ("ulises", 2, "ulises is unknown; did you mean ulysses"),
+        ("usp", 2, "2 ranks have no mesh for it"),
+        ("usp-3x2", 4, "usp-3x2.*is unknown"),
+        ("fsdp-no-prefetch", 2, "not measured as attention"),
+    ],
+)
+def test_an_impossible_method_is_refused(name: str, ranks: int, message: str) -> None:
     with pytest.raises(LongspanError, match=message):
-        run(make(BenchConfig, what="attention", nproc=ranks, **{"contexts": (1024 * 12,), **changes}))
+        select((name,), "attention", ranks)
 
 
 def test_a_peer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from longspan.bench import methods
-
     monkeypatch.setattr(methods, "installed", lambda package: package != "yunchang")
     with pytest.raises(LongspanError, match=r"yunchang.*not installed \(pip install --no-deps yunchang"):
         select(("yunchang",), "attention", 2)
     assert not [row for row in select((), "attention", 2) if row.method.name == "yunchang"]
-    with pytest.raises(LongspanError, match="not measured by `bench attention`; it has tp"):
-        select(("fsdp-no-prefetch",), "attention", 2)
     assert all(kind.attention or kind.step for kind in METHODS.values())
 
 
@@ -264,6 +198,32 @@ def test_undivided_heads_are_a_reason_or_an_error(pool2: RankPool) -> None:
     assert "tp is not measured" in text
     with pytest.raises(AssertionError, match="--methods tp at 32 tokens: tensor=2 does not divide"):
         pool2.run(functools.partial(_compare, "attention", heads=3, kv_heads=3, methods=("tp",)))
+
+
+@pytest.mark.parametrize("method", ["ulysses", "ulysses-overlap", "ring", "usp-2x2"])
+def test_an_attention_is_predicted_as_in_a_step(method: str) -> None:
+    """Communication of chunks or of the ring overlaps with computing by the share that the link hides."""
+    config = Comparison("attention", dtype="fp32")
+    (candidate,) = select([method], "attention", 4)
+    shape, job = shape_of("attention", read_config(config)), job_of(config, candidate, 4096)
+    totals = []
+    for hidden in (0.0, 0.5, 1.0):
+        links = {on: MeasuredLink(1e-3, 1e9, (), hidden) for on in (("ulysses", "all_to_all"), ("ring", "p2p"))}
+        hardware = dataclasses.replace(CATALOGUE["cpu"], measured=links)
+        found = predict("attention", shape, job, candidate.mesh, hardware)
+        c = CostContext(shape, job, candidate.mesh, on_cpu=True)
+        computing = layer_seconds(shape.layers[0], c, hardware)
+        attention = computing.attention_forward + computing.attention_backward
+        hidden_seconds = hidden_layer_seconds(shape.layers[0], computing, c, hardware)
+        assert found["total"] == pytest.approx(found["communication"] - hidden_seconds + attention)
+        totals.append(found["total"])
+    assert (totals[0] > totals[1] > totals[2]) == (method != "ulysses")
+
+
+def test_measured_sizes_are_few_and_keep_both_ends() -> None:
+    assert thin_out([100, 105, 200]) == (100, 200)
+    found = thin_out([2**n for n in range(12)])
+    assert len(found) == MAX_SIZES and (found[0], found[-1]) == (1, 2**11)
 
 
 # --- the emulated cluster

@@ -1,4 +1,4 @@
-"""What `bench attention` and `bench step` measure: the same attention, or the same training step, by every method.
+"""The same attention, or the same training step, by every method, as work that can be repeated and timed.
 
 An attention starts from q, K and V in the layout that its method has before attention, and ends with the output in
 the layout that it needs afterwards. Tensor parallelism holds all tokens of its heads and sends nothing for attention
@@ -10,12 +10,13 @@ Shapes: q `[B, L, H, D]`, k and v `[B, L, K, D]`; L local tokens, N all tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -29,10 +30,32 @@ from longspan.core.cache import CacheDtype
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
 from longspan.core.parallel import AXES
+from longspan.hf.parallelize import parallelize
 from longspan.plan.job import Mesh
 
-if TYPE_CHECKING:
-    from longspan.bench.methods import Candidate
+
+@dataclass(frozen=True)
+class Method:
+    """A method to compare, on any number of ranks."""
+
+    name: str
+    meshes: Callable[[int], Mapping[str, Mesh]]  # number of ranks -> candidates: names and meshes
+    # Functions of a candidate and its inputs that make one rank's workload; None if it has none.
+    attention: Callable[[Candidate, AttentionInputs], Workload] | None = None
+    step: Callable[[Candidate, StepInputs], Workload] | None = None
+    package: str = ""  # that it needs; "" for longspan's own methods
+    job: Mapping[str, Any] = field(default_factory=dict)  # settings of the planner's job
+    options: Mapping[str, Any] = field(default_factory=dict)  # settings of its workload
+    planned: bool = True  # whether the planner has formulas for it
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method on a mesh: one row of the table."""
+
+    name: str  # such as "usp-2x4"
+    method: Method
+    mesh: Mesh
 
 
 @dataclass(frozen=True)
@@ -44,6 +67,10 @@ class Workload:
     results: Callable[[], dict[str, Tensor]]  # this rank's tensors of the last run
     sequences: int = 1  # of all ranks
     state_bytes: Callable[[], int] = lambda: 0  # of weights and optimizer states on this rank
+
+    def run(self) -> None:
+        """Run forward and backward once."""
+        self.backward(self.forward())
 
 
 @dataclass(frozen=True)
@@ -147,7 +174,7 @@ def sequence_attention(candidate: Candidate, inputs: AttentionInputs) -> Workloa
 
 def tensor_attention(candidate: Candidate, inputs: AttentionInputs) -> Workload:
     """Return attention on this rank's heads of all tokens, and the two sums of hidden states of a layer."""
-    group = TensorGroup.of(inputs.shardings.get(candidate).mesh.get_group("tensor"))  # type: ignore[union-attr]
+    group = TensorGroup.of(inputs.shardings.get(candidate).mesh.get_group("tensor"))
     if inputs.heads % group.size or inputs.kv_heads % group.size:
         raise LongspanError(
             f"tensor={group.size} does not divide {inputs.heads} query heads and {inputs.kv_heads} KV heads; use a "
@@ -201,8 +228,6 @@ class StepInputs:
 
     def model(self) -> Any:
         """Build the model on the CPU, in fp32, from the seed."""
-        import transformers
-
         options = {key: value for key, value in self.config.items() if key != "model_type"}
         config = transformers.AutoConfig.for_model(self.config["model_type"], **options)
         torch.manual_seed(self.seed)
@@ -242,8 +267,6 @@ def training_step(
 
     `ids` are this replica's tokens `[1, context]`; `options` are those of `longspan.parallelize`.
     """
-    from longspan.hf.parallelize import parallelize  # needs transformers, which an attention does not
-
     bf16, sharded = dtype == torch.bfloat16, sp.shards_weights(fsdp=fsdp, cpu_offload=False)
     # Without FSDP (the tensor axis alone), autocast computes in bf16.
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 and sharded else None

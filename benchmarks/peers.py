@@ -1,7 +1,8 @@
-"""Other libraries' attention in the best configuration that each documents, and a training step with it in every layer.
+"""Other libraries' attention and training steps, in the best configuration that each documents.
 
 This file alone knows their calling conventions; each library is imported when it is measured. DeepSpeed has two
-implementations of Ulysses: `DistributedAttention` and, for Hugging Face models, `UlyssesSPAttentionHF` (ALST).
+implementations of Ulysses: `DistributedAttention` and, for Hugging Face models, `UlyssesSPAttentionHF` (ALST). It needs
+`DS_BUILD_OPS=0 pip install --no-deps deepspeed` and its small dependencies (see README.md).
 yunchang is the library of USP (Fang & Zhao 2024, arXiv:2405.07719). The local kernel is torch's SDPA where possible.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable
@@ -21,8 +23,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from longspan.bench.methods import Candidate
-from longspan.bench.workloads import AttentionInputs, StepInputs, Workload, as_leaves, attention_workload, step_workload
+from benchmarks.workloads import (
+    AttentionInputs,
+    Candidate,
+    StepInputs,
+    Workload,
+    as_leaves,
+    attention_workload,
+    step_workload,
+)
 from longspan.compat.torch_attention import flash_cpu, flash_cpu_backward
 from longspan.compat.transformers_api import register_attention
 from longspan.core.errors import LongspanError
@@ -164,6 +173,119 @@ def _deepspeed_group(candidate: Candidate, inputs: AttentionInputs) -> dist.Proc
     return dist.group.WORLD
 
 
+# --- a whole step under ALST
+
+
+def tile_mlps(model: Any) -> None:
+    """Use ALST's TiledMLP in every layer of a Llama as documented: tokens / hidden size tiles, maximum over ranks."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    plain = LlamaMLP.forward
+
+    def forward(self: Any, x: Tensor) -> Any:
+        shards = torch.tensor(math.ceil(x.shape[1] / x.shape[2]))
+        dist.all_reduce(shards, op=dist.ReduceOp.MAX)
+        weights = [self.down_proj.weight, self.gate_proj.weight, self.up_proj.weight]
+        return TiledMLP.apply(plain, self, x, int(shards), weights)
+
+    for layer in model.model.layers:
+        layer.mlp.forward = forward.__get__(layer.mlp)
+
+
+class AlstStep:
+    """Forward and backward of a Hugging Face causal LM under ALST, as in its tutorial.
+
+    `register_with_transformers` replaces transformers' `sdpa` entry for the whole process. The batch is sharded as by
+    `UlyssesSPDataLoaderAdapter` (labels shifted first, contiguous parts), without the adapter's all-gathers, in ALST's
+    favour. Transformers 5 passes `position_ids` to the attention function and `shift_labels` to the loss.
+
+    Args:
+        model: built with `attn_implementation="sdpa"`, replicated on every rank.
+        seq_length: tokens of the whole sequence.
+        batch_size: sequences in a batch.
+        tiled_loss_mib: None for the loss of ALST's tutorial (the model's own, weighted over ranks), else ALST's
+            `TiledFusedLogitsLoss` with tiles of about this many MiB of fp32 logits.
+    """
+
+    def __init__(self, model: Any, seq_length: int, batch_size: int, tiled_loss_mib: int | None = None) -> None:
+        from deepspeed.runtime.sequence_parallel import parallel_state_sp as mpu
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+        if mpu._SEQUENCE_PARALLEL_GROUP is None:
+            UlyssesSPAttentionHF.register_with_transformers(
+                model_name_or_path=model, core_attn_implementation="sdpa",
+                sequence_parallel_size=dist.get_world_size(), micro_batch_size=batch_size,
+                seq_length=seq_length, seq_length_is_variable=False,
+            )  # fmt: skip
+        self.model = model
+        self.group = mpu.get_sequence_parallel_group()
+        self.tiled_loss_mib = tiled_loss_mib
+
+    def shard(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return this rank's part of the full batch, as `UlyssesSPDataLoaderAdapter` would yield it."""
+        ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        n = batch["input_ids"].shape[1]
+        full = {
+            "input_ids": batch["input_ids"],
+            "position_ids": torch.arange(n).expand_as(batch["input_ids"]),
+            "shift_labels": F.pad(batch["labels"], (0, 1), value=-100)[:, 1:],
+        }
+        return {k: v[:, rank * n // ranks : (rank + 1) * n // ranks].contiguous() for k, v in full.items()}
+
+    def __call__(self, shard: dict[str, Tensor]) -> Tensor:
+        """Run forward, backward and the sum of gradients over ranks; return the global mean loss.
+
+        The gradients are summed as by DeepSpeed's engine without ZeRO (`allreduce_bucket`): one flat bucket in fp32,
+        its default for sequence parallelism on CPU.
+        """
+        loss = self._tutorial_loss(shard) if self.tiled_loss_mib is None else self._tiled_loss(shard)
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        flat = torch._utils._flatten_dense_tensors(grads).float()
+        dist.all_reduce(flat, group=self.group)
+        if self.tiled_loss_mib is None:
+            flat.div_(dist.get_world_size(self.group))  # the differentiable all-gather's backward sums over ranks
+        for grad, new in zip(grads, torch._utils._unflatten_dense_tensors(flat, grads), strict=True):
+            grad.copy_(new)
+        return loss.detach()
+
+    def _tutorial_loss(self, shard: dict[str, Tensor]) -> Tensor:
+        from torch.distributed.nn.functional import all_gather
+
+        out = self.model(input_ids=shard["input_ids"], position_ids=shard["position_ids"], use_cache=False)
+        labels = shard["shift_labels"]
+        vocab = self.model.config.vocab_size
+        mean = self.model.loss_function(logits=out.logits, labels=None, shift_labels=labels, vocab_size=vocab)
+        means = torch.stack(all_gather(mean, group=self.group))
+        tokens = torch.stack(all_gather((labels != -100).sum(), group=self.group))
+        loss = torch.where(tokens > 0, means * tokens, torch.zeros_like(means)).sum() / tokens.sum()
+        loss.backward()
+        return loss
+
+    def _tiled_loss(self, shard: dict[str, Tensor]) -> Tensor:
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
+
+        hidden = self.model.model(
+            input_ids=shard["input_ids"], position_ids=shard["position_ids"], use_cache=False
+        ).last_hidden_state
+        labels, vocab = shard["shift_labels"], self.model.config.vocab_size
+        tokens = (labels != -100).sum()
+        dist.all_reduce(tokens, group=self.group)
+
+        def loss_sum(head: Any, x: Tensor, y: Tensor) -> Tensor:
+            logits = head(x).float().view(-1, vocab)
+            return F.cross_entropy(logits, y.view(-1), ignore_index=-100, reduction="sum") / tokens
+
+        assert self.tiled_loss_mib is not None
+        tiles = max(1, -(-labels.numel() * vocab * 4 // (self.tiled_loss_mib * 2**20)))
+        head = self.model.lm_head
+        mine = TiledFusedLogitsLoss.apply(loss_sum, head, hidden, labels, None, tiles, list(head.parameters()), "sum")
+        mine.backward()
+        loss = mine.detach().clone()
+        dist.all_reduce(loss, group=self.group)
+        return loss
+
+
 # --- yunchang
 
 
@@ -178,8 +300,8 @@ def _yunchang(candidate: Candidate, inputs: AttentionInputs) -> Attend:
         module = yunchang.LongContextAttention(ring_impl_type="basic", attn_type=kinds.FA)
     else:
         ring = importlib.import_module("yunchang.ring.ring_pytorch_attn")
-        ring.pytorch_attn_forward, ring.pytorch_attn_backward = _cpu_forward, _cpu_backward  # type: ignore[attr-defined]
-        ring.RingAttentionFunc = _with_every_gradient(ring.RingAttentionFunc)  # type: ignore[attr-defined]
+        ring.pytorch_attn_forward, ring.pytorch_attn_backward = _cpu_forward, _cpu_backward
+        ring.RingAttentionFunc = _with_every_gradient(ring.RingAttentionFunc)
         module = yunchang.LongContextAttention(ring_impl_type="basic_pytorch", attn_type=kinds.TORCH_FLASH)
         if mesh.ring == 1:  # no ring: one call of the kernel
             module.ring_attn_fn = lambda q, k, v, **_: sdpa(q, k, v)
@@ -198,7 +320,7 @@ def _with_every_gradient(function: Any) -> Any:
     if function.__name__ != "RingAttentionFunc":  # fixed already
         return function
 
-    class Fixed(function):  # type: ignore[misc]
+    class Fixed(function):
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
             found = function.backward(ctx, *grads)
