@@ -62,7 +62,7 @@ ROUNDED := $(addprefix tests/test_,$(addsuffix .py,kernels local loss ring toler
 # Of one process, or of commands: they run beside those of several ranks, which leave the cores idle while they wait for
 # each other.
 ALONE := $(addprefix tests/test_,$(addsuffix .py,activations afterwards arguments bench chats checked \
-	cli compat compile data decode_launches digests elastic_schedule evaluation examples extending faults flex generate_cli gpu_report imports launch layout live_bytes local offload operators optimizer package packing pages pool \
+	cli compat compile data decode_launches digests elastic_schedule errors evaluation examples extending faults flex generate_cli gpu_report imports launch layout live_bytes local offload operators optimizer package packing pool \
 	plan plan_agrees plan_counts plan_figures plan_memory_options plan_page plan_shapes plan_tables readme recipes regions run_length saved site syncs \
 	tiled tolerance trackers tracing train trees tuning verify_compare))
 

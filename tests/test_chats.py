@@ -124,7 +124,7 @@ def _refused(match: str, tokenizer: Any, kind: Any = "chat", loss_on: LossOn = "
 def test_malformed_rows_are_refused_by_file_and_row(chatml: Any) -> None:
     at = r"^--data a\.jsonl, line 7"
     _refused(
-        at + r" has no turn of the assistant, so nothing to learn; remove.* \[LS502\]$", chatml, messages=chat(1)[:2]
+        at + r" has no turn of the assistant, so nothing to learn; remove.* \[LS502, see", chatml, messages=chat(1)[:2]
     )
     _refused(at + r" begins with a turn of the assistant", chatml, messages=chat(1)[2:])
     _refused(at + r": `messages` must be a list of messages, got \[\]", chatml, messages=[])
@@ -145,7 +145,7 @@ def test_malformed_rows_are_refused_by_file_and_row(chatml: Any) -> None:
     _refused(at + r": label 0 is 2, and the id there 1", chatml, "ids", input_ids=[1, 2], labels=[2, -100])
     _refused(at + r" has no token with a loss", chatml, "ids", input_ids=[1, 2], labels=[-100, -100])
     _refused(
-        r"^the tokenizer has no chat template.*--chat-template.* \[LS503\]$", make_tokenizer(None), messages=chat(1)
+        r"^the tokenizer has no chat template.*--chat-template.* \[LS503, see", make_tokenizer(None), messages=chat(1)
     )
 
 

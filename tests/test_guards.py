@@ -98,7 +98,7 @@ MISUSE: dict[str, tuple[Any, str]] = {
              "parameter lm_head.bias was added after parallelize"),
     "another head": (lambda model: (model.set_output_embeddings(nn.Linear(32, 61, bias=False)), model(**batch())),
                      "module lm_head was replaced after parallelize"),
-    "another vocabulary": (lambda model: (model.resize_token_embeddings(64), model(**batch())), "[LS403]"),
+    "another vocabulary": (lambda model: (model.resize_token_embeddings(64), model(**batch())), "[LS403,"),
     "adapter": (lambda model: (model.register_parameter("late", nn.Parameter(torch.zeros(1))), model(**batch())),
                 "parameter late was added after parallelize"),
 }  # fmt: skip

@@ -129,7 +129,7 @@ def test_imports_have_no_effects_and_do_not_depend_on_their_order(tmp_path: Path
     assert state == {name: {"printed": "", "environment": [], "touched": False} for name in modules}
     assert done.stdout == (
         "longspan.trainer needs accelerate, which is not installed; install longspan with its extra 'train' "
-        '(pip install ".[train]"), or pip install accelerate [LS101]\n'
+        '(pip install ".[train]"), or pip install accelerate [LS101, see docs/reference/errors.md]\n'
     )
 
 

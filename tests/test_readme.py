@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import yaml
 from markdown_it import MarkdownIt
 
 import longspan
@@ -120,6 +121,35 @@ def test_command(where: str, command: list[str]) -> None:
     check = CHECKS.get(Path(command[0]).name)
     if check is not None:
         check(command[1:])
+
+
+def test_scripts_for_clusters_parse_and_agree() -> None:
+    page = ROOT / "docs" / "how-to" / "several-nodes.md"
+    blocks = {block.source.partition("\n")[0]: block for block in blocks_of(page)}
+    script = blocks["#!/bin/bash"].source
+    subprocess.run(["bash", "-n", "-c", script], check=True)
+    assert script.rindex("#SBATCH") < script.index("set -euo")  # Slurm reads options only above the first command
+    slurm = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", script, re.MULTILINE))
+    assert slurm["signal"].startswith("TERM@") and slurm["ntasks-per-node"] == slurm["gpus-per-node"]
+
+    manifest = yaml.safe_load(blocks["apiVersion: jobset.x-k8s.io/v1alpha2"].source)
+    (replicated,) = manifest["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    command = container["command"][2]
+    subprocess.run(["bash", "-n", "-c", command], check=True)
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    assert job["parallelism"] == job["completions"] == int(slurm["nodes"]) and job["completionMode"] == "Indexed"
+    assert f"--nnodes {job['completions']} --nproc-per-node {gpus} --node-rank $JOB_COMPLETION_INDEX" in command
+    # The first pod's host name: JobSet, replicated job, its index, the pod's index; in the subdomain of the JobSet.
+    name, (port,) = manifest["metadata"]["name"], container["ports"]
+    address = f"--master-addr {name}-{replicated['name']}-0-0.{name} --master-port {port['containerPort']}"
+    assert address in command
+    assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
+    trains = [text[text.index("longspan train") :].split() for text in (script, command)]
+    assert trains[0] == trains[1]
+    assert int(trains[0][-1]) < min(int(slurm["signal"][5:]), pod["terminationGracePeriodSeconds"])
 
 
 def test_every_command_is_in_the_readme_and_in_the_reference() -> None:

@@ -310,7 +310,7 @@ def test_bad_input_is_refused(folder: Path, tmp_path: Path) -> None:
     (folder / "broken.png").write_text("no pixels")
     bad = {**good, "images": ["broken.png"]}
     refused(
-        r"bad\.jsonl, line 2: the image \S+/broken\.png cannot be read as an image: cannot identify.* \[LS505\]$",
+        r"bad\.jsonl, line 2: the image \S+/broken\.png cannot be read as an image: cannot identify.* \[LS505, see",
         [good, bad],
     )
     refused(

@@ -33,18 +33,16 @@ COMMANDS = {
     "verify": ("longspan.verify", "VerifyConfig", "prove on your model that the sharded run computes the same"),
     "plan": ("longspan.plan.command", "PlanConfig", "say what fits, on which mesh, and what it costs; needs no torch"),
     "recipes": ("longspan.recipes", "RecipesConfig", "list recipes for `train`, and write one as a TOML file"),
-    "launch": ("longspan.recipes.launch", "LaunchConfig", "print or submit a Slurm or Kubernetes job for a recipe"),
     "bench": (
         "longspan.bench",
         "BenchConfig",
         "measure links and one rank's speed, for `plan --gpu FILE`",
     ),
-    "explain": ("longspan.pages", "ExplainConfig", "print a page of the documentation, or what an error code means"),
 }
 
 _NEEDS = {
     "train": ("transformers", "safetensors", "datasets", "tensorboard", "pyarrow"),
-    **dict.fromkeys(("generate", "score", "verify", "launch"), ("transformers", "safetensors")),
+    **dict.fromkeys(("generate", "score", "verify"), ("transformers", "safetensors")),
 }
 
 _USAGE = """usage: longspan COMMAND [--from FILE.toml] [--flag value ...]

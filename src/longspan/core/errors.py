@@ -36,11 +36,16 @@ class LongspanError(ValueError):
 
     Args:
         message: one to three lines.
-        code: of the entry in docs/reference/errors.md, which `longspan explain CODE` prints; it ends the message.
+        code: of the entry in docs/reference/errors.md; both end the message.
     """
 
     def __init__(self, message: str = "", *, code: str | None = None) -> None:
-        super().__init__(f"{message} [{code}]" if code else message)
+        super().__init__(f"{message} {see(code)}" if code else message)
+
+
+def see(code: str) -> str:
+    """Return the end of a message with a code."""
+    return f"[{code}, see docs/reference/errors.md]"
 
 
 def require(use: str, *packages: str) -> None:

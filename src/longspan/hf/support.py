@@ -28,12 +28,12 @@ from longspan.compat.transformers_api import (
     router_loss,
     uses_registry,
 )
-from longspan.core.errors import LongspanError
+from longspan.core.errors import LongspanError, see
 from longspan.hf.pretrained import kind_of, without_dropout
 from longspan.hf.vision import core_of, tower_modules
 from longspan.losses.load_balancing import balance, balance_sums
 
-HELP = "it cannot be sharded in this version [LS201]"
+HELP = f"it cannot be sharded in this version {see('LS201')}"
 
 # Layers that mix tokens without the attention registry.
 _MIXERS = re.compile(

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from longspan.core.errors import LongspanError
+from longspan.core.errors import LongspanError, see
 from longspan.core.formatting import differences, format_ranks, listed
 from longspan.core.sections import values
 from longspan.ranks.rendezvous import GROUP_TIMEOUT_S, Peers, poll, store_errors
@@ -128,7 +128,7 @@ def compare(messages: list[dict[str, str]]) -> str:
         return ""
     return (
         f"the ranks were started differently: {listed(different, _LISTED)}; start every rank with the same command, "
-        "files and versions [LS104]"
+        f"files and versions {see('LS104')}"
     )
 
 

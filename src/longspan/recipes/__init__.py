@@ -1,6 +1,6 @@
 """`longspan recipes`: complete TOML files for `longspan train`, to start from.
 
-A recipe is a file of this package. Its first line says what it does. `launch` makes a job of a recipe.
+A recipe is a file of this package. Its first line says what it does.
 """
 
 from __future__ import annotations
