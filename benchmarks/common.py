@@ -21,12 +21,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import tyro
+from torch.profiler import ProfilerActivity, profile
 
 from longspan.bench.timing import DTYPES as DTYPES
 from longspan.bench.timing import alternate as alternate
 from longspan.comm.counting import Sent
 from longspan.comm.objects import gather_objects
 from longspan.ranks.supervisor import GRACE_S, supervise
+from longspan.tracing.record import exported_events
 
 REPORTS = Path(__file__).resolve().parent / "reports"
 SHARED = ": other programs shared the machine, so times are longer than on an idle one"
@@ -75,6 +77,28 @@ def most_sent(log: Sequence[Sent]) -> dict[str, int]:
     for each in log:
         sent[each.op] += each.bytes
     return max(gather_objects(dict(sent), dist.group.WORLD), key=lambda of_rank: sum(of_rank.values()))
+
+
+def memory_rise(run: Callable[[], object]) -> int:
+    """Return the peak bytes that `run` allocates on the CPU beyond those allocated before."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would print a line at each start and stop
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    return peak(exported_events(profiler))
+
+
+def peak(events: list[dict[str, Any]]) -> int:
+    """Return the peak from allocations and frees by address; the profiler's total misses frees by gloo's threads."""
+    held: dict[int, int] = {}
+    now = most = 0
+    for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"]):
+        address, size = event["args"]["Addr"], event["args"]["Bytes"]
+        now -= held.pop(address, 0)  # a reused address was freed before
+        if size > 0:
+            held[address] = size
+            now += size
+            most = max(most, now)
+    return most
 
 
 def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -36,7 +36,6 @@ from longspan.plan import Job, Mesh, cost, read_hardware, read_model
 from longspan.plan.generation import peak_items
 from longspan.plan.job import CostContext
 from longspan.plan.models import shape_from_config
-from longspan.tracing.record import memory_rise
 from tests.pool import RankPool
 
 SHORT = 128  # tokens of the reference's short step
@@ -141,7 +140,7 @@ def _memory(model: Any, ids: Tensor, dtype: str, room: int) -> int:
         cache = longspan.ShardedCache(model, room=room, dtype=dtype)
         model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
 
-    return weights + memory_rise(prefill)
+    return weights + common.memory_rise(prefill)
 
 
 def measure(quick: bool) -> Iterator[dict[str, Any]]:

@@ -22,7 +22,6 @@ from benchmarks import common
 from longspan.comm.counting import count_sent
 from longspan.plan import Job, Mesh, cost, read_hardware
 from longspan.plan.models import shape_from_config
-from longspan.tracing.record import memory_rise
 
 MIB = 2**20
 PER_TOKEN, LAYERS = 2, 4
@@ -81,7 +80,7 @@ def measure(tokens: int, experts: int, repeats: int) -> list[dict[str, Any]]:
         size = row["experts"]
         for model in models.values():
             model.zero_grad()
-        rise = torch.tensor(memory_rise(lambda size=size: step(size)))
+        rise = torch.tensor(common.memory_rise(lambda size=size: step(size)))
         dist.all_reduce(rise, op=dist.ReduceOp.MAX)
         with count_sent() as log:
             step(size)

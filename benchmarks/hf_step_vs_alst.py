@@ -30,7 +30,6 @@ import torch.nn.functional as F
 from benchmarks import common, peers
 from longspan.compat.transformers_api import register_attention
 from longspan.core.memory import LONGEST, Memory
-from longspan.tracing.record import memory_rise
 
 MIB = 2**20
 FLOOR = "floor"
@@ -266,7 +265,7 @@ def measure_memory(shape: Shape, tokens: int, dtype: str, name: str, repeats: in
         method.optimizer.zero_grad(set_to_none=True)  # a step's own gradients belong to its rise
         rises.append(rss_rise(method.step))
     method.optimizer.zero_grad(set_to_none=True)
-    mine = torch.tensor([common.median(rises), memory_rise(method.step)], dtype=torch.float64)
+    mine = torch.tensor([common.median(rises), common.memory_rise(method.step)], dtype=torch.float64)
     dist.all_reduce(mine, op=dist.ReduceOp.MAX)
     return dict(zip(("rss_rise_mib", "tensor_peak_mib"), (mine / MIB).tolist(), strict=True))
 

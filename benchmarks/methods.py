@@ -68,9 +68,8 @@ from longspan.plan.limits import refusal
 from longspan.plan.models import shape_from_config
 from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import cost
-from longspan.tracing.record import Recorder, memory_rise
-from longspan.tracing.spans import figures, imbalance, read_trace, transfer
-from longspan.tracing.timeline import gather_trace
+from longspan.tracing.record import Recorder, gather_trace
+from longspan.tracing.spans import RankTrace, covered, figures, imbalance, read_trace
 
 MAX_CONTEXT = 1 << 27
 MAX_SIZES = 6
@@ -406,6 +405,18 @@ def measure(workloads: Mapping[str, Workload], rounds: int, device: torch.device
     return found
 
 
+def transfer(traces: Sequence[RankTrace]) -> float:
+    """Return the seconds of communication without the wait for slower ranks.
+
+    The i-th collective counts from the last rank's call to the last rank's end, as in `longspan bench`. If ranks have
+    different numbers of collectives, return the mean time in flight, including waits.
+    """
+    sent = [trace.communication for trace in traces]
+    if len({len(spans) for spans in sent}) != 1:
+        return sum(map(covered, sent)) / len(sent) / 1e6
+    return covered(tuple(max(ends) for ends in zip(*of_all, strict=True)) for of_all in zip(*sent, strict=True)) / 1e6
+
+
 def _spread(seconds: Sequence[float]) -> dict[str, float]:
     """Return median and quartiles over rounds."""
     values = seconds if len(seconds) > 1 else [*seconds, *seconds]
@@ -422,7 +433,7 @@ def _peak_bytes(workload: Workload, device: torch.device) -> int:
         synchronize(device)
         rise = torch.cuda.max_memory_allocated(device) - before
     else:
-        rise = memory_rise(workload.run)
+        rise = common.memory_rise(workload.run)
     peak = torch.tensor(workload.state_bytes() + rise, device=device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     return int(peak)

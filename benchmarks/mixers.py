@@ -35,7 +35,6 @@ from benchmarks.hf_step_vs_alst import MALLOC, MIB, rss_rise
 from longspan.comm.collectives import all_gather
 from longspan.comm.counting import count_sent
 from longspan.comm.mesh import OneDeviceMesh, group_name
-from longspan.tracing.record import memory_rise
 
 GOAL = 1.15
 HEADS, DIM = 4, 64  # of queries, keys and values
@@ -356,7 +355,7 @@ def measure_memory(library: str, tokens: int, repeats: int) -> dict[str, float]:
         rise = rss_rise(step)
         rises += [rise] if number else []  # the first allocates gloo's buffers
     step.model.zero_grad(set_to_none=True)
-    mine = torch.tensor([common.median(rises), memory_rise(step)], dtype=torch.float64)
+    mine = torch.tensor([common.median(rises), common.memory_rise(step)], dtype=torch.float64)
     dist.all_reduce(mine, op=dist.ReduceOp.MAX)
     return dict(zip(("rss_rise_mib", "tensor_peak_mib"), (mine / MIB).tolist(), strict=True))
 

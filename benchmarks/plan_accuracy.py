@@ -26,7 +26,6 @@ from benchmarks import common
 from benchmarks.workloads import Workload, training_step
 from longspan.core.memory import FASTEST, Memory
 from longspan.core.parallel import ParallelConfig
-from longspan.tracing.record import memory_rise
 
 SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 2}
 WIDE = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -118,7 +117,7 @@ def measure_memory(*case: Any) -> dict[str, int]:
     step = make_step(*case)
     step.run()
     dist.barrier()
-    most = torch.tensor([step.state_bytes(), memory_rise(step.run)])
+    most = torch.tensor([step.state_bytes(), common.memory_rise(step.run)])
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return {"at_rest": int(most[0]), "rise": int(most[1])}
 

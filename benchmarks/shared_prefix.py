@@ -18,7 +18,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import longspan
 from benchmarks import common
-from longspan.tracing.record import memory_rise
 
 MIB = 2**20
 CONFIG: dict[str, Any] = {
@@ -97,7 +96,7 @@ def main(
     for way, step in ways.items():
         run: Callable[[], object] = step
         step.model.zero_grad(set_to_none=True)
-        peaks[way] = memory_rise(run) / MIB
+        peaks[way] = common.memory_rise(run) / MIB
     wall, cpu = common.alternate(dict(ways), rounds, warmup=0)
     rows, data = [], []
     for way, step in ways.items():

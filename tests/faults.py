@@ -301,7 +301,7 @@ FAULTS = (
           "max(mine, part.elements / total.elements * all_)", "mine * part.elements", "tests/test_verify_compare.py"),
     Fault("clip_never_scales", "train/optimizer.py", "    if limit:", "    if limit < 0:",
           "tests/test_train.py -k plain_loop"),
-    Fault("trace_hosts_not_aligned", "tracing/timeline.py", 'float(event["ts"]) + ', 'float(event["ts"]) + 0 * ',
+    Fault("trace_hosts_not_aligned", "tracing/record.py", 'float(event["ts"]) + ', 'float(event["ts"]) + 0 * ',
           "tests/test_tracing.py"),
 )  # fmt: skip
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from longspan.tracing.record import peak
+from benchmarks.common import peak
 
 COLLECTIVES = (
     "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all_single", "broadcast",

@@ -1,5 +1,5 @@
-"""Where the time of a step goes: a trace of all ranks in one file, a timeline, and figures of each rank.
+"""Where the time of a step goes: a trace of all ranks in one file, for ui.perfetto.dev, and figures of each rank.
 
-`record` runs code under torch's profiler, `spans` reads a trace (standard library only), `timeline` merges the events
-of all ranks, writes and renders them. Importing this package does not import torch.
+`record` runs a step under torch's profiler and merges the events of all ranks; `spans` reads them (standard library
+only). Importing this package does not import torch.
 """

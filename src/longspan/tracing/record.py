@@ -1,13 +1,15 @@
-"""Record events under torch's profiler, and add ranges for point-to-point messages, which it does not record."""
+"""Record a step under torch's profiler, and merge the events of all ranks into one Chrome trace."""
 
 from __future__ import annotations
 
 import contextlib
+import gzip
 import itertools
 import json
 import os
+import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from longspan.comm.objects import gather_objects
 from longspan.tracing.spans import P2P, STEP
 
 _CATEGORIES = ("cpu_op", "user_annotation", "gpu_user_annotation", "kernel", "gpu_memcpy", "gpu_memset")
@@ -44,40 +47,20 @@ class Recorder:
                 yield
                 if self._on_gpu:
                     torch.cuda.synchronize()
-        exported = _export(profiler)
         self.events = [
-            e for e in exported if e.get("ph") == "X" and e.get("cat") in _CATEGORIES and e["name"] not in _SKIPPED
+            event
+            for event in exported_events(profiler)
+            if event.get("ph") == "X" and event.get("cat") in _CATEGORIES and event["name"] not in _SKIPPED
         ]
 
 
-def memory_rise(run: Callable[[], object]) -> int:
-    """Return the peak bytes that `run` allocates on the CPU beyond those allocated before."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    return peak(_export(profiler))
-
-
-def _export(profiler: Any) -> list[dict[str, Any]]:
+def exported_events(profiler: Any) -> list[dict[str, Any]]:
+    """Return the Chrome trace events of torch's profiler."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
         events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
     return events
-
-
-def peak(events: list[dict[str, Any]]) -> int:
-    """Return the peak from allocations and frees by address; the profiler's total misses frees by gloo's threads."""
-    held: dict[int, int] = {}
-    now = most = 0
-    for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"]):
-        address, size = event["args"]["Addr"], event["args"]["Bytes"]
-        now -= held.pop(address, 0)  # a reused address was freed before
-        if size > 0:
-            held[address] = size
-            now += size
-            most = max(most, now)
-    return most
 
 
 @contextlib.contextmanager
@@ -110,3 +93,32 @@ class _MarkedWork:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
+
+
+def gather_trace(events: Sequence[dict[str, Any]], group: dist.ProcessGroup | None = None) -> list[dict[str, Any]]:
+    """Return the merged trace of a group's ranks, by default of the job, on every rank. Collective."""
+    mine = gzip.compress(json.dumps((socket.gethostname(), list(events))).encode(), 1)
+    all_ranks = gather_objects(mine, group or dist.group.WORLD) if dist.is_initialized() else [mine]
+    return merge([json.loads(gzip.decompress(each)) for each in all_ranks])
+
+
+def merge(of_ranks: Sequence[tuple[str, Sequence[dict[str, Any]]]]) -> list[dict[str, Any]]:
+    """Return the events of all ranks in one list, with the rank as `pid`.
+
+    Clocks of hosts differ: a host's events are shifted so that its first rank's step starts with rank 0's, as all ranks
+    start behind one barrier.
+
+    Args:
+        of_ranks: host name and events of every rank, in order.
+    """
+    merged: list[dict[str, Any]] = []
+    begins: dict[str, float] = {}
+    for rank, (host, events) in enumerate(of_ranks):
+        step = next((float(e["ts"]) for e in events if e["name"] == STEP), None)
+        if step is not None:
+            begins.setdefault(host, step)
+        shift = next(iter(begins.values()), 0.0) - begins.get(host, 0.0) if begins else 0.0
+        merged.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank} on {host}"}})
+        merged.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
+        merged += [{**event, "pid": rank, "ts": float(event["ts"]) + shift} for event in events]
+    return merged

@@ -400,9 +400,8 @@ class LoggingSection:
     """Trackers that get the reports and evaluations, with commas: tensorboard, trackio, wandb, mlflow; or none. Their
     own environment variables say where they log (WANDB_PROJECT, MLFLOW_TRACKING_URI, ...)."""
     profile: int | None = None
-    """Record this step (counted from the run's first) to OUT/profile/: a trace of all ranks for Chrome and Perfetto,
-    and a timeline (HTML, and PNG with matplotlib) with the exposed communication of each rank. Avoid the first step: it
-    includes setup."""
+    """Record this step (counted from the run's first) to OUT/profile/: a trace of all ranks for ui.perfetto.dev.
+    Avoid the first step: it includes setup."""
     spike: float = 2.0
     """A loss above this many times the median of the last 20 steps is a spike. 0: none is."""
     on_spike: Literal["warn", "stop"] = "warn"

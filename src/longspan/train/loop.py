@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import io
+import json
 import math
 import os
 import time
@@ -27,6 +28,7 @@ from longspan.comm.objects import on_every_rank
 from longspan.compat.torch_checkpoint import LOW_BIT, check_torchao
 from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import reduces_once
+from longspan.core.validation import write_file
 from longspan.data import Sequence, StepBatch, check_same_text, deal, prefetch, shared_sequences
 from longspan.data.elastic import Elastic, Sample
 from longspan.hf.batch import IGNORE, shard_batch
@@ -42,9 +44,8 @@ from longspan.hf.weights.sources import tensor_parts
 from longspan.ranks import agreement
 from longspan.ranks.heartbeat import Heartbeat
 from longspan.ranks.launch import Stopped, StopRequest, stdout_to_stderr, unwatched
-from longspan.tracing.record import Recorder
-from longspan.tracing.spans import read_trace
-from longspan.tracing.timeline import gather_trace, summary_lines, write_timeline
+from longspan.tracing.record import Recorder, gather_trace
+from longspan.tracing.spans import read_trace, summary_lines
 from longspan.train.config import TrainConfig
 from longspan.train.evaluation import Evaluator
 from longspan.train.inputs import (
@@ -399,7 +400,7 @@ class Trainer:
             loss, norm = self._update(batch)
             self.seconds.append(time.perf_counter() - start)
         if recorder is not None:
-            self._write_timeline(recorder)
+            self._write_trace(recorder)
         self.step = number
         self.tokens += batch.tokens
         self.counted.append((batch.tokens, batch.padded, batch.attention_pairs))
@@ -413,17 +414,14 @@ class Trainer:
         if self.cpu_group is not None:
             dist.barrier(group=self.cpu_group)
 
-    def _write_timeline(self, recorder: Recorder) -> None:
+    def _write_trace(self, recorder: Recorder) -> None:
         self._at("gathering the trace", self.step + 1, unlimited=True)
         events = gather_trace(recorder.events, self.cpu_group)
         if not self.first:
             return
-        config = self.config
-        stem = config.out / "profile" / f"step-{self.step + 1}"
-        title = f"step {self.step + 1}: {config.parallel.flags}, {config.context_tokens:,} tokens, {config.dtype}"
-        written = io.StringIO()
+        path, written = self.config.out / "profile" / f"step-{self.step + 1}.trace.json", io.StringIO()
         try:
-            write_timeline(events, stem, title, written)
+            write_file("trace", path, lambda file: file.write_text(json.dumps({"traceEvents": events})), written)
         except LongspanError as error:  # a full disk does not end the run
             written.write(f"{error}; going on without it")
         for line in [*written.getvalue().splitlines(), *summary_lines(read_trace(events))]:
