@@ -13,10 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from examples.ruler import needles
-from longspan.lm_eval.scorer import Leader, end, serve, until
 from tests.models import BASE, build
 from tests.pool import RankPool
 
@@ -49,72 +48,42 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _encoded() -> list[tuple[list[int], list[int]]]:
-    encode = _tokenizer().encode
-    return [(encode(context) if context else [1], encode(continuation)) for context, continuation in PAIRS]
+def _asked(*args: Any) -> Any:
+    return SimpleNamespace(args=args)
 
 
-def _greedy(folder: Path, pairs: list[Any]) -> list[Any]:
-    """Add the greedy continuation, and one that differs in its last token."""
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    context = _tokenizer().encode(TEXTS[0])
-    out = model.generate(torch.tensor([context]), max_new_tokens=5, do_sample=False, eos_token_id=None)
-    own = out[0, len(context) :].tolist()
-    return [*pairs, (context, own), (context, [*own[:-1], (own[-1] + 1) % 61])]
+def _answers(model: Any) -> tuple[list[Any], list[float], list[str]]:
+    """Return log-likelihoods, also of texts longer than the model, and generation up to stops."""
+    ways: list[dict[str, Any]] = [{"until": ["a", "e"], "max_gen_toks": 9}, {"until": [], "max_gen_toks": 5}]
+    generation = [_asked(text, {**way, "do_sample": False}) for text in TEXTS for way in ways]
+    pairs = [_asked(*pair) for pair in PAIRS]
+    rolling = [_asked(text) for text in TEXTS]
+    return model.loglikelihood(pairs), model.loglikelihood_rolling(rolling), model.generate_until(generation)
 
 
-@torch.no_grad()
-def _by_logits(folder: Path, pairs: list[Any], max_length: int) -> list[tuple[float, bool]]:
-    model, found = AutoModelForCausalLM.from_pretrained(folder).eval(), []
-    for context, continuation in pairs:
-        ids = torch.tensor([(context + continuation)[-max_length - 1 :]])
-        logits = model(ids[:, :-1]).logits[0, -len(continuation) :]
-        chosen = ids[0, -len(continuation) :]
-        log_p = logits.log_softmax(-1).gather(-1, chosen[:, None]).sum()
-        found.append((float(log_p), bool((logits.argmax(-1) == chosen).all())))
-    return found
+def _same(ours: Any, theirs: Any) -> bool:
+    return (
+        [greedy for _, greedy in ours[0]] == [greedy for _, greedy in theirs[0]]
+        and [x for x, _ in ours[0]] == pytest.approx([x for x, _ in theirs[0]], rel=1e-5)
+        and ours[1] == pytest.approx(theirs[1], rel=1e-5)
+        and ours[2] == theirs[2]
+    )
 
 
-@torch.no_grad()
-def _by_generate(folder: Path, prompts: list[list[int]], stops: list[str], room: int) -> list[str]:
-    model, found = AutoModelForCausalLM.from_pretrained(folder).eval(), []
-    for prompt in prompts:
-        ids = torch.tensor([prompt[-room:]])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
-        found.append(until(_tokenizer().decode(out[0, ids.shape[1] :], skip_special_tokens=True), stops))
-    return found
+def _on_ranks(folder: str, meshes: list[dict[str, int]]) -> list[Any]:
+    from longspan.lm_eval.model import LongspanLM, end, follow
 
-
-def _from_the_first_rank(meshes: list[dict[str, int]], pretrained: str, pairs: Any, prompts: Any, stops: Any) -> Any:
     answers = []
     for mesh in meshes:
         if dist.get_rank() != 0:
-            serve()
+            follow()
             continue
-        leader = Leader(pretrained=pretrained, dtype="float32", max_length=60, **mesh)
-        log_p = leader.ask("loglikelihoods", pairs=pairs)
-        answers.append((log_p, leader.ask("generate", prompts=prompts, stops=stops, max_new=9, do_sample=False)))
+        answers.append(_answers(LongspanLM(folder, dtype="float32", max_length=60, **mesh)))
         end()
     return answers
 
 
-def test_ranks_answer_as_one_process(pool4: RankPool, folder: Path) -> None:
-    """Also with contexts cut to the model's length, and batches of different lengths."""
-    pairs, prompts = _greedy(folder, _encoded()), [_tokenizer().encode(text) for text in TEXTS]
-    whole = _by_generate(folder, prompts, [], 51)
-    stops = [whole[0][4:6], whole[3][2]]  # texts of two tokens and of one, which stop some rows and not others
-    log_p, texts = _by_logits(folder, pairs, 60), _by_generate(folder, prompts, stops, 51)
-    assert {greedy for _, greedy in log_p} == {True, False} and texts[0] == whole[0][:4] != whole[0]
-    meshes = [{"ring": 2, "ulysses": 2}, {"ulysses": 4, "batch_size": 3}]
-    answers = pool4.run(_from_the_first_rank, meshes, str(folder), pairs, prompts, stops)[0]
-    for likelihoods, generated in answers:
-        assert [greedy for _, greedy in likelihoods] == [greedy for _, greedy in log_p]
-        assert [x for x, _ in likelihoods] == pytest.approx([x for x, _ in log_p], rel=1e-5)
-        assert generated == texts
-
-
-def test_results_equal_the_harness_model(folder: Path) -> None:
-    """Log-likelihoods, also of texts longer than the model, and generation up to stops."""
+def test_ranks_answer_as_the_harness_model(pool4: RankPool, folder: Path) -> None:
     pytest.importorskip("lm_eval")
     from lm_eval.api.registry import get_model
     from lm_eval.models.huggingface import HFLM
@@ -122,20 +91,12 @@ def test_results_equal_the_harness_model(folder: Path) -> None:
     from longspan.lm_eval.model import LongspanLM
 
     assert get_model("longspan") is LongspanLM
-    options = {"pretrained": str(folder), "dtype": "float32", "max_length": 60}
-    ours, theirs = LongspanLM(**options, batch_size="2"), HFLM(**options, batch_size=2, device="cpu")
-
-    def asked(*args: Any) -> Any:
-        return SimpleNamespace(args=args)
-
-    pairs = [asked(*pair) for pair in PAIRS]
-    for mine, its in zip(ours.loglikelihood(pairs), theirs.loglikelihood(pairs), strict=True):
-        assert mine == (pytest.approx(its[0], rel=1e-5), its[1])
-    rolling = [asked(text) for text in TEXTS]
-    assert ours.loglikelihood_rolling(rolling) == pytest.approx(theirs.loglikelihood_rolling(rolling), rel=1e-5)
-    ways: list[dict[str, Any]] = [{"until": ["a", "e"], "max_gen_toks": 9}, {"until": [], "max_gen_toks": 5}]
-    generation = [asked(text, {**way, "do_sample": False}) for text in TEXTS for way in ways]
-    assert ours.generate_until(generation) == theirs.generate_until(generation)
+    theirs = _answers(HFLM(str(folder), dtype="float32", max_length=60, batch_size=2, device="cpu"))
+    assert len({text[:1] for text in theirs[2]}) > 1
+    assert _same(_answers(LongspanLM(str(folder), dtype="float32", max_length=60, batch_size="2")), theirs)
+    meshes = [{"ring": 2, "ulysses": 2}, {"ulysses": 4, "batch_size": 3}]
+    for ours in pool4.run(_on_ranks, str(folder), meshes)[0]:
+        assert _same(ours, theirs)
 
 
 class _Lines:

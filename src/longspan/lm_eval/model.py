@@ -1,147 +1,146 @@
-"""The harness's model class: `--model longspan`."""
+"""The harness's model class: `--model longspan`. The first rank runs the harness; the others repeat its calls."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from lm_eval import utils
-from lm_eval.api.model import TemplateLM
+import torch
+import torch.distributed as dist
 from lm_eval.api.registry import register_model
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+from tqdm import tqdm
 
+from longspan.comm.mesh import make_sharding
+from longspan.comm.objects import broadcast_object
 from longspan.core.errors import LongspanError
-from longspan.lm_eval.scorer import Leader, Tokens
+from longspan.core.parallel import ParallelConfig
+from longspan.hf.forward.logprobs import token_logprobs
+from longspan.hf.loading import from_pretrained
+from longspan.hf.pretrained import tokenizer_of
+from longspan.losses.cross_entropy import IGNORE
 
-_BATCHES_PER_CALL = 64
-"""Batches that the ranks compute in one call; the harness caches results between calls."""
+_LOAD, _END = "load", "end"
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+Request = tuple[Any, list[int], list[int]]
+"""(texts, or None; tokens of the context; tokens of the continuation)."""
 
 
 @register_model("longspan")
-class LongspanLM(TemplateLM):  # type: ignore[misc]
-    """The harness's `hf` model, over several ranks; for the first rank alone.
+class LongspanLM(HFLM):  # type: ignore[misc]
+    """The harness's `hf` model, over the ranks of the job. Collective: the other ranks call `follow`.
 
     Args:
-        add_bos_token: add the tokenizer's special tokens; None: as the tokenizer does.
+        pretrained: folder of a model or a PEFT adapter, or a name on the Hugging Face hub.
+        ring: size of the ring axis.
+        ulysses: size of the ulysses axis.
+        tensor: size of the tensor axis.
+        dtype: of the weights: "auto", "float32", "bfloat16" or "float16".
+        tokenizer: name or folder; by default the model's.
         batch_size: rows of a batch.
-        max_gen_toks: most tokens to generate, unless a task gives a number.
-        options: of `longspan.lm_eval.scorer.load_scorer`: pretrained, ring, ulysses, tensor, dtype,
-            tokenizer, max_length, fsdp.
-        max_batch_size, device: passed by the harness to every model; unused.
+        fsdp: shard the weights.
+        device: passed by the harness to every model; unused.
+        options: of the harness's `hf` model: max_length, add_bos_token, ...
     """
 
     def __init__(
         self,
+        pretrained: str,
         *,
-        add_bos_token: bool | None = None,
+        ring: int = 1,
+        ulysses: int = 1,
+        tensor: int = 1,
+        dtype: str = "auto",
+        tokenizer: str | None = None,
         batch_size: int | str = 1,
-        max_gen_toks: int = 256,
-        max_batch_size: int | None = None,
+        fsdp: bool = True,
         device: str | None = None,
         **options: Any,
     ) -> None:
-        super().__init__()
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise LongspanError(f"batch_size={batch_size!r}: give a number of rows, 1 or more")
-        self.add_bos_token, self.max_gen_toks, self.batch_size = add_bos_token, max_gen_toks, int(batch_size)
-        self.leader = Leader(**options, batch_size=self.batch_size)
-        self.tokenizer = self.leader.scorer.tokenizer
-        self.name = str(self.leader.scorer.model.config.name_or_path)
+        if dtype not in _DTYPES:
+            raise LongspanError(f"dtype={dtype!r}: use one of {', '.join(_DTYPES)}")
+        mesh = ParallelConfig(ring=ring, ulysses=ulysses, tensor=tensor)
+        given = {"dtype": dtype, "tokenizer": tokenizer, "batch_size": batch_size, "fsdp": fsdp}
+        _tell(_LOAD, pretrained=pretrained, ring=ring, ulysses=ulysses, tensor=tensor, **given, **options)
+        sp = make_sharding(mesh)
+        of: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
+        model = from_pretrained(pretrained, sp, dtype=of, fsdp=fsdp).eval()
+        names = tokenizer or tokenizer_of("pretrained", pretrained)
+        super().__init__(model, tokenizer=names, batch_size=int(batch_size), **options)
 
-    @property
-    def max_length(self) -> int:
-        return self.leader.scorer.max_length
+    @torch.no_grad()
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """Return log p(continuation | context), and whether greedy decoding gives it; whole logits never exist.
 
-    @property
-    def eot_token_id(self) -> int:
-        return self.tokenizer.eos_token_id  # type: ignore[no-any-return]
-
-    @property
-    def prefix_token_id(self) -> int:
-        """The token before a text without context."""
-        bos = self.tokenizer.bos_token_id
-        return self.eot_token_id if bos is None else bos
-
-    @property
-    def tokenizer_name(self) -> str:
-        """Name for the harness's caches."""
-        return self.tokenizer.name_or_path.replace("/", "__")  # type: ignore[no-any-return]
-
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return self.tokenizer.apply_chat_template(  # type: ignore[no-any-return]
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
-
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> Tokens:
-        """Return the tokens of a text; add no special tokens to a text that starts with one."""
-        if add_special_tokens is None:
-            begins = string.startswith(self.tokenizer.decode(self.prefix_token_id))
-            add_special_tokens = False if begins else self.add_bos_token
-        added = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        return self.tokenizer.encode(string, **added)  # type: ignore[no-any-return]
-
-    def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> list[tuple[float, bool]]:
+        Batches are of similar lengths, the longest first, so that running out of memory happens early.
+        """
+        for _, _, continuation in requests:
+            if len(continuation) > self.max_length:
+                raise LongspanError(
+                    f"a continuation of {len(continuation)} tokens is longer than the model's {self.max_length}; give "
+                    "max_length"
+                )
+        _tell("_loglikelihood_tokens", requests=[(None, *tokens) for _, *tokens in requests], disable_tqdm=True)
+        answers: list[Any] = [None] * len(requests)
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
-        results: list[Any] = [None] * len(requests)
-        for rows in _batches(order, _BATCHES_PER_CALL * self.batch_size, "log-likelihoods"):
-            answers = self.leader.ask("loglikelihoods", pairs=[tuple(requests[i][1:]) for i in rows])
-            for i, answer in zip(rows, answers, strict=True):
-                results[i] = answer
+        starts = range(0, len(order), self.batch_size)
+        for start in tqdm(starts, desc="log-likelihoods", disable=disable_tqdm or None):
+            rows = order[start : start + self.batch_size]
+            batch = self._predicting([requests[i] for i in rows])
+            log_p, top1 = token_logprobs(self.model, batch, top1=True, gather=True)
+            predicted = batch["shift_labels"] != IGNORE
+            for row, i in enumerate(rows):
+                answers[i] = float(log_p[row][predicted[row]].sum()), bool(top1[row][predicted[row]].all())
                 if requests[i][0] is not None:
-                    self.cache_hook.add_partial("loglikelihood", requests[i][0], answer)
-        return results
+                    self.cache_hook.add_partial("loglikelihood", requests[i][0], answers[i])
+        return answers
 
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return log p of each whole text; a text longer than the model is split into windows."""
-        windows: list[tuple[int, tuple[Tokens, Tokens]]] = []
-        for i, request in enumerate(requests):
-            rolled = utils.get_rolling_token_windows(
-                token_list=self.tok_encode(request.args[0]),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length,
-                context_len=1,
-            )
-            windows += [(i, utils.make_disjoint_window(pair)) for pair in rolled]
-        results = [0.0] * len(requests)
-        answers = self._loglikelihood_tokens([(None, *pair) for _, pair in windows])
-        for (i, _), (log_p, _) in zip(windows, answers, strict=True):
-            results[i] += log_p
-        for request, total in zip(requests, results, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
-        return results
+    def _predicting(self, requests: Sequence[Request]) -> dict[str, Tensor]:
+        """Return a batch that predicts the continuations, padded on the right. Long contexts lose their start."""
+        rows = [(context + continuation)[-self.max_length - 1 :] for _, context, continuation in requests]
+        ids = torch.full((len(rows), max(map(len, rows)) - 1), self.tokenizer.pad_token_id)
+        labels, mask = torch.full_like(ids, IGNORE), torch.zeros_like(ids)
+        for i, (row, (_, _, continuation)) in enumerate(zip(rows, requests, strict=True)):
+            n = len(row) - 1
+            ids[i, :n], mask[i, :n] = torch.tensor(row[:-1]), 1
+            labels[i, n - len(continuation) : n] = torch.tensor(continuation)
+        batch = {"input_ids": ids, "shift_labels": labels, **({} if mask.all() else {"attention_mask": mask})}
+        return {name: x.to(self.device) for name, x in batch.items()}
 
-    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the text generated for each context; contexts with the same options share batches."""
-        prompts = [self.tok_encode(request.args[0]) for request in requests]
-        by_options: dict[str, list[int]] = {}
-        for i in sorted(range(len(requests)), key=lambda i: -len(prompts[i])):
-            by_options.setdefault(repr(requests[i].args[1]), []).append(i)
-        results = [""] * len(requests)
-        for same in by_options.values():
-            options = self._options(requests[same[0]].args[1])
-            for rows in _batches(same, self.batch_size, "generation"):
-                texts = self.leader.ask("generate", prompts=[prompts[i] for i in rows], **options)
-                for i, text in zip(rows, texts, strict=True):
-                    results[i] = text
-                    self.cache_hook.add_partial("generate_until", requests[i].args, text)
-        return results
+    def _model_generate(self, context: Tensor, **options: Any) -> Tensor:
+        def on(device: Any) -> dict[str, Any]:
+            given = {"context": context, **options}
+            return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in given.items()}
 
-    def _options(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return a task's options for `Scorer.generate`; greedy unless the task samples."""
-        options = normalize_gen_kwargs(given, self.max_gen_toks)
-        eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
-        stops = handle_stop_sequences(options.pop("until", None), eos=eos)
-        if options.get("temperature", 0.0) == 0.0:
-            options["do_sample"] = options.get("do_sample") or False
-            options.pop("temperature", None)
-        max_new = options.pop("max_gen_toks")
-        return {**options, "stops": stops, "max_new": max_new}
+        _tell("_model_generate", **on("cpu"))
+        return super()._model_generate(**on(self.device))  # type: ignore[no-any-return]
 
 
-def _batches(rows: list[int], size: int, what: str) -> Any:
-    """Yield batches of rows with a progress bar."""
-    from tqdm import tqdm
+def _tell(name: str, **arguments: Any) -> None:
+    """Let the other ranks make the first rank's call; no effect on them."""
+    if dist.is_initialized() and dist.get_rank() == 0:
+        broadcast_object((name, arguments), dist.group.WORLD)
 
-    return tqdm([rows[i : i + size] for i in range(0, len(rows), size)], desc=what, disable=None)
+
+def follow() -> None:
+    """Repeat the first rank's calls on another rank, until it calls `end`."""
+    model: Any = None
+    while True:
+        name, arguments = broadcast_object(None, dist.group.WORLD)
+        if name == _END:
+            return
+        if name == _LOAD:
+            model = LongspanLM(**arguments)
+        else:
+            getattr(model, name)(**arguments)
+
+
+def end() -> None:
+    """End `follow` on the other ranks."""
+    _tell(_END)
