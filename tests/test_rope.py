@@ -166,7 +166,7 @@ def test_scaled_ranks_compute_what_one_process_does(pool4: RankPool, tmp_path: P
 
 
 def test_a_run_keeps_its_scaling(tmp_path: Path) -> None:
-    """In its log, its export, the check at a resume, and in `verify --resume`."""
+    """In its log, its export, the check at a resume, and in `verify`."""
     from longspan.train import TrainConfig
 
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question: " * 100)
@@ -190,9 +190,7 @@ def test_a_run_keeps_its_scaling(tmp_path: Path) -> None:
     assert torch.equal(exported.model.rotary_emb.inv_freq, by_hand.model.rotary_emb.inv_freq)
     with pytest.raises(LongspanError, match=r"rope_parameters.factor was 4.0, is 8.0"):
         said_by(make(TrainConfig, **options, rope_scaling="yarn", rope_factor=8.0, steps=2, dtype="fp32"))
-    assert worker(make(VerifyConfig, resume=str(run.out), context=200)).passed
-    with pytest.raises(LongspanError, match=r"--resume .* takes the one that the run was trained with"):
-        make(VerifyConfig, resume=str(run.out), rope_scaling="yarn").check()
+    assert worker(make(VerifyConfig, model=str(run.exported), context=200)).passed
 
 
 def test_a_scaling_that_a_config_class_changes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import itertools
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,14 +153,13 @@ def test_a_ring_passes(
     report = pool4.run(worker, config)[0]
     assert report.passed, _failing(report)
     layout = changes.get("layout", "zigzag")
-    text = _table(report, capsys)
+    text = " ".join(_table(report, capsys).split())
     assert f"data 1 x ring {config.parallel.ring} x ulysses {config.parallel.ulysses}, {dtype}" in text
     assert f"ring layout {layout}, keys and values by {config.parallel.ring_impl}" in text
     held = sorted(run for _, runs in report.rank_tokens for run in runs)
     assert (held[0][0], held[-1][1]) == (0, 59) and all(a[1] == b[0] for a, b in itertools.pairwise(held))
     if config.parallel.ring == 4 and layout == "zigzag":  # 16 tokens each, of which 5 are padding
         assert report.rank_tokens[0] == (0, ((0, 8), (56, 59))) and report.rank_tokens[3] == (0, ((24, 40),))
-        assert "0-7, 56-58" in text
 
 
 def test_a_model_without_sdpa_and_a_mixture_of_experts_pass(models: dict[str, Path], pool2: RankPool) -> None:
@@ -197,7 +194,7 @@ def test_without_fp64_the_reference_is_fp32(
 ) -> None:
     for dtype, limit in [("fp32", "3.1e-05 (no wider run"), ("bf16", "3.9e-03 + 4 x unsharded bf16")]:
         report = pool2.run(worker, _config(models["llama"], 2, fp64=False, dtype=dtype))[0]
-        text = _table(report, capsys)
+        text = " ".join(_table(report, capsys).split())
         assert report.passed and "error = |run - fp32| / |fp32|" in text and limit in text
         noise = max(max(check.unsharded) for check in report.checks)
         assert noise == 0 if dtype == "fp32" else noise > 1e-3  # in fp32 the unsharded run is the reference
@@ -406,7 +403,7 @@ def find(models: dict[str, Path], get_pool: Callable[[int], RankPool], capsys: p
         assert all(report.exit_code == 1 for report in reports)
         text = _table(reports[0], capsys)
         failing = _failing(reports[0])
-        marked = [line for line in text.splitlines() if line.rstrip().endswith("FAIL")]
+        marked = [line for line in text.splitlines() if " FAIL" in line]
         for line in failing:
             assert any(row.startswith(line) for row in marked), (line, text)
         assert "\nFAIL  " in text and " ".join(diagnosis(reports[0]).split()) in " ".join(text.split())
@@ -633,24 +630,12 @@ def _made_up(ranks: int, layers: int, wrong: tuple[int, ...]) -> Report:
     return Report(setup, criterion, judge(sums, criterion), (Equality.of("loss", [1.0] * ranks),), places)
 
 
-def test_many_layers_and_ranks_fit_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
-    text = _table(_made_up(64, 80, (40, 63)), capsys)
-    assert len(text.splitlines()) <= 40
-    rows = [line.split() for line in text.splitlines()]
-    assert next(row for row in rows if row[:2] == ["attention", "o"])[:3] == ["attention", "o", "(80)"]
-    assert {row[0] for row in rows if row and row[-1] == "FAIL"} >= {"40", "63"}
-    assert next(row for row in rows if row[:2] == ["...", "48"])[-1] == "ok"
-
-
-def test_a_terminal_of_80_columns_shows_every_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    with io.StringIO() as file:
-        monkeypatch.setattr(file, "isatty", lambda: True, raising=False)
-        print_table(_made_up(2, 2, (1,)), file)
-        lines = [re.sub(r"\x1b\[[\d;]*m", "", line).rstrip() for line in file.getvalue().splitlines()]
-    assert max(map(len, lines)) <= 80
-    assert sum(line.endswith("FAIL") for line in lines) == 2  # the gradient, and rank 1
-    assert sum(line.endswith(" ok") for line in lines) >= 6
+def test_many_layers_and_ranks_are_one_short_table(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = _table(_made_up(64, 80, (40, 63)), capsys).splitlines()
+    assert len(lines) <= 20
+    (failing,) = (line for line in lines if " FAIL " in line)
+    assert failing.startswith("attention o (80)") and failing.endswith("layer 79 o_proj")
+    assert sum(" ok " in line or line.endswith(" ok") for line in lines) == 7
 
 
 def test_exit_code_follows_the_report(

@@ -65,7 +65,8 @@ def test_the_weights_of_a_pipeline_pass_on_4_ranks(
     assert report.passed, _failing(report)
     print_table(report)
     text = capsys.readouterr().out
-    assert "(given weights)" in text and "2 x 75 tokens (random latents and text)" in text and "0-18" in text
+    assert "(given weights)" in text and "2 x 75 tokens (random latents and text)" in text
+    assert report.rank_tokens[0] == (0, ((0, 19),))
 
 
 def _swap_two_ranks(patch: pytest.MonkeyPatch) -> None:

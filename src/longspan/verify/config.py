@@ -27,13 +27,9 @@ class VerifyConfig(MemoryFlags, RopeFlags, RankFlags):
 
     model: str | None = None
     """Name or folder of a Hugging Face causal (or masked) LM or vision-language model, with its weights, or folder of a
-    transformer or pipeline of diffusers. Give this, --config or --resume."""
+    transformer or pipeline of diffusers. Give this or --config."""
     config: Path | None = None
-    """A model's config.json: verify it with random weights (with --resume: see there)."""
-    resume: str | None = None
-    """A checkpoint of `longspan train`: a run's folder (its newest one), or OUT/checkpoints/step-... Verify
-    the checksums of its files, then its weights. It contains the model's config; give the same --config only if
-    transformers cannot build the model from the saved one."""
+    """A model's config.json: verify it with random weights."""
     context: int = 1024
     """Tokens per sequence (also 8k). One less is used if the ranks divide it, to test padding."""
     parallel: ParallelConfig = field(default_factory=lambda: ParallelConfig(ring_impl="p2p"))
@@ -44,8 +40,8 @@ class VerifyConfig(MemoryFlags, RopeFlags, RankFlags):
     """Text to run: a .txt, .jsonl or .parquet file, a folder of these, "pydoc", or a dataset's name.
     By default random tokens. A vision-language model also gets random pictures."""
     tokenizer: str | None = None
-    """Tokenizer for --data: a name, a folder, or "bytes". By default the model's (--model), or "bytes" (--config,
-    --resume)."""
+    """Tokenizer for --data: a name, a folder, or "bytes". By default the model's (--model), or "bytes"
+    (--config)."""
     text_field: str = "text"
     """Column of --data that holds the text (.jsonl, .parquet, datasets)."""
     dtype: Literal["fp32", "bf16"] = "fp32"
@@ -57,7 +53,7 @@ class VerifyConfig(MemoryFlags, RopeFlags, RankFlags):
     kernel: KernelName = "auto"
     """Local attention kernel of the sharded run."""
     seed: int = 0
-    """Seed of the random weights (--config alone) and the random tokens."""
+    """Seed of the random weights (--config) and the random tokens."""
     json: bool = False
     """Print only the report, as JSON, to stdout (schema: docs/reference/json.md)."""
 
@@ -76,26 +72,16 @@ class VerifyConfig(MemoryFlags, RopeFlags, RankFlags):
 
     def check(self) -> None:
         """Raise on values that cannot be verified."""
-        if self.resume is None and (self.model is None) == (self.config is None):
+        if (self.model is None) == (self.config is None):
             given = "neither" if self.model is None else "both"
-            raise LongspanError(
-                f"verify needs either --model NAME_OR_PATH or --config FILE, got {given}; or --resume DIR for the "
-                "weights of a checkpoint"
-            )
-        if self.resume is not None and self.model is not None:
-            raise LongspanError(f"--resume {self.resume} and --model {self.model} both name weights; give one of them")
-        if self.resume is not None and self.config is None and self.rope_scaling != "as-is":
-            raise LongspanError(
-                f"--rope-scaling {self.rope_scaling} changes a model's config, and --resume {self.resume} takes the "
-                "one that the run was trained with, its scaling included; leave it out"
-            )
+            raise LongspanError(f"verify needs either --model NAME_OR_PATH or --config FILE, got {given}")
         self.rope()
         self.to_memory()
         self.check_ranks()
         check_counts(self, 1, "batch", "context")
         self.parallel.check()
         check_number("--seed", self.seed, 0, LARGEST_SEED, whole=True)
-        for name in ("text_field", "data", "model", "resume", "tokenizer"):
+        for name in ("text_field", "data", "model", "tokenizer"):
             if getattr(self, name) is not None:
                 check_name(f"--{name.replace('_', '-')}", getattr(self, name))
         replicas, ranks = self.parallel.data_degree, self.parallel.sequence_ranks

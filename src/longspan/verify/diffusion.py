@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from longspan.verify.report import Report
 
 _OF_LANGUAGE_MODELS = {option.name for flags in (MemoryFlags, RopeFlags) for option in fields(flags)} | {
-    "data", "dtype", "kernel", "resume", "text_field", "tokenizer"
+    "data", "dtype", "kernel", "text_field", "tokenizer"
 }  # fmt: skip
 """Flags that mean nothing to a diffusion transformer."""
 

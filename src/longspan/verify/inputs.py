@@ -17,17 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longspan import checkpoint
-from longspan.checkpoint import Checkpoint, Ranks
-from longspan.checkpoint.identity import check_same_model, saved_model_config
 from longspan.core.errors import LongspanError
-from longspan.core.validation import path_of
 from longspan.data import BYTES, DocumentSource, SequenceStream, Tokenizer, load_tokenizer
 from longspan.hf.encoders import Encoder, GridEncoder, ImageEncoder
 from longspan.hf.preconditions import check_axes
 from longspan.hf.pretrained import (
     base_of,
-    check_language_model,
     is_adapter,
     language_model_class,
     read_model_config,
@@ -58,7 +53,6 @@ class Inputs:
     model_config: Any  # without dropout and cache
     batch_BS: dict[str, Tensor]  # the global one
     pictures: tuple[Pictures, ...] = ()  # of each row, for a vision-language model
-    checkpoint: Checkpoint | None = None  # the weights of `--resume`
 
     def rows(self, start: int, stop: int) -> dict[str, Tensor]:
         """Return some rows of the batch, with their pictures."""
@@ -67,43 +61,32 @@ class Inputs:
 
     def describe(self) -> dict[str, Any]:
         """Return what the report says of the inputs besides the flags."""
-        about: dict[str, Any] = {"pictures": dict(sum((row.counts for row in self.pictures), Counter[str]()))}
-        if (checkpoint := self.checkpoint) is not None:
-            size = sum(record.size for record in checkpoint.files.values())
-            about |= {"model": str(checkpoint.path), "weights": "given"}
-            about |= {"checkpoint": {"step": checkpoint.step, "files": len(checkpoint.files), "bytes": size}}
-        return about
+        return {"pictures": dict(sum((row.counts for row in self.pictures), Counter[str]()))}
 
 
-def open_inputs(config: VerifyConfig, resumed: Checkpoint | None = None) -> Inputs:
-    """Open and check the inputs; `resumed` is the checkpoint of `--resume`."""
-    model_config = load_model_config(config, resumed)
+def open_inputs(config: VerifyConfig) -> Inputs:
+    """Open and check the inputs."""
+    model_config = load_model_config(config)
     check_axes(model_origin(config, model_config).on_meta, config.parallel, fsdp=config.fsdp)
     batch_BS = make_batch(config, model_config)
     if not takes_pictures(model_config):
-        return Inputs(model_config, batch_BS, (), resumed)
+        return Inputs(model_config, batch_BS)
     pictures = add_pictures(batch_BS, model_origin(config, model_config).on_meta(), config.seed)
-    return Inputs(model_config, batch_BS, pictures, resumed)
+    return Inputs(model_config, batch_BS, pictures)
 
 
-def open_resumed(config: VerifyConfig, ranks: Ranks, *, content: bool = True) -> Inputs:
-    """Open the checkpoint of `--resume` (with `content` compare its checksums), then the inputs. Collective."""
-    assert config.resume is not None
-    resumed = checkpoint.newest_verified(path_of("--resume", config.resume), ranks, content=content)
-    return ranks.each(lambda: open_inputs(config, resumed))
-
-
-def load_model_config(config: VerifyConfig, resumed: Checkpoint | None = None) -> Any:
+def load_model_config(config: VerifyConfig) -> Any:
     """Return the model's Hugging Face config without dropout, which differs between ranks, and without cache."""
-    name, opened = _open_config(config, resumed)
+    flag, given = ("--model", config.model) if config.model is not None else ("--config", config.config)
+    opened, _ = read_model_config(flag, str(given), config.context, config.rope())
     text = opened.get_text_config()
     text.use_cache = False
     found = without_dropout(opened)
     experts = max(getattr(text, key, None) or 0 for key in ("num_local_experts", "num_experts", "n_routed_experts"))
     if experts > 1 and config.dtype == "bf16" and _has_experts(config, found):
         raise LongspanError(
-            f"{name} has {experts} experts: in bf16 rounding alone sends some tokens to other experts, sharded or not, "
-            "so no error tells a fault from rounding; verify this model with --dtype fp32"
+            f"{flag} {given} has {experts} experts: in bf16 rounding alone sends some tokens to other experts, "
+            "sharded or not, so no error tells a fault from rounding; verify this model with --dtype fp32"
         )
     return found
 
@@ -111,20 +94,6 @@ def load_model_config(config: VerifyConfig, resumed: Checkpoint | None = None) -
 def _has_experts(config: VerifyConfig, model_config: Any) -> bool:
     """Whether a layer has experts: configs may state a number of them (Nemotron-H) whose layers are all dense."""
     return any("expert" in name for name, _ in model_origin(config, model_config).on_meta().named_parameters())
-
-
-def _open_config(config: VerifyConfig, resumed: Checkpoint | None) -> tuple[str, Any]:
-    """Return the model's name for messages, and its config."""
-    if resumed is not None and config.config is None:
-        name, opened = f"checkpoint {resumed.path}", saved_model_config(resumed)
-        check_language_model(name, opened, config.context)
-        return name, opened
-    flag = "--model" if config.model is not None else "--config"
-    name = f"{flag} {config.model or config.config}"
-    opened, _ = read_model_config(flag, str(config.model or config.config), config.context, config.rope())
-    if resumed is not None:
-        check_same_model(resumed, name, opened)
-    return name, opened
 
 
 def build_model(config: VerifyConfig, model_config: Any) -> Any:
@@ -135,8 +104,7 @@ def build_model(config: VerifyConfig, model_config: Any) -> Any:
 def model_origin(config: VerifyConfig, model_config: Any) -> Origin:
     """Return the source of the model's weights and class.
 
-    It is a masked LM if the config's `architectures` name one (BERT), a vision-language model, else a causal LM. The
-    weights of a checkpoint of `longspan train` are random until `checkpoint.load_weights`.
+    It is a masked LM if the config's `architectures` name one (BERT), a vision-language model, else a causal LM.
 
     Attention is transformers' `sdpa`, or `eager` for a model without `sdpa` or with a softcap (Gemma-2), which older
     versions of `sdpa` silently ignore. Random weights (`--config`) depend on the seed alone.
@@ -151,10 +119,10 @@ def model_origin(config: VerifyConfig, model_config: Any) -> Origin:
     classifier = next((name for name in architectures if name.endswith("Classification")), None)
     if classifier is not None:
         raise LongspanError(
-            f"{config.model or config.config or config.resume} is a {classifier}; longspan verify compares language "
+            f"{config.model or config.config} is a {classifier}; longspan verify compares language "
             f"models: give the language model that it was made from, which has the same layers"
         )
-    masked = config.resume is None and any(name.endswith("ForMaskedLM") for name in architectures)
+    masked = any(name.endswith("ForMaskedLM") for name in architectures)
     softcap = getattr(getattr(model_config, "text_config", model_config), "attn_logit_softcapping", None)
     origin = Origin(
         AutoModelForMaskedLM if masked else language_model_class(model_config),
@@ -163,7 +131,7 @@ def model_origin(config: VerifyConfig, model_config: Any) -> Origin:
         None if config.model is None else base_of("--model", config.model),
         config.seed,
         adapter=config.model if config.model is not None and is_adapter(config.model) else None,
-        label=str(config.model or config.config or config.resume),
+        label=str(config.model or config.config),
         strict=False,
         options={"attn_implementation": "sdpa" if softcap is None else "eager", "trust_remote_code": False},
     )

@@ -9,11 +9,7 @@ from longspan.ranks import launch
 from longspan.verify.config import VerifyConfig
 
 if TYPE_CHECKING:
-    import torch
-
-    from longspan.checkpoint import Ranks
     from longspan.ranks.heartbeat import Heartbeat
-    from longspan.verify.inputs import Inputs
     from longspan.verify.report import Report
 
 
@@ -31,14 +27,10 @@ def run(config: VerifyConfig) -> int:
 def _open(config: VerifyConfig) -> None:
     """Open the inputs, to fail before any rank starts; the ranks open them again."""
     check_names(config.model, config.config, config.data, config.tokenizer)
-    from longspan.checkpoint import Ranks
     from longspan.verify import diffusion
-    from longspan.verify.inputs import open_inputs, open_resumed
+    from longspan.verify.inputs import open_inputs
 
-    if diffusion.config_file(config) is not None:
-        diffusion.open_transformer(config)
-        return
-    open_inputs(config) if config.resume is None else open_resumed(config, Ranks(), content=False)
+    diffusion.open_transformer(config) if diffusion.config_file(config) is not None else open_inputs(config)
 
 
 def _verify_rank(config: VerifyConfig) -> Report:
@@ -50,11 +42,10 @@ def worker(config: VerifyConfig, heartbeat: Heartbeat | None = None) -> Report:
     """Verify on this rank; every rank of the job calls it and returns the same report."""
     import torch
 
-    from longspan import checkpoint
-    from longspan.checkpoint import Ranks
     from longspan.comm.mesh import make_sharding
+    from longspan.ranks import agreement
     from longspan.verify import diffusion, runs
-    from longspan.verify.inputs import model_origin
+    from longspan.verify.inputs import Inputs, model_origin, open_inputs
     from longspan.verify.runs import (
         as_dtype,
         gradient_parts,
@@ -69,23 +60,19 @@ def worker(config: VerifyConfig, heartbeat: Heartbeat | None = None) -> Report:
     heartbeat = heartbeat or launch.unwatched(config)
     if diffusion.config_file(config) is not None:
         return diffusion.worker(config, heartbeat)
-    inputs, ranks = _agreed_inputs(config, heartbeat)
+
+    def facts(opened: Inputs) -> dict[str, Any]:
+        return agreement.settings(config) | agreement.model_facts(opened.model_config)
+
+    inputs = agreement.open_together(heartbeat, lambda: open_inputs(config), facts)
     sp = make_sharding(config.parallel)
     hosts = sp.host_group
     rows = config.batch * config.parallel.data_degree
     batch_BS = {name: x.to(sp.device) for name, x in inputs.rows(0, rows).items()}
-    alone = Ranks.alone()
-
-    def load(unsharded: torch.nn.Module) -> None:
-        if inputs.checkpoint is not None:
-            checkpoint.load_weights(inputs.checkpoint, unsharded, alone)
-
-    unsharded, shard = make_models(model_origin(config, inputs.model_config), config, sp, load)
+    unsharded, shard = make_models(model_origin(config, inputs.model_config), config, sp)
     references = unsharded_runs(unsharded, lambda model: runs.run_unsharded(model, batch_BS), config, hosts)
     model = shard()
     del unsharded, shard  # free the unsharded weights
-    if inputs.checkpoint is not None:  # each rank loads its shards, as `train --resume` does
-        checkpoint.load_weights(inputs.checkpoint, model, ranks)
     mine_BS = inputs.rows(sp.data_rank * config.batch, (sp.data_rank + 1) * config.batch)
     mine_BS = {name: x.to(sp.device) for name, x in as_dtype(mine_BS, model).items()}
     out = model(**mine_BS)
@@ -96,21 +83,3 @@ def worker(config: VerifyConfig, heartbeat: Heartbeat | None = None) -> Report:
     parts["logits"] = logits_part(config, sp, out.logits)
     spans = sp.layout.spans(config.tokens, sp.rank)
     return make_report(config, sp, hosts, references, parts, inputs.describe(), spans)
-
-
-def _agreed_inputs(config: VerifyConfig, heartbeat: Heartbeat) -> tuple[Inputs, Ranks]:
-    """Return the inputs once all ranks agree on them, and the ranks that read files. Starts the process group."""
-    from longspan.checkpoint import Ranks
-    from longspan.ranks import agreement
-    from longspan.verify.inputs import open_inputs, open_resumed
-
-    def opened() -> Inputs | None:
-        # Reading a checkpoint needs the process group: ranks divide its files and compare its marker.
-        return open_inputs(config) if config.resume is None else None
-
-    def facts(inputs: Inputs | None) -> dict[str, Any]:
-        return agreement.settings(config) | ({} if inputs is None else agreement.model_facts(inputs.model_config))
-
-    inputs = agreement.open_together(heartbeat, opened, facts)
-    ranks = Ranks.apart()
-    return inputs if inputs is not None else open_resumed(config, ranks), ranks

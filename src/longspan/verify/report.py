@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
@@ -14,9 +15,6 @@ from longspan.core.memory import FASTEST
 from longspan.verify.judge import COARSE, GROUP_ORDER, HALF_STEP, OUTPUTS, ROUNDINGS, Check, Criterion, nan_as_inf
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from longspan.core.layout import Span
 
 SCHEMA = 2
@@ -160,43 +158,38 @@ def as_dict(report: Report) -> dict[str, Any]:
     }
 
 
-WIDTH = 100
-_RANKS_SHOWN = 16
-
-
 def print_table(report: Report, file: IO[str] | None = None) -> None:
-    """Print the report in at most 100 columns, by default to stdout."""
-    from rich.console import Console
+    """Print the report as a table with lines before and after it, by default to stdout."""
 
-    console = Console(file=file, highlight=False)
-    console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
-    _print_title(report, console)
-    console.print()
-    console.print(_group_table(report))
-    console.print()
-    console.print(_rank_table(report))
-    console.print()
+    def write(text: str = "") -> None:
+        print(textwrap.fill(text, 80, break_on_hyphens=False), file=file)
+
+    _print_title(report, write)
+    write()
+    for line in _rows(report):
+        print(line.rstrip(), file=file)
+    write()
     if report.passed and report.lossy:
-        console.print(
-            f"[bold yellow]LOSSY[/]  {_count(report)} are within what rounding to {report.setup['wire_dtype']} may "
-            f"change. This run is not exact and does not show smaller faults: verify without --wire-dtype too."
+        write(
+            f"LOSSY  {_count(report)} are within what rounding to {report.setup['wire_dtype']} may change. This run is "
+            "not exact and does not show smaller faults: verify without --wire-dtype too."
         )
     elif report.passed:
-        console.print(
-            f"[bold green]PASS[/]  {_count(report)} agree up to {report.setup['dtype']} rounding. A fault "
-            f"above {_figure(report.detects)} in any of them would be detected.{smaller_faults_hint(report)}"
+        write(
+            f"PASS  {_count(report)} agree up to {report.setup['dtype']} rounding. A fault above "
+            f"{_figure(report.detects)} in any of them would be detected.{smaller_faults_hint(report)}"
         )
     else:
         failed = sum(not check.passed for check in report.checks) + sum(not e.passed for e in report.equalities)
         disagree = f"{failed} of {_count(report)} disagree. " if failed else ""
-        console.print(f"[bold red]FAIL[/]  {disagree}{diagnosis(report)}", soft_wrap=False)
+        write(f"FAIL  {disagree}{diagnosis(report)}")
 
 
 def _count(report: Report) -> str:
     return f"{len(report.checks) + len(report.equalities)} comparisons on {len(report.rank_tokens)} ranks"
 
 
-def _print_title(report: Report, console: Console) -> None:
+def _print_title(report: Report, write: Callable[[str], None]) -> None:
     setup, criterion = report.setup, report.criterion
     text = "random tokens" if setup["data"] is None else setup["data"]
     for kind, count in setup.get("pictures", {}).items():
@@ -205,49 +198,40 @@ def _print_title(report: Report, console: Console) -> None:
     tensor = f" x tensor {setup['tensor']} ({setup['tensor_style']})" if setup.get("tensor", 1) > 1 else ""
     if setup.get("experts", 1) != 1:
         tensor += f", experts {setup['experts']}"
-    console.print(f"[bold]longspan verify[/]  {setup['model']} ({setup['weights']} weights) on {setup['device']}")
-    console.print(
+    write(f"longspan verify  {setup['model']} ({setup['weights']} weights) on {setup['device']}")
+    write(
         f"{setup['batch'] * setup['data_degree']} x {setup['tokens']} tokens ({text}), data {setup['data_degree']} x "
         f"{ring}ulysses {setup['ulysses']}{tensor}, {setup['dtype']}, fsdp {'on' if setup['fsdp'] else 'off'}, "
         f"kernel {setup['kernel']}"
     )
     if setup["memory"] != FASTEST.describe():
-        console.print(f"memory: {setup['memory']}")
-    if checkpoint := setup.get("checkpoint"):
-        console.print(
-            f"checkpoint of step {checkpoint['step']}: {checkpoint['files']} files, {checkpoint['bytes']:,} bytes, are "
-            "as they were written"
-        )
+        write(f"memory: {setup['memory']}")
     if ring:
-        console.print(f"ring layout {setup['layout']}, keys and values by {setup['ring_impl']}")
+        write(f"ring layout {setup['layout']}, keys and values by {setup['ring_impl']}")
     if report.lossy:
-        console.print(
+        write(
             f"all-to-all in {setup['wire_dtype']}: LOSSY, {ROUNDINGS} roundings a layer of half a step "
             f"({HALF_STEP[setup['wire_dtype']]:.1e}); the limit has their root sum of squares"
         )
     wide, dtype = setup["reference"], setup["dtype"]
     rounding = " (no wider run shows the rounding)" if wide == dtype else f" + {criterion.factor:g} x unsharded {dtype}"
-    console.print(f"error = |run - {wide}| / |{wide}|;  limit = {criterion.floor:.1e}{rounding}")
+    write(f"error = |run - {wide}| / |{wide}|;  limit = {criterion.floor:.1e}{rounding}")
 
 
-def _group_table(report: Report) -> Table:
-    table = _new_table(compared=23, sharded=-7, unsharded=-9, limit=-7, rank=-4, worst=0, verdict=4)
-    for line, checks in report.groups():
+def _rows(report: Report) -> Iterator[str]:
+    """Yield the header, and a line for each kind of tensor: the figures of the one closest to its limit."""
+    row = "{:22} {:>7} {:>9} {:>7} {:>4}  {:4}  {}".format
+    yield row("compared", "sharded", "unsharded", "limit", "rank", "", "worst")
+    for kind, checks in report.groups():
         worst = max(checks, key=lambda check: check.severity(check.worst_rank))
         rank = worst.worst_rank
-        table.add_row(
-            line if len(checks) == 1 else f"{line} ({len(checks)})",
-            _figure(worst.sharded[rank]),
-            _figure(worst.unsharded[rank]),
-            _figure(worst.limit[rank]),
-            str(rank),
-            _location(report, worst, rank),
-            _verdict(all(check.passed for check in checks)),
-        )
+        figures = (_figure(of_ranks[rank]) for of_ranks in (worst.sharded, worst.unsharded, worst.limit))
+        verdict = "ok" if all(check.passed for check in checks) else "FAIL"
+        name = kind if len(checks) == 1 else f"{kind} ({len(checks)})"
+        yield row(name, *figures, rank, verdict, _location(report, worst, rank))
     for equal in report.equalities:
         where = f"differs on {format_ranks(equal.differing)}" if equal.differing else "equal to the last bit"
-        table.add_row(f"{equal.name} on all ranks", "", "", "", "", where, _verdict(equal.passed))
-    return table
+        yield f"{equal.name + ' on all ranks':22} {where:30}  {'FAIL' if equal.differing else 'ok'}"
 
 
 def _location(report: Report, check: Check, rank: int) -> str:
@@ -255,7 +239,7 @@ def _location(report: Report, check: Check, rank: int) -> str:
         return f"max abs {_figure(check.max_abs[rank])}"
     if check.name == "logits, worst token":
         row, position = divmod(check.worst_row[rank], report.setup["tokens"])
-        return f"sequence {row} position {position}"
+        return f"row {row} token {position}"
     if check.name == "loss":
         return ""
     leaf = [part for part in check.name.removesuffix(".weight").split(".") if not part.isdigit()][-2:]
@@ -263,60 +247,5 @@ def _location(report: Report, check: Check, rank: int) -> str:
     return short if check.layer is None else f"layer {check.layer} {short}"
 
 
-def _rank_table(report: Report) -> Table:
-    replicas = {"data": -4} if report.setup["data_degree"] > 1 else {}
-    held = [", ".join(f"{start}-{stop - 1}" for start, stop in runs) or "none" for _, runs in report.rank_tokens]
-    tokens = min(max(11, *map(len, held)), 26)
-    checks = {check.name: check for check in report.checks}
-    output = "logits" if "logits" in checks else "output"
-    table = _new_table(
-        rank=-4, **replicas, tokens=tokens, loss=-7, **{output: -7}, max_abs=-7, gradients=-9, worst=0, verdict=4
-    )
-    gradients = [check for check in report.checks if check.group not in OUTPUTS]
-    ranks = range(len(report.rank_tokens))
-    failed = [rank for rank in ranks if not report.passed_on(rank)]
-    shown = sorted([*failed, *(rank for rank in ranks if rank not in failed)][:_RANKS_SHOWN])
-    for rank in shown:
-        replica, _ = report.rank_tokens[rank]
-        worst = max(gradients, key=lambda check: check.severity(rank))
-        table.add_row(
-            str(rank),
-            *([str(replica)] if replicas else []),
-            held[rank],
-            _figure(checks["loss"].sharded[rank]),
-            _figure(checks[output].sharded[rank]),
-            _figure(checks[output].max_abs[rank]),
-            _figure(worst.sharded[rank]),
-            _location(report, worst, rank),
-            _verdict(rank not in failed),
-        )
-    if hidden := len(report.rank_tokens) - len(shown):
-        more = sum(rank not in shown for rank in failed)
-        cells = ["..."] + [""] * len(replicas) + [f"{hidden} more"] + [""] * 4
-        table.add_row(*cells, f"{more} of them fail" if more else "", _verdict(not more))
-    return table
-
-
-def _new_table(**widths: int) -> Table:
-    """Return a table with these columns and widths: negative for right-justified numbers, 0 for the remaining width."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, expand=True, padding=(0, 1, 0, 0))
-    for name, width in widths.items():
-        table.add_column(
-            "" if name == "verdict" else name.replace("_", " "),
-            justify="right" if width < 0 else "left",
-            width=abs(width) or None,
-            ratio=None if width else 1,
-            overflow="fold",
-        )
-    return table
-
-
 def _figure(value: float) -> str:
     return "0" if value == 0 else f"{value:.1e}"
-
-
-def _verdict(passed: bool) -> str:
-    return "[green]ok[/]" if passed else "[bold red]FAIL[/]"

@@ -175,14 +175,14 @@ def _all_cores() -> Iterator[None]:
 
 
 def make_models(
-    origin: Origin, config: VerifyConfig, sp: SequenceSharding, load: Callable[[nn.Module], None]
+    origin: Origin, config: VerifyConfig, sp: SequenceSharding
 ) -> tuple[nn.Module | None, Callable[[], nn.Module]]:
     """Load the unsharded model, and return it with a function that makes the sharded one. Both collective.
 
-    With FSDP the unsharded model is None except on rank 0. `load` loads the weights of a checkpoint into it, if any.
+    With FSDP the unsharded model is None except on rank 0.
     """
     sharded = config.fsdp and sp.world_size > 1
-    source = find_source(origin, sp, later=config.resume is not None) if config.fsdp and sp.job_size > 1 else None
+    source = find_source(origin, sp) if config.fsdp and sp.job_size > 1 else None
 
     def prepared(model: Any) -> Any:
         if origin.adapter is not None:  # the adapter has its own dropout, which the config does not set
@@ -196,7 +196,6 @@ def make_models(
             return None
         given = source.full_model if isinstance(source, FirstRank) else None
         model: Any = origin.build() if given is None else origin.adapted(given)
-        load(model)
         return prepared(model).to(sp.device)  # type: ignore[no-any-return]
 
     unsharded = on_every_rank(make, sp.mesh_group)
@@ -299,7 +298,6 @@ def _setup(config: VerifyConfig, sp: SequenceSharding) -> dict[str, Any]:
     return {
         "model": str(config.model or config.config),
         "weights": "random" if config.model is None else "given",
-        "checkpoint": None,
         "tokens": config.tokens,
         **{name: flags[name] for name in _SHOWN},
         "tensor_style": parallel.tensor_style if parallel.tensor > 1 else None,
