@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.cache.folder import INDEX
 from longspan.comm.mesh import SequenceSharding, make_sharding
 from longspan.compat.transformers_api import cache_name
 from longspan.data import load_tokenizer
@@ -22,6 +21,7 @@ from longspan.generate.job import open_fitting_prompt
 from longspan.generate.prompt import tokenizer_name
 from longspan.generate.stream import Progress, TextStream
 from longspan.hf.forward.kv_cache import ShardedCache
+from longspan.hf.forward.kv_cache_files import INDEX
 from longspan.hf.loading import load_sharded
 from longspan.hf.support import decoder_layers
 from longspan.ranks import agreement, launch

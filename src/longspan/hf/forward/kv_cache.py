@@ -400,11 +400,11 @@ class ShardedCache(Cache):  # type: ignore[misc]
         """
         path, state = Path(folder), state_of(model)
         cls(model, offload=offload)  # refuse the arguments before the files are read
-        index, parts = kv_cache_files.read_index(path, state.config, state.sp)
+        index = kv_cache_files.read_index(path, state.config, state.sp)
         cache = cls(
             model, room=max(room, index["length"]), dtype=index["dtype"], offload=offload, cuda_graph=cuda_graph
         )
-        kv_cache_files.fill(cache, path, index, parts)
+        kv_cache_files.fill(cache, path, index)
         return cache
 
     @property
