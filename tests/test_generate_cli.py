@@ -18,14 +18,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, LlamaConfig, Qwen3NextConfig
 
 from longspan import cli
-from longspan.comm.counting import Sent, count_sent
 from longspan.core.errors import LongspanError
 from longspan.core.sections import make, replace
 from longspan.generate.config import GenerateConfig
 from longspan.generate.fit import choose_weights
 from longspan.generate.job import format_report, open_fitting_prompt
+from longspan.generate.rank import TextStream
 from longspan.generate.score import ScoreConfig, open_text
-from longspan.generate.stream import Decoder, Progress
 from longspan.plan.generation import check_fits, check_score_fits, peak_items, scoring_peak_items
 from longspan.plan.hardware import read_hardware
 from longspan.plan.job import Job, Mesh
@@ -138,15 +137,12 @@ def test_text_equals_one_process(
         {"ring": 2, "weights": "replicated", "cache_offload": "host"},
         {"tensor": 2, "tensor_style": "megatron-sp", "prefill_chunk": 50},
     ):  # fmt: skip
-        for rank, report in enumerate(pool2.run(run_generate, _config(folder, temperature=0.0, **mesh))):
-            assert report["ids"] == greedy
-            assert report["text"] == (_text(greedy) if rank == 0 else "")
+        for report in pool2.run(run_generate, _config(folder, temperature=0.0, **mesh)):
+            assert report["ids"] == greedy and report["text"] == _text(greedy)
             assert report["prompt_tokens"] == len(PROMPT.encode())
             assert report["cached_tokens"] == report["prompt_tokens"] + NEW - 1
-        assert max(report["cache_bytes"]) == report["planned_cache_bytes"]
         if "cache_offload" in mesh:
-            assert max(report["device_cache_bytes"]) == report["planned_device_cache_bytes"]
-            assert f"at once on the device (planned {report['planned_device_cache_bytes']:,} b" in format_report(report)
+            assert f"{max(report['device_cache_bytes']):,} bytes of it at once on the device" in format_report(report)
         if "ring" in mesh:  # each rank has all KV heads of some tokens
             assert sum(report["cache_bytes"]) == report["cached_tokens"] * 2 * 2 * 2 * 8 * 4
     assert pool2.run(run_generate, _config(folder, **drawn, ulysses=2, prefill_chunk=50))[0]["ids"] == sampled
@@ -169,28 +165,10 @@ def test_a_model_with_recurrent_layers(pool2: RankPool, tmp_path: Path, capsys: 
     ):
         for report in pool2.run(run_generate, _config(tmp_path / "hf", temperature=0.0, **mesh)):
             assert report["ids"] == greedy and (report["reused_tokens"] > 0) == reused
-            assert reused or max(report["cache_bytes"]) == report["planned_cache_bytes"]
-            assert report["state_bytes"] == report["planned_state_bytes"] > 0
-    assert max(report["device_cache_bytes"]) == report["planned_device_cache_bytes"]
-    states = f"{report['state_bytes']:,} bytes"
-    assert f"{states} of it states of recurrent layers (planned {states})" in format_report(report)
+            assert report["state_bytes"] > 0
+    assert f"{report['state_bytes']:,} bytes of it states of recurrent layers" in format_report(report)
     assert cli.main([*_flags(tmp_path / "hf"), "--temperature", "0", "--cuda-graph"]) == 2
     assert "is recurrent" in capsys.readouterr().err
-
-
-def _agreements(config: GenerateConfig) -> tuple[int, int, int]:
-    """Return how often the hosts agreed on signals, and compared batches, and how many tokens were generated."""
-    with count_sent() as sent:
-        report = run_generate(config)
-    of_signals, of_batches = Sent("all_reduce", 2 * 8), Sent("all_gather", 6 * 8)
-    return sent.count(of_signals), sent.count(of_batches), report["new_tokens"]
-
-
-def test_the_hosts_agree_once_in_many_tokens(folder: Path, pool2: RankPool) -> None:
-    for agreed, compared, new in pool2.run(
-        _agreements, _config(folder, ulysses=2, weights="replicated", prefill_chunk=50)
-    ):
-        assert new == NEW and 5 <= agreed == compared < NEW  # four chunks, the first token, and about once a second
 
 
 def _flags(folder: Path, command: str = "generate") -> list[str]:
@@ -297,23 +275,15 @@ def test_a_question_needs_no_text(
             open_fitting_prompt(_asked(chat, system="Be brief.", tokenizer=str(tmp_path / "other")))
 
 
-def test_characters_of_several_tokens_are_decoded_together() -> None:
-    decoder, ids = Decoder(ByT5Tokenizer()), [b + 3 for b in "é – 日本".encode()]
-    parts = [decoder.add([i]) for i in ids]
-    assert "".join(parts) == "é – 日本" and "\ufffd" not in "".join(parts)
-    assert [decoder.add([0xE6 + 3]), decoder.end()] == ["", ""]  # an incomplete character
-
-
-def test_a_long_forward_shows_progress_after_each_layer(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longspan.generate.stream.EVERY_S", 0.0)
-    layers, progress = [torch.nn.Identity(), torch.nn.Identity()], Progress(100, enabled=True)
-    progress.follow(layers, 60)
-    layers[0](torch.ones(1))
-    progress.at(60)
-    progress.clear()
-    layers[1](torch.ones(1))
-    shown = capsys.readouterr().err
-    assert "20/100" in shown and "60/100" in shown and "86/100" not in shown
+def test_characters_of_several_tokens_are_written_whole() -> None:
+    out, ids = io.StringIO(), [b + 3 for b in "é – 日本".encode()]
+    stream = TextStream(ByT5Tokenizer(), [out])
+    stream.put(torch.tensor([[7, 8]]))  # the prompt
+    for token in ids:
+        stream.put(torch.tensor([token]))
+        assert "\ufffd" not in out.getvalue()
+    stream.end()
+    assert out.getvalue() == stream.text == "é – 日本" and stream.ids == ids and len(stream.times) == 2
 
 
 def test_scores_equal_one_process(folder: Path, pool2: RankPool, tmp_path: Path) -> None:
@@ -477,5 +447,6 @@ def test_ctrl_c_ends_all_ranks_and_keeps_the_text(folder: Path, tmp_path: Path) 
     shown, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert said.endswith("longspan: stopped by SIGINT\n")
-    assert shown.rstrip("\n") == out.read_bytes().decode().rstrip("\n")
+    shorter, longer = sorted((shown.rstrip("\n"), out.read_bytes().decode().rstrip("\n")), key=len)
+    assert longer.startswith(shorter)  # the signal may come between the two writes of a word
     assert out.read_bytes().decode().startswith(_text(_plain(folder))[:10])

@@ -9,7 +9,7 @@ from longspan.core.errors import LongspanError
 from longspan.generate.config import GenerateConfig
 from longspan.hf.planning import hardware_of_ranks, shape_of
 from longspan.hf.pretrained import is_adapter
-from longspan.plan.cost.memory import offloaded_bytes, staged_bytes, state_bytes
+from longspan.plan.cost.memory import offloaded_bytes
 from longspan.plan.cost.weights import can_cut
 from longspan.plan.generation import check_fits, check_score_fits, does_not_fit, peak_items
 from longspan.plan.job import CostContext, Job, Mesh
@@ -99,22 +99,3 @@ def check_score_memory(config: ModelFlags, model_config: Any, tokens: int) -> No
     except LongspanError:
         return
     check_score_fits(*asked)
-
-
-def planned_cache(config: GenerateConfig, model_config: Any, prompt: int, generated: int) -> dict[str, int | None]:
-    """Return the planned bytes of a cache of `prompt` and `generated` tokens on the rank with most, for the report.
-
-    They are None for a model that the planner cannot read.
-    """
-    device = {} if config.cache_offload == "none" else {"planned_device_cache_bytes": None}
-    try:
-        shape, job, mesh, _ = question(config, model_config, max(1, prompt))
-    except LongspanError:
-        return {"planned_cache_bytes": None, "planned_state_bytes": None, **device}
-    c, by_rank = CostContext(shape, job, mesh), [0] * mesh.sequence
-    for layer, count in shape.layer_kinds:
-        of_layer = layer.mixer.cache_by_rank(c, generated, config.chunk)
-        by_rank = [total + count * nbytes for total, nbytes in zip(by_rank, of_layer, strict=True)]
-    staged = staged_bytes(c, generated, config.chunk)
-    planned = {"planned_cache_bytes": max(by_rank), "planned_state_bytes": state_bytes(c)}
-    return {**planned, **dict.fromkeys(device, staged)}

@@ -21,14 +21,9 @@ Flags = TypeVar("Flags", bound=ModelFlags)
 
 def run(config: GenerateConfig) -> int:
     """Generate on ranks started here or by torchrun, and return the exit code 0; raise as `launch.launch`."""
-    try:
-        report = launch_ranks(config, open_fitting_prompt, _generate_rank)
-    except launch.Stopped as stop:
-        if stop.not_saved:
-            print("longspan: the ranks were ended while they computed; the text stops here", file=sys.stderr)
-        raise
-    if not config.json and launch.is_first_rank():
-        print(format_report(report), file=sys.stderr)
+    report = launch_ranks(config, open_fitting_prompt, _generate_rank)
+    if launch.is_first_rank():
+        print(json.dumps(report)) if config.json else print(format_report(report), file=sys.stderr)
     return 0
 
 
@@ -70,12 +65,7 @@ def _generate_rank(config: GenerateConfig, prompt: Prompt | None) -> dict[str, A
     with launch.joined(config.timeout, config.start_timeout) as heartbeat:
         from longspan.generate.rank import Generation
 
-        generation = Generation(config, heartbeat, prompt)
-        try:
-            return generation.run()
-        finally:
-            if config.json and generation.first and generation.report is not None:
-                print(json.dumps(generation.report), flush=True)
+        return Generation(config, heartbeat, prompt).run()
 
 
 def format_report(report: dict[str, Any]) -> str:
@@ -88,20 +78,13 @@ def format_report(report: dict[str, Any]) -> str:
         f"token after {report['first_token_s']:.2f} s",
         f"new     {report['new_tokens']:,} tokens, ended by {report['ended_by']}"
         + (f"; {report['tokens_per_s']:,.1f} tokens/s" if report["tokens_per_s"] is not None else ""),
-        f"cache   {_bytes(max(report['cache_bytes']))}{where} per rank for {report['cached_tokens']:,} tokens "
-        f"({_planned(report['planned_cache_bytes'])})",
+        f"cache   {_bytes(max(report['cache_bytes']))}{where} per rank for {report['cached_tokens']:,} tokens",
     ]
     if report["state_bytes"]:
-        planned = _planned(report["planned_state_bytes"])
-        lines.append(f"        {_bytes(report['state_bytes'])} of it states of recurrent layers ({planned})")
+        lines.append(f"        {_bytes(report['state_bytes'])} of it states of recurrent layers")
     if offloaded:
-        most = _bytes(max(report["device_cache_bytes"]))
-        lines.append(f"        {most} of it at once on the device ({_planned(report['planned_device_cache_bytes'])})")
+        lines.append(f"        {_bytes(max(report['device_cache_bytes']))} of it at once on the device")
     return "\n".join(lines)
-
-
-def _planned(planned: int | None) -> str:
-    return "no plan for this model" if planned is None else f"planned {_bytes(planned)}"
 
 
 def _bytes(count: int) -> str:

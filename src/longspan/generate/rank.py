@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 import time
 import zlib
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from tqdm import tqdm
+from transformers import TextStreamer
 
 from longspan.comm.mesh import SequenceSharding, make_sharding
 from longspan.compat.transformers_api import cache_name
 from longspan.data import load_tokenizer
 from longspan.generate.config import ModelFlags
-from longspan.generate.fit import planned_cache
 from longspan.generate.job import open_fitting_prompt
 from longspan.generate.prompt import tokenizer_name
-from longspan.generate.stream import Progress, TextStream
 from longspan.hf.forward.kv_cache import ShardedCache
 from longspan.hf.forward.kv_cache_files import INDEX
 from longspan.hf.loading import load_sharded
-from longspan.hf.support import decoder_layers
 from longspan.ranks import agreement, launch
-from longspan.ranks.launch import Stopped, StopRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from longspan.generate.config import GenerateConfig
@@ -75,23 +74,41 @@ def _facts(prompt: Prompt) -> dict[str, Any]:
     }
 
 
-_MOST_TOKENS, _EVERY_US = 64, 1_000_000
-"""The hosts agree on signals and compare their batches once in so many generated tokens, or microseconds."""
+_COMPARED_EVERY = 64
+"""The ranks compare their batches once in so many generated tokens."""
+
+
+class TextStream(TextStreamer):  # type: ignore[misc]
+    """Write the text to files as it is generated. `ids` are the new tokens, `times` those of the first and the last."""
+
+    def __init__(self, tokenizer: Any, files: Sequence[TextIO]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        self.ids, self.text, self.times = list[int](), "", list[float]()
+        self._files = files
+
+    def put(self, value: Tensor) -> None:
+        """Take the ids of the prompt, then those of each new token."""
+        if not self.next_tokens_are_prompt:
+            self.ids += value.flatten().tolist()
+            self.times = [*self.times[:1], time.perf_counter()]
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Write whole words."""
+        self.text += text
+        for file in self._files:
+            file.write(text)
+            file.flush()
 
 
 class Generation:
-    """The generation of one rank. `prompt` is None if each rank opens it; the `first` rank writes.
-
-    `report` has the results after the end; see docs/reference/json.md.
-    """
+    """The generation of one rank. `prompt` is None if each rank opens it; the `first` rank writes."""
 
     def __init__(self, config: GenerateConfig, heartbeat: Heartbeat, prompt: Prompt | None) -> None:
         self._heartbeat = heartbeat
-        self.report: dict[str, Any] | None = None
         self.prompt, self.sp, self.model = start(config, heartbeat, prompt, open_fitting_prompt)
         self.config = config = self.prompt.flags
         self.first = self.sp.replica_rank == 0
-        self._hosts = self.sp.host_group
         self._tokenizer = load_tokenizer(tokenizer_name(config))
         room = self.prompt.tokens + config.max_new_tokens
         self._cache = ShardedCache(
@@ -102,22 +119,23 @@ class Generation:
             latent=config.cache_latent,
             cuda_graph=config.cuda_graph,
         )
-        self._progress = Progress(self.prompt.tokens, self.first)
-        self._progress.follow(decoder_layers(self.model), config.chunk or self.prompt.tokens)
+        bar = {"desc": "reading", "unit": " tokens", "leave": False, "mininterval": 0.1 if sys.stderr.isatty() else 5.0}
+        self._progress: Any = tqdm(total=self.prompt.tokens, disable=not self.first, **bar)
         self._forwards = self._reused = 0
-        self._agreed = 0, 0.0  # tokens in the cache, and the time, when the hosts last agreed
 
     def run(self) -> dict[str, Any]:
-        """Generate and write; return the report. If a signal reaches any rank, all stop after the same token."""
+        """Generate and write; return the report (docs/reference/json.md)."""
         settings, config = self.settings(), self.config
         ids = torch.from_numpy(self.prompt.ids)[None].to(self.sp.device)
         torch.manual_seed(config.seed)
-        output = None if config.json or not self.first else sys.stdout
-        stream = TextStream(self._tokenizer if self.first else None, output, config.out)
-        stream.before = self._progress.clear
         began = time.perf_counter()
-        with StopRequest(stops="stopping", late=("not ended", "the text stops here")) as stop:
-            hook = self.model.register_forward_hook(lambda *_: self._forward_done(stop))
+        hook = self.model.register_forward_hook(lambda *_: self._forward_done())
+        with contextlib.ExitStack() as files, self._progress:
+            outputs = [] if config.json or not self.first else [sys.stdout]
+            if config.out is not None and self.first:
+                config.out.parent.mkdir(parents=True, exist_ok=True)
+                outputs.append(files.enter_context(config.out.open("w", encoding="utf-8", newline="")))
+            stream = TextStream(self._tokenizer, outputs)
             try:
                 if config.cache_dir is not None and self.prompt.text_tokens:
                     self._read_text(ids[:, : self.prompt.text_tokens], config.cache_dir / self.prompt.key)
@@ -127,18 +145,13 @@ class Generation:
                 self.model.generate(
                     ids, generation_config=settings, past_key_values=self._cache, streamer=stream, **self._pictures()
                 )
-                ends = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
-                why = "the model" if stream.ids and stream.ids[-1] in ends else "--max-new-tokens"
-                self._end(stream, began, why)
-            except Stopped:
-                self._end(stream, began, "a signal")
-                raise
             finally:
                 hook.remove()
-                self._progress.clear()
-                stream.close()
-        assert self.report is not None
-        return self.report
+                stream.end()  # what remains, after an error too
+        if sys.stdout in outputs and not stream.text.endswith("\n"):
+            print(flush=True)
+        ends = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
+        return self._report(stream, began, "the model" if stream.ids[-1] in ends else "--max-new-tokens")
 
     def _pictures(self) -> dict[str, Tensor]:
         """Return the prompt's pictures on the device, with pixels in the dtype of the weights."""
@@ -148,13 +161,13 @@ class Generation:
     def _read_text(self, ids: Tensor, folder: Path) -> None:
         """Fill the cache with the text: load an earlier run's cache, or run the model and save it. Collective."""
         saved = torch.tensor(int((folder / INDEX).is_file()))
-        if self._hosts is not None:
-            dist.all_reduce(saved, dist.ReduceOp.MIN, group=self._hosts)
+        if self.sp.host_group is not None:
+            dist.all_reduce(saved, dist.ReduceOp.MIN, group=self.sp.host_group)
         if saved:
             room = self.prompt.tokens + self.config.max_new_tokens
             self._cache = ShardedCache.load(folder, self.model, room, self.config.cache_offload, self.config.cuda_graph)
             self._reused = self._cache.get_seq_length()
-            self._progress.at(self._reused)
+            self._progress.update(self._reused)
             return
         self._read(ids)
         self._cache.save(folder)
@@ -199,47 +212,30 @@ class Generation:
             settings.pad_token_id = self._tokenizer.pad_token_id
         return settings
 
-    def _forward_done(self, stop: StopRequest) -> None:
-        """After each forward, report progress and stop if a signal reached any rank."""
-        held, prefill = self._cache.get_seq_length(), self.prompt.tokens
-        if held <= prefill and self.sp.device.type == "cuda":
-            torch.cuda.synchronize()  # kernels are launched ahead of the progress
-        signum = stop.signum or 0
-        if self._hosts is not None:
-            due = held <= prefill or held >= self._cache.compare_from
-            signum = self._agree(signum, held) if due else 0
-        if held <= prefill:
-            self._progress.at(held)
+    def _forward_done(self) -> None:
+        """After each forward, tell the heartbeat, and show progress of the prompt."""
+        held, prompt = self._cache.get_seq_length(), self.prompt.tokens
+        if held <= prompt:
+            if self.sp.device.type == "cuda":
+                torch.cuda.synchronize()  # kernels are launched ahead of the progress
+            self._progress.update(held - self._progress.n)
+            if held == prompt:
+                self._progress.close()
+        elif held >= self._cache.compare_from:
+            self._cache.compare_from = held + _COMPARED_EVERY
         self._forwards += 1
-        self._heartbeat.at("prompt" if held < prefill else "new tokens", self._forwards)
-        if signum:
-            raise Stopped(signum)
+        self._heartbeat.at("prompt" if held < prompt else "new tokens", self._forwards)
 
-    def _agree(self, signum: int, held: int) -> int:
-        """Return the largest signal of any rank, and set after which token the hosts agree again."""
-        before, began = self._agreed
-        self._agreed = held, time.perf_counter()
-        us = int(1e6 * (self._agreed[1] - began)) // max(1, held - before)
-        most = torch.tensor([signum, us])
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._hosts)
-        signum, us = most.tolist()
-        generating = before >= self.prompt.tokens  # otherwise `us` is that of a prompt's token
-        self._cache.compare_from = held + (min(_MOST_TOKENS, max(1, _EVERY_US // max(1, us))) if generating else 0)
-        return signum
-
-    def _end(self, stream: TextStream, began: float, why: str) -> None:
+    def _report(self, stream: TextStream, began: float, why: str) -> dict[str, Any]:
         held = self._cache.get_seq_length()
         every = torch.zeros(2, self.config.parallel.ranks, dtype=torch.int64)
         every[:, self.sp.replica_rank] = torch.tensor([self._cache.nbytes, self._cache.device_nbytes])
-        if self._hosts is not None:
-            dist.all_reduce(every, group=self._hosts)
+        if self.sp.host_group is not None:
+            dist.all_reduce(every, group=self.sp.host_group)
         each, on_device = every.tolist()
-        stream.close()
-        new = len(stream.ids)
-        prompt = min(held, self.prompt.tokens)
-        first_s = (stream.times[0] if stream.times else time.perf_counter()) - began
-        later_s = stream.times[-1] - stream.times[0] if new > 1 else 0.0
-        self.report = {
+        new, first_s = len(stream.ids), stream.times[0] - began
+        later_s = stream.times[-1] - stream.times[0]
+        return {
             "text": stream.text,
             "ids": stream.ids,
             "prompt_tokens": self.prompt.tokens,
@@ -247,11 +243,10 @@ class Generation:
             "ended_by": why,
             "first_token_s": first_s,
             "reused_tokens": self._reused,
-            "prefill_tokens_per_s": (prompt - self._reused) / first_s,
-            "tokens_per_s": (new - 1) / later_s if later_s else None,
+            "prefill_tokens_per_s": (self.prompt.tokens - self._reused) / first_s,
+            "tokens_per_s": (new - 1) / later_s if new > 1 else None,
             "cached_tokens": held,
             "cache_bytes": each,
             "state_bytes": self._cache.state_nbytes,
             **({} if self.config.cache_offload == "none" else {"device_cache_bytes": on_device}),
-            **planned_cache(self.config, self.prompt.model_config, prompt, held - prompt),
         }

@@ -118,20 +118,15 @@ def score_rank(config: ScoreConfig, heartbeat: Heartbeat, opened: Prompt | None)
     import torch
 
     from longspan.generate.rank import start
-    from longspan.generate.stream import Progress
     from longspan.hf.forward.logprobs import token_logprobs
-    from longspan.hf.support import decoder_layers
 
     prompt, sp, model = start(config, heartbeat, opened, open_text)
     heartbeat.at("scoring", 1)
     began = time.perf_counter()
     ids = torch.from_numpy(prompt.ids)[None].to(sp.device)
-    progress = Progress(prompt.tokens, sp.replica_rank == 0)
-    progress.follow(decoder_layers(model), prompt.tokens)
     with torch.no_grad():
         logprobs = token_logprobs(model, {"input_ids": ids}, gather=True)[0, :-1].double().cpu()
     seconds = time.perf_counter() - began
-    progress.clear()
     if sp.replica_rank == 0 and config.out is not None:
         write(config.out, prompt.ids, logprobs.numpy())
     mean = float(logprobs.mean())
