@@ -79,4 +79,6 @@ def _rank(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from longspan.lm_eval import __main__  # by its name, as spawned ranks do not import a package's `__main__`
+
+    sys.exit(__main__.main())
