@@ -27,7 +27,8 @@ from longspan.bench.timing import DTYPES as DTYPES
 from longspan.bench.timing import alternate as alternate
 from longspan.comm.counting import Sent
 from longspan.comm.objects import gather_objects
-from longspan.ranks.supervisor import GRACE_S, supervise
+from longspan.ranks import launch
+from longspan.ranks.job import join_group
 from longspan.tracing.record import exported_events
 
 REPORTS = Path(__file__).resolve().parent / "reports"
@@ -52,14 +53,13 @@ def run_ranks(body: Callable[..., Any], world: int, *args: Any, env: dict[str, s
         return _rank(body, args)
     quiet = {"KINETO_LOG_LEVEL": "99"}  # of the profiler
     with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", **quiet, **(env or {})}):
-        return supervise(_rank, (body, args), world, GRACE_S)
+        return launch.start(_rank, (body, args), world)
 
 
 def _rank(body: Callable[..., Any], args: Sequence[Any]) -> Any:
     torch.set_num_threads(1)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if join_group("cuda" if torch.cuda.is_available() else "cpu") is None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     value = body(*args)
     dist.barrier()
     gc.collect()  # a model in a cycle would hold gloo's threads until the interpreter's end, which may abort them

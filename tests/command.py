@@ -7,7 +7,6 @@ the fate of ranks whose launcher is killed) tests start the real command.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,28 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from longspan.ranks import launch, supervisor
+from longspan.ranks import launch
 from tests.pool import THREADS, fork_server, run_forked
 
 
-class _Forks:
-    """Replaces the context by which the launcher starts its ranks."""
-
-    _context = multiprocessing.get_context("fork")
-    Pipe = _context.Pipe
-
-    def Process(self, target: Callable[..., Any], args: tuple[Any, ...], name: str) -> Any:
-        return self._context.Process(target=_as_new_process, args=(target, *args), name=name)
-
-
-def _as_new_process(target: Callable[..., Any], *args: Any) -> None:
-    for signum in (signal.SIGTERM, signal.SIGHUP):  # a fork inherits the launcher's handlers
-        signal.signal(signum, signal.SIG_DFL)
-    target(*args)
-
-
 def _fork_ranks() -> None:
-    supervisor.process_context = _Forks()
+    launch.START_METHOD = "fork"
     os.environ["OMP_NUM_THREADS"] = THREADS  # the test that started the server may have removed it
 
 

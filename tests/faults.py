@@ -260,8 +260,8 @@ FAULTS = (
     Fault("shared_tokenizing_shifts_ids", "data/rounds.py", "merged[int(ends[index]) - len(ids) : int(ends[index])]",
           "merged[: len(ids)]", "tests/test_data.py -k share_tokenisation"),
     # ranks
-    Fault("silent_rank_not_noticed", "ranks/heartbeat.py", "now - self._beat_at[rank] > self._timeout_s]",
-          "now - self._beat_at[rank] > 100 * self._timeout_s]", "tests/test_heartbeat.py -k without_a_heartbeat"),
+    Fault("silent_rank_not_noticed", "ranks/watch.py", "now - self._beat_at[rank] > self._timeout_s]",
+          "now - self._beat_at[rank] > 100 * self._timeout_s]", "tests/test_watch.py -k without_a_heartbeat"),
     Fault("ranks_with_other_flags_accepted", "ranks/agreement.py", "differences(messages, range(len(messages)))", "{}",
           "tests/test_agreement.py -k named_by_rank"),
     Fault("rank_beyond_the_world_accepted", "ranks/job.py", '_integer("RANK", 0, world_size - 1)',

@@ -16,7 +16,7 @@ from longspan.generate.config import GenerateConfig
 from longspan.generate.job import open_fitting_prompt
 from longspan.generate.rank import Generation
 from longspan.generate.score import ScoreConfig, open_text, score_rank
-from longspan.ranks.launch import unwatched
+from longspan.ranks.watch import Watch
 from tests.models import MORE, build, sharding
 from tests.side_stream import LateCopy, LateSide
 
@@ -70,12 +70,12 @@ def plain(name: str, rows: int = 1, padded: bool = False, options: tuple[tuple[s
 
 def run_generate(config: GenerateConfig) -> dict[str, Any]:
     """Return the report of `longspan generate`, on this rank."""
-    return Generation(config, unwatched(config), open_fitting_prompt(config)).run()
+    return Generation(config, Watch(), open_fitting_prompt(config)).run()
 
 
 def run_score(config: ScoreConfig) -> dict[str, Any]:
     """Return the report of `longspan score`, on this rank."""
-    return score_rank(config, unwatched(config), open_text(config))
+    return score_rank(config, Watch(), open_text(config))
 
 
 def check_generated(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that differ, or that cannot connect, raise before any collective."""
+"""Ranks that differ, or that cannot connect, raise before the first step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import io
 import json
 import os
 import socket
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,9 @@ import pytest
 from longspan import cli
 from longspan.core.errors import LongspanError
 from longspan.core.sections import make, replace
-from longspan.ranks import agreement, rendezvous
+from longspan.ranks import agreement
 from longspan.ranks.agreement import compare
-from longspan.ranks.job import VARIABLES, read_job
-from longspan.ranks.rendezvous import Peers, wait_for_ranks
+from longspan.ranks.job import FOLDER, VARIABLES, join_group, read_job
 from tests.pool import RankPool, run_forked
 
 ROOT = Path(__file__).parents[1]
@@ -62,37 +60,31 @@ def test_long_values_are_cut_and_still_differ() -> None:
     assert texts[0] != texts[1] and all(len(text) <= 80 for text in texts)
 
 
-# --- over the store
+# --- over the process group
 
 
 def _agree_on(facts: list[dict[str, Any]]) -> str:
-    peers = wait_for_ranks(20)
+    import torch.distributed as dist
+
     try:
-        agreement.agree(peers, facts[peers.rank])
+        agreement.agree(facts[dist.get_rank()])
     except LongspanError as error:
         return str(error)
     return ""
 
 
 def _one_refuses(kind: type[Exception]) -> str:
-    peers = wait_for_ranks(20)
+    import torch.distributed as dist
+
+    def opened() -> None:
+        if dist.get_rank() == 1:
+            raise kind("--data x is missing; give another")
+
     try:
-        with agreement.refusing_together(peers):
-            if peers.rank == 1:
-                raise kind("--data x is missing; give another")
-        agreement.agree(peers, {})
+        agreement.open_together(opened, lambda _: {})
     except (LongspanError, kind) as error:
         return str(error)
     return ""
-
-
-def _no_answer_from_rank_1() -> str:
-    peers = wait_for_ranks(20)
-    peers.timeout_s = 0.5
-    try:
-        return "" if peers.rank == 1 else str(agreement.agree(peers, {}))
-    except LongspanError as error:
-        return str(error)
 
 
 def test_every_rank_raises_the_verdict(pool4: RankPool) -> None:
@@ -105,8 +97,6 @@ def test_every_rank_raises_the_verdict(pool4: RankPool) -> None:
     errors = pool4.run(_one_refuses, ValueError)  # any exception, as the other ranks would wait for this one
     assert errors[1] == "--data x is missing; give another"
     assert {errors[0], errors[2], errors[3]} == {"rank 1: ValueError: --data x is missing; give another"}
-    errors = pool4.run(_no_answer_from_rank_1)
-    assert errors[1] == "" and all("rank 1 of 4 did not answer" in errors[rank] for rank in (0, 2, 3)), errors
 
 
 def _try_changed(config: Any, changes: list[dict[str, Any]]) -> list[str]:
@@ -160,7 +150,7 @@ def test_settings_and_model_must_be_equal_on_all_ranks(pool2: RankPool, tmp_path
         ((2, 2, 29500), "RANK=2, which is no integer from 0 to 1"),
         ((-1, 2, 29500), "RANK=-1, which is no integer"),
         ((0, 0, 29500), "WORLD_SIZE=0, which is no integer of at least 1"),
-        ((0, "", 29500), "it has RANK=0, MASTER_ADDR=127.0.0.1, MASTER_PORT=29500, but no WORLD_SIZE"),
+        ((0, "", 29500), "the environment describes a job in part: it has no WORLD_SIZE"),
         ((0, 2, 70000), "MASTER_PORT=70000, which is no integer from 1 to 65535"),
         ((0, 2, "http"), "MASTER_PORT=http"),
     ],
@@ -177,53 +167,15 @@ def test_variables_of_an_impossible_job_are_refused(
     assert message in str(caught.value) and f"unset {' '.join(VARIABLES)}" in str(caught.value)
 
 
-def test_a_job_that_does_not_run_is_refused_within_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_does_not_run_is_refused_within_the_timeout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     port = _free_port()
     _describe(monkeypatch, 1, 2, port)
-    with pytest.raises(LongspanError, match=rf"RANK=1, WORLD_SIZE=2, .*MASTER_PORT={port} within 1 s, nobody.*unset"):
-        wait_for_ranks(start_s=1)
-    with socket.create_server(("127.0.0.1", port)), pytest.raises(LongspanError, match=r"not the store of a job"):
-        wait_for_ranks(start_s=1)
-    _describe(monkeypatch, 0, 3, _free_port())
-    with pytest.raises(LongspanError, match=r"^ranks 1, 2 of 3 did not arrive within 1 s.*unset RANK"):
-        wait_for_ranks(start_s=1)
-    monkeypatch.setenv("MASTER_ADDR", "no.such.host.invalid")
-    with pytest.raises(LongspanError, match=r"MASTER_ADDR=no.such.host.invalid is no address"):
-        wait_for_ranks(start_s=1)
-
-
-def _gather_in_threads(store: Any, ranks: list[int], world: int, timeout_s: float) -> dict[int, str]:
-    """Return the session, or the error, of each rank."""
-    sessions: dict[int, str] = {}
-
-    def rank_of(number: int, rank: int) -> None:
-        try:
-            sessions[number] = rendezvous._gather(store.clone(), rank, world, timeout_s, None)
-        except LongspanError as error:
-            sessions[number] = str(error)
-
-    threads = [threading.Thread(target=rank_of, args=pair) for pair in enumerate(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return sessions
-
-
-def test_ranks_connect_again_over_the_store_of_an_earlier_job(store: Any) -> None:
-    first = set(_gather_in_threads(store, [0, 1, 2], 3, 30).values())
-    second = set(_gather_in_threads(store, [2, 1, 0], 3, 30).values())
-    assert len(first) == len(second) == 1 and first != second
-    absent = _gather_in_threads(store, [0, 1], 3, 1)  # rank 2's old greeting is no arrival
-    assert all("rank 2 of 3 did not arrive within 1 s" in error for error in absent.values()), absent
-    assert "rank 0 of 3 did not arrive" in _gather_in_threads(store, [1], 3, 0.5)[0]
-
-
-def test_a_clone_has_another_connection_to_the_same_keys(store: Any) -> None:
-    peers = Peers(0, 1, 5, store, "session")
-    peers.clone().set("word", "yes")
-    assert peers.get("word") == "yes" and peers.get("other") is None
-    assert peers.missing("beat") == [0]
+    with pytest.raises(LongspanError, match=rf"did not arrive within 1 s: .*RANK=1, .*MASTER_PORT={port}.*unset RANK"):
+        join_group("cpu", 1)
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(LongspanError, match=r"^ranks 0, 2 of 3 did not arrive within 1 s.*unset RANK"):
+        join_group("cpu", 1)
 
 
 def _command(job: dict[str, str], command: list[str]) -> tuple[int, str]:
@@ -246,13 +198,3 @@ def test_different_flags_are_refused_on_every_rank(tmp_path: Path) -> None:
         ]
         for code, errors in (run.result() for run in runs):
             assert code == 2 and "steps is 4 on rank 1, 3 on rank 0" in errors, errors
-
-
-def test_the_start_has_another_timeout_than_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine ranks may start minutes apart; `--timeout` is for ranks that have arrived."""
-    limits: list[float] = []
-    monkeypatch.setattr(rendezvous, "_connect", lambda job, limit_s: limits.append(limit_s) or "a store")
-    monkeypatch.setattr(rendezvous, "_gather", lambda store, rank, world, limit_s, job: limits.append(limit_s) or "us")
-    _describe(monkeypatch, 0, 2, 29500)
-    assert wait_for_ranks(30).timeout_s == 30 and limits == [600, 600]
-    assert wait_for_ranks(30, 5).timeout_s == 30 and limits[2:] == [5, 5]

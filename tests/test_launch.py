@@ -21,11 +21,9 @@ import pytest
 
 from longspan.compat.torch_api import copy_job_timeout, give_hosts_time
 from longspan.core.errors import LongspanError
-from longspan.ranks import job, launch, rendezvous, supervisor
-from longspan.ranks.heartbeat import Heartbeat
-from longspan.ranks.job import SUPERVISED, JobVariables, first_host, read_job
-from longspan.ranks.launch import RankFailed, Stopped, StopRequest
-from longspan.ranks.rendezvous import wait_for_ranks
+from longspan.ranks import job, launch
+from longspan.ranks.job import FOLDER, Job, join_group, read_job
+from longspan.ranks.launch import RankFailed, Stopped, StopRequest, _End
 from tests.command import ForkedLauncher, launch_forked
 from tests.fakes import fake_world
 
@@ -71,11 +69,13 @@ def _end_while_others_wait(how: str) -> None:
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    join_group("cpu")
     dist.barrier()
     if dist.get_rank() == 1:
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "leave":
+            os._exit(0)
         raise RuntimeError("planted fault")
     dist.all_reduce(torch.ones(1))
 
@@ -85,12 +85,8 @@ def _hang_in_step_7(how: str) -> None:
     import torch
     import torch.distributed as dist
 
-    peers = wait_for_ranks(60)  # ranks that start on a busy machine are late, not lost
-    peers.timeout_s = 4
-    peers.init_process_group("cpu")
-    dist.barrier()
-    with Heartbeat(peers, launch._end_lost_job) as heartbeat:
-        heartbeat.at("forward and backward", 7)
+    with launch.joined(4) as watch:
+        watch.at("forward and backward", 7)
         if dist.get_rank() == 1:
             time.sleep(1)
             if how == "stop":
@@ -107,8 +103,7 @@ def _wait_with_stopped_rank(folder: str) -> None:
     """Write process ids to files; then all ranks wait, rank 1 stopped."""
     import torch.distributed as dist
 
-    with launch.joined(60) as heartbeat:
-        heartbeat.peers.init_process_group("cpu")
+    with launch.joined(60):
         group = dist.new_group(list(range(dist.get_world_size())))
         dist.barrier(group)
         Path(folder, "rank-" + os.environ["RANK"]).write_text(str(os.getpid()))
@@ -156,6 +151,7 @@ def test_ranks_share_cores_and_timeout_and_one_of_them_shows_warnings(
     ("how", "message", "details"),
     [
         ("kill", r"^rank 1 of 2 was killed by SIGKILL; often the kernel .* memory .*; the other ranks were ended", ""),
+        ("leave", r"^rank 1 of 2 exited with code 0 and left no error before the job was done; the other", ""),
         ("raise", r"^rank 1 of 2 died \(exit code 1\): RuntimeError: planted fault; the", "_end_while_others_wait"),
     ],
 )
@@ -253,7 +249,7 @@ def test_only_loopback_is_used_and_no_rank_survives_a_killed_launcher(tmp_path: 
     process, pids = _start(tmp_path, 25)
     try:
         listening = _listening([process.pid, *pids])
-        assert len(listening) >= 3  # the store, and gloo in both ranks
+        assert len(listening) >= 2  # gloo in both ranks
         assert set(listening) <= {"0100007F", "00000000000000000000000001000000"}, listening
         process.kill()
         process.wait(10)
@@ -262,7 +258,6 @@ def test_only_loopback_is_used_and_no_rank_survives_a_killed_launcher(tmp_path: 
         for pid in (process.pid, *pids):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    assert [path.name for path in (tmp_path / "tmp").iterdir() if not path.name.startswith("torchinductor")] == []
 
 
 @pytest.mark.launcher
@@ -277,28 +272,45 @@ def test_a_signal_ends_waiting_and_stopped_ranks(tmp_path: Path) -> None:
     assert _gone(pids, 5)
 
 
-def _raise(error: BaseException) -> None:
-    raise error
+def test_the_end_of_a_rank_decides_the_error(tmp_path: Path) -> None:
+    def conclude(*ends: _End, signum: int | None = None, late: str = "") -> Any:
+        return launch._conclude(dict(enumerate(ends)), 2, signum, late)
+
+    refused, done, stopped = _End("refused", "no space left"), _End("done"), _End("stopped", "15")
+    error = conclude(done, refused)
+    assert isinstance(error, LongspanError) and str(error) == "no space left"
+    killed = _End.read(str(tmp_path), 1, -signal.SIGKILL)
+    assert str(conclude(done, killed)).startswith("rank 1 of 2 was killed by SIGKILL; often the kernel")
+    assert str(conclude(_End("lost", "rank 1 of 2: no heartbeat"))).startswith("rank 1 of 2: no heartbeat; the other")
+    for ends, signum, late, not_saved in (
+        ((stopped, stopped), None, "", ""),
+        ((stopped, killed), 15, "", ""),  # before it could save, so nothing is lost
+        ((refused, killed), 15, "", "rank 0 could not save: no space left"),
+        ((stopped,), 15, "1 of 2 ranks did not end", "1 of 2 ranks did not end"),
+    ):
+        stop = conclude(*ends, signum=signum, late=late)
+        assert isinstance(stop, Stopped) and (stop.code, stop.not_saved) == (143, not_saved)
+    assert _End.read(str(tmp_path), 0, 7).text == "exited with code 7 and left no error"
 
 
-def test_the_end_of_a_rank_decides_the_error(store: Any) -> None:
-    """A rank reports its end in one value, from which the launcher makes the error."""
+def _end_by(how: str) -> None:
+    if how == "exit":
+        sys.exit(0)
+    raise {"refuse": LongspanError("42 is not an answer; ask again"), "pipe": BrokenPipeError("x")}[how]
 
-    def conclude(error: BaseException) -> Any:
-        end = supervisor._run(_raise, (error,), 1)
-        return supervisor._conclude(_FakeRanks(end), supervisor.Signals((), 1), store, 25)  # type: ignore[arg-type]
 
-    with pytest.raises(LongspanError, match=r"^42 is not an answer; ask again$"):
-        conclude(LongspanError("42 is not an answer; ask again"))
-    with pytest.raises(Stopped) as stop:
-        conclude(Stopped(signal.SIGTERM))
-    assert stop.value.code == 143
-    with pytest.raises(RankFailed, match=r"^rank 0 of 2 called sys.exit\(0\) before the job was done; the other"):
-        conclude(SystemExit(0))
-    with pytest.raises(RankFailed, match=r"BrokenPipeError: .* \(the process that reads this job's output has ended\)"):
-        conclude(BrokenPipeError("x"))
-    assert supervisor._describe_death(7) == "exited with code 7 and left no error"
-    assert supervisor._describe_death(0) == "exited with code 0 and left no error before the job was done"
+@pytest.mark.launcher
+@pytest.mark.parametrize(
+    ("how", "kind", "message"),
+    [
+        ("refuse", LongspanError, r"^42 is not an answer; ask again$"),
+        ("exit", RankFailed, r"^rank [01] of 2 called sys.exit\(0\) before the job was done; the other"),
+        ("pipe", RankFailed, r"BrokenPipeError: .* \(the process that reads this job's output has ended\)"),
+    ],
+)
+def test_an_error_of_a_rank_is_that_of_the_job(how: str, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        launch_forked(_end_by, how, nproc=2)
 
 
 def test_a_wrong_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,11 +320,11 @@ def test_a_wrong_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch)
         launch.check_nproc(4, 3, "--ulysses 4")
     _as_under_torchrun(monkeypatch, 4)
     launch.check_nproc(4, None, "--ulysses 4")
-    with pytest.raises(LongspanError, match=r"torchrun started 4 processes, but --ulysses 8 needs 8"):
+    with pytest.raises(LongspanError, match=r"torchrun or srun started 4 processes, but --ulysses 8 needs 8"):
         launch.check_nproc(8, None, "--ulysses 8")
     with pytest.raises(LongspanError, match=r"--nproc 2 does not match the 4 processes that torchrun started"):
         launch.check_nproc(4, 2, "--ulysses 4")
-    with pytest.raises(LongspanError, match=r"torchrun started 4 processes, but a mesh of 2 needs 2"):
+    with pytest.raises(LongspanError, match=r"torchrun or srun started 4 processes, but a mesh of 2 needs 2"):
         launch.launch(os.getpid, nproc=2)
 
 
@@ -336,35 +348,26 @@ def _as_under_srun(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
 
 
 STEP = {
-    "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "12", "SLURM_NTASKS": "12",
-    "SLURM_NODEID": "1", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "8,4",
-    "SLURM_JOB_NODELIST": "gpu[007-008]", "SLURM_STEP_NODELIST": "gpu[007-008]",
+    "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "12", "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1", "MASTER_ADDR": "gpu007", "MASTER_PORT": "29500",
 }  # fmt: skip
 
 
 def test_a_task_of_srun_is_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     _as_under_srun(monkeypatch, **STEP)
-    assert launch.under_torchrun() and launch.started_elsewhere() and not launch.is_first_local_rank()
-    job = read_job()
-    assert job is not None
-    assert (job.rank, job.world_size, job.local_rank, job.local_world_size) == (9, 12, 1, 4)
-    assert job.address == "gpu007" and 15000 <= job.port < 30000 and not job.on_one_machine
-    assert os.environ["LOCAL_WORLD_SIZE"] == "4"  # where other libraries look
-    port = job.port
-    _as_under_srun(monkeypatch, **{**STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
-    assert launch.is_first_rank() and read_job().port == port and read_job().local_world_size == 8  # type: ignore[union-attr]
+    assert launch.started_elsewhere() and not launch.is_first_local_rank()
+    assert read_job() == Job(9, 12, 1, 0)
+    assert os.environ["LOCAL_RANK"] == "1"  # where other libraries look
+    _as_under_srun(monkeypatch, **{**STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
+    assert launch.under_torchrun() and launch.is_first_rank()
     with pytest.raises(LongspanError, match="srun started 12 processes, but --ulysses 8 needs 8; start 8, or"):
         launch.check_nproc(8, None, "--ulysses 8")
-    _as_under_srun(monkeypatch, **{**STEP, "SLURM_STEP_ID": "1"})
-    assert read_job().port != port  # type: ignore[union-attr]
-    _as_under_srun(monkeypatch, **STEP, MASTER_ADDR="10.0.0.7", MASTER_PORT="4000")
-    assert (read_job().address, read_job().port) == ("10.0.0.7", 4000)  # type: ignore[union-attr]
-    one = {"SLURM_STEP_TASKS_PER_NODE": "12", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "gpu007"}
-    _as_under_srun(monkeypatch, **{**STEP, **one})
-    assert read_job().on_one_machine and read_job().address == "127.0.0.1"  # type: ignore[union-attr]
-    few = {name: STEP[name] for name in ("SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")}
-    _as_under_srun(monkeypatch, **few, SLURM_JOB_NODELIST="n1,n2")
-    assert read_job().address == "n1" and read_job().local_world_size == 0  # type: ignore[union-attr]
+    _as_under_srun(monkeypatch, **{**STEP, "SLURM_PROCID": "12"})
+    with pytest.raises(LongspanError, match="RANK=12, which is no integer from 0 to 11; start"):
+        read_job()
+    _as_under_srun(monkeypatch, **{**STEP, "MASTER_ADDR": ""})
+    with pytest.raises(LongspanError, match=r"srun started 12 tasks, but .*`export MASTER_ADDR=\$\(scontrol"):
+        read_job()
 
 
 def test_a_batch_script_and_a_single_task_are_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,47 +375,23 @@ def test_a_batch_script_and_a_single_task_are_no_job(monkeypatch: pytest.MonkeyP
     del batch_script["SLURM_STEP_ID"]
     for variables in (batch_script, {**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}):
         _as_under_srun(monkeypatch, **variables)
-        assert read_job() is None and not launch.under_torchrun() and "RANK" not in os.environ
+        assert read_job() is None and "RANK" not in os.environ
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1", "LOCAL_RANK": "1"}
-    _as_under_srun(monkeypatch, **STEP, **torchrun, TORCHELASTIC_RUN_ID="x")  # torchrun as a task of srun
-    job = read_job()
-    assert job is not None and (job.rank, job.world_size, job.started_by) == (1, 2, "torchrun")
+    _as_under_srun(monkeypatch, **{**STEP, **torchrun})  # torchrun as a task of srun
+    assert read_job() == Job(1, 2, 1, 0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"SLURM_PROCID": "12"}, "SLURM_PROCID=12, which is no integer from 0 to 11; set MASTER_ADDR"),
-        ({"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS=many, which is no integer of at least 1"),
-        ({"SLURM_LOCALID": ""}, "has no SLURM_LOCALID; set"),
-        ({"SLURM_STEP_NODELIST": "", "SLURM_JOB_NODELIST": ""}, "neither SLURM_STEP_NODELIST nor SLURM_JOB_NODELIST"),
-        ({"SLURM_STEP_NODELIST": "gpu[007"}, "the node list 'gpu[007' of Slurm names no first host; set MASTER_ADDR"),
-    ],
-)
-def test_an_impossible_step_is_refused(monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], message: str) -> None:
-    _as_under_srun(monkeypatch, **{**STEP, **changes})
-    with pytest.raises(LongspanError) as caught:
-        read_job()
-    assert message in str(caught.value) and "unset SLURM_STEP_ID" in str(caught.value)
-    assert "RANK" not in os.environ
-
-
-def test_the_first_host_of_a_node_list() -> None:
-    lists = {"gpu[003-007,12],login1": "gpu003", "r[1-2]n[03-04].site,x": "r1n03.site", "a-b-1,a-b-2": "a-b-1"}
-    assert {nodes: first_host(nodes) for nodes in lists} == lists
-
-
-def _a_job(local_rank: int) -> JobVariables:
-    return JobVariables(local_rank, 8, local_rank, 8, "here", 1)
+def _a_job(local_rank: int) -> Job:
+    return Job(local_rank, 8, local_rank, 8)
 
 
 def test_a_rank_uses_the_gpu_of_its_local_rank_or_the_only_one() -> None:
-    assert [rendezvous.device_index(_a_job(place), 8) for place in range(8)] == list(range(8))
-    assert [rendezvous.device_index(_a_job(place), 1) for place in range(8)] == [0] * 8
+    assert [job.device_index(_a_job(place), 8) for place in range(8)] == list(range(8))
+    assert [job.device_index(_a_job(place), 1) for place in range(8)] == [0] * 8
     with pytest.raises(
         LongspanError, match="rank 5 is number 6 on its machine, where it sees 4 GPUs; .*at most 4 ranks"
     ):
-        rendezvous.device_index(_a_job(5), 4)
+        job.device_index(_a_job(5), 4)
 
 
 def test_a_group_with_gpus_also_has_gloo_and_is_bound_to_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,19 +406,23 @@ def test_a_group_with_gpus_also_has_gloo_and_is_bound_to_its_device(monkeypatch:
     monkeypatch.setattr(
         dist.distributed_c10d, "_get_default_group", lambda: SimpleNamespace(_get_backend=lambda _: host)
     )
-    monkeypatch.setattr(rendezvous, "use_loopback", lambda: None)
-    monkeypatch.setattr(rendezvous, "bind_to_node_of", lambda gpu: asked.update(bound=gpu))
+    monkeypatch.setattr(job, "use_loopback", lambda: None)
+    monkeypatch.setattr(job, "_meet", lambda *_: "a store")
+    monkeypatch.setattr(job, "bind_to_node_of", lambda gpu: asked.update(bound=gpu))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: f"properties of {device}")
-    peers = rendezvous.Peers(3, 8, 60, dist.HashStore(), "session", _a_job(3))  # type: ignore[attr-defined]
-    peers.init_process_group("cuda", 900)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "3")
+    for name, value in {"WORLD_SIZE": "8", "MASTER_ADDR": "here", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert join_group("cuda", None, 900) == asked["store"] == "a store"
     assert asked["backend"] == "cpu:gloo,cuda:nccl" and asked["device_id"] == asked["current"] == torch.device("cuda:3")
-    assert asked["timeout"].total_seconds() == 900 and asked["host"] == rendezvous.HOST_TIMEOUT_S
+    assert asked["timeout"].total_seconds() == 900 and asked["host"] == job.HOST_TIMEOUT_S
     assert "bound" not in asked
-    monkeypatch.setenv(SUPERVISED, "1")
-    peers.init_process_group("cuda", 900)
+    monkeypatch.setenv(FOLDER, "/nowhere")
+    join_group("cuda", None, 900)
     assert asked["bound"] == "properties of cuda:3"
     asked.clear()
-    peers.init_process_group("cpu", 900)
+    join_group("cpu", None, 900)
     assert asked["backend"] == "gloo" and asked["device_id"] is None and not asked.keys() & {"current", "bound"}
 
 
@@ -471,7 +454,7 @@ def test_a_rank_is_bound_to_the_cpus_beside_its_gpu(
 @pytest.mark.parametrize("name", ALLOCATOR)
 def test_the_user_configures_the_allocator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "max_split_size_mb:512")
-    supervisor.use_expandable_segments()
+    launch.use_expandable_segments()
     assert {key: os.environ[key] for key in ALLOCATOR if key in os.environ} == {name: "max_split_size_mb:512"}
 
 
@@ -530,67 +513,39 @@ def test_a_stop_request_stores_the_signal_and_restores_handlers(capfd: pytest.Ca
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
-def _run_stop_request(options: str, rest: str) -> subprocess.CompletedProcess[str]:
+def test_a_second_signal_ends_a_job() -> None:
     code = (
-        "import signal, time\nfrom longspan.ranks.launch import StopRequest\n"
-        f"with StopRequest({options}):\n    signal.raise_signal(15); {rest}; print('survived')"
+        "import signal, time\nfrom longspan.ranks import launch\nlaunch.REPEAT_S = 0.05\nwith launch.StopRequest():\n"
+        "    signal.raise_signal(15); time.sleep(0.1); signal.raise_signal(15); print('survived')"
     )
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-
-
-def test_a_second_signal_and_the_end_of_the_grace_period_end_a_job() -> None:
-    done = _run_stop_request("repeat_s=0.05", "time.sleep(0.1); signal.raise_signal(15)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "")
-    done = _run_stop_request("grace_s=0.2", "time.sleep(50)")
-    assert (done.returncode, done.stdout) == (143, "")
-    assert "not saved within 0.2 s of SIGTERM" in done.stderr and "--grace" in done.stderr
 
 
-class _FakeRanks:
-    """Two ranks that never end by themselves, and store the signals that they are sent."""
+class _Process:
+    """A rank that never ends by itself, and stores the signals that it is sent."""
 
-    def __init__(self, *ends: supervisor._End) -> None:
-        self.nproc, self.ends, self.killed = 2, dict(enumerate(ends)), set[int]()
-        self.running, self.signals = [0, 1], list[int]()
-        self.failures = lambda: supervisor._Ranks.failures(self)  # type: ignore[arg-type]
+    exitcode = None
 
-    def collect(self, wait_s: float) -> None:
-        time.sleep(0.01)
+    def __init__(self) -> None:
+        self.sentinel, _ = os.pipe()
+        self.signals = 0
 
-    def send_signal(self, signum: int) -> None:
-        self.signals.append(signum)
+    def terminate(self) -> None:
+        self.signals += 1
 
 
-def test_ranks_have_a_grace_period_until_a_second_signal() -> None:
-    # Processes in the background of a shell ignore SIGINT, and then so does a job.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with supervisor.Signals((signal.SIGINT,), 1) as signals:
+def test_ranks_have_a_grace_period_until_a_second_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [_Process(), _Process()]
+    with StopRequest("", ends=False) as stop:
         signal.raise_signal(signal.SIGINT)
-        assert signals.signum == signal.SIGINT and not signals.again
-        ranks = _FakeRanks()
-        supervisor._wait(ranks, signals, 0.3)  # type: ignore[arg-type]
-        assert ranks.signals == [signal.SIGTERM]
         signal.raise_signal(signal.SIGINT)  # at once, so a repetition
-        assert not signals.again
-        signals._since -= 2
+        assert stop.signum == signal.SIGINT and not stop.again
+        ends, late = launch._wait(ranks, str(tmp_path), stop, 0.3)
+        assert not ends and "2 of 2 ranks did not end within 0.3 s" in late and [r.signals for r in ranks] == [1, 1]
+        monkeypatch.setattr(launch, "REPEAT_S", 0.0)
         signal.raise_signal(signal.SIGINT)
-        supervisor._wait(_FakeRanks(), signals, 3600)  # type: ignore[arg-type]
-    signal.signal(signal.SIGINT, before)
-    ranks.killed = {0, 1}
-    with pytest.raises(Stopped) as stop:
-        supervisor._conclude(ranks, signals, None, 0.3)  # type: ignore[arg-type]
-    assert stop.value.code == 130 and "second signal" in stop.value.not_saved
-
-
-def test_a_failed_save_after_a_signal_is_reported() -> None:
-    signals = supervisor.Signals((), 1)
-    signals.signum = signal.SIGTERM
-    ranks = _FakeRanks(supervisor._End("refused", "no space left"), supervisor._End("died", code=-9))
-    with pytest.raises(Stopped) as stop:
-        supervisor._conclude(ranks, signals, None, 25)  # type: ignore[arg-type]
-    assert stop.value.not_saved == "rank 0 could not save: no space left"
-    ranks = _FakeRanks(supervisor._End("done", result=7), supervisor._End("done"))
-    assert supervisor._conclude(ranks, signals, None, 25) == 7  # type: ignore[arg-type]
+        assert "second signal" in launch._wait(ranks, str(tmp_path), stop, 3600)[1]
 
 
 @pytest.mark.parametrize(
@@ -604,16 +559,7 @@ def test_a_failed_save_after_a_signal_is_reported() -> None:
     ],
 )
 def test_only_errors_of_gloo_nccl_and_the_store_mean_a_lost_peer(error: Exception, lost: bool) -> None:
-    assert supervisor.lost_peer(error) is lost
+    assert launch.lost_peer(error) is lost
     wrapped = LongspanError("checkpoint cannot be written")
     wrapped.__cause__ = error
-    assert supervisor.lost_peer(wrapped) is lost
-
-
-def test_the_launcher_is_named_if_its_store_did_not_answer(store: Any) -> None:
-    """After a launcher was stopped and continued, every rank has ended itself."""
-    lost = supervisor._End("died", code=supervisor.LOST_CODE)
-    message = str(supervisor._diagnose({1: lost, 0: lost}, 2, store))
-    assert "rank 1" not in message and f"process {os.getpid()}" in message and "it was stopped" in message
-    killed = supervisor._End("died", code=-9)
-    assert str(supervisor._diagnose({1: lost, 0: killed}, 2, store)).startswith("rank 0 of 2 was killed by SIGKILL")
+    assert launch.lost_peer(wrapped) is lost

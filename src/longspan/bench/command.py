@@ -18,7 +18,6 @@ from longspan.ranks.job import RankFlags
 if TYPE_CHECKING:
     import torch
 
-    from longspan.ranks.heartbeat import Heartbeat
 
 ELEMENT_BYTES = 4
 """Collectives are measured in fp32, as gradients are summed in it; other transfers do not depend on the dtype."""
@@ -93,11 +92,11 @@ def _check_out(config: BenchConfig) -> None:
 
 
 def _bench_rank(config: BenchConfig) -> dict[str, Any]:
-    with launch.joined(config.timeout, config.start_timeout) as heartbeat:
-        return worker(config, heartbeat)
+    with launch.joined(config.timeout, config.start_timeout):
+        return worker(config)
 
 
-def worker(config: BenchConfig, heartbeat: Heartbeat | None = None) -> dict[str, Any]:
+def worker(config: BenchConfig) -> dict[str, Any]:
     """Return the hardware file's content, the same on every rank; every rank of the job calls it."""
     import torch
 
@@ -106,7 +105,7 @@ def worker(config: BenchConfig, heartbeat: Heartbeat | None = None) -> dict[str,
 
     config.check()
     settings = agreement.settings(config, leave_out=("out", "name"))  # what the first rank alone uses may differ
-    agreement.open_together(heartbeat or launch.unwatched(config), lambda: _check_out(config), lambda _: settings)
+    agreement.open_together(lambda: _check_out(config), lambda _: settings)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())

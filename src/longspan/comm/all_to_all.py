@@ -35,7 +35,7 @@ from torch import Tensor
 from longspan.comm.mesh import find_group, group_name
 from longspan.comm.quantize import Runs, dequantize_rows, quantize_rows, row_width
 from longspan.core.layout import Span
-from longspan.ranks.heartbeat import waiting
+from longspan.ranks.watch import waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

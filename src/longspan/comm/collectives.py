@@ -17,7 +17,7 @@ from longspan.comm.arguments import check_group, check_tensor
 from longspan.comm.mesh import find_group, group_name
 from longspan.compat.torch_api import gather_into, scatter_into
 from longspan.core.validation import LARGEST_COUNT, check_number
-from longspan.ranks.heartbeat import waiting
+from longspan.ranks.watch import waiting
 
 Collective = TypeVar("Collective", bound=Callable[..., Tensor])
 

@@ -25,8 +25,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout
 from longspan.core.parallel import AXES, ParallelConfig, axes_of_width, widths_of
 from longspan.core.validation import LARGEST_COUNT, check_choice, check_flag, check_number, checked_call, format_value
-from longspan.ranks.job import read_job
-from longspan.ranks.rendezvous import HOST_TIMEOUT_S, wait_for_ranks
+from longspan.ranks.job import HOST_TIMEOUT_S, join_group, read_job
 
 GLOO_TIMEOUT_S, NCCL_TIMEOUT_S = 1800, 600  # torch's own defaults
 
@@ -126,7 +125,7 @@ def init_mesh(
         if world == 1:
             return OneDeviceMesh(device_type)
         default_s = NCCL_TIMEOUT_S if device_type == "cuda" else GLOO_TIMEOUT_S
-        wait_for_ranks(timeout, timeout).init_process_group(device_type, timeout or default_s)
+        join_group(device_type, timeout, timeout or default_s)
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
     for group in mesh.get_all_groups():
         copy_job_timeout(group)

@@ -62,10 +62,10 @@ def open_fitting_prompt(config: GenerateConfig) -> Prompt:
 
 
 def _generate_rank(config: GenerateConfig, prompt: Prompt | None) -> dict[str, Any]:
-    with launch.joined(config.timeout, config.start_timeout) as heartbeat:
+    with launch.joined(config.timeout, config.start_timeout) as watch:
         from longspan.generate.rank import Generation
 
-        return Generation(config, heartbeat, prompt).run()
+        return Generation(config, watch, prompt).run()
 
 
 def format_report(report: dict[str, Any]) -> str:

@@ -32,21 +32,21 @@ if TYPE_CHECKING:
 
     from longspan.generate.config import GenerateConfig
     from longspan.generate.prompt import Prompt
-    from longspan.ranks.heartbeat import Heartbeat
+    from longspan.ranks.watch import Watch
 
 Flags = TypeVar("Flags", bound=ModelFlags)
 
 
 def start(
-    config: Flags, heartbeat: Heartbeat, opened: Prompt | None, open_text: Callable[[Flags], Prompt]
+    config: Flags, watch: Watch, opened: Prompt | None, open_text: Callable[[Flags], Prompt]
 ) -> tuple[Prompt, SequenceSharding, Any]:
     """Return the prompt, the sharding and the parallelized model. Collective.
 
     `opened` is the prompt opened by the launcher; None if each rank opens it by `open_text(config)`.
     """
-    prompt = agreement.open_together(heartbeat, lambda: open_text(config) if opened is None else opened, _facts)
+    prompt = agreement.open_together(lambda: open_text(config) if opened is None else opened, _facts)
     config = prompt.flags
-    heartbeat.at("loading", unlimited=True)
+    watch.at("loading", unlimited=True)
     if launch.is_first_rank():
         print(f"loading {config.model}", file=sys.stderr, flush=True)
     with launch.stdout_to_stderr():
@@ -104,9 +104,9 @@ class TextStream(TextStreamer):  # type: ignore[misc]
 class Generation:
     """The generation of one rank. `prompt` is None if each rank opens it; the `first` rank writes."""
 
-    def __init__(self, config: GenerateConfig, heartbeat: Heartbeat, prompt: Prompt | None) -> None:
-        self._heartbeat = heartbeat
-        self.prompt, self.sp, self.model = start(config, heartbeat, prompt, open_fitting_prompt)
+    def __init__(self, config: GenerateConfig, watch: Watch, prompt: Prompt | None) -> None:
+        self._watch = watch
+        self.prompt, self.sp, self.model = start(config, watch, prompt, open_fitting_prompt)
         self.config = config = self.prompt.flags
         self.first = self.sp.replica_rank == 0
         self._tokenizer = load_tokenizer(tokenizer_name(config))
@@ -213,7 +213,7 @@ class Generation:
         return settings
 
     def _forward_done(self) -> None:
-        """After each forward, tell the heartbeat, and show progress of the prompt."""
+        """After each forward, tell the watch, and show progress of the prompt."""
         held, prompt = self._cache.get_seq_length(), self.prompt.tokens
         if held <= prompt:
             if self.sp.device.type == "cuda":
@@ -224,7 +224,7 @@ class Generation:
         elif held >= self._cache.compare_from:
             self._cache.compare_from = held + _COMPARED_EVERY
         self._forwards += 1
-        self._heartbeat.at("prompt" if held < prompt else "new tokens", self._forwards)
+        self._watch.at("prompt" if held < prompt else "new tokens", self._forwards)
 
     def _report(self, stream: TextStream, began: float, why: str) -> dict[str, Any]:
         held = self._cache.get_seq_length()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from longspan.generate.prompt import Prompt
-    from longspan.ranks.heartbeat import Heartbeat
+    from longspan.ranks.watch import Watch
 
 _ENDINGS = (".jsonl", ".npz", ".parquet")
 
@@ -109,19 +109,19 @@ def open_text(config: ScoreConfig) -> Prompt:
 
 
 def _score_rank(config: ScoreConfig, opened: Prompt | None) -> dict[str, Any]:
-    with launch.joined(config.timeout, config.start_timeout) as heartbeat:
-        return score_rank(config, heartbeat, opened)
+    with launch.joined(config.timeout, config.start_timeout) as watch:
+        return score_rank(config, watch, opened)
 
 
-def score_rank(config: ScoreConfig, heartbeat: Heartbeat, opened: Prompt | None) -> dict[str, Any]:
+def score_rank(config: ScoreConfig, watch: Watch, opened: Prompt | None) -> dict[str, Any]:
     """Score on this rank; every rank of the job calls it and returns the same report."""
     import torch
 
     from longspan.generate.rank import start
     from longspan.hf.forward.logprobs import token_logprobs
 
-    prompt, sp, model = start(config, heartbeat, opened, open_text)
-    heartbeat.at("scoring", 1)
+    prompt, sp, model = start(config, watch, opened, open_text)
+    watch.at("scoring", 1)
     began = time.perf_counter()
     ids = torch.from_numpy(prompt.ids)[None].to(sp.device)
     with torch.no_grad():

@@ -61,11 +61,8 @@ def _ranks(argv: list[str]) -> int:
 def _rank(argv: list[str]) -> int:
     from longspan.lm_eval.model import end, follow
 
-    with launch.joined() as heartbeat:
-        import torch
-
-        heartbeat.peers.init_process_group("cuda" if torch.cuda.is_available() else "cpu")
-        if heartbeat.peers.rank != 0:
+    with launch.joined() as watch:
+        if watch.rank != 0:
             follow()
             return 0
         code = 0

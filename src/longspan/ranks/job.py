@@ -1,154 +1,48 @@
-"""The job that this process is a rank of, as torchrun's or Slurm's environment variables describe it, and its flags.
+"""The job that this process is a rank of: what the environment says of it, and its process group.
 
+`longspan.ranks.launch` starts ranks on one machine: they meet in a file of a private folder (`FOLDER`), so no port is
+opened for them. torchrun describes its ranks by `VARIABLES`. In a step of `srun` each task is a rank, and the batch
+script names the first host:
+
+    export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) MASTER_PORT=29500
     srun --ntasks-per-node 8 --gpus-per-node 8 longspan train ...
-
-In a step of `srun`, each task is a rank: `SLURM_PROCID` of `SLURM_STEP_NUM_TASKS`. The rendezvous is on the step's
-first host, which runs rank 0, unless `MASTER_ADDR` and `MASTER_PORT` name another place. A batch script outside of
-`srun` is no step, so a command in it starts its own ranks. (https://slurm.schedmd.com/srun.html, "OUTPUT ENVIRONMENT
-VARIABLES".)
 """
 
 from __future__ import annotations
 
 import os
-import re
+import socket
+import threading
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from longspan.core.errors import LongspanError
+from longspan.core.formatting import format_ranks
 from longspan.core.validation import LONGEST_WAIT_S, check_counts, check_number
 
-#: torchrun's (and torch.distributed's) description of a job: all four, or this process is no rank of one.
+#: torchrun's description of a job: all four, or this process is no rank of one.
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-#: In the environment of ranks that longspan's launcher started.
-SUPERVISED = "LONGSPAN_SUPERVISED"
+#: In the environment of ranks that longspan started: the folder where they meet and report how they ended.
+FOLDER = "LONGSPAN_RANKS"
 #: Default of --start-timeout in seconds: on a busy machine, importing torch and transformers can take minutes.
 START_TIMEOUT_S = 600
-#: Ports for the steps of Slurm: above the well-known ones, below those that systems assign.
-_PORTS = range(15000, 30000)
-_FIX = f"start the job by torchrun, which sets them all, or run `unset {' '.join(VARIABLES)}` if there is no such job"
-_SLURM_FIX = (
-    "set MASTER_ADDR (the host of rank 0) and MASTER_PORT, start the ranks by torchrun, or run `unset SLURM_STEP_ID` "
-    "if this is no rank of a job"
-)
+#: Default of --timeout in seconds: without and with GPUs.
+CPU_TIMEOUT_S, GPU_TIMEOUT_S = 60, 300
+#: Timeout in seconds of the collectives of a watched job: while rank 0 exports a model, the others wait for hours.
+GROUP_TIMEOUT_S = 24 * 3600
+#: Timeout in seconds of gloo's collectives in a job with GPUs, where one host may wait for another to write a model.
+HOST_TIMEOUT_S = 2 * 3600
 
 
-@dataclass(frozen=True)
-class JobVariables:
-    """A job, as its variables describe it to one rank; `local_world_size` is 0 if unknown."""
+class Job(NamedTuple):
+    """A rank's place in its job; `local_world_size` is 0 if unknown."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
-    address: str
-    port: int
-
-    @property
-    def on_one_machine(self) -> bool:
-        return self.local_world_size == self.world_size
-
-    @property
-    def started_by(self) -> str:
-        return "srun" if "SLURM_STEP_ID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ else "torchrun"
-
-    def __str__(self) -> str:
-        return f"RANK={self.rank}, WORLD_SIZE={self.world_size}, MASTER_ADDR={self.address} and MASTER_PORT={self.port}"
-
-
-def read_job() -> JobVariables | None:
-    """Return the job that the environment describes, or None. In a step of `srun`, set torchrun's variables first."""
-    adopt_step()
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        return None
-    missing = [name for name in VARIABLES if not os.environ.get(name)]
-    if missing:
-        given = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES if os.environ.get(name))
-        raise LongspanError(
-            f"the environment describes a job in part: it has {given or 'empty variables'}, but no "
-            f"{', '.join(missing)}; {_FIX}"
-        )
-    world_size = _integer("WORLD_SIZE", 1)
-    return JobVariables(
-        rank=_integer("RANK", 0, world_size - 1),
-        world_size=world_size,
-        local_rank=_integer("LOCAL_RANK", 0) if os.environ.get("LOCAL_RANK") else 0,
-        local_world_size=_integer("LOCAL_WORLD_SIZE", 0) if os.environ.get("LOCAL_WORLD_SIZE") else 0,
-        address=os.environ["MASTER_ADDR"],
-        port=_integer("MASTER_PORT", 1, 65535),
-    )
-
-
-def adopt_step() -> None:
-    """Set torchrun's variables from Slurm's, in the environment, where other libraries look too."""
-    environment = os.environ
-    if "RANK" in environment or "WORLD_SIZE" in environment or "SLURM_PROCID" not in environment:
-        return
-    if "SLURM_STEP_ID" not in environment:  # a batch script, where SLURM_PROCID is 0 whatever --ntasks says
-        return
-    tasks = _integer("SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS", 1)
-    if tasks == 1:
-        return
-    local_tasks = _local_tasks(tasks)
-    environment.update(  # after all checks, as the arguments are evaluated first
-        RANK=str(_integer("SLURM_PROCID", 0, tasks - 1)),
-        WORLD_SIZE=str(tasks),
-        LOCAL_RANK=str(_integer("SLURM_LOCALID", 0, tasks - 1)),
-        LOCAL_WORLD_SIZE=str(local_tasks),
-        MASTER_ADDR=environment.get("MASTER_ADDR") or ("127.0.0.1" if local_tasks == tasks else _first_host()),
-        MASTER_PORT=environment.get("MASTER_PORT") or str(_port()),
-    )
-
-
-def first_host(nodes: str) -> str:
-    """Return the first host of a Slurm node list: "gpu003" of "gpu[003-007,12],login1"."""
-    first = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])+(?=,|$)", nodes.strip())
-    host = re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group()) if first else ""
-    if not re.fullmatch(r"[\w.-]+", host):
-        raise LongspanError(f"the node list {nodes!r} of Slurm names no first host; {_SLURM_FIX}")
-    return host
-
-
-def _first_host() -> str:
-    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
-    if not nodes:
-        raise LongspanError(
-            "the environment describes a step of Slurm, but neither SLURM_STEP_NODELIST nor SLURM_JOB_NODELIST names "
-            f"its hosts; {_SLURM_FIX}"
-        )
-    return first_host(nodes)
-
-
-def _local_tasks(tasks: int) -> int:
-    """Return the step's tasks on this host; 0 if Slurm does not say."""
-    text = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE") or ""
-    counts: list[int] = []  # of "8(x2),4": 8, 8, 4
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            return 0
-        counts += [int(match[1])] * int(match[2] or 1)
-    if sum(counts) != tasks or ("SLURM_NODEID" not in os.environ and len(counts) > 1):
-        return 0
-    node = _integer("SLURM_NODEID", 0) if len(counts) > 1 else 0
-    return counts[node] if node < len(counts) else 0
-
-
-def _port() -> int:
-    """Return a port that all ranks of the step compute, and that concurrent steps do not share."""
-    job = _integer("SLURM_JOB_ID", 0) if "SLURM_JOB_ID" in os.environ else 0
-    return _PORTS[(job * 31 + _integer("SLURM_STEP_ID", 0)) % len(_PORTS)]
-
-
-def _integer(name: str, least: int, most: int | None = None) -> int:
-    text = os.environ.get(name, "")
-    number = int(text) if text.strip().lstrip("+-").isdecimal() else None
-    if number is None or number < least or (most is not None and number > most):
-        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
-        wrong = f"{name}={text}, which is no integer {limits}" if text else f"no {name}"
-        raise LongspanError(f"the environment has {wrong}; {_SLURM_FIX if name.startswith('SLURM') else _FIX}")
-    return number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +65,156 @@ class RankFlags:
         check_number("--start-timeout", self.start_timeout, 1, LONGEST_WAIT_S)
 
 
+def read_job() -> Job | None:
+    """Return this process's place in the job that the environment describes; None if it describes none."""
+    _adopt_slurm_step()
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return None
+    needed = VARIABLES[:2] if FOLDER in os.environ else VARIABLES
+    missing = [name for name in needed if not os.environ.get(name)]
+    if missing:
+        raise LongspanError(f"the environment describes a job in part: it has no {', '.join(missing)}; {_fix()}")
+    world_size = _integer("WORLD_SIZE", 1)
+    rank, local = _integer("RANK", 0, world_size - 1), _integer("LOCAL_WORLD_SIZE", 0, default="0")
+    if "MASTER_PORT" in needed:
+        _integer("MASTER_PORT", 1, 65535)
+    return Job(rank, world_size, _integer("LOCAL_RANK", 0, default="0"), local)
+
+
+def _adopt_slurm_step() -> None:
+    """Set torchrun's variables from those of a step of `srun`, in the environment, where other libraries look too.
+
+    Slurm describes the same in a batch script, which is no rank; only a step has SLURM_STEP_ID.
+    """
+    env = os.environ
+    if "RANK" in env or "WORLD_SIZE" in env or "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
+        return
+    tasks = env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS", "1")
+    if tasks == "1":
+        return
+    if not (env.get("MASTER_ADDR") and env.get("MASTER_PORT")):
+        raise LongspanError(
+            f"srun started {tasks} tasks, but the environment has no MASTER_ADDR and MASTER_PORT; in the batch script, "
+            'run `export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) MASTER_PORT=29500` '
+            "before srun, or start the ranks by torchrun"
+        )
+    env.update(RANK=env["SLURM_PROCID"], WORLD_SIZE=tasks, LOCAL_RANK=env.get("SLURM_LOCALID", "0"))
+
+
+def _integer(name: str, least: int, most: int | None = None, default: str = "") -> int:
+    text = os.environ.get(name) or default
+    number = int(text) if text.strip().lstrip("+-").isdecimal() else None
+    if number is None or number < least or (most is not None and number > most):
+        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise LongspanError(f"the environment has {name}={text}, which is no integer {limits}; {_fix()}")
+    return number
+
+
+def _fix() -> str:
+    return (
+        f"start the job by torchrun, which sets them all, or run `unset {' '.join(VARIABLES)}` if there is no such job"
+    )
+
+
+# --- the process group
+
+
+def join_group(device_type: str, start_s: float | None = None, timeout_s: float = GROUP_TIMEOUT_S) -> Any:
+    """Wait for the other ranks and make torch's default process group; return its store. Collective.
+
+    Return None if there is a group already, or only one rank. With GPUs the group has two backends, NCCL for CUDA
+    tensors and gloo for CPU tensors: hosts then wait for each other without aborting an NCCL communicator. Bound to its
+    device, NCCL connects at once, and the mesh's groups are split from it.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from longspan.compat.torch_api import give_hosts_time
+
+    job = None if dist.is_initialized() else read_job()
+    if job is None or job.world_size == 1:
+        return None
+    if job.local_world_size == job.world_size:
+        use_loopback()
+    store = _meet(job, start_s or START_TIMEOUT_S)
+    device = None
+    if device_type == "cuda":
+        device = torch.device("cuda", device_index(job, torch.cuda.device_count()))
+        torch.cuda.set_device(device)
+        if FOLDER in os.environ:  # torchrun has an option for it
+            bind_to_node_of(torch.cuda.get_device_properties(device))
+    dist.init_process_group(
+        "gloo" if device is None else "cpu:gloo,cuda:nccl",
+        store=store,
+        rank=job.rank,
+        world_size=job.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device,
+    )
+    if device is not None:
+        give_hosts_time(timedelta(seconds=max(timeout_s, HOST_TIMEOUT_S)))
+    return store
+
+
+def _meet(job: Job, start_s: float) -> Any:
+    """Return the job's store once every rank has connected to it."""
+    import torch.distributed as dist
+
+    made: list[Any] = []
+    why = ["there is no answer"]
+
+    def connect() -> None:
+        try:
+            if FOLDER in os.environ:
+                path = Path(os.environ[FOLDER], "store")
+                made.append(dist.FileStore(str(path), job.world_size))  # type: ignore[attr-defined]
+            else:
+                made.append(next(dist.rendezvous("env://", timeout=timedelta(seconds=start_s)))[0])  # type: ignore[attr-defined]
+        except (RuntimeError, ValueError) as error:
+            why[0] = str(error).splitlines()[0]
+
+    # Any server may listen on that port, and torch would wait for its answer forever.
+    thread = threading.Thread(target=connect, name="longspan-connect", daemon=True)
+    thread.start()
+    thread.join(start_s + 5)
+    who = f"the {job.world_size} ranks"
+    if made:
+        store, keys = made[0], {rank: f"arrived/{rank}" for rank in range(job.world_size)}
+        store.set(keys[job.rank], "yes")
+        try:
+            store.wait(list(keys.values()), timedelta(seconds=start_s))
+            return store
+        except RuntimeError as error:
+            why[0] = str(error).splitlines()[0]
+            absent = [rank for rank, key in keys.items() if not store.check([key])]
+            who = f"{format_ranks(absent)} of {job.world_size}"
+    where = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ)
+    raise LongspanError(
+        f"{who} did not arrive within {start_s:g} s: {why[0]}; the job is {where}. If there is no such job, run `unset "
+        f"{' '.join(VARIABLES)}`; if ranks need longer to start, give a longer --start-timeout (init_mesh: timeout=)",
+        code="LS103",
+    )
+
+
+def device_index(job: Job, gpus: int) -> int:
+    """Return the index of this rank's GPU: its local rank, or 0 if it sees only one (`srun --gpus-per-task 1`)."""
+    if gpus == 1:
+        return 0
+    if job.local_rank >= gpus:
+        raise LongspanError(
+            f"rank {job.rank} is number {job.local_rank + 1} on its machine, where it sees {gpus} GPUs; start at most "
+            f"{gpus} ranks there (torchrun --nproc-per-node, srun --ntasks-per-node), or let each see another GPU"
+        )
+    return job.local_rank
+
+
+def use_loopback() -> None:
+    """Make gloo and NCCL listen on the loopback interface only, unless the user has named another."""
+    for name in {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
 def bind_to_node_of(gpu: Any, system: Path = Path("/sys")) -> set[int]:
     """Restrict this thread, and those that it starts, to the CPUs of a GPU's NUMA node; return them.
 
@@ -182,16 +226,13 @@ def bind_to_node_of(gpu: Any, system: Path = Path("/sys")) -> set[int]:
         address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
         node = int((system / "bus/pci/devices" / address / "numa_node").read_text())
         listed = (system / f"devices/system/node/node{node}/cpulist").read_text()
+        ends = [part.partition("-") for part in listed.strip().split(",")]
+        here = {cpu for first, _, last in ends for cpu in range(int(first), int(last or first) + 1)}
         allowed = os.sched_getaffinity(0)
-        cpus = allowed & {cpu for part in listed.strip().split(",") for cpu in _range(part)}
+        cpus = allowed & here
         if not cpus or cpus == allowed:
             return set()
         os.sched_setaffinity(0, cpus)
     except (AttributeError, OSError, ValueError):  # not Linux, or no such file: an unknown node is -1
         return set()
     return cpus
-
-
-def _range(part: str) -> range:
-    first, _, last = part.partition("-")
-    return range(int(first), int(last or first) + 1)

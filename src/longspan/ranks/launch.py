@@ -1,131 +1,428 @@
 """Start one process per rank on this machine, or join the job that torchrun or srun has started.
 
-Without torchrun or srun, `longspan.ranks.supervisor` starts and ends the ranks. Under them, which start the ranks of
-several machines, the job runs in this process. Either way it runs inside `joined`: the rendezvous is done, and a
-heartbeat names a rank that is lost.
+`launch(entry, *args, nproc=N)` runs `entry` on every rank; `entry` puts its work into `joined()`, which makes the
+process group and watches the ranks. Whatever happens, all ranks end:
+
+- A rank that ends before it has reported a result has failed, whatever its exit code. The others are then killed:
+  without it they cannot even save.
+- SIGTERM, SIGINT and SIGHUP are sent on as SIGTERM. The ranks have `grace_s` seconds to save and end; then they are
+  killed. A second signal kills them at once.
+- If this process is killed, so are the ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import json
+import logging
+import multiprocessing
 import os
+import pickle
 import signal
 import sys
+import tempfile
 import threading
 import time
+import traceback
+import warnings
+from dataclasses import asdict, dataclass
+from multiprocessing import connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError, is_full
 from longspan.core.validation import check_processes
-from longspan.ranks.heartbeat import Heartbeat, ending_with_the_agent
-from longspan.ranks.job import SUPERVISED, VARIABLES, adopt_step, read_job
-from longspan.ranks.rendezvous import wait_for_ranks
-from longspan.ranks.supervisor import (
-    GRACE_S,
-    LOST_CODE,
-    RankFailed,
-    Signals,
-    Stopped,
-    silence_imports,
-    silence_libraries,
-    supervise,
-    threads_per_rank,
-)
+from longspan.ranks.job import CPU_TIMEOUT_S, FOLDER, GPU_TIMEOUT_S, join_group, read_job, use_loopback
+from longspan.ranks.watch import Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import FrameType
 
-    from longspan.ranks.job import RankFlags
-
-__all__ = ["GRACE_S", "RankFailed", "StopRequest", "Stopped", "joined", "launch", "threads_per_rank"]
-
+#: Default seconds for the ranks to save and end after a signal.
+GRACE_S = 25.0
+#: Seconds after the first signal before another counts as the second: Ctrl-C reaches a rank twice, and some senders
+#: repeat themselves.
+REPEAT_S = 1.0
+#: Seconds that a rank which lost a peer waits, so that the launcher sees first why the peer ended.
+_LOST_PEER_S = 5.0
 #: Seconds that a rank with an error waits for the machine's first rank to print it, under torchrun.
-FIRST_RANK_WAIT_S = 30
-#: The same for a heartbeat's verdict, which the first rank may be unable to print.
-LOST_WAIT_S = 3
+_FIRST_RANK_S = 30
+#: How processes start: with a Python of their own, as a fork could not use a GPU. Tests fork.
+START_METHOD = "spawn"
 
 
-class StopRequest(Signals):
-    """Catches SIGTERM and SIGINT, so that a job can end at a convenient point: a context manager around the job.
+class Stopped(SystemExit):
+    """A signal ended the job early, after it saved its state.
 
-    A second signal, later than `repeat_s` after the first, acts as it would without this. (Ctrl-C reaches a rank twice
-    at once, from the terminal and from the launcher.) A job that is still inside `grace_s` seconds after the first
-    signal is ended; `late` is what it has not done, and the consequence.
+    Uncaught, it ends the process with 128 + the signal (143 for SIGTERM), so that a scheduler does not count the job as
+    finished. `signum` is the signal; `not_saved` says why nothing was saved, or is empty.
     """
 
-    def __init__(
-        self,
-        stops: str = "stopping",
-        repeat_s: float = 2.0,
-        grace_s: float = GRACE_S,
-        late: tuple[str, str] = ("not saved", "progress since the last checkpoint is lost (--grace gives it longer)"),
-    ) -> None:
-        # The launcher's ranks ignore Ctrl-C until they get here, and so does a shell's background job.
-        super().__init__((signal.SIGTERM, signal.SIGINT), repeat_s, keep_ignored=False)
-        self._stops, self._grace_s, self._late = stops, grace_s, late
-        self._timer: threading.Timer | None = None
+    def __init__(self, signum: int, not_saved: str = "") -> None:
+        super().__init__(128 + signum)
+        self.signum, self.not_saved = signum, not_saved
+
+
+class RankFailed(RuntimeError):
+    """A rank died. The message names it and the cause; `details` is its traceback, if it sent one."""
+
+    def __init__(self, message: str, details: str = "") -> None:
+        super().__init__(message)
+        self.details = details
+
+
+class StopRequest:
+    """Catches SIGTERM and SIGINT, so that a job can end at a convenient point: a context manager around the job.
+
+    `signum` is the first signal. A second one, more than `REPEAT_S` seconds later, acts as it would without this; with
+    `ends=False` it only sets `again`. `stops` is printed on the first rank.
+    """
+
+    def __init__(self, stops: str = "stopping", *, ends: bool = True) -> None:
+        self.signum: int | None = None
+        self.again = False
+        self._stops, self._ends, self._since = stops, ends, 0.0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        with contextlib.suppress(ValueError):  # only the main thread can catch signals
+            for signum in (signal.SIGTERM, signal.SIGINT):
+                self._previous[signum] = signal.signal(signum, self._on_signal)
+            if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
+                self._previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._on_signal)
+        return self
 
     def __exit__(self, *_: object) -> None:
-        super().__exit__()
-        if self._timer is not None:
-            self._timer.cancel()
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
 
-    def on_first(self, signum: int) -> None:
-        """Start the timer, and print `stops` on the first rank."""
-        self._timer = threading.Timer(self._grace_s, self._end_late, (signum,))
-        self._timer.daemon = True
-        self._timer.start()
-        if is_first_rank():
-            # Not by sys.stderr: the signal may have interrupted one of its writes.
-            os.write(2, f"longspan: {self._stops}; a second signal ends it at once\n".encode())
+    def _on_signal(self, signum: int, _: FrameType | None) -> None:
+        if self.signum is None:
+            self.signum, self._since = signum, time.monotonic()
+            if self._stops and is_first_rank():
+                # Not by sys.stderr: the signal may have interrupted one of its writes.
+                os.write(2, f"longspan: {self._stops}; a second signal ends it at once\n".encode())
+        elif time.monotonic() - self._since > REPEAT_S:
+            self.again = True
+            if self._ends:
+                signal.signal(signum, signal.SIG_DFL)
+                signal.raise_signal(signum)
 
-    def on_second(self, signum: int) -> None:
-        """Act as without this context."""
-        signal.signal(signum, signal.SIG_DFL)
-        signal.raise_signal(signum)
 
-    def _end_late(self, signum: int) -> None:
-        if SUPERVISED not in os.environ:  # otherwise the launcher prints it
-            what, consequence = self._late
-            _print(f"error: {what} within {self._grace_s:g} s of {signal.Signals(signum).name}; {consequence}")
-        os._exit(128 + signum)
+# --- who started this process
 
 
 def under_torchrun() -> bool:
-    """Return whether the environment describes a job: this process is a rank, of torchrun, `srun` or the launcher."""
-    adopt_step()
-    return all(name in os.environ for name in VARIABLES)
+    """Return whether this process is a rank of a job: of torchrun, `srun` or `launch`."""
+    return read_job() is not None
 
 
 def started_elsewhere() -> bool:
     """Return whether torchrun or a scheduler started this rank, so that no launcher has checked anything before."""
-    return under_torchrun() and SUPERVISED not in os.environ
+    return under_torchrun() and FOLDER not in os.environ
 
 
 def is_first_rank() -> bool:
     """Return whether this process prints the job's results: rank 0, or the only process."""
-    return not under_torchrun() or os.environ["RANK"] == "0"
+    return os.environ.get("RANK", "0") == "0"
 
 
 def is_first_local_rank() -> bool:
     """Return whether this process prints on this machine why the job ends: its first rank, or the only process."""
-    return not under_torchrun() or os.environ.get("LOCAL_RANK", os.environ["RANK"]) == "0"
+    return os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
 
 
-def _print(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"longspan: {text}\n")
-        sys.stderr.flush()
+def check_nproc(needed: int, nproc: int | None, mesh: str) -> None:
+    """Raise if the number of processes on this machine (None: as many as needed) is not that of the mesh."""
+    job = read_job()
+    if job is not None:
+        if job.world_size != needed:
+            raise LongspanError(
+                f"torchrun or srun started {job.world_size} processes, but {mesh} needs {needed}; start {needed}, or "
+                f"choose degrees whose product is {job.world_size}",
+                code="LS102",
+            )
+        if nproc is not None and job.local_world_size and nproc != job.local_world_size:
+            raise LongspanError(
+                f"--nproc {nproc} does not match the {job.local_world_size} processes that torchrun started on this "
+                "machine; leave --nproc out"
+            )
+    elif nproc is not None and nproc != needed:
+        raise LongspanError(
+            f"--nproc {nproc} does not match the mesh: {mesh} needs {needed} processes; leave --nproc out, or choose "
+            f"degrees whose product is {nproc} (for several machines start longspan under torchrun)",
+            code="LS102",
+        )
 
 
-def let_first_rank_report() -> None:
-    """Wait, before this rank ends with an error, so that the machine's first rank can print it.
+def open_first(
+    config: Any, open_inputs: Callable[[Any], Any], ranks: int = 0, mesh: str = "", *, dry_run: bool = False
+) -> Any:
+    """Check a command's config, then return `open_inputs(config)`, before any rank starts.
 
-    torchrun ends all ranks as soon as one has failed, so a rank that ended at once could end the one that is about to
-    print the cause. An error that was not that of all ranks is printed after the wait.
+    Under torchrun return None: the ranks have started, and open the inputs together (`agreement.open_together`). With
+    `dry_run` no rank will be started here, so there may be any number of them. `ranks` and `mesh` (flags, for messages)
+    are by default those of `config.parallel`.
     """
-    if not is_first_local_rank() and "LOCAL_RANK" in os.environ:  # no agent without LOCAL_RANK
-        time.sleep(FIRST_RANK_WAIT_S)
+    config.check()
+    ranks, mesh = ranks or config.parallel.ranks, mesh or config.parallel.flags
+    check_nproc(ranks, config.nproc, mesh)
+    if under_torchrun():
+        return None
+    if not dry_run:
+        check_processes(ranks, mesh)
+    return open_inputs(config)
+
+
+# --- start the ranks, and wait for their end
+
+
+@dataclass(frozen=True)
+class _End:
+    """How a rank ended: `kind` is "done", "stopped", "refused" (a LongspanError), "lost" (a verdict) or "died"."""
+
+    kind: str
+    text: str = ""
+    details: str = ""
+
+    @classmethod
+    def read(cls, folder: str, rank: int, code: int) -> _End:
+        with contextlib.suppress(OSError, ValueError):
+            return cls(**json.loads(Path(folder, f"end-{rank}").read_text()))
+        if code < 0:
+            hint = "; often the kernel does this when memory runs out" if code == -signal.SIGKILL else ""
+            return cls("died", f"was killed by {signal.Signals(-code).name}{hint}")
+        return cls("died", f"exited with code {code} and left no error{'' if code else ' before the job was done'}")
+
+    def write(self) -> None:
+        """Report this end of this rank to the launcher."""
+        path = Path(os.environ[FOLDER], f"end-{os.environ['RANK']}")
+        path.with_suffix(".part").write_text(json.dumps(asdict(self)))
+        path.with_suffix(".part").rename(path)
+
+
+def launch(entry: Callable[..., Any], *args: Any, nproc: int, grace_s: float = GRACE_S) -> Any:
+    """Run `entry(*args)` on `nproc` ranks and return rank 0's result.
+
+    One rank runs in this process, without a process group. Several are started here, unless torchrun or srun has
+    already started this process as one of them. A script that calls this needs `if __name__ == "__main__":`, and
+    `entry` and `args` must be picklable. After a signal the ranks have `grace_s` seconds to end.
+
+    Raises:
+        LongspanError: raised by a rank (the first one's), for a wrong number of processes under torchrun, or for
+            variables that describe no possible job.
+        RankFailed: a rank died of anything else, ended early, or lost its heartbeat; the others have been ended.
+        Stopped: a signal ended the job; `not_saved` says why its state could not be saved, if so.
+    """
+    if read_job() is not None:
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        check_nproc(nproc, None, f"a mesh of {nproc}")
+        if nproc > 1 and is_first_rank():
+            _print(f"waiting for {nproc} ranks")
+        return record(_run_here)(entry, args)
+    if nproc == 1:
+        return entry(*args)
+    _print(f"starting {nproc} ranks")
+    return start(entry, args, nproc, grace_s)
+
+
+def start(entry: Callable[..., Any], args: tuple[Any, ...], nproc: int, grace_s: float = GRACE_S) -> Any:
+    """Run `entry(*args)` on `nproc` new processes and return rank 0's result; as `launch`, without torchrun."""
+    context: Any = multiprocessing.get_context(START_METHOD)
+    ranks: list[Any] = []
+    with tempfile.TemporaryDirectory(prefix="longspan-") as folder, StopRequest("", ends=False) as stop:
+        try:
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the ranks inherit: Ctrl-C reaches them, too
+            for rank in range(nproc):
+                ranks.append(context.Process(target=_rank, args=(rank, nproc, folder, os.getpid(), entry, args)))
+                ranks[-1].start()
+            signal.signal(signal.SIGINT, before)
+            ends, late = _wait(ranks, folder, stop, grace_s)
+        finally:
+            for rank in ranks:
+                rank.kill()  # even a stopped one
+                rank.join()
+            if sys.stdout.isatty():
+                sys.stdout.write("\x1b[?25h")  # a live display of a killed rank had hidden the cursor
+        if all(end.kind == "done" for end in ends.values()) and len(ends) == nproc:
+            return pickle.loads(Path(folder, "result").read_bytes())
+    raise _conclude(ends, nproc, stop.signum, late)
+
+
+def _wait(ranks: list[Any], folder: str, stop: StopRequest, grace_s: float) -> tuple[dict[int, _End], str]:
+    """Return how the ranks ended, and why some must be killed after a signal, if so."""
+    ends: dict[int, _End] = {}
+    signalled = 0.0
+    while len(ends) < len(ranks):
+        connection.wait([r.sentinel for i, r in enumerate(ranks) if i not in ends], timeout=0.2)
+        ended = {i: r.exitcode for i, r in enumerate(ranks) if i not in ends and r.exitcode is not None}
+        ends |= {rank: _End.read(folder, rank, code) for rank, code in ended.items()}
+        if stop.signum is None:
+            if any(end.kind not in ("done", "stopped") for end in ends.values()):
+                return ends, ""
+            continue
+        if not signalled:
+            signalled = time.monotonic()
+            for rank in ranks:
+                rank.terminate()
+        if stop.again:
+            return ends, "a second signal ended the ranks at once; progress since the last checkpoint is lost"
+        if time.monotonic() - signalled > grace_s:
+            return ends, (
+                f"{len(ranks) - len(ends)} of {len(ranks)} ranks did not end within {grace_s:g} s and were killed; "
+                "progress since the last checkpoint is lost (--grace gives them longer)"
+            )
+    return ends, ""
+
+
+def _conclude(ends: dict[int, _End], nproc: int, signum: int | None, late: str) -> BaseException:
+    """Return the error that says what ended the job."""
+    failures = {rank: end for rank, end in ends.items() if end.kind not in ("done", "stopped")}
+    rank, end = next(iter(failures.items()), (0, _End("stopped", str(int(signal.SIGTERM)))))
+    if signum is not None or not failures:
+        saving = {rank: end for rank, end in failures.items() if end.kind == "refused" or end.details}
+        for rank, end in saving.items():
+            late = late or f"rank {rank} could not save: {end.text}"
+        stopped = [int(end.text) for end in ends.values() if end.kind == "stopped"]
+        return Stopped(signum or stopped[0], late)
+    if end.kind == "refused":
+        return LongspanError(end.text)
+    if end.kind == "lost":
+        return RankFailed(f"{end.text}; the other ranks were ended")
+    return RankFailed(f"rank {rank} of {nproc} {end.text}; the other ranks were ended", end.details)
+
+
+# --- in a rank
+
+
+def _rank(rank: int, nproc: int, folder: str, launcher: int, entry: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    end_with_parent(launcher)
+    for signum in (signal.SIGTERM, signal.SIGHUP):  # a fork inherits the launcher's handlers
+        signal.signal(signum, signal.SIG_DFL)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, FOLDER: folder}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    use_loopback()
+    use_expandable_segments()
+    silence_imports()
+    if rank:
+        silence_libraries()
+    if "OMP_NUM_THREADS" not in os.environ:
+        import torch
+
+        torch.set_num_threads(threads_per_rank(nproc))
+    end = _End("done")
+    try:
+        result = entry(*args)
+        if rank == 0:
+            Path(folder, "result").write_bytes(pickle.dumps(result))
+    except Stopped as stop:
+        end = _End("stopped", str(stop.signum))
+    except SystemExit as exit:
+        end = _End("died", f"called sys.exit({exit.code!r}) before the job was done")
+    except BaseException as error:
+        text, details = f"died (exit code 1): {type(error).__name__}: {error}", traceback.format_exc()
+        if lost_peer(error):
+            time.sleep(_LOST_PEER_S)
+            text = f"lost a peer: {error}; no rank reports another cause, so check the network"
+        elif isinstance(error, BrokenPipeError):
+            text += " (the process that reads this job's output has ended)"
+        end = _End("refused", str(error)) if isinstance(error, LongspanError) else _End("died", text, details)
+    end.write()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    if end.kind != "done":
+        os._exit(0 if end.kind == "stopped" else 1)  # destroying the process group may abort, or hang
+
+
+def _run_here(entry: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Run `entry` on this rank of torchrun, which would count `sys.exit(0)` as success while the others wait."""
+    try:
+        return entry(*args)
+    except Stopped:
+        raise
+    except SystemExit as end:
+        rank = os.environ["RANK"]
+        raise RankFailed(f"rank {rank} called sys.exit({end.code!r}) before the job was done") from end
+
+
+@contextlib.contextmanager
+def joined(timeout_s: float | None = None, start_s: float | None = None) -> Iterator[Watch]:
+    """Make the job's process group, and watch its ranks while this context lasts: put it around a rank's whole job."""
+    import torch
+    import torch.distributed as dist
+
+    if started_elsewhere() and not is_first_rank():
+        silence_libraries()
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a killed agent of torchrun ends nobody
+        end_with_parent(os.getppid())
+    gpus = torch.cuda.is_available()
+    store = join_group("cuda" if gpus else "cpu", start_s)
+    if store is None:
+        yield Watch()
+        return
+    timeout_s = timeout_s or (GPU_TIMEOUT_S if gpus else CPU_TIMEOUT_S)
+    with Watch(store, dist.get_rank(), dist.get_world_size(), timeout_s, _end_lost_job) as watch:
+        yield watch
+    dist.destroy_process_group()
+
+
+def _end_lost_job(verdict: str) -> None:
+    """End this process from a thread, as its main thread may wait forever."""
+    if FOLDER in os.environ:
+        _End("lost", verdict).write()
+        os._exit(1)
+    if not is_first_local_rank():
+        time.sleep(3)  # the first rank may be the lost one
+    _print(f"error: {verdict}")
+    os._exit(1)
+
+
+def end_with_parent(parent: int) -> None:
+    """End this process when its parent is gone for whatever reason."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: even if this process is stopped
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="longspan-parent", daemon=True).start()
+
+
+def lost_peer(error: BaseException | None) -> bool:
+    """Return whether an error or one of its causes is gloo's, NCCL's or the store's, so that another rank is gone.
+
+    A broken pipe or connection of Python (the reader of the output, a download) does not count.
+    """
+    kinds = ("DistBackendError", "DistNetworkError", "DistStoreError", "gloo/transport")
+    while error is not None:
+        text = f"{type(error).__name__}: {error}"
+        if not isinstance(error, OSError) and any(kind in text for kind in kinds):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def threads_per_rank(nproc: int) -> int:
+    """Return the compute threads for each of `nproc` ranks: the cores of this process divided by them, at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // nproc)
+
+
+def use_expandable_segments() -> None:
+    """Let torch's allocator grow its segments, unless the user has configured it: different lengths fragment them."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # torch reads one of them
+    if not any(name in os.environ for name in names):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+# --- what is printed
 
 
 def exit_code(run: Callable[[], int], where: Callable[[str], str] = lambda message: "") -> int:
@@ -160,8 +457,10 @@ def exit_code(run: Callable[[], int], where: Callable[[str], str] = lambda messa
         code, why = (1, f"{end.code}\n") if isinstance(end.code, str) else (end.code or 0, "")
     except KeyboardInterrupt:
         return 130
-    if code:
-        let_first_rank_report()
+    if code and not is_first_local_rank() and "TORCHELASTIC_RUN_ID" in os.environ:
+        # torchrun ends all ranks once one has failed: let the first one print the cause. An error that was not that of
+        # all ranks is printed after the wait.
+        time.sleep(_FIRST_RANK_S)
     sys.stderr.write(why)
     return code
 
@@ -173,112 +472,10 @@ def _end_broken_pipe() -> int:
     return 128 + signal.SIGPIPE
 
 
-def check_nproc(needed: int, nproc: int | None, mesh: str) -> None:
-    """Raise if the number of processes on this machine (None: as many as needed) is not that of the mesh."""
-    job = read_job()
-    if job is not None:
-        world, local = job.world_size, job.local_world_size
-        if world != needed:
-            raise LongspanError(
-                f"{job.started_by} started {world} processes, but {mesh} needs {needed}; start {needed}, or choose "
-                f"degrees whose product is {world}",
-                code="LS102",
-            )
-        if nproc is not None and local and nproc != local:
-            raise LongspanError(
-                f"--nproc {nproc} does not match the {local} processes that {job.started_by} started on this machine; "
-                f"leave --nproc out under {job.started_by}"
-            )
-    elif nproc is not None and nproc != needed:
-        raise LongspanError(
-            f"--nproc {nproc} does not match the mesh: {mesh} needs {needed} processes; leave --nproc out, or choose "
-            f"degrees whose product is {nproc} (for several machines start longspan under torchrun)",
-            code="LS102",
-        )
-
-
-def open_first(
-    config: Any, open_inputs: Callable[[Any], Any], ranks: int = 0, mesh: str = "", *, dry_run: bool = False
-) -> Any:
-    """Check a command's config, then return `open_inputs(config)`, before any rank starts.
-
-    Under torchrun return None: the ranks have started, and open the inputs together (`agreement.open_together`). With
-    `dry_run` no rank will be started here, so there may be any number of them. `ranks` and `mesh` (flags, for messages)
-    are by default those of `config.parallel`.
-    """
-    config.check()
-    ranks, mesh = ranks or config.parallel.ranks, mesh or config.parallel.flags
-    check_nproc(ranks, config.nproc, mesh)
-    if under_torchrun():
-        return None
-    if not dry_run:
-        check_processes(ranks, mesh)
-    return open_inputs(config)
-
-
-def launch(entry: Callable[..., Any], *args: Any, nproc: int, grace_s: float = GRACE_S) -> Any:
-    """Run `entry(*args)` on `nproc` ranks and return rank 0's result.
-
-    One rank runs in this process, without a process group. Several are started by `longspan.ranks.supervisor`, unless
-    torchrun has already started this process as one of them. A script that calls this needs `if __name__ ==
-    "__main__":`, and `entry` and `args` must be picklable. After a signal the ranks have `grace_s` seconds to end.
-
-    Raises:
-        LongspanError: raised by a rank (the first one's), for a wrong number of processes under torchrun, or for
-            variables that describe no possible job.
-        RankFailed: a rank died of anything else, ended early, or lost its heartbeat; the others have been ended.
-        Stopped: a signal ended the job; `not_saved` says why its state could not be saved, if so.
-    """
-    if read_job() is not None:
-        from torch.distributed.elastic.multiprocessing.errors import record
-
-        check_nproc(nproc, None, f"a mesh of {nproc}")
-        if nproc > 1 and is_first_rank():
-            _print(f"waiting for {nproc} ranks")
-        return record(_run_in_this_process)(entry, *args)
-    if nproc == 1:
-        return entry(*args)
-    _print(f"starting {nproc} ranks")
-    return supervise(entry, args, nproc, grace_s)
-
-
-def _run_in_this_process(entry: Callable[..., Any], *args: Any) -> Any:
-    """Run `entry`; `sys.exit(0)` in it is an error, as torchrun would count this rank as done and the others wait."""
-    try:
-        return entry(*args)
-    except Stopped:
-        raise
-    except SystemExit as end:
-        rank = os.environ["RANK"]
-        raise RankFailed(f"rank {rank} called sys.exit({end.code!r}) before the job was done") from end
-
-
-def unwatched(flags: RankFlags) -> Heartbeat:
-    """Wait for the other ranks, and return a heartbeat that does not beat, for ranks that something else watches."""
-    return Heartbeat(wait_for_ranks(flags.timeout, flags.start_timeout), lambda *_: None)
-
-
-@contextlib.contextmanager
-def joined(timeout_s: float | None = None, start_s: float | None = None) -> Iterator[Heartbeat]:
-    """Wait for the other ranks, and run a heartbeat while this context lasts: put it around a rank's whole job."""
-    if started_elsewhere() and not is_first_rank():
-        silence_libraries()
-    with ending_with_the_agent():
-        peers = wait_for_ranks(timeout_s, start_s)
-        with Heartbeat(peers, _end_lost_job) as heartbeat:
-            yield heartbeat
-
-
-def _end_lost_job(message: str, stored: bool) -> None:
-    """End this process from a thread, as its main thread may wait forever; `stored`: the launcher has the message."""
-    if SUPERVISED in os.environ:
-        if not stored:
-            _print(f"error: {message}")
-        os._exit(LOST_CODE)
-    if not is_first_local_rank():
-        time.sleep(LOST_WAIT_S)  # the first rank may be the lost one
-    _print(f"error: {message}")
-    os._exit(1)
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"longspan: {text}\n")
+        sys.stderr.flush()
 
 
 @contextlib.contextmanager
@@ -294,3 +491,34 @@ def stdout_to_stderr(*, discard: bool = False) -> Iterator[None]:
         os.dup2(stdout, 1)
         os.close(stdout)
         os.close(other)
+
+
+def silence_imports() -> None:
+    """Hide what packages log while they are imported, except errors: transformers and accelerate import all they find.
+
+    Packages without a handler of their own log to `logging.lastResort`. torch has one, and warns of what torchao
+    registers; so has DeepSpeed.
+    """
+    for where in (logging.lastResort, logging.getLogger("torch.utils._pytree"), logging.getLogger("DeepSpeed")):
+        if where is not None:
+            where.addFilter(_outside_imports)
+
+
+def _outside_imports(record: logging.LogRecord) -> bool:
+    frame = sys._getframe()
+    while record.levelno < logging.ERROR and frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return False
+    return True
+
+
+def silence_libraries() -> None:
+    """Hide the libraries' warnings on this rank, as the first one shows the same. Call it before they are imported."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    warnings.simplefilter("ignore")
+    if logging.lastResort is not None:
+        logging.lastResort.setLevel(logging.ERROR)
+    for name in ("torch", "transformers", "datasets", "accelerate", "DeepSpeed"):
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -102,16 +102,16 @@ def _train(config: TrainConfig) -> None:
 
 
 def _train_rank(config: TrainConfig) -> None:
-    with launch.joined(config.timeout, config.start_timeout) as heartbeat:
+    with launch.joined(config.timeout, config.start_timeout) as watch:
         from transformers.utils.logging import disable_progress_bar
 
         from longspan.train.loop import Trainer
 
         if launch.started_elsewhere():
-            with agreement.refusing_together(heartbeat.peers, alive=True):
+            with agreement.refusing_together():
                 config, _ = _resolve(config)
         disable_progress_bar()  # it would show one per rank and file
-        Trainer(config, heartbeat).run()
+        Trainer(config, watch).run()
 
 
 # --- what a run logs before its first step, and a dry run

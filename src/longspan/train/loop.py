@@ -42,8 +42,8 @@ from longspan.hf.weights.gradients import no_sync, optimizer_in_backward
 from longspan.hf.weights.quantized import number_of_weights
 from longspan.hf.weights.sources import tensor_parts
 from longspan.ranks import agreement
-from longspan.ranks.heartbeat import Heartbeat
-from longspan.ranks.launch import Stopped, StopRequest, stdout_to_stderr, unwatched
+from longspan.ranks.launch import Stopped, StopRequest, stdout_to_stderr
+from longspan.ranks.watch import Watch
 from longspan.tracing.record import Recorder, gather_trace
 from longspan.tracing.spans import read_trace, summary_lines
 from longspan.train.config import TrainConfig
@@ -78,16 +78,16 @@ from longspan.train.resolve import length_of, reference_bytes
 class Trainer:
     """One rank of a training run. Every rank makes one. All methods are collective.
 
-    `heartbeat` reports this rank's phase; without one, nothing watches the ranks.
+    `watch` reports this rank's phase; without one, nothing watches the ranks.
     """
 
-    def __init__(self, config: TrainConfig, heartbeat: Heartbeat | None = None) -> None:
+    def __init__(self, config: TrainConfig, watch: Watch | None = None) -> None:
         self.config = config
-        heartbeat = heartbeat or unwatched(config)
-        self._at = heartbeat.at
+        watch = watch or Watch()
+        self._at = watch.at
         if config.deterministic:
             be_deterministic()
-        self.inputs = agreement.open_together(heartbeat, lambda: open_local(config), self._facts)
+        self.inputs = agreement.open_together(lambda: open_local(config), self._facts)
         with stdout_to_stderr(discard=True):  # gloo greets there
             self.sp = make_sharding(config.parallel)
             self.group = self.sp.mesh_group
@@ -213,7 +213,7 @@ class Trainer:
         self.log = self.outputs.open_log(self.step) if self.first else None
         with self.display.live(self.step):
             # Before this and after the last save, nothing is lost by a signal: it ends the rank at once.
-            with StopRequest(stops="stopping after this step", grace_s=config.grace) as stop:
+            with StopRequest("stopping after this step") as stop:
                 self._log_start()
                 if self.step == 0 and self.evaluator.active:
                     self._evaluate()

@@ -31,7 +31,6 @@ from longspan.verify.config import VerifyConfig
 from longspan.verify.runs import Tensors, gradient_parts, make_report, unsharded_runs, whole_part
 
 if TYPE_CHECKING:
-    from longspan.ranks.heartbeat import Heartbeat
     from longspan.verify.report import Report
 
 _OF_LANGUAGE_MODELS = {option.name for flags in (MemoryFlags, RopeFlags) for option in fields(flags)} | {
@@ -108,13 +107,13 @@ def config_file(config: VerifyConfig) -> Path | None:
     return None
 
 
-def worker(config: VerifyConfig, heartbeat: Heartbeat) -> Report:
+def worker(config: VerifyConfig) -> Report:
     """Verify on this rank; every rank of the job calls it and returns the same report."""
 
     def facts(opened: Transformer) -> dict[str, Any]:
         return {**agreement.settings(config), "the model": json.dumps(opened.config, sort_keys=True, default=str)}
 
-    opened = agreement.open_together(heartbeat, lambda: open_transformer(config), facts)
+    opened = agreement.open_together(lambda: open_transformer(config), facts)
     sp = make_sharding(config.parallel)
     model = on_every_rank(lambda: opened.build(config.seed), sp.mesh_group).to(sp.device)
     family = on_every_rank(lambda: family_of(model), sp.mesh_group)

@@ -9,7 +9,6 @@ from longspan.ranks import launch
 from longspan.verify.config import VerifyConfig
 
 if TYPE_CHECKING:
-    from longspan.ranks.heartbeat import Heartbeat
     from longspan.verify.report import Report
 
 
@@ -34,11 +33,11 @@ def _open(config: VerifyConfig) -> None:
 
 
 def _verify_rank(config: VerifyConfig) -> Report:
-    with launch.stdout_to_stderr(), launch.joined(config.timeout, config.start_timeout) as heartbeat:
-        return worker(config, heartbeat)
+    with launch.stdout_to_stderr(), launch.joined(config.timeout, config.start_timeout):
+        return worker(config)
 
 
-def worker(config: VerifyConfig, heartbeat: Heartbeat | None = None) -> Report:
+def worker(config: VerifyConfig) -> Report:
     """Verify on this rank; every rank of the job calls it and returns the same report."""
     import torch
 
@@ -57,14 +56,13 @@ def worker(config: VerifyConfig, heartbeat: Heartbeat | None = None) -> Report:
     )
 
     config.check()
-    heartbeat = heartbeat or launch.unwatched(config)
     if diffusion.config_file(config) is not None:
-        return diffusion.worker(config, heartbeat)
+        return diffusion.worker(config)
 
     def facts(opened: Inputs) -> dict[str, Any]:
         return agreement.settings(config) | agreement.model_facts(opened.model_config)
 
-    inputs = agreement.open_together(heartbeat, lambda: open_inputs(config), facts)
+    inputs = agreement.open_together(lambda: open_inputs(config), facts)
     sp = make_sharding(config.parallel)
     hosts = sp.host_group
     rows = config.batch * config.parallel.data_degree

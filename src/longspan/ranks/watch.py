@@ -1,8 +1,8 @@
-"""The heartbeat: which ranks are alive, and whether the job makes progress, over the job's store.
+"""Watch the ranks of a job: name a rank that stopped or hangs, with the line of Python where it is.
 
-Each rank has a thread that every second writes a beat: a number and where the rank is (step, phase, line of code). Rank
-0 judges all beats, the other ranks judge rank 0's. A verdict ends all ranks with one message, which names the rank and
-its last known place. The rules, with the timeout T in seconds (`Watch` implements them):
+Each rank has a thread that writes beats to the job's store: a number and where the rank is (step, phase, line of code).
+Rank 0 judges all beats, the other ranks judge rank 0's. A verdict ends all ranks with one message. The rules, with the
+timeout T in seconds (`Judge` implements them):
 
 1. A rank without a new beat for T is lost: stopped, hung below Python, or cut off.
 2. In a step, if for T no rank begins a phase and none uses its processor, the job is stuck. (On CPUs only: a rank that
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 import threading
 import time
@@ -28,7 +27,6 @@ from pathlib import PurePath
 from typing import Any
 
 from longspan.core.formatting import format_ranks
-from longspan.ranks.rendezvous import Peers
 
 _BUSY = 0.05  # of a core: gloo's threads and this one take less while everything waits
 _LONG_STEPS = 10
@@ -41,7 +39,7 @@ _waiting_threads: set[int] = set()
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """Mark a wait for other ranks, so that the heartbeat does not take this rank for the one that hangs.
+    """Mark a wait for other ranks, so that the watch does not take this rank for the one that hangs.
 
     Put it around every `work.wait()`. On a GPU a backward waits in a thread of autograd, so any thread counts.
     """
@@ -71,31 +69,19 @@ class Beat:
         return self.place + (f", at {self.where}" if self.where else "")
 
 
-class AwakeClock:
-    """Seconds in which this process ran: a suspension counts as two ticks at most."""
+class Judge:
+    """Applies the rules to beats: rule 2 only with `cpu`, rules 2 and 3 only with the beats of all ranks."""
 
-    def __init__(self, tick_s: float, now: Callable[[], float] = time.monotonic) -> None:
-        self._tick_s, self._now = tick_s, now
-        self._last, self._seconds = now(), 0.0
-
-    def __call__(self) -> float:
-        now = self._now()
-        self._seconds += min(now - self._last, 2 * self._tick_s)
-        self._last = now
-        return self._seconds
-
-
-class Watch:
-    """Judges beats by the rules above: 2 only with `cpu`, 2 and 3 only with the beats of all ranks (`judges_all`)."""
-
-    def __init__(self, world_size: int, timeout_s: float, *, cpu: bool, judges_all: bool) -> None:
-        self._world_size, self._timeout_s, self._cpu, self._judges_all = world_size, timeout_s, cpu, judges_all
+    def __init__(self, world_size: int, timeout_s: float, *, cpu: bool) -> None:
+        self._world_size, self._timeout_s, self._cpu = world_size, timeout_s, cpu
         self._last: dict[int, Beat] = {}
         self._beat_at: dict[int, float] = {}
-        self._moved = self._busy = self._judged = 0.0
+        self._moved = self._busy = self._judged = self._awake = 0.0
 
-    def judge(self, now: float, beats: dict[int, Beat]) -> str:
-        """Return what is wrong with the job at `now`, by an `AwakeClock`; empty if nothing is."""
+    def verdict(self, beats: dict[int, Beat], passed_s: float) -> str:
+        """Return what is wrong with the job, `passed_s` seconds after the last call; empty if nothing is."""
+        self._awake += passed_s
+        now = self._awake
         for rank, beat in beats.items():
             before = self._last.get(rank)
             if before is None or before.number != beat.number:
@@ -107,7 +93,8 @@ class Watch:
         self._last |= beats
         self._judged = now
         running = {rank: beat for rank, beat in self._last.items() if not beat.done}
-        return self._lost(now, running) or (self._stalled(now, running) if self._judges_all and running else "")
+        judges_all = len(self._last) == self._world_size
+        return self._lost(now, running) or (self._stalled(now, running) if running and judges_all else "")
 
     def _lost(self, now: float, running: dict[int, Beat]) -> str:
         lost = [rank for rank in running if now - self._beat_at[rank] > self._timeout_s]
@@ -127,58 +114,51 @@ class Watch:
             return ""  # that rank may be lost, and then rule 1 names it
         still_s, idle_s = now - self._moved, now - max(self._moved, self._busy)
         idle = self._cpu and idle_s > self._timeout_s
-        if not idle and still_s <= self._patience(running):
+        longest_s = max(beat.longest_s for beat in running.values())
+        first_s = max(_FIRST_STEPS * self._timeout_s, _FIRST_STEPS_S)
+        if not idle and still_s <= (max(_LONG_STEPS * longest_s, self._timeout_s) if longest_s else first_s):
             return ""
         suspects = [rank for rank, beat in running.items() if not beat.waits]
         named = suspects if 0 < len(suspects) < len(running) else list(running)
         others = [rank for rank in running if rank not in named]
-        stuck = f"{format_ranks(named)} of {self._world_size} {'is' if len(named) == 1 else 'are'} stuck"
-        what = "begun a phase or computed anything" if idle else "begun a phase"
         return (
-            f"{stuck}: no rank has {what} for {still_s:.0f} s; last known places: {_places(running, [*named, *others])}"
+            f"{format_ranks(named)} of {self._world_size} {'is' if len(named) == 1 else 'are'} stuck: no rank has "
+            f"begun a phase{' or computed anything' if idle else ''} for {still_s:.0f} s; last known places: "
+            f"{_places(running, [*named, *others])}"
         )
-
-    def _patience(self, running: dict[int, Beat]) -> float:
-        longest = max(beat.longest_s for beat in running.values())
-        if longest == 0.0:
-            return max(_FIRST_STEPS * self._timeout_s, _FIRST_STEPS_S)
-        return max(_LONG_STEPS * longest, self._timeout_s)
 
 
 def _places(beats: dict[int, Beat], ranks: list[int]) -> str:
     return "; ".join(f"rank {rank}: {beats[rank]}" for rank in ranks[:_LISTED])
 
 
-class Heartbeat:
-    """This rank's heartbeat: a context manager around a whole job. Does nothing on a single rank.
+class Watch:
+    """Watches this rank and judges others: a context manager around a whole job. Without a store it does nothing.
 
-    `on_lost` is called in a thread, as the main thread may wait forever, to end this process: with the message, and
-    whether the job's store has it.
+    `end` is called with a verdict, in a thread, as the main thread may wait forever: it must end this process.
     """
 
-    def __init__(self, peers: Peers, on_lost: Callable[[str, bool], None]) -> None:
-        import torch
-
-        self.peers, self._on_lost = peers, on_lost
-        self._tick_s = min(1.0, peers.timeout_s / 8)
-        self._stop = threading.Event()
+    def __init__(
+        self,
+        store: Any = None,
+        rank: int = 0,
+        world_size: int = 1,
+        timeout_s: float = 60.0,
+        end: Callable[[str], None] = lambda verdict: None,
+    ) -> None:
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self._store, self._end = store, end
+        self._tick_s = min(5.0, timeout_s / 8)
+        self._leave = threading.Event()
         self._beat, self._began = Beat(), time.monotonic()
         self._step = self._first_step = -1
         self._main = threading.get_ident()
         self._threads: list[threading.Thread] = []
-        self._answered = 0  # beats that the store has answered
-        self._watch = Watch(
-            peers.world_size, peers.timeout_s, cpu=not torch.cuda.is_available(), judges_all=peers.rank == 0
-        )
+        self._answered = 0  # beats that the store has taken
 
-    @property
-    def beats(self) -> bool:
-        """Whether the ranks are watched, so that a wait for a slow one needs no limit."""
-        return bool(self._threads)
-
-    def __enter__(self) -> Heartbeat:
-        for work in () if self.peers.alone else (self._run, self._watch_store):
-            self._threads.append(threading.Thread(target=work, name="longspan-heartbeat", daemon=True))
+    def __enter__(self) -> Watch:
+        for work in () if self._store is None else (self._run, self._watch_store):
+            self._threads.append(threading.Thread(target=work, name="longspan-watch", daemon=True))
             self._threads[-1].start()
         return self
 
@@ -186,7 +166,7 @@ class Heartbeat:
         # After an error this rank is not done, so that ranks that wait for it are ended.
         error = "" if kind is None else f", ended by {kind.__name__}"
         self._beat = replace(self._beat, place=self._beat.place + error, done=kind is None)
-        self._stop.set()
+        self._leave.set()
         for thread in self._threads:
             thread.join(timeout=2 * self._tick_s + 1)
 
@@ -207,62 +187,48 @@ class Heartbeat:
 
     def _run(self) -> None:
         """Write a beat and judge the others', once per tick."""
-        try:
-            peers, clock = self.peers.clone(), AwakeClock(self._tick_s)
-        except RuntimeError:
-            return  # `_watch_store` notices that nothing is answered
-        number, known = 0, {peers.rank}
+        import torch
+
+        store = self._store.clone()  # requests on one connection wait for each other
+        judge = Judge(self.world_size, self.timeout_s, cpu=not torch.cuda.is_available())
+        judged = range(self.world_size) if self.rank == 0 else range(1)
+        number, last = 0, time.monotonic()
         while True:
-            number += 1
-            leaving = self._stop.is_set()
+            leaving, number = self._leave.is_set(), number + 1
             where, waits = ("", False) if leaving else _line_of(self._main)
             beat = replace(self._beat, number=number, cpu_s=time.process_time(), where=where, waits=waits)
+            now = time.monotonic()
             try:
-                peers.set(f"beat/{peers.rank}", json.dumps(asdict(beat)))
+                store.set(f"beat/{self.rank}", json.dumps(asdict(beat)))
                 if leaving:
-                    return self._leave_last(peers)
-                verdict = peers.get("verdict") or self._watch.judge(clock(), self._read_beats(peers, known))
+                    return
+                found = {rank: f"beat/{rank}" for rank in judged if store.check([f"beat/{rank}"])}
+                texts = store.multi_get(list(found.values())) if found else []
+                beats = {rank: Beat(**json.loads(text)) for rank, text in zip(found, texts, strict=True)}
+                passed_s = min(now - last, 2 * self._tick_s)  # more is a suspension of this process
+                verdict = judge.verdict(dict.fromkeys(judged, Beat()) | beats, passed_s)
+                verdict = store.get("verdict").decode() if store.check(["verdict"]) else verdict
                 if verdict:
-                    peers.set("verdict", verdict)
-                    peers.set_end_reason(verdict)
-                    return self._on_lost(verdict, True)
+                    store.set("verdict", verdict)
+                    return self._end(verdict)
                 self._answered = number
             except RuntimeError:  # the store does not answer; `_watch_store` counts for how long
                 if leaving:
                     return
-            self._stop.wait(self._tick_s)
-
-    def _read_beats(self, peers: Peers, known: set[int]) -> dict[int, Beat]:
-        """Return the beats that this rank judges: all on rank 0, else rank 0's; an empty one before the first."""
-        judged = range(peers.world_size) if peers.rank == 0 else (0,)
-        known.update(rank for rank in judged if rank not in known and peers.get(f"beat/{rank}") is not None)
-        ranks = [rank for rank in judged if rank in known]
-        beats = dict(zip(ranks, peers.get_all([f"beat/{rank}" for rank in ranks]), strict=True)) if ranks else {}
-        return {rank: Beat(**json.loads(beats[rank])) if rank in beats else Beat() for rank in judged}
-
-    def _leave_last(self, peers: Peers) -> None:
-        """Wait on rank 0, which may host the store, until the others have left."""
-        deadline = time.monotonic() + 5.0
-        while self._beat.done and peers.rank == 0 and peers.job is not None and time.monotonic() < deadline:
-            texts = peers.get_all([f"beat/{rank}" for rank in range(peers.world_size)])
-            if all(json.loads(text)["done"] for text in texts):
-                return
-            time.sleep(0.05)
+            last = now
+            self._leave.wait(self._tick_s)
 
     def _watch_store(self) -> None:
         """End this rank if the store does not answer for T."""
-        clock, seen, since = AwakeClock(self._tick_s), 0, 0.0
-        while not self._stop.wait(self._tick_s):
-            now = clock()
-            if seen != self._answered:
-                seen, since = self._answered, now
-            elif now - since > self.peers.timeout_s:
-                job = self.peers.job
-                store = f"{job.address}:{job.port}" if job else "the process group"
-                return self._on_lost(
-                    f"rank {self.peers.rank} of {self.peers.world_size}: cut off from the job: its store ({store}) has "
-                    f"not answered for {self.peers.timeout_s:g} s; this rank's place: {self._beat.place}",
-                    False,
+        seen, silent_s, last = 0, 0.0, time.monotonic()
+        while not self._leave.wait(self._tick_s):
+            now = time.monotonic()
+            silent_s = 0.0 if seen != self._answered else silent_s + min(now - last, 2 * self._tick_s)
+            seen, last = self._answered, now
+            if silent_s > self.timeout_s:
+                return self._end(
+                    f"rank {self.rank} of {self.world_size}: cut off from the job: its store has not answered for "
+                    f"{self.timeout_s:g} s; this rank's place: {self._beat.place}"
                 )
 
 
@@ -278,21 +244,3 @@ def _line_of(thread: int) -> tuple[str, bool]:
         files.append(PurePath(frame.f_code.co_filename).as_posix())
         frame = frame.f_back
     return where, bool(_waiting_threads) or any(part in file for file in files for part in _WAITING_FILES)
-
-
-@contextlib.contextmanager
-def ending_with_the_agent() -> Iterator[None]:
-    """Under torchrun: end this process if its agent is gone, as a killed agent ends nobody."""
-    agent, stop = os.getppid(), threading.Event()
-
-    def watch() -> None:
-        while not stop.wait(1.0):
-            if os.getppid() != agent:
-                os._exit(1)
-
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=watch, name="longspan-agent", daemon=True).start()
-    try:
-        yield
-    finally:
-        stop.set()
