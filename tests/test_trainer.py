@@ -36,6 +36,11 @@ EVALUATED = {**STEPS, "eval_strategy": "steps", "eval_steps": 4}
 
 MIXED = [{"ring": 2}, {"data": 2, "ulysses": 2}]
 
+MESHES = {
+    "elastic": {"ulysses": 4}, "tensor axis": {"data": 2, "tensor": 2},
+    "tensor axis and lora": {"ulysses": 2, "tensor": 2},
+}  # fmt: skip
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulation": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
@@ -46,16 +51,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recurrent": {"family": "Qwen3Next", "memory": "auto"},
     "experts": {"family": "Mixtral", "experts": 2},
     "elastic": {"elastic": 24, "per_device_train_batch_size": 8},
-}
+    "tensor axis": {
+        "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "tensor_style": "megatron-sp",
+    },
+    "tensor axis and lora": {"lora": True, "fsdp": False},
+}  # fmt: skip
 
 
 @functools.cache
 def _plain(name: str) -> list[dict[str, Any]]:
     import tempfile
 
-    options = {
-        key: value for key, value in VARIANTS[name].items() if key not in ("fsdp", "memory", "elastic", "experts")
-    }
+    ours = ("fsdp", "memory", "elastic", "experts", "tensor_style")
+    options = {key: value for key, value in VARIANTS[name].items() if key not in ours}
     with tempfile.TemporaryDirectory() as folder:
         return plain(Path(folder), **EVALUATED, **options)
 
@@ -76,7 +84,7 @@ RECURRENT = pytest.param("recurrent", marks=needs_mixers)
 
 @pytest.mark.parametrize("name", [*(name for name in VARIANTS if name not in ("lora", "recurrent")), RECURRENT])
 def test_the_log_is_that_of_one_process(get_pool: Callable[[int], RankPool], name: str, tmp_path: Path) -> None:
-    mesh = {"ulysses": 4} if name == "elastic" else MIXED[list(VARIANTS).index(name) % 2]
+    mesh = MESHES.get(name, MIXED[list(VARIANTS).index(name) % 2])
     ranks = functools.reduce(lambda a, b: a * b, mesh.values())
     tolerance = 2e-2 if name == "bf16" else 2e-4
     for log in get_pool(ranks).run(sharded, mesh, tmp_path, {**EVALUATED, **VARIANTS[name]}):
@@ -230,13 +238,17 @@ def _after(log: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
     return [record for record in log if record["step"] > step]
 
 
-@pytest.mark.parametrize(("name", "mesh"), [("plain", {"data": 2, "ring": 2}), ("lora", {"ring": 2})], ids=str)
+@pytest.mark.parametrize(
+    ("name", "first", "mesh"),
+    [("plain", {"ulysses": 2}, {"data": 2, "tensor": 2}), ("lora", {"tensor": 2}, {"ring": 2})],
+    ids=str,
+)
 def test_a_run_resumes_on_another_mesh(
-    pool2: RankPool, pool4: RankPool, name: str, mesh: dict[str, int], tmp_path: Path
+    pool2: RankPool, pool4: RankPool, name: str, first: dict[str, int], mesh: dict[str, int], tmp_path: Path
 ) -> None:
     """From the newest complete checkpoint, or from one that is named."""
     variant = VARIANTS[name]
-    pool2.run(sharded, {"ulysses": 2}, tmp_path, {**SAVED, **EVALUATED, **variant})
+    pool2.run(sharded, first, tmp_path, {**SAVED, **EVALUATED, **variant})
     complete = tmp_path / "checkpoint-4"
     shutil.rmtree(tmp_path / "checkpoint-8")
     # A trainer that is killed while it saves leaves this: the state is written last.
@@ -351,9 +363,10 @@ def _evaluated(mesh: dict[str, int] | None, out: Path) -> dict[str, float]:
 def test_metrics_see_all_tokens_and_each_sample_once(pool4: RankPool, tmp_path: Path) -> None:
     """Ten samples in batches of four: two replicas fill the last batch."""
     expected = _evaluated(None, tmp_path)
-    for found in pool4.run(_evaluated, {"data": 2, "ring": 2}, tmp_path):
-        for key in ("eval_loss", "eval_accuracy", "eval_rows"):
-            assert found[key] == pytest.approx(expected[key], rel=1e-5), key
+    for mesh in ({"data": 2, "ring": 2}, {"ulysses": 2, "tensor": 2}):
+        for found in pool4.run(_evaluated, mesh, tmp_path):
+            for key in ("eval_loss", "eval_accuracy", "eval_rows"):
+                assert found[key] == pytest.approx(expected[key], rel=1e-5), key
 
 
 class _Marked(Samples):

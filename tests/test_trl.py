@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import signal
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -20,7 +24,7 @@ from tests.choose import confirming
 from tests.fitting import as_launched, quiet
 from tests.models import BASE, build, needs_mixers
 from tests.pictures import build as build_with_tower
-from tests.pool import RankPool
+from tests.pool import RankError, RankPool
 
 pytest.importorskip("trl")
 
@@ -50,6 +54,7 @@ def rows(kind: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
             "images": {"messages": [*chat, {"role": "user", "content": third}, chat[1]],
                        "images": [image(at + i) for i in range(at % 3)]},
             "preference": {"prompt": first, "chosen": " " + second, "rejected": " " + third},
+            "judged": {"prompt": first, "completion": " " + second, "label": at % 3 != 0},
         }[kind])  # fmt: skip
     return made
 
@@ -65,6 +70,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "images, lora in the language model": ("SFT", "images", {"peft": r".*language_model.*(q|v)_proj"}),
     "dpo": ("DPO", "preference", {}),
     "padding-free dpo": ("DPO", "preference", {"padding_free": True}),
+    "kto": ("KTO", "judged", {}),
     "reward lora": ("Reward", "preference", {"peft": ["q_proj", "v_proj"], "center_rewards_coefficient": 0.01}),
 }
 
@@ -106,7 +112,7 @@ def _log_of(kind: str, mesh: dict[str, int] | None, out: Path) -> list[dict[str,
         options |= {} if elastic is None else {"elastic": elastic}
         rows_at_once //= options["sp"].data_size
         cls = longspan.trainer(cls)
-    if trainer_name == "DPO" and "peft_config" not in options:
+    if trainer_name in ("DPO", "KTO") and "peft_config" not in options:
         options["ref_model"] = build("Llama", seed=1)
     if data == "images":
         changes["max_length"] = None
@@ -135,7 +141,7 @@ def plain(kind: str) -> list[dict[str, Any]]:
 RECURRENT = pytest.param("recurrent", marks=needs_mixers)
 
 
-CHOSEN = ("packed", "elastic", "lora", "images", "dpo", "reward lora")
+CHOSEN = ("packed", "elastic", "lora", "images", "dpo", "kto", "reward lora")
 
 
 @pytest.mark.parametrize(
@@ -143,17 +149,91 @@ CHOSEN = ("packed", "elastic", "lora", "images", "dpo", "reward lora")
 )
 def test_the_log_is_that_of_one_process(get_pool: Callable[[int], RankPool], kind: str, tmp_path: Path) -> None:
     replicas = kind in ("lora", "images, lora in both", "dpo", "padding-free dpo")
-    mesh = {"data": 2, "ring": 2} if replicas else {"ulysses": 2}
+    mesh = {"data": 2, "ring": 2} if replicas else {"tensor" if kind == "packed" else "ulysses": 2}
     ranks = functools.reduce(lambda a, b: a * b, mesh.values())
     for log in get_pool(ranks).run(log_of, kind, mesh, tmp_path):
-        expected = plain(kind)
-        assert len(log) == len(expected)
-        for mine, theirs in zip(log[:-1], expected[:-1], strict=True):
-            for key, value in theirs.items():
-                # TRL's own metrics of training are those of the rows of a rank's rounds.
-                own = kind == "elastic" and key in ("entropy", "mean_token_accuracy", "num_tokens", "eval_num_tokens")
-                if "per_second" not in key and "runtime" not in key and not own:
-                    assert mine[key] == pytest.approx(value, rel=2e-4, abs=1e-6), (key, mine["step"])
+        # TRL's own metrics of training are those of the rows of a rank's rounds.
+        check_equal(log, plain(kind), ("entropy", "mean_token_accuracy", "num_tokens") if kind == "elastic" else ())
+
+
+def check_equal(log: list[dict[str, Any]], expected: list[dict[str, Any]], but: tuple[str, ...] = ()) -> None:
+    """Compare all that each step logs."""
+    assert len(log) == len(expected)
+    for mine, theirs in zip(log[:-1], expected[:-1], strict=True):
+        for key, value in theirs.items():
+            if not any(part in key for part in ("per_second", "runtime", *but)):
+                assert mine[key] == pytest.approx(value, rel=2e-4, abs=1e-6), (key, mine["step"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# LoRA on a model of which no rank ever has all weights; killed while it saves, resumed on another mesh.
+
+STEPS, KILLED = 8, 6
+
+
+def packed(mesh: dict[str, int] | None, folder: Path, out: Path, how: str = "") -> list[dict[str, Any]]:
+    """Return the log of a run on packed text, on one process if `mesh` is None; `how`: "killed" or "resumed"."""
+    with contextlib.nullcontext() if mesh is None else as_launched():
+        return _packed(mesh, folder, out, how)
+
+
+def _packed(mesh: dict[str, int] | None, folder: Path, out: Path, how: str) -> list[dict[str, Any]]:
+    import trl
+    from datasets import Dataset
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    def with_lora(model: Any) -> Any:
+        torch.manual_seed(3)
+        return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+    class Sharded(longspan.trainer(trl.SFTTrainer)):  # type: ignore[misc]
+        def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+            dies = how == "killed" and self.state.global_step == KILLED
+            if dies:
+                Thread(target=_end_when_a_file_appears, args=(Path(output_dir),)).start()
+            super()._save_optimizer_and_scheduler(output_dir)
+            if dies:
+                time.sleep(60)
+
+    quiet()
+    changes = {"max_steps": STEPS, "max_length": 48, "save_strategy": "steps", "save_steps": 2}
+    args = trl.SFTConfig(
+        output_dir=str(out), per_device_train_batch_size=2, gradient_accumulation_steps=2, packing=True,
+        packing_strategy="bfd", eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=8,
+        **(COMMON | changes),
+    )  # fmt: skip
+    given: dict[str, Any] = {
+        "args": args, "processing_class": tokenizer(), "train_dataset": Dataset.from_list(rows("text", 60)),
+        "eval_dataset": Dataset.from_list(rows("text", 8, 100)),
+    }  # fmt: skip
+    if mesh is None:
+        trainer = trl.SFTTrainer(model=with_lora(AutoModelForCausalLM.from_pretrained(folder)), **given)
+    else:
+        sp = longspan.SequenceSharding(longspan.init_mesh(**mesh))
+        model = longspan.from_pretrained(folder, sp, prepare=with_lora)
+        trainer = Sharded(model=model, sp=sp, **given)
+    trainer.train(resume_from_checkpoint=how == "resumed")
+    return list(trainer.state.log_history)
+
+
+def _end_when_a_file_appears(folder: Path) -> None:
+    while not any(path.is_file() for path in (folder / "longspan").rglob("*")):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_run_killed_while_it_saves_resumes_on_another_mesh(pool4: RankPool, tmp_path: Path) -> None:
+    """LoRA on a model that no rank ever holds whole, and packed text."""
+    folder, out = tmp_path / "model", tmp_path / "out"
+    build("Llama").save_pretrained(folder)
+    expected = packed(None, folder, tmp_path / "plain")
+    with pytest.raises(RankError, match="SIGKILL"):
+        pool4.run(packed, {"ring": 2, "ulysses": 2}, folder, out, "killed")
+    assert not (out / f"checkpoint-{KILLED}" / "trainer_state.json").exists()
+    for log in pool4.run(packed, {"ulysses": 4}, folder, out, "resumed"):
+        check_equal(log, expected, ("num_tokens",))  # which TRL counts from the start of a process
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -190,8 +190,8 @@ class SequenceSharding:
         data_size: number of replicas.
         data_rank: this rank's replica.
         tensor_size, tensor_rank: the ranks that share each layer's weights and hold the same tokens, and this rank.
-        replica_group, replica_rank: the ranks that run one sequence, ring x ulysses x tensor in this order, and this
-            rank.
+        replica_group, replica_size, replica_rank: the ranks that run one sequence, ring x ulysses x tensor in this
+            order, and this rank.
 
     Raises:
         LongspanError: for a mesh without the four axes, an unknown layout, ring_impl or wire_dtype, or
@@ -240,6 +240,7 @@ class SequenceSharding:
         self.group = self._group_of("ring", "ulysses")
         self.replica_group = self._group_of("ring", "ulysses", "tensor")
         self.rank: int = self.ring_rank * self.ulysses_size + self.ulysses_rank
+        self.replica_size: int = self.size * self.tensor_size
         self.replica_rank: int = self.rank * self.tensor_size + self.tensor_rank
         self.all_to_all_link = None
         if overlap_chunks == "auto" and self.ulysses_size > 1:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 Class = TypeVar("Class", bound=type[Trainer])
 
 OPTIONS = ("fsdp", "mp_policy", "kernel", "weights", "check_batches", "check_weights", "check_at_rest", "logits",
-           "memory", "dropout", "experts")  # fmt: skip
+           "memory", "dropout", "experts", "tensor_style")  # fmt: skip
 """Keywords of a trainer that are those of `longspan.parallelize`."""
 
 
@@ -99,7 +99,8 @@ def sharded(method: Any) -> Any:
 class TrainerMixin(Trainer):  # type: ignore[misc]
     """Makes a trainer train over sharded sequences: `class MyTrainer(longspan.TrainerMixin, SomeTrainer)`.
 
-    `per_device_train_batch_size` is that of a replica: a sequence group, of which there are `sp.data_size`. Next to the
+    `per_device_train_batch_size` is that of a replica, of which there are `sp.data_size`: the ranks of a sequence group
+    and its tensor axis read the same batches. Next to the
     usual Hugging Face folder, a checkpoint contains `longspan/` with sharded weights and optimizer state, from which a
     run can resume on another mesh. Every rank calls every method.
 
@@ -108,7 +109,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         elastic: give each sample of a training batch as many ranks as its length needs, with at most this many tokens
             on a rank at a time (`longspan.elastic_batches`). Needs data=1: narrower groups replace replicas.
         fsdp, mp_policy, kernel, weights, check_batches, check_weights, check_at_rest, logits, memory, dropout,
-            experts: of `longspan.parallelize`.
+            experts, tensor_style: of `longspan.parallelize`.
         shared_prefixes: compute shared prefixes once, in a trainer that scores several completions of a prompt (GRPO).
         args, kwargs: of the trainer.
 
@@ -120,12 +121,6 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     @checked_call(sp=lambda _, sp: check_sharding(sp))
     def __init__(self, *args: Any, sp: SequenceSharding, elastic: int | None = None, **kwargs: Any) -> None:
-        if sp.tensor_size > 1:
-            raise LongspanError(
-                f"`tensor={sp.tensor_size}`: a Trainer does not support a tensor axis; use tensor=1, "
-                f"ulysses={sp.ulysses_size * sp.tensor_size}, `longspan train --tensor {sp.tensor_size}`, or your own "
-                "training loop"
-            )
         self.longspan_sp = sp
         shared_prefixes = kwargs.pop("shared_prefixes", False)
         self.longspan_options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
@@ -150,13 +145,14 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             )
         self.longspan_config = copy.deepcopy(inner.config)
         for model in (self.model, getattr(self, "ref_model", None)):
-            if model is not None and not is_parallelized(model):
-                temperature, entropy_grad = remove_fused_head(model, self)
+            if model is None:
+                continue
+            temperature, entropy_grad = remove_fused_head(model, self)
+            if not is_parallelized(model):
                 parallelize(model, sp, **self.longspan_options)
-                options = state_of(model).forward.options
-                options.temperature, options.entropy_grad = temperature, entropy_grad
-                options.shared_prefixes = shared_prefixes
-                options.replicas = sp.data_size  # by which a Trainer multiplies a loss with `num_items_in_batch`
+            options = state_of(model).forward.options
+            options.temperature, options.entropy_grad = temperature, entropy_grad
+            options.shared_prefixes = shared_prefixes
         self.longspan_elastic = None
         if elastic is not None:
             if sp.data_size > 1 or hasattr(self, "num_generations") or getattr(self, "ref_model", None) is not None:
@@ -177,13 +173,13 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     @property
     def _sharded(self) -> bool:
-        return self.longspan_sp.world_size > 1
+        return self.longspan_sp.job_size > 1
 
     def _refuse(self) -> None:
         args, sp = self.args, self.longspan_sp
-        if args.world_size != sp.world_size:
+        if args.world_size != sp.job_size:
             raise LongspanError(
-                f"the mesh has {sp.world_size} ranks and the Trainer sees {args.world_size} processes; make the mesh "
+                f"the mesh has {sp.job_size} ranks and the Trainer sees {args.world_size} processes; make the mesh "
                 f"with longspan.init_mesh over all of them"
             )
         wrong = {
@@ -225,22 +221,25 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         TRL also divides the loss's factor by it, as the Trainer divides the number of tokens, except in older versions
         of transformers.
         """
-        return 1 if self.longspan_in_loss and not counts_repeated_tokens_once() else self.longspan_sp.size
+        return 1 if self.longspan_in_loss and not counts_repeated_tokens_once() else self.longspan_sp.replica_size
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """As the base class, which sums over processes, but count the tokens of a sequence group once."""
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
-        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.longspan_sp.size
+        self.state.num_input_tokens_seen = (
+            before + (self.state.num_input_tokens_seen - before) // self.longspan_sp.replica_size
+        )
 
     def store_flos(self) -> None:
         """As the base class, but count the FLOPs of a sequence group once."""
         before = self.state.total_flos
         super().store_flos()
-        self.state.total_flos = before + (self.state.total_flos - before) / self.longspan_sp.size
+        self.state.total_flos = before + (self.state.total_flos - before) / self.longspan_sp.replica_size
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if not (self._sharded and self.longspan_options.get("fsdp", True)):  # FSDP moves it layer by layer
+        sharded = self._sharded and self.longspan_options.get("fsdp", True)
+        if not sharded and self.longspan_sp.tensor_size == 1:  # else `parallelize` moves it, layer by layer
             super()._move_model_to_device(model, device)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
@@ -322,10 +321,12 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
                 self.longspan_eval.items = int(num_items_in_batch)
         before, width = self._forward_hooks.losses.computed, inputs.get(WIDTH)
         self.longspan_in_loss = self.model.training
-        try:
-            found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        finally:
-            self.longspan_in_loss = False
+        # A Trainer multiplies a loss with `num_items_in_batch` by the number of replicas.
+        with self._forward_hooks.options.during(replicas=self.longspan_sp.data_size):
+            try:
+                found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            finally:
+                self.longspan_in_loss = False
         if width is None or self._forward_hooks.losses.computed > before:
             return found
         # The trainer computed a loss of its group's row itself. Rounds add the rows of all groups, of any width.

@@ -75,11 +75,11 @@ def count_sequence_groups(trainer: Any, sp: SequenceSharding) -> None:
     quantile = getattr(args, "top_entropy_quantile", 1.0)
     if quantile < 1:
         refused.append(f"top_entropy_quantile={quantile}")
-    if refused and sp.size > 1:
+    if refused and sp.replica_size > 1:
         raise LongspanError(
-            f"{refused[0]} computes a deviation or a quantile over all processes, which have each completion {sp.size} "
-            f"times; leave it out"
+            f"{refused[0]} computes a deviation or a quantile over all processes, which have each completion "
+            f"{sp.replica_size} times; leave it out"
         )
     args.generation_batch_size = rows * sp.data_size
     set_seed(args.seed + sp.data_rank)  # the trainer seeds each rank differently
-    count_tokens_once(trainer, sp.size)
+    count_tokens_once(trainer, sp.replica_size)
