@@ -271,7 +271,7 @@ def test_a_preview_shows_what_the_model_will_see(tmp_path: Path, width: int, col
     from rich.text import Text
 
     from longspan.train.inputs import open_local
-    from longspan.train.preview import preview
+    from longspan.train.old_preview import preview
 
     tokenizer = make_tokenizer(GENERATION)
     tokenizer.save_pretrained(tmp_path / "tokenizer")

@@ -16,8 +16,8 @@ from longspan.data import Tokenizer
 from longspan.data.tokenizer import answers_of, common_prompt
 from longspan.train import TrainConfig
 from longspan.train.inputs import open_local
-from longspan.train.preview import preview
-from longspan.train.resolve import reference_bytes, resolve_memory
+from longspan.train.old_preview import preview
+from longspan.train.old_resolve import reference_bytes, resolve_memory
 from tests.chats import CHATML, make_tokenizer, write_rows
 from tests.choose import confirming
 from tests.pool import RankPool

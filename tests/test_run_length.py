@@ -59,7 +59,7 @@ def test_tokens_are_trained_on_and_not_many_more(config: TrainConfig) -> None:
 def test_not_all_data_is_read_to_know_the_tokens_of_a_step(
     config: TrainConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("longspan.train.resolve._SAMPLE", 3)
+    monkeypatch.setattr("longspan.train.old_resolve._SAMPLE", 3)
     run(replace(config, tokens=61 * 8, pack="best-fit", shuffle=0, dry_run=True))
     said = "--tokens 488: 5 steps; sequences have 60.3 tokens"  # 59, 61 and 61; then 61, 61 and 6
     assert said in capsys.readouterr().out

@@ -26,7 +26,7 @@ from longspan.core.sections import replace
 from longspan.ranks import launch
 from longspan.ranks.launch import RankFailed
 from longspan.train import TrainConfig, run
-from longspan.train.resolve import resolve_memory
+from longspan.train.old_resolve import resolve_memory
 from tests.command import ForkedLauncher
 from tests.models import needs_mixers, widened
 from tests.pictures import GRIDS

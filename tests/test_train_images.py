@@ -24,8 +24,8 @@ from longspan.data.tokenizer import Tokenizer
 from longspan.train import TrainConfig
 from longspan.train.config import TuningSection
 from longspan.train.inputs import check_inputs, model_origin, open_local
+from longspan.train.old_resolve import resolve_steps
 from longspan.train.optimizer import tuned
-from longspan.train.resolve import resolve_steps
 from tests.chats import PICTURE_CHAT, WORDS, image, processor, tokenizer, write_rows
 from tests.choose import confirming
 from tests.models import widened

@@ -24,7 +24,7 @@ from longspan.core.sections import replace
 from longspan.data import deal
 from longspan.train import TrainConfig, run
 from longspan.train.inputs import open_local
-from longspan.train.resolve import resolve_memory
+from longspan.train.old_resolve import resolve_memory
 from tests.models import widened
 from tests.pool import RankError, RankPool
 from tests.tolerance import excess_of_losses, roughly

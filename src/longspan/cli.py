@@ -81,6 +81,9 @@ def _run(command: str, args: list[str], origins: dict[str, str]) -> int:
     if command not in COMMANDS:
         hint = nearest(command, COMMANDS) if command[:1] != "-" else f"give one first: {', '.join(COMMANDS)}"
         raise LongspanError(f"there is no command {format_value(command)}; {hint}")
+    if command == "train" and args[:1] and args[0] in ("sft", "dpo", "reward"):
+        require(f"longspan {command}", *_NEEDS[command], "trl")
+        return int(importlib.import_module("longspan.train.command").run(args))
     module_name, config_name, text = COMMANDS[command]
     module = importlib.import_module(module_name)
     config, found = _parse(getattr(module, config_name), args, prog=f"longspan {command}", summary=text)

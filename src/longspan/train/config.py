@@ -492,7 +492,7 @@ class TrainConfig(RankFlags):
 
     @property
     def last_step(self) -> int:
-        """Steps of the run, once `longspan.train.resolve.resolve_steps` has replaced --tokens and --epochs."""
+        """Steps of the run, once `longspan.train.old_resolve.resolve_steps` has replaced --tokens and --epochs."""
         assert self.knows_steps
         return 1000 if self.steps is None else self.steps
 
@@ -502,7 +502,7 @@ class TrainConfig(RankFlags):
 
     @property
     def context_tokens(self) -> int:
-        """Tokens per sequence, once `longspan.train.resolve.resolve_memory` has replaced `max`."""
+        """Tokens per sequence, once `longspan.train.old_resolve.resolve_memory` has replaced `max`."""
         assert self.context != "max"
         return self.context
 

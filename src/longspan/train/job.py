@@ -33,7 +33,7 @@ def run(config: TrainConfig) -> int:
     looks = config.dry_run or config.data.preview > 0
     opened = launch.open_first(config, _open, dry_run=looks)
     if config.data.preview:
-        from longspan.train.preview import preview
+        from longspan.train.old_preview import preview
 
         if launch.is_first_rank():
             preview(*(opened or _resolve(config)))
@@ -74,7 +74,7 @@ def _resolve(config: TrainConfig) -> tuple[TrainConfig, Inputs]:
     """Resolve --context max and --memory auto, and check the inputs; the first rank prints the planner's choice."""
     from longspan.train.afterwards import check_ahead
     from longspan.train.inputs import check_inputs
-    from longspan.train.resolve import resolve_memory, resolve_steps
+    from longspan.train.old_resolve import resolve_memory, resolve_steps
 
     config, messages = resolve_memory(config)
     config.check()

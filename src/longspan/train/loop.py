@@ -69,10 +69,10 @@ from longspan.train.metrics import (
     peak_flops,
     peak_memory,
 )
+from longspan.train.old_resolve import length_of, reference_bytes
 from longspan.train.optimizer import clip_gradients, frozen, initialise, make_optimizer, make_scheduler, tuned
 from longspan.train.outputs import Outputs
 from longspan.train.preferences import Preferences
-from longspan.train.resolve import length_of, reference_bytes
 
 
 class Trainer:

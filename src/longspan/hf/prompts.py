@@ -1,0 +1,177 @@
+"""What models read: tokenizers, the ids of a text, images, and datasets by name, file or folder."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from longspan.core.errors import LongspanError
+from longspan.core.validation import existing_path
+from longspan.hf.pretrained import check_source, first_line, has_tokenizer
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+BYTES = "bytes"
+"""A tokenizer that needs no file: one token per byte (ByT5's: 256 bytes after 3 special tokens, 384 ids in all)."""
+
+PYDOC = "pydoc"
+"""A dataset that needs no file: 0.5 MB of English that comes with Python."""
+
+BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow", ".txt": "text"}
+"""What reads a file in `datasets`, by its suffix."""
+
+PIECE_CHARACTERS = 1 << 16
+"""Long texts are tokenised in pieces of about this many characters."""
+
+_EMBEDDED = "data:"
+
+
+def load_tokenizer(name: str) -> Any:
+    """Return the Hugging Face tokenizer of a name or folder, or the byte tokenizer for "bytes".
+
+    Raise if it has no end-of-text token to separate documents.
+    """
+    if name != BYTES:
+        check_source("--tokenizer", name)
+    from transformers import AutoTokenizer, ByT5Tokenizer
+
+    if name == BYTES:
+        return ByT5Tokenizer()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:
+        if not has_tokenizer(name):  # perhaps the model's folder, and no flag named it
+            raise LongspanError(
+                f"{name} has no tokenizer: expected tokenizer.json, tokenizer.model, vocab.json or vocab.txt; give "
+                f"--tokenizer NAME_OR_PATH, or --tokenizer {BYTES}"
+            ) from error
+        raise LongspanError(
+            f"--tokenizer {name} cannot be loaded: {first_line(error)} (or use --tokenizer {BYTES})"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise LongspanError(
+            f"--tokenizer {name} has no end-of-text token to separate documents; set its eos_token and save it"
+        )
+    return tokenizer
+
+
+def text_ids(tokenizer: Any, text: str, *, last: bool = False) -> NDArray[np.int64]:
+    """Return the ids of a text: with the begin token if the tokenizer adds one itself, `last` with the end token."""
+    ids: list[int] = []
+    for piece in split_text(text):
+        ids += tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
+    begin = tokenizer.bos_token_id
+    if begin is not None and tokenizer("a")["input_ids"][:1] == [begin]:
+        ids = [begin, *ids]
+    return np.asarray([*ids, tokenizer.eos_token_id] if last else ids, dtype=np.int64)
+
+
+def split_text(text: str, limit: int = PIECE_CHARACTERS) -> list[str]:
+    """Split a text into pieces of at most `limit` characters, after a line break if possible, else after a space."""
+    pieces = []
+    start = 0
+    while len(text) - start > limit:
+        cut = text.rfind("\n", start, start + limit) + 1 or text.rfind(" ", start, start + limit) + 1
+        cut = cut if cut > start else start + limit
+        pieces.append(text[start:cut])
+        start = cut
+    return [*pieces, text[start:]]
+
+
+def rows_of_ids(source: str, text_field: str, tokenizer: Any, rows: int, tokens: int) -> NDArray[np.int64]:
+    """Return `[rows, tokens]` ids of a dataset's texts, one after another, again from the start where they end."""
+    with naming(source):
+        dataset = open_dataset(source, streaming=True)
+        if text_field not in next(iter(dataset), {}):
+            has = ", ".join(next(iter(dataset), {})) or "no rows"
+            raise LongspanError(
+                f"{source} has no column {text_field!r}; it has {has}: choose one with --text-field", code="LS501"
+            )
+        parts, length = list[Any](), 0
+        for row in itertools.chain.from_iterable(itertools.repeat(dataset)):
+            parts.append(text_ids(tokenizer, str(row[text_field] or ""), last=True))
+            length += len(parts[-1])
+            if length >= rows * tokens:
+                break
+    return np.concatenate(parts)[: rows * tokens].reshape(rows, tokens)
+
+
+def open_dataset(
+    source: str,
+    name: str | None = None,
+    *,
+    split: str = "train",
+    data_dir: str | None = None,
+    data_files: Any = None,
+    streaming: bool = False,
+) -> Any:
+    """Return a dataset of `datasets`: of a file, a folder, the hub, or "pydoc"; a .txt file is one row, `text`.
+
+    `name`, `data_dir` and `data_files` are those of `datasets.load_dataset`.
+    """
+    import datasets
+
+    if source == PYDOC:
+        made = datasets.Dataset.from_generator(_pydoc)
+        return made.to_iterable_dataset() if streaming else made
+    options = {"data_dir": data_dir, "data_files": data_files, "streaming": streaming}
+    path = existing_path("path", source)
+    if path is None:
+        if source not in BUILDERS.values():
+            check_source("path", source, kind="dataset")
+        return datasets.load_dataset(source, name, split=split, **options)
+    if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
+        stored = datasets.load_from_disk(str(path))  # by `Dataset.save_to_disk`
+        return stored[split] if isinstance(stored, dict) else stored
+    texts = sorted(path.rglob("*.txt")) if path.is_dir() else [path] * (path.suffix == ".txt")
+    if texts:  # by default `datasets` makes a row of each line
+        files = [str(file) for file in texts]
+        return datasets.load_dataset("text", data_files=files, sample_by="document", split="train", streaming=streaming)
+    if path.is_dir():
+        return datasets.load_dataset(str(path), name, split=split, **options)
+    if path.suffix not in BUILDERS:
+        raise LongspanError(f"{path} is no file of {', '.join(BUILDERS)}; rename it, or give `data_files`")
+    return datasets.load_dataset(BUILDERS[path.suffix], data_files=str(path), split="train", streaming=streaming)
+
+
+def _pydoc() -> Iterator[dict[str, str]]:
+    from pydoc_data.topics import topics
+
+    for text in topics.values():
+        yield {"text": text}
+
+
+@contextlib.contextmanager
+def naming(source: str) -> Iterator[None]:
+    """Put the source before what a library says of its content."""
+    try:
+        yield
+    except LongspanError:
+        raise
+    except Exception as error:  # `datasets` raises any kind
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise LongspanError(f"{source} cannot be read: {first_line(cause)}", code="LS501") from error
+
+
+def read_image(source: str | Path, what: str) -> Any:
+    """Return an image in RGB, of a file or a data URI. Messages begin with `what`."""
+    from PIL import Image
+
+    embedded = str(source).startswith(_EMBEDDED)
+    try:
+        with Image.open(io.BytesIO(base64.b64decode(str(source).partition(",")[2])) if embedded else source) as opened:
+            return opened.convert("RGB")
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        name = what if embedded else f"{what} {source}"
+        why = getattr(error, "strerror", None) or first_line(error)
+        raise LongspanError(f"{name} cannot be read as an image: {why}", code="LS505") from error

@@ -1,0 +1,197 @@
+"""`longspan train sft|dpo|reward --config run.yaml`: check a run, start its ranks, and train on them by TRL's trainers.
+
+    longspan train sft --config examples/sft.yaml --ulysses 8
+    torchrun --nproc-per-node 8 -m longspan train sft --config examples/sft.yaml --ulysses 8
+
+The keys are those of `trl sft`, and ours (`longspan.train.arguments`). Without torchrun or srun the command starts the
+ranks itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from transformers import TrainerCallback
+
+from longspan.comm.mesh import make_sharding
+from longspan.core.errors import LongspanError
+from longspan.core.validation import check_processes
+from longspan.hf.pretrained import first_line
+from longspan.ranks import agreement, launch
+from longspan.ranks.heartbeat import Heartbeat
+from longspan.train import model as models
+from longspan.train.arguments import Arguments, Settings, read
+from longspan.train.datasets import Data, find_row, open_data
+from longspan.train.preview import preview
+from longspan.train.resolve import Resolved, dry_run, resolve, summary
+from longspan.trainers.mixin import trainer as sharded
+from longspan.trainers.saving import newest_complete
+
+TRAINERS = {"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer, "reward": trl.RewardTrainer}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Opened:
+    arguments: Arguments
+    resolved: Resolved
+    tokenizer: Any
+    data: Data
+
+
+def run(argv: list[str]) -> int:
+    """Train on ranks started here or by torchrun, and return 0; raise as `longspan.ranks.launch.launch`."""
+    settings = read(argv)
+    ours = settings.ours
+    launch.check_nproc(ours.parallel.ranks, ours.ranks, ours.mesh)
+    if ours.max_restarts and (ours.parallel.ranks == 1 or launch.under_torchrun()):
+        raise LongspanError(
+            f"max_restarts: {ours.max_restarts} restarts ranks that this command starts, and it starts none; give "
+            "torchrun's --max-restarts, or leave it out on one rank"
+        )
+    if not launch.under_torchrun():
+        if not ours.dry_run:
+            check_processes(ours.parallel.ranks, ours.mesh)
+        opened = _open(settings)
+        if ours.dry_run:
+            print(*opened.resolved.messages, *dry_run(opened.arguments, opened.resolved), sep="\n", flush=True)
+            return 0
+    for restart in range(ours.max_restarts + 1):
+        try:
+            launch.launch(_train, settings, nproc=ours.parallel.ranks)
+            break
+        except launch.RankFailed as error:
+            if restart == ours.max_restarts:
+                raise
+            print(f"longspan: {error}; restart {restart + 1} of {ours.max_restarts}", file=sys.stderr, flush=True)
+    return 0
+
+
+def _open(settings: Settings) -> _Opened:
+    """Open and check model config, tokenizer and data on this rank."""
+    arguments = settings.arguments()
+    resolved = resolve(arguments)
+    tokenizer = models.tokenizer_of(arguments, resolved.config)
+    training = arguments.training
+    if resolved.context is not None:
+        training.max_length = resolved.context
+    template = bool(tokenizer.chat_template or getattr(training, "chat_template_path", None))
+    data = open_data(arguments, template)
+    row = next(iter(data.train))
+    chats = any(isinstance(row.get(column), list) for column in ("messages", "prompt", "chosen"))
+    if chats and not template:
+        raise LongspanError(
+            f"{data.sources[0].name} has chats, and the tokenizer has no chat template; give `chat_template_path`, or "
+            "`tokenizer` of an instruction-tuned model",
+            code="LS503",
+        )
+    if "images" in row or "image" in row:
+        tokenizer = models.processor_of(resolved.config, models.name_of(arguments), tokenizer)
+    return _Opened(arguments, resolved, tokenizer, data)
+
+
+def _train(settings: Settings) -> None:
+    ours = settings.ours
+    with launch.joined(ours.timeout, ours.start_timeout) as heartbeat:
+        train_rank(settings, heartbeat)
+
+
+def train_rank(settings: Settings, heartbeat: Heartbeat) -> None:
+    """Train on one rank. Collective. Raise `Stopped` if a signal reached any rank, after all have saved."""
+    agreement.open_together(heartbeat, lambda: settings, lambda settings: settings.values)
+    with agreement.refusing_together(heartbeat.peers, alive=True):
+        opened = _open(settings)
+    agreement.agree(heartbeat.peers, agreement.model_facts(opened.resolved.config), alive=True)
+    heartbeat.at("loading", unlimited=True)
+    training = opened.arguments.training
+    with launch.StopRequest(stops="stopping after this step") as stop:
+        trainer = _trainer(opened, heartbeat, stop)
+        if settings.ours.preview:
+            preview(trainer, settings.ours.preview)
+            return
+        _log(trainer, [*opened.resolved.messages, *summary(opened.arguments, opened.resolved)])
+        trainer.train(_resumed(training))
+        if stop.signum:
+            _log(trainer, [f"stopped by a signal after step {trainer.state.global_step}; the same command resumes"])
+            raise launch.Stopped(stop.signum)
+    heartbeat.at("export", unlimited=True)
+    trainer.save_model()
+    _log(trainer, [f"exported {training.output_dir}"])
+
+
+def _trainer(opened: _Opened, heartbeat: Heartbeat, stop: launch.StopRequest) -> Any:
+    """Return the trainer of a run, with its sharded model."""
+    arguments, resolved, data = opened.arguments, opened.resolved, opened.data
+    ours, training = arguments.ours, arguments.training
+    with launch.stdout_to_stderr(discard=True):  # gloo greets there
+        sp = make_sharding(ours.parallel)
+    origin = models.origin_of(arguments, resolved.config)
+    images = hasattr(opened.tokenizer, "image_processor")
+    model = models.load(arguments, origin, sp, resolved.memory, images=images)
+    options: dict[str, Any] = {}
+    if arguments.method == "dpo" and not hasattr(model, "peft_config"):
+        options["ref_model"] = models.load(arguments, origin, sp, resolved.memory, images=images, reference=True)
+    if ours.elastic:
+        assert resolved.context is not None
+        options["elastic"] = -(-resolved.context // sp.size)
+    if sp.shards_weights(fsdp=ours.shard_weights, cpu_offload=resolved.memory.cpu_offload):
+        training.bf16, training.mixed_precision = False, "no"  # FSDP casts what it gathers; the weights stay in fp32
+    training.model_init_kwargs = None
+    training.logging_nan_inf_filter = False
+    try:
+        return sharded(TRAINERS[arguments.method])(
+            model=model,
+            args=training,
+            train_dataset=data.train,
+            eval_dataset=data.evaluated,
+            processing_class=opened.tokenizer,
+            callbacks=[_Progress(heartbeat, stop)],
+            sp=sp,
+            **options,
+        )
+    except LongspanError:
+        raise
+    except Exception as error:  # TRL tokenises here; templates raise any kind
+        found = find_row(data, arguments, opened.tokenizer)
+        if found is None and not isinstance(error, ValueError | TypeError | RuntimeError | ImportError):
+            raise
+        raise LongspanError(found or first_line(error), code="LS502" if found else None) from error
+
+
+def _resumed(training: Any) -> str | None:
+    """Return the checkpoint to resume from: that of `resume_from_checkpoint`, by default the run's newest."""
+    asked = str(training.resume_from_checkpoint)
+    if asked.lower() in ("none", "true", "auto"):
+        found, problems = newest_complete(Path(training.output_dir))
+        for problem in problems:
+            print(f"longspan: passed over a damaged checkpoint: {problem}", file=sys.stderr, flush=True)
+        return None if found is None else str(found)
+    return None if asked.lower() == "false" else asked
+
+
+def _log(trainer: Any, lines: list[str]) -> None:
+    if trainer.is_world_process_zero():
+        print(*lines, sep="\n", flush=True)
+
+
+class _Progress(TrainerCallback):  # type: ignore[misc]
+    """Tell the heartbeat what this rank does, and save and stop on all ranks after a signal to any."""
+
+    def __init__(self, heartbeat: Heartbeat, stop: launch.StopRequest) -> None:
+        self.heartbeat, self.stop = heartbeat, stop
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.heartbeat.at("training", state.global_step + 1)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.heartbeat.at("after the step", unlimited=True)  # it may evaluate or save
+        signum = torch.tensor(self.stop.signum or 0, device=args.device)
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(signum, op=torch.distributed.ReduceOp.MAX)
+        if signum:
+            self.stop.signum = int(signum)
+            control.should_save = control.should_training_stop = True

@@ -1,0 +1,240 @@
+"""The datasets of a run, in the columns that TRL's trainers read: from the hub or from files, mixed by weight.
+
+Files are read by `datasets`, which stores them as Arrow files that all ranks of a machine share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trl.scripts.utils import DatasetConfig
+
+from longspan.core.errors import LongspanError
+from longspan.core.validation import format_value
+from longspan.hf.pretrained import first_line
+from longspan.hf.prompts import PYDOC, naming, open_dataset
+from longspan.train.arguments import Arguments
+
+_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+"""ShareGPT's names of roles, where they differ."""
+_EXTRA = ("tools", "chat_template_kwargs", "image", "images")
+_ALPACA = ("instruction", "output")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset, as it is mixed; `name` is for messages."""
+
+    name: str
+    dataset: Any
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run trains on and evaluates, and the sources that it was mixed from."""
+
+    train: Any
+    evaluated: Any  # a dataset, several by name, or None
+    sources: tuple[Source, ...]
+
+
+def open_data(arguments: Arguments, template: bool) -> Data:
+    """Return the datasets of a run; `template`: the tokenizer has a chat template.
+
+    Raises:
+        LongspanError: for what cannot be found or read, and columns that TRL would not train on, or not as meant.
+    """
+    script, mixture, training = arguments.script, arguments.mixture, arguments.training
+    if bool(mixture.datasets) == bool(script.dataset_name):
+        found = "both" if script.dataset_name else "neither"
+        raise LongspanError(
+            f"train needs either `dataset_name` (a file, a folder, a dataset's name, or {PYDOC} for a first try) or "
+            f"`datasets`, a list of these with their `path`; got {found}"
+        )
+    configs = mixture.datasets or [
+        DatasetConfig(str(script.dataset_name), script.dataset_config, split=script.dataset_train_split)
+    ]
+    streaming = mixture.streaming if mixture.datasets else script.dataset_streaming
+    sources = [_source(arguments, config, streaming, template) for config in configs]
+    kinds = {tuple(sorted(s.dataset.column_names or ())): s.name for s in sources}
+    if len(kinds) > 1:
+        listed = "; ".join(f"{name} has {', '.join(columns)}" for columns, name in kinds.items())
+        raise LongspanError(f"the datasets of a mixture need the same columns, and {listed}; convert some of them")
+    train: Any = _mixed(sources, [config.fraction for config in configs], streaming, training.seed)
+    evaluated: Any = None
+    if mixture.test_split_size is not None:
+        split = train.train_test_split(test_size=mixture.test_split_size, seed=training.seed)  # equal on every rank
+        train, evaluated = split["train"], split["test"]
+    if arguments.ours.eval_datasets:
+        evaluated = {}
+        for entry in arguments.ours.eval_datasets:
+            config = DatasetConfig(**entry) if isinstance(entry, Mapping) else DatasetConfig(entry)
+            name = config.name or Path(config.path).stem
+            if name in evaluated:
+                raise LongspanError(f"eval_datasets: two of them are called {name}; rename one, or leave it out")
+            evaluated[name] = _source(arguments, config, False, template).dataset
+    elif evaluated is None and training.eval_strategy != "no":
+        if not script.dataset_name:
+            raise LongspanError("eval_strategy needs data: give `eval_datasets`, or `test_split_size`")
+        config = dataclasses.replace(configs[0], split=script.dataset_test_split)
+        evaluated = _source(arguments, config, False, template).dataset
+    return Data(train, evaluated, tuple(sources))
+
+
+def _mixed(sources: list[Source], fractions: list[float | None], streaming: bool, seed: int) -> Any:
+    """Return the sources in one dataset; with fractions each has its share, and none is repeated, as in TRL."""
+    import datasets
+
+    if None in fractions and any(fractions):
+        raise LongspanError("`fraction` is a share of the mixture; give every dataset one, or none")
+    parts = [source.dataset for source in sources]
+    if len(parts) == 1:
+        return parts[0]
+    if None in fractions:
+        return datasets.concatenate_datasets(parts)
+    shares = [fraction / sum(fractions) for fraction in fractions]  # type: ignore[operator,arg-type]
+    if streaming:
+        return datasets.interleave_datasets(parts, shares, seed=seed, stopping_strategy="all_exhausted")
+    total = min(len(part) / share for part, share in zip(parts, shares, strict=True) if share > 0)
+    return datasets.concatenate_datasets(
+        [part.select(range(round(share * total))) for part, share in zip(parts, shares, strict=True)]
+    )
+
+
+def _source(arguments: Arguments, config: DatasetConfig, streaming: bool, template: bool) -> Source:
+    """Return a dataset with the columns that the method needs."""
+    name = config.path if config.data_files is None else f"{config.path} ({config.data_files})"
+    with naming(name):
+        dataset = open_dataset(
+            config.path,
+            config.name,
+            split=config.split,
+            data_dir=config.data_dir,
+            data_files=config.data_files,
+            streaming=streaming,
+        )
+        if config.columns is not None:
+            dataset = dataset.select_columns(config.columns)
+        text_field = getattr(arguments.training, "dataset_text_field", "text")
+        return Source(name, shaped(dataset, arguments.method, text_field, template, name))
+
+
+# --- columns
+
+
+def shaped(dataset: Any, method: str, text_field: str, template: bool, source: str) -> Any:
+    """Return a dataset with the columns that TRL needs, and no others, which it might read instead.
+
+    ShareGPT's and Alpaca's rows are converted: to `messages`, and to `prompt` and `completion`.
+    """
+    row = next(iter(dataset), None)
+    if row is None:
+        raise LongspanError(f"{source} has no rows; give other data", code="LS504")
+    columns = list(row)
+    extra = [name for name in columns if name in _EXTRA]
+    if method != "sft":
+        if not {"chosen", "rejected"} <= set(columns):
+            raise LongspanError(
+                f"{source} has no `chosen` and `rejected`, which {method} needs; it has {', '.join(columns)}",
+                code="LS501",
+            )
+        implicit = isinstance(row["chosen"], list) and not isinstance(row.get("prompt", []), list)
+        prompt = ["prompt"] * ("prompt" in columns and not implicit)  # else TRL takes the common beginning
+        return dataset.select_columns([*prompt, "chosen", "rejected", *extra])
+    kinds: dict[str, tuple[str, ...]] = {
+        "chats": ("messages",), "ShareGPT's chats": ("conversations",), "completions": ("prompt", "completion"),
+        "token ids": ("input_ids",), "Alpaca's instructions": _ALPACA, "texts": (text_field,),
+    }  # fmt: skip
+    found = [kind for kind, needed in kinds.items() if set(needed) <= set(columns)]
+    if len(found) != 1:
+        readable = "; ".join(f"{kind}: {', '.join(kinds[kind])}" for kind in found or kinds)
+        hint = "choose some by `datasets: [{path: ..., columns: [...]}]`" if found else "rename yours, or give "
+        hint += "" if found else f"dataset_text_field, the name of a column of texts (now {text_field})"
+        what = "the columns of more than one kind of rows" if found else f"the columns {', '.join(columns)}, and no"
+        raise LongspanError(f"{source} has {what} ({readable}); {hint}", code="LS501")
+    kept = [*kinds[found[0]], *extra]
+    if found == ["token ids"]:
+        kept += [name for name in ("labels", "seq_lengths") if name in columns]
+    if found == ["Alpaca's instructions"]:
+        made = dataset.map(_from_alpaca, with_indices=True, fn_kwargs={"source": source, "template": template})
+        return made.select_columns(["prompt", "completion"])
+    if found == ["ShareGPT's chats"] or (found == ["chats"] and _is_sharegpt(row["messages"])):
+        removed = [name for name in columns if name not in extra and name != "messages"]
+        options = {"source": source, "column": kept[0]}
+        return dataset.map(_from_sharegpt, with_indices=True, fn_kwargs=options, remove_columns=removed)
+    if found == ["texts"] and not isinstance(row[text_field], str):
+        raise LongspanError(
+            f"{source}: the column {text_field!r} holds {type(row[text_field]).__name__}, not text; name another by "
+            "dataset_text_field",
+            code="LS501",
+        )
+    return dataset.select_columns(kept)
+
+
+def _is_sharegpt(messages: Any) -> bool:
+    return isinstance(messages, list) and bool(messages) and isinstance(messages[0], dict) and "from" in messages[0]
+
+
+def _from_sharegpt(row: Mapping[str, Any], at: int, source: str, column: str) -> dict[str, Any]:
+    messages = []
+    for turn in row[column] or ():
+        role, content = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+        role = _ROLES.get(role, role)
+        if role not in ("system", "user", "assistant", "tool") or not isinstance(content, str):
+            raise LongspanError(
+                f"{source}, row {at}: a turn of `{column}` has the role {role!r} and {type(content).__name__} as text; "
+                "roles are human (user), gpt (assistant), system and tool",
+                code="LS502",
+            )
+        messages.append({"role": role, "content": content})
+    return {"messages": messages}
+
+
+def _from_alpaca(row: Mapping[str, Any], at: int, source: str, template: bool) -> dict[str, Any]:
+    question, answer = row["instruction"], row["output"]
+    if not (isinstance(question, str) and isinstance(answer, str) and answer):
+        raise LongspanError(
+            f"{source}, row {at}: `instruction` and `output` must be texts, got {format_value(question)} and "
+            f"{format_value(answer)}",
+            code="LS502",
+        )
+    if row.get("input"):
+        question = f"{question}\n\n{row['input']}"
+    if not template:
+        return {"prompt": f"{question}\n\n", "completion": answer}
+    return {
+        "prompt": [{"role": "user", "content": question}],
+        "completion": [{"role": "assistant", "content": answer}],
+    }
+
+
+def find_row(data: Data, arguments: Arguments, tokenizer: Any) -> str | None:
+    """Return source, row and reason of the first row that cannot be tokenised, or None. Used after an error."""
+    only = getattr(arguments.training, "assistant_only_loss", False)
+    field = getattr(arguments.training, "dataset_text_field", "text")
+
+    def attempt(row: Mapping[str, Any]) -> None:
+        for column, value in row.items():
+            if column in ("messages", "prompt", "completion", "chosen", "rejected") and isinstance(value, list):
+                if not value:
+                    raise ValueError(f"`{column}` has no messages")
+                options = row.get("chat_template_kwargs") or {}
+                found = tokenizer.apply_chat_template(
+                    value, tools=row.get("tools"), return_dict=True, return_assistant_tokens_mask=only, **options
+                )
+                if only and column == "messages" and 1 not in found["assistant_masks"]:
+                    raise ValueError("it has no token of the assistant, so nothing to learn")
+            elif column in (field, "prompt", "completion", "chosen", "rejected") and not isinstance(value, str):
+                raise ValueError(f"`{column}` is {type(value).__name__}, not text")
+
+    for source in data.sources:
+        for number, row in enumerate(source.dataset):
+            try:
+                attempt(row)
+            except Exception as error:  # templates raise any kind
+                return f"{source.name}, row {number}: {first_line(error)}"
+    return None

@@ -1,0 +1,240 @@
+"""The model and the tokenizer of a run. Each rank reads the rows of its shards alone; LoRA is put on before that."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import AutoModelForSequenceClassification
+from trl import get_peft_config
+
+from longspan.core.errors import LongspanError, require
+from longspan.core.memory import Memory
+from longspan.core.rope import RopeScaling
+from longspan.hf.loading import load_sharded
+from longspan.hf.pretrained import (
+    base_of,
+    check_source,
+    first_line,
+    has_tokenizer,
+    is_adapter,
+    language_model_class,
+    load_processor,
+    read_adapter,
+    read_model_config,
+    takes_pictures,
+    without_dropout,
+)
+from longspan.hf.prompts import BYTES, load_tokenizer
+from longspan.hf.vision import tower_modules
+from longspan.hf.weights.origin import Origin, with_adapter
+from longspan.train.arguments import KERNELS, Arguments
+
+if TYPE_CHECKING:
+    from longspan.comm.mesh import SequenceSharding
+
+KEY = "model_name_or_path"
+_WEIGHTS = (".safetensors", ".bin", ".index.json")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def name_of(arguments: Arguments) -> str:
+    """Return the folder or name of the model; a revision of the hub's is fetched to a folder."""
+    name, revision = arguments.model.model_name_or_path, arguments.model.model_revision
+    if name is None:
+        raise LongspanError(
+            f"train needs `{KEY}`: a name or folder of a Hugging Face model, of a LoRA adapter, or a folder or file "
+            "with nothing but a config.json, for random weights"
+        )
+    check_source(KEY, name)
+    if revision not in (None, "main") and not Path(name).exists():
+        from huggingface_hub import snapshot_download
+
+        return str(snapshot_download(name, revision=revision))
+    return str(name)
+
+
+def is_random(name: str) -> bool:
+    """Return whether a folder or file has a config and no weights."""
+    path = Path(name)
+    if path.is_dir():
+        return not is_adapter(name) and not any(file.name.endswith(_WEIGHTS) for file in path.iterdir())
+    return path.is_file()
+
+
+def read_config(arguments: Arguments, context: int) -> tuple[Any, RopeScaling | None]:
+    """Return the model's config for this context, and the RoPE scaling that was applied to it."""
+    config, rope = read_model_config(KEY, name_of(arguments), context, arguments.ours.rope())
+    if arguments.ours.dropout is not None or arguments.method == "dpo":  # rewards would be noise
+        config = without_dropout(config)
+    if arguments.method == "reward":
+        config.num_labels = 1
+    return config, rope
+
+
+def origin_of(arguments: Arguments, config: Any) -> Origin:
+    """Return the source of the model's weights."""
+    model, training = arguments.model, arguments.training
+    if training.trust_remote_code:
+        raise LongspanError("trust_remote_code: longspan shards models of transformers alone; leave it out")
+    if model.load_in_8bit or (model.load_in_4bit and (model.bnb_4bit_quant_type, model.use_peft) != ("nf4", True)):
+        raise LongspanError(
+            "weights of 8 bits, of fp4, or quantized ones without LoRA are not supported; use `load_in_4bit: true` "
+            "with `use_peft: true`"
+        )
+    if model.load_in_4bit:
+        require("load_in_4bit", "bitsandbytes", "accelerate")
+    name = name_of(arguments)
+    auto = AutoModelForSequenceClassification if arguments.method == "reward" else language_model_class(config)
+    dtype = _DTYPES.get(str(model.dtype)) or config.dtype or torch.float32
+    computed = torch.bfloat16 if training.bf16 else torch.float32
+    return Origin(
+        auto,
+        config,
+        dtype,
+        None if is_random(name) else base_of(KEY, name),
+        training.seed,
+        f"{KEY} {name}",
+        strict=arguments.method != "reward",  # its head is new
+        four_bits=computed if model.load_in_4bit else None,
+    )
+
+
+def prepare_of(arguments: Arguments, *, images: bool) -> Callable[[Any], Any]:
+    """Return the function that freezes weights of a loaded model, or puts LoRA on it.
+
+    A vision tower is frozen unless the data has `images`.
+    """
+    ours, model_arguments, name = arguments.ours, arguments.model, name_of(arguments)
+    if ours.freeze and (model_arguments.use_peft or is_adapter(name)):
+        raise LongspanError("freeze: LoRA freezes all weights of the model; choose by lora_target_modules instead")
+    if model_arguments.use_peft:
+        require("use_peft", "peft")
+
+    def prepare(model: Any) -> Any:
+        tower = tower_modules(model)
+        if is_adapter(name):
+            model = _continued(model, name)
+        elif model_arguments.use_peft:
+            model = _with_lora(model, arguments)
+        else:
+            for parameter in _matching(model, ours.freeze):
+                model.get_parameter(parameter).requires_grad_(False)
+        for module in () if images else tower:
+            module.requires_grad_(False)
+        if not any(p.requires_grad for p in model.parameters()):
+            raise LongspanError(f"freeze: {' '.join(ours.freeze)} freezes all weights; leave some to train")
+        return model.train()
+
+    return prepare
+
+
+def _matching(model: nn.Module, patterns: list[str]) -> list[str]:
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise LongspanError(
+                f"freeze: {pattern} is the name of no weight; they are named like {names[0]} and {names[-1]}, and * "
+                "stands for any characters"
+            )
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _with_lora(model: Any, arguments: Arguments) -> Any:
+    import peft
+
+    config: Any = get_peft_config(arguments.model)
+    name = name_of(arguments)
+    # PEFT records it; absolute, as the adapter is used in other working directories.
+    model.name_or_path = str(Path(name).absolute()) if Path(name).exists() else name
+    config.base_model_name_or_path = model.name_or_path
+    if arguments.method == "reward":
+        config.task_type = "SEQ_CLS"
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(arguments.training.seed)  # equal on every rank
+            return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    except Exception as error:  # PEFT raises any kind
+        raise LongspanError(f"use_peft: LoRA cannot be put on the model: {first_line(error)}") from error
+
+
+def _continued(model: Any, name: str) -> Any:
+    """Return the model with the LoRA of a folder, which is trained further."""
+    settings = json.loads(read_adapter(name)[0])
+    if settings.get("peft_type") != "LORA" or settings.get("modules_to_save"):
+        raise LongspanError(
+            f"{KEY} {name} is no plain LoRA, which alone is trained further; merge it first "
+            "(peft.PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(folder))"
+        )
+    return with_adapter(model, name, model.config.name_or_path, inference_mode=False)
+
+
+def _frozen(model: Any) -> Any:
+    return model.requires_grad_(False).eval()
+
+
+def load(
+    arguments: Arguments, origin: Origin, sp: SequenceSharding, memory: Memory, *, images: bool, reference: bool = False
+) -> Any:
+    """Return the sharded model, or the frozen `reference` of DPO. Collective."""
+    ours, bf16 = arguments.ours, arguments.training.bf16
+    sharded = sp.shards_weights(fsdp=ours.shard_weights, cpu_offload=memory.cpu_offload)
+    reduced = torch.bfloat16 if ours.grad_dtype == "bf16" else torch.float32
+    mixed = sharded and (bf16 or reduced == torch.bfloat16)
+    if reference and sharded and bf16:  # FSDP would cast it each time
+        origin = dataclasses.replace(origin, dtype=torch.bfloat16)
+    attention = arguments.model.attn_implementation
+    model = load_sharded(
+        origin,
+        sp,
+        prepare=_frozen if reference else prepare_of(arguments, images=images),
+        whole=arguments.model.use_dora,
+        fsdp=ours.shard_weights,
+        mp_policy=MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, reduced) if mixed else None,
+        kernel=KERNELS[attention] if attention in KERNELS and ours.kernel == "auto" else ours.kernel,
+        memory=memory,
+        tensor_style=ours.parallel.tensor_style,
+        experts=ours.parallel.experts,
+    )
+    for module in model.modules():
+        if hasattr(module, "is_loaded_in_4bit"):
+            module.is_loaded_in_4bit = False  # or TRL would cast the sharded adapter
+    return model
+
+
+def tokenizer_of(arguments: Arguments, config: Any) -> Any:
+    """Return the tokenizer: that of `tokenizer`, the model's, or its base model's, or bytes for random weights."""
+    name, ours = name_of(arguments), arguments.ours
+    folder = str(Path(name).parent) if Path(name).is_file() else name
+    found = ours.tokenizer or (folder if has_tokenizer(folder) else base_of(KEY, name) if is_adapter(name) else None)
+    if found is None and not is_random(name):
+        found = folder  # raises, and says what to give
+    tokenizer = load_tokenizer(found or BYTES)
+    size = config.get_text_config().vocab_size
+    if len(tokenizer) > size:
+        raise LongspanError(
+            f"the tokenizer {found or BYTES} has {len(tokenizer)} ids, the model's vocabulary only {size}; use the "
+            f"model's own tokenizer, or a config with vocab_size {len(tokenizer)} or more"
+        )
+    return tokenizer
+
+
+def processor_of(config: Any, name: str, tokenizer: Any) -> Any:
+    """Return the processor of a vision-language model, which reads the images of chats, with our tokenizer."""
+    if not takes_pictures(config):
+        raise LongspanError(
+            f"the data has images, and the model ({config.model_type}) has no vision tower that longspan shards; give "
+            "a vision-language model, or data without `images`",
+            code="LS505",
+        )
+    processor = load_processor(name)
+    tokenizer.chat_template = processor.chat_template = tokenizer.chat_template or processor.chat_template
+    processor.tokenizer = tokenizer
+    return processor

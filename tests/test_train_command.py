@@ -1,0 +1,302 @@
+"""`longspan train` by TRL: its log equals that of TRL's own scripts on one process, and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from longspan.core.errors import LongspanError
+from longspan.ranks import launch
+from tests.chats import GENERATION, make_tokenizer, write_rows
+from tests.fitting import as_launched
+from tests.pool import RankPool
+
+pytest.importorskip("trl")
+
+COMMON: dict[str, Any] = {
+    "max_steps": 20, "learning_rate": 3e-3, "logging_steps": 1, "report_to": "none", "use_cpu": True, "bf16": False,
+    "save_strategy": "steps", "save_steps": 20, "disable_tqdm": True, "seed": 7, "max_length": 64,
+    "gradient_checkpointing": False, "dataloader_pin_memory": False, "per_device_train_batch_size": 4,
+    "lr_scheduler_type": "cosine", "warmup_steps": 2, "logging_nan_inf_filter": False,
+}  # fmt: skip
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 384, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": None,
+    "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+
+MESHES = {2: {"ring": 2}, 4: {"data": 2, "ulysses": 2}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with its tokenizer, chats and preferences."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    made = tmp_path_factory.mktemp("train")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=384, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(made / "model")
+    make_tokenizer(GENERATION).save_pretrained(made / "model")
+    chats, pairs = [], []
+    for at in range(60):
+        question = [{"role": "user", "content": f"What is the {at}?" + " The other." * (at % 5)}]
+        answers = [[{"role": "assistant", "content": f"It is the {word}, {at}."}] for word in ("one", "answer")]
+        chats.append({"messages": [*question, *answers[0], *question, *answers[1]]})
+        pairs.append({"prompt": question, "chosen": answers[0], "rejected": answers[1]})
+    write_rows(made / "chats.jsonl", chats)
+    write_rows(made / "pairs.jsonl", pairs)
+    return made
+
+
+def config_of(folder: Path, method: str, out: Path, **changes: Any) -> Path:
+    """Write a file that `trl` reads."""
+    data = {"sft": "chats.jsonl", "dpo": "pairs.jsonl", "reward": "pairs.jsonl"}[method]
+    keys = {
+        "model_name_or_path": str(folder / "model"), "output_dir": str(out),
+        "datasets": [{"path": "json", "data_files": str(folder / data)}], **COMMON, **changes,
+    }  # fmt: skip
+    path = out.parent / f"{out.name}.yaml"
+    path.write_text(yaml.safe_dump(keys))
+    return path
+
+
+def by_trl(method: str, config: Path) -> None:
+    """Run TRL's script on one process."""
+    from importlib import import_module
+
+    script = import_module(f"trl.scripts.{method}")
+    *parsed, rest = script.make_parser().parse_args_and_config(["--config", str(config)], return_remaining_strings=True)
+    assert not rest
+    script.main(*parsed)
+
+
+def train(argv: list[str]) -> None:
+    """Train on this rank of a pool, or on one process."""
+    from longspan.train.arguments import read
+    from longspan.train.command import train_rank
+
+    settings = read(argv)
+    with as_launched():
+        train_rank(settings, launch.unwatched(settings.ours))
+
+
+def log_of(out: Path, step: int = 20) -> list[dict[str, Any]]:
+    """Return what a run logged of each step."""
+    state = json.loads((out / f"checkpoint-{step}" / "trainer_state.json").read_text())
+    return [entry for entry in state["log_history"] if "loss" in entry or "eval_loss" in entry]
+
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sft": ("sft", {"assistant_only_loss": True, "packing": True}),
+    "dpo": ("dpo", {"per_device_train_batch_size": 2, "learning_rate": 3e-4}),
+}
+
+
+@functools.cache
+def plain_log(folder: Path, kind: str) -> list[dict[str, Any]]:
+    method, changes = KINDS[kind]
+    out = folder / f"plain-{kind}"
+    by_trl(method, config_of(folder, method, out, **changes))
+    return log_of(out)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_the_log_is_that_of_trl(
+    get_pool: Callable[[int], RankPool], folder: Path, kind: str, ranks: int, tmp_path: Path
+) -> None:
+    method, changes = KINDS[kind]
+    mesh = MESHES[ranks]
+    rows = changes.get("per_device_train_batch_size", 4) // mesh.get("data", 1)
+    options = {**changes, **mesh, "per_device_train_batch_size": rows}
+    config = config_of(folder, method, tmp_path / "run", **options)
+    get_pool(ranks).run(train, [method, "--config", str(config)], timeout=240)
+    expected, found = plain_log(folder, kind), log_of(tmp_path / "run")
+    assert len(found) == len(expected) == 20
+    for ours, trl in zip(found, expected, strict=True):
+        for key in trl.keys() - {"epoch"}:
+            assert math.isclose(ours[key], trl[key], rel_tol=2e-4, abs_tol=2e-4), (key, ours, trl)
+
+
+def test_random_weights_by_bytes_resume_on_another_mesh(pool2: RankPool, pool4: RankPool, tmp_path: Path) -> None:
+    """A config.json and Python's help texts are enough; a run that ended goes on on other ranks as if it had not."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    keys = {
+        **COMMON, "model_name_or_path": str(tmp_path), "dataset_name": "pydoc", "packing": True, "save_steps": 3,
+        "packing_strategy": "wrapped", "context": "96", "per_device_train_batch_size": 2, "max_steps": 6,
+        "output_dir": str(tmp_path / "whole"),
+    }  # fmt: skip
+    del keys["max_length"]
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(keys))
+    pool2.run(train, ["sft", "--config", str(path), "--ulysses", "2"], timeout=240)
+    shutil.copytree(tmp_path / "whole" / "checkpoint-3", tmp_path / "cut" / "checkpoint-3")
+    cut = ["sft", "--config", str(path), "--output_dir", str(tmp_path / "cut"), "--ring", "2", "--ulysses", "2"]
+    pool4.run(train, cut, timeout=240)
+    whole, resumed = log_of(tmp_path / "whole", 6), log_of(tmp_path / "cut", 6)
+    assert [entry["step"] for entry in resumed] == [1, 2, 3, 4, 5, 6]
+    for ours, plain in zip(resumed, whole, strict=True):
+        assert math.isclose(ours["loss"], plain["loss"], rel_tol=2e-4)
+    from transformers import AutoModelForCausalLM
+
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "cut").num_parameters() > 10_000  # plain transformers
+
+
+@pytest.mark.parametrize("method", ["sft", "reward"])
+def test_lora_is_exported_for_peft(pool2: RankPool, folder: Path, method: str, tmp_path: Path) -> None:
+    from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
+
+    changes = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj"], "lora_dropout": 0.0, "max_steps": 2}
+    if method == "reward":
+        changes["lora_task_type"] = "SEQ_CLS"
+    config = config_of(folder, method, tmp_path / "run", **changes)
+    pool2.run(train, [method, "--config", str(config), "--ulysses", "2"], timeout=240)
+    auto = AutoPeftModelForSequenceClassification if method == "reward" else AutoPeftModelForCausalLM
+    options = {"num_labels": 1} if method == "reward" else {}
+    names = [name for name, _ in auto.from_pretrained(tmp_path / "run", **options).named_parameters()]
+    assert sum("lora_A" in name for name in names) == 2
+
+
+def test_each_eval_dataset_has_its_own_loss(pool2: RankPool, folder: Path, tmp_path: Path) -> None:
+    changes = {
+        "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4, "save_steps": 2, "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_held-out_loss",
+        "eval_datasets": [str(folder / "chats.jsonl"), {"path": str(folder / "held-out.jsonl")}],
+    }  # fmt: skip
+    shutil.copy(folder / "chats.jsonl", folder / "held-out.jsonl")
+    config = config_of(folder, "sft", tmp_path / "run", **changes)
+    pool2.run(train, ["sft", "--config", str(config), "--ring", "2"], timeout=240)
+    state = json.loads((tmp_path / "run" / "checkpoint-4" / "trainer_state.json").read_text())
+    evaluated = [entry for entry in state["log_history"] if "eval_chats_loss" in entry or "eval_held-out_loss" in entry]
+    assert len(evaluated) == 4
+    assert state["best_model_checkpoint"].endswith("checkpoint-4")
+
+
+# --- what a row is
+
+
+def shaped_rows(rows: list[dict[str, Any]], method: str = "sft", template: bool = True) -> list[dict[str, Any]]:
+    from datasets import Dataset
+
+    from longspan.train.datasets import shaped
+
+    return list(shaped(Dataset.from_list(rows), method, "text", template, "rows.jsonl"))
+
+
+QUESTION, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"messages": [QUESTION, ANSWER], "prompt_id": 3}, {"messages": [QUESTION, ANSWER]}),
+        (
+            {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}], "id": "x"},
+            {"messages": [QUESTION, ANSWER]},
+        ),
+        (
+            {"instruction": "Add.", "input": "1 and 1", "output": "2"},
+            {
+                "prompt": [{"role": "user", "content": "Add.\n\n1 and 1"}],
+                "completion": [{"role": "assistant", "content": "2"}],
+            },
+        ),
+        ({"prompt": "1 + 1 =", "completion": " 2", "more": 0}, {"prompt": "1 + 1 =", "completion": " 2"}),
+        ({"text": "It was.", "url": "x"}, {"text": "It was."}),
+    ],
+    ids=["chat", "ShareGPT", "Alpaca", "completion", "text"],
+)
+def test_rows_get_the_columns_of_trl(row: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert shaped_rows([row]) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("rows", "method", "match"),
+    [
+        ([{"body": "x"}], "sft", "rows.jsonl has the columns body, and no .*dataset_text_field"),
+        ([{"text": "x", "messages": [QUESTION]}], "sft", "the columns of more than one kind .*columns: "),
+        ([{"text": 3}], "sft", "the column 'text' holds int, not text"),
+        ([{"conversations": [{"from": "bot", "value": "x"}]}], "sft", "row 0: a turn of `conversations` has the role"),
+        ([{"instruction": "x", "output": ""}], "sft", "row 0: `instruction` and `output` must be texts"),
+        ([{"text": "x"}], "dpo", "no `chosen` and `rejected`, which dpo needs; it has text"),
+    ],
+)
+def test_rows_that_would_be_trained_wrongly_are_refused(rows: Any, method: str, match: str) -> None:
+    with pytest.raises(LongspanError, match=match):
+        shaped_rows(rows, method)
+
+
+# --- the command
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"--ulises": "2"}, "there is no key --ulises; did you mean --ulysses"),
+        ({"--max_steps": "many"}, "max_steps: invalid int value: 'many'"),
+        ({"--ranks": "3"}, "ranks: 3 does not match the mesh: one rank needs 1"),
+        ({"--memory": "{checkpoint: full}"}, "there is no option 'checkpoint'; did you mean checkpointing"),
+        ({"--context": "4m", "--memory": "fastest"}, "positions"),
+        ({"--model_name_or_path": "no/such/folder"}, "model_name_or_path no/such/folder"),
+        ({"--dataset_name": "pydoc"}, "either `dataset_name` .* got both"),
+        ({"--optim": "adam"}, "optim: invalid choice"),
+        ({"--freeze": "nothing*"}, "freeze: nothing. is the name of no weight"),
+    ],
+)
+def test_bad_input_is_refused_before_a_rank_starts(
+    folder: Path, changes: dict[str, str], match: str, tmp_path: Path
+) -> None:
+    from longspan.train.command import run
+
+    config = config_of(folder, "sft", tmp_path / "run")
+    argv = ["sft", "--config", str(config), *(text for pair in changes.items() for text in pair)]
+    with pytest.raises(LongspanError, match=match):
+        run(argv)
+
+
+def test_a_dry_run_says_what_would_run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from longspan.train.command import run
+
+    config = config_of(folder, "sft", tmp_path / "run", context="max", rank_memory=2.0)
+    assert run(["sft", "--config", str(config), "--ulysses", "2", "--dry_run"]) == 0
+    out = capsys.readouterr().out
+    assert "2.00 GB for a rank" in out and "context: 512 tokens" in out and "the model's positions end at 512" in out
+    assert "nothing is trained or written" in out
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_bad_row_is_named(folder: Path, tmp_path: Path) -> None:
+    """TRL tokenises; the error that it raises says neither file nor row."""
+    from longspan.train.command import run
+
+    rows = [{"messages": [QUESTION, ANSWER]}, {"messages": [QUESTION]}]
+    path = write_rows(tmp_path / "chats.jsonl", rows)
+    config = config_of(folder, "sft", tmp_path / "run", datasets=[{"path": str(path)}], assistant_only_loss=True)
+    with pytest.raises(LongspanError, match=r"chats.jsonl, row 1: it has no token of the assistant"):
+        run(["sft", "--config", str(config)])
+    path.write_text('{"messages": []}\n{"messages": \n')
+    with pytest.raises(LongspanError, match=r"chats.jsonl cannot be read: .*row 1"):
+        run(["sft", "--config", str(config)])
+
+
+def test_preview_shows_what_has_a_loss(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from longspan.train.command import run
+
+    config = config_of(folder, "sft", tmp_path / "run", assistant_only_loss=True)
+    run(["sft", "--config", str(config), "--preview", "1"])
+    out = capsys.readouterr().out
+    assert "⟦It is the one" in out and "⟦What" not in out
