@@ -32,7 +32,7 @@ from longspan.data import (
     load_tokenizer,
     prefetch,
 )
-from longspan.data.stream import split_text
+from longspan.hf.prompts import split_text
 from tests.pool import RankPool
 
 EOS = 1

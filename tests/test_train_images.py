@@ -17,10 +17,11 @@ from transformers.processing_utils import ProcessorMixin
 
 from longspan.core.errors import LongspanError
 from longspan.core.sections import make, replace
-from longspan.data.rows import document_of, read_image
+from longspan.data.rows import document_of
 from longspan.data.source import DocumentSource
 from longspan.data.stream import Sequence, collate
 from longspan.data.tokenizer import Tokenizer
+from longspan.hf.prompts import read_image
 from longspan.train import TrainConfig
 from longspan.train.config import TuningSection
 from longspan.train.inputs import check_inputs, model_origin, open_local

@@ -11,7 +11,7 @@ The order of the sequences depends on the data and the seed, never on the mesh.
 from longspan.data.readers import KINDS
 from longspan.data.rounds import check_same_text, merge_rounds, rounds, shared_sequences
 from longspan.data.rows import Document
-from longspan.data.source import PYDOC, DocumentSource, Mixture, split_weight
+from longspan.data.source import DocumentSource, Mixture, split_weight
 from longspan.data.stream import (
     Sequence,
     SequenceStream,
@@ -20,7 +20,8 @@ from longspan.data.stream import (
     deal,
     prefetch,
 )
-from longspan.data.tokenizer import BYTES, Tokenizer, load_tokenizer
+from longspan.data.tokenizer import Tokenizer
+from longspan.hf.prompts import BYTES, PYDOC, load_tokenizer
 
 __all__ = [
     "BYTES",

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from longspan.core.errors import LongspanError
 from longspan.core.validation import format_value
-from longspan.hf.pretrained import first_line
 
 Kind = Literal["text", "chat", "images", "completion", "ids", "preference"]
 """What a document is: the values of --format, next to "auto", and with --dpo "preference"."""
@@ -194,20 +193,6 @@ def with_references(row: dict[str, Any], folder: Path | None, where: str) -> dic
         for key in _INLINE:
             part.pop(key, None)
     return {**row, "messages": messages, "images": [_reference(x, folder, where) for x in images or inline]}
-
-
-def read_image(source: str | Path, what: str) -> Any:
-    """Return an image in RGB, of a file or a reference. Messages begin with `what`."""
-    from PIL import Image
-
-    embedded = str(source).startswith(_EMBEDDED)
-    try:
-        with Image.open(io.BytesIO(base64.b64decode(str(source).partition(",")[2])) if embedded else source) as opened:
-            return opened.convert("RGB")
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
-        name = what if embedded else f"{what} {source}"
-        why = getattr(error, "strerror", None) or first_line(error)
-        raise LongspanError(f"{name} cannot be read as an image: {why}", code="LS505") from error
 
 
 def _in_parts(content: Any) -> Any:

@@ -16,9 +16,7 @@ from longspan.core.validation import existing_path, means_a_path, near
 from longspan.data.readers import KINDS, HubDataset, LocalFiles, Reader, Texts
 from longspan.data.rows import Document, Format, Kind, flag_of
 from longspan.hf.pretrained import check_on_hub
-
-PYDOC = "pydoc"
-"""The topics of the language reference, which come with Python: 0.5 MB of English."""
+from longspan.hf.prompts import PYDOC
 
 _WINDOW_CHARACTERS = 64 << 20
 """A window of documents that are shuffled together ends at this many characters, to fit in memory."""

@@ -20,25 +20,10 @@ from longspan.data.packing import TooLong, WholeDocuments
 from longspan.data.rows import Document
 from longspan.data.source import DocumentSource, MixedPlace, Mixture, Place
 from longspan.data.tokenizer import Tokenizer
+from longspan.hf.prompts import split_text
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-
-PIECE_CHARACTERS = 1 << 20
-"""Long documents are tokenised in pieces of about this many characters."""
-
-
-def split_text(text: str, limit: int = PIECE_CHARACTERS) -> list[str]:
-    """Split a text into pieces of at most `limit` characters, after a line break if possible, else after a space."""
-    pieces = []
-    start = 0
-    while len(text) - start > limit:
-        cut = text.rfind("\n", start, start + limit) + 1 or text.rfind(" ", start, start + limit) + 1
-        cut = cut if cut > start else start + limit
-        pieces.append(text[start:cut])
-        start = cut
-    return [*pieces, text[start:]]
 
 
 Pack = Literal["stream", "documents", "best-fit", "none"]

@@ -19,8 +19,9 @@ import numpy as np
 
 from longspan.core.errors import LongspanError
 from longspan.core.validation import format_value
-from longspan.data.rows import Kind, read_image
-from longspan.hf.pretrained import check_source, first_line, has_tokenizer
+from longspan.data.rows import Kind
+from longspan.hf.pretrained import first_line
+from longspan.hf.prompts import read_image
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
 
     Ids = NDArray[np.int64]
     Span = tuple[int, int]
-
-BYTES = "bytes"
-"""A tokenizer that needs no file: one token per byte (ByT5's: 256 bytes after 3 special tokens, 384 ids in all)."""
 
 LossOn = Literal["assistant", "last", "all"]
 """Which tokens of a chat have a loss: all turns of the assistant, the last of them, or every token."""
@@ -45,35 +43,6 @@ _MARKED = (
 """A template of a text that is written already, with marks on what is trained."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-def load_tokenizer(name: str) -> Any:
-    """Return the Hugging Face tokenizer of a name or folder, or the byte tokenizer for "bytes".
-
-    Raise if it has no end-of-text token to separate documents.
-    """
-    if name != BYTES:
-        check_source("--tokenizer", name)
-    from transformers import AutoTokenizer, ByT5Tokenizer
-
-    if name == BYTES:
-        return ByT5Tokenizer()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception as error:
-        if not has_tokenizer(name):  # perhaps the model's folder, and no flag named it
-            raise LongspanError(
-                f"{name} has no tokenizer: expected tokenizer.json, tokenizer.model, vocab.json or vocab.txt; give "
-                f"--tokenizer NAME_OR_PATH, or --tokenizer {BYTES}"
-            ) from error
-        raise LongspanError(
-            f"--tokenizer {name} cannot be loaded: {first_line(error)} (or use --tokenizer {BYTES})"
-        ) from error
-    if tokenizer.eos_token_id is None:
-        raise LongspanError(
-            f"--tokenizer {name} has no end-of-text token to separate documents; set its eos_token and save it"
-        )
-    return tokenizer
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from longspan.core.errors import LongspanError
-from longspan.data import BYTES, Tokenizer, load_tokenizer
-from longspan.data.rows import read_image
-from longspan.data.stream import split_text
 from longspan.hf.pretrained import (
     base_of,
     check_language_model,
@@ -29,6 +26,7 @@ from longspan.hf.pretrained import (
     takes_pictures,
     tokenizer_of,
 )
+from longspan.hf.prompts import BYTES, load_tokenizer, read_image, text_ids
 from longspan.hf.weights.origin import Origin
 from longspan.ranks import launch
 
@@ -239,11 +237,6 @@ def _end_of_turn(tokenizer: Any) -> int | None:
     ids = tokenizer(after, add_special_tokens=False)["input_ids"] if found else []
     special = [token for token, added in tokenizer.added_tokens_decoder.items() if added.special]
     return ids[0] if ids and ids[0] in special else None
-
-
-def text_ids(tokenizer: Any, text: str) -> NDArray[np.int64]:
-    """Return the ids of a text with the tokenizer's first token, if it has one, and without an end token."""
-    return np.concatenate([Tokenizer(tokenizer).text_ids(x, first=i == 0) for i, x in enumerate(split_text(text))])
 
 
 def check_ids(config: ModelFlags, model_config: Any, ids: NDArray[np.int64]) -> None:

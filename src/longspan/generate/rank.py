@@ -17,13 +17,13 @@ from transformers import TextStreamer
 
 from longspan.comm.mesh import SequenceSharding, make_sharding
 from longspan.compat.transformers_api import cache_name
-from longspan.data import load_tokenizer
 from longspan.generate.config import ModelFlags
 from longspan.generate.job import open_fitting_prompt
 from longspan.generate.prompt import tokenizer_name
 from longspan.hf.forward.kv_cache import ShardedCache
 from longspan.hf.forward.kv_cache_files import INDEX
 from longspan.hf.loading import load_sharded
+from longspan.hf.prompts import load_tokenizer
 from longspan.ranks import agreement, launch
 
 if TYPE_CHECKING:

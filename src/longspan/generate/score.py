@@ -86,11 +86,11 @@ def format_report(report: dict[str, Any]) -> str:
 
 def open_text(config: ScoreConfig) -> Prompt:
     """Return the token ids of a `ScoreConfig`'s text; no weights are loaded."""
-    from longspan.data import load_tokenizer
     from longspan.generate.fit import check_score_memory
-    from longspan.generate.prompt import Prompt, check_ids, fit_positions, read_text, text_ids, tokenizer_name
+    from longspan.generate.prompt import Prompt, check_ids, fit_positions, read_text, tokenizer_name
     from longspan.hf.preconditions import check_axes
     from longspan.hf.pretrained import read_model_config
+    from longspan.hf.prompts import load_tokenizer, text_ids
 
     model_config, _ = read_model_config("--model", config.model, 1)
     tokenizer = load_tokenizer(tokenizer_name(config))

@@ -10,15 +10,12 @@ import inspect
 import math
 from collections import Counter
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from longspan.core.errors import LongspanError
-from longspan.data import BYTES, DocumentSource, SequenceStream, Tokenizer, load_tokenizer
 from longspan.hf.encoders import Encoder, GridEncoder, ImageEncoder
 from longspan.hf.preconditions import check_axes
 from longspan.hf.pretrained import (
@@ -30,6 +27,7 @@ from longspan.hf.pretrained import (
     tokenizer_of,
     without_dropout,
 )
+from longspan.hf.prompts import BYTES, load_tokenizer, rows_of_ids
 from longspan.hf.vision import core_of, encoders_of
 from longspan.hf.weights.origin import Origin
 from longspan.verify.config import VerifyConfig
@@ -168,9 +166,7 @@ def make_batch(config: VerifyConfig, model_config: Any) -> dict[str, Tensor]:
 def _read_text(config: VerifyConfig, rows: int, vocabulary: int) -> Tensor:
     assert config.data is not None
     name = config.tokenizer or (BYTES if config.model is None else tokenizer_of("--model", config.model))
-    source = DocumentSource(config.data, text_field=config.text_field, format="text", shuffle=0)
-    stream = SequenceStream(source, Tokenizer(load_tokenizer(name)), config.tokens)
-    ids_BS = np.stack([sequence.ids for sequence in islice(stream, rows)])
+    ids_BS = rows_of_ids(config.data, config.text_field, load_tokenizer(name), rows, config.tokens)
     if ids_BS.max() >= vocabulary:
         raise LongspanError(
             f"tokenizer {name} gives the id {ids_BS.max()}, the model's vocabulary has {vocabulary} entries; "
