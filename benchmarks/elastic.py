@@ -32,7 +32,6 @@ from benchmarks import cluster, common
 from longspan.bench import BenchConfig
 from longspan.bench.hardware import as_toml, measure_hardware
 from longspan.core.parallel import ParallelConfig
-from longspan.data.packing import best_fit
 from longspan.hf.weights.gradients import no_sync
 
 GOAL = 1.5
@@ -40,6 +39,17 @@ WAYS = ("elastic", "packing", "fixed", "no messages")
 KINDS = ("log-normal", "uniform", "one long")
 IGNORE = -100
 SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20)  # bytes of the messages here
+
+
+def best_fit(lengths: list[tuple[int, int]], room: int) -> list[list[int]]:
+    """Return samples in packs of at most `room` tokens: the longest first, each into the fullest pack that fits."""
+    packs: list[tuple[int, list[int]]] = []
+    for number, length in sorted(lengths, key=lambda item: -item[1]):
+        fitting = [pack for pack in packs if pack[0] + length <= room]
+        used, members = max(fitting, key=lambda pack: pack[0], default=(0, []))
+        packs = [pack for pack in packs if pack[1] is not members]
+        packs.append((used + length, [*members, number]))
+    return [members for _, members in packs]
 
 
 def main(

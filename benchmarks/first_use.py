@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -71,18 +72,20 @@ def script_with_trainer(way: Way) -> str:
 
 
 def chats(way: Way) -> str:
-    """A recipe for chats: LoRA, evaluation, export, and an answer by plain transformers."""
+    """Chats from a YAML file: LoRA, evaluation, export, and an answer by plain transformers."""
     write_chats(way.folder)
-    way.run("longspan recipes --name lora")
+    shutil.copy(ROOT / "examples" / "lora.yaml", way.folder)
     printed = way.run(
-        "longspan train --from lora.toml --model model --data chats.jsonl --eval-data held-out.jsonl --eval-every 20 "
-        "--context 256 --steps 60 --batch 2 --lr 1e-2 --ulysses 2 --dtype fp32 --warmup 2 --out tuned"
+        "longspan train sft --config lora.yaml --model_name_or_path model --dataset_name chats.jsonl "
+        "--eval_datasets held-out.jsonl --eval_steps 20 --save_steps 20 --context 256 --max_steps 60 "
+        "--gradient_accumulation_steps 2 --learning_rate 1e-2 --ulysses 2 --bf16 false --warmup_steps 2 "
+        "--output_dir tuned"
     )
-    losses = [float(x) for x in re.findall(r"^eval \d+ +loss ([\d.]+)", printed, re.MULTILINE)]
+    losses = [float(x) for x in re.findall(r"eval_held-out(?:_loss': '| \d+ +loss )([\d.]+)", printed)]
     assert losses and losses[-1] < losses[0], printed
     before, after = (
         way.run("python -c", ANSWER.format(folder=folder), shown=f"AutoModelForCausalLM.from_pretrained({folder!r})")
-        for folder in ("model", "tuned/hf")
+        for folder in ("model", "tuned")
     )
     assert UNTUNED in before and "It is the one" in after, (before, after)
     return f'evaluation loss {losses[0]:.2f} to {losses[-1]:.2f}; answer "{before.strip()}" to "{after.strip()}"'
@@ -92,12 +95,13 @@ def resumed_on_another_mesh(way: Way) -> str:
     """Pre-training, resumed on another mesh."""
     config = ROOT / "examples" / "llama-tiny.json"
     base = (
-        f"longspan train --config {config} --data pydoc --context 1024 --dtype fp32 --schedule constant --log-every 1"
+        f"longspan train sft --model_name_or_path {config} --dataset_name pydoc --context 1024 --packing --bf16 false "
+        f"--per_device_train_batch_size 1 --lr_scheduler_type constant --logging_steps 1 --save_steps 4"
     )
     shown = base.replace(str(config), "examples/llama-tiny.json")
-    way.run(f"{base} --ulysses 2 --steps 4 --export never --out run", shown=f"{shown} --ulysses 2 --steps 4")
-    printed = way.run(f"{base} --ring 2 --steps 8 --out run", shown=f"{shown} --ring 2 --steps 8")
-    assert "resuming after step 4" in printed and "step 8/8" in printed
+    way.run(f"{base} --ulysses 2 --max_steps 4 --output_dir run", shown=f"{shown} --ulysses 2 --max_steps 4")
+    printed = way.run(f"{base} --ring 2 --max_steps 8 --output_dir run", shown=f"{shown} --ring 2 --max_steps 8")
+    assert "resuming from" in printed and (way.folder / "run" / "checkpoint-8").exists()
     return "resumed after step 4 with a ring instead of Ulysses"
 
 
@@ -109,7 +113,9 @@ def plan(way: Way) -> str:
         shown="longspan plan --model examples/llama-tiny.json --gpu cpu --gpus 2 --context 1k",
     )
     (line,) = re.findall(r"^  (longspan train .*)$", printed, re.MULTILINE)
-    way.run(line.replace("DATA", "pydoc") + " --steps 2 --out planned", shown=line.replace(str(config), "..."))
+    way.run(
+        line.replace("DATA", "pydoc") + " --max_steps 2 --output_dir planned", shown=line.replace(str(config), "...")
+    )
     return "the printed command trains"
 
 
@@ -128,9 +134,9 @@ def write_chats(folder: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tests.chats import chat, make_tokenizer, write_rows
+    from tests.chats import GENERATION, chat, make_tokenizer, write_rows
 
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(GENERATION)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=384, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,

@@ -218,7 +218,7 @@ def public_names(text: str, module: str) -> dict[str, str]:
 def cli_page(text: str) -> str:
     """Link the section of each command to a generated page with all its flags."""
     for name, (module, config, summary) in COMMANDS.items():
-        config_class = getattr(importlib.import_module(module), config)
+        config_class = config_of(module, config)
         write(f"reference/flags/{name}.md", flags_page(name, summary, config_class))
         heading = f"## `longspan {name}`\n"
         assert heading in text, f"docs/reference/cli.md has no section {heading}"
@@ -231,7 +231,7 @@ def with_flags(text: str) -> str:
 
     A flag that several commands explain in the same words is in the table of shared flags.
     """
-    meanings = {command: meanings_of(getattr(importlib.import_module(module), config))
+    meanings = {command: meanings_of(config_of(module, config))
                 for command, (module, config, _) in COMMANDS.items()}  # fmt: skip
     count = collections.Counter(flag for of_command in meanings.values() for flag in of_command.items())
     shared = {flag for flag, times in count.items() if times > 1}
@@ -247,6 +247,15 @@ def with_flags(text: str) -> str:
     text = re.sub(r"<!-- flags: (\w+) -->.*?<!-- end -->", filled, text, flags=re.DOTALL)
     assert not tables, f"docs/reference/cli.md has no place for {sorted(tables)}"
     return text
+
+
+def config_of(module: str, config: str) -> type[Any]:
+    """Return the class of a command's flags; of `train`, which parses TRL's too, our own."""
+    if config:
+        return getattr(importlib.import_module(module), config)  # type: ignore[no-any-return]
+    from longspan.train.arguments import Ours
+
+    return Ours
 
 
 def meanings_of(config_class: type[Any]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """TRL's SFTTrainer on long sequences: the plain script with two more lines, marked with <--.
 
-pip install ".[trl]"
+pip install ".[train]"
 torchrun --nproc-per-node 4 examples/sft.py [--model NAME_OR_PATH] [--data chats.jsonl] [--context 8192] [--steps 20]
 """
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,3 +101,11 @@ def store() -> Iterator[Any]:
     server = socket.create_server(("127.0.0.1", 0))
     port = server.getsockname()[1]
     yield dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with its tokenizer, chats, preferences and texts, for `longspan train`."""
+    from tests.training import make_toy
+
+    return make_toy(tmp_path_factory.mktemp("toy"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +16,7 @@ from torch import Tensor
 import longspan
 from longspan.comm import quantize
 from longspan.comm.counting import count_sent
-from longspan.core import sections
 from longspan.core.errors import LongspanError
-from longspan.train.config import TrainConfig
-from longspan.train.inputs import changed_settings
 from tests.attention import CASES, drawn_cases, one_device, run
 from tests.choose import each_value, grouped
 from tests.models import Truth, batch, build, gradients, rows_of, truth_of
@@ -202,11 +198,3 @@ def test_unknown_wire_dtypes_are_refused() -> None:
     for wrong in ("int4", "", 8, None):
         with pytest.raises(LongspanError, match=r"wire_dtype.*int8"):
             longspan.SequenceSharding(one_device().mesh, wire_dtype=wrong)  # type: ignore[arg-type]
-
-
-def test_a_resumed_run_reports_another_wire_dtype() -> None:
-    now = sections.make(TrainConfig, wire_dtype="int8")
-    before: Any = SimpleNamespace(state={"settings": {"wire_dtype": "exact"}}, step=3)
-    assert "wire_dtype was exact, is int8 from step 4" in str(changed_settings(before, now))
-    same: Any = SimpleNamespace(state={"settings": {"wire_dtype": "int8"}}, step=3)
-    assert changed_settings(same, now) is None

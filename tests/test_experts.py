@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import longspan
-from longspan import LongspanError, generate, train, verify
+from longspan import LongspanError, generate, verify
 from longspan.core.memory import Memory
 from longspan.core.sections import make, replace
 from longspan.generate import score
@@ -24,14 +23,12 @@ from longspan.generate.score import ScoreConfig
 from longspan.hf.experts import ExpertLayout
 from longspan.hf.preconditions import Checked, ParallelizeOptions
 from longspan.ranks import launch
-from longspan.train import TrainConfig
-from longspan.train.optimizer import make_optimizer
+from longspan.trainers import muon
 from longspan.verify import VerifyConfig
 from longspan.verify.report import Report
-from tests import pictures, training
+from tests import pictures
 from tests.choose import confirming
 from tests.fakes import fake_world
-from tests.generating import run_generate, run_score
 from tests.models import (
     Case,
     Truth,
@@ -45,8 +42,8 @@ from tests.models import (
     rows_of,
     truth_of,
 )
-from tests.pool import RankPool, on_ranks
-from tests.training import cut_after, losses_of, losses_on, near, small_run, write_config
+from tests.pool import on_ranks
+from tests.training import write_config
 
 pytestmark = pytest.mark.skipif(
     torch.__version__ < "2.13", reason="FSDP2 shards parameters of one module over several meshes from torch 2.13"
@@ -235,7 +232,7 @@ def _orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _muon_steps(model: Any) -> dict[str, torch.Tensor]:
-    options = make_optimizer(model, make(TrainConfig, optimizer="muon", lr=1e-2), torch.device("cpu"))
+    options = muon.muon()(model, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     for _ in range(2):
         model(**batch()).loss.backward()
         options.step()
@@ -248,7 +245,7 @@ def _muon_steps(model: Any) -> dict[str, torch.Tensor]:
 def test_muon_takes_the_steps_of_one_process() -> None:
     """In fp64: the rows of a router's gradient sum up to zero, and bf16 turns that direction's rounding into steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.optimizer, "orthogonalized", _orthogonalized)
+        patch.setattr(muon, "orthogonalized", _orthogonalized)
         alone = _muon_steps(a_model("Mixtral", output_router_logits=True))
         model = a_model("Mixtral", output_router_logits=True)
         found = _muon_steps(longspan.parallelize(model, on_mesh({"ulysses": 2}), experts=2))
@@ -276,66 +273,6 @@ def _wrongly(config: VerifyConfig) -> Report:
         return verify.worker(config)
 
 
-def test_a_run_resumes_with_other_numbers_of_experts_and_its_export_is_used(
-    pool2: RankPool, pool4: RankPool, tmp_path: Path
-) -> None:
-    """Losses are those of one process; transformers loads the export, and so do verify, generate and score."""
-    alone = small_run(write_config(tmp_path, **MOE), tmp_path / "alone", steps=3)
-    training.train(alone)
-    plain = losses_of(alone.out)
-    four = replace(alone, out=tmp_path / "four", ring=2, ulysses=2, experts=4)
-    assert near(losses_on(pool4, four), plain)
-    for name, mesh in {
-        "pair": {"data_degree": 2, "micro_batch": 1, "experts": 2},
-        "gathered": {"ulysses": 2, "experts": 1},
-    }.items():
-        resumed = cut_after(four, 2, tmp_path / name, **{"ring": 1, "ulysses": 1, "export": "never", **mesh})
-        assert near(losses_on(pool2, resumed), plain), name
-
-    exported = str(four.exported)
-    checked = make(VerifyConfig, model=exported, context=64, ulysses=4, experts=2)
-    assert pool4.run(verify.worker, checked)[0].passed
-    assert "experts" in str(sorted({c.name for c in pool4.run(_wrongly, checked)[0].checks if not c.passed}))
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(exported)
-    ids = torch.tensor([transformers.ByT5Tokenizer()(PROMPT, add_special_tokens=False)["input_ids"]])
-    greedy = model.generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :].tolist()
-    asked: dict[str, Any] = {"model": exported, "ring": 2, "experts": 2, "json": True}
-    written = make(GenerateConfig, prompt=PROMPT, max_new_tokens=4, temperature=0.0, **asked)
-    assert pool2.run(run_generate, written)[0]["ids"] == greedy
-    scored = pool2.run(run_score, make(ScoreConfig, text=PROMPT, **asked))[0]["mean_logprob"]
-    with torch.no_grad():
-        logprobs = model(ids).logits[0, :-1].log_softmax(-1)
-    assert scored == pytest.approx(float(logprobs.gather(-1, ids[0, 1:, None]).mean()), rel=1e-5)
-
-
-def test_lora_on_weights_in_4_bits_trains_as_in_one_process(pool2: RankPool, tmp_path: Path) -> None:
-    """PEFT puts LoRA on the experts, too, which are not quantized; plain PEFT loads the adapter."""
-    pytest.importorskip("bitsandbytes")
-    from peft import PeftModel
-
-    torch.manual_seed(3)
-    path = write_config(tmp_path, **MOE)
-    base = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
-    base.save_pretrained(tmp_path / "base")
-    given: dict[str, Any] = {"config": None, "model": str(tmp_path / "base"), "tokenizer": "bytes"}
-    tuning = {"lora": 4, "quantize": "nf4", "lr": 3e-2, "steps": 2}
-    alone = replace(small_run(path, tmp_path / "alone", batch=2, **tuning), **given)
-    training.train(alone)
-    both = replace(alone, out=tmp_path / "both", ulysses=2, experts=2)
-    assert near(losses_on(pool2, both), losses_of(alone.out))
-    ids = torch.arange(100, 140)[None]
-    found = []
-    for run in (alone, both):
-        model = PeftModel.from_pretrained(copy.deepcopy(base), run.exported)
-        assert any(".experts." in name for name, _ in model.named_parameters() if "lora_A" in name)
-        with torch.no_grad():
-            found.append(model(input_ids=ids).logits)
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
-    with torch.no_grad():
-        assert (found[0] - base(input_ids=ids).logits).abs().max() > 0.01
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
@@ -344,7 +281,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("command", ["train", "verify", "generate", "score"])
+@pytest.mark.parametrize("command", ["verify", "generate", "score"])
 def test_commands_refuse_before_ranks_start(
     command: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,7 +290,6 @@ def test_commands_refuse_before_ranks_start(
 
     monkeypatch.setattr(launch, "launch", lambda *_, **__: pytest.fail("ranks were started"))
     jobs: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-        "train": (train.run, TrainConfig, {"data": "pydoc", "tokenizer": "bytes", "context": 64, "out": tmp_path}),
         "verify": (verify.run, VerifyConfig, {"context": 64}),
         "generate": (generate.run, GenerateConfig, {"prompt": PROMPT, "weights": "sharded"}),
         "score": (score.run, ScoreConfig, {"text": PROMPT}),

@@ -42,7 +42,7 @@ from longspan.plan.models import CONFIGS, ModelShape, shape_from_config
 from longspan.plan.search import meshes
 from longspan.plan.views.page import contexts, gpu_counts
 from longspan.plan.views.report import SCHEMA, command, plan_dict
-from longspan.train import TrainConfig
+from longspan.train.arguments import read
 from tests.choose import each_value
 
 A100 = CATALOGUE["a100-80gb"]
@@ -239,13 +239,14 @@ def test_train_parses_the_command(gpus: int, ring: int) -> None:
     expected = command(best)
     assert expected is not None
     words = shlex.split(expected)
-    config = parse(TrainConfig, words[words.index("train") + 1 :], prog="longspan train", summary="x y")
-    config.check()
-    parallel = config.parallel
+    made = read(words[words.index("train") + 1 :])
+    keys, ours, parallel = made.values, made.ours, made.ours.parallel
     assert (parallel.ring, parallel.ulysses, parallel.data_degree) == (ring, best.mesh.ulysses, best.mesh.data)
     assert (parallel.layout, parallel.ring_impl) == (("contiguous", "allgather") if ring == 4 else ("auto", "auto"))
-    assert (config.context, config.sequences, config.dtype) == (65536, 4, "bf16")
-    assert config.fsdp == job.weight_sharding and config.memory.grad_checkpointing
+    sequences = keys["per_device_train_batch_size"] * keys["gradient_accumulation_steps"] * parallel.data_degree
+    assert (ours.tokens, sequences, keys["bf16"]) == (65536, 4, None)  # None: bf16
+    assert ours.memory_options() == ("fastest", {"checkpointing": "full"})
+    assert ours.shard_weights == job.weight_sharding
     assert words[0] == ("longspan" if gpus == 4 else "torchrun")
 
 
@@ -260,10 +261,9 @@ def test_the_command_is_quoted_for_a_shell(tmp_path: Path) -> None:
         assert best is not None
         script = f"printf '%s\\n' {command(best)}"
         words = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
-        config = parse(TrainConfig, words[2:], prog="longspan train", summary="x y")
-        assert config.model.config == file
+        assert read(words[2:]).values["model_name_or_path"] == str(file)
     odd = replace(best, model=replace(best.model, name="-x.json"))
-    assert "--config ./-x.json" in str(command(odd))
+    assert "--model_name_or_path ./-x.json" in str(command(odd))
 
 
 def test_no_command_for_what_this_version_does_not_run() -> None:

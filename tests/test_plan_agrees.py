@@ -92,9 +92,8 @@ def as_run(line: str, folder: Path, name: str) -> list[str]:
     words = words[words.index("train") :]
     words[words.index("DATA")] = str(folder / "text.txt")
     if name in CONFIGS:
-        at = words.index(HUB[name] if name in HUB else ELSEWHERE[name].split()[1])
-        words[at - 1 : at + 1] = ["--config", str(folder / f"{name}.json")]
-    return [*words, "--out", str(folder / "out"), "--dry-run"]
+        words[words.index(HUB[name] if name in HUB else ELSEWHERE[name].split()[1])] = str(folder / f"{name}.json")
+    return [*words, "--output_dir", str(folder / "out"), "--dry_run"]
 
 
 def each_built_in() -> Iterator[tuple[str, str]]:
@@ -177,11 +176,17 @@ def test_plan_and_train_refuse_with_the_same_error(
     if "--rope-scaling" not in asked:
         asked += " --rope-scaling auto"  # plan's default
     file = str(folder / f"{name}.json")
-    code, _, by_train = longspan(
-        "train", "--config", file, "--data", str(folder / "text.txt"), *asked.split(), "--dry-run"
-    )
+    run = [
+        "--model_name_or_path",
+        file,
+        "--dataset_name",
+        str(folder / "text.txt"),
+        "--output_dir",
+        str(folder / "out"),
+    ]
+    code, _, by_train = longspan("train", "sft", *run, *asked.split(), "--dry_run")
     assert code == 2
-    assert by_train.replace(f"--config {file}", model) == by_plan
+    assert by_train.replace(f"model_name_or_path {file}", model) == by_plan
 
 
 def test_a_model_that_train_refuses_is_not_recommended(folder: Path, longspan: Run) -> None:
@@ -199,8 +204,9 @@ def test_a_model_that_train_refuses_is_not_recommended(folder: Path, longspan: R
 
 def test_train_refuses_a_built_in_name_with_a_fix(folder: Path, longspan: Run) -> None:
     for name, fix in (("llama-3.1-8b", "--model meta-llama/Llama-3.1-8B"), ("gpt-7b", "--config CONFIG_OF_GPT-7B")):
-        code, _, error = longspan("train", "--model", name, "--data", str(folder / "text.txt"), "--dry-run")
-        assert code == 2 and error.count("\n") == 0 and fix in error
+        run = ["--model_name_or_path", name, "--dataset_name", str(folder / "text.txt")]
+        code, _, error = longspan("train", "sft", *run, "--output_dir", str(folder / "out"), "--dry_run")
+        assert code == 2 and error.count("\n") == 0 and fix.split()[1] in error
 
 
 def test_nodes_that_do_not_divide_the_gpus() -> None:

@@ -18,21 +18,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertModel
 
 import longspan
 from longspan.core.sections import make, replace
 from longspan.generate.config import GenerateConfig
 from longspan.generate.score import ScoreConfig
-from longspan.train import TrainConfig
 from longspan.verify import VerifyConfig, runs, worker
 from longspan.verify.report import Report
 from tests.generating import run_generate, run_score
-from tests.models import widened
 from tests.pool import RankPool
-from tests.tolerance import excess, excess_of_losses, excess_of_rows
-from tests.training import losses_on, plain_loop
+from tests.tolerance import excess, excess_of_rows
 
 ROOT = Path(__file__).parents[1]
 TOPICS: dict[str, str] = pydoc_data.topics.topics
@@ -141,30 +137,6 @@ CHAT = [
     {"role": "user", "content": "Where does Ada live?"},
     {"role": "assistant", "content": "Ada lives in Oslo."},
 ]
-
-
-def test_lora_learns_and_plain_transformers_answers(smollm2: str, pool2: RankPool, tmp_path: Path) -> None:
-    """A sequence has room for one chat, so that the plain loop needs no mask between chats."""
-    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": CHAT}) + "\n") * 40)
-    config = make(
-        TrainConfig, model=smollm2, data=str(tmp_path / "chats.jsonl"), out=tmp_path / "run", context=60, batch=1,
-        steps=4, lr=5e-3, warmup=1, dtype="fp32", log_every=1, lora=4, ulysses=2, track="none",
-    )  # fmt: skip
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
-
-    def plain(wide: bool) -> dict[int, float]:
-        torch.manual_seed(config.seed)
-        model = get_peft_model(_model(smollm2), lora).train()
-        return plain_loop(widened(model) if wide else model, config)
-
-    losses = losses_on(pool2, config)
-    assert excess_of_losses(losses, plain(False), plain(True)) <= 1
-    assert losses[4] < 0.5 * losses[1] < 2
-    tuned = PeftModel.from_pretrained(_model(smollm2), config.out / "hf").eval()
-    tokenizer = AutoTokenizer.from_pretrained(config.out / "hf")
-    inputs = tokenizer.apply_chat_template(CHAT[:1], add_generation_prompt=True, return_dict=True, return_tensors="pt")
-    answer = tuned.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    assert "Oslo" in tokenizer.decode(answer)
 
 
 def _encoder(dtype: torch.dtype = torch.float32) -> Any:

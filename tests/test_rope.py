@@ -20,7 +20,7 @@ from longspan.verify import VerifyConfig, worker
 from tests.choose import confirming
 from tests.models import build
 from tests.pool import RankPool
-from tests.training import LLAMA, losses_of, said_by, write_config
+from tests.training import write_config
 
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -163,34 +163,6 @@ def test_scaled_ranks_compute_what_one_process_does(pool4: RankPool, tmp_path: P
     config.check()
     report = pool4.run(worker, config)[0]
     assert report.passed, [check.name for check in report.checks if not check.passed]
-
-
-def test_a_run_keeps_its_scaling(tmp_path: Path) -> None:
-    """In its log, its export, the check at a resume, and in `verify`."""
-    from longspan.train import TrainConfig
-
-    (tmp_path / "text.txt").write_text("To be, or not to be, that is the question: " * 100)
-    config = write_config(tmp_path, max_position_embeddings=64)
-    options: dict[str, Any] = {
-        "data": str(tmp_path / "text.txt"),
-        "config": config,
-        "context": 200,
-        "out": tmp_path / "o",
-    }
-    run = make(TrainConfig, **options, rope_scaling="yarn", steps=1, dtype="fp32")
-    assert "RoPE scaling: yarn, 64 original positions x 4 = 256 positions" in said_by(run)
-    assert losses_of(run.out)[1] > 0
-    exported = transformers.AutoModelForCausalLM.from_pretrained(run.exported)
-    assert exported.config.max_position_embeddings == 256
-    table = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
-    assert exported.config.rope_parameters == table
-    by_hand = transformers.AutoModelForCausalLM.from_config(
-        transformers.LlamaConfig(**{**LLAMA, "max_position_embeddings": 256, "rope_parameters": table})
-    )
-    assert torch.equal(exported.model.rotary_emb.inv_freq, by_hand.model.rotary_emb.inv_freq)
-    with pytest.raises(LongspanError, match=r"rope_parameters.factor was 4.0, is 8.0"):
-        said_by(make(TrainConfig, **options, rope_scaling="yarn", rope_factor=8.0, steps=2, dtype="fp32"))
-    assert worker(make(VerifyConfig, model=str(run.exported), context=200)).passed
 
 
 def test_a_scaling_that_a_config_class_changes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,67 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from longspan.core.errors import LongspanError
-from longspan.ranks import launch
-from tests.chats import GENERATION, make_tokenizer, write_rows
-from tests.fitting import as_launched
+from tests.chats import write_rows
 from tests.pool import RankPool
+from tests.training import COMMON, LLAMA, config_of, log_of, train
 
 pytest.importorskip("trl")
 
-COMMON: dict[str, Any] = {
-    "max_steps": 20, "learning_rate": 3e-3, "logging_steps": 1, "report_to": "none", "use_cpu": True, "bf16": False,
-    "save_strategy": "steps", "save_steps": 20, "disable_tqdm": True, "seed": 7, "max_length": 64,
-    "gradient_checkpointing": False, "dataloader_pin_memory": False, "per_device_train_batch_size": 4,
-    "lr_scheduler_type": "cosine", "warmup_steps": 2, "logging_nan_inf_filter": False,
-}  # fmt: skip
-
-LLAMA = {
-    "model_type": "llama", "vocab_size": 384, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": None,
-    "eos_token_id": 1, "pad_token_id": 0,
-}  # fmt: skip
-
 MESHES = {2: {"ring": 2}, 4: {"data": 2, "ulysses": 2}}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model with its tokenizer, chats and preferences."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    made = tmp_path_factory.mktemp("train")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=384, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(made / "model")
-    make_tokenizer(GENERATION).save_pretrained(made / "model")
-    chats, pairs = [], []
-    for at in range(60):
-        question = [{"role": "user", "content": f"What is the {at}?" + " The other." * (at % 5)}]
-        answers = [[{"role": "assistant", "content": f"It is the {word}, {at}."}] for word in ("one", "answer")]
-        chats.append({"messages": [*question, *answers[0], *question, *answers[1]]})
-        pairs.append({"prompt": question, "chosen": answers[0], "rejected": answers[1]})
-    write_rows(made / "chats.jsonl", chats)
-    write_rows(made / "pairs.jsonl", pairs)
-    return made
-
-
-def config_of(folder: Path, method: str, out: Path, **changes: Any) -> Path:
-    """Write a file that `trl` reads."""
-    data = {"sft": "chats.jsonl", "dpo": "pairs.jsonl", "reward": "pairs.jsonl"}[method]
-    keys = {
-        "model_name_or_path": str(folder / "model"), "output_dir": str(out),
-        "datasets": [{"path": "json", "data_files": str(folder / data)}], **COMMON, **changes,
-    }  # fmt: skip
-    path = out.parent / f"{out.name}.yaml"
-    path.write_text(yaml.safe_dump(keys))
-    return path
 
 
 def by_trl(method: str, config: Path) -> None:
@@ -84,22 +33,6 @@ def by_trl(method: str, config: Path) -> None:
     script.main(*parsed)
 
 
-def train(argv: list[str]) -> None:
-    """Train on this rank of a pool, or on one process."""
-    from longspan.train.arguments import read
-    from longspan.train.command import train_rank
-
-    settings = read(argv)
-    with as_launched():
-        train_rank(settings, launch.unwatched(settings.ours))
-
-
-def log_of(out: Path, step: int = 20) -> list[dict[str, Any]]:
-    """Return what a run logged of each step."""
-    state = json.loads((out / f"checkpoint-{step}" / "trainer_state.json").read_text())
-    return [entry for entry in state["log_history"] if "loss" in entry or "eval_loss" in entry]
-
-
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "sft": ("sft", {"assistant_only_loss": True, "packing": True}),
     "dpo": ("dpo", {"per_device_train_batch_size": 2, "learning_rate": 3e-4}),
@@ -107,25 +40,25 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @functools.cache
-def plain_log(folder: Path, kind: str) -> list[dict[str, Any]]:
+def plain_log(toy: Path, kind: str) -> list[dict[str, Any]]:
     method, changes = KINDS[kind]
-    out = folder / f"plain-{kind}"
-    by_trl(method, config_of(folder, method, out, **changes))
+    out = toy / f"plain-{kind}"
+    by_trl(method, config_of(toy, method, out, **changes))
     return log_of(out)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_the_log_is_that_of_trl(
-    get_pool: Callable[[int], RankPool], folder: Path, kind: str, ranks: int, tmp_path: Path
+    get_pool: Callable[[int], RankPool], toy: Path, kind: str, ranks: int, tmp_path: Path
 ) -> None:
     method, changes = KINDS[kind]
     mesh = MESHES[ranks]
     rows = changes.get("per_device_train_batch_size", 4) // mesh.get("data", 1)
     options = {**changes, **mesh, "per_device_train_batch_size": rows}
-    config = config_of(folder, method, tmp_path / "run", **options)
+    config = config_of(toy, method, tmp_path / "run", **options)
     get_pool(ranks).run(train, [method, "--config", str(config)], timeout=240)
-    expected, found = plain_log(folder, kind), log_of(tmp_path / "run")
+    expected, found = plain_log(toy, kind), log_of(tmp_path / "run")
     assert len(found) == len(expected) == 20
     for ours, trl in zip(found, expected, strict=True):
         for key in trl.keys() - {"epoch"}:
@@ -157,13 +90,13 @@ def test_random_weights_by_bytes_resume_on_another_mesh(pool2: RankPool, pool4: 
 
 
 @pytest.mark.parametrize("method", ["sft", "reward"])
-def test_lora_is_exported_for_peft(pool2: RankPool, folder: Path, method: str, tmp_path: Path) -> None:
+def test_lora_is_exported_for_peft(pool2: RankPool, toy: Path, method: str, tmp_path: Path) -> None:
     from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
 
     changes = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj"], "lora_dropout": 0.0, "max_steps": 2}
     if method == "reward":
         changes["lora_task_type"] = "SEQ_CLS"
-    config = config_of(folder, method, tmp_path / "run", **changes)
+    config = config_of(toy, method, tmp_path / "run", **changes)
     pool2.run(train, [method, "--config", str(config), "--ulysses", "2"], timeout=240)
     auto = AutoPeftModelForSequenceClassification if method == "reward" else AutoPeftModelForCausalLM
     options = {"num_labels": 1} if method == "reward" else {}
@@ -171,14 +104,14 @@ def test_lora_is_exported_for_peft(pool2: RankPool, folder: Path, method: str, t
     assert sum("lora_A" in name for name in names) == 2
 
 
-def test_each_eval_dataset_has_its_own_loss(pool2: RankPool, folder: Path, tmp_path: Path) -> None:
+def test_each_eval_dataset_has_its_own_loss(pool2: RankPool, toy: Path, tmp_path: Path) -> None:
     changes = {
         "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4, "save_steps": 2, "load_best_model_at_end": True,
         "metric_for_best_model": "eval_held-out_loss",
-        "eval_datasets": [str(folder / "chats.jsonl"), {"path": str(folder / "held-out.jsonl")}],
+        "eval_datasets": [str(toy / "chats.jsonl"), {"path": str(toy / "held-out.jsonl")}],
     }  # fmt: skip
-    shutil.copy(folder / "chats.jsonl", folder / "held-out.jsonl")
-    config = config_of(folder, "sft", tmp_path / "run", **changes)
+    shutil.copy(toy / "chats.jsonl", toy / "held-out.jsonl")
+    config = config_of(toy, "sft", tmp_path / "run", **changes)
     pool2.run(train, ["sft", "--config", str(config), "--ring", "2"], timeout=240)
     state = json.loads((tmp_path / "run" / "checkpoint-4" / "trainer_state.json").read_text())
     evaluated = [entry for entry in state["log_history"] if "eval_chats_loss" in entry or "eval_held-out_loss" in entry]
@@ -195,6 +128,14 @@ def shaped_rows(rows: list[dict[str, Any]], method: str = "sft", template: bool 
     from longspan.train.datasets import shaped
 
     return list(shaped(Dataset.from_list(rows), method, "text", template, "rows.jsonl"))
+
+
+def test_a_text_file_is_a_row(toy: Path) -> None:
+    from longspan.hf.prompts import open_dataset
+
+    files = sorted((toy / "texts").iterdir())
+    assert open_dataset(str(toy / "texts"))["text"][:] == [file.read_text() for file in files]
+    assert [row["text"] for row in open_dataset(str(files[0]), streaming=True)] == [files[0].read_text()]
 
 
 QUESTION, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
@@ -258,34 +199,34 @@ def test_rows_that_would_be_trained_wrongly_are_refused(rows: Any, method: str, 
     ],
 )
 def test_bad_input_is_refused_before_a_rank_starts(
-    folder: Path, changes: dict[str, str], match: str, tmp_path: Path
+    toy: Path, changes: dict[str, str], match: str, tmp_path: Path
 ) -> None:
     from longspan.train.command import run
 
-    config = config_of(folder, "sft", tmp_path / "run")
+    config = config_of(toy, "sft", tmp_path / "run")
     argv = ["sft", "--config", str(config), *(text for pair in changes.items() for text in pair)]
     with pytest.raises(LongspanError, match=match):
         run(argv)
 
 
-def test_a_dry_run_says_what_would_run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_says_what_would_run(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from longspan.train.command import run
 
-    config = config_of(folder, "sft", tmp_path / "run", context="max", rank_memory=2.0)
+    config = config_of(toy, "sft", tmp_path / "run", context="max", rank_memory=2.0)
     assert run(["sft", "--config", str(config), "--ulysses", "2", "--dry_run"]) == 0
     out = capsys.readouterr().out
-    assert "2.00 GB for a rank" in out and "context: 512 tokens" in out and "the model's positions end at 512" in out
+    assert "2.00 GB for a rank" in out and "context: 512 tokens" in out  # the end of the model's positions
     assert "nothing is trained or written" in out
     assert not (tmp_path / "run").exists()
 
 
-def test_a_bad_row_is_named(folder: Path, tmp_path: Path) -> None:
+def test_a_bad_row_is_named(toy: Path, tmp_path: Path) -> None:
     """TRL tokenises; the error that it raises says neither file nor row."""
     from longspan.train.command import run
 
     rows = [{"messages": [QUESTION, ANSWER]}, {"messages": [QUESTION]}]
     path = write_rows(tmp_path / "chats.jsonl", rows)
-    config = config_of(folder, "sft", tmp_path / "run", datasets=[{"path": str(path)}], assistant_only_loss=True)
+    config = config_of(toy, "sft", tmp_path / "run", datasets=[{"path": str(path)}], assistant_only_loss=True)
     with pytest.raises(LongspanError, match=r"chats.jsonl, row 1: it has no token of the assistant"):
         run(["sft", "--config", str(config)])
     path.write_text('{"messages": []}\n{"messages": \n')
@@ -293,10 +234,10 @@ def test_a_bad_row_is_named(folder: Path, tmp_path: Path) -> None:
         run(["sft", "--config", str(config)])
 
 
-def test_preview_shows_what_has_a_loss(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_preview_shows_what_has_a_loss(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from longspan.train.command import run
 
-    config = config_of(folder, "sft", tmp_path / "run", assistant_only_loss=True)
+    config = config_of(toy, "sft", tmp_path / "run", assistant_only_loss=True)
     run(["sft", "--config", str(config), "--preview", "1"])
     out = capsys.readouterr().out
     assert "⟦It is the one" in out and "⟦What" not in out

@@ -1,26 +1,18 @@
-"""A small model to train, and the output and log of `longspan train`."""
+"""A small model, its data, and runs of `longspan train` on them."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import shutil
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import pytest
 import torch
+import yaml
 
-from longspan.core.errors import LongspanError
-from longspan.core.sections import make, replace, values
-from longspan.train import TrainConfig, run
-from tests.tolerance import roughly
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from tests.pool import RankPool
+from longspan.ranks.watch import Watch
+from tests.chats import GENERATION, make_tokenizer, write_rows
+from tests.fitting import as_launched
 
 LLAMA = {
     "model_type": "llama",
@@ -37,6 +29,14 @@ LLAMA = {
 }
 """config.json of a Llama over bytes."""
 
+COMMON: dict[str, Any] = {
+    "max_steps": 20, "learning_rate": 3e-3, "logging_steps": 1, "report_to": "none", "use_cpu": True, "bf16": False,
+    "save_strategy": "steps", "save_steps": 20, "disable_tqdm": True, "seed": 7, "max_length": 64,
+    "gradient_checkpointing": False, "dataloader_pin_memory": False, "per_device_train_batch_size": 4,
+    "lr_scheduler_type": "cosine", "warmup_steps": 2, "logging_nan_inf_filter": False,
+}  # fmt: skip
+"""Keys of a run that `trl` takes as well."""
+
 
 def write_config(folder: Path, **changes: Any) -> Path:
     """Write `LLAMA` with changes as config.json in `folder`; return its path."""
@@ -45,119 +45,93 @@ def write_config(folder: Path, **changes: Any) -> Path:
     return path
 
 
-def small_run(config: Path, out: Path, **changes: Any) -> TrainConfig:
-    """Return a run on sequences of 60 tokens, which 4 ranks do not divide evenly into pairs of heads or blocks of 16.
+def make_toy(folder: Path) -> Path:
+    """Write a small model with its tokenizer, chats, preferences and texts."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    It logs every step and saves every second one. With the default batch, a step has two micro-batches on one replica.
-    """
-    base: dict[str, Any] = {
-        "data": "pydoc", "context": 61, "batch": 4, "steps": 4, "lr": 1e-2, "warmup": 1, "clip": 0.5, "dtype": "fp32",
-        "log_every": 1, "save_every": 2, "keep": 0, "micro_batch": 1 if "batch" in changes else 2,
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**LLAMA, "eos_token_id": 0})
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    make_tokenizer(GENERATION).save_pretrained(folder / "model")
+    chats, pairs = [], []
+    for at in range(60):
+        question = [{"role": "user", "content": f"What is the {at}?" + " The other." * (at % 5)}]
+        answers = [[{"role": "assistant", "content": f"It is the {word}, {at}."}] for word in ("one", "answer")]
+        chats.append({"messages": [*question, *answers[0], *question, *answers[1]]})
+        pairs.append({"prompt": question, "chosen": answers[0], "rejected": answers[1]})
+    write_rows(folder / "chats.jsonl", chats)
+    write_rows(folder / "pairs.jsonl", pairs)
+    (folder / "texts").mkdir()
+    for at in range(8):
+        (folder / "texts" / f"{at}.txt").write_text(f"It is the text {at}, and that is the other. " * (10 + 5 * at))
+    return folder
+
+
+def config_of(toy: Path, method: str, out: Path, **changes: Any) -> Path:
+    """Write a file that `trl` reads, too; return its path."""
+    data = {"sft": "chats.jsonl", "dpo": "pairs.jsonl", "reward": "pairs.jsonl"}[method]
+    keys = {
+        "model_name_or_path": str(toy / "model"), "output_dir": str(out),
+        "datasets": [{"path": "json", "data_files": str(toy / data)}], **COMMON, **changes,
     }  # fmt: skip
-    return make(TrainConfig, **base | changes, config=config, out=out)
+    path = out.parent / f"{out.name}.yaml"
+    path.write_text(yaml.safe_dump(keys))
+    return path
 
 
-def flags(config: TrainConfig) -> list[str]:
-    """Return the flags of `longspan train` for a config."""
-    found: list[str] = []
-    defaults = values(TrainConfig())
-    for field, value in values(config).items():
-        name = field.replace("_", "-")
-        if value == defaults[field]:
-            continue
-        found += (
-            [f"--{'' if value else 'no-'}{name}"]
-            if isinstance(value, bool)
-            else [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
-        )
-    return found
+def train(argv: list[str]) -> None:
+    """Train on this rank of a pool."""
+    from longspan.train.arguments import read
+    from longspan.train.command import train_rank
+
+    settings = read(argv)
+    with as_launched():
+        train_rank(settings, Watch())
 
 
-def train(config: TrainConfig) -> None:
-    """Train on this rank."""
-    from longspan.train.loop import Trainer
-
-    Trainer(config).run()
-
-
-def plain_loop(model: Any, config: TrainConfig, pack: Any = "stream") -> dict[int, float]:
-    """Train an unsharded model as a config says, by torch's own parts, a step's sequences in one batch."""
-    import torch
-    from transformers import get_scheduler
-
-    from longspan.data import deal
-    from longspan.train.inputs import open_local
-
-    sequences, batch = iter(open_local(config).sequences(config.context_tokens)), config.sequences
-    steps = deal(sequences, batch=batch, micro_batch=batch, data_size=1, data_rank=0, pack=pack)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups: list[Any] = [{"params": [p for p in trained if p.ndim > 1]}]
-    groups.append({"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0})
-    options = config.optimizer
-    optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, weight_decay=options.weight_decay)
-    scheduler = get_scheduler(options.schedule, optimizer, options.warmup, config.steps)
-    losses = {}
-    for number in range(1, config.last_step + 1):
-        loss = model(**next(steps).micro_batches[0], use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, options.clip)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        losses[number] = loss.item()
-    return losses
+def log_of(out: Path, step: int = 20) -> list[dict[str, Any]]:
+    """Return what a run logged of each step until its checkpoint at `step`."""
+    state = json.loads((out / f"checkpoint-{step}" / "trainer_state.json").read_text())
+    return [entry for entry in state["log_history"] if "loss" in entry or "eval_loss" in entry]
 
 
-def said_by(config: TrainConfig) -> str:
-    """Train, and return what this rank prints."""
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        train(config)
-    return out.getvalue()
+def losses_of(out: Path, step: int = 20) -> dict[int, float]:
+    """Return step -> loss."""
+    return {entry["step"]: entry["loss"] for entry in log_of(out, step) if "loss" in entry}
 
 
-def train_on(pool: RankPool, config: TrainConfig) -> None:
-    """Train on the ranks of a pool, whose first run imports transformers and datasets."""
-    pool.run(train, config, timeout=240)
+# --- jobs as values
 
 
-def losses_on(pool: RankPool, config: TrainConfig) -> dict[int, float]:
-    """Train on the ranks of a pool, and return the losses."""
-    train_on(pool, config)
-    return losses_of(config.out)
+@dataclass(frozen=True)
+class Job:
+    """A run of `longspan train sft`: the value of each key."""
+
+    keys: dict[str, Any]
+
+    def but(self, **changes: Any) -> Job:
+        """Return the run with other values of some keys."""
+        return Job(self.keys | changes)
+
+    def __getattr__(self, key: str) -> Any:
+        return self.keys[key]
+
+    @property
+    def out(self) -> Path:
+        return Path(self.keys["output_dir"])
+
+    @property
+    def argv(self) -> list[str]:
+        """The command's arguments."""
+        return ["sft", *(word for key, value in self.keys.items() for word in (f"--{key}", str(value)))]
 
 
-def cut_after(config: TrainConfig, step: int, out: Path, **changes: Any) -> TrainConfig:
-    """Return a run that ended after `step`: that checkpoint, and a log that goes further than it."""
-    name = f"step-{step:08d}"
-    shutil.copytree(config.checkpoints / name, out / "checkpoints" / name)
-    shutil.copy(config.out / "metrics.jsonl", out / "metrics.jsonl")
-    return replace(config, out=out, **changes)
-
-
-def near(found: dict[int, float], plain: dict[int, float]) -> bool:
-    """Return whether two runs in fp32 have the same losses, but for rounding."""
-    same = found.keys() == plain.keys()
-    return same and all(abs(found[step] - plain[step]) < roughly(torch.float32) * plain[step] for step in plain)
-
-
-def refused(base: TrainConfig, match: str, **changes: Any) -> None:
-    """The launcher raises, before any rank starts."""
-    with pytest.raises(LongspanError, match=match):
-        run(replace(base, **changes))
-
-
-def log_of(out: Path) -> list[dict[str, Any]]:
-    """Return the records of a run's log."""
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses_of(out: Path) -> dict[int, float]:
-    """Return step -> loss from the log of a run."""
-    return {record["step"]: record["loss"] for record in log_of(out)}
-
-
-def weights_of(out: Path) -> dict[str, Tensor]:
-    """Return the exported weights of a run."""
-    from safetensors.torch import load_file
-
-    return load_file(out / "hf" / "model.safetensors")
+def small_job(folder: Path, out: Path, **changes: Any) -> Job:
+    """Return a run on sequences of 61 tokens from random weights, which logs every step and saves every second one."""
+    base = {
+        "model_name_or_path": write_config(folder), "dataset_name": "pydoc", "packing": True, "context": 61,
+        "packing_strategy": "wrapped", "per_device_train_batch_size": 2, "max_steps": 4, "learning_rate": 1e-2,
+        "warmup_steps": 1, "bf16": False, "logging_steps": 1, "save_steps": 2, "report_to": "none", "output_dir": out,
+        "memory": "fastest", "disable_tqdm": True,
+    }  # fmt: skip
+    return Job({key: str(value) if isinstance(value, Path) else value for key, value in (base | changes).items()})

@@ -23,7 +23,7 @@ from longspan.ranks import launch
 
 #: Command: (module, its config class, what it does).
 COMMANDS = {
-    "train": ("longspan.train", "TrainConfig", "train a causal LM on long sequences"),
+    "train": ("longspan.train", "", "train on long sequences by TRL: sft, dpo, reward"),
     "generate": (
         "longspan.generate",
         "GenerateConfig",
@@ -32,7 +32,6 @@ COMMANDS = {
     "score": ("longspan.generate.score", "ScoreConfig", "compute perplexity and log-probabilities of a long text"),
     "verify": ("longspan.verify", "VerifyConfig", "prove on your model that the sharded run computes the same"),
     "plan": ("longspan.plan.command", "PlanConfig", "say what fits, on which mesh, and what it costs; needs no torch"),
-    "recipes": ("longspan.recipes", "RecipesConfig", "list recipes for `train`, and write one as a TOML file"),
     "bench": (
         "longspan.bench",
         "BenchConfig",
@@ -41,7 +40,6 @@ COMMANDS = {
 }
 
 _NEEDS = {
-    "train": ("transformers", "safetensors", "datasets", "tensorboard", "pyarrow"),
     **dict.fromkeys(("generate", "score", "verify"), ("transformers", "safetensors")),
 }
 
@@ -81,10 +79,11 @@ def _run(command: str, args: list[str], origins: dict[str, str]) -> int:
     if command not in COMMANDS:
         hint = nearest(command, COMMANDS) if command[:1] != "-" else f"give one first: {', '.join(COMMANDS)}"
         raise LongspanError(f"there is no command {format_value(command)}; {hint}")
-    if command == "train" and args[:1] and args[0] in ("sft", "dpo", "reward"):
-        require(f"longspan {command}", *_NEEDS[command], "trl")
-        return int(importlib.import_module("longspan.train.command").run(args))
     module_name, config_name, text = COMMANDS[command]
+    if not config_name:  # it parses its own arguments, TRL's
+        from longspan.train import run
+
+        return run(args)
     module = importlib.import_module(module_name)
     config, found = _parse(getattr(module, config_name), args, prog=f"longspan {command}", summary=text)
     origins.update(found)

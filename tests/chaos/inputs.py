@@ -28,7 +28,8 @@ from unittest import mock
 from longspan import cli
 from longspan.core.errors import LongspanError
 from longspan.core.sections import options
-from longspan.train.config import TrainConfig
+from longspan.train.arguments import Ours
+from longspan.verify import VerifyConfig
 from tests.chaos.counts import Budget, Counts
 
 LIMIT_S = 120.0  # of one attempt; the first ones import, and other programs may use the cores
@@ -129,16 +130,31 @@ BAD_PATHS = ("x" * 5000, "a/" + "y" * 300, "nul\0byte", "~nobody-of-this-name/x"
 BAD_CHOICES = ("nope", "", "AUTO ", "0")
 
 _BASE = {
-    "train": ("--config", str(MODEL), "--data", "pydoc", "--context", "64", "--out", "{}/out"),
+    "train": (
+        "sft",
+        "--model_name_or_path",
+        str(MODEL),
+        "--dataset_name",
+        "pydoc",
+        "--context",
+        "64",
+        "--output_dir",
+        "{}/out",
+    ),
     "verify": ("--config", str(MODEL), "--context", "64"),
     "plan": ("--model", "llama-3.1-8b", "--context", "8k"),
     "bench": ("--ulysses", "2", "--out", "{}/out/link.toml"),
 }
 # Any text may be the name of a model on a hub.
 _FREE = {"name"}
+# Keys of `train` that are text, but not any text.
+_WORDS = {"experts", "overlap_chunks", "context", "memory"}
 
 
 def _fields(name: str) -> dict[str, Any]:
+    if name == "train":
+        found = {**typing.get_type_hints(Ours), "max_steps": int, "learning_rate": float, "save_steps": float}
+        return {key: int if key in _WORDS - {"memory"} else kind for key, kind in found.items() if kind != list[Any]}
     module, config_name, _ = cli.COMMANDS[name]
     config = getattr(__import__(module, fromlist=[config_name]), config_name)
     return {option.name: option.kind for option in options(config).values()}
@@ -242,9 +258,9 @@ def _toml(draw: random.Random) -> Attempt:
         text = (before + lines).encode()
         (folder / "run.toml").write_bytes(b"# \xff\xfe\n" + text if bad_bytes else text)
 
-    argv = ["train", *_BASE["train"], "--from", "{}/run.toml"]
+    argv = ["verify", *_BASE["verify"], "--from", "{}/run.toml"]
     key = lines.split("=")[0].strip()
-    option = options(TrainConfig).get(key.replace("-", "_"))
+    option = options(VerifyConfig).get(key.replace("-", "_"))
     if option is not None and option.section:
         before += f"[{option.section}]\n"
     argv = argv if key == "from" else _without(argv, f"--{key}")
@@ -324,8 +340,8 @@ def _data(draw: random.Random) -> Attempt:
 
     argv = [
         "train",
-        *_without(list(_BASE["train"]), "--data"),
-        *["--data", "{}/data", "--shuffle", "0", "--context", "4k"],
+        *_without(_without(list(_BASE["train"]), "--dataset_name"), "--context"),
+        *["--dataset_name", "{}/data", "--context", "4k"],
     ]
     attempt = _command_attempt("data", argv, bad, prepare)
     return dataclasses.replace(attempt, what=f"data of kind {kind}")
@@ -334,7 +350,7 @@ def _data(draw: random.Random) -> Attempt:
 def _missing_data(draw: random.Random) -> Attempt:
     """Return a command with a missing file."""
     names = ("gone.txt", "./gone", "{}/gone", "a/b/c", "gone/", "~/gone-from-here", "s3://gone/x", "gone.jsonl")
-    argv = ["train", *_without(list(_BASE["train"]), "--data"), f"--data={draw.choice(names)}"]
+    argv = ["train", *_without(list(_BASE["train"]), "--dataset_name"), f"--dataset_name={draw.choice(names)}"]
     return _command_attempt("data", argv, True)
 
 
@@ -404,7 +420,12 @@ def _config(draw: random.Random) -> Attempt:
 
     flags = {
         "plan": ["plan", "--model", "config.json", "--gpu", "cpu"],
-        "train": ["train", *_without(list(_BASE["train"]), "--config"), "--config", "config.json"],
+        "train": [
+            "train",
+            *_without(list(_BASE["train"]), "--model_name_or_path"),
+            "--model_name_or_path",
+            "config.json",
+        ],
         "verify": ["verify", "--config", "config.json", "--context", "64"],
     }[name]
     # Strange values are up to transformers; a file without a config must be refused.
@@ -436,7 +457,7 @@ def campaign(seed: int, tries: int, calls: int) -> list[Result]:
     from tests.chaos import api
 
     # Before any limit applies: an import that an alarm interrupts stays half done.
-    for name in ("torch", "transformers", "pyarrow.parquet", "longspan.train.inputs", "longspan.verify.inputs"):
+    for name in ("torch", "transformers", "pyarrow.parquet", "longspan.train.command", "longspan.verify.inputs"):
         importlib.import_module(name)
     return [judge(each) for each in attempts(seed, tries)] + [judge(each) for each in api.attempts(seed, calls)]
 

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cluster
-from longspan.core.sections import replace
-from longspan.train import TrainConfig
 from tests.chaos.counts import Budget, Counts, Outcome
-from tests.chaos.ranks import LIMIT_S, base_config, environment, flags, result, wait_for
+from tests.chaos.ranks import LIMIT_S, base_config, environment, result, wait_for
+from tests.training import Job
 
 RANKS = 2
 KINDS = ("short", "permanent")
@@ -41,28 +40,25 @@ class Cut:
     noticed: bool
 
 
-def draw(rng: random.Random, kind: str, config: TrainConfig) -> Cut:
+def draw(rng: random.Random, kind: str, config: Job) -> Cut:
     """Return a random cut of a kind."""
-    rank, lines, after_s = rng.randrange(config.parallel.ranks), rng.randrange(config.steps), rng.uniform(0, 0.3)
-    assert config.timeout is not None
+    rank, lines, after_s = rng.randrange(RANKS), rng.randrange(config.max_steps), rng.uniform(0, 0.3)
     seconds = rng.uniform(0.5, LONGEST_SHORT * config.timeout) if kind == "short" else None
     return Cut(rank, lines, after_s, seconds, rng.random() < 0.5)
 
 
-def small_config(folder: Path) -> TrainConfig:
+def small_config(folder: Path) -> Job:
     """Return a job with one rank per host, which runs for longer than a cut takes."""
-    return base_config(folder, ring=1, ulysses=RANKS, steps=40, save_every=8)
+    return base_config(folder, ring=1, ulysses=RANKS, max_steps=40, save_steps=8)
 
 
-def run_job(
-    net: cluster.Hosts, config: TrainConfig, cut: Cut | None, folder: Path
-) -> tuple[list[int | None], list[str]]:
+def run_job(net: cluster.Hosts, config: Job, cut: Cut | None, folder: Path) -> tuple[list[int | None], list[str]]:
     """Run a job with a cut; return exit codes (None: hung) and stderr by rank."""
     folder.mkdir(parents=True, exist_ok=True)
-    words = [sys.executable, "-m", "longspan", "train", *flags(config)]
+    words = [sys.executable, "-m", "longspan", "train", *config.argv]
     with cluster.started(net, words, folder, env=environment()) as ranks:
         try:
-            if cut is not None and wait_for(ranks[0], config, cut.lines, cut.after_s):
+            if cut is not None and wait_for(ranks[0], folder / "0.out", cut.lines, cut.after_s):
                 cluster.cut(net, cut.rank, noticed=cut.noticed)
                 if cut.seconds is not None:
                     time.sleep(cut.seconds)
@@ -81,9 +77,9 @@ def _wait(ranks: Sequence[subprocess.Popen[Any]]) -> None:
         time.sleep(0.1)
 
 
-def attempt(net: cluster.Hosts, config: TrainConfig, cut: Cut, folder: Path, expected: Any) -> Outcome:
+def attempt(net: cluster.Hosts, config: Job, cut: Cut, folder: Path, expected: Any) -> Outcome:
     """Cut a link once and judge the job's end; after a permanent cut, continue and compare the result."""
-    mine = replace(config, out=folder / "run")
+    mine = config.but(output_dir=str(folder / "run"))
     codes, errors = run_job(net, mine, cut, folder)
     same = all(code == 0 for code in codes) and result(mine.out) == expected
     outcome = Outcome(cut, verdict(cut, codes, errors, same), "\n--- next rank\n".join(errors))
@@ -123,7 +119,7 @@ def run(budget: Budget, counts: Counts) -> None:
     """Cut links of both kinds in turn; skipped without root or `ip`."""
     rng, config = random.Random(budget.seed), small_config(budget.folder)
     try:
-        with cluster.hosts(config.parallel.ranks, rate=None) as net:
+        with cluster.hosts(RANKS, rate=None) as net:
             codes, errors = run_job(net, config, None, budget.folder / "first")
             assert not any(codes), errors
             expected = result(config.out)

@@ -13,6 +13,7 @@ import json
 import os
 import pickle
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -21,14 +22,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from longspan import train
 from longspan.cli import main as cli_main
-from longspan.core.sections import replace
 from longspan.ranks.job import VARIABLES
-from longspan.train import TrainConfig
-from longspan.train import job as train_job
 from tests.chaos.counts import Budget, Counts, Outcome
-from tests.training import flags as flags
-from tests.training import small_run, write_config
+from tests.training import Job, small_job
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 180.0
@@ -37,19 +35,19 @@ TIMEOUT_S = 20
 """--timeout of the jobs."""
 KINDS = ("kill", "stop", "leave", "mismatch")
 CHANGES: list[dict[str, Any]] = [
-    {"lr": 0.5},
-    {"clip": 9.0},
+    {"learning_rate": 0.5},
+    {"max_grad_norm": 9.0},
     {"weight_decay": 0.7},
-    {"warmup": 2},
-    {"steps": 5},
-    {"save_every": 1},
+    {"warmup_steps": 2},
+    {"max_steps": 5},
+    {"save_steps": 1},
     {"seed": 3},
-    {"context": 59},
+    {"context": "59"},
     {"layout": "contiguous"},
     {"ring": 4, "ulysses": 1},
-    {"fsdp": False},
-    {"shuffle": 7},
-    {"dtype": "bf16"},
+    {"shard_weights": False},
+    {"data_seed": 7},
+    {"bf16": True},
 ]
 
 
@@ -67,9 +65,9 @@ class Fault:
     how: Any = None
 
 
-def draw(rng: random.Random, kind: str, config: TrainConfig) -> Fault:
+def draw(rng: random.Random, kind: str, config: Job) -> Fault:
     """Return a random fault of a kind."""
-    rank, lines = rng.randrange(config.parallel.ranks), rng.randrange(config.steps)
+    rank, lines = rng.randrange(config.ring * config.ulysses), rng.randrange(config.max_steps)
     if kind == "mismatch":
         return Fault(kind, rank, how=rng.choice(CHANGES))
     if kind == "leave":
@@ -77,10 +75,10 @@ def draw(rng: random.Random, kind: str, config: TrainConfig) -> Fault:
     return Fault(kind, rank, lines, rng.uniform(0, 1.5), how=rng.choice(["restart", "again"]))
 
 
-def base_config(folder: Path, **changes: Any) -> TrainConfig:
+def base_config(folder: Path, **changes: Any) -> Job:
     """Return a small job that saves often."""
-    base: dict[str, Any] = {"ring": 2, "ulysses": 2, "batch": 2, "steps": 8, "clip": 1.0, "keep": 2}
-    return small_run(write_config(folder), folder / "faultless", **base | {"timeout": TIMEOUT_S} | changes)
+    base: dict[str, Any] = {"ring": 2, "ulysses": 2, "max_steps": 8, "save_total_limit": 2, "timeout": TIMEOUT_S}
+    return small_job(folder, folder / "faultless", **base | changes)
 
 
 # --- the job with its fault, in its processes
@@ -88,13 +86,12 @@ def base_config(folder: Path, **changes: Any) -> TrainConfig:
 
 def run_here(path: Path) -> int:
     """Run a job as the command line does, with its fault."""
-    config, fault = pickle.loads(path.read_bytes())
-    train_job._train_rank = _Rank(fault, path.parent)  # type: ignore[assignment]
-    sys.modules["longspan.train"].run = lambda _: train_job.run(config)  # type: ignore[attr-defined]
-    return cli_main(["train"])
+    argv, fault = pickle.loads(path.read_bytes())
+    train.rank = _Rank(fault, path.parent)  # type: ignore[assignment]
+    return cli_main(["train", *argv])
 
 
-_train_rank = train_job._train_rank  # before it is replaced
+_rank = train.rank  # before it is replaced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,30 +101,30 @@ class _Rank:
     fault: Fault | None
     folder: Path
 
-    def __call__(self, config: TrainConfig) -> None:
+    def __call__(self, argv: list[str]) -> None:
         rank = int(os.environ["RANK"])
         (self.folder / f"rank-{rank}").write_text(str(os.getpid()))
         fault = self.fault
         if fault is not None and fault.rank == rank and fault.kind == "mismatch":
-            config = replace(config, **fault.how)
+            argv = [*argv, *(word for key, value in fault.how.items() for word in (f"--{key}", str(value)))]
         if fault is not None and fault.rank == rank and fault.kind == "leave":
             _leave_in_step(fault)
-        _train_rank(config)
+        _rank(argv)
 
 
 def _leave_in_step(fault: Fault) -> None:
-    from longspan.train.loop import Trainer
+    from longspan.trainers.mixin import TrainerMixin
 
-    plain = Trainer._update
+    plain = TrainerMixin.training_step
 
-    def update(self: Trainer, batch: Any) -> tuple[float, float]:
-        if self.step == fault.lines:
+    def training_step(self: TrainerMixin, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step == fault.lines:
             if fault.how == "sys.exit(0)":
                 sys.exit(0)
             os._exit(int(fault.how[-2]))
-        return plain(self, batch)
+        return plain(self, *args, **kwargs)
 
-    Trainer._update = update  # type: ignore[method-assign]
+    TrainerMixin.training_step = training_step  # type: ignore[method-assign]
 
 
 # --- the campaign
@@ -141,27 +138,28 @@ def environment() -> dict[str, str]:
 
 
 def start(job: Path) -> subprocess.Popen[str]:
-    """Start the command of a job."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.chaos.ranks", str(job)],
-        env=environment(),
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    """Start the command of a job, which writes `stdout` next to it."""
+    with (job.parent / "stdout").open("w") as stdout:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.chaos.ranks", str(job)],
+            env=environment(),
+            cwd=ROOT,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
 
 def run_job(
-    config: TrainConfig, fault: Fault | None, folder: Path, start: Callable[[Path], Any] = start
+    config: Job, fault: Fault | None, folder: Path, start: Callable[[Path], Any] = start
 ) -> tuple[int | None, str]:
     """Run a job with a fault; return its exit code (None if it hung) and stderr."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "job.pickle").write_bytes(pickle.dumps((config, fault)))
+    (folder / "job.pickle").write_bytes(pickle.dumps((config.argv, fault)))
     process = start(folder / "job.pickle")
     try:
         if fault is not None and fault.kind in ("kill", "stop"):
-            _strike(process, config, fault, folder)
+            _strike(process, fault, folder)
         _, stderr = process.communicate(timeout=LIMIT_S)
         return process.returncode, stderr
     except subprocess.TimeoutExpired:
@@ -171,23 +169,23 @@ def run_job(
         process.kill()
 
 
-def _strike(process: Any, config: TrainConfig, fault: Fault, folder: Path) -> None:
+def _strike(process: Any, fault: Fault, folder: Path) -> None:
     pid = folder / f"rank-{fault.rank}"
-    if wait_for(process, config, fault.lines, fault.after_s, lambda: pid.exists() and bool(pid.read_text())):
+    if wait_for(process, folder / "stdout", fault.lines, fault.after_s, lambda: pid.exists() and bool(pid.read_text())):
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid.read_text()), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
 
 
 def wait_for(
     process: Any,
-    config: TrainConfig,
+    output: Path,
     lines: int,
     after_s: float,
     started: Callable[[], bool] = lambda: True,
 ) -> bool:
-    """Wait until `lines` steps are reported, then `after_s` seconds; return whether the process still runs."""
-    log, end = config.out / "metrics.jsonl", time.monotonic() + LIMIT_S
-    while not started() or _lines(log) < lines:
+    """Wait until `output` reports `lines` steps, then `after_s` seconds; return whether the process still runs."""
+    end = time.monotonic() + LIMIT_S
+    while not started() or _lines(output) < lines:
         if process.poll() is not None or time.monotonic() > end:
             return False
         time.sleep(0.02)
@@ -195,28 +193,28 @@ def wait_for(
     return process.poll() is None
 
 
-def _lines(log: Path) -> int:
-    return len(log.read_text().splitlines()) if log.exists() else 0
+def _lines(output: Path) -> int:
+    """Return the steps that an output reports."""
+    return len(re.findall(r"\bloss\b", output.read_text())) if output.exists() else 0
 
 
 def result(out: Path) -> tuple[dict[int, float], dict[str, bytes]]:
     """Return a job's losses by step, and the files of its exported weights."""
-    records = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    weights = {path.name: path.read_bytes() for path in sorted((out / "hf").glob("*.safetensors"))}
-    return {record["step"]: record["loss"] for record in records}, weights
+    newest = max(out.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    history = json.loads((newest / "trainer_state.json").read_text())["log_history"]
+    weights = {path.name: path.read_bytes() for path in sorted(out.glob("*.safetensors"))}
+    return {entry["step"]: entry["loss"] for entry in history if "loss" in entry}, weights
 
 
-def attempt(
-    config: TrainConfig, fault: Fault, folder: Path, expected: Any, start: Callable[[Path], Any] = start
-) -> Outcome:
+def attempt(config: Job, fault: Fault, folder: Path, expected: Any, start: Callable[[Path], Any] = start) -> Outcome:
     """Run a job with a fault, judge its end, and, if it can continue, compare its result with the expected one."""
     again = fault.how != "restart"
-    mine = replace(config, out=folder / "run", max_restarts=0 if again else 1)
+    mine = config.but(output_dir=str(folder / "run"), max_restarts=0 if again else 1)
     code, output = run_job(mine, fault, folder, start)
     outcome = Outcome(fault, verdict(fault, code, output), output)
     if fault.kind != "mismatch" and outcome.verdict in ("refused", "wrong"):
         if again:
-            code, _ = run_job(replace(mine, max_restarts=0), None, folder, start)
+            code, _ = run_job(mine.but(max_restarts=0), None, folder, start)
         outcome.recovered = code == 0 and result(mine.out) == expected
     return outcome
 

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks import cluster
-from longspan.cli import parse
-from longspan.train import TrainConfig
+from longspan.train.arguments import read
 from tests.chaos import __main__ as campaign
 from tests.chaos import disks, network, ranks
 from tests.chaos.counts import BAD, COLUMNS, Budget, Counts, Outcome, table
@@ -105,26 +104,24 @@ def test_cuts_are_judged() -> None:
     assert network.verdict(Cut(0, 3, 0.1, None, False), [1] * 4, four, False) == "refused"
 
 
-def test_ends_on_a_full_disk_are_judged(tmp_path: Path) -> None:
+def test_ends_on_a_full_disk_are_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disks, "newest_complete", lambda _: None)
     config = ranks.base_config(tmp_path)
-    (config.out / "hf").mkdir(parents=True)
-    (config.out / "hf" / "model.safetensors").write_bytes(b"weights")
-    log = config.out / "metrics.jsonl"
-    log.write_text('{"step": 1, "loss": 3.0}\n')
+    newest = config.out / "checkpoint-1"
+    newest.mkdir(parents=True)
+    (config.out / "model.safetensors").write_bytes(b"weights")
+    (newest / "trainer_state.json").write_text('{"log_history": [{"step": 1, "loss": 3.0}]}')
     weights = {"model.safetensors": b"weights"}
     whole, more = ({1: 3.0}, weights), ({1: 3.0, 2: 2.0}, weights)
     judge: Any = disks.verdict
     assert judge(0, "", config, whole) == "survived"
-    assert judge(0, "warning: steps are missing there until there is room", config, more) == "survived"
-    assert judge(0, "", config, more) == judge(0, "steps are missing", config, ({1: 9.0}, weights)) == "silent"
+    assert judge(0, "", config, more) == judge(0, "", config, ({1: 9.0}, weights)) == "silent"
     assert judge(None, "", config, whole) == "hung"
     assert judge(1, "Traceback (most recent call last):\n  File", config, whole) == "traceback"
     assert judge(2, "error: it needs 1,000 bytes, 10 are missing; make room", config, whole) == "refused"
     assert (
         judge(1, "error: it needs 1,000 bytes", config, whole) == judge(2, "unexpected pos", config, whole) == "wrong"
     )
-    (config.checkpoints / "making-step-00000002").mkdir(parents=True)
-    assert judge(0, "", config, whole) == "wrong"
 
 
 def test_draws_depend_on_the_seed_and_flags_restore_a_config(tmp_path: Path) -> None:
@@ -133,8 +130,8 @@ def test_draws_depend_on_the_seed_and_flags_restore_a_config(tmp_path: Path) -> 
     full = [disks.draw(random.Random(seed), config) for seed in (3, 3, 4)]
     assert cuts[0] == cuts[1] != cuts[2] and full[0] == full[1] != full[2]
     assert cuts[0][1].seconds is None and 0 < (cuts[0][0].seconds or 0) < ranks.TIMEOUT_S / 2
-    changed = ranks.base_config(tmp_path, fsdp=False, layout="zigzag")
-    assert parse(TrainConfig, ranks.flags(changed), prog="longspan train", summary="train") == changed
+    changed = read(ranks.base_config(tmp_path, shard_weights=False, layout="zigzag").argv)
+    assert (changed.ours.shard_weights, changed.ours.layout, changed.ours.ring) == (False, "zigzag", 2)
 
 
 def test_a_small_disk_is_filled_and_unmounted(tmp_path: Path) -> None:
@@ -181,8 +178,8 @@ def _start(job: Path) -> ForkedLauncher:
 
 @pytest.mark.launcher
 def test_a_killed_rank_is_named_and_the_job_recovers_the_same_bits(pool2: RankPool, tmp_path: Path) -> None:
-    config = ranks.base_config(tmp_path, ring=1, steps=4, timeout=60)
-    pool2.run(train, config, timeout=240)
+    config = ranks.base_config(tmp_path, ring=1, max_steps=4, timeout=60)
+    pool2.run(train, config.argv, timeout=240)
     fault = Fault("kill", rank=1, lines=2, how="restart")
     outcome = ranks.attempt(config, fault, tmp_path / "killed", ranks.result(config.out), _start)
     assert (outcome.verdict, outcome.recovered) == ("refused", True), outcome.output
@@ -190,14 +187,14 @@ def test_a_killed_rank_is_named_and_the_job_recovers_the_same_bits(pool2: RankPo
 
 
 def test_ends_of_jobs_are_judged(tmp_path: Path) -> None:
-    kill, mismatch = Fault("kill", 2, how="again"), Fault("mismatch", 2, how={"lr": 0.5})
+    kill, mismatch = Fault("kill", 2, how="again"), Fault("mismatch", 2, how={"learning_rate": 0.5})
     assert ranks.verdict(kill, None, "") == "hung"
     assert ranks.verdict(kill, 0, "") == "harmless"
     assert ranks.verdict(kill, 1, "rank 2 of 4 was killed") == "refused"
     assert ranks.verdict(kill, 1, "rank 1 of 4 was killed") == "wrong"
     assert ranks.verdict(mismatch, 0, "") == "silent"
-    assert ranks.verdict(mismatch, 2, "steps is 3 on rank 2") == "wrong"
-    assert ranks.verdict(mismatch, 2, "differently: lr is 0.5 on rank 2") == "refused"
+    assert ranks.verdict(mismatch, 2, "max_steps is 3 on rank 2") == "wrong"
+    assert ranks.verdict(mismatch, 2, "differently: learning_rate is 0.5 on rank 2") == "refused"
     assert ranks.verdict(Fault("kill", 2, how="restart"), 0, "rank 2 died; restart 1 of 1") == "refused"
     config = ranks.base_config(tmp_path)
     drawn = [[ranks.draw(random.Random(seed), kind, config) for kind in ("kill", "leave")] for seed in (3, 3, 4)]

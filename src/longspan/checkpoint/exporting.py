@@ -299,7 +299,7 @@ def check_mergeable(model: Any) -> None:
     if len(weights) < len(tables) and any(isinstance(table, BaseTunerLayer) for table in tables):
         raise LongspanError(
             "the adapter is on the embedding or the LM head, which share one weight, so it cannot be merged: both "
-            "would change; export the adapter (--lora-export adapter), or leave them out of its targets"
+            "would change; export the adapter, or leave them out of its targets"
         )
 
 

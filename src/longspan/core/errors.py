@@ -17,13 +17,12 @@ EXTRAS = {
     "matplotlib": "plot",
     "mlflow": "mlflow",
     "peft": "peft",
-    "pyarrow": "train",
     "safetensors": "hf",
     "tensorboard": "train",
     "torchao": "adamw8bit",
     "trackio": "trackio",
     "transformers": "hf",
-    "trl": "trl",
+    "trl": "train",
     "wandb": "wandb",
 }
 

@@ -23,7 +23,7 @@ class ModelFlags(RopeFlags, RankFlags):
     """A model, its tokenizer and its ranks."""
 
     model: str = ""
-    """Name or folder of a Hugging Face causal LM, with its weights; also RUN/hf of `longspan train`."""
+    """Name or folder of a Hugging Face causal LM, with its weights; also the output_dir of `longspan train`."""
     tokenizer: str | None = None
     """Name or folder of a tokenizer, or "bytes" (one token per byte). By default the model's, or "bytes" where its
     folder has none."""

@@ -342,7 +342,7 @@ def _refuse_planners_name(flag: str, name: str) -> None:
     """Raise for the short names of `longspan plan`, which have sizes but no weights."""
     short = name.lower()
     if short in CONFIGS and existing_path(flag, name) is None:
-        other = f"--model {HUB[short]}" if short in HUB else ELSEWHERE[short]
+        other = f"{flag} {HUB[short]}" if short in HUB else ELSEWHERE[short]
         raise LongspanError(
             f"{flag} {name} is a short name of `longspan plan` for a model's sizes, without weights; give {other}, "
             "or a local folder"

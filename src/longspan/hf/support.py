@@ -200,7 +200,7 @@ def refuse_dropout(dropout: tuple[str, float, str] | None) -> None:
         what = "layerdrop" if key == "layerdrop" else "attention dropout"
         raise LongspanError(
             f"layer {layer} has {what} {p}, which would depend on the number of ranks; switch the model's dropout off "
-            f"by longspan.parallelize(..., dropout=0.0) (longspan train --dropout 0), set {key}=0.0 in the config that "
+            f"by longspan.parallelize(..., dropout=0.0) (train: `dropout: 0`), set {key}=0.0 in the config that "
             f"the model is made from, or call model.eval()",
             code="LS202",
         )

@@ -60,7 +60,7 @@ class PlanConfig(MemoryFlags, RopeFlags):
     )
     """How ranks share the work; the plan chooses the mesh."""
     lora: int | None = None
-    """Train LoRA of this rank, and nothing else, as `longspan train --lora`."""
+    """Train LoRA of this rank, and nothing else, as `use_peft` of `longspan train`."""
     lora_targets: tuple[str, ...] = ()
     """Modules that get LoRA, by the ends of their names. By default all linear layers but the LM head."""
     dora: bool = False
@@ -70,7 +70,7 @@ class PlanConfig(MemoryFlags, RopeFlags):
     freeze: tuple[str, ...] = ()
     """Weights that are not trained: patterns of their names, such as "*embed_tokens*" or "*.layers.0.*"."""
     documents: bool = False
-    """Plan the memory of packed documents (`longspan train --pack documents`), which a ring needs more of."""
+    """Plan the memory of packed documents (`packing` of `longspan train`), which a ring needs more of."""
     overlap_chunks: int = 1
     """Chunks of heads of the Ulysses all-to-all, each overlapped with the attention of another. 1: no overlap."""
     images: str | None = None

@@ -1,6 +1,6 @@
 """The search for memory options: the fastest combination that fits, the longest context, and each option alone.
 
-`longspan.parallelize(memory="auto")` and `longspan train --memory auto` call `plan.suggestions.choose_memory`. The
+`longspan.parallelize(memory="auto")` and `longspan train` call `plan.suggestions.choose_memory`. The
 search covers up to 160 combinations: counts are 1 or 0 (automatic), and a disk is used only if asked for, since
 writing wears it out. For more than 1,024 GPUs it covers eight.
 """

@@ -1,13 +1,40 @@
-"""`longspan train`: from a model, a text and a context length to a trained Hugging Face folder.
+"""`longspan train sft|dpo|reward`: TRL's trainers on sharded sequences, by one file.
 
-- `config`: the flags; `job`: starts the ranks; `resolve`: what the machine and the data decide (`--memory auto`).
-- `inputs`: model config, tokenizer, data and checkpoint, and what a resumed run must have in common.
-- `loop`: trains; `optimizer`, `metrics`, `evaluation`, `outputs`, `trackers`: its parts.
+- `arguments`: TRL's keys and ours; `command`: starts the ranks and trains.
+- `resolve`: what the planner decides before the start; `model`, `datasets`: what is trained, on what.
+- `preview`: prints sequences; `profiling`: records a step.
 
-Importing this package does not import torch, as the command line builds its help from `TrainConfig`.
+Importing this package does not import torch.
 """
 
-from longspan.train.config import TrainConfig
-from longspan.train.job import run
+from longspan.core.errors import require
+from longspan.ranks import launch
 
-__all__ = ["TrainConfig", "run"]
+METHODS = ("sft", "dpo", "reward")
+
+_HELP = f"""usage: longspan train {{{",".join(METHODS)}}} --config run.yaml [--key value ...]
+
+Train on long sequences by TRL's trainers. The keys are those of `trl sft`, `trl dpo` and `trl reward`, and ours.
+Complete files: examples/*.yaml.
+
+longspan train sft --help   all keys, ours first
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Run `longspan train` with its arguments; see `longspan.train.command.run`."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_HELP)
+        return 0 if argv else 2
+    require("longspan train", "transformers", "safetensors", "datasets", "trl", "yaml")
+    from longspan.train.command import run
+
+    return run(argv)
+
+
+def rank(argv: list[str]) -> None:
+    """Run a rank of `longspan train`: its process imports the libraries here, and hides what they print."""
+    launch.silence_imports()
+    from longspan.train.command import train
+
+    train(argv)

@@ -38,7 +38,7 @@ KERNELS = {"sdpa": "sdpa", "eager": "eager", "flex_attention": "flex", "flash_at
 
 
 def described(cls: Class) -> Class:
-    """Let `--help` show the docstring of each field of a dataclass."""
+    """Let `--help` show the docstring of each field of a dataclass, and its own fields before inherited ones."""
     for base in cls.__mro__:
         if not dataclasses.is_dataclass(base):
             continue
@@ -48,6 +48,9 @@ def described(cls: Class) -> Class:
                 text = " ".join(ast.literal_eval(after.value).split()).replace("%", "%%")
                 name: Any = statement.target
                 cls.__dataclass_fields__[name.id].metadata = {"help": text}
+    own = inspect.get_annotations(cls)
+    fields: dict[str, Any] = cls.__dataclass_fields__
+    cls.__dataclass_fields__ = {name: fields[name] for name in [*own, *fields] if name in fields}
     return cls
 
 
@@ -118,15 +121,21 @@ class Ours(RopeFlags):
     tokenizer: str | None = None
     """Name or folder of a tokenizer, or "bytes" (one token per byte, 384 ids). By default the model's; "bytes" for a
     model without weights and tokenizer."""
-    eval_datasets: list[Any] = field(default_factory=list)
+    eval_datasets: list[str] = field(default_factory=list)
     """Datasets or files to evaluate one by one, each with its own loss (eval_NAME_loss), in place of the split
     dataset_test_split."""
+    early_stopping_patience: int | None = None
+    """Stop after this many evaluations without a better metric_for_best_model. Needs load_best_model_at_end."""
+    profile: int | None = None
+    """Record this step of every rank with torch's profiler: output_dir/profile/step-N.trace.json."""
     preview: int = 0
     """Print this many sequences as the model will see them, tokens with a loss in green, and exit."""
     dry_run: bool = False
     """Check model, data and memory, print what would run, and exit. Starts no rank and writes nothing."""
     max_restarts: int = 0
     """How often to restart the ranks from the newest checkpoint after one died or was lost."""
+    grace: int = 25
+    """Seconds that ranks have to save and end after SIGTERM or Ctrl-C. Give more than a step and a save take."""
     timeout: int | None = None
     """Seconds after which a rank that stopped, hangs or is cut off ends the job and is named. By default 60, with GPUs
     300."""
@@ -261,11 +270,7 @@ def read(argv: list[str]) -> Settings:
         LongspanError: for an unknown key and a value of a wrong type.
         SystemExit: after --help.
     """
-    method, *rest = argv or [""]
-    if method in ("-h", "--help"):
-        print(f"usage: longspan train {{{','.join(METHODS)}}} --config run.yaml [--key value ...]\n\n"
-              "longspan train sft --help   all keys")  # fmt: skip
-        raise SystemExit(0)
+    method, *rest = argv
     if method not in METHODS:
         refused = ("orpo", "cpo")
         why = "its loss reads whole logits, which no rank has; use dpo" if method in refused else "choose one first"

@@ -16,18 +16,20 @@ from typing import Any
 
 import torch
 import trl
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
+import longspan.train
 from longspan.comm.mesh import make_sharding
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_processes
 from longspan.hf.pretrained import first_line
 from longspan.ranks import agreement, launch
-from longspan.ranks.heartbeat import Heartbeat
+from longspan.ranks.watch import Watch
 from longspan.train import model as models
 from longspan.train.arguments import Arguments, Settings, read
 from longspan.train.datasets import Data, find_row, open_data
 from longspan.train.preview import preview
+from longspan.train.profiling import Profile
 from longspan.train.resolve import Resolved, dry_run, resolve, summary
 from longspan.trainers.mixin import trainer as sharded
 from longspan.trainers.saving import newest_complete
@@ -62,7 +64,7 @@ def run(argv: list[str]) -> int:
             return 0
     for restart in range(ours.max_restarts + 1):
         try:
-            launch.launch(_train, settings, nproc=ours.parallel.ranks)
+            launch.launch(longspan.train.rank, argv, nproc=ours.parallel.ranks, grace_s=ours.grace)
             break
         except launch.RankFailed as error:
             if restart == ours.max_restarts:
@@ -94,22 +96,25 @@ def _open(settings: Settings) -> _Opened:
     return _Opened(arguments, resolved, tokenizer, data)
 
 
-def _train(settings: Settings) -> None:
+def train(argv: list[str]) -> None:
+    """Train on one rank. Collective."""
+    settings = read(argv)
     ours = settings.ours
-    with launch.joined(ours.timeout, ours.start_timeout) as heartbeat:
-        train_rank(settings, heartbeat)
+    with launch.joined(ours.timeout, ours.start_timeout) as watch:
+        train_rank(settings, watch)
 
 
-def train_rank(settings: Settings, heartbeat: Heartbeat) -> None:
+def train_rank(settings: Settings, watch: Watch) -> None:
     """Train on one rank. Collective. Raise `Stopped` if a signal reached any rank, after all have saved."""
-    agreement.open_together(heartbeat, lambda: settings, lambda settings: settings.values)
-    with agreement.refusing_together(heartbeat.peers, alive=True):
-        opened = _open(settings)
-    agreement.agree(heartbeat.peers, agreement.model_facts(opened.resolved.config), alive=True)
-    heartbeat.at("loading", unlimited=True)
+    watch.at("start", unlimited=True)
+    agreement.agree({**agreement.versions(), **settings.values})
+    opened = agreement.open_together(
+        lambda: _open(settings), lambda opened: agreement.model_facts(opened.resolved.config)
+    )
+    watch.at("loading", unlimited=True)
     training = opened.arguments.training
-    with launch.StopRequest(stops="stopping after this step") as stop:
-        trainer = _trainer(opened, heartbeat, stop)
+    with launch.StopRequest("stopping after this step") as stop:
+        trainer = _trainer(opened, watch, stop)
         if settings.ours.preview:
             preview(trainer, settings.ours.preview)
             return
@@ -118,12 +123,12 @@ def train_rank(settings: Settings, heartbeat: Heartbeat) -> None:
         if stop.signum:
             _log(trainer, [f"stopped by a signal after step {trainer.state.global_step}; the same command resumes"])
             raise launch.Stopped(stop.signum)
-    heartbeat.at("export", unlimited=True)
+    watch.at("export", unlimited=True)
     trainer.save_model()
     _log(trainer, [f"exported {training.output_dir}"])
 
 
-def _trainer(opened: _Opened, heartbeat: Heartbeat, stop: launch.StopRequest) -> Any:
+def _trainer(opened: _Opened, watch: Watch, stop: launch.StopRequest) -> Any:
     """Return the trainer of a run, with its sharded model."""
     arguments, resolved, data = opened.arguments, opened.resolved, opened.data
     ours, training = arguments.ours, arguments.training
@@ -140,6 +145,11 @@ def _trainer(opened: _Opened, heartbeat: Heartbeat, stop: launch.StopRequest) ->
         options["elastic"] = -(-resolved.context // sp.size)
     if sp.shards_weights(fsdp=ours.shard_weights, cpu_offload=resolved.memory.cpu_offload):
         training.bf16, training.mixed_precision = False, "no"  # FSDP casts what it gathers; the weights stay in fp32
+    callbacks: list[Any] = [_Progress(watch, stop)]
+    if ours.early_stopping_patience is not None:
+        callbacks.append(EarlyStoppingCallback(ours.early_stopping_patience))
+    if ours.profile is not None:
+        callbacks.append(Profile(ours.profile, sp))
     training.model_init_kwargs = None
     training.logging_nan_inf_filter = False
     try:
@@ -149,7 +159,7 @@ def _trainer(opened: _Opened, heartbeat: Heartbeat, stop: launch.StopRequest) ->
             train_dataset=data.train,
             eval_dataset=data.evaluated,
             processing_class=opened.tokenizer,
-            callbacks=[_Progress(heartbeat, stop)],
+            callbacks=callbacks,
             sp=sp,
             **options,
         )
@@ -167,8 +177,10 @@ def _resumed(training: Any) -> str | None:
     asked = str(training.resume_from_checkpoint)
     if asked.lower() in ("none", "true", "auto"):
         found, problems = newest_complete(Path(training.output_dir))
-        for problem in problems:
-            print(f"longspan: passed over a damaged checkpoint: {problem}", file=sys.stderr, flush=True)
+        lines = [f"passed over a damaged checkpoint: {problem}" for problem in problems]
+        lines += [] if found is None else [f"resuming from {found}"]
+        if launch.is_first_rank():
+            print(*(f"longspan: {line}" for line in lines), sep="\n", end="\n" * bool(lines), flush=True)
         return None if found is None else str(found)
     return None if asked.lower() == "false" else asked
 
@@ -179,16 +191,16 @@ def _log(trainer: Any, lines: list[str]) -> None:
 
 
 class _Progress(TrainerCallback):  # type: ignore[misc]
-    """Tell the heartbeat what this rank does, and save and stop on all ranks after a signal to any."""
+    """Tell the watch what this rank does, and save and stop on all ranks after a signal to any."""
 
-    def __init__(self, heartbeat: Heartbeat, stop: launch.StopRequest) -> None:
-        self.heartbeat, self.stop = heartbeat, stop
+    def __init__(self, watch: Watch, stop: launch.StopRequest) -> None:
+        self.watch, self.stop = watch, stop
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.heartbeat.at("training", state.global_step + 1)
+        self.watch.at("training", state.global_step + 1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.heartbeat.at("after the step", unlimited=True)  # it may evaluate or save
+        self.watch.at("after the step", unlimited=True)  # it may evaluate or save
         signum = torch.tensor(self.stop.signum or 0, device=args.device)
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(signum, op=torch.distributed.ReduceOp.MAX)

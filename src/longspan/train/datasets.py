@@ -71,8 +71,9 @@ def open_data(arguments: Arguments, template: bool) -> Data:
         train, evaluated = split["train"], split["test"]
     if arguments.ours.eval_datasets:
         evaluated = {}
-        for entry in arguments.ours.eval_datasets:
-            config = DatasetConfig(**entry) if isinstance(entry, Mapping) else DatasetConfig(entry)
+        entries: list[Any] = arguments.ours.eval_datasets  # texts, or mappings from the file
+        for entry in entries:
+            config = DatasetConfig(**entry) if isinstance(entry, dict) else DatasetConfig(entry)
             name = config.name or Path(config.path).stem
             if name in evaluated:
                 raise LongspanError(f"eval_datasets: two of them are called {name}; rename one, or leave it out")

@@ -21,7 +21,6 @@ from longspan.core.rope import RopeScaling
 from longspan.hf.loading import load_sharded
 from longspan.hf.pretrained import (
     base_of,
-    check_source,
     first_line,
     has_tokenizer,
     is_adapter,
@@ -33,6 +32,7 @@ from longspan.hf.pretrained import (
     without_dropout,
 )
 from longspan.hf.prompts import BYTES, load_tokenizer
+from longspan.hf.support import transformers_model
 from longspan.hf.vision import tower_modules
 from longspan.hf.weights.origin import Origin, with_adapter
 from longspan.train.arguments import KERNELS, Arguments
@@ -53,7 +53,6 @@ def name_of(arguments: Arguments) -> str:
             f"train needs `{KEY}`: a name or folder of a Hugging Face model, of a LoRA adapter, or a folder or file "
             "with nothing but a config.json, for random weights"
         )
-    check_source(KEY, name)
     if revision not in (None, "main") and not Path(name).exists():
         from huggingface_hub import snapshot_download
 
@@ -151,6 +150,8 @@ def _with_lora(model: Any, arguments: Arguments) -> Any:
     import peft
 
     config: Any = get_peft_config(arguments.model)
+    if isinstance(config.target_modules, str) and config.target_modules.isidentifier():
+        config.target_modules = {config.target_modules}  # TRL makes a list of one a pattern, which matches nothing
     name = name_of(arguments)
     # PEFT records it; absolute, as the adapter is used in other working directories.
     model.name_or_path = str(Path(name).absolute()) if Path(name).exists() else name
@@ -195,7 +196,7 @@ def load(
         origin,
         sp,
         prepare=_frozen if reference else prepare_of(arguments, images=images),
-        whole=arguments.model.use_dora,
+        whole=_computes_with_weights(arguments),
         fsdp=ours.shard_weights,
         mp_policy=MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, reduced) if mixed else None,
         kernel=KERNELS[attention] if attention in KERNELS and ours.kernel == "auto" else ours.kernel,
@@ -203,10 +204,16 @@ def load(
         tensor_style=ours.parallel.tensor_style,
         experts=ours.parallel.experts,
     )
-    for module in model.modules():
-        if hasattr(module, "is_loaded_in_4bit"):
-            module.is_loaded_in_4bit = False  # or TRL would cast the sharded adapter
+    inner: Any = transformers_model(model)
+    inner.is_loaded_in_4bit = inner.is_quantized = False  # or TRL would cast the sharded adapter
     return model
+
+
+def _computes_with_weights(arguments: Arguments) -> bool:
+    """Return whether PEFT copies weights of the base model, or computes with them."""
+    model = arguments.model
+    copies = model.lora_modules_to_save or arguments.method == "reward"  # the head
+    return bool(model.use_dora or (model.use_peft and copies))
 
 
 def tokenizer_of(arguments: Arguments, config: Any) -> Any:

@@ -56,9 +56,10 @@ def resolve(arguments: Arguments) -> Resolved:
     if (level != "auto" and not longest) or context is None:
         return unknown
     peft = arguments.model
-    targets = [peft.lora_target_modules] if isinstance(peft.lora_target_modules, str) else peft.lora_target_modules
+    asked = peft.lora_target_modules
+    targets = [asked] if isinstance(asked, str) and asked != "all-linear" else asked if isinstance(asked, list) else ()
     rank = peft.lora_r if peft.use_peft else None
-    tuning = Tuning(rank, tuple(targets or ()), tuple(ours.freeze), peft.use_dora, peft.load_in_4bit)
+    tuning = Tuning(rank, tuple(targets), tuple(ours.freeze), peft.use_dora, peft.load_in_4bit)
     try:
         shape = tuned_shape(shape_of_model(model), tuning)
     except LongspanError:

@@ -152,7 +152,7 @@ class VisionTower(Stage):
             if module.training and draws(module):
                 raise LongspanError(
                     f"layer {name} of the vision tower has dropout, which would depend on the rank that encodes a "
-                    f"picture; switch it off by longspan.parallelize(..., dropout=0.0) (longspan train --dropout 0), "
+                    f"picture; switch it off by longspan.parallelize(..., dropout=0.0) (train: `dropout: 0`), "
                     f"or call eval() on the tower"
                 )
 

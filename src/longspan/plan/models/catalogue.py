@@ -239,7 +239,7 @@ HUB: dict[str, str] = {
     "minimax-text-01": "MiniMaxAI/MiniMax-Text-01-hf",
     "gemma-3-1b": "google/gemma-3-1b-pt",
 }
-"""Where the Hugging Face hub has weights of a built-in model that `longspan train --model` takes as they are."""
+"""Where the Hugging Face hub has weights of a built-in model that `longspan train` takes as they are."""
 
 ELSEWHERE: dict[str, str] = {
     # Published with a vision tower, which is not sharded; quantized; not at all.

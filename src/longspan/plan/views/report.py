@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -175,22 +176,31 @@ def command(plan: Plan) -> str | None:
 
 
 def _train_command(plan: Plan) -> str:
-    job, mesh = plan.job, plan.mesh
-    words = [_model_flag(plan.model.name), "--data DATA", f"--context {job.context}"]
-    words += ["--pack documents"] if job.documents else []
+    job, mesh, tuning = plan.job, plan.mesh, plan.model.tuning
+    words = [_model_flag(plan.model.name, "--model_name_or_path"), f"--dataset_name DATA --context {job.context}"]
+    words.append("--packing" if job.documents else "--packing --packing_strategy wrapped")
     if mesh.ring > 1:
         words.append(f"--ring {mesh.ring}")
         words += [f"--layout {job.layout}"] if job.layout != "auto" else []
-        words += [f"--ring-impl {job.ring_impl}"] if job.ring_impl != "auto" else []
+        words += [f"--ring_impl {job.ring_impl}"] if job.ring_impl != "auto" else []
     if mesh.ulysses > 1:
-        words += [f"--overlap-chunks {job.overlap_chunks}"] if job.overlap_chunks > 1 else []
-        words += [f"--wire-dtype {job.wire_dtype}"] if job.wire_dtype != "exact" else []
-    words += [f"--ulysses {mesh.ulysses}", *_tensor_flags(job, mesh)]
-    words += [f"--data-degree {mesh.data}", f"--batch {job.batch}", f"--dtype {job.dtype}", *_rope_flags(plan)]
-    words += memory_flags(job.memory)
-    words += [] if plan.model.tuning is None else plan.model.tuning.flags
-    words += [] if job.weight_sharding else ["--no-fsdp"]
-    return _started(plan, "train", words)
+        words += [f"--overlap_chunks {job.overlap_chunks}"] if job.overlap_chunks > 1 else []
+        words += [f"--wire_dtype {job.wire_dtype}"] if job.wire_dtype != "exact" else []
+    words += [f"--ulysses {mesh.ulysses}", *_tensor_flags(job, mesh), f"--data {mesh.data}", *_rope_flags(plan)]
+    words += ["--per_device_train_batch_size 1", f"--gradient_accumulation_steps {max(1, job.batch // mesh.data)}"]
+    words += [] if job.dtype == "bf16" else ["--bf16 false"]
+    given = {f.name: getattr(job.memory, f.name) for f in fields(Memory)}
+    changed = {name: value for name, value in given.items() if value != getattr(FASTEST, name)}
+    memory = json.dumps(changed) if changed else "fastest"
+    words.append(f"--memory {shlex.quote(memory)}")
+    if tuning is not None and tuning.lora is not None:
+        targets = " ".join(tuning.targets) or "all-linear"
+        words.append(f"--use_peft --lora_r {tuning.lora} --lora_target_modules {targets}")
+        words += ["--use_dora"] * tuning.dora + ["--load_in_4bit"] * tuning.quantize
+    elif tuning is not None and tuning.freeze:
+        words.append(f"--freeze {' '.join(map(shlex.quote, tuning.freeze))}")
+    words += [] if job.weight_sharding else ["--shard_weights false"]
+    return _started(plan, "train sft", words)
 
 
 def _generate_command(plan: Plan) -> str | None:
@@ -231,15 +241,18 @@ def _started(plan: Plan, name: str, words: list[str]) -> str:
     per_node = max(n for n in range(1, min(mesh.gpus, plan.hardware.gpus_per_node) + 1) if mesh.gpus % n == 0)
     nodes = mesh.gpus // per_node
     if nodes == 1:
-        return " ".join([f"longspan {name}", *words, f"--nproc {mesh.gpus}"])
+        return " ".join([f"longspan {name}", *words, *([] if name.startswith("train") else [f"--nproc {mesh.gpus}"])])
     torchrun = f"torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
     return " ".join([torchrun, f"-m longspan {name}", *words])
 
 
-def _model_flag(name: str) -> str:
+def _model_flag(name: str, flag: str = "") -> str:
+    """Return the flag that names a model, or its config; `flag` takes both."""
     if name in CONFIGS:
-        return f"--model {HUB[name]}" if name in HUB else ELSEWHERE[name]
-    return f"--config {_quoted(_config_file(name))}"
+        given = f"--model {HUB[name]}" if name in HUB else ELSEWHERE[name]
+    else:
+        given = f"--config {_quoted(_config_file(name))}"
+    return f"{flag} {given.split(maxsplit=1)[1]}" if flag else given
 
 
 def _config_file(name: str) -> Path:
