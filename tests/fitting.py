@@ -141,7 +141,7 @@ def made(
     }
     changes.pop("resume_from_checkpoint", None)
     mine = ("callbacks", "compute_metrics", "compute_loss_func", "memory", "logits", "kernel", "tensor_style",
-            "shared_prefixes", "elastic", "experts")  # fmt: skip
+            "shared_prefixes", "elastic", "experts", "optimizer_cls_and_kwargs", "loss_by_position")  # fmt: skip
     own = {name: changes.pop(name) for name in mine if name in changes}
     return longspan.trainer(Trainer)(
         _model(family, lora), arguments(out, **batch, **changes), collate, Samples(64, 1), Samples(10, 2),

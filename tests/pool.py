@@ -63,7 +63,7 @@ THREADS = os.environ.get("OMP_NUM_THREADS", "1")
 LOST = ("Connection reset by peer", "Connection closed by peer")
 """What gloo's errors say of a connection that the other side or the system has closed."""
 
-DUMP_SIGNAL = signal.SIGUSR1
+DUMP_SIGNAL = signal.SIGUSR2
 
 START = os.environ.get("POOL_START", "forkserver")
 """How ranks start. "fork" needs no server, but this process must have no threads that hold locks."""

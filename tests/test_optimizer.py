@@ -16,7 +16,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import longspan
 from longspan.comm.mesh import mesh_of_one
 from longspan.core.errors import LongspanError
-from longspan.train.optimizer import Muon
 from tests.choose import each_value
 from tests.fakes import fake_world
 from tests.memory import peak_of
@@ -228,36 +227,6 @@ def test_layers_run_without_any_full_sequence_tensor(tmp_path: Path, layout: Any
 
 
 # --- states of 8 bits
-
-
-# --- Muon
-
-
-def _muon_steps() -> None:
-    """3 steps on sharded weights, one of a single row and one that 2 ranks do not divide, to the bit of torch's own."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import distribute_tensor
-
-    mesh = init_device_mesh("cpu", (2,))
-    whole = [torch.nn.Parameter(torch.randn(shape)) for shape in ((6, 10), (11, 6), (1, 8), (7,))]
-    sharded = [torch.nn.Parameter(distribute_tensor(p.detach().clone(), mesh)) for p in whole]
-    muon = torch.optim.Muon(whole[:3], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW(whole[3:], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
-    others, matrices = [{"params": sharded[3:]}], [{"params": sharded[:3], "weight_decay": 0.1}]
-    ours = Muon(others, matrices, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
-    for _ in range(3):
-        for p, mine in zip(whole, sharded, strict=True):
-            p.grad = torch.randn_like(p)
-            mine.grad = distribute_tensor(p.grad, mesh)
-        for optimizer in (muon, adamw, ours):
-            optimizer.step()
-    for p, mine in zip(whole, sharded, strict=True):
-        assert torch.equal(mine.full_tensor(), p)  # type: ignore[attr-defined]
-
-
-def test_muon_on_shards_is_torchs_on_whole_matrices(pool2: RankPool) -> None:
-    pool2.run(_muon_steps)
-
 
 # --- schedules
 

@@ -6,7 +6,6 @@ import functools
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from accelerate.tracking import GeneralTracker, on_main_process
 import longspan
 from longspan.compat.accelerate_api import ReplicaAccelerator
 from longspan.core.errors import LongspanError
+from longspan.trainers.callbacks import SIGNALS, StopOnSignal
 from longspan.trainers.saving import newest_complete, shards_of
 from tests import pictures
 from tests.fitting import Samples, arguments, as_launched, collate, made, plain, quiet, sharded, sharded_alone
@@ -316,28 +316,37 @@ def test_the_best_model_is_loaded_at_the_end(pool2: RankPool, tmp_path: Path) ->
 
 
 class _Signal(transformers.TrainerCallback):  # type: ignore[misc]
-    """SIGTERM reaches one rank, in the middle of a step."""
+    """A signal reaches one rank, in the middle of a step."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 2 and dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.5)
+            os.kill(os.getpid(), self.signum)
 
 
-def _stopped(mesh: dict[str, int], out: Path) -> int:
+def _stopped(mesh: dict[str, int], out: Path) -> list[int]:
+    """Return the steps that were done, and the signals; by transformers' option, and by our callback."""
+    found = []
     with as_launched():
-        trainer = made(mesh, out, **STEPS, enable_jit_checkpoint=True, callbacks=[_Signal()])
-        stop = next(c for c in trainer.callback_handler.callbacks if type(c).__name__ == "StopTogether")
-        stop.manager.kill_wait = 0
-        trainer.train()
-        return int(trainer.state.global_step)
+        for signum, options in ((signal.SIGTERM, {"enable_jit_checkpoint": True}), (signal.SIGUSR1, {})):
+            before = [signal.getsignal(x) for x in SIGNALS]
+            trainer = made(mesh, out / str(signum), **STEPS, **options, callbacks=[_Signal(signum)])
+            if not options:
+                trainer.add_callback(StopOnSignal())
+            trainer.train()
+            stop = next(x for x in trainer.callback_handler.callbacks if isinstance(x, StopOnSignal))
+            found += [trainer.state.global_step, stop.signum]
+            assert [signal.getsignal(x) for x in SIGNALS] == before
+    return found
 
 
 def test_a_signal_to_one_rank_saves_and_stops_all(pool2: RankPool, tmp_path: Path) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    assert pool2.run(_stopped, {"ulysses": 2}, tmp_path) == [3, 3]
-    assert (tmp_path / "checkpoint-3" / "longspan").is_dir()
-    assert signal.getsignal(signal.SIGTERM) is before
+    expected = [3, signal.SIGTERM, 3, signal.SIGUSR1]
+    assert pool2.run(_stopped, {"ulysses": 2}, tmp_path) == [expected, expected]
+    for signum in SIGNALS:
+        assert newest_complete(tmp_path / str(signum))[0] == tmp_path / str(signum) / "checkpoint-3"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

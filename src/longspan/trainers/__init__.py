@@ -1,5 +1,7 @@
 """Hugging Face's Trainer and its subclasses over sharded sequences.
 
 - `mixin`: the trainer: replicas, loss, evaluation, checkpoints.
-- `saving`: what it writes, and a signal that reaches one rank; `trl`: TRL's trainers.
+- `callbacks`: stop at values that are not finite and at signals, log a step's speed; `figures`: how it is measured.
+- `evaluation`: exact means, also by position; `muon`: an optimizer for sharded matrices.
+- `saving`: the folders that it writes; `trl`: TRL's trainers.
 """

@@ -16,12 +16,14 @@ import functools
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 from longspan import checkpoint as checkpoints
@@ -30,23 +32,28 @@ from longspan.comm.mesh import SequenceSharding
 from longspan.compat.accelerate_api import ReplicaAccelerator
 from longspan.compat.transformers_api import counts_repeated_tokens_once, output_dir_of
 from longspan.core.errors import LongspanError
+from longspan.core.tile_sizes import reduces_once
 from longspan.core.validation import checked_call
 from longspan.data.elastic import Elastic, samples_of_batch
 from longspan.hf.batch import IGNORE, WIDTH
 from longspan.hf.forward.loss import problem_of
 from longspan.hf.parallelize import parallelize
+from longspan.hf.planning import device_memory
 from longspan.hf.state import is_parallelized, state_of
 from longspan.hf.support import transformers_model
+from longspan.hf.weights.gradients import no_sync
+from longspan.hf.weights.sources import tensor_parts
+from longspan.trainers.callbacks import Figures, StopAtNonFinite, StopOnSignal
+from longspan.trainers.evaluation import ByPosition, Tally
 from longspan.trainers.saving import (
     SHARDS,
     STATE,
-    StopTogether,
     export_into,
     newest_complete,
     plain_optimizer,
     shards_of,
 )
-from longspan.trainers.trl import count_sequence_groups, remove_fused_head
+from longspan.trainers.trl import count_sequence_groups, refuse_whole_logits, remove_fused_head
 
 if TYPE_CHECKING:
     from longspan.hf.forward.hooks import ForwardHooks
@@ -106,6 +113,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     Args:
         sp: the sharding.
+        loss_by_position: tokens of a context. Also evaluate the loss by the number of tokens that a prediction sees, in
+            at most 8 ranges that end at this number, its half and so on: `eval_loss_to_4096`, ...
         elastic: give each sample of a training batch as many ranks as its length needs, with at most this many tokens
             on a rank at a time (`longspan.elastic_batches`). Needs data=1: narrower groups replace replicas.
         fsdp, mp_policy, kernel, weights, check_batches, check_weights, check_at_rest, logits, memory, dropout,
@@ -120,12 +129,21 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
     accelerator: Any
 
     @checked_call(sp=lambda _, sp: check_sharding(sp))
-    def __init__(self, *args: Any, sp: SequenceSharding, elastic: int | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        sp: SequenceSharding,
+        elastic: int | None = None,
+        loss_by_position: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         self.longspan_sp = sp
+        if self._sharded:
+            refuse_whole_logits(type(self))
         shared_prefixes = kwargs.pop("shared_prefixes", False)
         self.longspan_options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
-        self.longspan_eval = _Tally()
-        self.longspan_in_loss = False
+        self.longspan_eval, self.longspan_context = Tally(), loss_by_position
+        self.longspan_step, self.longspan_in_loss = _Step(), False
         super().__init__(*args, **kwargs)
         self._refuse()
         if shared_prefixes and not hasattr(self, "num_generations"):
@@ -135,8 +153,10 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             )
         if self._sharded:
             count_sequence_groups(self, sp)
+        self.args.logging_nan_inf_filter = False  # which would log a mean in place of NaN
+        self.add_callback(StopAtNonFinite(self))
         if self._sharded and self.args.enable_jit_checkpoint:
-            StopTogether.replace_jit(self)
+            self._stop_together()
         inner = transformers_model(self.model)
         if is_parallelized(inner) and self.longspan_options:
             raise LongspanError(
@@ -170,6 +190,11 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
     @property
     def _forward_hooks(self) -> ForwardHooks:
         return state_of(self.model).forward
+
+    @property
+    def _policy(self) -> Any:
+        """FSDP's mixed precision; None for none."""
+        return getattr(self._forward_hooks.model_changes, "policy", None)
 
     @property
     def _sharded(self) -> bool:
@@ -213,7 +238,30 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         super().create_accelerator_and_postprocess()
         if self._sharded:
             self.accelerator = ReplicaAccelerator.of(self.accelerator, self.longspan_sp)
+            self.accelerator.no_sync = self._no_sync
             self.gather_function = self.accelerator.gather_for_metrics
+
+    def _no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Average gradients once per accumulation, if a rank has the memory to hold the model's until then."""
+        return no_sync(self.model) if self._reduces_once else contextlib.nullcontext()
+
+    @functools.cached_property
+    def _reduces_once(self) -> bool:
+        sp, dtype = self.longspan_sp, getattr(self._policy, "reduce_dtype", None)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        nbytes = sum((dtype or p.dtype).itemsize * p.numel() // tensor_parts(p) for p in trained)
+        sharded = sp.world_size > 1 and state_of(self.model).gradients is None
+        once = torch.tensor(reduces_once(sharded, nbytes, device_memory(sp.device)), dtype=torch.int32)
+        once = once.to(sp.device)
+        dist.all_reduce(once, dist.ReduceOp.MIN, group=sp.mesh_group)
+        return bool(once)
+
+    def _stop_together(self) -> None:
+        """Replace transformers' callback for SIGTERM, which saves on the rank that received it."""
+        for callback in [x for x in self.callback_handler.callbacks if hasattr(x, "jit_manager")]:
+            callback.on_train_end(self.args, self.state, self.control)  # restores the previous handler
+            self.remove_callback(callback)
+        self.add_callback(StopOnSignal())
 
     def get_tp_size(self) -> int:
         """Return the ranks that read the same batch, by which the Trainer divides processes and tokens.
@@ -267,6 +315,14 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """As the base class; with `elastic` in rounds, whose losses add to that of the batch."""
+        if self.longspan_step.complete:
+            self.longspan_step = _Step()
+        loss = self._losses_of(model, inputs, num_items_in_batch)
+        self.longspan_step.losses.append(loss)
+        self.longspan_step.complete = self.accelerator.sync_gradients
+        return loss
+
+    def _losses_of(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
         if self.longspan_elastic is None:
             with self._explain_logits():
                 loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
@@ -307,11 +363,39 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
                 f"them by trainer.longspan_sp.gather(logits, dim=1, length={whole})"
             ) from error
 
-    @sharded
+    def _repeat_step(self) -> Tensor:
+        """Run forward and backward of the step in progress a second time, with the same random numbers."""
+        losses = []
+        for inputs, items, state in self.longspan_step.batches:
+            torch.set_rng_state(state)
+            with self.compute_loss_context_manager():
+                losses.append(self.compute_loss(self.model, inputs, num_items_in_batch=items))
+            losses[-1].backward()
+        return torch.stack([loss.detach() for loss in losses]).sum()
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        """As the base class, and remember the norm."""
+        norm = super()._get_grad_norm(*args, **kwargs)
+        self.longspan_step.norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return self.longspan_step.norm
+
+    def _of_any_replica(self, flag: Tensor) -> bool:
+        """Return whether a flag is set on any replica. Collective."""
+        return bool((self.accelerator.gather_over_replicas(flag.float()) if self._sharded else flag).any())
+
+    def _compute_dtype(self) -> torch.dtype:
+        """Return the dtype of matrix products."""
+        dtype = torch.bfloat16 if self.args.bf16 else getattr(self._policy, "param_dtype", None)
+        return dtype or next(p.dtype for p in self.model.parameters() if p.is_floating_point())
+
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """As the base class; in a round of an elastic batch, weight a loss that the trainer computed itself."""
+        if self.model.training and not self.longspan_step.complete and self.is_in_train:
+            self.longspan_step.batches.append((dict(inputs), num_items_in_batch, torch.get_rng_state()))
+        if not self._sharded:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._forward_hooks.traits.labels_per_row:  # its loss is a mean already
             num_items_in_batch = None
         elif not self.model.training:
@@ -338,11 +422,16 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         """As the base class, but the loss is the mean over all labelled tokens of the set, not over batches."""
-        self.longspan_eval = _Tally()
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        self.longspan_eval = Tally()
+        context, options = self.longspan_context, self._forward_hooks.options
+        by_position = None if context is None else ByPosition(context, self.longspan_sp)
+        with options.during(token_losses=None if by_position is None else by_position.add):
+            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         mean = self.longspan_eval.mean()
         if mean is not None:
             output.metrics[f"{metric_key_prefix}_loss"] = mean
+        for end, loss in ({} if by_position is None else by_position.means()).items():
+            output.metrics[f"{metric_key_prefix}_loss_to_{end}"] = loss
         return output
 
     def prediction_step(
@@ -435,7 +524,21 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
                 if self.args.should_save:
                     for text in [*wrong, f"resuming from {found}"]:
                         print(f"longspan: {text}", file=sys.stderr, flush=True)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            for figures in self._figures:
+                figures.close()
+
+    @property
+    def _figures(self) -> list[Figures]:
+        return [x for x in self.callback_handler.callbacks if isinstance(x, Figures)]
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As the base class; a step with what a callback `Figures` adds."""
+        for figures in self._figures if "loss" in logs else ():
+            logs |= figures.take()
+        super().log(logs, *args, **kwargs)
 
     @sharded
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -459,19 +562,14 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         checkpoints.load_weights(shards_of(self.state.best_model_checkpoint), self.model)
 
 
-class _Tally:
-    """The mean loss of batches, weighted by their labelled tokens."""
+@dataclass
+class _Step:
+    """The step in progress, or the last one."""
 
-    def __init__(self) -> None:
-        self.total, self.tokens = 0.0, 0
-        self.items: int | None = None  # of the current batch
-
-    def add(self, mean: float, tokens: int) -> None:
-        if tokens:
-            self.total, self.tokens = self.total + mean * tokens, self.tokens + tokens
-
-    def mean(self) -> float | None:
-        return self.total / self.tokens if self.tokens else None
+    batches: list[tuple[dict[str, Any], Any, Tensor]] = field(default_factory=list)  # inputs, items, random state
+    losses: list[Tensor] = field(default_factory=list)  # of the micro-batches
+    norm: Any = None  # of the gradients
+    complete: bool = False
 
 
 def _gathered(outputs: Any, sp: SequenceSharding, length: int) -> Any:

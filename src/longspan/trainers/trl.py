@@ -21,6 +21,19 @@ if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
 
 
+_OF_WHOLE_LOGITS = ("CPOTrainer", "ORPOTrainer", "TPOTrainer")
+
+
+def refuse_whole_logits(kind: type) -> None:
+    """Raise for trainers that compute their loss from the logits of whole sequences (ORPO; CPO, with SimPO)."""
+    for name in (cls.__name__ for cls in kind.__mro__ if cls.__name__ in _OF_WHOLE_LOGITS):
+        raise LongspanError(
+            f"{name} computes its loss from the logits of whole sequences, and a parallelized model returns the logits "
+            f"of this rank's tokens; use DPOTrainer or KTOTrainer, or compute the loss in your own loop with "
+            f"longspan.token_logprobs"
+        )
+
+
 def remove_fused_head(model: Any, trainer: Any) -> tuple[float, bool]:
     """Restore a model's own forward if TRL has replaced it.
 

@@ -160,6 +160,7 @@ class ScoredLabels(Stage):
         names = ("log_probs", *(["entropy"] if options.entropy_grad else []), *extras, "label_mask")
         labelled = (self.labels != IGNORE).to(logits.hidden.dtype)
         scored = _scores(call.model, logits, self.labels, options.temperature, options.entropy_grad, extras)
+        call.note_token_losses(options, -scored[0], self.labels)
         mine = (*scored, labelled)
         scores: dict[str, Any] = {}
         for name, x in zip(names, mine, strict=True):

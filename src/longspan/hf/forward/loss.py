@@ -31,6 +31,7 @@ from longspan.hf.support import HELP, no_router_loss
 from longspan.losses.cross_entropy import CROSS_ENTROPY, IGNORE, LossTerms, loss_sum
 from longspan.losses.deferred_logits import DeferredLogits
 from longspan.losses.load_balancing import load_balancing_loss
+from longspan.losses.logprobs import logprobs_of
 
 if TYPE_CHECKING:
     from longspan.hf.tensor_parallel.layers import TensorParallel
@@ -211,6 +212,8 @@ class LossFunction(Stage):
         loss = self.losses.share_of(loss, num_items_in_batch)
         if self.call is not None:
             self.call.loss = loss, version_of(loss)
+            if self.losses.options.token_losses is not None and isinstance(logits, DeferredLogits):
+                self.call.note_token_losses(self.losses.options, -logprobs_of(logits, labels)[0], labels)
         return loss
 
     def _check_nothing_was_added(self, loss: Tensor, version: int, output: Any) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +96,7 @@ class ForwardOptions:
     shared_prefixes: bool = False  # computed once, in calls with `fused_lm_head=True`
     replicas: int = 1  # a caller multiplies a loss with `num_items_in_batch` by this, so it is divided by it
     noise_tokens: int | None = None  # by which NEFTune scales its noise; None for those of the batch
+    token_losses: Callable[[Tensor, Tensor, Tensor], None] | None = None  # gets my tokens' losses, labels, positions
 
     @contextlib.contextmanager
     def during(self, **options: Any) -> Iterator[None]:
@@ -157,6 +158,12 @@ class ForwardCall:
             self.cache = cache
         elif cache is not None:
             self.batch["cache"] = cache
+
+    def note_token_losses(self, options: ForwardOptions, losses: Tensor, labels: Tensor) -> None:
+        """Pass the losses of my tokens to a caller that asked for them."""
+        if options.token_losses is not None:
+            positions = self.inputs["position_ids"]
+            options.token_losses(losses, labels, positions if positions.dim() < 3 else positions[0])
 
     @property
     def info(self) -> SequenceInfo:
