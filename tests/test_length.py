@@ -17,7 +17,7 @@ from longspan.comm.mesh import OneDeviceMesh
 from longspan.core.errors import LongspanError
 from longspan.losses.cross_entropy import IGNORE, LossTerms, loss_sum
 from longspan.losses.deferred_logits import DeferredLogits, Head
-from longspan.losses.logprobs import logprobs_of
+from longspan.losses.logprobs import EXTRAS, logprobs_of, uniform_logprobs
 from tests.choose import pairwise
 from tests.models import Run, batch, build, check_gradients, gradients, rows_of, sharding, truth_by
 from tests.pool import RankPool, on_ranks
@@ -167,6 +167,27 @@ def test_no_tensor_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch, wh
         )
         loss.backward()
     assert seen.most == max(8 * V, V * D, T * D) < T * V
+
+
+@pytest.mark.parametrize("head", ["plain", "lora"])
+def test_a_sum_of_log_probabilities_needs_each_tile_once(monkeypatch: pytest.MonkeyPatch, head: str) -> None:
+    """The results and gradients of `logprobs_of`, which computes each tile twice."""
+    monkeypatch.setattr("longspan.losses.logprobs.head_tile", lambda *_: 8)
+    found, computed = [], list[int]()
+    for uniform in (True, False):
+        module, hidden, labels = _case(head, torch.float32)
+        deferring = Head(module)
+        deferring.defer_next, deferring.observer = True, lambda x: computed.append(len(x))
+        logits = module(hidden)
+        scores = uniform_logprobs(logits, labels) if uniform else logprobs_of(logits, labels, False, EXTRAS[:2])
+        trained = [p for p in module.parameters() if p.requires_grad]
+        found.append([*scores, *torch.autograd.grad(-scores[0].sum() / 7, [hidden, *trained])])
+        assert sum(computed) == (T if uniform else 3 * T)
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    Head(module).defer_next = True
+    with pytest.raises(LongspanError, match="no multiple of the sum"):
+        uniform_logprobs(module(hidden), labels)[0].square().sum().backward()
 
 
 @pytest.mark.parametrize(

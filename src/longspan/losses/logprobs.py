@@ -1,5 +1,6 @@
 """Log-probabilities and entropies of tokens from `DeferredLogits`. The forward computes each tile, and the backward
-recomputes it, because the gradients of the results are not known in the forward.
+recomputes it, because the gradients of the results are not known in the forward; unless all are the same
+(`uniform_logprobs`).
 
 Shape suffixes: T tokens, D hidden size, V vocabulary.
 """
@@ -12,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longspan.compat.torch_api import graph_is_kept
+from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import head_tile
-from longspan.losses.cross_entropy import IGNORE
+from longspan.losses.cross_entropy import IGNORE, SECOND_BACKWARD
 from longspan.losses.deferred_logits import DeferredLogits, VocabShard
 from longspan.losses.tile_gradients import TileGradients, autocast_state
 
@@ -72,6 +75,70 @@ class _Logprobs(torch.autograd.Function):
         return None, None, None, gradients.of_hidden, *(None if x is None else x.to(p.dtype) for x, p in sums)
 
 
+def uniform_logprobs(logits: DeferredLogits, labels: Tensor) -> tuple[Tensor, ...]:
+    """Return log p(label), the entropy and whether the label is the most likely token, as `logprobs_of` does, for a
+    loss that is a multiple of the sum of the first.
+
+    The forward computes each tile once, with its gradients. The others have no gradient.
+    """
+    hidden_TD = logits.hidden.reshape(-1, logits.hidden.shape[-1])
+    labels_T = labels.reshape(-1).to(logits.device)
+    found: Any = _UniformLogprobs.apply(logits, labels_T, hidden_TD, *logits.head.bare.trained().values())  # type: ignore[no-untyped-call]
+    return tuple(x.view(labels.shape) for x in found)
+
+
+class _UniformLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: DeferredLogits, labels_T: Tensor, hidden_TD: Tensor, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        by_name = dict(zip(logits.head.bare.trained_names(), parameters, strict=True))
+        gradients, tiles = TileGradients(hidden_TD, by_name, ctx.needs_input_grad[2:]), []
+        for span in _tiles(logits, len(labels_T)):
+            with torch.set_grad_enabled(gradients.needed):
+                x = gradients.leaf(hidden_TD[span])
+                tile = logits.compute(x, gradients.stand_ins)
+            *results, grad_TV = _results_and_gradient(tile.detach(), labels_T[span], logits.head.vocab_shard)
+            if gradients.needed:
+                gradients.add(span, x, [tile], [grad_TV.to(tile.dtype)])
+            tiles.append(results)
+        # Not by `save_for_backward`: the backward returns these buffers, so nothing else may hold them.
+        ctx.gradients = [gradients.of_hidden, *gradients.of_parameters()]
+        ctx.dtypes, ctx.labelled = [x.dtype for x in (hidden_TD, *parameters)], labels_T != IGNORE
+        found = tuple(torch.cat(of_tiles) for of_tiles in zip(*tiles, strict=True))
+        ctx.mark_non_differentiable(*found[1:])
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        """Multiply the gradients by the incoming one; in place unless another backward will follow."""
+        gradients: list[Tensor | None] | None = ctx.gradients
+        if gradients is None:
+            raise LongspanError(SECOND_BACKWARD)
+        incoming = grads[0][ctx.labelled]
+        scale = incoming[0] if len(incoming) else grads[0].new_zeros(())
+        if bool((incoming != scale).any()) and bool(incoming.isfinite().all()):
+            raise LongspanError("the loss is no multiple of the sum of log-probabilities, so its gradient is not known")
+        if graph_is_kept():
+            gradients = [None if x is None else x.clone() for x in gradients]
+        else:
+            ctx.gradients = None
+        pairs = zip(gradients, ctx.dtypes, strict=True)
+        return None, None, *(None if x is None else x.mul_(scale.to(x.dtype)).to(dtype) for x, dtype in pairs)
+
+
+def _results_and_gradient(logits_TV: Tensor, labels_T: Tensor, shard: VocabShard | None) -> tuple[Tensor, ...]:
+    """Return what `uniform_logprobs` does, of a tile, and the gradient of log p(label) by the logits `[T, V]`."""
+    counts, dtype = labels_T != IGNORE, torch.promote_types(logits_TV.dtype, torch.float32)
+    is_top1 = logits_TV.argmax(-1) == labels_T if shard is None else shard.is_top1(logits_TV, labels_T)
+    log_p_TV, log_p = _log_softmax(logits_TV, labels_T, dtype, shard)
+    p_TV = log_p_TV.exp()
+    entropy = -_total(log_p_TV.mul_(p_TV), shard)
+    mine_T, index = (counts, torch.where(counts, labels_T, 0)[:, None]) if shard is None else shard.find(labels_T)
+    p_TV.mul_(-counts.to(dtype)[:, None]).scatter_add_(-1, index, (mine_T & counts).to(dtype)[:, None])
+    return *(torch.where(counts, x.to(log_p.dtype), 0) for x in (log_p, entropy, is_top1)), p_TV
+
+
 EXTRAS = ("entropy", "is_top1", "mean_logits", "log_sum_sq_probs")
 """Of each token the entropy in nats; 1 where the label has the largest logit, else 0; the mean logit; the logarithm of
 the sum of squared probabilities. As extras none has a gradient, so that the backward does not recompute them.
@@ -84,26 +151,33 @@ def _results(
     """Return log p(label), the entropy if requested, and the extras of a tile, each `[T]`."""
     counts, dtype = labels_T != IGNORE, torch.promote_types(logits_TV.dtype, torch.float32)
     names = [*(["entropy"] if entropy else []), *extras]
-    if shard is None:
-        log_p_TV = torch.log_softmax(logits_TV, -1, dtype=dtype)
-        log_p = log_p_TV.gather(-1, torch.where(counts, labels_T, 0)[:, None])[:, 0]
-    else:
-        log_p_TV = shard.log_softmax(logits_TV, dtype)
-        log_p = shard.group.sum_out(shard.of_label(log_p_TV, labels_T))
-
-    def total(x_TV: Tensor) -> Tensor:
-        return x_TV.sum(-1) if shard is None else shard.group.sum_out(x_TV.sum(-1))
+    log_p_TV, log_p = _log_softmax(logits_TV, labels_T, dtype, shard)
 
     def other(name: str) -> Tensor:
         if name == "entropy":
-            return -total(log_p_TV.exp() * log_p_TV)
+            return -_total(log_p_TV.exp() * log_p_TV, shard)
         if name == "mean_logits":
-            return total(logits_TV.to(dtype)) / (logits_TV.shape[-1] if shard is None else shard.size)
+            return _total(logits_TV.to(dtype), shard) / (logits_TV.shape[-1] if shard is None else shard.size)
         if name == "log_sum_sq_probs":
-            return total((2 * log_p_TV).exp()).log()
+            return _total((2 * log_p_TV).exp(), shard).log()
         return logits_TV.argmax(-1) == labels_T if shard is None else shard.is_top1(logits_TV, labels_T)
 
     return tuple(torch.where(counts, x.to(log_p.dtype), 0) for x in (log_p, *map(other, names)))
+
+
+def _log_softmax(
+    logits_TV: Tensor, labels_T: Tensor, dtype: torch.dtype, shard: VocabShard | None
+) -> tuple[Tensor, Tensor]:
+    """Return log p of my part of the vocabulary, and of the labels; any for a label of -100."""
+    if shard is None:
+        log_p_TV = torch.log_softmax(logits_TV, -1, dtype=dtype)
+        return log_p_TV, log_p_TV.gather(-1, torch.where(labels_T != IGNORE, labels_T, 0)[:, None])[:, 0]
+    log_p_TV = shard.log_softmax(logits_TV, dtype)
+    return log_p_TV, shard.group.sum_out(shard.of_label(log_p_TV, labels_T))
+
+
+def _total(x_TV: Tensor, shard: VocabShard | None) -> Tensor:
+    return x_TV.sum(-1) if shard is None else shard.group.sum_out(x_TV.sum(-1))
 
 
 def _tiles(logits: DeferredLogits, tokens: int) -> Iterator[slice]:

@@ -53,7 +53,12 @@ from longspan.trainers.saving import (
     plain_optimizer,
     shards_of,
 )
-from longspan.trainers.trl import count_sequence_groups, refuse_whole_logits, remove_fused_head
+from longspan.trainers.trl import (
+    count_sequence_groups,
+    has_uniform_gradient,
+    refuse_whole_logits,
+    remove_fused_head,
+)
 
 if TYPE_CHECKING:
     from longspan.hf.forward.hooks import ForwardHooks
@@ -172,7 +177,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
                 parallelize(model, sp, **self.longspan_options)
             options = state_of(model).forward.options
             options.temperature, options.entropy_grad = temperature, entropy_grad
-            options.shared_prefixes = shared_prefixes
+            options.shared_prefixes, options.uniform_gradient = shared_prefixes, has_uniform_gradient(self)
         self.longspan_elastic = None
         if elastic is not None:
             if sp.data_size > 1 or hasattr(self, "num_generations") or getattr(self, "ref_model", None) is not None:

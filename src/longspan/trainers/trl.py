@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
 
 
+_MIXIN = "longspan.trainers.mixin"
 _OF_WHOLE_LOGITS = ("CPOTrainer", "ORPOTrainer", "TPOTrainer")
 
 
@@ -51,6 +52,13 @@ def remove_fused_head(model: Any, trainer: Any) -> tuple[float, bool]:
     del inner.forward
     trains_entropy = getattr(trainer, "entropy_coef", 0.0) or getattr(trainer, "use_adaptive_entropy", False)
     return float(options.get("temperature", 1.0)), bool(trains_entropy)
+
+
+def has_uniform_gradient(trainer: Any) -> bool:
+    """Return whether a trainer's loss is that of TRL's `SFTTrainer`, a multiple of the sum of log-probabilities."""
+    kinds = [cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls) and cls.__module__ != _MIXIN]
+    is_sft = kinds[0].__name__ == "SFTTrainer" and kinds[0].__module__.startswith("trl.")
+    return is_sft and trainer.args.loss_type == "nll" and trainer.compute_loss_func is None
 
 
 def count_sequence_groups(trainer: Any, sp: SequenceSharding) -> None:

@@ -24,7 +24,7 @@ from longspan.hf.vision import PICTURE_KEYS
 from longspan.hf.weights.fsdp import reshard
 from longspan.losses.cross_entropy import IGNORE
 from longspan.losses.deferred_logits import DeferredLogits
-from longspan.losses.logprobs import EXTRAS, logprobs_of
+from longspan.losses.logprobs import EXTRAS, logprobs_of, uniform_logprobs
 
 
 @checked_call(batch=check_batch, entropy=check_flag, top1=check_flag, gather=check_flag, shared_prefixes=check_flag)
@@ -159,7 +159,10 @@ class ScoredLabels(Stage):
         extras = tuple(name for name in EXTRAS if not (options.entropy_grad and name == "entropy"))
         names = ("log_probs", *(["entropy"] if options.entropy_grad else []), *extras, "label_mask")
         labelled = (self.labels != IGNORE).to(logits.hidden.dtype)
-        scored = _scores(call.model, logits, self.labels, options.temperature, options.entropy_grad, extras)
+        if options.uniform_gradient and torch.is_grad_enabled() and isinstance(logits, DeferredLogits):
+            names, scored = ("log_probs", "entropy", "is_top1", "label_mask"), uniform_logprobs(logits, self.labels)
+        else:
+            scored = _scores(call.model, logits, self.labels, options.temperature, options.entropy_grad, extras)
         call.note_token_losses(options, -scored[0], self.labels)
         mine = (*scored, labelled)
         scores: dict[str, Any] = {}

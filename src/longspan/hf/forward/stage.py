@@ -93,6 +93,7 @@ class ForwardOptions:
     rows: int | None = None  # of a classifier's batch that count in its loss; None for all
     temperature: float = 1.0  # divides the logits of `fused_lm_head=True`
     entropy_grad: bool = False  # its entropies have a gradient
+    uniform_gradient: bool = False  # the loss is a multiple of the sum of log-probabilities
     shared_prefixes: bool = False  # computed once, in calls with `fused_lm_head=True`
     replicas: int = 1  # a caller multiplies a loss with `num_items_in_batch` by this, so it is divided by it
     noise_tokens: int | None = None  # by which NEFTune scales its noise; None for those of the batch
