@@ -159,12 +159,11 @@ def test_wrong_arguments_raise(call: Callable[[Any], Any], text: str, sp: longsp
         (lambda m, sp, to: checkpoint.save(to, "1", m, _sgd(m), {}), r"step must be an integer"),
         (lambda m, sp, to: checkpoint.save(to, -1, m, _sgd(m), {}), r"step must be at least 0"),
         (lambda m, sp, to: checkpoint.save(to, 1, m, _sgd(m), None), r"`state` must be a dict .*got None"),
-        (lambda m, sp, to: checkpoint.load(to / "none", m, _sgd(m)), r"none does not exist; give a run's folder"),
+        (lambda m, sp, to: checkpoint.load(to / "none", m, _sgd(m)), r"none holds no checkpoint; give a checkpoint"),
         (lambda m, sp, to: checkpoint.load(3, m, _sgd(m)), r"`checkpoint` must be a path .*got 3"),
         (lambda m, sp, to: checkpoint.load_weights(to, None), r"`model` must be a model .*got None"),
         (lambda m, sp, to: checkpoint.export(to, m, dtype="b16"), r"`dtype` must be a floating .*got 'b16'"),
         (lambda m, sp, to: checkpoint.newest_undamaged(to, "auto"), r"`ranks` must be .*checkpoint.Ranks\(\) or None"),
-        (lambda m, sp, to: checkpoint.newest_verified(None), r"`where` must be a path .*got None"),
     ],
 )  # fmt: skip
 def test_wrong_calls_with_a_model_raise(

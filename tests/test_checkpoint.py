@@ -1,28 +1,32 @@
-"""A checkpoint is complete or absent, and damage is detected and named. (test_checkpoint_resume resumes runs.)"""
+"""A checkpoint is complete or absent, loads on any mesh, and damage is detected and named."""
 
 from __future__ import annotations
 
-import contextlib
-import io
+import errno
 import json
+import multiprocessing
 import os
-import pickle
 import re
 import shutil
-from collections.abc import Iterator
+import signal
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
+import longspan
 from longspan import checkpoint
-from longspan.checkpoint import MARKER, Ranks
-from longspan.checkpoint.damage import _parse, format_marker
-from longspan.checkpoint.folder import FileRecord
+from longspan.checkpoint import MARKER, DiskFull, Ranks, RunLock, Saver
 from longspan.core.errors import LongspanError
 from tests.chaos import corruption
 from tests.chaos.counts import Counts
+from tests.disk import largest_file
+from tests.models import batch, build
 from tests.pool import RankError, RankPool
 
 
@@ -36,16 +40,20 @@ def _save(folder: Path, step: int, keep: int = 0) -> None:
 
 def test_a_saved_checkpoint_loads(tmp_path: Path) -> None:
     _save(tmp_path, 5)
-    found = checkpoint.newest_verified(tmp_path)
-    assert (found.step, found.state) == (5, {"step times two": 10})
+    found, problems = checkpoint.newest_undamaged(tmp_path)
+    assert found is not None and (found.step, found.state, problems) == (5, {"step times two": 10}, [])
+    assert {path.suffix for path in found.path.iterdir()} == {".safetensors", ".json"}  # nothing that runs code
     expected_model, expected_optimizer = _model(seed=5)
     expected = list(expected_model.parameters())
     model, optimizer = _model(seed=1)
+    optimizer.param_groups[0].update(lr=7.0, betas=(0.1, 0.2))
     checkpoint.load(found, model, optimizer)
     for a, b in zip(model.parameters(), expected, strict=True):
         assert torch.equal(a, b)
         for name, value in expected_optimizer.state[b].items():
             assert torch.equal(optimizer.state[a][name], value)
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["betas"]) == (0.1, (0.9, 0.999))
     for dtype in (torch.float32, torch.bfloat16):
         model = _model(seed=1)[0].to(dtype)
         checkpoint.load_weights(found, model)
@@ -54,7 +62,7 @@ def test_a_saved_checkpoint_loads(tmp_path: Path) -> None:
 
 def test_the_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     _save(tmp_path, 5)
-    found = checkpoint.newest_verified(tmp_path)
+    found = checkpoint.read_verified(tmp_path / "step-00000005")
     small = _model()[0]
     for model, said in (
         (_model(width=4)[0], r"another model: 0\.weight has the shape \(4, 4\), there it has .*\(3, 3\)"),
@@ -84,19 +92,17 @@ def test_old_checkpoints_and_those_of_later_steps_are_removed(tmp_path: Path) ->
 
 def test_a_killed_save_leaves_no_checkpoint(tmp_path: Path) -> None:
     _save(tmp_path, 1)
-    shutil.copytree(tmp_path / "step-00000001", tmp_path / "making-00000002")
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / "making-step-00000002")
     shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000003")
     (tmp_path / "step-00000003" / MARKER).unlink()
     assert checkpoint.complete_steps(tmp_path) == [1]
-    with pytest.raises(
-        LongspanError, match=r"step-00000003 is not complete: it has no complete\.json; resume from the newest"
-    ):
+    with pytest.raises(LongspanError, match=r"step-00000003 is not complete: it has no complete\.json"):
         checkpoint.read_verified(tmp_path / "step-00000003")
     chosen, passed_over = checkpoint.newest_undamaged(tmp_path, Ranks())
     assert chosen is not None and chosen.step == 1 and chosen.verified
     assert len(passed_over) == 1 and "step-00000003 has no complete.json" in passed_over[0]
     _save(tmp_path, 2)
-    assert not (tmp_path / "making-00000002").exists()
+    assert not (tmp_path / "making-step-00000002").exists()
 
 
 def test_random_damage_is_detected_and_named(tmp_path: Path) -> None:
@@ -108,26 +114,27 @@ def test_random_damage_is_detected_and_named(tmp_path: Path) -> None:
 
 def test_a_changed_marker_is_damaged(tmp_path: Path) -> None:
     _save(tmp_path, 2)
-    marker = tmp_path / "step-00000002" / MARKER
+    folder = tmp_path / "step-00000002"
+    marker = folder / MARKER
     text = marker.read_text()
     for changed in (
         text.replace('"step": 2', '"step": 3'),
         text.replace('"format"', '"fnrmat"'),  # a bit of the key, which makes it no marker of another version
-        text.replace('"format": 2', '"format": 3'),
+        text.replace('"format": 3', '"format": 2'),
         text.replace('two": 4', 'two": 5'),
         text + " ",
     ):
         assert changed != text
         marker.write_text(changed)
         with pytest.raises(LongspanError, match=r"complete\.json is damaged: .*text does not match its checksum"):
-            checkpoint.newest_verified(tmp_path)
+            checkpoint.read_verified(folder)
     marker.write_text(json.dumps({"step": 2}))
-    with pytest.raises(LongspanError, match=r"damaged: KeyError: 'crc32'; no other checkpoint next to it is undamaged"):
-        checkpoint.newest_verified(tmp_path)
+    with pytest.raises(LongspanError, match=r"damaged: KeyError: 'crc32'"):
+        checkpoint.read_verified(folder)
     marker.write_text(text)
-    (tmp_path / "step-00000002").rename(tmp_path / "step-00000009")  # sound, but of another step
-    with pytest.raises(LongspanError, match=r"complete\.json is damaged: .*it is that of step 2"):
-        checkpoint.newest_verified(tmp_path)
+    folder.rename(tmp_path / "step-00000009")  # sound, but of another step
+    with pytest.raises(LongspanError, match=r"no undamaged checkpoint: .*complete\.json is damaged: .*of step 2"):
+        checkpoint.newest_undamaged(tmp_path)
     pipe = checkpoint.step_path(tmp_path, 3)
     pipe.mkdir()
     os.mkfifo(pipe / MARKER)
@@ -136,69 +143,17 @@ def test_a_changed_marker_is_damaged(tmp_path: Path) -> None:
     assert checkpoint.complete_steps(tmp_path) == [9]
 
 
-class _Bomb:
-    """A pickle that runs a command when it is opened."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.system, (f"touch {self.path}",)
-
-
-def _sign(folder: Path) -> None:
-    """Make the marker agree with the files, as an attacker does."""
-    found = _parse(folder, (folder / MARKER).read_bytes())
-    files = {name: FileRecord.of(folder / name) for name in found.files}
-    (folder / MARKER).write_text(format_marker(found.step, found.state, files))
-
-
-def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
-    _save(tmp_path, 1)
-    folder, ran = tmp_path / "step-00000001", tmp_path / "ran"
-    pickle.loads(pickle.dumps(_Bomb(ran)))
-    assert ran.exists(), "the bomb works"
-    ran.unlink()
-    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
-
-    (folder / ".metadata").write_bytes(pickle.dumps(_Bomb(ran)))
-    _sign(folder)
-    found = checkpoint.newest_verified(tmp_path)
-    checkpoint.load(found, *_model())  # torch's own metadata is not opened
-
-    # The index sends the reader to any bytes of any file in the folder, as a tensor or as a plain value.
-    bomb = io.BytesIO()
-    torch.save(_Bomb(ran), bomb)
-    for kind, name in (("tensors", "model.0.weight"), ("values", "optimizer.param_groups.0.lr")):
-        (folder / "__0_0.distcp").write_bytes(whole["__0_0.distcp"] + bomb.getvalue())
-        index = json.loads(whole["index.json"])
-        place = index["tensors"][name]["pieces"][0] if kind == "tensors" else index["values"][name]
-        place[-2:] = [len(whole["__0_0.distcp"]), len(bomb.getvalue())]
-        (folder / "index.json").write_text(json.dumps(index))
-        _sign(folder)
-        found = checkpoint.newest_verified(tmp_path)
-        with pytest.raises(LongspanError, match=r"step-00000001 cannot be read: .*[Ww]eights.only"):
-            checkpoint.load(found, *_model())
-    assert not ran.exists()
-
-
-def test_an_index_that_points_outside_is_refused(tmp_path: Path) -> None:
-    _save(tmp_path, 1)
-    folder = tmp_path / "step-00000001"
-    whole = (folder / "index.json").read_text()
-    for text, said in (
-        (whole.replace("__0_0.distcp", "../secret"), r"not in a file '\.\./secret'"),
-        (whole.replace('"float32"', '"nn"'), r"has no dtype 'nn'"),
-        (whole.replace("[3,3]", "[3,-3]"), r"\[3, -3\] are no sizes"),
-        (whole.replace('"shape":[3,3]', '"shape":[2,3]'), r"a piece of .* is not inside it"),
-        ("[]", "index.json is damaged"),
-    ):
-        assert text != whole
-        (folder / "index.json").write_text(text)
-        _sign(folder)
-        found = checkpoint.newest_verified(tmp_path)
-        with pytest.raises(LongspanError, match=said):
-            checkpoint.load(found, *_model())
+def test_the_newest_whole_checkpoint_is_loaded_and_the_damaged_one_is_named(tmp_path: Path) -> None:
+    _save(tmp_path / "checkpoints", 1)
+    _save(tmp_path / "checkpoints", 2)
+    shard = next((tmp_path / "checkpoints" / "step-00000002").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    model, optimizer = _model(seed=3)
+    with pytest.warns(UserWarning, match=rf"passed over a damaged checkpoint: .*{shard.name} has \d+ bytes instead"):
+        checkpoint.load(tmp_path, model, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), _model(seed=1)[0].parameters(), strict=True))
+    with pytest.raises(LongspanError, match=r"none holds no checkpoint; give a checkpoint, or the folder"):
+        checkpoint.load(tmp_path / "none", model, optimizer)
 
 
 def test_nan_and_infinity_are_never_saved(tmp_path: Path) -> None:
@@ -237,8 +192,7 @@ def _on_two_ranks(folder: Path) -> dict[str, object]:
     if rank == 1:
         shutil.copytree(folder / "step-00000001", mine / "step-00000001")
         shutil.copytree(folder / "step-00000002", mine / "step-00000002")
-        (mine / "step-00000002" / "__1_0.distcp").unlink(missing_ok=True)
-        (mine / "step-00000002" / "__0_0.distcp").unlink()
+        next((mine / "step-00000002").glob("*.safetensors")).unlink()
     said["half"] = _verify(mine / "step-00000002")
     found, passed_over = checkpoint.newest_undamaged(mine, Ranks())
     said["chosen"] = (found.step if found else None, len(passed_over))
@@ -262,9 +216,7 @@ def test_ranks_agree_on_which_checkpoint_is_undamaged(tmp_path: Path, pool2: Ran
     first, second = pool2.run(_on_two_ranks, tmp_path / "run", timeout=240)
     assert first == second
     assert first["whole"] == ""
-    assert re.search(
-        r"rank 1 on .*: checkpoint file .*__0_0\.distcp is missing|^checkpoint file .* is missing", first["half"]
-    )
+    assert re.search(r"^(rank 1 on .*: )?checkpoint file .*\.safetensors is missing", first["half"])
     assert first["chosen"] == (1, 1)
     assert re.search(r"^rank 1 on .*step-00000002 does not exist", first["none"])
     assert re.search(r"0\.bias holds inf \(3 of 3 numbers\) on rank 1", first["infinite"])
@@ -272,20 +224,18 @@ def test_ranks_agree_on_which_checkpoint_is_undamaged(tmp_path: Path, pool2: Ran
 
 
 def _save_where_rank_1_loses_what_it_wrote(folder: Path) -> None:
-    original = checkpoint.tensors.RecordedFiles.create_stream
+    record = checkpoint.saving.FileRecord.of
 
-    @contextlib.contextmanager
-    def create(self: object, path: Path, mode: str) -> Iterator[object]:
-        with original(self, path, mode) as stream:  # type: ignore[arg-type]
-            yield stream
-        if torch.distributed.get_rank() == 1 and path.name.startswith("__1"):
+    def of(path: Path) -> Any:
+        found = record(path)
+        if path.name.startswith("shard-00002"):
             path.unlink()  # as on another disk
+        return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint.tensors.RecordedFiles, "create_stream", create)
+        patch.setattr(checkpoint.saving.FileRecord, "of", of)
         model, optimizer = _model()
-        mesh = torch.distributed.init_device_mesh("cpu", (2,))
-        torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
         optimizer = torch.optim.AdamW(model.parameters())
         checkpoint.save(folder, 7, model, optimizer, {})
 
@@ -295,7 +245,7 @@ def test_a_file_that_other_ranks_do_not_see_is_detected(tmp_path: Path, pool2: R
         pool2.run(_save_where_rank_1_loses_what_it_wrote, tmp_path, timeout=240)
     assert len(caught.value.failures) == 2
     for failure in caught.value.failures.values():
-        assert re.search(r"__1_0\.distcp is missing: the disk does not hold .* do not share it", failure.message)
+        assert re.search(r"shard-00002.*\.safetensors is missing: the ranks do not share the folder", failure.message)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -311,3 +261,289 @@ def test_an_argument_that_is_wrong_on_one_rank_is_refused_on_all(pool2: RankPool
     messages = {failure.message for failure in error.value.failures.values()}
     assert len(error.value.failures) == 2 and len(messages) == 1
     assert "rank 1 failed: `optimizer` must be a torch.optim.Optimizer" in messages.pop()
+
+
+# --- other meshes
+
+
+def _trained(mesh: dict[str, int], what: str, experts: int | None = None) -> tuple[Any, Any]:
+    """Return a model after two steps of AdamW on two sequences, and its optimizer."""
+    sp = longspan.SequenceSharding(longspan.init_mesh(**mesh))
+    model = build("Qwen3Moe" if what == "experts" else "Llama")
+    if what == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(1)
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+    options: dict[str, Any] = {} if experts is None else {"experts": experts}
+    model = longspan.parallelize(model, sp, **options).train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    whole = batch(seed=3)
+    whole["labels"] = whole["labels"].clamp(min=0)
+    for _ in range(2):
+        mine = {name: x.chunk(sp.data_size)[sp.data_rank] for name, x in whole.items()}
+        model(**mine).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def _whole(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Return all weights and optimizer states, unsharded."""
+    tensors, _ = checkpoint.saving.parts_of(model, optimizer)
+    return {name: getattr(x, "full_tensor", lambda x=x: x)().detach().clone() for name, x in tensors.items()}
+
+
+def _saved(folder: Path, mesh: dict[str, int], what: str, experts: int | None) -> dict[str, torch.Tensor]:
+    model, optimizer = _trained(mesh, what, experts)
+    checkpoint.save(folder, 2, model, optimizer, {"tokens": 5})
+    return _whole(model, optimizer)
+
+
+def _loaded(folder: Path, meshes: list[tuple[dict[str, int], int | None]], what: str) -> list[dict[str, torch.Tensor]]:
+    found = []
+    for mesh, experts in meshes:
+        model, optimizer = _trained(mesh, what, experts)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(1.0)
+        optimizer.param_groups[0]["lr"] = 7.0
+        checkpoint.load(folder, model, optimizer)
+        assert optimizer.param_groups[0]["lr"] == 0.01
+        found.append(_whole(model, optimizer))
+    return found
+
+
+MESHES: dict[str, tuple[dict[str, int], list[dict[str, int]]]] = {
+    "adamw": ({"ring": 2, "ulysses": 2}, [{"ulysses": 4}, {"data": 2, "ring": 2}, {"tensor": 2, "ulysses": 2}]),
+    "lora": ({"ulysses": 4}, [{"ring": 4}, {"tensor": 2, "ring": 2}]),
+    "tensor": ({"tensor": 2, "ulysses": 2}, [{"data": 4}]),
+}
+
+
+@pytest.mark.parametrize("what", MESHES)
+def test_weights_and_optimizer_load_on_another_mesh(
+    tmp_path: Path, pool2: RankPool, pool4: RankPool, what: str
+) -> None:
+    """Saved on four ranks, loaded on four, two and one."""
+    mesh, others = MESHES[what]
+    kind = "adamw" if what == "tensor" else what
+    expected = pool4.run(_saved, tmp_path, mesh, kind, None)[0]
+    assert any("exp_avg_sq" in name for name in expected)
+    fours = pool4.run(_loaded, tmp_path, [(other, None) for other in others], kind)
+    twos = pool2.run(_loaded, tmp_path, [({"ring": 2}, None)], kind)
+    alone = _loaded(tmp_path, [({}, None)], kind)
+    for found in (*(x for rank in (*fours, *twos) for x in rank), *alone):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(x, expected[name]) for name, x in found.items())
+
+
+def test_experts_load_with_another_number_of_experts_on_a_rank(tmp_path: Path, pool4: RankPool) -> None:
+    expected = pool4.run(_saved, tmp_path, {"ulysses": 4}, "experts", 4)[0]
+    for rank in pool4.run(_loaded, tmp_path, [({"ring": 2, "ulysses": 2}, 2), ({"ulysses": 4}, 1)], "experts"):
+        for found in rank:
+            assert all(torch.equal(x, expected[name]) for name, x in found.items())
+
+
+# --- while the training goes on
+
+
+def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 24)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _train_on_while_it_is_written(folder: Path, background: bool) -> tuple[bool, bool, list[int]]:
+    """Save, and change the weights before the files are complete.
+
+    Returns:
+        Whether `start` returned before it was written, whether the state at the call was saved, the complete steps.
+    """
+    model, optimizer = corruption.small_model(0)
+    if dist.is_initialized():
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    _step(model, optimizer)
+    may_write = threading.Event()
+    complete = checkpoint.saving._complete
+
+    def wait(*args: Any) -> None:
+        assert not background or may_write.wait(60)
+        complete(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint.saving, "_complete", wait)
+        saver = Saver(background=background)
+        expected = _whole(model, optimizer)
+        saver.start(folder, 1, model, optimizer, {"a": 1})
+        returned_before = saver.written is None
+        _step(model, optimizer)
+        may_write.set()
+        path = saver.finish()
+        assert path == folder / "step-00000001" and saver.finish() is None
+        other = corruption.small_model(5)
+        checkpoint.load(path, *other)
+        same = all(torch.equal(x, expected[name]) for name, x in _whole(*other).items())
+        saver.start(folder, 2, model, optimizer, {}, keep=1)
+        with pytest.raises(RuntimeError, match="not finished"):
+            saver.start(folder, 3, model, optimizer, {})
+        saver.finish()
+    return returned_before, same, checkpoint.complete_steps(folder)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_the_state_at_the_call_is_saved(tmp_path: Path, pool2: RankPool, background: bool) -> None:
+    expected = (background, True, [2])
+    assert _train_on_while_it_is_written(tmp_path / "alone", background) == expected
+    assert pool2.run(_train_on_while_it_is_written, tmp_path / "sharded", background) == [expected] * 2
+
+
+def test_without_memory_for_a_copy_it_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint.saving, "free_memory", lambda: 1000)
+    saver = Saver()
+    saver.start(tmp_path, 1, *corruption.small_model(0), {})
+    assert saver.written == tmp_path / "step-00000001"
+
+
+def test_large_weights_are_divided_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch serialises a whole file in memory before it writes."""
+    monkeypatch.setattr(checkpoint.saving, "_FILE_BYTES", 3000)
+    checkpoint.save(tmp_path, 1, *corruption.small_model(0), {})
+    assert len(list((tmp_path / "step-00000001").glob("shard-00001-model-*"))) == 3
+    model, optimizer = corruption.small_model(1)
+    checkpoint.load(tmp_path, model, optimizer)
+    assert torch.equal(next(model.parameters()), next(corruption.small_model(0)[0].parameters()))
+
+
+# --- a full disk, a killed save, two runs
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_failed_write_leaves_nothing(tmp_path: Path, background: bool) -> None:
+    _save(tmp_path, 1)
+    with largest_file(2000), pytest.raises(DiskFull, match=r"step-00000002 cannot be written: rank 0: OSError: .*27"):
+        saver = Saver(background)
+        saver.start(tmp_path, 2, *corruption.small_model(0, 200), {})
+        saver.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def _full_on_rank_1(folder: Path) -> str:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    model, _ = _model()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr("torch.distributed.checkpoint.filesystem.FileSystem.create_stream", full)
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
+        saver = Saver()
+        saver.start(folder, 1, model, torch.optim.AdamW(model.parameters()), {})
+        try:
+            saver.finish()
+        except DiskFull as error:
+            return str(error)
+    raise AssertionError
+
+
+def test_all_ranks_raise_if_one_cannot_save(tmp_path: Path, pool2: RankPool) -> None:
+    first, second = pool2.run(_full_on_rank_1, tmp_path, timeout=240)
+    assert first == second
+    assert "step-00000001 cannot be written: rank 1: OSError: [Errno 28] No space left on device" in first
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_links_and_folders_that_cannot_be_removed_do_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    _save(folder, 1)
+    shutil.move(folder / "step-00000001", elsewhere)
+    (folder / "step-00000001").symlink_to(elsewhere)
+    _save(folder, 2, keep=1)
+    assert [path.name for path in folder.iterdir()] == ["step-00000002"]
+    checkpoint.read_verified(elsewhere)  # only the link is removed
+    remove = shutil.rmtree
+
+    def refuse(path: Path, *args: Any, **kwargs: Any) -> None:
+        if path.name == "step-00000002":
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        remove(path, *args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    with pytest.warns(UserWarning, match=r"step-00000002 is no longer needed and cannot be removed: .*not permitted"):
+        _save(folder, 3, keep=1)
+    assert checkpoint.complete_steps(folder) == [3]
+
+
+def test_the_old_checkpoint_stays_until_the_new_one_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each rename while a checkpoint is replaced, an older one is complete."""
+    _save(tmp_path, 1)
+    _save(tmp_path, 2)
+    seen: list[list[int]] = []
+    renamed: list[str] = []
+    rename = Path.rename
+
+    def watch(self: Path, target: Path) -> Path:
+        renamed.append(self.name)
+        seen.append(checkpoint.complete_steps(tmp_path))
+        moved = rename(self, target)
+        seen.append(checkpoint.complete_steps(tmp_path))
+        return moved
+
+    monkeypatch.setattr(Path, "rename", watch)
+    _save(tmp_path, 2, keep=1)
+    assert all(1 in steps for steps in seen) and checkpoint.complete_steps(tmp_path) == [2]
+    # The old one of this step is set aside, not removed.
+    assert renamed[-2:] == ["step-00000002", "making-step-00000002"]
+
+
+def _be_killed(folder: Path, place: str) -> None:
+    saver = Saver()
+    saver.start(folder, 1, *_model(), {})
+    saver.finish()
+    setattr(checkpoint.saving, {"tensors": "_mark", "marker": "put_in_place", "name": "prune"}[place], _die)
+    saver.start(folder, 2, *_model(), {}, keep=1)
+    time.sleep(60)
+
+
+def _die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize(("place", "newest"), [("tensors", 1), ("marker", 1), ("name", 2)])
+def test_a_save_that_is_killed_leaves_the_earlier_checkpoints(tmp_path: Path, place: str, newest: int) -> None:
+    process = multiprocessing.get_context("forkserver").Process(target=_be_killed, args=(tmp_path, place))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+    found, passed_over = checkpoint.newest_undamaged(tmp_path)
+    assert found is not None and (found.step, passed_over) == (newest, [])
+    _save(tmp_path, 3, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def _hold(folder: Path, held: Any) -> None:
+    with RunLock(folder):
+        held.set()
+        time.sleep(120)
+
+
+@pytest.mark.launcher
+def test_a_lock_lasts_until_its_process_ends(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    held = context.Event()
+    other = context.Process(target=_hold, args=(tmp_path, held))
+    other.start()
+    try:
+        assert held.wait(120)
+        with pytest.raises(LongspanError, match="is in use by another process: .*use another folder"):
+            RunLock(tmp_path)
+    finally:
+        other.kill()
+        other.join()
+    RunLock(tmp_path).release()

@@ -53,62 +53,32 @@ def _tokenizer() -> Any:
 # --- files in the way, and failed exports
 
 
-def test_files_of_others_are_not_replaced(tmp_path: Path) -> None:
+def test_an_export_replaces_older_weights_and_keeps_other_files(tmp_path: Path) -> None:
     folder = tmp_path / "hf"
     folder.mkdir()
-    checkpoint.export(folder, _model(), _config(), None, torch.float32)  # an empty one may be replaced
-    checkpoint.export(folder, _model(1), _config(), None, torch.float32)  # and so may an export
     (folder / "notes.txt").write_text("mine")
-    with pytest.raises(
-        LongspanError, match=r"hf holds 1 files that longspan did not write \(notes\.txt, .*another --out"
-    ):
-        checkpoint.export(folder, _model(2), _config(), None, torch.float32)
-    (folder / "longspan.json").unlink()
-    with pytest.raises(LongspanError, match=r"hf holds \d files that longspan did not write"):
-        checkpoint.check_replaceable(folder)
-    assert (folder / "notes.txt").read_text() == "mine" and (folder / "model.safetensors").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json"):
+        (folder / name).write_text("older")
+    checkpoint.export(folder, _model(1), _config(), None, torch.float32)
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "notes.txt",
+    }  # fmt: skip
+    with pytest.raises(LongspanError, match=r"notes\.txt is a file; give a folder"):
+        checkpoint.export(folder / "notes.txt", _model(), _config())
 
 
-def test_an_export_that_does_not_load_is_removed(tmp_path: Path) -> None:
+def test_a_failed_export_leaves_the_older_one(tmp_path: Path) -> None:
     folder = tmp_path / "hf"
     checkpoint.export(folder, _model(), _config(), None, torch.float32)
-    before = (folder / "model.safetensors").read_bytes()
-    with pytest.raises(LongspanError, match=r"hf was not exported: loaded again, 9 of its weights are missing"):
-        checkpoint.export(folder, _model(), _config(num_hidden_layers=3), None, torch.float32)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
     broken = _model()
     with torch.no_grad():
         broken.model.norm.weight[3] = float("nan")
     with pytest.raises(LongspanError, match=r"hf is not exported: model\.norm\.weight holds nan \(1 of"):
         checkpoint.export(folder, broken, _config(), None, torch.float32)
-    with torch.no_grad():
-        broken.model.norm.weight[3] = 3.4e38  # finite, but not in bf16
-    with pytest.raises(LongspanError, match=r"model\.norm\.weight is not finite as torch\.bfloat16"):
-        checkpoint.export(folder, broken, _config(), None, torch.bfloat16)
-    with (
-        largest_file(20_000),
-        pytest.raises(DiskFull, match=r"hf cannot be exported: .*File too large.* bytes are free"),
-    ):
+    with largest_file(20_000), pytest.raises(DiskFull, match=r"File too large"):
         checkpoint.export(folder, _model(), _config(), None, torch.float32)
-    assert (folder / "model.safetensors").read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-
-
-def test_a_flipped_bit_on_the_disk_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import LlamaForCausalLM
-
-    plain = LlamaForCausalLM.save_pretrained
-
-    def lossy(self: Any, folder: Path, **kwargs: Any) -> None:
-        plain(self, folder, **kwargs)
-        data = bytearray((folder / "model.safetensors").read_bytes())
-        data[-5] ^= 1
-        (folder / "model.safetensors").write_bytes(data)
-
-    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", lossy)
-    with pytest.raises(LongspanError, match=r"was not exported: loaded again, .* differs; the disk does not hold"):
-        checkpoint.export(tmp_path / "hf", _model(), _config(), None, torch.float32)
-    assert list(tmp_path.iterdir()) == []
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_all_files_have_the_mode_of_the_umask(tmp_path: Path, mask: int = 0o027) -> None:

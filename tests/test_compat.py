@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 import longspan
@@ -171,7 +170,6 @@ _MESH = torch.distributed.device_mesh.DeviceMesh
 
 GONE: dict[str, tuple[Any, str, Callable[[], Any], str]] = {
     "groups": (dist.distributed_c10d, "_resolve_process_group", lambda: torch_api.find_group("0"), _TORCH),
-    "store": (dist.distributed_c10d, "_get_default_store", torch_api.default_store, "call longspan.init_mesh instead"),
     "mesh": (_MESH, "_flatten", lambda: torch_api.flatten_mesh(_MESH.__new__(_MESH), "all"),
              "only one of data, ring and ulysses"),
     "engine": (torch.autograd.Variable, "_execution_engine", lambda: torch_api.when_backward_ends(lambda: None),
@@ -209,10 +207,6 @@ def test_a_missing_module_or_attribute_is_an_error(monkeypatch: pytest.MonkeyPat
             patch.delattr(torch.nn.attention, "flex_attention", raising=False)
             with pytest.raises(LongspanError, match=f"has no {re.escape(module)}, .*torch 2.11 to 2.13"):
                 call()
-    writer = FileSystemWriter(tmp_path)
-    del writer.fs
-    with pytest.raises(LongspanError, match=r"has no FileSystemWriter.fs, .*torch 2.11 to 2.13"):
-        torch_checkpoint.write_through(writer, torch_checkpoint.FileSystem())
     with pytest.raises(LongspanError, match=r"no aten::_no_such, .*torch 2.11 to 2.13, or kernel='eager'"):
         torch_attention._aten("_no_such")(1, scale=2)
 

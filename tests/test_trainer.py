@@ -250,11 +250,12 @@ def test_a_run_resumes_on_another_mesh(
     variant = VARIANTS[name]
     pool2.run(sharded, first, tmp_path, {**SAVED, **EVALUATED, **variant})
     complete = tmp_path / "checkpoint-4"
-    shutil.rmtree(tmp_path / "checkpoint-8")
+    damaged = next((tmp_path / "checkpoint-8" / "longspan").glob("*.safetensors"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     # A trainer that is killed while it saves leaves this: the state is written last.
     shutil.copytree(complete, tmp_path / "checkpoint-6", ignore=shutil.ignore_patterns("trainer_state.json"))
-    found, (wrong,) = newest_complete(tmp_path)
-    assert found == complete and "checkpoint-6 cannot be used" in wrong
+    found, (newest, wrong) = newest_complete(tmp_path)
+    assert found == complete and f"{damaged} is damaged: its" in newest and "checkpoint-6 cannot be used" in wrong
     with pytest.raises(LongspanError, match=r"checkpoint-6 is incomplete: .*trainer_state\.json"):
         shards_of(str(tmp_path / "checkpoint-6"))
     pool, out, resume = (pool4, tmp_path, True) if name == "plain" else (pool2, tmp_path / "again", str(complete))

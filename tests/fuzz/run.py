@@ -342,7 +342,8 @@ def _resumed(case: Case, sp: Any, model: Any, optimizer: Any) -> tuple[Any, Any]
         checkpoint.save(folder, 1, model, optimizer, {})
         other = longspan.parallelize(_model(dataclasses.replace(case, seed=case.seed + 1)), sp, **_options(case))
         optimizer = torch.optim.SGD(other.parameters(), lr=0.05)
-        saved = checkpoint.newest_verified(folder)
+        saved, _ = checkpoint.newest_undamaged(folder)
+        assert saved is not None
         checkpoint.load(saved, other, optimizer)
         dist.barrier()
     return other, optimizer

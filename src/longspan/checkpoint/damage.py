@@ -7,40 +7,28 @@
 | a file that is missing or has another size | `stat` of every file | `Checkpoint.wrong_size` |
 | changed bytes in a file | the CRC-32 of every file in the marker | `Checkpoint.wrong_content` |
 | ranks that see different folders | the marker's CRC-32, compared over the ranks | `read_verified` |
-| an index that points outside its files | bounds of every piece | `tensors.read_index` |
 
-Three functions, called on all ranks, find a checkpoint to resume from: `read_verified` the one at a path,
-`newest_verified` a run's newest, which both raise if it is damaged; `newest_undamaged` the newest that is not.
-
-A save reads its files back the same way before it writes the marker (`saving.py`).
+Two functions, called on all ranks, find a checkpoint to resume from: `read_verified` the one at a path, which raises if
+it is damaged; `newest_undamaged` a run's newest that is not, with what is wrong with newer ones.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import socket
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from longspan.checkpoint.folder import (
-    MARKER,
-    STEP_NAME,
-    FileRecord,
-    complete_steps,
-    newest_folder,
-    step_path,
-    unmarked,
-)
+from longspan.checkpoint.folder import MARKER, STEP_NAME, FileRecord, complete_steps, step_path, unmarked, write_durably
 from longspan.checkpoint.ranks import Ranks, check_ranks
 from longspan.comm.objects import error_text
 from longspan.core.errors import LongspanError
 from longspan.core.validation import as_path, checked_call
 
-FORMAT = 2  # of the marker
+FORMAT = 3  # of the marker
 
 
 @dataclass(frozen=True)
@@ -51,6 +39,7 @@ class Checkpoint:
     step: int  # optimizer steps done
     state: dict[str, Any]  # the plain values that were saved with the tensors
     files: dict[str, FileRecord]  # every file in it but the marker, by name
+    values: dict[str, Any] = field(default_factory=dict)  # of the optimizer: what is no tensor, by name
     verified: bool = False  # whether the content of all files was compared with their checksums
 
     @classmethod
@@ -101,19 +90,20 @@ class Checkpoint:
                 )
         return None
 
+    def marker(self) -> str:
+        """Return the text of its marker. Equal content has equal text."""
+        body = {
+            "format": FORMAT,
+            "step": self.step,
+            "state": self.state,
+            "values": self.values,
+            "files": {name: [record.size, f"{record.crc32:08x}"] for name, record in sorted(self.files.items())},
+        }
+        return json.dumps({**body, "crc32": _crc32_of(body)}, indent=1) + "\n"
 
-# --- the marker
-
-
-def format_marker(step: int, state: dict[str, Any], files: dict[str, FileRecord]) -> str:
-    """Return the text of a marker. `state` holds plain JSON values. Equal content has equal text."""
-    body = {
-        "format": FORMAT,
-        "step": step,
-        "state": state,
-        "files": {name: [record.size, f"{record.crc32:08x}"] for name, record in sorted(files.items())},
-    }
-    return json.dumps({**body, "crc32": _crc32_of(body)}, indent=1) + "\n"
+    def write_marker(self) -> None:
+        """Write the marker, durably."""
+        write_durably(self.path / MARKER, self.marker())
 
 
 def _crc32_of(body: dict[str, Any]) -> str:
@@ -130,14 +120,14 @@ def _parse(path: Path, text: bytes) -> Checkpoint:
             "longspan that made it"
         )
     files = {name: FileRecord(int(size), int(crc, 16)) for name, (size, crc) in marker["files"].items()}
-    step = int(marker["step"])
-    if format_marker(step, marker["state"], files).encode() != text:
+    checkpoint = Checkpoint(path, int(marker["step"]), marker["state"], files, marker["values"])
+    if checkpoint.marker().encode() != text:
         raise ValueError("its text does not match its checksum")
-    if any(Path(name).name != name for name in files):
+    if any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
         raise ValueError("it names files outside its folder")
-    if STEP_NAME.fullmatch(path.name) and path != step_path(path.parent, step):
-        raise ValueError(f"it is that of step {step}")
-    return Checkpoint(path, step, marker["state"], files)
+    if STEP_NAME.fullmatch(path.name) and path != step_path(path.parent, checkpoint.step):
+        raise ValueError(f"it is that of step {checkpoint.step}")
+    return checkpoint
 
 
 # --- which checkpoint to resume from
@@ -153,12 +143,12 @@ def read_verified(path: Path | str, ranks: Ranks | None = None, *, content: bool
         content: False checks only markers and sizes, in no time.
 
     Raises:
-        LongspanError: on every rank, naming the first damaged file, and the newest undamaged checkpoint next to it.
+        LongspanError: on every rank, naming the first damaged file.
     """
     path, ranks = Path(path), ranks or Ranks()
     checkpoint, problem = _check(path, ranks, content)
     if checkpoint is None:
-        raise LongspanError(f"{problem}; {ranks.first(lambda: resume_hint(path))}")
+        raise LongspanError(problem)
     return checkpoint
 
 
@@ -190,48 +180,9 @@ def newest_undamaged(
         problems.append(problem)
     if problems:
         raise LongspanError(
-            f"{folder} holds no undamaged checkpoint: {'; '.join(problems)}; start again with another --out"
+            f"{folder} holds no undamaged checkpoint: {'; '.join(problems)}; start anew, in another folder"
         )
     return None, []
-
-
-@checked_call(where=as_path, ranks=check_ranks)
-def newest_verified(
-    where: Path | str, ranks: Ranks | None = None, flag: str = "--resume", *, content: bool = True
-) -> Checkpoint:
-    """Return the newest checkpoint of a run, or the one at the path. Collective.
-
-    A damaged one is an error; `newest_undamaged` would pass over it. Arguments are as in `read_verified`, but `where`
-    is a run's folder, its folder of checkpoints, or one checkpoint, and `flag` names the option in messages.
-    """
-    ranks = ranks or Ranks()
-    path: Path = ranks.first(lambda: _newest_path(Path(where).absolute(), flag))  # "." has neither name nor parent
-    return read_verified(path, ranks, content=content)
-
-
-def _newest_path(where: Path, flag: str) -> Path:
-    if STEP_NAME.fullmatch(where.name) or (where / MARKER).is_file():
-        return where
-    hint = "give a run's folder (OUT), or one checkpoint of it (OUT/checkpoints/step-...)"
-    if not where.exists():
-        raise LongspanError(f"{flag} {where} does not exist; {hint}")
-    folder = where / "checkpoints" if (where / "checkpoints").is_dir() else where
-    path = newest_folder(folder)
-    if path is None:
-        raise LongspanError(f"{flag} {where} holds no checkpoint; {hint}")
-    return path
-
-
-def resume_hint(path: Path) -> str:
-    """Return which checkpoint to use instead of a damaged one. Read the others' content to find out."""
-    for step in reversed(complete_steps(path.parent)):
-        other = step_path(path.parent, step)
-        if other != path:
-            with contextlib.suppress(LongspanError):
-                checkpoint = Checkpoint.read(other)
-                if checkpoint.wrong_content(list(checkpoint.files)) is None:
-                    return f"resume from the newest undamaged checkpoint: --resume {other}"
-    return "no other checkpoint next to it is undamaged; start again with another --out"
 
 
 def _check(path: Path, ranks: Ranks, content: bool) -> tuple[Checkpoint | None, str]:

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
-from longspan.checkpoint.damage import Checkpoint, newest_verified, read_verified, resume_hint
+from longspan.checkpoint.damage import Checkpoint, newest_undamaged, read_verified
+from longspan.checkpoint.folder import MARKER, STEP_NAME
 from longspan.checkpoint.ranks import Ranks, check_finite, check_ranks, checked_on_all, short_name
-from longspan.checkpoint.tensors import (
-    INDEX,
-    IndexReader,
-    WeightsOnlyPlanner,
-    cause,
-    read_index,
-    without_group_warning,
-)
 from longspan.comm.arguments import check_module, check_optimizer
+from longspan.compat.torch_api import NO_GROUP_WARNING
 from longspan.compat.torch_checkpoint import as_plain, flat_names
 from longspan.core.errors import LongspanError
 from longspan.core.validation import as_path, checked_call
@@ -50,8 +45,8 @@ def load(
     """Read weights and optimizer state in place, on this mesh or another, sharded by FSDP or not. Collective.
 
     Args:
-        checkpoint: from a function of `damage.py`, or a path as `newest_verified` takes it. It is verified here unless
-            it is already.
+        checkpoint: from a function of `damage.py`, or the path of one, or of the folder that holds a run's: then the
+            newest undamaged one. It is verified here unless it is already.
         model: its weights are replaced.
         optimizer: of the model; its state is replaced, and the options of its groups, if these have the same weights.
         ranks: the ranks that take part; by default all of the job.
@@ -61,29 +56,25 @@ def load(
     """
     ranks = ranks or Ranks()
     checkpoint = _verified(checkpoint, ranks)  # first: `get_state_dict` creates the state of a new optimizer
-    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    optimizer_state: Any
     model_state, optimizer_state = get_state_dict(model, optimizer)
     model_state, packed = split_state(model, model_state)
-    groups = _members(optimizer_state)
-    parts: dict[str, Any] = {"model": model_state, "optimizer": as_plain(optimizer_state)}
-    _read(checkpoint, parts, ranks)
-    optimizer_state = _with_low_bit_states(optimizer_state, parts["optimizer"])
-    regrouped = _members(optimizer_state) != groups
-    set_state_dict(model, optimizer, model_state_dict=parts["model"] | packed, optim_state_dict=optimizer_state)
-    # torch gives options to the wrong groups if weights changed theirs, and none to groups without weights.
-    for group, own in zip(optimizer.param_groups, options, strict=True):
-        group.update(own if regrouped else {k: v for k, v in own.items() if k not in group})
+    _read(checkpoint, flat_names({"model": model_state, "optimizer": as_plain(optimizer_state)["state"]}), ranks)
+    for name, states in optimizer_state["state"].items():  # what is no tensor
+        for key in states:
+            states[key] = checkpoint.values["others"].get(f"optimizer.{name}.{key}", states[key])
+    set_state_dict(model, optimizer, model_state_dict=model_state | packed, optim_state_dict=optimizer_state)
+    saved = checkpoint.values["groups"]
+    if [group["params"] for group in saved] == [group["params"] for group in optimizer_state["param_groups"]]:
+        for group, options in zip(optimizer.param_groups, saved, strict=True):
+            group.update({k: _like(group.get(k), value) for k, value in options.items() if k != "params"})
 
 
-def _members(optimizer_state: dict[str, Any]) -> list[list[str]]:
-    return [list(group["params"]) for group in optimizer_state["param_groups"]]
-
-
-def _with_low_bit_states(state: Any, read: Any) -> Any:
-    """Return the values that were read, but low-bit tensors of `state`: their codes and scales were read in place."""
-    if isinstance(state, dict) and isinstance(read, dict):
-        return {key: _with_low_bit_states(state[key], value) if key in state else value for key, value in read.items()}
-    return state if isinstance(read, dict) else read
+def _like(now: Any, saved: Any) -> Any:
+    """Return an option of a group as JSON has kept it, as a tuple or a tensor if it is one."""
+    if isinstance(now, Tensor):
+        return torch.full_like(now, saved)
+    return tuple(saved) if isinstance(saved, list) else saved
 
 
 @checked_call(checked_on_all, checkpoint=_check_source, model=check_module, ranks=check_ranks)
@@ -95,70 +86,70 @@ def load_weights(checkpoint: Checkpoint | Path | str, model: torch.nn.Module, ra
     ranks = ranks or Ranks()
     checkpoint = _verified(checkpoint, ranks)
     model_state, packed = split_state(model, get_model_state_dict(model))
-    parts: dict[str, Any] = {"model": model_state}
-    _read(checkpoint, parts, ranks)
-    check_finite(flat_names(parts), f"checkpoint {checkpoint.path} cannot be used", ranks, "use an older one")
-    set_model_state_dict(model, parts["model"] | packed)
+    tensors = _read(checkpoint, flat_names({"model": model_state}), ranks)
+    check_finite(tensors, f"checkpoint {checkpoint.path} cannot be used", ranks, "use an older one")
+    set_model_state_dict(model, model_state | packed)
 
 
 def _verified(checkpoint: Checkpoint | Path | str, ranks: Ranks) -> Checkpoint:
-    if not isinstance(checkpoint, Checkpoint):
-        return newest_verified(Path(checkpoint), ranks, "checkpoint")
-    return checkpoint if checkpoint.verified else read_verified(checkpoint.path, ranks)
+    if isinstance(checkpoint, Checkpoint):
+        return checkpoint if checkpoint.verified else read_verified(checkpoint.path, ranks)
+    path = Path(checkpoint).absolute()
+    if ranks.first(lambda: STEP_NAME.fullmatch(path.name) is not None or (path / MARKER).is_file()):
+        return read_verified(path, ranks)
+    folder = path / "checkpoints" if ranks.first(lambda: (path / "checkpoints").is_dir()) else path
+    found, problems = newest_undamaged(folder, ranks)
+    if found is None:
+        raise LongspanError(f"{path} holds no checkpoint; give a checkpoint, or the folder that holds a run's")
+    for problem in problems:
+        warnings.warn(f"passed over a damaged checkpoint: {problem}", stacklevel=4)
+    return found
 
 
-def _read(checkpoint: Checkpoint, parts: dict[str, Any], ranks: Ranks) -> None:
-    """Fill the given parts ("model", "optimizer") in place. Collective."""
-    sizes = {name: record.size for name, record in checkpoint.files.items()}
+def _read(checkpoint: Checkpoint, flat: dict[str, Any], ranks: Ranks) -> dict[str, Tensor]:
+    """Fill the tensors in place, and return them. Collective."""
+    tensors = {name: x for name, x in flat.items() if isinstance(x, Tensor)}
+    reader = HuggingFaceStorageReader(str(checkpoint.path))
 
-    def check() -> Metadata:
-        metadata = read_index((checkpoint.path / INDEX).read_text(), sizes)
-        check_names(checkpoint.path, flat_names(parts), metadata, tuple(parts))
-        return metadata
+    def check() -> None:
+        saved = {name: tuple(entry.size) for name, entry in reader.read_metadata().state_dict_metadata.items()}  # type: ignore[union-attr]
+        check_names(checkpoint.path, {name: tuple(x.shape) for name, x in tensors.items()}, saved)
 
-    metadata = ranks.each(check)
+    ranks.each(check)
     try:
-        with without_group_warning():
-            state_dict_loader.load(
-                parts,
-                storage_reader=IndexReader(checkpoint.path, metadata),
-                planner=WeightsOnlyPlanner(),
-                process_group=ranks.group,
-                no_dist=ranks.size == 1,
-            )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=NO_GROUP_WARNING)
+            load_tensors(tensors, storage_reader=reader, process_group=ranks.group, no_dist=ranks.size == 1)
     except (Exception, CheckpointException) as error:
-        hint = ranks.first(lambda: resume_hint(checkpoint.path))
-        raise LongspanError(f"checkpoint {checkpoint.path} cannot be read: {cause(error)}; {hint}") from error
+        raise LongspanError(f"checkpoint {checkpoint.path} cannot be read: {error}") from error
+    return tensors
 
 
-def check_names(path: Path, tensors: dict[str, Any], metadata: Metadata, parts: tuple[str, ...]) -> None:
-    """Raise unless the checkpoint's `parts` have the names and shapes of `tensors`; name the first that differs."""
-    saved = {k: e for k, e in metadata.state_dict_metadata.items() if k.partition(".")[0] in parts}
-    shapes = {name: tuple(e.size) for name, e in saved.items() if isinstance(e, TensorStorageMetadata)}
-    mine = {name: tuple(x.shape) for name, x in tensors.items() if isinstance(x, Tensor)}
-    fix = "use the model, the settings and the torch it was made with, or another --out"
+def check_names(path: Path, mine: dict[str, tuple[int, ...]], saved: dict[str, tuple[int, ...]]) -> None:
+    """Raise unless the checkpoint has the names and shapes of a model; name the first that differs."""
+    parts = {name.partition(".")[0] for name in mine}
+    saved = {name: shape for name, shape in saved.items() if name.partition(".")[0] in parts}
+    fix = "use the model, the settings and the torch it was made with, or start anew"
     for name, shape in mine.items():
-        if shapes.get(name) == shape:
+        if saved.get(name) == shape:
             continue
-        if _has_other_bits(name, shapes):
+        if _has_other_bits(name, saved):
             raise LongspanError(
                 f"checkpoint {path} is of another optimizer: {short_name(name)} has 8 or 4 bits a value in one of the "
-                f"two only; use the --optimizer it was made with, and for few bits a mesh on which each rank's shard "
-                f"of a weight has a multiple of 256 values"
+                f"two only; use the optimizer it was made with, and for few bits a mesh on which each rank's shard of "
+                f"a weight has a multiple of 256 values"
             )
-        saved_shape = f"there it has the shape {shapes[name]}" if name in shapes else "it has none of this name"
+        kind = "model" if name.startswith("model.") else "optimizer"
+        saved_shape = f"there it has the shape {saved[name]}" if name in saved else "it has none of this name"
         raise LongspanError(
-            f"checkpoint {path} is of another model: {short_name(name)} has the shape {shape}, {saved_shape}; {fix}"
+            f"checkpoint {path} is of another {kind}: {short_name(name)} has the shape {shape}, {saved_shape}; {fix}"
         )
-    extra = sorted(shapes.keys() - mine.keys())
+    extra = sorted(saved.keys() - mine.keys())
     if extra:
         raise LongspanError(
             f"checkpoint {path} is of another model: this model lacks {len(extra)} of its tensors, "
-            f"{short_name(extra[0])} of the shape {shapes[extra[0]]} among them; {fix}"
+            f"{short_name(extra[0])} of the shape {saved[extra[0]]} among them; {fix}"
         )
-    missing = sorted(tensors.keys() - saved.keys())
-    if missing:
-        raise LongspanError(f"checkpoint {path} is of another optimizer: it has no {missing[0]}; {fix}")
 
 
 def _has_other_bits(name: str, shapes: dict[str, tuple[int, ...]]) -> bool:

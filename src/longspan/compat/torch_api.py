@@ -132,12 +132,6 @@ def find_group(name: str) -> dist.ProcessGroup:
     return group
 
 
-def default_store() -> Any:
-    """Return the store of the default process group, which the user may have made. When gone: LongspanError."""
-    use, hint = "the rendezvous of an existing process group", "call longspan.init_mesh instead of init_process_group"
-    return needed("torch", dist.distributed_c10d, "_get_default_store", _C10D, use, hint)()
-
-
 def flatten_mesh(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     """Return all axes of `mesh` as one called `axis`, with one process group per set of ranks. Collective.
 

@@ -8,32 +8,15 @@ import importlib
 import importlib.metadata
 import math
 import zlib
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import config as compiler
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor, Shard
 
 from longspan.compat.versions import missing
 from longspan.core.errors import LongspanError
-
-
-@dataclass(frozen=True)
-class Location:
-    """File and offset of one piece, for torch's reader, which only reads the attributes of its own `_StorageInfo`.
-
-    When gone: an AttributeError of torch's reader, from which `load` makes a LongspanError.
-    """
-
-    relative_path: str
-    offset: int
-    length: int
-    transform_descriptors: None = None
 
 
 def flat_names(state: dict[str, Any]) -> dict[str, Any]:
@@ -46,22 +29,6 @@ def flat_names(state: dict[str, Any]) -> dict[str, Any]:
     except ImportError as error:
         raise missing("torch", "torch.distributed.checkpoint._nested_dict", "the names of saved tensors") from error
     return dict(flatten_state_dict(state)[0])
-
-
-def note_locations(metadata: Metadata, written: list[list[WriteResult]]) -> None:
-    """Store in `metadata`, which torch's `save` then returns, where each piece was written, by rank.
-
-    Public way: this one; torch 2.11's writer stores it in a copy of the metadata, newer ones do the same as this. When
-    gone: an AttributeError.
-    """
-    metadata.storage_data = {piece.index: piece.storage_data for rank in written for piece in rank}
-
-
-def write_through(writer: FileSystemWriter, files: FileSystem) -> None:
-    """Let torch's writer write by `files`. When gone: LongspanError."""
-    if not isinstance(getattr(writer, "fs", None), FileSystem):
-        raise missing("torch", "FileSystemWriter.fs", "checksums of written files")
-    writer.fs = files
 
 
 _MODULES = ("torchao.optim", "torchao.prototype.low_bit_optim")

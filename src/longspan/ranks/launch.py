@@ -309,13 +309,16 @@ def _rank(rank: int, nproc: int, folder: str, launcher: int, entry: Callable[...
     silence_imports()
     if rank:
         silence_libraries()
-    if "OMP_NUM_THREADS" not in os.environ:
-        import torch
+    import torch
+    import torch.distributed as dist
 
+    if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads_per_rank(nproc))
     end = _End("done")
     try:
         result = entry(*args)
+        if dist.is_initialized():
+            dist.destroy_process_group()
         if rank == 0:
             Path(folder, "result").write_bytes(pickle.dumps(result))
     except Stopped as stop:

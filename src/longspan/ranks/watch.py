@@ -189,7 +189,10 @@ class Watch:
         """Write a beat and judge the others', once per tick."""
         import torch
 
-        store = self._store.clone()  # requests on one connection wait for each other
+        try:
+            store = self._store.clone()  # requests on one connection wait for each other
+        except RuntimeError:
+            return  # `_watch_store` notices that nothing is answered
         judge = Judge(self.world_size, self.timeout_s, cpu=not torch.cuda.is_available())
         judged = range(self.world_size) if self.rank == 0 else range(1)
         number, last = 0, time.monotonic()

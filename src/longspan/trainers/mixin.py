@@ -16,7 +16,7 @@ import functools
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -46,9 +46,11 @@ from longspan.hf.weights.sources import tensor_parts
 from longspan.trainers.callbacks import Figures, StopAtNonFinite, StopOnSignal
 from longspan.trainers.evaluation import ByPosition, Tally
 from longspan.trainers.saving import (
-    SHARDS,
     STATE,
+    ShardSaver,
     export_into,
+    locked,
+    mark,
     newest_complete,
     plain_optimizer,
     shards_of,
@@ -149,6 +151,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         self.longspan_options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
         self.longspan_eval, self.longspan_context = Tally(), loss_by_position
         self.longspan_step, self.longspan_in_loss = _Step(), False
+        self.longspan_saver = ShardSaver()
         super().__init__(*args, **kwargs)
         self._refuse()
         if shared_prefixes and not hasattr(self, "num_generations"):
@@ -514,23 +517,28 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """As the base class, then wait for all ranks before the first one writes the state."""
+        """As the base class, then wait for all ranks and record checksums before the first one writes the state."""
         super()._save_rng_state(output_dir)
         if self._sharded:
-            checkpoints.Ranks().gather(None)
+            mark(Path(output_dir), self.state.global_step)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As the base class; `resume_from_checkpoint=True` resumes from the newest complete checkpoint."""
-        if self._sharded and resume_from_checkpoint is True:
-            run = Path(self.args.output_dir)
-            found, wrong = checkpoints.Ranks().first(lambda: newest_complete(run))
+        if not self._sharded:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        run = Path(self.args.output_dir)
+        if resume_from_checkpoint is True:
+            found, wrong = newest_complete(run)
             if found is not None:
                 resume_from_checkpoint = str(found)
                 if self.args.should_save:
                     for text in [*wrong, f"resuming from {found}"]:
                         print(f"longspan: {text}", file=sys.stderr, flush=True)
         try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            with locked(run):
+                trained = super().train(resume_from_checkpoint, *args, **kwargs)
+                self.longspan_saver.finish()
+            return trained
         finally:
             for figures in self._figures:
                 figures.close()
@@ -547,8 +555,10 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     @sharded
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        optimizer = plain_optimizer(self.optimizer)
-        checkpoints.save(Path(output_dir) / SHARDS, self.state.global_step, self.model, optimizer, {})
+        # With a limit of 1 the Trainer removes the previous checkpoint at the end of this save.
+        background = self.args.save_total_limit != 1
+        step, folder = self.state.global_step, Path(output_dir)
+        self.longspan_saver.start(folder, step, self.model, self.optimizer, background=background)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
@@ -559,11 +569,13 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
     @sharded
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            checkpoints.load(shards_of(checkpoint), self.model, plain_optimizer(self.optimizer))
+            verified = replace(shards_of(checkpoint), verified=True)  # as its weights were loaded before
+            checkpoints.load(verified, self.model, plain_optimizer(self.optimizer))
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
 
     @sharded
     def _load_best_model(self) -> None:
+        self.longspan_saver.finish()
         checkpoints.load_weights(shards_of(self.state.best_model_checkpoint), self.model)
 
 

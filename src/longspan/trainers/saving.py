@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
-import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from longspan import checkpoint
+from longspan.checkpoint import MARKER
+from longspan.checkpoint.folder import MAKING, FileRecord
 from longspan.core.errors import LongspanError
 from longspan.hf.support import transformers_model
 
@@ -23,57 +27,102 @@ SHARDS = "longspan"
 
 def export_into(folder: Path, model: Any, config: Any) -> None:
     """Export to a folder that may contain other files. Collective; the first rank writes."""
-    making = folder / ".longspan-export"
     inner: Any = transformers_model(model)
     generation = getattr(inner, "generation_config", None)
     dtype = next(p.dtype for p in inner.parameters() if p.is_floating_point())
+    checkpoint.export(folder, model, config, None, dtype, generation)
+
+
+class ShardSaver:
+    """Saves weights and optimizer state into checkpoints of the Trainer while it goes on. Collective, as each method.
+
+    A checkpoint is complete when the marker in its `longspan/` is written, which may be after the Trainer's own files.
+    """
+
+    def __init__(self) -> None:
+        self._saver: checkpoint.Saver | None = None
+
+    def start(self, folder: Path, step: int, model: Any, optimizer: Any, *, background: bool) -> None:
+        """Begin to save, once the previous save has ended."""
+        if self._saver is None:
+            self._saver = checkpoint.Saver()
+        self._saver.finish()
+        self._saver.background = background
+        self._saver.start_at(folder / SHARDS, step, model, plain_optimizer(optimizer), {})
+
+    def finish(self) -> None:
+        """Wait for the save in flight; raise if it failed."""
+        if self._saver is not None:
+            self._saver.finish()
+
+
+def mark(folder: Path, step: int) -> None:
+    """Record the checksums of the other files of a checkpoint, once every rank has written its own. Collective.
+
+    The Trainer writes its state afterwards, as the last file.
+    """
     ranks = checkpoint.Ranks()
-    ranks.first(lambda: folder.mkdir(parents=True, exist_ok=True))
-    checkpoint.export(making, model, config, None, dtype, generation, ranks=ranks)
+    ranks.gather(None)
 
-    def move() -> None:
-        record = making / "longspan.json"
-        for name in json.loads(record.read_text())["files"]:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            os.replace(making / name, folder / name)
-        record.unlink()
-        for left in sorted(making.rglob("*"), reverse=True):
-            left.rmdir()
-        making.rmdir()
+    def write() -> None:
+        own = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+        shards = (SHARDS, f"{MAKING}{SHARDS}")
+        names = {str(name) for name in own if name.parts[0] not in (*shards, MARKER, STATE)}
+        checkpoint.Checkpoint(folder, step, {}, {name: FileRecord.of(folder / name) for name in names}).write_marker()
 
-    ranks.first(move)
+    ranks.first(write)
+
+
+@contextlib.contextmanager
+def locked(run: Path) -> Iterator[None]:
+    """Lock the folder of a run, on the first rank; raise on every rank if another process has it. Collective."""
+    held: list[checkpoint.RunLock] = []
+    checkpoint.Ranks().first(lambda: held.append(checkpoint.RunLock(run)))
+    try:
+        yield
+    finally:
+        for lock in held:
+            lock.release()
 
 
 def shards_of(folder: str) -> checkpoint.Checkpoint:
-    """Return the sharded checkpoint in a checkpoint of the Trainer."""
-    if not (Path(folder) / STATE).is_file():
+    """Return the sharded checkpoint in a checkpoint of the Trainer, of which markers and sizes are checked."""
+    path = Path(folder)
+    try:
+        json.loads((path / STATE).read_text())
+    except (OSError, ValueError):
         raise LongspanError(
-            f"{folder} is incomplete: it has no {STATE}, which is written last; resume from an older checkpoint, or "
-            "from the newest complete one with resume_from_checkpoint=True"
-        )
-    shards = Path(folder) / SHARDS
-    steps = checkpoint.complete_steps(shards)
-    if not steps:
+            f"{folder} is incomplete: it has no readable {STATE}, which is written last; resume from an older "
+            "checkpoint, or from the newest complete one with resume_from_checkpoint=True"
+        ) from None
+    if not (path / SHARDS).is_dir():
         raise LongspanError(
-            f"{folder} has no {SHARDS}/ with sharded weights: it was not written by a longspan.trainer, or with "
-            f"save_only_model=True; load it with from_pretrained and train without resume_from_checkpoint"
+            f"{folder} has no {SHARDS}/ with sharded weights: a longspan.trainer was killed while it wrote them, did "
+            f"not write it, or had save_only_model=True; resume from an older one, or load it with from_pretrained"
         )
-    return checkpoint.Checkpoint.read(checkpoint.step_path(shards, steps[-1]))
+    checkpoint.Checkpoint.read(path)
+    return checkpoint.Checkpoint.read(path / SHARDS)
 
 
 def newest_complete(run: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest complete checkpoint of a Trainer's run, and what is wrong with newer ones.
+    """Return the newest undamaged checkpoint of a Trainer's run, and what is wrong with newer ones. Collective.
 
-    Only markers and sizes of the sharded weights are checked here; their content is checked when they are loaded.
+    Every file is compared with its checksum; each rank reads a part of them.
     """
-    named = [(int(match[1]), path) for path in run.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))]
+    ranks = checkpoint.Ranks()
+    found = ranks.first(
+        lambda: [(int(m[1]), path) for path in run.glob("checkpoint-*") if (m := _NAME.fullmatch(path.name))]
+    )
     wrong: list[str] = []
-    for _, path in sorted(named, reverse=True):
+    for _, path in sorted(found, reverse=True):
+        if ranks.size == 1 and all((path / name).is_file() for name in (STATE, "optimizer.pt")):
+            return path, wrong  # of the plain Trainer
         try:
-            shards_of(str(path))
-            json.loads((path / STATE).read_text())
+            ranks.first(functools.partial(shards_of, str(path)))
+            for part in (path, path / SHARDS):
+                checkpoint.read_verified(part, ranks)
             return path, wrong
-        except (LongspanError, OSError, ValueError) as error:
+        except LongspanError as error:  # the same on every rank
             wrong.append(f"{path.name} cannot be used: {error}")
     if wrong:
         raise LongspanError(

@@ -1,0 +1,214 @@
+"""Export a model as a Hugging Face folder, or as a PEFT adapter, by their own `save_pretrained`.
+
+`longspan verify --model OUT` compares what was exported, loaded again, with one process.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import shutil
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
+
+from longspan.checkpoint.ranks import Ranks, check_finite, check_ranks, checked_on_all
+from longspan.comm.arguments import as_dtype, check_module
+from longspan.compat.transformers_api import new_model
+from longspan.core.errors import LongspanError
+from longspan.core.validation import as_path, check_choice, checked_call
+from longspan.hf.pretrained import without_progress_bars
+from longspan.hf.support import transformers_model
+from longspan.hf.weights.quantized import dequantize, layers_in_4_bits
+
+_WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors", "model.safetensors.index.json")
+
+
+def _as_dtype(name: str, dtype: Any) -> torch.dtype | None:
+    return None if dtype is None else as_dtype(name, dtype)
+
+
+def _check_kind(name: str, kind: Any) -> None:
+    check_choice(name, kind, ("adapter", "merged"))
+
+
+@checked_call(checked_on_all, folder=as_path, model=check_module, dtype=_as_dtype, peft=_check_kind, ranks=check_ranks)
+def export(
+    folder: Path | str,
+    model: torch.nn.Module,
+    config: Any = None,
+    tokenizer: Any = None,
+    dtype: torch.dtype | str | None = None,
+    generation: Any = None,
+    *,
+    peft: Literal["adapter", "merged"] = "adapter",
+    ranks: Ranks | None = None,
+) -> None:
+    """Write the model as a Hugging Face folder (safetensors, config, tokenizer). Collective; rank 0 writes.
+
+    Files are written next to their place and then renamed. Other files of the folder stay, but older weights go. All
+    files get the modes that the umask asks for.
+
+    Args:
+        folder: made if it does not exist.
+        model: sharded or not; a transformers model, or a PEFT model around one.
+        config: the (base) model's config from before `longspan.parallelize`; by default the one it has now.
+        tokenizer: saved with it; None for none.
+        dtype: of the weights on disk, or its name; by default the model's.
+        generation: the model's generation config, if it has one. By default, without `config`, the model's.
+        peft: of a PEFT model, "adapter" writes what PEFT's `save_pretrained` writes; "merged" writes one model with
+            the adapter added to its weights, in the dtype in which they are trained.
+        ranks: the ranks that take part; by default all of the job.
+
+    Raises:
+        DiskFull: on every rank, if the disk is full.
+        LongspanError: on every rank, if a weight is not finite or rank 0 cannot write. The older export then stays.
+    """
+    folder, ranks = Path(folder), ranks or Ranks()
+    inner: Any = transformers_model(model)
+    if config is None:
+        config, generation = copy.deepcopy(inner.config), generation or getattr(inner, "generation_config", None)
+    if getattr(config, "quantization_config", None) is not None and layers_in_4_bits(model):
+        config = copy.deepcopy(config)
+        del config.quantization_config  # the export is dequantized
+    saved_dtype: torch.dtype = inner.dtype if dtype is None else as_dtype("dtype", dtype)
+    if folder.exists() and not folder.is_dir():
+        raise LongspanError(f"{folder} is a file; give a folder")
+    whole = peft == "merged" or not _is_peft(model)
+    if whole and _is_peft(model):
+        check_mergeable(model)
+    tensors = {f"model.{name}": x for name, x in model.state_dict().items()}
+    check_finite(tensors, f"{folder} is not exported", ranks, "export an earlier checkpoint")
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state: dict[str, Any] = get_model_state_dict(model, options=options)  # empty except on rank 0
+
+    def write() -> None:
+        with without_progress_bars(), torch.random.fork_rng(devices=[]):  # an export must not change what a run draws
+            making = folder / ".making"
+            shutil.rmtree(making, ignore_errors=True)
+            making.mkdir(parents=True)
+            try:
+                if whole:
+                    dequantize(model, state)
+                    _save_model(making, model, state, config, saved_dtype, generation)
+                else:
+                    _plain_peft(model, config).save_pretrained(str(making), state_dict=_cast(state, saved_dtype))
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(making)
+                _move(making, folder)
+            except Exception as error:
+                shutil.rmtree(making, ignore_errors=True)
+                raise (_system_error(error) or error) from error
+
+    ranks.first(write)
+
+
+def _save_model(making: Path, model: Any, state: dict[str, Any], config: Any, dtype: Any, generation: Any) -> None:
+    if _is_peft(model):
+        state = _merge(model, state, config)
+    # A new model of this config has the names and ties of `from_pretrained`, without longspan and FSDP.
+    with torch.device("meta"):
+        plain = new_model(_plain_class(model), copy.deepcopy(config), dtype)
+    if generation is not None:
+        plain.generation_config = generation
+    plain.save_pretrained(making, state_dict=_cast(state, dtype))
+
+
+def _merge(model: Any, state: dict[str, Any], config: Any) -> dict[str, Any]:
+    """Return the base model's weights with the active adapters added, by PEFT itself."""
+    if any(adapter.is_prompt_learning for adapter in model.peft_config.values()):
+        raise LongspanError('prompt learning changes no weights and cannot be merged; use peft="adapter"')
+    plain = _plain_peft(model, config)
+    plain.load_state_dict(state, assign=True)
+    state.clear()
+    return dict(plain.merge_and_unload(adapter_names=list(model.active_adapters)).state_dict())
+
+
+def _plain_peft(model: Any, config: Any) -> Any:
+    """Return a PEFT model like `model`, on the meta device, without longspan and FSDP."""
+    import peft
+
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT 0.21 asks transformers for a deprecated property
+        plain: Any = new_model(_plain_class(model), copy.deepcopy(config))
+        for name, adapter in model.peft_config.items():
+            adapter = copy.deepcopy(adapter)
+            if adapter.base_model_name_or_path and not isinstance(plain, peft.PeftModel):
+                plain.name_or_path = adapter.base_model_name_or_path  # or PEFT replaces it by the model's
+            if hasattr(adapter, "init_lora_weights"):  # some ways to initialise read weights
+                adapter.init_lora_weights = False
+            if isinstance(plain, peft.PeftModel):
+                plain.add_adapter(name, adapter)
+            else:
+                plain = peft.get_peft_model(plain, adapter, adapter_name=name)
+    return plain
+
+
+def _cast(state: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return the weights in the dtype on disk. Empty `state` meanwhile, so that only one weight exists twice."""
+    weights: dict[str, Any] = {}
+    seen: dict[Any, Tensor] = {}
+    for name in list(state):
+        x = state.pop(name)
+        key = (x.untyped_storage().data_ptr(), x.storage_offset(), x.shape, x.stride())
+        if key not in seen:  # tied weights stay tied
+            seen[key] = x.to(dtype) if x.is_floating_point() else x
+        weights[name] = seen[key]
+    return weights
+
+
+def _move(making: Path, folder: Path) -> None:
+    """Give the files their places, the weights' index and config last; remove older weights."""
+    mask = os.umask(0)
+    os.umask(mask)
+    new = {path.relative_to(making) for path in making.rglob("*") if path.is_file()}
+    for name in sorted(new, key=lambda name: (name.suffix == ".json", name)):
+        os.chmod(making / name, 0o666 & ~mask)  # safetensors creates files that only their owner can read
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(making / name, folder / name)
+    for pattern in _WEIGHTS:
+        for old in folder.glob(pattern):
+            if old.relative_to(folder) not in new:
+                old.unlink()
+    shutil.rmtree(making)
+
+
+def _is_peft(model: Any) -> bool:
+    peft = sys.modules.get("peft")  # imported by whoever made such a model
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def check_mergeable(model: Any) -> None:
+    """Raise if an adapter is on a table that embedding and LM head share: adding it would change both."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    inner = model.get_base_model()
+    tables = [table for table in (inner.get_input_embeddings(), inner.get_output_embeddings()) if table is not None]
+    weights = {x.get_base_layer().weight if isinstance(x, BaseTunerLayer) else x.weight for x in tables}
+    if len(weights) < len(tables) and any(isinstance(table, BaseTunerLayer) for table in tables):
+        raise LongspanError(
+            "the adapter is on the embedding or the LM head, which share one weight, so it cannot be merged: both "
+            'would change; export the adapter (peft="adapter"), or leave them out of its targets'
+        )
+
+
+def _plain_class(model: Any) -> Any:
+    """Return the class of a model, or of a PEFT model's base model, before FSDP subclassed it."""
+    inner = model.get_base_model() if _is_peft(model) else model
+    return next(cls for cls in type(inner).__mro__ if not issubclass(cls, FSDPModule))
+
+
+def _system_error(error: Exception) -> OSError | None:
+    """Return the system's error in an error of safetensors, which is written in Rust and words it differently."""
+    number = re.search(r"\(os error (\d+)\)|Os \{ code: (\d+)", str(error))  # safetensors before 0.5 has the second
+    if number is None or isinstance(error, OSError):
+        return None
+    code = int(number[1] or number[2])
+    return OSError(code, os.strerror(code))
