@@ -249,7 +249,7 @@ FAULTS = (
     Fault("prune_removes_one_too_many", "checkpoint/folder.py", "until[:-keep]", "until[: 1 - keep or None]",
           "tests/test_checkpoint.py -k old_checkpoints"),
     Fault("old_checkpoint_removed_first", "checkpoint/folder.py", "        path.rename(before)", "        remove(path)",
-          "tests/test_checkpoint_disk.py -k old_checkpoint"),
+          "tests/test_checkpoint.py -k until_the_new_one"),
     # data
     Fault("a_line_of_a_text_is_a_row", "hf/prompts.py", 'sample_by="document"', 'sample_by="line"',
           "tests/test_train_command.py -k text_file"),

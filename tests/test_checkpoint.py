@@ -377,7 +377,7 @@ def _train_on_while_it_is_written(folder: Path, background: bool) -> tuple[bool,
         saver = Saver(background=background)
         expected = _whole(model, optimizer)
         saver.start(folder, 1, model, optimizer, {"a": 1})
-        returned_before = saver.written is None
+        returned_before = saver._path is None
         _step(model, optimizer)
         may_write.set()
         path = saver.finish()
@@ -403,7 +403,7 @@ def test_without_memory_for_a_copy_it_is_written_at_once(tmp_path: Path, monkeyp
     monkeypatch.setattr(checkpoint.saving, "free_memory", lambda: 1000)
     saver = Saver()
     saver.start(tmp_path, 1, *corruption.small_model(0), {})
-    assert saver.written == tmp_path / "step-00000001"
+    assert saver._path == tmp_path / "step-00000001"
 
 
 def test_large_weights_are_divided_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

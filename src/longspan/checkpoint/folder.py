@@ -123,11 +123,11 @@ def remove_or_warn(path: Path) -> None:
         warnings.warn(f"{path} is no longer needed and cannot be removed: {error}; remove it by hand", stacklevel=3)
 
 
-def prune(folder: Path, step: int, keep: int, best: int | None = None) -> None:
-    """Remove the checkpoints of later steps, and all but `best` and the newest `keep` (0: all) of the others."""
+def prune(folder: Path, step: int, keep: int) -> None:
+    """Remove the checkpoints of later steps, and all but the newest `keep` (0: all) of the others."""
     steps = complete_steps(folder)
     until = [s for s in steps if s <= step]
-    for old in [s for s in steps if s > step] + [s for s in (until[:-keep] if keep else []) if s != best]:
+    for old in [s for s in steps if s > step] + (until[:-keep] if keep else []):
         remove_or_warn(step_path(folder, old))
 
 

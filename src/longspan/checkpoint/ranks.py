@@ -37,14 +37,6 @@ class Ranks:
         several = dist.is_initialized() and dist.get_world_size() > 1
         return cls(dist.new_group(backend="gloo", timeout=_FILES_TIMEOUT) if several else None)
 
-    @classmethod
-    def alone(cls) -> Ranks:
-        """Return this process only, as every rank of the job does. Collective: each gets a group of one."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return cls()
-        mine, _ = dist.new_subgroups(group_size=1, backend="gloo")
-        return cls(mine)
-
     @property
     def size(self) -> int:
         return dist.get_world_size(self.group) if dist.is_initialized() else 1

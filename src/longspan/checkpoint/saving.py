@@ -143,14 +143,13 @@ class Saver:
         state: dict[str, Any],
         *,
         keep: int = 0,
-        best: int | None = None,
     ) -> None:
         """Begin to save; the arguments are those of `save`. The weights may change when this returns.
 
-        The checkpoint of the step `best` is kept next to the newest ones. `finish` raises what concerns writing.
+        `finish` raises what concerns writing.
         """
         path = step_path(folder, step)
-        self.start_at(path, step, model, optimizer, state, lambda: prune(folder, step, keep, best))
+        self.start_at(path, step, model, optimizer, state, lambda: prune(folder, step, keep))
 
     def start_at(
         self,
@@ -194,11 +193,6 @@ class Saver:
         except Exception as error:
             self._error = error
 
-    @property
-    def written(self) -> Path | None:
-        """The complete checkpoint that `finish` has not returned yet. For messages only: ranks may differ."""
-        return self._path
-
     def finish(self) -> Path | None:
         """Wait for the save and return its path, or None if there was none; the same on every rank."""
         if self._thread is not None:
@@ -208,11 +202,6 @@ class Saver:
         if error is not None:
             raise error
         return path
-
-    def abandon(self, wait_s: float) -> None:
-        """Wait this many seconds for the save in flight; the run ends for another reason."""
-        if self._thread is not None:
-            self._thread.join(wait_s)
 
 
 def parts_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
