@@ -16,7 +16,6 @@ from torch.distributed.tensor import distribute_tensor
 
 from longspan.core.errors import LongspanError
 from longspan.trainers.callbacks import Figures, StepLine
-from longspan.trainers.figures import count_tokens
 from longspan.trainers.muon import Muon, muon
 from tests.fitting import Samples, arguments, as_launched, collate, made
 from tests.models import build
@@ -101,6 +100,11 @@ def _logged(mesh: dict[str, int], out: Path) -> tuple[list[dict[str, Any]], str,
 
         figures.take = spied  # type: ignore[method-assign]
         trainer.train()
+        # In your own loop afterwards, nothing multiplies a loss by the number of replicas.
+        batch = collate([Samples(4, 3)[at] for at in range(4)])
+        labelled = 2 * int((batch["labels"][:, 1:] != -100).sum())
+        mean, divided = trainer.model(**batch).loss, trainer.model(**batch, num_items_in_batch=labelled).loss
+        assert float(mean.detach()) == pytest.approx(float(divided.detach()))
     return trainer.state.log_history, printed.getvalue(), round(tokens[0]), between.reduced
 
 
@@ -127,15 +131,6 @@ def test_lines_fit() -> None:
     lines = StepLine().lines(3, 9, {"eval_loss": 2.5, **by_position})
     assert lines[0] == "eval 3  loss 2.5000  perplexity 12.18" and len(lines) > 2
     assert all(len(line) <= 80 for line in lines) and "to 131,072: 2.5000" in lines[-1]
-
-
-def test_tokens_and_pairs_are_counted_without_padding_and_within_documents() -> None:
-    ids = torch.zeros(2, 6, dtype=torch.int64)
-    padded = torch.tensor([[1, 1, 1, 0, 0, 0], [1] * 6])
-    assert count_tokens({"input_ids": ids, "attention_mask": padded}).tolist() == [9, 6 + 21]
-    packed = torch.tensor([[0, 1, 2, 0, 1, 0]])
-    assert count_tokens({"input_ids": ids[:1], "position_ids": packed}).tolist() == [6, 6 + 3 + 1]
-    assert count_tokens({"inputs_embeds": torch.zeros(1, 4, 8)}).tolist() == [4, 10]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

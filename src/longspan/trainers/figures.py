@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 import sys
 import time
@@ -15,36 +16,13 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import profile
 
+from longspan.plan.hardware import CATALOGUE
 from longspan.plan.job import Job
 from longspan.plan.layers import Softmax
 from longspan.tracing.spans import covered
 
 if TYPE_CHECKING:
     from longspan.plan.models import ModelShape
-
-#: Dense bf16 peak of one device in FLOP/s, by a part of the name CUDA gives it; the makers' data sheets, without
-#: sparsity. The first match counts.
-PEAK_BF16_FLOPS = (
-    ("B200", 2250e12),
-    ("GH200", 989e12),
-    ("H200", 989e12),
-    ("H100 PCIe", 756e12),
-    ("H100 NVL", 835e12),
-    ("H100", 989e12),
-    ("H800", 989e12),
-    ("H20", 148e12),
-    ("A100", 312e12),
-    ("A800", 312e12),
-    ("L40S", 362e12),
-    ("L4", 121e12),
-    ("A10G", 70e12),
-    ("RTX 6000 Ada", 364e12),
-    ("RTX A6000", 155e12),
-    ("RTX 4090", 165e12),
-    ("RTX 3090", 71e12),
-    ("MI300X", 1307e12),
-    ("MI250X", 191.5e12),  # one of its two dies, which is what shows as a device
-)
 
 
 def model_flops(
@@ -71,11 +49,13 @@ def model_flops(
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the dense bf16 peak of a device in FLOP/s; None for another dtype or an unknown device."""
+    """Return the dense bf16 peak of a device in FLOP/s; None for another dtype, or a device unknown to the planner."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_BF16_FLOPS if part in name), None)
+    words = set(re.split(r"\W+", torch.cuda.get_device_name(device).lower()))
+    if "h100" in words and words & {"pcie", "nvl"}:  # slower than the SXM card of the catalogue
+        return None
+    return next((gpu.flops for name, gpu in CATALOGUE.items() if name.partition("-")[0] in words), None)
 
 
 def peak_memory(device: torch.device) -> float:
