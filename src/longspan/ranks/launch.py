@@ -235,11 +235,10 @@ def start(entry: Callable[..., Any], args: tuple[Any, ...], nproc: int, grace_s:
     ranks: list[Any] = []
     with tempfile.TemporaryDirectory(prefix="longspan-") as folder, StopRequest("", ends=False) as stop:
         try:
-            before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the ranks inherit: Ctrl-C reaches them, too
-            for rank in range(nproc):
-                ranks.append(context.Process(target=_rank, args=(rank, nproc, folder, os.getpid(), entry, args)))
-                ranks[-1].start()
-            signal.signal(signal.SIGINT, before)
+            with _ignoring_interrupts():
+                for rank in range(nproc):
+                    ranks.append(context.Process(target=_rank, args=(rank, nproc, folder, os.getpid(), entry, args)))
+                    ranks[-1].start()
             ends, late = _wait(ranks, folder, stop, grace_s)
         finally:
             for rank in ranks:
@@ -250,6 +249,19 @@ def start(entry: Callable[..., Any], args: tuple[Any, ...], nproc: int, grace_s:
         if all(end.kind == "done" for end in ends.values()) and len(ends) == nproc:
             return pickle.loads(Path(folder, "result").read_bytes())
     raise _conclude(ends, nproc, stop.signum, late)
+
+
+@contextlib.contextmanager
+def _ignoring_interrupts() -> Iterator[None]:
+    """Ignore SIGINT, as processes that are started inherit: Ctrl-C in a terminal reaches the ranks, too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _wait(ranks: list[Any], folder: str, stop: StopRequest, grace_s: float) -> tuple[dict[int, _End], str]:
@@ -280,14 +292,13 @@ def _wait(ranks: list[Any], folder: str, stop: StopRequest, grace_s: float) -> t
 
 def _conclude(ends: dict[int, _End], nproc: int, signum: int | None, late: str) -> BaseException:
     """Return the error that says what ended the job."""
-    failures = {rank: end for rank, end in ends.items() if end.kind not in ("done", "stopped")}
-    rank, end = next(iter(failures.items()), (0, _End("stopped", str(int(signal.SIGTERM)))))
-    if signum is not None or not failures:
-        saving = {rank: end for rank, end in failures.items() if end.kind == "refused" or end.details}
-        for rank, end in saving.items():
-            late = late or f"rank {rank} could not save: {end.text}"
+    failed = {rank: end for rank, end in ends.items() if end.kind not in ("done", "stopped")}
+    if signum is not None or not failed:
+        raised = {rank: end.text for rank, end in failed.items() if end.kind == "refused" or end.details}
+        unsaved = next((f"rank {rank} could not save: {text}" for rank, text in raised.items()), "")
         stopped = [int(end.text) for end in ends.values() if end.kind == "stopped"]
-        return Stopped(signum or stopped[0], late)
+        return Stopped(signum or stopped[0], late or unsaved)
+    rank, end = next(iter(failed.items()))  # in the order in which they ended
     if end.kind == "refused":
         return LongspanError(end.text)
     if end.kind == "lost":
