@@ -18,9 +18,9 @@ import longspan
 from longspan.core.experts import ExpertLayout
 from longspan.core.layout import Layout, choose_layout
 from longspan.core.memory import LONGEST, Memory
+from longspan.elastic.schedule import SampleCosts, make_schedule
 from longspan.mixers.fragments import fragment_table
 from longspan.plan import Job, Mesh, plan_mesh, read_hardware, read_model
-from longspan.plan.elastic import SampleCosts, make_schedule
 
 RANKS = 4
 TOKENS = 8  # token runs that a picture shows

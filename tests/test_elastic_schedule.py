@@ -13,8 +13,8 @@ from longspan.attn.prepare import pairs_of_blocks
 from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout
 from longspan.core.parallel import axes_of_width, widths_of
+from longspan.elastic.schedule import SampleCosts, Schedule, make_schedule
 from longspan.plan import Job, Mesh, read_hardware, read_model
-from longspan.plan.elastic import SampleCosts, Schedule, make_schedule
 
 MODEL = read_model("llama-3.1-8b")
 MESHES = [Mesh(1, 1, 2), Mesh(1, 1, 4), Mesh(1, 1, 8), Mesh(1, 4, 2)]

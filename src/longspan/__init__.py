@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from longspan.comm.shard import global_mean as global_mean
     from longspan.core.errors import LongspanError as LongspanError
     from longspan.core.memory import Memory as Memory
-    from longspan.data.elastic import elastic_batches as elastic_batches
-    from longspan.data.elastic import schedule as schedule
+    from longspan.elastic.batches import elastic_batches as elastic_batches
+    from longspan.elastic.batches import schedule as schedule
     from longspan.hf.batch import shard_batch as shard_batch
     from longspan.hf.checks.nonfinite import find_nonfinite as find_nonfinite
     from longspan.hf.diffusion.tokens import shard_target as shard_target
@@ -58,7 +58,7 @@ _DEFINED_IN = {
     "causal_lm_loss": "longspan.hf.forward.loss",
     "compile_layers": "longspan.hf.memory_options",
     "dsp": "longspan.attn.methods.dsp",
-    "elastic_batches": "longspan.data.elastic",
+    "elastic_batches": "longspan.elastic.batches",
     "explain": "longspan.hf.state",
     "explain_kernel": "longspan.attn.api",
     "find_nonfinite": "longspan.hf.checks.nonfinite",
@@ -74,7 +74,7 @@ _DEFINED_IN = {
     "pack_tree": "longspan.hf.trees",
     "parallelize": "longspan.hf.parallelize",
     "register_mixer": "longspan.hf.forward.mixer_functions",
-    "schedule": "longspan.data.elastic",
+    "schedule": "longspan.elastic.batches",
     "shard_batch": "longspan.hf.batch",
     "shard_target": "longspan.hf.diffusion.tokens",
     "state_passing": "longspan.mixers.state_passing",

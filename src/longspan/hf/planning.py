@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import zlib
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,15 +19,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from longspan.comm.consistency import gather_numbers
 from longspan.comm.mesh import SequenceSharding
-from longspan.comm.objects import raise_on_every_rank
 from longspan.core.errors import LongspanError
 from longspan.core.experts import Experts
-from longspan.core.formatting import format_ranks, odd_ones
-from longspan.core.memory import FASTEST, Memory
-from longspan.core.parallel import RingImpl, TensorStyle
+from longspan.core.memory import Memory
+from longspan.core.parallel import TensorStyle
 from longspan.hf.support import attention_layers, decoder_layers, mixer_layers
 from longspan.hf.vision import core_of
-from longspan.plan.elastic import SampleCosts
 from longspan.plan.hardware import CATALOGUE, Hardware, read_hardware
 from longspan.plan.job import Job, Mesh
 from longspan.plan.layers import CAUSAL, AttendedKeys, Bidirectional, Chunk, Mlp, Softmax, Window
@@ -282,45 +278,6 @@ def hardware_of_ranks(rank_memory: float | None, ranks_here: int) -> Hardware:
     """Return this machine's device for the planner, before or after its ranks start; `rank_memory` is in GB."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return hardware_of(device, None if rank_memory is None else 1e9 * rank_memory, ranks_here)
-
-
-def sample_costs(model: PreTrainedModel, sp: SequenceSharding, gpu: str | os.PathLike[str] | None) -> SampleCosts:
-    """Return the costs of elastic batches' samples, for a model that is, or will be, sharded over `sp` by FSDP.
-
-    `gpu`: hardware by name or file; None: this device, with the links of the catalogue. Collective.
-    """
-    problem, hardware, speeds = None, CATALOGUE["cpu"], 0
-    try:
-        hardware = hardware_of(sp.device) if gpu is None else read_hardware(gpu)
-        speeds = zlib.crc32(repr(dataclasses.replace(hardware, memory_bytes=1.0)).encode())
-    except LongspanError as error:
-        problem = error
-    group = sp.host_group
-    rows = [[0, 0]] if group is None else gather_numbers([problem is not None, speeds], group, torch.device("cpu"))
-    raise_on_every_rank(problem, group, "cannot read its hardware", [bool(row[0]) or group is None for row in rows])
-    odd = odd_ones([row[1] for row in rows])
-    if group is not None and odd:
-        ranks = format_ranks([dist.get_global_rank(group, i) for i in odd])
-        raise LongspanError(
-            f"{ranks} would schedule by other hardware than the rest, and so differently (gpu={gpu!r}); give every "
-            f"rank the same name or file"
-        )
-    state = getattr(model, "longspan_state", None)
-    job = Job(
-        context=1,
-        dtype="fp32" if next(model.parameters()).dtype == torch.float32 else "bf16",
-        weight_sharding=sp.world_size > 1 and (state is None or state.gradients is None),
-        memory=FASTEST if state is None else state.memory.memory,
-        layout=sp.layout.kind if sp.ring_size > 1 else "auto",
-        ring_impl=cast(RingImpl, sp.ring_impl),
-        wire_dtype=sp.wire_dtype,
-    )
-    mesh = Mesh(sp.data_size, sp.ring_size, sp.ulysses_size, sp.tensor_size)
-    try:
-        shape = shape_of_model(model)
-    except LongspanError:  # a family or a layer that the planner does not know
-        shape = None
-    return SampleCosts(shape, job, mesh, hardware)
 
 
 MODALITIES = ("image", "video")

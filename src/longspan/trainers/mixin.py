@@ -34,7 +34,7 @@ from longspan.compat.transformers_api import counts_repeated_tokens_once, output
 from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import reduces_once
 from longspan.core.validation import checked_call
-from longspan.data.elastic import Elastic, samples_of_batch
+from longspan.elastic.batches import Elastic, samples_of_batch
 from longspan.hf.batch import IGNORE, WIDTH
 from longspan.hf.forward.loss import problem_of
 from longspan.hf.parallelize import parallelize

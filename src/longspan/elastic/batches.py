@@ -6,31 +6,44 @@
         optimizer.step()
         optimizer.zero_grad()
 
-The samples of a step become rounds (`longspan.plan.elastic`). In each round a rank gets the row of its group, with
+The samples of a step become rounds (`longspan.elastic.schedule`). In each round a rank gets the row of its group, with
 `sequence_width`, the number of ranks that share it, and `num_items_in_batch`, the labels of all rounds. So the losses
 of the rounds add to the mean over the labels of all samples, and their gradients to its gradient.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from longspan.comm.arguments import check_sharding, describe
+from longspan.comm.consistency import gather_numbers
 from longspan.comm.mesh import SequenceSharding
+from longspan.comm.objects import raise_on_every_rank
 from longspan.compat.transformers_api import own_positions
 from longspan.core.errors import LongspanError
+from longspan.core.formatting import format_ranks, odd_ones
+from longspan.core.memory import FASTEST
+from longspan.core.parallel import RingImpl
 from longspan.core.validation import LARGEST_COUNT, check_number, checked_call
+from longspan.elastic.schedule import Group, SampleCosts, Schedule, make_schedule
 from longspan.hf.batch import IGNORE, WIDTH
 from longspan.hf.documents import BORDER_KEYS, ID_KEYS, LONGEST_KEYS, segments_of, tokens_of
-from longspan.hf.planning import sample_costs
+from longspan.hf.planning import hardware_of, shape_of_model
 from longspan.hf.support import transformers_model
-from longspan.plan.elastic import Group, Schedule, make_schedule
+from longspan.plan.hardware import CATALOGUE, read_hardware
+from longspan.plan.job import Job, Mesh
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _SAMPLE_KEYS = {"input_ids", "labels"}
 _BATCH_KEYS = {*_SAMPLE_KEYS, "attention_mask", "position_ids", *ID_KEYS, *BORDER_KEYS, *LONGEST_KEYS}
@@ -312,3 +325,42 @@ def samples_of_batch(batch: Mapping[str, Any]) -> list[Sample]:
         )
     rows = rows or (((0, ids.shape[1]),),) * len(ids)
     return [Sample(ids[b, a:z], labels[b, a:z]) for b, row in enumerate(rows) for a, z in row]
+
+
+def sample_costs(model: PreTrainedModel, sp: SequenceSharding, gpu: str | os.PathLike[str] | None) -> SampleCosts:
+    """Return the costs of elastic batches' samples, for a model that is, or will be, sharded over `sp` by FSDP.
+
+    `gpu`: hardware by name or file; None: this device, with the links of the catalogue. Collective.
+    """
+    problem, hardware, speeds = None, CATALOGUE["cpu"], 0
+    try:
+        hardware = hardware_of(sp.device) if gpu is None else read_hardware(gpu)
+        speeds = zlib.crc32(repr(dataclasses.replace(hardware, memory_bytes=1.0)).encode())
+    except LongspanError as error:
+        problem = error
+    group = sp.host_group
+    rows = [[0, 0]] if group is None else gather_numbers([problem is not None, speeds], group, torch.device("cpu"))
+    raise_on_every_rank(problem, group, "cannot read its hardware", [bool(row[0]) or group is None for row in rows])
+    odd = odd_ones([row[1] for row in rows])
+    if group is not None and odd:
+        ranks = format_ranks([dist.get_global_rank(group, i) for i in odd])
+        raise LongspanError(
+            f"{ranks} would schedule by other hardware than the rest, and so differently (gpu={gpu!r}); give every "
+            f"rank the same name or file"
+        )
+    state = getattr(model, "longspan_state", None)
+    job = Job(
+        context=1,
+        dtype="fp32" if next(model.parameters()).dtype == torch.float32 else "bf16",
+        weight_sharding=sp.world_size > 1 and (state is None or state.gradients is None),
+        memory=FASTEST if state is None else state.memory.memory,
+        layout=sp.layout.kind if sp.ring_size > 1 else "auto",
+        ring_impl=cast(RingImpl, sp.ring_impl),
+        wire_dtype=sp.wire_dtype,
+    )
+    mesh = Mesh(sp.data_size, sp.ring_size, sp.ulysses_size, sp.tensor_size)
+    try:
+        shape = shape_of_model(model)
+    except LongspanError:  # a family or a layer that the planner does not know
+        shape = None
+    return SampleCosts(shape, job, mesh, hardware)
