@@ -23,7 +23,7 @@ from longspan.generate.score import ScoreConfig
 from longspan.hf.experts import ExpertLayout
 from longspan.hf.preconditions import Checked, ParallelizeOptions
 from longspan.ranks import launch
-from longspan.trainers import muon
+from longspan.trainers.muon import muon
 from longspan.verify import VerifyConfig
 from longspan.verify.report import Report
 from tests import pictures
@@ -232,11 +232,11 @@ def _orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _muon_steps(model: Any) -> dict[str, torch.Tensor]:
-    options = muon.muon()(model, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = muon()(model, lr=1e-2)
     for _ in range(2):
         model(**batch()).loss.backward()
-        options.step()
-        options.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     full = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
     return {name: p.detach() for name, p in full.items()}
 
@@ -245,7 +245,7 @@ def _muon_steps(model: Any) -> dict[str, torch.Tensor]:
 def test_muon_takes_the_steps_of_one_process() -> None:
     """In fp64: the rows of a router's gradient sum up to zero, and bf16 turns that direction's rounding into steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(muon, "orthogonalized", _orthogonalized)
+        patch.setattr("longspan.trainers.muon.orthogonalized", _orthogonalized)
         alone = _muon_steps(a_model("Mixtral", output_router_logits=True))
         model = a_model("Mixtral", output_router_logits=True)
         found = _muon_steps(longspan.parallelize(model, on_mesh({"ulysses": 2}), experts=2))

@@ -415,10 +415,10 @@ def test_slow_links_change_the_ring_implementation() -> None:
         if flag != "auto":
             other = {"p2p": "allgather", "allgather": "p2p"}[impl]
             assert f"--ring-impl {impl} is planned: " in notes[0] and f"auto would take {other}" in notes[0]
-        assert (f"--ring-impl {flag}" in str(command(plan))) == (flag != "auto")
+        assert (f"--ring_impl {flag}" in str(command(plan))) == (flag != "auto")
         assert plan_dict(plan)["ring_impl"] == impl and plan_dict(plan)["layout"] == "zigzag"
     stubborn = plan_mesh(LLAMA, replace(long, ring_impl="p2p"), mesh, slow("p2p"))
-    assert stubborn.ring_impl == "p2p" and "--ring-impl p2p" in str(command(stubborn))
+    assert stubborn.ring_impl == "p2p" and "--ring_impl p2p" in str(command(stubborn))
 
 
 def test_layers_may_differ_in_the_ring_implementation() -> None:

@@ -81,6 +81,16 @@ def check_longspan(args: list[str]) -> None:
     """Everything but the job itself: the command is known, its flags parse, and its `--from` file too."""
     from longspan.cli import COMMANDS, main
 
+    if args[:1] == ["train"]:  # it parses TRL's keys
+        from longspan.core.errors import LongspanError
+        from longspan.train.arguments import read
+
+        try:
+            with contextlib.chdir(ROOT):
+                assert read(args[1:]).ours.parallel.ranks
+        except LongspanError as error:
+            raise AssertionError(f"longspan {shlex.join(args)} ended with 2: {error}") from error
+        return
     with contextlib.ExitStack() as stack, contextlib.chdir(ROOT):
         for module, _, _ in COMMANDS.values():
             stack.enter_context(mock.patch(f"{module}.run", return_value=0))
@@ -301,7 +311,12 @@ def test_a_make_target_that_is_missing_is_noticed(target: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "args",
-    [["trian"], ["train", "--contxt", "8192"], ["verify", "--ulysses", "many"], ["train", "--from", "no/such.toml"]],
+    [
+        ["trian"],
+        ["train", "sft", "--contxt", "8192"],
+        ["verify", "--ulysses", "many"],
+        ["train", "sft", "--config", "no/such.yaml"],
+    ],
     ids=" ".join,
 )
 def test_a_command_line_that_does_not_parse_is_noticed(args: list[str]) -> None:

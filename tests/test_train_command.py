@@ -15,8 +15,8 @@ import yaml
 
 from longspan.core.errors import LongspanError
 from tests.chats import write_rows
-from tests.pool import RankPool
-from tests.training import COMMON, LLAMA, config_of, log_of, train
+from tests.pool import RankPool, run_forked
+from tests.training import COMMON, LLAMA, config_of, log_of, losses_of, train
 
 pytest.importorskip("trl")
 
@@ -84,9 +84,45 @@ def test_random_weights_by_bytes_resume_on_another_mesh(pool2: RankPool, pool4: 
     assert [entry["step"] for entry in resumed] == [1, 2, 3, 4, 5, 6]
     for ours, plain in zip(resumed, whole, strict=True):
         assert math.isclose(ours["loss"], plain["loss"], rel_tol=2e-4)
+    pool4.run(train, cut, timeout=240)  # there is nothing left to do
+    assert log_of(tmp_path / "cut", 6) == resumed and not (tmp_path / "cut" / "checkpoint-7").exists()
     from transformers import AutoModelForCausalLM
 
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "cut").num_parameters() > 10_000  # plain transformers
+
+
+FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tensor axis": ({}, {"tensor": 2}),
+    "elastic": ({"elastic": True, "context": 128}, {"ulysses": 2}),
+    "4 bits": (
+        {"load_in_4bit": True, "use_peft": True, "lora_r": 4, "lora_dropout": 0.0, "lora_target_modules": "all-linear"},
+        {"ring": 2},
+    ),
+    "a stream": ({"streaming": True, "packing": True}, {"ulysses": 2}),
+    "muon": ({"optim": "muon"}, {"ring": 2}),
+    "frozen, bf16": ({"freeze": ["*embed*", "*layers.0*"], "bf16": True}, {"ring": 2}),
+}
+"""Keys of a run on one process, and what is added on two ranks."""
+
+
+def _alone(argv: list[str]) -> None:
+    from longspan.train.command import run
+
+    assert run(argv) == 0
+
+
+@pytest.mark.parametrize("name", list(FEATURES))
+def test_features_train_as_on_one_process(pool2: RankPool, toy: Path, name: str, tmp_path: Path) -> None:
+    if name == "4 bits":
+        pytest.importorskip("bitsandbytes")
+    changes, mesh = FEATURES[name]
+    changes = {"max_steps": 4, "save_steps": 4, **changes}
+    alone, both = (config_of(toy, "sft", tmp_path / out, **changes, **add) for out, add in (("a", {}), ("b", mesh)))
+    run_forked(_alone, ["sft", "--config", str(alone)])
+    pool2.run(train, ["sft", "--config", str(both)], timeout=240)
+    tolerance = 2e-2 if name in ("frozen, bf16", "muon") else 2e-4  # Muon orthogonalises in bf16
+    losses = losses_of(tmp_path / "a", 4)
+    assert len(losses) == 4 and losses_of(tmp_path / "b", 4) == pytest.approx(losses, rel=tolerance)
 
 
 @pytest.mark.parametrize("method", ["sft", "reward"])
@@ -195,6 +231,8 @@ def test_rows_that_would_be_trained_wrongly_are_refused(rows: Any, method: str, 
         ({"--model_name_or_path": "no/such/folder"}, "model_name_or_path no/such/folder"),
         ({"--dataset_name": "pydoc"}, "either `dataset_name` .* got both"),
         ({"--optim": "adam"}, "optim: invalid choice"),
+        ({"--early_stopping_patience": "3"}, "needs `load_best_model_at_end: true`"),
+        ({"--elastic": "true", "--packing": "true"}, "elastic: it packs samples itself"),
         ({"--freeze": "nothing*"}, "freeze: nothing. is the name of no weight"),
     ],
 )
@@ -241,3 +279,19 @@ def test_preview_shows_what_has_a_loss(toy: Path, tmp_path: Path, capsys: pytest
     run(["sft", "--config", str(config), "--preview", "1"])
     out = capsys.readouterr().out
     assert "⟦It is the one" in out and "⟦What" not in out
+
+
+def test_settings_must_be_equal_on_all_ranks(pool2: RankPool, toy: Path, tmp_path: Path) -> None:
+    config = config_of(toy, "sft", tmp_path / "run", ulysses=2)
+    (error,) = set(pool2.run(_train_differently, ["sft", "--config", str(config)], timeout=240))
+    assert "learning_rate is 0.1 on rank 1, 0.003 on rank 0" in error
+
+
+def _train_differently(argv: list[str]) -> str:
+    import torch.distributed as dist
+
+    try:
+        train([*argv, *(["--learning_rate", "0.1"] if dist.get_rank() == 1 else [])])
+    except LongspanError as error:
+        return str(error)
+    return "accepted"

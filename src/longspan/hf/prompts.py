@@ -131,10 +131,17 @@ def open_dataset(
     if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
         stored = datasets.load_from_disk(str(path))  # by `Dataset.save_to_disk`
         return stored[split] if isinstance(stored, dict) else stored
-    texts = sorted(path.rglob("*.txt")) if path.is_dir() else [path] * (path.suffix == ".txt")
+    inside = path.rglob("*") if path.is_dir() else [path]
+    files = sorted(x for x in inside if x.suffix in BUILDERS and x.name != "dataset_infos.json")
+    if len(kinds := {file.suffix for file in files}) > 1:  # `datasets` would read the most frequent kind alone
+        raise LongspanError(
+            f"{path} has files of several kinds ({', '.join(sorted(kinds))}); give a folder for each, as `datasets`",
+            code="LS501",
+        )
+    texts = [file for file in files if file.suffix == ".txt"]
     if texts:  # by default `datasets` makes a row of each line
-        files = [str(file) for file in texts]
-        return datasets.load_dataset("text", data_files=files, sample_by="document", split="train", streaming=streaming)
+        names = [str(file) for file in texts]
+        return datasets.load_dataset("text", data_files=names, sample_by="document", split="train", streaming=streaming)
     if path.is_dir():
         return datasets.load_dataset(str(path), name, split=split, **options)
     if path.suffix not in BUILDERS:

@@ -8,14 +8,13 @@ Importing this package does not import torch.
 """
 
 from longspan.core.errors import require
-from longspan.ranks import launch
 
 METHODS = ("sft", "dpo", "reward")
 
 _HELP = f"""usage: longspan train {{{",".join(METHODS)}}} --config run.yaml [--key value ...]
 
-Train on long sequences by TRL's trainers. The keys are those of `trl sft`, `trl dpo` and `trl reward`, and ours.
-Complete files: examples/*.yaml.
+Train on long sequences by TRL's trainers. The keys are those of `trl sft`,
+`trl dpo` and `trl reward`, and ours. Complete files: examples/*.yaml.
 
 longspan train sft --help   all keys, ours first
 """
@@ -33,8 +32,7 @@ def run(argv: list[str]) -> int:
 
 
 def rank(argv: list[str]) -> None:
-    """Run a rank of `longspan train`: its process imports the libraries here, and hides what they print."""
-    launch.silence_imports()
+    """Run a rank of `longspan train`. Its process imports the libraries here, where what they print is hidden."""
     from longspan.train.command import train
 
     train(argv)

@@ -32,6 +32,7 @@ from longspan.hf.pretrained import first_line
 Class = TypeVar("Class", bound=type[Any])
 
 METHODS = {"sft": SFTConfig, "dpo": DPOConfig, "reward": RewardConfig}
+MUON = "muon"
 KERNELS = {"sdpa": "sdpa", "eager": "eager", "flex_attention": "flex", "flash_attention_2": "flash_attn",
            "flash_attention_3": "flash3"}  # fmt: skip
 """Our kernel for each value of TRL's `attn_implementation`."""
@@ -156,7 +157,10 @@ class Ours(RopeFlags):
 
     def memory_options(self) -> tuple[str, dict[str, Any]]:
         """Return the level that chooses the memory options, and those that are given one by one."""
-        value: Any = yaml.safe_load(self.memory) if isinstance(self.memory, str) else self.memory
+        try:
+            value: Any = yaml.safe_load(self.memory) if isinstance(self.memory, str) else self.memory
+        except yaml.YAMLError as error:
+            raise LongspanError(f"memory: {format_value(self.memory)} is no name or mapping of options") from error
         given: dict[str, Any] = dict(value) if isinstance(value, dict) else {"level": value}
         level = str(given.pop("level", "fastest"))
         if level != "auto":
@@ -210,16 +214,18 @@ class Settings:
         ours.check()
         return ours
 
-    def arguments(self) -> Arguments:
-        """Make TRL's classes, which look at this rank's device and process group.
+    def arguments(self, on_rank: bool = True) -> Arguments:
+        """Make TRL's classes; on a rank they look at its device and process group.
 
         Raises:
             LongspanError: for what they refuse.
         """
         values = dict(self.values)
+        if muon := values["optim"] == MUON:
+            values["optim"] = "adamw_torch"  # of the weights that are no matrices
         checkpoints = values["gradient_checkpointing"] or values.get("activation_checkpointing")
         values |= {"gradient_checkpointing": False, "activation_checkpointing": None}  # `memory` decides it
-        if not torch.cuda.is_available():
+        if not on_rank or not torch.cuda.is_available():
             values["use_cpu"] = True
         classes = (ScriptArguments, METHODS[self.method], ModelConfig, DatasetMixtureConfig)
         try:
@@ -228,7 +234,18 @@ class Settings:
                 script, training, model, mixture = (_made(cls, values) for cls in classes)
         except (ValueError, TypeError, ImportError, NotImplementedError) as error:
             raise LongspanError(first_line(error)) from error
-        return Arguments(self.method, self.ours, script, training, model, mixture, self.given, bool(checkpoints))
+        if self.ours.elastic and (self.ours.data > 1 or training.max_length is None or values.get("packing")):
+            raise LongspanError(
+                "elastic: it packs samples itself, and needs `data: 1`, `packing: false` and a `context`"
+            )
+        if self.ours.early_stopping_patience is not None and not training.load_best_model_at_end:
+            raise LongspanError("early_stopping_patience: it needs `load_best_model_at_end: true`")
+        if training.model_init_kwargs:
+            raise LongspanError(
+                f"model_init_kwargs: {format_value(training.model_init_kwargs)} would not reach the model; use dtype, "
+                "attn_implementation, model_revision, or a changed config.json"
+            )
+        return Arguments(self.method, self.ours, script, training, model, mixture, self.given, bool(checkpoints), muon)
 
 
 @dataclass(frozen=True)
@@ -243,6 +260,7 @@ class Arguments:
     mixture: DatasetMixtureConfig
     given: frozenset[str]
     checkpoints: bool  # TRL's gradient_checkpointing, which our memory options do
+    muon: bool  # the optimizer is Muon, which transformers does not have
 
 
 class _Parser(TrlParser):  # type: ignore[misc]
@@ -253,7 +271,7 @@ class _Parser(TrlParser):  # type: ignore[misc]
 def parser_of(method: str) -> Any:
     """Return the parser of `longspan train METHOD`; `--help` shows our keys first."""
     name = f"longspan train {method}"
-    return _Parser(
+    parser = _Parser(
         (Ours, ScriptArguments, METHODS[method], ModelConfig, DatasetMixtureConfig),
         prog=name,
         usage=f"{name} --config run.yaml [--key value ...]",
@@ -261,6 +279,9 @@ def parser_of(method: str) -> Any:
         "file.",
         allow_abbrev=False,
     )
+    optim = next(action for action in parser._actions if action.dest == "optim")
+    optim.choices, optim.type = [*(str(getattr(x, "value", x)) for x in optim.choices or ()), MUON], str
+    return parser
 
 
 def read(argv: list[str]) -> Settings:

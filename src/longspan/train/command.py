@@ -31,10 +31,23 @@ from longspan.train.datasets import Data, find_row, open_data
 from longspan.train.preview import preview
 from longspan.train.profiling import Profile
 from longspan.train.resolve import Resolved, dry_run, resolve, summary
+from longspan.trainers.callbacks import Figures, StepLine
 from longspan.trainers.mixin import trainer as sharded
-from longspan.trainers.saving import newest_complete
+from longspan.trainers.muon import muon
+from longspan.trainers.saving import STATE, newest_complete
 
-TRAINERS = {"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer, "reward": trl.RewardTrainer}
+
+class _DPOTrainer(trl.DPOTrainer):  # type: ignore[misc]
+    """TRL's, whose reference is the model without LoRA. TRL would copy the adapter of a model that has one already."""
+
+    def __init__(self, *args: Any, model: Any, ref_model: Any = None, **options: Any) -> None:
+        adapted = hasattr(model, "peft_config")
+        super().__init__(*args, model=model, ref_model=model.get_base_model() if adapted else ref_model, **options)
+        if adapted:
+            self.ref_model = None
+
+
+TRAINERS = {"sft": trl.SFTTrainer, "dpo": _DPOTrainer, "reward": trl.RewardTrainer}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +68,13 @@ def run(argv: list[str]) -> int:
             f"max_restarts: {ours.max_restarts} restarts ranks that this command starts, and it starts none; give "
             "torchrun's --max-restarts, or leave it out on one rank"
         )
-    if not launch.under_torchrun():
+    if ours.dry_run or not launch.under_torchrun():
         if not ours.dry_run:
             check_processes(ours.parallel.ranks, ours.mesh)
-        opened = _open(settings)
+        opened = _open(settings, on_rank=ours.parallel.ranks == 1)
         if ours.dry_run:
-            print(*opened.resolved.messages, *dry_run(opened.arguments, opened.resolved), sep="\n", flush=True)
+            if launch.is_first_rank():
+                print(*opened.resolved.messages, *dry_run(opened.arguments, opened.resolved), sep="\n", flush=True)
             return 0
     for restart in range(ours.max_restarts + 1):
         try:
@@ -70,12 +84,13 @@ def run(argv: list[str]) -> int:
             if restart == ours.max_restarts:
                 raise
             print(f"longspan: {error}; restart {restart + 1} of {ours.max_restarts}", file=sys.stderr, flush=True)
+            argv = [*argv, "--resume_from_checkpoint", "auto"]
     return 0
 
 
-def _open(settings: Settings) -> _Opened:
-    """Open and check model config, tokenizer and data on this rank."""
-    arguments = settings.arguments()
+def _open(settings: Settings, *, on_rank: bool = True) -> _Opened:
+    """Open and check model config, tokenizer and data."""
+    arguments = settings.arguments(on_rank)
     resolved = resolve(arguments)
     tokenizer = models.tokenizer_of(arguments, resolved.config)
     training = arguments.training
@@ -115,11 +130,21 @@ def train_rank(settings: Settings, watch: Watch) -> None:
     training = opened.arguments.training
     with launch.StopRequest("stopping after this step") as stop:
         trainer = _trainer(opened, watch, stop)
+        StepLine.replace_printer(trainer)
+        trainer.add_callback(Figures(trainer))
+        if opened.arguments.muon:
+            options = {"lr": training.learning_rate, "betas": (training.adam_beta1, training.adam_beta2)}
+            trainer.optimizer_cls_and_kwargs = (muon, {**options, "weight_decay": training.weight_decay})
         if settings.ours.preview:
             preview(trainer, settings.ours.preview)
             return
         _log(trainer, [*opened.resolved.messages, *summary(opened.arguments, opened.resolved)])
-        trainer.train(_resumed(training))
+        resumed = _resumed(training)
+        if resumed is not None and 0 < training.max_steps <= int(resumed.rpartition("-")[2]):
+            _log(trainer, [f"nothing to train: {resumed} is the last of max_steps: {training.max_steps}"])
+            trainer._load_from_checkpoint(resumed)
+        else:
+            trainer.train(resumed)
         if stop.signum:
             _log(trainer, [f"stopped by a signal after step {trainer.state.global_step}; the same command resumes"])
             raise launch.Stopped(stop.signum)
@@ -140,8 +165,7 @@ def _trainer(opened: _Opened, watch: Watch, stop: launch.StopRequest) -> Any:
     options: dict[str, Any] = {}
     if arguments.method == "dpo" and not hasattr(model, "peft_config"):
         options["ref_model"] = models.load(arguments, origin, sp, resolved.memory, images=images, reference=True)
-    if ours.elastic:
-        assert resolved.context is not None
+    if ours.elastic and resolved.context is not None:
         options["elastic"] = -(-resolved.context // sp.size)
     if sp.shards_weights(fsdp=ours.shard_weights, cpu_offload=resolved.memory.cpu_offload):
         training.bf16, training.mixed_precision = False, "no"  # FSDP casts what it gathers; the weights stay in fp32
@@ -173,16 +197,20 @@ def _trainer(opened: _Opened, watch: Watch, stop: launch.StopRequest) -> Any:
 
 
 def _resumed(training: Any) -> str | None:
-    """Return the checkpoint to resume from: that of `resume_from_checkpoint`, by default the run's newest."""
-    asked = str(training.resume_from_checkpoint)
-    if asked.lower() in ("none", "true", "auto"):
-        found, problems = newest_complete(Path(training.output_dir))
-        lines = [f"passed over a damaged checkpoint: {problem}" for problem in problems]
-        lines += [] if found is None else [f"resuming from {found}"]
-        if launch.is_first_rank():
-            print(*(f"longspan: {line}" for line in lines), sep="\n", end="\n" * bool(lines), flush=True)
-        return None if found is None else str(found)
-    return None if asked.lower() == "false" else asked
+    """Return the checkpoint to resume from: that of `resume_from_checkpoint`, by default the newest. Collective."""
+    asked, run = str(training.resume_from_checkpoint), Path(training.output_dir)
+    if asked.lower() not in ("none", "true", "auto"):
+        return None if asked.lower() == "false" else asked
+    try:
+        found, problems = newest_complete(run)
+    except LongspanError as error:
+        if any(run.glob(f"checkpoint-*/{STATE}")):
+            raise
+        found, problems = None, [f"{error}: nothing was saved yet, so it starts anew"]
+    lines = [*problems, *([] if found is None else [f"resuming from {found}"])]
+    if launch.is_first_rank():
+        print(*(f"longspan: {line}" for line in lines), sep="\n", end="\n" * bool(lines), flush=True)
+    return None if found is None else str(found)
 
 
 def _log(trainer: Any, lines: list[str]) -> None:

@@ -6,6 +6,7 @@ Files are read by `datasets`, which stores them as Arrow files that all ranks of
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,6 +174,8 @@ def shaped(dataset: Any, method: str, text_field: str, template: bool, source: s
             "dataset_text_field",
             code="LS501",
         )
+    if found == ["texts"] and not any(row[text_field] for row in itertools.islice(dataset, 100)):
+        raise LongspanError(f"{source} has no text in its first rows; give other data", code="LS504")
     return dataset.select_columns(kept)
 
 

@@ -112,6 +112,11 @@ def prepare_of(arguments: Arguments, *, images: bool) -> Callable[[Any], Any]:
     A vision tower is frozen unless the data has `images`.
     """
     ours, model_arguments, name = arguments.ours, arguments.model, name_of(arguments)
+    if is_adapter(name) and arguments.method == "dpo":
+        raise LongspanError(
+            f"{KEY} {name}: dpo compares with the model before training, and without its LoRA that is the base model; "
+            "merge the adapter first (peft.PeftModel.from_pretrained(base, adapter).merge_and_unload())"
+        )
     if ours.freeze and (model_arguments.use_peft or is_adapter(name)):
         raise LongspanError("freeze: LoRA freezes all weights of the model; choose by lora_target_modules instead")
     if model_arguments.use_peft:
