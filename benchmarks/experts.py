@@ -21,7 +21,7 @@ import longspan
 from benchmarks import common
 from longspan.comm.counting import count_sent
 from longspan.plan import Job, Mesh, cost, read_hardware
-from longspan.plan.models import shape_from_config
+from longspan.plan.from_model import shape_from_config
 
 MIB = 2**20
 PER_TOKEN, LAYERS = 2, 4

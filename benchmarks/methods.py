@@ -61,13 +61,13 @@ from longspan.core.formatting import size
 from longspan.core.parallel import ParallelConfig
 from longspan.plan.cost.communication import communication, method_sent
 from longspan.plan.cost.times import hidden_layer_seconds, layer_seconds, seconds_of
+from longspan.plan.from_model import shape_from_config
 from longspan.plan.hardware import CATALOGUE, Hardware, read_hardware
 from longspan.plan.job import CostContext, Job, Mesh
 from longspan.plan.layers import Sent
 from longspan.plan.limits import refusal
-from longspan.plan.models import shape_from_config
-from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import cost
+from longspan.plan.shape import ModelShape
 from longspan.tracing.record import Recorder, gather_trace
 from longspan.tracing.spans import RankTrace, covered, figures, imbalance, read_trace
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import longspan
 from longspan.comm.mesh import OneDeviceMesh
-from longspan.plan.models.tuning import Tuning
+from longspan.plan.shape import Tuning
 from tests.models import build
 
 PAD, IGNORED = 0, -100

@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from longspan.plan.models import shape_from_config
+from longspan.plan.from_model import shape_from_config
 
 NOTHING: dict[str, Any] = {"batch_isend_irecv": lambda _: []}
 NOTHING |= dict.fromkeys(

@@ -23,9 +23,9 @@ from longspan.cache.layer_cache import LayerCache
 from longspan.comm.counting import count_sent
 from longspan.hf.forward import kv_cache_files as files
 from longspan.plan import Job, Mesh
+from longspan.plan.from_model import shape_from_config
 from longspan.plan.job import CostContext
 from longspan.plan.layers import exchange
-from longspan.plan.models import shape_from_config
 from tests.generating import CHANGES, NEW, PROMPT, check_generated, generated, parallelized, plain, prompt
 from tests.models import build, sharding
 from tests.pool import RankError, RankPool

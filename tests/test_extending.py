@@ -21,7 +21,6 @@ from longspan.core.errors import LongspanError
 from longspan.core.layout import LAYOUTS, Contiguous, Layout, RingLayout, choose_layout, register_layout
 from longspan.hf.forward.mixer_functions import REPLACEMENTS
 from longspan.plan import Job, Mesh, cost, read_hardware, read_model
-from longspan.plan.models import FAMILIES, register, shape_from_config
 from longspan.plan.views.page import contexts, held_tokens
 from tests.generating import check_generated, each_row_alone, generated, prompt
 from tests.models import Truth, build, compare, inputs_of, padded, sharding, truth_of
@@ -51,7 +50,7 @@ def run_section(title: str, blocks: int | None = None) -> dict[str, Any]:
 def leaving_no_example() -> Iterator[None]:
     """Restore the registries afterwards."""
     known = MIXER_FUNCTIONS.copy()
-    with mock.patch.dict(FAMILIES), mock.patch.dict(LAYOUTS), mock.patch.dict(REGISTRY), mock.patch.dict(REPLACEMENTS):
+    with mock.patch.dict(LAYOUTS), mock.patch.dict(REGISTRY), mock.patch.dict(REPLACEMENTS):
         yield
     MIXER_FUNCTIONS.intersection_update(known)
 
@@ -60,34 +59,6 @@ def leaving_no_example() -> Iterator[None]:
 def registries() -> Iterator[None]:
     with leaving_no_example():
         yield
-
-
-@pytest.mark.usefixtures("registries")
-def test_the_new_family_has_transformers_weights() -> None:
-    import transformers
-
-    run_section("A new family in the planner")
-    config = {
-        "model_type": "cohere2", "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 5, "vocab_size": 64,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
-    }  # fmt: skip
-    with torch.device("meta"):
-        made = transformers.CONFIG_MAPPING["cohere2"].from_dict(config)
-        model = transformers.AutoModelForCausalLM.from_config(made)
-    shape = shape_from_config(config, "test")
-    theirs = [[(name, tuple(p.shape)) for name, p in layer.named_parameters()] for layer in model.model.layers]
-    assert [sorted((p.name, p.shape) for p in layer.parameters) for layer in shape.layers] == [*map(sorted, theirs)]
-    assert shape.params == sum(p.numel() for p in model.parameters())
-    assert [layer.mixer.name == "sliding" for layer in shape.layers] == [
-        layer.self_attn.sliding_window is not None for layer in model.model.layers
-    ]
-
-
-@pytest.mark.usefixtures("registries")
-def test_a_family_is_registered_once() -> None:
-    register("llama", FAMILIES["llama"])  # the same again is the same
-    with pytest.raises(LongspanError, match="'llama' is registered already"):
-        register("llama", FAMILIES["qwen3"])
 
 
 @pytest.mark.usefixtures("registries")

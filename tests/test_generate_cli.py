@@ -25,10 +25,10 @@ from longspan.generate.fit import choose_weights
 from longspan.generate.job import format_report, open_fitting_prompt
 from longspan.generate.rank import TextStream
 from longspan.generate.score import ScoreConfig, open_text
+from longspan.plan.from_model import read_model
 from longspan.plan.generation import check_fits, check_score_fits, peak_items, scoring_peak_items
 from longspan.plan.hardware import read_hardware
 from longspan.plan.job import Job, Mesh
-from longspan.plan.models.read import read_model
 from longspan.verify import VerifyConfig
 from longspan.verify.job import worker as verify_worker
 from tests.chats import make_tokenizer

@@ -18,9 +18,9 @@ from longspan.comm.counting import count_sent
 from longspan.compat.transformers_api import caches_give_states
 from longspan.plan import Job, Mesh
 from longspan.plan.cost.memory import cache_on_device, key_value_bytes, state_bytes
+from longspan.plan.from_model import shape_from_config
 from longspan.plan.job import CostContext
 from longspan.plan.layers import exchange
-from longspan.plan.models import shape_from_config
 from tests.choose import confirming
 from tests.generating import PROMPT, check_generated, each_row_alone, generated, made, parallelized, plain, prompt
 from tests.models import HYBRIDS

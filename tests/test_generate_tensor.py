@@ -11,8 +11,8 @@ import torch
 
 import longspan
 from longspan.hf.tensor_parallel.plan import TensorStyle
+from longspan.plan.from_model import shape_from_config
 from longspan.plan.job import CostContext, Job, Mesh
-from longspan.plan.models import shape_from_config
 from tests.choose import confirming
 from tests.generating import PROMPT, check_generated, generated, prompt
 from tests.models import UNEVEN, build

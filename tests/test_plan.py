@@ -24,6 +24,7 @@ from longspan.plan import (
     Hardware,
     Job,
     Mesh,
+    ModelShape,
     Plan,
     cost,
     longest_context,
@@ -34,11 +35,12 @@ from longspan.plan import (
 )
 from longspan.plan.cost.communication import method_sent
 from longspan.plan.cost.times import LayerSeconds, hidden_layer_seconds, ring_wait, seconds_of, step_times
+from longspan.plan.from_model import shape_from_config
 from longspan.plan.hardware import OPS, MeasuredLink
 from longspan.plan.job import CostContext
 from longspan.plan.layers import Causal, Chunk, Window
 from longspan.plan.limits import refusal
-from longspan.plan.models import CONFIGS, ModelShape, shape_from_config
+from longspan.plan.names import MODELS
 from longspan.plan.search import meshes
 from longspan.plan.views.page import contexts, gpu_counts
 from longspan.plan.views.report import SCHEMA, command, plan_dict
@@ -52,7 +54,7 @@ kv_heads = st.sampled_from([1, 2, 4, 8])
 SHAPES = st.builds(
     lambda layers, kv, group, d, ffn, vocab, tied: shape_from_config(
         {
-            "model_type": "llama", "hidden_size": 64 * d, "num_hidden_layers": layers, "head_dim": 32,
+            "model_type": "llama", "hidden_size": 8 * kv * group * d, "num_hidden_layers": layers, "head_dim": 32,
             "num_attention_heads": kv * group, "num_key_value_heads": kv, "intermediate_size": 128 * ffn,
             "vocab_size": vocab, "tie_word_embeddings": tied,
         },
@@ -255,7 +257,7 @@ def test_the_command_is_quoted_for_a_shell(tmp_path: Path) -> None:
     folder = tmp_path / "my 'best' \"model\" $HOME `id`;#"
     folder.mkdir()
     file = folder / "config.json"
-    file.write_text(json.dumps({**CONFIGS["qwen3-0.6b"]}))
+    file.write_text(json.dumps({**MODELS["qwen3-0.6b"]["config"]}))
     for source in (file, folder):
         best = search(read_model(str(source)), Job(context=8192), 2, A100).recommended
         assert best is not None
@@ -682,11 +684,12 @@ def test_generate_parses_the_command_of_a_prompt_in_chunks(capsys: pytest.Captur
         assert expected in capsys.readouterr().err
 
 
-def test_planning_imports_no_torch() -> None:
+def test_help_and_refused_flags_import_no_torch() -> None:
     script = (
         "import sys, longspan.plan\n"
         "from longspan.cli import main\n"
-        "main(['plan', '--model', 'llama-2-7b', '--json'])\n"
+        "assert main(['plan', '--model', 'llama-2-7b', '--gpus', '0']) == 2\n"
+        "try:\n    main(['plan', '--help'])\nexcept SystemExit:\n    pass\n"
         "heavy = [m for m in ('torch', 'numpy', 'transformers') if m in sys.modules]\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)\n"
     )

@@ -12,8 +12,7 @@ import pytest
 
 from longspan.cli import main
 from longspan.plan import Job, Mesh, cost, read_hardware, read_model, search
-from longspan.plan.models import CONFIGS
-from longspan.plan.models.catalogue import ELSEWHERE, HUB
+from longspan.plan.names import MODELS, weights_flag
 from longspan.plan.views.report import command
 from tests.choose import confirming
 
@@ -37,6 +36,7 @@ FILES: dict[str, dict[str, Any]] = {
               "n_positions": 500},
     "gpt2-dropout": {"model_type": "gpt2", "vocab_size": 400, "n_embd": 64, "n_layer": 2, "n_head": 8},
 }  # fmt: skip
+CONFIGS = {name: model["config"] for name, model in MODELS.items() if "vision_config" not in model["config"]}
 CHEAP = ("--grad-checkpointing", "--memory longest", "--memory longest --offload disk --head-chunks 0")
 
 Run = Callable[..., tuple[int, str, str]]
@@ -92,7 +92,7 @@ def as_run(line: str, folder: Path, name: str) -> list[str]:
     words = words[words.index("train") :]
     words[words.index("DATA")] = str(folder / "text.txt")
     if name in CONFIGS:
-        words[words.index(HUB[name] if name in HUB else ELSEWHERE[name].split()[1])] = str(folder / f"{name}.json")
+        words[words.index(str(weights_flag(name)).split()[1])] = str(folder / f"{name}.json")
     return [*words, "--output_dir", str(folder / "out"), "--dry_run"]
 
 
@@ -154,7 +154,9 @@ def test_built_in_models_have_a_source_and_most_a_command() -> None:
         bool(search(read_model(name), Job(context=8192), 8, read_hardware("b200")).recommended) for name in CONFIGS
     ]
     assert sum(found) > len(CONFIGS) / 2
-    assert set(CONFIGS) == {*HUB, *ELSEWHERE} and not HUB.keys() & ELSEWHERE.keys()
+    assert all(
+        ("hub" in model) != ("make" in model) for model in MODELS.values() if model["config"] in CONFIGS.values()
+    )
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,10 @@ from longspan.cache.offload import _StagedLayer
 from longspan.core.errors import LongspanError
 from longspan.plan import Job, Mesh, cost
 from longspan.plan.cost.memory import staged_bytes
+from longspan.plan.from_model import read_model, shape_from_config
 from longspan.plan.generation import check_fits
 from longspan.plan.hardware import read_hardware
 from longspan.plan.job import CostContext
-from longspan.plan.models import shape_from_config
-from longspan.plan.models.read import read_model
 from tests.fakes import fake_world
 from tests.generating import offloaded, prompt
 from tests.live import CONFIG, MODEL, NOTHING, LiveBytes

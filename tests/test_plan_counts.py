@@ -26,13 +26,13 @@ from longspan.core.parallel import TensorStyle
 from longspan.core.routes import ring_routes
 from longspan.memory.tiles import Tiled
 from longspan.mixers.short_conv import short_conv
-from longspan.plan import Hardware, Job, Mesh, Plan, cost, read_hardware
+from longspan.plan import Hardware, Job, Mesh, ModelShape, Plan, cost, read_hardware
 from longspan.plan.cost.communication import method_sent
+from longspan.plan.from_model import shape_from_config
 from longspan.plan.job import CostContext
 from longspan.plan.layers import CAUSAL, AttendedKeys, Causal, Chunk, Linear, Window
 from longspan.plan.layers.attended_keys import ring_schedule
-from longspan.plan.models import ModelShape, shape_from_config
-from longspan.plan.models.tuning import Tuning, tuned_shape
+from longspan.plan.shape import Tuning
 from tests.choose import confirming, each_value, grouped, pairwise
 from tests.fakes import fake_world
 from tests.fitting import tuned_model
@@ -385,7 +385,7 @@ def test_experts_over_data_and_sequence_send_what_is_planned(
     config, options = {**LLAMA, **MOE}, {"dtype": "fp32", **options, "experts": experts}
     n = 64
     measured = max((step_sent(rank, mesh, config, n, options) for rank in range(mesh.gpus)), key=total)
-    model = tuned_shape(shape_from_config(config, "test"), options.pop("tuning", Tuning()))
+    model = shape_from_config(config, "test", options.pop("tuning", Tuning()))
     plan = cost(model, Job(context=n, batch=mesh.data, **options), mesh, CPU)
     assert measured == sent_by(plan)
 
@@ -422,7 +422,7 @@ def test_a_step_of_few_weights_sends_what_is_planned(
     if tuning.quantize:
         pytest.importorskip("bitsandbytes")
     config, options = {**LLAMA, **config}, {"dtype": "fp32", **options}
-    model = tuned_shape(shape_from_config(config, "test"), tuning)
+    model = shape_from_config(config, "test", tuning)
     plan = cost(model, Job(context=37, batch=mesh.data, **options), mesh, CPU)
     assert step_sent(0, mesh, config, 37, {**options, "tuning": tuning}) == sent_by(plan)
 

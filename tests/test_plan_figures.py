@@ -11,9 +11,9 @@ import pytest
 from longspan.core.formatting import size
 from longspan.plan import CATALOGUE, Collective, Job, Mesh, Plan, cost, read_model
 from longspan.plan.cost.weights import shard_elements
+from longspan.plan.from_model import shape_from_config
 from longspan.plan.limits import refusal
 from longspan.plan.methods import SHORT, compare, switch_bytes
-from longspan.plan.models import shape_from_config
 
 REPORTS = Path(__file__).parents[1] / "benchmarks/reports"
 GB, MS, MB = 1e9, 1e-3, 1e6

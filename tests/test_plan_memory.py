@@ -18,9 +18,9 @@ from longspan.core.memory import FASTEST, LONGEST, Memory
 from longspan.plan import Job, Mesh, cost, read_hardware
 from longspan.plan.cost.memory import memory
 from longspan.plan.cost.saved import saved_per_token
+from longspan.plan.from_model import shape_from_config
 from longspan.plan.job import CostContext
-from longspan.plan.models import shape_from_config
-from longspan.plan.models.tuning import Tuning, tuned_shape
+from longspan.plan.shape import Tuning
 from tests.choose import confirming, pairwise
 from tests.fitting import tuned_model
 from tests.memory import at_rest, peak_of
@@ -137,7 +137,7 @@ def test_memory_is_within_a_tenth(
     tuning = options.get("tuning", Tuning())
     if tuning.quantize:
         pytest.importorskip("bitsandbytes")
-    model = tuned_shape(shape_from_config({"model_type": "llama", **config}, "test"), tuning)
+    model = shape_from_config({"model_type": "llama", **config}, "test", tuning)
     job = Job(context=context, batch=mesh.data, **{key: value for key, value in options.items() if key != "tuning"})
     plan = cost(model, job, mesh, read_hardware("cpu"))
     # What a rank needs is the same in each step, but gloo's threads, when they get the processor late, hold what was

@@ -19,9 +19,9 @@ from longspan.plan.cost.saved import (
     mlp_backward_bytes,
     mlp_tiles,
 )
+from longspan.plan.from_model import shape_from_config
 from longspan.plan.job import CostContext
 from longspan.plan.memory_search import combinations, longest
-from longspan.plan.models import shape_from_config
 from longspan.plan.suggestions import choose_memory
 from longspan.plan.views.report import memory_flags
 

@@ -19,18 +19,18 @@ from longspan.comm.mesh import OneDeviceMesh
 from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout, split_by_cost
 from longspan.core.memory import LONGEST, Memory
-from longspan.hf.planning import config_shape
-from longspan.plan import Job, Mesh, cost, longest_context, read_hardware, read_model
+from longspan.hf.vision import tower_blocks
+from longspan.plan import Job, Mesh, ModelShape, cost, longest_context, read_hardware, read_model
 from longspan.plan.cost.times import model_flops
 from longspan.plan.cost.vision import shares, tower_flops
+from longspan.plan.from_model import shape_of
 from longspan.plan.job import CostContext
-from longspan.plan.models import ModelShape, shape_from_config
-from longspan.plan.models.catalogue import VISION_CONFIGS
-from longspan.plan.models.tower import Pictures, read_pictures
+from longspan.plan.names import MODELS
+from longspan.plan.tower import Pictures, read_pictures
 from tests.choose import confirming
 from tests.memory import at_rest, peak_of
 from tests.models import gradients, sharding
-from tests.pictures import END, GRIDS, IMAGE, START, VIDEO, Rows, batch, build
+from tests.pictures import END, FAMILIES, GRIDS, IMAGE, START, VIDEO, Rows, batch, build, rows_for
 from tests.pool import RankPool
 
 CPU = read_hardware("cpu")
@@ -65,16 +65,17 @@ def _check_weights(shape: ModelShape, config: Any) -> None:
 @pytest.mark.parametrize("family", QWEN)
 def test_weights_are_those_of_transformers(family: str) -> None:
     config = build(family).config
-    _check_weights(config_shape(config), config)
+    _check_weights(shape_of(config), config)
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-vl-7b", "qwen3-vl-4b", *confirming(VISION_CONFIGS)])
+@pytest.mark.parametrize("name", ["qwen2.5-vl-7b", "qwen3-vl-4b"])
 def test_built_in_models(name: str) -> None:
     import transformers
 
-    config = transformers.CONFIG_MAPPING[VISION_CONFIGS[name]["model_type"]].from_dict(VISION_CONFIGS[name])
+    values = MODELS[name]["config"]
+    config = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
     _check_weights(read_model(name), config)
-    assert config_shape(config).params == read_model(name).params
+    assert shape_of(config).params == read_model(name).params
 
 
 def test_parameters_of_the_published_checkpoints() -> None:
@@ -102,7 +103,7 @@ def test_pictures_of_flags() -> None:
 
 
 def test_shares_are_those_of_the_code() -> None:
-    shape = config_shape(build("Qwen3VL").config)
+    shape = shape_of(build("Qwen3VL").config)
     for units, ranks in ((1, 4), (5, 4), (8, 4), (9, 8), (7, 3)):
         job = Job(context=600, pictures=(Pictures("video", units, 4, 6),))
         (share,) = shares(CostContext(shape, job, Mesh(ulysses=ranks)))
@@ -141,7 +142,7 @@ def test_flops_are_those_that_torch_counts(family: str) -> None:
     whole = _batch(family, pictures, 5)
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         model.model.get_video_features(whole["pixel_values_videos"], whole["video_grid_thw"])
-    c = CostContext(config_shape(config), Job(context=100, pictures=pictures), Mesh())
+    c = CostContext(shape_of(config), Job(context=100, pictures=pictures), Mesh())
     assert sum(tower_flops(c, largest=False)) == counted.get_total_flops()
 
 
@@ -184,7 +185,7 @@ def test_a_step_sends_what_is_planned(
     context = batch(family, rows)["input_ids"].shape[1]
     job = Job(context=context, batch=mesh.data, pictures=_pictures(rows), **{"dtype": "fp32", **asked})
     planned = Counter[tuple[str, int]]()
-    for c in cost(config_shape(build(family, **tied).config), job, mesh, CPU).comm:
+    for c in cost(shape_of(build(family, **tied).config), job, mesh, CPU).comm:
         planned[c.op, c.bytes_per_gpu] += c.count
     assert measured == planned
 
@@ -259,7 +260,7 @@ def test_memory_is_within_a_tenth(
 ) -> None:  # fmt: skip
     context = _batch(family, pictures, text)["input_ids"].shape[1]
     job = Job(context=context, batch=mesh.data, pictures=pictures, **options)
-    plan = cost(config_shape(_config(family)), job, mesh, CPU)
+    plan = cost(shape_of(_config(family)), job, mesh, CPU)
     planned, tries, least = plan.memory_total_bytes, 6, float("inf")
     while 0.9 * least > planned and tries:  # late threads of gloo only add, as in test_plan_memory.py
         found = get_pool(mesh.gpus).run(_peak_of_a_step, family, pictures, text, mesh, options, tmp_path)
@@ -278,7 +279,7 @@ def _config(family: str) -> Any:
 
 
 def _batch(family: str, pictures: tuple[Pictures, ...], text: int) -> dict[str, torch.Tensor]:
-    tower = config_shape(_config(family)).tower
+    tower = shape_of(_config(family)).tower
     assert tower is not None
     ids, kinds, whole = list[int](), list[int](), dict[str, torch.Tensor]()
     for each in pictures:
@@ -343,7 +344,7 @@ def _far(family: str) -> Any:
 def _room(family: str) -> float:
     """Return memory with which `LONG` needs memory options, and `SHORT` none."""
     context = batch(family, LONG)["input_ids"].shape[1]
-    shape = config_shape(build(family).config)
+    shape = shape_of(build(family).config)
     jobs = (
         Job(context=context, dtype="fp32", weight_sharding=False, memory=memory, pictures=_pictures(LONG))
         for memory in (Memory(), LONGEST)
@@ -391,29 +392,27 @@ def test_replicas_choose_for_the_one_with_most_patches(pool2: RankPool) -> None:
     assert first == second != Memory()
 
 
-def test_auto_refuses_towers_that_are_not_planned() -> None:
-    match = "memory='auto' does not know what the vision tower of Glm4vForConditionalGeneration needs; use 'fastest'"
-    with pytest.raises(LongspanError, match=match):
-        longspan.parallelize(build("Glm4v"), ONE_DEVICE, memory="auto")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_auto_reads_every_tower_that_can_be_sharded(family: str) -> None:
+    model = longspan.parallelize(build(family), ONE_DEVICE, memory="auto").train()
+    model(**batch(family, rows_for(family))).loss.backward()
+    state = model.longspan_state.memory
+    tower = state.auto.shape.tower
+    assert tower is not None and sum(state.auto.patches) > 0
+    assert state.auto.shape.params == sum(p.numel() for p in build(family).parameters())
+    sizes = model.config.vision_config
+    assert (tower.depth, tower.width) == (len(tower_blocks(model)), sizes.to_dict().get("embed_dim", sizes.hidden_size))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What is refused; the command.
 
 
-def test_towers_that_are_not_planned_are_refused() -> None:
-    text = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "model_type": "gemma3_text"}
-    gemma = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 32}}
-    known = "only those of qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe; to plan its language model alone"
-    with pytest.raises(LongspanError, match=rf"gemma: the vision tower of model_type 'gemma3' is not planned, {known}"):
-        shape_from_config(gemma, "gemma")
-    with pytest.raises(LongspanError, match="the audio tower of model_type 'qwen2_audio' is not planned"):
-        shape_from_config({"model_type": "qwen2_audio", "text_config": text, "audio_config": {"d_model": 8}}, "audio")
-    for family in GRIDS.keys() - set(QWEN):
-        config = build(family).config
-        with pytest.raises(LongspanError, match=f"the vision tower of model_type '{config.model_type}' is not planned"):
-            config_shape(config)
-    assert shape_from_config(text, "gemma").tower is None
+def test_pictures_of_one_size_are_refused() -> None:
+    tower = shape_of(build("Llava").config).tower
+    assert tower is not None
+    with pytest.raises(LongspanError, match="--images 2x336x336: this model's processor scales pictures to one size"):
+        read_pictures("--images", "2x336x336", tower)
 
 
 def test_jobs_that_cannot_be() -> None:

@@ -97,8 +97,8 @@ def _embeddings_one_row_off(patch: pytest.MonkeyPatch) -> None:
 
 
 def _tower_gradients_not_summed(patch: pytest.MonkeyPatch) -> None:
+    from longspan.compat.reading import tower_modules
     from longspan.hf.state import state_of
-    from longspan.hf.vision import tower_modules
     from longspan.verify import runs
 
     original = runs.parallelize

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from longspan.compat.reading import decoder_layers
 from longspan.core.memory import Memory
-from longspan.hf.support import decoder_layers
 from longspan.ranks.watch import Beat, Judge, Watch, _line_of
 from tests.models import batch, build
 from tests.pool import RankPool

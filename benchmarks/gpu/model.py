@@ -29,7 +29,7 @@ from longspan.compat.transformers_api import cache_name
 from longspan.core.memory import LONGEST, Memory
 from longspan.hf.state import state_of
 from longspan.plan import Job, Mesh, cost, read_hardware
-from longspan.plan.models.read import shape_from_config
+from longspan.plan.from_model import shape_from_config
 from tests.fakes import fake_world
 from tests.models import Run, Truth, batch, build, gradient_excess, run_of, truth_by, widened
 from tests.tolerance import excess, excess_of_rows

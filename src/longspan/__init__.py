@@ -1,6 +1,6 @@
 """longspan: train and run Transformers on sequences longer than one GPU can hold, exactly.
 
-Public names are imported on first use, so that the planner needs no torch.
+Public names are imported on first use, so that `longspan plan --help` needs no torch.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ COMMANDS = {
     ),
     "score": ("longspan.generate.score", "ScoreConfig", "compute perplexity and log-probabilities of a long text"),
     "verify": ("longspan.verify", "VerifyConfig", "prove on your model that the sharded run computes the same"),
-    "plan": ("longspan.plan.command", "PlanConfig", "say what fits, on which mesh, and what it costs; needs no torch"),
+    "plan": ("longspan.plan.command", "PlanConfig", "say what fits, on which mesh, and what it costs"),
     "bench": (
         "longspan.bench",
         "BenchConfig",

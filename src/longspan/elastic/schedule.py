@@ -28,7 +28,7 @@ from longspan.plan.cost.times import head_seconds, hidden_layer_seconds, layer_s
 from longspan.plan.cost.weights import layer_weights_sent
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import CostContext, Job, Mesh
-from longspan.plan.models.shape import ModelShape
+from longspan.plan.shape import ModelShape
 
 _SHORTEST = 32  # tokens; shorter samples cost in proportion
 _PER_OCTAVE = 3  # lengths whose costs are computed; between them they are interpolated

@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError
 from longspan.generate.config import GenerateConfig
-from longspan.hf.planning import hardware_of_ranks, shape_of
+from longspan.hf.planning import hardware_of_ranks
 from longspan.hf.pretrained import is_adapter
 from longspan.plan.cost.memory import offloaded_bytes
 from longspan.plan.cost.weights import can_cut
+from longspan.plan.from_model import shape_of
 from longspan.plan.generation import check_fits, check_score_fits, does_not_fit, peak_items
 from longspan.plan.job import CostContext, Job, Mesh
 
 if TYPE_CHECKING:
     from longspan.generate.config import ModelFlags
     from longspan.plan.hardware import Hardware
-    from longspan.plan.models.shape import ModelShape
+    from longspan.plan.shape import ModelShape
 
 
 def question(

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.comm.objects import on_every_rank
+from longspan.compat.reading import attention_layers, decoder_layers, mixer_layers
 from longspan.compat.transformers_api import is_hybrid, set_checkpointing
 from longspan.core.errors import LongspanError
 from longspan.core.memory import Memory
@@ -22,7 +23,7 @@ from longspan.hf.forward.registry import LayerBinding
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.planning import AutoMemory
 from longspan.hf.state import state_of
-from longspan.hf.support import attention_layers, decoder_layers, draws, final_norm, mixer_layers
+from longspan.hf.support import draws, final_norm
 from longspan.hf.vision import tower_blocks
 from longspan.memory.activations import NormedLinear, RecomputedActivations
 from longspan.memory.checkpointing import COMPILED, CheckpointedLayer, LayerGroups, forward_of

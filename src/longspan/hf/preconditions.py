@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from longspan.attn.kernels.choice import AnyKernel, table_of
 from longspan.comm import consistency
 from longspan.comm.mesh import SequenceSharding
+from longspan.compat.reading import attention_layers, mixer_layers
 from longspan.core.errors import LongspanError
 from longspan.core.experts import Experts
 from longspan.core.heads import HeadShard, split_groups, split_heads
@@ -30,21 +31,12 @@ from longspan.hf.experts import plan_experts
 from longspan.hf.memory_options import MemoryModules
 from longspan.hf.planning import AutoMemory
 from longspan.hf.state import is_parallelized
-from longspan.hf.support import (
-    attention_dropout,
-    attention_layers,
-    check_model,
-    heads_of,
-    mixer_layers,
-    refuse_dropout,
-    transformers_model,
-)
+from longspan.hf.support import attention_dropout, check_model, heads_of, refuse_dropout, transformers_model
 from longspan.hf.tensor_parallel.plan import STYLES, TensorPlan, TensorStyle
 from longspan.hf.vision import core_of
 from longspan.hf.weights.fsdp import check_cpu_offload
 from longspan.hf.weights.quantized import check_quantized
 from longspan.memory.offload import store_for
-from longspan.plan.models import plans_tower
 
 
 @dataclass(frozen=True)
@@ -107,11 +99,6 @@ class Checked:
         heads_of_ranks(inner, sp)
         self.auto: AutoMemory | None = None
         if options.memory == "auto":
-            if core_of(inner) is not None and not plans_tower(inner.config.model_type):
-                raise LongspanError(
-                    f"memory='auto' does not know what the vision tower of {type(inner).__name__} needs; use "
-                    f"'fastest', 'longest' or a longspan.Memory"
-                )
             self.auto = AutoMemory(inner, sp, options.fsdp, options.mp_policy, options.tensor_style, options.experts)
         check_cpu_offload(sp.device, memory.cpu_offload)
         self.store = store_for(memory, sp.device)  # of offloaded activations

@@ -9,19 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from longspan.compat.reading import positions_of
 from longspan.core.errors import LongspanError
 from longspan.core.rope import (
     AS_IS,
     RopeAsked,
     RopeScaling,
-    RopeState,
     full_table,
-    rope_state,
     scaled_table,
     scaling_for,
 )
 from longspan.core.validation import existing_path, format_value, means_a_path, near, read_text
-from longspan.plan.models.catalogue import CONFIGS, ELSEWHERE, HUB
+from longspan.plan.names import weights_flag
 from longspan.ranks import launch
 
 HUB_WAIT_S = 5
@@ -278,35 +277,6 @@ def check_language_model(where: str, config: Any, context: int, rope: RopeAsked 
     return scaling
 
 
-def positions_of(config: Any) -> RopeState:
-    """Return the positions and the RoPE of a Hugging Face config."""
-    text = config.get_text_config()
-    limit: object = getattr(text, "max_position_embeddings", None)
-    if limit is not None and (not isinstance(limit, int) or limit < 1):
-        raise LongspanError(
-            f"max_position_embeddings {format_value(limit)} of the model's config must be an integer above 0"
-        )
-    rotary = isinstance(getattr(text, "rope_parameters", None), dict)
-    return rope_state(text.to_dict(), limit, rotary, _rotary_dims(text) if rotary else None)
-
-
-def _rotary_dims(text: Any) -> int | None:
-    """Return how many dimensions of a head RoPE rotates; None if the config does not say, or its layers differ."""
-    from longspan.compat.transformers_api import LAYERS_DIFFER
-
-    try:
-        dims = getattr(text, "head_dim", None)
-        if dims is None and getattr(text, "num_attention_heads", None):
-            dims = text.hidden_size // text.num_attention_heads
-        _, table = full_table(text.rope_parameters)
-    except LAYERS_DIFFER:
-        return None
-    except LongspanError:  # no table for full attention
-        return None
-    part = table.get("partial_rotary_factor") or 1.0
-    return int(dims * part) if isinstance(dims, int) and isinstance(part, int | float) else None
-
-
 def _scale(text: Any, scaling: RopeScaling) -> None:
     """Write a scaling into a text config, so that models made from it, or saved with it, have it."""
     key, table = full_table(text.rope_parameters)
@@ -341,8 +311,9 @@ def position_range(config: Any) -> int | None:
 def _refuse_planners_name(flag: str, name: str) -> None:
     """Raise for the short names of `longspan plan`, which have sizes but no weights."""
     short = name.lower()
-    if short in CONFIGS and existing_path(flag, name) is None:
-        other = f"{flag} {HUB[short]}" if short in HUB else ELSEWHERE[short]
+    weights = weights_flag(short)
+    if weights is not None and existing_path(flag, name) is None:
+        other = weights.replace("--model", flag, 1)
         raise LongspanError(
             f"{flag} {name} is a short name of `longspan plan` for a model's sizes, without weights; give {other}, "
             "or a local folder"

@@ -19,18 +19,18 @@ from longspan.attn.kernels.base import KernelRequest
 from longspan.attn.kernels.choice import AnyKernel, choose_kernel
 from longspan.attn.mask import Mask
 from longspan.attn.score import Scores
+from longspan.compat.reading import attention_layers, decoder_layers, mixer_layers, text_modules, vision_core
 from longspan.compat.transformers_api import (
     calls_registry,
     is_hybrid,
     makes_positions,
-    mixer_functions,
     mixers_hint,
     router_loss,
     uses_registry,
 )
 from longspan.core.errors import LongspanError, see
 from longspan.hf.pretrained import kind_of, without_dropout
-from longspan.hf.vision import core_of, tower_modules
+from longspan.hf.vision import core_of
 from longspan.losses.load_balancing import balance, balance_sums
 
 HELP = f"it cannot be sharded in this version {see('LS201')}"
@@ -65,49 +65,6 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
             f"custom model, call longspan.attention and shard its batch with longspan.shard_batch"
         )
     return inner
-
-
-def text_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules that tokens pass through, by name: all but those of a vision tower."""
-    return list(model.named_modules(memo=tower_modules(model)))
-
-
-def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the attention modules by name: the innermost "...Attention", with a `layer_idx` if any has it.
-
-    Those of a vision tower are left out, which is not sharded by tokens. A recurrent layer, or a layer around it, may
-    have such a name, too (Kimi's delta attention).
-    """
-    mixers = mixer_layers(model)
-    named = {name: module for name, module in text_modules(model) if "Attention" in type(module).__name__}
-    for name, module in [*named.items()]:
-        around = any(other.startswith(name + ".") for other in mixers)
-        if name in mixers or (around and not calls_registry(module)):
-            del named[name]
-    named = {name: module for name, module in named.items() if hasattr(module, "layer_idx")} or named
-    return {n: m for n, m in named.items() if not any(other.startswith(n + ".") for other in named)}
-
-
-def mixer_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the recurrent layers and short convolutions by name, of the kinds that can be sharded."""
-    return {name: module for name, module in model.named_modules() if mixer_functions(module)}
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the elements of every module list whose elements all contain an attention layer or recurrent layer.
-
-    In a list of one class, others may be an MLP (Nemotron-H). Of nested lists (ALBERT's
-    groups of layers) return the inner elements.
-    """
-    lists = [m for _, m in text_modules(model) if isinstance(m, nn.ModuleList) and len(m) > 0]
-    layers = [layer for blocks in lists if _are_layers(blocks) for layer in blocks]
-    every = set(layers)
-    return [layer for layer in layers if not any(m in every and m is not layer for m in layer.modules())]
-
-
-def _are_layers(blocks: nn.ModuleList) -> bool:
-    mixes = [bool(attention_layers(block) or mixer_layers(block)) for block in blocks]
-    return all(mixes) or (any(mixes) and len({type(block) for block in blocks}) == 1)
 
 
 def final_norm(model: nn.Module) -> list[nn.Module]:
@@ -262,6 +219,8 @@ def check_model(
 
 
 def _check_family(model: PreTrainedModel, name: str) -> None:
+    if vision_core(model) is not None and core_of(model) is None:
+        raise LongspanError(f"{name} has a vision tower of a family that longspan does not know; {HELP}")
     if getattr(model.config, "is_encoder_decoder", False):
         raise LongspanError(
             f"{name} is an encoder-decoder: the cross attention of its decoder looks at another sequence than its own, "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.attn.segments import Segments, runs_of
+from longspan.compat.reading import ENCODER_OUTPUTS, tower_modules, vision_core
 from longspan.hf.encoders import Encoder, GridEncoder, ImageEncoder, PooledFrameEncoder, TileEncoder, llava_rows
-
-ENCODER_OUTPUTS = "mm_encoder_outputs"
-"""The argument of a forward that accepts embeddings which the tower has computed before."""
 
 PIXEL_KEYS = ("pixel_values", "pixel_values_videos")
 
@@ -85,25 +82,13 @@ def core_of(model: nn.Module) -> Any:
     """Return the module of a vision-language model that holds tower and language model; None if its family is not in
     `FAMILIES`.
     """
-    if not isinstance(model, PreTrainedModel) or model.config.model_type not in FAMILIES:
-        return None
-    core = model if hasattr(model, "language_model") else getattr(model, "model", None)
-    if not hasattr(core, "language_model") or ENCODER_OUTPUTS not in inspect.signature(model.forward).parameters:
-        return None
-    return core
+    known = isinstance(model, PreTrainedModel) and model.config.model_type in FAMILIES
+    return vision_core(model) if known else None
 
 
 def encoders_of(model: nn.Module) -> tuple[Encoder, ...]:
     """Return the modalities of a vision-language model; none for other models."""
     return () if core_of(model) is None else FAMILIES[model.config.model_type]  # type: ignore[union-attr,index]
-
-
-def tower_modules(model: nn.Module) -> set[nn.Module]:
-    """Return the modules that encode pixels: the core without its language model; empty for other models."""
-    core = core_of(model)
-    if core is None:
-        return set()
-    return {m for child in core.children() if child is not core.language_model for m in child.modules()}
 
 
 def tower_blocks(model: nn.Module) -> list[nn.Module]:

@@ -1,4 +1,4 @@
-"""The planner: what fits, which mesh, and what it costs, before anyone rents a GPU. Needs no torch and no GPU.
+"""The planner: what fits, which mesh, and what it costs, before anyone rents a GPU. Only `read_model` imports torch.
 
 from longspan.plan import Job, read_hardware, read_model, search
 
@@ -6,12 +6,16 @@ found = search(read_model("llama-2-70b"), Job(context=1_000_000, mode="prefill")
 found.recommended.mesh, found.recommended.memory_bytes, found.recommended.comm
 """
 
+from typing import TYPE_CHECKING, Any
+
 from longspan.plan.cost.communication import Collective
 from longspan.plan.hardware import CATALOGUE, Hardware, Link, read_hardware
 from longspan.plan.job import Job, Mesh
-from longspan.plan.models.read import read_model
-from longspan.plan.models.shape import LayerShape, ModelShape
 from longspan.plan.search import Plan, Search, cost, longest_context, plan_mesh, search
+from longspan.plan.shape import LayerShape, ModelShape
+
+if TYPE_CHECKING:
+    from longspan.plan.from_model import read_model
 
 __all__ = [
     "CATALOGUE",
@@ -31,3 +35,14 @@ __all__ = [
     "read_model",
     "search",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "read_model":
+        from longspan.core.errors import require
+
+        require("the planner", "transformers")
+        from longspan.plan.from_model import read_model
+
+        return read_model
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from longspan.core.cache import CacheDtype, CacheOffload
-from longspan.core.errors import LongspanError
+from longspan.core.errors import LongspanError, require
 from longspan.core.memory import LONGEST, MemoryFlags, MemoryLevel, flags_last
 from longspan.core.parallel import ParallelConfig
 from longspan.core.rope import RopeChoice, RopeFlags, scaling_for
@@ -19,12 +19,10 @@ from longspan.plan.hardware import Hardware, read_hardware
 from longspan.plan.job import Job, Mesh
 from longspan.plan.memory_search import STEP, longest, memory_rows, search_memory_options
 from longspan.plan.methods import compare
-from longspan.plan.models.read import read_model
-from longspan.plan.models.shape import ModelShape
-from longspan.plan.models.tower import Pictures, read_pictures
-from longspan.plan.models.tuning import Tuning, tuned_shape
 from longspan.plan.search import MOST_GPUS, Search, search
-from longspan.plan.suggestions import find_suggestions
+from longspan.plan.shape import ModelShape, Tuning
+from longspan.plan.suggestions import find_suggestions, fixed_options
+from longspan.plan.tower import Pictures, read_pictures
 from longspan.plan.views.report import Report
 
 
@@ -155,10 +153,6 @@ class PlanConfig(MemoryFlags, RopeFlags):
         """Which weights are trained."""
         return Tuning(self.lora, self.lora_targets, self.freeze, self.dora, self.quantize == "nf4")
 
-    def fixed(self) -> dict[str, Any]:
-        """Return the memory options that the planner does not choose."""
-        return self.tuning.fixed(super().fixed())
-
     def pictures(self, model: ModelShape) -> tuple[Pictures, ...]:
         """Return the images and the video of each sequence.
 
@@ -216,11 +210,10 @@ def run(config: PlanConfig) -> int:
         LongspanError: for an unknown model or GPU, impossible sizes, or a file that cannot be written.
     """
     config.check()
-    model = tuned_shape(dataclasses.replace(read_model(config.model), rope=config.rope()), config.tuning)
-    if not model.trained_params:
-        raise LongspanError(
-            f"{' '.join(config.tuning.flags)} leaves no weight of {model.name} to train; give other names"
-        )
+    require("longspan plan", "transformers")
+    from longspan.plan.from_model import read_model
+
+    model = read_model(config.model, config.tuning, config.rope())
     hardware = _hardware(config)
     _check(config, model, hardware)
     job, result = _search(config, model, hardware)
@@ -229,7 +222,9 @@ def run(config: PlanConfig) -> int:
         plan = result.recommended or next((plan for plan in result.plans if plan.runs), result.plans[0])
         rows = memory_rows(plan.model, job, plan.mesh, hardware)
     if result.recommended is None and result.plans and (fastest is None or not fastest.runs):  # memory is the reason
-        suggestions = find_suggestions(model, job, config.gpus, hardware, config.fixed(), config.chooses)
+        suggestions = find_suggestions(
+            model, job, config.gpus, hardware, fixed_options(model, config.fixed()), config.chooses
+        )
     methods = compare(model, job, config.gpus, hardware) if config.compare else ()
     report = Report(result, model, job, config.gpus, hardware, methods, rows, suggestions)
     if config.json:
@@ -276,7 +271,8 @@ def _check(config: PlanConfig, model: ModelShape, hardware: Hardware) -> None:
 
 def _search(config: PlanConfig, model: ModelShape, hardware: Hardware) -> tuple[Job, Search]:
     """Return the job, with the context and the memory options of the recommended plan, and what the search found."""
-    job, fixed = dataclasses.replace(config.job(), pictures=config.pictures(model)), config.fixed()
+    job = dataclasses.replace(config.job(), pictures=config.pictures(model))
+    fixed = fixed_options(model, config.fixed())
     if config.context == "max":
         if config.level == "longest":
             fixed = {**{f.name: getattr(LONGEST, f.name) for f in dataclasses.fields(LONGEST)}, **fixed}

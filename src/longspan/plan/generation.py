@@ -11,8 +11,8 @@ from longspan.plan.cost.memory import HOST_SHARE, memory, offloaded_bytes
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import CostContext, Job, Mesh
 from longspan.plan.limits import GB, refusal
-from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import bisect_largest, format_items, meshes
+from longspan.plan.shape import ModelShape
 
 Items = Callable[[Job, Mesh], dict[str, int]]
 

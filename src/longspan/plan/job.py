@@ -18,8 +18,8 @@ from longspan.core.tile_sizes import layers_held, layers_per_checkpoint
 from longspan.core.validation import LARGEST_COUNT, LARGEST_JOB, check_choice, check_flag, check_number, format_value
 
 if TYPE_CHECKING:
-    from longspan.plan.models.shape import LayerShape, ModelShape
-    from longspan.plan.models.tower import Pictures
+    from longspan.plan.shape import LayerShape, ModelShape
+    from longspan.plan.tower import Pictures
 
 Mode = Literal["train", "prefill", "decode"]
 

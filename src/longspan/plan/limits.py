@@ -12,7 +12,7 @@ from longspan.core.tile_sizes import even_span
 from longspan.plan.cost.vision import most_patches
 from longspan.plan.cost.weights import can_cut
 from longspan.plan.job import CostContext, Job, Mesh
-from longspan.plan.models.shape import LayerShape, ModelShape
+from longspan.plan.shape import LayerShape, ModelShape
 
 GB = 1e9
 
@@ -65,7 +65,7 @@ def mesh_refusal(model: ModelShape, job: Job, mesh: Mesh) -> str | None:
         )
     if job.experts not in ("auto", 1) and not any(layer.mlp.experts for layer, _ in model.layer_kinds):
         return f"experts={job.experts}: {model.name} has no experts; leave it out"
-    if mesh.tensor > 1 and model.tuning is not None and model.tuning.quantize:
+    if mesh.tensor > 1 and model.packed:
         return f"tensor={mesh.tensor} cannot shard weights in 4 bits; use `ulysses` or `ring` instead"
     for layer, _ in model.layer_kinds:
         problem = (
@@ -130,8 +130,6 @@ def notes(c: CostContext) -> Iterator[str]:
         )
     elif model.tower is not None and job.mode == "train":
         yield "no images or video are planned (--images, --video): the vision tower takes memory for its weights alone"
-    if model.assumption:
-        yield model.assumption
     if job.mode == "prefill" and job.prefill_chunk is None:
         yield (
             "the prompt is one forward; `longspan generate` splits it into chunks, which need less memory: "

@@ -18,8 +18,8 @@ from longspan.core.validation import check_number
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import Job, Mesh
 from longspan.plan.limits import mesh_refusal, refusal, unsupported_mesh
-from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import Plan, Search, cost, longest_context, meshes, plan_mesh, search
+from longspan.plan.shape import ModelShape
 
 STEP = 1024
 """The longest context is a multiple of so many tokens."""

@@ -13,8 +13,8 @@ from longspan.plan.job import CostContext, Job, Mesh
 from longspan.plan.layers import Linear
 from longspan.plan.layers.linear import STATE_BYTES, STATES
 from longspan.plan.limits import refusal
-from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import Plan, cost
+from longspan.plan.shape import ModelShape
 
 SHORT = 128
 """Tokens of a short prompt, at which only latency counts and tensor parallelism may win."""

@@ -17,7 +17,7 @@ from longspan.plan.cost.times import Bottleneck, model_flops, offload_wait, opti
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import CostContext, Job, Mesh
 from longspan.plan.limits import GB, notes, pictures_refusal, refusal, unsupported
-from longspan.plan.models.shape import ModelShape
+from longspan.plan.shape import ModelShape
 
 WORTH = 0.01
 """Fraction of a step that another ring implementation must save to be recommended: less is within the error."""

@@ -20,8 +20,8 @@ from longspan.plan.memory_search import (
     longest,
     smallest_memory_candidates,
 )
-from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import MOST_GPUS, Plan, format_items, meshes, plan_mesh
+from longspan.plan.shape import ModelShape
 
 
 def choose_memory(
@@ -50,6 +50,11 @@ def choose_memory(
         f"{format_items(least.memory_bytes)}. {suggestions.describe()}",
         code="LS105",
     )
+
+
+def fixed_options(model: ModelShape, options: Fixed) -> Fixed:
+    """Return fixed memory options, and those that 4-bit weights exclude."""
+    return {"cpu_offload": False, **options} if model.packed else options
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForSequenceClassification
 from trl import get_peft_config
 
+from longspan.compat.reading import tower_modules
 from longspan.core.errors import LongspanError, require
 from longspan.core.memory import Memory
 from longspan.core.rope import RopeScaling
@@ -33,7 +34,6 @@ from longspan.hf.pretrained import (
 )
 from longspan.hf.prompts import BYTES, load_tokenizer
 from longspan.hf.support import transformers_model
-from longspan.hf.vision import tower_modules
 from longspan.hf.weights.origin import Origin, with_adapter
 from longspan.train.arguments import KERNELS, Arguments
 

@@ -14,12 +14,13 @@ from longspan.core.layout import choose_layout
 from longspan.core.memory import FASTEST, LONGEST, Memory, memory_of
 from longspan.core.rope import RopeScaling
 from longspan.hf.memory_options import MemoryModules
-from longspan.hf.planning import hardware_of_ranks, shape_of_model
+from longspan.hf.planning import hardware_of_ranks
 from longspan.hf.preconditions import check_ahead, check_axes
+from longspan.plan.from_model import adapted, shape_of_model
 from longspan.plan.job import Job, Mesh
 from longspan.plan.memory_search import STEP, longest_context_on
-from longspan.plan.models.tuning import Tuning, tuned_shape
-from longspan.plan.suggestions import choose_memory
+from longspan.plan.shape import Tuning
+from longspan.plan.suggestions import choose_memory, fixed_options
 from longspan.train import model as models
 from longspan.train.arguments import Arguments
 
@@ -61,11 +62,12 @@ def resolve(arguments: Arguments) -> Resolved:
     rank = peft.lora_r if peft.use_peft else None
     tuning = Tuning(rank, tuple(targets), tuple(ours.freeze), peft.use_dora, peft.load_in_4bit)
     try:
-        shape = tuned_shape(shape_of_model(model), tuning)
+        shape = shape_of_model(adapted(model, tuning), packs=tuning.quantize)
     except LongspanError:
         if "memory" in arguments.given or longest:
             raise
         return unknown  # the planner cannot read this model, so it chooses nothing
+    fixed = dict(fixed_options(shape, fixed))
     if level == "longest":
         fixed = {**{f.name: getattr(LONGEST, f.name) for f in dataclasses.fields(LONGEST)}, **fixed}
     if level == "auto" and MemoryModules(model).untiled is not None:
@@ -89,7 +91,7 @@ def resolve(arguments: Arguments) -> Resolved:
         config, rope = models.read_config(arguments, context)
         job = dataclasses.replace(job, context=context)
     try:
-        memory, message = choose_memory(shape, job, mesh, hardware, tuning.fixed(fixed))
+        memory, message = choose_memory(shape, job, mesh, hardware, fixed)
     except LongspanError as error:
         if "memory" in arguments.given or longest:
             raise

@@ -22,10 +22,10 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from longspan.core.errors import LongspanError
 from longspan.hf.batch import WIDTH
 from longspan.hf.checks.nonfinite import NonFinite, watch
-from longspan.hf.planning import shape_of
 from longspan.hf.state import state_of
 from longspan.hf.support import layers_without_backward, transformers_model
 from longspan.hf.weights.quantized import number_of_weights
+from longspan.plan.from_model import shape_of
 from longspan.trainers.figures import CommunicationSampler, count_tokens, model_flops, peak_flops, peak_memory
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

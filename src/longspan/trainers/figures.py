@@ -22,7 +22,7 @@ from longspan.plan.layers import Softmax
 from longspan.tracing.spans import covered
 
 if TYPE_CHECKING:
-    from longspan.plan.models import ModelShape
+    from longspan.plan.shape import ModelShape
 
 
 def model_flops(

@@ -23,12 +23,13 @@ import longspan
 from longspan.comm.consistency import check_same_model, digests_of, local_part, weights_of
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.objects import gather_objects, on_every_rank
+from longspan.compat.reading import mixer_layers
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Span
 from longspan.core.sections import values
 from longspan.hf.loading import find_source, load_from
 from longspan.hf.parallelize import parallelize
-from longspan.hf.support import check_model, is_masked_lm, mixer_layers, switch_dropout_off
+from longspan.hf.support import check_model, is_masked_lm, switch_dropout_off
 from longspan.hf.vision import encoders_of
 from longspan.hf.weights.origin import Origin
 from longspan.hf.weights.sources import FirstRank, my_slices

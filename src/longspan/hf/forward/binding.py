@@ -14,6 +14,7 @@ from longspan.attn.kernels.choice import AnyKernel
 from longspan.attn.tree import Trees, along_paths, path_lengths
 from longspan.cache.latent import latent_layer_of
 from longspan.comm.mesh import SequenceSharding
+from longspan.compat.reading import attention_layers, tower_modules
 from longspan.compat.transformers_api import attention_of, cache_name, set_attention
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, Memory
@@ -21,8 +22,7 @@ from longspan.hf.batch import SequenceInfo
 from longspan.hf.forward.kv_cache import CachedInfo
 from longspan.hf.forward.registry import NAME, LayerBinding
 from longspan.hf.forward.stage import ForwardCall, Stage
-from longspan.hf.support import HELP, attention_layers
-from longspan.hf.vision import tower_modules
+from longspan.hf.support import HELP
 
 
 class AttentionLayers(Stage):

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from longspan.cache.recurrent import RecurrentLayer
+from longspan.compat.reading import attention_layers, decoder_layers, mixer_layers
 from longspan.compat.torch_api import not_compiled
 from longspan.compat.transformers_api import forward_with, mixer_functions
 from longspan.core.errors import LongspanError
@@ -30,7 +31,7 @@ from longspan.hf.batch import SequenceInfo
 from longspan.hf.forward.kv_cache import CachedInfo, ShardedCache
 from longspan.hf.forward.mixer_functions import READ_PADDING, REPLACEMENTS, no_shortcut
 from longspan.hf.forward.stage import ForwardCall, Stage
-from longspan.hf.support import HELP, attention_layers, decoder_layers, mixer_layers
+from longspan.hf.support import HELP
 from longspan.mixers.chunk_states import pass_states
 from longspan.mixers.fragments import FragmentTable, fragment_table
 from longspan.mixers.mixer import Mixer, Tokens

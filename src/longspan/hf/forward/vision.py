@@ -24,6 +24,7 @@ from transformers.utils import ModelOutput
 from longspan.comm.collectives import exchange_rows
 from longspan.comm.consistency import gather_numbers
 from longspan.comm.mesh import SequenceSharding, group_name
+from longspan.compat.reading import ENCODER_OUTPUTS, tower_modules
 from longspan.core.errors import LongspanError
 from longspan.core.layout import split_by_cost
 from longspan.hf.documents import tokens_of
@@ -31,7 +32,7 @@ from longspan.hf.encoders import Encoder, Units
 from longspan.hf.forward.kv_cache import CachedInfo
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.support import draws
-from longspan.hf.vision import ENCODER_OUTPUTS, PICTURE_KEYS, PIXEL_KEYS, core_of, rows_of, tower_modules, with_rows
+from longspan.hf.vision import PICTURE_KEYS, PIXEL_KEYS, core_of, rows_of, with_rows
 
 if TYPE_CHECKING:
     from longspan.hf.state import ParallelState

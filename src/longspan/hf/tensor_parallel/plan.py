@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.comm.tensor import Parts, Rule
+from longspan.compat.reading import attention_layers
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_groups
 from longspan.core.tile_sizes import even_span
-from longspan.hf.support import attention_layers, decoder_of, draws, heads_of
+from longspan.hf.support import decoder_of, draws, heads_of
 
 TensorStyle = Literal["tp", "megatron-sp"]
 STYLES = ("tp", "megatron-sp")

@@ -21,10 +21,11 @@ from transformers import PreTrainedModel
 
 from longspan.comm.mesh import SequenceSharding, mesh_of_one
 from longspan.comm.tensor import as_local
+from longspan.compat.reading import decoder_layers
 from longspan.compat.torch_api import average_gradients
 from longspan.core.errors import LongspanError
 from longspan.hf.experts import ExpertPlan, ExpertSharding
-from longspan.hf.support import decoder_layers, final_norm
+from longspan.hf.support import final_norm
 from longspan.hf.vision import tower_blocks
 
 

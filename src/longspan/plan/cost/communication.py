@@ -34,7 +34,7 @@ from longspan.plan.cost.weights import (
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import CostContext
 from longspan.plan.layers.base import Parameter, Sent
-from longspan.plan.models.shape import LayerShape
+from longspan.plan.shape import LayerShape
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from longspan.core.tile_sizes import FEWEST_ROWS, layers_held, layers_per_checkp
 from longspan.plan.cost.weights import computed, layer_gradient
 from longspan.plan.job import CostContext, Job
 from longspan.plan.layers.base import Parameter, SavedActivations
-from longspan.plan.models.shape import LayerShape
+from longspan.plan.shape import LayerShape
 
 OFFLOADED_INPUTS = 2
 """Layers' inputs that are on the GPU under offload: one is moved while the other is made, or used."""

@@ -20,7 +20,7 @@ from longspan.plan.hardware import Hardware
 from longspan.plan.job import CostContext, Job, Mesh
 from longspan.plan.layers.attended_keys import RingSchedule
 from longspan.plan.layers.base import Sent
-from longspan.plan.models.shape import LayerShape, ModelShape
+from longspan.plan.shape import LayerShape, ModelShape
 
 NORM_BYTES = 32
 """Memory traffic of a norm in eager torch, in bytes per feature: it computes in fp32, one operation at a time."""

@@ -39,7 +39,7 @@ from longspan.plan.cost.weights import (
 )
 from longspan.plan.job import CostContext
 from longspan.plan.layers.base import Parameter, SavedActivations
-from longspan.plan.models.shape import LayerShape, ModelShape
+from longspan.plan.shape import LayerShape, ModelShape
 
 Peak = dict[str, int]
 """Bytes by item, at one time in a step; items at rest are added to all of them."""

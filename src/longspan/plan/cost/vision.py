@@ -15,7 +15,7 @@ from longspan.core.layout import Layout
 from longspan.plan.cost.weights import shard_elements
 from longspan.plan.job import CostContext
 from longspan.plan.layers.base import Sent
-from longspan.plan.models.tower import Tower
+from longspan.plan.tower import Tower
 
 ENCODERS = 2
 """Kinds of pictures of a family, of which replicas tell each other whether a batch has any: images and videos."""

@@ -10,7 +10,7 @@ from longspan.core.tile_sizes import gradient_buckets, reduces_once
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import CostContext
 from longspan.plan.layers.base import Parameter, Sent
-from longspan.plan.models.shape import LayerShape, ModelShape
+from longspan.plan.shape import LayerShape, ModelShape
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What the tensor axis cuts.

@@ -1,13 +1,13 @@
 """Kinds of layers: what mixes tokens (`Mixer`) and what follows it (`Mlp`), each with its costs.
 
 The totals in `longspan.plan.cost` ask these objects and name none of them. A new kind of mixer is a subclass of `Mixer`
-in its own file; a family (`longspan.plan.models.family`) then names it.
+in its own file; `longspan.plan.from_model` then reads it from a module.
 """
 
 from longspan.plan.layers.attended_keys import CAUSAL, AttendedKeys, Bidirectional, Causal, Chunk, Window
 from longspan.plan.layers.base import Mixer, Mlp, Parameter, Sent
 from longspan.plan.layers.linear import Linear, ShortConv
-from longspan.plan.layers.softmax import Softmax
+from longspan.plan.layers.softmax import Parallel, Softmax
 
 __all__ = [
     "CAUSAL",
@@ -18,6 +18,7 @@ __all__ = [
     "Linear",
     "Mixer",
     "Mlp",
+    "Parallel",
     "Parameter",
     "Sent",
     "ShortConv",

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from longspan.core.cache import holds_latent, tokens_per_rank, vector_bytes
@@ -21,6 +21,7 @@ from longspan.plan.layers.attended_keys import (
     ring_schedule,
 )
 from longspan.plan.layers.base import Buffers, Mixer, SavedActivations, Sent
+from longspan.plan.layers.linear import Linear
 
 KERNEL_DQ = 4
 """Bytes per element of dQ that a GPU's flash backward accumulates in fp32, besides dQ itself."""
@@ -328,6 +329,29 @@ class Softmax(Mixer):
                 f"ulysses={max(1, kv // t)}, ring={u * mesh.ring // max(1, kv // t)}, or allow KV replication"
             )
         return None
+
+
+@dataclass(frozen=True)
+class Parallel(Softmax):
+    """Attention and a recurrence beside each other in one layer (Falcon-H1)."""
+
+    beside: Linear = field(default_factory=Linear)  # the recurrence
+
+    def flops(self, job: Job, times: float) -> float:
+        return super().flops(job, times) + self.beside.flops(job, times)
+
+    def max_flops(self, c: CostContext) -> float:
+        return super().max_flops(c) + self.beside.max_flops(c)
+
+    def sent(self, c: CostContext) -> list[Sent]:
+        return [*super().sent(c), *self.beside.sent(c)]
+
+    def cache_by_rank(self, c: CostContext, generated: int = 0, chunk: int | None = None, step: int = 0) -> list[int]:
+        pairs = super().cache_by_rank(c, generated, chunk, step)
+        return [one + other for one, other in zip(pairs, self.beside.cache_by_rank(c), strict=True)]
+
+    def saved(self, c: CostContext) -> int:
+        return super().saved(c) + self.beside.saved(c)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -28,8 +28,8 @@ from longspan.plan.cost.times import model_flops
 from longspan.plan.hardware import CATALOGUE, Hardware
 from longspan.plan.job import Job, Mesh, head_shards
 from longspan.plan.limits import refusal, unsupported
-from longspan.plan.models.shape import ModelShape
 from longspan.plan.search import MOST_GPUS, Plan, Search, meshes, plan_mesh, search, sort_key, with_faster_ring
+from longspan.plan.shape import ModelShape
 from longspan.plan.views.report import command, memory_flags
 
 MESHES_SHOWN = 6
@@ -380,7 +380,7 @@ def _may_fit(plan: Plan, kind: Hardware) -> bool:
 
 def _flags(model: ModelShape, job: Job) -> str:
     """Return the flags of `longspan plan` that no switch or slider changes."""
-    flags = [f"--mode {job.mode}", f"--dtype {job.dtype}", *([] if model.tuning is None else model.tuning.flags)]
+    flags = [f"--mode {job.mode}", f"--dtype {job.dtype}", *model.tuning.flags]
     flags += [pictures.flag(model.tower) for pictures in job.pictures if model.tower is not None]
     named = {"layout": job.layout, "ring-impl": job.ring_impl}
     flags += [f"--{name} {value}" for name, value in named.items() if value != "auto"]

@@ -14,9 +14,9 @@ from longspan.plan.hardware import Hardware
 from longspan.plan.job import Job, Mesh
 from longspan.plan.memory_search import MemoryRow
 from longspan.plan.methods import Method
-from longspan.plan.models.catalogue import CONFIGS, ELSEWHERE, HUB
-from longspan.plan.models.shape import ModelShape
+from longspan.plan.names import weights_flag
 from longspan.plan.search import Plan, Search
+from longspan.plan.shape import ModelShape
 from longspan.plan.suggestions import Suggestions
 
 SCHEMA = "longspan.plan/4"
@@ -193,11 +193,11 @@ def _train_command(plan: Plan) -> str:
     changed = {name: value for name, value in given.items() if value != getattr(FASTEST, name)}
     memory = json.dumps(changed) if changed else "fastest"
     words.append(f"--memory {shlex.quote(memory)}")
-    if tuning is not None and tuning.lora is not None:
+    if tuning.lora is not None:
         targets = " ".join(tuning.targets) or "all-linear"
         words.append(f"--use_peft --lora_r {tuning.lora} --lora_target_modules {targets}")
         words += ["--use_dora"] * tuning.dora + ["--load_in_4bit"] * tuning.quantize
-    elif tuning is not None and tuning.freeze:
+    elif tuning.freeze:
         words.append(f"--freeze {' '.join(map(shlex.quote, tuning.freeze))}")
     words += [] if job.weight_sharding else ["--shard_weights false"]
     return _started(plan, "train sft", words)
@@ -248,10 +248,7 @@ def _started(plan: Plan, name: str, words: list[str]) -> str:
 
 def _model_flag(name: str, flag: str = "") -> str:
     """Return the flag that names a model, or its config; `flag` takes both."""
-    if name in CONFIGS:
-        given = f"--model {HUB[name]}" if name in HUB else ELSEWHERE[name]
-    else:
-        given = f"--config {_quoted(_config_file(name))}"
+    given = weights_flag(name) or f"--config {_quoted(_config_file(name))}"
     return f"{flag} {given.split(maxsplit=1)[1]}" if flag else given
 
 

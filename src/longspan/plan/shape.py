@@ -4,14 +4,48 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
+from longspan.core.errors import LongspanError
 from longspan.core.rope import AUTO, UNSTATED, RopeAsked, RopeScaling, RopeState, furthest, scaling_for
+from longspan.core.validation import LARGEST_COUNT, check_number
 from longspan.plan.layers import Mixer, Mlp, Parameter
-from longspan.plan.models.tower import Tower
+from longspan.plan.tower import Tower
 
-if TYPE_CHECKING:
-    from longspan.plan.models.tuning import Tuning
+
+@dataclass(frozen=True)
+class Tuning:
+    """Which weights are trained, by the flags of `longspan train`."""
+
+    lora: int | None = None  # the rank of LoRA; None: all weights but those of `freeze` are trained
+    targets: tuple[str, ...] = ()  # the ends of the names of modules that get LoRA; by default all linear layers
+    freeze: tuple[str, ...] = ()  # patterns of names
+    dora: bool = False  # whether a magnitude for each output is trained, too
+    quantize: bool = False  # whether frozen linear layers are stored in 4 bits
+
+    def check(self, mode: str) -> None:
+        """Raise for options that contradict each other, or the mode of a job."""
+        if self == ALL_TRAINED:
+            return
+        asked = " ".join(self.flags)
+        if mode != "train":
+            raise LongspanError(f"{asked}: --mode {mode} trains no weight; leave it out")
+        if self.lora is None and (self.targets or self.dora or self.quantize):
+            raise LongspanError(f"{asked} needs LoRA; give its rank, such as --lora 16")
+        if self.lora is not None and (self.freeze or (self.dora and self.quantize)):
+            raise LongspanError(f"{asked}: longspan train does not take these together; leave one of them out")
+        if self.lora is not None:
+            check_number("--lora", self.lora, 1, LARGEST_COUNT)
+
+    @property
+    def flags(self) -> list[str]:
+        """The flags of `longspan train`."""
+        flags = [] if self.lora is None else [f"--lora {self.lora}"]
+        for flag, names in (("--lora-targets", self.targets), ("--freeze", self.freeze)):
+            flags += [f"{flag} {' '.join(repr(name) if '*' in name else name for name in names)}"] * bool(names)
+        return flags + ["--dora"] * self.dora + ["--quantize nf4"] * self.quantize
+
+
+ALL_TRAINED = Tuning()
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,13 +103,11 @@ class ModelShape:
         max_position: `max_position_embeddings`; None if the config does not say.
         layers: in order; repeated layers are the same object.
         root: weights outside the layers: embeddings, learnt positions, final norm, and the head unless tied.
-        assumption: what reading the config assumed; None: nothing.
         positions: what the config says about positions.
         rope: the requested RoPE scaling.
         refused: reasons why this version does not train it.
         tower: the vision tower; None for a language model.
-        tuning: which weights are trained; None: all.
-        model_type: of the config; "" if the layers were read from modules.
+        tuning: the flags that say which weights are trained; each weight says whether it is.
     """
 
     name: str
@@ -85,13 +117,11 @@ class ModelShape:
     max_position: int | None
     layers: tuple[LayerShape, ...]
     root: tuple[Parameter, ...]
-    assumption: str | None = None
     positions: RopeState = UNSTATED
     rope: RopeAsked = AUTO
     refused: tuple[str, ...] = ()
     tower: Tower | None = None
-    tuning: Tuning | None = None
-    model_type: str = ""
+    tuning: Tuning = ALL_TRAINED
 
     @property
     def head(self) -> Parameter:
@@ -113,6 +143,11 @@ class ModelShape:
     def furthest(self) -> int | None:
         """The longest context of its positions with the requested scaling; None: no limit."""
         return furthest(self.positions, self.rope)
+
+    @cached_property
+    def packed(self) -> bool:
+        """Whether any weight is stored in 4 bits."""
+        return any(p.packed for layer, _ in self.layer_kinds for p in layer.parameters)
 
     @cached_property
     def root_params(self) -> int:

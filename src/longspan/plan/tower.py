@@ -1,23 +1,19 @@
-"""Vision towers, from the `vision_config` of a `config.json`; and the images and videos that a job shows them.
+"""The sizes of a vision tower, and the images and videos that a job shows it.
 
-Qwen's families: patches of images and video frames pass through `blocks`, whose attention stays within an image or a
-frame, and mergers join `merge` x `merge` patches to an embedding. Weights are named as transformers 5 names them.
+Patches of images and video frames pass through blocks, whose attention stays within an image or a frame. Mergers join
+`merge` x `merge` patches to an embedding.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from longspan.core.errors import LongspanError
 from longspan.core.validation import LARGEST_COUNT, check_number
 from longspan.plan.layers import Parameter
-from longspan.plan.models.blocks import gated, linear, norm
-from longspan.plan.models.family import Config
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +36,7 @@ class Tower:
     window: int | None
     full: frozenset[int]  # numbers of the blocks that attend to the whole frame all the same
     marks_frames: bool  # whether each frame of a video has its own start and end token, rather than each video
+    any_size: bool  # whether pictures of any size become patches, rather than pictures or tiles of one size
     block: tuple[Parameter, ...]  # weights of one block
     before: tuple[Parameter, ...]  # weights before the blocks
     after: tuple[Parameter, ...]  # weights after the blocks
@@ -72,7 +69,7 @@ class Tower:
     def product_flops(self, patches: int) -> float:
         """Return the FLOPs of the products of a forward; a merger's are run once per `merge` x `merge` patches."""
         before, block, after = (
-            sum(p.numel for p in parameters if len(p.shape) > 1 and "pos_embed" not in p.name)
+            sum(p.numel for p in parameters if len(p.shape) > 1 and "pos" not in p.name)
             for parameters in (self.before, self.block, self.after)
         )
         return 2.0 * patches * (before + self.depth * block + after / self.merge**2)
@@ -130,6 +127,11 @@ def read_pictures(flag: str, text: str, tower: Tower) -> Pictures:
 
     Sides are rounded to what an embedding covers, as transformers' processors do; frames are filled up.
     """
+    if not tower.any_size:
+        raise LongspanError(
+            f"{flag} {text}: this model's processor scales pictures to one size, or cuts them into tiles; "
+            f"memory='auto' of longspan.parallelize counts those of each batch"
+        )
     if not re.fullmatch(r"\d+x\d+x\d+", text):
         raise LongspanError(f"{flag} {text} is not NUMBERxHEIGHTxWIDTH, such as 256x448x448 (sizes in pixels)")
     number, *sides = (int(part) for part in text.split("x"))
@@ -140,100 +142,3 @@ def read_pictures(flag: str, text: str, tower: Tower) -> Pictures:
     if flag == "--video":
         return Pictures("video", math.ceil(number / tower.frames), height, width)
     return Pictures("image", number, height, width)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Families, by the `vision_config` of their configs.
-
-_DEFAULTS: dict[str, Any] = {
-    "depth": 32, "num_heads": 16, "in_channels": 3, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2,
-}  # fmt: skip
-
-
-def _config(values: Any, defaults: dict[str, Any], where: str) -> Config:
-    if not isinstance(values, dict):
-        raise LongspanError(f"{where}: vision_config must be an object, as in the published config.json")
-    return Config(values, {**_DEFAULTS, **defaults}, {"in_channels": ("in_channels", "in_chans")}, f"{where}: vision")
-
-
-def _tower(c: Config, *, width: int, out: int, ffn: int, mlp: Iterator[Parameter], after: Iterator[Parameter],
-           **kinds: Any) -> Tower:  # fmt: skip
-    heads, patch, frames, channels = (
-        c.count(name) for name in ("num_heads", "patch_size", "temporal_patch_size", "in_channels")
-    )
-    if width % heads:
-        raise LongspanError(f"{c.where}: the hidden size {width} does not divide by num_heads={heads}")
-    rms, learnt = kinds.get("rms", False), kinds.pop("positions", 0)
-    before = [Parameter("patch_embed.proj.weight", (width, channels, frames, patch, patch))]
-    if learnt:
-        before += [Parameter("patch_embed.proj.bias", (width,)), Parameter("pos_embed.weight", (learnt, width))]
-    block = [
-        *norm("norm1", width, not rms),
-        *norm("norm2", width, not rms),
-        *linear("attn.qkv", width, 3 * width, bias=True),
-        *linear("attn.proj", width, width, bias=True),
-        *mlp,
-    ]
-    return Tower(
-        **{"deepstack": 0, "window": None, "full": frozenset(), "marks_frames": False, "gated": False, "rms": False,
-           **kinds},
-        depth=c.count("depth"), width=width, heads=heads, ffn=ffn, patch=patch, frames=frames, channels=channels,
-        merge=c.count("spatial_merge_size"), out=out, block=tuple(block), before=tuple(before), after=tuple(after),
-    )  # fmt: skip
-
-
-def _two_layers(names: tuple[str, str], inputs: int, ffn: int, outputs: int) -> Iterator[Parameter]:
-    yield from linear(names[0], inputs, ffn, bias=True)
-    yield from linear(names[1], ffn, outputs, bias=True)
-
-
-def _qwen2_merger(width: int, out: int, c: Config, *, rms: bool) -> Iterator[Parameter]:
-    merged = width * c.count("spatial_merge_size") ** 2
-    yield from norm("merger.ln_q", width, not rms)
-    yield from _two_layers(("merger.mlp.0", "merger.mlp.2"), merged, merged, out)
-
-
-def qwen2_tower(values: Any, where: str) -> Tower:
-    """Return the tower of Qwen2-VL."""
-    c = _config(values, {"embed_dim": 1280, "hidden_size": 3584, "mlp_ratio": 4}, where)
-    width = c.count("embed_dim")
-    ffn, out = width * c.count("mlp_ratio"), c.d
-    mlp = _two_layers(("mlp.fc1", "mlp.fc2"), width, ffn, width)
-    return _tower(c, width=width, out=out, ffn=ffn, mlp=mlp, after=_qwen2_merger(width, out, c, rms=False))
-
-
-def qwen2_5_tower(values: Any, where: str) -> Tower:
-    """Return the tower of Qwen2.5-VL: most blocks attend within windows."""
-    defaults = {
-        "hidden_size": 3584, "intermediate_size": 3420, "window_size": 112, "out_hidden_size": 3584,
-        "fullatt_block_indexes": (7, 15, 23, 31),
-    }  # fmt: skip
-    c = _config(values, defaults, where)
-    out, merge = c.count("out_hidden_size"), c.count("spatial_merge_size")
-    window = c.count("window_size") // merge // c.count("patch_size") * merge
-    return _tower(
-        c, width=c.d, out=out, ffn=c.ffn, mlp=gated("mlp", c.d, c.ffn, bias=True), gated=True, rms=True,
-        after=_qwen2_merger(c.d, out, c, rms=True), window=window, full=frozenset(c.find("fullatt_block_indexes")[1]),
-    )  # fmt: skip
-
-
-def qwen3_tower(values: Any, where: str) -> Tower:
-    """Return the tower of Qwen3-VL: learnt positions, and mergers after several blocks."""
-    defaults = {
-        "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "patch_size": 16, "out_hidden_size": 3584,
-        "num_position_embeddings": 2304, "deepstack_visual_indexes": (8, 16, 24),
-    }  # fmt: skip
-    c = _config(values, defaults, where)
-    out, deepstack = c.count("out_hidden_size"), len(c.find("deepstack_visual_indexes")[1])
-    return _tower(
-        c, width=c.d, out=out, ffn=c.ffn, mlp=_two_layers(("mlp.linear_fc1", "mlp.linear_fc2"), c.d, c.ffn, c.d),
-        after=_qwen3_mergers(c, out, deepstack), deepstack=deepstack, positions=c.count("num_position_embeddings"),
-        marks_frames=True,
-    )  # fmt: skip
-
-
-def _qwen3_mergers(c: Config, out: int, deepstack: int) -> Iterator[Parameter]:
-    merged = c.d * c.count("spatial_merge_size") ** 2
-    for name, normed in (("merger", c.d), *((f"deepstack_merger_list.{i}", merged) for i in range(deepstack))):
-        yield from norm(f"{name}.norm", normed, bias=True)
-        yield from _two_layers((f"{name}.linear_fc1", f"{name}.linear_fc2"), merged, merged, out)

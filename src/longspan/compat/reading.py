@@ -1,0 +1,105 @@
+"""Read a transformers model: its layers, its vision tower and its positions, which families name differently.
+
+`parallelize` shards the layers that are found here, and the planner plans them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from longspan.compat.transformers_api import LAYERS_DIFFER, calls_registry, mixer_functions
+from longspan.core.errors import LongspanError
+from longspan.core.rope import RopeState, full_table, rope_state
+from longspan.core.validation import format_value
+
+ENCODER_OUTPUTS = "mm_encoder_outputs"
+"""The argument of a forward that accepts embeddings which the tower has computed before."""
+
+
+def vision_core(model: nn.Module) -> Any:
+    """Return the module of a vision-language model that holds tower and language model; None for other models."""
+    core = model if hasattr(model, "language_model") else getattr(model, "model", None)
+    if not hasattr(core, "language_model") or ENCODER_OUTPUTS not in inspect.signature(model.forward).parameters:
+        return None
+    return core
+
+
+def tower_modules(model: nn.Module) -> set[nn.Module]:
+    """Return the modules that encode pixels: the core without its language model; empty for other models."""
+    core = vision_core(model)
+    if core is None:
+        return set()
+    return {m for child in core.children() if child is not core.language_model for m in child.modules()}
+
+
+def text_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules that tokens pass through, by name: all but those of a vision tower."""
+    return list(model.named_modules(memo=tower_modules(model)))
+
+
+def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the attention modules by name: the innermost "...Attention", with a `layer_idx` if any has it.
+
+    Those of a vision tower are left out, which is not sharded by tokens. A recurrent layer, or a layer around it, may
+    have such a name, too (Kimi's delta attention).
+    """
+    mixers = mixer_layers(model)
+    named = {name: module for name, module in text_modules(model) if "Attention" in type(module).__name__}
+    for name, module in [*named.items()]:
+        around = any(other.startswith(f"{name}." * (name != "")) for other in mixers)
+        if name in mixers or (around and not calls_registry(module)):
+            del named[name]
+    named = {name: module for name, module in named.items() if hasattr(module, "layer_idx")} or named
+    return {n: m for n, m in named.items() if not any(other.startswith(n + ".") for other in named)}
+
+
+def mixer_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the recurrent layers and short convolutions by name, of the kinds that can be sharded."""
+    return {name: module for name, module in model.named_modules() if mixer_functions(module)}
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the elements of every module list whose elements all contain an attention layer or recurrent layer.
+
+    In a list of one class, others may be an MLP (Nemotron-H). Of nested lists (ALBERT's
+    groups of layers) return the inner elements.
+    """
+    lists = [m for _, m in text_modules(model) if isinstance(m, nn.ModuleList) and len(m) > 0]
+    layers = [layer for blocks in lists if _are_layers(blocks) for layer in blocks]
+    every = set(layers)
+    return [layer for layer in layers if not any(m in every and m is not layer for m in layer.modules())]
+
+
+def _are_layers(blocks: nn.ModuleList) -> bool:
+    mixes = [bool(attention_layers(block) or mixer_layers(block)) for block in blocks]
+    return all(mixes) or (any(mixes) and len({type(block) for block in blocks}) == 1)
+
+
+def positions_of(config: Any) -> RopeState:
+    """Return the positions and the RoPE of a Hugging Face config."""
+    text = config.get_text_config()
+    limit: object = getattr(text, "max_position_embeddings", None)
+    if limit is not None and (not isinstance(limit, int) or limit < 1):
+        raise LongspanError(
+            f"max_position_embeddings {format_value(limit)} of the model's config must be an integer above 0"
+        )
+    rotary = isinstance(getattr(text, "rope_parameters", None), dict)
+    return rope_state(text.to_dict(), limit, rotary, _rotary_dims(text) if rotary else None)
+
+
+def _rotary_dims(text: Any) -> int | None:
+    """Return how many dimensions of a head RoPE rotates; None if the config does not say, or its layers differ."""
+    try:
+        dims = getattr(text, "head_dim", None)
+        if dims is None and getattr(text, "num_attention_heads", None):
+            dims = text.hidden_size // text.num_attention_heads
+        _, table = full_table(text.rope_parameters)
+    except LAYERS_DIFFER:
+        return None
+    except LongspanError:  # no table for full attention
+        return None
+    part = table.get("partial_rotary_factor") or 1.0
+    return int(dims * part) if isinstance(dims, int) and isinstance(part, int | float) else None
