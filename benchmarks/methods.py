@@ -455,7 +455,7 @@ def _method_bytes(row: Row) -> int:
 
 def _planned(what: str, shape: ModelShape, job: Job, mesh: Mesh) -> Sequence[Sent]:
     """Return what an attention or a step sends by the planner's formulas."""
-    c = CostContext(shape, job, mesh, on_cpu=True)
+    c = CostContext(shape, job, mesh)
     if what == "attention":
         return method_sent(shape.layers[0], c)
     every = communication(c, CATALOGUE["cpu"])
@@ -517,7 +517,7 @@ def predict(what: str, shape: ModelShape, job: Job, mesh: Mesh, hardware: Hardwa
     if what == "step":
         plan = cost(shape, job, mesh, hardware)
         return {"communication": plan.comm_seconds, "total": plan.step_seconds}
-    layer, c = shape.layers[0], CostContext(shape, job, mesh, hardware.on_cpu)
+    layer, c = shape.layers[0], CostContext(shape, job, mesh)
     computing = layer_seconds(layer, c, hardware)
     in_flight = seconds_of(method_sent(layer, c), c, hardware)
     exposed = in_flight - hidden_layer_seconds(layer, computing, c, hardware)

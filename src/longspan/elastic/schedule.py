@@ -73,7 +73,7 @@ class SampleCosts:
         """Seconds of the weights' communication in a round, which a GPU overlaps with computing."""
         if self.model is None:
             return 0.0
-        c = CostContext(self.model, self.job, self.mesh, self.hardware.on_cpu)
+        c = CostContext(self.model, self.job, self.mesh)
         return sum(
             n * seconds_of(layer_weights_sent(layer, c), c, self.hardware) for layer, n in self.model.layer_kinds
         )
@@ -85,7 +85,7 @@ class SampleCosts:
         key = tokens, width
         if key not in self._rows:
             mesh = Mesh(1, *axes_of_width(self.mesh.ulysses, width), self.mesh.tensor)
-            c = CostContext(self.model, replace(self.job, context=tokens, batch=1), mesh, self.hardware.on_cpu)
+            c = CostContext(self.model, replace(self.job, context=tokens, batch=1), mesh)
             seconds = head_seconds(c, self.hardware)
             for layer, count in self.model.layer_kinds:
                 computing = layer_seconds(layer, c, self.hardware)

@@ -84,7 +84,7 @@ def check_memory(config: GenerateConfig, model_config: Any, tokens: int) -> str:
         return f"the planner cannot read this model, so its memory was not checked ({error})"
     check_fits(*asked, config.chunk)
     items, (shape, job, mesh, hardware) = peak_items(*asked, config.chunk), asked
-    on_host = offloaded_bytes(CostContext(shape, job, mesh, hardware.on_cpu), hardware).host_bytes.get("kv_cache", 0)
+    on_host = offloaded_bytes(CostContext(shape, job, mesh), hardware).host_bytes.get("kv_cache", 0)
     host = f"; {on_host / 1e9:.2f} GB of cache are in host memory" if on_host else ""
     pictures = "; what encoding the pictures needs is not planned" if config.pictures else ""
     return (

@@ -27,7 +27,7 @@ def peak_items(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, chun
     all ranks.
     """
     jobs = [replace(job, mode=mode, prefill_chunk=chunk) for mode in ("prefill", "decode")]
-    peaks = [memory(CostContext(model, each, mesh, hardware.on_cpu), hardware, tiles=1) for each in jobs]
+    peaks = [memory(CostContext(model, each, mesh), hardware, tiles=1) for each in jobs]
     return max(peaks, key=lambda items: sum(items.values()))
 
 
@@ -35,9 +35,9 @@ def scoring_peak_items(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardwa
     """Return the bytes, item by item, of a forward over a text of `job.context` tokens: no cache, and the head tile by
     tile.
     """
-    c = CostContext(model, replace(job, mode="prefill"), mesh, hardware.on_cpu)
+    c = CostContext(model, replace(job, mode="prefill"), mesh)
     items = {**memory(c, hardware, tiles=1), "kv_cache": 0}
-    rows = min(-(-job.context // mesh.sequence), head_tile(model.vocab, hardware.on_cpu))
+    rows = min(-(-job.context // mesh.sequence), head_tile(model.vocab, on_cpu=False))
     return {**items, "logits": rows * model.vocab * (4 if job.dtype == "fp32" else 8)}
 
 
@@ -61,7 +61,7 @@ def does_not_fit(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, ch
     total = sum(peak_items(model, job, mesh, hardware, chunk).values())
     if total > hardware.memory_bytes:
         return f"{total / GB:.2f} of {hardware.memory_bytes / GB:.2f} GB per rank"
-    stored = offloaded_bytes(CostContext(model, job, mesh, hardware.on_cpu), hardware)
+    stored = offloaded_bytes(CostContext(model, job, mesh), hardware)
     return None if stored.fits(hardware) else f"{stored.host_node_bytes / GB:.2f} GB of host memory per node"
 
 
@@ -82,11 +82,11 @@ def _check(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, items_of
 
     def fits(job: Job, mesh: Mesh) -> bool:
         on_device = sum(items_of(job, mesh).values()) <= hardware.memory_bytes
-        return on_device and offloaded_bytes(CostContext(model, job, mesh, hardware.on_cpu), hardware).fits(hardware)
+        return on_device and offloaded_bytes(CostContext(model, job, mesh), hardware).fits(hardware)
 
     if fits(job, mesh):
         return
-    items, stored = items_of(job, mesh), offloaded_bytes(CostContext(model, job, mesh, hardware.on_cpu), hardware)
+    items, stored = items_of(job, mesh), offloaded_bytes(CostContext(model, job, mesh), hardware)
     needed = f"{sum(items.values()) / GB:.2f} GB of {hardware.memory_bytes / GB:.2f} GB per rank"
     if stored.host_bytes:
         needed += (

@@ -132,7 +132,8 @@ class Hardware:
         reserve_bytes: held by torch, CUDA and NCCL themselves on each GPU.
         overlaps: whether communication overlaps with computation, unless `measured` has the fraction (a GPU's does; a
             CPU's takes the same cores).
-        on_cpu: whether ranks are processes on CPUs, where attention, loss and gloo hold other buffers.
+        on_cpu: whether ranks are processes on CPUs, planned as a small GPU: memory is rounded up (`CPU_MARGIN`), and
+            there is no host to offload to.
         measured: measured links by (axis, op); they replace `intra` and `inter`.
         attention_forward_flops: measured FLOP/s of the attention's forward; None: use the efficiency.
         attention_flops: measured FLOP/s of forward and backward together.
@@ -212,9 +213,6 @@ class Hardware:
 
         The rest takes the same cores, and lengthens the computing.
         """
-        # Without CUDA streams FSDP2 waits for each collective where it calls it, prefetched or not.
-        if axis == "fsdp" and self.on_cpu:
-            return 0.0
         link = self.measured.get((axis, op))
         if link is None or link.hidden is None:
             return 1.0 if self.overlaps else 0.0

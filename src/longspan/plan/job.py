@@ -142,11 +142,6 @@ class Job:
             return 1, 0
         return (2 if self.memory.checkpointing == "full" else 1), 1
 
-    @property
-    def autocasts(self) -> bool:
-        """Whether torch casts the inputs of each product to bf16, because weights are fp32 and not sharded."""
-        return self.dtype == "bf16" and not self.weight_sharding
-
     def recomputed_inputs(self, layers: int) -> int:
         """Return how many layers run a further forward to recompute the next layer's input.
 
@@ -213,7 +208,6 @@ class CostContext:
     model: ModelShape
     job: Job
     mesh: Mesh
-    on_cpu: bool = False  # whether ranks are processes on CPUs
 
     def of_layer(self, layer: LayerShape) -> CostContext:
         """Return the context of a layer's costs: of a forward alone, if the layer has no backward."""
@@ -298,13 +292,12 @@ class CostContext:
     @property
     def on_host(self) -> bool:
         """Whether weights, gradients and optimizer states are in the host's memory instead of the GPU's."""
-        return self.job.memory.cpu_offload and not self.on_cpu
+        return self.job.memory.cpu_offload
 
     @property
     def offloads(self) -> bool:
-        """Whether checkpoints leave this memory. Offload to the host does nothing on a CPU."""
-        offload = self.job.memory.offload
-        return offload == "disk" or (offload == "host" and not self.on_cpu)
+        """Whether checkpoints leave this memory."""
+        return self.job.memory.offload != "none"
 
 
 @functools.lru_cache(maxsize=4096)

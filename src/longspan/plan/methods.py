@@ -138,6 +138,6 @@ def _seconds_a_layer(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware
     """Return the seconds of the method's collectives in a layer; None if the mesh cannot hold the job."""
     if refusal(model, job, mesh) is not None:
         return None
-    c = CostContext(model, job, mesh, hardware.on_cpu)
+    c = CostContext(model, job, mesh)
     seconds = sum(sent.seconds for sent in communication(c, hardware) if sent.method)
     return seconds / len(model.layers) / c.micro_batches

@@ -44,7 +44,7 @@ class Plan:
     @cached_property
     def c(self) -> CostContext:
         """The context of all its costs."""
-        return CostContext(self.model, self.job, self.mesh, self.hardware.on_cpu)
+        return CostContext(self.model, self.job, self.mesh)
 
     # Memory.
 

@@ -288,7 +288,7 @@ def _training(c: CostContext) -> list[Sent]:
 
 def _softmax_rows(c: CostContext) -> dict[int, int]:
     """Return {tokens per softmax: calls}: one per tile of logits, in half precision one per part of a tile."""
-    tokens, rows = c.sequence_tokens, head_tile(-(-c.model.vocab // c.mesh.tensor), c.on_cpu)
+    tokens, rows = c.sequence_tokens, head_tile(-(-c.model.vocab // c.mesh.tensor), on_cpu=False)
     if c.job.dtype == "fp32" or not gathers(c):  # autocast computes logits in fp32
         return _parts(tokens, rows)
     rows = min(tokens, 2 * rows)

@@ -42,6 +42,9 @@ ITEMS = {
 PREFILL_TILES = 16
 """Tiles of MLP and norms in prefill and decode, unless the job sets them: without a backward, tiles cost nothing."""
 
+CPU_MARGIN = 0.5
+"""Part of the other items that is added on a CPU, whose attention computes in fp32, and whose gloo copies messages."""
+
 FRAME_STATES = 2
 """Hidden states that transformers' frames hold: the embeddings, and the layer's input."""
 
@@ -49,9 +52,16 @@ FRAME_STATES = 2
 def memory(c: CostContext, hardware: Hardware, tiles: int = PREFILL_TILES) -> dict[str, int]:
     """Return the bytes of every item of `ITEMS` at the peak, max over ranks.
 
-    `tiles`: of MLP and norms in prefill and decode, unless the job sets them.
+    Without FSDP, bf16 training is torch's autocast, which holds fp32 tensors beside bf16 ones: planned as fp32, with
+    bf16 copies of all weights. `tiles`: of MLP and norms in prefill and decode, unless the job sets them.
     """
-    return {**_without_reserve(c, sums_gradients_once(c, hardware), tiles), "reserve": int(hardware.reserve_bytes)}
+    casts = 0
+    if c.job.mode == "train" and c.job.dtype == "bf16" and not c.job.weight_sharding:
+        casts, c = 2 * c.model.params // c.mesh.tensor, replace(c, job=replace(c.job, dtype="fp32"))
+    items = dict(_without_reserve(c, sums_gradients_once(c, hardware), tiles))
+    items["gathered_weights"] += casts
+    margin = CPU_MARGIN * sum(items.values()) if hardware.on_cpu else 0
+    return {**items, "reserve": int(hardware.reserve_bytes + margin)}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -149,8 +159,8 @@ def _mlp_sum(mlp: Mlp, c: CostContext) -> int:
     part = c.tokens * c.d * c.b
     if mlp.experts > 1:
         part //= c.mesh.tensor
-    elif c.job.tensor_style == "megatron-sp":  # several rows are transposed first; gloo copies its input
-        part *= 1 + (c.sequences > 1) + c.on_cpu
+    elif c.job.tensor_style == "megatron-sp":  # several rows are transposed first
+        part *= 1 + (c.sequences > 1)
     return _in_mlp(mlp, c) + part + c.tokens * c.d * c.b // c.hidden_shards
 
 
@@ -169,10 +179,8 @@ def _mlp_intermediates(c: CostContext, tiles: int) -> int:
 
 
 def cache_on_device(c: CostContext) -> int:
-    """Return the bytes of the cache in the device's memory; a CPU's memory is the host's."""
-    if c.job.cache_offload == "none":
-        return key_value_bytes(c) + state_bytes(c)
-    return staged_bytes(c) + (key_value_bytes(c) if c.on_cpu else 0)
+    """Return the bytes of the cache in the device's memory."""
+    return staged_bytes(c) if c.job.cache_offload == "host" else key_value_bytes(c) + state_bytes(c)
 
 
 def key_value_bytes(c: CostContext) -> int:
@@ -260,7 +268,7 @@ def offloaded_bytes(c: CostContext, hardware: Hardware) -> Offloaded:
     """Return the bytes outside the GPU."""
     job = c.job
     train, host = job.mode == "train", dict[str, int]()
-    if not train and job.cache_offload == "host" and not c.on_cpu:
+    if not train and job.cache_offload == "host":
         host["kv_cache"] = key_value_bytes(c)
     if c.on_host:
         host |= weights_at_rest(c)

@@ -71,7 +71,7 @@ def freed_per_token(layer: LayerShape, c: CostContext) -> SavedActivations:
 
 def stream_bytes(c: CostContext) -> int:
     """Return the bytes per token of the residual stream, which is a layer's input."""
-    return c.d * (4 if c.job.autocasts else c.b)
+    return c.d * c.b
 
 
 def norm_bytes(c: CostContext) -> int:
@@ -83,7 +83,7 @@ def _norm_saved(features: int, c: CostContext, trained: bool = True) -> int:
     """Return an RMSNorm's fp32 input, one number, and for its weight the normalised input; with `tiled_norms` its input
     alone.
     """
-    given = features * (4 if c.job.autocasts else c.b)
+    given = features * c.b
     return given if c.job.memory.tiled_norms else features * 4 + 4 + given * trained
 
 
@@ -99,19 +99,18 @@ def _around_attention(layer: LayerShape, c: CostContext) -> tuple[int, int]:
 def _around_both(layer: LayerShape, c: CostContext) -> tuple[int, int]:
     norms = 2 if any("post_feedforward" in p.name for p in layer.parameters) else 1
     normed = norms * _norm_saved(c.d, c, any(p.trained for p in _norms(layer)))
-    if c.job.memory.tiled_norms and not c.job.autocasts:  # inputs of products are recomputed from those of the norms
+    if c.job.memory.tiled_norms:  # inputs of products are recomputed from those of the norms
         return normed, normed
-    # A linear layer saves its input: one tensor for Q, K and V and one for gate and up; autocast makes five.
-    qkv_inputs, mlp_inputs = (3, 2) if c.job.autocasts else (1, 1)
-    # A tiled MLP saves its input before any cast. An RMSNorm ends in a product, which is recomputed like an activation.
-    mlp_input = mlp_inputs * c.b * c.d if c.job.memory.tiled_mlp == 1 else stream_bytes(c)
-    if recomputes_mlp_act(c.job) and not c.job.autocasts and not any(p.name.endswith("bias") for p in _norms(layer)):
+    # A linear layer saves its input: one tensor for Q, K and V and one for gate and up. An RMSNorm ends in a product,
+    # which is recomputed like an activation.
+    mlp_input = c.b * c.d
+    if recomputes_mlp_act(c.job) and not any(p.name.endswith("bias") for p in _norms(layer)):
         mlp_input = 0
     in_attention, in_mlp = (
         any(p.trained for p in layer.parameters if len(p.shape) > 1 and p.name.startswith("mlp.") == of_mlp)
         for of_mlp in (False, True)
     )
-    return normed + qkv_inputs * c.b * c.d * in_attention, normed + mlp_input * in_mlp
+    return normed + c.b * c.d * in_attention, normed + mlp_input * in_mlp
 
 
 def _norms(layer: LayerShape) -> list[Parameter]:
@@ -159,7 +158,7 @@ def mlp_tiles(layer: LayerShape, c: CostContext) -> int:
     if c.job.memory.tiled_mlp:
         return min(c.job.memory.tiled_mlp, max(1, c.tokens))
     wanted = round(_mlp_intermediates(layer, c) / (TILE * c.d * c.b))
-    return max(1, min(c.tokens // FEWEST_ROWS[c.on_cpu], wanted))
+    return max(1, min(c.tokens // FEWEST_ROWS[False], wanted))
 
 
 def _mlp_intermediates(layer: LayerShape, c: CostContext) -> int:
@@ -232,9 +231,7 @@ def saved_in_a_step(c: CostContext) -> tuple[SavedActivations, ...]:
 def _all_saved(c: CostContext) -> tuple[SavedActivations, ...]:
     """Return `saved_in_a_step` without checkpointing."""
     layers = {layer: saved_per_token(layer, c) * c.tokens for layer, _ in c.model.layer_kinds}
-    # Autocast: the embeddings are fp32, and the first layer saves its cast of them.
-    embedded = SavedActivations(hidden=c.tokens * c.d * 4 if c.job.autocasts else 0)
-    total = sum((layers[layer] * count for layer, count in c.model.layer_kinds), embedded)
+    total = sum((layers[layer] * count for layer, count in c.model.layer_kinds), SavedActivations())
     # Any kind of layer may be the last: subtract the smallest, so that no peak is underestimated.
     smallest = min(layers.values(), key=lambda saved: saved.total)
     before = total - smallest if len(c.model.layers) > 1 else total

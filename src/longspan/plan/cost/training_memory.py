@@ -10,7 +10,6 @@ Letters: b bytes per element, d hidden size, t tensor ranks.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 from longspan.core.tile_sizes import HEAD_ROWS, NARROW_PARTS, head_tile
@@ -39,7 +38,7 @@ from longspan.plan.cost.weights import (
 )
 from longspan.plan.job import CostContext
 from longspan.plan.layers.base import Parameter, SavedActivations
-from longspan.plan.shape import LayerShape, ModelShape
+from longspan.plan.shape import LayerShape
 
 Peak = dict[str, int]
 """Bytes by item, at one time in a step; items at rest are added to all of them."""
@@ -83,9 +82,9 @@ class _Step:
         outer = dict(outer_groups(model)).get("final norm and head", ())
         self.own_head = sum(p.numel for p in trained(outer)) // t * self.head_apart
         # Bytes of hidden states, or of their gradient.
-        self.hidden = c.tokens * c.d * (4 if c.job.autocasts else c.b) // c.hidden_shards
-        # Bytes per element of the reduce-scatter's flat fp32 input, which gloo copies.
-        self.flat = (8 if c.on_cpu else 4) * self.sharded
+        self.hidden = c.tokens * c.d * c.b // c.hidden_shards
+        # Bytes per element of the reduce-scatter's flat fp32 input.
+        self.flat = 4 * self.sharded
         # Bytes of gradients at rest on the device; and of earlier micro-batches', not sharded until they are summed.
         self.at_rest = 0 if self.to_host else 4 * trained_elements(c)
         untrained = 0 if c.job.pictures else model.tower_params
@@ -93,10 +92,10 @@ class _Step:
         self.earlier = accumulated if c.job.batch > c.mesh.data else 0
         # Bytes of the gradients of a vision tower, which come last.
         self.of_tower = 4 * tower_elements(c) if c.job.pictures and not (self.to_host or self.earlier) else 0
-        # Bytes of cast weights: autocast's bf16 copies; from the host, a layer's fp32 shard before it is cast.
-        self.casts = 2 * _matrix_elements(model) // t if c.job.autocasts else 0
+        # Bytes of cast weights: from the host, a layer's fp32 shard before it is cast; from 4 bits, a matrix.
+        self.casts = 0
         if self.to_host:
-            self.casts += max(shard_bytes(layer.parameters, self.ranks, 4, t) for layer in self.layers)
+            self.casts = max(shard_bytes(layer.parameters, self.ranks, 4, t) for layer in self.layers)
         self.casts += max(_unpacked(layer.parameters) for layer in self.layers) * c.b
         # Bytes of a layer's gradients in the compute dtype, and of a tied head's, which stay.
         self.layer_gradients = (self.largest + (0 if self.head_apart else self.head)) * c.b
@@ -104,7 +103,7 @@ class _Step:
         self.shard = 0 if self.earlier else largest_shard
         # Cosines and sines of the rank's positions, which all layers share.
         dims = (model.positions.dims or 0) if model.positions.rotary else 0
-        self.rotary_tables = SavedActivations(hidden=2 * dims * c.tokens * (4 if c.job.autocasts else c.b))
+        self.rotary_tables = SavedActivations(hidden=2 * dims * c.tokens * c.b)
         # Of whichever layer needs most in its backward: bytes of a recomputed all-to-all, beyond what the layer saves
         # (0 if none is recomputed), of the MLP and its sums of gradients, and of attention.
         self.exchanged = max(_recomputed_exchange(layer, c) for layer in self.layers)
@@ -143,15 +142,15 @@ class _Step:
         From the forward on there are the gradients of the head's input and, in fp32, of its weights; the backward casts
         them.
         """
-        c, autocast = self.c, self.c.job.autocasts
+        c = self.c
         # In fp32 one buffer is logits, then probabilities, then gradient. A cast makes another, autograd a third.
-        rows, vocab = head_tile(self.model.vocab, c.on_cpu), -(-self.model.vocab // self.c.mesh.tensor)
+        rows, vocab = head_tile(self.model.vocab, on_cpu=False), -(-self.model.vocab // self.c.mesh.tensor)
         tile = min(c.tokens, rows) * vocab * (4 if c.b == 4 else 8)
-        if c.b == 2 and not autocast:  # twice the rows, cast part by part
+        if c.b == 2:  # twice the rows, cast part by part
             narrow = min(c.tokens, 2 * rows)
             tile = (narrow * 2 + -(-narrow // NARROW_PARTS) * 4) * vocab
-        cast = self.head * c.b if c.b == 2 and not autocast else 0
-        more = self.head * (4 + 2) if autocast else min(cast, HEAD_ROWS * c.d * c.b)
+        cast = self.head * c.b if c.b == 2 else 0
+        more = min(cast, HEAD_ROWS * c.d * c.b)
         return [
             {"logits": tile, "hidden": self.hidden, "gradients": self.head * 4 + more},
             {"hidden": self.hidden, "gradients": self.head * 4 + cast},
@@ -251,12 +250,3 @@ def _recomputed_exchange(layer: LayerShape, c: CostContext) -> int:
     (qkv, out, packed), n = layer.mixer.forward_buffers(c), layer.mixer.chunks(c)
     receiving = packed + 3 * out if n == 1 else -(-(packed + 2 * out) // n) + out
     return max(qkv + -(-2 * packed // n), qkv + receiving * (c.job.memory.checkpointing == "full"))
-
-
-@functools.lru_cache(maxsize=256)
-def _matrix_elements(model: ModelShape) -> int:
-    layers = sum(
-        count * sum(p.numel for p in layer.parameters if len(p.shape) > 1 and not p.packed)
-        for layer, count in model.layer_kinds
-    )
-    return layers + model.vocab * model.d_model

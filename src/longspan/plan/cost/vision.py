@@ -106,7 +106,7 @@ def block_weights_sent(c: CostContext) -> list[Sent]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Memory, in bytes. Autocast computes norms in fp32, so everything is counted in fp32 there.
+# Memory, in bytes.
 
 
 def pixel_bytes(c: CostContext) -> int:
@@ -126,7 +126,7 @@ def saved_by_tower(c: CostContext) -> int:
     tower = c.model.tower
     if tower is None:
         return 0
-    blocks = tower.depth * (_block_saved(tower, c) if c.job.memory.checkpointing == "none" else _b(c) * tower.width)
+    blocks = tower.depth * (_block_saved(tower, c) if c.job.memory.checkpointing == "none" else c.b * tower.width)
     return most_patches(c) * (blocks + _ends_saved(tower, c))
 
 
@@ -135,15 +135,11 @@ def in_block_backward(c: CostContext) -> int:
     tower = c.model.tower
     if tower is None:
         return 0
-    b = _b(c)
+    b = c.b
     recomputed = _block_saved(tower, c) - (b * tower.width if not tower.rms or b == 4 else 0)
     gradients = b * (tower.width + (1 + tower.gated) * tower.ffn)
     most = max((share.patches for share in shares(c)), default=0)
     return most * (gradients + (0 if c.job.memory.checkpointing == "none" else recomputed))
-
-
-def _b(c: CostContext) -> int:
-    return 4 if c.job.autocasts else c.b
 
 
 def most_patches(c: CostContext) -> int:
@@ -155,8 +151,8 @@ def _norm_saved(tower: Tower, c: CostContext) -> int:
     """Return the bytes per patch that a norm saves: an RMSNorm its input in fp32 and a number, a LayerNorm its input
     and two; and the output, which is the input of a product.
     """
-    given = 4 * tower.width + 4 if tower.rms else _b(c) * tower.width + 8
-    return given + _b(c) * tower.width
+    given = 4 * tower.width + 4 if tower.rms else c.b * tower.width + 8
+    return given + c.b * tower.width
 
 
 def _block_saved(tower: Tower, c: CostContext) -> int:
@@ -165,8 +161,8 @@ def _block_saved(tower: Tower, c: CostContext) -> int:
     Attention saves q and k, the packed QKV (of which v is a part), the output of each window or frame, all outputs
     joined, and the log-sum-exps.
     """
-    attention = 7 * _b(c) * tower.width + 4 * tower.heads
-    mlp = (4 if tower.gated else 2) * _b(c) * tower.ffn
+    attention = 7 * c.b * tower.width + 4 * tower.heads
+    mlp = (4 if tower.gated else 2) * c.b * tower.ffn
     return 2 * _norm_saved(tower, c) + attention + mlp
 
 
@@ -175,9 +171,9 @@ def _ends_saved(tower: Tower, c: CostContext) -> int:
     and in each merger its norm and the input and output of its activation function.
     """
     rotary = 2 * 4 * tower.width // tower.heads
-    cast = tower.patch_elements * _b(c) if _b(c) < 4 else 0
-    merger = 2 * _b(c) * tower.width
-    deepstack = tower.deepstack * (merger + _b(c) * tower.width + 8 // tower.merge**2)
+    cast = tower.patch_elements * c.b if c.b < 4 else 0
+    merger = 2 * c.b * tower.width
+    deepstack = tower.deepstack * (merger + c.b * tower.width + 8 // tower.merge**2)
     return rotary + cast + _norm_saved(tower, c) + merger + deepstack
 
 

@@ -104,26 +104,22 @@ class Linear(Mixer):
         return [c.sequences * (self.state_elements * STATE_BYTES + convolved * c.b)] * c.mesh.sequence
 
     def saved(self, c: CostContext) -> int:
-        """Return on a GPU an estimate for fused kernels, on a CPU what the torch code of transformers saves.
+        """Return an estimate for fused kernels.
 
-        Kernels save the channels of convolution and recurrence, the gate and the output; where a state is received,
-        also values that are wider by the transition, and the output for them. Besides, for a layer and not a token,
-        the states that were gathered.
+        They save the channels of convolution and recurrence, the gate and the output; where a state is received, also
+        values that are wider by the transition, and the output for them. Besides, for a layer and not a token, the
+        states that were gathered.
         """
-        K, C, receives = self.head_dim, self.chunk, c.mesh.sequence > 1
-        keys, values = self.kv_heads * K, self.q_heads * self.v_head_dim
-        gathered = -(-self._gathered(c) // c.tokens)
-        if c.on_cpu:
-            return gathered + (_delta_saved if self.columns > 1 else _decay_saved)(self, c.b, keys, values, C, receives)
-        wider = 2 * self.q_heads * self.columns if receives and self.columns > 1 else 0
-        return gathered + c.b * (3 * (values + 2 * keys) + wider)
+        keys, values = self.kv_heads * self.head_dim, self.q_heads * self.v_head_dim
+        wider = 2 * self.q_heads * self.columns if c.mesh.sequence > 1 and self.columns > 1 else 0
+        return -(-self._gathered(c) // c.tokens) + c.b * (3 * (values + 2 * keys) + wider)
 
     def _gathered(self, c: CostContext) -> int:
         """Return the bytes of the states of all runs, and of those before them, which their combination saves."""
         if c.mesh.sequence == 1 or not self.columns:
             return 0
         runs = c.sequences * _runs(c.layout, c.job.context) * c.mesh.sequence
-        return (8 if c.on_cpu else STATE_BYTES) * runs * (self._summary_elements + self.state_elements)
+        return STATE_BYTES * runs * (self._summary_elements + self.state_elements)
 
     def backward_buffers(self, c: CostContext) -> Buffers:
         """Return the gradients of the states of all runs, which the reduce-scatter sums."""
@@ -138,32 +134,8 @@ class ShortConv(Linear):
     """A short convolution between two gates, alone (LFM2): it has no heads and no state."""
 
     def saved(self, c: CostContext) -> int:
-        """Return the input's three parts, the convolution's input and output, and the gated output.
-
-        On a CPU, as in `_delta_saved`, copies that transformers' code makes for the convolution come to it.
-        """
-        return ((9 if c.b == 4 else 10) if c.on_cpu else 6) * c.b * self.channels
-
-
-def _delta_saved(mixer: Linear, b: int, keys: int, values: int, chunk: int, receives: bool) -> int:
-    """Return the bytes per token of `torch_chunk_gated_delta_rule` and of the layer around it.
-
-    Mostly fp32: five matrices of a chunk's tokens by tokens, eight tensors of all heads' keys, and the states before
-    chunks. In fp32 its inputs are views, which keep whole projections. Counted tensor by tensor, by regression.
-    """
-    heads, K = mixer.q_heads, mixer.head_dim
-    per_head = 32 * K + 20 * chunk + 38 + 4 * K * mixer.v_head_dim // chunk
-    if receives:
-        per_head += 16 * K + 4 * K * K // chunk
-    views = 16 * keys + 10 * values if b == 4 else 0
-    return 4 * b * keys + (2 * b + 30) * values + heads * per_head + views
-
-
-def _decay_saved(mixer: Linear, b: int, keys: int, values: int, chunk: int, receives: bool) -> int:
-    """Return the bytes per token of `mamba2_chunk_scan` and of the layer around it; see `_delta_saved`."""
-    per_head = 20 * mixer.head_dim + 12 * chunk + 26 + 9 * mixer.head_dim * mixer.v_head_dim // chunk
-    received = 4 * (keys + values) + 7 * mixer.q_heads if receives else 0
-    return (12 * b - 16) * keys + (6 * b + 32) * values + mixer.q_heads * per_head + received
+        """Return the input's three parts, the convolution's input and output, and the gated output."""
+        return 6 * c.b * self.channels
 
 
 @functools.lru_cache(maxsize=4096)

@@ -207,8 +207,7 @@ class Softmax(Mixer):
             c.tokens * c.mesh.ulysses * packed * c.b,
         )
 
-    # A ring is costed for the rank whose block is one run of tokens: the tile on its diagonal is the whole block. A CPU
-    # computes its tiles in fp32.
+    # A ring is costed for the rank whose block is one run of tokens: the tile on its diagonal is the whole block.
 
     def ring_buffers(self, c: CostContext) -> Buffers:
         """Return the buffers of a forward over a ring, of all head chunks together, or of a chunk over a cache."""
@@ -217,17 +216,14 @@ class Softmax(Mixer):
         if c.mesh.ring == 1 or c.job.mode == "decode":
             return Buffers()
         heads, tokens = self.max_heads(c.mesh), c.tokens * c.mesh.ulysses
-        tile_bytes = 4 if c.on_cpu else c.b
         block, log_sum_exp = c.b * heads.kv * tokens, 4 * heads.q_heads * tokens
         sums = 4 * heads.out * tokens + log_sum_exp
-        casts = tokens * 4 * (heads.q + heads.kv) * (c.b < tile_bytes)
-        # A tile's output, on a CPU with its weighted copy.
-        tile = tokens * heads.out * (8 if c.on_cpu else c.b)
+        tile = tokens * heads.out * c.b  # its output
         # The rank's own block, packed to be sent, and either all blocks, or the current and the next ones.
         blocks = c.mesh.ring
         if exchange.ring_impl(self, c, heads.kv_heads) != "allgather":
             blocks = self._in_flight(c)[0]
-        return Buffers(block * (1 + blocks), sums + casts + tile + (0 if c.on_cpu else WEIGHTS * log_sum_exp))
+        return Buffers(block * (1 + blocks), sums + tile + WEIGHTS * log_sum_exp)
 
     def _in_flight(self, c: CostContext) -> tuple[int, int]:
         """Return the most KV blocks and gradients of KV blocks that a rank of a ring holds besides its own."""
@@ -247,8 +243,6 @@ class Softmax(Mixer):
 
     def _kernel_backward(self, c: CostContext, keys: float = 1) -> int:
         """Return the bytes inside the flash backward, for this fraction of a block's keys."""
-        if c.on_cpu:
-            return 0
         heads = self.max_heads(c.mesh)
         # With grouped queries it writes dK and dV for every query head, and sums each group afterwards.
         per_query_head = c.b * (heads.q + heads.out) * keys if heads.q_heads > heads.kv_heads else 0
@@ -270,8 +264,7 @@ class Softmax(Mixer):
         stays = d_out + (result if chunks > 1 else 0)
         # The output and its gradient, copied from the received rows, or some of their heads.
         sliced = chunks > 1 and not exchanged
-        copied = (recomputed or sliced) and not c.on_cpu
-        copies = 2 * in_heads * heads.out if copied or (recomputed and c.mesh.ring > 1) else 0
+        copies = 2 * in_heads * heads.out if recomputed or sliced else 0
         if c.mesh.ring > 1:  # its sums include the output's gradient in head layout, or a slice of it
             ring = self._ring_backward(c)
             computing = -(-ring.workspace // chunks) + -(-(copies + received) // chunks)
@@ -291,27 +284,23 @@ class Softmax(Mixer):
     def _ring_backward(self, c: CostContext) -> Buffers:
         """Return the buffers of a backward over a ring, of all head chunks together."""
         heads, tokens = self.max_heads(c.mesh), c.tokens * c.mesh.ulysses
-        tile_bytes = 4 if c.on_cpu else c.b
         block, gradient = c.b * heads.kv * tokens, 4 * heads.kv * tokens
         # The output's gradient, and in fp32 dQ, and dK and dV of the rank's own block.
         sums = tokens * (c.b * heads.out + 4 * (heads.q + heads.kv))
-        casts = tokens * 4 * (heads.q + heads.kv + 2 * heads.out) * (c.b < tile_bytes)
         packed = block if c.job.memory.recompute_all_to_all else 0  # the rank's own block, which otherwise is saved so
         if exchange.ring_impl(self, c, heads.kv_heads) == "allgather":
-            tile = casts + tokens * tile_bytes * (heads.q + heads.kv) + self._kernel_backward(c)
+            tile = tokens * c.b * (heads.q + heads.kv) + self._kernel_backward(c)
             return Buffers(packed + c.mesh.ring * (block + gradient), sums + tile)
         blocks, gradients = self._in_flight(c)
         # First and last half of the heads of the rank's own block, whose outputs and gradients the kernel copies.
         own = (tokens * c.b * (heads.q + heads.kv + 2 * heads.out) + self._kernel_backward(c)) // 2
         keys = 1.0 if c.job.documents else self.ring_schedule(c).keys
         arriving, leaving = max(1, blocks // 2) * block, max(2, gradients) * gradient
-        if c.on_cpu:  # it computes a block in several tiles, and sums their gradients
-            gradients, keys, own = gradients + 1, 1.0, casts + tokens * tile_bytes * (heads.q + heads.kv)
-        tile = int(tokens * tile_bytes * (heads.q + heads.kv * keys)) + casts + self._kernel_backward(c, keys)
+        tile = int(tokens * c.b * (heads.q + heads.kv * keys)) + self._kernel_backward(c, keys)
         peaks = [
             Buffers(packed + blocks * block + gradients * gradient, sums + tile),
             Buffers(packed + arriving, sums + own),
-            Buffers(packed + leaving, sums + (0 if c.on_cpu else own)),
+            Buffers(packed + leaving, sums + own),
         ]
         return max(peaks, key=lambda buffers: buffers.total)
 
