@@ -49,7 +49,7 @@ USES: dict[str, list[str]] = {
     "qlora": ["-c from bitsandbytes.nn import Linear4bit; Linear4bit(64, 64).to('cpu')"],
     "adamw8bit": [f"-c {ADAMW8BIT}"],
     "diffusers": [f"-c {SHARDED}{DIFFUSION}"],
-    "plot": ["plan --model llama-3.1-8b --gpu h100 --gpus 8 --context 128k --png {out}.png"],
+    "plot": ["-c import matplotlib"],
     "trl": ["-c import longspan, trl; longspan.trainer(trl.SFTTrainer)"],
     "eval": ["-c import longspan.lm_eval, lm_eval"],
     **{name: [TRAIN + f" --track {name}"] for name in ("trackio", "wandb", "mlflow")},

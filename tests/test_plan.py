@@ -622,7 +622,7 @@ def shown(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--model", "llama-2-70b", "--gpu", "a100-80gb", "--gpus", "8", "--context", "1000000", "--mode", "prefill"]
     report = json.loads(shown(capsys, *args, "--json", "--compare"))
-    assert report["schema"] == SCHEMA == "longspan.plan/4"
+    assert report["schema"] == SCHEMA == "longspan.plan/5"
     best = report["recommended"]
     assert best["mesh"] == {"data": 1, "ring": 1, "ulysses": 8, "tensor": 1} and best["fits"]
     for plan in report["plans"]:

@@ -21,8 +21,7 @@ from longspan.plan.cost.saved import (
 )
 from longspan.plan.from_model import shape_from_config
 from longspan.plan.job import CostContext
-from longspan.plan.memory_search import combinations, longest
-from longspan.plan.suggestions import choose_memory
+from longspan.plan.options import choose_memory, combinations, longest
 from longspan.plan.views.report import memory_flags
 
 LEAN = replace(LONGEST, head_chunks=0)
@@ -283,23 +282,6 @@ def test_max_in_a_file(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> Non
     (tmp_path / "plan.toml").write_text('model = "x"\ncontext = "most"\n')
     assert main(["plan", "--from", str(tmp_path / "plan.toml")]) == 2
     assert "context = 'most' is invalid" in capsys.readouterr().err
-
-
-def test_the_table_of_memory_options(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "150")
-    text = shown(
-        capsys, "--gpus", "8", "--context", "1M", "--memory", "longest", "--offload", "host", "--memory-options"
-    )
-    for part in ("tiled MLP", "longest, offload host", "longest context"):
-        assert part in text, part
-    report = json.loads(
-        shown(capsys, "--gpus", "8", "--context", "128k", "--memory", "auto", "--memory-options", "--json")
-    )
-    rows = {row["name"]: row for row in report["memory_options"]["rows"]}
-    assert rows["none"]["saved_bytes"] == 0 and rows["longest"]["saved_bytes"] > 0
-    assert rows["longest"]["max_context"] > rows["none"]["max_context"]
-    assert main(["plan", "--model", "llama-3.1-8b", "--mode", "prefill", "--memory-options"]) == 2
-    assert "use --mode train" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The data of the page, the page itself (in a headless Chromium if there is one), and the drawing."""
+"""The data of the page, and the page itself (in a headless Chromium if there is one)."""
 
 from __future__ import annotations
 
@@ -6,30 +6,18 @@ import dataclasses
 import functools
 import json
 import re
-import shlex
-import struct
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from longspan.cli import main, parse
-from longspan.core.errors import LongspanError
+from longspan.cli import main
 from longspan.core.memory import Memory
-from longspan.plan import CATALOGUE, Job, Mesh, Plan, cost, plan_mesh, read_hardware, read_model, search
-from longspan.plan.command import PlanConfig
-from longspan.plan.cost.memory import ITEMS
+from longspan.plan import CATALOGUE, Job, Mesh, plan_mesh, read_hardware, read_model, search
 from longspan.plan.job import Mode
 from longspan.plan.methods import compare
-from longspan.plan.suggestions import find_suggestions
-from longspan.plan.views.drawing import SIZE, draw
-from longspan.plan.views.page import (
-    MESHES_SHOWN,
-    grid,
-    render,
-    settings_grid,
-)
+from longspan.plan.options import find_suggestions
+from longspan.plan.views.page import MESHES_SHOWN, grid, page, render
 from longspan.plan.views.report import Report, command
 from tests.choose import confirming, each_value
 
@@ -105,17 +93,17 @@ def test_a_point_lists_the_best_the_recommended_and_one_axis_meshes() -> None:
 
 @pytest.mark.parametrize("name", [MODEL.name, NASTY])
 def test_the_page_contains_its_data_escaped(name: str) -> None:
-    page, report, data = _page(Job(context=131072), 8, name)
-    scripts = re.findall(r"<script[^>]*>(.*?)</script", page, flags=re.DOTALL)
+    made, report, data = _page(Job(context=131072), 8, name)
+    scripts = re.findall(r"<script[^>]*>(.*?)</script", made, flags=re.DOTALL)
     assert len(scripts) == 2
-    assert json.loads(scripts[0]) == json.loads(json.dumps({"report": report, "grid": data, "settings": None}))
+    assert json.loads(scripts[0]) == json.loads(json.dumps({"report": report, "grid": data}))
     assert "<" not in scripts[0]
 
 
 def test_the_page_loads_nothing() -> None:
-    page, _, _ = _page(Job(context=131072), 8)
-    assert not re.search(r"(src|href)\s*=\s*[\"']?\s*(https?:)?//", page)
-    assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|import\(", page)
+    made, _, _ = _page(Job(context=131072), 8)
+    assert not re.search(r"(src|href)\s*=\s*[\"']?\s*(https?:)?//", made)
+    assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|import\(", made)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -143,8 +131,8 @@ LEFT, RIGHT, DOWN = "\ue012", "\ue014", "\ue015"
 
 
 def test_the_page_follows_its_sliders_and_choices(browser: Any, tmp_path: Path) -> None:
-    page, report, data = _page(Job(context=131072, mode="prefill"), 8)
-    _open(browser, tmp_path / "plan.html", page)
+    made, report, data = _page(Job(context=131072, mode="prefill"), 8)
+    _open(browser, tmp_path / "plan.html", made)
     assert browser.get_log("browser") == []
     assert "llama-2-70b" in _find(browser, "h1")[0].text
     own = data["points"][data["contexts"].index(131072)][data["gpus"].index(8)]
@@ -192,8 +180,8 @@ def test_the_page_follows_its_sliders_and_choices(browser: Any, tmp_path: Path) 
 
 
 def test_meshes_that_do_not_fit_are_marked(browser: Any, tmp_path: Path) -> None:
-    page, _, _ = _page(Job(context=131072), 8)
-    _open(browser, tmp_path / "plan.html", page)
+    made, _, _ = _page(Job(context=131072), 8)
+    _open(browser, tmp_path / "plan.html", made)
     assert "Does not fit" in _find(browser, "#answer")[0].text
     rows = _find(browser, ".mesh")
     assert rows
@@ -209,8 +197,8 @@ def test_meshes_that_do_not_fit_are_marked(browser: Any, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("width", "mode"), each_value([360, 800, 1400], ["train", "prefill", "decode"]))
 def test_nothing_is_wider_than_the_window(browser: Any, tmp_path: Path, mode: Mode, width: int) -> None:
-    page, _, _ = _page(Job(context=1_000_000, mode=mode), 8, LONG_NAME)
-    _open(browser, tmp_path / "plan.html", page, width)
+    made, _, _ = _page(Job(context=1_000_000, mode=mode), 8, LONG_NAME)
+    _open(browser, tmp_path / "plan.html", made, width)
     assert browser.execute_script("return document.documentElement.clientWidth") > width - 20
     _press(browser, "#gpus", RIGHT, 3)
     assert browser.execute_script(TOO_WIDE) == []
@@ -227,163 +215,28 @@ TOO_WIDE = """
 
 
 def test_a_model_name_is_not_parsed_as_html(browser: Any, tmp_path: Path) -> None:
-    page, _, _ = _page(Job(context=131072), 8, NASTY)
-    _open(browser, tmp_path / "plan.html", page)
+    made, _, _ = _page(Job(context=131072), 8, NASTY)
+    _open(browser, tmp_path / "plan.html", made)
     assert browser.execute_script("return window.broken ?? null") is None
     assert _find(browser, "h1")[0].text.startswith(NASTY)
     assert browser.get_log("browser") == []
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The switches.
-
 LLAMA = read_model("llama-3.1-8b")
 ASKED = Job(context=131072)
 
 
-@functools.cache
-def _switched() -> tuple[str, dict[str, Any]]:
-    """A page with switches, and their data; of fewer kinds of GPUs and contexts, which take most of the time."""
-    h100 = CATALOGUE["h100"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("longspan.plan.views.page.CONTEXTS", 2)
-        patch.setattr("longspan.plan.views.page._kinds", lambda own: (own, CATALOGUE["a100-40gb"], CATALOGUE["mi300x"]))
-        data = settings_grid(LLAMA, ASKED, 8, h100)
-    found = search(LLAMA, ASKED, 8, h100)
-    methods, advice = compare(LLAMA, ASKED, 8, h100), find_suggestions(LLAMA, ASKED, 8, h100)
-    report = Report(found, LLAMA, ASKED, 8, h100, methods, suggestions=advice).to_dict()
-    also = [Mesh(*sizes) for sizes in data["meshes"]]
-    return render(report, grid(LLAMA, ASKED, 8, h100, also), data), data
-
-
-SETTINGS = [
-    # checkpointing, memory options, kind of GPU, batch, steps of the context and of the GPUs to the right of the job's
-    ("full", "none", "h100", 1, 0, 0),
-    ("full", "tiles", "h100", 4, 1, 1),
-    ("selective", "tiles, and the host's memory", "a100-40gb", 1, 1, -1),
-    ("none", "tiles, and the host's memory", "mi300x", 4, -1, 2),
-    ("save_attention", "none", "a100-40gb", 4, -1, -1),
-    ("none", "none", "mi300x", 1, -1, 1),
-]
-
-
-def _memory_options(checkpointing: str, memory_options: str) -> Memory:
-    tiled = Memory(checkpointing=checkpointing, tiled_mlp=0, tiled_norms=True, head_chunks=0)  # type: ignore[arg-type]
-    offload: Any = "none" if checkpointing == "none" else "host"
-    return {
-        "none": Memory(checkpointing=checkpointing),  # type: ignore[arg-type]
-        "tiles": tiled,
-        "tiles, and the host's memory": dataclasses.replace(tiled, offload=offload, cpu_offload=True),
-    }[memory_options]
-
-
-def _by_the_planner(
-    setting: tuple[str, str, str, int, int, int], data: dict[str, Any]
-) -> tuple[Job, int, list[Plan], list[Plan]]:
-    """The job and the GPUs of a setting; what `search` says of it: what fits, and all; without a tensor axis."""
-    checkpointing, memory_options, kind, batch, right, more = setting
-    context = data["contexts"][data["contexts"].index(ASKED.context) + right]
-    gpus = data["gpus"][data["gpus"].index(8) + more]
-    job = dataclasses.replace(
-        ASKED, memory=_memory_options(checkpointing, memory_options), batch=batch, context=context
-    )
-    plans = [plan for plan in search(LLAMA, job, gpus, CATALOGUE[kind]).plans if plan.runs and plan.mesh.tensor == 1]
-    return job, gpus, [plan for plan in plans if plan.fits], plans
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_settings_equal_search(setting: tuple[str, str, str, int, int, int]) -> None:
-    _, data = _switched()
-    job, gpus, fitting, plans = _by_the_planner(setting, data)
-    checkpointing, memory_options, kind, batch, *_ = setting
-    places = [
-        data["checkpointing"].index(checkpointing), data["memory_options"].index(memory_options),
-        data["batches"].index(batch), data["contexts"].index(job.context), data["gpus"].index(gpus),
-    ]  # fmt: skip
-    at = 0
-    for place, name in zip(places, ("checkpointing", "memory_options", "batches", "contexts", "gpus"), strict=True):
-        at = at * len(data[name]) + place
-    names = [each["name"] for each in data["hardware"]]
-    timed, held = data["timed"][names.index(kind)][at], data["held"][at]
-    assert len(timed) == 5 * min(4, len(fitting))
-    for i, plan in enumerate(fitting[:4]):
-        mesh, memory, *times = timed[5 * i : 5 * i + 5]
-        assert Mesh(*data["meshes"][mesh]) == plan.mesh
-        assert dict(zip(ITEMS, data["memories"][memory], strict=True)) == plan.memory_bytes
-        assert times == pytest.approx([plan.step_seconds, plan.compute_seconds, plan.exposed_seconds], rel=1e-5)
-    planned_bytes = {
-        Mesh(*data["meshes"][mesh]): sum(data["memories"][memory])
-        for mesh, memory in zip(held[::2], held[1::2], strict=True)
-    }
-    assert planned_bytes == {plan.mesh: plan.memory_total_bytes for plan in plans}
-    flags = data["flags"][places[0]][places[1]].split()
-    assert parse(PlanConfig, ["--model", "x", *flags], prog="p", summary="x y").job().memory == job.memory
-
-
-def test_the_switches_show_the_planners_figures(browser: Any, tmp_path: Path) -> None:
-    from selenium.webdriver.support.ui import Select
-
-    page, data = _switched()
-    _open(browser, tmp_path / "plan.html", page)
-    given = [row.get_attribute("outerHTML") for row in _find(browser, ".mesh")]
-    for setting in SETTINGS:
-        _find(browser, "#back")[0].click()
-        job, gpus, fitting, plans = _by_the_planner(setting, data)
-        checkpointing, memory_options, kind, batch, right, more = setting
-        for name, text in (
-            ("checkpointing", checkpointing),
-            ("memory_options", memory_options),
-            ("hardware", kind),
-            ("batch", str(batch)),
-        ):
-            (switch,) = _find(browser, f"#set-{name}")
-            (value,) = [
-                option.get_attribute("value")
-                for option in switch.find_elements("css selector", "option")
-                if re.split(r", \d|  *\(the job\)", option.get_property("textContent"))[0] == text
-            ]
-            Select(switch).select_by_value(value)
-        _press(browser, "#context", RIGHT if right > 0 else LEFT, abs(right))
-        _press(browser, "#gpus", RIGHT if more > 0 else LEFT, abs(more))
-        rows = _find(browser, ".mesh")
-        expected = fitting[:4] or plans[:4]
-        assert [row.get_attribute("data-mesh") for row in rows] == [str(plan.mesh) for plan in expected]
-        assert [int(row.get_attribute("data-bytes")) for row in rows] == [plan.memory_total_bytes for plan in expected]
-        assert [row.get_attribute("data-fits") == "true" for row in rows] == [plan.fits for plan in expected]
-        if fitting:
-            steps = [float(row.get_attribute("data-step")) for row in rows]
-            assert steps == pytest.approx([plan.step_seconds for plan in expected], rel=1e-5)
-            assert "recommended" in rows[0].text
-            shown = [part.text for part in rows[0].find_elements("css selector", ".number")]
-            assert shown[1] == f"{float(f'{expected[0].tokens_per_second:.3g}'):,.10g}"
-            assert shown[2] == f"{expected[0].mfu * 100:.0f} %"
-        circles = _find(browser, "#curve .main circle")
-        assert [int(circle.get_attribute("data-context")) for circle in circles] == list(data["contexts"])
-        for circle in circles:
-            there = dataclasses.replace(job, context=int(circle.get_attribute("data-context")))
-            held = cost(LLAMA, there, expected[0].mesh, CATALOGUE[kind]).memory_total_bytes
-            assert int(circle.get_attribute("data-bytes")) == held
-            assert ("over" in circle.get_attribute("class")) == (held > CATALOGUE[kind].memory_bytes)
-        assert _find(browser, "#shown-command")[0].text == _find(browser, "#plan-command")[0].text
-        words = shlex.split(_find(browser, "#plan-command")[0].text)
-        config = parse(PlanConfig, words[2:], prog="p", summary="x y")
-        assert (config.job(), config.gpus, config.gpu, config.model) == (job, gpus, kind, LLAMA.name)
-    _find(browser, "#back")[0].click()
-    assert [row.get_attribute("outerHTML") for row in _find(browser, ".mesh")] == given
-    assert browser.get_log("browser") == []
-
-
 def test_the_page_has_suggestions_and_methods(browser: Any, tmp_path: Path) -> None:
-    page, _ = _switched()
-    _open(browser, tmp_path / "plan.html", page)
-    found = find_suggestions(LLAMA, ASKED, 8, CATALOGUE["h100"])
+    h100 = CATALOGUE["h100"]
+    found, methods = find_suggestions(LLAMA, ASKED, 8, h100), compare(LLAMA, ASKED, 8, h100)
+    report = Report(search(LLAMA, ASKED, 8, h100), LLAMA, ASKED, 8, h100, methods, suggestions=found)
+    _open(browser, tmp_path / "plan.html", page(report))
     assert found.more is not None and found.memory_options is not None
     assert _find(browser, "#more-gpus")[0].text.startswith(
         f"{found.more.mesh.gpus} GPUs of the kind suffice: {found.more.mesh},"
     )
     assert str(found.memory_options.mesh) in _find(browser, "#other-memory-options")[0].text
     rows = {row.get_attribute("data-method"): row for row in _find(browser, "#methods [data-method]")}
-    methods = compare(LLAMA, ASKED, 8, CATALOGUE["h100"])
     assert list(rows) == [method.name for method in methods if method.plan is not None]
     for method in methods:
         if method.plan is None:
@@ -399,7 +252,7 @@ def test_the_page_has_suggestions_and_methods(browser: Any, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "extra",
     [
-        ["--compare", "--memory-options"],
+        ["--compare"],
         ["--json", "--grad-checkpointing", "--layers-per-checkpoint", "2"],
         *confirming([([],)]),
     ],
@@ -417,7 +270,6 @@ def test_the_page_has_the_plans_that_are_printed(
         json.loads(out)
     shown = json.loads(re.findall(r"<script[^>]*>(.*?)</script", path.read_text(), flags=re.DOTALL)[0])
     assert bool(shown["report"]["methods"]) == ("--compare" in extra)
-    assert (shown["report"]["memory_options"] is not None) == ("--memory-options" in extra)
     # Without memory options as flags each mesh has its own.
     report, data = shown["report"], shown["grid"]
     planned = {tuple(plan["mesh"].values()): plan for plan in report["plans"]}
@@ -434,32 +286,3 @@ def test_the_page_has_the_plans_that_are_printed(
         assert sum(listed["memory"]) in next(
             line["memory"] for line in data["lines"] if line["mesh"] == str(Mesh(*listed["mesh"]))
         )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The drawing.
-
-
-@pytest.mark.parametrize(
-    "job",
-    [Job(context=5, mode="decode"), *confirming([Job(context=131072), Job(context=1_000_000, mode="prefill")])],
-)
-def test_drawing_is_a_png_of_the_stated_size(tmp_path: Path, job: Job) -> None:
-    pytest.importorskip("matplotlib", reason="nothing is drawn: pip install matplotlib")
-    draw(grid(MODEL, job, 8, HARDWARE), tmp_path / "plan.png")
-    written = (tmp_path / "plan.png").read_bytes()
-    assert written[:8] == b"\x89PNG\r\n\x1a\n"
-    assert struct.unpack(">II", written[16:24]) == SIZE
-
-
-def test_drawing_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(LongspanError, match=r"extra 'plot' .*pip install matplotlib"):
-        draw(grid(MODEL, Job(context=131072), 8, HARDWARE), tmp_path / "plan.png")
-
-
-def test_drawing_without_a_mesh(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="nothing is drawn: pip install matplotlib")
-    few_heads = read_model("gemma-3-1b")
-    with pytest.raises(LongspanError, match="no mesh of 5 GPUs can hold a context of 3 tokens"):
-        draw(grid(few_heads, Job(context=3, batch=2), 5, HARDWARE), tmp_path / "plan.png")

@@ -18,8 +18,7 @@ from longspan.core.formatting import parameters, size
 from longspan.plan import Job, Plan, read_hardware, read_model, search
 from longspan.plan.command import PlanConfig
 from longspan.plan.job import Mesh
-from longspan.plan.memory_search import search_memory_options
-from longspan.plan.suggestions import find_suggestions
+from longspan.plan.options import find_suggestions, search_memory_options
 from longspan.plan.views.tables import show
 from tests.choose import confirming, each_value, grouped
 
@@ -29,7 +28,6 @@ SCREENS = [
     "--model llama-3.1-8b --context 128k --compare",
     "--model gemma-3-12b --context 128k --compare --mode prefill --gpus 16",
     "--model llama-3.1-8b --context max",
-    "--model llama-3.1-8b --context 512k --memory-options",
     "--model llama-3.1-70b --context 128k",
     "--model llama-3.1-70b --context 1M --gpus 16 --batch 4 --memory auto --offload disk",
     "--model qwen3-30b-a3b --context 100000 --mode decode --batch 8 --details",

@@ -21,7 +21,7 @@ from longspan.core.parallel import TensorStyle
 from longspan.plan.from_model import shape_of_model
 from longspan.plan.hardware import CATALOGUE, Hardware, read_hardware
 from longspan.plan.job import Job, Mesh
-from longspan.plan.suggestions import choose_memory, fixed_options
+from longspan.plan.options import choose_memory, fixed_options
 from longspan.plan.tower import Pictures
 
 PROCESS_BYTES = 1 << 30

@@ -16,12 +16,11 @@ from longspan.core.parallel import ParallelConfig
 from longspan.core.rope import RopeChoice, RopeFlags, scaling_for
 from longspan.core.validation import LARGEST_COUNT, LARGEST_JOB, check_number, check_output, write_file
 from longspan.plan.hardware import Hardware, read_hardware
-from longspan.plan.job import Job, Mesh
-from longspan.plan.memory_search import STEP, longest, memory_rows, search_memory_options
+from longspan.plan.job import Job
 from longspan.plan.methods import compare
+from longspan.plan.options import STEP, find_suggestions, fixed_options, longest, search_memory_options
 from longspan.plan.search import MOST_GPUS, Search, search
 from longspan.plan.shape import ModelShape, Tuning
-from longspan.plan.suggestions import find_suggestions, fixed_options
 from longspan.plan.tower import Pictures, read_pictures
 from longspan.plan.views.report import Report
 
@@ -102,17 +101,12 @@ class PlanConfig(MemoryFlags, RopeFlags):
     """Number of meshes in the table."""
     details: bool = False
     """Show also memory and messages item by item, all notes, and the meshes that cannot hold the job."""
-    memory_options: bool = False
-    """Show what each memory option alone saves and costs, and its longest context."""
     compare: bool = False
     """Show the methods (TP, Megatron SP, FSDP, Ulysses, Ring, USP, LASP-2, DSP) side by side."""
     json: bool = False
-    """Print JSON (schema longspan.plan/4, see docs/reference/json.md) instead of tables."""
+    """Print JSON (schema longspan.plan/5, see docs/reference/json.md) instead of tables."""
     html: Path | None = None
-    """Write one self-contained page with sliders for context and GPUs, and switches for memory options, kind of GPU and
-    batch."""
-    png: Path | None = None
-    """Draw memory and time against context (needs matplotlib)."""
+    """Write one self-contained page with sliders for context and GPUs."""
     rope_scaling: RopeChoice = field(default="auto", kw_only=True)
     """RoPE scaling in the printed command. auto: yarn (or linear, if the model has it) if the context needs it. as-is:
     none, and longer contexts are refused. Or linear, dynamic (NTK), yarn or longrope."""
@@ -195,9 +189,8 @@ class PlanConfig(MemoryFlags, RopeFlags):
         for name in ("efficiency", "attention_efficiency"):
             if getattr(self, name) is not None:
                 check_number(f"--{name.replace('_', '-')}", getattr(self, name), 0, 1, above=True)
-        for name in ("html", "png"):
-            if getattr(self, name) is not None:
-                check_output(f"--{name}", getattr(self, name), example=f"plan.{name}")
+        if self.html is not None:
+            check_output("--html", self.html, example="plan.html")
 
 
 def run(config: PlanConfig) -> int:
@@ -217,44 +210,28 @@ def run(config: PlanConfig) -> int:
     hardware = _hardware(config)
     _check(config, model, hardware)
     job, result = _search(config, model, hardware)
-    fastest, rows, suggestions = result.fastest, [], None
-    if config.memory_options and result.plans:  # of the recommended mesh, else of the nearest that this version runs
-        plan = result.recommended or next((plan for plan in result.plans if plan.runs), result.plans[0])
-        rows = memory_rows(plan.model, job, plan.mesh, hardware)
+    fastest, suggestions = result.fastest, None
     if result.recommended is None and result.plans and (fastest is None or not fastest.runs):  # memory is the reason
         suggestions = find_suggestions(
             model, job, config.gpus, hardware, fixed_options(model, config.fixed()), config.chooses
         )
     methods = compare(model, job, config.gpus, hardware) if config.compare else ()
-    report = Report(result, model, job, config.gpus, hardware, methods, rows, suggestions)
+    report = Report(result, model, job, config.gpus, hardware, methods, suggestions)
     if config.json:
         print(json.dumps(report.to_dict(), indent=1))
     else:
         from longspan.plan.views.tables import show
 
         show(report, config.top, details=config.details)
-    if config.html or config.png:
-        _write_pictures(config, report)
+    if config.html is not None:
+        from longspan.plan.views.page import page
+
+        text = page(report)
+        out = sys.stderr if config.json else sys.stdout  # JSON is alone on stdout
+        write_file("page", config.html, lambda path: path.write_text(text, encoding="utf-8"), out)
     # To train, only a plan that `longspan train` runs counts.
     usable = result.recommended if job.mode == "train" else fastest
     return 0 if usable is not None else 1
-
-
-def _write_pictures(config: PlanConfig, report: Report) -> None:
-    """Write the page (`--html`) and the picture (`--png`)."""
-    from longspan.plan.views.drawing import draw
-    from longspan.plan.views.page import grid, render, settings_grid
-
-    of_plan = report.model, report.job, report.gpus, report.hardware
-    settings = settings_grid(*of_plan) if config.html else None
-    out = sys.stderr if config.json else sys.stdout  # JSON is alone on stdout
-    also = [Mesh(*sizes) for sizes in settings["meshes"]] if settings else []
-    points = grid(*of_plan, also, {plan.mesh: plan.job.memory for plan in report.result.plans})
-    if config.html:
-        page = render(report.to_dict(), points, settings)
-        write_file("page", config.html, lambda path: path.write_text(page, encoding="utf-8"), out)
-    if config.png:
-        write_file("picture", config.png, lambda path: draw(points, path), out)
 
 
 def _check(config: PlanConfig, model: ModelShape, hardware: Hardware) -> None:

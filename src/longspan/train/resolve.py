@@ -18,9 +18,8 @@ from longspan.hf.planning import hardware_of_ranks
 from longspan.hf.preconditions import check_ahead, check_axes
 from longspan.plan.from_model import adapted, shape_of_model
 from longspan.plan.job import Job, Mesh
-from longspan.plan.memory_search import STEP, longest_context_on
+from longspan.plan.options import STEP, choose_memory, fixed_options, longest_context_on
 from longspan.plan.shape import Tuning
-from longspan.plan.suggestions import choose_memory, fixed_options
 from longspan.train import model as models
 from longspan.train.arguments import Arguments
 

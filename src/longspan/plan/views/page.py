@@ -1,9 +1,6 @@
-"""A self-contained HTML page of a plan, which opens offline; its data, which `drawing.py` draws too.
+"""A self-contained HTML page of a plan, which opens offline.
 
-`grid` has the job on all meshes at other contexts and on other numbers of GPUs: the page's sliders. `settings_grid` has
-it with other checkpointing, memory options, kinds of GPU and batches: the page's switches. Every combination is planned
-at contexts and numbers of GPUs around the job's own, on all meshes without a tensor axis. It has the memory of each
-mesh, and the times of the fastest that fit.
+`grid` has the job on all meshes at other contexts and on other numbers of GPUs: the page's sliders.
 """
 
 from __future__ import annotations
@@ -14,23 +11,21 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from importlib.resources import files
-from itertools import product
 from types import MappingProxyType
 from typing import Any
 
 from longspan.core.formatting import parameters
 from longspan.core.layout import Span, choose_layout
-from longspan.core.memory import CHECKPOINTING, Memory
-from longspan.core.parallel import AXES, RING_IMPLS, RingImpl
+from longspan.core.memory import Memory
+from longspan.core.parallel import AXES
 from longspan.core.validation import LARGEST_COUNT
 from longspan.plan.cost.memory import ITEMS
-from longspan.plan.cost.times import model_flops
-from longspan.plan.hardware import CATALOGUE, Hardware
+from longspan.plan.hardware import Hardware
 from longspan.plan.job import Job, Mesh, head_shards
-from longspan.plan.limits import refusal, unsupported
-from longspan.plan.search import MOST_GPUS, Plan, Search, meshes, plan_mesh, search, sort_key, with_faster_ring
+from longspan.plan.limits import refusal
+from longspan.plan.search import MOST_GPUS, Plan, Search, plan_mesh, search
 from longspan.plan.shape import ModelShape
-from longspan.plan.views.report import command, memory_flags
+from longspan.plan.views.report import Report, command
 
 MESHES_SHOWN = 6
 """Plans listed per point, besides the meshes of one axis and the recommended one."""
@@ -45,27 +40,17 @@ SHORTEST, LONGEST = 1 << 12, 1 << 24
 """Shortest and longest context of every grid; a job outside them widens it."""
 
 
-BEST_TIMED = 4
-"""Plans listed per point: the fastest that fit."""
-
-BATCHES = 4
-"""Factor of the largest batch over the job's; one sequence and the job's batch are planned too."""
-
-CONTEXTS = 4
-"""Factor by which planned contexts are longer or shorter than the job's."""
-
-MORE_GPUS = 8
-"""Factor of the most GPUs over the job's; the fewest are half of the job's."""
-
-MOST_MESHES = 80
-"""Meshes planned per context, over all numbers of GPUs and batches; those far from the job's are left out."""
+def page(report: Report) -> str:
+    """Return the page of a report: its plans, and the job at other contexts and on other numbers of GPUs."""
+    chosen = {plan.mesh: plan.job.memory for plan in report.result.plans}
+    return render(report.to_dict(), grid(report.model, report.job, report.gpus, report.hardware, chosen))
 
 
-def render(report: dict[str, Any], grid: dict[str, Any], settings: dict[str, Any] | None = None) -> str:
-    """Return the page of `Report.to_dict`, `grid` and `settings_grid` of one job; None: without switches."""
+def render(report: dict[str, Any], grid: dict[str, Any]) -> str:
+    """Return the page of `Report.to_dict` and `grid` of one job."""
     job, gpu = report["job"], report["hardware"]["name"]
     title = f"longspan plan: {report['model']['name']}, {job['context']:,} tokens, {job['gpus']} x {gpu}"
-    data = json.dumps({"report": report, "grid": grid, "settings": settings}, separators=(",", ":"), allow_nan=False)
+    data = json.dumps({"report": report, "grid": grid}, separators=(",", ":"), allow_nan=False)
     # In a <script> the HTML parser finds `</script>` and `<!--` even in strings.
     data = data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     filled = {"TITLE": html.escape(title), "DATA": data}
@@ -110,7 +95,6 @@ def grid(
     job: Job,
     gpus: int,
     hardware: Hardware,
-    also: Iterable[Mesh] = (),
     chosen: Mapping[Mesh, Memory] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the best plans at every context and number of GPUs, as plain data.
@@ -120,7 +104,7 @@ def grid(
     Sizes are bytes, times seconds (six digits). `points[i][j]` is `contexts[i]` on `gpus[j]`. Repeated values are
     written once: `items` names the numbers of a plan's `memory`; a row of `comm` is [index in `collectives`, bytes per
     call, calls, seconds of all calls]; numbers of `notes` are indices. `lines` has the best meshes of the job along all
-    contexts. `heads` and `layouts` say which rank holds which heads and tokens, also for the meshes `also`.
+    contexts. `heads` and `layouts` say which rank holds which heads and tokens.
 
     Raises:
         LongspanError: if `gpus` is below 1.
@@ -137,7 +121,7 @@ def grid(
     points = [
         [_point(planned(context, n), n, job, collectives, notes) for n in gpu_counts(gpus)] for context in contexts(job)
     ]
-    shown = {Mesh(*plan["mesh"]) for row in points for point in row for plan in point["plans"]} | set(also)
+    shown = {Mesh(*plan["mesh"]) for row in points for point in row for plan in point["plans"]}
     return {
         "model": model.name,
         "parameters": parameters(model.params),
@@ -256,136 +240,3 @@ def held_tokens(job: Job, meshes: set[Mesh]) -> dict[str, Any]:
 
 def _flat(spans: Iterable[Span]) -> list[int]:
     return [place for span in spans for place in span]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The switches.
-
-
-def _gpu_counts(gpus: int, batches: list[int]) -> list[int]:
-    """Return numbers of GPUs around the job's, the nearest first, until `MOST_MESHES` are planned."""
-    counts = [n for n in gpu_counts(gpus) if gpus <= 2 * n and n <= MORE_GPUS * gpus]
-    counts.sort(key=lambda n: (n != gpus, max(n / gpus, gpus / n)))
-    chosen, planned_for = [counts[0]], 0
-    for n in counts:
-        planned_for += sum(batch % mesh.data == 0 for mesh in _without_tensor(n) for batch in batches)
-        if n not in chosen and planned_for <= (MOST_MESHES if gpus <= 128 else MOST_MESHES // 2):
-            chosen.append(n)
-    return sorted(chosen)
-
-
-def _memory(checkpointing: str, options: dict[str, Any]) -> Memory:
-    """Return the memory options of two switches; without checkpointing no checkpoint is offloaded or shared."""
-    of_checkpoints = {"offload": "none", "offload_folder": "", "layers_per_checkpoint": 1}
-    return Memory(**{**options, "checkpointing": checkpointing, **(of_checkpoints if checkpointing == "none" else {})})
-
-
-def _memory_options(job: Job, hardware: Hardware) -> dict[str, dict[str, Any]]:
-    tiled = {"tiled_mlp": 0, "tiled_norms": True, "head_chunks": 0}
-    options: dict[str, dict[str, Any]] = {"none": {}, "tiles": tiled}
-    if not hardware.on_cpu:  # it computes in the host's memory
-        offload = {"offload": "host"} if job.mode == "train" else {}
-        options["tiles, and the host's memory"] = {**tiled, **offload, "cpu_offload": job.weight_sharding}
-    own = replace(job.memory, checkpointing="full")
-    if all(Memory(**{**each, "checkpointing": "full"}) != own for each in options.values()):
-        options = {"as given": asdict(job.memory), **options}
-    return options
-
-
-def _kinds(own: Hardware) -> tuple[Hardware, ...]:
-    """Return the job's kind and those of the catalogue; flags that change a catalogue kind apply to all."""
-    if own.on_cpu:
-        return (own,)
-    others = [kind for name, kind in CATALOGUE.items() if name != own.name and not kind.on_cpu]
-    if own.name in CATALOGUE:
-        same = {name: getattr(own, name) for name in ("matmul_efficiency", "attention_efficiency", "gpus_per_node")}
-        changed = {name: value for name, value in same.items() if value != getattr(CATALOGUE[own.name], name)}
-        others = [replace(kind, **changed) for kind in others]
-    return (own, *others)
-
-
-def _without_tensor(gpus: int) -> list[Mesh]:
-    return [mesh for mesh in meshes(gpus) if mesh.tensor == 1]
-
-
-def settings_grid(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> dict[str, Any]:
-    """Return plans of every combination of settings, as plain data: sizes in bytes, times in seconds (six digits).
-
-    Meshes and memories are indices into `meshes` and `memories`. Points are in the order checkpointing, memory options,
-    batches, contexts, gpus, the last one fastest.
-
-    - `held[point]`: [mesh, memory, mesh, memory, ...] of every mesh that can hold the job, least memory first.
-    - `timed[kind][point]`: [mesh, memory, step, compute, exposed, ...] of the fastest that fit on a kind of GPU.
-    - `flops[i][j]`: FLOPs that a step of `batches[i]` and `contexts[j]` needs (for MFU).
-    - `flags[i][j]`: flags of `longspan plan` for `checkpointing[i]` with `memory_options[j]`; `asked`: the other flags.
-    """
-    checkpointing = CHECKPOINTING if job.mode == "train" else (job.memory.checkpointing,)
-    options, kinds = _memory_options(job, hardware), _kinds(hardware)
-    batches = sorted({1, job.batch, BATCHES * job.batch})
-    near = [n for n in contexts(job) if job.context <= CONTEXTS * n and n <= CONTEXTS * job.context]
-    counts = _gpu_counts(gpus, batches)
-    memories: Distinct = {}
-    mesh_sizes: Distinct = {}
-
-    def indices(plan: Plan) -> tuple[int, int]:
-        sizes = tuple(getattr(plan.mesh, axis) for axis in AXES)
-        return _index(mesh_sizes, sizes), _index(memories, tuple(plan.memory_bytes[item] for item in ITEMS))
-
-    def times(plan: Plan) -> list[float]:
-        return [six(each) for each in (plan.step_seconds, plan.compute_seconds, plan.exposed_seconds)]
-
-    held: list[list[int]] = []
-    timed: list[list[list[float]]] = [[] for _ in kinds]
-    for how, switched, batch, context, count in product(checkpointing, options.values(), batches, near, counts):
-        asked = replace(job, memory=_memory(how, switched), batch=batch, context=context)
-        legal = [mesh for mesh in _without_tensor(count) if refusal(model, asked, mesh) is None]
-        plans = sorted((Plan(model, asked, mesh, hardware) for mesh in legal), key=lambda p: p.memory_total_bytes)
-        held.append([index for plan in plans for index in indices(plan)])
-        for kind, points in zip(kinds, timed, strict=True):
-            fitting = (with_faster_ring(replace(plan, hardware=kind)) for plan in plans if _may_fit(plan, kind))
-            best = sorted((plan for plan in fitting if plan.fits), key=sort_key)[:BEST_TIMED]
-            points.append([number for plan in best for number in (*indices(plan), *times(plan))])
-    own = [_memory(job.memory.checkpointing, each) == job.memory for each in options.values()]
-    return {
-        "checkpointing": checkpointing,
-        "memory_options": list(options),
-        "hardware": [{"name": k.name, "memory_bytes": int(k.memory_bytes), "flops": k.flops} for k in kinds],
-        "batches": batches,
-        "contexts": near,
-        "gpus": counts,
-        "own": {
-            "checkpointing": checkpointing.index(job.memory.checkpointing),
-            "memory_options": own.index(True),
-            "hardware": 0,
-            "batch": batches.index(job.batch),
-        },
-        "runs": not unsupported(model, job, Mesh()),
-        "asked": _flags(model, job),
-        "flags": [[" ".join(memory_flags(_memory(how, each))) for each in options.values()] for how in checkpointing],
-        "flops": [[model_flops(model, replace(job, batch=b, context=n)) for n in near] for b in batches],
-        "meshes": list(mesh_sizes),
-        "memories": list(memories),
-        "held": held,
-        "timed": timed,
-    }
-
-
-def _may_fit(plan: Plan, kind: Hardware) -> bool:
-    """Whether a mesh fits on a kind of GPU, with any ring implementation if the job leaves it open."""
-    impls: tuple[RingImpl, ...] = (plan.job.ring_impl,)
-    if plan.job.ring_impl == "auto" and plan.mesh.ring > 1:
-        impls = RING_IMPLS
-    return any(replace(plan, hardware=kind, job=replace(plan.job, ring_impl=impl)).fits for impl in impls)
-
-
-def _flags(model: ModelShape, job: Job) -> str:
-    """Return the flags of `longspan plan` that no switch or slider changes."""
-    flags = [f"--mode {job.mode}", f"--dtype {job.dtype}", *model.tuning.flags]
-    flags += [pictures.flag(model.tower) for pictures in job.pictures if model.tower is not None]
-    named = {"layout": job.layout, "ring-impl": job.ring_impl}
-    flags += [f"--{name} {value}" for name, value in named.items() if value != "auto"]
-    flags += [f"--overlap-chunks {job.overlap_chunks}"] * (job.overlap_chunks > 1)
-    flags += [f"--wire-dtype {job.wire_dtype}"] * (job.wire_dtype != "exact")
-    flags += ["--documents"] * job.documents
-    switches = {"fsdp": job.weight_sharding, "kv-replication": job.kv_replication}
-    return " ".join([*flags, *(f"--no-{name}" for name, on in switches.items() if not on)])

@@ -12,14 +12,13 @@ from typing import Any
 from longspan.core.memory import FASTEST, LONGEST, Memory, flags_to_add
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import Job, Mesh
-from longspan.plan.memory_search import MemoryRow
 from longspan.plan.methods import Method
 from longspan.plan.names import weights_flag
+from longspan.plan.options import Suggestions
 from longspan.plan.search import Plan, Search
 from longspan.plan.shape import ModelShape
-from longspan.plan.suggestions import Suggestions
 
-SCHEMA = "longspan.plan/4"
+SCHEMA = "longspan.plan/5"
 """Name and version of the JSON. A key may be added under one version; none changes its meaning or goes."""
 
 
@@ -33,7 +32,6 @@ class Report:
     gpus: int  # number of GPUs
     hardware: Hardware  # the kind of GPU
     methods: Sequence[Method] = ()  # of `longspan.plan.methods.compare`, if asked for.
-    rows: Sequence[MemoryRow] = ()  # of `longspan.plan.memory_search.memory_rows`, if asked for.
     suggestions: Suggestions | None = None  # if nothing is recommended
 
     def to_dict(self) -> dict[str, Any]:
@@ -48,7 +46,6 @@ class Report:
             "plans": [plan_dict(plan) for plan in self.result.plans],
             "rejected": [{"mesh": asdict(mesh), "reasons": [reason]} for mesh, reason in self.result.rejected],
             "methods": [_method_dict(method) for method in self.methods],
-            "memory_options": _rows_dict(self.rows) if self.rows else None,
             "suggestions": None if advice is None else _suggestions_dict(advice),
         }
 
@@ -134,27 +131,6 @@ def _method_dict(method: Method) -> dict[str, Any]:
         "seconds_per_layer_at_128_tokens": method.short_seconds,
         "seconds_per_layer_across_nodes": method.apart_seconds,
         "plan": None if method.plan is None else plan_dict(method.plan, longest=False),
-    }
-
-
-def _rows_dict(rows: Sequence[MemoryRow]) -> dict[str, Any]:
-    return {
-        "mesh": asdict(rows[0].plan.mesh),
-        "rows": [
-            {
-                "name": row.name,
-                "memory": asdict(row.plan.job.memory),
-                "fits": row.plan.fits,
-                "memory_total_bytes": row.plan.memory_total_bytes,
-                "saved_bytes": row.saved_bytes,
-                "host_node_bytes": row.plan.offloaded.host_node_bytes,
-                "disk_node_bytes": row.plan.offloaded.disk_node_bytes,
-                "step_seconds": row.plan.step_seconds,
-                "max_context": row.max_context,
-                "max_mesh": None if row.max_mesh is None else asdict(row.max_mesh),
-            }
-            for row in rows
-        ],
     }
 
 

@@ -15,7 +15,6 @@ from longspan.core.formatting import parameters, seconds, size
 from longspan.core.memory import FASTEST
 from longspan.plan.cost.memory import ITEMS
 from longspan.plan.limits import GB, unsupported
-from longspan.plan.memory_search import MemoryRow
 from longspan.plan.methods import Method
 from longspan.plan.search import Plan, Search, format_items
 from longspan.plan.views.report import Report, command
@@ -68,7 +67,7 @@ def show(report: Report, top: int = 6, *, details: bool = False, console: Consol
     """Print the recommended mesh with its command, and the `top` ranked meshes.
 
     `details`: also its memory item by item, its messages and notes, and the meshes that cannot hold the job. A report
-    with methods or rows of memory options prints these instead.
+    with methods prints these instead.
     """
     console = console or Console(highlight=False)
     result = report.result
@@ -76,9 +75,6 @@ def show(report: Report, top: int = 6, *, details: bool = False, console: Consol
     console.print()
     if report.methods:
         _methods(report.methods, console)
-        return
-    if report.rows:
-        _memory_options(report.rows, console)
         return
     best = result.recommended or result.fastest
     _answer(report, best, details, console)
@@ -277,22 +273,3 @@ def _methods(methods: Sequence[Method], console: Console) -> None:
     ]
     headers = ("method", "per layer", "sent / layer", "time", "memory", "fits", "step")
     _print(console, "methods side by side, per GPU", headers, rows, text=("method", "per layer"), captions=remarks)
-
-
-def _memory_options(options: Sequence[MemoryRow], console: Console) -> None:
-    rows = [
-        (
-            row.name,
-            size(row.plan.memory_total_bytes),
-            size(row.plan.offloaded.host_node_bytes),
-            seconds(row.plan.step_seconds),
-            "yes" if row.plan.fits else "no",
-            f"{row.max_context:,}",
-        )
-        for row in options
-    ]
-    first = options[0].plan
-    title = f"memory options on {first.mesh}, {first.job.context:,} tokens, GPUs of {size(first.hardware.memory_bytes)}"
-    headers = ("memory option", "memory", "host / node", "step", "fits", "longest context")
-    styles = [None if row.plan.fits else "red" for row in options]
-    _print(console, title, headers, rows, text=("memory option",), styles=styles)
