@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.plan_published import ROWS, Row
 from longspan.core.formatting import size
 from longspan.plan import CATALOGUE, Collective, Job, Mesh, Plan, cost, read_model
 from longspan.plan.cost.weights import shard_elements
@@ -179,3 +180,22 @@ def test_30_prefetch_hides_the_gather_and_holds_two_layers() -> None:
     exposed = method(ULYSSES)[1] + outer + GATHER.seconds / GATHER.count
     assert ULYSSES.exposed_seconds == pytest.approx(exposed, rel=1e-3)
     assert ULYSSES.memory_bytes["gathered_weights"] == 2 * 2 * LAYER.params
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.model}, {row.context}")
+def test_published_steps_are_planned_within_15_percent(row: Row) -> None:
+    plan = row.plan
+    if row.seconds is not None:
+        assert plan.step_seconds == pytest.approx(row.seconds, rel=0.15)
+    if row.gigabytes is not None:
+        assert plan.memory_total_bytes + row.besides(plan) == pytest.approx(1e9 * row.gigabytes, rel=0.15)
+
+
+def test_attention_is_as_fast_as_measured_at_its_length() -> None:
+    h100 = CATALOGUE["h100"]
+    assert h100.attention_fractions("causal", 65536) == (0.606, 0.534)
+    assert h100.attention_fractions("causal", 1 << 20) == (0.548, 0.543)
+    assert h100.attention_fractions("causal", 100) == (0.583, 0.515)
+    forward, backward = h100.attention_fractions("window", 1024)  # half-way between 512 and 2048
+    assert (forward, backward) == pytest.approx(((0.109 + 0.245) / 2, (0.125 + 0.276) / 2))
+    assert CATALOGUE["a100-80gb"].attention_fractions("causal", 65536) == (0.45, 0.45)

@@ -93,7 +93,8 @@ class PlanConfig(MemoryFlags, RopeFlags):
     efficiency: float | None = None
     """Fraction of the GPU's peak that matrix products reach, instead of the catalogue's 0.6."""
     attention_efficiency: float | None = None
-    """Fraction of the peak that the attention kernel reaches, instead of 0.45."""
+    """Fraction of the peak that the attention kernel reaches, instead of what was measured on an H200 (for H100 and
+    H200), or 0.45."""
     gpus_per_node: int | None = None
     """GPUs joined by the fast link, instead of the catalogue's."""
 
@@ -279,6 +280,7 @@ def _hardware(config: PlanConfig) -> Hardware:
     if config.attention_efficiency is not None:
         changed |= {
             "attention_efficiency": config.attention_efficiency,
+            "attention": {},
             "attention_flops": None,
             "attention_forward_flops": None,
             "attention_block": 0.0,

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from longspan.core.errors import LongspanError
@@ -114,6 +116,17 @@ class MeasuredLink:
 _HOST_KEYS = ("host_memory", "host_bandwidth", "host_memory_bandwidth", "disk_write", "disk_read")
 
 
+Curve = tuple[tuple[int, float, float], ...]
+"""(keys of a query, fraction of the peak in a forward, in a backward), by ascending keys."""
+
+# benchmarks/reports/2026-11-26-gpu.md: what kernel="auto" reaches on an H200 in bf16 at head_dim 128. A causal mask is
+# computed by cuDNN, windows and documents by torch's FlashAttention-2.
+_HOPPER_ATTENTION: dict[str, Curve] = {
+    "causal": ((16384, 0.583, 0.515), (32768, 0.597, 0.524), (65536, 0.606, 0.534), (131072, 0.548, 0.543)),
+    "window": ((512, 0.109, 0.125), (2048, 0.245, 0.276), (16384, 0.331, 0.313)),
+}
+
+
 @dataclass(frozen=True)
 class Hardware:
     """GPUs in nodes.
@@ -127,7 +140,9 @@ class Hardware:
         intra: the link inside a node.
         inter: the link between nodes, per GPU.
         matmul_efficiency: fraction of `flops` that matrix products reach.
-        attention_efficiency: fraction of `flops` that the attention kernel reaches, backward included.
+        attention_efficiency: fraction of `flops` that the attention kernel reaches, backward included, if it is not
+            measured (`attention`).
+        attention: measured fractions by kind of mask ("causal", "window") and length.
         fp32_ratio: fp32 peak (TF32 if available) over bf16 peak.
         reserve_bytes: held by torch, CUDA and NCCL themselves on each GPU.
         overlaps: whether communication overlaps with computation, unless `measured` has the fraction (a GPU's does; a
@@ -159,6 +174,7 @@ class Hardware:
     inter: Link
     matmul_efficiency: float = 0.6
     attention_efficiency: float = 0.45
+    attention: Mapping[str, Curve] = field(default_factory=dict)
     fp32_ratio: float = 0.5
     reserve_bytes: float = 2e9
     overlaps: bool = True
@@ -199,6 +215,35 @@ class Hardware:
             raise LongspanError(
                 f"measured {of} must be a MeasuredLink for each (axis, op), got {format_value(self.measured)}"
             )
+
+    def attention_fractions(self, mask: str, keys: float) -> tuple[float, float]:
+        """Return the fractions of the peak that attention reaches, in a forward and in a backward.
+
+        Between measured lengths they are interpolated along the logarithm.
+
+        Args:
+            mask: "causal" for all keys before a query, "window" for fewer.
+            keys: that a query attends to, at most.
+        """
+        curve = self.attention.get(mask)
+        if not curve:
+            return self.attention_efficiency, self.attention_efficiency
+        at = bisect.bisect_left(curve, keys, key=lambda point: point[0])
+        if at in (0, len(curve)):
+            _, forward, backward = curve[min(at, len(curve) - 1)]
+            return forward, backward
+        (below, *lower), (above, *upper) = curve[at - 1], curve[at]
+        part = math.log(keys / below) / math.log(above / below)
+        forward, backward = (low + part * (high - low) for low, high in zip(lower, upper, strict=True))
+        return forward, backward
+
+    @property
+    def attention_words(self) -> str:
+        """The assumption about attention, in words."""
+        measured = [part for _, *parts in self.attention.get("causal", ()) for part in parts]
+        if not measured:
+            return f"{self.attention_efficiency:.0%} in attention"
+        return f"{min(measured):.0%} to {max(measured):.0%} in causal attention, by length, as measured on an H200"
 
     def members_per_node(self, stride: int, size: int) -> int:
         """Return how many of a group of `size` ranks, `stride` apart, share a node."""
@@ -260,6 +305,7 @@ def _gpu(
     fp32_ratio: float = 0.5,
     host_gb: float = 2000,
     pcie_gbs: float = 55,
+    attention: Mapping[str, Curve] = MappingProxyType({}),
 ) -> Hardware:
     return Hardware(
         name=name,
@@ -270,6 +316,7 @@ def _gpu(
         intra=Link(intra_gbs * 1e9, _INTRA_LATENCY),
         inter=Link(inter_gbs * 1e9, _INTER_LATENCY),
         fp32_ratio=fp32_ratio,
+        attention=attention,
         host_memory=host_gb * 1e9,
         host_bandwidth=pcie_gbs * 1e9,
     )
@@ -286,9 +333,9 @@ CATALOGUE = {
         _gpu("a100-80gb", 80, 312, 2039, 300, 25, pcie_gbs=25),
         # NVIDIA H100 SXM data sheet: 1,979 TFLOP/s with sparsity, 3.35 TB/s, NVLink 900 GB/s both directions. DGX H100:
         # one NDR card (400 Gbit/s) per GPU.
-        _gpu("h100", 80, 989.5, 3350, 450, 50),
+        _gpu("h100", 80, 989.5, 3350, 450, 50, attention=_HOPPER_ATTENTION),
         # NVIDIA H200 data sheet: as H100, 141 GB at 4.8 TB/s.
-        _gpu("h200", 141, 989.5, 4800, 450, 50),
+        _gpu("h200", 141, 989.5, 4800, 450, 50, attention=_HOPPER_ATTENTION),
         # NVIDIA DGX B200 data sheet, per GPU: 180 GB, 64 TB/s / 8, 2.25 PFLOP/s dense bf16, NVLink 1.8 TB/s both
         # directions; ConnectX-7, 400 Gbit/s.
         _gpu("b200", 180, 2250, 8000, 900, 50),
@@ -310,7 +357,7 @@ CATALOGUE = {
     )
 }
 
-_OWN_KEYS = {each.name for each in dataclasses.fields(Hardware)} - {"measured_dtype"}
+_OWN_KEYS = {each.name for each in dataclasses.fields(Hardware)} - {"measured_dtype", "attention"}
 _KEYS = _OWN_KEYS | {"like", "links", "dtype"}
 
 
@@ -368,6 +415,8 @@ def _from_toml(file: Toml, readers: tuple[Path, ...]) -> Hardware:
         base = CATALOGUE["cpu"] if measured else dataclasses.replace(CATALOGUE["cpu"], **_GPU_DEFAULTS)
     changed = {key: values[key] for key in values if key in _OWN_KEYS - {"measured"}}
     changed |= {key: _link(file, key, getattr(base, key)) for key in ("intra", "inter") if key in values}
+    if "attention_efficiency" in values:
+        changed["attention"] = {}
     if measured:
         changed["measured_dtype"] = values.get("dtype", base.measured_dtype)
     links = {

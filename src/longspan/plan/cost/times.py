@@ -75,8 +75,7 @@ def layer_seconds(layer: LayerShape, c: CostContext, hardware: Hardware) -> Laye
     # The backward of elementwise work, like that of a product, takes about twice its forward.
     matmul = products / matmul_speed(hardware, job) + moved
     attention = layer.mixer.max_flops(c) * _kernel_overhead(layer, job, hardware)
-    forward, both = _attention_seconds(attention, hardware, job)
-    backward = both - forward
+    forward, backward = _attention_seconds(attention, _attended(layer, c), hardware, job)
     if job.mode == "decode":
         read = layer.active_params / c.mesh.tensor * c.b + layer.mixer.cache_bytes(c)
         return LayerSeconds(max(matmul + forward, read / hardware.memory_bandwidth), 0.0)
@@ -101,12 +100,13 @@ def tower_seconds(c: CostContext, hardware: Hardware) -> tuple[float, float]:
     act = (5 if tower.gated else 2) * c.b * tower.ffn
     each = tower.width * (2 * NORM_BYTES + (6 + 18) * c.b) + act
     moved = most_patches(c) * tower.depth * each / hardware.memory_bandwidth
-    forward, both = _attention_seconds(attention, hardware, c.job)
+    frame = max((p.patches for p in c.job.pictures), default=1)
+    forward, backward = _attention_seconds(attention, ("causal", frame), hardware, c.job)
     linear = products / matmul_speed(hardware, c.job) + moved
     if c.job.mode != "train":
         return linear + forward, 0.0
     recomputed = 0.0 if c.job.memory.checkpointing == "none" else linear + forward
-    return linear + forward, 2.0 * linear + both - forward + recomputed
+    return linear + forward, 2.0 * linear + backward + recomputed
 
 
 def _recompute_seconds(layer: LayerShape, c: CostContext, hardware: Hardware, matmul: float, attention: float) -> float:
@@ -150,13 +150,20 @@ def _elementwise_bytes(layer: LayerShape, c: CostContext) -> float:
     return 2 * NORM_BYTES * c.d + 6 * b * c.d + heads / c.mesh.tensor
 
 
-def _attention_seconds(flops: float, hardware: Hardware, job: Job) -> tuple[float, float]:
-    """Return the seconds of the forward, and of forward and backward (3.5 times the FLOPs)."""
-    assumed = matmul_speed(hardware, job) / hardware.matmul_efficiency * hardware.attention_efficiency
-    return (
-        flops / (hardware.attention_forward_flops or assumed),
-        3.5 * flops / (hardware.attention_flops or assumed),
-    )
+def _attended(layer: LayerShape, c: CostContext) -> tuple[str, float]:
+    """Return the kind of mask, and the keys of a query in one call of the kernel: of a ring, one block's."""
+    block = c.tokens * c.mesh.ulysses if c.mesh.ring > 1 else c.job.context
+    return "causal" if layer.mixer.window is None else "window", min(layer.mixer.seen(c.job.context), block)
+
+
+def _attention_seconds(flops: float, attended: tuple[str, float], hardware: Hardware, job: Job) -> tuple[float, float]:
+    """Return the seconds of the forward, and of the backward (2.5 times the FLOPs)."""
+    peak = matmul_speed(hardware, job) / hardware.matmul_efficiency
+    of_forward, of_backward = hardware.attention_fractions(*attended)
+    forward = flops / (hardware.attention_forward_flops or peak * of_forward)
+    if hardware.attention_flops:
+        return forward, 3.5 * flops / hardware.attention_flops - forward
+    return forward, 2.5 * flops / (peak * of_backward)
 
 
 def optimizer_seconds(c: CostContext, hardware: Hardware) -> float:

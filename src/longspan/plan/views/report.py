@@ -87,6 +87,7 @@ def _hardware_dict(hardware: Hardware) -> dict[str, Any]:
         "intra_bandwidth": hardware.intra.bandwidth,
         "inter_bandwidth": hardware.inter.bandwidth,
         "measured": bool(hardware.measured),
+        "attention": hardware.attention_words,
         "host_memory": int(hardware.host_memory),
     }
 
