@@ -41,7 +41,7 @@ define REQUIREMENTS
 import re, tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
-wanted = sum([project["dependencies"], *(extras[x] for x in ("train", "peft", "plot", "eval", "diffusers", "dev", "hf"))], [])
+wanted = sum([project["dependencies"], *(extras[x] for x in ("train", "peft", "eval", "diffusers", "dev", "hf"))], [])
 print(*{re.split("[<>=]", x)[0] for x in wanted if not x.startswith(("longspan", "torch>"))})
 endef
 export REQUIREMENTS

@@ -49,13 +49,12 @@ USES: dict[str, list[str]] = {
     "qlora": ["-c from bitsandbytes.nn import Linear4bit; Linear4bit(64, 64).to('cpu')"],
     "adamw8bit": [f"-c {ADAMW8BIT}"],
     "diffusers": [f"-c {SHARDED}{DIFFUSION}"],
-    "plot": ["-c import matplotlib"],
     "trl": ["-c import longspan, trl; longspan.trainer(trl.SFTTrainer)"],
     "eval": ["-c import longspan.lm_eval, lm_eval"],
     **{name: [TRAIN + f" --track {name}"] for name in ("trackio", "wandb", "mlflow")},
     "fla": ["-c from importlib.metadata import version; print(version('fla-core'))"],  # its kernels need a GPU
     "docs": [f"-c {DOCS}"],
-    "all": [TRAIN + " --optimizer adamw8bit", "-c import trl, lm_eval, diffusers, peft, matplotlib"],
+    "all": [TRAIN + " --optimizer adamw8bit", "-c import trl, lm_eval, diffusers, peft"],
 }
 """By extra, arguments of `longspan`, or after `-c` code for Python."""
 

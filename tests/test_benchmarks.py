@@ -211,7 +211,7 @@ def test_an_attention_is_predicted_as_in_a_step(method: str) -> None:
         links = {on: MeasuredLink(1e-3, 1e9, (), hidden) for on in (("ulysses", "all_to_all"), ("ring", "p2p"))}
         hardware = dataclasses.replace(CATALOGUE["cpu"], measured=links)
         found = predict("attention", shape, job, candidate.mesh, hardware)
-        c = CostContext(shape, job, candidate.mesh, on_cpu=True)
+        c = CostContext(shape, job, candidate.mesh)
         computing = layer_seconds(shape.layers[0], c, hardware)
         attention = computing.attention_forward + computing.attention_backward
         hidden_seconds = hidden_layer_seconds(shape.layers[0], computing, c, hardware)

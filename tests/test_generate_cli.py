@@ -349,7 +349,7 @@ def test_too_long_texts_are_refused_before_loading(folder: Path) -> None:
     with pytest.raises(
         LongspanError, match=r"do not fit on one GPU of .*Item by item: .*logits.*tokens fit \(--max-tok"
     ):
-        open_text(make(ScoreConfig, model=str(folder), text=PROMPT, rank_memory=0.00022))
+        open_text(make(ScoreConfig, model=str(folder), text=PROMPT, rank_memory=0.0006))
     with pytest.raises(LongspanError, match=r"the text has 1 tokens; score needs at least 2"):
         open_text(make(ScoreConfig, model=str(folder), text="a"))
 

@@ -149,7 +149,7 @@ def test_the_oldest_versions_are_the_lower_bounds() -> None:
     extras = project["optional-dependencies"]
     wanted = [
         *project["dependencies"],
-        *(line for name in ("hf", "train", "peft", "qlora", "adamw8bit", "plot") for line in extras[name]),
+        *(line for name in ("hf", "train", "peft", "qlora", "adamw8bit") for line in extras[name]),
     ]
     floors = dict(re.findall(r"^([\w-]+)>=([\d.]+)", "\n".join(wanted), re.MULTILINE))
     lines = (ROOT / "constraints-oldest.txt").read_text().splitlines()

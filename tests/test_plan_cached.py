@@ -66,8 +66,6 @@ def test_bytes_on_both_sides_are_the_planners(pool4: RankPool) -> None:
         plan = cost(shape, job, mesh, gpu)
         assert [plan.memory_bytes["kv_cache"], plan.offloaded.host_bytes["kv_cache"]] == prefilled, (name, ring)
         assert staged_bytes(CostContext(shape, job, mesh), generated=2) == after[0], (name, ring)
-        on_cpu = cost(shape, job, mesh, read_hardware("cpu"))
-        assert on_cpu.memory_bytes["kv_cache"] == sum(prefilled) and not on_cpu.offloaded.host_bytes
 
 
 class _Traced(NamedTuple):

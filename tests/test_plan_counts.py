@@ -226,7 +226,8 @@ def recurrent_sent(
 
 
 def a_model(q_heads: int, kv_heads: int, d: int, dv: int, keys: AttendedKeys = CAUSAL) -> ModelShape:
-    config = {**LLAMA, "num_attention_heads": q_heads, "num_key_value_heads": kv_heads, "head_dim": d}
+    heads = {"num_attention_heads": q_heads, "num_key_value_heads": kv_heads, "head_dim": d}
+    config = {**LLAMA, **heads, "hidden_size": 6 * q_heads}
     model = shape_from_config(config, "test")
     layer = model.layers[0]
     mixer = dataclasses.replace(layer.mixer, v_head_dim=dv, keys=keys)  # type: ignore[call-arg]

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from benchmarks.plan_published import ROWS, Row
-from longspan.core.formatting import size
 from longspan.plan import CATALOGUE, Collective, Job, Mesh, Plan, cost, read_model
 from longspan.plan.cost.weights import shard_elements
 from longspan.plan.from_model import shape_from_config
 from longspan.plan.limits import refusal
-from longspan.plan.methods import SHORT, compare, switch_bytes
+from longspan.plan.methods import SHORT, compare
 
-REPORTS = Path(__file__).parents[1] / "benchmarks/reports"
 GB, MS, MB = 1e9, 1e-3, 1e6
 N, P = 1_000_000, 8
 LLAMA, GPT = read_model("llama-2-70b"), read_model("gpt-7b")  # grouped-query attention; one KV head per query head
@@ -143,25 +139,6 @@ def test_25_lasp2_does_not_grow_with_the_tokens() -> None:
         states = sent(plan, "states of recurrent layers")
         # fp32, with a column of decays; with zigzag a rank has two runs of tokens.
         assert (states.bytes_per_gpu, states.count) == (2 * 4 * 8 * 64 * (64 + 1) * (P - 1), 3)
-        # ZeCO passes on one state per layer.
-        (scan,) = [m for m in compare(hybrid, Job(context=context, mode="prefill"), P, A100) if m.name == "ZeCO"]
-        assert f"would send {size(3 * 4 * 8 * 64 * 64)} per GPU" in str(scan.reason)
-        assert f"of states sends {size(3 * states.bytes_per_gpu)}" in str(scan.reason)
-
-
-def test_dsp_sends_what_its_benchmark_counts() -> None:
-    """In 4 spatial and 4 temporal blocks the dimension changes 7 times, in forward and backward."""
-    rows = json.loads((REPORTS / "2026-11-26-dsp-vs-ulysses.json").read_text())["results"]
-    row = next(row for row in rows if (row["frames"], row["patches"]) == (16, 256))
-    assert row["sent"]["DSP"] == 2 * 7 * switch_bytes(16 * 256, 8 * 16, row["ranks"], 4)
-    job = Job(context=N, mode="prefill")
-    (dsp,) = [m for m in compare(GPT, job, P, A100) if m.name == "DSP"]
-    (ulysses,) = [m.plan for m in compare(GPT, job, P, A100) if m.name == "Ulysses"]
-    assert ulysses is not None
-    sends = 2 * N * GPT.d_model // P * (P - 1) // P
-    assert dsp.plan is None and f"would send {size(sends)} per GPU" in str(dsp.reason)
-    assert ulysses.comm_bytes_per_gpu_per_layer == 4 * sends  # q, k, v and the output, each a switch
-    assert f"Ulysses sends {size(4 * sends)} per layer" in str(dsp.reason)
 
 
 def test_26_limits() -> None:

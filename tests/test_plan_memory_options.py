@@ -79,8 +79,6 @@ def test_offloaded_bytes() -> None:
     gone = cost(SMALL, replace(long, memory=replace(long.memory, offload="host")), TWO, H100)
     before = cost(SMALL, long, TWO, H100)
     assert before.memory_total_bytes - gone.memory_total_bytes == pytest.approx(2 * layer, rel=1e-3)
-    on_a_cpu = cost(SMALL, host.job, TWO, CPU)
-    assert on_a_cpu.offloaded.host_bytes == {} and on_a_cpu.memory_bytes == cost(SMALL, here.job, TWO, CPU).memory_bytes
 
 
 def test_weights_on_the_host() -> None:
@@ -269,7 +267,7 @@ def test_auto_and_max_on_the_command_line(capsys: pytest.CaptureFixture[str]) ->
     best = report["recommended"]
     assert report["job"]["context"] == best["max_context"] // 1024 * 1024 >= 600_000
     assert best["memory"]["cpu_offload"] and best["host_node_bytes"] == 2 * sum(best["host_bytes"].values())
-    assert f"--context {report['job']['context']}" in best["command"] and "--cpu-offload" in best["command"]
+    assert f"--context {report['job']['context']}" in best["command"] and '"cpu_offload": true' in best["command"]
     assert main(["plan", "--model", "llama-3.1-405b", "--gpu", "l40s", "--gpus", "1", "--context", "max"]) == 2
     assert "not even 1,024 tokens fit" in capsys.readouterr().err
 

@@ -68,7 +68,7 @@ def test_nothing_is_cut_at_any_width(screen: str) -> None:
     for width in WIDTHS:
         # The command is one line to be copied.
         lines = [line.rstrip() for line in lines_of(screen, width)]
-        assert max(len(line) for line in lines if "longspan train --" not in line) <= width
+        assert max(len(line) for line in lines if "longspan train sft --" not in line) <= width
         assert _characters(lines) == expected
         assert {word for word in " ".join(lines).split() if "─" not in word} <= words
 
@@ -78,9 +78,9 @@ def test_the_first_screen_begins_with_the_answer_and_its_command() -> None:
     screen = "--model llama-3.1-8b --context 512k --gpus 8"
     lines = lines_of(screen, 100)
     assert len(lines) <= 26
-    command = next(at for at, line in enumerate(lines) if "longspan train --" in line)
+    command = next(at for at, line in enumerate(lines) if "longspan train sft --" in line)
     assert command < 8 and lines[command - 1] == "run:"
-    assert lines[3].startswith("recommended: ulysses=8: 37.18 GB of 80.00 GB per GPU, 79.1 s per step")
+    assert lines[3].startswith("recommended: ulysses=8: 37.18 GB of 80.00 GB per GPU, 66.8 s per step")
     assert "checkpointing=save_attention, offload=host; 620.62 GB of host memory per node" in lines[4]
     assert lines[command + 1].startswith("note: the model's positions end at 131,072: RoPE scaling: yarn")
     text, detailed = "\n".join(lines), "\n".join(lines_of(f"{screen} --details", 100))
@@ -194,7 +194,7 @@ def test_the_recommended_mesh_is_in_the_table_with_a_note_on_gathered_weights(
 def test_a_plain_plan_finds_memory_options_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "llama-3.1-8b"]) == 0
     text = capsys.readouterr().out
-    assert "recommended" in text and "--tiled-norms" in text
+    assert "recommended" in text and '"tiled_norms": true' in text
     assert main(["plan", "--model", "llama-3.1-8b", "--memory", "fastest"]) == 1
     text = " ".join(capsys.readouterr().out.split()).partition("nothing fits")[2].partition("meshes, the fastest")[0]
     assert text.count("activations_hidden") == text.count("activations_mlp") == 1

@@ -14,7 +14,6 @@ EXTRAS = {
     "datasets": "train",
     "diffusers": "diffusers",
     "lm_eval": "eval",
-    "matplotlib": "plot",
     "mlflow": "mlflow",
     "peft": "peft",
     "safetensors": "hf",

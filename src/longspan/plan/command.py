@@ -103,7 +103,7 @@ class PlanConfig(MemoryFlags, RopeFlags):
     details: bool = False
     """Show also memory and messages item by item, all notes, and the meshes that cannot hold the job."""
     compare: bool = False
-    """Show the methods (TP, Megatron SP, FSDP, Ulysses, Ring, USP, LASP-2, DSP) side by side."""
+    """Show the methods (TP, Megatron SP, FSDP, Ulysses, Ring, USP, LASP-2) side by side."""
     json: bool = False
     """Print JSON (schema longspan.plan/5, see docs/reference/json.md) instead of tables."""
     html: Path | None = None

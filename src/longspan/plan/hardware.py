@@ -243,7 +243,7 @@ class Hardware:
         measured = [part for _, *parts in self.attention.get("causal", ()) for part in parts]
         if not measured:
             return f"{self.attention_efficiency:.0%} in attention"
-        return f"{min(measured):.0%} to {max(measured):.0%} in causal attention, by length, as measured on an H200"
+        return f"{100 * min(measured):.0f}-{max(measured):.0%} (measured) in attention"
 
     def members_per_node(self, stride: int, size: int) -> int:
         """Return how many of a group of `size` ranks, `stride` apart, share a node."""

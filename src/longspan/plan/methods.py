@@ -6,12 +6,10 @@ import math
 from dataclasses import dataclass, replace
 
 from longspan.core.errors import LongspanError
-from longspan.core.formatting import size
 from longspan.plan.cost.communication import communication
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import CostContext, Job, Mesh
 from longspan.plan.layers import Linear
-from longspan.plan.layers.linear import STATE_BYTES, STATES
 from longspan.plan.limits import refusal
 from longspan.plan.search import Plan, cost
 from longspan.plan.shape import ModelShape
@@ -76,52 +74,7 @@ def compare(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> list[
         methods.append(_method("LASP-2", model, job, Mesh(ring=gpus), hardware))
     else:
         methods.append(Method("LASP-2", None, reason))
-    methods.append(_dimension_switches(methods, model, job, gpus))
-    scan = _pipelined_scan(model, job, gpus)
-    return [*methods, *([] if scan is None else [Method("ZeCO", None, scan)])]
-
-
-def switch_bytes(tokens: int, width: int, ranks: int, element: int) -> int:
-    """Return the bytes that a rank sends when DSP (arXiv:2403.10266) shards hidden states along another dimension.
-
-    A stack of blocks that each attend along one dimension sends this where the dimension changes, and nothing else:
-    `longspan.dsp`.
-    """
-    return element * tokens * width // ranks * (ranks - 1) // ranks
-
-
-def _dimension_switches(methods: list[Method], model: ModelShape, job: Job, gpus: int) -> Method:
-    """Return what DSP would send if the model's blocks attended along one dimension each; no planned model does."""
-    c = CostContext(model, job, Mesh(ulysses=gpus))
-    tokens = c.sequences * c.micro_batches * (1 if job.mode == "decode" else job.context)
-    passes = 2 if job.mode == "train" else 1
-    change = passes * switch_bytes(tokens, model.d_model, gpus, c.b)
-    plan = next(method.plan for method in methods if method.name == "Ulysses")
-    layer = 0.0 if plan is None else plan.comm_bytes_per_gpu_per_layer * c.micro_batches
-    reason = (
-        f"is for blocks that each attend along one dimension, such as a video's frames or a frame's patches. For as "
-        f"many tokens, each change of the sharded dimension would send {size(change)} per GPU and step"
-    )
-    if plan is not None:
-        reason += f", and nothing else; Ulysses sends {size(int(layer))} per layer"
-    return Method("DSP", None, reason)
-
-
-def _pipelined_scan(model: ModelShape, job: Job, gpus: int) -> str | None:
-    """Return what ZeCO (arXiv:2507.01004) would send instead of the all-gather of states; None without states.
-
-    Each GPU passes one state on, in pieces, without the transition beside it.
-    """
-    c = CostContext(model, job, Mesh(ring=gpus))
-    mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, Linear)]
-    gathered = sum(next((x.bytes for x in mixer.sent(c) if x.what == STATES), 0) for mixer in mixers)
-    scanned = STATE_BYTES * c.sequences * sum(mixer.state_elements for mixer in mixers)
-    if not gathered:
-        return None
-    return (
-        f"on paper only: a pipelined scan would send {size(scanned)} per GPU in a forward, where the all-gather "
-        f"of states sends {size(gathered)}"
-    )
+    return methods
 
 
 def _method(name: str, model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Method:

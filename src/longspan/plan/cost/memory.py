@@ -34,7 +34,7 @@ ITEMS = {
     "logits": "a tile of logits and its gradient",
     "kv_cache": "keys and values of all layers, or of two if they are offloaded to a host; states of recurrent layers",
     "comm_buffers": "buffers of the ring: current and next KV block, gradients in flight",
-    "reserve": "held by torch, CUDA and NCCL themselves",
+    "reserve": "held by torch, CUDA and NCCL themselves; on a CPU, what a plan is rounded up by",
 }
 """The items of `memory`, with a description."""
 
@@ -42,8 +42,9 @@ ITEMS = {
 PREFILL_TILES = 16
 """Tiles of MLP and norms in prefill and decode, unless the job sets them: without a backward, tiles cost nothing."""
 
-CPU_MARGIN = 0.5
-"""Part of the other items that is added on a CPU, whose attention computes in fp32, and whose gloo copies messages."""
+CPU_MARGIN = 0.8
+"""Part of the other items that is added on a CPU: attention computes in fp32 there, gloo copies messages, and recurrent
+layers run as transformers' code in torch."""
 
 FRAME_STATES = 2
 """Hidden states that transformers' frames hold: the embeddings, and the layer's input."""

@@ -151,9 +151,8 @@ def _elementwise_bytes(layer: LayerShape, c: CostContext) -> float:
 
 
 def _attended(layer: LayerShape, c: CostContext) -> tuple[str, float]:
-    """Return the kind of mask, and the keys of a query in one call of the kernel: of a ring, one block's."""
-    block = c.tokens * c.mesh.ulysses if c.mesh.ring > 1 else c.job.context
-    return "causal" if layer.mixer.window is None else "window", min(layer.mixer.seen(c.job.context), block)
+    """Return the kind of mask, and the most keys of a query."""
+    return "causal" if layer.mixer.window is None else "window", layer.mixer.seen(c.job.context)
 
 
 def _attention_seconds(flops: float, attended: tuple[str, float], hardware: Hardware, job: Job) -> tuple[float, float]:

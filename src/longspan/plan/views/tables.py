@@ -141,7 +141,7 @@ def _title(report: Report) -> Text:
     assumed = (
         "speeds as measured"
         if hardware.measured
-        else f"assuming {hardware.matmul_efficiency:.0%} of peak in matrix products, {hardware.attention_words}"
+        else f"assuming {hardware.matmul_efficiency:.0%} of peak in products, {hardware.attention_words}"
     )
     gpus = f"{report.gpus} x {hardware.name} ({hardware.memory_bytes / GB:.4g} GB)"
     return Text(
