@@ -83,12 +83,18 @@ def resolve(arguments: Arguments) -> Resolved:
         documents=packed,
     )
     mesh, hardware = Mesh(**parallel.degrees), hardware_of_ranks(ours.rank_memory, parallel.ranks)
+    if arguments.method == "dpo" and not peft.use_peft:  # the reference is a second, frozen model
+        sharded = ours.shard_weights and parallel.fsdp_ranks > 1
+        per_weight = (2 if sharded and training.bf16 else 4) / (parallel.fsdp_ranks if sharded else 1)
+        reference = sum(p.numel() for p in model.parameters()) * per_weight / parallel.tensor
+        hardware = dataclasses.replace(hardware, memory_bytes=hardware.memory_bytes - reference)
     messages = [f"{hardware.memory_bytes / 1e9:.2f} GB for a rank, {mesh}"]
     if longest:
         context, message = _longest_context(dataclasses.replace(shape, rope=ours.rope()), job, mesh, hardware, fixed)
         messages.append(message)
-        config, rope = models.read_config(arguments, context)
         job = dataclasses.replace(job, context=context)
+        context //= rows if packed else 1  # the rows of a forward are packed into one
+        config, rope = models.read_config(arguments, context)
     try:
         memory, message = choose_memory(shape, job, mesh, hardware, fixed)
     except LongspanError as error:
