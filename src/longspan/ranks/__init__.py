@@ -1,1 +1,1 @@
-"""The ranks of a job: start, rendezvous, agreement on settings, heartbeat, end."""
+"""The ranks of a job: start them or join those of torchrun, compare settings, watch, end."""
