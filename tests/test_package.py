@@ -64,7 +64,7 @@ def test_metadata_names_version_extras_and_license(wheel):
     assert metadata["License-Expression"] == "Apache-2.0"
     extras = set(metadata.get_all("Provides-Extra"))
     assert set(EXTRAS.values()) <= extras  # every extra that an error message names
-    assert {"train", "trl", "eval", "fla", "diffusers", "all"} <= extras
+    assert {"train", "eval", "fla", "diffusers", "all"} <= extras
 
 
 def test_extra_all_contains_every_other_but_the_projects_own_and_two_that_exclude_versions():

@@ -1,10 +1,11 @@
-"""Names of diffusers, TRL, PEFT, lm-evaluation-harness and flash-linear-attention.
+"""Names of argparse, diffusers, TRL, PEFT, lm-evaluation-harness and flash-linear-attention.
 
 diffusers and TRL are inspected, not imported: a model's class tells where it comes from.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import importlib
@@ -24,6 +25,11 @@ _FUNCTIONS = {
     (False, True): ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
     (True, True): ("fla.ops.kda", "chunk_kda"),
 }
+
+
+def actions_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Return the arguments of a parser."""
+    return parser._actions
 
 
 def fused_head_of(model: Any) -> dict[str, Any] | None:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from longspan.compat.reading import positions_of
 from longspan.core.errors import LongspanError
 from longspan.core.rope import (
     AS_IS,
@@ -253,6 +252,8 @@ def check_language_model(where: str, config: Any, context: int, rope: RopeAsked 
 
     `context` is in tokens per sequence; `where` names the config in messages.
     """
+    from longspan.compat.reading import positions_of
+
     kind = kind_of(config)
     seen = takes_pictures(config)
     if not seen and (
@@ -305,6 +306,8 @@ def _check_survives_saving(where: str, text: Any, scaling: RopeScaling) -> None:
 
 def position_range(config: Any) -> int | None:
     """Return how many positions a model has; None if unknown, or if its RoPE grows with the length ("dynamic")."""
+    from longspan.compat.reading import positions_of
+
     return positions_of(config).reach
 
 

@@ -20,6 +20,7 @@ import torch
 import yaml
 from trl import DatasetMixtureConfig, DPOConfig, ModelConfig, RewardConfig, ScriptArguments, SFTConfig, TrlParser
 
+from longspan.compat.friends_api import actions_of
 from longspan.core.cache import CacheDtype
 from longspan.core.errors import LongspanError
 from longspan.core.layout import LayoutName
@@ -279,7 +280,7 @@ def parser_of(method: str) -> Any:
         "file.",
         allow_abbrev=False,
     )
-    optim = next(action for action in parser._actions if action.dest == "optim")
+    optim = next(action for action in actions_of(parser) if action.dest == "optim")
     optim.choices, optim.type = [*(str(getattr(x, "value", x)) for x in optim.choices or ()), MUON], str
     return parser
 
@@ -300,7 +301,7 @@ def read(argv: list[str]) -> Settings:
             "longspan train sft --config run.yaml"
         )
     parser = parser_of(method)
-    actions = {action.dest: action for action in parser._actions}
+    actions = {action.dest: action for action in actions_of(parser)}
     known = sorted(actions.keys() - {"help"})
     rest, config = _split_config(rest)
     for name, value in config.pop("env", {}).items():

@@ -142,7 +142,7 @@ def train_rank(settings: Settings, watch: Watch) -> None:
         resumed = _resumed(training)
         if resumed is not None and 0 < training.max_steps <= int(resumed.rpartition("-")[2]):
             _log(trainer, [f"nothing to train: {resumed} is the last of max_steps: {training.max_steps}"])
-            trainer._load_from_checkpoint(resumed)
+            trainer.longspan_load(resumed)
         else:
             trainer.train(resumed)
         if stop.signum:

@@ -55,9 +55,9 @@ class StopAtNonFinite(_OfTrainer):
             norm = trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), math.inf)
         norm = torch.as_tensor(norm.full_tensor() if isinstance(norm, DTensor) else norm, device=args.device)
         values = torch.stack([x.detach().float() for x in (norm, *step.losses)])
-        if not trainer._of_any_replica(~values.isfinite().all()):
+        if not trainer.longspan_any_replica(~values.isfinite().all()):
             return
-        first = watch(trainer.model, trainer.longspan_sp, trainer._repeat_step)
+        first = watch(trainer.model, trainer.longspan_sp, trainer.longspan_repeat_step)
         raise LongspanError(self._explain(args, state.global_step + 1, values[1:].sum().item(), norm.item(), first))
 
     def _explain(self, args: Any, step: int, loss: float, norm: float, first: NonFinite | None) -> str:
@@ -137,7 +137,7 @@ class Figures(_OfTrainer):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Start the clock, and the profiler if this step is logged."""
-        if self.trainer._sharded and (state.global_step + 1) % state.logging_steps == 0:
+        if self.trainer.longspan_sharded and (state.global_step + 1) % state.logging_steps == 0:
             self.sampling.enter_context(self.sampler.measure())
         self.start = time.perf_counter()
 
@@ -170,9 +170,9 @@ class Figures(_OfTrainer):
         if not seconds:
             return {}
         found = {"tokens_per_second": tokens / seconds, "memory_gib": most.item()}
-        if trainer._sharded:
+        if trainer.longspan_sharded:
             found["communication"] = communication
-        flops, peak = self._flops(round(tokens), round(pairs)), peak_flops(sp.device, trainer._compute_dtype())
+        flops, peak = self._flops(round(tokens), round(pairs)), peak_flops(sp.device, trainer.longspan_compute_dtype())
         if flops is not None and peak is not None:
             found["mfu"] = flops / (seconds * peak * sp.job_size)
         return found

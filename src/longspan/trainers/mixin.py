@@ -103,7 +103,7 @@ def sharded(method: Any) -> Any:
 
     @functools.wraps(method)
     def call(self: TrainerMixin, *args: Any, **kwargs: Any) -> Any:
-        if self._sharded:
+        if self.longspan_sharded:
             return method(self, *args, **kwargs)
         return getattr(super(TrainerMixin, self), method.__name__)(*args, **kwargs)
 
@@ -145,7 +145,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         self.longspan_sp = sp
-        if self._sharded:
+        if self.longspan_sharded:
             refuse_whole_logits(type(self))
         shared_prefixes = kwargs.pop("shared_prefixes", False)
         self.longspan_options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
@@ -159,11 +159,11 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
                 f"shared_prefixes={shared_prefixes!r} is for trainers that score several completions of a prompt "
                 f"(GRPOTrainer), and {type(self).__name__} is none; leave it out"
             )
-        if self._sharded:
+        if self.longspan_sharded:
             count_sequence_groups(self, sp)
         self.args.logging_nan_inf_filter = False  # which would log a mean in place of NaN
         self.add_callback(StopAtNonFinite(self))
-        if self._sharded and self.args.enable_jit_checkpoint:
+        if self.longspan_sharded and self.args.enable_jit_checkpoint:
             self._stop_together()
         inner = transformers_model(self.model)
         if is_parallelized(inner) and self.longspan_options:
@@ -205,7 +205,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         return getattr(self._forward_hooks.model_changes, "policy", None)
 
     @property
-    def _sharded(self) -> bool:
+    def longspan_sharded(self) -> bool:
         return self.longspan_sp.job_size > 1
 
     def _refuse(self) -> None:
@@ -222,9 +222,12 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             "label_smoothing_factor": (args.label_smoothing_factor, "it needs the logits of all tokens; leave it out"),
             "auto_find_batch_size": (args.auto_find_batch_size, "ranks could choose different sizes; leave it out"),
             "compute_loss_func": (self.compute_loss_func, "it would see one rank's tokens; use the model's loss"),
-            "model_init": (self._sharded and self.model_init, "it makes a new model after it was sharded; pass model="),
+            "model_init": (
+                self.longspan_sharded and self.model_init,
+                "it makes a new model after it was sharded; pass model=",
+            ),
             "save_only_model": (
-                self._sharded and args.load_best_model_at_end and args.save_only_model,
+                self.longspan_sharded and args.load_best_model_at_end and args.save_only_model,
                 "load_best_model_at_end=True loads sharded weights, which it leaves out; leave it False",
             ),
             "use_liger_kernel": (args.use_liger_kernel, "use memory=longspan.Memory(head_loss='liger')"),
@@ -244,7 +247,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
     def create_accelerator_and_postprocess(self) -> None:
         """As the base class, with an accelerator that counts replicas."""
         super().create_accelerator_and_postprocess()
-        if self._sharded:
+        if self.longspan_sharded:
             self.accelerator = ReplicaAccelerator.of(self.accelerator, self.longspan_sp)
             self.accelerator.no_sync = self._no_sync
             self.gather_function = self.accelerator.gather_for_metrics
@@ -294,7 +297,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         self.state.total_flos = before + (self.state.total_flos - before) / self.longspan_sp.replica_size
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        sharded = self._sharded and self.longspan_options.get("fsdp", True)
+        sharded = self.longspan_sharded and self.longspan_options.get("fsdp", True)
         if not sharded and self.longspan_sp.tensor_size == 1:  # else `parallelize` moves it, layer by layer
             super()._move_model_to_device(model, device)
 
@@ -344,7 +347,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             before = self._forward_hooks.losses.computed
             with self._forward_hooks.options.during(noise_tokens=inputs["input_ids"].shape[1]):
                 loss = super().training_step(model, round_, num_items_in_batch)
-            if self._forward_hooks.losses.computed == before and self._sharded:
+            if self._forward_hooks.losses.computed == before and self.longspan_sharded:
                 # The trainer computed a loss of the group's row itself.
                 dist.all_reduce(loss, group=self.longspan_sp.world_group)
                 loss = loss / self.longspan_sp.world_size
@@ -371,7 +374,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
                 f"them by trainer.longspan_sp.gather(logits, dim=1, length={whole})"
             ) from error
 
-    def _repeat_step(self) -> Tensor:
+    def longspan_repeat_step(self) -> Tensor:
         """Run forward and backward of the step in progress a second time, with the same random numbers."""
         losses = []
         for inputs, items, state in self.longspan_step.batches:
@@ -387,11 +390,11 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         self.longspan_step.norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         return self.longspan_step.norm
 
-    def _of_any_replica(self, flag: Tensor) -> bool:
+    def longspan_any_replica(self, flag: Tensor) -> bool:
         """Return whether a flag is set on any replica. Collective."""
-        return bool((self.accelerator.gather_over_replicas(flag.float()) if self._sharded else flag).any())
+        return bool((self.accelerator.gather_over_replicas(flag.float()) if self.longspan_sharded else flag).any())
 
-    def _compute_dtype(self) -> torch.dtype:
+    def longspan_compute_dtype(self) -> torch.dtype:
         """Return the dtype of matrix products."""
         dtype = torch.bfloat16 if self.args.bf16 else getattr(self._policy, "param_dtype", None)
         return dtype or next(p.dtype for p in self.model.parameters() if p.is_floating_point())
@@ -402,7 +405,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         """As the base class; in a round of an elastic batch, weight a loss that the trainer computed itself."""
         if self.model.training and not self.longspan_step.complete and self.is_in_train:
             self.longspan_step.batches.append((dict(inputs), num_items_in_batch, torch.get_rng_state()))
-        if not self._sharded:
+        if not self.longspan_sharded:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._forward_hooks.traits.labels_per_row:  # its loss is a mean already
             num_items_in_batch = None
@@ -452,10 +455,10 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         count = self.longspan_eval.items
         if loss is not None and count is not None:
-            mean = self.accelerator.gather_over_replicas(loss).mean() if self._sharded else loss
+            mean = self.accelerator.gather_over_replicas(loss).mean() if self.longspan_sharded else loss
             self.longspan_eval.add(float(mean), count)
         self._forward_hooks.options.rows = None
-        if logits is not None and self._sharded and not self._forward_hooks.traits.labels_per_row:
+        if logits is not None and self.longspan_sharded and not self._forward_hooks.traits.labels_per_row:
             length = (inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]).shape[1]
             logits = _gathered(logits, self.longspan_sp, length)
         return loss, logits, labels
@@ -463,7 +466,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
     def _mask_repeated(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Mask the labels of samples that only fill the last batch."""
         labels = inputs.get("labels")
-        if not (self._sharded and isinstance(labels, Tensor)):
+        if not (self.longspan_sharded and isinstance(labels, Tensor)):
             return inputs
         real = self.accelerator.real_samples()
         if real is not None:
@@ -488,7 +491,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         if labels is None:
             return None
         count = (labels != IGNORE).sum().to(self.args.device)
-        return int(self.accelerator.gather_over_replicas(count).sum()) if self._sharded else int(count)
+        return int(self.accelerator.gather_over_replicas(count).sum()) if self.longspan_sharded else int(count)
 
     # --- checkpoints
 
@@ -511,7 +514,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """As the base class, but remove an older state first: it is written last, so it marks a complete checkpoint."""
-        if self._sharded:
+        if self.longspan_sharded:
             state = Path(output_dir_of(self, trial)) / f"checkpoint-{self.state.global_step}" / STATE
             checkpoints.Ranks().first(lambda: state.unlink(missing_ok=True))
         super()._save_checkpoint(model, trial)
@@ -519,12 +522,12 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
     def _save_rng_state(self, output_dir: str) -> None:
         """As the base class, then wait for all ranks and record checksums before the first one writes the state."""
         super()._save_rng_state(output_dir)
-        if self._sharded:
+        if self.longspan_sharded:
             mark(Path(output_dir), self.state.global_step)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As the base class; `resume_from_checkpoint=True` resumes from the newest complete checkpoint."""
-        if not self._sharded:
+        if not self.longspan_sharded:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         run = Path(self.args.output_dir)
         if resume_from_checkpoint is True:
@@ -561,6 +564,10 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         self.longspan_saver.start(folder, step, self.model, self.optimizer, background=background)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+    def longspan_load(self, checkpoint: str) -> None:
+        """Load the weights of a checkpoint of this run. Collective."""
+        self._load_from_checkpoint(checkpoint)
 
     @sharded
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
