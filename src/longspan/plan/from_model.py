@@ -54,15 +54,17 @@ from longspan.plan.tower import Tower
 
 
 def read_model(
-    name_or_path: str | os.PathLike[str], tuning: Tuning = ALL_TRAINED, rope: RopeAsked = AUTO
+    name_or_path: str | os.PathLike[str], tuning: Tuning | None = None, rope: RopeAsked | None = None
 ) -> ModelShape:
     """Return the shape of a built-in model, or of the `config.json` (or folder with one) at a path.
+
+    `tuning`: which weights are trained; None: all. `rope`: the RoPE scaling; None: one that the context needs.
 
     Raises:
         LongspanError: for an unknown name, a file that cannot be read, or whatever `shape_from_config` refuses.
     """
     name, config = find_config(name_or_path)
-    return replace(shape_from_config(config, name, tuning), rope=rope)
+    return replace(shape_from_config(config, name, tuning or ALL_TRAINED), rope=rope or AUTO)
 
 
 def shape_from_config(config: Mapping[str, Any], name: str, tuning: Tuning = ALL_TRAINED) -> ModelShape:
