@@ -102,7 +102,7 @@ def config_file(config: VerifyConfig) -> Path | None:
         try:
             if isinstance(json.loads(path.read_text()).get("_class_name"), str):
                 return path
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError, AttributeError, RecursionError):
             continue
     return None
 
