@@ -168,15 +168,16 @@ def _inner(kind: Any) -> Any:
     return parts[0] if optional and len(parts) == 1 else kind
 
 
-def _bad_words(name: str, kind: Any, draw: random.Random) -> list[str] | None:
-    """Return words after a flag that every command must refuse; None if there are none."""
+def _bad_words(command: str, name: str, kind: Any, draw: random.Random) -> list[str] | None:
+    """Return words after a flag that a command must refuse; None if there are none."""
     kind, given = _inner(kind), kind
     if kind is int:
         return [draw.choice(BAD_INTEGERS)]
     if kind is float:
         return [draw.choice(BAD_FLOATS)]
     if kind is bool:
-        return [draw.choice(("maybe", "2", *(["True"] if given is bool else [])))]  # else True and False are its words
+        takes_words = given is not bool or command == "train"  # True and False
+        return [draw.choice(("maybe", "2", *([] if takes_words else ["True"])))]
     if kind is Path or (kind is str and name in ("data", "model", "tokenizer", "gpu", "resume")):
         return [draw.choice(BAD_PATHS)]
     if kind is str:
@@ -200,7 +201,7 @@ def _flags(draw: random.Random) -> Attempt:
         bad = True
     else:
         field = draw.choice(list(fields))
-        words = _bad_words(field, fields[field], draw)
+        words = _bad_words(name, field, fields[field], draw)
         bad = words is not None
         if _inner(fields[field]) is int and draw.random() < 0.4:  # perhaps valid
             words, bad = [draw.choice(EXTREME_INTEGERS)], False
