@@ -69,7 +69,6 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "images, lora in both": ("SFT", "images", {"peft": ["q_proj", "v_proj"]}),
     "images, lora in the language model": ("SFT", "images", {"peft": r".*language_model.*(q|v)_proj"}),
     "dpo": ("DPO", "preference", {}),
-    "padding-free dpo": ("DPO", "preference", {"padding_free": True}),
     "kto": ("KTO", "judged", {}),
     "reward lora": ("Reward", "preference", {"peft": ["q_proj", "v_proj"], "center_rewards_coefficient": 0.01}),
 }
@@ -148,7 +147,7 @@ CHOSEN = ("packed", "elastic", "lora", "images", "dpo", "kto", "reward lora")
     "kind", [*CHOSEN, RECURRENT, *confirming(kind for kind in KINDS if kind not in (*CHOSEN, "recurrent"))]
 )
 def test_the_log_is_that_of_one_process(get_pool: Callable[[int], RankPool], kind: str, tmp_path: Path) -> None:
-    replicas = kind in ("lora", "images, lora in both", "dpo", "padding-free dpo")
+    replicas = kind in ("lora", "images, lora in both", "dpo")
     mesh = {"data": 2, "ring": 2} if replicas else {"tensor" if kind == "packed" else "ulysses": 2}
     ranks = functools.reduce(lambda a, b: a * b, mesh.values())
     for log in get_pool(ranks).run(log_of, kind, mesh, tmp_path):
