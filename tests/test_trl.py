@@ -160,8 +160,10 @@ def check_equal(log: list[dict[str, Any]], expected: list[dict[str, Any]], but: 
     assert len(log) == len(expected)
     for mine, theirs in zip(log[:-1], expected[:-1], strict=True):
         for key, value in theirs.items():
+            # A reward is a tenth of the difference of two log-probabilities of about -50, whose fp32 steps are 4e-6.
+            least = 5e-6 if "rewards/" in key else 1e-6
             if not any(part in key for part in ("per_second", "runtime", *but)):
-                assert mine[key] == pytest.approx(value, rel=2e-4, abs=1e-6), (key, mine["step"])
+                assert mine[key] == pytest.approx(value, rel=2e-4, abs=least), (key, mine["step"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
