@@ -101,7 +101,7 @@ def sharded(mesh: dict[str, int], out: Path, changes: dict[str, Any]) -> list[di
     return list(trainer.state.log_history)
 
 
-def sharded_alone(out: Path, **changes: Any) -> list[dict[str, Any]]:
+def sharded_alone(out: Path, lora: bool = False, **changes: Any) -> list[dict[str, Any]]:
     """Return the log of a sharded trainer on one process without a process group."""
     from transformers import Trainer
 
@@ -109,9 +109,9 @@ def sharded_alone(out: Path, **changes: Any) -> list[dict[str, Any]]:
     sp = longspan.SequenceSharding(OneDeviceMesh("cpu"))
     options = {"per_device_eval_batch_size": 10, **changes}
     trainer = longspan.trainer(Trainer)(
-        _model("Llama", False), arguments(out, **options), collate, Samples(64, 1), Samples(10, 2), sp=sp
+        _model("Llama", lora), arguments(out, **options), collate, Samples(64, 1), Samples(10, 2), sp=sp
     )  # type: ignore[call-arg, arg-type]
-    trainer.train()
+    trainer.train(resume_from_checkpoint=changes.get("resume_from_checkpoint"))
     return list(trainer.state.log_history)
 
 

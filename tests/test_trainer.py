@@ -263,6 +263,15 @@ def test_a_run_resumes_on_another_mesh(
         compare(_after(log, 4), _after(_plain(name), 4))
 
 
+@pytest.mark.parametrize("name", ["plain", "lora"])
+def test_a_sharded_run_resumes_on_one_device(pool2: RankPool, name: str, tmp_path: Path) -> None:
+    """With the state of its optimizer and schedule, which transformers would leave out without a word."""
+    variant = VARIANTS[name]
+    pool2.run(sharded, {"ulysses": 2}, tmp_path, {**SAVED, **variant})
+    log = sharded_alone(tmp_path, **EVALUATED, **variant, resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    compare(_after(log, 4), _after(_plain(name), 4))
+
+
 def _saves(mesh: dict[str, int], out: Path, changes: dict[str, Any]) -> torch.Tensor:
     """Train, save, and return the logits of a batch."""
     with as_launched():

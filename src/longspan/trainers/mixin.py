@@ -46,6 +46,7 @@ from longspan.hf.weights.sources import tensor_parts
 from longspan.trainers.callbacks import Figures, StopAtNonFinite, StopOnSignal
 from longspan.trainers.evaluation import ByPosition, Tally
 from longspan.trainers.saving import (
+    SHARDS,
     STATE,
     ShardSaver,
     export_into,
@@ -573,12 +574,17 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         checkpoints.load_weights(shards_of(resume_from_checkpoint), self.model)
 
-    @sharded
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            verified = replace(shards_of(checkpoint), verified=True)  # as its weights were loaded before
-            checkpoints.load(verified, self.model, plain_optimizer(self.optimizer))
-            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
+        """Load the sharded state, also on one device; as the base class from a checkpoint without shards."""
+        if checkpoint is None:
+            return
+        if not self.longspan_sharded and not (Path(checkpoint) / SHARDS).is_dir():
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        # Several ranks have loaded and verified its weights before; one device has loaded the Hugging Face folder.
+        shards = replace(shards_of(checkpoint), verified=self.longspan_sharded)
+        checkpoints.load(shards, self.model, plain_optimizer(self.optimizer))
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
 
     @sharded
     def _load_best_model(self) -> None:
