@@ -272,6 +272,21 @@ def test_a_sharded_run_resumes_on_one_device(pool2: RankPool, name: str, tmp_pat
     compare(_after(log, 4), _after(_plain(name), 4))
 
 
+def test_a_checkpoint_is_not_completed_by_shards_of_an_older_run(tmp_path: Path) -> None:
+    """Nor does its marker list files of shards that a thread is writing, or removing."""
+    from longspan.trainers.saving import invalidate, mark
+
+    folder = tmp_path / "checkpoint-4"
+    for name in ("longspan", "making-longspan", "making-old-longspan", "adapter"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "file").write_text("x")
+    (folder / "trainer_state.json").write_text("{}")
+    invalidate(folder)
+    assert not (folder / "longspan").exists() and not (folder / "trainer_state.json").exists()
+    mark(folder, 4)
+    assert set(longspan.checkpoint.Checkpoint.read(folder).files) == {"adapter/file"}
+
+
 def _saves(mesh: dict[str, int], out: Path, changes: dict[str, Any]) -> torch.Tensor:
     """Train, save, and return the logits of a batch."""
     with as_launched():

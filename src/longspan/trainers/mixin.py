@@ -47,9 +47,9 @@ from longspan.trainers.callbacks import Figures, StopAtNonFinite, StopOnSignal
 from longspan.trainers.evaluation import ByPosition, Tally
 from longspan.trainers.saving import (
     SHARDS,
-    STATE,
     ShardSaver,
     export_into,
+    invalidate,
     locked,
     mark,
     newest_complete,
@@ -514,10 +514,9 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             torch.save(self.args, folder / "training_args.bin")
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As the base class, but remove an older state first: it is written last, so it marks a complete checkpoint."""
+        """As the base class, over no part of an older checkpoint of this step."""
         if self.longspan_sharded:
-            state = Path(output_dir_of(self, trial)) / f"checkpoint-{self.state.global_step}" / STATE
-            checkpoints.Ranks().first(lambda: state.unlink(missing_ok=True))
+            invalidate(Path(output_dir_of(self, trial)) / f"checkpoint-{self.state.global_step}")
         super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:

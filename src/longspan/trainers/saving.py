@@ -14,7 +14,7 @@ import torch
 
 from longspan import checkpoint
 from longspan.checkpoint import MARKER
-from longspan.checkpoint.folder import MAKING, FileRecord
+from longspan.checkpoint.folder import MAKING, FileRecord, remove
 from longspan.core.errors import LongspanError
 from longspan.hf.support import transformers_model
 
@@ -56,6 +56,20 @@ class ShardSaver:
             self._saver.finish()
 
 
+def invalidate(folder: Path) -> None:
+    """Remove the state and the shards of an older run from a checkpoint that is about to be written. Collective.
+
+    The state is written last, so without it a checkpoint is incomplete. The new state may be there before the new
+    shards, which must not be mistaken for the old ones.
+    """
+
+    def remove_old() -> None:
+        (folder / STATE).unlink(missing_ok=True)
+        remove(folder / SHARDS)
+
+    checkpoint.Ranks().first(remove_old)
+
+
 def mark(folder: Path, step: int) -> None:
     """Record the checksums of the other files of a checkpoint, once every rank has written its own. Collective.
 
@@ -65,9 +79,10 @@ def mark(folder: Path, step: int) -> None:
     ranks.gather(None)
 
     def write() -> None:
-        own = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
-        shards = (SHARDS, f"{MAKING}{SHARDS}")
-        names = {str(name) for name in own if name.parts[0] not in (*shards, MARKER, STATE)}
+        # Do not look into the shards' folders: a thread may be writing and renaming them.
+        own = [x for x in folder.iterdir() if not x.name.startswith(MAKING) and x.name not in (SHARDS, MARKER, STATE)]
+        files = [path for x in own for path in ([x] if x.is_file() else x.rglob("*")) if path.is_file()]
+        names = [str(path.relative_to(folder)) for path in files]
         checkpoint.Checkpoint(folder, step, {}, {name: FileRecord.of(folder / name) for name in names}).write_marker()
 
     ranks.first(write)
