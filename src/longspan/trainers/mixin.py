@@ -558,8 +558,9 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     @sharded
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        # With a limit of 1 the Trainer removes the previous checkpoint at the end of this save.
-        background = self.args.save_total_limit != 1
+        # The Trainer removes older checkpoints before a save in the background is complete. With a limit of 2 it may
+        # keep a single other one: the best, or one that a killed run has left incomplete.
+        background = self.args.save_total_limit not in (1, 2)
         step, folder = self.state.global_step, Path(output_dir)
         self.longspan_saver.start(folder, step, self.model, self.optimizer, background=background)
         if self.args.should_save:
