@@ -222,6 +222,15 @@ def test_ranks_of_a_sequence_draw_numbers_of_their_own(pool4: RankPool, tmp_path
     assert len({str(start) for start in ranks[0]["start"]}) == 3
 
 
+def test_ranks_draw_alike_after_a_resume_on_more_ranks(pool2: RankPool, pool4: RankPool, tmp_path: Path) -> None:
+    """The saved run has left no file of random states for two of them."""
+    steps = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
+    whole = pool2.run(_drawn, {"ring": 2}, tmp_path, steps)
+    resume = {**steps, "resume_from_checkpoint": str(tmp_path / "checkpoint-2")}
+    for found in pool4.run(_drawn, {"ring": 4}, tmp_path, resume):
+        assert torch.equal(found["state"], whole[0]["state"])
+
+
 def test_the_noise_of_elastic_batches_is_that_of_the_batch(pool4: RankPool, tmp_path: Path) -> None:
     changes = {"max_steps": 2, "elastic": 24, "per_device_train_batch_size": 8}
     noise = [x for found in pool4.run(_drawn, {"ulysses": 4}, tmp_path, changes) for x in found["noise"]]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import random
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -524,6 +526,22 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         super()._save_rng_state(output_dir)
         if self.longspan_sharded:
             mark(Path(output_dir), self.state.global_step)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """As the base class; ranks that read the same batches draw alike also after a resume on another mesh.
+
+        The base class leaves a rank without a file of its own as it was seeded. Collective.
+        """
+        super()._load_rng_state(checkpoint)
+        if checkpoint is None or not self.longspan_sharded:
+            return
+        saved = (Path(checkpoint) / f"rng_state_{self.args.process_index}.pth").is_file()
+        states = checkpoints.Ranks().gather((saved, random.getstate(), np.random.get_state(), torch.get_rng_state()))
+        first = states[self.longspan_sp.data_rank * self.longspan_sp.replica_size]
+        _, of_python, of_numpy, of_torch = first if first[0] else states[0]
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(of_torch)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As the base class; `resume_from_checkpoint=True` resumes from the newest complete checkpoint."""
