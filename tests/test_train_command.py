@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import yaml
 
 from longspan.core.errors import LongspanError
@@ -174,6 +177,31 @@ def test_a_text_file_is_a_row(toy: Path) -> None:
     assert [row["text"] for row in open_dataset(str(files[0]), streaming=True)] == [files[0].read_text()]
 
 
+def test_a_signal_after_the_last_step_stops_all_ranks(pool2: RankPool, toy: Path, tmp_path: Path) -> None:
+    """Although it reached only one of them; the other one would wait for it in the export."""
+    config = config_of(toy, "sft", tmp_path / "run", max_steps=2, save_steps=2, ulysses=2)
+    assert pool2.run(_stopped_late, ["sft", "--config", str(config)], timeout=240) == [15, 15]
+
+
+def _stopped_late(argv: list[str]) -> int:
+    import transformers
+
+    from longspan.ranks.launch import Stopped
+
+    finalize = transformers.Trainer._finalize_training
+
+    def late(trainer: Any, *args: Any) -> Any:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return finalize(trainer, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.Trainer, "_finalize_training", late)
+        with pytest.raises(Stopped) as stopped:
+            train(argv)
+    return stopped.value.signum
+
+
 QUESTION, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
 
 
@@ -223,6 +251,10 @@ def test_rows_that_would_be_trained_wrongly_are_refused(rows: Any, method: str, 
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
+        (
+            {"--resume_from_checkpoint": "no/checkpoint-3/"},
+            r"no/checkpoint-3/ is incomplete: it has no readable trainer",
+        ),
         ({"--ulises": "2"}, "there is no key --ulises; did you mean --ulysses"),
         ({"--max_steps": "many"}, "max_steps: invalid int value: 'many'"),
         ({"--ranks": "3"}, "ranks: 3 does not match the mesh: one rank needs 1"),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import trl
 from transformers import EarlyStoppingCallback, TrainerCallback
 
@@ -34,7 +35,7 @@ from longspan.train.resolve import Resolved, dry_run, resolve, summary
 from longspan.trainers.callbacks import Figures, StepLine
 from longspan.trainers.mixin import trainer as sharded
 from longspan.trainers.muon import muon
-from longspan.trainers.saving import STATE, newest_complete
+from longspan.trainers.saving import STATE, newest_complete, steps_done
 
 
 class _DPOTrainer(trl.DPOTrainer):  # type: ignore[misc]
@@ -140,14 +141,15 @@ def train_rank(settings: Settings, watch: Watch) -> None:
             return
         _log(trainer, [*opened.resolved.messages, *summary(opened.arguments, opened.resolved)])
         resumed = _resumed(training)
-        if resumed is not None and 0 < training.max_steps <= int(resumed.rpartition("-")[2]):
+        done = 0 if resumed is None else steps_done(resumed)
+        if 0 < training.max_steps <= done:
             _log(trainer, [f"nothing to train: {resumed} is the last of max_steps: {training.max_steps}"])
             trainer.longspan_load(resumed)
         else:
             trainer.train(resumed)
-        if stop.signum:
+        if signum := _signal_of_any(stop, training.device):  # it may have reached one rank after the last step
             _log(trainer, [f"stopped by a signal after step {trainer.state.global_step}; the same command resumes"])
-            raise launch.Stopped(stop.signum)
+            raise launch.Stopped(signum)
     watch.at("export", unlimited=True)
     trainer.save_model()
     _log(trainer, [f"exported {training.output_dir}"])
@@ -218,6 +220,14 @@ def _log(trainer: Any, lines: list[str]) -> None:
         print(*lines, sep="\n", flush=True)
 
 
+def _signal_of_any(stop: launch.StopRequest, device: torch.device) -> int:
+    """Return the signal that any rank has received, or 0. Collective."""
+    signum = torch.tensor(stop.signum or 0, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(signum, dist.ReduceOp.MAX)
+    return int(signum)
+
+
 class _Progress(TrainerCallback):  # type: ignore[misc]
     """Tell the watch what this rank does, and save and stop on all ranks after a signal to any."""
 
@@ -229,9 +239,6 @@ class _Progress(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.watch.at("after the step", unlimited=True)  # it may evaluate or save
-        signum = torch.tensor(self.stop.signum or 0, device=args.device)
-        if torch.distributed.is_initialized():
-            torch.distributed.all_reduce(signum, op=torch.distributed.ReduceOp.MAX)
-        if signum:
-            self.stop.signum = int(signum)
+        if signum := _signal_of_any(self.stop, args.device):
+            self.stop.signum = signum
             control.should_save = control.should_training_stop = True

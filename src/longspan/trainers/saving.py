@@ -100,16 +100,21 @@ def locked(run: Path) -> Iterator[None]:
             lock.release()
 
 
-def shards_of(folder: str) -> checkpoint.Checkpoint:
-    """Return the sharded checkpoint in a checkpoint of the Trainer, of which markers and sizes are checked."""
-    path = Path(folder)
+def steps_done(folder: str) -> int:
+    """Return the optimizer steps of a checkpoint of the Trainer. Raise if its state, the last file, is missing."""
     try:
-        json.loads((path / STATE).read_text())
-    except (OSError, ValueError):
+        return int(json.loads((Path(folder) / STATE).read_text())["global_step"])
+    except (OSError, ValueError, KeyError, TypeError):
         raise LongspanError(
             f"{folder} is incomplete: it has no readable {STATE}, which is written last; resume from an older "
             "checkpoint, or from the newest complete one with resume_from_checkpoint=True"
         ) from None
+
+
+def shards_of(folder: str) -> checkpoint.Checkpoint:
+    """Return the sharded checkpoint in a checkpoint of the Trainer, of which markers and sizes are checked."""
+    path = Path(folder)
+    steps_done(folder)
     if not (path / SHARDS).is_dir():
         raise LongspanError(
             f"{folder} has no {SHARDS}/ with sharded weights: a longspan.trainer was killed while it wrote them, did "
