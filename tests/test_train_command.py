@@ -177,6 +177,16 @@ def test_a_text_file_is_a_row(toy: Path) -> None:
     assert [row["text"] for row in open_dataset(str(files[0]), streaming=True)] == [files[0].read_text()]
 
 
+def test_a_file_has_the_split_train_alone(toy: Path) -> None:
+    """Else a run that asks for the split test would be evaluated on what it is trained on."""
+    from longspan.hf.prompts import open_dataset
+
+    for source in (toy / "chats.jsonl", toy / "texts", toy / "texts" / "0.txt", "pydoc"):
+        with pytest.raises(LongspanError, match="has no split 'test': .* give `eval_datasets`"):
+            open_dataset(str(source), split="test")
+    assert len(open_dataset(str(toy / "chats.jsonl"), split="train[:90%]")) == 54
+
+
 def test_a_signal_after_the_last_step_stops_all_ranks(pool2: RankPool, toy: Path, tmp_path: Path) -> None:
     """Although it reached only one of them; the other one would wait for it in the export."""
     config = config_of(toy, "sft", tmp_path / "run", max_steps=2, save_steps=2, ulysses=2)
@@ -265,6 +275,8 @@ def test_rows_that_would_be_trained_wrongly_are_refused(rows: Any, method: str, 
         ({"--optim": "adam"}, "optim: invalid choice"),
         ({"--early_stopping_patience": "3"}, "needs `load_best_model_at_end: true`"),
         ({"--elastic": "true", "--packing": "true"}, "elastic: it packs samples itself"),
+        ({"--test_split_size": "1.5"}, "test_split_size: test_size=1.5 should be either"),
+        ({"--test_split_size": "0.5", "--streaming": "true"}, "test_split_size: a stream cannot be split"),
         ({"--freeze": "nothing*"}, "freeze: nothing. is the name of no weight"),
     ],
 )

@@ -115,11 +115,13 @@ def open_dataset(
 ) -> Any:
     """Return a dataset of `datasets`: of a file, a folder, the hub, or "pydoc"; a .txt file is one row, `text`.
 
-    `name`, `data_dir` and `data_files` are those of `datasets.load_dataset`.
+    `name`, `data_dir` and `data_files` are those of `datasets.load_dataset`. A file, texts and "pydoc" have one split,
+    train; of files `split` may be a part of it, such as "train[:90%]".
     """
     import datasets
 
     if source == PYDOC:
+        _check_split(source, split, split)
         made = datasets.Dataset.from_generator(_pydoc)
         return made.to_iterable_dataset() if streaming else made
     options = {"data_dir": data_dir, "data_files": data_files, "streaming": streaming}
@@ -130,6 +132,8 @@ def open_dataset(
         return datasets.load_dataset(source, name, split=split, **options)
     if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
         stored = datasets.load_from_disk(str(path))  # by `Dataset.save_to_disk`
+        if not isinstance(stored, dict):
+            _check_split(source, split, split)
         return stored[split] if isinstance(stored, dict) else stored
     inside = path.rglob("*") if path.is_dir() else [path]
     files = sorted(x for x in inside if x.suffix in BUILDERS and x.name != "dataset_infos.json")
@@ -139,14 +143,23 @@ def open_dataset(
             code="LS501",
         )
     texts = [file for file in files if file.suffix == ".txt"]
+    if texts or path.is_file():
+        _check_split(source, split.partition("[")[0], split)
     if texts:  # by default `datasets` makes a row of each line
         names = [str(file) for file in texts]
-        return datasets.load_dataset("text", data_files=names, sample_by="document", split="train", streaming=streaming)
+        return datasets.load_dataset("text", data_files=names, sample_by="document", split=split, streaming=streaming)
     if path.is_dir():
         return datasets.load_dataset(str(path), name, split=split, **options)
     if path.suffix not in BUILDERS:
         raise LongspanError(f"{path} is no file of {', '.join(BUILDERS)}; rename it, or give `data_files`")
-    return datasets.load_dataset(BUILDERS[path.suffix], data_files=str(path), split="train", streaming=streaming)
+    return datasets.load_dataset(BUILDERS[path.suffix], data_files=str(path), split=split, streaming=streaming)
+
+
+def _check_split(source: str, name: str, split: str) -> None:
+    if name != "train":
+        raise LongspanError(
+            f"{source} has no split {split!r}: all of it is `train`; to evaluate, give `eval_datasets`", code="LS501"
+        )
 
 
 def _pydoc() -> Iterator[dict[str, str]]:

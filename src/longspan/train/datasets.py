@@ -68,13 +68,23 @@ def open_data(arguments: Arguments, template: bool) -> Data:
     train: Any = _mixed(sources, [config.fraction for config in configs], streaming, training.seed)
     evaluated: Any = None
     if mixture.test_split_size is not None:
-        split = train.train_test_split(test_size=mixture.test_split_size, seed=training.seed)  # equal on every rank
+        if streaming:
+            raise LongspanError(
+                "test_split_size: a stream cannot be split; give `eval_datasets`, or `streaming: false`"
+            )
+        try:
+            split = train.train_test_split(test_size=mixture.test_split_size, seed=training.seed)  # equal on every rank
+        except ValueError as error:
+            raise LongspanError(f"test_split_size: {first_line(error)}") from error
         train, evaluated = split["train"], split["test"]
     if arguments.ours.eval_datasets:
         evaluated = {}
         entries: list[Any] = arguments.ours.eval_datasets  # texts, or mappings from the file
         for entry in entries:
-            config = DatasetConfig(**entry) if isinstance(entry, dict) else DatasetConfig(entry)
+            try:
+                config = DatasetConfig(**entry) if isinstance(entry, dict) else DatasetConfig(entry)
+            except TypeError as error:
+                raise LongspanError(f"eval_datasets: {format_value(entry)}: {first_line(error)}") from error
             name = config.name or Path(config.path).stem
             if name in evaluated:
                 raise LongspanError(f"eval_datasets: two of them are called {name}; rename one, or leave it out")
