@@ -204,6 +204,7 @@ def _plant(monkeypatch: pytest.MonkeyPatch, outcome: BaseException | int) -> Non
         (LongspanError("2 is not 3; say 3"), 2, "longspan: error: 2 is not 3; say 3\n"),
         (RankFailed("rank 1 died", "Traceback ...\n"), 1, "Traceback ...\nlongspan: error: rank 1 died\n"),
         (Stopped(15), 143, "longspan: stopped by SIGTERM\n"),
+        (Stopped(15, "2 ranks were killed"), 143, "longspan: stopped by SIGTERM: 2 ranks were killed\n"),
         (KeyboardInterrupt(), 130, ""),
         (1, 1, ""),
     ],

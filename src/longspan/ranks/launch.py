@@ -463,7 +463,8 @@ def exit_code(run: Callable[[], int], where: Callable[[str], str] = lambda messa
         code, why = 1, f"{error.details}longspan: error: {error}\n"
     except Stopped as stop:  # without waiting: a stopped torchrun agent would wait for the ranks
         if is_first_local_rank():
-            print(f"longspan: stopped by {signal.Signals(stop.signum).name}", file=sys.stderr)
+            why = f": {stop.not_saved}" if stop.not_saved else ""
+            print(f"longspan: stopped by {signal.Signals(stop.signum).name}{why}", file=sys.stderr)
         return 128 + stop.signum
     except SystemExit as end:  # by tyro after --help or wrong flags; a text is a message and means code 1
         if isinstance(end.__context__, BrokenPipeError):  # raised by rich
