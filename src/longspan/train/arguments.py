@@ -27,7 +27,7 @@ from longspan.core.layout import LayoutName
 from longspan.core.memory import FASTEST, Memory, memory_of
 from longspan.core.parallel import KernelName, ParallelConfig, RingImpl, TensorStyle
 from longspan.core.rope import RopeFlags
-from longspan.core.validation import check_number, format_value, read_text
+from longspan.core.validation import LONGEST_WAIT_S, check_number, format_value, read_text
 from longspan.hf.pretrained import first_line
 
 Class = TypeVar("Class", bound=type[Any])
@@ -190,6 +190,12 @@ class Ours(RopeFlags):
             check_number("rank_memory", self.rank_memory, 0, above=True)
         for name in ("max_restarts", "preview"):
             check_number(name, getattr(self, name), 0, whole=True)
+        for name in ("grace", "timeout", "start_timeout"):
+            if (value := getattr(self, name)) is not None:
+                check_number(name, value, 1, LONGEST_WAIT_S, whole=True)
+        for name in ("early_stopping_patience", "profile"):
+            if (value := getattr(self, name)) is not None:
+                check_number(name, value, 1, whole=True)
         if self.dropout not in (None, 0):
             raise LongspanError(f"dropout: {self.dropout:g} is not allowed: only 0 is, which switches dropout off")
 
@@ -241,6 +247,11 @@ class Settings:
             )
         if self.ours.early_stopping_patience is not None and not training.load_best_model_at_end:
             raise LongspanError("early_stopping_patience: it needs `load_best_model_at_end: true`")
+        if model.attn_implementation not in (None, *KERNELS):
+            raise LongspanError(
+                f"attn_implementation: {model.attn_implementation} is no kernel of longspan; use {', '.join(KERNELS)}, "
+                "or `kernel`"
+            )
         if training.model_init_kwargs:
             raise LongspanError(
                 f"model_init_kwargs: {format_value(training.model_init_kwargs)} would not reach the model; use dtype, "

@@ -134,8 +134,11 @@ def train_rank(settings: Settings, watch: Watch) -> None:
         StepLine.replace_printer(trainer)
         trainer.add_callback(Figures(trainer))
         if opened.arguments.muon:
-            options = {"lr": training.learning_rate, "betas": (training.adam_beta1, training.adam_beta2)}
-            trainer.optimizer_cls_and_kwargs = (muon, {**options, "weight_decay": training.weight_decay})
+            options = {
+                "lr": training.learning_rate, "betas": (training.adam_beta1, training.adam_beta2),
+                "eps": training.adam_epsilon, "weight_decay": training.weight_decay,
+            }  # fmt: skip
+            trainer.optimizer_cls_and_kwargs = (muon, options)
         if settings.ours.preview:
             preview(trainer, settings.ours.preview)
             return
