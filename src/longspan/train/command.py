@@ -112,6 +112,13 @@ def _open(settings: Settings, *, on_rank: bool = True) -> _Opened:
     return _Opened(arguments, resolved, tokenizer, data)
 
 
+def _facts(opened: _Opened) -> dict[str, Any]:
+    """Return what must be equal on every rank. Machines of other memory are planned otherwise."""
+    found, fix = opened.resolved, "(if the planner chose it, give rank_memory)"
+    planned = {f"context {fix}": found.context, f"memory {fix}": found.memory.describe()}
+    return {**agreement.model_facts(found.config), **planned}
+
+
 def train(argv: list[str]) -> None:
     """Train on one rank. Collective."""
     settings = read(argv)
@@ -124,9 +131,7 @@ def train_rank(settings: Settings, watch: Watch) -> None:
     """Train on one rank. Collective. Raise `Stopped` if a signal reached any rank, after all have saved."""
     watch.at("start", unlimited=True)
     agreement.agree({**agreement.versions(), **settings.values})
-    opened = agreement.open_together(
-        lambda: _open(settings), lambda opened: agreement.model_facts(opened.resolved.config)
-    )
+    opened = agreement.open_together(lambda: _open(settings), _facts)
     watch.at("loading", unlimited=True)
     training = opened.arguments.training
     with launch.StopRequest("stopping after this step") as stop:
