@@ -345,3 +345,19 @@ def _train_differently(argv: list[str]) -> str:
     except LongspanError as error:
         return str(error)
     return "accepted"
+
+
+def test_ranks_compare_what_was_planned() -> None:
+    """Machines of other memory may be planned otherwise."""
+    from types import SimpleNamespace
+
+    from transformers import LlamaConfig
+
+    from longspan.core.memory import FASTEST, LONGEST
+    from longspan.ranks.agreement import compare
+    from longspan.train.command import _facts
+
+    ranks = [SimpleNamespace(config=LlamaConfig(), context=64, memory=memory) for memory in (FASTEST, LONGEST)]
+    facts: list[Any] = [_facts(SimpleNamespace(resolved=resolved)) for resolved in ranks]  # type: ignore[arg-type]
+    found = compare([{key: str(value) for key, value in of_rank.items()} for of_rank in facts])
+    assert "memory (if the planner chose it, give rank_memory)" in found and "context" not in found
