@@ -56,7 +56,12 @@ def name_of(arguments: Arguments) -> str:
     if revision not in (None, "main") and not Path(name).exists():
         from huggingface_hub import snapshot_download
 
-        return str(snapshot_download(name, revision=revision))
+        try:
+            return str(snapshot_download(name, revision=revision))
+        except (OSError, ValueError) as error:  # also those of huggingface_hub
+            raise LongspanError(
+                f"model_revision: {revision} of {name} cannot be fetched: {first_line(error)}"
+            ) from error
     return str(name)
 
 
