@@ -275,6 +275,7 @@ def test_rows_that_would_be_trained_wrongly_are_refused(rows: Any, method: str, 
             {"--model_name_or_path": "a/model", "--model_revision": "v9"},
             "model_revision: v9 of a/model cannot be fetched",
         ),
+        ({"--streaming": "true", "--max_steps": "-1"}, "max_steps"),
         ({"--dataset_name": "pydoc"}, "either `dataset_name` .* got both"),
         ({"--timeout": "-1"}, "timeout"),
         ({"--profile": "0"}, "profile"),
@@ -349,6 +350,20 @@ def _train_differently(argv: list[str]) -> str:
     except LongspanError as error:
         return str(error)
     return "accepted"
+
+
+def test_a_row_is_not_looked_for_in_a_stream() -> None:
+    """It may be endless: an error in the arguments would never be reported."""
+    import itertools
+    from types import SimpleNamespace
+
+    from datasets import IterableDataset
+
+    from longspan.train.datasets import Data, Source, find_row
+
+    stream = IterableDataset.from_generator(lambda: ({"text": str(at)} for at in itertools.count()))
+    nothing: Any = SimpleNamespace(training=None)
+    assert find_row(Data(stream, None, (Source("endless", stream),)), nothing, None) is None
 
 
 def test_ranks_compare_what_was_planned() -> None:

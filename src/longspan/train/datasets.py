@@ -227,7 +227,10 @@ def _from_alpaca(row: Mapping[str, Any], at: int, source: str, template: bool) -
 
 
 def find_row(data: Data, arguments: Arguments, tokenizer: Any) -> str | None:
-    """Return source, row and reason of the first row that cannot be tokenised, or None. Used after an error."""
+    """Return source, row and reason of the first row that cannot be tokenised, or None. Used after an error.
+
+    Streams may be endless, and are tokenised later.
+    """
     only = getattr(arguments.training, "assistant_only_loss", False)
     field = getattr(arguments.training, "dataset_text_field", "text")
 
@@ -246,7 +249,7 @@ def find_row(data: Data, arguments: Arguments, tokenizer: Any) -> str | None:
                 raise ValueError(f"`{column}` is {type(value).__name__}, not text")
 
     for source in data.sources:
-        for number, row in enumerate(source.dataset):
+        for number, row in enumerate(source.dataset if hasattr(source.dataset, "__len__") else ()):
             try:
                 attempt(row)
             except Exception as error:  # templates raise any kind
