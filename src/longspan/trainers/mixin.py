@@ -517,8 +517,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """As the base class, over no part of an older checkpoint of this step."""
-        if self.longspan_sharded:
-            invalidate(Path(output_dir_of(self, trial)) / f"checkpoint-{self.state.global_step}")
+        invalidate(Path(output_dir_of(self, trial)) / f"checkpoint-{self.state.global_step}")
         super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:

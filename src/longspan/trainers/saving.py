@@ -19,6 +19,7 @@ from longspan.core.errors import LongspanError
 from longspan.hf.support import transformers_model
 
 STATE = "trainer_state.json"
+_OPTIMIZER = "optimizer.pt"  # of the plain Trainer
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 SHARDS = "longspan"
@@ -57,14 +58,15 @@ class ShardSaver:
 
 
 def invalidate(folder: Path) -> None:
-    """Remove the state and the shards of an older run from a checkpoint that is about to be written. Collective.
+    """Remove an older run's state from a checkpoint that is about to be written. Collective.
 
-    The state is written last, so without it a checkpoint is incomplete. The new state may be there before the new
-    shards, which must not be mistaken for the old ones.
+    The Trainer's state is written last, so without it a checkpoint is incomplete. It may be there before the new
+    shards, for which the old ones must not be mistaken; nor an optimizer's state of one device.
     """
 
     def remove_old() -> None:
-        (folder / STATE).unlink(missing_ok=True)
+        for name in (STATE, _OPTIMIZER):
+            (folder / name).unlink(missing_ok=True)
         remove(folder / SHARDS)
 
     checkpoint.Ranks().first(remove_old)
@@ -135,7 +137,7 @@ def newest_complete(run: Path) -> tuple[Path | None, list[str]]:
     )
     wrong: list[str] = []
     for _, path in sorted(found, reverse=True):
-        if ranks.size == 1 and all((path / name).is_file() for name in (STATE, "optimizer.pt")):
+        if ranks.size == 1 and all((path / name).is_file() for name in (STATE, _OPTIMIZER)):
             return path, wrong  # of the plain Trainer
         try:
             ranks.first(functools.partial(shards_of, str(path)))
