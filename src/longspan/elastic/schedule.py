@@ -32,7 +32,7 @@ from longspan.plan.shape import ModelShape
 
 _SHORTEST = 32  # tokens; shorter samples cost in proportion
 _PER_OCTAVE = 3  # lengths whose costs are computed; between them they are interpolated
-_SLACK = 1.02  # what a rank may have over the mean before a sample gets more ranks
+_SLACK = 1.02  # load of a rank over the mean, above which a sample gets more ranks
 _GOOD = 1.03  # of the ideal time; below it more rounds are not tried
 _TRIES = 2  # of more rounds, after the best
 

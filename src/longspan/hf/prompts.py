@@ -87,7 +87,7 @@ def split_text(text: str, limit: int = PIECE_CHARACTERS) -> list[str]:
 
 
 def rows_of_ids(source: str, text_field: str, tokenizer: Any, rows: int, tokens: int) -> NDArray[np.int64]:
-    """Return `[rows, tokens]` ids of a dataset's texts, one after another, again from the start where they end."""
+    """Return `[rows, tokens]` ids of a dataset's texts, joined, and repeated from the start if they are too short."""
     with naming(source):
         dataset = open_dataset(source, streaming=True)
         if text_field not in next(iter(dataset), {}):

@@ -256,7 +256,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             self.gather_function = self.accelerator.gather_for_metrics
 
     def _no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Average gradients once per accumulation, if a rank has the memory to hold the model's until then."""
+        """Average gradients once per accumulation, if each rank has memory for unsharded ones until then."""
         return no_sync(self.model) if self._reduces_once else contextlib.nullcontext()
 
     @functools.cached_property
@@ -359,7 +359,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _explain_logits(self) -> Iterator[None]:
-        """Explain an error of a `compute_loss` that has got logits of some tokens for a batch of all."""
+        """Explain an error of a `compute_loss` that combines the logits of one rank's tokens with labels of all."""
         hooks = self._forward_hooks
         try:
             yield
@@ -516,7 +516,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             torch.save(self.args, folder / "training_args.bin")
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As the base class, over no part of an older checkpoint of this step."""
+        """As the base class, after it has removed what an older run left of this step's checkpoint."""
         invalidate(Path(output_dir_of(self, trial)) / f"checkpoint-{self.state.global_step}")
         super()._save_checkpoint(model, trial)
 

@@ -17,7 +17,7 @@ from longspan.hf.support import transformers_model
 
 
 def muon() -> Callable[..., Muon]:
-    """Return what makes a `Muon` of a model's trained weights, as transformers expects of an optimizer's factory.
+    """Return a function that makes a `Muon` for a model's trained weights; transformers calls both.
 
         trainer = longspan.trainer(Trainer)(..., optimizer_cls_and_kwargs=(muon, {"lr": 2e-4, "weight_decay": 0.1}))
 
