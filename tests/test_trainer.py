@@ -377,6 +377,17 @@ def _stopped(mesh: dict[str, int], out: Path) -> list[int]:
     return found
 
 
+def test_a_signal_is_forgotten_and_its_handler_restored_when_a_run_ends() -> None:
+    before, stop, nothing = [signal.getsignal(x) for x in SIGNALS], StopOnSignal(), arguments(Path("out"))
+    for _ in range(2):
+        stop.on_train_begin(nothing, None, None)
+        assert stop.received == 0
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.received == signal.SIGTERM
+        stop.close()  # by the trainer, after an error, too
+        assert [signal.getsignal(x) for x in SIGNALS] == before
+
+
 def test_a_signal_to_one_rank_saves_and_stops_all(pool2: RankPool, tmp_path: Path) -> None:
     expected = [3, signal.SIGTERM, 3, signal.SIGUSR1]
     assert pool2.run(_stopped, {"ulysses": 2}, tmp_path) == [expected, expected]

@@ -161,9 +161,8 @@ def _with_lora(model: Any, arguments: Arguments) -> Any:
 
     config: Any = get_peft_config(arguments.model)
     if isinstance(config.target_modules, str) and config.target_modules.isidentifier():
-        config.target_modules = {
-            config.target_modules
-        }  # TRL unpacks a list of one name, and PEFT takes a string for a pattern
+        # TRL makes a string of a list of one name, and PEFT takes a string for a pattern.
+        config.target_modules = {config.target_modules}
     name = name_of(arguments)
     # PEFT records it; absolute, as the adapter is used in other working directories.
     model.name_or_path = str(Path(name).absolute()) if Path(name).exists() else name

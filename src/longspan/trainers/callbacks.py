@@ -97,6 +97,7 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Take over the signals."""
+        self.received = self.signum = 0
         self.before = {signum: signal.signal(signum, self._receive) for signum in SIGNALS}
 
     def _receive(self, signum: int, _: Any) -> None:
@@ -116,8 +117,13 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Restore the previous handlers."""
+        self.close()
+
+    def close(self) -> None:
+        """Restore the previous handlers, also after a step that raised."""
         for signum, handler in self.before.items():
             signal.signal(signum, handler)
+        self.before = {}
 
 
 class Figures(_OfTrainer):

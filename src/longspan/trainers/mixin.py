@@ -560,8 +560,9 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
                 self.longspan_saver.finish()
             return trained
         finally:
-            for figures in self._figures:
-                figures.close()
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, Figures | StopOnSignal):
+                    callback.close()
 
     @property
     def _figures(self) -> list[Figures]:
