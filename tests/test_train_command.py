@@ -155,6 +155,7 @@ def test_each_eval_dataset_has_its_own_loss(pool2: RankPool, toy: Path, tmp_path
     state = json.loads((tmp_path / "run" / "checkpoint-4" / "trainer_state.json").read_text())
     evaluated = [entry for entry in state["log_history"] if "eval_chats_loss" in entry or "eval_held-out_loss" in entry]
     assert len(evaluated) == 4
+    assert all(any("_loss_to_" in key for key in entry) for entry in evaluated)  # by position in the context
     assert state["best_model_checkpoint"].endswith("checkpoint-4")
 
 
@@ -256,6 +257,21 @@ def test_rows_that_would_be_trained_wrongly_are_refused(rows: Any, method: str, 
 
 
 # --- the command
+
+
+def test_shares_of_a_mixture_are_positive_and_large_enough_for_a_row() -> None:
+    from datasets import Dataset
+
+    from longspan.train.datasets import Source, _mixed
+
+    rows = Dataset.from_list([{"text": "a"}] * 4)
+    sources = [Source("one", rows), Source("two", rows)]
+    for fractions in ([0.0, 0.0], [-1.0, 2.0]):
+        with pytest.raises(LongspanError, match="`fraction` of one is .*must be more than 0"):
+            _mixed(sources, fractions, False, 0)
+    with pytest.raises(LongspanError, match="`fraction` gives one no row of its 4"):
+        _mixed(sources, [0.01, 0.99], False, 0)
+    assert len(_mixed(sources, [0.25, 0.75], False, 0)) == 5
 
 
 @pytest.mark.parametrize(

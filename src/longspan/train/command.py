@@ -179,6 +179,8 @@ def _trainer(opened: _Opened, watch: Watch, stop: launch.StopRequest) -> Any:
         options["elastic"] = -(-resolved.context // sp.size)
     if sp.shards_weights(fsdp=ours.shard_weights, cpu_offload=resolved.memory.cpu_offload):
         training.bf16, training.mixed_precision = False, "no"  # FSDP casts what it gathers; the weights stay in fp32
+    if arguments.method == "sft" and data.evaluated is not None:
+        options["loss_by_position"] = resolved.context
     callbacks: list[Any] = [_Progress(watch, stop)]
     if ours.early_stopping_patience is not None:
         callbacks.append(EarlyStoppingCallback(ours.early_stopping_patience))

@@ -108,13 +108,20 @@ def _mixed(sources: list[Source], fractions: list[float | None], streaming: bool
         return parts[0]
     if None in fractions:
         return datasets.concatenate_datasets(parts)
+    for source, fraction in zip(sources, fractions, strict=True):
+        if fraction is None or not fraction > 0:
+            raise LongspanError(f"`fraction` of {source.name} is {fraction}; it must be more than 0")
     shares = [fraction / sum(fractions) for fraction in fractions]  # type: ignore[operator,arg-type]
     if streaming:
         return datasets.interleave_datasets(parts, shares, seed=seed, stopping_strategy="all_exhausted")
-    total = min(len(part) / share for part, share in zip(parts, shares, strict=True) if share > 0)
-    return datasets.concatenate_datasets(
-        [part.select(range(round(share * total))) for part, share in zip(parts, shares, strict=True)]
-    )
+    total = min(len(part) / share for part, share in zip(parts, shares, strict=True))
+    counts = [round(share * total) for share in shares]
+    for source, count in zip(sources, counts, strict=True):
+        if not count:
+            raise LongspanError(
+                f"`fraction` gives {source.name} no row of its {len(source.dataset):,}; raise it, or leave it out"
+            )
+    return datasets.concatenate_datasets([part.select(range(n)) for part, n in zip(parts, counts, strict=True)])
 
 
 def _source(arguments: Arguments, config: DatasetConfig, streaming: bool, template: bool) -> Source:

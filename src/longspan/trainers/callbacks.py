@@ -55,7 +55,7 @@ class StopAtNonFinite(_OfTrainer):
             norm = trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), math.inf)
         norm = torch.as_tensor(norm.full_tensor() if isinstance(norm, DTensor) else norm, device=args.device)
         values = torch.stack([x.detach().float() for x in (norm, *step.losses)])
-        if not trainer.longspan_any_replica(~values.isfinite().all()):
+        if not trainer.longspan_any_rank(~values.isfinite().all()):
             return
         first = watch(trainer.model, trainer.longspan_sp, trainer.longspan_repeat_step)
         raise LongspanError(self._explain(args, state.global_step + 1, values[1:].sum().item(), norm.item(), first))

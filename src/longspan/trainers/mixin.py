@@ -393,9 +393,12 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         self.longspan_step.norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         return self.longspan_step.norm
 
-    def longspan_any_replica(self, flag: Tensor) -> bool:
-        """Return whether a flag is set on any replica. Collective."""
-        return bool((self.accelerator.gather_over_replicas(flag.float()) if self.longspan_sharded else flag).any())
+    def longspan_any_rank(self, flag: Tensor) -> bool:
+        """Return whether a flag is set on any rank. Collective."""
+        found = flag.any().float()
+        if self.longspan_sp.mesh_group is not None:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.longspan_sp.mesh_group)
+        return bool(found)
 
     def longspan_compute_dtype(self) -> torch.dtype:
         """Return the dtype of matrix products."""
