@@ -422,6 +422,15 @@ def test_unsupported_memory_options_of_a_model() -> None:
 # `memory="auto"`.
 
 
+def test_offload_of_layers_whose_heads_differ() -> None:
+    """The room that is reserved for attention is that of the largest heads."""
+    plain = build("Gemma4Text")
+    truth = gradients_of(copy.deepcopy(plain), batch())
+    model = longspan.parallelize(plain, ONE_DEVICE, memory=Memory(checkpointing="selective", offload="disk"))
+    for name, gradient in gradients_of(model, batch()).items():
+        torch.testing.assert_close(gradient, truth[name], rtol=1e-4, atol=1e-6)
+
+
 FOR_AUTO = {"Llama": {}, "Bamba": {}, "Gemma": {"head_dim": 8}, "Starcoder2": {"sliding_window": 6}, "ModernBert": {}}
 """The planner has no config of the families after the second."""
 

@@ -6,6 +6,7 @@ import contextlib
 import io
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from longspan.core.errors import LongspanError
+from longspan.trainers import callbacks
 from longspan.trainers.callbacks import Figures, StepLine
 from longspan.trainers.muon import Muon, muon
 from tests.fitting import Samples, arguments, as_launched, collate, made
@@ -82,10 +84,12 @@ class _Between(transformers.TrainerCallback):  # type: ignore[misc]
         self.reduced = self.reduced or any(p.grad is not None for p in model.parameters())
 
 
-def _logged(mesh: dict[str, int], out: Path) -> tuple[list[dict[str, Any]], str, int, bool]:
-    """Return the log, what is printed, and the tokens of the first step."""
+def _logged(mesh: dict[str, int], out: Path) -> tuple[list[dict[str, Any]], str, int, bool, int]:
+    """Return the log, what is printed, the tokens of the first step, and the weights that a token multiplies."""
     printed, between = io.StringIO(), _Between()
-    with as_launched(), contextlib.redirect_stdout(printed):
+    read = mock.patch.object(callbacks, "shape_of", wraps=callbacks.shape_of)
+    peak = mock.patch.object(callbacks, "peak_flops", return_value=1e9)  # a CPU has none in the catalogue
+    with as_launched(), contextlib.redirect_stdout(printed), read as shape_of, peak:
         changes = {"max_steps": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
         trainer = made(mesh, out, **changes, eval_strategy="steps", eval_steps=2, callbacks=[between])
         trainer.add_callback(figures := Figures(trainer))
@@ -100,26 +104,33 @@ def _logged(mesh: dict[str, int], out: Path) -> tuple[list[dict[str, Any]], str,
 
         figures.take = spied  # type: ignore[method-assign]
         trainer.train()
+        assert shape_of.call_count == 1  # it builds a model
         # In your own loop afterwards, nothing multiplies a loss by the number of replicas.
         batch = collate([Samples(4, 3)[at] for at in range(4)])
         labelled = 2 * int((batch["labels"][:, 1:] != -100).sum())
         mean, divided = trainer.model(**batch).loss, trainer.model(**batch, num_items_in_batch=labelled).loss
         assert float(mean.detach()) == pytest.approx(float(divided.detach()))
-    return trainer.state.log_history, printed.getvalue(), round(tokens[0]), between.reduced
+    llama = build("Llama").named_parameters()
+    matrices = sum(p.numel() for name, p in llama if p.dim() == 2 and "embed" not in name)
+    return trainer.state.log_history, printed.getvalue(), round(tokens[0]), between.reduced, matrices
 
 
 def test_a_step_logs_its_speed_in_a_line(pool4: RankPool, tmp_path: Path) -> None:
     runs = pool4.run(_logged, {"data": 2, "ulysses": 2}, tmp_path)
-    for log, _, tokens, reduced in runs:
+    for log, _, tokens, reduced, matrices in runs:
         steps = [record for record in log if "loss" in record]
         assert len(steps) == 2 and not reduced
         for record in steps:
             assert record["tokens_per_second"] > 0 and record["memory_gib"] > 0 and 0 < record["communication"] < 1
+            weights = (
+                record["mfu"] * 4 * 1e9 / record["tokens_per_second"] / 6
+            )  # FLOPs are 6 a weight and token, and more
+            assert 1 < weights / matrices < 1.5
         assert tokens == runs[0][2] and 4 * 5 <= tokens <= 4 * 23
     lines = runs[0][1].splitlines()
     assert lines[0].startswith("1/2  loss ") and lines[0].endswith("%") and "tok/s" in lines[0]
     assert lines[2].startswith("eval 2  loss ") and lines[3].startswith("2 steps in ")
-    assert all(len(line) <= 80 for line in lines) and not any(said for _, said, _, _ in runs[1:])
+    assert all(len(line) <= 80 for line in lines) and not any(said for _, said, *_ in runs[1:])
 
 
 def test_lines_fit() -> None:

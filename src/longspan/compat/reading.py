@@ -90,6 +90,15 @@ def positions_of(config: Any) -> RopeState:
     return rope_state(text.to_dict(), limit, rotary, _rotary_dims(text) if rotary else None)
 
 
+def head_dim_of(text: Any) -> int | None:
+    """Return the dim of a head by a text config, the largest if its layers differ; None if the config does not say."""
+    try:
+        dim: int | None = getattr(text, "head_dim", None)
+    except LAYERS_DIFFER:
+        dim = max(text.per_layer_config[i].head_dim for i in range(text.num_hidden_layers))
+    return dim
+
+
 def _rotary_dims(text: Any) -> int | None:
     """Return how many dimensions of a head RoPE rotates; None if the config does not say, or its layers differ."""
     try:

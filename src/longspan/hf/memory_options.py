@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.comm.objects import on_every_rank
-from longspan.compat.reading import attention_layers, decoder_layers, mixer_layers
+from longspan.compat.reading import attention_layers, decoder_layers, head_dim_of, mixer_layers
 from longspan.compat.transformers_api import is_hybrid, set_checkpointing
 from longspan.core.errors import LongspanError
 from longspan.core.memory import Memory
@@ -156,7 +156,7 @@ class MemoryManager(Stage):
         config = call.model.config.get_text_config()
         element = next(call.model.parameters()).dtype.itemsize
         heads = config.num_attention_heads if self.bindings else 0
-        width = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(1, heads))
+        width = heads * (head_dim_of(config) or config.hidden_size // max(1, heads))
         attention = 0
         if self.memory.checkpointing == "selective":
             attention = width * element + 4 * heads

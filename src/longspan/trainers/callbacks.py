@@ -7,6 +7,7 @@ Others are added to a trainer: `trainer.add_callback(Figures(trainer))`, `StepLi
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import signal
 import sys
@@ -178,12 +179,15 @@ class Figures(_OfTrainer):
         found = {"tokens_per_second": tokens / seconds, "memory_gib": most.item()}
         if trainer.longspan_sharded:
             found["communication"] = communication
-        flops, peak = self._flops(round(tokens), round(pairs)), peak_flops(sp.device, trainer.longspan_compute_dtype())
-        if flops is not None and peak is not None:
+        peak = peak_flops(sp.device, trainer.longspan_compute_dtype())
+        if peak is not None and self._model is not None:
+            flops = model_flops(tokens=round(tokens), attention_pairs=round(pairs), **self._model)
             found["mfu"] = flops / (seconds * peak * sp.job_size)
         return found
 
-    def _flops(self, tokens: int, pairs: int) -> float | None:
+    @functools.cached_property
+    def _model(self) -> dict[str, Any] | None:
+        """Arguments of `model_flops`, read once: the planner builds the model on the meta device. None if it cannot."""
         model = self.trainer.model
         try:
             shape = shape_of(state_of(model).config)
@@ -192,7 +196,7 @@ class Figures(_OfTrainer):
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / number_of_weights(model)
         frozen = layers_without_backward(transformers_model(model))
         forwards = 2 if hasattr(self.trainer, "ref_model") else 1
-        return model_flops(shape, tokens, pairs, trained=float(trained), forwards=forwards, frozen=frozen)
+        return {"shape": shape, "trained": float(trained), "forwards": forwards, "frozen": frozen}
 
 
 class StepLine(TrainerCallback):  # type: ignore[misc]
