@@ -51,32 +51,6 @@ export OMP_NUM_THREADS ?= 1
 # With more than one (`make cpus`), those that wait must leave the cores to the others.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-# The fast tier: what a change is most likely to break, in files that need no process of their own. Tests marked `slow`
-# are left out.
-FAST := $(addprefix tests/test_,$(addsuffix .py,batch checkpoint collectives exchange kernels layout local loss \
-	plan_shapes regions ring tolerance ulysses verify_compare))
-
-# Those of it whose numbers depend on how a CPU rounds.
-ROUNDED := $(addprefix tests/test_,$(addsuffix .py,kernels local loss ring tolerance ulysses))
-
-# Of one process, or of commands: they run beside those of several ranks, which leave the cores idle while they wait for
-# each other.
-ALONE := $(addprefix tests/test_,$(addsuffix .py,activations arguments bench checked \
-	cli compat compile decode_launches digests elastic_schedule errors examples extending faults flex generate_cli gpu_report imports launch layout live_bytes local offload operators optimizer package pool \
-	plan plan_agrees plan_counts plan_figures plan_memory_options plan_page plan_shapes plan_tables readme regions saved site syncs \
-	tiled tolerance tracing trees verify_compare))
-
-# What a new version of transformers, accelerate, PEFT, TRL, datasets, tyro or lm-eval can break.
-VERSIONED := $(addprefix tests/test_,$(addsuffix .py,cache cache_latent cache_offload checkpoint_export classify cli compat \
-	diffusion examples generate generate_cli generate_tensor hybrids lm_eval loading models optimizer parallelize plan_agrees plan_cached \
-	plan_shapes readme tensor train_command train_examples trainer trl verify))
-
-# Some of these for the oldest versions: models, generation, Trainer and TRL.
-OLDER_ARGS := tests/test_compat.py tests/test_models.py tests/test_generate.py tests/test_trainer.py tests/test_trl.py \
-	tests/test_hybrids.py -k "compat or newer_transformers or (test_every_family and (Mistral or Llama4Text or ModernBert)) or turns \
-	or (test_one_process and ((padding and left and not router) or Bamba or Lfm2- or Qwen3Next)) or (resumes_on and lora) \
-	or (test_the_log_is and (packed or (lora and not dpo and not reward) or (ulysses and not data)))"
-
 # The kinds of kernels that torch has for CPUs and this one can run, the narrowest first.
 CPU_FLAGS := $(shell grep -m1 flags /proc/cpuinfo 2>/dev/null)
 CPUS ?= default $(filter avx2,$(CPU_FLAGS)) $(if $(filter avx512f,$(CPU_FLAGS)),avx512)
@@ -99,24 +73,26 @@ test: $(if $(PYTEST_ARGS),lint,$(STAMP))  ## lint, all tests, those that round a
 	$(if $(PYTEST_ARGS),,@$(MAKE) --no-print-directory -j2 ranks alone lint $(addprefix fast-,$(LESSER)) older)
 
 ranks: $(STAMP)
-	@$(BIN)/python -m pytest $(addprefix --ignore=,$(ALONE))
+	@$(BIN)/python -m pytest -m ranks
 
+# Tests of one process, and of commands: they run beside those of several ranks, which leave the cores idle while they
+# wait for each other.
 alone: $(STAMP)
-	@$(BIN)/python -m pytest --quiet -p no:cacheprovider $(ALONE)
+	@$(BIN)/python -m pytest --quiet -p no:cacheprovider -m "not ranks"
 
 # The oldest libraries on this environment's torch, so that no other torch is downloaded.
 older: $(OLDER)/.installed  ## some of the tests with the oldest libraries, on this torch
-	@PATH="$(CURDIR)/$(OLDER)/bin:$$PATH" python -m pytest --quiet -p no:cacheprovider $(OLDER_ARGS)
+	@PATH="$(CURDIR)/$(OLDER)/bin:$$PATH" python -m pytest --quiet -p no:cacheprovider -m oldest
 
 check: lint  ## before every commit: lint, the fast tier, and what rounds again on kernels of a CPU without AVX
 	@$(MAKE) --no-print-directory --output-sync -j2 fast fast-default
 
 fast: $(STAMP)
-	@$(BIN)/python -m pytest --quiet -m "not slow" $(FAST)
+	@$(BIN)/python -m pytest --quiet -m "fast and not slow"
 
 # How a CPU rounds depends on its kernels. A limit that fits this CPU alone is found here.
 fast-%: $(STAMP)
-	@ATEN_CPU_CAPABILITY=$* $(BIN)/python -m pytest --quiet -p no:cacheprovider -m "not slow" $(ROUNDED)
+	@ATEN_CPU_CAPABILITY=$* $(BIN)/python -m pytest --quiet -p no:cacheprovider -m "rounding and not slow"
 
 lint: $(STAMP)  ## ruff, mypy and the order of imports
 	$(BIN)/ruff check .
@@ -147,7 +123,7 @@ newest:  ## the tests that touch other libraries, with the newest versions of th
 	@$(NEWEST_PIP) --upgrade $$($(PYTHON) -c "$$REQUIREMENTS")
 	@$(NEWEST_PIP) --no-deps --editable .
 	@$(NEWEST)/bin/python -m pip list 2>/dev/null | grep -E "^($(subst $() ,|,$(LIBRARIES))) "
-	@PATH="$(abspath $(NEWEST))/bin:$$PATH" python -m pytest $(or $(PYTEST_ARGS),$(VERSIONED))
+	@PATH="$(abspath $(NEWEST))/bin:$$PATH" python -m pytest $(or $(PYTEST_ARGS),-m versions)
 
 oldest:  ## the tests, without lint, on the oldest versions that pyproject.toml allows, of torch too
 	@$(MAKE) --no-print-directory VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt EXTRAS=train,dev .venv-oldest/.installed
@@ -175,7 +151,7 @@ faults: $(STAMP)  ## plant known faults, one at a time, and see that the tests f
 package: $(STAMP)  ## build the wheel and the sdist, and use each extra in an environment of its own (about 10 minutes)
 	@rm -rf dist
 	@$(BIN)/python -m hatchling build
-	@$(BIN)/python -m tests.packages dist
+	@$(BIN)/python -m tests.project.packages dist
 
 clean:  ## remove the environment, caches and runs
 	rm -rf $(VENV) $(OLDER) $(NEWEST) .venv-oldest runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

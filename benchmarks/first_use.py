@@ -134,7 +134,7 @@ def write_chats(folder: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tests.chats import GENERATION, chat, make_tokenizer, write_rows
+    from tests.train.chats import GENERATION, chat, make_tokenizer, write_rows
 
     tokenizer = make_tokenizer(GENERATION)
     torch.manual_seed(0)

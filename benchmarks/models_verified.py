@@ -2,7 +2,7 @@
 
     python -m benchmarks.models_verified [--family causal/llama ...]
 
-For each family in transformers' own lists, and of `tests/pictures.py`, a small model with random weights
+For each family in transformers' own lists, and of `tests/hf/pictures.py`, a small model with random weights
 (`tests/fuzz/families.py`) takes a training step and generates as in `CASES`, and is compared with plain transformers in
 one process. Those of `CHECKS` also train on every mesh of so many ranks. Results are stored in runs/models.json, so
 an interrupted run continues; `--again` starts from the beginning. The exit code is 1 if anything differs.
@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from tests import pictures, test_diffusion, test_hybrids, test_vision
-from tests.diffusing import CONFIGS
+from tests.diffusion import test_diffusion
+from tests.diffusion.diffusing import CONFIGS
 from tests.fuzz.__main__ import BLOCK, Pools
 from tests.fuzz.cases import Case
 from tests.fuzz.families import families
 from tests.fuzz.run import judge, refusal
+from tests.hf import pictures, test_hybrids, test_vision
 from tests.models import HYBRIDS, meshes
 from tests.pool import RankError, RankHang
 

@@ -29,6 +29,14 @@ settings.register_profile("fuzz", _ANYWHERE, print_blob=True)
 settings.load_profile("ci")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Add the marks that follow from others: `ranks` and `oldest`."""
+    if "get_pool" in getattr(item, "fixturenames", ()) or item.get_closest_marker("launcher"):
+        item.add_marker("ranks")
+    if any(part in item.name for mark in item.iter_markers("with_oldest") for part in mark.args):
+        item.add_marker("oldest")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is marked `confirms`, unless `-m` names that mark."""
     if "confirms" in config.option.markexpr:
@@ -106,6 +114,6 @@ def store() -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model with its tokenizer, chats, preferences and texts, for `longspan train`."""
-    from tests.training import make_toy
+    from tests.train.training import make_toy
 
     return make_toy(tmp_path_factory.mktemp("toy"))

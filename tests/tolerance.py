@@ -12,7 +12,7 @@ the next. The limits follow from the arithmetic, in one of two ways.
   place (`tests.models.truth_of`).
 
 Either way a relative fault of 1e-4 in one head, block or document is far above the limit, unless it changes a quantity
-that is zero but for rounding: `tests/test_tolerance.py` plants such faults.
+that is zero but for rounding: `tests/attn/test_tolerance.py` plants such faults.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ MARGIN = 2.0
 `tests.oracle.sizes` counts each rounding as one eps, although it is at most half of one, and all with the same sign; on
 the other hand, the error of a sum of n terms in the worst order is n/2 of them. So an error above 1 is hardly possible,
 and 2 allows for a longer sum, or an exponential with an error above half an eps. The largest that
-`python -m tests.rounding` printed was 0.74, with AVX-512, AVX2 or neither, and 0.83 with MKL held to SSE2.
+`python -m tests.attn.rounding` printed was 0.74, with AVX-512, AVX2 or neither, and 0.83 with MKL held to SSE2.
 """
 
 FACTOR = 4.0
 """Largest error of a sharded run, relative to one device's.
 
 Both round equally often, in other places, and one may be lucky: of the 2,598 gradients that
-`python -m tests.rounding` compares, the largest ratio was 0.85 among those of `FEW` numbers and more, with any kernels,
-and 0.71 at the hundredth part. Of all, none used more than 0.27 of its limit.
+`python -m tests.attn.rounding` compares, the largest ratio was 0.85 among those of `FEW` numbers and more, with any
+kernels, and 0.71 at the hundredth part. Of all, none used more than 0.27 of its limit.
 """
 
 FLOOR = {torch.float64: 4.0, torch.float32: 4.0, torch.bfloat16: 0.5}

@@ -24,8 +24,8 @@ from longspan.comm.collectives import P2PMessage, post, wait_for
 from longspan.comm.consistency import gather_numbers
 from longspan.core.heads import split_heads
 from longspan.core.memory import Memory
+from tests.attn.late import LateTransport
 from tests.fakes import fake_world
-from tests.late import LateTransport
 from tests.oracle import Case, errors
 from tests.tolerance import MARGIN
 

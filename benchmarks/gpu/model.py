@@ -261,7 +261,7 @@ def _peak(setup: Setup, config: dict[str, Any], axes: dict[str, int], memory: Me
         torch.cuda.reset_peak_memory_stats()
         step(context)
         return torch.cuda.max_memory_allocated()
-    from tests.memory import at_rest, peak_of  # they need pytest
+    from tests.host_memory import at_rest, peak_of  # they need pytest
 
     with tempfile.TemporaryDirectory() as folder:
         return at_rest(model, optimizer) + peak_of(lambda: step(context), Path(folder) / "trace.json")

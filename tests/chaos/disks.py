@@ -23,7 +23,7 @@ from longspan.core.errors import LongspanError
 from longspan.trainers.saving import newest_complete
 from tests.chaos.counts import Budget, Counts, Outcome
 from tests.chaos.ranks import LIMIT_S, ROOT, base_config, environment, result, wait_for
-from tests.training import Job
+from tests.train.training import Job
 
 DISK_BYTES = 16 << 20
 PREFIX = "longspan-disk-"

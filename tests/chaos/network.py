@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks import cluster
 from tests.chaos.counts import Budget, Counts, Outcome
 from tests.chaos.ranks import LIMIT_S, base_config, environment, result, wait_for
-from tests.training import Job
+from tests.train.training import Job
 
 RANKS = 2
 KINDS = ("short", "permanent")

@@ -26,7 +26,7 @@ from longspan import train
 from longspan.cli import main as cli_main
 from longspan.ranks.job import VARIABLES
 from tests.chaos.counts import Budget, Counts, Outcome
-from tests.training import Job, small_job
+from tests.train.training import Job, small_job
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 180.0

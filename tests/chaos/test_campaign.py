@@ -24,7 +24,7 @@ from tests.chaos.network import Cut
 from tests.chaos.ranks import Fault
 from tests.command import ForkedLauncher
 from tests.pool import RankPool
-from tests.training import train
+from tests.train.training import train
 
 
 def test_a_bad_outcome_of_any_part_fails_the_campaign(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests import pictures
+from tests.hf import pictures
 from tests.models import rows_of
 
 IGNORED = -100
@@ -33,7 +33,7 @@ class Case:
         options: keywords of `parallelize`; `memory` may be the fields of a `longspan.Memory`.
         rows: rows of the batch, for each replica.
         length: tokens of a row.
-        parts: of a vision-language model, the parts of each row of all replicas, as in `tests/pictures.py`.
+        parts: of a vision-language model, the parts of each row of all replicas, as in `tests/hf/pictures.py`.
         padding: left, right, both, holes, or row (the last row is padding alone).
         documents: the key of the batch that marks packed documents: position_ids, document_ids, seq_idx, cu_seq_lens_q.
         positions: offset: position ids given, from 3; mask: counted over real tokens, as `generate` does.

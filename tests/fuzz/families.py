@@ -1,5 +1,5 @@
 """Every causal and masked language model of the installed transformers, as a small model with random weights, and the
-vision-language models of `tests/pictures.py`.
+vision-language models of `tests/hf/pictures.py`.
 
 The families are those of transformers' auto classes. A config starts as the family's default, and `shrunk` makes its
 numbers small by their names, so that a new family of transformers needs no line here.
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tests import pictures
+from tests.hf import pictures
 
 VOCABULARY, HEADS, HEAD_DIM = 64, 4, 8
 HIDDEN = HEADS * HEAD_DIM

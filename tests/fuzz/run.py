@@ -23,12 +23,13 @@ import longspan
 from longspan import checkpoint
 from longspan.core.errors import LongspanError
 from longspan.hf.support import check_model, is_masked_lm
-from tests import fitting, pictures
 from tests.fuzz.cases import IGNORED, Batch, Case, batch_of
 from tests.fuzz.families import build, default_model
+from tests.hf import pictures
 from tests.models import Run, Truth, gradient_excess, gradients, truth_by, widened
 from tests.pool import RankError, RankHang, RankPool
 from tests.tolerance import excess, excess_of_rows
+from tests.trainers import fitting
 
 LIMIT_S = 90.0
 Setup = Callable[[], contextlib.AbstractContextManager[Any]]

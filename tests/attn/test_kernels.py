@@ -1,0 +1,650 @@
+"""Which kernel is chosen and why; what each refuses, with the fix."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import longspan
+from longspan.attn import prepare
+from longspan.attn.kernels import base, flash, flex
+from longspan.attn.kernels import choice as kernels
+from longspan.attn.kernels import tiled as tiles
+from longspan.attn.kernels.base import BlockKernel, KernelRequest
+from longspan.attn.mask import Mask
+from longspan.attn.methods import self_check
+from longspan.attn.score import Scores
+from longspan.comm.counting import count_sent
+from longspan.core.errors import LongspanError
+from longspan.core.parallel import KernelName
+from tests.attn.attention import CASES, FEW, HARD, check_all, compare, one_device, sharding
+from tests.attn.flash_emulated import emulated
+from tests.attn.flexing import differentiable_flex
+from tests.choose import confirming
+from tests.oracle import Case, make
+from tests.pool import RankPool
+from tests.tolerance import MARGIN, excess
+
+pytestmark = [pytest.mark.fast, pytest.mark.rounding]
+
+
+def _qkv(n: int = 8, heads: int = 4) -> list[Tensor]:
+    return [torch.zeros(1, n, h, 8) for h in (heads, 2, 2)]
+
+
+EXPLAINED = [
+    ({}, "sdpa: torch's scaled_dot_product_attention, one call per segment"),
+    ({"window": 3}, "sdpa: "),
+    (
+        {"window": 257, "n": 300},
+        "tiled: tiles through torch's flash attention for CPU, in fp32; by row 7 of longspan's table: what window -> ",
+    ),
+    ({"chunk_size": 3}, "sdpa: "),
+    (
+        {"softcap": 3.0},
+        "tiled: sdpa cannot do softcap; tiles of 256 x 1024 as matrix products: ",
+    ),
+    ({"prefix": 3}, "tiled: sdpa cannot do prefix; tiles through torch's flash attention for CPU, in fp32"),
+    ({"sinks": torch.zeros(4), "alibi": torch.ones(4)}, "tiled: sdpa cannot do sinks or alibi; tiles through"),
+    ({"window": 3, "causal": False}, "tiled: sdpa cannot do a window to both sides"),
+    (
+        {"kernel": "eager"},
+        "eager: the formula with its scores materialized; its memory grows with the square of the tokens",
+    ),
+    ({"kernel": lambda q, k, v, *, causal, scale: q}, "<lambda>: a custom function"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), EXPLAINED)
+def test_the_choice_is_explained(options: dict[str, Any], text: str) -> None:
+    options = dict(options)
+    n = options.pop("n", 8)
+    assert str(longspan.explain_kernel(*_qkv(n), one_device(), **options)).startswith(text)
+
+
+def _explained_in_a_ring() -> str:
+    sp = sharding(1, dist.get_world_size())
+    with count_sent() as log:
+        choice = longspan.explain_kernel(*_qkv(4), sp, kernel="sdpa")
+    assert not log
+    return str(choice)
+
+
+def test_a_ring_is_explained_and_sends_nothing_for_it(pool2: RankPool) -> None:
+    text = (
+        "tiled: sdpa returns no log-sum-exp, which a ring of 2 needs to merge blocks; tiles through torch's flash "
+        "attention for CPU, in fp32"
+    )
+    assert pool2.run(_explained_in_a_ring) == [text] * 2
+
+
+def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    kernels.log_choice.cache_clear()
+    with caplog.at_level(logging.INFO, logger="longspan"):
+        for _ in range(3):
+            longspan.attention(*_qkv(), one_device(), prefix=2)
+    assert [record.message for record in caplog.records] == [
+        "attention kernel tiled: sdpa cannot do prefix; tiles through torch's flash attention for CPU, in fp32; by row "
+        "8 of longspan's table: everything -> sdpa, tiled"
+    ]
+
+
+def _on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, kernel: Any = "auto", capability: tuple[int, int] = (9, 0), **need: Any
+) -> kernels.Choice:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(flex.importlib.util, "find_spec", lambda name: object() if name == "triton" else None)
+    need = {"mask": Mask(), "scores": Scores(), "grad": True, "dtype": torch.bfloat16, **need}
+    return kernels.choose_kernel(kernel, KernelRequest(device=torch.device("cuda"), **need))[1]
+
+
+LONG, DOCUMENTS = Mask(window=300), Mask(segments=(((0, 3), (3, 8)),))
+ON_A_GPU = [
+    ({}, "cudnn"),
+    ({"mask": Mask(causal=False), "dtype": torch.float16}, "cudnn"),
+    ({"ring": 2}, "cudnn"),
+    ({"lse": True, "capability": (10, 0)}, "cudnn"),
+    ({"scores": Scores(sinks=torch.zeros(4))}, "cudnn"),
+    ({"capability": (8, 0)}, "sdpa"),
+    ({"capability": (8, 0), "lse": True}, "flash"),
+    ({"capability": (12, 0), "ring": 2}, "flash"),
+    ({"head_dims": (192, 192)}, "sdpa"),
+    ({"head_dims": (192, 128), "ring": 2}, "flash"),
+    ({"head_dims": (100, 100), "ring": 2}, "flash"),
+    ({"dtype": torch.float32}, "sdpa"),
+    ({"failed": frozenset({"cudnn"})}, "sdpa"),
+    ({"failed": frozenset({"cudnn"}), "lse": True}, "flash"),
+    ({"mask": Mask(window=3)}, "flash"),
+    ({"mask": LONG, "ring": 2}, "flash"),
+    ({"mask": DOCUMENTS}, "flash"),
+    ({"mask": DOCUMENTS, "ring": 2}, "flash"),
+    ({"mask": Mask(prefix=3)}, "flash"),
+    ({"scores": Scores(softcap=3.0)}, "flex"),
+    ({"scores": Scores(alibi=torch.ones(4)), "ring": 2}, "flex"),
+    ({"mask": Mask(mask_mod=lambda b, h, q, kv: q >= kv)}, "flex"),
+    ({"scores": Scores(softcap=3.0), "head_dims": (512, 512)}, "tiled"),
+    ({"mask": DOCUMENTS, "dtype": torch.float32}, "sdpa"),
+    ({"mask": LONG, "dtype": torch.float32}, "tiled"),
+    ({"mask": LONG, "head_dims": (512, 512)}, "tiled"),
+    ({"mask": LONG, "head_dims": (100, 36)}, "flash"),
+    ({"mask": LONG, "capability": (7, 5)}, "tiled"),
+]
+
+
+@pytest.mark.parametrize(("need", "name"), ON_A_GPU)
+def test_the_choice_on_a_gpu(monkeypatch: pytest.MonkeyPatch, need: dict[str, Any], name: str) -> None:
+    assert _on_a_gpu(monkeypatch, **need).name == name
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "name"),
+    [
+        ((9, 0), ["FA3", "FA4"], "flash3"),
+        ((9, 0), ["FA4"], "flash4"),
+        ((9, 0), [], "flash"),
+        ((8, 0), ["FA3"], "flash"),
+    ],
+)
+@pytest.mark.parametrize("need", [{"mask": LONG}, {"mask": Mask(window=3), "ring": 2}, {"mask": DOCUMENTS}])
+def test_windows_and_documents_use_installed_flash(
+    monkeypatch: pytest.MonkeyPatch, need: Any, capability: tuple[int, int], installed: list[str], name: str
+) -> None:
+    monkeypatch.setattr(flash, "missing_flash", lambda of, device: None if of in installed else f"{of} is missing")
+    assert _on_a_gpu(monkeypatch, capability=capability, **need).name == name
+
+
+def test_the_choice_on_a_gpu_names_what_was_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert str(_on_a_gpu(monkeypatch, mask=LONG, dtype=torch.float32)) == (
+        "tiled: flash needs fp16 or bf16, these tensors are float32; tiles of 256 x 1024 as matrix products: torch's "
+        "flash attention does not take float32 with head_dim 64; by row 5 of longspan's table: device cuda, "
+        "what window -> flash, tiled"
+    )
+    older = str(_on_a_gpu(monkeypatch, ring=2, capability=(8, 0)))
+    assert "sdpa returns no log-sum-exp, which a ring of 2 needs to" in older
+    assert str(_on_a_gpu(monkeypatch, ring=2)) == (
+        "cudnn: cuDNN's attention, tile by tile; by row 2 of longspan's table: device cuda, capability 9.0 or 10.0, "
+        "what causal or full, dtype bfloat16 or float16, head_dim 128 -> cudnn, sdpa, flash, tiled"
+    )
+    failed = str(_on_a_gpu(monkeypatch, ring=2, failed=frozenset({"cudnn"})))
+    assert failed.startswith("flash: cudnn does not work on every rank; sdpa returns no log-sum-exp")
+
+
+REFUSED_ON_A_GPU = [
+    ("flash", {"scores": Scores(softcap=2.0)}, "kernel='flash' cannot do softcap; use kernel='auto'"),
+    ("flex", {"head_dims": (64, 320)}, "kernel='flex' needs a head_dim of at most 256, these tensors have 320"),
+    ("flash", {"dtype": torch.float64}, "needs fp16 or bf16, these tensors are float64; use kernel='auto'"),
+    ("flash", {"head_dims": (320, 8)}, "a head_dim of at most 256, these tensors have 320"),
+    (
+        "flash3",
+        {},
+        r"FA3 is not installed \(no module flash_attn_interface\); `pip install flash-attn-3`, or use kernel",
+    ),
+    ("flash4", {}, "FA4 is not installed .*; `pip install flash-attn-4`, or use kernel='flash'"),
+    ("flash3", {"capability": (8, 0)}, "FA3 is for GPUs of compute capability 9.0, this one has 8.0"),
+    ("cudnn", {"mask": LONG}, "kernel='cudnn' cannot do window; use kernel='auto'"),
+    (
+        "cudnn",
+        {"head_dims": (192, 128)},
+        "one head_dim, a multiple of 8 of at most 128, these tensors have 192 and 128",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kernel", "need", "text"), REFUSED_ON_A_GPU)
+def test_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch, kernel: str, need: Any, text: str) -> None:
+    with pytest.raises(LongspanError, match=text):
+        _on_a_gpu(monkeypatch, kernel, **need)
+
+
+def test_gpus_kernels_are_refused_on_a_cpu() -> None:
+    for kernel in ("flash", "flash3", "flash4", "cudnn"):
+        with pytest.raises(LongspanError, match="these tensors are on device 'cpu'; use kernel='auto'"):
+            longspan.attention(*_qkv(), one_device(), kernel=kernel)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Custom tables.
+
+TABLE = """
+[[row]]
+device = "cuda"
+capability = "9.0"
+what = "causal"
+dtype = "bfloat16"
+head_dim = 64
+kernels = ["cudnn", "flash"]
+"""
+
+
+def test_a_custom_table_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.toml").write_text(TABLE)
+    table = longspan.kernel_table(tmp_path / "mine.toml")
+    mine = _on_a_gpu(monkeypatch, table)
+    assert mine.name == "cudnn" and mine.reason.endswith(
+        "by row 1 of mine.toml's table: device cuda, capability 9.0, what causal, dtype bfloat16, head_dim 64 -> "
+        "cudnn, flash"
+    )
+    for other in (
+        {"capability": (8, 0)},
+        {"mask": Mask(causal=False), "capability": (8, 0)},
+        {"dtype": torch.float32},
+        {"head_dims": (72, 72), "dtype": torch.float32},
+    ):
+        assert _on_a_gpu(monkeypatch, table, **other).name == "sdpa", other
+    assert str(longspan.explain_kernel(*_qkv(), one_device(), kernel=table)).startswith("sdpa: ")
+    (tmp_path / "other.toml").write_text(TABLE.replace("64", "72"))
+    assert longspan.kernel_table(tmp_path / "other.toml").name.split()[2] != table.name.split()[2]
+
+
+BAD_TABLES = [
+    ("kernels = []", r"a kernel table is a list of \[\[row\]\]"),
+    ("[[row]]\nwhat = 'causal'", r"row 1: kernels=None must be a list of names"),
+    (
+        "[[row]]\nkernels = ['tiled']\n[[row]]\nkernels = ['flashy']",
+        r"row 2: kernels=\['flashy'\] must be a list of names \(.*tiled",
+    ),
+    ("[[row]]\nkernels = ['tiled']\nwhat = 'sinks'", "what='sinks' must be one of mod, window, .*"),
+    ("[[row]]\nkernels = ['tiled']\nwhat = ['causal', 'sinks']", "must be one of mod, window, .*, or a list of them"),
+    ("[[row]]\nkernels = ['tiled']\ncapability = 9", 'capability=9 must be .*, such as "9.0"'),
+    ("[[row]]\nkernels = ['tiled']\ncapability = ['9.0', 10.0, '9']", "capability=.* must be .*, or a list of them"),
+    ("[[row]]\nkernels = ['tiled']\nheads = 9", "row 1 has heads; a row may have kernels, device"),
+    ("[[row]]\nkernels = ['tiled']\nhead_dim = 0", "head_dim=0 must be at least 1"),
+    ("[[row]\n", "is not TOML"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BAD_TABLES)
+def test_an_invalid_table_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(LongspanError, match=f"mine.toml.*{message}"):
+        longspan.kernel_table(tmp_path / "mine.toml")
+
+
+def test_the_command_line_offers_the_kernels_that_exist() -> None:
+    assert {*get_args(KernelName)} == {"auto", *kernels.REGISTRY}
+
+
+@pytest.mark.parametrize("owner", ["mask", "scores"])
+def test_every_kernel_refuses_an_option_that_it_does_not_know(monkeypatch: pytest.MonkeyPatch, owner: str) -> None:
+    """A field that was added to `Mask` or `Scores`, and to no kernel."""
+    kind: Any = {"mask": Mask, "scores": Scores}[owner]
+    wider = dataclasses.make_dataclass("Wider", [("novel", Any, None)], bases=(kind,), frozen=True)
+    monkeypatch.setitem(kind.__dataclass_fields__, "novel", wider.__dataclass_fields__["novel"])
+    monkeypatch.setattr(kind, "novel", None, raising=False)
+    monkeypatch.setitem(base.OPTIONS, owner, base._options(kind))
+    request = KernelRequest(**{"mask": Mask(), "scores": Scores(), "device": torch.device("cpu"), owner: kind()})
+    object.__setattr__(getattr(request, owner), "novel", 3)
+    for kernel in ("auto", *kernels.REGISTRY, _plain, longspan.kernel_with_lse(lambda q, k, v, causal, scale, bias: q)):
+        with pytest.raises(LongspanError, match="cannot do novel"):
+            kernels.choose_kernel(kernel, request)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The check before a kernel's first use.
+
+
+class _Untrusted(BlockKernel):
+    """Tiles with one fault, on some ranks."""
+
+    name, self_check = "untrusted", True
+
+    def __init__(self, fault: str, ranks: tuple[int, ...] = (0,)) -> None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.fault, self.calls = fault if rank in ranks else "", 0
+
+    def refuses(self, request: KernelRequest) -> str | None:
+        return "untrusted is not installed; install it" if self.fault == "missing" else None
+
+    def describe(self, request: KernelRequest) -> str:
+        return "tiles"
+
+    def prepare(self, blocks: Any) -> Any:
+        return tiles.TILED.prepare(blocks)
+
+    def accumulate(self, into: Any, *args: Any) -> None:
+        self.calls += 1
+        tiles.TILED.accumulate(into, *args)
+        if self.fault == "raises":
+            raise RuntimeError("no execution plan\nmore")
+        out, lse = into.results()
+        if self.fault == "one row":
+            out[1, 2, 77] *= 1.5
+        if self.fault == "log-sum-exp":
+            lse += 1
+
+    def accumulate_gradients(self, into: Any, *args: Any) -> None:
+        tiles.TILED.accumulate_gradients(into, *args)
+        if self.fault == "dk":
+            into[1].total().zero_()
+        if self.fault == "NaN":
+            into[2].total().fill_(torch.nan)
+
+
+@pytest.fixture
+def untrusted_table(tmp_path: Path) -> Iterator[longspan.KernelTable]:
+    kernels.REGISTRY["untrusted"] = _Untrusted("")
+    (tmp_path / "mine.toml").write_text('[[row]]\nkernels = ["untrusted", "tiled"]\n')
+    yield longspan.kernel_table(tmp_path / "mine.toml")
+    del kernels.REGISTRY["untrusted"]
+
+
+def _with_a_fault(table: Any, fault: str, sp: Any = None, ranks: tuple[int, ...] = (0,)) -> Any:
+    """Return output, names of the kernels of two attentions, and the warnings of both."""
+    kernels.REGISTRY["untrusted"] = made = _Untrusted(fault, ranks)
+    sp = sp or one_device()
+    q, k, v = (x.to(torch.bfloat16) for x in _qkv(8 // sp.size))
+    with warnings.catch_warnings(record=True) as caught, count_sent() as log:
+        warnings.simplefilter("always")
+        before = longspan.explain_kernel(q, k, v, sp, kernel=table).name
+        assert made.calls == 0 and not log
+        outs = [longspan.attention(q, k, v, sp, kernel=table, scale=scale) for scale in (None, 1.0)]
+        checked = made.calls
+        longspan.attention(q, k, v, sp, kernel=table)
+        assert made.calls - checked <= sp.size  # the blocks of an attention: nothing is checked again
+        after = longspan.explain_kernel(q, k, v, sp, kernel=table)
+    return outs[0], before, after, [str(w.message) for w in caught], [entry.op for entry in log]
+
+
+def test_a_kernel_that_computes_what_fp32_does_is_used(untrusted_table: Any) -> None:
+    _, before, after, warned, _ = _with_a_fault(untrusted_table, "")
+    assert (before, after.name, warned) == ("untrusted", "untrusted", [])
+
+
+@pytest.mark.parametrize("fault", ["one row", "log-sum-exp", "dk", "NaN", "raises"])
+def test_a_kernel_that_fails_its_check_is_passed_over_with_one_warning(untrusted_table: Any, fault: str) -> None:
+    _, before, after, warned, _ = _with_a_fault(untrusted_table, fault)
+    assert before == "untrusted" and len(warned) == 1
+    assert re.search("'untrusted' fails its check on cpu for bfloat16 with head_dim 8: ", warned[0])
+    assert ("RuntimeError: no execution plan; the next" in warned[0]) == (fault == "raises")
+    assert str(after).startswith("tiled: untrusted does not work on every rank; tiles through")
+
+
+def _in_a_world(path: Path, fault: str) -> Any:
+    kernels.REGISTRY["untrusted"] = _Untrusted("")
+    try:
+        sp = sharding(dist.get_world_size())
+        return _with_a_fault(longspan.kernel_table(path), fault, sp, ranks=(1,))[1:]
+    finally:
+        del kernels.REGISTRY["untrusted"]
+
+
+@pytest.mark.parametrize("fault", ["", "missing", "dk", "raises"])
+def test_ranks_agree_on_a_kernel_that_works_everywhere(
+    pool2: RankPool, untrusted_table: Any, tmp_path: Path, fault: str
+) -> None:
+    for rank, (before, after, warned, sent) in enumerate(pool2.run(_in_a_world, tmp_path / "mine.toml", fault)):
+        assert before == ("tiled" if rank == 1 and fault == "missing" else "untrusted")
+        assert after.name == ("tiled" if fault else "untrusted")
+        assert len(warned) == (rank == 1 and fault not in ("", "missing"))
+        # One gather when all ranks choose the same, else a second one; later attentions gather nothing.
+        assert sent.count("all_gather") == (2 if fault else 1)
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash3"])
+def test_kernels_of_gpus_pass_their_check(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(flash, "_cudnn", _cudnn)
+    monkeypatch.setattr(flash, "_cudnn_backward", _cudnn_backward)
+    monkeypatch.setattr(flash, "_unfit_for_cudnn", lambda need: None)
+    monkeypatch.setattr(tiles, "for_device", lambda *xs: list(xs))
+    monkeypatch.setattr(flash, "missing_flash", lambda *_: None)
+    monkeypatch.setattr(flash, "activate_flash", lambda _: None)
+    with emulated():
+        assert self_check._passes(kernels.REGISTRY[name], torch.device("cpu"), torch.bfloat16, (64, 64))
+
+
+FLEX = [name for name in HARD if "cross" not in name]
+
+
+def _flex_errors(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
+    sp = sharding(dist.get_world_size() // ring, ring, ring_impl="p2p") if ring > 1 else one_device()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flex, "_flex_attention", differentiable_flex)
+        patch.setattr(flex, "_flex_backward", lambda compiled: None)
+        patch.setattr(flex, "BLOCK", 4)  # so that these short sequences have full blocks
+        patch.setattr(prepare, "choose_checked", lambda *_, **__: (flex.FLEX, kernels.Choice("flex", "for this test")))
+        return {name: compare(HARD[name], sp) for name in names}
+
+
+def test_flex_gradients_are_exact() -> None:
+    check_all(_flex_errors(1, [name for name in FLEX if "prefill" not in name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ring", [4, *confirming([2])])
+def test_flex_gradients_in_a_ring_are_exact(pool4: RankPool, ring: int) -> None:
+    for found in pool4.run(_flex_errors, ring, [name for name in FEW if name in FLEX]):
+        check_all(found)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# GPU code paths on a CPU.
+
+
+def _bound(op: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """Bind arguments to the names of torch's signature; fail if they do not fit."""
+    names = [x.name for x in op.default._schema.arguments if not x.kwarg_only]
+    only = {x.name for x in op.default._schema.arguments if x.kwarg_only}
+    assert len(args) <= len(names) and set(options) <= only
+    return {**dict(zip(names, args, strict=False)), **options}
+
+
+def _stand_in(*args: Any, **options: Any) -> Any:
+    x = _bound(torch.ops.aten._scaled_dot_product_flash_attention, args, options)
+    q, k, v = x["query"], x["key"], x["value"]
+    assert x["dropout_p"] == 0 and q.shape[3] == k.shape[3] == v.shape[3]
+    assert not x["is_causal"] or q.shape[2] == k.shape[2]  # a GPU's kernel aligns the ends otherwise
+    return *tiles._flash_cpu(q, k, v, 0.0, x["is_causal"], scale=x["scale"]), None, None, 0, 0, None, None, None
+
+
+def _stand_in_backward(*args: Any, **options: Any) -> Any:
+    x = _bound(torch.ops.aten._scaled_dot_product_flash_attention_backward, args, options)
+    q, k, v, out, lse = (x[name] for name in ("query", "key", "value", "out", "logsumexp"))
+    assert (x["max_q"], x["max_k"], x["dropout_p"]) == (q.shape[2], k.shape[2], 0)
+    assert lse.dtype == torch.float32 and lse.is_contiguous()
+    assert out.shape == x["grad_out"].shape == q.shape
+    return tiles._flash_cpu_backward(x["grad_out"], q, k, v, out, lse, 0.0, x["is_causal"], scale=x["scale"])
+
+
+def _as_on_a_gpu(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
+    sp = sharding(dist.get_world_size() // ring, ring, ring_impl="p2p") if ring > 1 else one_device()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "_flash_cuda", _stand_in)
+        patch.setattr(tiles, "_flash_cuda_backward", _stand_in_backward)
+        patch.setattr(tiles, "for_device", lambda *xs: list(xs))
+        plain = {True: "cuda", False: None}
+        patch.setattr(tiles, "_flash_of", lambda q, v_dim, softcap, bias=None: plain[softcap is None and bias is None])
+        return {name: compare(CASES[name], sp, "tiled") for name in names}
+
+
+def test_tiles_as_on_a_gpu_are_exact() -> None:
+    """Calls of torch's flash attention for GPUs match its signature; the other tiles are materialized."""
+    check_all(_as_on_a_gpu(1, [name for name in CASES if not name.startswith("long")]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ring", [4, *confirming([2])])
+def test_tiles_as_on_a_gpu_are_exact_in_a_ring(pool4: RankPool, ring: int) -> None:
+    for found in pool4.run(_as_on_a_gpu, ring, list(FEW)):
+        check_all(found)
+
+
+def _cudnn(*args: Any, **options: Any) -> Any:
+    x = _bound(torch.ops.aten._scaled_dot_product_cudnn_attention, args, options)
+    q, k, v = x["query"], x["key"], x["value"]
+    assert (
+        x["attn_bias"] is None and x["compute_log_sumexp"] and x["dropout_p"] == 0 and min(q.shape[2], k.shape[2]) > 1
+    )
+    assert not x["is_causal"] or q.shape[2] == k.shape[2]
+    out, lse = tiles._flash_cpu(q, k, v, 0.0, x["is_causal"], scale=x["scale"])
+    return out, lse[..., None], None, None, 0, 0, None, None, None
+
+
+def _cudnn_backward(*args: Any, **options: Any) -> Any:
+    x = _bound(torch.ops.aten._scaled_dot_product_cudnn_attention_backward, args, options)
+    q, k, v, lse = x["query"], x["key"], x["value"], x["logsumexp"]
+    assert (
+        lse.shape == (*q.shape[:3], 1) and lse.is_contiguous() and (x["max_q"], x["max_k"]) == (q.shape[2], k.shape[2])
+    )
+    saved = (x["out"], lse[..., 0])
+    return tiles._flash_cpu_backward(x["grad_out"], q, k, v, *saved, 0.0, x["is_causal"], scale=x["scale"])
+
+
+CUDNN = ["gqa", "bidirectional", "documents and padding", "sinks", "prefix", "chunked prefill"]
+
+
+@pytest.mark.parametrize("name", CUDNN)
+def test_cudnn_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(flash, "_cudnn", _cudnn)
+    monkeypatch.setattr(flash, "_cudnn_backward", _cudnn_backward)
+    monkeypatch.setattr(flash, "_unfit_for_cudnn", lambda need: None)
+    found = compare(CASES[name], one_device(), "cudnn")
+    assert max(found.values()) <= MARGIN, found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Learnt biases.
+
+
+class _Table(torch.nn.Module):
+    """A learnt bias by distance, as in T5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 7, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return self.weight[h, (q - kv).clamp(-3, 3) + 3]
+
+
+def _learnt(ring: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    sp = sharding(dist.get_world_size() // ring, ring) if ring else one_device()
+    x, table = make(Case(n=13)), _Table().to(dtype)
+    x = {name: t.to(dtype) for name, t in x.items()}
+    q, k, v = (sp.shard(x[name]) for name in "qkv")
+    out = longspan.attention(q, k, v, sp, length=13, bias=table, kernel="eager")
+    out.backward(sp.shard(x["grad"]))
+    grad = table.weight.grad
+    assert grad is not None
+    if sp.size > 1:
+        dist.all_reduce(grad, group=sp.group)
+    return grad
+
+
+def test_eager_learns_a_bias_on_every_mesh(pool4: RankPool) -> None:
+    single, exact = _learnt(0), _learnt(0, torch.float64)
+    assert single.abs().max() > 0.1
+    for ring in (1, 2, 4):
+        for grad in pool4.run(_learnt, ring):
+            assert excess(grad, single, exact) <= 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input.
+
+
+def _not_boolean(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q - kv
+
+
+def _causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q >= kv
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> Tensor:
+    return q
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"window": 0}, "window must be at least 1, got 0"),
+    ({"window": -3}, "window must be at least 1, got -3"),
+    ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
+    ({"prefix": -1}, "prefix must be at least 0, got -1"),
+    ({"prefix": 9}, "prefix=9 is longer than the 8 keys"),
+    ({"prefix": (1, 2)}, "`prefix` has 2 entries, the tensors have a batch of 1"),
+    ({"prefix": 2, "causal": False}, "`prefix` needs a causal mask"),
+    ({"prefix": 2, "window": 3}, "`prefix` cannot be combined with `window` .* `mask_mod`"),
+    ({"mask": Mask(bidirectional=(((0, 2),),) * 2)}, "`bidirectional` has 2 rows, the tensors have a batch of 1"),
+    ({"mask": Mask(bidirectional=(((0, 9),),))}, "`bidirectional` reaches to token 9, the sequence has 8"),
+    ({"mask": Mask(bidirectional=(((4, 6), (2, 5)),))}, "`bidirectional` spans of a row overlap or are not in order"),
+    ({"mask": Mask(bidirectional=(((0, 2),),)), "kernel": _plain}, "_plain cannot do bidirectional spans"),
+    (
+        {"cu_seqlens": torch.tensor([0, 3, 7])},
+        "documents of `cu_seqlens` have 7 tokens together, the sequence has 8; .*8",
+    ),
+    ({"cu_seqlens": torch.tensor([0, 5, 3, 8])}, r"`cu_seqlens` must rise from 0 to the length.* got \[0, 5, 3, 8\]"),
+    ({"cu_seqlens": torch.tensor([2, 8])}, "`cu_seqlens` must rise from 0"),
+    ({"cu_seqlens": torch.tensor([0, 8]), "documents": torch.zeros(1, 8)}, "both define documents"),
+    ({"documents": torch.zeros(1, 9, dtype=torch.int64)}, r"`documents` has the shape \(1, 9\), .* \(1, 8\)"),
+    ({"kv_documents": torch.zeros(1, 9), "causal": False}, r"`kv_documents` has the shape \(1, 9\)"),
+    (
+        {"kv_documents": torch.zeros(1, 8, dtype=torch.int64)},
+        r"cross attention\) have no order with the queries; use causal=False",
+    ),
+    ({"alibi": torch.zeros(3)}, r"`alibi` has the shape \(3,\), one per query head is \(4,\)"),
+    ({"softcap": 0.0}, "softcap=0.0 must be above 0"),
+    ({"mask_mod": "causal"}, r"mask_mod must be a function \(b, h, q, kv\)"),
+    ({"mask_mod": _not_boolean}, "mask_mod must return booleans, it returned torch.int64"),
+    ({"mask_mod": _causal, "kernel": "sdpa"}, "kernel='sdpa' cannot do mask_mod; use kernel='auto'"),
+    ({"mask_mod": _causal, "kernel": _plain}, "the kernel _plain has no keyword mask_mod"),
+    ({"prefix": 3, "kernel": _plain}, "the kernel _plain cannot do prefix; use kernel='auto'"),
+    ({"q_start": 1}, "queries at 1 to 8 lie behind the 8 keys"),
+    ({"q_start": -1}, "q_start must be at least 0, got -1"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), BAD)
+def test_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(LongspanError) as error:
+        longspan.attention(*_qkv(), one_device(), **options)
+    assert re.search(text, str(error.value)), error.value
+
+
+def test_a_learnt_bias_needs_eager() -> None:
+    q, k, v = _qkv()
+    with pytest.raises(LongspanError, match="computes no gradient of a learnt bias; use kernel='eager'"):
+        longspan.attention(q.requires_grad_(), k, v, one_device(), bias=_Table())
+    with pytest.raises(LongspanError, match="computes no gradient of a learnt bias"):
+        longspan.attention(q, k, v, one_device(), alibi=torch.ones(4, requires_grad=True))
+
+
+def _refused_in_a_ring(options: dict[str, Any], axes: dict[str, Any]) -> str:
+    sp = sharding(axes.pop("ulysses", 1), axes.pop("ring", 1), **axes)
+    with count_sent() as log, pytest.raises(LongspanError) as error:
+        longspan.attention(*_qkv(4), sp, **options)
+    assert not log
+    return str(error.value)
+
+
+RING_BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (
+        {"kernel": "flash_attn"},
+        {"ring": 4},
+        "flash_attn returns no log-sum-exp, which a ring of 4 needs",
+    ),
+    ({"kernel": _plain}, {"ring": 4}, "the kernel _plain returns no log-sum-exp, which a ring of 4 needs to merge"),
+    (
+        {},
+        {"ulysses": 4, "kv_replication": False},
+        "`ulysses=4` needs at least 4 KV heads when KV replication is refused, the model has 2; try "
+        "`ulysses=2, ring=2`, or allow `kv_replication=True`",
+    ),
+    ({"length": 30}, {"ring": 4}, "length=30 over 4 ranks gives 8 tokens to each, the tensors have 4"),
+]
+
+
+@pytest.mark.parametrize(("options", "axes", "text"), RING_BAD)
+def test_all_ranks_of_a_ring_refuse_with_the_same_text(
+    pool4: RankPool, options: dict[str, Any], axes: dict[str, Any], text: str
+) -> None:
+    messages = pool4.run(_refused_in_a_ring, options, axes)
+    assert len(set(messages)) == 1 and text in messages[0]
