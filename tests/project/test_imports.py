@@ -159,12 +159,6 @@ def test_the_oldest_versions_are_the_lower_bounds() -> None:
     assert pinned == padded
 
 
-def test_every_test_file_of_the_makefile_exists() -> None:
-    lists = re.findall(r"addsuffix \.py,(.*?)\)\)", (ROOT / "Makefile").read_text(), re.DOTALL)
-    named = {name for words in lists for name in words.replace("\\\n", " ").split()}
-    assert lists and all((ROOT / "tests" / f"test_{name}.py").is_file() for name in named), named
-
-
 def test_no_test_module_is_imported_by_others() -> None:
     """Shared helpers are in modules without `test_`, so a test module can be changed alone."""
     tests = (ROOT / "tests").rglob("*.py")
