@@ -17,7 +17,6 @@ from longspan.core.sections import is_section, shown
 _OTHER_NAMES = {
     "model": "model_name_or_path model_name model_path model_id base_model pretrained",
     "tokenizer": "tokenizer_name tokenizer_path",
-    "data": "dataset datasets dataset_name dataset_path train_file train_data",
     "text-field": "dataset_text_field text_column text_key",
     "context": "max_seq_length max_seq_len max_length sequence_len sequence_length seq_length seq_len cutoff_len "
     "model_max_length block_size context_length",
@@ -32,7 +31,7 @@ _OTHER_NAMES = {
     "sequence_parallel_degree sp_size sp",
     "ring": "ring_size ring_degree",
     "tensor": "tensor_parallel_size tensor_parallel_degree tp_size tp",
-    "data-degree": "data_parallel_size dp_size dp replicas",
+    "data": "data_parallel_size dp_size dp replicas",
     "gpus": "num_gpus n_gpus",
     "nproc": "nproc_per_node num_processes world_size num_gpus n_gpus",
     "out": "output_dir output save_dir",

@@ -117,10 +117,10 @@ def parse_integer(text: str) -> int:
     raise ValueError(f"{format_value(text)} is not an integer (128k and 1M are 131072 and 1048576, 1e6 is 1000000)")
 
 
-_PATHS_OR_NAMES = ("data", "model", "tokenizer", "gpu", "resume")
+_PATHS_OR_NAMES = ("text", "model", "tokenizer", "gpu", "resume")
 """Flags that take a path or a name."""
 
-_WORDS = {"data": ("pydoc",), "tokenizer": ("bytes",), "resume": ("auto", "never")}
+_WORDS = {"text": ("pydoc",), "tokenizer": ("bytes",), "resume": ("auto", "never")}
 """Values of these flags that are never paths."""
 
 
@@ -184,12 +184,6 @@ def _relative_to_file(file: Path, field: str, value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_relative_to_file(file, field, item) for item in value)
     text = str(value)
-    if (
-        field == "data"
-        and (weighted := re.fullmatch(r"(.+)(=[0-9.eE+-]+)", text))
-        and not (file.parent / text).exists()
-    ):
-        return _relative_to_file(file, field, weighted[1]) + weighted[2]
     name = field in _PATHS_OR_NAMES and text not in _WORDS.get(field, ())
     if not text or text.startswith("~") or not (isinstance(value, Path) or name or field == "offload_folder"):
         return value

@@ -153,7 +153,7 @@ def _links(config: BenchConfig) -> dict[str, dict[str, MeasuredLink]]:
 @pytest.mark.parametrize(
     ("degrees", "axes"),
     [
-        ({"data_degree": 2, "ulysses": 2}, ["data", "ulysses", "fsdp"]),
+        ({"data": 2, "ulysses": 2}, ["data", "ulysses", "fsdp"]),
         ({"ring": 2, "tensor": 2}, ["ring", "tensor", "fsdp"]),
     ],
     ids=str,
@@ -322,19 +322,19 @@ def _parse(line: str) -> BenchConfig:
 
 
 def test_flags() -> None:
-    config = _parse("--data-degree 2 --ring 2 --tensor 3 --sizes 64k 1M --dtype=fp32")
+    config = _parse("--data 2 --ring 2 --tensor 3 --sizes 64k 1M --dtype=fp32")
     sizes: dict[str, Any] = {"sizes": (1 << 16, 1 << 20), "dtype": "fp32"}
-    assert config == make(BenchConfig, data_degree=2, ring=2, tensor=3, **sizes)
+    assert config == make(BenchConfig, data=2, ring=2, tensor=3, **sizes)
     assert config.parallel.ranks == 12
     assert _parse("").sizes[0] == 64 << 10 and _parse("").sizes[-1] == 64 << 20
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"ulysses": 0}, r"^--ulysses must be at least 1, got 0$"),
-    ({"data_degree": -1}, r"^--data-degree must be at least 1, got -1$"),
+    ({"ulysses": 0}, r"^ulysses must be at least 1, got 0$"),
+    ({"data": -1}, r"^data must be at least 1, got -1$"),
     ({"rounds": 0}, r"^--rounds must be at least 1, got 0$"),
     ({"sizes": (4096, 0)}, r"^--sizes must be at least 1, got 0$"),
-    ({"ring": 2, "ulysses": 2, "nproc": 3}, r"--nproc 3 does not match the mesh: --ring 2 --ulysses 2 needs 4"),
+    ({"ring": 2, "ulysses": 2, "nproc": 3}, r"--nproc 3 does not match the mesh: ring=2 ulysses=2 needs 4"),
     (
         {"sizes": (1, 8, 4096), "ulysses": 2},
         r"^--sizes 1 8 4096 gives 2 different sizes, rounded up to a multiple of 8 bytes for 2 ranks; .* --sizes 64k",

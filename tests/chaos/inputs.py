@@ -178,7 +178,7 @@ def _bad_words(command: str, name: str, kind: Any, draw: random.Random) -> list[
     if kind is bool:
         takes_words = given is not bool or command == "train"  # True and False
         return [draw.choice(("maybe", "2", *([] if takes_words else ["True"])))]
-    if kind is Path or (kind is str and name in ("data", "model", "tokenizer", "gpu", "resume")):
+    if kind is Path or (kind is str and name in ("text", "model", "tokenizer", "gpu", "resume")):
         return [draw.choice(BAD_PATHS)]
     if kind is str:
         return None if name in _FREE else ["nul\0byte" if name != "kernel" else "nope"]

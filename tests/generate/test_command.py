@@ -414,26 +414,26 @@ def test_weights_are_replicated_where_they_fit_else_on_a_tensor_axis() -> None:
 
     def chosen(gb: float, **more: Any) -> tuple[str, str, str | None]:
         config, reason = choose_weights(make(GenerateConfig, model="x", rank_memory=gb, **more), llama, 8000)
-        return config.weights, config.parallel.flags, reason
+        return config.weights, str(config.parallel), reason
 
     assert chosen(40, ulysses=4) == (
         "replicated",
-        "--ulysses 4",
+        "ulysses=4",
         "replicated, as they fit; nothing is gathered for a token",
     )
     weights, mesh, reason = chosen(12, ulysses=4, ring=2)
-    assert (weights, mesh) == ("replicated", "--ring 2 --tensor 4")
+    assert (weights, mesh) == ("replicated", "ring=2 tensor=4")
     assert reason is not None and re.fullmatch(
-        r"replicated with --ring 2 --tensor 4 instead of --ring 2 --ulysses 4, with --ring 2 --ulysses 4 they do not "
+        r"replicated with ring=2 tensor=4 instead of ring=2 ulysses=4, with ring=2 ulysses=4 they do not "
         r"fit \(\d+\.\d\d of 12.00 GB per rank\); nothing is gathered for a token",
         reason,
     )
     weights, mesh, reason = chosen(12, ring=4)
-    assert (weights, mesh) == ("sharded", "--ring 4")
-    assert reason is not None and reason.startswith("sharded, every token gathers them: replicated with --ring 4 they")
-    assert chosen(1, ulysses=4)[:2] == ("sharded", "--ulysses 4")
-    assert chosen(1, ulysses=4, weights="replicated") == ("replicated", "--ulysses 4", None)
-    assert chosen(40) == ("auto", "--ulysses 1", None)
+    assert (weights, mesh) == ("sharded", "ring=4")
+    assert reason is not None and reason.startswith("sharded, every token gathers them: replicated with ring=4 they")
+    assert chosen(1, ulysses=4)[:2] == ("sharded", "ulysses=4")
+    assert chosen(1, ulysses=4, weights="replicated") == ("replicated", "ulysses=4", None)
+    assert chosen(40) == ("auto", "one rank", None)
 
 
 @pytest.mark.launcher

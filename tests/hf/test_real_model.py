@@ -60,8 +60,8 @@ def _first_layers(model: str, layers: int, folder: Path) -> str:
 
 
 MESHES: list[dict[str, Any]] = [
-    {"ulysses": 2, "data_degree": 2},
-    {"ring": 2, "data_degree": 2},
+    {"ulysses": 2, "data": 2},
+    {"ring": 2, "data": 2},
     {"ring": 2, "ulysses": 2, "batch": 2},
 ]
 """Of four ranks, and with the same global batch of two rows."""

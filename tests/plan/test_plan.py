@@ -243,9 +243,9 @@ def test_train_parses_the_command(gpus: int, ring: int) -> None:
     words = shlex.split(expected)
     made = read(words[words.index("train") + 1 :])
     keys, ours, parallel = made.values, made.ours, made.ours.parallel
-    assert (parallel.ring, parallel.ulysses, parallel.data_degree) == (ring, best.mesh.ulysses, best.mesh.data)
+    assert (parallel.ring, parallel.ulysses, parallel.data) == (ring, best.mesh.ulysses, best.mesh.data)
     assert (parallel.layout, parallel.ring_impl) == (("contiguous", "allgather") if ring == 4 else ("auto", "auto"))
-    sequences = keys["per_device_train_batch_size"] * keys["gradient_accumulation_steps"] * parallel.data_degree
+    sequences = keys["per_device_train_batch_size"] * keys["gradient_accumulation_steps"] * parallel.data
     assert (ours.tokens, sequences, keys["bf16"]) == (65536, 4, None)  # None: bf16
     assert ours.memory_options() == ("fastest", {"checkpointing": "full"})
     assert ours.shard_weights == job.weight_sharding

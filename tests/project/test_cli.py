@@ -78,7 +78,7 @@ def test_the_error_for_an_unknown_flag_suggests_the_right_one() -> None:
         _parse("--qqqq")
     with pytest.raises(LongspanError, match=r"did you mean --from run.toml\?"):
         _parse("run.toml")
-    assert _parse("--data=--seed").data == "--seed"
+    assert _parse("--text=--seed").text == "--seed"
 
 
 # --- files of flags
@@ -87,11 +87,11 @@ def test_the_error_for_an_unknown_flag_suggests_the_right_one() -> None:
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     path = _file(
         tmp_path,
-        'context = "8k"\nfsdp = false\nbatch = 2\ndata = "pydoc"\ngrad-checkpointing = true\nseed = 3\n'
+        'context = "8k"\nfsdp = false\nbatch = 2\ntext = "pydoc"\ngrad-checkpointing = true\nseed = 3\n'
         '[parallel]\nring = 2\nlayout = "contiguous"\nring-impl = "p2p"\nulysses = 4\n',
     )
     config = _parse("--from", path, "--ulysses", "2", "--fsdp", "--seed=5", "--text_field", "body")
-    assert (config.data, config.context, config.parallel.ulysses, config.fsdp) == ("pydoc", 8192, 2, True)
+    assert (config.text, config.context, config.parallel.ulysses, config.fsdp) == ("pydoc", 8192, 2, True)
     parallel = config.parallel
     assert (parallel.ring, parallel.layout, parallel.ring_impl, parallel.ranks) == (2, "contiguous", "p2p", 4)
     assert (config.seed, config.batch, config.text_field, config.grad_checkpointing) == (5, 2, "body", True)
@@ -251,7 +251,7 @@ def test_torchrun_prints_an_error_once_although_its_first_rank_is_slow(tmp_path:
     command = [*torchrun, str(script), "verify", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode != 0
-    message = "longspan: error: torchrun or srun started 2 processes, but --ulysses 4 needs 4"
+    message = "longspan: error: torchrun or srun started 2 processes, but ulysses=4 needs 4"
     assert done.stderr.count(message) == 1, done.stderr
 
 

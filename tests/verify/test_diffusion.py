@@ -105,7 +105,7 @@ def test_bad_input_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
     for match, changes in [
         (r"--dtype bf16 does not apply to a WanTransformer3DModel, .* leave it out", {"dtype": "bf16"}),
         (r"sharded by Ulysses alone: give --ulysses 4, and no --ring", {"ring": 2}),
-        (r"--data pydoc does not apply", {"data": "pydoc"}),
+        (r"--text pydoc does not apply", {"text": "pydoc"}),
         (r"--memory longest does not apply", {"memory": "longest"}),
     ]:
         with pytest.raises(LongspanError, match=match):

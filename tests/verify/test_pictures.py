@@ -68,7 +68,7 @@ def test_replicas_pass_in_bf16_with_weights_of_a_folder(
     """The third of four rows has pictures of its own, and the last one none."""
     build("Qwen2_5_VL").save_pretrained(tmp_path)
     given = {"config": None, "model": str(tmp_path), "dtype": "bf16", "memory": "longest"}
-    report = pool4.run(worker, _config(tmp_path, **given, data_degree=2, batch=2, ring=2))[0]
+    report = pool4.run(worker, _config(tmp_path, **given, data=2, batch=2, ring=2))[0]
     assert report.passed, _failing(report)
     print_table(report)
     assert "4 x 63 tokens (random tokens, 6 images, 3 videos), data 2 x ring 2" in " ".join(

@@ -130,7 +130,7 @@ def test_a_compressed_all_to_all_is_lossy(
 
 def test_replicas_with_different_batches_pass(models: dict[str, Path], pool4: RankPool) -> None:
     memory: dict[str, Any] = {"memory": "longest", "layers_per_checkpoint": 2, "offload": "disk"}
-    report = pool4.run(worker, _config(models["llama"], 2, data_degree=2, batch=2, **memory))[0]
+    report = pool4.run(worker, _config(models["llama"], 2, data=2, batch=2, **memory))[0]
     assert report.passed, _failing(report)
     assert "layers_per_checkpoint=2, offload=disk" in report.setup["memory"]
     assert report.rank_tokens == ((0, ((0, 30),)), (0, ((30, 59),)), (1, ((0, 30),)), (1, ((30, 59),)))
@@ -211,7 +211,7 @@ def test_real_weights_and_real_text(models: dict[str, Path], pool2: RankPool, tm
     text = tmp_path / "text.txt"
     text.write_text("All happy families are alike; every unhappy family is unhappy in its own way. " * 4)
     config = make(
-        VerifyConfig, model=str(tmp_path / "model"), context=60, ulysses=2, data=str(text), tokenizer="bytes", batch=2
+        VerifyConfig, model=str(tmp_path / "model"), context=60, ulysses=2, text=str(text), tokenizer="bytes", batch=2
     )
     batch = make_batch(config, load_model_config(config))
     assert bytes((batch["input_ids"][0] - 3).tolist()).startswith(b"All happy families")
@@ -551,16 +551,16 @@ def test_every_rank_reports_a_reference_out_of_memory_with_a_fix(models: dict[st
     [
         ({"config": None}, "either --model NAME_OR_PATH or --config FILE, got neither"),
         ({"model": "x"}, "either --model NAME_OR_PATH or --config FILE, got both"),
-        ({"ulysses": 0}, "--ulysses must be at least 1, got 0"),
+        ({"ulysses": 0}, "ulysses must be at least 1, got 0"),
         ({"context": 15, "ring": 4}, "--context 15 is too short for 8 ranks: .* --context 16 or more"),
-        ({"nproc": 3, "ring": 2}, "--nproc 3 does not match the mesh: --ring 2 --ulysses 2 needs 4"),
+        ({"nproc": 3, "ring": 2}, "--nproc 3 does not match the mesh: ring=2 ulysses=2 needs 4"),
         ({"batch": 0}, "--batch must be at least 1, got 0"),
         ({"context": 7, "ulysses": 4}, "--context 7 is too short for 4 ranks: .* --context 8 or more"),
         ({"context": 257}, "--context 257 is longer than the 256 positions of --config .*give --context 256 or less"),
-        ({"tokenizer": "bytes"}, "--tokenizer bytes is for the text of --data"),
+        ({"tokenizer": "bytes"}, "--tokenizer bytes is for --text; give --text too"),
         ({"config": "mixtral", "dtype": "bf16"}, r"mixtral.json has 4 experts: .* --dtype fp32"),
-        ({"data": "pydoc"}, r"tokenizer bytes gives the id \d+, the model's vocabulary has 67 entries"),
-        ({"data": "/no/such/text.txt"}, "/no/such/text.txt"),
+        ({"text": "pydoc"}, r"tokenizer bytes gives the id \d+, the model's vocabulary has 67 entries"),
+        ({"text": "/no/such/text.txt"}, "/no/such/text.txt"),
         ({"config": Path("/no/such/config.json")}, "--config /no/such/config.json does not exist; give the path"),
         (
             {"config": None, "model": "some/x.gguf"},
@@ -666,7 +666,7 @@ def test_stdout_holds_only_json(models: dict[str, Path], tmp_path: Path) -> None
     stdout, stderr = process.communicate(timeout=240)
     assert process.returncode == 0, stderr
     report = json.loads(stdout)
-    assert report["schema"] == 2 and report["passed"] is True and report["diagnosis"] is None
+    assert report["schema"] == 3 and report["passed"] is True and report["diagnosis"] is None
     assert report["product_error"] < 2**-20 < report["detects"] < 1e-3
     assert " ".join(report) == "schema passed diagnosis setup criterion detects product_error ranks equal checks"
     assert [rank["runs"] for rank in report["ranks"]] == [[[0, 16]], [[16, 31]]]

@@ -34,7 +34,7 @@ class BenchConfig(RankFlags):
     """
 
     parallel: ParallelConfig = field(
-        default_factory=ParallelConfig, metadata={"only": ("data_degree", "ring", "ulysses", "tensor")}
+        default_factory=ParallelConfig, metadata={"only": ("data", "ring", "ulysses", "tensor")}
     )
     """The mesh; an axis of 1 has no link."""
     sizes: tuple[int, ...] = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
@@ -51,7 +51,6 @@ class BenchConfig(RankFlags):
 
     def check(self) -> None:
         """Raise on invalid values, the same on every rank."""
-        self.parallel.check()
         check_number("--rounds", self.rounds, 1, LARGEST_COUNT)
         self.check_ranks()
         for size in self.sizes:

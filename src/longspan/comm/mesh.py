@@ -105,7 +105,6 @@ def init_mesh(
             join in time, or the environment describes an impossible job.
     """
     parallel = ParallelConfig(data, ring, ulysses, tensor)
-    parallel.check_degrees()
     sizes = parallel.degrees
     if device_type is not None:
         check_choice("device_type", device_type, ("cpu", "cuda"))
@@ -215,7 +214,7 @@ class SequenceSharding:
         if names != AXES:
             raise LongspanError(f"the mesh has the axes {names}, SequenceSharding needs {AXES}; use longspan.init_mesh")
         choices: Any = {"layout": layout, "ring_impl": ring_impl, "wire_dtype": wire_dtype}
-        ParallelConfig(**choices, overlap_chunks=overlap_chunks).check_choices()
+        ParallelConfig(**choices, overlap_chunks=overlap_chunks)
         check_flag("kv_replication", kv_replication)
         self.mesh = mesh
         self._options: Any = {**choices, "overlap_chunks": overlap_chunks, "kv_replication": kv_replication}
@@ -407,7 +406,7 @@ def group_name(group: dist.ProcessGroup) -> str:
 def make_sharding(parallel: ParallelConfig) -> SequenceSharding:
     """Return the sharding that a command's flags ask for, on a mesh over all ranks of the job. Collective."""
     return SequenceSharding(
-        init_mesh(parallel.data_degree, parallel.ring, parallel.ulysses, parallel.tensor),
+        init_mesh(parallel.data, parallel.ring, parallel.ulysses, parallel.tensor),
         parallel.layout,
         ring_impl=parallel.ring_impl,
         overlap_chunks=parallel.overlap_chunks,

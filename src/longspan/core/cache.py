@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from longspan.core.layout import Span, append_span
+from longspan.core.validation import check_choice, check_flag
 
 if TYPE_CHECKING:
     from longspan.core.layout import Layout
@@ -27,6 +29,25 @@ OFFLOADS: tuple[CacheOffload, ...] = get_args(CacheOffload)
 """none: on the device. host: in host memory; a layer is copied to the device when it runs."""
 
 SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """How a KV cache is stored."""
+
+    dtype: CacheDtype = "exact"
+    """exact: the model's. int8, fp8: an approximation, one byte per element and an fp32 scale per head and token."""
+    offload: CacheOffload = "none"
+    """Where the cache is stored. host: in host memory; the GPU holds two layers of it at a time, the running one and
+    the next."""
+    latent: bool = True
+    """For DeepSeek's attention (MLA), cache the latent vectors if they take less memory on these ranks. false: cache
+    keys and values."""
+
+    def __post_init__(self) -> None:
+        check_choice("dtype", self.dtype, CACHE_DTYPES)
+        check_choice("offload", self.offload, OFFLOADS)
+        check_flag("latent", self.latent)
 
 
 def holds_latent(latent: int, kv_heads: int, elements: int, shared: bool) -> bool:

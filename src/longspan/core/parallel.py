@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,10 +22,10 @@ TENSOR_STYLES: tuple[TensorStyle, ...] = ("tp", "megatron-sp")
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How ranks share the work: data-degree x ring x ulysses x tensor of them in all."""
+    """How ranks share the work: data x ring x ulysses x tensor of them in all."""
 
-    data_degree: int = 1
-    """Replicas that read different sequences."""
+    data: int = 1
+    """Size of the data axis: replicas that read different sequences."""
     ring: int = 1
     """Size of the ring axis: blocks of a sequence, whose keys and values are sent round a ring (Ring Attention)."""
     ulysses: int = 1
@@ -38,7 +37,7 @@ class ParallelConfig:
     """tp: all-reduce hidden states after attention and MLP. megatron-sp: all-gather and reduce-scatter them instead (as
     many bytes), and shard norms and residuals by tokens."""
     experts: Experts = 1
-    """Number of neighbouring ranks, of data-degree x ring x ulysses, that share the experts of a mixture of experts;
+    """Number of neighbouring ranks, of data x ring x ulysses, that share the experts of a mixture of experts;
     tokens are sent to them and back. 1: FSDP gathers all experts on every rank. auto: the largest group in which every
     rank has experts."""
     layout: LayoutName = "auto"
@@ -55,9 +54,26 @@ class ParallelConfig:
     """Wire dtype of q, k, v, outputs and their gradients in the Ulysses all-to-all. int8, fp8: LOSSY, one byte per
     element and an fp32 scale per token and head; for slow links. A ring stays exact."""
 
+    def __post_init__(self) -> None:
+        for axis, size in self.degrees.items():
+            check_number(axis, size, 1, LARGEST_JOB, whole=True)
+        check_number(f"the product of {self}", self.ranks, 1, LARGEST_JOB)
+        check_choice("tensor_style", self.tensor_style, TENSOR_STYLES)
+        check_choice("layout", self.layout, ("auto", *LAYOUTS))
+        check_choice("ring_impl", self.ring_impl, RING_IMPLS)
+        check_choice("wire_dtype", self.wire_dtype, CACHE_DTYPES)
+        if self.experts != "auto":
+            check_number("experts", self.experts, 1, LARGEST_JOB, whole=True)
+        if self.overlap_chunks != "auto":
+            check_number("overlap_chunks", self.overlap_chunks, 1, LARGEST_COUNT, whole=True)
+
+    def __str__(self) -> str:
+        """Format the axes larger than 1."""
+        return " ".join(f"{axis}={size}" for axis, size in self.degrees.items() if size > 1) or "one rank"
+
     @property
     def degrees(self) -> dict[str, int]:
-        return dict(zip(AXES, (self.data_degree, self.ring, self.ulysses, self.tensor), strict=True))
+        return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def ranks(self) -> int:
@@ -70,40 +86,12 @@ class ParallelConfig:
     @property
     def fsdp_ranks(self) -> int:
         """Ranks over which FSDP shards weights and gradients are averaged: all but the tensor axis."""
-        return self.data_degree * self.sequence_ranks
-
-    @property
-    def flags(self) -> str:
-        """The axes larger than 1 as flags of a command."""
-        sizes = [f"{_flag(axis)} {size}" for axis, size in self.degrees.items() if size > 1]
-        return " ".join(sizes) or "--ulysses 1"
+        return self.data * self.sequence_ranks
 
     @property
     def lossy(self) -> bool:
         """Whether an all-to-all rounds what it sends."""
         return self.wire_dtype != "exact" and self.ulysses > 1
-
-    def check(self) -> None:
-        """Raise on values out of range, naming the flag."""
-        self.check_degrees(_flag)
-        check_number(f"the product of {self.flags}", self.ranks, 1, LARGEST_JOB)
-        self.check_choices(lambda field: f"--{field.replace('_', '-')}")
-
-    def check_degrees(self, name: Callable[[str], str] = str) -> None:
-        """Raise unless every axis has a size of at least 1; `name` formats an axis for the message."""
-        for axis, size in self.degrees.items():
-            check_number(name(axis), size, 1, LARGEST_JOB, whole=True)
-
-    def check_choices(self, name: Callable[[str], str] = str) -> None:
-        """Raise on an unknown layout, ring_impl, tensor_style, wire_dtype, overlap_chunks or experts."""
-        check_choice(name("layout"), self.layout, ("auto", *LAYOUTS))
-        check_choice(name("ring_impl"), self.ring_impl, RING_IMPLS)
-        check_choice(name("tensor_style"), self.tensor_style, TENSOR_STYLES)
-        check_choice(name("wire_dtype"), self.wire_dtype, CACHE_DTYPES)
-        if self.experts != "auto":
-            check_number(name("experts"), self.experts, 1, LARGEST_JOB, whole=True)
-        if self.overlap_chunks != "auto":
-            check_number(name("overlap_chunks"), self.overlap_chunks, 1, LARGEST_COUNT, whole=True)
 
 
 def widths_of(size: int) -> tuple[int, ...]:
@@ -119,10 +107,6 @@ def axes_of_width(ulysses: int, width: int) -> tuple[int, int]:
     """
     inner = math.gcd(ulysses, width)
     return width // inner, inner
-
-
-def _flag(axis: str) -> str:
-    return "--data-degree" if axis == "data" else f"--{axis}"
 
 
 # A test compares them with the kernels that are registered when torch is imported.

@@ -55,7 +55,6 @@ class ModelFlags(RopeFlags, RankFlags):
         for name in ("model", "tokenizer"):
             if getattr(self, name) is not None:
                 check_name(f"--{name}", getattr(self, name))
-        self.parallel.check()
         if self.weights == "replicated" and self.parallel.experts not in (1, "auto"):
             raise LongspanError(
                 f"--experts {self.parallel.experts} shards weights, and --weights replicated does not; leave one out"

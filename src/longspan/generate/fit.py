@@ -68,10 +68,10 @@ def choose_weights(config: GenerateConfig, model_config: Any, tokens: int) -> tu
         asked = question(chosen, model_config, tokens + config.max_new_tokens, shape)
         problem = does_not_fit(*asked, chosen.chunk)
         if problem is None:
-            axis = "" if parallel is given else f" with {parallel.flags} instead of {given.flags}"
+            axis = "" if parallel is given else f" with {parallel} instead of {given}"
             why = "as they fit" if parallel is given else needed[0]
             return chosen, f"replicated{axis}, {why}; nothing is gathered for a token"
-        needed.append(f"with {parallel.flags} they do not fit ({problem})")
+        needed.append(f"with {parallel} they do not fit ({problem})")
     return sharded, f"sharded, every token gathers them: replicated {'; '.join(needed)}"
 
 

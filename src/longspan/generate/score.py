@@ -100,7 +100,7 @@ def open_text(config: ScoreConfig) -> Prompt:
     if len(ids) < max(2, config.parallel.ranks):
         raise LongspanError(
             f"the text has {len(ids)} tokens; score needs at least 2, and one for each of the "
-            f"{config.parallel.ranks} ranks of {config.parallel.flags}"
+            f"{config.parallel.ranks} ranks of {config.parallel}"
         )
     prompt = Prompt(config, model_config, ids)
     check_axes(prompt.origin.on_meta, config.parallel, fsdp=config.fsdp)

@@ -167,7 +167,7 @@ def open_first(
     are by default those of `config.parallel`.
     """
     config.check()
-    ranks, mesh = ranks or config.parallel.ranks, mesh or config.parallel.flags
+    ranks, mesh = ranks or config.parallel.ranks, mesh or str(config.parallel)
     check_nproc(ranks, config.nproc, mesh)
     if under_torchrun():
         return None

@@ -146,7 +146,7 @@ class Ours(RopeFlags):
 
     @functools.cached_property
     def parallel(self) -> ParallelConfig:
-        values: dict[str, Any] = {f.name: getattr(self, f.name, self.data) for f in dataclasses.fields(ParallelConfig)}
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(ParallelConfig)}
         for key in ("experts", "overlap_chunks"):
             values[key] = count(key, values[key], "auto")
         return ParallelConfig(**values)
@@ -175,17 +175,16 @@ class Ours(RopeFlags):
 
     def check(self) -> None:
         """Raise on values out of range, or that exclude each other."""
-        self.parallel.check_degrees()
-        self.parallel.check_choices()
+        parallel = self.parallel
         self.memory_options()
         self.rope()
-        if self.ranks is not None and self.ranks != self.parallel.ranks:
+        if self.ranks is not None and self.ranks != parallel.ranks:
             raise LongspanError(
-                f"ranks: {self.ranks} does not match the mesh: {self.mesh} needs {self.parallel.ranks}; leave ranks "
+                f"ranks: {self.ranks} does not match the mesh: {parallel} needs {parallel.ranks}; leave ranks "
                 f"out, or choose axes whose product is {self.ranks} [LS102]"
             )
         if self.tokens not in (None, "max"):
-            check_number("context", self.tokens, max(2, self.parallel.sequence_ranks), whole=True)
+            check_number("context", self.tokens, max(2, parallel.sequence_ranks), whole=True)
         if self.rank_memory is not None:
             check_number("rank_memory", self.rank_memory, 0, above=True)
         for name in ("max_restarts", "preview"):
@@ -198,12 +197,6 @@ class Ours(RopeFlags):
                 check_number(name, value, 1, whole=True)
         if self.dropout not in (None, 0):
             raise LongspanError(f"dropout: {self.dropout:g} is not allowed: only 0 is, which switches dropout off")
-
-    @property
-    def mesh(self) -> str:
-        """The axes larger than 1, for messages."""
-        sizes = [f"{axis} {size}" for axis, size in self.parallel.degrees.items() if size > 1]
-        return ", ".join(sizes) or "one rank"
 
 
 @dataclass(frozen=True)

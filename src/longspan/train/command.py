@@ -63,7 +63,7 @@ def run(argv: list[str]) -> int:
     """Train on ranks started here or by torchrun, and return 0; raise as `longspan.ranks.launch.launch`."""
     settings = read(argv)
     ours = settings.ours
-    launch.check_nproc(ours.parallel.ranks, ours.ranks, ours.mesh)
+    launch.check_nproc(ours.parallel.ranks, ours.ranks, str(ours.parallel))
     if ours.max_restarts and (ours.parallel.ranks == 1 or launch.under_torchrun()):
         raise LongspanError(
             f"max_restarts: {ours.max_restarts} restarts ranks that this command starts, and it starts none; give "
@@ -71,7 +71,7 @@ def run(argv: list[str]) -> int:
         )
     if ours.dry_run or not launch.under_torchrun():
         if not ours.dry_run:
-            check_processes(ours.parallel.ranks, ours.mesh)
+            check_processes(ours.parallel.ranks, str(ours.parallel))
         opened = _open(settings, on_rank=ours.parallel.ranks == 1)
         if ours.dry_run:
             if launch.is_first_rank():

@@ -75,7 +75,7 @@ def resolve(arguments: Arguments) -> Resolved:
     rows = training.per_device_train_batch_size * (2 if arguments.method != "sft" else 1)
     job = Job(
         context=1 if longest else context * rows if packed else context,
-        batch=parallel.data_degree * (1 if packed or ours.elastic else rows),
+        batch=parallel.data * (1 if packed or ours.elastic else rows),
         dtype="bf16" if training.bf16 else "fp32",
         weight_sharding=ours.shard_weights,
         tensor_style=parallel.tensor_style,
@@ -129,11 +129,11 @@ def summary(arguments: Arguments, resolved: Resolved) -> list[str]:
     """Return lines about the model, the ranks and the job."""
     training, parallel = arguments.training, arguments.ours.parallel
     model = models.origin_of(arguments, resolved.config).on_meta()
-    axes = " x ".join(f"{axis} {size}" for axis, size in parallel.degrees.items() if size > 1) or "1 rank"
+    axes = str(parallel)
     if parallel.ring > 1:
         layout = choose_layout(parallel.layout, parallel.ring, parallel.ulysses).kind
         axes += f" ({layout}, {parallel.ring_impl})"
-    rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * parallel.data_degree
+    rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * parallel.data
     weights = sum(p.numel() for p in model.parameters())
     name = models.name_of(arguments)
     random = ", random weights" if models.is_random(name) else ""

@@ -36,14 +36,14 @@ class VerifyConfig(MemoryFlags, RopeFlags, RankFlags):
     """How ranks share the work. Here --ring-impl is p2p, which auto chooses in long runs."""
     batch: int = 1
     """Sequences per replica."""
-    data: str | None = None
+    text: str | None = None
     """Text to run: a .txt, .jsonl or .parquet file, a folder of these, "pydoc", or a dataset's name.
     By default random tokens. A vision-language model also gets random pictures."""
     tokenizer: str | None = None
-    """Tokenizer for --data: a name, a folder, or "bytes". By default the model's (--model), or "bytes"
+    """Tokenizer for --text: a name, a folder, or "bytes". By default the model's (--model), or "bytes"
     (--config)."""
     text_field: str = "text"
-    """Column of --data that holds the text (.jsonl, .parquet, datasets)."""
+    """Column of --text that holds the text (.jsonl, .parquet, datasets)."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """fp32 detects small faults; bf16 shows that sharding adds nothing to the rounding of bf16."""
     fsdp: bool = True
@@ -79,20 +79,19 @@ class VerifyConfig(MemoryFlags, RopeFlags, RankFlags):
         self.to_memory()
         self.check_ranks()
         check_counts(self, 1, "batch", "context")
-        self.parallel.check()
         check_number("--seed", self.seed, 0, LARGEST_SEED, whole=True)
-        for name in ("text_field", "data", "model", "tokenizer"):
+        for name in ("text_field", "text", "model", "tokenizer"):
             if getattr(self, name) is not None:
                 check_name(f"--{name.replace('_', '-')}", getattr(self, name))
-        replicas, ranks = self.parallel.data_degree, self.parallel.sequence_ranks
+        replicas, ranks = self.parallel.data, self.parallel.sequence_ranks
         tokens = self.batch * replicas * self.context
         if tokens > _MOST_TOKENS:
             raise LongspanError(
-                f"--batch {self.batch} x --data-degree {replicas} x --context {self.context} are {tokens:,} "
+                f"--batch {self.batch} x --data {replicas} x --context {self.context} are {tokens:,} "
                 f"tokens; verify holds them all on every rank, at most {_MOST_TOKENS:,}: give a smaller batch"
             )
-        if self.tokenizer is not None and self.data is None:
-            raise LongspanError(f"--tokenizer {self.tokenizer} is for the text of --data; give --data too, or neither")
+        if self.tokenizer is not None and self.text is None:
+            raise LongspanError(f"--tokenizer {self.tokenizer} is for --text; give --text too, or neither")
         if self.context < max(4, 2 * ranks):
             raise LongspanError(
                 f"--context {self.context} is too short for {ranks} ranks: give at least 2 tokens per rank, "

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from longspan.verify.report import Report
 
 _OF_LANGUAGE_MODELS = {option.name for flags in (MemoryFlags, RopeFlags) for option in fields(flags)} | {
-    "data", "dtype", "kernel", "text_field", "tokenizer"
+    "dtype", "kernel", "text", "text_field", "tokenizer"
 }  # fmt: skip
 """Flags that mean nothing to a diffusion transformer."""
 
@@ -126,7 +126,7 @@ def worker(config: VerifyConfig) -> Report:
     parts |= gradient_parts(model, sp)
     ends = [0, *torch.tensor(shard_sizes(tokens, sp.size)).cumsum(0).tolist()]
     spans = ((ends[sp.rank], ends[sp.rank + 1]),) if family.attention else ()
-    about = {"tokens": tokens, "data": "random latents and text", "data_degree": 1}
+    about = {"tokens": tokens, "text": "random latents and text", "data": 1}
     return make_report(config, sp, sp.host_group, references, parts, about, spans)
 
 

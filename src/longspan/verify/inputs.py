@@ -149,9 +149,9 @@ def make_batch(config: VerifyConfig, model_config: Any) -> dict[str, Tensor]:
     rest at random. So ranks have different numbers of unmasked tokens, some none, and a mean of means is wrong.
     """
     draw = torch.Generator().manual_seed(config.seed)
-    rows, tokens = config.batch * config.parallel.data_degree, config.tokens
+    rows, tokens = config.batch * config.parallel.data, config.tokens
     vocabulary = model_config.get_text_config().vocab_size
-    if config.data is None:
+    if config.text is None:
         input_ids_BS = torch.randint(vocabulary, (rows, tokens), generator=draw)
     else:
         input_ids_BS = _read_text(config, rows, vocabulary)
@@ -164,9 +164,9 @@ def make_batch(config: VerifyConfig, model_config: Any) -> dict[str, Tensor]:
 
 
 def _read_text(config: VerifyConfig, rows: int, vocabulary: int) -> Tensor:
-    assert config.data is not None
+    assert config.text is not None
     name = config.tokenizer or (BYTES if config.model is None else tokenizer_of("--model", config.model))
-    ids_BS = rows_of_ids(config.data, config.text_field, load_tokenizer(name), rows, config.tokens)
+    ids_BS = rows_of_ids(config.text, config.text_field, load_tokenizer(name), rows, config.tokens)
     if ids_BS.max() >= vocabulary:
         raise LongspanError(
             f"tokenizer {name} gives the id {ids_BS.max()}, the model's vocabulary has {vocabulary} entries; "

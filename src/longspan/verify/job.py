@@ -25,7 +25,7 @@ def run(config: VerifyConfig) -> int:
 
 def _open(config: VerifyConfig) -> None:
     """Open the inputs, to fail before any rank starts; the ranks open them again."""
-    check_names(config.model, config.config, config.data, config.tokenizer)
+    check_names(config.model, config.config, config.text, config.tokenizer)
     from longspan.verify import diffusion
     from longspan.verify.inputs import open_inputs
 
@@ -65,7 +65,7 @@ def worker(config: VerifyConfig) -> Report:
     inputs = agreement.open_together(lambda: open_inputs(config), facts)
     sp = make_sharding(config.parallel)
     hosts = sp.host_group
-    rows = config.batch * config.parallel.data_degree
+    rows = config.batch * config.parallel.data
     batch_BS = {name: x.to(sp.device) for name, x in inputs.rows(0, rows).items()}
     unsharded, shard = make_models(model_origin(config, inputs.model_config), config, sp)
     references = unsharded_runs(unsharded, lambda model: runs.run_unsharded(model, batch_BS), config, hosts)

@@ -17,7 +17,7 @@ from longspan.verify.judge import COARSE, GROUP_ORDER, HALF_STEP, OUTPUTS, ROUND
 if TYPE_CHECKING:
     from longspan.core.layout import Span
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def _count(report: Report) -> str:
 
 def _print_title(report: Report, write: Callable[[str], None]) -> None:
     setup, criterion = report.setup, report.criterion
-    text = "random tokens" if setup["data"] is None else setup["data"]
+    text = "random tokens" if setup["text"] is None else setup["text"]
     for kind, count in setup.get("pictures", {}).items():
         text += f", {count} {kind}{'s' * (count > 1)}"
     ring = f"ring {setup['ring']} x " if setup["ring"] > 1 else ""
@@ -200,7 +200,7 @@ def _print_title(report: Report, write: Callable[[str], None]) -> None:
         tensor += f", experts {setup['experts']}"
     write(f"longspan verify  {setup['model']} ({setup['weights']} weights) on {setup['device']}")
     write(
-        f"{setup['batch'] * setup['data_degree']} x {setup['tokens']} tokens ({text}), data {setup['data_degree']} x "
+        f"{setup['batch'] * setup['data']} x {setup['tokens']} tokens ({text}), data {setup['data']} x "
         f"{ring}ulysses {setup['ulysses']}{tensor}, {setup['dtype']}, fsdp {'on' if setup['fsdp'] else 'off'}, "
         f"kernel {setup['kernel']}"
     )

@@ -243,7 +243,7 @@ def logits_part(config: VerifyConfig, sp: SequenceSharding, logits_BLV: Tensor) 
     rows_B = torch.arange(config.batch, device=sp.device) + sp.data_rank * config.batch
     rows_BL = rows_B[:, None] * config.tokens + mine[real]
     logits_BLV = logits_BLV.detach()[:, real]
-    shape = (config.batch * config.parallel.data_degree * config.tokens, logits_BLV.shape[-1])
+    shape = (config.batch * config.parallel.data * config.tokens, logits_BLV.shape[-1])
     return LocalRows(rows_BL.flatten(), logits_BLV.flatten(0, 1), shape)
 
 
@@ -316,7 +316,7 @@ def _setup(config: VerifyConfig, sp: SequenceSharding) -> dict[str, Any]:
 
 
 _SHOWN = (
-    "context", "batch", "data_degree", "ring", "ulysses", "tensor", "dtype", "fsdp", "kernel", "data", "seed"
+    "context", "batch", "data", "ring", "ulysses", "tensor", "dtype", "fsdp", "kernel", "text", "seed"
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -30,10 +30,10 @@ from longspan.cache.static import StaticDecode
 from longspan.comm.arguments import check_module
 from longspan.comm.mesh import SequenceSharding
 from longspan.compat.transformers_api import caches_give_states
-from longspan.core.cache import CACHE_DTYPES, GENERATED_RUN, OFFLOADS, CacheDtype, KVPlacement, holds_latent
+from longspan.core.cache import GENERATED_RUN, CacheConfig, KVPlacement, holds_latent
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
-from longspan.core.validation import as_path, check_choice, check_count, check_flag, check_number, checked_call
+from longspan.core.validation import as_path, check_count, check_flag, check_number, checked_call
 from longspan.hf.batch import SequenceInfo
 from longspan.hf.forward import kv_cache_files
 from longspan.hf.state import ParallelState, state_of
@@ -110,7 +110,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
             `cuda_graph` where a step cannot be captured.
     """
 
-    @checked_call(model=check_module, room=check_count, latent=check_flag, cuda_graph=check_flag)
+    @checked_call(model=check_module, room=check_count, cuda_graph=check_flag)
     def __init__(
         self,
         model: Any,
@@ -140,10 +140,8 @@ class ShardedCache(Cache):  # type: ignore[misc]
         self.config = state.config
         self.sp: SequenceSharding = state.sp
         self.kv_placement = KVPlacement(self.sp.ring_size)  # which ring rank holds which tokens
-        check_choice("dtype", dtype, CACHE_DTYPES)
-        check_choice("offload", offload, OFFLOADS)
-        self.dtype = cast(CacheDtype, dtype)
-        self.latent = latent
+        stored = CacheConfig(dtype, offload, latent)  # type: ignore[arg-type]  # checks them
+        self.dtype, self.latent = stored.dtype, stored.latent
         self.staging = Staging.on(self.sp.device) if offload == "host" else None
         # Ranks differ by a run of generated tokens.
         self.room = -(-room // self.sp.ring_size) + GENERATED_RUN if room else 0
