@@ -37,9 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 """Cases of every family: changes of the default case, a step of two rows of 21 tokens with FSDP."""
 MORE = """\
-LlavaPixtral is Llava with the tower of Pixtral. Other families are refused: nobody has written how their pixels split
-into units (idefics3, smolvlm, lfm2_vl and aria mask patches, ovis2 adds tokens to an image), or their prompt sees
-itself whole (paligemma).
+LlavaPixtral is Llava with the tower of Pixtral. Other families are refused.
 """
 """Vision-language models that this file does not run."""
 
@@ -145,30 +143,27 @@ Look up whether a family of transformers trains and generates sharded.
 Written by `{env["command"]}` on {env["date"]} ({versions}, Python {env["python"]}); do not edit.
 
 Each causal and masked language model of transformers, and each supported vision-language model ({len(rows)} together),
-was made small, with random weights, and compared with one process. {len(run)} are accepted, {len(refused)} are
-refused, and of {len(unbuilt)} no small model could be made. {kinds.count("equal")} of the {len(kinds)} cases are equal.
+was made small, with random weights, and compared with one process: loss, logits and every gradient. {len(run)} are
+accepted, {len(refused)} are refused, and of {len(unbuilt)} no small model could be made. {kinds.count("equal")} of the
+{len(kinds)} cases are equal up to fp32 rounding.
 
-- *Training*: a step on two Ulysses ranks with FSDP, of a length that they do not divide. Loss, logits and every
-  gradient are equal up to fp32 rounding.
-- *Generation*: greedy, of left-padded prompts, with a cache.
-- *Recurrent layers and short convolutions*: also a step on each of {count[4] + count[8]} meshes of 4 and 8 ranks
-  (data, ring, Ulysses; contiguous and zigzag). {_equal(on_meshes, "recurrent")}.
-- *Vision-language*: the same on each of {sum(count.values())} meshes of 2, 4 and 8 ranks, of rows with several
-  images or videos and rows without. {_equal(on_meshes, "vision")}.
-- *Diffusion*: output and the gradients of weights and inputs on each mesh of 2, 4 and 8 ranks (data, Ulysses).
-  {_equal(on_meshes, "diffusion")}.
+- *Training*: a step on two Ulysses ranks with FSDP, of a length that they do not divide
+- *Generation*: greedy, of left-padded prompts, with a cache
+- *Recurrent layers and short convolutions*: also a step on each of {count[4] + count[8]} meshes of 4 and 8 ranks:
+  {_equal(on_meshes, "recurrent")}
+- *Vision-language*: the same on each of {sum(count.values())} meshes of 2, 4 and 8 ranks, of rows with and without
+  pictures: {_equal(on_meshes, "vision")}
+- *Diffusion*: output and gradients on each mesh of 2, 4 and 8 ranks: {_equal(on_meshes, "diffusion")}
 
+In the tables "plain" means that transformers itself cannot run the case. Names are `model_type` in `config.json`.
 [`longspan verify`](../how-to/verify.md) checks your model.
-
-In the tables "equal" is one process's result, and "plain" means that transformers itself cannot run the case. Names are
-`model_type` in `config.json`.
 
 ## Causal
 
 {_table(run, "causal")}
 
-[Experts over ranks](../explanation/experts.md): tests compare Mixtral, Qwen3-MoE, gpt-oss, DeepSeek-V3, GLM-4.5 MoE and
-Llama-4 with one process. Other families that stack their experts run the same code; those that do not are refused.
+[Experts over ranks](../explanation/experts.md) are tested with Mixtral, Qwen3-MoE, gpt-oss, DeepSeek-V3, GLM-4.5 MoE and
+Llama-4. Other families that stack their experts run the same code.
 
 ## Masked
 
@@ -176,7 +171,7 @@ Llama-4 with one process. Other families that stack their experts run the same c
 
 ## Vision-language
 
-Names are those of classes, without their ends. There is no tensor axis; `memory="auto"` is for Qwen's only.
+Names are those of classes, without their ends. There is no tensor axis.
 
 {_table(run, "vision")}
 
