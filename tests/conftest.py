@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -29,6 +30,19 @@ settings.register_profile("fuzz", _ANYWHERE, print_blob=True)
 settings.load_profile("ci")
 
 
+COLLECTED = pytest.StashKey[list[pytest.Item]]()
+"""All tests of the files that pytest was given, also those that `-m` and `-k` leave out, but not what only confirms."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out a file that has no test with the mark that `-m` begins with: its imports may take seconds."""
+    mark = config.option.markexpr.partition(" ")[0]
+    if mark not in ("fast", "oldest", "ranks", "rounding", "versions") or not collection_path.match("test_*.py"):
+        return None
+    named = r"pool|launcher" if mark == "ranks" else rf"mark\.(with_)?{mark}\b"
+    return re.search(named, collection_path.read_text()) is None or None
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Add the marks that follow from others: `ranks` and `oldest`."""
     if "get_pool" in getattr(item, "fixturenames", ()) or item.get_closest_marker("launcher"):
@@ -39,11 +53,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is marked `confirms`, unless `-m` names that mark."""
+    config.stash[COLLECTED] = [item for item in items if not item.get_closest_marker("confirms")]
     if "confirms" in config.option.markexpr:
         return
-    left_out = [item for item in items if item.get_closest_marker("confirms")]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if not item.get_closest_marker("confirms")]
+    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("confirms")])
+    items[:] = config.stash[COLLECTED]
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ from longspan.plan.cost.memory import in_mixer, offloaded_bytes
 from longspan.plan.cost.training_memory import training_peaks
 from longspan.plan.job import CostContext
 from longspan.plan.layers import CAUSAL, AttendedKeys, Bidirectional, Chunk, Softmax, Window
-from tests.choose import each_value, pairwise
+from tests.choose import each_value
 from tests.fakes import fake_world
 from tests.live import CONFIG, MODEL, NOTHING, LiveBytes
 from tests.streams import fake_gpus, fake_streams
@@ -187,7 +187,7 @@ KEYS: dict[str, tuple[AttendedKeys, Mask]] = {
 }
 
 
-@pytest.mark.parametrize(("way", "kind", "kv_heads", "impl"), pairwise(WAYS, KEYS, [8, 32], ["p2p", "allgather"]))
+@pytest.mark.parametrize(("way", "kind", "kv_heads", "impl"), each_value(WAYS, KEYS, [8, 32], ["p2p", "allgather"]))
 def test_planned_bytes(way: str, kind: str, kv_heads: int, impl: Any) -> None:
     """Of a forward without gradients, and of a backward, in which what the kernel allocates inside is included."""
     (memory, options), (keys, mask) = WAYS[way], KEYS[kind]

@@ -133,7 +133,7 @@ def _on_meshes(family: str, changes: dict[str, Any], on: list[tuple[int, int, st
 SOME_OF_4 = [(1, 2, "auto"), (2, 1, "auto"), (1, 4, "contiguous"), (1, 4, "zigzag")]
 
 
-@pytest.mark.parametrize("family", ["Qwen3Next", "NemotronH"])
+@pytest.mark.parametrize("family", ["Qwen3Next", *confirming(["NemotronH"])])
 def test_4_ranks(pool4: RankPool, family: str) -> None:
     pool4.run(_on_meshes, family, {}, SOME_OF_4, truth_about(family))
 

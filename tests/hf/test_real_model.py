@@ -21,10 +21,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertModel
 
 import longspan
-from longspan.core.sections import make, replace
+from longspan.core.sections import make
 from longspan.generate.config import GenerateConfig
 from longspan.generate.score import ScoreConfig
-from longspan.verify import VerifyConfig, runs, worker
+from longspan.verify import VerifyConfig, worker
 from longspan.verify.report import Report
 from tests.generate.generating import run_generate, run_score
 from tests.pool import RankPool
@@ -50,7 +50,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def _first_layers(model: str, layers: int, folder: Path) -> str:
-    """Write a folder with the first layers of SmolLM2: a forward of all 30 over 8,192 tokens takes minutes."""
+    """Write a folder with the first layers of SmolLM2: a forward of all 30 over 4,096 tokens takes a minute."""
     for file in Path(model).iterdir():
         os.symlink(file, folder / file.name)
     (folder / "config.json").unlink()
@@ -59,39 +59,21 @@ def _first_layers(model: str, layers: int, folder: Path) -> str:
     return str(folder)
 
 
-MESHES: list[dict[str, Any]] = [
-    {"ulysses": 2, "data": 2},
-    {"ring": 2, "data": 2},
-    {"ring": 2, "ulysses": 2, "batch": 2},
-]
-"""Of four ranks, and with the same global batch of two rows."""
+def _verify(model: str, text: str) -> Report:
+    mesh = {"ring": 2, "ulysses": 2, "batch": 2}
+    return worker(make(VerifyConfig, model=model, data=text, context=32, **mesh))
 
 
-def _verify(model: str, text: str) -> list[Report]:
-    """Verify on each mesh; the unsharded runs are the same for all, and made once."""
-    made: list[Any] = []
-    unsharded_runs = runs.unsharded_runs
-
-    def once(*args: Any) -> Any:
-        if not made:
-            made.append(unsharded_runs(*args))
-        return made[0]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "unsharded_runs", once)
-        return [worker(make(VerifyConfig, model=model, data=text, context=32, **mesh)) for mesh in MESHES]
-
-
-def test_every_mesh_is_verified(smollm2: str, pool4: RankPool, tmp_path: Path) -> None:
+def test_four_ranks_are_verified(smollm2: str, pool4: RankPool, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("\n\n".join(TOPICS[name] for name in ("pass", "break", "assert")))
     (tmp_path / "model").mkdir()
     model = _first_layers(smollm2, 10, tmp_path / "model")
-    for report in pool4.run(_verify, model, str(tmp_path / "text.txt"), timeout=LIMIT_S)[0]:
-        failing = [check.name for check in report.checks if not check.passed]
-        assert report.exit_code == 0 and report.setup["tokens"] == 31, failing
-        assert len(report.checks) == 3 + 92
-        # Rounding is larger than that of random weights, and far from a fault: the last line says so.
-        assert 1e-5 < report.detects < 1e-2
+    report = pool4.run(_verify, model, str(tmp_path / "text.txt"), timeout=LIMIT_S)[0]
+    failing = [check.name for check in report.checks if not check.passed]
+    assert report.exit_code == 0 and report.setup["tokens"] == 31, failing
+    assert len(report.checks) == 3 + 92
+    # Rounding is larger than that of random weights, and far from a fault: the last line says so.
+    assert 1e-5 < report.detects < 1e-2
 
 
 def test_a_question_about_a_text_is_answered_as_in_one_process(smollm2: str, pool2: RankPool, tmp_path: Path) -> None:
@@ -104,11 +86,10 @@ def test_a_question_about_a_text_is_answered_as_in_one_process(smollm2: str, poo
     assert "The Null Object is returned" in tokenizer.decode(ids) and "None" in tokenizer.decode(ids)
     config = make(
         GenerateConfig, model=smollm2, file=tmp_path / "text.txt", question=question, temperature=0.0,
-        max_new_tokens=30, json=True,
+        max_new_tokens=30, json=True, ulysses=2, weights="replicated", prefill_chunk=40,
     )  # fmt: skip
-    for mesh in ({"ulysses": 2, "weights": "replicated"}, {"ring": 2, "weights": "sharded", "prefill_chunk": 40}):
-        report = pool2.run(run_generate, replace(config, **mesh), timeout=LIMIT_S)[0]
-        assert report["ids"] == ids.tolist()
+    report = pool2.run(run_generate, config, timeout=LIMIT_S)[0]
+    assert report["ids"] == ids.tolist()
 
 
 def _scores(model: Any, ids: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
@@ -118,25 +99,19 @@ def _scores(model: Any, ids: torch.Tensor, predicted: torch.Tensor) -> torch.Ten
         return torch.log_softmax(model.lm_head(hidden), -1).gather(-1, ids[predicted, None])[:, 0].double()
 
 
-def test_8192_tokens_are_scored_as_in_one_process(smollm2: str, pool2: RankPool, tmp_path: Path) -> None:
+def test_4096_tokens_are_scored_as_in_one_process(smollm2: str, pool2: RankPool, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("\n\n".join(TOPICS.values()))
     (tmp_path / "model").mkdir()
     shallow = _first_layers(smollm2, 2, tmp_path / "model")
-    where: dict[str, Any] = {"file": tmp_path / "text.txt", "max_tokens": 8192, "out": tmp_path / "scores.npz"}
+    where: dict[str, Any] = {"file": tmp_path / "text.txt", "max_tokens": 4096, "out": tmp_path / "scores.npz"}
     report = pool2.run(run_score, make(ScoreConfig, model=shallow, ring=2, **where), timeout=LIMIT_S)[0]
-    assert report["scored_tokens"] == 8191
+    assert report["scored_tokens"] == 4095
     found = np.load(tmp_path / "scores.npz")
-    ids, predicted = torch.from_numpy(found["ids"]), torch.arange(1, 8192, 15)
+    ids, predicted = torch.from_numpy(found["ids"]), torch.arange(1, 4096, 15)
     single, exact = (_scores(model, ids, predicted) for model in (_model(shallow), _model(shallow).double()))
     sharded = torch.from_numpy(found["logprobs"])[predicted]
     for part in torch.arange(len(predicted)).chunk(8):  # by position
         assert excess(sharded[part], single[part].float(), exact[part]) <= 1
-
-
-CHAT = [
-    {"role": "user", "content": "Where does Ada live?"},
-    {"role": "assistant", "content": "Ada lives in Oslo."},
-]
 
 
 def _encoder(dtype: torch.dtype = torch.float32) -> Any:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
+import runpy
 import sys
 import urllib.parse
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -16,15 +17,20 @@ import longspan
 from longspan.cli import COMMANDS
 from longspan.core.sections import options
 from longspan.train.arguments import Ours
+from tests.pool import run_forked
 
 ROOT = Path(__file__).parents[2]
 PAGES = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
 
 
+def _build() -> None:
+    with mock.patch.object(sys, "argv", ["build_site.py"]):
+        runpy.run_path(str(ROOT / "docs" / "build_site.py"), run_name="__main__")
+
+
 @pytest.fixture(scope="module")
 def site() -> Path:
-    done = subprocess.run([sys.executable, "docs/build_site.py"], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_forked(_build)
     return ROOT / "build" / "site"
 
 
