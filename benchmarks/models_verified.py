@@ -162,8 +162,8 @@ In the tables "plain" means that transformers itself cannot run the case. Names 
 
 {_table(run, "causal")}
 
-[Experts over ranks](../explanation/experts.md) are tested with Mixtral, Qwen3-MoE, gpt-oss, DeepSeek-V3, GLM-4.5 MoE and
-Llama-4. Other families that stack their experts run the same code.
+[Experts over ranks](../explanation/experts.md) are tested with Mixtral, Qwen3-MoE, gpt-oss, DeepSeek-V3, GLM-4.5 MoE
+and Llama-4. Other families that stack their experts run the same code.
 
 ## Masked
 
