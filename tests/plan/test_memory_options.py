@@ -221,8 +221,8 @@ def goal(name: str, gpus: int, fixed: dict[str, Any] | None = None, hardware: Ha
 
 
 def test_the_goals() -> None:
-    """The longest contexts reach the goals and equal docs/reference/figures.md."""
-    page = (Path(__file__).parents[2] / "docs" / "reference" / "figures.md").read_text()
+    """The longest contexts reach the goals and equal docs/explanation/planner.md."""
+    page = (Path(__file__).parents[2] / "docs" / "explanation" / "planner.md").read_text()
     for name, gpus, least in (("llama-3.1-8b", 1, 600_000), ("llama-3.1-8b", 8, 5_000_000), ("llama-3.1-70b", 32, 4e6)):
         context = goal(name, gpus)
         assert context >= least
