@@ -32,7 +32,7 @@ import longspan
 from benchmarks import common
 from longspan.comm.consistency import local_part
 from longspan.comm.counting import count_sent
-from longspan.plan import Job, Mesh, cost, read_hardware, read_model
+from longspan.plan import Job, ParallelConfig, cost, read_hardware, read_model
 from longspan.plan.from_model import shape_from_config
 from longspan.plan.generation import peak_items
 from longspan.plan.job import CostContext
@@ -87,7 +87,7 @@ def _in_turns(quick: bool, ids: Tensor) -> tuple[dict[str, Any], Tensor]:
 
 
 @torch.no_grad()
-def _on_mesh(quick: bool, mesh: Mesh, dtype: str, ids: Tensor, expected: Tensor) -> dict[str, Any]:
+def _on_mesh(quick: bool, mesh: ParallelConfig, dtype: str, ids: Tensor, expected: Tensor) -> dict[str, Any]:
     _, _, prompt, _ = SIZES[quick]
     axes = {axis: getattr(mesh, axis) for axis in ("ring", "ulysses", "tensor")}
     sp = longspan.SequenceSharding(longspan.init_mesh(**axes))
@@ -106,13 +106,13 @@ def _on_mesh(quick: bool, mesh: Mesh, dtype: str, ids: Tensor, expected: Tensor)
     short = replace(token, context=SHORT, mode="prefill", prefill_chunk=SHORT)
     stored = replace(token, cache=dtype)
     planned = [
-        layer.mixer.cache_by_rank(CostContext(shape, stored, mesh), generated, prompt)[sp.rank]
+        layer.mixer.cache_by_rank(CostContext(shape, stored.on(**mesh.degrees)), generated, prompt)[sp.rank]
         for layer in shape.layers
     ]
     cached = replace(token, context=prompt + generated, cache=dtype)
-    of_rank = peak_items(shape, cached, mesh, read_hardware("cpu"), prompt)
+    of_rank = peak_items(shape, cached.on(**mesh.degrees), read_hardware("cpu"), prompt)
     per_token, of_short = (
-        sum(one.bytes_per_gpu * one.count for one in cost(shape, job, mesh, read_hardware("cpu")).comm)
+        sum(one.bytes_per_gpu * one.count for one in cost(shape, job.on(**mesh.degrees), read_hardware("cpu")).comm)
         for job in (token, short)
     )
     return {
@@ -152,7 +152,9 @@ def measure(quick: bool) -> Iterator[dict[str, Any]]:
             plain, expected = pool.run(_in_turns, quick, ids)[0]
             one_rank = dict(zip(("prefill_s", "tokens_per_s"), plain.pop("one_rank"), strict=True))
             yield plain
-        for mesh in dict.fromkeys((Mesh(ulysses=world), Mesh(ring=world), Mesh(tensor=world))):
+        for mesh in dict.fromkeys(
+            (ParallelConfig(ulysses=world), ParallelConfig(ring=world), ParallelConfig(tensor=world))
+        ):
             for dtype in ("exact", "int8", "fp8") if world < 4 and mesh.tensor == 1 else ("exact",):
                 rows = pool.run(_on_mesh, quick, mesh, dtype, ids, expected)
                 if world == 1:
@@ -168,8 +170,8 @@ def _reference() -> str:
     """Return bytes and seconds of a layer's communication in the reference's step of 128 tokens (figures 19, 20)."""
     model, hardware = read_model("llama-2-70b"), read_hardware("a100-80gb")
     lines = [f"{SHORT} tokens of {model.name} on 8 x {hardware.name}, a layer:", ""]
-    for mesh in (Mesh(ulysses=8), Mesh(tensor=8)):
-        plan = cost(model, Job(context=SHORT, mode="prefill", prefill_chunk=SHORT), mesh, hardware)
+    for mesh in (ParallelConfig(ulysses=8), ParallelConfig(tensor=8)):
+        plan = cost(model, Job(context=SHORT, mode="prefill", prefill_chunk=SHORT).on(**mesh.degrees), hardware)
         sent = [one for one in plan.comm if one.method]
         nbytes, seconds = (
             sum(x) / len(model.layers) for x in ((s.bytes_total for s in sent), (s.seconds for s in sent))

@@ -20,7 +20,7 @@ import transformers
 import longspan
 from benchmarks import common
 from longspan.comm.counting import count_sent
-from longspan.plan import Job, Mesh, cost, read_hardware
+from longspan.plan import Job, cost, read_hardware
 from longspan.plan.from_model import shape_from_config
 
 MIB = 2**20
@@ -85,8 +85,8 @@ def measure(tokens: int, experts: int, repeats: int) -> list[dict[str, Any]]:
         with count_sent() as log:
             step(size)
         sent = common.most_sent(log)
-        job = Job(context=tokens, dtype="fp32", experts=size)
-        plan = cost(shape_from_config(given, "model"), job, Mesh(ulysses=world), read_hardware("cpu"))
+        job = Job(context=tokens, dtype="fp32").on(experts=size)
+        plan = cost(shape_from_config(given, "model"), job.on(ulysses=world), read_hardware("cpu"))
         planned = sum(each.bytes_total for each in plan.comm)
         row |= {"rise": int(rise), "sent": sent, "planned": planned}
     wall, cpu = common.alternate({str(size): lambda size=size: step(size) for size in sizes}, repeats)

@@ -63,7 +63,7 @@ from longspan.plan.cost.communication import communication, method_sent
 from longspan.plan.cost.times import hidden_layer_seconds, layer_seconds, seconds_of
 from longspan.plan.from_model import shape_from_config
 from longspan.plan.hardware import CATALOGUE, Hardware, read_hardware
-from longspan.plan.job import CostContext, Job, Mesh
+from longspan.plan.job import CostContext, Job
 from longspan.plan.layers import Sent
 from longspan.plan.limits import refusal
 from longspan.plan.search import cost
@@ -133,16 +133,16 @@ def main(comparison: tyro.conf.OmitArgPrefixes[Comparison]) -> None:
 # --- candidates
 
 
-def _usp_meshes(ranks: int, name: str = "usp-{ulysses}x{ring}") -> dict[str, Mesh]:
+def _usp_meshes(ranks: int, name: str = "usp-{ulysses}x{ring}") -> dict[str, ParallelConfig]:
     """Return every mesh with both axes above 1."""
-    meshes = [Mesh(ulysses=size, ring=ranks // size) for size in range(2, ranks) if ranks % size == 0]
+    meshes = [ParallelConfig(ulysses=size, ring=ranks // size) for size in range(2, ranks) if ranks % size == 0]
     return {name.format(ulysses=mesh.ulysses, ring=mesh.ring): mesh for mesh in meshes}
 
 
 def _one_axis(axis: str, name: str = "", **settings: Any) -> Method:
     """Return a method whose mesh has all ranks on one axis."""
     name = name or axis
-    return Method(name, lambda ranks: {name: Mesh(**{axis: ranks})}, **settings)
+    return Method(name, lambda ranks: {name: ParallelConfig(**{axis: ranks})}, **settings)
 
 
 _SEQUENCE: dict[str, Any] = {"attention": sequence_attention, "step": longspan_step}
@@ -153,7 +153,7 @@ METHODS: dict[str, Method] = {
     method.name: method
     for method in (
         _one_axis("tensor", "tp", **_TENSOR),
-        _one_axis("tensor", "megatron-sp", job={"tensor_style": "megatron-sp"}, **_TENSOR),
+        _one_axis("tensor", "megatron-sp", parallel={"tensor_style": "megatron-sp"}, **_TENSOR),
         _one_axis("data", "fsdp", **_SEQUENCE),
         # Without `overlap`, all heads are sent at once, whatever `SequenceSharding` would choose.
         _one_axis("ulysses", **_SEQUENCE),
@@ -162,7 +162,11 @@ METHODS: dict[str, Method] = {
         # Approximations: one byte per element on the wire.
         *(
             _one_axis(
-                "ulysses", f"ulysses-{dtype}", job={"wire_dtype": dtype}, options={"wire_dtype": dtype}, **_SEQUENCE
+                "ulysses",
+                f"ulysses-{dtype}",
+                parallel={"wire_dtype": dtype},
+                options={"wire_dtype": dtype},
+                **_SEQUENCE,
             )
             for dtype in CACHE_DTYPES
             if dtype != "exact"
@@ -184,7 +188,7 @@ METHODS: dict[str, Method] = {
         Method(
             "yunchang",
             lambda ranks: {
-                f"yunchang-{ranks}x1": Mesh(ulysses=ranks),
+                f"yunchang-{ranks}x1": ParallelConfig(ulysses=ranks),
                 **_usp_meshes(ranks, "yunchang-{ulysses}x{ring}"),
             },
             package="yunchang",
@@ -264,7 +268,8 @@ def job_of(c: Comparison, candidate: Candidate, context: int) -> Job:
     """Return the planner's job of a candidate: one sequence per replica."""
     method = candidate.method
     chunks = c.overlap_chunks if method.options.get("overlap") is True else 1
-    return Job(context=context, batch=candidate.mesh.data, dtype=c.dtype, overlap_chunks=chunks, **method.job)
+    parallel = dataclasses.replace(candidate.mesh, overlap_chunks=chunks, **method.parallel)
+    return Job(context=context, batch=parallel.data, dtype=c.dtype, parallel=parallel)
 
 
 # --- measuring
@@ -312,8 +317,8 @@ def _compare_at(
     shape = shape_of(c.what, model)
     for candidate in candidates:
         name, mesh, job = candidate.name, candidate.mesh, job_of(c, candidate, context)
-        row = rows[name] = {"method": name, "mesh": dataclasses.asdict(mesh), "context": context}
-        reason = refusal(shape, job, mesh)
+        row = rows[name] = {"method": name, "mesh": mesh.degrees, "context": context}
+        reason = refusal(shape, job)
         if reason is None:
             try:
                 workload = workloads[name] = _make_workload(c, model, candidate, context, shardings)
@@ -325,13 +330,13 @@ def _compare_at(
             row["reason"] = reason
             continue
         planned, known = candidate.method.planned, hardware.get(str(mesh))
-        method, other = formula(c.what, shape, job, mesh)
+        method, other = formula(c.what, shape, job)
         row |= {
             "sequences": workload.sequences,
             # A peer's step uses longspan's FSDP and sum of the loss, but has no formula for its attention.
             "formula_bytes": method if planned else None,
             "around_bytes": other,
-            "predicted": predict(c.what, shape, job, mesh, known) if planned and known else None,
+            "predicted": predict(c.what, shape, job, known) if planned and known else None,
         }
     for name, found in measure(workloads, c.rounds, shardings.device).items() if workloads else ():
         rows[name] |= found
@@ -453,19 +458,19 @@ def _method_bytes(row: Row) -> int:
     return sum(count for op, count in left.items() if op in planned)
 
 
-def _planned(what: str, shape: ModelShape, job: Job, mesh: Mesh) -> Sequence[Sent]:
+def _planned(what: str, shape: ModelShape, job: Job) -> Sequence[Sent]:
     """Return what an attention or a step sends by the planner's formulas."""
-    c = CostContext(shape, job, mesh)
+    c = CostContext(shape, job)
     if what == "attention":
         return method_sent(shape.layers[0], c)
     every = communication(c, CATALOGUE["cpu"])
     return [Sent(each.op, each.axis, each.what, each.bytes_per_gpu, each.count, each.method) for each in every]
 
 
-def formula(what: str, shape: ModelShape, job: Job, mesh: Mesh) -> tuple[dict[str, int], dict[str, int]]:
+def formula(what: str, shape: ModelShape, job: Job) -> tuple[dict[str, int], dict[str, int]]:
     """Return the planned bytes that a rank sends, by collective: for the method, and for everything else."""
     method, other = Counter[str](), Counter[str]()
-    for sent in _planned(what, shape, job, mesh):
+    for sent in _planned(what, shape, job):
         (method if sent.method else other)[sent.op] += sent.bytes * sent.calls
     return dict(method), dict(other)
 
@@ -478,17 +483,18 @@ def _measure_hardware(
     planned = [candidate for candidate in candidates if candidate.method.planned]
     for mesh in {str(candidate.mesh): candidate.mesh for candidate in planned}.values():
         jobs = [job_of(c, candidate, n) for candidate in planned if candidate.mesh == mesh for n in c.contexts]
+        sizes = {axis: ranks for axis, (_, ranks) in CostContext(shape, jobs[0]).groups.items()}
         sent = {
-            each.bytes * mesh.size(each.axis) // max(1, mesh.size(each.axis) - 1)
+            each.bytes * sizes[each.axis] // (sizes[each.axis] - 1)
             for job in jobs
-            if refusal(shape, job, mesh) is None
-            for each in _planned(c.what, shape, job, mesh)
-            if mesh.size(each.axis) > 1 and each.bytes
+            if refusal(shape, job) is None
+            for each in _planned(c.what, shape, job)
+            if sizes[each.axis] > 1 and each.bytes
         }
         if sent:
-            parallel = ParallelConfig(mesh.data, mesh.ring, mesh.ulysses, mesh.tensor)
-            sizes = thin_out(sorted({*sent, 4 * max(sent), 16 * max(sent)}) if len(sent) < 3 else sorted(sent))
-            bench = BenchConfig(parallel=parallel, sizes=sizes, rounds=max(2, c.rounds // 2), dtype=c.dtype)
+            few = len(sent) < 3
+            measured = thin_out(sorted({*sent, 4 * max(sent), 16 * max(sent)} if few else sent))
+            bench = BenchConfig(parallel=mesh, sizes=measured, rounds=max(2, c.rounds // 2), dtype=c.dtype)
             hardware[str(mesh)] = as_toml(measure_hardware(bench, device, str(mesh), f"{mesh}, in the same job"))
     return hardware
 
@@ -512,12 +518,12 @@ def _parse(text: str) -> Hardware:
         return read_hardware(path)
 
 
-def predict(what: str, shape: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> dict[str, float]:
+def predict(what: str, shape: ModelShape, job: Job, hardware: Hardware) -> dict[str, float]:
     """Return the prediction for one attention, forward and backward, or one training step: seconds."""
     if what == "step":
-        plan = cost(shape, job, mesh, hardware)
+        plan = cost(shape, job, hardware)
         return {"communication": plan.comm_seconds, "total": plan.step_seconds}
-    layer, c = shape.layers[0], CostContext(shape, job, mesh)
+    layer, c = shape.layers[0], CostContext(shape, job)
     computing = layer_seconds(layer, c, hardware)
     in_flight = seconds_of(method_sent(layer, c), c, hardware)
     exposed = in_flight - hidden_layer_seconds(layer, computing, c, hardware)

@@ -294,7 +294,7 @@ def _yunchang(candidate: Candidate, inputs: AttentionInputs) -> Attend:
     mesh = candidate.mesh
     _check_heads("yunchang", inputs.heads, inputs.kv_heads, mesh.ulysses)
     yunchang = _import("yunchang")
-    yunchang.set_seq_parallel_pg(mesh.ulysses, mesh.ring, dist.get_rank(), mesh.gpus)
+    yunchang.set_seq_parallel_pg(mesh.ulysses, mesh.ring, dist.get_rank(), mesh.ranks)
     kinds = yunchang.kernels.AttnType
     if inputs.device.type == "cuda":
         module = yunchang.LongContextAttention(ring_impl_type="basic", attn_type=kinds.FA)

@@ -87,12 +87,13 @@ def written(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def predicted(config: dict[str, Any], context: int, ranks: dict[str, int], options: dict[str, Any], gpu: str) -> Any:
-    from longspan.plan import Job, Mesh, cost, read_hardware
+    from longspan.plan import Job, cost, read_hardware
     from longspan.plan.from_model import shape_from_config
 
     shape = shape_from_config({"model_type": "llama", "max_position_embeddings": 1 << 20, **config}, "case")
-    job = Job(context=context, batch=ranks.get("data", 1), **options)
-    return cost(shape, job, Mesh(**ranks), read_hardware(gpu))
+    own = {name: value for name, value in options.items() if name != "ring_impl"}
+    job = Job(context=context, batch=ranks.get("data", 1), **own)
+    return cost(shape, job.on(**ranks, ring_impl=options.get("ring_impl", "auto")), read_hardware(gpu))
 
 
 # --- measured -------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from longspan.core.memory import Memory
-from longspan.plan import Job, Mesh, Plan, cost, read_hardware, read_model
+from longspan.plan import Job, ParallelConfig, Plan, cost, read_hardware, read_model
 
 TRL = "[TRL](https://github.com/huggingface/trl/pull/6846)"
 EARLIER = "[TRL](https://github.com/huggingface/trl/pull/6845)"
@@ -33,7 +33,7 @@ class Row:
 
     model: str
     context: int
-    mesh: Mesh
+    mesh: ParallelConfig
     memory: Memory
     source: str
     seconds: float | None = None  # published
@@ -44,7 +44,7 @@ class Row:
     def plan(self) -> Plan:
         """The plan of these settings on H100s."""
         job = Job(context=self.context, memory=self.memory)
-        return cost(read_model(self.model), job, self.mesh, read_hardware("h100"))
+        return cost(read_model(self.model), job.on(**self.mesh.degrees), read_hardware("h100"))
 
     def besides(self, plan: Plan) -> float:
         """Return the bytes that the published run holds and longspan does not."""
@@ -53,14 +53,14 @@ class Row:
 
 M = 1 << 20
 ROWS = [
-    Row("qwen3-8b", M, Mesh(ring=8), OFFLOADED, TRL, 380, 56.2),
-    Row("qwen3-8b", M, Mesh(ring=8), OFFLOADED, EARLIER, 364, 56.2),
-    Row("qwen3-8b", 2 * M, Mesh(ring=16), OFFLOADED, EARLIER, 696),
-    Row("qwen3-8b", 4 * M, Mesh(ring=32), OFFLOADED, EARLIER, 1346),
-    Row("qwen3-30b-a3b", M, Mesh(ring=8), HOST, EARLIER, 483, 46.0),
-    Row("qwen3-32b", M, Mesh(ring=8), TILED, EARLIER, 1295, 60.8),
+    Row("qwen3-8b", M, ParallelConfig(ring=8), OFFLOADED, TRL, 380, 56.2),
+    Row("qwen3-8b", M, ParallelConfig(ring=8), OFFLOADED, EARLIER, 364, 56.2),
+    Row("qwen3-8b", 2 * M, ParallelConfig(ring=16), OFFLOADED, EARLIER, 696),
+    Row("qwen3-8b", 4 * M, ParallelConfig(ring=32), OFFLOADED, EARLIER, 1346),
+    Row("qwen3-30b-a3b", M, ParallelConfig(ring=8), HOST, EARLIER, 483, 46.0),
+    Row("qwen3-32b", M, ParallelConfig(ring=8), TILED, EARLIER, 1295, 60.8),
     *(
-        Row("qwen3-4b", n << 10, Mesh(ulysses=4), ZERO_3, BLOG, gigabytes=published, whole_logits=True)
+        Row("qwen3-4b", n << 10, ParallelConfig(ulysses=4), ZERO_3, BLOG, gigabytes=published, whole_logits=True)
         for n, published in ((32, 35.0), (64, 50.5), (96, 66.0))
     ),
 ]
@@ -97,7 +97,7 @@ def table() -> str:
         memory = ["", "", "", ""]
         if row.gigabytes is not None:
             memory = [f"{row.gigabytes:.1f}", f"{planned:.1f}", f"{whole:.1f}", f"{whole / row.gigabytes:.2f}"]
-        name, tokens, gpus = row.model, f"{row.context:,}", str(row.mesh.gpus)
+        name, tokens, gpus = row.model, f"{row.context:,}", str(row.mesh.ranks)
         lines.append("| " + " | ".join([name, tokens, gpus, _options(row), row.source, *times, *memory]) + " |")
     assumed = read_hardware("h100")
     title = "# Plans beside published figures\n\n- command: `python -m benchmarks.plan_published`; no GPU is needed\n"

@@ -29,9 +29,8 @@ from longspan.comm.tensor import TensorGroup
 from longspan.core.cache import CacheDtype
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
-from longspan.core.parallel import AXES
+from longspan.core.parallel import AXES, ParallelConfig
 from longspan.hf.parallelize import parallelize
-from longspan.plan.job import Mesh
 
 
 @dataclass(frozen=True)
@@ -39,12 +38,12 @@ class Method:
     """A method to compare, on any number of ranks."""
 
     name: str
-    meshes: Callable[[int], Mapping[str, Mesh]]  # number of ranks -> candidates: names and meshes
+    meshes: Callable[[int], Mapping[str, ParallelConfig]]  # number of ranks -> candidates: names and meshes
     # Functions of a candidate and its inputs that make one rank's workload; None if it has none.
     attention: Callable[[Candidate, AttentionInputs], Workload] | None = None
     step: Callable[[Candidate, StepInputs], Workload] | None = None
     package: str = ""  # that it needs; "" for longspan's own methods
-    job: Mapping[str, Any] = field(default_factory=dict)  # settings of the planner's job
+    parallel: Mapping[str, Any] = field(default_factory=dict)  # options of the planner's `ParallelConfig`
     options: Mapping[str, Any] = field(default_factory=dict)  # settings of its workload
     planned: bool = True  # whether the planner has formulas for it
 
@@ -55,7 +54,7 @@ class Candidate:
 
     name: str  # such as "usp-2x4"
     method: Method
-    mesh: Mesh
+    mesh: ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class ShardingCache:
 
     def __init__(self, device: torch.device, chunks: int = 4) -> None:
         self.device, self.chunks = device, chunks
-        self._shardings: dict[tuple[Mesh, bool, int | Literal["auto"], CacheDtype], SequenceSharding] = {}
+        self._shardings: dict[tuple[ParallelConfig, bool, int | Literal["auto"], CacheDtype], SequenceSharding] = {}
 
     def get(self, candidate: Candidate) -> SequenceSharding:
         """Return the sharding of a candidate. Collective."""
@@ -125,10 +124,10 @@ class ShardingCache:
         return self._shardings[key]
 
 
-def _device_mesh(mesh: Mesh, device_type: str, *, swapped: bool) -> DeviceMesh | OneDeviceMesh:
+def _device_mesh(mesh: ParallelConfig, device_type: str, *, swapped: bool) -> DeviceMesh | OneDeviceMesh:
     """Return the mesh; `swapped` puts neighbouring ranks into a ring, and ranks far apart into a Ulysses group."""
     if swapped:
-        ranks = torch.arange(mesh.gpus).view(1, mesh.ulysses, mesh.ring, 1).transpose(1, 2).contiguous()
+        ranks = torch.arange(mesh.ranks).view(1, mesh.ulysses, mesh.ring, 1).transpose(1, 2).contiguous()
         return DeviceMesh(device_type, ranks, mesh_dim_names=AXES)
     return init_mesh(mesh.data, mesh.ring, mesh.ulysses, mesh.tensor, device_type=device_type)
 
@@ -180,7 +179,7 @@ def tensor_attention(candidate: Candidate, inputs: AttentionInputs) -> Workload:
             f"tensor={group.size} does not divide {inputs.heads} query heads and {inputs.kv_heads} KV heads; use a "
             "divisor of both"
         )
-    megatron_sp = candidate.method.job.get("tensor_style") == "megatron-sp"
+    megatron_sp = candidate.method.parallel.get("tensor_style") == "megatron-sp"
     enter, leave = (group.gather_tokens, group.scatter_tokens) if megatron_sp else (group.copy_in, group.sum_out)
     one_device = SequenceSharding(OneDeviceMesh(inputs.device.type))
     mine = split_heads(inputs.heads, inputs.kv_heads, group.size)[group.rank]
@@ -248,7 +247,7 @@ def longspan_step(candidate: Candidate, inputs: StepInputs) -> Workload:
         sp,
         inputs.tokens(sp.data_rank),
         inputs.dtype,
-        tensor_style=candidate.method.job.get("tensor_style", "tp"),
+        tensor_style=candidate.method.parallel.get("tensor_style", "tp"),
         prefetch=candidate.method.options.get("prefetch", True),
     )
 

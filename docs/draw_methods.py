@@ -20,7 +20,7 @@ from longspan.core.layout import Layout, choose_layout
 from longspan.core.memory import LONGEST, Memory
 from longspan.elastic.schedule import SampleCosts, make_schedule
 from longspan.mixers.fragments import fragment_table
-from longspan.plan import Job, Mesh, plan_mesh, read_hardware, read_model
+from longspan.plan import Job, plan_mesh, read_hardware, read_model
 
 RANKS = 4
 TOKENS = 8  # token runs that a picture shows
@@ -377,7 +377,7 @@ def memory() -> Picture:
 
 
 def planned_bars(p: Picture) -> None:
-    model, hardware, mesh = read_model("llama-3.1-8b"), read_hardware("h100"), Mesh(ulysses=8)
+    model, hardware = read_model("llama-3.1-8b"), read_hardware("h100")
     levels = {
         '"fastest"': Memory(),
         "tiled MLP, norms": Memory(tiled_mlp=0, tiled_norms=True),
@@ -393,7 +393,7 @@ def planned_bars(p: Picture) -> None:
     p.text(600, 33, "131,072 tokens, 8 x H100", bold=True)
     left, scale = 604, 1.3
     for y, (name, options) in enumerate(levels.items()):
-        plan = plan_mesh(model, Job(context=1 << 17, memory=options), mesh, hardware)
+        plan = plan_mesh(model, Job(context=1 << 17, memory=options).on(ulysses=8), hardware)
         sizes = [sum(plan.memory_bytes.get(key, 0) for key in keys) for keys in items.values()]
         sizes.append(plan.memory_total_bytes - sum(sizes))
         p.text(left - 6, 61 + 26 * y, name, "t", "end", 11)
@@ -466,7 +466,7 @@ def shared_prefixes() -> Picture:
 
 def elastic() -> Picture:
     lengths = [32_000, 16_000, 8_000, 7_800, 4_000, 3_900, 2_000, 1_900]
-    costs = SampleCosts(read_model("llama-3.1-8b"), Job(context=1), Mesh(1, 1, RANKS), read_hardware("h100"))
+    costs = SampleCosts(read_model("llama-3.1-8b"), Job(context=1).on(ulysses=RANKS), read_hardware("h100"))
     schedule = make_schedule(lengths, costs, 16_000)
     names = [f"{n / 1000:g}k" for n in lengths]
     p = Picture(206)

@@ -28,7 +28,7 @@ from longspan.cache.static import StaticDecode
 from longspan.compat.transformers_api import cache_name
 from longspan.core.memory import LONGEST, Memory
 from longspan.hf.state import state_of
-from longspan.plan import Job, Mesh, cost, read_hardware
+from longspan.plan import Job, ParallelConfig, cost, read_hardware
 from longspan.plan.from_model import shape_from_config
 from tests.fakes import fake_world
 from tests.models import Run, Truth, batch, build, gradient_excess, run_of, truth_by, widened
@@ -269,7 +269,7 @@ def _peak(setup: Setup, config: dict[str, Any], axes: dict[str, int], memory: Me
 
 def planned_bytes(setup: Setup, config: dict[str, Any], axes: dict[str, int], memory: Memory, context: int) -> float:
     """Return the planned bytes of a step, without the reserve."""
-    job = Job(context=context, dtype="bf16", memory=memory, ring_impl="p2p")
+    job = Job(context=context, dtype="bf16", memory=memory, parallel=ParallelConfig(ring_impl="p2p"))
     shape = shape_from_config({"model_type": "llama", **config}, "benchmark")
-    plan = cost(shape, job, Mesh(**axes), read_hardware("h100" if setup.on_gpu else "cpu"))
+    plan = cost(shape, job.on(**axes), read_hardware("h100" if setup.on_gpu else "cpu"))
     return plan.memory_total_bytes - plan.memory_bytes.get("reserve", 0)

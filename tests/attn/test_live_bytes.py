@@ -25,7 +25,7 @@ from longspan.attn.shapes import Shapes
 from longspan.core.memory import FASTEST, LONGEST, Memory
 from longspan.hf.weights.gradients import GradientAverage
 from longspan.memory.offload.store import Store
-from longspan.plan import CATALOGUE, Job, Mesh
+from longspan.plan import CATALOGUE, Job
 from longspan.plan.cost.memory import in_mixer, offloaded_bytes
 from longspan.plan.cost.training_memory import training_peaks
 from longspan.plan.job import CostContext
@@ -239,11 +239,11 @@ class _Planned(NamedTuple):
     alone: float
 
 
-def _planned(mesh: dict[str, int], kv_heads: int, keys: AttendedKeys, **options: Any) -> _Planned:
+def _planned(mesh: dict[str, int], kv_heads: int, keys: AttendedKeys, ring_impl: Any, **options: Any) -> _Planned:
     layer = Softmax(HEADS, kv_heads, DIM, DIM, keys=keys)
     job = Job(context=LOCAL * math.prod(mesh.values()), **options)
     training, alone = (
-        CostContext(MODEL, dataclasses.replace(job, mode=mode), Mesh(**mesh))  # type: ignore[arg-type]
+        CostContext(MODEL, dataclasses.replace(job, mode=mode).on(**mesh, ring_impl=ring_impl))  # type: ignore[arg-type]
         for mode in ("train", "prefill")
     )
     in_forward = sum(size for item, size in in_mixer(layer, alone).items() if item != "qkv")
@@ -274,7 +274,7 @@ WEIGHTS = {"weights", "optimizer", "gradients", "gathered_weights"}  # items tha
 )
 def test_planned_bytes_of_a_step(option: str, mesh: dict[str, int]) -> None:
     job = Job(context=PER_RANK * math.prod(mesh.values()), dtype="bf16", memory=OPTIONS[option])
-    planned = _planned_step(CostContext(MODEL, job, Mesh(**mesh)))
+    planned = _planned_step(CostContext(MODEL, job.on(**mesh)))
     assert planned == pytest.approx(bytes_of_a_step(mesh, OPTIONS[option], PER_RANK).peak, rel=0.035)
 
 
@@ -295,7 +295,7 @@ def test_planned_bytes_of_an_offloaded_step(option: str, mesh: dict[str, int]) -
     """On the device, where copies end as late as they may, and in the host's memory; nothing is copied in vain."""
     memory, per_rank = OFFLOADED[option], 2 * PER_RANK
     context = per_rank * math.prod(mesh.values())
-    c = CostContext(MODEL, Job(context=context, dtype="bf16", memory=memory), Mesh(**mesh))
+    c = CostContext(MODEL, Job(context=context, dtype="bf16", memory=memory).on(**mesh))
     with fake_streams():
         used = bytes_of_a_step(mesh, memory, per_rank)
     assert _planned_step(c) == pytest.approx(used.peak, rel=0.05)
@@ -332,7 +332,7 @@ def test_planned_bytes_of_weights_from_the_host() -> None:
 def _step_with_weights_on_the_host(mesh: dict[str, int], memory: Memory, per_rank: int) -> tuple[int, int, int]:
     """Return the planned peak, what of it are weights and gradients, and the traced peak."""
     memory = dataclasses.replace(memory, cpu_offload=True)
-    c = CostContext(MODEL, Job(context=per_rank * math.prod(mesh.values()), dtype="bf16", memory=memory), Mesh(**mesh))
+    c = CostContext(MODEL, Job(context=per_rank * math.prod(mesh.values()), dtype="bf16", memory=memory).on(**mesh))
     peak = max(training_peaks(c, once=False), key=lambda items: sum(items.values()))
     weights = sum(size for item, size in peak.items() if item in WEIGHTS)
     return sum(peak.values()), weights, bytes_of_a_step_with_fsdp(mesh, memory, per_rank).peak

@@ -33,9 +33,10 @@ from benchmarks.methods import (
 from benchmarks.workloads import AttentionInputs, Candidate, Method, ShardingCache, StepInputs
 from longspan.comm.counting import count_sent
 from longspan.core.errors import LongspanError
+from longspan.core.parallel import ParallelConfig
 from longspan.plan.cost.times import hidden_layer_seconds, layer_seconds
 from longspan.plan.hardware import CATALOGUE, MeasuredLink
-from longspan.plan.job import CostContext, Mesh
+from longspan.plan.job import CostContext
 from tests.pool import RankPool
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +71,7 @@ def _attention_results(world: int) -> dict[str, dict[str, Any]]:
     return errors
 
 
-def _error(x: Any, expected: Any, mesh: Mesh) -> float:
+def _error(x: Any, expected: Any, mesh: ParallelConfig) -> float:
     """Return the relative error of a rank's part: of all tokens and heads, of its heads, or of its tokens."""
     import torch.distributed as dist
 
@@ -142,7 +143,7 @@ def _losses() -> dict[str, list[float]]:
                 work.run()
             losses.append(float(work.results()["loss"]))
         if row.method.planned:
-            method, around = formula("step", shape_of("step", model), job_of(config, row, 32), row.mesh)
+            method, around = formula("step", shape_of("step", model), job_of(config, row, 32))
             sent = sum(each.bytes for each in log)
             assert sent == sum(method.values()) + sum(around.values()), (row.name, log, method)
         assert work.state_bytes() > 0
@@ -164,7 +165,7 @@ def test_every_mesh_of_the_ranks_is_a_row() -> None:
     names = [row.name for row in select((), "step", 12)]
     assert names[:5] == ["tp", "megatron-sp", "fsdp", "ulysses", "ring"]
     assert names[5:9] == ["usp-2x6", "usp-3x4", "usp-4x3", "usp-6x2"]
-    assert [row.mesh for row in select(("usp-3x4",), "step", 12)] == [Mesh(ulysses=3, ring=4)]
+    assert [row.mesh for row in select(("usp-3x4",), "step", 12)] == [ParallelConfig(ulysses=3, ring=4)]
     assert not [row for row in select((), "step", 2) if row.method.name == "usp"]
 
 
@@ -210,8 +211,8 @@ def test_an_attention_is_predicted_as_in_a_step(method: str) -> None:
     for hidden in (0.0, 0.5, 1.0):
         links = {on: MeasuredLink(1e-3, 1e9, (), hidden) for on in (("ulysses", "all_to_all"), ("ring", "p2p"))}
         hardware = dataclasses.replace(CATALOGUE["cpu"], measured=links)
-        found = predict("attention", shape, job, candidate.mesh, hardware)
-        c = CostContext(shape, job, candidate.mesh)
+        found = predict("attention", shape, job, hardware)
+        c = CostContext(shape, job)
         computing = layer_seconds(shape.layers[0], c, hardware)
         attention = computing.attention_forward + computing.attention_backward
         hidden_seconds = hidden_layer_seconds(shape.layers[0], computing, c, hardware)

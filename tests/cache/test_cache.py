@@ -22,7 +22,7 @@ from longspan.cache.attend import _merge
 from longspan.cache.layer_cache import LayerCache
 from longspan.comm.counting import count_sent
 from longspan.hf.forward import kv_cache_files as files
-from longspan.plan import Job, Mesh
+from longspan.plan import Job
 from longspan.plan.from_model import shape_from_config
 from longspan.plan.job import CostContext
 from longspan.plan.layers import exchange
@@ -55,22 +55,21 @@ def _as_planned() -> None:
             source = _build(name)
             model = longspan.parallelize(source, sp, fsdp=False)
             shape = shape_from_config(source.config.to_dict(), name)
-            mesh = Mesh(ring=sp.ring_size, ulysses=sp.ulysses_size)
-            job = Job(context=PROMPT, batch=2, mode="decode", dtype="fp32")
+            job = Job(context=PROMPT, batch=2, mode="decode", dtype="fp32").on(ring=ring, ulysses=sp.ulysses_size)
             cache = longspan.ShardedCache(model)
             chunk = 32
             with torch.no_grad(), count_sent() as sent:
                 ids = prompt(2, PROMPT)["input_ids"]
                 model(input_ids=ids[:, :chunk], past_key_values=cache, logits_to_keep=1)
-            assert _of_layers(sent) == _planned(shape, job, mesh, chunk, sp), (name, ring)
+            assert _of_layers(sent) == _planned(shape, job, chunk, sp), (name, ring)
             with torch.no_grad():
                 model(input_ids=ids[:, chunk:], past_key_values=cache, logits_to_keep=1)
             tokens = 66 if name == "Llama" and ring == 2 else 3
             for _ in range(tokens):
                 with torch.no_grad(), count_sent() as sent:
                     model(input_ids=ids[:, :1], past_key_values=cache)
-            assert _of_layers(sent) == _planned(shape, job, mesh, 1, sp), (name, ring)
-            c = CostContext(shape, job, mesh)
+            assert _of_layers(sent) == _planned(shape, job, 1, sp), (name, ring)
+            c = CostContext(shape, job)
             planned = [layer.mixer.cache_by_rank(c, tokens, chunk) for layer in shape.layers]
             assert [cache.layer_caches[i].nbytes for i in range(len(planned))] == [held[sp.rank] for held in planned]
             assert cache.nbytes == sum(held[sp.rank] for held in planned)
@@ -84,13 +83,13 @@ def _of_layers(sent: list[Any]) -> Counter[tuple[str, int]]:
     return Counter((one.op, one.bytes) for one in sent) - compared
 
 
-def _planned(shape: Any, job: Job, mesh: Mesh, tokens: int, sp: Any) -> Counter[tuple[str, int]]:
+def _planned(shape: Any, job: Job, tokens: int, sp: Any) -> Counter[tuple[str, int]]:
     planned: Counter[tuple[str, int]] = Counter()
     for layer in shape.layers:
         each = (
-            exchange.decode(layer.mixer, CostContext(shape, job, mesh))
+            exchange.decode(layer.mixer, CostContext(shape, job))
             if tokens == 1
-            else exchange.chunk(layer.mixer, CostContext(shape, job, mesh), tokens, sp.ulysses_rank)
+            else exchange.chunk(layer.mixer, CostContext(shape, job), tokens, sp.ulysses_rank)
         )
         for one in each:
             planned[one.op, one.bytes] += one.calls

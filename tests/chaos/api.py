@@ -120,14 +120,14 @@ def _targets(sp: longspan.SequenceSharding) -> list[Target]:
 
 def _plain_targets() -> list[Target]:
     """Return the functions that take none."""
-    job = {field.name: field.default for field in dataclasses.fields(plan.Job)} | {"context": 4096}
     model, hardware = plan.read_model("llama-3.1-8b"), plan.read_hardware("h100")
-    costed = {"model": model, "job": plan.Job(4096), "mesh": plan.Mesh(ulysses=2), "hardware": hardware}
+    job = plan.Job(4096).on(ulysses=2)
+    costed = {"model": model, "job": job, "hardware": hardware}
     return [
         Target("init_mesh", longspan.init_mesh, {"data": 1, "ring": 1, "ulysses": 1, "tensor": 1,
         "device_type": "cpu"}),
-        Target("Job", plan.Job, job),
-        Target("Mesh", plan.Mesh, {"data": 1, "ring": 1, "ulysses": 1, "tensor": 1}),
+        Target("Job", plan.Job, vars(job)),
+        Target("ParallelConfig", plan.ParallelConfig, vars(job.parallel)),
         Target("read_model", plan.read_model, {"name_or_path": "llama-3.1-8b"}),
         Target("read_hardware", plan.read_hardware, {"name_or_path": "h100"}),
         Target("search", plan.search, {"model": model, "job": plan.Job(4096), "gpus": 2, "hardware": hardware}),

@@ -28,7 +28,7 @@ from longspan.generate.score import ScoreConfig, open_text
 from longspan.plan.from_model import read_model
 from longspan.plan.generation import check_fits, check_score_fits, peak_items, scoring_peak_items
 from longspan.plan.hardware import read_hardware
-from longspan.plan.job import Job, Mesh
+from longspan.plan.job import Job
 from longspan.verify import VerifyConfig
 from longspan.verify.job import worker as verify_worker
 from tests.command import ForkedLauncher
@@ -346,10 +346,10 @@ def test_too_long_texts_are_refused_before_loading(folder: Path) -> None:
         open_fitting_prompt(_config(folder, prompt=PROMPT * 80))
     with pytest.raises(LongspanError, match="--template chat: the tokenizer bytes has no chat template"):
         open_fitting_prompt(_config(folder, template="chat"))
-    with pytest.raises(LongspanError, match=r"do not fit on one GPU of .*Item by item: .*ranks of this kind suffice"):
+    with pytest.raises(LongspanError, match=r"do not fit on one rank of .*Item by item: .*ranks of this kind suffice"):
         open_fitting_prompt(_config(folder, rank_memory=0.00027))
     with pytest.raises(
-        LongspanError, match=r"do not fit on one GPU of .*Item by item: .*logits.*tokens fit \(--max-tok"
+        LongspanError, match=r"do not fit on one rank of .*Item by item: .*logits.*tokens fit \(--max-tok"
     ):
         open_text(make(ScoreConfig, model=str(folder), text=PROMPT, rank_memory=0.0006))
     with pytest.raises(LongspanError, match=r"the text has 1 tokens; score needs at least 2"):
@@ -385,23 +385,23 @@ def test_the_suggested_mesh_fits_and_smaller_ones_do_not() -> None:
     model, hardware = read_model("llama-3.1-8b"), read_hardware("a100-80gb")
     job, chunk = Job(1_500_000, mode="prefill", weight_sharding=False), 8192
     with pytest.raises(LongspanError) as refused:
-        check_fits(model, job, Mesh(), hardware, chunk)
+        check_fits(model, job, hardware, chunk)
     said = str(refused.value)
-    assert "1,500,000 tokens do not fit on one GPU" in said and "kv_cache 196.6 GB" in said
+    assert "1,500,000 tokens do not fit on one rank" in said and "kv_cache 196.6 GB" in said
     assert "4 ranks of this kind suffice: --ring 1 --ulysses 4 with FSDP" in said
     sharded = dataclasses.replace(job, weight_sharding=True)
-    check_fits(model, sharded, Mesh(ulysses=4), hardware, chunk)
-    assert sum(peak_items(model, sharded, Mesh(ring=2), hardware, chunk).values()) > hardware.memory_bytes
+    check_fits(model, sharded.on(ulysses=4), hardware, chunk)
+    assert sum(peak_items(model, sharded.on(ring=2), hardware, chunk).values()) > hardware.memory_bytes
     longest = int(said.split(" tokens fit")[0].split()[-1].replace(",", ""))
-    check_fits(model, dataclasses.replace(job, context=longest), Mesh(), hardware, chunk)
+    check_fits(model, dataclasses.replace(job, context=longest), hardware, chunk)
     with pytest.raises(LongspanError):
-        check_fits(model, dataclasses.replace(job, context=longest + 1), Mesh(), hardware, chunk)
+        check_fits(model, dataclasses.replace(job, context=longest + 1), hardware, chunk)
 
     with pytest.raises(LongspanError) as refused:
-        check_score_fits(model, job, Mesh(), hardware)
+        check_score_fits(model, job, hardware)
     ranks = int(str(refused.value).split(" ranks of this kind suffice: --ring 1")[0].split()[-1])
-    check_score_fits(model, sharded, Mesh(ulysses=ranks), hardware)
-    items = scoring_peak_items(model, job, Mesh(), hardware)
+    check_score_fits(model, sharded.on(ulysses=ranks), hardware)
+    items = scoring_peak_items(model, job, hardware)
     assert items["kv_cache"] == 0 and items["mlp"] >= 2 * 2 * 14336 * job.context  # all tokens at once, in bf16
     assert sum(items.values()) > hardware.memory_bytes
 

@@ -16,7 +16,8 @@ from torch import Tensor
 import longspan
 from longspan.comm.counting import count_sent
 from longspan.compat.transformers_api import caches_give_states
-from longspan.plan import Job, Mesh
+from longspan.core.cache import CacheConfig
+from longspan.plan import Job, ParallelConfig
 from longspan.plan.cost.memory import cache_on_device, key_value_bytes, state_bytes
 from longspan.plan.from_model import shape_from_config
 from longspan.plan.job import CostContext
@@ -152,16 +153,21 @@ def _as_planned(families: list[str]) -> None:
     """Bytes on each rank, also with keys and values in host memory; what a chunk and a token send."""
     for family, ring in zip(families, itertools.cycle((1, 2)), strict=False):
         model, sp = parallelized(family, ring, False)
-        shape, mesh = shape_from_config(model.config.to_dict(), family), Mesh(ring=ring, ulysses=sp.ulysses_size)
-        job = Job(context=PROMPT, batch=2, mode="prefill", dtype="fp32", prefill_chunk=32, cache_offload="host")
+        shape, mesh = (
+            shape_from_config(model.config.to_dict(), family),
+            ParallelConfig(ring=ring, ulysses=sp.ulysses_size),
+        )
+        job = Job(
+            context=PROMPT, batch=2, mode="prefill", dtype="fp32", prefill_chunk=32, cache=CacheConfig(offload="host")
+        )
         cache, ids = longspan.ShardedCache(model, offload="host"), prompt(2)["input_ids"]
         cache.compare_from = 1000  # the hosts do not compare their batches
-        chunk = CostContext(shape, replace(job, context=32), mesh)
+        chunk = CostContext(shape, replace(job, context=32).on(**mesh.degrees))
         for tokens, mode in ((ids[:, :32], "prefill"), (ids[:, 32:], None), (ids[:, :1], "decode")):
             with torch.no_grad(), count_sent() as sent:
                 model(input_ids=tokens, past_key_values=cache, logits_to_keep=1)
             if mode is None:
-                c = CostContext(shape, job, mesh)
+                c = CostContext(shape, job.on(**mesh.degrees))
                 held = torch.tensor([cache.state_nbytes, cache.nbytes, cache.device_nbytes])
                 dist.all_reduce(held, dist.ReduceOp.MAX)
                 planned_bytes = [state_bytes(c), state_bytes(c) + key_value_bytes(c), cache_on_device(c)]

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import longspan
+from longspan.core.parallel import ParallelConfig
 from longspan.hf.tensor_parallel.plan import TensorStyle
 from longspan.plan.from_model import shape_from_config
-from longspan.plan.job import CostContext, Job, Mesh
+from longspan.plan.job import CostContext, Job
 from tests.choose import confirming
 from tests.generate.generating import PROMPT, check_generated, generated, prompt
 from tests.models import UNEVEN, build
@@ -26,7 +27,7 @@ SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 20, "
 BEAMS: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2}
 WIDE = {"vocab_size": 64}
 
-# Mesh, style, and whether FSDP shards the rest. There are two KV heads: with four ranks, two share each.
+# ParallelConfig, style, and whether FSDP shards the rest. There are two KV heads: with four ranks, two share each.
 MESHES: dict[str, list[Cut]] = {
     "Llama": [
         ({"tensor": 4}, "tp", False),
@@ -101,8 +102,8 @@ def _reuses(folder: Path, expected: list[Any], more: Any) -> None:
     cache.crop(PROMPT)
     cache.save(folder)
     shape = shape_from_config(model.config.to_dict(), "test")
-    job, mesh = Job(context=PROMPT, dtype="fp32", mode="decode"), Mesh(tensor=2, ring=2)
-    held = [layer.mixer.cache_by_rank(CostContext(shape, job, mesh)) for layer in shape.layers]
+    job, mesh = Job(context=PROMPT, dtype="fp32", mode="decode"), ParallelConfig(tensor=2, ring=2)
+    held = [layer.mixer.cache_by_rank(CostContext(shape, job.on(**mesh.degrees))) for layer in shape.layers]
     assert cache.nbytes == sum(of_layer[sp.rank] for of_layer in held)
     second = torch.cat([first, more], 1)
     check_generated(generated(model, {"input_ids": second, "past_key_values": cache}), expected[1])

@@ -24,7 +24,7 @@ from longspan.memory import checkpointing
 from longspan.memory.activations import NormedLinear
 from longspan.memory.offload.disk import DiskStore
 from longspan.memory.tiles import Tiled
-from longspan.plan import Hardware, Job, Mesh, cost
+from longspan.plan import Hardware, Job, cost
 from longspan.plan.from_model import shape_of_model
 from tests.choose import each_value, grouped, pairwise
 from tests.fakes import fake_world
@@ -443,7 +443,7 @@ def test_auto_chooses_options_that_fit_and_explains_them(family: str, monkeypatc
     long = batch(rows=1, n=1500)
     shape, cpu = shape_of_model(plain), hardware_of(torch.device("cpu"))
     jobs = (Job(context=1500, dtype="fp32", weight_sharding=False, memory=memory) for memory in (FASTEST, LONGEST))
-    needed = [cost(shape, job, Mesh(), cpu).memory_total_bytes for job in jobs]  # memory for one of them
+    needed = [cost(shape, job, cpu).memory_total_bytes for job in jobs]  # memory for one of them
     room = _with(cpu, sum(needed) / 2)
     monkeypatch.setattr("longspan.hf.planning.hardware_of", lambda device, _=None: room)
     truth = gradients_of(copy.deepcopy(plain), long)

@@ -1,9 +1,8 @@
-"""`longspan train` runs what `longspan plan` recommends: every printed command is run with `--dry-run`."""
+"""`longspan train` runs what `longspan plan` recommends: every printed file is run with `--dry_run`."""
 
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import pytest
 
 from longspan.cli import main
-from longspan.plan import Job, Mesh, cost, read_hardware, read_model, search
-from longspan.plan.names import MODELS, weights_flag
+from longspan.plan import Job, cost, read_hardware, read_model, search
+from longspan.plan.names import MODELS, weights_of
 from longspan.plan.views.report import command
 from tests.choose import confirming
 
@@ -81,21 +80,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def commands(report: dict[str, Any]) -> list[str]:
-    """Return the recommended command, that of another mesh and, if they are compared, those of the methods."""
+def printed(report: dict[str, Any]) -> dict[str, str]:
+    """Return file and command of the recommended mesh, of another and, if they are compared, of the methods."""
     plans = [report["recommended"], *report["plans"], *(method["plan"] for method in report["methods"])]
-    printed = dict.fromkeys(plan["command"] for plan in plans if plan is not None and plan["command"] is not None)
-    return list(printed)[: 2 + len(report["methods"])]
+    files = {plan["yaml"]: plan["command"] for plan in plans if plan is not None and plan["yaml"] is not None}
+    return dict(list(files.items())[: 2 + len(report["methods"])])
 
 
-def as_run(line: str, folder: Path, name: str) -> list[str]:
-    """Return a printed command's words behind `longspan`, with a text and, for a built-in model, a config."""
-    words = shlex.split(line)
-    words = words[words.index("train") :]
-    words[words.index("DATA")] = str(folder / "text.txt")
+def as_run(file: str, command: str, folder: Path, name: str) -> list[str]:
+    """Write a printed file to the folder, with a built-in model's config; return the command's words, with a text."""
     if name in CONFIGS:
-        words[words.index(str(weights_flag(name)).split()[1])] = str(folder / f"{name}.json")
-    return [*words, "--output_dir", str(folder / "out"), "--dry_run"]
+        file = file.replace(str(weights_of(name)), str(folder / f"{name}.json"))
+    (folder / "plan.yaml").write_text(file)
+    words = command.replace("DATA", str(folder / "text.txt")).split()
+    return [*words[words.index("train") :], "--output_dir", str(folder / "out"), "--dry_run"]
 
 
 def each_built_in() -> Iterator[tuple[str, str]]:
@@ -130,7 +128,7 @@ MORE += [
         *confirming([*(case for case in each_built_in() if case[0] not in BUILT_IN), *MORE]),
     ],
 )
-def test_train_accepts_every_command_that_plan_prints(
+def test_train_accepts_every_file_that_plan_prints(
     name: str, asked: str, folder: Path, longspan: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
@@ -139,13 +137,13 @@ def test_train_accepts_every_command_that_plan_prints(
     assert code in (0, 1), error
     report = json.loads(out)
     assert (report["recommended"] is not None) == (code == 0)
-    assert report["recommended"] is None or report["recommended"]["command"] is not None
-    for line in commands(report):
-        code, out, error = longspan(*as_run(line, folder, name))
-        assert code == 0, (line, error)
+    assert report["recommended"] is None or report["recommended"]["yaml"] is not None
+    for file, line in printed(report).items():
+        code, out, error = longspan(*as_run(file, line, folder, name))
+        assert code == 0, (file, error)
         scaling = next((line for line in out.splitlines() if line.startswith("RoPE scaling: ")), None)
         planned = [reason for plan in report["plans"] for reason in plan["reasons"] if "RoPE scaling: " in reason]
-        assert (scaling is not None) == ("--rope-scaling" in line) == bool(planned)
+        assert (scaling is not None) == ("rope_scaling" in file) == bool(planned)
         assert scaling is None or all(scaling in reason for reason in planned), (scaling, planned)
     assert not (folder / "out").exists()
 
@@ -203,18 +201,18 @@ def test_a_model_that_train_refuses_is_not_recommended(folder: Path, longspan: R
     fitting = [plan for plan in report["plans"] if plan["fits"]]
     assert fitting and all(any(why in reason for reason in plan["reasons"]) for plan in fitting)
     _, out, _ = longspan("plan", "--model", model, *asked.split())
-    assert "nothing that fits is recommended" in out and "run:" not in out
+    assert "nothing that fits is recommended" in out and "plan.yaml" not in out
 
 
 def test_train_refuses_a_built_in_name_with_a_fix(folder: Path, longspan: Run) -> None:
-    for name, fix in (("llama-3.1-8b", "--model meta-llama/Llama-3.1-8B"), ("gpt-7b", "--config CONFIG_OF_GPT-7B")):
+    for name, fix in (("llama-3.1-8b", "meta-llama/Llama-3.1-8B"), ("gpt-7b", "CONFIG_OF_GPT-7B")):
         run = ["--model_name_or_path", name, "--dataset_name", str(folder / "text.txt")]
         code, _, error = longspan("train", "sft", *run, "--output_dir", str(folder / "out"), "--dry_run")
-        assert code == 2 and error.count("\n") == 0 and fix.split()[1] in error
+        assert code == 2 and error.count("\n") == 0 and fix in error
 
 
 def test_nodes_that_do_not_divide_the_gpus() -> None:
     """torchrun starts the same number of ranks on each node."""
     for gpus, nodes, per_node in ((8, 1, 8), (12, 2, 6), (16, 2, 8), (18, 3, 6)):
-        plan = cost(read_model("qwen3-0.6b"), Job(context=8192), Mesh(ring=gpus), read_hardware("h100"))
+        plan = cost(read_model("qwen3-0.6b"), Job(context=8192).on(ring=gpus), read_hardware("h100"))
         assert nodes == 1 or f"--nnodes {nodes} --nproc-per-node {per_node} " in str(command(plan))

@@ -19,8 +19,9 @@ from torch import Tensor
 
 import longspan
 from longspan.cache.offload import _StagedLayer
+from longspan.core.cache import CacheConfig
 from longspan.core.errors import LongspanError
-from longspan.plan import Job, Mesh, cost
+from longspan.plan import Job, ParallelConfig, cost
 from longspan.plan.cost.memory import staged_bytes
 from longspan.plan.from_model import read_model, shape_from_config
 from longspan.plan.generation import check_fits
@@ -62,12 +63,16 @@ def test_bytes_on_both_sides_are_the_planners(pool4: RankPool) -> None:
     by_rank = pool4.run(_held, cases)
     for at, (name, ring, code) in enumerate(cases):
         shape = shape_from_config(build(name).config.to_dict(), name)
-        job = Job(context=N, batch=2, mode="prefill", dtype="fp32", cache=code, cache_offload="host")  # type: ignore
-        job, mesh, gpu = replace(job, prefill_chunk=CHUNK), Mesh(ring=ring, ulysses=4 // ring), read_hardware("h100")
+        job = Job(context=N, batch=2, mode="prefill", dtype="fp32", cache=CacheConfig(dtype=code, offload="host"))  # type: ignore
+        job, mesh, gpu = (
+            replace(job, prefill_chunk=CHUNK),
+            ParallelConfig(ring=ring, ulysses=4 // ring),
+            read_hardware("h100"),
+        )
         prefilled, after = ([max(rank[at][when][side] for rank in by_rank) for side in (0, 1)] for when in (0, 1))
-        plan = cost(shape, job, mesh, gpu)
+        plan = cost(shape, job.on(**mesh.degrees), gpu)
         assert [plan.memory_bytes["kv_cache"], plan.offloaded.host_bytes["kv_cache"]] == prefilled, (name, ring)
-        assert staged_bytes(CostContext(shape, job, mesh), generated=2) == after[0], (name, ring)
+        assert staged_bytes(CostContext(shape, job.on(**mesh.degrees)), generated=2) == after[0], (name, ring)
 
 
 class _Traced(NamedTuple):
@@ -134,38 +139,42 @@ class _LiveStorages:
 @pytest.mark.parametrize("mesh", [{}, {"ulysses": 2}, {"ring": 2}])
 def test_staged_bytes_on_a_gpu(mesh: dict[str, int], dtype: Any) -> None:
     """What is alive, not only what the cache counts; and all that a decoded token needs but the weights."""
-    n, chunk, on = 1 << 16, 1 << 14, Mesh(**mesh)
-    job = Job(context=n, mode="prefill", dtype="bf16", cache=dtype, cache_offload="host", prefill_chunk=chunk)
+    n, chunk, on = 1 << 16, 1 << 14, ParallelConfig(**mesh)
+    job = Job(
+        context=n, mode="prefill", dtype="bf16", prefill_chunk=chunk, cache=CacheConfig(dtype=dtype, offload="host")
+    )
     *_, prefilled, _, last = _traced(mesh, dtype, n, chunk)
     for traced, generated in ((prefilled, 0), (last, 2)):
-        assert traced.staged == traced.said == staged_bytes(CostContext(MODEL, job, on), generated=generated)
+        assert (
+            traced.staged == traced.said == staged_bytes(CostContext(MODEL, job.on(**on.degrees)), generated=generated)
+        )
         assert traced.left == 0
     decode = replace(job, mode="decode", prefill_chunk=None, weight_sharding=False)
-    plan = cost(MODEL, decode, on, read_hardware("h100")).memory_bytes
+    plan = cost(MODEL, decode.on(**on.degrees), read_hardware("h100")).memory_bytes
     planned = sum(plan.values()) - plan["weights"] - plan["reserve"]
     # A tile of a quantized layer is decoded to bf16; not planned: it has at most 134 MB, and the reserve 2 GB.
-    decoded = 0 if dtype == "exact" else n * 2 * 32 * 2 * 2 // on.gpus
+    decoded = 0 if dtype == "exact" else n * 2 * 32 * 2 * 2 // on.ranks
     assert planned + decoded == pytest.approx(last.all, rel=0.01)
 
 
 def test_a_token_brings_all_of_it_over_the_hosts_link() -> None:
     """Llama 3.1 8B, 1M tokens: 131,072 bytes a token, of which the GPU has 2 of 32 layers."""
     model, gpu, n = read_model("llama-3.1-8b"), read_hardware("h100"), 1 << 20
-    job = Job(context=n, mode="decode", weight_sharding=False, cache_offload="host")
-    plan, without = (cost(model, one, Mesh(), gpu) for one in (job, replace(job, cache_offload="none")))
+    job = Job(context=n, mode="decode", weight_sharding=False, cache=CacheConfig(offload="host"))
+    plan, without = (cost(model, one, gpu) for one in (job, replace(job, cache=CacheConfig(offload="none"))))
     assert plan.memory_bytes["kv_cache"] == n * 131072 // 16 and plan.offloaded.host_bytes == {"kv_cache": n * 131072}
     assert plan.fits and not without.fits
     link = n * 131072 / gpu.host_bandwidth
     assert plan.step_seconds == pytest.approx(link, rel=0.01) and plan.offload_seconds < link
     chunks = replace(job, mode="prefill", prefill_chunk=n // 4)  # of 4 chunks three bring what those before them left
     small = replace(gpu, host_bandwidth=1e6)
-    moved = cost(model, chunks, Mesh(), small).offload_seconds
+    moved = cost(model, chunks, small).offload_seconds
     assert moved == pytest.approx(1.5 * n * 131072 / 1e6, rel=0.01)
 
 
 def test_a_cache_that_the_host_cannot_hold_is_refused() -> None:
     model, gpu = read_model("llama-3.1-8b"), replace(read_hardware("h100"), host_memory=100e9)
-    job = Job(context=1 << 20, mode="prefill", weight_sharding=False, cache_offload="host")
+    job = Job(context=1 << 20, mode="prefill", weight_sharding=False, cache=CacheConfig(offload="host"))
     with pytest.raises(LongspanError, match=r"137.44 GB of 90.00 GB of host memory per node .*kv_cache 137.4 GB.* fit"):
-        check_fits(model, job, Mesh(), gpu, 8192)
-    check_fits(model, replace(job, context=1 << 19), Mesh(), gpu, 8192)
+        check_fits(model, job, gpu, 8192)
+    check_fits(model, replace(job, context=1 << 19), gpu, 8192)

@@ -26,7 +26,7 @@ from longspan.core.parallel import TensorStyle
 from longspan.core.routes import ring_routes
 from longspan.memory.tiles import Tiled
 from longspan.mixers.short_conv import short_conv
-from longspan.plan import Hardware, Job, Mesh, ModelShape, Plan, cost, read_hardware
+from longspan.plan import Hardware, Job, ModelShape, ParallelConfig, Plan, cost, read_hardware
 from longspan.plan.cost.communication import method_sent
 from longspan.plan.from_model import shape_from_config
 from longspan.plan.job import CostContext
@@ -35,6 +35,7 @@ from longspan.plan.layers.attended_keys import ring_schedule
 from longspan.plan.shape import Tuning
 from tests.choose import confirming, each_value, grouped, pairwise
 from tests.fakes import fake_world
+from tests.plan.jobs import job_on
 from tests.trainers.fitting import tuned_model
 
 CPU: Hardware = read_hardware("cpu")
@@ -48,7 +49,11 @@ Shape = tuple[int, int, int, int]
 
 
 def sharding(
-    mesh: Mesh, layout: str = "auto", ring_impl: str = "auto", overlap_chunks: Any = "auto", code: Any = "exact"
+    mesh: ParallelConfig,
+    layout: str = "auto",
+    ring_impl: str = "auto",
+    overlap_chunks: Any = "auto",
+    code: Any = "exact",
 ) -> longspan.SequenceSharding:
     made = longspan.init_mesh(data=mesh.data, ring=mesh.ring, ulysses=mesh.ulysses, tensor=mesh.tensor)
     return longspan.SequenceSharding(made, layout, ring_impl=ring_impl, overlap_chunks=overlap_chunks, wire_dtype=code)
@@ -56,7 +61,7 @@ def sharding(
 
 def attention_sent(
     rank: int,
-    mesh: Mesh,
+    mesh: ParallelConfig,
     shape: Shape,
     n: int,
     batch: int,
@@ -69,7 +74,7 @@ def attention_sent(
 ) -> Counter[tuple[str, int]]:
     """What one attention, forward and backward, sends from `rank`."""
     q_heads, kv_heads, d, dv = shape
-    with fake_world(rank, mesh.gpus):
+    with fake_world(rank, mesh.ranks):
         sp = sharding(mesh, layout, ring_impl, overlap_chunks, code)
         tokens = sp.layout.local_length(n)
         q, k, v = (
@@ -102,7 +107,7 @@ def attention_sent(
 )
 def test_ulysses_attention_sends_what_is_planned(shape: Shape, ulysses: int, dtype: torch.dtype) -> None:
     n, batch = 37, 2
-    mesh = Mesh(ulysses=ulysses)
+    mesh = ParallelConfig(ulysses=ulysses)
     by_rank = [attention_sent(rank, mesh, shape, n, batch, dtype) for rank in range(ulysses)]
     most = max(by_rank, key=total)
     job = Job(context=n, dtype="fp32" if dtype == torch.float32 else "bf16")
@@ -110,18 +115,24 @@ def test_ulysses_attention_sends_what_is_planned(shape: Shape, ulysses: int, dty
     assert sum(most.values()) == 4
 
 
-def planned_for(model: ModelShape, job: Job, mesh: Mesh, batch: int) -> Counter[tuple[str, int]]:
+def planned_for(model: ModelShape, job: Job, mesh: ParallelConfig, batch: int) -> Counter[tuple[str, int]]:
     # In training a replica takes its sequences one by one: the two of this batch are twice the bytes of one.
     planned: Counter[tuple[str, int]] = Counter()
-    for sent in method_sent(model.layers[0], CostContext(model, job, mesh)):
+    for sent in method_sent(model.layers[0], CostContext(model, job.on(**mesh.degrees))):
         if sent.calls:
             planned[(sent.op, batch * sent.bytes)] += sent.calls
     return planned
 
 
 MHA, GQA, MQA, UNEVEN = (8, 8, 4, 4), (8, 2, 4, 4), (4, 1, 4, 4), (6, 3, 4, 4)
-RING_MESHES = [Mesh(ring=2), Mesh(ring=4), Mesh(ring=8), Mesh(ring=2, ulysses=2), Mesh(ring=4, ulysses=2)]
-RING_MESHES += [Mesh(ring=2, ulysses=4), Mesh(ring=3, ulysses=2)]
+RING_MESHES = [
+    ParallelConfig(ring=2),
+    ParallelConfig(ring=4),
+    ParallelConfig(ring=8),
+    ParallelConfig(ring=2, ulysses=2),
+    ParallelConfig(ring=4, ulysses=2),
+]
+RING_MESHES += [ParallelConfig(ring=2, ulysses=4), ParallelConfig(ring=3, ulysses=2)]
 KEYS: dict[str, Any] = {"": Causal, "window": Window, "chunk_size": Chunk}
 MASKS: list[dict[str, int]] = [{}, {"window": 5}, {"window": 14}, {"chunk_size": 9}]
 
@@ -129,25 +140,29 @@ MASKS: list[dict[str, int]] = [{}, {"window": 5}, {"window": 14}, {"chunk_size":
 @pytest.mark.parametrize(
     ("impl", "layout", "mesh"), pairwise(["p2p", "allgather", "auto"], ["zigzag", "contiguous"], RING_MESHES), ids=str
 )
-def test_a_ring_sends_what_is_planned(mesh: Mesh, layout: Any, impl: Any) -> None:
+def test_a_ring_sends_what_is_planned(mesh: ParallelConfig, layout: Any, impl: Any) -> None:
     """Every mask, with heads that divide and that do not, and lengths that do not (a few tokens leave ranks empty)."""
     for i, mask in enumerate(MASKS):
         for n in (37, 64, 9):
             shape = [MHA, GQA, MQA, UNEVEN][(i + n) % 4]
             dtype = torch.bfloat16 if n == 37 else torch.float32
             by_rank = [
-                attention_sent(rank, mesh, shape, n, 1, dtype, layout, impl, **mask) for rank in range(mesh.gpus)
+                attention_sent(rank, mesh, shape, n, 1, dtype, layout, impl, **mask) for rank in range(mesh.ranks)
             ]
             keys = KEYS[next(iter(mask), "")](*mask.values())
             model = a_model(*shape, keys=keys)
-            job = Job(context=n, dtype="bf16" if n == 37 else "fp32", layout=layout, ring_impl=impl)
+            job = Job(
+                context=n, dtype="bf16" if n == 37 else "fp32", parallel=ParallelConfig(layout=layout, ring_impl=impl)
+            )
             assert max(by_rank, key=total) == planned_for(model, job, mesh, 1), (mask, n, shape)
 
 
 @pytest.mark.parametrize(
-    ("chunks", "mesh"), each_value([2, 3, 8], [Mesh(ulysses=2), Mesh(ulysses=3), Mesh(ring=2, ulysses=2)]), ids=str
+    ("chunks", "mesh"),
+    each_value([2, 3, 8], [ParallelConfig(ulysses=2), ParallelConfig(ulysses=3), ParallelConfig(ring=2, ulysses=2)]),
+    ids=str,
 )
-def test_an_exchange_in_chunks_sends_what_is_planned(mesh: Mesh, chunks: int) -> None:
+def test_an_exchange_in_chunks_sends_what_is_planned(mesh: ParallelConfig, chunks: int) -> None:
     """Chunks that divide a rank's KV groups and that do not, and chunks of the queries of one KV head.
 
     Chunks in which a rank has nothing to send are in tests/attn/test_chunked.py: torch's fake group refuses them.
@@ -158,27 +173,31 @@ def test_an_exchange_in_chunks_sends_what_is_planned(mesh: Mesh, chunks: int) ->
     assert some
     for shape in some:
         by_rank = [
-            attention_sent(rank, mesh, shape, 36, 1, torch.float32, overlap_chunks=chunks) for rank in range(mesh.gpus)
+            attention_sent(rank, mesh, shape, 36, 1, torch.float32, overlap_chunks=chunks) for rank in range(mesh.ranks)
         ]
-        job = Job(context=36, dtype="fp32", overlap_chunks=chunks)
+        job = Job(context=36, dtype="fp32", parallel=ParallelConfig(overlap_chunks=chunks))
         assert max(by_rank, key=total) == planned_for(a_model(*shape), job, mesh, 1), shape
 
 
 @pytest.mark.parametrize(
-    ("code", "mesh"), each_value(["int8", "fp8"], [Mesh(ulysses=2), Mesh(ulysses=4), Mesh(ring=2, ulysses=2)]), ids=str
+    ("code", "mesh"),
+    each_value(
+        ["int8", "fp8"], [ParallelConfig(ulysses=2), ParallelConfig(ulysses=4), ParallelConfig(ring=2, ulysses=2)]
+    ),
+    ids=str,
 )
-def test_a_compressed_exchange_sends_what_is_planned(mesh: Mesh, code: Any) -> None:
+def test_a_compressed_exchange_sends_what_is_planned(mesh: ParallelConfig, code: Any) -> None:
     for shape, dtype in (((8, 4, 6, 6), "bf16"), ((8, 2, 4, 6), "fp32"), ((10, 5, 8, 4), "fp32")):
         # torch's fake group refuses chunks in which a rank has nothing to send.
         for chunks in (1, 2) if shape[0] % mesh.ulysses == 0 else (1,):
             more = {"overlap_chunks": chunks, "code": code}
             of = torch.float32 if dtype == "fp32" else torch.bfloat16
-            by_rank = [attention_sent(rank, mesh, shape, 36, 1, of, **more) for rank in range(mesh.gpus)]
-            job = Job(context=36, dtype=dtype, overlap_chunks=chunks, wire_dtype=code)  # type: ignore[arg-type]
+            by_rank = [attention_sent(rank, mesh, shape, 36, 1, of, **more) for rank in range(mesh.ranks)]
+            job = Job(context=36, dtype=dtype, parallel=ParallelConfig(overlap_chunks=chunks, wire_dtype=code))  # type: ignore[arg-type]
             assert max(by_rank, key=total) == planned_for(a_model(*shape), job, mesh, 1), (shape, chunks)
     for wrong in ({"mode": "decode"}, {"mode": "prefill", "prefill_chunk": 8}):
         with pytest.raises(LongspanError, match="wire-dtype"):
-            Job(context=36, wire_dtype=code, **wrong)  # type: ignore[arg-type]
+            Job(context=36, **wrong, parallel=ParallelConfig(wire_dtype=code))  # type: ignore[arg-type]
 
 
 # A sequence of 24 tokens cuts convolutions' halos out of runs of 3 tokens on 4 ranks with zigzag, 9 leave ranks empty.
@@ -188,30 +207,30 @@ RECURRENT = [(None, False, 0), ("head", False, 1), ("key", False, 1), ("head", T
 @pytest.mark.parametrize(
     ("mesh", "layout"),
     [
-        (Mesh(ring=r, ulysses=u), layout)
+        (ParallelConfig(ring=r, ulysses=u), layout)
         for r, u in ((2, 1), (4, 1), (2, 2), (1, 4))
         for layout in ("contiguous", "zigzag")
     ],
     ids=str,
 )
-def test_recurrent_layers_send_what_is_planned(mesh: Mesh, layout: str) -> None:
+def test_recurrent_layers_send_what_is_planned(mesh: ParallelConfig, layout: str) -> None:
     for i, (n, (decay, delta, columns)) in enumerate(itertools.product((24, 9), RECURRENT)):
         dtype: Any = ("bf16", "fp32")[i % 2]
         mixer = Linear(4, 2, 6, 5, columns=columns, channels=7, kernel=4, backward_op="all_gather")
-        job = Job(context=n, dtype=dtype, layout=layout)
+        job = Job(context=n, dtype=dtype, parallel=ParallelConfig(layout=layout))
         planned = Counter[tuple[str, int]]()
-        for s in mixer.sent(CostContext(a_model(*MHA), job, mesh)):
+        for s in mixer.sent(CostContext(a_model(*MHA), job.on(**mesh.degrees))):
             planned[s.op, 2 * s.bytes] += s.calls
-        for rank in range(mesh.gpus):
+        for rank in range(mesh.ranks):
             assert recurrent_sent(rank, mesh, layout, n, dtype, decay, delta) == planned, (n, decay, delta)
 
 
 def recurrent_sent(
-    rank: int, mesh: Mesh, layout: str, n: int, dtype: str, decay: str | None, delta: bool
+    rank: int, mesh: ParallelConfig, layout: str, n: int, dtype: str, decay: str | None, delta: bool
 ) -> Counter[tuple[str, int]]:
     """What a convolution of 7 channels by 4 tokens and linear attention send, forward and backward, of two rows."""
     of = torch.float32 if dtype == "fp32" else torch.bfloat16
-    with fake_world(rank, mesh.gpus):
+    with fake_world(rank, mesh.ranks):
         sp = sharding(mesh, layout)
         tokens = sp.layout.local_length(n)
         q, k = (torch.ones(2, tokens, 2, 6, dtype=of, requires_grad=True) for _ in "qk")
@@ -263,64 +282,80 @@ MINIMAX = {
 LFM2 = {"model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False}
 CHECKPOINTED = Memory(checkpointing="full")
 CASES = [
-    (Mesh(ring=2), MINIMAX, {"dtype": "bf16"}),
-    (Mesh(ring=2, ulysses=2), NEMOTRON, {"memory": CHECKPOINTED}),
-    (Mesh(ulysses=2), NEMOTRON, {"weight_sharding": False}),
-    (Mesh(ulysses=4), KIMI, {}),
-    (Mesh(ring=4), NEXT, {"dtype": "bf16"}),
+    (ParallelConfig(ring=2), MINIMAX, {"dtype": "bf16"}),
+    (ParallelConfig(ring=2, ulysses=2), NEMOTRON, {"memory": CHECKPOINTED}),
+    (ParallelConfig(ulysses=2), NEMOTRON, {"weight_sharding": False}),
+    (ParallelConfig(ulysses=4), KIMI, {}),
+    (ParallelConfig(ring=4), NEXT, {"dtype": "bf16"}),
     (
-        Mesh(ring=2),
+        ParallelConfig(ring=2),
         NEXT,
         {"layout": "contiguous", "memory": Memory(checkpointing="selective", layers_per_checkpoint=0)},
     ),
-    (Mesh(ulysses=4), MOE, {}),
-    (Mesh(data=2, ulysses=2), MLA, {}),
-    (Mesh(ulysses=4), {"model_type": "gemma3_text", "sliding_window": 8}, {}),
-    (Mesh(ulysses=2), {}, {}),
-    (Mesh(ulysses=4), {}, {}),
-    (Mesh(ulysses=8), {}, {}),  # 4 KV heads: replicated
-    (Mesh(data=2, ulysses=4), {}, {}),
-    (Mesh(data=4, ulysses=2), {}, {"dtype": "bf16"}),
-    (Mesh(data=8), {}, {}),
-    (Mesh(ulysses=4), {"tie_word_embeddings": True}, {}),
-    (Mesh(data=3, ulysses=2), {"vocab_size": 97, "hidden_size": 56, "intermediate_size": 83}, {}),  # shards are padded
-    (Mesh(ulysses=4), {}, {"weight_sharding": False}),
-    (Mesh(data=2, ulysses=2), {"tie_word_embeddings": True}, {"weight_sharding": False}),
-    (Mesh(ulysses=4), {}, {"memory": CHECKPOINTED}),
-    (Mesh(ulysses=4), {}, {"dtype": "bf16", "memory": CHECKPOINTED}),
-    (Mesh(ulysses=4), {"num_hidden_layers": 7}, {"memory": dataclasses.replace(CHECKPOINTED, layers_per_checkpoint=3)}),
+    (ParallelConfig(ulysses=4), MOE, {}),
+    (ParallelConfig(data=2, ulysses=2), MLA, {}),
+    (ParallelConfig(ulysses=4), {"model_type": "gemma3_text", "sliding_window": 8}, {}),
+    (ParallelConfig(ulysses=2), {}, {}),
+    (ParallelConfig(ulysses=4), {}, {}),
+    (ParallelConfig(ulysses=8), {}, {}),  # 4 KV heads: replicated
+    (ParallelConfig(data=2, ulysses=4), {}, {}),
+    (ParallelConfig(data=4, ulysses=2), {}, {"dtype": "bf16"}),
+    (ParallelConfig(data=8), {}, {}),
+    (ParallelConfig(ulysses=4), {"tie_word_embeddings": True}, {}),
     (
-        Mesh(ring=2, ulysses=2),
+        ParallelConfig(data=3, ulysses=2),
+        {"vocab_size": 97, "hidden_size": 56, "intermediate_size": 83},
+        {},
+    ),  # shards are padded
+    (ParallelConfig(ulysses=4), {}, {"weight_sharding": False}),
+    (ParallelConfig(data=2, ulysses=2), {"tie_word_embeddings": True}, {"weight_sharding": False}),
+    (ParallelConfig(ulysses=4), {}, {"memory": CHECKPOINTED}),
+    (ParallelConfig(ulysses=4), {}, {"dtype": "bf16", "memory": CHECKPOINTED}),
+    (
+        ParallelConfig(ulysses=4),
+        {"num_hidden_layers": 7},
+        {"memory": dataclasses.replace(CHECKPOINTED, layers_per_checkpoint=3)},
+    ),
+    (
+        ParallelConfig(ring=2, ulysses=2),
         {"num_hidden_layers": 4},
         {
             "ring_impl": "p2p",
             "memory": dataclasses.replace(CHECKPOINTED, layers_per_checkpoint=4, head_chunks=0),
         },
     ),
-    (Mesh(ulysses=4), {"num_hidden_layers": 5}, {"memory": Memory(checkpointing="selective", layers_per_checkpoint=0)}),
-    (Mesh(data=2, ulysses=2), {"model_type": "qwen3"}, {}),
-    (Mesh(ulysses=4), {"model_type": "qwen2"}, {"dtype": "bf16"}),
-    (Mesh(ring=4), {}, {"ring_impl": "p2p"}),
-    (Mesh(ring=2), {}, {"dtype": "bf16"}),  # all-gathered, being small
-    (Mesh(ring=2, ulysses=2), {}, {"ring_impl": "p2p", "dtype": "bf16", "memory": CHECKPOINTED}),
-    (Mesh(data=2, ring=2, ulysses=2), {}, {"ring_impl": "p2p", "weight_sharding": False}),
-    (Mesh(ring=4), {"model_type": "gemma3_text", "sliding_window": 8}, {"ring_impl": "p2p"}),
-    (Mesh(ring=4), {"model_type": "gemma3_text", "sliding_window": 8}, {}),
-    (Mesh(ring=4), {"model_type": "mistral", "sliding_window": 8}, {"layout": "contiguous"}),
-    (Mesh(ring=2, ulysses=2), {"model_type": "mistral", "sliding_window": 5}, {}),
-    (Mesh(ring=2, ulysses=2), MLA, {"ring_impl": "p2p"}),
-    (Mesh(tensor=2), {}, {}),
-    (Mesh(tensor=4), {}, {"tensor_style": "megatron-sp"}),
-    (Mesh(tensor=2, ulysses=2), {"attention_bias": True}, {"dtype": "bf16"}),
-    (Mesh(tensor=2, ulysses=2), {"tie_word_embeddings": True}, {"tensor_style": "megatron-sp", "dtype": "bf16"}),
-    (Mesh(tensor=2, data=2, ring=2), {"model_type": "qwen3"}, {"tensor_style": "megatron-sp"}),
-    (Mesh(tensor=2, data=2), {}, {"weight_sharding": False}),
-    (Mesh(tensor=2, ulysses=2), {}, {"weight_sharding": False, "tensor_style": "megatron-sp"}),
-    (Mesh(tensor=2, ulysses=2), {"model_type": "qwen3"}, {"memory": CHECKPOINTED}),
-    (Mesh(tensor=4, ulysses=2), {}, {"memory": CHECKPOINTED, "tensor_style": "megatron-sp"}),
-    (Mesh(tensor=2), {"model_type": "gemma3_text", "sliding_window": 8}, {"memory": CHECKPOINTED}),
-    (Mesh(ulysses=16), {"num_attention_heads": 16, "num_key_value_heads": 16, "num_hidden_layers": 2}, {}),
-    (Mesh(ring=2, ulysses=2), LFM2, {}),
+    (
+        ParallelConfig(ulysses=4),
+        {"num_hidden_layers": 5},
+        {"memory": Memory(checkpointing="selective", layers_per_checkpoint=0)},
+    ),
+    (ParallelConfig(data=2, ulysses=2), {"model_type": "qwen3"}, {}),
+    (ParallelConfig(ulysses=4), {"model_type": "qwen2"}, {"dtype": "bf16"}),
+    (ParallelConfig(ring=4), {}, {"ring_impl": "p2p"}),
+    (ParallelConfig(ring=2), {}, {"dtype": "bf16"}),  # all-gathered, being small
+    (ParallelConfig(ring=2, ulysses=2), {}, {"ring_impl": "p2p", "dtype": "bf16", "memory": CHECKPOINTED}),
+    (ParallelConfig(data=2, ring=2, ulysses=2), {}, {"ring_impl": "p2p", "weight_sharding": False}),
+    (ParallelConfig(ring=4), {"model_type": "gemma3_text", "sliding_window": 8}, {"ring_impl": "p2p"}),
+    (ParallelConfig(ring=4), {"model_type": "gemma3_text", "sliding_window": 8}, {}),
+    (ParallelConfig(ring=4), {"model_type": "mistral", "sliding_window": 8}, {"layout": "contiguous"}),
+    (ParallelConfig(ring=2, ulysses=2), {"model_type": "mistral", "sliding_window": 5}, {}),
+    (ParallelConfig(ring=2, ulysses=2), MLA, {"ring_impl": "p2p"}),
+    (ParallelConfig(tensor=2), {}, {}),
+    (ParallelConfig(tensor=4), {}, {"tensor_style": "megatron-sp"}),
+    (ParallelConfig(tensor=2, ulysses=2), {"attention_bias": True}, {"dtype": "bf16"}),
+    (
+        ParallelConfig(tensor=2, ulysses=2),
+        {"tie_word_embeddings": True},
+        {"tensor_style": "megatron-sp", "dtype": "bf16"},
+    ),
+    (ParallelConfig(tensor=2, data=2, ring=2), {"model_type": "qwen3"}, {"tensor_style": "megatron-sp"}),
+    (ParallelConfig(tensor=2, data=2), {}, {"weight_sharding": False}),
+    (ParallelConfig(tensor=2, ulysses=2), {}, {"weight_sharding": False, "tensor_style": "megatron-sp"}),
+    (ParallelConfig(tensor=2, ulysses=2), {"model_type": "qwen3"}, {"memory": CHECKPOINTED}),
+    (ParallelConfig(tensor=4, ulysses=2), {}, {"memory": CHECKPOINTED, "tensor_style": "megatron-sp"}),
+    (ParallelConfig(tensor=2), {"model_type": "gemma3_text", "sliding_window": 8}, {"memory": CHECKPOINTED}),
+    (ParallelConfig(ulysses=16), {"num_attention_heads": 16, "num_key_value_heads": 16, "num_hidden_layers": 2}, {}),
+    (ParallelConfig(ring=2, ulysses=2), LFM2, {}),
 ]
 
 
@@ -331,15 +366,17 @@ CONFIRMING = (9, 10, 12, 14, 19, 24, 25, 28, 30, 33, 35, 41, 42)  # each axis an
     ("mesh", "config", "options"),
     [*(case for at, case in enumerate(CASES) if at not in CONFIRMING), *confirming(CASES[at] for at in CONFIRMING)],
 )
-def test_a_training_step_sends_what_is_planned(mesh: Mesh, config: dict[str, Any], options: dict[str, Any]) -> None:
+def test_a_training_step_sends_what_is_planned(
+    mesh: ParallelConfig, config: dict[str, Any], options: dict[str, Any]
+) -> None:
     """Exchange, FSDP's gathers and scatters, gradient sum, loss: a parallelized model's forward and backward."""
     config, options = {**LLAMA, **config}, {"dtype": "fp32", **options}
     n = 37
     ranks = range(
-        mesh.gpus if mesh.ring > 1 else min(2, mesh.gpus)
+        mesh.ranks if mesh.ring > 1 else min(2, mesh.ranks)
     )  # a ring's ranks differ, and not the first two alone
     measured = max((step_sent(rank, mesh, config, n, options) for rank in ranks), key=total)
-    plan = cost(shape_from_config(config, "test"), Job(context=n, batch=mesh.data, **options), mesh, CPU)
+    plan = cost(shape_from_config(config, "test"), job_on(mesh, context=n, batch=mesh.data, **options), CPU)
     assert measured == sent_by(plan)
 
 
@@ -352,17 +389,17 @@ MOE = {
 @pytest.mark.parametrize(
     ("mesh", "experts", "options"),
     [
-        (Mesh(ulysses=4), 4, {}),
-        (Mesh(data=2, ulysses=2), 2, {"dtype": "bf16"}),
-        (Mesh(ulysses=4), 2, {"memory": Memory(checkpointing="full")}),
-        (Mesh(ring=2, ulysses=2), 4, {"memory": Memory(checkpointing="full", tiled_mlp=2)}),
-        (Mesh(ulysses=4), 2, {"memory": Memory(tiled_mlp=2, tiled_norms=True)}),
-        (Mesh(ulysses=4), 2, {"memory": Memory(checkpointing="selective", layers_per_checkpoint=2)}),
-        (Mesh(data=2, ulysses=2), 4, {"tuning": Tuning(lora=3)}),
+        (ParallelConfig(ulysses=4), 4, {}),
+        (ParallelConfig(data=2, ulysses=2), 2, {"dtype": "bf16"}),
+        (ParallelConfig(ulysses=4), 2, {"memory": Memory(checkpointing="full")}),
+        (ParallelConfig(ring=2, ulysses=2), 4, {"memory": Memory(checkpointing="full", tiled_mlp=2)}),
+        (ParallelConfig(ulysses=4), 2, {"memory": Memory(tiled_mlp=2, tiled_norms=True)}),
+        (ParallelConfig(ulysses=4), 2, {"memory": Memory(checkpointing="selective", layers_per_checkpoint=2)}),
+        (ParallelConfig(data=2, ulysses=2), 4, {"tuning": Tuning(lora=3)}),
     ],
 )
 def test_experts_over_data_and_sequence_send_what_is_planned(
-    mesh: Mesh, experts: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    mesh: ParallelConfig, experts: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Numbers of tokens, tokens there and back, each rank's experts; with a router that gives all experts as many."""
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
@@ -385,46 +422,46 @@ def test_experts_over_data_and_sequence_send_what_is_planned(
     monkeypatch.setattr(Tiled, "_check_independence", lambda self, hidden: None)  # of the first call only
     config, options = {**LLAMA, **MOE}, {"dtype": "fp32", **options, "experts": experts}
     n = 64
-    measured = max((step_sent(rank, mesh, config, n, options) for rank in range(mesh.gpus)), key=total)
+    measured = max((step_sent(rank, mesh, config, n, options) for rank in range(mesh.ranks)), key=total)
     model = shape_from_config(config, "test", options.pop("tuning", Tuning()))
-    plan = cost(model, Job(context=n, batch=mesh.data, **options), mesh, CPU)
+    plan = cost(model, job_on(mesh, context=n, batch=mesh.data, **options), CPU)
     assert measured == sent_by(plan)
 
 
 @pytest.mark.parametrize(
     ("mesh", "config", "options", "tuning"),
     [
-        (Mesh(data=3, ulysses=2), {}, {"dtype": "bf16"}, Tuning(lora=5)),
-        (Mesh(ulysses=4), {}, {"memory": CHECKPOINTED}, Tuning(lora=3, quantize=True)),
-        (Mesh(ulysses=4), {"tie_word_embeddings": True}, {}, Tuning(lora=3, targets=("q_proj", "up_proj"))),
-        (Mesh(ulysses=2), {}, {"weight_sharding": False}, Tuning(lora=3)),
-        (Mesh(tensor=2, ulysses=2), {}, {}, Tuning(lora=4)),
+        (ParallelConfig(data=3, ulysses=2), {}, {"dtype": "bf16"}, Tuning(lora=5)),
+        (ParallelConfig(ulysses=4), {}, {"memory": CHECKPOINTED}, Tuning(lora=3, quantize=True)),
+        (ParallelConfig(ulysses=4), {"tie_word_embeddings": True}, {}, Tuning(lora=3, targets=("q_proj", "up_proj"))),
+        (ParallelConfig(ulysses=2), {}, {"weight_sharding": False}, Tuning(lora=3)),
+        (ParallelConfig(tensor=2, ulysses=2), {}, {}, Tuning(lora=4)),
         (
-            Mesh(tensor=2, ulysses=2),
+            ParallelConfig(tensor=2, ulysses=2),
             {},
             {"tensor_style": "megatron-sp", "dtype": "bf16"},
             Tuning(4, ("q_proj", "down_proj")),
         ),
-        (Mesh(ulysses=2), {}, {}, Tuning(freeze=("*.layers.0.*", "lm_head.*"))),
+        (ParallelConfig(ulysses=2), {}, {}, Tuning(freeze=("*.layers.0.*", "lm_head.*"))),
         *(  # the first layer has no backward
             (mesh, {"tie_word_embeddings": False}, options, Tuning(freeze=("*embed_tokens*", "*.layers.0.*")))
             for mesh, options in (
-                (Mesh(ulysses=2), {}),
-                (Mesh(ring=2), {"memory": Memory(checkpointing="selective")}),
-                (Mesh(tensor=2), {}),
+                (ParallelConfig(ulysses=2), {}),
+                (ParallelConfig(ring=2), {"memory": Memory(checkpointing="selective")}),
+                (ParallelConfig(tensor=2), {}),
             )
         ),
-        (Mesh(ulysses=4), MOE, {}, Tuning(lora=3)),
+        (ParallelConfig(ulysses=4), MOE, {}, Tuning(lora=3)),
     ],
 )
 def test_a_step_of_few_weights_sends_what_is_planned(
-    mesh: Mesh, config: dict[str, Any], options: dict[str, Any], tuning: Tuning
+    mesh: ParallelConfig, config: dict[str, Any], options: dict[str, Any], tuning: Tuning
 ) -> None:
     if tuning.quantize:
         pytest.importorskip("bitsandbytes")
     config, options = {**LLAMA, **config}, {"dtype": "fp32", **options}
     model = shape_from_config(config, "test", tuning)
-    plan = cost(model, Job(context=37, batch=mesh.data, **options), mesh, CPU)
+    plan = cost(model, job_on(mesh, context=37, batch=mesh.data, **options), CPU)
     assert step_sent(0, mesh, config, 37, {**options, "tuning": tuning}) == sent_by(plan)
 
 
@@ -432,10 +469,10 @@ def test_a_step_of_few_weights_sends_what_is_planned(
 @pytest.mark.parametrize("once", [True, False])
 def test_accumulated_gradients_are_summed_as_planned(sharded: bool, once: bool) -> None:
     """Once, after the last of three micro-batches; after each where whole gradients take too much of the memory."""
-    mesh, options = Mesh(data=2, ulysses=2), {"dtype": "fp32", "weight_sharding": sharded}
+    mesh, options = ParallelConfig(data=2, ulysses=2), {"dtype": "fp32", "weight_sharding": sharded}
     hardware = CPU if once else dataclasses.replace(CPU, memory_bytes=1e5)
     model = shape_from_config(LLAMA, "test")
-    plan = cost(model, Job(context=37, batch=3 * mesh.data, **options), mesh, hardware)  # type: ignore[arg-type]
+    plan = cost(model, job_on(mesh, context=37, batch=3 * mesh.data, **options), hardware)  # type: ignore[arg-type]
     waits = 2 if once or not sharded else 0
     assert max((step_sent(rank, mesh, LLAMA, 37, options, 3, waits) for rank in (0, 1)), key=total) == sent_by(plan)
 
@@ -443,12 +480,14 @@ def test_accumulated_gradients_are_summed_as_planned(sharded: bool, once: bool) 
 @pytest.mark.parametrize(
     ("mesh", "config", "sharded"),
     each_value(
-        [Mesh(ulysses=4), Mesh(ring=4), Mesh(ring=2, ulysses=2), Mesh(ring=2)],
+        [ParallelConfig(ulysses=4), ParallelConfig(ring=4), ParallelConfig(ring=2, ulysses=2), ParallelConfig(ring=2)],
         grouped([({}, True), ({"model_type": "mistral", "sliding_window": 8}, False), (MLA, True)]),
     ),
     ids=str,
 )
-def test_a_prompt_in_chunks_and_a_token_send_what_is_planned(mesh: Mesh, config: dict[str, Any], sharded: bool) -> None:
+def test_a_prompt_in_chunks_and_a_token_send_what_is_planned(
+    mesh: ParallelConfig, config: dict[str, Any], sharded: bool
+) -> None:
     """Chunks of 20, 20 and 5 tokens (of the last, all ranks compute all), and one token: exchange, queries that travel,
     partial outputs, FSDP's gathers for each forward.
     """
@@ -457,32 +496,35 @@ def test_a_prompt_in_chunks_and_a_token_send_what_is_planned(mesh: Mesh, config:
 
 @pytest.mark.parametrize(
     ("mesh", "style"),
-    each_value([Mesh(tensor=4), Mesh(ring=2, tensor=2), Mesh(ulysses=2, tensor=2)], ["tp", "megatron-sp"]),
+    each_value(
+        [ParallelConfig(tensor=4), ParallelConfig(ring=2, tensor=2), ParallelConfig(ulysses=2, tensor=2)],
+        ["tp", "megatron-sp"],
+    ),
     ids=str,
 )
-def test_on_a_tensor_axis_they_send_hidden_states_too(mesh: Mesh, style: TensorStyle) -> None:
+def test_on_a_tensor_axis_they_send_hidden_states_too(mesh: ParallelConfig, style: TensorStyle) -> None:
     """Sums, or gathers and scatters, of the tokens of each forward; logits of the last token."""
     check_generation(mesh, {}, style == "tp", style)
 
 
-def check_generation(mesh: Mesh, config: dict[str, Any], sharded: bool, style: TensorStyle = "tp") -> None:
+def check_generation(mesh: ParallelConfig, config: dict[str, Any], sharded: bool, style: TensorStyle = "tp") -> None:
     config, n, chunk = {**LLAMA, **config}, 45, 20
-    by_rank = [generation_sent(rank, mesh, config, n, chunk, sharded, style) for rank in range(mesh.gpus)]
+    by_rank = [generation_sent(rank, mesh, config, n, chunk, sharded, style) for rank in range(mesh.ranks)]
     shape = shape_from_config(config, "test")
     for at, mode in enumerate(("prefill", "decode")):
         options: dict[str, Any] = {"prefill_chunk": chunk} if mode == "prefill" else {}
         options |= {"weight_sharding": sharded, "tensor_style": style}
-        job = Job(context=n, mode=mode, dtype="fp32", **options)  # type: ignore[arg-type]
-        assert max((sent[at] for sent in by_rank), key=total) == sent_by(cost(shape, job, mesh, CPU)), mode
+        job = job_on(mesh, context=n, mode=mode, dtype="fp32", **options)
+        assert max((sent[at] for sent in by_rank), key=total) == sent_by(cost(shape, job, CPU)), mode
 
 
 def generation_sent(
-    rank: int, mesh: Mesh, config: dict[str, Any], n: int, chunk: int, sharded: bool, style: TensorStyle
+    rank: int, mesh: ParallelConfig, config: dict[str, Any], n: int, chunk: int, sharded: bool, style: TensorStyle
 ) -> list[Counter[tuple[str, int]]]:
     """What a prompt in chunks sends from `rank`, and what one token behind it does."""
     import transformers
 
-    with fake_world(rank, mesh.gpus), torch.no_grad():
+    with fake_world(rank, mesh.ranks), torch.no_grad():
         cls = transformers.CONFIG_MAPPING[config["model_type"]]
         model = transformers.AutoModelForCausalLM.from_config(cls(**config))
         model = longspan.parallelize(model.eval(), sharding(mesh), fsdp=sharded, tensor_style=style)
@@ -507,17 +549,23 @@ def total(log: Counter[tuple[str, int]]) -> int:
 
 
 def step_sent(
-    rank: int, mesh: Mesh, config: dict[str, Any], n: int, options: dict[str, Any], micro: int = 1, waits: int = 0
+    rank: int,
+    mesh: ParallelConfig,
+    config: dict[str, Any],
+    n: int,
+    options: dict[str, Any],
+    micro: int = 1,
+    waits: int = 0,
 ) -> Counter[tuple[str, int]]:
     import transformers
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    with fake_world(rank, mesh.gpus):
+    with fake_world(rank, mesh.ranks):
         sp = sharding(mesh, options.get("layout", "auto"), options.get("ring_impl", "auto"))
         cls = transformers.CONFIG_MAPPING[config["model_type"]]
         model = tuned_model(transformers.AutoModelForCausalLM.from_config(cls(**config)), options.get("tuning"))
         sharded, bf16 = options.get("weight_sharding", True), options["dtype"] == "bf16"
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 and mesh.weights > 1 else None
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 and mesh.fsdp_ranks > 1 else None
         by_transformers = options.get("memory") == CHECKPOINTED
         memory_options = "fastest" if by_transformers else options.get("memory", "fastest")
         passed = {"tensor_style": options.get("tensor_style", "tp"), "experts": options.get("experts", 1)}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.plan_published import ROWS, Row
-from longspan.plan import CATALOGUE, Collective, Job, Mesh, Plan, cost, read_model
+from longspan.plan import CATALOGUE, Collective, Job, Plan, cost, read_model
 from longspan.plan.cost.weights import shard_elements
 from longspan.plan.from_model import shape_from_config
 from longspan.plan.limits import refusal
@@ -23,11 +23,11 @@ NODE_OF_ONE = replace(A100, gpus_per_node=1)  # every GPU in a node of its own: 
 # The figures leave out the latency that the planner adds.
 NO_LATENCY = replace(A100, intra=replace(A100.intra, latency=dict.fromkeys(A100.intra.latency, 0.0)))
 PREFILL = Job(context=N, mode="prefill")
-ULYSSES = cost(LLAMA, PREFILL, Mesh(ulysses=P), NO_LATENCY)
-TP = cost(LLAMA, PREFILL, Mesh(tensor=P), NO_LATENCY)
-RING = cost(LLAMA, PREFILL, Mesh(ring=P), A100)
-ON_GPT = cost(GPT, PREFILL, Mesh(ulysses=P), A100)
-TRAINING = cost(LLAMA, Job(context=N), Mesh(ulysses=P), NO_LATENCY)
+ULYSSES = cost(LLAMA, PREFILL.on(ulysses=P), NO_LATENCY)
+TP = cost(LLAMA, PREFILL.on(tensor=P), NO_LATENCY)
+RING = cost(LLAMA, PREFILL.on(ring=P), A100)
+ON_GPT = cost(GPT, PREFILL.on(ulysses=P), A100)
+TRAINING = cost(LLAMA, Job(context=N).on(ulysses=P), NO_LATENCY)
 SHORT_TP, SHORT_ULYSSES = (
     m.plan
     for m in compare(LLAMA, Job(context=SHORT, mode="prefill"), P, A100)
@@ -47,7 +47,7 @@ def method(plan: Plan) -> tuple[float, float]:
 
 GATHER, SCATTER = sent(ULYSSES, "weights of a layer"), sent(TRAINING, "gradients of a layer")
 TRAINING_GATHER, REDUCED = sent(TRAINING, "weights of a layer"), sent(TP, "hidden states summed")
-ACROSS_NODES = method(cost(LLAMA, PREFILL, Mesh(ulysses=P), NODE_OF_ONE))
+ACROSS_NODES = method(cost(LLAMA, PREFILL.on(ulysses=P), NODE_OF_ONE))
 SHORT_REDUCED = sent(SHORT_TP, "hidden states summed")
 FIGURES: dict[str, list[tuple[float, float]]] = {
     "1 weights": [(LLAMA.params / 1e9, 68.98), (LLAMA.params * 2 / GB, 137.95)],
@@ -118,7 +118,7 @@ def test_18_memory_of_a_gpu_item_by_item() -> None:
 def test_23_and_29_megatron_sp_does_not_shrink_with_the_ranks() -> None:
     """Each of its collectives sends half of an all-reduce."""
     for ranks in (2, 4, 8):
-        plan = cost(LLAMA, replace(PREFILL, tensor_style="megatron-sp"), Mesh(tensor=ranks), A100)
+        plan = cost(LLAMA, PREFILL.on(tensor=ranks, tensor_style="megatron-sp"), A100)
         for what in ("hidden states gathered", "hidden states summed"):
             assert sent(plan, what).bytes_per_gpu == pytest.approx(N * LLAMA.d_model * 2 * (ranks - 1) / ranks)
             assert sent(plan, what).count == 160  # one of each around attention, one of each around the MLP
@@ -135,7 +135,7 @@ def test_25_lasp2_does_not_grow_with_the_tokens() -> None:
         "hybrid",
     )  # fmt: skip
     for context in (100_000, 1_000_000):
-        plan = cost(hybrid, Job(context=context, mode="prefill"), Mesh(ring=P), A100)
+        plan = cost(hybrid, Job(context=context, mode="prefill").on(ring=P), A100)
         states = sent(plan, "states of recurrent layers")
         # fp32, with a column of decays; with zigzag a rank has two runs of tokens.
         assert (states.bytes_per_gpu, states.count) == (2 * 4 * 8 * 64 * (64 + 1) * (P - 1), 3)
@@ -143,11 +143,11 @@ def test_25_lasp2_does_not_grow_with_the_tokens() -> None:
 
 def test_26_limits() -> None:
     job = replace(PREFILL, kv_replication=False)
-    assert refusal(LLAMA, job, Mesh(ulysses=8)) is None
-    assert "needs 16 KV heads or replication, the model has 8" in str(refusal(LLAMA, job, Mesh(ulysses=16)))
-    assert refusal(LLAMA, PREFILL, Mesh(ulysses=64)) is None
-    assert "needs at least 128 query heads, the model has 64" in str(refusal(LLAMA, PREFILL, Mesh(ulysses=128)))
-    assert refusal(LLAMA, PREFILL, Mesh(ulysses=64, ring=2)) is None
+    assert refusal(LLAMA, job.on(ulysses=8)) is None
+    assert "needs 16 KV heads or replication, the model has 8" in str(refusal(LLAMA, job.on(ulysses=16)))
+    assert refusal(LLAMA, PREFILL.on(ulysses=64)) is None
+    assert "needs at least 128 query heads, the model has 64" in str(refusal(LLAMA, PREFILL.on(ulysses=128)))
+    assert refusal(LLAMA, PREFILL.on(ulysses=64, ring=2)) is None
 
 
 def test_30_prefetch_hides_the_gather_and_holds_two_layers() -> None:

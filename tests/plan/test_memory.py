@@ -14,7 +14,7 @@ from torch import Tensor
 
 import tests.host_memory
 from longspan.core.memory import FASTEST, LONGEST, Memory
-from longspan.plan import Job, Mesh, cost, read_hardware
+from longspan.plan import Job, ParallelConfig, cost, read_hardware
 from longspan.plan.cost.memory import memory
 from longspan.plan.cost.saved import saved_per_token
 from longspan.plan.from_model import shape_from_config
@@ -22,6 +22,7 @@ from longspan.plan.job import CostContext
 from longspan.plan.shape import Tuning
 from tests.choose import pairwise
 from tests.host_memory import at_rest, peak_of
+from tests.plan.jobs import job_on
 from tests.pool import RankPool
 from tests.trainers.fitting import tuned_model
 
@@ -47,26 +48,31 @@ MOE = {
 CHECKPOINTED = Memory(checkpointing="full")
 FP32, BF16, P2P = {"dtype": "fp32"}, {"dtype": "bf16"}, {"ring_impl": "p2p"}
 CASES = [
-    ({}, 2048, Mesh(ulysses=2), BF16),
-    ({}, 2048, Mesh(ulysses=2), {**FP32, "weight_sharding": False}),
-    ({}, 2048, Mesh(ulysses=2), {**BF16, "weight_sharding": False}),
+    ({}, 2048, ParallelConfig(ulysses=2), BF16),
+    ({}, 2048, ParallelConfig(ulysses=2), {**FP32, "weight_sharding": False}),
+    ({}, 2048, ParallelConfig(ulysses=2), {**BF16, "weight_sharding": False}),
     # Hardly any MLP: what the ring holds is what counts.
-    (NARROW, 2048, Mesh(ring=4), {**BF16, **P2P, "memory": CHECKPOINTED}),
-    (NARROW, 2048, Mesh(ring=4), {**FP32, "ring_impl": "allgather"}),
-    (DEEP, 1024, Mesh(ulysses=2), {**FP32, "memory": Memory(checkpointing="full", offload="disk")}),
-    (DEEP, 1024, Mesh(ulysses=2), {**FP32, "memory": LONGEST}),
-    (DEEP, 1024, Mesh(ring=2, ulysses=2), {**BF16, "memory": replace(LONGEST, head_chunks=0)}),
+    (NARROW, 2048, ParallelConfig(ring=4), {**BF16, **P2P, "memory": CHECKPOINTED}),
+    (NARROW, 2048, ParallelConfig(ring=4), {**FP32, "ring_impl": "allgather"}),
+    (DEEP, 1024, ParallelConfig(ulysses=2), {**FP32, "memory": Memory(checkpointing="full", offload="disk")}),
+    (DEEP, 1024, ParallelConfig(ulysses=2), {**FP32, "memory": LONGEST}),
+    (DEEP, 1024, ParallelConfig(ring=2, ulysses=2), {**BF16, "memory": replace(LONGEST, head_chunks=0)}),
     # Embedding and head are most of it, and groups of their own.
-    ({"hidden_size": 256, "vocab_size": 16000}, 128, Mesh(data=2, ulysses=2), BF16),
+    ({"hidden_size": 256, "vocab_size": 16000}, 128, ParallelConfig(data=2, ulysses=2), BF16),
     # Few weights are trained.
-    ({**DEEP, "num_hidden_layers": 5}, 1024, Mesh(ulysses=2), {**BF16, "memory": LONGEST, "tuning": Tuning(lora=8)}),
-    (DEEP, 1024, Mesh(ulysses=2), {**BF16, "memory": CHECKPOINTED, "tuning": Tuning(lora=8, quantize=True)}),
+    (
+        {**DEEP, "num_hidden_layers": 5},
+        1024,
+        ParallelConfig(ulysses=2),
+        {**BF16, "memory": LONGEST, "tuning": Tuning(lora=8)},
+    ),
+    (DEEP, 1024, ParallelConfig(ulysses=2), {**BF16, "memory": CHECKPOINTED, "tuning": Tuning(lora=8, quantize=True)}),
     # Recurrent layers, of which the second rank's receive a state, as transformers' code in torch computes them.
-    (NEXT, 1024, Mesh(ring=2), FP32),
-    ({**NEMOTRON, "hybrid_override_pattern": "M-M*M-"}, 1024, Mesh(ulysses=2), BF16),
+    (NEXT, 1024, ParallelConfig(ring=2), FP32),
+    ({**NEMOTRON, "hybrid_override_pattern": "M-M*M-"}, 1024, ParallelConfig(ulysses=2), BF16),
     # Experts over ranks: weights of experts count.
-    ({**MOE, "num_experts": 32, "moe_intermediate_size": 352}, 512, Mesh(ulysses=4), {**BF16, "experts": 2}),
-    (MOE, 1024, Mesh(ulysses=2), {**BF16, "tuning": Tuning(lora=8)}),
+    ({**MOE, "num_experts": 32, "moe_intermediate_size": 352}, 512, ParallelConfig(ulysses=4), {**BF16, "experts": 2}),
+    (MOE, 1024, ParallelConfig(ulysses=2), {**BF16, "tuning": Tuning(lora=8)}),
 ]
 MOST = 2.2
 """How far above what is measured a plan for CPU ranks may be; plans for GPUs are in tests/attn/test_live_bytes.py."""
@@ -76,7 +82,7 @@ MOST = 2.2
 def test_the_plan_of_cpu_ranks_is_an_upper_bound(
     config: dict[str, Any],
     context: int,
-    mesh: Mesh,
+    mesh: ParallelConfig,
     options: dict[str, Any],
     get_pool: Callable[[int], RankPool],
     tmp_path: Path,
@@ -86,12 +92,12 @@ def test_the_plan_of_cpu_ranks_is_an_upper_bound(
     if tuning.quantize:
         pytest.importorskip("bitsandbytes")
     model = shape_from_config({"model_type": "llama", **config}, "test", tuning)
-    job = Job(context=context, batch=mesh.data, **{key: value for key, value in options.items() if key != "tuning"})
-    plan = cost(model, job, mesh, read_hardware("cpu"))
+    job = job_on(mesh, context=context, batch=mesh.data, **{k: v for k, v in options.items() if k != "tuning"})
+    plan = cost(model, job, read_hardware("cpu"))
     # What a rank needs is the same in each step, but gloo's threads, when they get the processor late, hold what was
     # sent for longer than they need it, and that only adds: a step that took more is looked at again, on that rank.
     planned = plan.memory_total_bytes
-    measured = measured_by(get_pool(mesh.gpus), planned, peak_of_a_step, config, context, mesh, options, tmp_path)
+    measured = measured_by(get_pool(mesh.ranks), planned, peak_of_a_step, config, context, mesh, options, tmp_path)
     assert measured <= planned <= MOST * measured, plan.memory_bytes
 
 
@@ -109,7 +115,9 @@ def _patiently(tries: int, measure: Callable[..., int], *args: Any) -> int:
         return measure(*args)
 
 
-def peak_of_a_step(config: dict[str, Any], context: int, mesh: Mesh, options: dict[str, Any], folder: Path) -> int:
+def peak_of_a_step(
+    config: dict[str, Any], context: int, mesh: ParallelConfig, options: dict[str, Any], folder: Path
+) -> int:
     """Bytes of this rank's weights and optimizer state, and the rise above them in a step.
 
     With one thread: each further one has buffers of its own in torch's attention for CPUs, 1 MiB, which is nothing to a
@@ -157,27 +165,39 @@ WIDE = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 768, "n
 FLAT = {**WIDE, "intermediate_size": 128}  # hidden states, and what attention holds, are what counts
 WHOLE, CHUNKED = 2048, 512
 PROMPTS = [
-    (WIDE, CHUNKED, Mesh(tensor=2), "tp"),
-    (WIDE, CHUNKED, Mesh(tensor=4), "megatron-sp"),
-    (FLAT, WHOLE, Mesh(ring=2), "tp"),
+    (WIDE, CHUNKED, ParallelConfig(tensor=2), "tp"),
+    (WIDE, CHUNKED, ParallelConfig(tensor=4), "megatron-sp"),
+    (FLAT, WHOLE, ParallelConfig(ring=2), "tp"),
 ]
 
 
 @pytest.mark.parametrize(("config", "chunk", "mesh", "style"), PROMPTS)
 def test_the_plan_of_a_prompt_on_cpu_ranks_is_an_upper_bound(
-    config: dict[str, Any], chunk: int, mesh: Mesh, style: Any, get_pool: Callable[[int], RankPool], tmp_path: Path
+    config: dict[str, Any],
+    chunk: int,
+    mesh: ParallelConfig,
+    style: Any,
+    get_pool: Callable[[int], RankPool],
+    tmp_path: Path,
 ) -> None:
     config = {**SMALL, **config}
     model = shape_from_config({"model_type": "llama", **config}, "test")
-    job = Job(WHOLE, mode="prefill", prefill_chunk=chunk, dtype="fp32", weight_sharding=False, tensor_style=style)
-    items = memory(CostContext(model, job, mesh), read_hardware("cpu"), tiles=1)
+    job = Job(
+        WHOLE,
+        mode="prefill",
+        prefill_chunk=chunk,
+        dtype="fp32",
+        weight_sharding=False,
+        parallel=ParallelConfig(tensor_style=style),
+    )
+    items = memory(CostContext(model, job.on(**mesh.degrees)), read_hardware("cpu"), tiles=1)
     planned = sum(items.values())
-    measured = measured_by(get_pool(mesh.gpus), planned, peak_of_a_prompt, config, chunk, mesh, style, tmp_path)
+    measured = measured_by(get_pool(mesh.ranks), planned, peak_of_a_prompt, config, chunk, mesh, style, tmp_path)
     assert measured <= planned <= MOST * measured, items
 
 
 @torch.no_grad()
-def peak_of_a_prompt(config: dict[str, Any], chunk: int, mesh: Mesh, style: Any, folder: Path) -> int:
+def peak_of_a_prompt(config: dict[str, Any], chunk: int, mesh: ParallelConfig, style: Any, folder: Path) -> int:
     """Bytes of this rank's weights, and the rise above them while a prompt goes into a cache, chunk by chunk."""
     import transformers
 
@@ -201,28 +221,28 @@ def peak_of_a_prompt(config: dict[str, Any], chunk: int, mesh: Mesh, style: Any,
     pairwise(
         ["fp32", "bf16"],
         [{}, {"model_type": "qwen3", "head_dim": 16}],
-        [Mesh(ulysses=2), Mesh(ring=2), Mesh(ring=2, ulysses=2)],
+        [ParallelConfig(ulysses=2), ParallelConfig(ring=2), ParallelConfig(ring=2, ulysses=2)],
     ),
     ids=str,
 )
 def test_saved_activations_are_exact(
-    get_pool: Callable[[int], RankPool], mesh: Mesh, extra: dict[str, Any], dtype: str
+    get_pool: Callable[[int], RankPool], mesh: ParallelConfig, extra: dict[str, Any], dtype: str
 ) -> None:
     """Tensor by tensor: what one layer more makes autograd save."""
     config, context = {"model_type": "llama", **SMALL, **extra}, 256
     fewer, more = (
-        get_pool(mesh.gpus).run(saved_bytes, {**config, "num_hidden_layers": n}, context, mesh, dtype)[0]
+        get_pool(mesh.ranks).run(saved_bytes, {**config, "num_hidden_layers": n}, context, mesh, dtype)[0]
         for n in (2, 3)
     )
     model = shape_from_config(config, "test")
     kept = Memory(recompute_mlp_act=False)
     job = Job(context=context, memory=kept, **{"dtype": dtype})  # type: ignore[arg-type]
-    c = CostContext(model, job, mesh)
+    c = CostContext(model, job.on(**mesh.degrees))
     planned = saved_per_token(model.layers[0], c)
     assert planned.total * c.tokens == more - fewer
 
 
-def saved_bytes(config: dict[str, Any], context: int, mesh: Mesh, dtype: str) -> int:
+def saved_bytes(config: dict[str, Any], context: int, mesh: ParallelConfig, dtype: str) -> int:
     """Bytes of all that a forward saves for its backward, weights left out."""
     import transformers
 

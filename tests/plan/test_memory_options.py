@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from longspan.cli import main, parse
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, LONGEST, Memory
-from longspan.plan import CATALOGUE, Hardware, Job, Mesh, cost, longest_context, read_hardware, read_model
+from longspan.plan import CATALOGUE, Hardware, Job, ParallelConfig, cost, longest_context, read_hardware, read_model
 from longspan.plan.command import PlanConfig
 from longspan.plan.cost.saved import (
     mlp_backward_bytes,
@@ -22,7 +21,6 @@ from longspan.plan.cost.saved import (
 from longspan.plan.from_model import shape_from_config
 from longspan.plan.job import CostContext
 from longspan.plan.options import choose_memory, combinations, longest
-from longspan.plan.views.report import memory_flags
 
 LEAN = replace(LONGEST, head_chunks=0)
 
@@ -34,7 +32,7 @@ CONFIG = {
 }  # fmt: skip
 SMALL = shape_from_config(CONFIG, "small")
 LAYER = SMALL.layers[0]
-TWO = Mesh(ulysses=2)
+TWO = ParallelConfig(ulysses=2)
 # Bytes per token: hidden states 64 elements of 2 bytes, Q and output as many, K and V 64 together.
 HIDDEN, Q, KV, OUT = 128, 128, 128, 128
 
@@ -52,7 +50,7 @@ def test_a_tile_of_the_mlp() -> None:
         (512, Memory(tiled_mlp=600), 512),
     ):
         job = Job(context=2 * tokens, memory=memory_options)
-        c = CostContext(SMALL, job, TWO)
+        c = CostContext(SMALL, job.on(ulysses=2))
         assert mlp_tiles(LAYER, c) == tiles
         sums = 4 * 3 * 64 * 96 if tiles > 1 else 0
         assert mlp_backward_bytes(LAYER, c) == (each * -(-tokens // tiles), sums)
@@ -63,7 +61,7 @@ def test_offloaded_bytes() -> None:
     saved = 512 * HIDDEN
     job = Job(context=1024, memory=Memory(checkpointing="full"))
     here, host, disk = (
-        cost(SMALL, replace(job, memory=replace(job.memory, offload=where)), TWO, H100)  # type: ignore[arg-type]
+        cost(SMALL, replace(job, memory=replace(job.memory, offload=where)).on(ulysses=2), H100)  # type: ignore[arg-type]
         for where in ("none", "host", "disk")
     )
     assert (here.offloaded.host_bytes, here.offloaded.disk_bytes) == ({}, 0)
@@ -72,20 +70,18 @@ def test_offloaded_bytes() -> None:
     assert (disk.offloaded.host_bytes, disk.offloaded.disk_bytes) == ({"disk_buffers": 4 * saved}, 4 * saved)
     assert disk.offloaded.disk_node_bytes == 2 * 4 * saved
     deep = shape_from_config({**CONFIG, "num_hidden_layers": 12}, "deep")
-    there = cost(deep, disk.job, TWO, H100).offloaded
+    there = cost(deep, disk.job, H100).offloaded
     assert (there.host_bytes, there.disk_bytes) == ({"disk_buffers": 4 * saved}, 12 * saved)
     long = Job(context=1 << 22, memory=Memory(checkpointing="full"))
     layer = (1 << 21) * HIDDEN
-    gone = cost(SMALL, replace(long, memory=replace(long.memory, offload="host")), TWO, H100)
-    before = cost(SMALL, long, TWO, H100)
+    gone = cost(SMALL, replace(long, memory=replace(long.memory, offload="host")).on(ulysses=2), H100)
+    before = cost(SMALL, long.on(ulysses=2), H100)
     assert before.memory_total_bytes - gone.memory_total_bytes == pytest.approx(2 * layer, rel=1e-3)
 
 
 def test_weights_on_the_host() -> None:
     job = Job(context=1 << 16, memory=LONGEST)
-    held, moved = (
-        cost(LLAMA, replace(job, memory=m), Mesh(), H100) for m in (LONGEST, replace(LONGEST, cpu_offload=True))
-    )
+    held, moved = (cost(LLAMA, replace(job, memory=m), H100) for m in (LONGEST, replace(LONGEST, cpu_offload=True)))
     n = LLAMA.params
     assert held.memory_bytes["weights"] == 4 * n and held.memory_bytes["optimizer"] == 8 * n
     assert moved.memory_bytes["weights"] == moved.memory_bytes["optimizer"] == 0
@@ -98,22 +94,26 @@ def test_weights_on_the_host() -> None:
 def test_a_host_that_is_too_small() -> None:
     job = Job(context=1 << 20, memory=replace(LONGEST, offload="host"))
     small = replace(H100, host_memory=100e9)
-    assert cost(LLAMA, job, Mesh(ulysses=8), H100).fits
-    plan = cost(LLAMA, job, Mesh(ulysses=8), small)
+    assert cost(LLAMA, job.on(ulysses=8), H100).fits
+    plan = cost(LLAMA, job.on(ulysses=8), small)
     assert plan.headroom_bytes > 0 and not plan.fits
     assert "275 GB of 90 GB of host memory per node (of each GPU: activations 34.4 GB)" in plan.reasons[0]
-    assert longest_context(LLAMA, job, Mesh(ulysses=8), small) < longest_context(LLAMA, job, Mesh(ulysses=8), H100)
+    assert longest_context(LLAMA, job.on(ulysses=8), small) < longest_context(LLAMA, job.on(ulysses=8), H100)
     disk = replace(job, memory=replace(LONGEST, offload="disk"))
-    assert cost(LLAMA, disk, Mesh(ulysses=8), small).fits
-    assert not cost(LLAMA, disk, Mesh(ulysses=8), replace(small, disk_bytes=1e11)).fits
+    assert cost(LLAMA, disk.on(ulysses=8), small).fits
+    assert not cost(LLAMA, disk.on(ulysses=8), replace(small, disk_bytes=1e11)).fits
 
 
 # ---- What is sent, and how long it takes.
 
 
-def sent(memory_options: Memory, mesh: Mesh = TWO) -> dict[str, tuple[int, int]]:
+def sent(memory_options: Memory, mesh: ParallelConfig = TWO) -> dict[str, tuple[int, int]]:
     """(bytes, calls) of a layer, by what is sent."""
-    plan = cost(SMALL, Job(context=1024, memory=memory_options, ring_impl="p2p"), mesh, H100)
+    plan = cost(
+        SMALL,
+        Job(context=1024, memory=memory_options, parallel=ParallelConfig(ring_impl="p2p")).on(**mesh.degrees),
+        H100,
+    )
     return {c.what: (c.bytes_total // 4, c.count // 4) for c in plan.comm if c.method}
 
 
@@ -142,21 +142,25 @@ def test_the_all_to_all_of_each_memory_option() -> None:
 
 
 def test_a_ring_in_head_chunks_sends_the_same() -> None:
-    plain, pieces = (sent(memory_options, Mesh(ring=4)) for memory_options in (FASTEST, Memory(head_chunks=0)))
+    plain, pieces = (
+        sent(memory_options, ParallelConfig(ring=4)) for memory_options in (FASTEST, Memory(head_chunks=0))
+    )
     assert pieces == {what: (size, 4 * calls) for what, (size, calls) in plain.items()}
-    selective, full = (sent(Memory(checkpointing=how), Mesh(ring=4)) for how in ("selective", "full"))  # type: ignore[arg-type]
+    selective, full = (sent(Memory(checkpointing=how), ParallelConfig(ring=4)) for how in ("selective", "full"))  # type: ignore[arg-type]
     assert selective == plain and full["K, V to the next"][1] == plain["K, V to the next"][1] * 3 // 2
 
 
 def test_the_time_of_each_memory_option() -> None:
     """A second forward, of everything or without the attention; a tiled MLP adds its own."""
-    job, mesh = Job(context=1 << 19), Mesh(ulysses=8)
-    seconds = {m: cost(LLAMA, replace(job, memory=m), mesh, H100).step_seconds for m in combinations(job, H100)}
+    job, mesh = Job(context=1 << 19), ParallelConfig(ulysses=8)
+    seconds = {
+        m: cost(LLAMA, replace(job, memory=m).on(**mesh.degrees), H100).step_seconds for m in combinations(job, H100)
+    }
     assert seconds[FASTEST] == min(seconds.values())
     ordered = [seconds[Memory(checkpointing=how)] for how in ("none", "save_attention", "selective", "full")]  # type: ignore[arg-type]
     assert ordered == sorted(set(ordered))
     matmul = (3 * 4096 * 14336) * 2.0 * (1 << 16) * 32 / (H100.flops * H100.matmul_efficiency)
-    kept_act = cost(LLAMA, replace(job, memory=Memory(recompute_mlp_act=False)), mesh, H100).step_seconds
+    kept_act = cost(LLAMA, replace(job, memory=Memory(recompute_mlp_act=False)).on(**mesh.degrees), H100).step_seconds
     for without, tiled in ((kept_act, FASTEST), (seconds[Memory(checkpointing="full")], Memory(checkpointing="full"))):
         assert seconds[replace(tiled, tiled_mlp=0)] - without == pytest.approx(matmul)
     act = 7 * 2 * LLAMA.layers[0].mlp.width * (1 << 16) * 32 / H100.memory_bandwidth
@@ -164,46 +168,46 @@ def test_the_time_of_each_memory_option() -> None:
 
 
 def test_a_step_waits_for_a_slow_host_link() -> None:
-    job, mesh = Job(context=1 << 14, memory=Memory(checkpointing="full", offload="host")), Mesh(ulysses=8)
+    job, mesh = Job(context=1 << 14, memory=Memory(checkpointing="full", offload="host")), ParallelConfig(ulysses=8)
     slow = replace(H100, host_bandwidth=1e8)
-    fast, waits = cost(LLAMA, job, mesh, H100), cost(LLAMA, job, mesh, slow)
+    fast, waits = cost(LLAMA, job.on(**mesh.degrees), H100), cost(LLAMA, job.on(**mesh.degrees), slow)
     assert fast.offload_seconds == 0 < waits.offload_seconds
     assert waits.step_seconds == pytest.approx(fast.step_seconds + waits.offload_seconds)
     assert any("the host link needs" in note and "wait for it" in note for note in waits.notes)
     disk = replace(job, memory=Memory(checkpointing="full", offload="disk"))
-    assert cost(LLAMA, disk, mesh, replace(H100, disk_write=1e7)).offload_seconds > 0
+    assert cost(LLAMA, disk.on(**mesh.degrees), replace(H100, disk_write=1e7)).offload_seconds > 0
 
 
 # ---- Which are chosen.
 
 
 def test_the_fastest_that_fits_is_chosen() -> None:
-    job, mesh = Job(context=1 << 19), Mesh(ulysses=8)
-    found, why = choose_memory(LLAMA, job, mesh, H100)
-    fitting = {m: cost(LLAMA, replace(job, memory=m), mesh, H100) for m in combinations(job, H100)}
+    job, mesh = Job(context=1 << 19), ParallelConfig(ulysses=8)
+    found, why = choose_memory(LLAMA, job.on(**mesh.degrees), H100)
+    fitting = {m: cost(LLAMA, replace(job, memory=m).on(**mesh.degrees), H100) for m in combinations(job, H100)}
     seconds = min(plan.step_seconds for plan in fitting.values() if plan.fits)
     assert fitting[found].fits and fitting[found].step_seconds == pytest.approx(seconds, rel=1e-3)
     assert found.describe() in why and "does not fit" in why and "GB per GPU" in why
-    short, nothing_faster = choose_memory(LLAMA, replace(job, context=4096), mesh, H100)
+    short, nothing_faster = choose_memory(LLAMA, replace(job, context=4096).on(**mesh.degrees), H100)
     assert short == FASTEST and "does not fit" not in nothing_faster
-    fixed, _ = choose_memory(LLAMA, job, mesh, H100, {"checkpointing": "full", "head_chunks": 2})
+    fixed, _ = choose_memory(LLAMA, job.on(**mesh.degrees), H100, {"checkpointing": "full", "head_chunks": 2})
     assert (fixed.checkpointing, fixed.head_chunks) == ("full", 2)
 
 
 def test_the_error_lists_items_and_suggestions_if_nothing_fits() -> None:
     with pytest.raises(LongspanError) as error:
-        choose_memory(LLAMA, Job(context=4 << 20), Mesh(), H100)
+        choose_memory(LLAMA, Job(context=4 << 20), H100)
     for part in (
-        "4,194,304 tokens do not fit on one GPU of h100",
+        "4,194,304 tokens do not fit on one rank of h100",
         "activations_hidden",
         "GB per GPU",
         "GPUs suffice",
     ):
         assert part in str(error.value), part
     with pytest.raises(LongspanError, match="offload='host' moves what checkpointing saves"):
-        choose_memory(LLAMA, Job(context=8192), Mesh(), H100, {"checkpointing": "none", "offload": "host"})
+        choose_memory(LLAMA, Job(context=8192), H100, {"checkpointing": "none", "offload": "host"})
     with pytest.raises(LongspanError, match="needs at least 64 query heads"):
-        choose_memory(LLAMA, Job(context=8192), Mesh(ulysses=64), H100)
+        choose_memory(LLAMA, Job(context=8192).on(ulysses=64), H100)
 
 
 def test_the_longest_context_fits_and_the_next_does_not() -> None:
@@ -211,7 +215,7 @@ def test_the_longest_context_fits_and_the_next_does_not() -> None:
     assert found is not None and found.fits and found.runs and found.job.context % 1024 == 0
     longer = replace(found.job, context=found.job.context + 1024)
     with pytest.raises(LongspanError):
-        choose_memory(LLAMA, longer, found.mesh, H100)
+        choose_memory(LLAMA, longer.on(**found.mesh.degrees), H100)
     assert longest(read_model("llama-3.1-405b"), Job(context=1), 1, read_hardware("l40s")) is None
 
 
@@ -231,14 +235,6 @@ def test_the_goals() -> None:
 
 
 # ---- Said and read.
-
-
-@pytest.mark.parametrize(
-    "memory_options", [*combinations(Job(context=64), H100)[::5], LONGEST, replace(LONGEST, offload="disk")]
-)
-def test_memory_flags_parse_back(memory_options: Memory) -> None:
-    words = shlex.split(" ".join(memory_flags(memory_options)))
-    assert parse(PlanConfig, ["--model", "x", *words], prog="p", summary="x y").job().memory == memory_options
 
 
 def test_the_levels() -> None:
@@ -267,7 +263,7 @@ def test_auto_and_max_on_the_command_line(capsys: pytest.CaptureFixture[str]) ->
     best = report["recommended"]
     assert report["job"]["context"] == best["max_context"] // 1024 * 1024 >= 600_000
     assert best["memory"]["cpu_offload"] and best["host_node_bytes"] == 2 * sum(best["host_bytes"].values())
-    assert f"--context {report['job']['context']}" in best["command"] and '"cpu_offload": true' in best["command"]
+    assert f"context: {report['job']['context']}" in best["yaml"] and "cpu_offload: true" in best["yaml"]
     assert main(["plan", "--model", "llama-3.1-405b", "--gpu", "l40s", "--gpus", "1", "--context", "max"]) == 2
     assert "not even 1,024 tokens fit" in capsys.readouterr().err
 
@@ -287,8 +283,9 @@ def test_max_in_a_file(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> Non
 )
 def test_no_memory_option_is_faster_than_none(context: int, ring: int, ulysses: int, batch: int) -> None:
     for fixed in ({}, {"checkpointing": "full"}, {"tiled_mlp": 4}):
-        job, mesh = Job(context=context, batch=batch), Mesh(ring=ring, ulysses=ulysses)
+        job, mesh = Job(context=context, batch=batch), ParallelConfig(ring=ring, ulysses=ulysses)
         times = {
-            m: cost(LLAMA, replace(job, memory=m), mesh, H100).step_seconds for m in combinations(job, H100, fixed)
+            m: cost(LLAMA, replace(job, memory=m).on(**mesh.degrees), H100).step_seconds
+            for m in combinations(job, H100, fixed)
         }
         assert times[Memory(**fixed)] <= min(times.values()) * 1.0001

@@ -13,12 +13,12 @@ import pytest
 
 from longspan.cli import main
 from longspan.core.memory import Memory
-from longspan.plan import CATALOGUE, Job, Mesh, plan_mesh, read_hardware, read_model, search
+from longspan.plan import CATALOGUE, Job, ParallelConfig, plan_mesh, read_hardware, read_model, search
 from longspan.plan.job import Mode
 from longspan.plan.methods import compare
 from longspan.plan.options import find_suggestions
 from longspan.plan.views.page import MESHES_SHOWN, grid, page, render
-from longspan.plan.views.report import Report, command
+from longspan.plan.views.report import Report, yaml
 from tests.choose import confirming, each_value
 
 MODEL, HARDWARE = read_model("llama-2-70b"), read_hardware("a100-80gb")
@@ -47,10 +47,14 @@ def test_every_point_equals_its_plan(mode: Mode) -> None:
             at_point = dataclasses.replace(job, context=context)
             found, point = search(MODEL, at_point, gpus, HARDWARE), data["points"][i][j]
             assert (point["legal"], point["rejected"]) == (len(found.plans), len(found.rejected))
-            best = None if point["recommended"] is None else Mesh(*point["plans"][point["recommended"]]["mesh"])
+            best = (
+                None if point["recommended"] is None else ParallelConfig(*point["plans"][point["recommended"]]["mesh"])
+            )
             assert best == (found.recommended and found.recommended.mesh)
             for compact in point["plans"]:
-                _check(compact, data, plan_mesh(MODEL, at_point, Mesh(*compact["mesh"]), HARDWARE))
+                _check(
+                    compact, data, plan_mesh(MODEL, at_point.on(**ParallelConfig(*compact["mesh"]).degrees), HARDWARE)
+                )
 
 
 def _check(compact: dict[str, Any], data: dict[str, Any], plan: Any) -> None:
@@ -76,13 +80,17 @@ def test_a_point_lists_the_best_the_recommended_and_one_axis_meshes() -> None:
     data = grid(MODEL, job, 16, HARDWARE)
     for j, gpus in enumerate(data["gpus"]):
         found = search(MODEL, job, gpus, HARDWARE)
-        listed = [Mesh(*plan["mesh"]) for plan in data["points"][data["contexts"].index(131072)][j]["plans"]]
+        listed = [ParallelConfig(*plan["mesh"]) for plan in data["points"][data["contexts"].index(131072)][j]["plans"]]
         in_order = [plan.mesh for plan in found.plans]
-        printed = data["points"][data["contexts"].index(131072)][j]["command"]
-        assert printed == (None if found.recommended is None else command(found.recommended))
+        printed = data["points"][data["contexts"].index(131072)][j]["yaml"]
+        assert printed == (None if found.recommended is None else yaml(found.recommended))
         assert listed[:MESHES_SHOWN] == in_order[:MESHES_SHOWN]
         assert listed == [mesh for mesh in in_order if mesh in listed]
-        legal = {mesh for mesh in (Mesh(ring=gpus), Mesh(ulysses=gpus), Mesh(tensor=gpus)) if mesh in in_order}
+        legal = {
+            mesh
+            for mesh in (ParallelConfig(ring=gpus), ParallelConfig(ulysses=gpus), ParallelConfig(tensor=gpus))
+            if mesh in in_order
+        }
         assert legal <= set(listed)
         assert len(legal) == (1 if gpus in (1, 128) else 3)  # 64 query heads
 
@@ -233,7 +241,7 @@ def test_the_page_has_suggestions_and_methods(browser: Any, tmp_path: Path) -> N
     _open(browser, tmp_path / "plan.html", page(report))
     assert found.more is not None and found.memory_options is not None
     assert _find(browser, "#more-gpus")[0].text.startswith(
-        f"{found.more.mesh.gpus} GPUs of the kind suffice: {found.more.mesh},"
+        f"{found.more.mesh.ranks} GPUs of the kind suffice: {found.more.mesh},"
     )
     assert str(found.memory_options.mesh) in _find(browser, "#other-memory-options")[0].text
     rows = {row.get_attribute("data-method"): row for row in _find(browser, "#methods [data-method]")}
@@ -284,5 +292,5 @@ def test_the_page_has_the_plans_that_are_printed(
             None if plan["memory"] == report["job"]["memory"] else Memory(**plan["memory"]).describe()
         )
         assert sum(listed["memory"]) in next(
-            line["memory"] for line in data["lines"] if line["mesh"] == str(Mesh(*listed["mesh"]))
+            line["memory"] for line in data["lines"] if line["mesh"] == str(ParallelConfig(*listed["mesh"]))
         )

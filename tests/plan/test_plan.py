@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,17 +13,17 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from yaml import safe_load
 
-from longspan.cli import main, parse
+from longspan.cli import main
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, LONGEST, Memory
-from longspan.generate import GenerateConfig
 from longspan.plan import (
     CATALOGUE,
     Hardware,
     Job,
-    Mesh,
     ModelShape,
+    ParallelConfig,
     Plan,
     cost,
     longest_context,
@@ -41,11 +40,12 @@ from longspan.plan.job import CostContext
 from longspan.plan.layers import Causal, Chunk, Window
 from longspan.plan.limits import refusal
 from longspan.plan.names import MODELS
-from longspan.plan.search import meshes
+from longspan.plan.search import on_meshes
 from longspan.plan.views.page import contexts, gpu_counts
-from longspan.plan.views.report import SCHEMA, command, plan_dict
-from longspan.train.arguments import read
+from longspan.plan.views.report import SCHEMA, command, plan_dict, yaml
+from longspan.train.arguments import Settings, read
 from tests.choose import each_value
+from tests.plan.jobs import job_on
 
 A100 = CATALOGUE["a100-80gb"]
 LLAMA = read_model("llama-3.1-8b")
@@ -64,7 +64,9 @@ SHAPES = st.builds(
     st.sampled_from([256, 1000, 32000]), st.booleans(),
 )  # fmt: skip
 JOBS = st.builds(
-    lambda context, mode, dtype, batch, options: Job(context=context, mode=mode, dtype=dtype, batch=batch, **options),
+    lambda context, mode, dtype, batch, options: job_on(
+        ParallelConfig(), context=context, mode=mode, dtype=dtype, batch=batch, **options
+    ),
     st.integers(64, 1 << 20),
     st.sampled_from(["train", "prefill", "decode"]),
     st.sampled_from(["bf16", "fp32"]),
@@ -79,12 +81,12 @@ JOBS = st.builds(
         }
     ),
 )  # fmt: skip
-MESHES = st.builds(Mesh, *[st.sampled_from([1, 2, 4])] * 4)
+MESHES = st.builds(ParallelConfig, *[st.sampled_from([1, 2, 4])] * 4)
 
 
-def planned(model: ModelShape, job: Job, mesh: Mesh) -> Plan:
-    assume(refusal(model, job, mesh) is None)
-    return cost(model, job, mesh, A100)
+def planned(model: ModelShape, job: Job, mesh: ParallelConfig) -> Plan:
+    assume(refusal(model, job.on(**mesh.degrees)) is None)
+    return cost(model, job.on(**mesh.degrees), A100)
 
 
 # ---- Consistent and monotone.
@@ -92,7 +94,7 @@ def planned(model: ModelShape, job: Job, mesh: Mesh) -> Plan:
 
 @settings(max_examples=60, deadline=None)
 @given(SHAPES, JOBS, MESHES)
-def test_sums_are_totals(model: ModelShape, job: Job, mesh: Mesh) -> None:
+def test_sums_are_totals(model: ModelShape, job: Job, mesh: ParallelConfig) -> None:
     plan = planned(model, job, mesh)
     assert all(size >= 0 for size in plan.memory_bytes.values())
     assert sum(plan.memory_bytes.values()) == plan.memory_total_bytes == A100.memory_bytes - plan.headroom_bytes
@@ -107,7 +109,7 @@ def test_sums_are_totals(model: ModelShape, job: Job, mesh: Mesh) -> None:
 def test_gradients_summed_once_are_counted_once(weight_sharding: bool, hardware: Hardware) -> None:
     model = read_model("qwen3-0.6b")
     one, four = (
-        cost(model, Job(context=2048, batch=batch, weight_sharding=weight_sharding), Mesh(ulysses=2), hardware)
+        cost(model, Job(context=2048, batch=batch, weight_sharding=weight_sharding).on(ulysses=2), hardware)
         for batch in (1, 4)
     )
     assert four.exposed_seconds <= four.comm_seconds * (1 + 1e-9)
@@ -118,21 +120,21 @@ def test_gradients_summed_once_are_counted_once(weight_sharding: bool, hardware:
 
 @settings(max_examples=80, deadline=None)
 @given(SHAPES, JOBS, MESHES)
-def test_axes_of_one_send_nothing(model: ModelShape, job: Job, mesh: Mesh) -> None:
+def test_axes_of_one_send_nothing(model: ModelShape, job: Job, mesh: ParallelConfig) -> None:
     plan = planned(model, job, mesh)
     for c in plan.comm:
-        assert mesh.size(c.axis) > 1 and c.bytes_per_gpu > 0 and c.count > 0 and c.seconds > 0
-    if mesh.gpus == 1:
+        assert plan.c.groups[c.axis][1] > 1 and c.bytes_per_gpu > 0 and c.count > 0 and c.seconds > 0
+    if mesh.ranks == 1:
         assert plan.comm == () and plan.exposed_seconds == 0
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(SHAPES, JOBS, MESHES, st.sampled_from(["data", "ring", "ulysses", "tensor"]))
-def test_more_gpus_never_need_more_memory_each(model: ModelShape, job: Job, mesh: Mesh, axis: str) -> None:
+def test_more_gpus_never_need_more_memory_each(model: ModelShape, job: Job, mesh: ParallelConfig, axis: str) -> None:
     """Along every axis. Only the first step off 1 may: then a collective needs buffers that one GPU did not."""
     mesh = replace(mesh, **{axis: max(2, getattr(mesh, axis))})
     job = replace(job, batch=2 * mesh.data)
-    assume(mesh.weights > 1)
+    assume(mesh.fsdp_ranks > 1)
     larger = replace(mesh, **{axis: 2 * getattr(mesh, axis)})
     fewer, more = planned(model, job, mesh), planned(model, job, larger)
     # A ring's first block is full, and as long as the padding makes it: a token more for each rank that shares it.
@@ -157,13 +159,13 @@ def test_the_least_memory_never_grows_with_the_gpus(name: str, mode: Any) -> Non
 
 @settings(max_examples=80, deadline=None)
 @given(SHAPES, JOBS, MESHES, st.integers(1, 4))
-def test_a_longer_context_never_needs_less(model: ModelShape, job: Job, mesh: Mesh, times: int) -> None:
+def test_a_longer_context_never_needs_less(model: ModelShape, job: Job, mesh: ParallelConfig, times: int) -> None:
     """From 128 tokens a rank on, and in whole blocks.
 
     Below, a ring's messages take about as long as computing, and the share of the work that hides them depends on how
     many tokens the last blocks have: a few tokens more may take a few per cent less.
     """
-    job = replace(job, context=-(-job.context // (128 * mesh.sequence)) * 128 * mesh.sequence)
+    job = replace(job, context=-(-job.context // (128 * mesh.sequence_ranks)) * 128 * mesh.sequence_ranks)
     short, long = planned(model, job, mesh), planned(model, replace(job, context=job.context * times), mesh)
     assert long.memory_total_bytes >= short.memory_total_bytes
     assert long.step_seconds >= short.step_seconds
@@ -171,19 +173,25 @@ def test_a_longer_context_never_needs_less(model: ModelShape, job: Job, mesh: Me
 
 @settings(max_examples=20, deadline=None)
 @given(SHAPES, JOBS, MESHES)
-def test_the_longest_context_fits_and_one_token_more_does_not(model: ModelShape, job: Job, mesh: Mesh) -> None:
+def test_the_longest_context_fits_and_one_token_more_does_not(
+    model: ModelShape, job: Job, mesh: ParallelConfig
+) -> None:
     planned(model, job, mesh)
-    found = longest_context(model, job, mesh, A100)
+    found = longest_context(model, job.on(**mesh.degrees), A100)
     assume(0 < found < 1 << 34)
-    assert cost(model, replace(job, context=max(found, mesh.sequence)), mesh, A100).fits or found < mesh.sequence
-    assert not cost(model, replace(job, context=max(found + 1, mesh.sequence)), mesh, A100).fits
+    assert (
+        cost(model, replace(job, context=max(found, mesh.sequence_ranks)).on(**mesh.degrees), A100).fits
+        or found < mesh.sequence_ranks
+    )
+    assert not cost(model, replace(job, context=max(found + 1, mesh.sequence_ranks)).on(**mesh.degrees), A100).fits
 
 
 def test_every_mesh_is_planned_or_has_a_reason() -> None:
     found = search(LLAMA, Job(context=131072, batch=2), 16, A100)
-    assert {p.mesh for p in found.plans} | {mesh for mesh, _ in found.rejected} == set(meshes(16))
-    assert len(found.plans) + len(found.rejected) == len(set(meshes(16))) == 35
-    assert all(mesh.gpus == 16 for mesh in meshes(16))
+    every = {one.parallel for one in on_meshes(Job(context=131072), 16)}
+    assert {str(p.mesh) for p in found.plans} | {str(mesh) for mesh, _ in found.rejected} == set(map(str, every))
+    assert len(found.plans) + len(found.rejected) == len(every) == 35
+    assert all(mesh.ranks == 16 for mesh in every)
     order = [(not p.fits, p.step_seconds) for p in found.plans if p.fits]
     assert order == sorted(order)
 
@@ -202,13 +210,13 @@ def test_a_window_costs_its_window() -> None:
     job = Job(context=1 << 20, mode="prefill")
     # 4,096 tokens reach back one block of 131,072, not seven; under zigzag a block has two neighbours.
     for layout, messages in (("contiguous", 1), ("zigzag", 2)):
-        plan = cost(model, replace(job, layout=layout), Mesh(ring=8), A100)  # type: ignore[arg-type]
+        plan = cost(model, job.on(layout=layout).on(ring=8), A100)  # type: ignore[arg-type]
         assert [c.count for c in plan.comm if c.axis == "ring"] == [messages * len(model.layers)]
-    one = cost(model, replace(job, context=8192), Mesh(), A100).memory_bytes["kv_cache"]
+    one = cost(model, replace(job, context=8192), A100).memory_bytes["kv_cache"]
     # The last 4,096 tokens of a prompt lie on one rank of a zigzag ring.
-    assert plan.memory_bytes["kv_cache"] == one == cost(model, job, Mesh(ring=4), A100).memory_bytes["kv_cache"]
-    spread = replace(job, layout="contiguous", context=1 << 14)
-    assert cost(model, spread, Mesh(ring=8), A100).memory_bytes["kv_cache"] < one
+    assert plan.memory_bytes["kv_cache"] == one == cost(model, job.on(ring=4), A100).memory_bytes["kv_cache"]
+    spread = replace(job.on(layout="contiguous"), context=1 << 14)
+    assert cost(model, spread.on(ring=8), A100).memory_bytes["kv_cache"] < one
 
 
 # ---- Which mesh.
@@ -218,15 +226,15 @@ def test_ulysses_is_faster_inside_a_node() -> None:
     """Over two nodes of 8, an all-to-all over all 16 is slower than one inside the node with a ring across."""
     job = Job(context=1 << 20, mode="prefill")
     model = read_model("llama-2-70b")
-    inside = cost(model, job, Mesh(ring=2, ulysses=8), A100)
-    across = cost(model, job, Mesh(ulysses=16), A100)
+    inside = cost(model, job.on(ring=2, ulysses=8), A100)
+    across = cost(model, job.on(ulysses=16), A100)
     assert inside.exposed_seconds < across.exposed_seconds
     assert {c.axis: c.link for c in inside.comm} == {"ulysses": "intra", "ring": "inter", "fsdp": "inter"}
 
 
 def test_tensor_parallelism_wins_for_short_prompts() -> None:
     model, job = read_model("llama-2-70b"), Job(context=128, mode="prefill")
-    tensor, ulysses = cost(model, job, Mesh(tensor=8), A100), cost(model, job, Mesh(ulysses=8), A100)
+    tensor, ulysses = cost(model, job.on(tensor=8), A100), cost(model, job.on(ulysses=8), A100)
     method = [sum(c.seconds for c in plan.comm if c.method) for plan in (tensor, ulysses)]
     assert method[0] == pytest.approx(method[1], rel=0.1)  # about equal, although it sends 14 times as much
     assert tensor.exposed_seconds < ulysses.exposed_seconds  # and it gathers no weights
@@ -234,58 +242,49 @@ def test_tensor_parallelism_wins_for_short_prompts() -> None:
 
 @pytest.mark.parametrize("gpus", [4, 16])
 @pytest.mark.parametrize("ring", [1, 2, 4])
-def test_train_parses_the_command(gpus: int, ring: int) -> None:
+def test_train_parses_the_file(gpus: int, ring: int, tmp_path: Path) -> None:
     job = Job(context=65536, batch=4, memory=Memory(checkpointing="full"), weight_sharding=gpus == 16)
-    job = replace(job, layout="contiguous", ring_impl="allgather") if ring == 4 else job
+    job = job.on(layout="contiguous", ring_impl="allgather") if ring == 4 else job
     best = next(p for p in search(read_model("qwen3-0.6b"), job, gpus, A100).plans if p.mesh.ring == ring and p.runs)
-    expected = command(best)
-    assert expected is not None
-    words = shlex.split(expected)
-    made = read(words[words.index("train") + 1 :])
-    keys, ours, parallel = made.values, made.ours, made.ours.parallel
-    assert (parallel.ring, parallel.ulysses, parallel.data) == (ring, best.mesh.ulysses, best.mesh.data)
-    assert (parallel.layout, parallel.ring_impl) == (("contiguous", "allgather") if ring == 4 else ("auto", "auto"))
-    sequences = keys["per_device_train_batch_size"] * keys["gradient_accumulation_steps"] * parallel.data
+    made = as_read(best, tmp_path)
+    keys, ours = made.values, made.ours
+    assert ours.parallel == best.mesh
+    sequences = keys["per_device_train_batch_size"] * keys["gradient_accumulation_steps"] * ours.data
     assert (ours.tokens, sequences, keys["bf16"]) == (65536, 4, None)  # None: bf16
     assert ours.memory_options() == ("fastest", {"checkpointing": "full"})
     assert ours.shard_weights == job.weight_sharding
-    assert words[0] == ("longspan" if gpus == 4 else "torchrun")
+    assert str(command(best)).split()[0] == ("longspan" if gpus == 4 else "torchrun")
 
 
-def test_the_command_is_quoted_for_a_shell(tmp_path: Path) -> None:
-    """As a shell reads it, not only as `shlex` does: spaces, quotes, a variable, a command in a path."""
-    folder = tmp_path / "my 'best' \"model\" $HOME `id`;#"
+def as_read(plan: Plan, folder: Path) -> Settings:
+    """Return what `longspan train` reads of a plan's file."""
+    (folder / "plan.yaml").write_text(str(yaml(plan)))
+    return read(["sft", "--config", str(folder / "plan.yaml"), "--dataset_name", "text.txt"])
+
+
+def test_a_path_in_the_file(tmp_path: Path) -> None:
+    folder = tmp_path / "my 'best' \"model\" $HOME `id`;# {x}: [y], ü"
     folder.mkdir()
     file = folder / "config.json"
     file.write_text(json.dumps({**MODELS["qwen3-0.6b"]["config"]}))
     for source in (file, folder):
         best = search(read_model(str(source)), Job(context=8192), 2, A100).recommended
-        assert best is not None
-        script = f"printf '%s\\n' {command(best)}"
-        words = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
-        assert read(words[2:]).values["model_name_or_path"] == str(file)
-    odd = replace(best, model=replace(best.model, name="-x.json"))
-    assert "--model_name_or_path ./-x.json" in str(command(odd))
+        assert best is not None and as_read(best, tmp_path).values["model_name_or_path"] == str(file)
 
 
-def test_no_command_for_what_this_version_does_not_run() -> None:
-    for model, job, mesh, expected in (
-        (replace(read_model("gpt-1.2b"), vocab=50304), Job(context=1024), Mesh(tensor=2), "not counted exactly"),
-    ):
-        plan = cost(model, job, mesh, A100)
-        assert command(plan) is None
-        assert any(expected in reason for reason in plan.reasons)
-    assert "--tensor 2" in str(command(cost(LLAMA, Job(context=8192), Mesh(tensor=2), A100)))
+def test_no_file_for_what_this_version_does_not_run() -> None:
+    plan = cost(replace(read_model("gpt-1.2b"), vocab=50304), Job(context=1024).on(tensor=2), A100)
+    assert yaml(plan) is command(plan) is None
+    assert any("not counted exactly" in reason for reason in plan.reasons)
+    assert "tensor: 2\n" in str(yaml(cost(LLAMA, Job(context=8192).on(tensor=2), A100)))
     for mode in ("prefill", "decode"):
-        job = Job(context=8192, mode=mode, tensor_style="megatron-sp")  # type: ignore[arg-type]
-        assert "--tensor 2 --tensor-style megatron-sp" in str(command(cost(LLAMA, job, Mesh(tensor=2), A100)))
-    plan = cost(LLAMA, Job(context=8192, mode="prefill"), Mesh(ulysses=2), A100)
+        job = Job(context=8192, mode=mode).on(tensor_style="megatron-sp", tensor=2)  # type: ignore[arg-type]
+        assert "tensor: 2\ntensor_style: megatron-sp\n" in str(yaml(cost(LLAMA, job, A100)))
+    plan = cost(LLAMA, Job(context=8192, mode="prefill").on(ulysses=2), A100)
     assert "longspan generate " in str(command(plan)) and any("--prefill-chunk plans" in r for r in plan.reasons)
-    for job, mesh in (
-        (Job(context=8192, mode="prefill", batch=2), Mesh(data=2)),
-        (Job(context=8192, mode="decode", memory=Memory(head_chunks=0)), Mesh(ulysses=2)),
-    ):
-        assert command(cost(LLAMA, job, mesh, A100)) is None  # of several texts, or with memory options that it has not
+    several_texts = Job(context=8192, mode="prefill", batch=2).on(data=2)
+    memory_options = Job(context=8192, mode="decode", memory=Memory(head_chunks=0)).on(ulysses=2)
+    assert yaml(cost(LLAMA, several_texts, A100)) is yaml(cost(LLAMA, memory_options, A100)) is None
 
 
 # ---- Rings.
@@ -295,9 +294,9 @@ def test_zigzag_balances_a_causal_mask_and_contiguous_does_not() -> None:
     job = Job(context=65536)
     layer = LLAMA.layers[0]
     for ring in (2, 4, 8):
-        whole = layer.mixer.max_flops(CostContext(LLAMA, job, Mesh()))
+        whole = layer.mixer.max_flops(CostContext(LLAMA, job))
         zigzag, contiguous = (
-            layer.mixer.max_flops(CostContext(LLAMA, replace(job, layout=layout), Mesh(ring=ring)))  # type: ignore
+            layer.mixer.max_flops(CostContext(LLAMA, job.on(layout=layout).on(ring=ring)))  # type: ignore
             for layout in ("zigzag", "contiguous")
         )
         assert zigzag * ring == pytest.approx(whole, rel=1e-3)
@@ -322,8 +321,8 @@ def test_a_ring_overlaps_with_a_long_attention_and_an_all_gather_never_does() ->
     for context, hidden in ((1 << 8, False), (1 << 20, True)):
         exposed, moved = {}, {}
         for impl in ("p2p", "allgather"):
-            job = Job(context=context, weight_sharding=False, ring_impl=impl)  # type: ignore[arg-type]
-            plan = cost(LLAMA, job, Mesh(ring=8), A100)
+            job = Job(context=context, weight_sharding=False, parallel=ParallelConfig(ring_impl=impl))  # type: ignore[arg-type]
+            plan = cost(LLAMA, job.on(ring=8), A100)
             moved[impl] = [c for c in plan.comm if c.axis == "ring"]
             exposed[impl] = plan.exposed_seconds - sum(c.seconds for c in plan.comm if c.axis != "ring")
         assert {c.overlaps_with for c in moved["p2p"]} == {"attention"} and {
@@ -345,16 +344,16 @@ def shares(hidden: float | None, axes: tuple[str, ...] = ("ring", "ulysses", "fs
 @settings(max_examples=40, deadline=None)
 @given(SHAPES, JOBS, MESHES, st.integers(1, 4), st.tuples(*[st.floats(0, 1)] * 2))
 def test_exposed_time_falls_as_the_hidden_share_grows(
-    model: ModelShape, job: Job, mesh: Mesh, chunks: int, between: tuple[float, float]
+    model: ModelShape, job: Job, mesh: ParallelConfig, chunks: int, between: tuple[float, float]
 ) -> None:
-    job = replace(job, overlap_chunks=chunks)
-    assume(refusal(model, job, mesh) is None)
-    plans = [cost(model, job, mesh, shares(hidden)) for hidden in (0.0, *sorted(between), 1.0)]
+    job = job.on(overlap_chunks=chunks)
+    assume(refusal(model, job.on(**mesh.degrees)) is None)
+    plans = [cost(model, job.on(**mesh.degrees), shares(hidden)) for hidden in (0.0, *sorted(between), 1.0)]
     exposed = [plan.exposed_seconds for plan in plans]
     assert all(more <= less * (1 + 1e-9) for less, more in itertools.pairwise(exposed))
     assert exposed[0] == pytest.approx(plans[0].comm_seconds)  # nothing hides
     for hidden, overlaps in ((0.0, False), (1.0, True)):
-        c = CostContext(model, job, mesh)
+        c = CostContext(model, job.on(**mesh.degrees))
         assert step_times(c, shares(hidden)) == step_times(c, shares(None, overlaps=overlaps))
 
 
@@ -368,21 +367,21 @@ def exposed_of_layer(computing: LayerSeconds, c: CostContext, hardware: Hardware
 def test_hidden_time_is_bounded_by_the_attention(hidden: float, attention: float) -> None:
     """Of four chunks three parts of each way, of a ring every message; a collective takes a second."""
     layer, computing = LLAMA.layers[0], LayerSeconds(0.0, 0.0, attention, attention)
-    job = Job(context=4096, overlap_chunks=4, memory=FASTEST)
-    exchanged = exposed_of_layer(computing, CostContext(LLAMA, job, Mesh(ulysses=4)), shares(hidden))
+    job = Job(context=4096, memory=FASTEST, parallel=ParallelConfig(overlap_chunks=4))
+    exchanged = exposed_of_layer(computing, CostContext(LLAMA, job.on(ulysses=4)), shares(hidden))
     each_way = 4 * 2 * 1.0  # of four chunks, scatter and gather
     assert exchanged == pytest.approx(2 * (each_way - 0.75 * min(hidden * each_way, attention)))
 
     # On 8 ranks all four chunks of a rank share one KV head: the first chunk scatters 3 of 6 units, and the last one
     # gathers its gradient; O and dO are 4 units, 1 per chunk.
     slowly = {("ulysses", "all_to_all"): MeasuredLink(0.0, 1e6, (), hidden)}
-    c = CostContext(LLAMA, job, Mesh(ulysses=8))
+    c = CostContext(LLAMA, job.on(ulysses=8))
     hardware, sent = replace(A100, measured=slowly), [s.bytes for s in method_sent(layer, c)]
     way = sum(sent) / 1e6 / 2
     shared = exposed_of_layer(computing, c, hardware)
     assert shared == pytest.approx(2 * (way - min(hidden * 0.6 * way, 0.75 * attention)))
 
-    ring = CostContext(LLAMA, replace(job, overlap_chunks=1), Mesh(ring=2))
+    ring = CostContext(LLAMA, job.on(overlap_chunks=1).on(ring=2))
     schedule = layer.mixer.ring_schedule(ring)
     assert schedule is not None and schedule.routes.rounds == 1
     # Forward: a block, while the rank's own is computed. Backward: that, and a gradient during the rest of its own.
@@ -397,21 +396,21 @@ def slow(*ops: str) -> Hardware:
 
 
 def test_slow_links_change_the_ring_implementation() -> None:
-    long, short, mesh = Job(context=1 << 18), Job(context=256), Mesh(ring=4)
+    long, short = Job(context=1 << 18), Job(context=256)
     asked = [(long, A100, "auto", "p2p"), (short, A100, "auto", "allgather")]
     asked += [(long, slow("p2p"), "allgather", "allgather"), (short, slow("all_gather"), "p2p", "p2p")]
     for job, hardware, flag, impl in asked:
-        plan = plan_mesh(LLAMA, job, mesh, hardware)
-        assert (plan.job.ring_impl, plan.ring_impl) == (flag, impl)
+        plan = plan_mesh(LLAMA, job.on(ring=4), hardware)
+        assert (plan.mesh.ring_impl, plan.ring_impl) == (flag, impl)
         notes = [note for note in plan.notes if note.startswith("--ring-impl")]
         assert len(notes) == (flag != "auto")
         if flag != "auto":
             other = {"p2p": "allgather", "allgather": "p2p"}[impl]
             assert f"--ring-impl {impl} is planned: " in notes[0] and f"auto would take {other}" in notes[0]
-        assert (f"--ring_impl {flag}" in str(command(plan))) == (flag != "auto")
+        assert (f"ring_impl: {flag}" in str(yaml(plan))) == (flag != "auto")
         assert plan_dict(plan)["ring_impl"] == impl and plan_dict(plan)["layout"] == "zigzag"
-    stubborn = plan_mesh(LLAMA, replace(long, ring_impl="p2p"), mesh, slow("p2p"))
-    assert stubborn.ring_impl == "p2p" and "--ring_impl p2p" in str(command(stubborn))
+    stubborn = plan_mesh(LLAMA, long.on(ring=4, ring_impl="p2p"), slow("p2p"))
+    assert stubborn.ring_impl == "p2p" and "ring_impl: p2p" in str(yaml(stubborn))
 
 
 def test_layers_may_differ_in_the_ring_implementation() -> None:
@@ -421,10 +420,10 @@ def test_layers_may_differ_in_the_ring_implementation() -> None:
     }  # fmt: skip
     model, job = shape_from_config(config, "windows and full"), Job(context=1024)
     assert {layer.mixer.name for layer in model.layers} == {"sliding", "full"}
-    assert cost(model, job, Mesh(ring=8), A100).ring_impl == "mixed"  # a window needs its neighbours' blocks alone
-    assert cost(model, replace(job, ring_impl="p2p"), Mesh(ring=8), A100).ring_impl == "p2p"
-    for of_job, mesh in ((job, Mesh(ulysses=4)), (replace(job, mode="decode"), Mesh(ring=4))):
-        assert cost(model, of_job, mesh, A100).ring_impl is None
+    assert cost(model, job.on(ring=8), A100).ring_impl == "mixed"  # a window needs its neighbours' blocks alone
+    assert cost(model, job.on(ring_impl="p2p").on(ring=8), A100).ring_impl == "p2p"
+    for of_job, mesh in ((job, ParallelConfig(ulysses=4)), (replace(job, mode="decode"), ParallelConfig(ring=4))):
+        assert cost(model, of_job.on(**mesh.degrees), A100).ring_impl is None
 
 
 def test_a_search_refuses_too_many_gpus(capsys: pytest.CaptureFixture[str]) -> None:
@@ -446,8 +445,8 @@ def test_rings_of_thousands_are_planned() -> None:
     """A table of ranks x ranks would take minutes."""
     for layout in ("zigzag", "contiguous"):
         for name in ("llama-3.1-405b", "gemma-3-27b"):
-            job = Job(context=1 << 22, layout=layout)  # type: ignore[arg-type]
-            plan = cost(read_model(name), job, Mesh(ring=2048), A100)
+            job = Job(context=1 << 22, parallel=ParallelConfig(layout=layout))  # type: ignore[arg-type]
+            plan = cost(read_model(name), job.on(ring=2048), A100)
             assert plan.ring_impl == "p2p" and plan.step_seconds > 0
 
 
@@ -613,7 +612,7 @@ def shown(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--model", "llama-2-70b", "--gpu", "a100-80gb", "--gpus", "8", "--context", "1000000", "--mode", "prefill"]
     report = json.loads(shown(capsys, *args, "--json", "--compare"))
-    assert report["schema"] == SCHEMA == "longspan.plan/5"
+    assert report["schema"] == SCHEMA == "longspan.plan/6"
     best = report["recommended"]
     assert best["mesh"] == {"data": 1, "ring": 1, "ulysses": 8, "tensor": 1} and best["fits"]
     for plan in report["plans"]:
@@ -643,7 +642,7 @@ def test_the_methods_side_by_side(capsys: pytest.CaptureFixture[str], monkeypatc
     assert apart == pytest.approx([2.29, 0.161], rel=1e-2)  # every GPU in a node of its own
 
 
-def test_generate_parses_the_command_of_a_prompt_in_chunks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_file_of_a_prompt_in_chunks(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--model", "llama-3.1-8b", "--gpu", "a100-80gb", "--gpus", "16", "--context", "1M"]
     reports = {}
     for mode, more in (
@@ -654,14 +653,12 @@ def test_generate_parses_the_command_of_a_prompt_in_chunks(capsys: pytest.Captur
     ):
         report = json.loads(shown(capsys, *args, "--mode", mode, *more, "--json"))
         reports[mode, *more] = report["recommended"]
-        _, _, expected = report["recommended"]["command"].partition("longspan generate ")
-        config = parse(GenerateConfig, shlex.split(expected), prog="longspan generate", summary="x")
-        config.check()
-        mesh = report["recommended"]["mesh"]
-        assert (config.parallel.ring, config.parallel.ulysses, mesh["data"]) == (mesh["ring"], mesh["ulysses"], 1)
-        assert config.fsdp == ("--no-fsdp" not in more) and config.dtype == "bf16" and config.rope_scaling == "yarn"
-        assert config.cache == (more[-1] if "--cache" in more else "exact")
-        assert config.prefill_chunk == (65536 if "--prefill-chunk" in more else None)
+        keys, mesh = safe_load(report["recommended"]["yaml"]), report["recommended"]["mesh"]
+        assert {axis: keys.pop(axis, 1) for axis in mesh} == mesh and mesh["data"] == 1
+        expected = {"model": "meta-llama/Llama-3.1-8B", "rope_scaling": "yarn", "rope_factor": 128, "dtype": "bf16"}
+        expected |= {"cache": {"dtype": more[-1]}} if "--cache" in more else {}
+        expected |= {"prefill_chunk": 65536} if "--prefill-chunk" in more else {}
+        assert keys == {**expected, "weights": "replicated" if "--no-fsdp" in more else "sharded"}
     exact, int8, _, at_once = reports.values()
     cache = exact["memory_bytes"]["kv_cache"]
     assert cache == 32 * 2 * 2 * 128 * 8 * (1 << 20) // 8 // (2 if exact["mesh"]["ring"] == 2 else 1)
@@ -690,6 +687,6 @@ def test_help_and_refused_flags_import_no_torch() -> None:
 
 def test_equal_models_have_equal_plans() -> None:
     """A second model with equal layers once counted q, k and v twice in a chunk of a prompt."""
-    job, mesh = Job(context=8192, mode="prefill", prefill_chunk=2048), Mesh(ring=2)
-    first, second = (cost(read_model("llama-3.1-8b"), job, mesh, A100).memory_bytes for _ in range(2))
+    job, mesh = Job(context=8192, mode="prefill", prefill_chunk=2048), ParallelConfig(ring=2)
+    first, second = (cost(read_model("llama-3.1-8b"), job.on(**mesh.degrees), A100).memory_bytes for _ in range(2))
     assert first == second

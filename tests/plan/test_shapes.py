@@ -12,10 +12,12 @@ import pytest
 import torch
 import transformers
 
+from longspan.core.cache import CacheConfig
 from longspan.core.errors import LongspanError
+from longspan.core.parallel import ParallelConfig
 from longspan.plan import cost, read_hardware
 from longspan.plan.from_model import read_model, shape_from_config, shape_of_model
-from longspan.plan.job import CostContext, Job, Mesh
+from longspan.plan.job import CostContext, Job
 from longspan.plan.layers import Linear, Mlp, Parallel, Softmax, Window, exchange
 from longspan.plan.names import MODELS
 from longspan.plan.shape import Tuning
@@ -75,7 +77,7 @@ def test_every_family_that_can_be_sharded_is_read(family: str) -> None:
     params = sum(p.numel() for p in model.parameters())
     assert shape.params > params if family in SHARED else shape.params == params
     assert all(layer.mixer.q_heads or layer.mlp.width or layer.mixer.name == "linear" for layer in shape.layers)
-    plan = cost(shape, Job(context=64, dtype="fp32"), Mesh(ulysses=2), read_hardware("h100"))
+    plan = cost(shape, Job(context=64, dtype="fp32").on(ulysses=2), read_hardware("h100"))
     assert plan.memory_total_bytes > 0 and plan.step_seconds > 0
 
 
@@ -124,12 +126,16 @@ def test_latent_attention_caches_the_latent_vector() -> None:
     assert layer.mixer == Softmax(128, 128, 192, 128, latent_dim=512 + 64, rope_dim=64)
     assert layer.mixer.cached_per_token == 512 + 64
     job = Job(context=1024, mode="decode")
-    for mesh, elements in ((Mesh(ring=64), 576 / 64), (Mesh(ulysses=64), 576), (Mesh(ulysses=128), 320)):
-        assert layer.mixer.cache_bytes(CostContext(model, job, mesh)) == 1024 * 2 * elements
-    expanded = replace(job, cache_latent=False)
-    assert layer.mixer.cache_bytes(CostContext(model, expanded, Mesh(ulysses=64))) == 1024 * 2 * 2 * 320
+    for mesh, elements in (
+        (ParallelConfig(ring=64), 576 / 64),
+        (ParallelConfig(ulysses=64), 576),
+        (ParallelConfig(ulysses=128), 320),
+    ):
+        assert layer.mixer.cache_bytes(CostContext(model, job.on(**mesh.degrees))) == 1024 * 2 * elements
+    expanded = replace(job, cache=CacheConfig(latent=False))
+    assert layer.mixer.cache_bytes(CostContext(model, expanded.on(ulysses=64))) == 1024 * 2 * 2 * 320
     # It attends with heads of 576 and 512 over one KV head, so partial outputs are wider.
-    (sent,) = exchange.decode(layer.mixer, CostContext(model, job, Mesh(ulysses=64)))
+    (sent,) = exchange.decode(layer.mixer, CostContext(model, job.on(ulysses=64)))
     assert sent.bytes == 2 * 512 * 2 * 63
 
 
@@ -155,12 +161,12 @@ def test_attention_and_a_recurrence_in_one_layer() -> None:
     shape = shape_of_model(build("FalconH1"))
     mixer = shape.layers[0].mixer
     assert isinstance(mixer, Parallel)
-    c = CostContext(shape, Job(context=64), Mesh(ulysses=2))
+    c = CostContext(shape, Job(context=64).on(ulysses=2))
     alone = Softmax(*(getattr(mixer, name) for name in ("q_heads", "kv_heads", "head_dim", "v_head_dim")))
     assert mixer.sent(c) == [*alone.sent(c), *mixer.beside.sent(c)]
     assert mixer.saved(c) == alone.saved(c) + mixer.beside.saved(c)
     assert mixer.max_flops(c) == alone.max_flops(c) + mixer.beside.max_flops(c)
-    decode = CostContext(shape, Job(context=64, mode="decode"), Mesh(ulysses=2))
+    decode = CostContext(shape, Job(context=64, mode="decode").on(ulysses=2))
     assert mixer.cache_bytes(decode) == alone.cache_bytes(decode) + mixer.beside.cache_bytes(decode)
 
 
@@ -201,9 +207,9 @@ def test_lora_adapts_the_weights_that_peft_adapts() -> None:
 
 def test_lora_on_experts_needs_two_on_each_rank() -> None:
     eight = shape_from_config(build("Qwen3Moe", num_experts=8).config.to_dict(), "test", Tuning(lora=3))
-    assert CostContext(eight, Job(context=64, batch=8, experts="auto"), Mesh(data=8)).experts == 4
+    assert CostContext(eight, Job(context=64, batch=8, parallel=ParallelConfig(experts="auto")).on(data=8)).experts == 4
     with pytest.raises(LongspanError, match=r"experts=8 leaves a rank without 2, which LoRA .* 8 experts; use 4"):
-        cost(eight, Job(context=64, batch=8, experts=8), Mesh(data=8), read_hardware("cpu"))
+        cost(eight, Job(context=64, batch=8, parallel=ParallelConfig(experts=8)).on(data=8), read_hardware("cpu"))
 
 
 def test_frozen_weights_and_weights_in_4_bits() -> None:

@@ -6,7 +6,6 @@ import functools
 import io
 import json
 import re
-import shlex
 from collections import Counter
 from typing import Any
 
@@ -15,9 +14,9 @@ from rich.console import Console
 
 from longspan.cli import main, parse
 from longspan.core.formatting import parameters, size
+from longspan.core.parallel import ParallelConfig
 from longspan.plan import Job, Plan, read_hardware, read_model, search
 from longspan.plan.command import PlanConfig
-from longspan.plan.job import Mesh
 from longspan.plan.options import find_suggestions, search_memory_options
 from longspan.plan.views.tables import show
 from tests.choose import confirming, each_value, grouped
@@ -66,20 +65,21 @@ def test_nothing_is_cut_at_any_width(screen: str) -> None:
     wide = lines_of(screen, WIDE)
     expected, words = _characters(wide), set(" ".join(wide).split())
     for width in WIDTHS:
-        # The command is one line to be copied.
+        # The file and the command are lines to be copied.
         lines = [line.rstrip() for line in lines_of(screen, width)]
-        assert max(len(line) for line in lines if "longspan train sft --" not in line) <= width
+        assert max(len(line) for line in lines if "longspan train" not in line and "memory: {" not in line) <= width
         assert _characters(lines) == expected
         assert {word for word in " ".join(lines).split() if "─" not in word} <= words
 
 
-def test_the_first_screen_begins_with_the_answer_and_its_command() -> None:
+def test_the_first_screen_begins_with_the_answer_and_what_runs_it() -> None:
     """The tables of details are shown on request; without any mesh, the reasons are."""
     screen = "--model llama-3.1-8b --context 512k --gpus 8"
     lines = lines_of(screen, 100)
-    assert len(lines) <= 26
+    assert len(lines) <= 36
     command = next(at for at, line in enumerate(lines) if "longspan train sft --" in line)
-    assert command < 8 and lines[command - 1] == "run:"
+    assert command < 18 and lines[5] == "plan.yaml:" and "  ulysses: 8" in lines[6:command]
+    assert lines[command] == "run: longspan train sft --config plan.yaml --dataset_name DATA"
     assert lines[3].startswith("recommended: ulysses=8: 37.18 GB of 80.00 GB per GPU, 66.8 s per step")
     assert "checkpointing=save_attention, offload=host; 620.62 GB of host memory per node" in lines[4]
     assert lines[command + 1].startswith("note: the model's positions end at 131,072: RoPE scaling: yarn")
@@ -116,7 +116,7 @@ def test_a_tensor_axis_is_recommended_if_only_it_fits(capsys: pytest.CaptureFixt
         assert main([*args, *job, "--json"]) == 0
         best = json.loads(capsys.readouterr().out)["plans"][0]
         assert best["fits"] and best["runs"] and best["mesh"]["tensor"] > 1, job
-        assert f"--tensor {best['mesh']['tensor']}" in best["command"], job
+        assert f"tensor: {best['mesh']['tensor']}" in best["yaml"], job
     assert main([*args, "deepseek-v3", "--mode", "prefill", "--gpus", "64"]) in (0, 1)
     assert "planned only" in " ".join(capsys.readouterr().out.split())
 
@@ -148,10 +148,12 @@ def test_suggestions_fit_and_repeat_no_given_flag(
     flags = [word for word in given.split() if word.startswith("--")]
     for flag in [*flags, "--checkpointing" if "--grad-checkpointing" in flags else "--gpus"]:
         assert not re.search(rf"{flag}\b", advice), (flag, advice)
-    if on_these := re.search(r"On these GPUs (.*?) fits with (--.*?)( \(--memory auto finds it\))?\.", advice):
-        assert main([*args, "--gpus", "2", *on_these[2].split(), "--json"]) == 0
+    if on_these := re.search(r"On these GPUs (.*?) fits with (.*?)( \(--memory auto finds it\))?\.", advice):
+        options = [f"--{option.replace('=', ' ').replace('_', '-')}" for option in on_these[2].split(", ")]
+        options = [option.removesuffix(" True") for option in options]
+        assert main([*args, "--gpus", "2", *" ".join(options).split(), "--json"]) == 0
         plans = json.loads(capsys.readouterr().out)["plans"]
-        assert str(Mesh(**next(plan["mesh"] for plan in plans if plan["fits"]))) == on_these[1]
+        assert str(ParallelConfig(**next(plan["mesh"] for plan in plans if plan["fits"]))) == on_these[1]
         if on_these[3]:
             assert main([*args, "--gpus", "2", "--memory", "auto", "--json"]) == 0
             capsys.readouterr()
@@ -169,9 +171,9 @@ def test_suggestions_fit_and_repeat_no_given_flag(
 
     if more := re.search(r"([\d,]+) GPUs suffice", advice):
         enough = best(more[1])
-        assert enough is not None and enough.mesh.gpus.bit_count() == 1
+        assert enough is not None and enough.mesh.ranks.bit_count() == 1
         assert f": {enough.mesh}" in advice and f"{enough.memory_total_bytes / 1e9:.1f} GB each" in advice
-        assert best(enough.mesh.gpus // 2) is None
+        assert best(enough.mesh.ranks // 2) is None
     if fewer := re.search(r"So do ([\d,]+): (.*?)\.", advice):
         fitting = best(fewer[1])
         assert fitting is not None and str(fitting.mesh) == fewer[2]
@@ -194,7 +196,7 @@ def test_the_recommended_mesh_is_in_the_table_with_a_note_on_gathered_weights(
 def test_a_plain_plan_finds_memory_options_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "llama-3.1-8b"]) == 0
     text = capsys.readouterr().out
-    assert "recommended" in text and '"tiled_norms": true' in text
+    assert "recommended" in text and "tiled_norms: true" in text
     assert main(["plan", "--model", "llama-3.1-8b", "--memory", "fastest"]) == 1
     text = " ".join(capsys.readouterr().out.split()).partition("nothing fits")[2].partition("meshes, the fastest")[0]
     assert text.count("activations_hidden") == text.count("activations_mlp") == 1
@@ -214,11 +216,10 @@ def test_json_suggestions_are_the_printed_ones(capsys: pytest.CaptureFixture[str
     suggestions: dict[str, Any] = json.loads(capsys.readouterr().out)["suggestions"]
     assert main(["plan", *args]) == 1
     text = " ".join(capsys.readouterr().out.split())
-    assert (
-        f"{suggestions['more']['gpus']} GPUs suffice, the job as it is: {Mesh(**suggestions['more']['mesh'])}," in text
-    )
-    assert f"On these GPUs {Mesh(**suggestions['memory_options']['mesh'])} fits" in text
-    assert "--grad-checkpointing" not in shlex.split(suggestions["memory_options"]["command"])
+    more = suggestions["more"]
+    assert f"{more['gpus']} GPUs suffice, the job as it is: {ParallelConfig(**more['mesh'])}," in text
+    assert f"On these GPUs {ParallelConfig(**suggestions['memory_options']['mesh'])} fits" in text
+    assert "checkpointing: " in suggestions["memory_options"]["yaml"]
     assert main(["plan", "--model", "llama-3.1-8b", "--context", "4k", "--gpus", "8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["suggestions"] is None
 

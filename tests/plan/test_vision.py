@@ -20,7 +20,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout, split_by_cost
 from longspan.core.memory import LONGEST, Memory
 from longspan.hf.vision import tower_blocks
-from longspan.plan import Job, Mesh, ModelShape, cost, longest_context, read_hardware, read_model
+from longspan.plan import Job, ModelShape, ParallelConfig, cost, longest_context, read_hardware, read_model
 from longspan.plan.cost.times import model_flops
 from longspan.plan.cost.vision import shares, tower_flops
 from longspan.plan.from_model import shape_of
@@ -31,6 +31,7 @@ from tests.choose import confirming
 from tests.hf.pictures import END, FAMILIES, GRIDS, IMAGE, START, VIDEO, Rows, batch, build, rows_for
 from tests.host_memory import at_rest, peak_of
 from tests.models import gradients, sharding
+from tests.plan.jobs import job_on
 from tests.pool import RankPool
 
 CPU = read_hardware("cpu")
@@ -106,7 +107,7 @@ def test_shares_are_those_of_the_code() -> None:
     shape = shape_of(build("Qwen3VL").config)
     for units, ranks in ((1, 4), (5, 4), (8, 4), (9, 8), (7, 3)):
         job = Job(context=600, pictures=(Pictures("video", units, 4, 6),))
-        (share,) = shares(CostContext(shape, job, Mesh(ulysses=ranks)))
+        (share,) = shares(CostContext(shape, job.on(ulysses=ranks)))
         spans = split_by_cost([24] * units, ranks)
         assert share.patches == max(max(stop - start, 1) for start, stop in spans) * 24
         held = [(a, b) for rank in range(ranks) for a, b in choose_layout("auto", 1, ranks).spans(600, rank)]
@@ -119,13 +120,13 @@ def test_flops_of_a_tower() -> None:
     tower = model.tower
     assert tower is not None
     job = Job(context=8192, pictures=(Pictures("video", 8, 32, 20),))
-    products, attention = tower_flops(CostContext(model, job, Mesh(ulysses=4)), largest=False)
+    products, attention = tower_flops(CostContext(model, job.on(ulysses=4)), largest=False)
     patches, d = 8 * 640, 1280
     blocks = 32 * (4 * d * d + 3 * d * 3420)
     assert products == 2 * patches * (blocks + 1176 * d + (16 * d * d + 4 * d * 3584) / 4)
     windows = 4 * (2 * (8 * 8) ** 2 + (8 * 4) ** 2)  # four rows of windows, two of them 8 x 8 patches, one 8 x 4
     assert attention == 8 * 4 * d * (4 * 640**2 + 28 * windows)
-    most, _ = tower_flops(CostContext(model, job, Mesh(ulysses=4)), largest=True)
+    most, _ = tower_flops(CostContext(model, job.on(ulysses=4)), largest=True)
     assert most == products / 4
     text = Job(context=8192)
     assert model_flops(model, job) - model_flops(model, text) == pytest.approx(3 * (products + attention))
@@ -142,7 +143,7 @@ def test_flops_are_those_that_torch_counts(family: str) -> None:
     whole = _batch(family, pictures, 5)
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         model.model.get_video_features(whole["pixel_values_videos"], whole["video_grid_thw"])
-    c = CostContext(shape_of(config), Job(context=100, pictures=pictures), Mesh())
+    c = CostContext(shape_of(config), Job(context=100, pictures=pictures))
     assert sum(tower_flops(c, largest=False)) == counted.get_total_flops()
 
 
@@ -152,17 +153,17 @@ def test_flops_are_those_that_torch_counts(family: str) -> None:
 VIDEO_ROW: Rows = ((("video", 3, 4, 4), 20),)
 FRAMES: Rows = ((("video", 5, 4, 6), 20),)
 BOTH: Rows = ((("image", 1, 4, 4), ("image", 1, 4, 4), ("video", 5, 4, 6), 20),)
-COUNTED: list[tuple[str, Rows, Mesh, dict[str, Any]]] = [
-    ("Qwen2_5_VL", VIDEO_ROW, Mesh(ulysses=2), {}),
-    ("Qwen2_5_VL", ((30,),), Mesh(ulysses=2), {}),
-    ("Qwen3VL", BOTH, Mesh(ring=2, ulysses=2), {"dtype": "bf16"}),
-    ("Qwen3VL", FRAMES, Mesh(ring=4), {"memory": Memory(checkpointing="full")}),
-    ("Qwen3VLMoe", VIDEO_ROW, Mesh(data=2, ulysses=2), {}),
-    ("Qwen2_5_VL", VIDEO_ROW, Mesh(ulysses=2), {"weight_sharding": False}),
-    ("Qwen2_5_VL", ((30,),), Mesh(ulysses=2), {"weight_sharding": False}),
-    ("Qwen2VL", BOTH, Mesh(data=2, ulysses=2), {}),
-    ("Qwen2_5_VL", BOTH, Mesh(ulysses=4), {"tied": True}),
-    ("Qwen2_5_VL", ((30,),), Mesh(ulysses=2), {"tied": True}),
+COUNTED: list[tuple[str, Rows, ParallelConfig, dict[str, Any]]] = [
+    ("Qwen2_5_VL", VIDEO_ROW, ParallelConfig(ulysses=2), {}),
+    ("Qwen2_5_VL", ((30,),), ParallelConfig(ulysses=2), {}),
+    ("Qwen3VL", BOTH, ParallelConfig(ring=2, ulysses=2), {"dtype": "bf16"}),
+    ("Qwen3VL", FRAMES, ParallelConfig(ring=4), {"memory": Memory(checkpointing="full")}),
+    ("Qwen3VLMoe", VIDEO_ROW, ParallelConfig(data=2, ulysses=2), {}),
+    ("Qwen2_5_VL", VIDEO_ROW, ParallelConfig(ulysses=2), {"weight_sharding": False}),
+    ("Qwen2_5_VL", ((30,),), ParallelConfig(ulysses=2), {"weight_sharding": False}),
+    ("Qwen2VL", BOTH, ParallelConfig(data=2, ulysses=2), {}),
+    ("Qwen2_5_VL", BOTH, ParallelConfig(ulysses=4), {"tied": True}),
+    ("Qwen2_5_VL", ((30,),), ParallelConfig(ulysses=2), {"tied": True}),
 ]
 CONFIRMED = (1, 6, 7, 9)
 
@@ -172,10 +173,10 @@ CONFIRMED = (1, 6, 7, 9)
     [*(case for at, case in enumerate(COUNTED) if at not in CONFIRMED), *confirming(COUNTED[at] for at in CONFIRMED)],
 )
 def test_a_step_sends_what_is_planned(
-    family: str, rows: Rows, mesh: Mesh, options: dict[str, Any], get_pool: Callable[[int], RankPool]
+    family: str, rows: Rows, mesh: ParallelConfig, options: dict[str, Any], get_pool: Callable[[int], RankPool]
 ) -> None:
     """Of each call the rank that sends most. Real ranks, since torch's fake group refuses a rank that sends nothing."""
-    logs = get_pool(mesh.gpus).run(_sent, family, rows, mesh, options)
+    logs = get_pool(mesh.ranks).run(_sent, family, rows, mesh, options)
     by_op = [{op: [size for of, size in log if of == op] for op, _ in log} for log in logs]
     measured = Counter[tuple[str, int]]()
     for op in by_op[0]:
@@ -183,9 +184,9 @@ def test_a_step_sends_what_is_planned(
     tied = {"tie_word_embeddings": True} if options.get("tied") else {}
     asked = {key: value for key, value in options.items() if key != "tied"}
     context = batch(family, rows)["input_ids"].shape[1]
-    job = Job(context=context, batch=mesh.data, pictures=_pictures(rows), **{"dtype": "fp32", **asked})
+    job = job_on(mesh, context=context, batch=mesh.data, pictures=_pictures(rows), **{"dtype": "fp32", **asked})
     planned = Counter[tuple[str, int]]()
-    for c in cost(shape_of(build(family, **tied).config), job, mesh, CPU).comm:
+    for c in cost(shape_of(build(family, **tied).config), job, CPU).comm:
         planned[c.op, c.bytes_per_gpu] += c.count
     assert measured == planned
 
@@ -200,7 +201,7 @@ def _pictures(rows: Rows) -> tuple[Pictures, ...]:
     return tuple(found.values())
 
 
-def _sent(family: str, rows: Rows, mesh: Mesh, options: dict[str, Any]) -> list[tuple[str, int]]:
+def _sent(family: str, rows: Rows, mesh: ParallelConfig, options: dict[str, Any]) -> list[tuple[str, int]]:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     sp = sharding(data=mesh.data, ring=mesh.ring)
@@ -232,7 +233,7 @@ LARGER: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 CHECKPOINTED = Memory(checkpointing="full")
 FP32 = {"dtype": "fp32"}
-Case = tuple[str, tuple[Pictures, ...], int, Mesh, dict[str, Any]]
+Case = tuple[str, tuple[Pictures, ...], int, ParallelConfig, dict[str, Any]]
 
 
 def _video(frames: int) -> tuple[Pictures, ...]:
@@ -240,24 +241,24 @@ def _video(frames: int) -> tuple[Pictures, ...]:
 
 
 MEASURED: list[Case] = [
-    ("Qwen2_5_VL", _video(32), 800, Mesh(ulysses=2), {**FP32, "memory": LONGEST}),
-    ("Qwen3VL", _video(8), 200, Mesh(ulysses=2), {"dtype": "bf16"}),
-    ("Qwen2VL", (Pictures("image", 4, 16, 16), *_video(4)), 200, Mesh(ulysses=2), FP32),
-    ("Qwen2_5_VL", _video(32), 800, Mesh(data=2, ulysses=2), {"dtype": "bf16", "memory": CHECKPOINTED}),
+    ("Qwen2_5_VL", _video(32), 800, ParallelConfig(ulysses=2), {**FP32, "memory": LONGEST}),
+    ("Qwen3VL", _video(8), 200, ParallelConfig(ulysses=2), {"dtype": "bf16"}),
+    ("Qwen2VL", (Pictures("image", 4, 16, 16), *_video(4)), 200, ParallelConfig(ulysses=2), FP32),
+    ("Qwen2_5_VL", _video(32), 800, ParallelConfig(data=2, ulysses=2), {"dtype": "bf16", "memory": CHECKPOINTED}),
 ]
 
 
 @pytest.mark.parametrize(("family", "pictures", "text", "mesh", "options"), MEASURED)
 def test_the_plan_of_cpu_ranks_is_an_upper_bound(
-    family: str, pictures: tuple[Pictures, ...], text: int, mesh: Mesh, options: dict[str, Any],
+    family: str, pictures: tuple[Pictures, ...], text: int, mesh: ParallelConfig, options: dict[str, Any],
     get_pool: Callable[[int], RankPool], tmp_path: Path,
 ) -> None:  # fmt: skip
     context = _batch(family, pictures, text)["input_ids"].shape[1]
-    job = Job(context=context, batch=mesh.data, pictures=pictures, **options)
-    plan = cost(shape_of(_config(family)), job, mesh, CPU)
+    job = job_on(mesh, context=context, batch=mesh.data, pictures=pictures, **options)
+    plan = cost(shape_of(_config(family)), job, CPU)
     planned, tries, least = plan.memory_total_bytes, 6, float("inf")
     while least > planned and tries:  # late threads of gloo only add, as in test_memory.py
-        found = get_pool(mesh.gpus).run(_peak_of_a_step, family, pictures, text, mesh, options, tmp_path)
+        found = get_pool(mesh.ranks).run(_peak_of_a_step, family, pictures, text, mesh, options, tmp_path)
         least, tries = min(least, max(found)), tries - 1
     assert least <= planned <= 2.2 * least, plan.memory_bytes
 
@@ -293,7 +294,7 @@ def _batch(family: str, pictures: tuple[Pictures, ...], text: int) -> dict[str, 
 
 
 def _peak_of_a_step(
-    family: str, pictures: tuple[Pictures, ...], text: int, mesh: Mesh, options: dict[str, Any], folder: Path
+    family: str, pictures: tuple[Pictures, ...], text: int, mesh: ParallelConfig, options: dict[str, Any], folder: Path
 ) -> int:
     """Bytes of this rank's weights, optimizer state and pixels, and the rise above them in a step."""
     import transformers
@@ -343,7 +344,7 @@ def _room(family: str) -> float:
         Job(context=context, dtype="fp32", weight_sharding=False, memory=memory, pictures=_pictures(LONG))
         for memory in (Memory(), LONGEST)
     )
-    return sum(cost(shape, job, Mesh(), CPU).memory_total_bytes for job in jobs) / 2
+    return sum(cost(shape, job, CPU).memory_total_bytes for job in jobs) / 2
 
 
 def _limit(monkeypatch: pytest.MonkeyPatch, room: float) -> None:
@@ -413,15 +414,15 @@ def test_jobs_that_cannot_be() -> None:
     model = read_model("qwen2.5-vl-7b")
     job = Job(context=1000, pictures=(Pictures("video", 8, 32, 32),))
     with pytest.raises(LongspanError, match="images and video are 2,050 tokens, and the context has 1,000"):
-        cost(model, job, Mesh(), CPU)
+        cost(model, job, CPU)
     with pytest.raises(LongspanError, match="a vision tower is not sharded over a tensor axis; use `ulysses`"):
-        cost(model, Job(context=4096), Mesh(tensor=2), CPU)
+        cost(model, Job(context=4096).on(tensor=2), CPU)
     with pytest.raises(LongspanError, match="qwen3-8b has no vision tower"):
-        cost(read_model("qwen3-8b"), Job(context=4096, pictures=job.pictures), Mesh(), CPU)
+        cost(read_model("qwen3-8b"), Job(context=4096, pictures=job.pictures), CPU)
     h100 = read_hardware("h100")
-    assert longest_context(model, job, Mesh(ulysses=8), h100) > 100_000
+    assert longest_context(model, job.on(ulysses=8), h100) > 100_000
     longer = Job(context=1000, pictures=(Pictures("video", 10_000, 32, 32),))
-    assert longest_context(model, longer, Mesh(ulysses=8), h100) == 0
+    assert longest_context(model, longer.on(ulysses=8), h100) == 0
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -432,7 +433,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     text = " ".join(capsys.readouterr().out.split())
     assert "images and video: 131,074 tokens of 524,288 patches, of which one GPU encodes up to 65,536" in text
     assert "vision pixels of the batch" in text and "embeddings to all_to_all sequence 1" in text
-    assert "run:" not in text and "its mesh is longspan.init_mesh(ring=2, ulysses=4)" in text
+    assert "plan.yaml" not in text and "its mesh is longspan.init_mesh(ring=2, ulysses=4)" in text
     images = ["--gpus", "2", "--gpu", "cpu", "--context", "4k", "--images", "9x56x56"]
     assert main(["plan", "--model", str(file), *images, "--details"]) == 0
     assert "images and video:" in capsys.readouterr().out

@@ -20,7 +20,7 @@ from longspan.compat.transformers_api import MIXER_FUNCTIONS
 from longspan.core.errors import LongspanError
 from longspan.core.layout import LAYOUTS, Contiguous, Layout, RingLayout, choose_layout, register_layout
 from longspan.hf.forward.mixer_functions import REPLACEMENTS
-from longspan.plan import Job, Mesh, cost, read_hardware, read_model
+from longspan.plan import Job, ParallelConfig, cost, read_hardware, read_model
 from longspan.plan.views.page import contexts, held_tokens
 from tests.generate.generating import check_generated, each_row_alone, generated, prompt
 from tests.models import Truth, build, compare, inputs_of, padded, sharding, truth_of
@@ -79,13 +79,15 @@ def test_the_planner_and_its_page_use_the_striped_layout() -> None:
     model, hardware = read_model("llama-3.1-8b"), read_hardware("h100")
     # The last rank's stripes are each one stripe later than the first's: of 16, a sixteenth more than the mean.
     seconds = {
-        name: cost(model, Job(context=1 << 17, layout=name), Mesh(ring=8), hardware).compute_seconds
+        name: cost(
+            model, Job(context=1 << 17, parallel=ParallelConfig(layout=name)).on(ring=8), hardware
+        ).compute_seconds
         for name in ("striped", "zigzag", "contiguous")
     }
     assert seconds["zigzag"] <= seconds["striped"] < (1 + 1 / 16) * seconds["zigzag"]
     assert seconds["contiguous"] > 1.3 * seconds["striped"]
-    job = Job(context=4096, layout="striped")
-    page, layout = held_tokens(job, {Mesh(ring=2)})["2,1"], choose_layout("striped", 2, 1)
+    job = Job(context=4096, parallel=ParallelConfig(layout="striped"))
+    page, layout = held_tokens(job, {ParallelConfig(ring=2)})["2,1"], choose_layout("striped", 2, 1)
     assert page["kind"] == "striped"
     parts = page["contexts"][contexts(job).index(4096)]["parts"]
     assert parts[1] == [place for span in layout.spans(4096, 1) for place in span]

@@ -181,6 +181,7 @@ class SequenceSharding:
             always exact. For slow links; refused for generation.
 
     Attributes:
+        parallel: the axes and the options, as one value.
         size: ranks of the sequence group.
         rank: this rank in the sequence group.
         group: the sequence group; None on a single process.
@@ -214,7 +215,8 @@ class SequenceSharding:
         if names != AXES:
             raise LongspanError(f"the mesh has the axes {names}, SequenceSharding needs {AXES}; use longspan.init_mesh")
         choices: Any = {"layout": layout, "ring_impl": ring_impl, "wire_dtype": wire_dtype}
-        ParallelConfig(**choices, overlap_chunks=overlap_chunks)
+        sizes: Any = dict(zip(AXES, mesh.shape, strict=True))
+        self.parallel = ParallelConfig(**sizes, **choices, overlap_chunks=overlap_chunks)
         check_flag("kv_replication", kv_replication)
         self.mesh = mesh
         self._options: Any = {**choices, "overlap_chunks": overlap_chunks, "kv_replication": kv_replication}

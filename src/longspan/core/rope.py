@@ -221,14 +221,15 @@ class RopeScaling:
     replaced: str = ""  # the config's scaling in words; "" for none
 
     @property
-    def flags(self) -> dict[str, str]:
-        """The flags of this scaling, with their values."""
-        flags = {"--rope-scaling": self.kind, "--rope-factor": f"{self.factor!r}".removesuffix(".0")}
+    def settings(self) -> dict[str, Any]:
+        """The flags that ask for this scaling, with their values."""
+        factor = int(self.factor) if self.factor == int(self.factor) else self.factor
+        settings: dict[str, Any] = {"rope_scaling": self.kind, "rope_factor": factor}
         if self.asked.original is not None:
-            flags["--rope-original"] = str(self.original)
+            settings["rope_original"] = self.original
         if self.asked.file:
-            flags["--longrope-factors"] = self.asked.file
-        return flags
+            settings["longrope_factors"] = self.asked.file
+        return settings
 
     def __str__(self) -> str:
         end = "and grows with the sequence" if self.kind == "dynamic" else f"= {self.positions:,} positions"

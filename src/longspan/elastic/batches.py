@@ -18,7 +18,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,6 @@ from longspan.compat.transformers_api import own_positions
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import format_ranks, odd_ones
 from longspan.core.memory import FASTEST
-from longspan.core.parallel import RingImpl
 from longspan.core.validation import LARGEST_COUNT, check_number, checked_call
 from longspan.elastic.schedule import Group, SampleCosts, Schedule, make_schedule
 from longspan.hf.batch import IGNORE, WIDTH
@@ -41,7 +40,7 @@ from longspan.hf.planning import hardware_of
 from longspan.hf.support import transformers_model
 from longspan.plan.from_model import shape_of_model
 from longspan.plan.hardware import CATALOGUE, read_hardware
-from longspan.plan.job import Job, Mesh
+from longspan.plan.job import Job
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -355,13 +354,10 @@ def sample_costs(model: PreTrainedModel, sp: SequenceSharding, gpu: str | os.Pat
         dtype="fp32" if next(model.parameters()).dtype == torch.float32 else "bf16",
         weight_sharding=sp.world_size > 1 and (state is None or state.gradients is None),
         memory=FASTEST if state is None else state.memory.memory,
-        layout=sp.layout.kind if sp.ring_size > 1 else "auto",
-        ring_impl=cast(RingImpl, sp.ring_impl),
-        wire_dtype=sp.wire_dtype,
+        parallel=sp.parallel,
     )
-    mesh = Mesh(sp.data_size, sp.ring_size, sp.ulysses_size, sp.tensor_size)
     try:
         shape = shape_of_model(model)
     except LongspanError:  # a family or a layer that the planner does not know
         shape = None
-    return SampleCosts(shape, job, mesh, hardware)
+    return SampleCosts(shape, job, hardware)

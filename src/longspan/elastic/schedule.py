@@ -27,7 +27,7 @@ from longspan.plan.cost.communication import method_sent
 from longspan.plan.cost.times import head_seconds, hidden_layer_seconds, layer_seconds, seconds_of
 from longspan.plan.cost.weights import layer_weights_sent
 from longspan.plan.hardware import Hardware
-from longspan.plan.job import CostContext, Job, Mesh
+from longspan.plan.job import CostContext, Job
 from longspan.plan.shape import ModelShape
 
 _SHORTEST = 32  # tokens; shorter samples cost in proportion
@@ -43,14 +43,13 @@ class SampleCosts:
 
     Attributes:
         model: the model; None if the planner cannot read it: a rank's work is then its tokens.
-        job: its dtype, memory options and collectives; its context and batch do not count.
-        mesh: all ranks; the widest group has its ring and ulysses axes.
+        job: its dtype, memory options and collectives, on the mesh of all ranks; the widest group has its ring and
+            ulysses axes. Its context and batch do not count.
         hardware: the kind of GPU.
     """
 
     model: ModelShape | None
     job: Job
-    mesh: Mesh
     hardware: Hardware
     _rows: dict[tuple[int, int], float] = field(default_factory=dict, compare=False, repr=False)
 
@@ -73,7 +72,7 @@ class SampleCosts:
         """Seconds of the weights' communication in a round, which a GPU overlaps with computing."""
         if self.model is None:
             return 0.0
-        c = CostContext(self.model, self.job, self.mesh)
+        c = CostContext(self.model, self.job)
         return sum(
             n * seconds_of(layer_weights_sent(layer, c), c, self.hardware) for layer, n in self.model.layer_kinds
         )
@@ -84,8 +83,9 @@ class SampleCosts:
             return tokens / width
         key = tokens, width
         if key not in self._rows:
-            mesh = Mesh(1, *axes_of_width(self.mesh.ulysses, width), self.mesh.tensor)
-            c = CostContext(self.model, replace(self.job, context=tokens, batch=1), mesh)
+            ring, ulysses = axes_of_width(self.job.parallel.ulysses, width)
+            job = replace(self.job, context=tokens, batch=1).on(data=1, ring=ring, ulysses=ulysses)
+            c = CostContext(self.model, job)
             seconds = head_seconds(c, self.hardware)
             for layer, count in self.model.layer_kinds:
                 computing = layer_seconds(layer, c, self.hardware)
@@ -156,9 +156,9 @@ def make_schedule(lengths: Sequence[int], costs: SampleCosts, tokens_per_rank: i
     Raises:
         LongspanError: for a sample without tokens, or one that all ranks of a sequence group cannot hold.
     """
-    mesh = costs.mesh
-    check_lengths(lengths, mesh.sequence, tokens_per_rank)
-    ranks = mesh.data * mesh.sequence
+    mesh = costs.job.parallel
+    check_lengths(lengths, mesh.sequence_ranks, tokens_per_rank)
+    ranks = mesh.data * mesh.sequence_ranks
     if not lengths:
         return Schedule((), ranks, ())
     samples = _Samples(lengths, costs, tokens_per_rank)
@@ -208,8 +208,8 @@ class _Samples:
 
     def __init__(self, lengths: Sequence[int], costs: SampleCosts, room: int) -> None:
         self.costs, self.room = costs, room
-        self.size = costs.mesh.sequence
-        self.ranks = costs.mesh.data * self.size
+        self.size = costs.job.parallel.sequence_ranks
+        self.ranks = costs.job.parallel.data * self.size
         self.widths = widths_of(self.size)
         self.order = sorted(range(len(lengths)), key=lambda index: (lengths[index], -index))
         self.lengths = [lengths[index] for index in self.order]

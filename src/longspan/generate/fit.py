@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from longspan.core.cache import CacheConfig
 from longspan.core.errors import LongspanError
 from longspan.generate.config import GenerateConfig
 from longspan.hf.planning import hardware_of_ranks
@@ -13,7 +14,7 @@ from longspan.plan.cost.memory import offloaded_bytes
 from longspan.plan.cost.weights import can_cut
 from longspan.plan.from_model import shape_of
 from longspan.plan.generation import check_fits, check_score_fits, does_not_fit, peak_items
-from longspan.plan.job import CostContext, Job, Mesh
+from longspan.plan.job import CostContext, Job
 
 if TYPE_CHECKING:
     from longspan.generate.config import ModelFlags
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 def question(
     config: ModelFlags, model_config: Any, tokens: int, shape: ModelShape | None = None
-) -> tuple[ModelShape, Job, Mesh, Hardware]:
+) -> tuple[ModelShape, Job, Hardware]:
     """Return what the planner is asked: whether this many tokens, cached or scored, fit."""
     import torch
 
@@ -35,13 +36,12 @@ def question(
         mode="prefill",
         dtype=dtype,
         weight_sharding=config.fsdp and config.parallel.ranks > 1,
-        experts=config.parallel.experts,
-        layout=config.parallel.layout,
+        parallel=config.parallel,
     )
     if isinstance(config, GenerateConfig):
-        job = replace(job, cache=config.cache, cache_latent=config.cache_latent, cache_offload=config.cache_offload)
+        job = replace(job, cache=CacheConfig(config.cache, config.cache_offload, config.cache_latent))
     hardware = hardware_of_ranks(config.rank_memory, config.nproc or config.parallel.ranks)
-    return shape or shape_of(model_config), job, Mesh(**config.parallel.degrees), hardware
+    return shape or shape_of(model_config), job, hardware
 
 
 def choose_weights(config: GenerateConfig, model_config: Any, tokens: int) -> tuple[GenerateConfig, str | None]:
@@ -83,8 +83,8 @@ def check_memory(config: GenerateConfig, model_config: Any, tokens: int) -> str:
     except LongspanError as error:
         return f"the planner cannot read this model, so its memory was not checked ({error})"
     check_fits(*asked, config.chunk)
-    items, (shape, job, mesh, hardware) = peak_items(*asked, config.chunk), asked
-    on_host = offloaded_bytes(CostContext(shape, job, mesh), hardware).host_bytes.get("kv_cache", 0)
+    items, (shape, job, hardware) = peak_items(*asked, config.chunk), asked
+    on_host = offloaded_bytes(CostContext(shape, job), hardware).host_bytes.get("kv_cache", 0)
     host = f"; {on_host / 1e9:.2f} GB of cache are in host memory" if on_host else ""
     pictures = "; what encoding the pictures needs is not planned" if config.pictures else ""
     return (

@@ -20,7 +20,7 @@ from longspan.core.memory import Memory
 from longspan.core.parallel import TensorStyle
 from longspan.plan.from_model import shape_of_model
 from longspan.plan.hardware import CATALOGUE, Hardware, read_hardware
-from longspan.plan.job import Job, Mesh
+from longspan.plan.job import Job
 from longspan.plan.options import choose_memory, fixed_options
 from longspan.plan.tower import Pictures
 
@@ -85,8 +85,7 @@ class AutoMemory:
             context=1,
             dtype="fp32" if compute_dtype == torch.float32 else "bf16",
             weight_sharding=fsdp and sp.world_size > 1,
-            tensor_style=style,
-            experts=experts,
+            parallel=dataclasses.replace(sp.parallel, tensor_style=style, experts=experts),
         )
         self.hardware: Hardware | None = None
 
@@ -130,8 +129,7 @@ class AutoMemory:
         job = dataclasses.replace(
             self.job, context=length, batch=rows * sp.data_size, documents=documents, pictures=self._pictures(largest)
         )
-        mesh = Mesh(sp.data_size, sp.ring_size, sp.ulysses_size, sp.tensor_size)
-        chosen = choose_memory(self.shape, job, mesh, self.hardware, fixed_options(self.shape, fixed))
+        chosen = choose_memory(self.shape, job, self.hardware, fixed_options(self.shape, fixed))
         self.largest, self.size, self.patches = length * rows, (length, rows), largest
         return chosen
 

@@ -19,7 +19,7 @@ from longspan.core.rope import (
     scaling_for,
 )
 from longspan.core.validation import existing_path, format_value, means_a_path, near, read_text
-from longspan.plan.names import weights_flag
+from longspan.plan.names import weights_of
 from longspan.ranks import launch
 
 HUB_WAIT_S = 5
@@ -314,12 +314,11 @@ def position_range(config: Any) -> int | None:
 def _refuse_planners_name(flag: str, name: str) -> None:
     """Raise for the short names of `longspan plan`, which have sizes but no weights."""
     short = name.lower()
-    weights = weights_flag(short)
+    weights = weights_of(short)
     if weights is not None and existing_path(flag, name) is None:
-        other = weights.replace("--model", flag, 1)
         raise LongspanError(
-            f"{flag} {name} is a short name of `longspan plan` for a model's sizes, without weights; give {other}, "
-            "or a local folder"
+            f"{flag} {name} is a short name of `longspan plan` for a model's sizes, without weights; give {flag} "
+            f"{weights}, or a local folder"
         )
 
 

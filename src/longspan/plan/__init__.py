@@ -8,9 +8,10 @@ found.recommended.mesh, found.recommended.memory_bytes, found.recommended.comm
 
 from typing import TYPE_CHECKING, Any
 
+from longspan.core.parallel import ParallelConfig
 from longspan.plan.cost.communication import Collective
 from longspan.plan.hardware import CATALOGUE, Hardware, Link, read_hardware
-from longspan.plan.job import Job, Mesh
+from longspan.plan.job import Job
 from longspan.plan.search import Plan, Search, cost, longest_context, plan_mesh, search
 from longspan.plan.shape import LayerShape, ModelShape
 
@@ -24,8 +25,8 @@ __all__ = [
     "Job",
     "LayerShape",
     "Link",
-    "Mesh",
     "ModelShape",
+    "ParallelConfig",
     "Plan",
     "Search",
     "cost",

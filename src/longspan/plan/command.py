@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from longspan.core.cache import CacheDtype, CacheOffload
+from longspan.core.cache import CacheConfig, CacheDtype, CacheOffload
 from longspan.core.errors import LongspanError, require
 from longspan.core.memory import LONGEST, MemoryFlags, MemoryLevel, flags_last
 from longspan.core.parallel import ParallelConfig
@@ -53,7 +53,8 @@ class PlanConfig(MemoryFlags, RopeFlags):
     fsdp: bool = True
     """Shard weights over data x ring x ulysses. Off: replicate them."""
     parallel: ParallelConfig = field(
-        default_factory=ParallelConfig, metadata={"only": ("layout", "ring_impl", "wire_dtype", "experts")}
+        default_factory=ParallelConfig,
+        metadata={"only": ("layout", "ring_impl", "overlap_chunks", "wire_dtype", "experts")},
     )
     """How ranks share the work; the plan chooses the mesh."""
     lora: int | None = None
@@ -68,8 +69,6 @@ class PlanConfig(MemoryFlags, RopeFlags):
     """Weights that are not trained: patterns of their names, such as "*embed_tokens*" or "*.layers.0.*"."""
     documents: bool = False
     """Plan the memory of packed documents (`packing` of `longspan train`), which a ring needs more of."""
-    overlap_chunks: int = 1
-    """Chunks of heads of the Ulysses all-to-all, each overlapped with the attention of another. 1: no overlap."""
     images: str | None = None
     """Images in each sequence of a vision-language model, as NUMBERxHEIGHTxWIDTH in pixels: 4x1024x768. They come
     first, and their tokens count in --context."""
@@ -105,11 +104,11 @@ class PlanConfig(MemoryFlags, RopeFlags):
     compare: bool = False
     """Show the methods (TP, Megatron SP, FSDP, Ulysses, Ring, USP, LASP-2) side by side."""
     json: bool = False
-    """Print JSON (schema longspan.plan/5, see docs/reference/json.md) instead of tables."""
+    """Print JSON (schema longspan.plan/6, see docs/reference/json.md) instead of tables."""
     html: Path | None = None
     """Write one self-contained page with sliders for context and GPUs."""
     rope_scaling: RopeChoice = field(default="auto", kw_only=True)
-    """RoPE scaling in the printed command. auto: yarn (or linear, if the model has it) if the context needs it. as-is:
+    """RoPE scaling in the printed file. auto: yarn (or linear, if the model has it) if the context needs it. as-is:
     none, and longer contexts are refused. Or linear, dynamic (NTK), yarn or longrope."""
 
     @property
@@ -129,16 +128,10 @@ class PlanConfig(MemoryFlags, RopeFlags):
             mode=self.mode,
             dtype=self.dtype,
             weight_sharding=self.fsdp,
+            parallel=self.parallel,
             memory=self.to_memory(),
+            cache=CacheConfig(self.cache, self.cache_offload, self.cache_latent),
             kv_replication=self.kv_replication,
-            experts=self.parallel.experts,
-            layout=self.parallel.layout,
-            ring_impl=self.parallel.ring_impl,
-            overlap_chunks=self.overlap_chunks,
-            wire_dtype=self.parallel.wire_dtype,
-            cache=self.cache,
-            cache_offload=self.cache_offload,
-            cache_latent=self.cache_latent,
             prefill_chunk=self.prefill_chunk,
             documents=self.documents,
         )

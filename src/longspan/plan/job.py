@@ -1,21 +1,21 @@
-"""What to plan: the job, the mesh, and a rank's share of the job."""
+"""What to plan: the job, on its mesh, and a rank's share of the job."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from longspan.core.cache import CACHE_DTYPES, OFFLOADS, CacheDtype, CacheOffload, is_sharded
+from longspan.core.cache import CacheConfig, is_sharded
 from longspan.core.errors import LongspanError
-from longspan.core.experts import ExpertLayout, Experts, most_ranks
+from longspan.core.experts import ExpertLayout, most_ranks
 from longspan.core.heads import HeadShard, split_groups, split_heads
-from longspan.core.layout import LAYOUTS, Layout, LayoutName, choose_layout
+from longspan.core.layout import Layout, choose_layout
 from longspan.core.memory import FASTEST, Memory
-from longspan.core.parallel import AXES, RING_IMPLS, TENSOR_STYLES, RingImpl, TensorStyle
+from longspan.core.parallel import ParallelConfig
 from longspan.core.tile_sizes import layers_held, layers_per_checkpoint
-from longspan.core.validation import LARGEST_COUNT, LARGEST_JOB, check_choice, check_flag, check_number, format_value
+from longspan.core.validation import LARGEST_COUNT, check_choice, check_flag, check_number, format_value
 
 if TYPE_CHECKING:
     from longspan.plan.shape import LayerShape, ModelShape
@@ -36,19 +36,12 @@ class Job:
             sequence).
         dtype: of activations and gathered weights. bf16 training stores weights, gradients and optimizer in fp32.
         weight_sharding: shard weights by FSDP over data x ring x ulysses, or replicate them.
+        parallel: the mesh and its options. `overlap_chunks="auto"` is planned as 1; the time to convert to a lossy
+            `wire_dtype` is not counted.
         memory: memory options, as in `longspan.parallelize(memory=...)`. Without a backward only `tiled_mlp`,
             `head_chunks` and `cpu_offload` have an effect.
+        cache: how the KV cache of `prefill` and `decode` is stored.
         kv_replication: allow one KV head on several ranks.
-        tensor_style: AllReduce (`tp`), or AllGather + ReduceScatter (`megatron-sp`).
-        experts: ranks of data x ring x ulysses over which experts are sharded; see `longspan.parallelize`.
-        layout: how tokens are placed over a ring; see `SequenceSharding`.
-        ring_impl: how keys and values go round the ring; `auto` decides by `longspan.core.routes.choose_ring_impl`.
-        overlap_chunks: chunks of heads in which the all-to-all overlaps with attention; see `SequenceSharding`.
-        wire_dtype: wire dtype of the all-to-all: "exact", or lossy "int8" or "fp8". The time to convert is not
-            counted.
-        cache: dtype of the KV cache (`longspan.core.cache.CACHE_DTYPES`).
-        cache_offload: where the KV cache is stored (`longspan.core.cache.OFFLOADS`).
-        cache_latent: cache MLA's latent vectors if they are smaller (`longspan.core.cache.holds_latent`).
         documents: whether sequences may be packed documents: in a ring, blocks then arrive from both sides. Times are
             those of whole sequences.
         prefill_chunk: tokens per chunk of a prompt, over all ranks, as `longspan generate` runs it: keys and values
@@ -61,17 +54,10 @@ class Job:
     mode: Mode = "train"
     dtype: Literal["bf16", "fp32"] = "bf16"
     weight_sharding: bool = True
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     memory: Memory = FASTEST
+    cache: CacheConfig = field(default_factory=CacheConfig)
     kv_replication: bool = True
-    tensor_style: TensorStyle = "tp"
-    experts: Experts = 1
-    layout: LayoutName = "auto"
-    ring_impl: RingImpl = "auto"
-    overlap_chunks: int = 1
-    wire_dtype: CacheDtype = "exact"
-    cache: CacheDtype = "exact"
-    cache_offload: CacheOffload = "none"
-    cache_latent: bool = True
     prefill_chunk: int | None = None
     documents: bool = False
     pictures: tuple[Pictures, ...] = ()
@@ -79,33 +65,33 @@ class Job:
     def __post_init__(self) -> None:
         for name in ("context", "batch"):
             check_number(name, getattr(self, name), 1, LARGEST_COUNT, whole=True)
-        for name, choices in (
-            ("mode", ("train", "prefill", "decode")),
-            ("dtype", ("bf16", "fp32")),
-            ("tensor_style", TENSOR_STYLES),
-            ("layout", ("auto", *LAYOUTS)),
-            ("ring_impl", RING_IMPLS),
-            ("wire_dtype", CACHE_DTYPES),
-            ("cache", CACHE_DTYPES),
-            ("cache_offload", OFFLOADS),
-        ):
-            check_choice(name, getattr(self, name), choices)
-        if self.experts != "auto":
-            check_number("experts", self.experts, 1, LARGEST_JOB, whole=True)
-        for name, value in (("prefill-chunk", self.prefill_chunk), ("overlap-chunks", self.overlap_chunks)):
-            if value is not None:
-                check_number(name, value, 1, LARGEST_COUNT, whole=True)
-        for name in ("weight_sharding", "kv_replication", "cache_latent", "documents"):
+        check_choice("mode", self.mode, ("train", "prefill", "decode"))
+        check_choice("dtype", self.dtype, ("bf16", "fp32"))
+        if self.prefill_chunk is not None:
+            check_number("prefill-chunk", self.prefill_chunk, 1, LARGEST_COUNT, whole=True)
+        for name in ("weight_sharding", "kv_replication", "documents"):
             check_flag(name, getattr(self, name))
-        if not isinstance(self.memory, Memory):
-            raise LongspanError(f"memory is {format_value(self.memory)}; make one with longspan.core.memory.Memory")
-        if self.wire_dtype != "exact" and (self.mode == "decode" or self.prefill_chunk is not None):
+        for name, kind in (("parallel", ParallelConfig), ("memory", Memory), ("cache", CacheConfig)):
+            if not isinstance(getattr(self, name), kind):
+                raise LongspanError(f"{name} is {format_value(getattr(self, name))}; make one with {kind.__name__}")
+        wire_dtype = self.parallel.wire_dtype
+        if wire_dtype != "exact" and (self.mode == "decode" or self.prefill_chunk is not None):
             raise LongspanError(
-                f"wire-dtype={self.wire_dtype} does not work with a KV cache; leave it out of mode decode and "
-                f"of prefill-chunk"
+                f"wire-dtype={wire_dtype} does not work with a KV cache; leave it out of mode decode and of "
+                f"prefill-chunk"
             )
         if self.memory.cpu_offload and not self.weight_sharding:
             raise LongspanError("cpu_offload moves FSDP's shards, and weight_sharding is off; leave one of them out")
+
+    def on(self, **parallel: Any) -> Job:
+        """Return the job on another mesh, or with other options of `ParallelConfig`."""
+        return replace(self, parallel=replace(self.parallel, **parallel))
+
+    @property
+    def overlap_chunks(self) -> int:
+        """Chunks of heads in which the all-to-all overlaps with attention."""
+        asked = self.parallel.overlap_chunks
+        return 1 if asked == "auto" else asked
 
     @property
     def bytes_per_element(self) -> int:
@@ -153,61 +139,16 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Mesh:
-    """Sizes of the four axes."""
-
-    data: int = 1
-    ring: int = 1
-    ulysses: int = 1
-    tensor: int = 1
-
-    def __post_init__(self) -> None:
-        for axis in AXES:
-            check_number(axis, getattr(self, axis), 1, LARGEST_COUNT, whole=True)
-
-    @property
-    def gpus(self) -> int:
-        """Ranks in all."""
-        return self.data * self.ring * self.ulysses * self.tensor
-
-    @property
-    def sequence(self) -> int:
-        """Ranks that share one sequence."""
-        return self.ring * self.ulysses
-
-    @property
-    def weights(self) -> int:
-        """Ranks over which FSDP shards (data x ring x ulysses)."""
-        return self.data * self.ring * self.ulysses
-
-    def size(self, axis: str) -> int:
-        """Return the ranks of a group along `axis`."""
-        return self.groups[axis][1]
-
-    @cached_property
-    def groups(self) -> dict[str, tuple[int, int]]:
-        """Distance between neighbours and ranks of a group along each axis; `fsdp` is data x ring x ulysses."""
-        return {
-            "tensor": (1, self.tensor),
-            "ulysses": (self.tensor, self.ulysses),
-            "sequence": (self.tensor, self.sequence),
-            "fsdp": (self.tensor, self.weights),
-            "ring": (self.tensor * self.ulysses, self.ring),
-            "data": (self.tensor * self.sequence, self.data),
-        }
-
-    def __str__(self) -> str:
-        named = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
-        return " ".join(named) or "one GPU"
-
-
-@dataclass(frozen=True)
 class CostContext:
     """One job of a model on one mesh, with a rank's share of it: the sizes that all formulas use."""
 
     model: ModelShape
     job: Job
-    mesh: Mesh
+
+    @property
+    def mesh(self) -> ParallelConfig:
+        """Sizes of the axes, and their options."""
+        return self.job.parallel
 
     def of_layer(self, layer: LayerShape) -> CostContext:
         """Return the context of a layer's costs: of a forward alone, if the layer has no backward."""
@@ -228,7 +169,7 @@ class CostContext:
     @cached_property
     def layout(self) -> Layout:
         """Which rank of a sequence group holds which tokens, as `SequenceSharding` decides it."""
-        return choose_layout(self.job.layout, self.mesh.ring, self.mesh.ulysses)
+        return choose_layout(self.mesh.layout, self.mesh.ring, self.mesh.ulysses)
 
     @cached_property
     def micro_batches(self) -> int:
@@ -263,12 +204,12 @@ class CostContext:
     @property
     def hidden_shards(self) -> int:
         """Tensor ranks that share the residual stream: Megatron SP shards it, plain TP replicates it."""
-        return self.mesh.tensor if self.job.tensor_style == "megatron-sp" else 1
+        return self.mesh.tensor if self.mesh.tensor_style == "megatron-sp" else 1
 
     @property
     def weight_ranks(self) -> int:
         """Ranks over which weights are sharded."""
-        return self.mesh.weights if self.job.weight_sharding else 1
+        return self.mesh.fsdp_ranks if self.job.weight_sharding else 1
 
     @cached_property
     def experts(self) -> int:
@@ -276,18 +217,31 @@ class CostContext:
         needs = {(layer.mlp.experts, layer.fewest_experts) for layer, _ in self.model.layer_kinds if layer.mlp.experts}
         if self.weight_ranks == 1 or self.mesh.tensor > 1 or not needs:
             return 1
-        if self.job.experts == "auto":
+        if self.mesh.experts == "auto":
             return min(most_ranks(count, self.weight_ranks, fewest) for count, fewest in needs)
-        return self.job.experts
+        return self.mesh.experts
 
     def expert_layout(self, experts: int) -> ExpertLayout:
         """Return which rank of a group computes which of a layer's experts."""
         return ExpertLayout(experts, self.weight_ranks, self.experts)
 
-    def group(self, axis: str) -> tuple[int, int]:
-        """Return `Mesh.groups` of an axis, or of `experts` x `replicas`, which are data x sequence."""
-        groups = {"experts": (1, self.experts), "replicas": (self.experts, self.weight_ranks // self.experts)}
-        return groups[axis] if axis in groups else self.mesh.groups[axis]
+    @cached_property
+    def groups(self) -> dict[str, tuple[int, int]]:
+        """Distance between neighbours, and ranks, of a group along each axis.
+
+        `fsdp` is data x ring x ulysses; so is `experts` x `replicas`.
+        """
+        mesh = self.mesh
+        return {
+            "tensor": (1, mesh.tensor),
+            "ulysses": (mesh.tensor, mesh.ulysses),
+            "sequence": (mesh.tensor, mesh.sequence_ranks),
+            "fsdp": (mesh.tensor, mesh.fsdp_ranks),
+            "ring": (mesh.tensor * mesh.ulysses, mesh.ring),
+            "data": (mesh.tensor * mesh.sequence_ranks, mesh.data),
+            "experts": (1, self.experts),
+            "replicas": (self.experts, self.weight_ranks // self.experts),
+        }
 
     @property
     def on_host(self) -> bool:

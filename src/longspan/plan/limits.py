@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from longspan.core.errors import LongspanError
 from longspan.core.experts import ExpertLayout, divisors, most_ranks
 from longspan.core.heads import split_groups
+from longspan.core.parallel import ParallelConfig
 from longspan.core.tile_sizes import even_span
 from longspan.plan.cost.vision import most_patches
 from longspan.plan.cost.weights import can_cut
-from longspan.plan.job import CostContext, Job, Mesh
+from longspan.plan.job import CostContext, Job
 from longspan.plan.shape import LayerShape, ModelShape
 
 GB = 1e9
@@ -20,9 +21,9 @@ LONGEST_RING = 1 << 11
 """The longest ring that can be planned: a plan takes time quadratic in its ranks."""
 
 
-def refusal(model: ModelShape, job: Job, mesh: Mesh) -> str | None:
-    """Return the reason why a mesh cannot hold a job, whatever the memory, or None."""
-    return positions_refusal(model, job) or pictures_refusal(model, job) or mesh_refusal(model, job, mesh)
+def refusal(model: ModelShape, job: Job) -> str | None:
+    """Return the reason why the job's mesh cannot hold it, whatever the memory, or None."""
+    return positions_refusal(model, job) or pictures_refusal(model, job) or mesh_refusal(model, job)
 
 
 def pictures_refusal(model: ModelShape, job: Job) -> str | None:
@@ -48,8 +49,9 @@ def positions_refusal(model: ModelShape, job: Job) -> str | None:
     return None
 
 
-def mesh_refusal(model: ModelShape, job: Job, mesh: Mesh) -> str | None:
+def mesh_refusal(model: ModelShape, job: Job) -> str | None:
     """Return the reason why a mesh cannot hold a job, positions left out, or None."""
+    mesh = job.parallel
     if job.batch % mesh.data:
         return (
             f"data={mesh.data} needs a batch that is a multiple of {mesh.data}, the batch is {job.batch}; "
@@ -57,21 +59,19 @@ def mesh_refusal(model: ModelShape, job: Job, mesh: Mesh) -> str | None:
         )
     if mesh.ring > LONGEST_RING:
         return f"ring={mesh.ring} is longer than the {LONGEST_RING} ranks that can be planned; use more ulysses or data"
-    if mesh.sequence > job.context and job.mode != "decode":
+    if mesh.sequence_ranks > job.context and job.mode != "decode":
         return f"ring={mesh.ring} x ulysses={mesh.ulysses} is more ranks than the context has tokens ({job.context})"
     if model.tower is not None and mesh.tensor > 1:
         return (
             f"tensor={mesh.tensor}: a vision tower is not sharded over a tensor axis; use `ulysses` or `ring` instead"
         )
-    if job.experts not in ("auto", 1) and not any(layer.mlp.experts for layer, _ in model.layer_kinds):
-        return f"experts={job.experts}: {model.name} has no experts; leave it out"
+    if mesh.experts not in ("auto", 1) and not any(layer.mlp.experts for layer, _ in model.layer_kinds):
+        return f"experts={mesh.experts}: {model.name} has no experts; leave it out"
     if mesh.tensor > 1 and model.packed:
         return f"tensor={mesh.tensor} cannot shard weights in 4 bits; use `ulysses` or `ring` instead"
     for layer, _ in model.layer_kinds:
         problem = (
-            _tensor_refusal(layer, mesh.tensor)
-            or _experts_refusal(layer, job, mesh)
-            or layer.mixer.ulysses_refusal(job, mesh)
+            _tensor_refusal(layer, mesh.tensor) or _experts_refusal(layer, job) or layer.mixer.ulysses_refusal(job)
         )
         if problem is not None:
             return problem
@@ -93,8 +93,9 @@ def _tensor_refusal(layer: LayerShape, t: int) -> str | None:
     return None
 
 
-def _experts_refusal(layer: LayerShape, job: Job, mesh: Mesh) -> str | None:
-    asked, ranks, count = job.experts, mesh.weights, layer.mlp.experts
+def _experts_refusal(layer: LayerShape, job: Job) -> str | None:
+    mesh = job.parallel
+    asked, ranks, count = mesh.experts, mesh.fsdp_ranks, layer.mlp.experts
     if asked == "auto" or asked == 1:
         return None
     if mesh.tensor > 1 or not job.weight_sharding:
@@ -118,7 +119,7 @@ def notes(c: CostContext) -> Iterator[str]:
         yield f"ulysses={mesh.ulysses} needs {mesh.ulysses} KV heads or replication, the model has {kv}: replicated"
     scaling = model.scaling(job.context)
     if scaling is not None:
-        flags = " ".join(f"{flag} {value}" for flag, value in scaling.flags.items())
+        flags = ", ".join(f"{flag}: {value}" for flag, value in scaling.settings.items())
         needed = "" if model.positions.reach is None else f"the model's positions end at {model.positions.reach:,}: "
         yield f"{needed}{scaling} ({flags})"
     if model.tower is not None and job.pictures:
@@ -135,17 +136,17 @@ def notes(c: CostContext) -> Iterator[str]:
             "the prompt is one forward; `longspan generate` splits it into chunks, which need less memory: "
             "--prefill-chunk plans that"
         )
-    yield from unsupported(model, job, mesh)
+    yield from unsupported(model, job)
 
 
-def unsupported_mesh(model: ModelShape, mesh: Mesh) -> list[str]:
+def unsupported_mesh(model: ModelShape, mesh: ParallelConfig) -> list[str]:
     """Return what this version plans but does not run on a mesh."""
     if mesh.tensor > 1 and not all(can_cut(layer) for layer, _ in model.layer_kinds):
         return [f"tensor={mesh.tensor} is planned from its formulas: what this family sends is not counted exactly"]
     return []
 
 
-def unsupported(model: ModelShape, job: Job, mesh: Mesh) -> list[str]:
-    """Return what this version plans but does not run for a model, a job and a mesh."""
-    reasons = unsupported_mesh(model, mesh)
+def unsupported(model: ModelShape, job: Job) -> list[str]:
+    """Return what this version plans but does not run for a model and a job."""
+    reasons = unsupported_mesh(model, job.parallel)
     return [*reasons, *model.refused] if job.mode == "train" else reasons

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from longspan.core.errors import LongspanError
 from longspan.plan.cost.communication import communication
 from longspan.plan.hardware import Hardware
-from longspan.plan.job import CostContext, Job, Mesh
+from longspan.plan.job import CostContext, Job
 from longspan.plan.layers import Linear
 from longspan.plan.limits import refusal
 from longspan.plan.search import Plan, cost
@@ -56,41 +56,42 @@ def compare(model: ModelShape, job: Job, gpus: int, hardware: Hardware) -> list[
     node = math.gcd(gpus, hardware.gpus_per_node)
     inside = math.gcd(node, model.kv_heads) if node > 1 else 1
     usp = inside if inside < gpus else max(1, gpus // 2)
+    alone = job.on(data=1, ring=1, ulysses=1, tensor=1)
     rows = [
-        ("TP", job, Mesh(tensor=gpus)),
-        ("Megatron SP", replace(job, tensor_style="megatron-sp"), Mesh(tensor=gpus)),
+        ("TP", alone.on(tensor=gpus)),
+        ("Megatron SP", alone.on(tensor=gpus, tensor_style="megatron-sp")),
         # FSDP alone shards no sequence: every GPU has its own.
-        ("FSDP only", replace(job, batch=max(job.batch, gpus)), Mesh(data=gpus)),
-        ("Ulysses", job, Mesh(ulysses=gpus)),
-        ("Ring", job, Mesh(ring=gpus)),
-        (f"USP {usp}x{gpus // usp}", job, Mesh(ring=gpus // usp, ulysses=usp)),
+        ("FSDP only", replace(alone, batch=max(job.batch, gpus)).on(data=gpus)),
+        ("Ulysses", alone.on(ulysses=gpus)),
+        ("Ring", alone.on(ring=gpus)),
+        (f"USP {usp}x{gpus // usp}", alone.on(ring=gpus // usp, ulysses=usp)),
     ]
-    methods = [_method(name, model, of_row, mesh, hardware) for name, of_row, mesh in rows]
+    methods = [_method(name, model, of_row, hardware) for name, of_row in rows]
     recurrent = [isinstance(layer.mixer, Linear) for layer, _ in model.layer_kinds]
     reason = "is for linear attention layers; this model has softmax attention"
     if any(recurrent):
         reason = "sends the recurrent layers' states in the rows above (LASP-2H); softmax layers need Ulysses or a ring"
     if all(recurrent):
-        methods.append(_method("LASP-2", model, job, Mesh(ring=gpus), hardware))
+        methods.append(_method("LASP-2", model, alone.on(ring=gpus), hardware))
     else:
         methods.append(Method("LASP-2", None, reason))
     return methods
 
 
-def _method(name: str, model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Method:
+def _method(name: str, model: ModelShape, job: Job, hardware: Hardware) -> Method:
     try:
-        plan = cost(model, job, mesh, hardware)
+        plan = cost(model, job, hardware)
     except LongspanError as error:
         return Method(name, None, str(error))
-    short = _seconds_a_layer(model, replace(job, context=SHORT), mesh, hardware)
+    short = _seconds_a_layer(model, replace(job, context=SHORT), hardware)
     apart = replace(hardware, gpus_per_node=1, measured={})
-    return Method(name, plan, None, short, _seconds_a_layer(model, job, mesh, apart))
+    return Method(name, plan, None, short, _seconds_a_layer(model, job, apart))
 
 
-def _seconds_a_layer(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> float | None:
+def _seconds_a_layer(model: ModelShape, job: Job, hardware: Hardware) -> float | None:
     """Return the seconds of the method's collectives in a layer; None if the mesh cannot hold the job."""
-    if refusal(model, job, mesh) is not None:
+    if refusal(model, job) is not None:
         return None
-    c = CostContext(model, job, mesh)
+    c = CostContext(model, job)
     seconds = sum(sent.seconds for sent in communication(c, hardware) if sent.method)
     return seconds / len(model.layers) / c.micro_batches

@@ -1,7 +1,7 @@
 """Built-in models by name, and the `config.json` of any other. Standard library only.
 
 `models.json` holds the keys of published configs that decide a model's shape; other keys have the defaults of
-transformers' config class. `hub` is where weights are that `longspan train --model` takes as they are; without it
+transformers' config class. `hub` is where weights are that `longspan train` takes as they are; without it
 `make` stands in a command for what the user has to make first.
 
 DeepSeek-V3 and Qwen3-Next are without their modules for multi-token prediction, which transformers does not build.
@@ -27,10 +27,10 @@ MODELS: dict[str, dict[str, Any]] = json.loads(
 """By name in lower case: `config`, and `hub` or `make`, which vision-language models lack."""
 
 
-def weights_flag(name: str) -> str | None:
-    """Return the flag of `longspan train` for a built-in model's weights; None for other names."""
+def weights_of(name: str) -> str | None:
+    """Return what `longspan train` takes for a built-in model; None for other names."""
     model = MODELS.get(name, {})
-    return f"--model {model['hub']}" if "hub" in model else model.get("make")
+    return model.get("hub") or model.get("make")
 
 
 def find_config(name_or_path: str | os.PathLike[str]) -> tuple[str, dict[str, Any]]:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from longspan.core.errors import LongspanError
-from longspan.core.memory import CHECKPOINTING, FASTEST, Memory, flags_to_add
+from longspan.core.memory import CHECKPOINTING, FASTEST, Memory
+from longspan.core.settings import changed
 from longspan.core.validation import check_number
 from longspan.plan.hardware import Hardware
-from longspan.plan.job import Job, Mesh
+from longspan.plan.job import Job
 from longspan.plan.limits import GB, mesh_refusal, positions_refusal, refusal, unsupported_mesh
 from longspan.plan.search import (
     MOST_GPUS,
@@ -24,7 +25,7 @@ from longspan.plan.search import (
     Search,
     format_items,
     longest_context,
-    meshes,
+    on_meshes,
     plan_mesh,
     search,
 )
@@ -83,12 +84,10 @@ def combinations(job: Job, hardware: Hardware, fixed: Fixed = NOTHING_FIXED, *, 
     return every
 
 
-def fastest_that_fits(
-    model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fixed: Fixed = NOTHING_FIXED
-) -> Plan | None:
+def fastest_that_fits(model: ModelShape, job: Job, hardware: Hardware, fixed: Fixed = NOTHING_FIXED) -> Plan | None:
     """Return the plan of the fastest combination that fits, with the reason as its decision; None if nothing fits."""
-    few = mesh.gpus > MOST_GPUS_WITH_OPTIONS
-    plans = _plans(model, job, mesh, hardware, combinations(job, hardware, fixed, few=few))
+    few = job.parallel.ranks > MOST_GPUS_WITH_OPTIONS
+    plans = _plans(model, job, hardware, combinations(job, hardware, fixed, few=few))
     if not any(plan.fits for plan in plans):
         return None
 
@@ -113,26 +112,26 @@ def fastest_that_fits(
     return replace(plan, decisions=(why,))
 
 
-def _plans(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, options: Iterable[Memory]) -> list[Plan]:
-    return [Plan(model, replace(job, memory=memory), mesh, hardware) for memory in options]
+def _plans(model: ModelShape, job: Job, hardware: Hardware, options: Iterable[Memory]) -> list[Plan]:
+    return [Plan(model, replace(job, memory=memory), hardware) for memory in options]
 
 
 def _options_in_use(plan: Plan) -> int:
-    return sum(getattr(plan.job.memory, f.name) != f.default for f in fields(Memory))
+    return len(changed(plan.job.memory))
 
 
-def least_memory(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fixed: Fixed = NOTHING_FIXED) -> Plan:
+def least_memory(model: ModelShape, job: Job, hardware: Hardware, fixed: Fixed = NOTHING_FIXED) -> Plan:
     """Return the plan that needs least of the GPU's memory."""
-    plans = _plans(model, job, mesh, hardware, combinations(job, hardware, fixed))
+    plans = _plans(model, job, hardware, combinations(job, hardware, fixed))
     return min(plans, key=lambda plan: plan.memory_total_bytes)
 
 
-def chosen_plan(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fixed: Fixed = NOTHING_FIXED) -> Plan:
+def chosen_plan(model: ModelShape, job: Job, hardware: Hardware, fixed: Fixed = NOTHING_FIXED) -> Plan:
     """Return the plan with the memory options of `fastest_that_fits`; if nothing fits, the plan that needs least."""
-    chosen = fastest_that_fits(model, job, mesh, hardware, fixed)
+    chosen = fastest_that_fits(model, job, hardware, fixed)
     if chosen is None:
-        return least_memory(model, job, mesh, hardware, fixed)
-    plan = plan_mesh(model, chosen.job, mesh, hardware)
+        return least_memory(model, job, hardware, fixed)
+    plan = plan_mesh(model, chosen.job, hardware)
     return plan if plan.job.memory == FASTEST else replace(plan, decisions=(*chosen.decisions, *plan.decisions))
 
 
@@ -141,15 +140,13 @@ def search_memory_options(
 ) -> Search:
     """Return `longspan.plan.search.search`, each mesh with the memory options of `fastest_that_fits`."""
 
-    def plan_of(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
-        return chosen_plan(model, job, mesh, hardware, fixed)
+    def plan_of(model: ModelShape, job: Job, hardware: Hardware) -> Plan:
+        return chosen_plan(model, job, hardware, fixed)
 
     return search(model, job, gpus, hardware, plan_of)
 
 
-def choose_memory(
-    model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fixed: Fixed = NOTHING_FIXED
-) -> tuple[Memory, str]:
+def choose_memory(model: ModelShape, job: Job, hardware: Hardware, fixed: Fixed = NOTHING_FIXED) -> tuple[Memory, str]:
     """Return the fastest combination of memory options that fits, and a sentence: its cost, and what does not fit.
 
     The job's own memory options are ignored; those of `fixed` stay as they are.
@@ -159,16 +156,16 @@ def choose_memory(
             item by item, of the combination that needs least, and suggestions.
     """
     # Not whether images and video fit in the context: those of several rows may be given as one row's.
-    problem = positions_refusal(model, job) or mesh_refusal(model, job, mesh)
+    problem = positions_refusal(model, job) or mesh_refusal(model, job)
     if problem is not None:
         raise LongspanError(problem)
-    plan = fastest_that_fits(model, job, mesh, hardware, fixed)
+    plan = fastest_that_fits(model, job, hardware, fixed)
     if plan is not None:
         return plan.job.memory, plan.decisions[0]
-    least = least_memory(model, job, mesh, hardware, fixed)
-    suggestions = find_suggestions(model, job, mesh.gpus, hardware, fixed, chooses=True)
+    least = least_memory(model, job, hardware, fixed)
+    suggestions = find_suggestions(model, job, job.parallel.ranks, hardware, fixed, chooses=True)
     raise LongspanError(
-        f"{job.context:,} tokens do not fit on {mesh} of {hardware.name} with any memory options: with "
+        f"{job.context:,} tokens do not fit on {job.parallel} of {hardware.name} with any memory options: with "
         f"{least.job.memory.describe()} it still {least.short_of(0)[0]}. Item by item: "
         f"{format_items(least.memory_bytes)}. {suggestions.describe()}",
         code="LS105",
@@ -204,57 +201,55 @@ def longest(model: ModelShape, job: Job, gpus: int, hardware: Hardware, fixed: F
     """
     check_number("gpus with --context max", gpus, 1, MOST_GPUS_WITH_OPTIONS, whole=True)
     options = smallest_memory_candidates(job, hardware, fixed)
-    reached, fits_on = _furthest(model, job, options, _running_meshes(model, job, gpus), hardware)
+    reached, fits_on = _furthest(model, _running(model, job, gpus), options, hardware)
     if not reached:
         return None
-    plans = [chosen_plan(model, replace(job, context=reached), mesh, hardware, fixed) for mesh in fits_on]
+    plans = [chosen_plan(model, replace(one, context=reached), hardware, fixed) for one in fits_on]
     return min((plan for plan in plans if plan.fits), key=lambda plan: plan.step_seconds, default=None)
 
 
-def longest_context_on(
-    model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, fixed: Fixed = NOTHING_FIXED
-) -> int | None:
+def longest_context_on(model: ModelShape, job: Job, hardware: Hardware, fixed: Fixed = NOTHING_FIXED) -> int | None:
     """Return the longest context, a multiple of 1,024 tokens, that fits on a mesh with any memory options, or None."""
     options = smallest_memory_candidates(job, hardware, fixed)
-    return _furthest(model, job, options, [mesh], hardware)[0] or None
+    return _furthest(model, [job], options, hardware)[0] or None
 
 
 def _furthest(
-    model: ModelShape, job: Job, options: list[Memory], candidates: list[Mesh], hardware: Hardware
-) -> tuple[int, list[Mesh]]:
-    """Return the longest context that fits with one of `options`, and the meshes that it fits on.
+    model: ModelShape, candidates: list[Job], options: list[Memory], hardware: Hardware
+) -> tuple[int, list[Job]]:
+    """Return the longest context that fits with one of `options`, and which of the jobs, on their meshes, it fits.
 
     It is a multiple of 1,024 tokens, or the end of the model's positions, or 0 if none fits.
     """
-    reached, fits_on = 0, list[Mesh]()
+    reached, fits_on = 0, list[Job]()
 
-    def fits(job: Job, mesh: Mesh, context: int) -> bool:
+    def fits(job: Job, context: int) -> bool:
         job = replace(job, context=context)
-        return refusal(model, job, mesh) is None and Plan(model, job, mesh, hardware).fits
+        return refusal(model, job) is None and Plan(model, job, hardware).fits
 
     # Most sequence ranks first: these likely reach furthest, and then the others need one check each.
-    for mesh in sorted(candidates, key=lambda mesh: -mesh.sequence):
+    for job in sorted(candidates, key=lambda job: -job.parallel.sequence_ranks):
         for memory in options:
             with_memory = replace(job, memory=memory)
-            if reached and not fits(with_memory, mesh, reached + STEP):
-                if mesh not in fits_on and fits(with_memory, mesh, reached):
-                    fits_on.append(mesh)
+            if reached and not fits(with_memory, reached + STEP):
+                if job not in fits_on and fits(with_memory, reached):
+                    fits_on.append(job)
                 continue
-            context = longest_context(model, with_memory, mesh, hardware, CONTEXT_LIMIT)
+            context = longest_context(model, with_memory, hardware, CONTEXT_LIMIT)
             context = context if context == model.furthest else context // STEP * STEP
             if context > reached:
-                reached, fits_on = context, [mesh]
+                reached, fits_on = context, [job]
     return reached, fits_on
 
 
-def _running_meshes(model: ModelShape, job: Job, gpus: int) -> list[Mesh]:
-    """Return the meshes that this version runs, and that can hold the job at some context."""
+def _running(model: ModelShape, job: Job, gpus: int) -> list[Job]:
+    """Return the job on the meshes that this version runs, and that can hold it at some context."""
 
-    def holds(mesh: Mesh) -> bool:
-        at_some_context = replace(job, context=max(job.context, STEP * mesh.sequence))
-        return mesh_refusal(model, at_some_context, mesh) is None
+    def holds(job: Job) -> bool:
+        at_some_context = replace(job, context=max(job.context, STEP * job.parallel.sequence_ranks))
+        return mesh_refusal(model, at_some_context) is None
 
-    return [mesh for mesh in meshes(gpus) if not unsupported_mesh(model, mesh) and holds(mesh)]
+    return [one for one in on_meshes(job, gpus) if not unsupported_mesh(model, one.parallel) and holds(one)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -275,23 +270,23 @@ class Suggestions:
     searched: int  # the most GPUs that were looked at
 
     def describe(self) -> str:
-        """Return sentences: flags to add to the job's on these GPUs, and how many GPUs suffice."""
+        """Return sentences: memory options that fit on these GPUs, and how many GPUs suffice."""
         job, sentences = self.job, []
         if self.memory_options is not None:
             level_given = job.memory != replace(FASTEST, **self.fixed)
             hint = "" if level_given else " (--memory auto finds it)"
-            flags = " ".join(flags_to_add(job.memory, self.memory_options.job.memory))
-            sentences.append(f"On these GPUs {self.memory_options.mesh} fits with {flags}{hint}.")
+            options = self.memory_options.job.memory.describe()
+            sentences.append(f"On these GPUs {self.memory_options.mesh} fits with {options}{hint}.")
         if self.more is not None:
             more = self.more
             options = f" with {more.job.memory.describe()}" if more.job.memory != job.memory else ""
             unchanged = "" if options else ", the job as it is"
             sentences.append(
-                f"{more.mesh.gpus:,} GPUs suffice{unchanged}: {more.mesh}{options}, "
+                f"{more.mesh.ranks:,} GPUs suffice{unchanged}: {more.mesh}{options}, "
                 f"{more.memory_total_bytes / GB:.1f} GB each."
             )
             if self.fewer is not None:
-                sentences.append(f"So do {self.fewer.mesh.gpus:,}: {self.fewer.mesh}.")
+                sentences.append(f"So do {self.fewer.mesh.ranks:,}: {self.fewer.mesh}.")
         elif self.memory_options is not None:
             sentences.append(
                 f"With the memory options as they are, no number of GPUs up to {self.searched:,} suffices."
@@ -326,18 +321,17 @@ def find_suggestions(
     """
     fixed_options = fixed
     if not chooses:  # memory options that the job has, stay
-        own = {f.name: getattr(job.memory, f.name) for f in fields(Memory)}
-        fixed_options = {name: value for name, value in own.items() if value != getattr(FASTEST, name)} | dict(fixed)
+        fixed_options = changed(job.memory) | dict(fixed)
 
-    def with_chosen_options(mesh: Mesh) -> Plan | None:
+    def with_chosen_options(job: Job) -> Plan | None:
         smallest = smallest_memory_candidates(job, hardware, fixed_options)
-        if not any(Plan(model, replace(job, memory=memory), mesh, hardware).fits for memory in smallest):
+        if not any(Plan(model, replace(job, memory=memory), hardware).fits for memory in smallest):
             return None
-        plan = chosen_plan(model, job, mesh, hardware, fixed_options)
+        plan = chosen_plan(model, job, hardware, fixed_options)
         return plan if plan.fits else None
 
-    def as_it_is(mesh: Mesh) -> Plan | None:
-        return plan_mesh(model, job, mesh, hardware) if Plan(model, job, mesh, hardware).fits else None
+    def as_it_is(job: Job) -> Plan | None:
+        return plan_mesh(model, job, hardware) if Plan(model, job, hardware).fits else None
 
     few = gpus <= MOST_GPUS_WITH_OPTIONS  # memory options are chosen mesh by mesh
     memory_options = _fastest(model, job, gpus, with_chosen_options) if few and not chooses else None
@@ -348,13 +342,14 @@ def find_suggestions(
     return Suggestions(job, fixed, memory_options, more, fewer, reached, max(limit, gpus))
 
 
-def _fastest(model: ModelShape, job: Job, gpus: int, plan_of: Callable[[Mesh], Plan | None]) -> Plan | None:
-    plans = (plan_of(m) for m in meshes(gpus) if m.tensor == 1 and refusal(model, job, m) is None)
+def _fastest(model: ModelShape, job: Job, gpus: int, plan_of: Callable[[Job], Plan | None]) -> Plan | None:
+    jobs = (one for one in on_meshes(job, gpus) if one.parallel.tensor == 1 and refusal(model, one) is None)
+    plans = map(plan_of, jobs)
     return min((plan for plan in plans if plan is not None), key=lambda plan: plan.step_seconds, default=None)
 
 
 def _on_more(
-    model: ModelShape, job: Job, gpus: int, hardware: Hardware, plan_of: Callable[[Mesh], Plan | None], limit: int
+    model: ModelShape, job: Job, gpus: int, hardware: Hardware, plan_of: Callable[[Job], Plan | None], limit: int
 ) -> tuple[Plan | None, Plan | None]:
     """Return the fastest plan on the first power of two of GPUs that fits; and on fewer, in whole nodes."""
     count = 1 << gpus.bit_length()

@@ -9,13 +9,13 @@ from functools import cached_property
 from longspan.core.errors import LongspanError
 from longspan.core.experts import divisors
 from longspan.core.formatting import size
-from longspan.core.parallel import RingImpl
+from longspan.core.parallel import ParallelConfig, RingImpl
 from longspan.core.validation import LARGEST_COUNT, check_number, format_value
 from longspan.plan.cost.communication import Collective, communication
 from longspan.plan.cost.memory import HOST_SHARE, Offloaded, memory, offloaded_bytes
 from longspan.plan.cost.times import Bottleneck, model_flops, offload_wait, optimizer_seconds, step_times
 from longspan.plan.hardware import Hardware
-from longspan.plan.job import CostContext, Job, Mesh
+from longspan.plan.job import CostContext, Job
 from longspan.plan.limits import GB, notes, pictures_refusal, refusal, unsupported
 from longspan.plan.shape import ModelShape
 
@@ -25,26 +25,29 @@ WORTH = 0.01
 
 @dataclass(frozen=True)
 class Plan:
-    """The cost of one job on one mesh. Each part is computed when it is first read.
+    """The cost of one job. Each part is computed when it is first read.
 
     Attributes:
         model: the model.
-        job: the job.
-        mesh: a mesh that can hold it.
+        job: the job, on a mesh that can hold it.
         hardware: the kind of GPU.
         decisions: what the planner decided where the job left it open, and why.
     """
 
     model: ModelShape
     job: Job
-    mesh: Mesh
     hardware: Hardware
     decisions: tuple[str, ...] = ()
+
+    @property
+    def mesh(self) -> ParallelConfig:
+        """The job's mesh."""
+        return self.job.parallel
 
     @cached_property
     def c(self) -> CostContext:
         """The context of all its costs."""
-        return CostContext(self.model, self.job, self.mesh)
+        return CostContext(self.model, self.job)
 
     # Memory.
 
@@ -93,7 +96,7 @@ class Plan:
     @cached_property
     def max_context(self) -> int:
         """The longest context that fits on this mesh, the rest of the job unchanged; 0 if none fits."""
-        return longest_context(self.model, self.job, self.mesh, self.hardware)
+        return longest_context(self.model, self.job, self.hardware)
 
     # Communication.
 
@@ -160,14 +163,14 @@ class Plan:
     @property
     def mfu(self) -> float:
         """Model FLOP utilisation: FLOPs that the step needs over the peak of all GPUs."""
-        return model_flops(self.model, self.job) / (self.step_seconds * self.hardware.flops * self.mesh.gpus)
+        return model_flops(self.model, self.job) / (self.step_seconds * self.hardware.flops * self.mesh.ranks)
 
     # Remarks.
 
     @property
     def runs(self) -> bool:
         """Whether this version of longspan runs the mesh and what the job asks for."""
-        return not unsupported(self.model, self.job, self.mesh)
+        return not unsupported(self.model, self.job)
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
@@ -235,7 +238,7 @@ class Search:
     """
 
     plans: tuple[Plan, ...]
-    rejected: tuple[tuple[Mesh, str], ...]
+    rejected: tuple[tuple[ParallelConfig, str], ...]
 
     @cached_property
     def fastest(self) -> Plan | None:
@@ -248,26 +251,26 @@ class Search:
         return next((plan for plan in self.plans if plan.fits and plan.runs), None)
 
 
-def cost(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
-    """Return memory, communication and time of one job on one mesh.
+def cost(model: ModelShape, job: Job, hardware: Hardware) -> Plan:
+    """Return memory, communication and time of a job.
 
     Raises:
-        LongspanError: if the mesh cannot hold the job; see `refusal`.
+        LongspanError: if the job's mesh cannot hold it; see `refusal`.
     """
-    _check_types(model=model, job=job, mesh=mesh, hardware=hardware)
-    problem = refusal(model, job, mesh)
+    _check_types(model=model, job=job, hardware=hardware)
+    problem = refusal(model, job)
     if problem is not None:
         raise LongspanError(problem)
-    return Plan(model, job, mesh, hardware)
+    return Plan(model, job, hardware)
 
 
-def plan_mesh(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
+def plan_mesh(model: ModelShape, job: Job, hardware: Hardware) -> Plan:
     """Return `cost`, with the faster ring implementation if the job leaves it open; see `with_faster_ring`.
 
     Raises:
         LongspanError: as `cost`.
     """
-    return with_faster_ring(cost(model, job, mesh, hardware))
+    return with_faster_ring(cost(model, job, hardware))
 
 
 def with_faster_ring(plan: Plan) -> Plan:
@@ -277,7 +280,7 @@ def with_faster_ring(plan: Plan) -> Plan:
     faster, or only that one fits, the plan uses it, and has a note and a flag that say so.
     """
     job = plan.job
-    if job.ring_impl != "auto" or plan.ring_impl is None:
+    if plan.mesh.ring_impl != "auto" or plan.ring_impl is None:
         return plan
     # No ring implementation saves more than the exposed communication.
     if plan.fits and plan.exposed_seconds <= WORTH * plan.step_seconds:
@@ -286,7 +289,7 @@ def with_faster_ring(plan: Plan) -> Plan:
     for impl in impls:
         if impl == plan.ring_impl:
             continue
-        other = Plan(plan.model, replace(job, ring_impl=impl), plan.mesh, plan.hardware)
+        other = Plan(plan.model, job.on(ring_impl=impl), plan.hardware)
         if other.fits < plan.fits:
             continue
         only_this_fits = other.fits > plan.fits
@@ -307,10 +310,10 @@ def search(
     job: Job,
     gpus: int,
     hardware: Hardware,
-    plan_of: Callable[[ModelShape, Job, Mesh, Hardware], Plan] = plan_mesh,
+    plan_of: Callable[[ModelShape, Job, Hardware], Plan] = plan_mesh,
 ) -> Search:
     """Return the plans of every mesh of `gpus` GPUs, each by `plan_of`, ranked by whether they fit, step time and
-    memory.
+    memory. The axes of `job.parallel` are ignored.
 
     Raises:
         LongspanError: if `gpus` is below 1 or above `MOST_GPUS`.
@@ -318,13 +321,13 @@ def search(
     _check_types(model=model, job=job, hardware=hardware)
     check_number("gpus", gpus, 1, MOST_GPUS, whole=True)
     plans: list[Plan] = []
-    rejected: list[tuple[Mesh, str]] = []
-    for mesh in meshes(gpus):
-        problem = refusal(model, job, mesh)
+    rejected: list[tuple[ParallelConfig, str]] = []
+    for one in on_meshes(job, gpus):
+        problem = refusal(model, one)
         if problem is None:
-            plans.append(plan_of(model, job, mesh, hardware))
+            plans.append(plan_of(model, one, hardware))
         else:
-            rejected.append((mesh, problem))
+            rejected.append((one.parallel, problem))
     plans.sort(key=sort_key)
     return Search(tuple(plans), tuple(rejected))
 
@@ -338,7 +341,6 @@ def _check_types(**values: object) -> None:
     types = {
         "model": (ModelShape, "read_model"),
         "job": (Job, "Job"),
-        "mesh": (Mesh, "Mesh"),
         "hardware": (Hardware, "read_hardware"),
     }
     for name, value in values.items():
@@ -347,23 +349,23 @@ def _check_types(**values: object) -> None:
             raise LongspanError(f"{name} is {format_value(value)}; make one with longspan.plan.{maker}")
 
 
-def meshes(gpus: int) -> Iterator[Mesh]:
-    """Yield every way to write `gpus` as data x ring x ulysses x tensor."""
+def on_meshes(job: Job, gpus: int) -> Iterator[Job]:
+    """Yield the job on every mesh: every way to write `gpus` as data x ring x ulysses x tensor."""
     for data in divisors(gpus):
         for ring in divisors(gpus // data):
             for ulysses in divisors(gpus // data // ring):
-                yield Mesh(data, ring, ulysses, gpus // data // ring // ulysses)
+                yield job.on(data=data, ring=ring, ulysses=ulysses, tensor=gpus // data // ring // ulysses)
 
 
-def longest_context(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware, limit: int = 1 << 34) -> int:
+def longest_context(model: ModelShape, job: Job, hardware: Hardware, limit: int = 1 << 34) -> int:
     """Return the longest context up to `limit` that fits in memory and in the model's positions; 0 if none fits."""
-    _check_types(model=model, job=job, mesh=mesh, hardware=hardware)
+    _check_types(model=model, job=job, hardware=hardware)
     check_number("limit", limit, 1, LARGEST_COUNT, whole=True)
 
     def fits(context: int) -> bool:
-        return Plan(model, replace(job, context=context), mesh, hardware).fits
+        return Plan(model, replace(job, context=context), hardware).fits
 
-    low, high = 0, max(1, mesh.sequence)
+    low, high = 0, job.parallel.sequence_ranks
     while high < limit and fits(high):
         low, high = high, high * 2
     longest = bisect_largest(fits, low, high)

@@ -305,7 +305,8 @@ def read(argv: list[str]) -> Settings:
             "longspan train sft --config run.yaml"
         )
     parser = parser_of(method)
-    actions = {action.dest: action for action in actions_of(parser)}
+    # The first of several: `--no_KEY`, which has the same name, comes after `--KEY`.
+    actions = {action.dest: action for action in reversed(actions_of(parser))}
     known = sorted(actions.keys() - {"help"})
     rest, config = _split_config(rest)
     for name, value in config.pop("env", {}).items():

@@ -17,7 +17,7 @@ from longspan.hf.memory_options import MemoryModules
 from longspan.hf.planning import hardware_of_ranks
 from longspan.hf.preconditions import check_ahead, check_axes
 from longspan.plan.from_model import adapted, shape_of_model
-from longspan.plan.job import Job, Mesh
+from longspan.plan.job import Job
 from longspan.plan.options import STEP, choose_memory, fixed_options, longest_context_on
 from longspan.plan.shape import Tuning
 from longspan.train import model as models
@@ -78,25 +78,24 @@ def resolve(arguments: Arguments) -> Resolved:
         batch=parallel.data * (1 if packed or ours.elastic else rows),
         dtype="bf16" if training.bf16 else "fp32",
         weight_sharding=ours.shard_weights,
-        tensor_style=parallel.tensor_style,
-        experts=parallel.experts,
+        parallel=parallel,
         documents=packed,
     )
-    mesh, hardware = Mesh(**parallel.degrees), hardware_of_ranks(ours.rank_memory, parallel.ranks)
+    hardware = hardware_of_ranks(ours.rank_memory, parallel.ranks)
     if arguments.method == "dpo" and not peft.use_peft:  # the reference is a second, frozen model
         sharded = ours.shard_weights and parallel.fsdp_ranks > 1
         per_weight = (2 if sharded and training.bf16 else 4) / (parallel.fsdp_ranks if sharded else 1)
         reference = sum(p.numel() for p in model.parameters()) * per_weight / parallel.tensor
         hardware = dataclasses.replace(hardware, memory_bytes=hardware.memory_bytes - reference)
-    messages = [f"{hardware.memory_bytes / 1e9:.2f} GB for a rank, {mesh}"]
+    messages = [f"{hardware.memory_bytes / 1e9:.2f} GB for a rank, {parallel}"]
     if longest:
-        context, message = _longest_context(dataclasses.replace(shape, rope=ours.rope()), job, mesh, hardware, fixed)
+        context, message = _longest_context(dataclasses.replace(shape, rope=ours.rope()), job, hardware, fixed)
         messages.append(message)
         job = dataclasses.replace(job, context=context)
         context //= rows if packed else 1  # the rows of a forward are packed into one
         config, rope = models.read_config(arguments, context)
     try:
-        memory, message = choose_memory(shape, job, mesh, hardware, fixed)
+        memory, message = choose_memory(shape, job, hardware, fixed)
     except LongspanError as error:
         if "memory" in arguments.given or longest:
             raise
@@ -114,12 +113,12 @@ def _of_trl(arguments: Arguments) -> dict[str, Any]:
     return found
 
 
-def _longest_context(shape: Any, job: Job, mesh: Mesh, hardware: Any, fixed: dict[str, Any]) -> tuple[int, str]:
+def _longest_context(shape: Any, job: Job, hardware: Any, fixed: dict[str, Any]) -> tuple[int, str]:
     """Return the longest context that fits, within the model's positions, and a message for the user."""
-    fits = longest_context_on(shape, job, mesh, hardware, fixed)
+    fits = longest_context_on(shape, job, hardware, fixed)
     if fits is None:
-        choose_memory(shape, dataclasses.replace(job, context=STEP), mesh, hardware, fixed)  # raises with the reason
-        raise LongspanError(f"context: max: not even {STEP:,} tokens fit on {mesh}")
+        choose_memory(shape, dataclasses.replace(job, context=STEP), hardware, fixed)  # raises with the reason
+        raise LongspanError(f"context: max: not even {STEP:,} tokens fit on {job.parallel}")
     context = fits if shape.furthest is None else min(fits, shape.furthest)
     bound = "" if context == fits else f"; {fits:,} would fit, the model's positions end at {context:,}"
     return context, f"context: {context:,} tokens{bound}"

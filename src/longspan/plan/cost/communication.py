@@ -78,14 +78,14 @@ def communication(c: CostContext, hardware: Hardware) -> tuple[Collective, ...]:
     """Return every collective of one step in the order of the forward; equal ones are counted together."""
     calls: dict[Sent, int] = {}
     for sent in _step(c, sums_gradients_once(c, hardware)):
-        if sent.bytes and sent.calls and c.group(sent.axis)[1] > 1:
+        if sent.bytes and sent.calls and c.groups[sent.axis][1] > 1:
             key = replace(sent, calls=1)
             calls[key] = calls.get(key, 0) + sent.calls
     return tuple(_timed(sent, count, c, hardware) for sent, count in calls.items())
 
 
 def _timed(sent: Sent, count: int, c: CostContext, hardware: Hardware) -> Collective:
-    stride, size = c.group(sent.axis)
+    stride, size = c.groups[sent.axis]
     computing = "computing" if sent.what in _OVERLAPPED else ""
     overlaps_with = "attention" if sent.op == "p2p" else computing
     return Collective(
@@ -223,7 +223,7 @@ def _layer(layer: LayerShape, c: CostContext, tokens: int) -> list[Sent]:
     last = forwards if any("post_feedforward" in p.name for p in layer.parameters) else 1
     both, half = _hidden_states(tokens, c)
     sent = []
-    if c.job.tensor_style == "tp":
+    if c.mesh.tensor_style == "tp":
         calls = forwards + backwards if experts else forwards + last + 2 * backwards
         sent.append(Sent("all_reduce", "tensor", "hidden states summed", both, calls))
         if experts:
@@ -260,7 +260,7 @@ def _forward(c: CostContext, tokens: int) -> list[Sent]:
     both, half = _hidden_states(tokens, c)
     _, last = _hidden_states(1, c)
     logits = -(-c.model.vocab // t) * (t - 1) * c.b * c.sequences
-    if c.job.tensor_style == "tp":
+    if c.mesh.tensor_style == "tp":
         stream = [Sent("all_reduce", "tensor", "embeddings", both, method=False)]
     else:
         stream = [
@@ -274,7 +274,7 @@ def _forward(c: CostContext, tokens: int) -> list[Sent]:
 def _training(c: CostContext) -> list[Sent]:
     t = c.mesh.tensor
     both, half = _hidden_states(c.sequence_tokens, c)
-    ops = [("all_reduce", both)] if c.job.tensor_style == "tp" else [("all_gather", half), ("reduce_scatter", half)]
+    ops = [("all_reduce", both)] if c.mesh.tensor_style == "tp" else [("all_gather", half), ("reduce_scatter", half)]
     first = next((layer.parameters for layer in c.model.layers if layer.has_backward), ())
     # Only trained embeddings, or a trained norm in front of the first products, need the gradient of their input.
     needed = c.model.root[0].trained or any(p.trained for p in first if len(p.shape) == 1 and "norm" in p.name)
@@ -321,4 +321,4 @@ def _is_summed(p: Parameter, c: CostContext, experts: bool) -> bool:
         return True
     owner = p.name.rpartition(".")[0].rpartition(".")[2]
     per_head = owner in ("q_norm", "k_norm") or (owner in ROWS and p.name.endswith("bias"))
-    return c.job.tensor_style == "megatron-sp" or per_head or (experts and p.name.startswith("mlp."))
+    return c.mesh.tensor_style == "megatron-sp" or per_head or (experts and p.name.startswith("mlp."))

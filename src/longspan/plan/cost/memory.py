@@ -94,7 +94,7 @@ def _forward_peaks(c: CostContext, tiles: int) -> list[dict[str, int]]:
     with TP join the ranks' tokens afterwards.
     """
     stream = c.tokens * c.d * c.b // c.hidden_shards
-    all_tokens = c.tokens * c.d * c.b if c.mesh.tensor > 1 and c.job.tensor_style == "megatron-sp" else 0
+    all_tokens = c.tokens * c.d * c.b if c.mesh.tensor > 1 and c.mesh.tensor_style == "megatron-sp" else 0
     # The sum with attention's output, and two fp32 tensors of a tile: an RMSNorm's input and its result.
     norm = (FRAME_STATES + 1) * stream + 2 * c.tokens * c.d * 4 // c.hidden_shards // tiles
     mlps = {layer.mlp for layer, _ in c.model.layer_kinds}
@@ -148,7 +148,7 @@ def _in_mlp(mlp: Mlp, c: CostContext) -> int:
     entering = 0
     if mlp.experts > 1:
         entering = all_tokens // c.mesh.tensor if c.mesh.tensor > c.hidden_shards else 0
-    elif c.mesh.tensor > 1 and c.job.tensor_style == "megatron-sp":
+    elif c.mesh.tensor > 1 and c.mesh.tensor_style == "megatron-sp":
         entering = all_tokens
     return (FRAME_STATES + 2) * stream + entering
 
@@ -160,7 +160,7 @@ def _mlp_sum(mlp: Mlp, c: CostContext) -> int:
     part = c.tokens * c.d * c.b
     if mlp.experts > 1:
         part //= c.mesh.tensor
-    elif c.job.tensor_style == "megatron-sp":  # several rows are transposed first
+    elif c.mesh.tensor_style == "megatron-sp":  # several rows are transposed first
         part *= 1 + (c.sequences > 1)
     return _in_mlp(mlp, c) + part + c.tokens * c.d * c.b // c.hidden_shards
 
@@ -181,7 +181,7 @@ def _mlp_intermediates(c: CostContext, tiles: int) -> int:
 
 def cache_on_device(c: CostContext) -> int:
     """Return the bytes of the cache in the device's memory."""
-    return staged_bytes(c) if c.job.cache_offload == "host" else key_value_bytes(c) + state_bytes(c)
+    return staged_bytes(c) if c.job.cache.offload == "host" else key_value_bytes(c) + state_bytes(c)
 
 
 def key_value_bytes(c: CostContext) -> int:
@@ -217,7 +217,7 @@ def staged_bytes(c: CostContext, generated: int = 0, chunk: int | None = None) -
 def _staged(c: CostContext, generated: int, chunk: int | None, step: int) -> int:
     kinds = {layer: layer.mixer.cache_by_rank(c, generated, chunk, step) for layer, _ in c.model.layer_kinds}
     current = [kinds[layer] for layer in c.model.layers if layer.mixer.cached_per_token]
-    none = [0] * c.mesh.sequence
+    none = [0] * c.mesh.sequence_ranks
     is_first_forward = step == c.job.context + generated  # the cache is empty: nothing to prefetch
     prefetched = [none] * len(current) if is_first_forward else [*current[1:], none]
     pairs = [pair for one, other in zip(current, prefetched, strict=True) for pair in zip(one, other, strict=True)]
@@ -269,7 +269,7 @@ def offloaded_bytes(c: CostContext, hardware: Hardware) -> Offloaded:
     """Return the bytes outside the GPU."""
     job = c.job
     train, host = job.mode == "train", dict[str, int]()
-    if not train and job.cache_offload == "host":
+    if not train and job.cache.offload == "host":
         host["kv_cache"] = key_value_bytes(c)
     if c.on_host:
         host |= weights_at_rest(c)
@@ -282,4 +282,4 @@ def offloaded_bytes(c: CostContext, hardware: Hardware) -> Offloaded:
     elif checkpoints:
         host["activations"] = checkpoints
     host = {name: host[name] for name in HOST_ITEMS if host.get(name)}
-    return Offloaded(host, disk, min(c.mesh.gpus, hardware.gpus_per_node))
+    return Offloaded(host, disk, min(c.mesh.ranks, hardware.gpus_per_node))

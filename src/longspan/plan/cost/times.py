@@ -17,7 +17,7 @@ from longspan.plan.cost.saved import checkpoint_per_token, recomputes_mlp_act
 from longspan.plan.cost.vision import block_weights_sent, most_patches, tower_flops
 from longspan.plan.cost.weights import layer_weights_sent, shard_elements, sums_gradients_once, trained_elements
 from longspan.plan.hardware import Hardware
-from longspan.plan.job import CostContext, Job, Mesh
+from longspan.plan.job import CostContext, Job
 from longspan.plan.layers.attended_keys import RingSchedule
 from longspan.plan.layers.base import Sent
 from longspan.plan.shape import LayerShape, ModelShape
@@ -41,7 +41,7 @@ def model_flops(model: ModelShape, job: Job) -> float:
         total += count * products * 2.0 * tokens * layer.matmul_params_active
         total += layer.mixer.flops(job, count * (times if backward else 1.0))
     if job.mode != "decode":
-        total += job.batch * times * sum(tower_flops(CostContext(model, job, Mesh()), largest=False))
+        total += job.batch * times * sum(tower_flops(CostContext(model, job), largest=False))
     return total
 
 
@@ -174,7 +174,7 @@ def optimizer_seconds(c: CostContext, hardware: Hardware) -> float:
         return 0.0
     moved = trained_elements(c) * 28.0
     if c.on_host:  # whose memory a node's ranks share
-        return moved * min(c.mesh.gpus, hardware.gpus_per_node) / hardware.host_memory_bandwidth
+        return moved * min(c.mesh.ranks, hardware.gpus_per_node) / hardware.host_memory_bandwidth
     return moved / hardware.memory_bandwidth
 
 
@@ -319,7 +319,7 @@ def _hideable(sents: Sequence[Sent], c: CostContext, hardware: Hardware) -> floa
 
 
 def _seconds_of_call(sent: Sent, c: CostContext, hardware: Hardware) -> float:
-    return hardware.seconds(sent.op, sent.axis, sent.bytes, *c.group(sent.axis))
+    return hardware.seconds(sent.op, sent.axis, sent.bytes, *c.groups[sent.axis])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def _share(units: int, rows: int, run: int, start: int, layout: Layout, context:
 
 def vision_sent(c: CostContext) -> Iterator[Sent]:
     """Yield what a vision tower sends in a micro-batch."""
-    tower, f, train = c.model.tower, c.mesh.weights, c.job.mode == "train"
+    tower, f, train = c.model.tower, c.mesh.fsdp_ranks, c.job.mode == "train"
     if tower is None:
         return
     if c.mesh.data > 1 and c.job.weight_sharding:
@@ -93,7 +93,7 @@ def vision_sent(c: CostContext) -> Iterator[Sent]:
 
 def block_weights_sent(c: CostContext) -> list[Sent]:
     """Return FSDP's traffic for all blocks and pictures: weights gathered for forward and backward, fp32 gradients."""
-    tower, f, passes = c.model.tower, c.mesh.weights, len(c.job.pictures)
+    tower, f, passes = c.model.tower, c.mesh.fsdp_ranks, len(c.job.pictures)
     if tower is None or not passes or not c.job.weight_sharding or f == 1:
         return []
     shard = shard_elements(tower.block, f) * (f - 1)

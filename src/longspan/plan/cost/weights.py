@@ -224,7 +224,7 @@ def always_gathered(model: ModelShape) -> int:
 
 def layer_weights_sent(layer: LayerShape, c: CostContext) -> list[Sent]:
     """Return FSDP's traffic for one layer: weights gathered for forward and backward, fp32 gradients scattered."""
-    c, f = c.of_layer(layer), c.mesh.weights
+    c, f = c.of_layer(layer), c.mesh.fsdp_ranks
     if not c.job.weight_sharding or f == 1:
         return []
     groups = [("fsdp", f, "a layer", layer.parameters)]
@@ -259,12 +259,12 @@ def outer_weights_sent(c: CostContext) -> list[Sent]:
     FSDP gathers each group outside the layers once a step: an embedding's backward needs no weights, and a head's
     backward follows its forward.
     """
-    f, train = c.mesh.weights, c.job.mode == "train"
-    if c.mesh.gpus == 1:
+    f, train = c.mesh.fsdp_ranks, c.job.mode == "train"
+    if c.mesh.ranks == 1:
         return []
     # Six int64 that describe the batch: the hosts of all ranks compare them before anything else.
     everyone = "fsdp" if f > 1 else "tensor"
-    sent = [Sent("all_gather", everyone, "batches compared", 6 * 8 * (c.mesh.gpus - 1), method=False)]
+    sent = [Sent("all_gather", everyone, "batches compared", 6 * 8 * (c.mesh.ranks - 1), method=False)]
     if f == 1:
         return sent
     if c.job.weight_sharding:

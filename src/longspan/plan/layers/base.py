@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from longspan.plan.job import CostContext, Job, Mesh
+from longspan.plan.job import CostContext, Job
 
 if TYPE_CHECKING:
     from longspan.plan.layers.attended_keys import RingSchedule
@@ -194,7 +194,7 @@ class Mixer:
             chunk: tokens per chunk of the prompt; None: the job's, or else that of `longspan.core.cache`.
             step: count the keys that the last `step` tokens attend to, rather than those that later tokens will.
         """
-        return [0] * c.mesh.sequence
+        return [0] * c.mesh.sequence_ranks
 
     def cache_bytes(self, c: CostContext) -> int:
         """Return the bytes of its KV cache or state, max over ranks."""
@@ -243,6 +243,6 @@ class Mixer:
 
     # Limits.
 
-    def ulysses_refusal(self, job: Job, mesh: Mesh) -> str | None:
+    def ulysses_refusal(self, job: Job) -> str | None:
         """Return the reason why its heads cannot be sharded over the mesh's Ulysses ranks, or None."""
         return None

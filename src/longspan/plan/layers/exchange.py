@@ -62,7 +62,7 @@ def _head_chunks(shards: tuple[HeadShard, ...], chunks: int, overlapped: int) ->
 
 def sequence(layer: Softmax, c: CostContext) -> list[Sent]:
     """Return what Ulysses and ring send, on the rank that sends most."""
-    if c.mesh.sequence == 1:
+    if c.mesh.sequence_ranks == 1:
         return []
     of_ranks = head_chunks(layer, c)
 
@@ -87,7 +87,7 @@ def _ulysses(layer: Softmax, c: CostContext, of_ranks: tuple[HeadChunk, ...], mi
     if u == 1:
         return []
     rows = c.tokens
-    q_bytes, v_bytes = (vector_bytes(c.job.wire_dtype, d, c.b) for d in (layer.head_dim, layer.v_head_dim))
+    q_bytes, v_bytes = (vector_bytes(c.mesh.wire_dtype, d, c.b) for d in (layer.head_dim, layer.v_head_dim))
     all_packed, all_out, _ = _row_bytes(of_ranks, q_bytes, v_bytes)
     packed, out, packed_gradient = _row_bytes((mine,), q_bytes, v_bytes)
     forwards, backwards = c.job.attention_passes
@@ -119,7 +119,7 @@ def _row_bytes(chunks: tuple[HeadChunk, ...], d: int, dv: int) -> tuple[int, int
 def ring_impl(layer: Softmax, c: CostContext, kv_heads: int) -> str:
     """Return the ring implementation that the code chooses for so many KV heads, "p2p" or "allgather"."""
     all_blocks = c.mesh.ring * _block_elements(layer, c, kv_heads) * c.b
-    return choose_ring_impl(c.job.ring_impl, all_blocks, layer.ring_schedule(c).routes)
+    return choose_ring_impl(c.mesh.ring_impl, all_blocks, layer.ring_schedule(c).routes)
 
 
 def _block_elements(layer: Softmax, c: CostContext, kv_heads: int) -> int:
@@ -167,14 +167,14 @@ def decode(layer: Softmax, c: CostContext, tokens: int = 1) -> list[Sent]:
     outputs and log-sum-exps in fp32.
     """
     layer = layer.cache_mixer(c)
-    if c.mesh.sequence == 1:
+    if c.mesh.sequence_ranks == 1:
         return []
     rows = c.sequences * tokens * layer.max_heads(c.mesh).q_heads
     if c.mesh.ring == 1:
         outputs = rows * c.b * layer.v_head_dim
         return [Sent("all_gather", "ulysses", "O of all heads", outputs * (c.mesh.ulysses - 1))]
     partial = rows * (layer.v_head_dim + 1) * 4
-    return [Sent("all_gather", "sequence", "O and log-sum-exp of all parts", partial * (c.mesh.sequence - 1))]
+    return [Sent("all_gather", "sequence", "O and log-sum-exp of all parts", partial * (c.mesh.sequence_ranks - 1))]
 
 
 def chunk(layer: Softmax, c: CostContext, tokens: int, ulysses_rank: int | None = None) -> list[Sent]:
@@ -202,7 +202,7 @@ def chunk(layer: Softmax, c: CostContext, tokens: int, ulysses_rank: int | None 
             Sent("all_to_all", "ring", "O and log-sum-exp back", block * (dv + 1) * 4),
             Sent("all_to_all", "ulysses", "O to tokens", rows * b * (c.mesh.ulysses - 1) * mine.q_heads * dv),
         ]
-        candidates.append([each for each in sent if c.mesh.size(each.axis) > 1])
+        candidates.append([each for each in sent if c.groups[each.axis][1] > 1])
     return max(candidates, key=lambda sent: sum(each.bytes for each in sent))
 
 

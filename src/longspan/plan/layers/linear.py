@@ -54,7 +54,7 @@ class Linear(Mixer):
         return times * tokens * self._flops_per_token(job, receives=False)
 
     def max_flops(self, c: CostContext) -> float:
-        return c.tokens * self._flops_per_token(c.job, receives=c.mesh.sequence > 1)
+        return c.tokens * self._flops_per_token(c.job, receives=c.mesh.sequence_ranks > 1)
 
     def _flops_per_token(self, job: Job, receives: bool) -> float:
         """Return the FLOPs of all heads, by chunks (arXiv:2412.06464, section 3.3), or of one step.
@@ -78,9 +78,9 @@ class Linear(Mixer):
 
         LASP-2 (arXiv:2502.07563), and with decay or delta rule the transition beside each state.
         """
-        if c.mesh.sequence == 1 or c.job.mode == "decode":
+        if c.mesh.sequence_ranks == 1 or c.job.mode == "decode":
             return []
-        rows = c.sequences * _runs(c.layout, c.job.context) * (c.mesh.sequence - 1)
+        rows = c.sequences * _runs(c.layout, c.job.context) * (c.mesh.sequence_ranks - 1)
         state = STATE_BYTES * rows * self._summary_elements
         tokens = c.b * rows * (self.kernel - 1) * self.channels
         forwards, backwards = c.job.layer_passes
@@ -101,7 +101,7 @@ class Linear(Mixer):
     def cache_by_rank(self, c: CostContext, generated: int = 0, chunk: int | None = None, step: int = 0) -> list[int]:
         """Return on every rank the bytes of the state, and of the last tokens that its convolution reads."""
         convolved = (self.kernel - 1) * self.channels
-        return [c.sequences * (self.state_elements * STATE_BYTES + convolved * c.b)] * c.mesh.sequence
+        return [c.sequences * (self.state_elements * STATE_BYTES + convolved * c.b)] * c.mesh.sequence_ranks
 
     def saved(self, c: CostContext) -> int:
         """Return an estimate for fused kernels.
@@ -111,21 +111,21 @@ class Linear(Mixer):
         states that were gathered.
         """
         keys, values = self.kv_heads * self.head_dim, self.q_heads * self.v_head_dim
-        wider = 2 * self.q_heads * self.columns if c.mesh.sequence > 1 and self.columns > 1 else 0
+        wider = 2 * self.q_heads * self.columns if c.mesh.sequence_ranks > 1 and self.columns > 1 else 0
         return -(-self._gathered(c) // c.tokens) + c.b * (3 * (values + 2 * keys) + wider)
 
     def _gathered(self, c: CostContext) -> int:
         """Return the bytes of the states of all runs, and of those before them, which their combination saves."""
-        if c.mesh.sequence == 1 or not self.columns:
+        if c.mesh.sequence_ranks == 1 or not self.columns:
             return 0
-        runs = c.sequences * _runs(c.layout, c.job.context) * c.mesh.sequence
+        runs = c.sequences * _runs(c.layout, c.job.context) * c.mesh.sequence_ranks
         return STATE_BYTES * runs * (self._summary_elements + self.state_elements)
 
     def backward_buffers(self, c: CostContext) -> Buffers:
         """Return the gradients of the states of all runs, which the reduce-scatter sums."""
-        if c.mesh.sequence == 1:
+        if c.mesh.sequence_ranks == 1:
             return Buffers()
-        runs = c.sequences * _runs(c.layout, c.job.context) * c.mesh.sequence
+        runs = c.sequences * _runs(c.layout, c.job.context) * c.mesh.sequence_ranks
         return Buffers(comm=STATE_BYTES * runs * self._summary_elements)
 
 

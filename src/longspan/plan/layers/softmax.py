@@ -11,7 +11,8 @@ from typing import ClassVar
 
 from longspan.core.cache import holds_latent, tokens_per_rank, vector_bytes
 from longspan.core.heads import HeadShard
-from longspan.plan.job import CostContext, Job, Mesh, head_shards
+from longspan.core.parallel import ParallelConfig
+from longspan.plan.job import CostContext, Job, head_shards
 from longspan.plan.layers import exchange
 from longspan.plan.layers.attended_keys import (
     CAUSAL,
@@ -77,15 +78,15 @@ class Softmax(Mixer):
         """Elements of a KV head's key and value, as they are sent and cached."""
         return self.head_dim + (0 if self.shared else self.v_head_dim)
 
-    def head_shards(self, mesh: Mesh) -> tuple[HeadShard, ...]:
+    def head_shards(self, mesh: ParallelConfig) -> tuple[HeadShard, ...]:
         """Return the heads of each Ulysses rank."""
         return head_shards(self.q_heads, self.kv_heads, mesh.tensor, mesh.ulysses)
 
-    def max_heads(self, mesh: Mesh) -> RankHeads:
+    def max_heads(self, mesh: ParallelConfig) -> RankHeads:
         """Return the heads of the rank with most heads, as they are behind the all-to-all."""
         return _max_heads(self, mesh.tensor, mesh.ulysses)
 
-    def local_heads(self, mesh: Mesh) -> RankHeads:
+    def local_heads(self, mesh: ParallelConfig) -> RankHeads:
         """Return a rank's heads before the all-to-all: all that tensor parallelism leaves it."""
         return _max_heads(self, mesh.tensor, 1)
 
@@ -100,7 +101,7 @@ class Softmax(Mixer):
         If the cache holds latent vectors, all query heads attend to one KV head of them (`longspan.cache.latent`).
         """
         heads = self.max_heads(c.mesh).kv_heads
-        shareable = c.job.cache_latent and c.mesh.tensor == 1 and (c.mesh.ulysses == 1 or c.job.kv_replication)
+        shareable = c.job.cache.latent and c.mesh.tensor == 1 and (c.mesh.ulysses == 1 or c.job.kv_replication)
         if not holds_latent(self.latent_dim, heads, self.head_dim + self.v_head_dim, shareable):
             return self
         return _over_latent(self)
@@ -159,7 +160,7 @@ class Softmax(Mixer):
         first = self.keys.cached_from(job.context + generated - step)
         tokens = tokens_per_rank(c.layout, job.context, generated, first, chunk or job.prefill_chunk)
         dims = (self.head_dim,) if self.shared else (self.head_dim, self.v_head_dim)
-        head_bytes = sum(vector_bytes(job.cache, dim, c.b) for dim in dims)
+        head_bytes = sum(vector_bytes(job.cache.dtype, dim, c.b) for dim in dims)
         shards = self.head_shards(c.mesh)
         return [c.sequences * n * shard.kv_heads * head_bytes for n in tokens for shard in shards]
 
@@ -237,7 +238,7 @@ class Softmax(Mixer):
         Over a ring the queries of all blocks; and three fp32 outputs with their log-sum-exps: the running sum, the next
         partial output, and their weighted sum (over a ring: computed, sent, received).
         """
-        heads, tokens = self.max_heads(c.mesh), c.tokens * c.mesh.sequence
+        heads, tokens = self.max_heads(c.mesh), c.tokens * c.mesh.sequence_ranks
         queries = tokens * heads.q * c.b if c.mesh.ring > 1 else 0
         return Buffers(comm=queries, workspace=3 * tokens * heads.q_heads * (self.v_head_dim + 1) * 4)
 
@@ -306,7 +307,8 @@ class Softmax(Mixer):
 
     # Limits.
 
-    def ulysses_refusal(self, job: Job, mesh: Mesh) -> str | None:
+    def ulysses_refusal(self, job: Job) -> str | None:
+        mesh = job.parallel
         q, kv, t, u = self.q_heads, self.kv_heads, mesh.tensor, mesh.ulysses
         if u > q // t:
             held = f"tensor={t} leaves {q // t}" if t > 1 else f"the model has {q}"

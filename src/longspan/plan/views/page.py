@@ -17,15 +17,15 @@ from typing import Any
 from longspan.core.formatting import parameters
 from longspan.core.layout import Span, choose_layout
 from longspan.core.memory import Memory
-from longspan.core.parallel import AXES
+from longspan.core.parallel import AXES, ParallelConfig
 from longspan.core.validation import LARGEST_COUNT
 from longspan.plan.cost.memory import ITEMS
 from longspan.plan.hardware import Hardware
-from longspan.plan.job import Job, Mesh, head_shards
+from longspan.plan.job import Job, head_shards
 from longspan.plan.limits import refusal
 from longspan.plan.search import MOST_GPUS, Plan, Search, plan_mesh, search
 from longspan.plan.shape import ModelShape
-from longspan.plan.views.report import Report, command
+from longspan.plan.views.report import Report, command, yaml
 
 MESHES_SHOWN = 6
 """Plans listed per point, besides the meshes of one axis and the recommended one."""
@@ -42,7 +42,7 @@ SHORTEST, LONGEST = 1 << 12, 1 << 24
 
 def page(report: Report) -> str:
     """Return the page of a report: its plans, and the job at other contexts and on other numbers of GPUs."""
-    chosen = {plan.mesh: plan.job.memory for plan in report.result.plans}
+    chosen = {str(plan.mesh): plan.job.memory for plan in report.result.plans}
     return render(report.to_dict(), grid(report.model, report.job, report.gpus, report.hardware, chosen))
 
 
@@ -84,10 +84,10 @@ def _powers(first: int, last: int, own: int) -> list[int]:
 
 def best_plans(result: Search, gpus: int) -> list[Plan]:
     """Return the first few plans, the recommended one and the meshes of one axis, in the order of the search."""
-    pure = {Mesh(**{axis: gpus}) for axis in AXES if axis != "data"}
+    pure = {f"{axis}={gpus}" for axis in AXES if axis != "data"}
     if result.recommended is not None:
-        pure.add(result.recommended.mesh)
-    return [plan for i, plan in enumerate(result.plans) if i < MESHES_SHOWN or plan.mesh in pure]
+        pure.add(str(result.recommended.mesh))
+    return [plan for i, plan in enumerate(result.plans) if i < MESHES_SHOWN or str(plan.mesh) in pure]
 
 
 def grid(
@@ -95,11 +95,12 @@ def grid(
     job: Job,
     gpus: int,
     hardware: Hardware,
-    chosen: Mapping[Mesh, Memory] = MappingProxyType({}),
+    chosen: Mapping[str, Memory] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the best plans at every context and number of GPUs, as plain data.
 
-    Meshes in `chosen` have the memory options that were chosen for them, at every context; the others have the job's.
+    Meshes in `chosen` (as text) have the memory options that were chosen for them, at every context; the others have
+    the job's.
 
     Sizes are bytes, times seconds (six digits). `points[i][j]` is `contexts[i]` on `gpus[j]`. Repeated values are
     written once: `items` names the numbers of a plan's `memory`; a row of `comm` is [index in `collectives`, bytes per
@@ -115,13 +116,13 @@ def grid(
     def planned(context: int, gpus: int) -> Search:
         return search(model, replace(job, context=context), gpus, hardware, plan_of)
 
-    def plan_of(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> Plan:
-        return plan_mesh(model, replace(job, memory=chosen.get(mesh, job.memory)), mesh, hardware)
+    def plan_of(model: ModelShape, job: Job, hardware: Hardware) -> Plan:
+        return plan_mesh(model, replace(job, memory=chosen.get(str(job.parallel), job.memory)), hardware)
 
     points = [
         [_point(planned(context, n), n, job, collectives, notes) for n in gpu_counts(gpus)] for context in contexts(job)
     ]
-    shown = {Mesh(*plan["mesh"]) for row in points for point in row for plan in point["plans"]}
+    shown = {ParallelConfig(*plan["mesh"]) for row in points for point in row for plan in point["plans"]}
     return {
         "model": model.name,
         "parameters": parameters(model.params),
@@ -135,7 +136,7 @@ def grid(
         "collectives": [dict(zip(("op", "axis", "what", "link", "method"), row, strict=True)) for row in collectives],
         "notes": list(notes),
         "points": points,
-        "lines": [_line(model, plan.job, plan.mesh, hardware) for plan in best_plans(planned(job.context, gpus), gpus)],
+        "lines": [_line(model, plan.job, hardware) for plan in best_plans(planned(job.context, gpus), gpus)],
     }
 
 
@@ -153,6 +154,7 @@ def _point(result: Search, gpus: int, job: Job, collectives: Distinct, notes: Di
         "legal": len(result.plans),
         "rejected": len(result.rejected),
         "recommended": None if result.recommended is None else best.index(result.recommended),
+        "yaml": None if result.recommended is None else yaml(result.recommended),
         "command": None if result.recommended is None else command(result.recommended),
         "plans": [_compact(plan, job, collectives, notes) for plan in best],
     }
@@ -160,7 +162,7 @@ def _point(result: Search, gpus: int, job: Job, collectives: Distinct, notes: Di
 
 def _compact(plan: Plan, job: Job, collectives: Distinct, notes: Distinct) -> dict[str, Any]:
     return {
-        "mesh": [getattr(plan.mesh, axis) for axis in AXES],
+        "mesh": list(plan.mesh.degrees.values()),
         "ring_impl": plan.ring_impl,
         "memory_options": None if plan.job.memory == job.memory else plan.job.memory.describe(),
         "fits": plan.fits,
@@ -179,12 +181,12 @@ def _compact(plan: Plan, job: Job, collectives: Distinct, notes: Distinct) -> di
     }
 
 
-def _line(model: ModelShape, job: Job, mesh: Mesh, hardware: Hardware) -> dict[str, Any]:
+def _line(model: ModelShape, job: Job, hardware: Hardware) -> dict[str, Any]:
     """Return one mesh at every context that it can hold; the first `fitting` of them fit in memory."""
     jobs = [replace(job, context=context) for context in contexts(job)]
-    plans = [plan_mesh(model, each, mesh, hardware) for each in jobs if refusal(model, each, mesh) is None]
+    plans = [plan_mesh(model, each, hardware) for each in jobs if refusal(model, each) is None]
     return {
-        "mesh": str(mesh),
+        "mesh": str(job.parallel),
         "contexts": [plan.job.context for plan in plans],
         "fitting": sum(plan.fits for plan in plans),
         "memory": [plan.memory_total_bytes for plan in plans],
@@ -197,7 +199,7 @@ def six(number: float) -> float:
     return float(f"{number:.6g}")
 
 
-def _heads(model: ModelShape, meshes: set[Mesh]) -> dict[str, Any]:
+def _heads(model: ModelShape, meshes: set[ParallelConfig]) -> dict[str, Any]:
     """Return the heads of each Ulysses rank, by "tensor,ulysses", of the first layer whose heads are sharded.
 
     A shard is [first query head, end, first KV head, end], counted within a tensor rank's heads. `mixed`: other layers
@@ -215,7 +217,7 @@ def _heads(model: ModelShape, meshes: set[Mesh]) -> dict[str, Any]:
     return {"q": q, "kv": kv, "shards": shards, "mixed": mixed}
 
 
-def held_tokens(job: Job, meshes: set[Mesh]) -> dict[str, Any]:
+def held_tokens(job: Job, meshes: set[ParallelConfig]) -> dict[str, Any]:
     """Return which rank holds which tokens, by "ring,ulysses": the layout's name, and at every context the runs of the
     first ranks of a sequence group (`parts`) and of the first ring blocks, flat: [start, stop, start, stop, ...].
 
@@ -223,7 +225,7 @@ def held_tokens(job: Job, meshes: set[Mesh]) -> dict[str, Any]:
     """
     layouts: dict[str, Any] = {}
     for ring, ulysses in sorted({(mesh.ring, mesh.ulysses) for mesh in meshes}):
-        layout = choose_layout(job.layout, ring, ulysses)
+        layout = choose_layout(job.parallel.layout, ring, ulysses)
         parts = layout.size if layout.size <= PARTS_SHOWN else min(layout.size, RANKS_SHOWN)
         layouts[f"{ring},{ulysses}"] = {
             "kind": layout.kind,

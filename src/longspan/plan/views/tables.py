@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from rich import box
 from rich.console import Console
@@ -17,7 +17,7 @@ from longspan.plan.cost.memory import ITEMS
 from longspan.plan.limits import GB, unsupported
 from longspan.plan.methods import Method
 from longspan.plan.search import Plan, Search, format_items
-from longspan.plan.views.report import Report, command
+from longspan.plan.views.report import Report, command, yaml
 
 REASONS = 3
 """Printed reasons against meshes; the JSON has all."""
@@ -64,7 +64,7 @@ def _print(
 
 
 def show(report: Report, top: int = 6, *, details: bool = False, console: Console | None = None) -> None:
-    """Print the recommended mesh with its command, and the `top` ranked meshes.
+    """Print the recommended mesh with the file and the command that run it, and the `top` ranked meshes.
 
     `details`: also its memory item by item, its messages and notes, and the meshes that cannot hold the job. A report
     with methods prints these instead.
@@ -94,7 +94,7 @@ def show(report: Report, top: int = 6, *, details: bool = False, console: Consol
 
 
 def _answer(report: Report, best: Plan | None, details: bool, console: Console) -> None:
-    """Print what is recommended, and the command that runs it; if nothing is, why, and what would fit.
+    """Print what is recommended, and what runs it; if nothing is, why, and what would fit.
 
     `details`: all notes follow later.
     """
@@ -104,7 +104,7 @@ def _answer(report: Report, best: Plan | None, details: bool, console: Console) 
         console.print()
         return
     if report.result.recommended is None:
-        why = "; ".join(unsupported(best.model, best.job, best.mesh))
+        why = "; ".join(unsupported(best.model, best.job))
         console.print(Text(f"nothing that fits is recommended: {why}. {advice}".rstrip(), style="bold red"))
         console.print()
         return
@@ -117,14 +117,15 @@ def _answer(report: Report, best: Plan | None, details: bool, console: Console) 
         host = best.offloaded.host_node_bytes
         on_host = f"; {size(host)} of host memory per node" if host else ""
         console.print(Text(f"memory options: {best.job.memory.describe()}{on_host}"))
-    line = command(best)
-    if line is None:
-        axes = ", ".join(f"{axis}={n}" for axis, n in asdict(best.mesh).items() if n > 1)
+    file = yaml(best)
+    if file is None:
+        axes = ", ".join(f"{axis}={n}" for axis, n in best.mesh.degrees.items() if n > 1)
         console.print(Text(f"no command runs this job; in a script its mesh is longspan.init_mesh({axes})"))
     else:
-        # No markup and no wrapping: the line is to be copied.
-        console.print(Text("run:"))
-        console.print(Text(f"  {line}", no_wrap=True), soft_wrap=True)
+        # No markup and no wrapping: the lines are to be copied.
+        console.print(Text("plan.yaml:"))
+        console.print(Text(textwrap.indent(file, "  "), no_wrap=True), soft_wrap=True, end="")
+        console.print(Text(f"run: {command(best)}", no_wrap=True), soft_wrap=True)
     if not details:
         _notes(best.cautions, console)
     console.print()
