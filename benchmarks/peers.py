@@ -44,7 +44,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Any]
 def peer_attention(candidate: Candidate, inputs: AttentionInputs) -> Workload:
     """Return a peer's attention."""
     attend = _ATTENTIONS[candidate.method.name](candidate, inputs)
-    q, k, v, grad = (x.chunk(candidate.mesh.gpus, 1)[dist.get_rank()] for x in inputs.tensors())
+    q, k, v, grad = (x.chunk(candidate.mesh.ranks, 1)[dist.get_rank()] for x in inputs.tensors())
     return attention_workload(as_leaves(q, k, v), grad, attend)
 
 
@@ -75,7 +75,7 @@ def peer_step(candidate: Candidate, inputs: StepInputs) -> Workload:
     apply_fsdp(model.to(inputs.device), inputs.shardings.get(candidate), policy)
 
     ids = inputs.tokens(0)
-    local = inputs.context // candidate.mesh.gpus
+    local = inputs.context // candidate.mesh.ranks
     mine = slice(dist.get_rank() * local, (dist.get_rank() + 1) * local)
     labels = F.pad(ids, (0, 1), value=-100)[:, 1:][:, mine].flatten()
     batch = {"input_ids": ids[:, mine], "position_ids": torch.arange(inputs.context, device=inputs.device)[None, mine]}
@@ -166,7 +166,7 @@ def _alst(candidate: Candidate, inputs: AttentionInputs) -> Attend:
 
 
 def _deepspeed_group(candidate: Candidate, inputs: AttentionInputs) -> dist.ProcessGroup:
-    ranks = candidate.mesh.gpus
+    ranks = candidate.mesh.ranks
     _check_heads(candidate.name, inputs.heads, max(inputs.kv_heads, ranks), ranks)
     start_deepspeed(inputs.device.type)
     assert dist.group.WORLD is not None

@@ -459,7 +459,7 @@ def test_auto_chooses_options_that_fit_and_explains_them(family: str, monkeypatc
         assert torch.allclose(grad, truth[name], rtol=1e-3, atol=1e-6), name
     text = longspan.explain(model)
     assert memory_options.memory.describe() in text and "does not fit" in text and "attention of " in text
-    with pytest.raises(LongspanError, match=r"do not fit on one GPU.*Item by item"):
+    with pytest.raises(LongspanError, match=r"do not fit on one rank.*Item by item"):
         model(**batch(rows=4, n=120000))
 
 

@@ -216,7 +216,9 @@ def test_frozen_weights_and_weights_in_4_bits() -> None:
     config = MODELS["qwen3-0.6b"]["config"]
     frozen = shape_from_config(config, "test", Tuning(freeze=("*embed_tokens*", "*.layers.[0-3].*")))
     assert [layer.has_backward for layer in frozen.layers[3:5]] == [False, True]
-    assert frozen.trained_params == frozen.params - frozen.root[0].numel - 4 * frozen.layers[0].params
+    weights = [*frozen.root, *(p for layer in frozen.layers for p in layer.parameters)]
+    of_trained = sum(p.numel for p in weights if p.trained)
+    assert of_trained == frozen.params - frozen.root[0].numel - 4 * frozen.layers[0].params
     packed = shape_from_config(config, "test", Tuning(lora=8, quantize=True))
     matrices = [p for p in packed.layers[0].parameters if len(p.shape) == 2]
     assert packed.packed and all(p.packed != (".lora_" in p.name) for p in matrices)

@@ -94,11 +94,6 @@ class Job:
         return 1 if asked == "auto" else asked
 
     @property
-    def bytes_per_element(self) -> int:
-        """Bytes of one element of an activation or a gathered weight."""
-        return 2 if self.dtype == "bf16" else 4
-
-    @property
     def prompt_chunks(self) -> list[tuple[int, int]]:
         """(tokens of a chunk over all ranks, number of such chunks); empty for a prompt in one forward."""
         if self.mode != "prefill" or self.prefill_chunk is None:
@@ -147,7 +142,6 @@ class CostContext:
 
     @property
     def mesh(self) -> ParallelConfig:
-        """Sizes of the axes, and their options."""
         return self.job.parallel
 
     def of_layer(self, layer: LayerShape) -> CostContext:
@@ -163,8 +157,8 @@ class CostContext:
 
     @property
     def b(self) -> int:
-        """Bytes per element."""
-        return self.job.bytes_per_element
+        """Bytes of one element of an activation or a gathered weight."""
+        return 2 if self.job.dtype == "bf16" else 4
 
     @cached_property
     def layout(self) -> Layout:
@@ -208,7 +202,6 @@ class CostContext:
 
     @property
     def weight_ranks(self) -> int:
-        """Ranks over which weights are sharded."""
         return self.mesh.fsdp_ranks if self.job.weight_sharding else 1
 
     @cached_property

@@ -41,12 +41,10 @@ class Plan:
 
     @property
     def mesh(self) -> ParallelConfig:
-        """The job's mesh."""
         return self.job.parallel
 
     @cached_property
     def c(self) -> CostContext:
-        """The context of all its costs."""
         return CostContext(self.model, self.job)
 
     # Memory.
@@ -58,7 +56,6 @@ class Plan:
 
     @property
     def memory_total_bytes(self) -> int:
-        """Sum of all items."""
         return sum(self.memory_bytes.values())
 
     @property
@@ -102,12 +99,10 @@ class Plan:
 
     @cached_property
     def comm(self) -> tuple[Collective, ...]:
-        """Every collective of a step."""
         return communication(self.c, self.hardware)
 
     @cached_property
     def comm_seconds(self) -> float:
-        """Seconds of all collectives of a step, overlapped or not."""
         return sum(c.seconds for c in self.comm)
 
     @property
@@ -156,7 +151,6 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of the whole job."""
         tokens = self.job.batch * (1 if self.job.mode == "decode" else self.job.context)
         return tokens / self.step_seconds
 

@@ -66,7 +66,6 @@ class LayerShape:
 
     @cached_property
     def params(self) -> int:
-        """Elements of all weights."""
         return sum(p.numel for p in self.parameters)
 
     @cached_property
@@ -156,19 +155,11 @@ class ModelShape:
 
     @property
     def tower_params(self) -> int:
-        """Elements of the vision tower's weights."""
         return 0 if self.tower is None else self.tower.params
 
     @cached_property
     def params(self) -> int:
-        """Elements of all weights; a tied head is counted once."""
         return self.tower_params + self.root_params + sum(layer.params * count for layer, count in self.layer_kinds)
-
-    @cached_property
-    def trained_params(self) -> int:
-        """Elements of the trained weights, without those of a vision tower."""
-        groups = ((self.root, 1), *((layer.parameters, count) for layer, count in self.layer_kinds))
-        return sum(count * p.numel for parameters, count in groups for p in parameters if p.trained)
 
     @cached_property
     def active_params(self) -> int:

@@ -43,12 +43,10 @@ class Tower:
 
     @property
     def outside(self) -> tuple[Parameter, ...]:
-        """The weights outside the blocks."""
         return (*self.before, *self.after)
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """All weights, in the order of the module."""
         return (*self.before, *self.block * self.depth, *self.after)
 
     @property
@@ -63,7 +61,6 @@ class Tower:
 
     @cached_property
     def params(self) -> int:
-        """Elements of all weights."""
         return sum(p.numel for p in self.parameters)
 
     def product_flops(self, patches: int) -> float:
@@ -100,11 +97,9 @@ class Pictures:
 
     @property
     def patches(self) -> int:
-        """Patches of a unit."""
         return self.height * self.width
 
     def rows(self, tower: Tower) -> int:
-        """Return the embeddings of a unit."""
         return self.patches // tower.merge**2
 
     def runs(self, tower: Tower) -> int:
@@ -114,12 +109,6 @@ class Pictures:
     def tokens(self, tower: Tower) -> int:
         """Return the tokens of all units, start and end tokens included."""
         return self.units * self.rows(tower) + 2 * self.runs(tower)
-
-    def flag(self, tower: Tower) -> str:
-        """Return the flag of `longspan plan`; `read_pictures` reads it."""
-        of_video = self.kind == "video"
-        number, side = self.units * (tower.frames if of_video else 1), tower.patch
-        return f"--{'video' if of_video else 'images'} {number}x{self.height * side}x{self.width * side}"
 
 
 def read_pictures(flag: str, text: str, tower: Tower) -> Pictures:

@@ -23,7 +23,6 @@ class Parameter:
 
     @property
     def numel(self) -> int:
-        """Elements of the tensor."""
         return math.prod(self.shape)
 
 
@@ -58,7 +57,6 @@ class SavedActivations:
 
     @property
     def total(self) -> int:
-        """Sum of the three."""
         return self.hidden + self.attention + self.mlp
 
     def items(self) -> dict[str, int]:
@@ -75,7 +73,6 @@ class Buffers:
 
     @property
     def total(self) -> int:
-        """Sum of both."""
         return self.comm + self.workspace
 
 

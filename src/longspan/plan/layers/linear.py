@@ -39,7 +39,6 @@ class Linear(Mixer):
 
     @property
     def state_elements(self) -> int:
-        """Elements of the state."""
         return self.q_heads * self.head_dim * self.v_head_dim
 
     @property

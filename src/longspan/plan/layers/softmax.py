@@ -79,7 +79,6 @@ class Softmax(Mixer):
         return self.head_dim + (0 if self.shared else self.v_head_dim)
 
     def head_shards(self, mesh: ParallelConfig) -> tuple[HeadShard, ...]:
-        """Return the heads of each Ulysses rank."""
         return head_shards(self.q_heads, self.kv_heads, mesh.tensor, mesh.ulysses)
 
     def max_heads(self, mesh: ParallelConfig) -> RankHeads:

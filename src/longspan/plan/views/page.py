@@ -8,20 +8,19 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
 
 from longspan.core.formatting import parameters
-from longspan.core.layout import Span, choose_layout
 from longspan.core.memory import Memory
-from longspan.core.parallel import AXES, ParallelConfig
+from longspan.core.parallel import AXES
 from longspan.core.validation import LARGEST_COUNT
 from longspan.plan.cost.memory import ITEMS
 from longspan.plan.hardware import Hardware
-from longspan.plan.job import Job, head_shards
+from longspan.plan.job import Job
 from longspan.plan.limits import refusal
 from longspan.plan.search import MOST_GPUS, Plan, Search, plan_mesh, search
 from longspan.plan.shape import ModelShape
@@ -29,12 +28,6 @@ from longspan.plan.views.report import Report, command, yaml
 
 MESHES_SHOWN = 6
 """Plans listed per point, besides the meshes of one axis and the recommended one."""
-
-RANKS_SHOWN = 16
-"""Ranks whose heads are listed, as many as the diagram has room for."""
-
-PARTS_SHOWN = 32
-"""Ranks of a sequence group up to which all ranks' tokens are listed."""
 
 SHORTEST, LONGEST = 1 << 12, 1 << 24
 """Shortest and longest context of every grid; a job outside them widens it."""
@@ -105,7 +98,7 @@ def grid(
     Sizes are bytes, times seconds (six digits). `points[i][j]` is `contexts[i]` on `gpus[j]`. Repeated values are
     written once: `items` names the numbers of a plan's `memory`; a row of `comm` is [index in `collectives`, bytes per
     call, calls, seconds of all calls]; numbers of `notes` are indices. `lines` has the best meshes of the job along all
-    contexts. `heads` and `layouts` say which rank holds which heads and tokens.
+    contexts.
 
     Raises:
         LongspanError: if `gpus` is below 1.
@@ -122,17 +115,12 @@ def grid(
     points = [
         [_point(planned(context, n), n, job, collectives, notes) for n in gpu_counts(gpus)] for context in contexts(job)
     ]
-    shown = {ParallelConfig(*plan["mesh"]) for row in points for point in row for plan in point["plans"]}
     return {
-        "model": model.name,
         "parameters": parameters(model.params),
-        "job": {**asdict(job), "gpus": gpus},
-        "hardware": {"name": hardware.name, "memory_bytes": int(hardware.memory_bytes)},
+        "memory": job.memory.describe(),
         "contexts": contexts(job),
         "gpus": gpu_counts(gpus),
         "items": dict(ITEMS),
-        "heads": _heads(model, shown),
-        "layouts": held_tokens(job, shown),
         "collectives": [dict(zip(("op", "axis", "what", "link", "method"), row, strict=True)) for row in collectives],
         "notes": list(notes),
         "points": points,
@@ -163,6 +151,7 @@ def _point(result: Search, gpus: int, job: Job, collectives: Distinct, notes: Di
 def _compact(plan: Plan, job: Job, collectives: Distinct, notes: Distinct) -> dict[str, Any]:
     return {
         "mesh": list(plan.mesh.degrees.values()),
+        "layout": plan.c.layout.kind,
         "ring_impl": plan.ring_impl,
         "memory_options": None if plan.job.memory == job.memory else plan.job.memory.describe(),
         "fits": plan.fits,
@@ -182,63 +171,16 @@ def _compact(plan: Plan, job: Job, collectives: Distinct, notes: Distinct) -> di
 
 
 def _line(model: ModelShape, job: Job, hardware: Hardware) -> dict[str, Any]:
-    """Return one mesh at every context that it can hold; the first `fitting` of them fit in memory."""
+    """Return one mesh at every context that it can hold."""
     jobs = [replace(job, context=context) for context in contexts(job)]
     plans = [plan_mesh(model, each, hardware) for each in jobs if refusal(model, each) is None]
     return {
         "mesh": str(job.parallel),
         "contexts": [plan.job.context for plan in plans],
-        "fitting": sum(plan.fits for plan in plans),
         "memory": [plan.memory_total_bytes for plan in plans],
-        "step": [six(plan.step_seconds) for plan in plans],
     }
 
 
 def six(number: float) -> float:
     """Round to six digits: more than a prediction has, and a third of the file."""
     return float(f"{number:.6g}")
-
-
-def _heads(model: ModelShape, meshes: set[ParallelConfig]) -> dict[str, Any]:
-    """Return the heads of each Ulysses rank, by "tensor,ulysses", of the first layer whose heads are sharded.
-
-    A shard is [first query head, end, first KV head, end], counted within a tensor rank's heads. `mixed`: other layers
-    do not shard heads.
-    """
-    sharded = [layer.mixer for layer, _ in model.layer_kinds if layer.mixer.shards_heads]
-    mixed = 0 < len(sharded) < len(model.layer_kinds)
-    if not sharded:
-        return {"q": model.q_heads, "kv": model.kv_heads, "shards": {}, "mixed": mixed}
-    q, kv = sharded[0].q_heads, sharded[0].kv_heads
-    shards = {}
-    for tensor, ulysses in sorted({(mesh.tensor, mesh.ulysses) for mesh in meshes}):
-        of_ranks = head_shards(q, kv, tensor, ulysses)[:RANKS_SHOWN]
-        shards[f"{tensor},{ulysses}"] = [[s.q_start, s.q_stop, s.kv_start, s.kv_stop] for s in of_ranks]
-    return {"q": q, "kv": kv, "shards": shards, "mixed": mixed}
-
-
-def held_tokens(job: Job, meshes: set[ParallelConfig]) -> dict[str, Any]:
-    """Return which rank holds which tokens, by "ring,ulysses": the layout's name, and at every context the runs of the
-    first ranks of a sequence group (`parts`) and of the first ring blocks, flat: [start, stop, start, stop, ...].
-
-    Groups of up to `PARTS_SHOWN` ranks list all ranks.
-    """
-    layouts: dict[str, Any] = {}
-    for ring, ulysses in sorted({(mesh.ring, mesh.ulysses) for mesh in meshes}):
-        layout = choose_layout(job.parallel.layout, ring, ulysses)
-        parts = layout.size if layout.size <= PARTS_SHOWN else min(layout.size, RANKS_SHOWN)
-        layouts[f"{ring},{ulysses}"] = {
-            "kind": layout.kind,
-            "contexts": [
-                {
-                    "parts": [_flat(layout.spans(context, rank)) for rank in range(parts)],
-                    "blocks": [_flat(layout.block_spans(context, rank)) for rank in range(min(ring, RANKS_SHOWN))],
-                }
-                for context in contexts(job)
-            ],
-        }
-    return layouts
-
-
-def _flat(spans: Iterable[Span]) -> list[int]:
-    return [place for span in spans for place in span]
