@@ -21,7 +21,6 @@ from longspan.core.validation import LARGEST_COUNT
 from longspan.plan.cost.memory import ITEMS
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import Job
-from longspan.plan.limits import refusal
 from longspan.plan.search import MOST_GPUS, Plan, Search, plan_mesh, search
 from longspan.plan.shape import ModelShape
 from longspan.plan.views.report import Report, command, yaml
@@ -97,8 +96,7 @@ def grid(
 
     Sizes are bytes, times seconds (six digits). `points[i][j]` is `contexts[i]` on `gpus[j]`. Repeated values are
     written once: `items` names the numbers of a plan's `memory`; a row of `comm` is [index in `collectives`, bytes per
-    call, calls, seconds of all calls]; numbers of `notes` are indices. `lines` has the best meshes of the job along all
-    contexts.
+    call, calls, seconds of all calls]; numbers of `notes` are indices.
 
     Raises:
         LongspanError: if `gpus` is below 1.
@@ -124,7 +122,6 @@ def grid(
         "collectives": [dict(zip(("op", "axis", "what", "link", "method"), row, strict=True)) for row in collectives],
         "notes": list(notes),
         "points": points,
-        "lines": [_line(model, plan.job, hardware) for plan in best_plans(planned(job.context, gpus), gpus)],
     }
 
 
@@ -167,17 +164,6 @@ def _compact(plan: Plan, job: Job, collectives: Distinct, notes: Distinct) -> di
             for c in plan.comm
         ],
         "notes": [_index(notes, note) for note in plan.notes],
-    }
-
-
-def _line(model: ModelShape, job: Job, hardware: Hardware) -> dict[str, Any]:
-    """Return one mesh at every context that it can hold."""
-    jobs = [replace(job, context=context) for context in contexts(job)]
-    plans = [plan_mesh(model, each, hardware) for each in jobs if refusal(model, each) is None]
-    return {
-        "mesh": str(job.parallel),
-        "contexts": [plan.job.context for plan in plans],
-        "memory": [plan.memory_total_bytes for plan in plans],
     }
 
 
