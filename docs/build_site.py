@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import dataclasses
 import html
 import importlib
 import inspect
@@ -26,8 +25,7 @@ from typing import Any
 
 import longspan
 from longspan.cli import COMMANDS
-from longspan.cli_help import field_texts
-from longspan.core.sections import Option, options
+from longspan.core.reading import field_texts, fields_of, flags_of, values
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "build" / "pages"
@@ -229,17 +227,21 @@ def cli_page(text: str) -> str:
 def with_flags(text: str) -> str:
     """Return docs/reference/cli.md with a line for each flag, from the docstrings that --help prints.
 
-    A flag that several commands explain in the same words is in the table of shared flags.
+    A flag that several commands explain in the same words is in the list of shared flags.
     """
-    meanings = {command: meanings_of(config_of(module, config))
-                for command, (module, config, _) in COMMANDS.items()}  # fmt: skip
-    count = collections.Counter(flag for of_command in meanings.values() for flag in of_command.items())
+    texts = {command: texts_of(config_of(module, config)) for command, (module, config, _) in COMMANDS.items()}
+    count = collections.Counter(flag for of_command in texts.values() for flag in of_command.items())
     shared = {flag for flag, times in count.items() if times > 1}
-    tables = {"shared": rows_of(dict(flag for flag in count if flag in shared))}
-    for command, of_command in meanings.items():
-        also = ", ".join(f"`--{name}`" for name, meaning in of_command.items() if (name, meaning) in shared)
-        own = {name: meaning for name, meaning in of_command.items() if (name, meaning) not in shared}
-        tables[command] = rows_of(own) + (f"\n\n[Shared](#flags-that-several-commands-share): {also}." if also else "")
+    sections: dict[str, dict[str, tuple[str, str]]] = {}
+    for name, (words, section) in (flag for flag in count if flag in shared):
+        sections.setdefault(section, {})[name] = words, section
+    tables = {"shared": "\n\n".join(f"{section}:\n\n{rows_of(flags)}" for section, flags in sections.items())}
+    for command, of_command in texts.items():
+        known = [(name, section) for name, (text, section) in of_command.items() if (name, (text, section)) in shared]
+        also = [f"`--{name.replace('_', '-')}`" for name, section in known if section == "General"]
+        also += dict.fromkeys(f"{section.lower()} flags" for _, section in known if section != "General")
+        own = {name: text for name, text in of_command.items() if (name, text) not in shared}
+        tables[command] = rows_of(own) + f"\n\n[Shared](#flags-that-several-commands-share): {', '.join(also)}."
 
     def filled(match: re.Match[str]) -> str:
         return f"<!-- flags: {match[1]} -->\n\n{tables.pop(match[1])}\n\n<!-- end -->"
@@ -258,55 +260,45 @@ def config_of(module: str, config: str) -> type[Any]:
     return Ours
 
 
-def meanings_of(config_class: type[Any]) -> dict[str, str]:
-    """Return the first sentence on each flag of a command."""
-    kinds = typing.get_type_hints(config_class)
-    found = {}
-    for option in options(config_class).values():
-        text = field_texts(kinds[option.section] if option.section else config_class)[option.name]
-        found[option.flag] = re.split(r"(?<=[.!?]) (?=[A-Z`-])", text)[0].removesuffix(".")
+def texts_of(config_class: type[Any]) -> dict[str, tuple[str, str]]:
+    """Return the text of each flag of a command, and the title of its section."""
+    kinds, found = fields_of(config_class), {}
+    for name, (holder, _) in flags_of(config_class).items():
+        found[name] = field_texts(kinds[holder] if holder else config_class)[name], holder.capitalize() or "General"
     return found
 
 
-def rows_of(meanings: dict[str, str]) -> str:
-    lines = [f"| `--{name}` | {escaped(meaning).replace('|', chr(92) + '|')} |" for name, meaning in meanings.items()]
-    return "\n".join(["| flag | meaning |", "|---|---|", *lines])
+def rows_of(texts: dict[str, tuple[str, str]]) -> str:
+    """Return a line for each flag, with the first sentence of its text."""
+    firsts = {name: re.split(r"(?<=[.!?]) (?=[A-Z`-])", text)[0].removesuffix(".") for name, (text, _) in texts.items()}
+    return "\n".join(f"- `--{name.replace('_', '-')}`: {escaped(first)}" for name, first in firsts.items())
 
 
 def flags_page(command: str, summary: str, config_class: type[Any]) -> str:
     """Return a page with a table for each section of a command's flags, from the docstrings that --help prints."""
     _, _, doc = inspect.cleandoc(config_class.__doc__ or "").partition("\n\n")
     parts = [f"# longspan {command}", f"{summary[0].upper()}{summary[1:]}.", doc]
-    by_section: dict[str, list[Option]] = {}
-    for option in options(config_class).values():
-        by_section.setdefault(option.section, []).append(option)
-    kinds = typing.get_type_hints(config_class)
-    texts = field_texts(config_class)
-    for section, group in by_section.items():
-        owner = kinds[section] if section else config_class
-        meanings = field_texts(owner)
-        if len(by_section) > 1:
-            parts += [f"## {section.capitalize() or 'General'}", texts.get(section) or owner.__doc__ if section else ""]
-        parts.append("\n".join(f"- {flag(option, owner)}: {escaped(meanings[option.name])}" for option in group))
+    by_section: dict[str, list[str]] = {}
+    defaults = values(config_class())
+    for name, (text, section) in texts_of(config_class).items():
+        kind = flags_of(config_class)[name][1]
+        by_section.setdefault(section, []).append(f"- {flag(name, kind, defaults[name])}: {escaped(text)}")
+    parts += [f"## {section}\n\n" + "\n".join(lines) for section, lines in by_section.items()]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def flag(option: Option, owner: type[Any]) -> str:
+def flag(name: str, kind: Any, default: Any) -> str:
     """Return a flag with its choices and its default."""
-    kinds = [part for part in typing.get_args(option.kind) or [option.kind] if part is not type(None)]
+    kinds = [part for part in typing.get_args(kind) or [kind] if part is not type(None)]
     choices = [f"`{value}`" for kind in kinds for value in (typing.get_args(kind) or [kind]) if isinstance(value, str)]
-    field = next(field for field in dataclasses.fields(owner) if field.name == option.name)
-    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    if value is dataclasses.MISSING:
-        value = "required"
-    elif value is None or value in ("", ()):
+    if isinstance(default, bool):
+        value = "default: on" if default else "default: off"
+    elif str(default) in ("None", "", "()", "[]"):
         value = None
-    elif isinstance(value, bool):
-        value = "default: on" if value else "default: off"
     else:
-        value = f"default: `{' '.join(map(str, value)) if isinstance(value, tuple) else value}`"
+        value = f"default: `{' '.join(map(str, default)) if isinstance(default, tuple) else default}`"
     notes = "; ".join(filter(None, [", ".join(choices), value]))
-    return f"**`--{option.flag}`**" + (f" ({notes})" if notes else "")
+    return f"**`--{name.replace('_', '-')}`**" + (f" ({notes})" if notes else "")
 
 
 def escaped(text: str) -> str:

@@ -27,9 +27,8 @@ from unittest import mock
 
 from longspan import cli
 from longspan.core.errors import LongspanError
-from longspan.core.sections import options
+from longspan.core.reading import flags_of, is_one_flag
 from longspan.train.arguments import Ours
-from longspan.verify import VerifyConfig
 from tests.chaos.counts import Budget, Counts
 
 LIMIT_S = 120.0  # of one attempt; the first ones import, and other programs may use the cores
@@ -123,10 +122,11 @@ def command(*argv: str) -> int:
 
 # --- wrong values of flags, by type
 
-BAD_INTEGERS = ("-1", "nan", "inf", "", "1.5", "1e3", "0x10", "9" * 25, "1" * 5000, "k", "12q", "_", "--seed", "1\0")
+BAD_INTEGERS = ("-1", "nan", "inf", "", "1.5", "0x10", "9" * 25, "1" * 5000, "k", "12q", "_", "--seed", "1\0")
 EXTREME_INTEGERS = ("0", "1", str(1 << 14), str(1 << 16), str((1 << 16) + 1), str(1 << 34), str(1 << 40), "1M")
 BAD_FLOATS = ("nan", "inf", "-inf", "-1", "", "abc", "1e999", "0x1p3", "1,5")
 BAD_PATHS = ("x" * 5000, "a/" + "y" * 300, "nul\0byte", "~nobody-of-this-name/x", "")
+BAD_VALUES = ("nope=1", "auto,", "auto,nope", "auto,level=1,nope=2", "=", ",", "a\0b,c")
 BAD_CHOICES = ("nope", "", "AUTO ", "0")
 
 _BASE = {
@@ -141,23 +141,21 @@ _BASE = {
         "--output_dir",
         "{}/out",
     ),
-    "verify": ("--config", str(MODEL), "--context", "64"),
+    "verify": ("--model", str(MODEL), "--context", "64"),
     "plan": ("--model", "llama-3.1-8b", "--context", "8k"),
     "bench": ("--ulysses", "2", "--out", "{}/out/link.toml"),
 }
 # Any text may be the name of a model on a hub.
 _FREE = {"name"}
-# Keys of `train` that are text, but not any text.
-_WORDS = {"experts", "overlap_chunks", "context", "memory"}
 
 
 def _fields(name: str) -> dict[str, Any]:
     if name == "train":
-        found = {**typing.get_type_hints(Ours), "max_steps": int, "learning_rate": float, "save_steps": float}
-        return {key: int if key in _WORDS - {"memory"} else kind for key, kind in found.items() if kind != list[Any]}
+        own = {name: kind for name, (_, kind) in flags_of(Ours).items()}
+        return {**own, "max_steps": int, "learning_rate": float, "save_steps": float}
     module, config_name, _ = cli.COMMANDS[name]
     config = getattr(__import__(module, fromlist=[config_name]), config_name)
-    return {option.name: option.kind for option in options(config).values()}
+    return {name: kind for name, (_, kind) in flags_of(config).items()}
 
 
 def _inner(kind: Any) -> Any:
@@ -171,6 +169,8 @@ def _inner(kind: Any) -> Any:
 def _bad_words(command: str, name: str, kind: Any, draw: random.Random) -> list[str] | None:
     """Return words after a flag that a command must refuse; None if there are none."""
     kind, given = _inner(kind), kind
+    if is_one_flag(kind):
+        return [draw.choice(BAD_VALUES)]
     if kind is int:
         return [draw.choice(BAD_INTEGERS)]
     if kind is float:
@@ -184,6 +184,8 @@ def _bad_words(command: str, name: str, kind: Any, draw: random.Random) -> list[
         return None if name in _FREE else ["nul\0byte" if name != "kernel" else "nope"]
     if typing.get_origin(kind) is typing.Literal:
         return [draw.choice(BAD_CHOICES)]
+    if typing.get_origin(kind) is list:
+        return None  # any names
     if typing.get_origin(kind) is tuple:
         pool = BAD_FLOATS if typing.get_args(kind)[0] is float else BAD_INTEGERS
         return draw.choice(([draw.choice(pool), "0.9"], ["0.9", draw.choice(pool)], ["0.5"], []))
@@ -197,7 +199,7 @@ def _flags(draw: random.Random) -> Attempt:
     argv = [name, *_BASE[name]]
     trick = draw.random()
     if trick < 0.06:
-        argv.append(draw.choice(("--nope", "extra", "--from", "--=3", "--\0", "--seed", "-x")))
+        argv.append(draw.choice(("--nope", "extra", "--config", "--=3", "--\0", "--seed", "-x")))
         bad = True
     else:
         field = draw.choice(list(fields))
@@ -235,38 +237,30 @@ def _command_attempt(kind: str, argv: list[str], bad: bool, prepare: Callable[[P
 
 # --- files of flags
 
-_TOML_LINES = (
-    "lr = nan", "lr = inf", 'lr = "0.1"', "lr = true", "steps = 1.5", "steps = nan", "steps = true",
-    "steps = 2024-01-01",
-    "betas = [0.9]", "betas = 0.9", 'betas = ["--lr", "9"]', 'betas = [0.9, 0.9, "--lr", 9]', "betas = [[0.9], 0.9]",
-    'data = ["pydoc", "--steps", "7"]', 'data = ["pydoc"]', 'tokenizer = ["bytes", "--no-fsdp"]', "data = 5",
-    "data = true", "out = 5", "out = true", "out = []", 'schedule = ["linear", "--clip", "3"]', "schedule = 1",
-    'schedule = "Linear"', 'fsdp = "false"', "fsdp = 0", "fsdp = []", "nope = 1", '"--lr" = 1', '"lr=3 --steps" = 1',
-    "no-fsdp = true", "no_fsdp = true", 'from = "x.toml"', "config = {}", "[lr]\na = 1",
-    "save_every = 3\nsave-every = 4",
-    "lr = 1e-3\nlr = 1e-4", "steps = ", "= 3", "steps = 99999999999999999999", "x" * 100_000, "a = " + "[" * 20_000,
-    "steps = " + "1" * 5000, "\0", 'seed = "-1"', "seed = -1", "kernel = 3", 'out = "a\\u0000b"', "help = true",
+_YAML_LINES = (
+    "seed: nan", "seed: 1.5", 'seed: "0.1"', "seed: true", "seed: 2024-01-01", "seed: -1", "seed: [1]", "seed: {a: 1}",
+    "seed: 99999999999999999999", "seed: " + "1" * 5000, "timeout: .inf", "timeout: 0.5", "text: 5", "text: true",
+    "text: [pydoc, --seed, 7]", 'tokenizer: [bytes, "--no-fsdp"]', "batch: 0", "batch: [2]", 'fsdp: "no"', "fsdp: 0",
+    "fsdp: []", "nope: 1", "--seed: 1", "seed=3 --batch: 1", "no-fsdp: true", "config: x.yaml", "config: {}",
+    "ring-impl: p2p\nring_impl: p2p", "seed: 1\nseed: 2", ": 3", "seed", "- seed", "x" * 100_000, "a: " + "[" * 20_000,
+    "seed: [", "seed: !!python/object:os.system {}", "\0", "kernel: 3", "kernel: Flash", "memory: 3", "memory: nope",
+    "memory: {nope: 1}", "memory: {offload: host}", "memory: longest,nope=1", "rope: {factor: 4}",
+    "rope: yarn,factor=0", "rope: longrope", 'text: "a\\0b"', "help: true", "ring: 0", "data: 1e3", "dtype: [fp32]",
 )  # fmt: skip
 
 
-def _toml(draw: random.Random) -> Attempt:
+def _yaml(draw: random.Random) -> Attempt:
     """Return a command with a bad file of flags."""
-    lines = draw.choice(_TOML_LINES)
-    before = draw.choice(("", "# a comment\n", "deterministic = true\n"))
+    lines = draw.choice(_YAML_LINES)
+    before = draw.choice(("", "# a comment\n", "json: true\n"))
     bad_bytes = draw.random() < 0.05
 
     def prepare(folder: Path) -> None:
         text = (before + lines).encode()
-        (folder / "run.toml").write_bytes(b"# \xff\xfe\n" + text if bad_bytes else text)
+        (folder / "run.yaml").write_bytes(b"# \xff\xfe\n" + text if bad_bytes else text)
 
-    argv = ["verify", *_BASE["verify"], "--from", "{}/run.toml"]
-    key = lines.split("=")[0].strip()
-    option = options(VerifyConfig).get(key.replace("-", "_"))
-    if option is not None and option.section:
-        before += f"[{option.section}]\n"
-    argv = argv if key == "from" else _without(argv, f"--{key}")
-    attempt = _command_attempt("toml", argv, True, prepare)
-    return dataclasses.replace(attempt, what=f"run.toml: {before + lines!r:.90}")
+    attempt = _command_attempt("yaml", ["verify", *_BASE["verify"], "--config", "{}/run.yaml"], True, prepare)
+    return dataclasses.replace(attempt, what=f"run.yaml: {before + lines!r:.90}")
 
 
 # --- data
@@ -427,7 +421,7 @@ def _config(draw: random.Random) -> Attempt:
             "--model_name_or_path",
             "config.json",
         ],
-        "verify": ["verify", "--config", "config.json", "--context", "64"],
+        "verify": ["verify", "--model", "config.json", "--context", "64"],
     }[name]
     # Strange values are up to transformers; a file without a config must be refused.
     attempt = _command_attempt("config", flags, text is not None, prepare)
@@ -438,7 +432,7 @@ def _config(draw: random.Random) -> Attempt:
 
 MAKERS: dict[str, tuple[Callable[[random.Random], Attempt], ...]] = {
     "flags": (_flags,),
-    "toml": (_toml,),
+    "yaml": (_yaml,),
     "data": (_data, _missing_data),
     "hardware": (_hardware,),
     "config": (_config,),

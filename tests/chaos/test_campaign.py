@@ -131,7 +131,11 @@ def test_draws_depend_on_the_seed_and_flags_restore_a_config(tmp_path: Path) -> 
     assert cuts[0] == cuts[1] != cuts[2] and full[0] == full[1] != full[2]
     assert cuts[0][1].seconds is None and 0 < (cuts[0][0].seconds or 0) < ranks.TIMEOUT_S / 2
     changed = read(ranks.base_config(tmp_path, shard_weights=False, layout="zigzag").argv)
-    assert (changed.ours.shard_weights, changed.ours.layout, changed.ours.ring) == (False, "zigzag", 2)
+    assert (changed.ours.shard_weights, changed.ours.parallel.layout, changed.ours.parallel.ring) == (
+        False,
+        "zigzag",
+        2,
+    )
 
 
 def test_a_small_disk_is_filled_and_unmounted(tmp_path: Path) -> None:

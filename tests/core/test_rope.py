@@ -13,11 +13,11 @@ import torch
 import transformers
 
 from longspan.core.errors import LongspanError
-from longspan.core.rope import AUTO, RopeAsked, RopeChoice, RopeFlags, rope_state, scaling_for
-from longspan.core.sections import make
+from longspan.core.rope import AUTO, RopeAsked, RopeChoice, rope_state, scaling_for
 from longspan.hf.pretrained import check_language_model, read_model_config
 from longspan.verify import VerifyConfig, worker
 from tests.choose import confirming
+from tests.flags import make
 from tests.models import build
 from tests.pool import RankPool
 from tests.train.training import write_config
@@ -77,15 +77,15 @@ def test_longrope_takes_its_factors_from_a_file(tmp_path: Path) -> None:
     numbers = {"short_factor": [1.0] * 4, "long_factor": [4.0, 5.0, 6.0, 7.0]}
     for held in (numbers, {"rope_scaling": numbers}):
         file.write_text(json.dumps(held))
-        asked = RopeFlags(rope_scaling="longrope", longrope_factors=file).rope()
-        found, scaling = read_model_config("--config", str(config), 1024, asked)
+        asked = RopeAsked("longrope", file=str(file))
+        found, scaling = read_model_config("--model", str(config), 1024, asked, weights=False)
         assert found.rope_parameters == {
             **numbers, "rope_type": "longrope", "rope_theta": 10000.0, "factor": 2.0,
             "original_max_position_embeddings": 512,
         }  # fmt: skip
-        assert scaling is not None and scaling.flags["--longrope-factors"] == str(file)
+        assert scaling is not None and scaling.settings == {"rope": f"longrope,factor=2,file={file}"}
     with pytest.raises(LongspanError, match=r"has 4 numbers, and a head of .* has 8 angles \(16 rotary dimensions\)"):
-        read_model_config("--config", str(write_config(tmp_path, head_dim=16)), 1024, asked)
+        read_model_config("--model", str(write_config(tmp_path, head_dim=16)), 1024, asked, weights=False)
     for held, message in (
         ({"short_factor": [1.0]}, "KeyError: 'long_factor'"),
         ({"short_factor": [1.0], "long_factor": [1.0, 2.0]}, "short_factor has 1 numbers and long_factor 2"),
@@ -93,25 +93,22 @@ def test_longrope_takes_its_factors_from_a_file(tmp_path: Path) -> None:
     ):
         file.write_text(json.dumps(held))
         with pytest.raises(LongspanError, match=message):
-            RopeFlags(rope_scaling="longrope", longrope_factors=file).rope()
+            RopeAsked("longrope", file=str(file))
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"rope_factor": 4.0}, "--rope-factor 4.0 needs a RoPE scaling, and --rope-scaling is as-is"),
-        ({"rope_scaling": "yarn", "rope_factor": 0.5}, "--rope-factor must be at least 1"),
-        (
-            {"rope_scaling": "yarn", "rope_factor": math.nan},
-            "--rope-factor must be at least 1 and at most 1,048,576, got nan",
-        ),
-        ({"rope_scaling": "longrope"}, "give --longrope-factors FILE"),
-        ({"rope_scaling": "yarn", "longrope_factors": Path("x")}, "needs --rope-scaling longrope"),
+        ({"factor": 4.0}, "as-is,factor=4.0 has options of a scaling, and as-is is none"),
+        ({"scaling": "yarn", "factor": 0.5}, "factor must be at least 1"),
+        ({"scaling": "yarn", "factor": math.nan}, "factor must be at least 1 and at most 1,048,576, got nan"),
+        ({"scaling": "longrope"}, "give longrope,file=FILE"),
+        ({"scaling": "yarn", "file": "x"}, "file=x is for longrope, and the scaling is yarn"),
     ],
 )
 def test_contradicting_flags_are_refused(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(LongspanError, match=message):
-        RopeFlags(**flags).rope()
+        RopeAsked(**flags)
 
 
 LEARNT = {"max_position_embeddings": 1024}
@@ -123,15 +120,15 @@ LEARNT = {"max_position_embeddings": 1024}
         (LEARNT, False, RopeAsked(), 2048, "the 1024 learnt positions of it .*give --context 1024 or less"),
         (LEARNT, False, AUTO, 2048, "RoPE scaling needs rotary ones"),
         (LEARNT, False, RopeAsked("yarn", 2.0), 512, "it has no rotary embeddings"),
-        (LEARNT, True, RopeAsked(), 2049, r"or --rope-scaling yarn \(x 3 of its 1024 original positions\)"),
+        (LEARNT, True, RopeAsked(), 2049, r"or --rope yarn \(x 3 of its 1024 original positions\)"),
         ({**LEARNT, "rope_parameters": {"full_attention": None, "sliding_attention": {"rope_type": "default"}}}, True,
          RopeAsked(), 2049, "longer than the 1024 positions of it"),
         (LEARNT, True, RopeAsked("yarn"), 512, r"512 tokens .* within the positions of it \(1,024\)"),
         (LEARNT, True, RopeAsked("linear", 2.0), 4096,
-         "--rope-factor 2 x 1024 original positions of it are 2048 positions, .*; give --rope-factor 4"),
+         "factor=2 x 1024 original positions of it are 2048 positions, .*; give factor=4"),
         ({**LEARNT, "rope_scaling": {"type": "proportional"}}, True, AUTO, 4096, "RoPE of the kind proportional"),
-        ({**LEARNT, "model_type": "phi3"}, True, AUTO, 4096, "supports only longrope .*--longrope-factors FILE, or"),
-        ({}, True, RopeAsked("yarn"), 4096, "has no max_position_embeddings; give --rope-original"),
+        ({**LEARNT, "model_type": "phi3"}, True, AUTO, 4096, "supports only longrope .*--rope longrope,file=FILE, or"),
+        ({}, True, RopeAsked("yarn"), 4096, "has no max_position_embeddings; give --rope yarn,original=N"),
     ],
 )  # fmt: skip
 def test_impossible_positions_are_refused(
@@ -152,13 +149,12 @@ def test_scaled_ranks_compute_what_one_process_does(pool4: RankPool, tmp_path: P
         factors.write_text(json.dumps({"short_factor": [1.0] * 4, "long_factor": [4.0, 5.0, 6.0, 7.0]}))
     config = make(
         VerifyConfig,
-        config=write_config(tmp_path, max_position_embeddings=16, rope_parameters=LOCAL),
+        model=str(write_config(tmp_path, max_position_embeddings=16, rope_parameters=LOCAL)),
         context=64,
         ring=2,
         ulysses=2,
         layout="contiguous",
-        rope_scaling=kind,
-        longrope_factors=factors,
+        rope=RopeAsked(kind, file="" if factors is None else str(factors)),
     )
     config.check()
     report = pool4.run(worker, config)[0]

@@ -19,7 +19,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5To
 
 from longspan import cli
 from longspan.core.errors import LongspanError
-from longspan.core.sections import make, replace
 from longspan.generate.config import GenerateConfig
 from longspan.generate.fit import choose_weights
 from longspan.generate.job import format_report, open_fitting_prompt
@@ -32,6 +31,7 @@ from longspan.plan.job import Job
 from longspan.verify import VerifyConfig
 from longspan.verify.job import worker as verify_worker
 from tests.command import ForkedLauncher
+from tests.flags import make, replace
 from tests.generate.generating import run_generate, run_score
 from tests.pool import RankPool
 from tests.train.chats import make_tokenizer
@@ -136,14 +136,14 @@ def test_text_equals_one_process(
     drawn = {"temperature": 0.7, "top_k": 9}
     for mesh in (
         {"ulysses": 2, "weights": "sharded", "prefill_chunk": 50},
-        {"ring": 2, "weights": "replicated", "cache_offload": "host"},
+        {"ring": 2, "weights": "replicated", "cache": "exact,offload=host"},
         {"tensor": 2, "tensor_style": "megatron-sp", "prefill_chunk": 50},
     ):  # fmt: skip
         for report in pool2.run(run_generate, _config(folder, temperature=0.0, **mesh)):
             assert report["ids"] == greedy and report["text"] == _text(greedy)
             assert report["prompt_tokens"] == len(PROMPT.encode())
             assert report["cached_tokens"] == report["prompt_tokens"] + NEW - 1
-        if "cache_offload" in mesh:
+        if "cache" in mesh:
             assert f"{max(report['device_cache_bytes']):,} bytes of it at once on the device" in format_report(report)
         if "ring" in mesh:  # each rank has all KV heads of some tokens
             assert sum(report["cache_bytes"]) == report["cached_tokens"] * 2 * 2 * 2 * 8 * 4
@@ -163,7 +163,7 @@ def test_a_model_with_recurrent_layers(pool2: RankPool, tmp_path: Path, capsys: 
     for mesh, reused in (
         ({"ulysses": 2, **kept}, False),
         ({"ring": 2, **kept}, True),
-        ({"ring": 2, "cache_offload": "host", "prefill_chunk": 50}, False),
+        ({"ring": 2, "cache": "exact,offload=host", "prefill_chunk": 50}, False),
     ):
         for report in pool2.run(run_generate, _config(tmp_path / "hf", temperature=0.0, **mesh)):
             assert report["ids"] == greedy and (report["reused_tokens"] > 0) == reused
@@ -339,7 +339,7 @@ def test_invalid_flags_are_refused(folder: Path, changes: dict[str, Any], messag
 
 
 def test_too_long_texts_are_refused_before_loading(folder: Path) -> None:
-    said = r"--max-new-tokens 4000 and .* 4,096 positions .* give --max-new-tokens \d+ or less.*--rope-scaling auto"
+    said = r"--max-new-tokens 4000 and .* 4,096 positions .* give --max-new-tokens \d+ or less.*--rope auto"
     with pytest.raises(LongspanError, match=said):
         open_fitting_prompt(_config(folder, max_new_tokens=4000))
     with pytest.raises(LongspanError, match=r"the text has [\d,]+ tokens, .* 4,096 positions .*a factor of 4"):
@@ -363,11 +363,9 @@ def test_rope_scaling_extends_the_positions(folder: Path, pool2: RankPool) -> No
     short = folder.with_name("short")
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(short)
     config.save_pretrained(short)
-    asked: dict[str, Any] = {"rope_scaling": "linear", "rope_factor": 4.0}
-    with pytest.raises(LongspanError, match=r"64 positions.*--rope-scaling auto"):
+    asked: dict[str, Any] = {"rope": "linear,factor=4"}
+    with pytest.raises(LongspanError, match=r"64 positions.*--rope auto"):
         open_fitting_prompt(_config(short))
-    with pytest.raises(LongspanError, match=r"--rope-factor 4.0 needs a RoPE scaling"):
-        _config(short, rope_factor=4.0).check()
     config.rope_parameters = {**config.rope_parameters, "rope_type": "linear", "factor": 4.0}
     scaled = AutoModelForCausalLM.from_pretrained(short, config=config)
     ids = torch.tensor([ByT5Tokenizer()(PROMPT, add_special_tokens=False)["input_ids"]])

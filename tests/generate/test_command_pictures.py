@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from longspan.core.errors import LongspanError
-from longspan.core.sections import make
 from longspan.generate.config import GenerateConfig
 from longspan.generate.job import open_fitting_prompt
 from longspan.generate.prompt import _video
+from tests.flags import make
 from tests.generate.generating import run_generate
 from tests.hf.pictures import build
 from tests.models import BASE

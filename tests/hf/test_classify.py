@@ -14,10 +14,10 @@ from torch import Tensor
 
 import longspan
 from longspan.core.errors import LongspanError
-from longspan.core.sections import make
 from longspan.verify.config import VerifyConfig
 from longspan.verify.inputs import model_origin
 from tests.choose import confirming
+from tests.flags import make
 from tests.models import BASE, FAMILIES, gradients, rows_of, sharding
 from tests.pool import RankPool
 

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 import longspan
 from longspan import LongspanError, generate, verify
 from longspan.core.memory import Memory
-from longspan.core.sections import make, replace
 from longspan.generate import score
 from longspan.generate.config import GenerateConfig
 from longspan.generate.score import ScoreConfig
@@ -28,6 +27,7 @@ from longspan.verify import VerifyConfig
 from longspan.verify.report import Report
 from tests.choose import confirming
 from tests.fakes import fake_world
+from tests.flags import make, replace
 from tests.hf import pictures
 from tests.models import (
     Case,

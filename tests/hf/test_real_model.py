@@ -21,11 +21,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertModel
 
 import longspan
-from longspan.core.sections import make
 from longspan.generate.config import GenerateConfig
 from longspan.generate.score import ScoreConfig
 from longspan.verify import VerifyConfig, worker
 from longspan.verify.report import Report
+from tests.flags import make
 from tests.generate.generating import run_generate, run_score
 from tests.pool import RankPool
 from tests.tolerance import excess, excess_of_rows

@@ -239,14 +239,12 @@ def test_the_goals() -> None:
 
 def test_the_levels() -> None:
     def memory_options(*words: str) -> Memory:
-        return parse(PlanConfig, ["--model", "x", *words], prog="p", summary="x y").job().memory  # type: ignore[no-any-return]
+        return parse(PlanConfig, ["--model", "x", *words], prog="p").job().memory  # type: ignore[no-any-return]
 
     assert memory_options() == FASTEST and memory_options("--memory", "longest") == LONGEST
-    assert memory_options("--memory", "longest", "--checkpointing", "none") == replace(LONGEST, checkpointing="none")
-    assert memory_options("--grad-checkpointing") == Memory(checkpointing="full")
-    assert memory_options("--memory", "longest", "--tiled-mlp", "4", "--head-chunks", "1").tiled_mlp == 4
-    with pytest.raises(LongspanError, match="leave one of them out"):
-        memory_options("--grad-checkpointing", "--checkpointing", "selective")
+    assert memory_options("--memory", "longest,checkpointing=none") == replace(LONGEST, checkpointing="none")
+    assert memory_options("--memory", "checkpointing=full") == Memory(checkpointing="full")
+    assert memory_options("--memory", "auto,offload=disk") == Memory(checkpointing="full", offload="disk")
 
 
 def shown(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -269,13 +267,13 @@ def test_auto_and_max_on_the_command_line(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_max_in_a_file(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    for text, context in (('"max"', "max"), ('"128k"', 131072), ("4096", 4096)):
-        (tmp_path / "plan.toml").write_text(f'model = "x"\ncontext = {text}\nhead-chunks = 0\n')
-        config = parse(PlanConfig, ["--from", str(tmp_path / "plan.toml")], prog="p", summary="x y")
-        assert (config.context, config.head_chunks) == (context, 0)
-    (tmp_path / "plan.toml").write_text('model = "x"\ncontext = "most"\n')
-    assert main(["plan", "--from", str(tmp_path / "plan.toml")]) == 2
-    assert "context = 'most' is invalid" in capsys.readouterr().err
+    for text, context in (("max", "max"), ("128k", 131072), ("4096", 4096)):
+        (tmp_path / "plan.yaml").write_text(f"model: x\ncontext: {text}\nmemory: {{head_chunks: 0}}\n")
+        config = parse(PlanConfig, ["--config", str(tmp_path / "plan.yaml")], prog="p")
+        assert (config.context, config.memory.to_memory().head_chunks) == (context, 0)
+    (tmp_path / "plan.yaml").write_text("model: x\ncontext: most\n")
+    assert main(["plan", "--config", str(tmp_path / "plan.yaml")]) == 2
+    assert "context: 'most' is invalid" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -256,7 +256,7 @@ def test_the_page_has_suggestions_and_methods(browser: Any, tmp_path: Path) -> N
     "extra",
     [
         ["--compare"],
-        ["--json", "--grad-checkpointing", "--layers-per-checkpoint", "2"],
+        ["--json", "--memory", "checkpointing=full,layers_per_checkpoint=2"],
         *confirming([([],)]),
     ],
 )
@@ -276,7 +276,7 @@ def test_the_page_has_the_plans_that_are_printed(
     # Without memory options as flags each mesh has its own.
     report, data = shown["report"], shown["grid"]
     planned = {tuple(plan["mesh"].values()): plan for plan in report["plans"]}
-    assert (len({str(plan["memory"]) for plan in report["plans"]}) == 1) == ("--grad-checkpointing" in extra)
+    assert (len({str(plan["memory"]) for plan in report["plans"]}) == 1) == ("--memory" in extra)
     point = data["points"][data["contexts"].index(16384)][data["gpus"].index(2)]
     assert len(point["plans"]) == len(planned) == 3
     for listed in point["plans"]:

@@ -222,9 +222,9 @@ def test_frozen_weights_and_weights_in_4_bits() -> None:
     packed = shape_from_config(config, "test", Tuning(lora=8, quantize=True))
     matrices = [p for p in packed.layers[0].parameters if len(p.shape) == 2]
     assert packed.packed and all(p.packed != (".lora_" in p.name) for p in matrices)
-    with pytest.raises(LongspanError, match=r"--freeze '\*' leaves no weight to train"):
+    with pytest.raises(LongspanError, match=r"freeze=\* leaves no weight to train"):
         shape_from_config(config, "test", Tuning(freeze=("*",)))
-    with pytest.raises(LongspanError, match="--lora 8 --lora-targets nothing cannot be put on the model: Target mod"):
+    with pytest.raises(LongspanError, match="--tuning 8,targets=nothing cannot be put on the model: Target mod"):
         shape_from_config(config, "test", Tuning(8, ("nothing",)))
 
 

@@ -7,18 +7,20 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import is_dataclass
-from importlib.metadata import version
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from longspan import cli
-from longspan.cli_help import field_texts
-from longspan.cli_values import parse_integer
 from longspan.core.errors import LongspanError
-from longspan.core.sections import options
+from longspan.core.memory import LONGEST, Memory
+from longspan.core.parallel import ParallelConfig
+from longspan.core.reading import field_texts, flags_of, parse_integer
+from longspan.core.rope import RopeAsked
+from longspan.plan.command import PlanConfig
+from longspan.plan.shape import Tuning
 from longspan.ranks import launch
 from longspan.ranks.launch import RankFailed, Stopped
 from longspan.verify import VerifyConfig
@@ -30,13 +32,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def _parse(*args: str) -> VerifyConfig:
-    config = cli.parse(VerifyConfig, list(args), prog="longspan verify", summary="verify")
-    assert isinstance(config, VerifyConfig)
-    return config
+    return cli.parse(VerifyConfig, list(args), prog="longspan verify")
 
 
 def _file(tmp_path: Path, text: str) -> str:
-    path = tmp_path / "run.toml"
+    path = tmp_path / "run.yaml"
     path.write_text(text)
     return str(path)
 
@@ -63,22 +63,35 @@ def test_other_integers_are_refused(text: str, capsys: pytest.CaptureFixture[str
     assert "--context" in capsys.readouterr().err
 
 
-def test_the_error_for_an_unknown_flag_suggests_the_right_one() -> None:
-    for given, meant in {
-        "--ulyses": "--ulysses",
-        "--contxt=8k": "--context",
-        "--no-fspd": "--fsdp",
-        "--sequence_len": "--context",
-        "--bf16": "--dtype",
-        "--cp_size": "--ulysses",
+def test_a_wrong_flag_is_refused_with_the_closest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    for args, said in {
+        ("--ulyses", "4"): "--ulysses INT",
+        ("--no-fspd",): "--no-fsdp",
+        ("run.yaml",): "Unrecognized options: run.yaml",
+        ("--dtype", "Fp32"): "'fp32', 'bf16'",
+        ("--memory", "longest,ofload=host"): "there is no key 'ofload'; did you mean 'offload'?",
+        ("--memory", "longest,host"): "write key=value after the first word",
+        ("--memory", "offload=host"): "add checkpointing='full'",
+        ("--memory", "tiled_mlp=two"): "'two' is not an integer",
+        ("--rope", "yarn,factor=0.5"): "factor must be at least 1",
+        ("--ring", "0"): "ring must be at least 1, got 0",
     }.items():
-        with pytest.raises(LongspanError, match=rf"^longspan verify has no option --.*; did you mean {meant}\?$"):
-            _parse("--seed", "3", given, "4")
-    with pytest.raises(LongspanError, match=r"no option --qqqq; longspan verify --help lists all"):
-        _parse("--qqqq")
-    with pytest.raises(LongspanError, match=r"did you mean --from run.toml\?"):
-        _parse("run.toml")
+        with pytest.raises(SystemExit) as stop:
+            _parse("--seed", "3", *args)
+        error = " ".join(capsys.readouterr().err.replace("│", " ").split())
+        assert stop.value.code == 2 and said in error, args
     assert _parse("--text=--seed").text == "--seed"
+
+
+def test_a_value_with_options_is_one_flag() -> None:
+    config = _parse("--memory", "longest,offload=host,tiled_norms=false", "--rope", "yarn,factor=4,original=8k")
+    assert config.memory.to_memory() == replace(LONGEST, offload="host", tiled_norms=False)
+    assert config.model.rope == RopeAsked("yarn", 4.0, 8192)
+    assert str(config.memory) == "longest,offload=host,tiled_norms=false"
+    assert str(config.model.rope) == "yarn,factor=4.0,original=8192"
+    assert _parse("--memory", "checkpointing=full").memory.to_memory() == Memory(checkpointing="full")
+    tuning = cli.parse(PlanConfig, ["--tuning", "16,targets=q_proj+v_proj,dora=true"], prog="x").tuning
+    assert tuning == Tuning(16, ("q_proj", "v_proj"), dora=True)
 
 
 # --- files of flags
@@ -87,38 +100,43 @@ def test_the_error_for_an_unknown_flag_suggests_the_right_one() -> None:
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     path = _file(
         tmp_path,
-        'context = "8k"\nfsdp = false\nbatch = 2\ntext = "pydoc"\ngrad-checkpointing = true\nseed = 3\n'
-        '[parallel]\nring = 2\nlayout = "contiguous"\nring-impl = "p2p"\nulysses = 4\n',
+        "context: 8k\nfsdp: false\nbatch: 2\ntext: pydoc\nmemory: {checkpointing: full}\nseed: 3\nring: 2\n"
+        "layout: contiguous\nring-impl: p2p\nulysses: 4\nrope: yarn,factor=2\ntimeout:\n",
     )
-    config = _parse("--from", path, "--ulysses", "2", "--fsdp", "--seed=5", "--text_field", "body")
+    config = _parse("--config", path, "--ulysses", "2", "--fsdp", "--seed=5", "--text_field", "body")
     assert (config.text, config.context, config.parallel.ulysses, config.fsdp) == ("pydoc", 8192, 2, True)
     parallel = config.parallel
     assert (parallel.ring, parallel.layout, parallel.ring_impl, parallel.ranks) == (2, "contiguous", "p2p", 4)
-    assert (config.seed, config.batch, config.text_field, config.grad_checkpointing) == (5, 2, "body", True)
-    assert _parse(f"--from={path}").fsdp is False
+    assert (config.seed, config.batch, config.text_field, config.timeouts.timeout) == (5, 2, "body", None)
+    assert config.memory.to_memory() == Memory(checkpointing="full") and config.model.rope.factor == 2
+    assert _parse(f"--config={path}").fsdp is False
+    plan = cli.parse(PlanConfig, ["--config", _file(tmp_path, "gpu: {name: a, efficiency: 5e-1}")], prog="x")
+    assert plan.hardware.gpu.efficiency == 0.5  # YAML reads it as text
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("ulysses = 4", r"line 1: ulysses belongs in the table \[parallel\]; move it there"),
-        ("[parallel]\nseed = 4", r"line 2: seed belongs above all tables"),
-        ("[parallel]\nulysses = 1.5", r"line 2: ulysses = 1.5 is invalid: give a whole number"),
-        ("[parallel]\nulyses = 4", r"line 2: unknown key 'ulyses'; did you mean 'ulysses'\?"),
-        ("zzz = 4", r"unknown key 'zzz'; longspan verify --help lists all"),
-        ("[paralell]\nulysses = 4", r"line 1: unknown table \[paralell\]; did you mean 'parallel'"),
-        ("seed = 1\nseed = 2", r"is not TOML: .*line 2"),
-        ("batch = '8kk'", r"batch = '8kk' is invalid: '8kk' is not an integer"),
-        ("fsdp = 'no'", r"fsdp = 'no' is invalid: give true or false"),
-        ("config = 5", r"config = 5 is invalid: give a path"),
-        ("dtype = 'Fp32'", r"dtype = 'Fp32' is invalid: did you mean 'fp32'\? Choose 'fp32' or 'bf16'"),
-        ("no-fsdp = true", r"unknown key 'no-fsdp'; did you mean 'fsdp'"),
-        ('config = "a\\u0000b"', r"NUL byte"),
+        ("ulysses: 1.5", r"run.yaml: ulysses: 1.5 is invalid: give a whole number"),
+        ("ulyses: 4", r"run.yaml: there is no key 'ulyses'; did you mean ulysses\?"),
+        ("zzz: 4", r"there is no key 'zzz'; longspan verify --help lists all"),
+        ("ring: 0", r"run.yaml: ring must be at least 1, got 0"),
+        ("ring-impl: p2p\nring_impl: p2p", r"ring_impl is set twice"),
+        ("seed: [", r"is not YAML: .*line 1"),
+        ("- seed", r"must be a mapping of keys to values"),
+        ("batch: 8kk", r"batch: '8kk' is invalid: '8kk' is not an integer"),
+        ("fsdp: 'no'", r"fsdp: 'no' is invalid: give true or false"),
+        ("model: 5", r"model: 5 is invalid: give text"),
+        ("dtype: Fp32", r"dtype: 'Fp32' is invalid: did you mean 'fp32'\? Choose 'auto', 'fp32' or 'bf16'"),
+        ("no-fsdp: true", r"there is no key 'no-fsdp'; did you mean fsdp"),
+        ("memory: {ofload: host}", r"memory: .* there is no key 'ofload'; did you mean 'offload'"),
+        ("memory: 5", r"memory: 5 is invalid: 5 is no word and no mapping"),
+        ('model: "a\\0b"', r"NUL byte"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(LongspanError, match=message):
-        _parse("--from", _file(tmp_path, text))
+        _parse("--config", _file(tmp_path, text))
 
 
 def test_a_closed_stdout_ends_a_command_quietly() -> None:
@@ -142,12 +160,12 @@ def test_a_full_disk_behind_stdout_is_one_line() -> None:
 
 
 def test_a_missing_file_is_refused() -> None:
-    with pytest.raises(LongspanError, match=r"--from no\.toml cannot be read: .*No such file"):
-        _parse("--from", "no.toml")
-    with pytest.raises(LongspanError, match=r"--from needs a file"):
-        _parse("--from")
-    with pytest.raises(LongspanError, match=r"--from is given twice"):
-        _parse("--from", "a.toml", "--from=b.toml")
+    with pytest.raises(LongspanError, match=r"--config no\.yaml cannot be read: .*No such file"):
+        _parse("--config", "no.yaml")
+    with pytest.raises(LongspanError, match=r"--config needs a file"):
+        _parse("--config")
+    with pytest.raises(LongspanError, match=r"--config is given twice"):
+        _parse("--config", "a.yaml", "--config=b.yaml")
 
 
 # --- help
@@ -172,13 +190,12 @@ def test_help_of_every_command_needs_no_torch() -> None:
 def test_help_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["verify", "--help"]) == 0
     said = capsys.readouterr().out
-    for option in options(VerifyConfig).values():
-        assert f"--{option.flag}" in said
-    words = " ".join(said.replace("│", " ").split())
-    for field, text in field_texts(VerifyConfig).items():
-        # The help of tyro 0.9 has no texts of sections.
-        assert text in words or (version("tyro").startswith("0.") and is_dataclass(getattr(VerifyConfig(), field)))
-    assert "--from" in said and "{None}" not in said
+    assert [name for name in flags_of(VerifyConfig) if f"--{name.replace('_', '-')}" not in said] == []
+    words = "".join(said.replace("│", " ").split())
+    for text in (field_texts(VerifyConfig) | field_texts(ParallelConfig)).values():
+        assert text.replace(" ", "") in words
+    assert said.index("--context") < said.index("--model") < said.index("--timeout")  # its own flags first
+    assert "--config" in said and "{None}" not in said
     assert cli.main(["--help"]) == 0
     said = capsys.readouterr().out
     assert "usage: longspan COMMAND" in said and all(command in said for command in cli.COMMANDS)
@@ -226,7 +243,7 @@ def test_a_model_without_weights_is_named(tmp_path: Path, capsys: pytest.Capture
         assert cli.main([*command, "--model", str(tmp_path)]) == 2
         error = capsys.readouterr().err
         assert f"--model {tmp_path} has no weights: expected model.safetensors, " in error
-        assert f"give --config {tmp_path}/config.json" in error and "tokenizer" not in error
+        assert f"give {tmp_path}/config.json" in error and "tokenizer" not in error
 
 
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,7 +263,7 @@ def test_torchrun_prints_an_error_once_although_its_first_rank_is_slow(tmp_path:
         "if os.environ['LOCAL_RANK'] == '0':\n    time.sleep(2)\nsys.exit(main())\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": THREADS}
-    flags = ["--config", str(ROOT / "examples" / "llama-tiny.json"), "--ulysses", "4"]
+    flags = ["--model", str(ROOT / "examples" / "llama-tiny.json"), "--ulysses", "4"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, str(script), "verify", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
@@ -258,7 +275,6 @@ def test_torchrun_prints_an_error_once_although_its_first_rank_is_slow(tmp_path:
 @pytest.mark.parametrize(
     ("outcome", "code", "said"),
     [
-        (None, 2, "longspan: error: longspan verify has no option --ulises; did you mean --ulysses?\n"),
         (LongspanError("only here"), 2, "longspan: error: only here\n"),
         (SystemExit("a library stopped"), 1, "a library stopped\n"),
         (SystemExit(3), 3, ""),
@@ -275,12 +291,11 @@ def test_ranks_with_an_error_wait_for_the_first_rank_of_their_machine(
     job = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
     for name, value in job.items():
         monkeypatch.setenv(name, value)
-    if outcome is not None:
-        _plant(monkeypatch, outcome)
+    _plant(monkeypatch, outcome)
     for local_rank, waited in (("1", [launch._FIRST_RANK_S]), ("0", [])):
         waits.clear()
         monkeypatch.setenv("LOCAL_RANK", local_rank)
-        assert cli.main(["verify", *(["--ulises", "4"] if outcome is None else [])]) == code
+        assert cli.main(["verify"]) == code
         stopped = isinstance(outcome, Stopped)
         assert capsys.readouterr().err == ("longspan: stopped by SIGTERM\n" if stopped and local_rank == "0" else said)
         assert waits == ([] if stopped else waited)

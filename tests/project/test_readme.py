@@ -80,7 +80,7 @@ COMMANDS = _all_commands()
 
 
 def check_longspan(args: list[str]) -> None:
-    """Everything but the job itself: the command is known, its flags parse, and its `--from` file too."""
+    """Everything but the job itself: the command is known, its flags parse, and its `--config` file too."""
     from longspan.cli import COMMANDS, main
 
     if args[:1] == ["train"]:  # it parses TRL's keys

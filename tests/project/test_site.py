@@ -15,7 +15,7 @@ import pytest
 
 import longspan
 from longspan.cli import COMMANDS
-from longspan.core.sections import options
+from longspan.core.reading import flags_of
 from longspan.train.arguments import Ours
 from tests.pool import run_forked
 
@@ -90,7 +90,7 @@ def test_every_flag_has_its_help(site: Path, command: str) -> None:
     module, config, _ = COMMANDS[command]
     page = (site / "reference" / "flags" / command / "index.html").read_text()
     config_class = getattr(importlib.import_module(module), config) if config else Ours  # train parses TRL's keys, too
-    flags = [option.flag for option in options(config_class).values()]
+    flags = [name.replace("_", "-") for name in flags_of(config_class)]
     assert [flag for flag in flags if f"<code>--{flag}</code>" not in page] == []
 
 

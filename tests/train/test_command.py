@@ -285,8 +285,7 @@ def test_shares_of_a_mixture_are_positive_and_large_enough_for_a_row() -> None:
         ),
         ({"--ulises": "2"}, "there is no key --ulises; did you mean --ulysses"),
         ({"--max_steps": "many"}, "max_steps: invalid int value: 'many'"),
-        ({"--ranks": "3"}, "ranks: 3 does not match the mesh: one rank needs 1"),
-        ({"--memory": "{checkpoint: full}"}, "there is no option 'checkpoint'; did you mean checkpointing"),
+        ({"--memory": "checkpoint=full"}, "memory: there is no key 'checkpoint'; did you mean 'checkpointing'"),
         ({"--context": "4m", "--memory": "fastest"}, "positions"),
         ({"--model_name_or_path": "no/such/folder"}, "model_name_or_path no/such/folder"),
         (

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from longspan.core.errors import LongspanError
-from longspan.core.sections import make
 from longspan.verify import VerifyConfig, run, worker
 from longspan.verify.report import Report, diagnosis, print_table
 from tests.choose import confirming
 from tests.diffusion.diffusing import CONFIGS, make_model
+from tests.flags import make
 from tests.pool import RankPool
 
 pytest.importorskip("diffusers")
@@ -30,7 +30,7 @@ def _folder(path: Path, name: str) -> Path:
 
 
 def _config(path: Path, **changes: Any) -> VerifyConfig:
-    return make(VerifyConfig, **{"config": path / "config.json", "context": 64, "ulysses": 2, **changes})
+    return make(VerifyConfig, **{"model": str(path / "config.json"), "context": 64, "ulysses": 2, **changes})
 
 
 def _failing(report: Report) -> set[str]:
@@ -61,7 +61,7 @@ def test_the_weights_of_a_pipeline_pass_on_4_ranks(
 ) -> None:
     make_model("LTXVideoTransformer3DModel").float().save_pretrained(tmp_path / "transformer")
     (tmp_path / "model_index.json").write_text('{"_class_name": "LTXPipeline"}')
-    report = pool4.run(worker, _config(tmp_path, config=None, model=str(tmp_path), ulysses=4, batch=2))[0]
+    report = pool4.run(worker, _config(tmp_path, model=str(tmp_path), ulysses=4, batch=2))[0]
     assert report.passed, _failing(report)
     print_table(report)
     text = capsys.readouterr().out

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longspan.core.errors import LongspanError
-from longspan.core.sections import make
 from longspan.verify import VerifyConfig, run, worker
 from longspan.verify.inputs import open_inputs
 from longspan.verify.report import Report, print_table
 from tests.choose import confirming
+from tests.flags import make
 from tests.hf.pictures import GRIDS, IMAGE, SQUARES, VIDEO, build
 from tests.pool import RankPool
 
@@ -37,7 +37,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Configs:
 
 
 def _config(path: Path, **changes: Any) -> VerifyConfig:
-    return make(VerifyConfig, **{"config": path, "context": 64, **changes})
+    return make(VerifyConfig, **{"model": str(path), "context": 64, **changes})
 
 
 def _failing(report: Report) -> set[str]:
@@ -67,7 +67,7 @@ def test_replicas_pass_in_bf16_with_weights_of_a_folder(
 ) -> None:
     """The third of four rows has pictures of its own, and the last one none."""
     build("Qwen2_5_VL").save_pretrained(tmp_path)
-    given = {"config": None, "model": str(tmp_path), "dtype": "bf16", "memory": "longest"}
+    given = {"model": str(tmp_path), "dtype": "bf16", "memory": "longest"}
     report = pool4.run(worker, _config(tmp_path, **given, data=2, batch=2, ring=2))[0]
     assert report.passed, _failing(report)
     print_table(report)

@@ -17,14 +17,15 @@ from torch.overrides import TorchFunctionMode
 
 from longspan.cli import main
 from longspan.core.errors import LongspanError
-from longspan.core.sections import make, replace, values
 from longspan.mixers import state_passing
+from longspan.ranks.agreement import settings
 from longspan.verify import VerifyConfig, run, worker
 from longspan.verify.inputs import build_model, load_model_config, make_batch
 from longspan.verify.judge import COARSE, Criterion, ErrorSums, judge
 from longspan.verify.report import Equality, Report, diagnosis, print_json, print_table
 from tests.choose import confirming, each_value, pairwise
 from tests.command import ForkedLauncher
+from tests.flags import make, replace
 from tests.models import needs_mixers
 from tests.pool import RankError, RankPool
 from tests.tolerance import roughly
@@ -69,7 +70,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def _config(path: Path, ranks: int, **changes: Any) -> VerifyConfig:
-    return replace(make(VerifyConfig, config=path, context=60, ulysses=ranks), **changes)
+    return replace(make(VerifyConfig, model=str(path), context=60, ulysses=ranks), **changes)
 
 
 def _table(report: Report, capsys: pytest.CaptureFixture[str]) -> str:
@@ -129,7 +130,7 @@ def test_a_compressed_all_to_all_is_lossy(
 
 
 def test_replicas_with_different_batches_pass(models: dict[str, Path], pool4: RankPool) -> None:
-    memory: dict[str, Any] = {"memory": "longest", "layers_per_checkpoint": 2, "offload": "disk"}
+    memory: dict[str, Any] = {"memory": "longest,layers_per_checkpoint=2,offload=disk"}
     report = pool4.run(worker, _config(models["llama"], 2, data=2, batch=2, **memory))[0]
     assert report.passed, _failing(report)
     assert "layers_per_checkpoint=2, offload=disk" in report.setup["memory"]
@@ -490,7 +491,7 @@ def test_finds_gradients_summed_instead_of_averaged(find: Find) -> None:
 @needs_mixers
 @pytest.mark.parametrize("plant", [_round_states, _drop_state_gradients])
 def test_finds_faults_of_recurrent_layers(find: Find, models: dict[str, Path], plant: Any) -> None:
-    report, failing = find(plant, config=models["nemotron_h"], ulysses=2)
+    report, failing = find(plant, model=str(models["nemotron_h"]), ulysses=2)
     assert "recurrent" in failing and all(_logits_pass_on(report))
 
 
@@ -549,21 +550,20 @@ def test_every_rank_reports_a_reference_out_of_memory_with_a_fix(models: dict[st
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"config": None}, "either --model NAME_OR_PATH or --config FILE, got neither"),
-        ({"model": "x"}, "either --model NAME_OR_PATH or --config FILE, got both"),
+        ({"model": ""}, "--model is missing"),
+        ({"memory": "auto,offload=disk"}, "verify takes auto or options, but not both"),
         ({"ulysses": 0}, "ulysses must be at least 1, got 0"),
         ({"context": 15, "ring": 4}, "--context 15 is too short for 8 ranks: .* --context 16 or more"),
-        ({"nproc": 3, "ring": 2}, "--nproc 3 does not match the mesh: ring=2 ulysses=2 needs 4"),
         ({"batch": 0}, "--batch must be at least 1, got 0"),
         ({"context": 7, "ulysses": 4}, "--context 7 is too short for 4 ranks: .* --context 8 or more"),
-        ({"context": 257}, "--context 257 is longer than the 256 positions of --config .*give --context 256 or less"),
+        ({"context": 257}, "--context 257 is longer than the 256 positions of --model .*give --context 256 or less"),
         ({"tokenizer": "bytes"}, "--tokenizer bytes is for --text; give --text too"),
-        ({"config": "mixtral", "dtype": "bf16"}, r"mixtral.json has 4 experts: .* --dtype fp32"),
+        ({"model": "mixtral", "dtype": "bf16"}, r"mixtral.json has 4 experts: .* --dtype fp32"),
         ({"text": "pydoc"}, r"tokenizer bytes gives the id \d+, the model's vocabulary has 67 entries"),
         ({"text": "/no/such/text.txt"}, "/no/such/text.txt"),
-        ({"config": Path("/no/such/config.json")}, "--config /no/such/config.json does not exist; give the path"),
+        ({"model": "/no/such/config.json"}, "--model /no/such/config.json does not exist; give the path"),
         (
-            {"config": None, "model": "some/x.gguf"},
+            {"model": "some/x.gguf"},
             r"not GGUF(.|\n)*from_gguf.py --file some/x.gguf --out",
         ),
     ],
@@ -571,8 +571,8 @@ def test_every_rank_reports_a_reference_out_of_memory_with_a_fix(models: dict[st
 def test_bad_input_is_refused_before_any_rank_starts(
     models: dict[str, Path], changes: dict[str, Any], message: str
 ) -> None:
-    if isinstance(changes.get("config"), str):
-        changes = {**changes, "config": models[changes["config"]]}
+    if changes.get("model") in models:
+        changes = {**changes, "model": str(models[changes["model"]])}
     with pytest.raises(LongspanError, match=message):
         run(_config(models["llama"], 2, **changes))
 
@@ -625,7 +625,7 @@ def _made_up(ranks: int, layers: int, wrong: tuple[int, ...]) -> Report:
     names = [f"model.layers.{layer}.self_attn.{x}_proj.weight" for layer in range(layers) for x in "qkvo"]
     sums = {name: [good] * ranks for name in ["loss", "logits", *names]}
     sums[names[-1]] = [bad if rank in wrong else good for rank in range(ranks)]
-    setup = {**values(VerifyConfig()), "model": "m", "weights": "given", "device": "cpu"}
+    setup = {**settings(VerifyConfig()), "dtype": "fp32", "model": "m", "weights": "given", "device": "cpu"}
     setup |= {"tokens": 64 * ranks, "ulysses": ranks, "reference": "fp64"}
     places = tuple((0, ((64 * rank, 64 * (rank + 1)),)) for rank in range(ranks))
     criterion = Criterion.of("fp32", "fp64")
@@ -661,7 +661,7 @@ def test_equality_names_the_ranks_that_differ(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.launcher
 def test_stdout_holds_only_json(models: dict[str, Path], tmp_path: Path) -> None:
-    flags = ["--config", str(models["llama"]), "--context", "32", "--ulysses", "2", "--json"]
+    flags = ["--model", str(models["llama"]), "--context", "32", "--ulysses", "2", "--json"]
     process = ForkedLauncher(tmp_path, main, ["verify", *flags])
     stdout, stderr = process.communicate(timeout=240)
     assert process.returncode == 0, stderr

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from longspan.core.errors import LongspanError
-from longspan.core.memory import flags_last
-from longspan.core.parallel import ParallelConfig
+from longspan.core.parallel import Axes
 from longspan.core.validation import LARGEST_COUNT, check_number, check_output
 from longspan.ranks import launch
-from longspan.ranks.job import RankFlags
+from longspan.ranks.job import Timeouts
 
 if TYPE_CHECKING:
     import torch
@@ -23,9 +22,8 @@ ELEMENT_BYTES = 4
 """Collectives are measured in fp32, as gradients are summed in it; other transfers do not depend on the dtype."""
 
 
-@flags_last
 @dataclass(frozen=True)
-class BenchConfig(RankFlags):
+class BenchConfig:
     """Measure your machines, and write a hardware file for the planner.
 
     Measured are the latency and bandwidth of the collectives on each axis of a mesh, and the matmul, attention and
@@ -33,10 +31,6 @@ class BenchConfig(RankFlags):
     joins them.
     """
 
-    parallel: ParallelConfig = field(
-        default_factory=ParallelConfig, metadata={"only": ("data", "ring", "ulysses", "tensor")}
-    )
-    """The mesh; an axis of 1 has no link."""
     sizes: tuple[int, ...] = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
     """Bytes of a collective's whole tensor (64k, 1M): the input of a sum or all-to-all, the result of a gather. Rounded
     up to a multiple of the ranks."""
@@ -45,14 +39,13 @@ class BenchConfig(RankFlags):
     dtype: Literal["bf16", "fp32"] = "bf16"
     """dtype of matmul and attention. Collectives are measured in fp32."""
     out: Path = Path("runs/link.toml")
-    """The file to write. With several machines, the first one writes it."""
-    name: str = "measured"
-    """The hardware's name in the file."""
+    """The file to write, with its name as that of the hardware. With several machines, the first one writes it."""
+    parallel: Axes = field(default_factory=Axes)
+    timeouts: Timeouts = field(default_factory=Timeouts)
 
     def check(self) -> None:
         """Raise on invalid values, the same on every rank."""
         check_number("--rounds", self.rounds, 1, LARGEST_COUNT)
-        self.check_ranks()
         for size in self.sizes:
             check_number("--sizes", size, 1, LARGEST_COUNT)
         ranks = self.parallel.ranks
@@ -91,7 +84,7 @@ def _check_out(config: BenchConfig) -> None:
 
 
 def _bench_rank(config: BenchConfig) -> dict[str, Any]:
-    with launch.joined(config.timeout, config.start_timeout):
+    with launch.joined(config.timeouts.timeout, config.timeouts.start_timeout):
         return worker(config)
 
 
@@ -103,12 +96,12 @@ def worker(config: BenchConfig) -> dict[str, Any]:
     from longspan.ranks import agreement
 
     config.check()
-    settings = agreement.settings(config, leave_out=("out", "name"))  # what the first rank alone uses may differ
+    settings = agreement.settings(config, leave_out=("out",))  # what the first rank alone uses may differ
     agreement.open_together(lambda: _check_out(config), lambda _: settings)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
-    return measure_hardware(config, device, config.name, describe_run(device, config.parallel.ranks))
+    return measure_hardware(config, device, config.out.stem, describe_run(device, config.parallel.ranks))
 
 
 def describe_run(device: torch.device, ranks: int) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from longspan.core.layout import Span, append_span
+from longspan.core.reading import OneFlag
 from longspan.core.validation import check_choice, check_flag
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
-class CacheConfig:
+class CacheConfig(OneFlag):
     """How a KV cache is stored."""
 
     dtype: CacheDtype = "exact"

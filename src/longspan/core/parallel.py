@@ -21,8 +21,8 @@ TENSOR_STYLES: tuple[TensorStyle, ...] = ("tp", "megatron-sp")
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
-    """How ranks share the work: data x ring x ulysses x tensor of them in all."""
+class Axes:
+    """Sizes of a mesh's axes: data x ring x ulysses x tensor ranks in all."""
 
     data: int = 1
     """Size of the data axis: replicas that read different sequences."""
@@ -33,39 +33,11 @@ class ParallelConfig:
     share a sequence."""
     tensor: int = 1
     """Size of the tensor axis: ranks that share each layer's weights and hold the same tokens (tensor parallelism)."""
-    tensor_style: TensorStyle = "tp"
-    """tp: all-reduce hidden states after attention and MLP. megatron-sp: all-gather and reduce-scatter them instead (as
-    many bytes), and shard norms and residuals by tokens."""
-    experts: Experts = 1
-    """Number of neighbouring ranks, of data x ring x ulysses, that share the experts of a mixture of experts;
-    tokens are sent to them and back. 1: FSDP gathers all experts on every rank. auto: the largest group in which every
-    rank has experts."""
-    layout: LayoutName = "auto"
-    """How tokens are placed on a ring. zigzag balances a causal mask; contiguous sends least under sliding windows.
-    auto: zigzag."""
-    ring_impl: RingImpl = "auto"
-    """How keys and values reach the other ring ranks. p2p: from neighbour to neighbour, overlapped with attention.
-    allgather: all before attention. auto: p2p, unless they are small."""
-    overlap_chunks: int | Literal["auto"] = "auto"
-    """Chunks of heads in the Ulysses all-to-all, each overlapped with the attention of another; at most a rank's query
-    heads (with a ring its KV heads). 1: no overlap. auto: several where a Ulysses group spans hosts and sends enough,
-    else 1."""
-    wire_dtype: CacheDtype = "exact"
-    """Wire dtype of q, k, v, outputs and their gradients in the Ulysses all-to-all. int8, fp8: LOSSY, one byte per
-    element and an fp32 scale per token and head; for slow links. A ring stays exact."""
 
     def __post_init__(self) -> None:
         for axis, size in self.degrees.items():
             check_number(axis, size, 1, LARGEST_JOB, whole=True)
         check_number(f"the product of {self}", self.ranks, 1, LARGEST_JOB)
-        check_choice("tensor_style", self.tensor_style, TENSOR_STYLES)
-        check_choice("layout", self.layout, ("auto", *LAYOUTS))
-        check_choice("ring_impl", self.ring_impl, RING_IMPLS)
-        check_choice("wire_dtype", self.wire_dtype, CACHE_DTYPES)
-        if self.experts != "auto":
-            check_number("experts", self.experts, 1, LARGEST_JOB, whole=True)
-        if self.overlap_chunks != "auto":
-            check_number("overlap_chunks", self.overlap_chunks, 1, LARGEST_COUNT, whole=True)
 
     def __str__(self) -> str:
         """Format the axes larger than 1."""
@@ -87,6 +59,43 @@ class ParallelConfig:
     def fsdp_ranks(self) -> int:
         """Ranks over which FSDP shards weights and gradients are averaged: all but the tensor axis."""
         return self.data * self.sequence_ranks
+
+
+@dataclass(frozen=True)
+class ParallelConfig(Axes):
+    """How ranks share the work: data x ring x ulysses x tensor of them in all."""
+
+    tensor_style: TensorStyle = "tp"
+    """tp: all-reduce hidden states after attention and MLP. megatron-sp: all-gather and reduce-scatter them instead (as
+    many bytes), and shard norms and residuals by tokens."""
+    experts: Experts = 1
+    """Number of neighbouring ranks, of data x ring x ulysses, that share the experts of a mixture of experts. Tokens
+    are sent to them and back. 1: FSDP gathers all experts on every rank. auto: the largest group in which every rank
+    has experts."""
+    layout: LayoutName = "auto"
+    """How tokens are placed on a ring. zigzag balances a causal mask; contiguous sends least under sliding windows.
+    auto: zigzag."""
+    ring_impl: RingImpl = "auto"
+    """How keys and values reach the other ring ranks. p2p: from neighbour to neighbour, overlapped with attention.
+    allgather: all before attention. auto: p2p, unless they are small."""
+    overlap_chunks: int | Literal["auto"] = "auto"
+    """Chunks of heads in the Ulysses all-to-all, each overlapped with the attention of another. At most a rank's query
+    heads (with a ring its KV heads). 1: no overlap. auto: several where a Ulysses group spans hosts and sends enough,
+    else 1."""
+    wire_dtype: CacheDtype = "exact"
+    """Wire dtype of q, k, v, outputs and their gradients in the Ulysses all-to-all. int8, fp8: LOSSY, one byte per
+    element and an fp32 scale per token and head; for slow links. A ring stays exact."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("tensor_style", self.tensor_style, TENSOR_STYLES)
+        check_choice("layout", self.layout, ("auto", *LAYOUTS))
+        check_choice("ring_impl", self.ring_impl, RING_IMPLS)
+        check_choice("wire_dtype", self.wire_dtype, CACHE_DTYPES)
+        if self.experts != "auto":
+            check_number("experts", self.experts, 1, LARGEST_JOB, whole=True)
+        if self.overlap_chunks != "auto":
+            check_number("overlap_chunks", self.overlap_chunks, 1, LARGEST_COUNT, whole=True)
 
     @property
     def lossy(self) -> bool:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from longspan.core.errors import LongspanError
+from longspan.core.reading import OneFlag
 from longspan.core.validation import LARGEST_COUNT, check_number, existing_path, read_text
 
 RopeKind = Literal["linear", "dynamic", "yarn", "longrope"]
@@ -30,70 +31,42 @@ _STATES_ITS_ORIGINAL = ("yarn", "longrope", "llama3")
 
 
 @dataclass(frozen=True)
-class RopeAsked:
-    """The requested scaling."""
+class RopeAsked(OneFlag):
+    """The requested scaling: `yarn,factor=4`, or in YAML `{scaling: yarn, factor: 4}`."""
 
     # `as-is`: that of the model's config. `auto`: if the context needs it, yarn, or linear if the config has linear. Or
     # a kind.
     scaling: RopeChoice = "as-is"
     factor: float | None = None  # positions over original positions; None: the smallest integer that the context needs
     original: int | None = None  # positions before any scaling; None: from the config
-    short: tuple[float, ...] = ()  # longrope: divisors of each angle in sequences of at most the original positions
-    long: tuple[float, ...] = ()  # and in longer ones
-    file: str = ""  # of `short` and `long`
+    file: str = ""  # of longrope: JSON with "short_factor" and "long_factor", or a config.json that has them
+    short: tuple[float, ...] = field(init=False, default=())  # its divisors of each angle, in sequences of at most the
+    long: tuple[float, ...] = field(init=False, default=())  # original positions, and in longer ones
+
+    def __post_init__(self) -> None:
+        if self.scaling == "as-is" and (self.factor, self.original, self.file) != (None, None, ""):
+            raise LongspanError(f"rope: {self} has options of a scaling, and as-is is none; choose {', '.join(KINDS)}")
+        if self.factor is not None:
+            check_number("rope: factor", self.factor, 1, _LARGEST_FACTOR)
+        if self.original is not None:
+            check_number("rope: original", self.original, 1, LARGEST_COUNT)
+        if self.file and self.scaling != "longrope":
+            raise LongspanError(f"rope: file={self.file} is for longrope, and the scaling is {self.scaling}")
+        if self.scaling == "longrope" and not self.file:
+            raise LongspanError(
+                "rope: longrope needs a divisor for each angle, found by a search for each model; give "
+                "longrope,file=FILE, JSON with short_factor and long_factor, or use yarn"
+            )
+        if self.file:
+            for name, divisors in zip(("short", "long"), _read_factors(Path(self.file)), strict=True):
+                object.__setattr__(self, name, divisors)
 
 
 AS_IS, AUTO = RopeAsked(), RopeAsked("auto")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RopeFlags:
-    """RoPE scaling as flags of a command."""
-
-    rope_scaling: RopeChoice = "as-is"
-    """RoPE scaling beyond the model's positions: that of its config (as-is), or linear, dynamic (NTK), yarn or longrope
-    instead. auto: if the context needs it, yarn (or linear, if the config has linear)."""
-    rope_factor: float | None = None
-    """Positions over original positions. By default the smallest integer that the context needs."""
-    rope_original: int | None = None
-    """Positions before any scaling, if those of the model's config are missing or wrong."""
-    longrope_factors: Path | None = None
-    """JSON with "short_factor" and "long_factor" for longrope, or a config.json that has them."""
-
-    def rope(self) -> RopeAsked:
-        """Return the requested scaling, or raise on flags that exclude each other or a file that cannot be read."""
-        given = {
-            "--rope-factor": self.rope_factor,
-            "--rope-original": self.rope_original,
-            "--longrope-factors": self.longrope_factors,
-        }
-        if self.rope_scaling == "as-is":
-            for flag, value in given.items():
-                if value is not None:
-                    raise LongspanError(
-                        f"{flag} {value} needs a RoPE scaling, and --rope-scaling is as-is; choose {', '.join(KINDS)}"
-                    )
-        if self.rope_factor is not None:
-            check_number("--rope-factor", self.rope_factor, 1, _LARGEST_FACTOR)
-        if self.rope_original is not None:
-            check_number("--rope-original", self.rope_original, 1, LARGEST_COUNT)
-        if (self.rope_scaling == "longrope") != (self.longrope_factors is not None):
-            raise LongspanError(
-                f"--longrope-factors {self.longrope_factors} needs --rope-scaling longrope, and --rope-scaling is "
-                f"{self.rope_scaling}; remove one of them"
-                if self.longrope_factors is not None
-                else "--rope-scaling longrope needs a divisor for each angle, found by a search for each model; give "
-                "--longrope-factors FILE, JSON with short_factor and long_factor, or use --rope-scaling yarn"
-            )
-        asked = RopeAsked(self.rope_scaling, self.rope_factor, self.rope_original)
-        if self.longrope_factors is None:
-            return asked
-        short, long = _read_factors(self.longrope_factors)
-        return replace(asked, short=short, long=long, file=str(self.longrope_factors))
-
-
 def _read_factors(path: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    flag = "--longrope-factors"
+    flag = "rope: file"
     if existing_path(flag, str(path)) is None:
         raise LongspanError(f"{flag} {path} does not exist; give JSON with short_factor and long_factor")
     try:
@@ -222,14 +195,11 @@ class RopeScaling:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The flags that ask for this scaling, with their values."""
+        """The flag that asks for this scaling, with its value."""
         factor = int(self.factor) if self.factor == int(self.factor) else self.factor
-        settings: dict[str, Any] = {"rope_scaling": self.kind, "rope_factor": factor}
-        if self.asked.original is not None:
-            settings["rope_original"] = self.original
-        if self.asked.file:
-            settings["longrope_factors"] = self.asked.file
-        return settings
+        original = "" if self.asked.original is None else f",original={self.original}"
+        file = f",file={self.asked.file}" if self.asked.file else ""
+        return {"rope": f"{self.kind},factor={factor}{original}{file}"}
 
     def __str__(self) -> str:
         end = "and grows with the sequence" if self.kind == "dynamic" else f"= {self.positions:,} positions"
@@ -251,42 +221,42 @@ def scaling_for(state: RopeState, asked: RopeAsked, context: int, where: str) ->
     if asked.scaling == "as-is" or (asked.scaling == "auto" and within):
         return None
     if not state.rotary:
-        raise LongspanError(f"--rope-scaling {asked.scaling}: {where} has no rotary embeddings; remove the flag")
+        raise LongspanError(f"--rope {asked.scaling}: {where} has no rotary embeddings; remove the flag")
     if state.kind not in ("default", "llama3", *KINDS):
         raise LongspanError(
-            f"--rope-scaling {asked.scaling}: {where} has RoPE of the kind {state.kind}, which cannot be replaced; "
+            f"--rope {asked.scaling}: {where} has RoPE of the kind {state.kind}, which cannot be replaced; "
             f"give --context {state.positions} or less, or change its config.json by hand"
         )
     kind = _kind_for(state) if asked.scaling == "auto" else asked.scaling
     if kind not in state.kinds:
-        longrope = " --longrope-factors FILE" if "longrope" in state.kinds else ""
+        longrope = ",file=FILE" if state.kinds[0] == "longrope" else ""
         raise LongspanError(
-            f"--rope-scaling {kind}: transformers supports only {', '.join(state.kinds)} for models of the type of "
-            f"{where}; give --rope-scaling {state.kinds[0]}{longrope}, or --context {state.positions} or less"
+            f"--rope {kind}: transformers supports only {', '.join(state.kinds)} for models of the type of "
+            f"{where}; give --rope {state.kinds[0]}{longrope}, or --context {state.positions} or less"
         )
     original = asked.original or state.original
     if original is None:
         raise LongspanError(
-            f"--rope-scaling {kind}: the config of {where} has no max_position_embeddings; give --rope-original"
+            f"--rope {kind}: the config of {where} has no max_position_embeddings; give --rope {kind},original=N"
         )
     if within and asked.factor is None:
         have = "any number" if state.reach is None else f"{state.reach:,}"
         own = f" by {state.scaling}" if state.scaling else ""
         raise LongspanError(
-            f"--rope-scaling {asked.scaling}: the {context:,} tokens of --context are within the positions of {where} "
-            f"({have}{own}), so they need no scaling; give --rope-factor, or --rope-scaling auto"
+            f"--rope {asked.scaling}: the {context:,} tokens of --context are within the positions of {where} "
+            f"({have}{own}), so they need no scaling; give a factor, or --rope auto"
         )
     needed = max(1, -(-context // original))
     factor = float(needed) if asked.factor is None else asked.factor
     reach = int(original * factor)
     if kind != "dynamic" and context > reach:
         raise LongspanError(
-            f"--rope-factor {factor:g} x {original} original positions of {where} are {reach} positions, and --context "
-            f"is {context}; give --rope-factor {needed} or none, or --context {reach} or less"
+            f"rope: factor={factor:g} x {original} original positions of {where} are {reach} positions, and --context "
+            f"is {context}; give factor={needed} or none, or --context {reach} or less"
         )
     if kind == "longrope" and state.dims is not None and len(asked.long) != state.dims // 2:
         raise LongspanError(
-            f"--longrope-factors {asked.file} has {len(asked.long)} numbers, and a head of {where} has "
+            f"rope: file={asked.file} has {len(asked.long)} numbers, and a head of {where} has "
             f"{state.dims // 2} angles ({state.dims} rotary dimensions); give one number per angle"
         )
     positions = original if kind == "dynamic" else reach  # transformers' dynamic RoPE begins to scale there
@@ -318,10 +288,10 @@ def _too_long(state: RopeState, context: int, where: str) -> str:
         )
     kind, original = _kind_for(state), state.original or 1
     kind = kind if kind in state.kinds else state.kinds[0]
-    factors = " --longrope-factors FILE" if kind == "longrope" else ""
+    factors = ",file=FILE" if kind == "longrope" else ""
     return (
         f"--context {context} is longer than the {state.positions} positions of {where} (max_position_embeddings); "
-        f"{fix}, or --rope-scaling {kind}{factors} (x {-(-context // original)} of its {original} original positions)"
+        f"{fix}, or --rope {kind}{factors} (x {-(-context // original)} of its {original} original positions)"
     )
 
 

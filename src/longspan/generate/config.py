@@ -6,43 +6,34 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from longspan.core.cache import CacheDtype, CacheOffload
+from longspan.core.cache import CacheConfig
 from longspan.core.errors import LongspanError
-from longspan.core.memory import flags_last
-from longspan.core.parallel import KernelName, ParallelConfig
-from longspan.core.rope import RopeFlags
+from longspan.core.model import Model
+from longspan.core.parallel import ParallelConfig
 from longspan.core.validation import LARGEST_SEED, check_counts, check_name, check_number, check_output
-from longspan.ranks.job import RankFlags
-
-AXES_OF_A_REPLICA = ("ring", "ulysses", "tensor", "tensor_style", "experts", "layout")
+from longspan.ranks.job import Timeouts
 
 
-@flags_last
 @dataclass(frozen=True)
-class ModelFlags(RopeFlags, RankFlags):
+class ModelFlags:
     """A model, its tokenizer and its ranks."""
 
-    model: str = ""
-    """Name or folder of a Hugging Face causal LM, with its weights; also the output_dir of `longspan train`."""
     tokenizer: str | None = None
     """Name or folder of a tokenizer, or "bytes" (one token per byte). By default the model's, or "bytes" where its
     folder has none."""
-    parallel: ParallelConfig = field(default_factory=ParallelConfig, metadata={"only": AXES_OF_A_REPLICA})
-    """How ranks share the work, and a KV cache: ring ranks by tokens, ulysses and tensor ranks by KV heads."""
-    dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """dtype of weights and computing. auto: the one in the model's config."""
     weights: Literal["auto", "replicated", "sharded"] = "auto"
     """replicated: every rank holds all weights, or its part of a tensor axis. sharded: over all ranks (FSDP2), gathered
-    layer by layer for every forward, which generate runs for every new token. auto: for generate, replicated where the
-    planner says that they fit; else with the Ulysses ranks as a tensor axis, if these fit; else sharded. For score,
-    sharded."""
-    kernel: KernelName = "auto"
-    """Local attention kernel."""
-    json: bool = False
-    """Print only the report, as JSON, to stdout (schema: docs/reference/json.md)."""
+    layer by layer for every forward. For score, auto is sharded. For generate, which runs a forward for every new
+    token, auto is replicated where the planner says that they fit; else with the Ulysses ranks as a tensor axis, if
+    these fit; else sharded."""
     rank_memory: float | None = None
     """GB that the planner assumes for a rank's weights, activations and cache. Default: the memory of its GPU, or its
     share of the machine's."""
+    json: bool = False
+    """Print only the report, as JSON, to stdout (schema: docs/reference/json.md)."""
+    model: Model = field(default_factory=Model)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    timeouts: Timeouts = field(default_factory=Timeouts)
 
     @property
     def fsdp(self) -> bool:
@@ -50,22 +41,19 @@ class ModelFlags(RopeFlags, RankFlags):
 
     def check(self) -> None:
         """Raise on invalid values, without reading any file."""
-        if not self.model:
-            raise LongspanError("--model is missing; give the name or folder of a model with its weights")
-        for name in ("model", "tokenizer"):
-            if getattr(self, name) is not None:
-                check_name(f"--{name}", getattr(self, name))
+        self.model.check()
+        if self.tokenizer is not None:
+            check_name("--tokenizer", self.tokenizer)
+        if self.parallel.data > 1:
+            raise LongspanError(f"--data {self.parallel.data}: there is one text for all ranks; leave it out")
         if self.weights == "replicated" and self.parallel.experts not in (1, "auto"):
             raise LongspanError(
                 f"--experts {self.parallel.experts} shards weights, and --weights replicated does not; leave one out"
             )
-        self.check_ranks()
         if self.rank_memory is not None:
             check_number("--rank-memory", self.rank_memory, 0, above=True)
-        self.rope()
 
 
-@flags_last
 @dataclass(frozen=True)
 class GenerateConfig(ModelFlags):
     """Answer a question, also about a long text, or continue a text, with a KV cache sharded over all ranks.
@@ -96,15 +84,6 @@ class GenerateConfig(ModelFlags):
     """Most tokens to generate; the model may end its text earlier."""
     prefill_chunk: int | None = None
     """Tokens of the prompt per forward, over all ranks; bounds the memory of a long prompt. Default: 8k per rank."""
-    cache: CacheDtype = "exact"
-    """dtype of the KV cache. exact: the model's. int8, fp8: an approximation, one byte per element and an fp32 scale
-    per head and token (errors: docs/how-to/inference.md)."""
-    cache_offload: CacheOffload = "none"
-    """Where the KV cache is stored. host: in host memory; the GPU holds two layers of it at a time, the running one and
-    the next. The text is the same."""
-    cache_latent: bool = True
-    """For DeepSeek's attention (MLA), cache the latent vectors if they take less memory on these ranks.
-    --no-cache-latent: cache keys and values."""
     cuda_graph: bool = False
     """Replay each new token's forward as a CUDA graph, so that the host does not limit the speed. Needs a GPU, --cache
     exact, and weights that are not sharded by FSDP."""
@@ -123,6 +102,10 @@ class GenerateConfig(ModelFlags):
     """Seed of the sampling; any mesh gives the same text."""
     out: Path | None = None
     """Also write the text to this file, token by token."""
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    """The KV cache. exact: the model's dtype. int8, fp8: an approximation (errors: docs/how-to/inference.md). Options:
+    offload=host, where the GPU holds two layers at a time, and the rest is in host memory; latent=false, for keys and
+    values instead of the latent vectors of DeepSeek's attention (MLA)."""
 
     @property
     def pictures(self) -> bool:
@@ -168,16 +151,21 @@ class GenerateConfig(ModelFlags):
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise LongspanError("--temperature 0 does not sample, so --top-k and --top-p have no effect; leave one out")
         check_number("--seed", self.seed, 0, LARGEST_SEED, whole=True)
-        needed = {"cache": ("exact",), "cache_offload": ("none",), "weights": ("auto", "replicated")}
-        for name, values in {**needed, "kernel": ("auto", "flash")}.items() if self.cuda_graph else ():
-            if getattr(self, name) not in values:
-                flag = f"--{name.replace('_', '-')}"
+        for flag, value, accepted in (
+            ("--cache", str(self.cache), ("exact", "exact,latent=false")),
+            ("--weights", self.weights, ("auto", "replicated")),
+            ("--kernel", self.model.kernel, ("auto", "flash")),
+        ):
+            if self.cuda_graph and value not in accepted:
                 raise LongspanError(
-                    f"--cuda-graph needs {flag} {' or '.join(values)}, got {getattr(self, name)}; leave one of them out"
+                    f"--cuda-graph needs {flag} {' or '.join(accepted)}, got {value}; leave one of them out"
                 )
+        for name in ("ring_impl", "overlap_chunks", "wire_dtype"):
+            if (value := getattr(self.parallel, name)) != getattr(ParallelConfig, name):
+                raise LongspanError(f"--{name.replace('_', '-')} {value} does not work with a KV cache; leave it out")
         if self.out is not None:
             check_output("--out", self.out, example="text.txt")
         if self.cache_dir is not None:
             check_output("--cache-dir", self.cache_dir, folder=True)
-            if not self.cache_latent:
-                raise LongspanError("--cache-dir does not support --no-cache-latent; leave one of them out")
+            if not self.cache.latent:
+                raise LongspanError("--cache-dir does not support --cache latent=false; leave one of them out")

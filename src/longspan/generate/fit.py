@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from longspan.core.cache import CacheConfig
 from longspan.core.errors import LongspanError
 from longspan.generate.config import GenerateConfig
 from longspan.hf.planning import hardware_of_ranks
@@ -28,7 +27,7 @@ def question(
     """Return what the planner is asked: whether this many tokens, cached or scored, fit."""
     import torch
 
-    dtype = config.dtype
+    dtype = config.model.dtype
     if dtype == "auto":
         dtype = "fp32" if model_config.dtype in (None, torch.float32) else "bf16"
     job = Job(
@@ -39,8 +38,8 @@ def question(
         parallel=config.parallel,
     )
     if isinstance(config, GenerateConfig):
-        job = replace(job, cache=CacheConfig(config.cache, config.cache_offload, config.cache_latent))
-    hardware = hardware_of_ranks(config.rank_memory, config.nproc or config.parallel.ranks)
+        job = replace(job, cache=config.cache)
+    hardware = hardware_of_ranks(config.rank_memory, config.parallel.ranks)
     return shape or shape_of(model_config), job, hardware
 
 
@@ -60,7 +59,7 @@ def choose_weights(config: GenerateConfig, model_config: Any, tokens: int) -> tu
     except LongspanError as error:
         return sharded, f"sharded, as the planner cannot read this model ({error})"
     needed, meshes = list[str](), [given]
-    splits = all(can_cut(layer) for layer, _ in shape.layer_kinds) and not is_adapter(config.model)
+    splits = all(can_cut(layer) for layer, _ in shape.layer_kinds) and not is_adapter(config.model.model)
     if given.ulysses > 1 and given.tensor == 1 and splits:
         meshes.append(replace(given, ulysses=1, tensor=given.ulysses))
     for parallel in meshes:

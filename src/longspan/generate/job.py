@@ -40,7 +40,7 @@ def launch_ranks(
 
 
 def _open(config: Flags, open_text: Callable[[Flags], Prompt]) -> Prompt:
-    check_names(config.model, None, None, config.tokenizer)
+    check_names(config.model.model, None, config.tokenizer)
     return open_text(config)
 
 
@@ -62,7 +62,7 @@ def open_fitting_prompt(config: GenerateConfig) -> Prompt:
 
 
 def _generate_rank(config: GenerateConfig, prompt: Prompt | None) -> dict[str, Any]:
-    with launch.joined(config.timeout, config.start_timeout) as watch:
+    with launch.joined(config.timeouts.timeout, config.timeouts.start_timeout) as watch:
         from longspan.generate.rank import Generation
 
         return Generation(config, watch, prompt).run()

@@ -61,9 +61,9 @@ class Prompt:
         """The model's class, config and files."""
         import torch
 
-        name = self.flags.model
+        name = self.flags.model.model
         own = self.model_config.dtype or torch.float32
-        dtype = {"auto": own, "fp32": torch.float32, "bf16": torch.bfloat16}[self.flags.dtype]
+        dtype = {"auto": own, "fp32": torch.float32, "bf16": torch.bfloat16}[self.flags.model.dtype]
         # From the opened config, whose RoPE scaling may differ from the folder's.
         auto, base = language_model_class(self.model_config), base_of("--model", name)
         adapter = name if is_adapter(name) else None
@@ -74,7 +74,7 @@ def tokenizer_name(config: ModelFlags) -> str:
     """Return the name or folder of the tokenizer."""
     if config.tokenizer is not None:
         return config.tokenizer
-    name = tokenizer_of("--model", config.model)
+    name = tokenizer_of("--model", config.model.model)
     return name if has_tokenizer(name) else BYTES
 
 
@@ -119,7 +119,7 @@ def _read_stdin() -> bytes:
 
 def open_prompt(config: GenerateConfig) -> Prompt:
     """Return the prompt of a `GenerateConfig`; no weights are loaded."""
-    model_config, _ = read_model_config("--model", config.model, 1)
+    model_config, _ = read_model_config("--model", config.model.model, 1)
     tokenizer = load_tokenizer(tokenizer_name(config))
     asked = config.question is not None
     asked_alone = config.pictures and config.prompt is None and config.file is None and asked
@@ -172,14 +172,21 @@ def _cache_key(config: GenerateConfig, model_config: Any, ids: NDArray[np.int64]
     """Return a digest of what the cache depends on: tokens, config, files, dtypes, version of transformers."""
     import transformers
 
-    names = {config.model, base_of("--model", config.model)}
+    names = {config.model.model, base_of("--model", config.model.model)}
     files = [
         (path.name, path.stat().st_size, path.stat().st_mtime_ns)
         for name in sorted(names)
         for path in sorted(Path(name).glob("*"))
         if path.suffix in (".safetensors", ".bin", ".json")
     ]
-    facts = [sorted(names), files, model_config.to_json_string(), config.dtype, config.cache, transformers.__version__]
+    facts = [
+        sorted(names),
+        files,
+        model_config.to_json_string(),
+        config.model.dtype,
+        config.cache.dtype,
+        transformers.__version__,
+    ]
     return hashlib.sha256(json.dumps(facts).encode() + ids.tobytes()).hexdigest()[:24]
 
 
@@ -206,7 +213,7 @@ def _encoded(config: GenerateConfig, tokenizer: Any, text: str) -> NDArray[np.in
 
 def _written(config: GenerateConfig, writer: Any, content: Any) -> str:
     """Return the chat of the system's and the user's message in the template of a tokenizer or processor."""
-    name, system = config.tokenizer or tokenizer_of("--model", config.model), config.system
+    name, system = config.tokenizer or tokenizer_of("--model", config.model.model), config.system
     messages = [{"role": "user", "content": content}]
     if system is not None:  # in parts, if the user's message is
         messages.insert(
@@ -253,7 +260,7 @@ def check_ids(config: ModelFlags, model_config: Any, ids: NDArray[np.int64]) -> 
 
 def fit_positions(config: ModelFlags, model_config: Any, tokens: int, new: int = 0) -> None:
     """Apply the requested RoPE scaling to `model_config` in place, then raise if it has too few positions."""
-    rope = config.rope()
+    rope = config.model.rope
     if rope.scaling != "as-is":
         check_language_model(f"--model {config.model}", model_config, tokens + new, rope)
     limit = position_range(model_config)
@@ -276,7 +283,7 @@ def _rope_hint(model_config: Any, wanted: int, limit: int) -> str:
     rope = getattr(model_config.get_text_config(), "rope_parameters", None)
     if not isinstance(rope, dict):
         return ""
-    return f", or extend its rotary positions: --rope-scaling auto (a factor of {-(-wanted // limit)})"
+    return f", or extend its rotary positions: --rope auto (a factor of {-(-wanted // limit)})"
 
 
 # --- images and a video
@@ -289,7 +296,7 @@ def _with_pictures(config: GenerateConfig, model_config: Any, text: str) -> tupl
             f"--model {config.model} ({model_config.model_type}) reads text only; leave out --image and --video, or "
             "give a vision-language model"
         )
-    name = config.tokenizer or tokenizer_of("--model", config.model)
+    name = config.tokenizer or tokenizer_of("--model", config.model.model)
     processor = load_processor(name)
     if getattr(processor, "chat_template", None) is None:
         raise LongspanError(

@@ -58,7 +58,7 @@ def start(
             prompt.origin,
             sp,
             fsdp=config.fsdp,
-            kernel=config.kernel,
+            kernel=config.model.kernel,
             tensor_style=config.parallel.tensor_style,
             experts=config.parallel.experts,
         )
@@ -114,9 +114,9 @@ class Generation:
         self._cache = ShardedCache(
             self.model,
             room=room,
-            dtype=config.cache,
-            offload=config.cache_offload,
-            latent=config.cache_latent,
+            dtype=config.cache.dtype,
+            offload=config.cache.offload,
+            latent=config.cache.latent,
             cuda_graph=config.cuda_graph,
         )
         bar = {"desc": "reading", "unit": " tokens", "leave": False, "mininterval": 0.1 if sys.stderr.isatty() else 5.0}
@@ -165,7 +165,7 @@ class Generation:
             dist.all_reduce(saved, dist.ReduceOp.MIN, group=self.sp.host_group)
         if saved:
             room = self.prompt.tokens + self.config.max_new_tokens
-            self._cache = ShardedCache.load(folder, self.model, room, self.config.cache_offload, self.config.cuda_graph)
+            self._cache = ShardedCache.load(folder, self.model, room, self.config.cache.offload, self.config.cuda_graph)
             self._reused = self._cache.get_seq_length()
             self._progress.update(self._reused)
             return
@@ -248,5 +248,5 @@ class Generation:
             "cached_tokens": held,
             "cache_bytes": each,
             "state_bytes": self._cache.state_nbytes,
-            **({} if self.config.cache_offload == "none" else {"device_cache_bytes": on_device}),
+            **({} if self.config.cache.offload == "none" else {"device_cache_bytes": on_device}),
         }

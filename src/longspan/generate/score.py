@@ -6,15 +6,13 @@ import json
 import math
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError, require
-from longspan.core.memory import flags_last
-from longspan.core.parallel import ParallelConfig
 from longspan.core.validation import check_counts, check_output
-from longspan.generate.config import AXES_OF_A_REPLICA, ModelFlags
+from longspan.generate.config import ModelFlags
 from longspan.generate.job import launch_ranks
 from longspan.ranks import launch
 
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 _ENDINGS = (".jsonl", ".npz", ".parquet")
 
 
-@flags_last
 @dataclass(frozen=True)
 class ScoreConfig(ModelFlags):
     """Perplexity of a long text, and the log-probability of each token given all before it.
@@ -36,10 +33,6 @@ class ScoreConfig(ModelFlags):
     Any mesh gives the numbers of one process.
     """
 
-    parallel: ParallelConfig = field(
-        default_factory=ParallelConfig, metadata={"only": (*AXES_OF_A_REPLICA, "ring_impl")}
-    )
-    """How ranks share the text."""
     text: str | None = None
     """The text. Without it and --file, the text is read from stdin."""
     file: Path | None = None
@@ -92,7 +85,7 @@ def open_text(config: ScoreConfig) -> Prompt:
     from longspan.hf.pretrained import read_model_config
     from longspan.hf.prompts import load_tokenizer, text_ids
 
-    model_config, _ = read_model_config("--model", config.model, 1)
+    model_config, _ = read_model_config("--model", config.model.model, 1)
     tokenizer = load_tokenizer(tokenizer_name(config))
     ids = text_ids(tokenizer, read_text(config.text, config.file, "--text"))[: config.max_tokens]
     check_ids(config, model_config, ids)
@@ -109,7 +102,7 @@ def open_text(config: ScoreConfig) -> Prompt:
 
 
 def _score_rank(config: ScoreConfig, opened: Prompt | None) -> dict[str, Any]:
-    with launch.joined(config.timeout, config.start_timeout) as watch:
+    with launch.joined(config.timeouts.timeout, config.timeouts.start_timeout) as watch:
         return score_rank(config, watch, opened)
 
 

@@ -45,13 +45,10 @@ def check_source(flag: str, name: str, *, local: bool = False, kind: Literal["mo
         check_on_hub(flag, name, kind)
 
 
-def check_names(model: str | None, config: Path | None, data: str | None, tokenizer: str | None) -> None:
+def check_names(model: str, data: str | None, tokenizer: str | None) -> None:
     """Run `check_source` for all names of a command. Takes no time: needs neither torch nor transformers."""
-    if model is not None:
-        _refuse_planners_name("--model", model)
-        check_source("--model", model)
-    if config is not None:
-        check_source("--config", str(config), local=True)
+    _refuse_planners_name("--model", model)
+    check_source("--model", model, local=model.endswith(".json"))
     if tokenizer is not None and tokenizer != "bytes":
         check_source("--tokenizer", tokenizer)
     if data is not None and data != "pydoc" and not means_a_path(data):
@@ -142,7 +139,7 @@ def check_has_weights(label: str, name: str) -> None:
         raise LongspanError(
             f"{label} {name} has no weights: expected model.safetensors, or its shards and "
             "model.safetensors.index.json, or pytorch_model.bin; save the model there again, or, to train or verify it "
-            f"with random weights, give --config {folder / 'config.json'}"
+            f"with random weights, give {folder / 'config.json'}"
         )
 
 
@@ -176,16 +173,18 @@ def load_processor(name: str) -> Any:
     return processor
 
 
-def read_model_config(flag: str, name: str, context: int, rope: RopeAsked = AS_IS) -> tuple[Any, RopeScaling | None]:
+def read_model_config(
+    flag: str, name: str, context: int, rope: RopeAsked = AS_IS, *, weights: bool = True
+) -> tuple[Any, RopeScaling | None]:
     """Read the Hugging Face config of a model, folder or file; return it with the RoPE scaling that was applied.
 
-    `context` is in tokens per sequence; `flag` names the option in messages.
+    `context` is in tokens per sequence; `flag` names the option in messages. Without `weights` a config.json is enough.
     """
     _refuse_planners_name(flag, name)
-    check_source(flag, name, local=flag == "--config")
+    check_source(flag, name, local=name.endswith(".json"))
     name = base_of(flag, name)
     _check_json(flag, name)
-    if flag == "--model":
+    if weights:
         check_has_weights(flag, name)
     config = open_config(f"{flag} {name}", name)
     return config, check_language_model(f"{flag} {name}", config, context, rope)
@@ -299,7 +298,7 @@ def _check_survives_saving(where: str, text: Any, scaling: RopeScaling) -> None:
         why = first_line(error)
     if why is not None:
         raise LongspanError(
-            f"--rope-scaling {scaling.kind}: transformers does not take it for {where} ({type(text).__name__}): {why}; "
+            f"--rope {scaling.kind}: transformers does not take it for {where} ({type(text).__name__}): {why}; "
             f"use another scaling, or change its config.json by hand"
         )
 

@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def run() -> int:
         ranks = _ranks(given)
-        launch.check_nproc(ranks, None, f"a mesh of {ranks}")
+        launch.check_started(ranks, f"a mesh of {ranks}")
         return int(launch.launch(_rank, given, nproc=ranks) or 0)
 
     return launch.exit_code(run)

@@ -142,18 +142,16 @@ def adapted(model: PreTrainedModel, tuning: Tuning) -> PreTrainedModel:
     for name, p in model.named_parameters():
         p.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in tuning.freeze))
     if tuning.lora is not None:
-        require("--lora", "peft")
+        require("--tuning lora", "peft")
         import peft
 
         targets: Any = list(tuning.targets) or "all-linear"
         try:
             peft.get_peft_model(model, peft.LoraConfig(r=tuning.lora, target_modules=targets, use_dora=tuning.dora))
         except Exception as error:  # of any kind
-            raise LongspanError(
-                f"{' '.join(tuning.flags)} cannot be put on the model: {_in_one_line(error)}"
-            ) from error
+            raise LongspanError(f"--tuning {tuning} cannot be put on the model: {_in_one_line(error)}") from error
     if not any(p.requires_grad for p in model.parameters()):
-        raise LongspanError(f"{' '.join(tuning.flags)} leaves no weight to train; give other names")
+        raise LongspanError(f"--tuning {tuning} leaves no weight to train; give other names")
     return model
 
 

@@ -303,7 +303,7 @@ class Suggestions:
         return (
             f"{nothing}; the longest context that fits on these is {self.longest.job.context:,} tokens "
             f"({self.longest.mesh}, {self.longest.job.memory.describe()}); "
-            f"{'a disk (--offload disk) or ' if disk else ''}more host memory may allow more."
+            f"{'a disk (--memory auto,offload=disk) or ' if disk else ''}more host memory may allow more."
         )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from longspan.core.errors import LongspanError
+from longspan.core.reading import OneFlag
 from longspan.core.rope import AUTO, UNSTATED, RopeAsked, RopeScaling, RopeState, furthest, scaling_for
 from longspan.core.validation import LARGEST_COUNT, check_number
 from longspan.plan.layers import Mixer, Mlp, Parameter
@@ -13,8 +14,8 @@ from longspan.plan.tower import Tower
 
 
 @dataclass(frozen=True)
-class Tuning:
-    """Which weights are trained, by the flags of `longspan train`."""
+class Tuning(OneFlag):
+    """Which weights are trained."""
 
     lora: int | None = None  # the rank of LoRA; None: all weights but those of `freeze` are trained
     targets: tuple[str, ...] = ()  # the ends of the names of modules that get LoRA; by default all linear layers
@@ -26,23 +27,14 @@ class Tuning:
         """Raise for options that contradict each other, or the mode of a job."""
         if self == ALL_TRAINED:
             return
-        asked = " ".join(self.flags)
         if mode != "train":
-            raise LongspanError(f"{asked}: --mode {mode} trains no weight; leave it out")
+            raise LongspanError(f"--tuning {self}: --mode {mode} trains no weight; leave it out")
         if self.lora is None and (self.targets or self.dora or self.quantize):
-            raise LongspanError(f"{asked} needs LoRA; give its rank, such as --lora 16")
+            raise LongspanError(f"--tuning {self} needs LoRA; give its rank, such as lora=16")
         if self.lora is not None and (self.freeze or (self.dora and self.quantize)):
-            raise LongspanError(f"{asked}: longspan train does not take these together; leave one of them out")
+            raise LongspanError(f"--tuning {self}: longspan train does not take these together; leave one of them out")
         if self.lora is not None:
-            check_number("--lora", self.lora, 1, LARGEST_COUNT)
-
-    @property
-    def flags(self) -> list[str]:
-        """The flags of `longspan train`."""
-        flags = [] if self.lora is None else [f"--lora {self.lora}"]
-        for flag, names in (("--lora-targets", self.targets), ("--freeze", self.freeze)):
-            flags += [f"{flag} {' '.join(repr(name) if '*' in name else name for name in names)}"] * bool(names)
-        return flags + ["--dora"] * self.dora + ["--quantize nf4"] * self.quantize
+            check_number("--tuning: lora", self.lora, 1, LARGEST_COUNT)
 
 
 ALL_TRAINED = Tuning()

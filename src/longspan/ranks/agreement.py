@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from longspan.core.errors import LongspanError, see
 from longspan.core.formatting import differences, format_ranks, listed
-from longspan.core.sections import values
+from longspan.core.reading import values
 
 T = TypeVar("T")
 
@@ -92,11 +92,11 @@ def short(value: Any) -> str:
 
 
 def settings(config: Any, leave_out: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the settings of a configuration, without `nproc`, which may differ between machines."""
+    """Return the settings of a configuration, by flag."""
     return {
         name: value if isinstance(value, (bool, int, float, str, list, tuple, type(None))) else str(value)
         for name, value in values(config).items()
-        if name not in {"nproc", *leave_out}
+        if name not in leave_out
     }
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import format_ranks
-from longspan.core.validation import LONGEST_WAIT_S, check_counts, check_number
+from longspan.core.validation import LONGEST_WAIT_S, check_number
 
 #: torchrun's description of a job: all four, or this process is no rank of one.
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -45,24 +45,20 @@ class Job(NamedTuple):
     local_world_size: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankFlags:
-    """The ranks on this machine, and timeouts."""
+@dataclass(frozen=True)
+class Timeouts:
+    """How long ranks wait."""
 
-    nproc: int | None = None
-    """Ranks on this machine. By default as many as the mesh needs."""
     timeout: int | None = None
     """Seconds after which a rank that stopped, hangs or is cut off ends the job and is named. By default 60, with GPUs
     300. Loading, a save or an export may take longer."""
     start_timeout: int = START_TIMEOUT_S
     """Seconds within which all ranks must have started."""
 
-    def check_ranks(self) -> None:
-        """Raise on a value out of range."""
-        check_counts(self, 1, "nproc")
+    def __post_init__(self) -> None:
         if self.timeout is not None:
-            check_number("--timeout", self.timeout, 1, LONGEST_WAIT_S)
-        check_number("--start-timeout", self.start_timeout, 1, LONGEST_WAIT_S)
+            check_number("timeout", self.timeout, 1, LONGEST_WAIT_S, whole=True)
+        check_number("start_timeout", self.start_timeout, 1, LONGEST_WAIT_S, whole=True)
 
 
 def read_job() -> Job | None:

@@ -134,25 +134,13 @@ def is_first_local_rank() -> bool:
     return os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
 
 
-def check_nproc(needed: int, nproc: int | None, mesh: str) -> None:
-    """Raise if the number of processes on this machine (None: as many as needed) is not that of the mesh."""
+def check_started(needed: int, mesh: str) -> None:
+    """Raise if torchrun or srun started another number of ranks than the mesh has."""
     job = read_job()
-    if job is not None:
-        if job.world_size != needed:
-            raise LongspanError(
-                f"torchrun or srun started {job.world_size} processes, but {mesh} needs {needed}; start {needed}, or "
-                f"choose degrees whose product is {job.world_size}",
-                code="LS102",
-            )
-        if nproc is not None and job.local_world_size and nproc != job.local_world_size:
-            raise LongspanError(
-                f"--nproc {nproc} does not match the {job.local_world_size} processes that torchrun started on this "
-                "machine; leave --nproc out"
-            )
-    elif nproc is not None and nproc != needed:
+    if job is not None and job.world_size != needed:
         raise LongspanError(
-            f"--nproc {nproc} does not match the mesh: {mesh} needs {needed} processes; leave --nproc out, or choose "
-            f"degrees whose product is {nproc} (for several machines start longspan under torchrun)",
+            f"torchrun or srun started {job.world_size} processes, but {mesh} needs {needed}; start {needed}, or "
+            f"choose degrees whose product is {job.world_size}",
             code="LS102",
         )
 
@@ -168,7 +156,7 @@ def open_first(
     """
     config.check()
     ranks, mesh = ranks or config.parallel.ranks, mesh or str(config.parallel)
-    check_nproc(ranks, config.nproc, mesh)
+    check_started(ranks, mesh)
     if under_torchrun():
         return None
     if not dry_run:
@@ -219,7 +207,7 @@ def launch(entry: Callable[..., Any], *args: Any, nproc: int, grace_s: float = G
     if read_job() is not None:
         from torch.distributed.elastic.multiprocessing.errors import record
 
-        check_nproc(nproc, None, f"a mesh of {nproc}")
+        check_started(nproc, f"a mesh of {nproc}")
         if nproc > 1 and is_first_rank():
             _print(f"waiting for {nproc} ranks")
         return record(_run_here)(entry, args)
@@ -439,11 +427,10 @@ def use_expandable_segments() -> None:
 # --- what is printed
 
 
-def exit_code(run: Callable[[], int], where: Callable[[str], str] = lambda message: "") -> int:
+def exit_code(run: Callable[[], int]) -> int:
     """Run a command; print why it fails on the machine's first rank, and return its exit code.
 
-    0: done. 1: `run` says so, or a rank died. 2: bad input. 143, 130: ended early by SIGTERM or Ctrl-C. `where` returns
-    what to add to the message of an error.
+    0: done. 1: `run` says so, or a rank died. 2: bad input. 143, 130: ended early by SIGTERM or Ctrl-C.
     """
     code, why = 0, ""
     silence_imports()
@@ -458,7 +445,7 @@ def exit_code(run: Callable[[], int], where: Callable[[str], str] = lambda messa
         _end_broken_pipe()
         code, why = 2, f"longspan: error: the disk is full: {error}; make room, and run it again\n"
     except LongspanError as error:
-        code, why = 2, f"longspan: error: {error}{where(str(error))}\n"
+        code, why = 2, f"longspan: error: {error}\n"
     except RankFailed as error:
         code, why = 1, f"{error.details}longspan: error: {error}\n"
     except Stopped as stop:  # without waiting: a stopped torchrun agent would wait for the ranks

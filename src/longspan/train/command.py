@@ -63,7 +63,7 @@ def run(argv: list[str]) -> int:
     """Train on ranks started here or by torchrun, and return 0; raise as `longspan.ranks.launch.launch`."""
     settings = read(argv)
     ours = settings.ours
-    launch.check_nproc(ours.parallel.ranks, ours.ranks, str(ours.parallel))
+    launch.check_started(ours.parallel.ranks, str(ours.parallel))
     if ours.max_restarts and (ours.parallel.ranks == 1 or launch.under_torchrun()):
         raise LongspanError(
             f"max_restarts: {ours.max_restarts} restarts ranks that this command starts, and it starts none; give "
@@ -123,7 +123,7 @@ def train(argv: list[str]) -> None:
     """Train on one rank. Collective."""
     settings = read(argv)
     ours = settings.ours
-    with launch.joined(ours.timeout, ours.start_timeout) as watch:
+    with launch.joined(ours.timeouts.timeout, ours.timeouts.start_timeout) as watch:
         train_rank(settings, watch)
 
 

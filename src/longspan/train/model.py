@@ -75,7 +75,7 @@ def is_random(name: str) -> bool:
 
 def read_config(arguments: Arguments, context: int) -> tuple[Any, RopeScaling | None]:
     """Return the model's config for this context, and the RoPE scaling that was applied to it."""
-    config, rope = read_model_config(KEY, name_of(arguments), context, arguments.ours.rope())
+    config, rope = read_model_config(KEY, name_of(arguments), context, arguments.ours.rope, weights=False)
     if arguments.ours.dropout is not None or arguments.method == "dpo":  # rewards would be noise
         config = without_dropout(config)
     if arguments.method == "reward":

@@ -43,13 +43,13 @@ def resolve(arguments: Arguments) -> Resolved:
             fit.
     """
     ours, training, parallel = arguments.ours, arguments.training, arguments.ours.parallel
-    context: Any = ours.tokens if ours.tokens is not None else training.max_length
+    context: Any = ours.context if ours.context is not None else training.max_length
     longest = context == "max"
     shortest = max(2, parallel.sequence_ranks)
     config, rope = models.read_config(arguments, context if isinstance(context, int) else shortest)
     model = models.origin_of(arguments, config).on_meta()
     check_axes(lambda: model, parallel, fsdp=ours.shard_weights)
-    level, fixed = ours.memory_options()
+    level, fixed = ours.memory.level, dict(ours.memory.options)
     fixed = {**_of_trl(arguments), **fixed}
     chosen = dataclasses.replace(FASTEST if level == "auto" else memory_of(level), **fixed)
     unknown = Resolved(context if isinstance(context, int) else None, chosen, config, rope)
@@ -89,7 +89,7 @@ def resolve(arguments: Arguments) -> Resolved:
         hardware = dataclasses.replace(hardware, memory_bytes=hardware.memory_bytes - reference)
     messages = [f"{hardware.memory_bytes / 1e9:.2f} GB for a rank, {parallel}"]
     if longest:
-        context, message = _longest_context(dataclasses.replace(shape, rope=ours.rope()), job, hardware, fixed)
+        context, message = _longest_context(dataclasses.replace(shape, rope=ours.rope), job, hardware, fixed)
         messages.append(message)
         job = dataclasses.replace(job, context=context)
         context //= rows if packed else 1  # the rows of a forward are packed into one
@@ -154,7 +154,7 @@ def dry_run(arguments: Arguments, resolved: Resolved) -> list[str]:
     check_ahead(
         model,
         device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-        ring_size=arguments.ours.ring,
+        ring_size=arguments.ours.parallel.ring,
         fsdp=arguments.ours.shard_weights,
         kernel=arguments.ours.kernel,
         memory_options=resolved.memory,

@@ -3,59 +3,64 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from longspan.core.errors import LongspanError
-from longspan.core.memory import MemoryFlags, flags_last
-from longspan.core.parallel import KernelName, ParallelConfig
-from longspan.core.rope import RopeFlags
+from longspan.core.memory import MemoryChoice
+from longspan.core.model import Model
+from longspan.core.parallel import ParallelConfig
 from longspan.core.validation import LARGEST_SEED, check_counts, check_name, check_number
-from longspan.ranks.job import RankFlags
+from longspan.ranks.job import Timeouts
 
 _MOST_TOKENS = 1 << 30
 
 
-@flags_last
 @dataclass(frozen=True)
-class VerifyConfig(MemoryFlags, RopeFlags, RankFlags):
+class VerifyConfig:
     """Prove on your own model that the sharded run computes what one process computes.
 
     The same batch runs through the Hugging Face model on one process and through the sharded model on all ranks; loss,
-    logits and every gradient are compared. The exit code is 0 if they agree up to rounding, else 1.
+    logits and every gradient are compared. The exit code is 0 if they agree up to rounding, else 1. The model is a
+    causal or masked LM, a vision-language model, or a transformer or pipeline of diffusers, with its weights; a
+    config.json is verified with random weights.
     """
 
-    model: str | None = None
-    """Name or folder of a Hugging Face causal (or masked) LM or vision-language model, with its weights, or folder of a
-    transformer or pipeline of diffusers. Give this or --config."""
-    config: Path | None = None
-    """A model's config.json: verify it with random weights."""
     context: int = 1024
     """Tokens per sequence (also 8k). One less is used if the ranks divide it, to test padding."""
-    parallel: ParallelConfig = field(default_factory=lambda: ParallelConfig(ring_impl="p2p"))
-    """How ranks share the work. Here --ring-impl is p2p, which auto chooses in long runs."""
     batch: int = 1
     """Sequences per replica."""
     text: str | None = None
     """Text to run: a .txt, .jsonl or .parquet file, a folder of these, "pydoc", or a dataset's name.
     By default random tokens. A vision-language model also gets random pictures."""
     tokenizer: str | None = None
-    """Tokenizer for --text: a name, a folder, or "bytes". By default the model's (--model), or "bytes"
-    (--config)."""
+    """Tokenizer for --text: a name, a folder, or "bytes". By default the model's, or "bytes" for
+    random weights."""
     text_field: str = "text"
     """Column of --text that holds the text (.jsonl, .parquet, datasets)."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """fp32 detects small faults; bf16 shows that sharding adds nothing to the rounding of bf16."""
     fsdp: bool = True
     """Shard the weights (FSDP2) and compare each rank's shard of every gradient. Off: whole gradients on every rank."""
     fp64: bool = True
     """Compare with an fp64 run. Off: with an fp32 run, if the model does not fit in fp64."""
-    kernel: KernelName = "auto"
-    """Local attention kernel of the sharded run."""
     seed: int = 0
-    """Seed of the random weights (--config) and the random tokens."""
+    """Seed of the random weights and the random tokens."""
     json: bool = False
     """Print only the report, as JSON, to stdout (schema: docs/reference/json.md)."""
+
+    memory: MemoryChoice = field(default_factory=MemoryChoice)
+    """Memory options of the sharded run: fastest, longest or auto, or options: checkpointing=full,offload=host
+    (docs/how-to/memory.md)."""
+    model: Model = field(default_factory=Model)
+    parallel: ParallelConfig = field(default_factory=lambda: ParallelConfig(ring_impl="p2p"))
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+    @property
+    def random_weights(self) -> bool:
+        return self.model.model.endswith(".json")
+
+    @property
+    def dtype(self) -> Literal["fp32", "bf16"]:
+        """fp32 detects small faults; bf16 shows that sharding adds nothing to the rounding of bf16."""
+        return "bf16" if self.model.dtype == "bf16" else "fp32"
 
     @property
     def tokens(self) -> int:
@@ -72,15 +77,14 @@ class VerifyConfig(MemoryFlags, RopeFlags, RankFlags):
 
     def check(self) -> None:
         """Raise on values that cannot be verified."""
-        if (self.model is None) == (self.config is None):
-            given = "neither" if self.model is None else "both"
-            raise LongspanError(f"verify needs either --model NAME_OR_PATH or --config FILE, got {given}")
-        self.rope()
-        self.to_memory()
-        self.check_ranks()
+        self.model.check()
+        if self.memory.chooses and self.memory.options:
+            raise LongspanError(
+                f"--memory {self.memory}: verify takes auto or options, but not both; plan says what auto chooses"
+            )
         check_counts(self, 1, "batch", "context")
         check_number("--seed", self.seed, 0, LARGEST_SEED, whole=True)
-        for name in ("text_field", "text", "model", "tokenizer"):
+        for name in ("text_field", "text", "tokenizer"):
             if getattr(self, name) is not None:
                 check_name(f"--{name.replace('_', '-')}", getattr(self, name))
         replicas, ranks = self.parallel.data, self.parallel.sequence_ranks

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,7 @@ from longspan.comm.mesh import make_sharding
 from longspan.comm.objects import on_every_rank
 from longspan.comm.reshard import shard_sizes
 from longspan.core.errors import LongspanError
-from longspan.core.memory import MemoryFlags
-from longspan.core.rope import RopeFlags
-from longspan.core.sections import values
+from longspan.core.reading import values
 from longspan.core.validation import read_text
 from longspan.hf.diffusion.families import FAMILIES, Draw, Family, Inputs, family_of
 from longspan.hf.parallelize import parallelize
@@ -33,9 +31,7 @@ from longspan.verify.runs import Tensors, gradient_parts, make_report, unsharded
 if TYPE_CHECKING:
     from longspan.verify.report import Report
 
-_OF_LANGUAGE_MODELS = {option.name for flags in (MemoryFlags, RopeFlags) for option in fields(flags)} | {
-    "dtype", "kernel", "text", "text_field", "tokenizer"
-}  # fmt: skip
+_OF_LANGUAGE_MODELS = ("dtype", "kernel", "memory", "rope", "text", "text_field", "tokenizer")
 """Flags that mean nothing to a diffusion transformer."""
 
 
@@ -66,14 +62,13 @@ class Transformer:
 
 
 def open_transformer(config: VerifyConfig) -> Transformer:
-    """Return the transformer of `--model` or `--config`, and check what can be checked without its weights."""
-    flag = "--model" if config.model is not None else "--config"
+    """Return the transformer of `--model`, and check what can be checked without its weights."""
     path = config_file(config)
     assert path is not None
-    settings = json.loads(read_text(flag, path))
+    settings = json.loads(read_text("--model", path))
     name = settings["_class_name"]
     if name not in FAMILIES:
-        raise LongspanError(f"{flag} {path} is a {name}; longspan takes {', '.join(sorted(FAMILIES))} of diffusers")
+        raise LongspanError(f"--model {path} is a {name}; longspan takes {', '.join(sorted(FAMILIES))} of diffusers")
     try:
         import diffusers  # noqa: F401
     except ImportError as error:
@@ -85,18 +80,18 @@ def open_transformer(config: VerifyConfig) -> Transformer:
             "and no --ring, --tensor or --wire-dtype"
         )
     given, defaults = values(config), values(VerifyConfig())
-    option = next((option for option in sorted(_OF_LANGUAGE_MODELS) if given[option] != defaults[option]), None)
+    option = next((option for option in _OF_LANGUAGE_MODELS if given[option] != defaults[option]), None)
     if option is not None:
         raise LongspanError(
             f"--{option.replace('_', '-')} {given[option]} does not apply to a {name}, which is verified in fp32 on "
             "random latents, without memory options; leave it out"
         )
-    return Transformer(name, settings, path.parent if config.model is not None else None)
+    return Transformer(name, settings, None if config.random_weights else path.parent)
 
 
 def config_file(config: VerifyConfig) -> Path | None:
     """Return the `config.json` of a transformer of diffusers; None for other models."""
-    given = Path(config.model or config.config or "")
+    given = Path(config.model.model)
     candidates = [given] if given.is_file() else [given / "transformer" / "config.json", given / "config.json"]
     for path in candidates:
         try:

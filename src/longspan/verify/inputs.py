@@ -75,15 +75,15 @@ def open_inputs(config: VerifyConfig) -> Inputs:
 
 def load_model_config(config: VerifyConfig) -> Any:
     """Return the model's Hugging Face config without dropout, which differs between ranks, and without cache."""
-    flag, given = ("--model", config.model) if config.model is not None else ("--config", config.config)
-    opened, _ = read_model_config(flag, str(given), config.context, config.rope())
+    name = config.model.model
+    opened, _ = read_model_config("--model", name, config.context, config.model.rope, weights=not config.random_weights)
     text = opened.get_text_config()
     text.use_cache = False
     found = without_dropout(opened)
     experts = max(getattr(text, key, None) or 0 for key in ("num_local_experts", "num_experts", "n_routed_experts"))
     if experts > 1 and config.dtype == "bf16" and _has_experts(config, found):
         raise LongspanError(
-            f"{flag} {given} has {experts} experts: in bf16 rounding alone sends some tokens to other experts, "
+            f"--model {name} has {experts} experts: in bf16 rounding alone sends some tokens to other experts, "
             "sharded or not, so no error tells a fault from rounding; verify this model with --dtype fp32"
         )
     return found
@@ -105,7 +105,7 @@ def model_origin(config: VerifyConfig, model_config: Any) -> Origin:
     It is a masked LM if the config's `architectures` name one (BERT), a vision-language model, else a causal LM.
 
     Attention is transformers' `sdpa`, or `eager` for a model without `sdpa` or with a softcap (Gemma-2), which older
-    versions of `sdpa` silently ignore. Random weights (`--config`) depend on the seed alone.
+    versions of `sdpa` silently ignore. Random weights (of a config.json) depend on the seed alone.
     """
     from transformers import AutoModelForMaskedLM
     from transformers.utils import logging
@@ -117,19 +117,20 @@ def model_origin(config: VerifyConfig, model_config: Any) -> Origin:
     classifier = next((name for name in architectures if name.endswith("Classification")), None)
     if classifier is not None:
         raise LongspanError(
-            f"{config.model or config.config} is a {classifier}; longspan verify compares language "
+            f"{config.model} is a {classifier}; longspan verify compares language "
             f"models: give the language model that it was made from, which has the same layers"
         )
     masked = any(name.endswith("ForMaskedLM") for name in architectures)
     softcap = getattr(getattr(model_config, "text_config", model_config), "attn_logit_softcapping", None)
+    name = config.model.model
     origin = Origin(
         AutoModelForMaskedLM if masked else language_model_class(model_config),
         model_config,
         torch.float32 if config.dtype == "fp32" else torch.bfloat16,
-        None if config.model is None else base_of("--model", config.model),
+        None if config.random_weights else base_of("--model", name),
         config.seed,
-        adapter=config.model if config.model is not None and is_adapter(config.model) else None,
-        label=str(config.model or config.config),
+        adapter=name if is_adapter(name) else None,
+        label=name,
         strict=False,
         options={"attn_implementation": "sdpa" if softcap is None else "eager", "trust_remote_code": False},
     )
@@ -165,7 +166,7 @@ def make_batch(config: VerifyConfig, model_config: Any) -> dict[str, Tensor]:
 
 def _read_text(config: VerifyConfig, rows: int, vocabulary: int) -> Tensor:
     assert config.text is not None
-    name = config.tokenizer or (BYTES if config.model is None else tokenizer_of("--model", config.model))
+    name = config.tokenizer or (BYTES if config.random_weights else tokenizer_of("--model", config.model.model))
     ids_BS = rows_of_ids(config.text, config.text_field, load_tokenizer(name), rows, config.tokens)
     if ids_BS.max() >= vocabulary:
         raise LongspanError(

@@ -25,7 +25,7 @@ def run(config: VerifyConfig) -> int:
 
 def _open(config: VerifyConfig) -> None:
     """Open the inputs, to fail before any rank starts; the ranks open them again."""
-    check_names(config.model, config.config, config.text, config.tokenizer)
+    check_names(config.model.model, config.text, config.tokenizer)
     from longspan.verify import diffusion
     from longspan.verify.inputs import open_inputs
 
@@ -33,7 +33,7 @@ def _open(config: VerifyConfig) -> None:
 
 
 def _verify_rank(config: VerifyConfig) -> Report:
-    with launch.stdout_to_stderr(), launch.joined(config.timeout, config.start_timeout):
+    with launch.stdout_to_stderr(), launch.joined(config.timeouts.timeout, config.timeouts.start_timeout):
         return worker(config)
 
 

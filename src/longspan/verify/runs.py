@@ -26,7 +26,7 @@ from longspan.comm.objects import gather_objects, on_every_rank
 from longspan.compat.reading import mixer_layers
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Span
-from longspan.core.sections import values
+from longspan.core.reading import values
 from longspan.hf.loading import find_source, load_from
 from longspan.hf.parallelize import parallelize
 from longspan.hf.support import check_model, is_masked_lm, switch_dropout_off
@@ -192,7 +192,7 @@ def make_models(
 
     def make() -> nn.Module | None:
         # Fail before the long runs.
-        check_model(origin.on_meta(), sp.device, sp.ring_size, config.kernel)
+        check_model(origin.on_meta(), sp.device, sp.ring_size, config.model.kernel)
         if source is not None and dist.get_rank(sp.mesh_group):
             return None
         given = source.full_model if isinstance(source, FirstRank) else None
@@ -204,8 +204,8 @@ def make_models(
     bf16 = sharded and config.dtype == "bf16"
     options: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else None,
-        "kernel": config.kernel,
-        "memory": "auto" if config.chooses else config.to_memory(),
+        "kernel": config.model.kernel,
+        "memory": "auto" if config.memory.chooses else config.memory.to_memory(),
         "tensor_style": config.parallel.tensor_style,
         "experts": config.parallel.experts,
     }
@@ -297,17 +297,18 @@ def make_report(
 def _setup(config: VerifyConfig, sp: SequenceSharding) -> dict[str, Any]:
     parallel, flags = config.parallel, values(config)
     return {
-        "model": str(config.model or config.config),
-        "weights": "random" if config.model is None else "given",
+        "model": config.model.model,
+        "weights": "random" if config.random_weights else "given",
         "tokens": config.tokens,
         **{name: flags[name] for name in _SHOWN},
+        "dtype": config.dtype,
         "tensor_style": parallel.tensor_style if parallel.tensor > 1 else None,
         "experts": parallel.experts,
         "layout": sp.layout.kind,
         "ring_impl": parallel.ring_impl if parallel.ring > 1 else None,
         "wire_dtype": parallel.wire_dtype if parallel.lossy else "exact",
         "reference": config.reference,
-        "memory": "auto" if config.chooses else config.to_memory().describe(),
+        "memory": "auto" if config.memory.chooses else config.memory.to_memory().describe(),
         "device": torch.cuda.get_device_name(sp.device) if sp.device.type == "cuda" else sp.device.type,
         "longspan": longspan.__version__,
         "torch": torch.__version__,
@@ -316,7 +317,7 @@ def _setup(config: VerifyConfig, sp: SequenceSharding) -> dict[str, Any]:
 
 
 _SHOWN = (
-    "context", "batch", "data", "ring", "ulysses", "tensor", "dtype", "fsdp", "kernel", "text", "seed"
+    "context", "batch", "data", "ring", "ulysses", "tensor", "fsdp", "kernel", "text", "seed"
 )  # fmt: skip
 
 

@@ -182,7 +182,7 @@ def _meshes(result: Search, top: int, console: Console) -> None:
             captions.append(f"recommended: the fastest that runs, number {result.plans.index(best) + 1} of all")
     left = len(result.plans) - top
     if left > 0:
-        captions.append(f"and {left} more (--top {len(result.plans)} shows all)")
+        captions.append(f"and {left} more (--json lists all)")
     headers = ["mesh", "memory", "verdict", "max context", "step", "tokens/s", "MFU"]
     rows = [
         [
