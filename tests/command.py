@@ -1,8 +1,8 @@
 """Jobs that start ranks, without importing torch again in every process.
 
 The launcher is a process of its own, forked from the server of the pools, and its ranks are forks of it: real processes
-with real signals and exit codes. Only their imports are shared. For what depends on a new Python (warnings of imports,
-the fate of ranks whose launcher is killed) tests start the real command.
+with real signals and exit codes. Only their imports are shared. For what depends on a new Python (warnings of imports)
+tests start the real command.
 """
 
 from __future__ import annotations
@@ -52,15 +52,19 @@ class ForkedLauncher:
     def returncode(self) -> int | None:
         return self._process.exitcode
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid or 0
+
     def poll(self) -> int | None:
         return self.returncode
 
     def send_signal(self, signum: int) -> None:
-        os.kill(self._process.pid or 0, signum)
+        os.kill(self.pid, signum)
 
     def interrupt(self) -> None:
         """Send SIGINT to the launcher and all ranks, as a terminal does."""
-        os.killpg(self._process.pid or 0, signal.SIGINT)
+        os.killpg(self.pid, signal.SIGINT)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Wait for the end; return stdout and stderr."""

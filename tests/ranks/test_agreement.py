@@ -101,27 +101,19 @@ def test_every_rank_raises_the_verdict(pool4: RankPool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (("abc", 2, 29500), "RANK=abc, which is no integer from 0 to 1"),
-        ((2, 2, 29500), "RANK=2, which is no integer from 0 to 1"),
-        ((-1, 2, 29500), "RANK=-1, which is no integer"),
-        ((0, 0, 29500), "WORLD_SIZE=0, which is no integer of at least 1"),
-        ((0, "", 29500), "the environment describes a job in part: it has no WORLD_SIZE"),
-        ((0, 2, 70000), "MASTER_PORT=70000, which is no integer from 1 to 65535"),
-        ((0, 2, "http"), "MASTER_PORT=http"),
-    ],
+    "values",
+    [("abc", 2, 29500), (2, 2, 29500), (-1, 2, 29500), (0, 0, 29500), (0, "", 29500), (0, 2, 70000), (0, 2, "http")],
 )
-def test_variables_of_an_impossible_job_are_refused(
-    monkeypatch: pytest.MonkeyPatch, values: tuple[Any, ...], message: str
-) -> None:
+def test_variables_of_an_impossible_job_are_refused(monkeypatch: pytest.MonkeyPatch, values: tuple[Any, ...]) -> None:
     import longspan
 
     assert read_job() is None
     _describe(monkeypatch, *values)
+    rank, world_size, port = values
     with pytest.raises(LongspanError) as caught:
         longspan.init_mesh()
-    assert message in str(caught.value) and f"unset {' '.join(VARIABLES)}" in str(caught.value)
+    assert f"no possible job: RANK={rank}, WORLD_SIZE={world_size}, " in str(caught.value)
+    assert f"MASTER_PORT={port}, " in str(caught.value) and f"unset {' '.join(VARIABLES)}" in str(caught.value)
 
 
 def test_a_job_that_does_not_run_is_refused_within_the_timeout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

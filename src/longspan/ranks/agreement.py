@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from longspan.core.errors import LongspanError, see
@@ -28,10 +28,16 @@ _REFUSED = "refused"
 def open_together(open_inputs: Callable[[], T], facts: Callable[[T], Mapping[str, Any]]) -> T:
     """Open a job's inputs on every rank and compare their `facts` and versions. Collective.
 
-    An error of any rank is raised on all.
+    An error of any rank is raised on all, as the others wait for this one.
     """
-    with refusing_together():
+    try:
         opened = open_inputs()
+    except Exception as error:
+        known = isinstance(error, LongspanError)
+        verdict = compare(_gather({_REFUSED: str(error) if known else f"{type(error).__name__}: {error}"}))
+        if not known:
+            raise
+        raise LongspanError(verdict) from error
     agree({**versions(), **facts(opened)})
     return opened
 
@@ -40,19 +46,6 @@ def agree(facts: Mapping[str, Any]) -> None:
     """Compare `facts` over all ranks, as text; raise the same error on every rank, naming what differs. Collective."""
     if verdict := compare(_gather({key: short(value) for key, value in facts.items()})):
         raise LongspanError(verdict)
-
-
-@contextlib.contextmanager
-def refusing_together() -> Iterator[None]:
-    """Send an exception that this rank raises inside to the others, which wait in `agree`, so that all ranks end."""
-    try:
-        yield
-    except Exception as error:
-        text = str(error) if isinstance(error, LongspanError) else f"{type(error).__name__}: {error}"
-        verdict = compare(_gather({_REFUSED: text}))
-        if not isinstance(error, LongspanError):
-            raise
-        raise LongspanError(verdict) from error
 
 
 def _gather(message: dict[str, str]) -> list[dict[str, str]]:
@@ -92,11 +85,11 @@ def short(value: Any) -> str:
 
 
 def settings(config: Any, leave_out: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the settings of a configuration, by flag."""
+    """Return the settings of a configuration by flag, without `nproc`, which may differ between machines."""
     return {
         name: value if isinstance(value, (bool, int, float, str, list, tuple, type(None))) else str(value)
         for name, value in values(config).items()
-        if name not in leave_out
+        if name not in {"nproc", *leave_out}
     }
 
 

@@ -67,14 +67,21 @@ def read_job() -> Job | None:
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return None
     needed = VARIABLES[:2] if FOLDER in os.environ else VARIABLES
-    missing = [name for name in needed if not os.environ.get(name)]
-    if missing:
-        raise LongspanError(f"the environment describes a job in part: it has no {', '.join(missing)}; {_fix()}")
-    world_size = _integer("WORLD_SIZE", 1)
-    rank, local = _integer("RANK", 0, world_size - 1), _integer("LOCAL_WORLD_SIZE", 0, default="0")
-    if "MASTER_PORT" in needed:
-        _integer("MASTER_PORT", 1, 65535)
-    return Job(rank, world_size, _integer("LOCAL_RANK", 0, default="0"), local)
+    given = {name: os.environ.get(name, "") for name in (*needed, "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    try:
+        rank, world_size, port = int(given["RANK"]), int(given["WORLD_SIZE"]), int(given.get("MASTER_PORT", "1"))
+        job = Job(rank, world_size, int(given["LOCAL_RANK"] or 0), int(given["LOCAL_WORLD_SIZE"] or 0))
+        possible = 0 <= rank < world_size and 0 < port < 65536 and min(job) >= 0 and all(given[name] for name in needed)
+    except ValueError:
+        possible = False
+    if not possible:
+        described = ", ".join(f"{name}={text}" for name, text in given.items())
+        raise LongspanError(
+            f"the environment describes no possible job: {described}; RANK must be from 0 to WORLD_SIZE - 1, "
+            "MASTER_PORT from 1 to 65535; start the job by torchrun, which sets them all, "
+            f"or run `unset {' '.join(VARIABLES)}` if there is no such job"
+        )
+    return job
 
 
 def _adopt_slurm_step() -> None:
@@ -95,21 +102,6 @@ def _adopt_slurm_step() -> None:
             "before srun, or start the ranks by torchrun"
         )
     env.update(RANK=env["SLURM_PROCID"], WORLD_SIZE=tasks, LOCAL_RANK=env.get("SLURM_LOCALID", "0"))
-
-
-def _integer(name: str, least: int, most: int | None = None, default: str = "") -> int:
-    text = os.environ.get(name) or default
-    number = int(text) if text.strip().lstrip("+-").isdecimal() else None
-    if number is None or number < least or (most is not None and number > most):
-        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise LongspanError(f"the environment has {name}={text}, which is no integer {limits}; {_fix()}")
-    return number
-
-
-def _fix() -> str:
-    return (
-        f"start the job by torchrun, which sets them all, or run `unset {' '.join(VARIABLES)}` if there is no such job"
-    )
 
 
 # --- the process group

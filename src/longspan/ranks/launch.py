@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import logging
 import multiprocessing
 import os
@@ -26,10 +25,9 @@ import threading
 import time
 import traceback
 import warnings
-from dataclasses import asdict, dataclass
 from multiprocessing import connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from longspan.core.errors import LongspanError, is_full
 from longspan.core.validation import check_processes
@@ -167,27 +165,42 @@ def open_first(
 # --- start the ranks, and wait for their end
 
 
-@dataclass(frozen=True)
-class _End:
+class _End(NamedTuple):
     """How a rank ended: `kind` is "done", "stopped", "refused" (a LongspanError), "lost" (a verdict) or "died"."""
 
     kind: str
     text: str = ""
     details: str = ""
+    result: Any = None
 
     @classmethod
     def read(cls, folder: str, rank: int, code: int) -> _End:
-        with contextlib.suppress(OSError, ValueError):
-            return cls(**json.loads(Path(folder, f"end-{rank}").read_text()))
+        """Return what a rank reported before it ended, or, from its exit code, why it reported nothing."""
+        with contextlib.suppress(OSError):
+            return cls(*pickle.loads(Path(folder, f"end-{rank}").read_bytes()))
         if code < 0:
             hint = "; often the kernel does this when memory runs out" if code == -signal.SIGKILL else ""
             return cls("died", f"was killed by {signal.Signals(-code).name}{hint}")
         return cls("died", f"exited with code {code} and left no error{'' if code else ' before the job was done'}")
 
+    @classmethod
+    def of(cls, error: BaseException) -> _End:
+        """Return the end of a rank that raised."""
+        if isinstance(error, Stopped):
+            return cls("stopped", str(error.signum))
+        if isinstance(error, SystemExit):
+            return cls("died", f"called sys.exit({error.code!r}) before the job was done")
+        if isinstance(error, LongspanError):
+            return cls("refused", str(error))
+        if lost_peer(error):
+            return cls("died", f"lost a peer: {error}; no rank reports another cause, so check the network")
+        hint = " (the process that reads this job's output has ended)" if isinstance(error, BrokenPipeError) else ""
+        return cls("died", f"died (exit code 1): {type(error).__name__}: {error}{hint}", traceback.format_exc())
+
     def write(self) -> None:
         """Report this end of this rank to the launcher."""
         path = Path(os.environ[FOLDER], f"end-{os.environ['RANK']}")
-        path.with_suffix(".part").write_text(json.dumps(asdict(self)))
+        path.with_suffix(".part").write_bytes(pickle.dumps(tuple(self)))
         path.with_suffix(".part").rename(path)
 
 
@@ -235,7 +248,7 @@ def start(entry: Callable[..., Any], args: tuple[Any, ...], nproc: int, grace_s:
             if sys.stdout.isatty():
                 sys.stdout.write("\x1b[?25h")  # a live display of a killed rank had hidden the cursor
         if all(end.kind == "done" for end in ends.values()) and len(ends) == nproc:
-            return pickle.loads(Path(folder, "result").read_bytes())
+            return ends[0].result
     raise _conclude(ends, nproc, stop.signum, late)
 
 
@@ -313,31 +326,22 @@ def _rank(rank: int, nproc: int, folder: str, launcher: int, entry: Callable[...
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads_per_rank(nproc))
-    end = _End("done")
+    code = 1
     try:
         result = entry(*args)
         if dist.is_initialized():
             dist.destroy_process_group()
-        if rank == 0:
-            Path(folder, "result").write_bytes(pickle.dumps(result))
-    except Stopped as stop:
-        end = _End("stopped", str(stop.signum))
-    except SystemExit as exit:
-        end = _End("died", f"called sys.exit({exit.code!r}) before the job was done")
+        _End("done", result=None if rank else result).write()
+        return
     except BaseException as error:
-        text, details = f"died (exit code 1): {type(error).__name__}: {error}", traceback.format_exc()
         if lost_peer(error):
             time.sleep(_LOST_PEER_S)
-            text = f"lost a peer: {error}; no rank reports another cause, so check the network"
-        elif isinstance(error, BrokenPipeError):
-            text += " (the process that reads this job's output has ended)"
-        end = _End("refused", str(error)) if isinstance(error, LongspanError) else _End("died", text, details)
-    end.write()
+        _End.of(error).write()
+        code = 0 if isinstance(error, Stopped) else 1
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    if end.kind != "done":
-        os._exit(0 if end.kind == "stopped" else 1)  # destroying the process group may abort, or hang
+    os._exit(code)  # destroying the process group may abort, or hang
 
 
 def _run_here(entry: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -496,31 +500,13 @@ def stdout_to_stderr(*, discard: bool = False) -> Iterator[None]:
 
 
 def silence_imports() -> None:
-    """Hide what packages log while they are imported, except errors: transformers and accelerate import all they find.
-
-    Packages without a handler of their own log to `logging.lastResort`. torch has one, and warns of what torchao
-    registers; so has DeepSpeed.
-    """
-    for where in (logging.lastResort, logging.getLogger("torch.utils._pytree"), logging.getLogger("DeepSpeed")):
-        if where is not None:
-            where.addFilter(_outside_imports)
-
-
-def _outside_imports(record: logging.LogRecord) -> bool:
-    frame = sys._getframe()
-    while record.levelno < logging.ERROR and frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            return False
-    return True
+    """Hide warnings of packages that transformers and accelerate import wherever they find them."""
+    for name in ("torch.utils._pytree", "torchao", "bitsandbytes", "DeepSpeed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def silence_libraries() -> None:
-    """Hide the libraries' warnings on this rank, as the first one shows the same. Call it before they are imported."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    """Hide warnings on this rank, as the first one shows the same. Call it before libraries are imported."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.simplefilter("ignore")
-    if logging.lastResort is not None:
-        logging.lastResort.setLevel(logging.ERROR)
-    for name in ("torch", "transformers", "datasets", "accelerate", "DeepSpeed"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
