@@ -151,7 +151,7 @@ _FREE = {"name"}
 
 def _fields(name: str) -> dict[str, Any]:
     if name == "train":
-        own = {name: kind for name, (_, kind) in flags_of(Ours).items()}
+        own = {name: kind for name, (_, kind) in flags_of(Ours).items() if typing.get_origin(kind) is not list}
         return {**own, "max_steps": int, "learning_rate": float, "save_steps": float}
     module, config_name, _ = cli.COMMANDS[name]
     config = getattr(__import__(module, fromlist=[config_name]), config_name)

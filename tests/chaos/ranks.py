@@ -33,6 +33,8 @@ LIMIT_S = 180.0
 """Seconds after a fault when a job counts as hung."""
 TIMEOUT_S = 20
 """--timeout of the jobs."""
+START_S = 120
+"""--start_timeout of the jobs, which ends one whose rank stops before the watch begins."""
 KINDS = ("kill", "stop", "leave", "mismatch")
 CHANGES: list[dict[str, Any]] = [
     {"learning_rate": 0.5},
@@ -77,7 +79,8 @@ def draw(rng: random.Random, kind: str, config: Job) -> Fault:
 
 def base_config(folder: Path, **changes: Any) -> Job:
     """Return a small job that saves often."""
-    base: dict[str, Any] = {"ring": 2, "ulysses": 2, "max_steps": 8, "save_total_limit": 2, "timeout": TIMEOUT_S}
+    base: dict[str, Any] = {"ring": 2, "ulysses": 2, "max_steps": 8, "save_total_limit": 2}
+    base |= {"timeout": TIMEOUT_S, "start_timeout": START_S}
     return small_job(folder, folder / "faultless", **base | changes)
 
 
