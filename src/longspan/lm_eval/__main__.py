@@ -12,30 +12,20 @@ from typing import Any
 
 from longspan.compat.friends_api import harness_command_line
 from longspan.core.errors import LongspanError
+from longspan.core.parallel import ParallelConfig
 from longspan.ranks import launch
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the harness and return its exit code."""
     given = sys.argv[1:] if argv is None else argv
-
-    def run() -> int:
-        ranks = _ranks(given)
-        launch.check_started(ranks, f"a mesh of {ranks}")
-        return int(launch.launch(_rank, given, nproc=ranks) or 0)
-
-    return launch.exit_code(run)
+    return launch.exit_code(lambda: int(launch.launch(_rank, given, nproc=_ranks(given)) or 0))
 
 
 def _parse(argv: list[str]) -> tuple[Any, Any]:
     """Return the harness's command line and the parsed arguments."""
-    command_line = harness_command_line()
-
-    from longspan.lm_eval.model import LongspanLM  # registers it
-
-    assert LongspanLM is not None
+    cli = harness_command_line()()
     sys.argv = ["lm_eval", *argv]
-    cli = command_line()
     return cli, cli.parse_args()
 
 
@@ -49,17 +39,13 @@ def _ranks(argv: list[str]) -> int:
     config = EvaluatorConfig.from_cli(args)
     if config.model != "longspan":
         raise LongspanError(f"--model {config.model}: give --model longspan, or call lm_eval itself for other models")
-    ranks = 1
-    for axis in ("ring", "ulysses", "tensor"):
-        degree = config.model_args.get(axis, 1)
-        if not isinstance(degree, int) or degree < 1:
-            raise LongspanError(f"--model_args {axis}={degree!r}: give an integer of at least 1")
-        ranks *= degree
-    return ranks
+    mesh = ParallelConfig(**{axis: config.model_args.get(axis, 1) for axis in ("ring", "ulysses", "tensor")})
+    mesh.check()
+    return mesh.ranks
 
 
 def _rank(argv: list[str]) -> int:
-    from longspan.lm_eval.model import end, follow
+    from longspan.lm_eval.model import end, follow  # registers the model
 
     with launch.joined() as watch:
         if watch.rank != 0:

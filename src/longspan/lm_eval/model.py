@@ -34,12 +34,9 @@ class LongspanLM(HFLM):  # type: ignore[misc]
 
     Args:
         pretrained: folder of a model or a PEFT adapter, or a name on the Hugging Face hub.
-        ring: size of the ring axis.
-        ulysses: size of the ulysses axis.
-        tensor: size of the tensor axis.
+        ring, ulysses, tensor: sizes of the axes.
         dtype: of the weights: "auto", "float32", "bfloat16" or "float16".
         tokenizer: name or folder; by default the model's.
-        batch_size: rows of a batch.
         fsdp: shard the weights.
         device: passed by the harness to every model; unused.
         options: of the harness's `hf` model: max_length, add_bos_token, ...
@@ -63,14 +60,12 @@ class LongspanLM(HFLM):  # type: ignore[misc]
             raise LongspanError(f"batch_size={batch_size!r}: give a number of rows, 1 or more")
         if dtype not in _DTYPES:
             raise LongspanError(f"dtype={dtype!r}: use one of {', '.join(_DTYPES)}")
-        mesh = ParallelConfig(ring=ring, ulysses=ulysses, tensor=tensor)
-        given = {"dtype": dtype, "tokenizer": tokenizer, "batch_size": batch_size, "fsdp": fsdp}
-        _tell(_LOAD, pretrained=pretrained, ring=ring, ulysses=ulysses, tensor=tensor, **given, **options)
-        sp = make_sharding(mesh)
+        mesh = {"ring": ring, "ulysses": ulysses, "tensor": tensor}
+        options |= {"tokenizer": tokenizer or tokenizer_of("pretrained", pretrained), "batch_size": int(batch_size)}
+        _tell(_LOAD, pretrained=pretrained, dtype=dtype, fsdp=fsdp, **mesh, **options)
         of: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
-        model = from_pretrained(pretrained, sp, dtype=of, fsdp=fsdp).eval()
-        names = tokenizer or tokenizer_of("pretrained", pretrained)
-        super().__init__(model, tokenizer=names, batch_size=int(batch_size), **options)
+        model = from_pretrained(pretrained, make_sharding(ParallelConfig(**mesh)), dtype=of, fsdp=fsdp)
+        super().__init__(model.eval(), **options)
 
     @torch.no_grad()
     def _loglikelihood_tokens(
@@ -114,12 +109,10 @@ class LongspanLM(HFLM):  # type: ignore[misc]
         return {name: x.to(self.device) for name, x in batch.items()}
 
     def _model_generate(self, context: Tensor, **options: Any) -> Tensor:
-        def on(device: Any) -> dict[str, Any]:
-            given = {"context": context, **options}
-            return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in given.items()}
-
-        _tell("_model_generate", **on("cpu"))
-        return super()._model_generate(**on(self.device))  # type: ignore[no-any-return]
+        given = {"context": context, **options}
+        _tell("_model_generate", **{name: x.cpu() if isinstance(x, Tensor) else x for name, x in given.items()})
+        found = {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in given.items()}
+        return super()._model_generate(**found)  # type: ignore[no-any-return]
 
 
 def _tell(name: str, **arguments: Any) -> None:
@@ -131,10 +124,8 @@ def _tell(name: str, **arguments: Any) -> None:
 def follow() -> None:
     """Repeat the first rank's calls on another rank, until it calls `end`."""
     model: Any = None
-    while True:
-        name, arguments = broadcast_object(None, dist.group.WORLD)
-        if name == _END:
-            return
+    while (call := broadcast_object(None, dist.group.WORLD)) != (_END, {}):
+        name, arguments = call
         if name == _LOAD:
             model = LongspanLM(**arguments)
         else:
