@@ -23,8 +23,8 @@ import torch.distributed as dist
 import tyro
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.timing import alternate as alternate
 from longspan.bench.timing import DTYPES as DTYPES
-from longspan.bench.timing import alternate as alternate
 from longspan.comm.counting import Sent
 from longspan.comm.objects import gather_objects
 from longspan.ranks import launch

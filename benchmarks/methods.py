@@ -38,6 +38,7 @@ import tyro
 
 from benchmarks import common
 from benchmarks.peers import peer_attention, peer_step
+from benchmarks.timing import reduce_times, rotate
 from benchmarks.workloads import (
     AttentionInputs,
     Candidate,
@@ -52,7 +53,7 @@ from benchmarks.workloads import (
 from longspan.bench import BenchConfig
 from longspan.bench.command import describe_run
 from longspan.bench.hardware import as_toml, measure_hardware
-from longspan.bench.timing import reduce_times, rotate, synchronize, wait_for_all
+from longspan.bench.timing import synchronize, wait_for_all
 from longspan.comm.counting import count_sent
 from longspan.core.cache import CACHE_DTYPES
 from longspan.core.errors import LongspanError

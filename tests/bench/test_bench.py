@@ -100,14 +100,15 @@ def _sent_when_measured() -> dict[str, tuple[int, float]]:
     import torch
     import torch.distributed as dist
 
-    from longspan.bench.links import COLLECTIVES
+    from longspan.bench.links import collectives_of, start
 
     group, ranks = dist.group.WORLD, dist.get_world_size()
     x, y = torch.zeros(2, 24 * ranks)
     sent = {}
-    for name, collective in COLLECTIVES.items():
+    assert group is not None
+    for name in collectives_of("ring"):
         with count_sent() as log:
-            collective(x, y, len(x), group)
+            start(name, x, y, len(x), group)
         sent[name] = sum(entry.bytes for entry in log), bytes_sent(name, x.nbytes, ranks)
         assert {entry.op for entry in log} == {name}
     return sent
@@ -180,15 +181,15 @@ def _results_of_collectives() -> dict[str, list[float]]:
     import torch
     import torch.distributed as dist
 
-    from longspan.bench.links import COLLECTIVES
+    from longspan.bench.links import collectives_of, start
 
     assert dist.group.WORLD is not None
     found = {}
-    for name, collective in COLLECTIVES.items():
+    for name in collectives_of("ring"):
         x = torch.arange(4.0) + 10 * dist.get_rank()
         ways = [x.clone() if name == "all_reduce" else torch.full((4,), -1.0) for _ in range(2)]
-        collective(x, ways[0], 4, dist.group.WORLD)
-        works = collective(x, ways[1], 4, dist.group.WORLD, overlapped=True)
+        start(name, x, ways[0], 4, dist.group.WORLD)
+        works = start(name, x, ways[1], 4, dist.group.WORLD, overlapped=True)
         assert works  # still in flight
         for work in works:
             work.wait()

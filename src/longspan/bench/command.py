@@ -66,7 +66,7 @@ def run(config: BenchConfig) -> int:
         The exit code 0.
     """
     launch.open_first(config, _check_out)
-    found = launch.launch(_bench_rank, config, nproc=config.parallel.ranks)
+    found = launch.launch(worker, config, nproc=config.parallel.ranks)
     if launch.is_first_rank():
         from longspan.bench.hardware import as_toml, print_hardware
 
@@ -83,25 +83,20 @@ def _check_out(config: BenchConfig) -> None:
         check_output("--out", config.out, example="link.toml")
 
 
-def _bench_rank(config: BenchConfig) -> dict[str, Any]:
-    with launch.joined(config.timeouts.timeout, config.timeouts.start_timeout):
-        return worker(config)
-
-
 def worker(config: BenchConfig) -> dict[str, Any]:
     """Return the hardware file's content, the same on every rank; every rank of the job calls it."""
-    import torch
+    with launch.joined(config.timeouts.timeout, config.timeouts.start_timeout):
+        import torch
 
-    from longspan.bench.hardware import measure_hardware
-    from longspan.ranks import agreement
+        from longspan.bench.hardware import measure_hardware
+        from longspan.ranks import agreement
 
-    config.check()
-    settings = agreement.settings(config, leave_out=("out",))  # what the first rank alone uses may differ
-    agreement.open_together(lambda: _check_out(config), lambda _: settings)
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
-    return measure_hardware(config, device, config.out.stem, describe_run(device, config.parallel.ranks))
+        config.check()
+        settings = agreement.settings(config, leave_out=("out",))  # what the first rank alone uses may differ
+        agreement.open_together(lambda: _check_out(config), lambda _: settings)
+        gpu = torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+        return measure_hardware(config, device, config.out.stem, describe_run(device, config.parallel.ranks))
 
 
 def describe_run(device: torch.device, ranks: int) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any
@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from longspan.bench.command import BenchConfig
 from longspan.bench.links import measure_links
-from longspan.bench.timing import DTYPES, median_seconds, reduce_times
+from longspan.bench.timing import DTYPES, median_seconds, reduce
 from longspan.comm.mesh import init_mesh
 
 FORWARD_AND_BACKWARD = 3.5
@@ -60,47 +60,52 @@ def measure_compute(config: BenchConfig, device: torch.device) -> dict[str, floa
     - `memory_bandwidth`: bytes/s read and written by a copy.
     - `memory_bytes`: of the GPU, or of the host divided by its ranks.
     """
-    shapes, dtype = _SHAPES[device.type], DTYPES[config.dtype]
-    forward, forward_and_backward, block, width = _attention_flops(config.rounds, shapes, dtype, device)
+    shapes, options = _SHAPES[device.type], {"dtype": DTYPES[config.dtype], "device": device}
+
+    def seconds(*runs: Callable[[], object]) -> list[float]:
+        return median_seconds(runs, config.rounds, device)
+
+    def matmul(d: int) -> float:
+        x_Sd, w_dF = torch.randn(shapes.rows, d, **options), torch.randn(d, 4 * d, **options)
+        return 2 * shapes.rows * d * 4 * d / seconds(partial(torch.mm, x_Sd, w_dF))[0]
+
+    def attention(tokens: int, head_dim: int) -> tuple[float, float]:
+        """Return FLOP/s of the forward, and of forward and backward."""
+        shape = (1, shapes.heads, tokens, head_dim)
+        q, k, v = (torch.randn(shape, requires_grad=True, **options) for _ in range(3))
+        gradient = torch.randn(shape, **options)
+
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        def forward_and_backward() -> object:
+            return torch.autograd.grad(scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), gradient)
+
+        alone, both = seconds(forward, forward_and_backward)
+        flops = causal_attention_flops(tokens, shapes.heads, head_dim)
+        return flops / alone, FORWARD_AND_BACKWARD * flops / both
+
+    S, D = shapes.tokens, shapes.head_dim
+    usual, shorter, narrower = attention(S, D), attention(S // 4, D), attention(S, D // 2)
+    block, width = overhead(S // 4, shorter[1], S, usual[1]), overhead(D // 2, narrower[1], D, usual[1])
+    best = (1 + block / S) * (1 + width / D)
+    # Write it, as reading pages that were never written costs a CPU nothing.
+    source = torch.empty(shapes.copy_bytes, dtype=torch.uint8, device=device).zero_()
     return {
         "memory_bytes": _memory_bytes(device),
-        "flops": _matmul_flops(config.rounds, shapes, dtype, device),
-        "memory_bandwidth": _copy_bandwidth(config.rounds, shapes, device),
-        "attention_flops": forward_and_backward,
-        "attention_forward_flops": forward,
+        "flops": max(map(matmul, shapes.widths)),
+        "memory_bandwidth": 2 * shapes.copy_bytes / seconds(partial(torch.empty_like(source).copy_, source))[0],
+        "attention_flops": usual[1] * best,
+        "attention_forward_flops": usual[0] * best,
         "attention_block": block,
         "attention_width": width,
     }
 
 
-def _matmul_flops(rounds: int, shapes: _Shapes, dtype: torch.dtype, device: torch.device) -> float:
-    runs, flops = [], []
-    for d in shapes.widths:
-        x_Sd = torch.randn(shapes.rows, d, dtype=dtype, device=device)
-        w_dF = torch.randn(d, 4 * d, dtype=dtype, device=device)
-        runs.append(partial(torch.mm, x_Sd, w_dF))
-        flops.append(2 * shapes.rows * d * 4 * d)
-    seconds = median_seconds(runs, rounds, device)
-    return max(f / s for f, s in zip(flops, seconds, strict=True))
-
-
 def causal_attention_flops(tokens: int, heads: int, head_dim: int) -> float:
     """Return the FLOPs of causal attention's forward: two matmuls of [S, S, D] per head, half of the pairs."""
     return 4 * tokens * tokens * head_dim * heads / 2
-
-
-def _attention_flops(
-    rounds: int, shapes: _Shapes, dtype: torch.dtype, device: torch.device
-) -> tuple[float, float, float, float]:
-    """Return FLOP/s of the forward and of forward and backward in the limit of large shapes, then block and width."""
-    S, D = shapes.tokens, shapes.head_dim
-    usual = _attention_at(S, D, rounds, shapes, dtype, device)
-    shorter = _attention_at(S // 4, D, rounds, shapes, dtype, device)
-    narrower = _attention_at(S, D // 2, rounds, shapes, dtype, device)
-    block = overhead(S // 4, shorter[1], S, usual[1])
-    width = overhead(D // 2, narrower[1], D, usual[1])
-    best = (1 + block / S) * (1 + width / D)
-    return usual[0] * best, usual[1] * best, block, width
 
 
 def overhead(small: int, small_flops: float, large: int, large_flops: float) -> float:
@@ -113,39 +118,13 @@ def overhead(small: int, small_flops: float, large: int, large_flops: float) -> 
     return min(per_flop / max(1e-30, 1 / large_flops - per_flop / large), float(large)) if per_flop else 0.0
 
 
-def _attention_at(
-    tokens: int, head_dim: int, rounds: int, shapes: _Shapes, dtype: torch.dtype, device: torch.device
-) -> tuple[float, float]:
-    shape = (1, shapes.heads, tokens, head_dim)
-    q, k, v = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
-    gradient = torch.randn(shape, dtype=dtype, device=device)
-
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    def forward_and_backward() -> object:
-        return torch.autograd.grad(scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), gradient)
-
-    alone, both = median_seconds([forward, forward_and_backward], rounds, device)
-    flops = causal_attention_flops(tokens, shapes.heads, head_dim)
-    return flops / alone, FORWARD_AND_BACKWARD * flops / both
-
-
-def _copy_bandwidth(rounds: int, shapes: _Shapes, device: torch.device) -> float:
-    # Write it, as reading pages that were never written costs a CPU nothing.
-    source = torch.empty(shapes.copy_bytes, dtype=torch.uint8, device=device).zero_()
-    (seconds,) = median_seconds([partial(torch.empty_like(source).copy_, source)], rounds, device)
-    return 2 * shapes.copy_bytes / seconds
-
-
 def _memory_bytes(device: torch.device) -> int:
     """Return the memory of the rank with the least."""
     if device.type == "cuda":
         mine = torch.cuda.mem_get_info(device)[1]
     else:
         mine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_on_node()
-    return int(reduce_times({"": [float(mine)]}, dist.ReduceOp.MIN, device)[""][0])
+    return int(reduce(torch.tensor(float(mine), dtype=torch.float64), dist.ReduceOp.MIN, device))
 
 
 def ranks_on_node() -> int:

@@ -18,6 +18,7 @@ from longspan.comm.mesh import OneDeviceMesh
 from longspan.compat.torch_api import flatten_mesh, gather_into, scatter_into
 from longspan.plan.hardware import MeasuredLink
 
+FOUR = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 FSDP_AXES = ("data", "ring", "ulysses")
 """Weights are sharded, and gradients summed, over these axes together; measured as the axis "fsdp"."""
 
@@ -25,51 +26,33 @@ Pending = list[dist.Work]
 """Operations in flight; wait for each."""
 
 
-def _pending(work: dist.Work | None) -> Pending:
-    return [] if work is None else [work]
-
-
-def _all_to_all(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup, overlapped: bool = False) -> Pending:
-    return _pending(dist.all_to_all_single(y[:n], x[:n], group=group, async_op=overlapped))
-
-
-def _all_gather(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup, overlapped: bool = False) -> Pending:
-    return _pending(gather_into(y[:n], x[: n // group.size()], group=group, async_op=overlapped))
-
-
-def _reduce_scatter(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup, overlapped: bool = False) -> Pending:
-    return _pending(scatter_into(y[: n // group.size()], x[:n], group=group, async_op=overlapped))
-
-
-def _all_reduce(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup, overlapped: bool = False) -> Pending:
-    return _pending(dist.all_reduce(y[:n], group=group, async_op=overlapped))
-
-
-def _p2p(x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup, overlapped: bool = False) -> Pending:
-    after, before = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
-    send = dist.P2POp(dist.isend, x[:n], group=group, group_peer=after)
-    receive = dist.P2POp(dist.irecv, y[:n], group=group, group_peer=before)
-    requests: Pending = dist.batch_isend_irecv([send, receive])
-    if not overlapped:
+def start(op: str, x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup, overlapped: bool = False) -> Pending:
+    """Run a collective from `x` to `y`, whose first n elements are the whole tensor; `overlapped`: only start it."""
+    ranks, options = group.size(), {"group": group, "async_op": overlapped}
+    work: dist.Work | None
+    if op == "all_to_all":
+        work = dist.all_to_all_single(y[:n], x[:n], **options)
+    elif op == "all_gather":
+        work = gather_into(y[:n], x[: n // ranks], **options)
+    elif op == "reduce_scatter":
+        work = scatter_into(y[: n // ranks], x[:n], **options)
+    elif op == "all_reduce":
+        work = dist.all_reduce(y[:n], **options)
+    else:
+        send = dist.P2POp(dist.isend, x[:n], group=group, group_peer=(group.rank() + 1) % ranks)
+        receive = dist.P2POp(dist.irecv, y[:n], group=group, group_peer=(group.rank() - 1) % ranks)
+        requests: Pending = dist.batch_isend_irecv([send, receive])
+        if overlapped:
+            return requests
         for request in requests:
             request.wait()
-    return requests
-
-
-COLLECTIVES: dict[str, Callable[..., Pending]] = {
-    "all_to_all": _all_to_all,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_reduce": _all_reduce,
-    "p2p": _p2p,
-}
-"""(send buffer, receive buffer, n, group): the first n elements are the whole tensor; `overlapped=True` only starts it.
-"""
+        return []
+    return [] if work is None else [work]
 
 
 def collectives_of(axis: str) -> tuple[str, ...]:
     """Return the collectives measured on `axis`: only the ring uses p2p."""
-    return tuple(name for name in COLLECTIVES if name != "p2p" or axis == "ring")
+    return (*FOUR, "p2p") if axis == "ring" else FOUR
 
 
 def measure_links(
@@ -105,7 +88,7 @@ def _measure_axis(
     # Zeros, as sums of them do not overflow. Write them, as reading pages never written costs a CPU nothing.
     x, y = (torch.empty(max(counts), dtype=torch.float32, device=device).zero_() for _ in range(2))
     for op in collectives_of(axes[0]):
-        runs = [partial(COLLECTIVES[op], x, y, n, group) for n in counts]
+        runs = [partial(start, op, x, y, n, group) for n in counts]
         seconds = median_seconds(runs, config.rounds, device)
         found = fit([bytes_sent(op, ELEMENT_BYTES * n, group.size()) for n in counts], seconds)
         if any(op in _overlapped_on(axis, device) for axis in axes):
@@ -132,10 +115,10 @@ _MIN_ROUNDS, _MAX_ROUNDS = 5, 25
 _WIDTHS = {"cpu": 128, "cuda": 1024}
 
 
-def hidden_share(start: Callable[[], Pending], alone: float, device: torch.device) -> float:
+def hidden_share(begin: Callable[[], Pending], alone: float, device: torch.device) -> float:
     """Return the share of a collective's time, 0 to 1, that overlaps with matrix products of the same length.
 
-    The same on every rank. Collective over all ranks of the job. `start` starts the collective, which takes about
+    The same on every rank. Collective over all ranks of the job. `begin` starts the collective, which takes about
     `alone` seconds.
     """
     d = _WIDTHS[device.type]
@@ -146,7 +129,7 @@ def hidden_share(start: Callable[[], Pending], alone: float, device: torch.devic
             torch.mm(a_dd, b_dd, out=c_dd)
 
     def both(times: int) -> None:
-        pending = start()
+        pending = begin()
         compute(times)
         for work in pending:
             work.wait()

@@ -1,73 +1,15 @@
-"""Timers for work that all ranks run together. A time is that of the slowest rank, as the others wait for it."""
+"""Time work that all ranks run together. A time is that of the slowest rank, as the others wait for it."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-CPU = torch.device("cpu")
-Times = dict[str, list[float]]
-"""Seconds of each candidate, by round."""
-
-
-def alternate(
-    candidates: Mapping[str, Callable[[], object]],
-    rounds: int,
-    device: torch.device = CPU,
-    *,
-    warmup: int = 1,
-    busiest: bool = False,
-) -> tuple[Times, Times]:
-    """Time candidates in turns, so that a disturbance of seconds touches one round of each, not all rounds of one.
-
-    Collective over all ranks of the job; without a process group, it times this process. Every run starts behind a
-    barrier; `warmup` runs of each, for connections, kernel selection and pages, are not timed.
-
-    Returns:
-        Wall seconds of the slowest rank, and CPU seconds of all ranks, or with `busiest` of the rank with most; by
-        candidate and round. CPU time includes gloo's threads and hardly depends on other load of the machine.
-    """
-    for _ in range(warmup):
-        for run in candidates.values():
-            run()
-    wall: Times = {name: [] for name in candidates}
-    cpu: Times = {name: [] for name in candidates}
-    for _, name in rotate(list(candidates), rounds):
-        wait_for_all(device)
-        start, start_cpu = time.perf_counter(), time.process_time()
-        candidates[name]()
-        synchronize(device)
-        wall[name].append(time.perf_counter() - start)
-        cpu[name].append(time.process_time() - start_cpu)
-    cpu_op = dist.ReduceOp.MAX if busiest else dist.ReduceOp.SUM
-    return reduce_times(wall, dist.ReduceOp.MAX, device), reduce_times(cpu, cpu_op, device)
-
-
-def rotate(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """Yield (round, name): every name once per round, starting with another one each time."""
-    for turn in range(rounds):
-        for i in range(len(names)):
-            yield turn, names[(turn + i) % len(names)]
-
-
-def reduce_times(times: Times, op: dist.ReduceOp.RedOpType, device: torch.device) -> Times:
-    """Reduce times over all ranks of the job."""
-    if not dist.is_initialized():
-        return times
-    x = torch.tensor(list(times.values()), dtype=torch.float64, device=device)
-    dist.all_reduce(x, op)
-    return dict(zip(times, x.tolist(), strict=True))
-
-
-def time_rounds(runs: Sequence[Callable[[], object]], rounds: int, device: torch.device) -> list[list[float]]:
-    """Return the slowest rank's seconds of every round, for each of `runs`. Collective over all ranks."""
-    wall, _ = alternate({str(i): run for i, run in enumerate(runs)}, rounds, device)
-    return list(wall.values())
 
 
 def median_seconds(runs: Sequence[Callable[[], object]], rounds: int, device: torch.device) -> list[float]:
@@ -75,11 +17,36 @@ def median_seconds(runs: Sequence[Callable[[], object]], rounds: int, device: to
     return [statistics.median(seconds) for seconds in time_rounds(runs, rounds, device)]
 
 
+def time_rounds(runs: Sequence[Callable[[], object]], rounds: int, device: torch.device) -> list[list[float]]:
+    """Return the slowest rank's seconds of every round, for each of `runs`. Collective over all ranks.
+
+    A round runs each of them once, so that a disturbance of seconds touches one round of each.
+    """
+    for run in runs:  # for connections, kernel selection and pages
+        run()
+    seconds = torch.zeros(len(runs), rounds, dtype=torch.float64)
+    for turn in range(rounds):
+        for i in range(len(runs)):
+            place = (turn + i) % len(runs)
+            wait_for_all(device)
+            start = time.perf_counter()
+            runs[place]()
+            synchronize(device)
+            seconds[place, turn] = time.perf_counter() - start
+    return reduce(seconds, dist.ReduceOp.MAX, device).tolist()  # type: ignore[no-any-return]
+
+
+def reduce(values: torch.Tensor, op: dist.ReduceOp.RedOpType, device: torch.device) -> torch.Tensor:
+    """Reduce values over all ranks of the job."""
+    values = values.to(device)
+    if dist.is_initialized():
+        dist.all_reduce(values, op)
+    return values
+
+
 def wait_for_all(device: torch.device) -> None:
     """Wait until every rank is here and its device is idle."""
-    # Not `dist.barrier`, which needs device ids with NCCL.
-    if dist.is_initialized():
-        dist.all_reduce(torch.zeros(1, device=device))
+    reduce(torch.zeros(1), dist.ReduceOp.SUM, device)  # not `dist.barrier`, which needs device ids with NCCL
     synchronize(device)
 
 

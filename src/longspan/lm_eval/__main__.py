@@ -39,9 +39,7 @@ def _ranks(argv: list[str]) -> int:
     config = EvaluatorConfig.from_cli(args)
     if config.model != "longspan":
         raise LongspanError(f"--model {config.model}: give --model longspan, or call lm_eval itself for other models")
-    mesh = ParallelConfig(**{axis: config.model_args.get(axis, 1) for axis in ("ring", "ulysses", "tensor")})
-    mesh.check()
-    return mesh.ranks
+    return ParallelConfig(**{axis: config.model_args.get(axis, 1) for axis in ("ring", "ulysses", "tensor")}).ranks
 
 
 def _rank(argv: list[str]) -> int:
