@@ -60,7 +60,8 @@ def measure_compute(config: BenchConfig, device: torch.device) -> dict[str, floa
     - `memory_bandwidth`: bytes/s read and written by a copy.
     - `memory_bytes`: of the GPU, or of the host divided by its ranks.
     """
-    shapes, options = _SHAPES[device.type], {"dtype": DTYPES[config.dtype], "device": device}
+    shapes = _SHAPES[device.type]
+    options: dict[str, Any] = {"dtype": DTYPES[config.dtype], "device": device}
 
     def seconds(*runs: Callable[[], object]) -> list[float]:
         return median_seconds(runs, config.rounds, device)

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,8 @@ Pending = list[dist.Work]
 
 def start(op: str, x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup, overlapped: bool = False) -> Pending:
     """Run a collective from `x` to `y`, whose first n elements are the whole tensor; `overlapped`: only start it."""
-    ranks, options = group.size(), {"group": group, "async_op": overlapped}
+    ranks = group.size()
+    options: dict[str, Any] = {"group": group, "async_op": overlapped}
     work: dist.Work | None
     if op == "all_to_all":
         work = dist.all_to_all_single(y[:n], x[:n], **options)

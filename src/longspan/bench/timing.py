@@ -33,7 +33,7 @@ def time_rounds(runs: Sequence[Callable[[], object]], rounds: int, device: torch
             runs[place]()
             synchronize(device)
             seconds[place, turn] = time.perf_counter() - start
-    return reduce(seconds, dist.ReduceOp.MAX, device).tolist()  # type: ignore[no-any-return]
+    return reduce(seconds, dist.ReduceOp.MAX, device).tolist()
 
 
 def reduce(values: torch.Tensor, op: dist.ReduceOp.RedOpType, device: torch.device) -> torch.Tensor:

@@ -60,7 +60,7 @@ class LongspanLM(HFLM):  # type: ignore[misc]
             raise LongspanError(f"batch_size={batch_size!r}: give a number of rows, 1 or more")
         if dtype not in _DTYPES:
             raise LongspanError(f"dtype={dtype!r}: use one of {', '.join(_DTYPES)}")
-        mesh = {"ring": ring, "ulysses": ulysses, "tensor": tensor}
+        mesh: dict[str, Any] = {"ring": ring, "ulysses": ulysses, "tensor": tensor}
         options |= {"tokenizer": tokenizer or tokenizer_of("pretrained", pretrained), "batch_size": int(batch_size)}
         _tell(_LOAD, pretrained=pretrained, dtype=dtype, fsdp=fsdp, **mesh, **options)
         of: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
