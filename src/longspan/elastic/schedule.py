@@ -135,7 +135,8 @@ class Schedule:
     @property
     def balance(self) -> float:
         """The busiest rank of each round over the mean of all ranks, summed over the rounds: 1 is the best."""
-        return balance(self.seconds)
+        total = sum(map(sum, self.seconds))
+        return sum(map(max, self.seconds)) * self.ranks / total if total else 1.0
 
     def __str__(self) -> str:
         lines = [f"{len(self.rounds)} rounds, busiest rank {self.balance:.2f} of the mean"]
@@ -394,9 +395,3 @@ class _Packing:
             self.samples.ranks,
             tuple(tuple(seconds[number]) for number in kept),
         )
-
-
-def balance(seconds: Sequence[Sequence[float]]) -> float:
-    """Return the seconds of each round's busiest rank over the mean of all ranks, summed over the rounds."""
-    total = sum(map(sum, seconds))
-    return sum(map(max, seconds)) * len(seconds[0]) / total if total else 1.0

@@ -44,20 +44,13 @@ class Figures:
     rest: float  # the host between two operators
 
 
-def union(spans: Iterable[Span]) -> list[Span]:
-    """Return the union of intervals as disjoint intervals, in order."""
-    found: list[Span] = []
-    for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((start, end))
-    return found
-
-
 def covered(spans: Iterable[Span]) -> float:
     """Return the length of the union of intervals."""
-    return sum(end - start for start, end in union(spans))
+    length, end = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        length += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return length
 
 
 def figures(trace: RankTrace) -> Figures:
