@@ -48,7 +48,6 @@ from longspan.hf.weights.sources import tensor_parts
 from longspan.trainers.callbacks import Figures, StopAtNonFinite, StopOnSignal
 from longspan.trainers.evaluation import ByPosition, Tally
 from longspan.trainers.saving import (
-    SHARDS,
     ShardSaver,
     export_into,
     invalidate,
@@ -511,12 +510,9 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
     @sharded
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         folder = Path(output_dir or self.args.output_dir)
-        export_into(folder, self.model, self.longspan_config)
-        if self.args.should_save:
-            tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
-            torch.save(self.args, folder / "training_args.bin")
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        export_into(folder, self.model, self.longspan_config, tokenizer)
+        checkpoints.Ranks().first(lambda: torch.save(self.args, folder / "training_args.bin"))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """As the base class, after it has removed what an older run left of this step's checkpoint."""
@@ -526,8 +522,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
     def _save_rng_state(self, output_dir: str) -> None:
         """As the base class, then wait for all ranks and record checksums before the first one writes the state."""
         super()._save_rng_state(output_dir)
-        if self.longspan_sharded:
-            mark(Path(output_dir), self.state.global_step)
+        mark(Path(output_dir), self.state.global_step)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """As the base class; ranks that read the same batches draw alike also after a resume on another mesh.
@@ -547,8 +542,6 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As the base class; `resume_from_checkpoint=True` resumes from the newest complete checkpoint."""
-        if not self.longspan_sharded:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
         run = Path(self.args.output_dir)
         if resume_from_checkpoint is True:
             found, wrong = newest_complete(run)
@@ -577,40 +570,40 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             logs |= figures.take()
         super().log(logs, *args, **kwargs)
 
-    @sharded
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         # The Trainer removes older checkpoints before a save in the background is complete. With a limit of 2 it may
         # keep a single other one: the best, or one that a killed run has left incomplete.
         background = self.args.save_total_limit not in (1, 2)
         step, folder = self.state.global_step, Path(output_dir)
         self.longspan_saver.start(folder, step, self.model, self.optimizer, background=background)
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+        schedule = self.lr_scheduler.state_dict()
+        checkpoints.Ranks().first(lambda: torch.save(schedule, folder / "scheduler.pt"))
 
     def longspan_load(self, checkpoint: str) -> None:
         """Load the weights of a checkpoint of this run. Collective."""
-        self._load_from_checkpoint(checkpoint)
+        checkpoints.load_weights(shards_of(checkpoint), self.model)
 
-    @sharded
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        checkpoints.load_weights(shards_of(resume_from_checkpoint), self.model)
+        self.longspan_load(resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load the sharded state, also on one device; as the base class from a checkpoint without shards."""
+        """Load the sharded state. Its files were verified when the weights were loaded."""
         if checkpoint is None:
             return
-        if not self.longspan_sharded and not (Path(checkpoint) / SHARDS).is_dir():
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        # Several ranks have loaded and verified its weights before; one device has loaded the Hugging Face folder.
-        shards = replace(shards_of(checkpoint), verified=self.longspan_sharded)
+        shards = replace(shards_of(checkpoint), verified=True)
         checkpoints.load(shards, self.model, plain_optimizer(self.optimizer))
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
 
-    @sharded
     def _load_best_model(self) -> None:
+        """As the base class; if the best checkpoint is damaged, warn and keep the last weights."""
         self.longspan_saver.finish()
-        checkpoints.load_weights(shards_of(self.state.best_model_checkpoint), self.model)
+        best = str(self.state.best_model_checkpoint)
+        try:
+            self.longspan_load(best)
+        except LongspanError as error:
+            if self.args.should_save:
+                text = f"the best checkpoint cannot be loaded, so the model keeps its last weights: {error}"
+                print(f"longspan: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass

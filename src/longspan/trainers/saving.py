@@ -19,19 +19,18 @@ from longspan.core.errors import LongspanError
 from longspan.hf.support import transformers_model
 
 STATE = "trainer_state.json"
-_OPTIMIZER = "optimizer.pt"  # of the plain Trainer
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 SHARDS = "longspan"
 """Folder in a checkpoint of the Trainer with sharded weights and optimizer state, for any mesh."""
 
 
-def export_into(folder: Path, model: Any, config: Any) -> None:
+def export_into(folder: Path, model: Any, config: Any, tokenizer: Any) -> None:
     """Export to a folder that may contain other files. Collective; the first rank writes."""
     inner: Any = transformers_model(model)
     generation = getattr(inner, "generation_config", None)
     dtype = next(p.dtype for p in inner.parameters() if p.is_floating_point())
-    checkpoint.export(folder, model, config, None, dtype, generation)
+    checkpoint.export(folder, model, config, tokenizer, dtype, generation)
 
 
 class ShardSaver:
@@ -61,12 +60,11 @@ def invalidate(folder: Path) -> None:
     """Remove an older run's state from a checkpoint that is about to be written. Collective.
 
     The Trainer's state is written last, so without it a checkpoint is incomplete. It may be there before the new
-    shards, for which the old ones must not be mistaken; nor an optimizer's state of one device.
+    shards, for which the old ones must not be mistaken.
     """
 
     def remove_old() -> None:
-        for name in (STATE, _OPTIMIZER):
-            (folder / name).unlink(missing_ok=True)
+        (folder / STATE).unlink(missing_ok=True)
         remove(folder / SHARDS)
 
     checkpoint.Ranks().first(remove_old)
@@ -114,12 +112,15 @@ def steps_done(folder: str) -> int:
 
 
 def shards_of(folder: str) -> checkpoint.Checkpoint:
-    """Return the sharded checkpoint in a checkpoint of the Trainer, of which markers and sizes are checked."""
-    path = Path(folder)
-    steps_done(folder)
+    """Return the sharded checkpoint in one of the Trainer, of which markers and sizes are checked. Collective."""
+    return checkpoint.Ranks().each(lambda: _shards_of(Path(folder)))
+
+
+def _shards_of(path: Path) -> checkpoint.Checkpoint:
+    steps_done(str(path))
     if not (path / SHARDS).is_dir():
         raise LongspanError(
-            f"{folder} has no {SHARDS}/ with sharded weights: a longspan.trainer was killed while it wrote them, did "
+            f"{path} has no {SHARDS}/ with sharded weights: a longspan.trainer was killed while it wrote them, did "
             f"not write it, or had save_only_model=True; resume from an older one, or load it with from_pretrained"
         )
     checkpoint.Checkpoint.read(path)
@@ -137,10 +138,8 @@ def newest_complete(run: Path) -> tuple[Path | None, list[str]]:
     )
     wrong: list[str] = []
     for _, path in sorted(found, reverse=True):
-        if ranks.size == 1 and all((path / name).is_file() for name in (STATE, _OPTIMIZER)):
-            return path, wrong  # of the plain Trainer
         try:
-            ranks.first(functools.partial(shards_of, str(path)))
+            ranks.first(functools.partial(_shards_of, path))
             for part in (path, path / SHARDS):
                 checkpoint.read_verified(part, ranks)
             return path, wrong
