@@ -15,8 +15,9 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
+import longspan
 from longspan.core.errors import LongspanError
-from longspan.trainers import callbacks
+from longspan.trainers import callbacks, mixin
 from longspan.trainers.callbacks import Figures, StepLine
 from longspan.trainers.muon import Muon, muon
 from tests.models import build
@@ -69,6 +70,38 @@ def _stopped(mesh: dict[str, int], out: Path, kind: str) -> str:
 def test_a_step_that_is_not_finite_updates_nothing(pool2: RankPool, tmp_path: Path, kind: str, said: str) -> None:
     for error in pool2.run(_stopped, {"ulysses": 2}, tmp_path, kind):
         assert "at step 2" in error and said in error, error
+
+
+class _Noisy(transformers.Trainer):  # type: ignore[misc]
+    """Draws from a generator of a device."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs) * torch.rand((), generator=_ON_DEVICE)
+
+
+class _Repeat(transformers.TrainerCallback):  # type: ignore[misc]
+    trainer: Any = None
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        losses = torch.stack([loss.detach() for loss in self.trainer.longspan_step.losses])
+        torch.testing.assert_close(self.trainer.longspan_repeat_step(), losses.sum())
+
+
+_ON_DEVICE = torch.Generator()
+
+
+def test_a_step_is_repeated_with_the_random_numbers_of_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else NaN that dropout on a GPU causes would not occur again, and be called a fault of the machine."""
+    monkeypatch.setattr(mixin, "get_device_states", lambda *_: ([0], [_ON_DEVICE.get_state()]))
+    monkeypatch.setattr(mixin, "set_device_states", lambda ids, states: _ON_DEVICE.set_state(states[0]))
+    sp, repeat = longspan.SequenceSharding(longspan.init_mesh()), _Repeat()
+    given = arguments(tmp_path, max_steps=2)
+    sharded = longspan.trainer(_Noisy)
+    repeat.trainer = sharded(build("Llama"), given, collate, Samples(8, 1), callbacks=[repeat], sp=sp)  # type: ignore[call-arg,arg-type]
+    repeat.trainer.train()
+    assert repeat.trainer.state.global_step == 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -61,12 +61,17 @@ def waits_for_gradient(x: Tensor) -> bool:
     return bool(x._backward_hooks) or x.retains_grad
 
 
+def profiler_records() -> bool:
+    """Return whether a profiler of torch records; there can be only one. When gone: True."""
+    return bool(getattr(torch._C._autograd, "_profiler_enabled", lambda: True)())
+
+
 def named_range(name: str) -> contextlib.AbstractContextManager[Any]:
     """Return a range for a profiler's trace; a null context if none records, or in a compiler.
 
     Public way: always make the range, which costs microseconds in every layer. When gone: that.
     """
-    if torch.compiler.is_compiling() or not getattr(torch._C._autograd, "_profiler_enabled", lambda: True)():
+    if torch.compiler.is_compiling() or not profiler_records():
         return contextlib.nullcontext()
     return torch.profiler.record_function(name)
 

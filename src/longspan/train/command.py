@@ -14,8 +14,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 import trl
 from transformers import EarlyStoppingCallback, TrainerCallback
 
@@ -32,7 +30,7 @@ from longspan.train.datasets import Data, find_row, open_data
 from longspan.train.preview import preview
 from longspan.train.profiling import Profile
 from longspan.train.resolve import Resolved, dry_run, resolve, summary
-from longspan.trainers.callbacks import Figures, StepLine
+from longspan.trainers.callbacks import Figures, StepLine, stop_together
 from longspan.trainers.mixin import trainer as sharded
 from longspan.trainers.muon import muon
 from longspan.trainers.saving import STATE, newest_complete, steps_done
@@ -155,7 +153,7 @@ def train_rank(settings: Settings, watch: Watch) -> None:
             trainer.longspan_load(resumed)
         else:
             trainer.train(resumed)
-        if signum := _signal_of_any(stop, training.device):  # it may have reached one rank after the last step
+        if signum := stop_together(stop.signum or 0, training.device):  # it may have reached one rank after the last step
             _log(trainer, [f"stopped by a signal after step {trainer.state.global_step}; the same command resumes"])
             raise launch.Stopped(signum)
     watch.at("export", unlimited=True)
@@ -230,14 +228,6 @@ def _log(trainer: Any, lines: list[str]) -> None:
         print(*lines, sep="\n", flush=True)
 
 
-def _signal_of_any(stop: launch.StopRequest, device: torch.device) -> int:
-    """Return the signal that any rank has received, or 0. Collective."""
-    signum = torch.tensor(stop.signum or 0, device=device)
-    if dist.is_initialized():
-        dist.all_reduce(signum, dist.ReduceOp.MAX)
-    return int(signum)
-
-
 class _Progress(TrainerCallback):  # type: ignore[misc]
     """Tell the watch what this rank does, and save and stop on all ranks after a signal to any."""
 
@@ -249,6 +239,4 @@ class _Progress(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.watch.at("after the step", unlimited=True)  # it may evaluate or save
-        if signum := _signal_of_any(self.stop, args.device):
-            self.stop.signum = signum
-            control.should_save = control.should_training_stop = True
+        self.stop.signum = stop_together(self.stop.signum or 0, args.device, control) or None

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
+from longspan.compat.torch_api import profiler_records
 from longspan.core.errors import LongspanError
 from longspan.hf.batch import WIDTH
 from longspan.hf.checks.nonfinite import NonFinite, watch
@@ -85,6 +86,16 @@ class StopAtNonFinite(_OfTrainer):
         )
 
 
+def stop_together(signum: int, device: torch.device, control: Any = None) -> int:
+    """Return the signal that any rank has received, or 0; then `control` saves and ends the training. Collective."""
+    received = torch.tensor(signum, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(received, op=dist.ReduceOp.MAX)
+    if received and control is not None:
+        control.should_save = control.should_training_stop = True
+    return int(received)
+
+
 class StopOnSignal(TrainerCallback):  # type: ignore[misc]
     """Saves and ends all ranks after a step in which any rank received SIGTERM or SIGUSR1.
 
@@ -106,15 +117,10 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Compare the ranks. Collective."""
-        received = torch.tensor(self.received, device=args.device)
-        if dist.is_initialized():
-            dist.all_reduce(received, op=dist.ReduceOp.MAX)
-        self.signum = int(received)
-        if self.signum:
-            control.should_save = control.should_training_stop = True
-            if state.is_world_process_zero:
-                name = signal.Signals(self.signum).name
-                print(f"longspan: {name}: saving and stopping after step {state.global_step}", file=sys.stderr)
+        self.signum = stop_together(self.received, args.device, control)
+        if self.signum and state.is_world_process_zero:
+            name = signal.Signals(self.signum).name
+            print(f"longspan: {name}: saving and stopping after step {state.global_step}", file=sys.stderr)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Restore the previous handlers."""
@@ -143,8 +149,9 @@ class Figures(_OfTrainer):
         self.seconds, self.counted = 0.0, list[tuple[Tensor, float]]()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Start the clock, and the profiler if this step is logged."""
-        if self.trainer.longspan_sharded and (state.global_step + 1) % state.logging_steps == 0:
+        """Start the clock, and the profiler if this step is logged and no other one records it."""
+        logged = (state.global_step + 1) % state.logging_steps == 0
+        if self.trainer.longspan_sharded and logged and not profiler_records():
             self.sampling.enter_context(self.sampler.measure())
         self.start = time.perf_counter()
 
@@ -166,7 +173,8 @@ class Figures(_OfTrainer):
         """Return the figures of the steps since the last call. Collective."""
         trainer, sp = self.trainer, self.trainer.longspan_sp
         sums = sum((x.double().to(sp.device) * share for x, share in self.counted), torch.zeros(2, device=sp.device))
-        share = torch.tensor([(self.sampler.share or 0.0) / sp.job_size], device=sp.device)
+        sampled, self.sampler.share = self.sampler.share, None
+        share = torch.tensor([(sampled or 0.0) / sp.job_size], device=sp.device)
         sums, most = torch.cat([sums.double(), share.double()]), torch.tensor(peak_memory(sp.device), device=sp.device)
         if sp.mesh_group is not None:
             dist.all_reduce(sums, group=sp.mesh_group)
@@ -177,7 +185,7 @@ class Figures(_OfTrainer):
         if not seconds:
             return {}
         found = {"tokens_per_second": tokens / seconds, "memory_gib": most.item()}
-        if trainer.longspan_sharded:
+        if sampled is not None:
             found["communication"] = communication
         peak = peak_flops(sp.device, trainer.longspan_compute_dtype())
         if peak is not None and self._model is not None:

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import get_device_states, set_device_states
 from transformers import Trainer
 
 from longspan import checkpoint as checkpoints
@@ -380,7 +381,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         """Run forward and backward of the step in progress a second time, with the same random numbers."""
         losses = []
         for inputs, items, state in self.longspan_step.batches:
-            torch.set_rng_state(state)
+            torch.set_rng_state(state[0])
+            set_device_states(*state[1:])
             with self.compute_loss_context_manager():
                 losses.append(self.compute_loss(self.model, inputs, num_items_in_batch=items))
             losses[-1].backward()
@@ -409,7 +411,9 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
     ) -> Any:
         """As the base class; in a round of an elastic batch, weight a loss that the trainer computed itself."""
         if self.model.training and not self.longspan_step.complete and self.is_in_train:
-            self.longspan_step.batches.append((dict(inputs), num_items_in_batch, torch.get_rng_state()))
+            on_device = torch.empty(0, device=self.args.device)
+            random_state = torch.get_rng_state(), *get_device_states(on_device)
+            self.longspan_step.batches.append((dict(inputs), num_items_in_batch, random_state))
         if not self.longspan_sharded:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._forward_hooks.traits.labels_per_row:  # its loss is a mean already
@@ -610,7 +614,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 class _Step:
     """The step in progress, or the last one."""
 
-    batches: list[tuple[dict[str, Any], Any, Tensor]] = field(default_factory=list)  # inputs, items, random state
+    batches: list[tuple[dict[str, Any], Any, tuple[Any, ...]]] = field(default_factory=list)  # inputs, items, random state
     losses: list[Tensor] = field(default_factory=list)  # of the micro-batches
     norm: Any = None  # of the gradients
     complete: bool = False
