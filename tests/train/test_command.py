@@ -103,7 +103,7 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"load_in_4bit": True, "use_peft": True, "lora_r": 4, "lora_dropout": 0.0, "lora_target_modules": "all-linear"},
         {"ring": 2},
     ),
-    "a stream": ({"streaming": True, "packing": True}, {"ulysses": 2}),
+    "a stream, profiled": ({"streaming": True, "packing": True}, {"ulysses": 2, "profile": 2}),
     "muon": ({"optim": "muon"}, {"ring": 2}),
     "frozen, bf16": ({"freeze": ["*embed*", "*layers.0*"], "bf16": True}, {"ring": 2}),
 }
@@ -128,6 +128,7 @@ def test_features_train_as_on_one_process(pool2: RankPool, toy: Path, name: str,
     tolerance = 2e-2 if name in ("frozen, bf16", "muon") else 2e-4  # Muon orthogonalises in bf16
     losses = losses_of(tmp_path / "a", 4)
     assert len(losses) == 4 and losses_of(tmp_path / "b", 4) == pytest.approx(losses, rel=tolerance)
+    assert (tmp_path / "b" / "profile" / "step-2.trace.json").exists() == ("profile" in mesh)
 
 
 @pytest.mark.parametrize("method", ["sft", "reward"])
@@ -187,6 +188,8 @@ def test_a_file_has_the_split_train_alone(toy: Path) -> None:
     for source in (toy / "chats.jsonl", toy / "texts", toy / "texts" / "0.txt", "pydoc"):
         with pytest.raises(LongspanError, match="has no split 'test': .* give `eval_datasets`"):
             open_dataset(str(source), split="test")
+        with pytest.raises(LongspanError, match="'main' chooses a part of a dataset, and .* has none"):
+            open_dataset(str(source), "main")
     assert len(open_dataset(str(toy / "chats.jsonl"), split="train[:90%]")) == 54
 
 
@@ -305,6 +308,8 @@ def test_shares_of_a_mixture_are_positive_and_large_enough_for_a_row() -> None:
         ({"--elastic": "true", "--packing": "true"}, "elastic: it packs samples itself"),
         ({"--test_split_size": "1.5"}, "test_split_size: test_size=1.5 should be either"),
         ({"--test_split_size": "0.5", "--streaming": "true"}, "test_split_size: a stream cannot be split"),
+        ({"--test_split_size": "0.5", "--eval_datasets": "pydoc"}, "test_split_size: it holds rows out"),
+        ({"--dataset_config": "main"}, "dataset_config: it has no effect with `datasets`; give `name` in its entry"),
         ({"--freeze": "nothing*"}, "freeze: nothing. is the name of no weight"),
     ],
 )
@@ -342,6 +347,26 @@ def test_a_bad_row_is_named(toy: Path, tmp_path: Path) -> None:
     path.write_text('{"messages": []}\n{"messages": \n')
     with pytest.raises(LongspanError, match=r"chats.jsonl cannot be read: .*row 1"):
         run(["sft", "--config", str(config)])
+
+
+def test_a_bad_row_of_a_stream_is_named(toy: Path, tmp_path: Path) -> None:
+    """It is tokenised in training."""
+    from longspan.train.command import run
+
+    path = write_rows(tmp_path / "chats.jsonl", [{"messages": [QUESTION, ANSWER]}] * 2 + [{"messages": [QUESTION]}])
+    data = {"datasets": [{"path": str(path)}], "streaming": True, "assistant_only_loss": True, "max_steps": 2}
+    with pytest.raises(LongspanError, match=r"chats.jsonl, row 2: it has no token of the assistant"):
+        run(["sft", "--config", str(config_of(toy, "sft", tmp_path / "run", **data))])
+
+
+def test_a_new_run_is_not_mixed_with_an_older_one(toy: Path, tmp_path: Path) -> None:
+    """A restart would resume the checkpoint of the most steps."""
+    from longspan.train.command import run
+
+    (tmp_path / "run" / "checkpoint-90").mkdir(parents=True)
+    config = config_of(toy, "sft", tmp_path / "run", resume_from_checkpoint="false")
+    with pytest.raises(LongspanError, match="checkpoint-90 is of an older run"):
+        run(["sft", "--config", str(config), "--ring", "2", "--max_restarts", "1"])
 
 
 def test_preview_shows_what_has_a_loss(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

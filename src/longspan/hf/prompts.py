@@ -120,8 +120,10 @@ def open_dataset(
     """
     import datasets
 
+    given = {"name (dataset_config)": name, "data_dir": data_dir, "data_files": data_files}
     if source == PYDOC:
         _check_split(source, split, split)
+        _check_whole(source, given)
         made = datasets.Dataset.from_generator(_pydoc)
         return made.to_iterable_dataset() if streaming else made
     options = {"data_dir": data_dir, "data_files": data_files, "streaming": streaming}
@@ -131,6 +133,7 @@ def open_dataset(
             check_source("path", source, kind="dataset")
         return datasets.load_dataset(source, name, split=split, **options)
     if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
+        _check_whole(source, given)
         stored = datasets.load_from_disk(str(path))  # by `Dataset.save_to_disk`
         if not isinstance(stored, dict):
             _check_split(source, split, split)
@@ -139,12 +142,14 @@ def open_dataset(
     files = sorted(x for x in inside if x.suffix in BUILDERS and x.name != "dataset_infos.json")
     if len(kinds := {file.suffix for file in files}) > 1:  # `datasets` would read the most frequent kind alone
         raise LongspanError(
-            f"{path} has files of several kinds ({', '.join(sorted(kinds))}); give a folder for each, as `datasets`",
+            f"{path} has files of several kinds ({', '.join(sorted(kinds))}), and a dataset has one; give one of the "
+            "files, or a folder with one kind. Several folders with the same columns make a mixture, `datasets`",
             code="LS501",
         )
     texts = [file for file in files if file.suffix == ".txt"]
     if texts or path.is_file():
         _check_split(source, split.partition("[")[0], split)
+        _check_whole(source, given)
     if texts:  # by default `datasets` makes a row of each line
         names = [str(file) for file in texts]
         return datasets.load_dataset("text", data_files=names, sample_by="document", split=split, streaming=streaming)
@@ -160,6 +165,14 @@ def _check_split(source: str, name: str, split: str) -> None:
         raise LongspanError(
             f"{source} has no split {split!r}: all of it is `train`; to evaluate, give `eval_datasets`", code="LS501"
         )
+
+
+def _check_whole(source: str, given: dict[str, Any]) -> None:
+    for key, value in given.items():
+        if value is not None:
+            raise LongspanError(
+                f"{key}: {value!r} chooses a part of a dataset, and {source} has none; leave it out", code="LS501"
+            )
 
 
 def _pydoc() -> Iterator[dict[str, str]]:

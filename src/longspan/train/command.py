@@ -9,8 +9,10 @@ ranks itself.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,12 @@ def _open(settings: Settings, *, on_rank: bool = True) -> _Opened:
     resolved = resolve(arguments)
     tokenizer = models.tokenizer_of(arguments, resolved.config)
     training = arguments.training
+    older = sorted(Path(training.output_dir).glob("checkpoint-*"))
+    if str(training.resume_from_checkpoint).lower() == "false" and older:
+        raise LongspanError(
+            f"resume_from_checkpoint: false starts anew, and {older[0]} is of an older run: a later start would resume "
+            "the one that has more steps; remove its checkpoints, or give another output_dir"
+        )
     if resolved.context is not None:
         training.max_length = resolved.context
     template = bool(tokenizer.chat_template or getattr(training, "chat_template_path", None))
@@ -152,8 +160,11 @@ def train_rank(settings: Settings, watch: Watch) -> None:
             _log(trainer, [f"nothing to train: {resumed} is the last of max_steps: {training.max_steps}"])
             trainer.longspan_load(resumed)
         else:
-            trainer.train(resumed)
-        if signum := stop_together(stop.signum or 0, training.device):  # it may have reached one rank after the last step
+            with _naming_row(opened, training=True):
+                trainer.train(resumed)
+        if signum := stop_together(
+            stop.signum or 0, training.device
+        ):  # it may have reached one rank after the last step
             _log(trainer, [f"stopped by a signal after step {trainer.state.global_step}; the same command resumes"])
             raise launch.Stopped(signum)
     watch.at("export", unlimited=True)
@@ -186,7 +197,7 @@ def _trainer(opened: _Opened, watch: Watch, stop: launch.StopRequest) -> Any:
         callbacks.append(Profile(ours.profile, sp))
     training.model_init_kwargs = None
     training.logging_nan_inf_filter = False
-    try:
+    with _naming_row(opened):
         return sharded(TRAINERS[arguments.method])(
             model=model,
             args=training,
@@ -197,11 +208,20 @@ def _trainer(opened: _Opened, watch: Watch, stop: launch.StopRequest) -> Any:
             sp=sp,
             **options,
         )
+
+
+@contextlib.contextmanager
+def _naming_row(opened: _Opened, *, training: bool = False) -> Iterator[None]:
+    """Name the row in an error of TRL, which tokenises when a trainer is made, and a stream's rows in training."""
+    try:
+        yield
     except LongspanError:
         raise
-    except Exception as error:  # TRL tokenises here; templates raise any kind
-        found = find_row(data, arguments, opened.tokenizer)
-        if found is None and not isinstance(error, ValueError | TypeError | RuntimeError | ImportError):
+    except Exception as error:  # templates raise any kind
+        streams = tuple(source for source in opened.data.sources if source.newest is not None)
+        data = dataclasses.replace(opened.data, sources=streams) if training else opened.data
+        found = find_row(data, opened.arguments, opened.tokenizer)
+        if found is None and (training or not isinstance(error, ValueError | TypeError | RuntimeError | ImportError)):
             raise
         raise LongspanError(found or first_line(error), code="LS502" if found else None) from error
 

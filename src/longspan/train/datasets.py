@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +23,25 @@ from longspan.train.arguments import Arguments
 
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 """ShareGPT's names of roles, where they differ."""
+_OF_ONE = {
+    "dataset_config": "`name` in its entry",
+    "dataset_train_split": "`split` in its entry",
+    "dataset_test_split": "`eval_datasets`, or `test_split_size`",
+    "dataset_streaming": "`streaming`",
+}
+_OF_MIXTURES = {"streaming": "`dataset_streaming`"}
+"""Keys that one of `dataset_name` and `datasets` alone reads, and what to give with the other one."""
 _EXTRA = ("tools", "chat_template_kwargs", "image", "images")
 _ALPACA = ("instruction", "output")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset, as it is mixed; `name` is for messages."""
+    """A dataset, as it is mixed; `name` is for messages. Of a stream, its newest rows with their numbers."""
 
     name: str
     dataset: Any
+    newest: deque[tuple[int, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,12 @@ def open_data(arguments: Arguments, template: bool) -> Data:
             f"train needs either `dataset_name` (a file, a folder, a dataset's name, or {PYDOC} for a first try) or "
             f"`datasets`, a list of these with their `path`; got {found}"
         )
+    ignored = _OF_ONE if mixture.datasets else _OF_MIXTURES
+    if found := sorted(arguments.given & set(ignored)):
+        key = "datasets" if mixture.datasets else "dataset_name"
+        raise LongspanError(f"{found[0]}: it has no effect with `{key}`; give {ignored[found[0]]}")
+    if arguments.ours.eval_datasets and mixture.test_split_size is not None:
+        raise LongspanError("test_split_size: it holds rows out that `eval_datasets` would replace; give one of them")
     configs = mixture.datasets or [
         DatasetConfig(str(script.dataset_name), script.dataset_config, split=script.dataset_train_split)
     ]
@@ -85,7 +101,11 @@ def open_data(arguments: Arguments, template: bool) -> Data:
                 config = DatasetConfig(**entry) if isinstance(entry, dict) else DatasetConfig(entry)
             except TypeError as error:
                 raise LongspanError(f"eval_datasets: {format_value(entry)}: {first_line(error)}") from error
+            if config.fraction is not None:
+                raise LongspanError("eval_datasets: `fraction` is a share of a mixture to train on; leave it out")
             name = config.name or Path(config.path).stem
+            if Path(config.path).exists():  # its name is that of its loss alone
+                config = dataclasses.replace(config, name=None)
             if name in evaluated:
                 raise LongspanError(f"eval_datasets: two of them are called {name}; rename one, or leave it out")
             evaluated[name] = _source(arguments, config, False, template).dataset
@@ -139,7 +159,19 @@ def _source(arguments: Arguments, config: DatasetConfig, streaming: bool, templa
         if config.columns is not None:
             dataset = dataset.select_columns(config.columns)
         text_field = getattr(arguments.training, "dataset_text_field", "text")
-        return Source(name, shaped(dataset, arguments.method, text_field, template, name))
+        dataset = shaped(dataset, arguments.method, text_field, template, name)
+        return _remembering(name, dataset) if streaming else Source(name, dataset)
+
+
+def _remembering(name: str, stream: Any) -> Source:
+    """Return a stream that remembers its newest rows: a mixture reads a row of each source ahead."""
+    newest: deque[tuple[int, Any]] = deque(maxlen=4)
+
+    def remember(row: Any, at: int) -> Any:
+        newest.append((at, row))
+        return row
+
+    return Source(name, stream.map(remember, with_indices=True, features=stream.features), newest)
 
 
 # --- columns
@@ -236,7 +268,7 @@ def _from_alpaca(row: Mapping[str, Any], at: int, source: str, template: bool) -
 def find_row(data: Data, arguments: Arguments, tokenizer: Any) -> str | None:
     """Return source, row and reason of the first row that cannot be tokenised, or None. Used after an error.
 
-    Streams may be endless, and are tokenised later.
+    A stream may be endless: of its rows only the newest are tried.
     """
     only = getattr(arguments.training, "assistant_only_loss", False)
     field = getattr(arguments.training, "dataset_text_field", "text")
@@ -256,7 +288,7 @@ def find_row(data: Data, arguments: Arguments, tokenizer: Any) -> str | None:
                 raise ValueError(f"`{column}` is {type(value).__name__}, not text")
 
     for source in data.sources:
-        for number, row in enumerate(source.dataset if hasattr(source.dataset, "__len__") else ()):
+        for number, row in enumerate(source.dataset) if source.newest is None else source.newest:
             try:
                 attempt(row)
             except Exception as error:  # templates raise any kind
