@@ -67,9 +67,10 @@ def open_data(arguments: Arguments, template: bool) -> Data:
             f"`datasets`, a list of these with their `path`; got {found}"
         )
     ignored = _OF_ONE if mixture.datasets else _OF_MIXTURES
-    if found := sorted(arguments.given & set(ignored)):
+    if without_effect := sorted(arguments.given & set(ignored)):
         key = "datasets" if mixture.datasets else "dataset_name"
-        raise LongspanError(f"{found[0]}: it has no effect with `{key}`; give {ignored[found[0]]}")
+        first = without_effect[0]
+        raise LongspanError(f"{first}: it has no effect with `{key}`; give {ignored[first]}")
     if arguments.ours.eval_datasets and mixture.test_split_size is not None:
         raise LongspanError("test_split_size: it holds rows out that `eval_datasets` would replace; give one of them")
     configs = mixture.datasets or [
