@@ -13,9 +13,8 @@ from transformers import GenerationConfig
 import longspan
 from longspan.cache.offload import Staging
 from longspan.generate.config import GenerateConfig
-from longspan.generate.job import open_fitting_prompt
-from longspan.generate.rank import Generation
-from longspan.generate.score import ScoreConfig, open_text, score_rank
+from longspan.generate.rank import generate
+from longspan.generate.score import ScoreConfig, score
 from longspan.ranks.watch import Watch
 from tests.memory.side_stream import LateCopy, LateSide
 from tests.models import MORE, build, sharding
@@ -70,12 +69,12 @@ def plain(name: str, rows: int = 1, padded: bool = False, options: tuple[tuple[s
 
 def run_generate(config: GenerateConfig) -> dict[str, Any]:
     """Return the report of `longspan generate`, on this rank."""
-    return Generation(config, Watch(), open_fitting_prompt(config)).run()
+    return generate(config, Watch())
 
 
 def run_score(config: ScoreConfig) -> dict[str, Any]:
     """Return the report of `longspan score`, on this rank."""
-    return score_rank(config, Watch(), open_text(config))
+    return score(config, Watch())
 
 
 def check_generated(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:

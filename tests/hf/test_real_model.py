@@ -61,7 +61,7 @@ def _first_layers(model: str, layers: int, folder: Path) -> str:
 
 def _verify(model: str, text: str) -> Report:
     mesh = {"ring": 2, "ulysses": 2, "batch": 2}
-    return worker(make(VerifyConfig, model=model, data=text, context=32, **mesh))
+    return worker(make(VerifyConfig, model=model, text=text, context=32, **mesh))
 
 
 def test_four_ranks_are_verified(smollm2: str, pool4: RankPool, tmp_path: Path) -> None:

@@ -20,10 +20,10 @@ from longspan.core.errors import LongspanError
 from longspan.mixers import state_passing
 from longspan.ranks.agreement import settings
 from longspan.verify import VerifyConfig, run, worker
-from longspan.verify.inputs import build_model, load_model_config, make_batch
+from longspan.verify.inputs import load_model_config, make_batch, model_origin
 from longspan.verify.judge import COARSE, Criterion, ErrorSums, judge
 from longspan.verify.report import Equality, Report, diagnosis, print_json, print_table
-from tests.choose import confirming, each_value, pairwise
+from tests.choose import each_value
 from tests.command import ForkedLauncher
 from tests.flags import make, replace
 from tests.models import needs_mixers
@@ -83,14 +83,14 @@ def _table(report: Report, capsys: pytest.CaptureFixture[str]) -> str:
 
 def _failing(report: Report) -> set[str]:
     """Return the lines of the table that fail."""
-    lines = {line for line, checks in report.groups() if not all(check.passed for check in checks)}
+    lines = {line for line, checks in report.groups().items() if not all(check.passed for check in checks)}
     return lines | {f"{equal.name} on all ranks" for equal in report.equalities if not equal.passed}
 
 
 # --- correct runs pass
 
 
-@pytest.mark.parametrize(("dtype", "fsdp", "ulysses"), pairwise(["fp32", "bf16"], [True, False], [2, 4]), ids=str)
+@pytest.mark.parametrize(("dtype", "fsdp", "ulysses"), [("fp32", True, 2), ("bf16", True, 4), ("fp32", False, 4)])
 def test_llama_passes(
     models: dict[str, Path], get_pool: Callable[[int], RankPool], ulysses: int, fsdp: bool, dtype: str
 ) -> None:
@@ -101,7 +101,7 @@ def test_llama_passes(
     report = reports[0]
     assert report.passed and report.exit_code == 0, _failing(report)
     names = {check.name for check in report.checks}
-    shapes = dict(build_model(config, load_model_config(config)).named_parameters())
+    shapes = dict(model_origin(config, load_model_config(config)).on_meta().named_parameters())
     assert names == {"loss", "logits", "logits, worst token", *shapes}
     assert all(len(check.sharded) == ulysses for check in report.checks)
     # Two runs that round differently are compared, not one with itself.
@@ -157,8 +157,8 @@ def test_a_ring_passes(
     assert report.passed, _failing(report)
     layout = changes.get("layout", "zigzag")
     text = " ".join(_table(report, capsys).split())
-    assert f"data 1 x ring {config.parallel.ring} x ulysses {config.parallel.ulysses}, {dtype}" in text
-    assert f"ring layout {layout}, keys and values by {config.parallel.ring_impl}" in text
+    assert f"ring {config.parallel.ring}, ulysses {config.parallel.ulysses}, " in text
+    assert f"layout {layout}, ring_impl {config.parallel.ring_impl}" in text
     held = sorted(run for _, runs in report.rank_tokens for run in runs)
     assert (held[0][0], held[-1][1]) == (0, 59) and all(a[1] == b[0] for a, b in itertools.pairwise(held))
     if config.parallel.ring == 4 and layout == "zigzag":  # 16 tokens each, of which 5 are padding
@@ -168,7 +168,7 @@ def test_a_ring_passes(
 def test_a_model_without_sdpa_and_a_mixture_of_experts_pass(models: dict[str, Path], pool2: RankPool) -> None:
     """The unsharded gemma2 uses eager attention; the fp64 experts do not use grouped matmuls."""
     gemma2 = _config(models["gemma2"], 2, kernel="eager")
-    assert build_model(gemma2, load_model_config(gemma2)).config._attn_implementation == "eager"
+    assert model_origin(gemma2, load_model_config(gemma2)).on_meta().config._attn_implementation == "eager"
     for config in (gemma2, _config(models["mixtral"], 2)):
         report = pool2.run(worker, config)[0]
         assert report.passed, _failing(report)
@@ -195,20 +195,17 @@ def test_one_process_without_a_group_passes(models: dict[str, Path]) -> None:
 def test_without_fp64_the_reference_is_fp32(
     models: dict[str, Path], pool2: RankPool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for dtype, limit in [("fp32", "3.1e-05 (no wider run"), ("bf16", "3.9e-03 + 4 x unsharded bf16")]:
-        report = pool2.run(worker, _config(models["llama"], 2, fp64=False, dtype=dtype))[0]
-        text = " ".join(_table(report, capsys).split())
-        assert report.passed and "error = |run - fp32| / |fp32|" in text and limit in text
-        noise = max(max(check.unsharded) for check in report.checks)
-        assert noise == 0 if dtype == "fp32" else noise > 1e-3  # in fp32 the unsharded run is the reference
+    report = pool2.run(worker, _config(models["llama"], 2, fp64=False))[0]
+    text = " ".join(_table(report, capsys).split())
+    assert report.passed and "error = |run - fp32| / |fp32|" in text and "3.1e-05 (no wider run" in text
+    assert max(max(check.unsharded) for check in report.checks) == 0  # the unsharded run is the reference
 
 
 def test_real_weights_and_real_text(models: dict[str, Path], pool2: RankPool, tmp_path: Path) -> None:
     random = _config(models["llama"], 2, seed=3)
     model_config = load_model_config(random)
     model_config.vocab_size = 384
-    model = build_model(random, model_config)
-    model.save_pretrained(tmp_path / "model")
+    model_origin(random, model_config).build().save_pretrained(tmp_path / "model")
     text = tmp_path / "text.txt"
     text.write_text("All happy families are alike; every unhappy family is unhappy in its own way. " * 4)
     config = make(
@@ -391,7 +388,6 @@ def _worker_with(plant: Callable[[pytest.MonkeyPatch], None], config: VerifyConf
 
 
 Find = Callable[..., tuple[Report, set[str]]]
-DTYPES = pytest.mark.parametrize("dtype", ["fp32", *confirming(["bf16"])])
 LOGITS = {"logits", "logits, worst token"}
 FORWARD = {"loss", *LOGITS}
 
@@ -421,13 +417,20 @@ def _logits_pass_on(report: Report) -> list[bool]:
 
 
 @pytest.mark.parametrize(
-    ("plant", "changes"), [(_swap_two_ranks, {"ulysses": 4}), (_miss_a_block, {"ring": 4, "dtype": "bf16"})]
+    ("plant", "changes", "wrong", "right", "said"),
+    [
+        (_swap_two_ranks, {"ulysses": 4}, LOGITS, set(), "The forward pass is wrong"),
+        (_miss_a_block, {"ring": 4, "dtype": "bf16"}, LOGITS, set(), "The forward pass is wrong"),
+        (_scale_one_ranks_heads, {"ulysses": 4}, {*LOGITS, "attention o"}, set(), "logits differ on"),
+        (_shift_labels_after_sharding, {"ulysses": 4}, {"loss", "lm head"}, LOGITS, "labels"),
+        (_average_the_loss_per_rank, {"ulysses": 4, "fsdp": False}, {"loss"}, LOGITS, "how the tokens of"),
+        (_report_another_loss, {"ulysses": 2}, {"loss on all ranks"}, {*FORWARD, "mlp"}, "how the tokens of"),
+    ],
 )
-def test_finds_a_wrong_forward(find: Find, plant: Any, changes: dict[str, Any]) -> None:
+def test_finds(find: Find, plant: Any, changes: dict[str, Any], wrong: set[str], right: set[str], said: str) -> None:
     report, failing = find(plant, **changes)
-    assert failing >= LOGITS
-    assert "The forward pass is wrong" in diagnosis(report)
-    assert not _logits_pass_on(report)[1]
+    assert wrong <= failing and not failing & right
+    assert said in diagnosis(report)
 
 
 def test_finds_shifted_positions(find: Find) -> None:
@@ -437,18 +440,11 @@ def test_finds_shifted_positions(find: Find) -> None:
     assert "logits differ on ranks 1, " in diagnosis(report)
 
 
-def test_finds_one_ranks_heads_scaled_by_one_percent(find: Find) -> None:
-    report, failing = find(_scale_one_ranks_heads, ulysses=4)
-    assert failing >= {*LOGITS, "attention o"}
-    assert not any(_logits_pass_on(report))
-
-
-@DTYPES
 @pytest.mark.parametrize(
     ("plant", "changes"), [(_drop_kv_gradient, {"ulysses": 4}), (_do_not_return_gradients, {"ring": 2, "ulysses": 2})]
 )
-def test_finds_lost_gradients_of_keys_and_values(find: Find, plant: Any, changes: dict[str, Any], dtype: str) -> None:
-    report, failing = find(plant, **changes, dtype=dtype)
+def test_finds_lost_gradients_of_keys_and_values(find: Find, plant: Any, changes: dict[str, Any]) -> None:
+    report, failing = find(plant, **changes)
     assert {"attention k", "attention v"} <= failing
     assert not failing & {*FORWARD, "lm head"}
     last = {check.name: check.passed for check in report.checks if check.layer == 1 and check.group.startswith("att")}
@@ -457,25 +453,9 @@ def test_finds_lost_gradients_of_keys_and_values(find: Find, plant: Any, changes
     assert "look at the backward pass of" in diagnosis(report) and "attention k" in diagnosis(report)
 
 
-@DTYPES
-def test_finds_labels_shifted_after_sharding(find: Find, dtype: str) -> None:
-    report, failing = find(_shift_labels_after_sharding, ulysses=4, dtype=dtype)
-    assert "lm head" in failing and not failing & LOGITS
-    assert "labels" in diagnosis(report)
-    assert dtype == "bf16" or "loss" in failing  # a few lost labels hardly change the mean
-
-
-@DTYPES
-def test_finds_a_loss_averaged_per_rank(find: Find, dtype: str) -> None:
-    report, failing = find(_average_the_loss_per_rank, ulysses=4, fsdp=False, dtype=dtype)
-    assert "loss" in failing and not failing & LOGITS
-    assert "how the tokens of all ranks are counted" in diagnosis(report)
-
-
-@DTYPES
-def test_finds_gradients_that_are_not_summed(find: Find, dtype: str) -> None:
-    report, failing = find(_do_not_sum_gradients, ulysses=4, fsdp=False, dtype=dtype)
-    assert failing == {line for line, _ in report.groups()} - FORWARD | {"gradients on all ranks"}
+def test_finds_gradients_that_are_not_summed(find: Find) -> None:
+    report, failing = find(_do_not_sum_gradients, ulysses=4, fsdp=False)
+    assert failing == {*report.groups()} - FORWARD | {"gradients on all ranks"}
     assert "how gradients are summed" in diagnosis(report)
     (equal,) = (equal for equal in report.equalities if equal.name == "gradients")
     assert equal.differing == (1, 2, 3)
@@ -483,7 +463,7 @@ def test_finds_gradients_that_are_not_summed(find: Find, dtype: str) -> None:
 
 def test_finds_gradients_summed_instead_of_averaged(find: Find) -> None:
     report, failing = find(_sum_gradients_over_ranks, ulysses=2, dtype="bf16")
-    assert failing == {line for line, _ in report.groups()} - FORWARD
+    assert failing == {*report.groups()} - FORWARD
     doubled = pytest.approx(1, rel=roughly(torch.bfloat16))  # to within what bf16 itself is off by
     assert all(check.sharded[0] == doubled for check in report.checks if not check.passed)
 
@@ -493,10 +473,6 @@ def test_finds_gradients_summed_instead_of_averaged(find: Find) -> None:
 def test_finds_faults_of_recurrent_layers(find: Find, models: dict[str, Path], plant: Any) -> None:
     report, failing = find(plant, model=str(models["nemotron_h"]), ulysses=2)
     assert "recurrent" in failing and all(_logits_pass_on(report))
-
-
-def test_finds_a_loss_that_differs_between_ranks(find: Find) -> None:
-    assert find(_report_another_loss, ulysses=2)[1] == {"loss on all ranks"}
 
 
 def test_finds_a_nan_in_a_gradient(find: Find, capsys: pytest.CaptureFixture[str]) -> None:

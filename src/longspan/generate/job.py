@@ -34,14 +34,15 @@ def launch_ranks(
 
     Under torchrun the ranks open the text after the rendezvous, so `entry` gets None.
     """
-    opened = launch.open_first(config, lambda config: _open(config, open_text))
-    report: dict[str, Any] = launch.launch(entry, config, opened, nproc=config.parallel.ranks)
+
+    def opened(config: Flags) -> Prompt:
+        check_names(config.model.model, None, config.tokenizer)
+        return open_text(config)
+
+    report: dict[str, Any] = launch.launch(
+        entry, config, launch.open_first(config, opened), nproc=config.parallel.ranks
+    )
     return report
-
-
-def _open(config: Flags, open_text: Callable[[Flags], Prompt]) -> Prompt:
-    check_names(config.model.model, None, config.tokenizer)
-    return open_text(config)
 
 
 def open_fitting_prompt(config: GenerateConfig) -> Prompt:
@@ -55,35 +56,34 @@ def open_fitting_prompt(config: GenerateConfig) -> Prompt:
     check_axes(prompt.origin.on_meta, config.parallel, fsdp=config.fsdp)
     planned = check_memory(config, prompt.model_config, prompt.tokens)
     if launch.is_first_rank():
-        lines = [f"prompt: {prompt.tokens:,} tokens; {planned}", *([] if reason is None else [f"weights: {reason}"])]
-        lines += [] if prompt.note is None else [f"note: {prompt.note}"]
-        print("\n".join(lines), file=sys.stderr, flush=True)
+        weights = "" if reason is None else f"\nweights: {reason}"
+        print(f"prompt: {prompt.tokens:,} tokens; {planned}{weights}", file=sys.stderr, flush=True)
     return replace(prompt, flags=config)
 
 
 def _generate_rank(config: GenerateConfig, prompt: Prompt | None) -> dict[str, Any]:
     with launch.joined(config.timeouts.timeout, config.timeouts.start_timeout) as watch:
-        from longspan.generate.rank import Generation
+        from longspan.generate.rank import generate
 
-        return Generation(config, watch, prompt).run()
+        return generate(config, watch, prompt)
 
 
 def format_report(report: dict[str, Any]) -> str:
     """Return the report as lines of text."""
-    offloaded = "device_cache_bytes" in report
-    where = " in host memory" if offloaded else ""
+    offloaded, speed = report.get("device_cache_bytes"), report["tokens_per_s"]
     reused = f" ({report['reused_tokens']:,} from --cache-dir)" if report["reused_tokens"] else ""
     lines = [
         f"prompt  {report['prompt_tokens']:,} tokens{reused}, {report['prefill_tokens_per_s']:,.0f} tokens/s; first "
         f"token after {report['first_token_s']:.2f} s",
         f"new     {report['new_tokens']:,} tokens, ended by {report['ended_by']}"
-        + (f"; {report['tokens_per_s']:,.1f} tokens/s" if report["tokens_per_s"] is not None else ""),
-        f"cache   {_bytes(max(report['cache_bytes']))}{where} per rank for {report['cached_tokens']:,} tokens",
+        + ("" if speed is None else f"; {speed:,.1f} tokens/s"),
+        f"cache   {_bytes(max(report['cache_bytes']))}{' in host memory' if offloaded else ''} per rank for "
+        f"{report['cached_tokens']:,} tokens",
     ]
     if report["state_bytes"]:
         lines.append(f"        {_bytes(report['state_bytes'])} of it states of recurrent layers")
     if offloaded:
-        lines.append(f"        {_bytes(max(report['device_cache_bytes']))} of it at once on the device")
+        lines.append(f"        {_bytes(max(offloaded))} of it at once on the device")
     return "\n".join(lines)
 
 

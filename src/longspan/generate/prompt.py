@@ -1,4 +1,4 @@
-"""The text of a command as token ids, and its images and video, checked before any weight is loaded."""
+"""The text of a command as token ids, with its images and video, checked before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -35,9 +35,6 @@ if TYPE_CHECKING:
 
     from longspan.generate.config import GenerateConfig, ModelFlags
 
-Pictures = dict[str, "NDArray[Any]"]
-"""Entries of the model's batch besides the ids, such as `pixel_values`."""
-
 
 @dataclass(frozen=True)
 class Prompt:
@@ -46,11 +43,10 @@ class Prompt:
     flags: Any  # of the command, with what `--weights auto` has chosen
     model_config: Any
     ids: NDArray[np.int64]  # [S]
-    text_tokens: int = 0  # the first tokens, which do not depend on the question
-    key: str = ""  # name of their cache in `--cache-dir`
-    pictures: Pictures = field(default_factory=dict)
+    pictures: dict[str, NDArray[Any]] = field(default_factory=dict)  # the batch's other entries, such as `pixel_values`
     end_of_turn: int | None = None  # the token that ends an answer in the chat template, if the prompt is in it
-    note: str | None = None  # to the user: how the text was taken, if that may not be what was meant
+    text_tokens: int = 0  # the first tokens, which do not depend on the question, with `--cache-dir`
+    key: str = ""  # name of their cache in `--cache-dir`
 
     @property
     def tokens(self) -> int:
@@ -61,69 +57,55 @@ class Prompt:
         """The model's class, config and files."""
         import torch
 
-        name = self.flags.model.model
-        own = self.model_config.dtype or torch.float32
-        dtype = {"auto": own, "fp32": torch.float32, "bf16": torch.bfloat16}[self.flags.model.dtype]
-        # From the opened config, whose RoPE scaling may differ from the folder's.
-        auto, base = language_model_class(self.model_config), base_of("--model", name)
-        adapter = name if is_adapter(name) else None
-        return Origin(auto, self.model_config, dtype, base, label=f"--model {name}", adapter=adapter)
+        # The opened config, as its RoPE scaling may differ from the folder's.
+        name, config = self.flags.model.model, self.model_config
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(
+            self.flags.model.dtype, config.dtype or torch.float32
+        )
+        auto, base, adapter = language_model_class(config), base_of("--model", name), name if is_adapter(name) else None
+        return Origin(auto, config, dtype, base, label=f"--model {name}", adapter=adapter)
 
 
-def tokenizer_name(config: ModelFlags) -> str:
-    """Return the name or folder of the tokenizer."""
-    if config.tokenizer is not None:
-        return config.tokenizer
-    name = tokenizer_of("--model", config.model.model)
-    return name if has_tokenizer(name) else BYTES
+def open_ids(config: ModelFlags, model_config: Any, ids: NDArray[np.int64], new: int = 0, **more: Any) -> Prompt:
+    """Return a prompt of `ids`, which `new` tokens follow, and apply the RoPE scaling that the flags ask for.
 
-
-def read_text(text: str | None, file: Path | None, flag: str, *, optional: bool = False) -> str:
-    """Return `text` (the value of `flag`), or the text of a file or stdin; "" if an `optional` one is not given."""
-    if text is not None:
-        return text
-    on_terminal = sys.stdin is None or sys.stdin.isatty()
-    if file is None and optional and (on_terminal or launch.started_elsewhere()):
-        return ""
-    if file is None and launch.started_elsewhere():
-        raise LongspanError(f"ranks started by torchrun share no stdin; give {flag} or --file")
-    if file is None and on_terminal:
-        raise LongspanError(f"there is no text; give {flag} TEXT or --file FILE, or pipe it in")
-    where = "stdin" if file is None else f"--file {file}"
-    try:
-        decoded = (_read_stdin() if file is None else file.read_bytes()).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise LongspanError(f"{where} cannot be read: it is no UTF-8 text ({error}); save it as UTF-8") from error
-    except OSError as error:
-        raise LongspanError(f"{where} cannot be read: {error.strerror or error}") from error
-    if not decoded and not (optional and file is None):
-        raise LongspanError(f"{where} is empty; give a text")
-    return decoded
-
-
-_STDIN_S = 3.0
-"""Seconds after which a command that waits for stdin says so."""
-
-
-def _read_stdin() -> bytes:
-    """Return all of stdin. Its writer may never close it, as where a script inherits an open pipe: then say so."""
-    said = "longspan: waiting for the end of stdin, to read a text; < /dev/null gives none"
-    timer = threading.Timer(_STDIN_S, print, (said,), {"file": sys.stderr, "flush": True})
-    timer.daemon = True
-    timer.start()
-    try:
-        return sys.stdin.buffer.read()
-    finally:
-        timer.cancel()
+    Raise if there are no ids, or the model has no embedding for one, or too few positions.
+    """
+    size = model_config.get_text_config().vocab_size
+    if not len(ids):
+        raise LongspanError("the text has no tokens; give a longer one")
+    if ids.max() >= size:
+        raise LongspanError(
+            f"tokenizer {tokenizer_name(config)} gives the id {ids.max()}, the model's vocabulary has {size} entries; "
+            f"give the model's own with --tokenizer"
+        )
+    tokens, total, rope = len(ids), len(ids) + new, config.model.rope
+    if rope.scaling != "as-is":
+        check_language_model(f"--model {config.model.model}", model_config, total, rope)
+    limit = position_range(model_config)
+    if limit is not None and total > limit:
+        name = f"--model {config.model.model}"
+        problem = f"the text has {tokens:,} tokens, {name} has {limit:,} positions (max_position_embeddings)"
+        fix = "a shorter text"
+        if new and tokens < limit:
+            problem = (
+                f"--max-new-tokens {new} and the {tokens:,} tokens of the prompt are more than the {limit:,} positions "
+                f"of {name} (max_position_embeddings)"
+            )
+            fix = f"--max-new-tokens {limit - tokens} or less"
+        if isinstance(getattr(model_config.get_text_config(), "rope_parameters", None), dict):
+            fix += f", or extend its rotary positions: --rope auto (a factor of {-(-total // limit)})"
+        raise LongspanError(f"{problem}; give {fix}")
+    return Prompt(config, model_config, ids, **more)
 
 
 def open_prompt(config: GenerateConfig) -> Prompt:
     """Return the prompt of a `GenerateConfig`; no weights are loaded."""
     model_config, _ = read_model_config("--model", config.model.model, 1)
     tokenizer = load_tokenizer(tokenizer_name(config))
-    asked = config.question is not None
-    asked_alone = config.pictures and config.prompt is None and config.file is None and asked
-    text = "" if asked_alone else read_text(config.prompt, config.file, "--prompt", optional=asked)
+    asked_alone = config.pictures and config.question and config.prompt is None and config.file is None
+    optional = config.question is not None
+    text = "" if asked_alone else read_text(config.prompt, config.file, "--prompt", optional=optional)
     if not (text or config.pictures or config.system or config.cache_dir is None):
         raise LongspanError(
             "--cache-dir saves the cache of what comes before the question, and there is nothing; give a text with "
@@ -131,56 +113,83 @@ def open_prompt(config: GenerateConfig) -> Prompt:
         )
     if config.question is not None:
         text = f"{text.rstrip()}\n\n{config.question}" if text.strip() else config.question
-    pictures: Pictures = {}
+    chat, pictures = config.pictures or _in_template(config, tokenizer), dict[str, Any]()
     if config.pictures:
         ids, pictures = _with_pictures(config, model_config, text)
     else:
-        ids = _encoded(config, tokenizer, text)
-    check_ids(config, model_config, ids)
-    fit_positions(config, model_config, len(ids), config.max_new_tokens)
-    in_template = config.pictures or _in_template(config, tokenizer)
-    opened = Prompt(
-        config,
-        model_config,
-        ids,
-        pictures=pictures,
-        end_of_turn=_end_of_turn(tokenizer) if in_template else None,
-        note=None if in_template or config.template != "auto" else _note(tokenizer, asked),
-    )
+        ids = _encoded(config, tokenizer, text, chat)
+    end = _end_of_turn(tokenizer) if chat else None
+    opened = open_ids(config, model_config, ids, config.max_new_tokens, pictures=pictures, end_of_turn=end)
+    if not chat and config.template == "auto":
+        _note(tokenizer, config.question)
     if config.cache_dir is None:
         return opened
-    other = _encoded(config, tokenizer, text if config.question is None else f"{text.removesuffix(config.question)}?")
-    length = min(len(ids) - 1, len(other))  # at least one token must be computed to generate the next one
-    differs = np.flatnonzero(ids[:length] != other[:length])
-    shared = int(differs[0]) if len(differs) else length
+    other = text if config.question is None else f"{text.removesuffix(config.question)}?"
+    other_ids = _encoded(config, tokenizer, other, chat)
+    length = min(len(ids) - 1, len(other_ids))  # at least one token must be computed to generate the next one
+    shared = int(np.append(ids[:length] != other_ids[:length], True).argmax())
     return replace(opened, text_tokens=shared, key=_cache_key(config, model_config, ids[:shared]))
 
 
-def _note(tokenizer: Any, asked: bool) -> str | None:
-    """Return a note to whoever continues a text with a chat model, or asks a model that is none."""
-    if asked:
-        return "the tokenizer has no chat template, so the model continues the question as a text; it may not answer"
-    if getattr(tokenizer, "chat_template", None) is None:
-        return None
-    return (
-        "the text is continued as it is, without the tokenizer's chat template; to ask the model, give --question TEXT "
-        "(--template none: without this note)"
-    )
+# --- the text
+
+
+def tokenizer_name(config: ModelFlags) -> str:
+    """Return the name or folder of the tokenizer."""
+    name = config.tokenizer or tokenizer_of("--model", config.model.model)
+    return name if config.tokenizer or has_tokenizer(name) else BYTES
+
+
+_STDIN_S = 3.0
+"""Seconds after which a command that waits for stdin says so: a script may inherit a pipe that nobody closes."""
+
+
+def read_text(text: str | None, file: Path | None, flag: str, *, optional: bool = False) -> str:
+    """Return `text` (the value of `flag`), or the text of a file or stdin; "" if an `optional` one is not given."""
+    if text is not None:
+        return text
+    if file is None and (launch.started_elsewhere() or sys.stdin is None or sys.stdin.isatty()):
+        if optional:
+            return ""
+        if launch.started_elsewhere():
+            raise LongspanError(f"ranks started by torchrun share no stdin; give {flag} or --file")
+        raise LongspanError(f"there is no text; give {flag} TEXT or --file FILE, or pipe it in")
+    where = "stdin" if file is None else f"--file {file}"
+    waiting = "longspan: waiting for the end of stdin, to read a text; < /dev/null gives none"
+    timer = threading.Timer(_STDIN_S, print, (waiting,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    try:
+        if file is None:
+            timer.start()
+        decoded = (sys.stdin.buffer.read() if file is None else file.read_bytes()).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise LongspanError(f"{where} cannot be read: it is no UTF-8 text ({error}); save it as UTF-8") from error
+    except OSError as error:
+        raise LongspanError(f"{where} cannot be read: {error.strerror or error}") from error
+    finally:
+        timer.cancel()
+    if not decoded and not (optional and file is None):
+        raise LongspanError(f"{where} is empty; give a text")
+    return decoded
+
+
+def _encoded(config: GenerateConfig, tokenizer: Any, text: str, chat: bool) -> NDArray[np.int64]:
+    if not chat:
+        return text_ids(tokenizer, text)
+    ids = tokenizer(_written(config, tokenizer, text), add_special_tokens=False, verbose=False)["input_ids"]
+    return np.asarray(ids, dtype=np.int64)
 
 
 def _cache_key(config: GenerateConfig, model_config: Any, ids: NDArray[np.int64]) -> str:
     """Return a digest of what the cache depends on: tokens, config, files, dtypes, version of transformers."""
     import transformers
 
-    names = {config.model.model, base_of("--model", config.model.model)}
-    files = [
-        (path.name, path.stat().st_size, path.stat().st_mtime_ns)
-        for name in sorted(names)
-        for path in sorted(Path(name).glob("*"))
-        if path.suffix in (".safetensors", ".bin", ".json")
-    ]
+    names = sorted({config.model.model, base_of("--model", config.model.model)})
+    paths = [path for name in names for path in sorted(Path(name).glob("*"))]
+    weights = [path for path in paths if path.suffix in (".safetensors", ".bin", ".json")]
+    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weights]
     facts = [
-        sorted(names),
+        names,
         files,
         model_config.to_json_string(),
         config.model.dtype,
@@ -188,6 +197,9 @@ def _cache_key(config: GenerateConfig, model_config: Any, ids: NDArray[np.int64]
         transformers.__version__,
     ]
     return hashlib.sha256(json.dumps(facts).encode() + ids.tobytes()).hexdigest()[:24]
+
+
+# --- the chat template
 
 
 def _in_template(config: GenerateConfig, tokenizer: Any) -> bool:
@@ -199,16 +211,20 @@ def _in_template(config: GenerateConfig, tokenizer: Any) -> bool:
             f"{flag}: the tokenizer {tokenizer_name(config)} has no chat template; leave {flag} out, or give the "
             "--tokenizer of a chat model"
         )
-    asked = config.template == "chat" or (config.template == "auto" and config.question is not None)
-    return has_template and asked
+    return has_template and (config.template == "chat" or (config.template == "auto" and config.question is not None))
 
 
-def _encoded(config: GenerateConfig, tokenizer: Any, text: str) -> NDArray[np.int64]:
-    if not _in_template(config, tokenizer):
-        return text_ids(tokenizer, text)
-    written = _written(config, tokenizer, text)
-    ids = tokenizer(written, add_special_tokens=False, verbose=False)["input_ids"]
-    return np.asarray(ids, dtype=np.int64)
+def _note(tokenizer: Any, question: str | None) -> None:
+    """Tell whoever asks a model that is no chat model, or continues a text with one that is."""
+    note = "the tokenizer has no chat template, so the model continues the question as a text; it may not answer"
+    if question is None:
+        note = (
+            "the text is continued as it is, without the tokenizer's chat template; to ask the model, give --question "
+            "TEXT (--template none: without this note)"
+        )
+    chat_model = getattr(tokenizer, "chat_template", None) is not None
+    if launch.is_first_rank() and chat_model == (question is None):
+        print(f"note: {note}", file=sys.stderr)
 
 
 def _written(config: GenerateConfig, writer: Any, content: Any) -> str:
@@ -216,9 +232,8 @@ def _written(config: GenerateConfig, writer: Any, content: Any) -> str:
     name, system = config.tokenizer or tokenizer_of("--model", config.model.model), config.system
     messages = [{"role": "user", "content": content}]
     if system is not None:  # in parts, if the user's message is
-        messages.insert(
-            0, {"role": "system", "content": system if isinstance(content, str) else [{"type": "text", "text": system}]}
-        )
+        parts = system if isinstance(content, str) else [{"type": "text", "text": system}]
+        messages.insert(0, {"role": "system", "content": parts})
     fix = "" if system is None else "; leave out --system, or put its text into --question"
     try:
         written: str = writer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -246,55 +261,15 @@ def _end_of_turn(tokenizer: Any) -> int | None:
     return ids[0] if ids and ids[0] in special else None
 
 
-def check_ids(config: ModelFlags, model_config: Any, ids: NDArray[np.int64]) -> None:
-    """Raise if there are no ids, or the model has no embedding for one."""
-    size = model_config.get_text_config().vocab_size
-    if not len(ids):
-        raise LongspanError("the text has no tokens; give a longer one")
-    if ids.max() >= size:
-        raise LongspanError(
-            f"tokenizer {tokenizer_name(config)} gives the id {ids.max()}, the model's vocabulary has {size} entries; "
-            f"give the model's own with --tokenizer"
-        )
-
-
-def fit_positions(config: ModelFlags, model_config: Any, tokens: int, new: int = 0) -> None:
-    """Apply the requested RoPE scaling to `model_config` in place, then raise if it has too few positions."""
-    rope = config.model.rope
-    if rope.scaling != "as-is":
-        check_language_model(f"--model {config.model}", model_config, tokens + new, rope)
-    limit = position_range(model_config)
-    if limit is None or tokens + new <= limit:
-        return
-    if new and tokens < limit:
-        raise LongspanError(
-            f"--max-new-tokens {new} and the {tokens:,} tokens of the prompt are more than the {limit:,} positions "
-            f"of --model {config.model} (max_position_embeddings); give --max-new-tokens {limit - tokens} or less"
-            f"{_rope_hint(model_config, tokens + new, limit)}"
-        )
-    raise LongspanError(
-        f"the text has {tokens:,} tokens, --model {config.model} has {limit:,} positions (max_position_embeddings); "
-        f"give a shorter text{_rope_hint(model_config, tokens + new, limit)}"
-    )
-
-
-def _rope_hint(model_config: Any, wanted: int, limit: int) -> str:
-    """Return a hint to scale rotary positions, if the model has them."""
-    rope = getattr(model_config.get_text_config(), "rope_parameters", None)
-    if not isinstance(rope, dict):
-        return ""
-    return f", or extend its rotary positions: --rope auto (a factor of {-(-wanted // limit)})"
-
-
 # --- images and a video
 
 
-def _with_pictures(config: GenerateConfig, model_config: Any, text: str) -> tuple[NDArray[np.int64], Pictures]:
+def _with_pictures(config: GenerateConfig, model_config: Any, text: str) -> tuple[NDArray[np.int64], dict[str, Any]]:
     """Return the ids of a user's message with the images and the video of a `GenerateConfig`, and their pictures."""
     if not takes_pictures(model_config):
         raise LongspanError(
-            f"--model {config.model} ({model_config.model_type}) reads text only; leave out --image and --video, or "
-            "give a vision-language model"
+            f"--model {config.model.model} ({model_config.model_type}) reads text only; leave out --image and --video, "
+            "or give a vision-language model"
         )
     name = config.tokenizer or tokenizer_of("--model", config.model.model)
     processor = load_processor(name)
@@ -303,19 +278,17 @@ def _with_pictures(config: GenerateConfig, model_config: Any, text: str) -> tupl
             f"the processor of {name} has no chat template, which says where pictures are; give the folder of one that "
             "has it with --tokenizer"
         )
-    images = [read_image(path, "--image") for path in config.image]
-    options: dict[str, Any] = {} if not images else {"images": images}
+    options: dict[str, Any] = {"images": [read_image(path, "--image") for path in config.image]} if config.image else {}
     if config.video is not None:
         options |= _video(config.video, config.fps, processor)
-    kinds = ["image"] * len(images) + ["video"] * (config.video is not None)
-    content = [{"type": kind} for kind in kinds] + [{"type": "text", "text": text}]
-    written = _written(config, processor, content)
+    kinds = ["image"] * len(config.image) + ["video"] * (config.video is not None)
+    written = _written(config, processor, [*({"type": kind} for kind in kinds), {"type": "text", "text": text}])
     try:
         # Templates write the tokenizer's first token.
         made = processor(text=[written], return_tensors="pt", add_special_tokens=False, **options)
     except Exception as error:  # processors raise any kind
         raise LongspanError(
-            f"the processor of --model {config.model} does not take these pictures: {first_line(error)}"
+            f"the processor of --model {config.model.model} does not take these pictures: {first_line(error)}"
         ) from error
     from longspan.hf.vision import IMAGE_TYPES, PICTURE_KEYS
 

@@ -63,24 +63,20 @@ def run(config: ScoreConfig) -> int:
     """Score a text on ranks started here or by torchrun, and print the report; return the exit code 0."""
     report = launch_ranks(config, open_text, _score_rank)
     if launch.is_first_rank():
-        print(json.dumps(report) if config.json else format_report(report))
+        text = (
+            "tokens                {tokens:,} ({scored_tokens:,} of them scored)\n"
+            "mean log-probability  {mean_logprob:.6f}\n"
+            "perplexity            {perplexity:.4f}\n"
+            "tokens/s              {tokens_per_s:,.0f}"
+        )
+        print(json.dumps(report) if config.json else text.format(**report))
     return 0
-
-
-def format_report(report: dict[str, Any]) -> str:
-    """Return the report as lines of text."""
-    return (
-        f"tokens                {report['tokens']:,} ({report['scored_tokens']:,} of them scored)\n"
-        f"mean log-probability  {report['mean_logprob']:.6f}\n"
-        f"perplexity            {report['perplexity']:.4f}\n"
-        f"tokens/s              {report['tokens_per_s']:,.0f}"
-    )
 
 
 def open_text(config: ScoreConfig) -> Prompt:
     """Return the token ids of a `ScoreConfig`'s text; no weights are loaded."""
     from longspan.generate.fit import check_score_memory
-    from longspan.generate.prompt import Prompt, check_ids, fit_positions, read_text, tokenizer_name
+    from longspan.generate.prompt import open_ids, read_text, tokenizer_name
     from longspan.hf.preconditions import check_axes
     from longspan.hf.pretrained import read_model_config
     from longspan.hf.prompts import load_tokenizer, text_ids
@@ -88,14 +84,12 @@ def open_text(config: ScoreConfig) -> Prompt:
     model_config, _ = read_model_config("--model", config.model.model, 1)
     tokenizer = load_tokenizer(tokenizer_name(config))
     ids = text_ids(tokenizer, read_text(config.text, config.file, "--text"))[: config.max_tokens]
-    check_ids(config, model_config, ids)
-    fit_positions(config, model_config, len(ids))
+    prompt = open_ids(config, model_config, ids)
     if len(ids) < max(2, config.parallel.ranks):
         raise LongspanError(
             f"the text has {len(ids)} tokens; score needs at least 2, and one for each of the "
             f"{config.parallel.ranks} ranks of {config.parallel}"
         )
-    prompt = Prompt(config, model_config, ids)
     check_axes(prompt.origin.on_meta, config.parallel, fsdp=config.fsdp)
     check_score_memory(config, model_config, len(ids))
     return prompt
@@ -103,11 +97,11 @@ def open_text(config: ScoreConfig) -> Prompt:
 
 def _score_rank(config: ScoreConfig, opened: Prompt | None) -> dict[str, Any]:
     with launch.joined(config.timeouts.timeout, config.timeouts.start_timeout) as watch:
-        return score_rank(config, watch, opened)
+        return score(config, watch, opened)
 
 
-def score_rank(config: ScoreConfig, watch: Watch, opened: Prompt | None) -> dict[str, Any]:
-    """Score on this rank; every rank of the job calls it and returns the same report."""
+def score(config: ScoreConfig, watch: Watch, opened: Prompt | None = None) -> dict[str, Any]:
+    """Score on this rank, and write the file; return the report, equal on every rank. Collective."""
     import torch
 
     from longspan.generate.rank import start
@@ -140,15 +134,14 @@ def write(path: Path, ids: NDArray[np.int64], logprobs: NDArray[np.float64]) -> 
     import numpy as np
 
     path.parent.mkdir(parents=True, exist_ok=True)
+    nullable = [None, *logprobs.tolist()]
     if path.suffix == ".npz":
         np.savez(path, ids=ids, logprobs=np.concatenate([[np.nan], logprobs]))
     elif path.suffix == ".parquet":
         import pyarrow
         import pyarrow.parquet
 
-        table = pyarrow.table({"id": ids, "logprob": pyarrow.array([None, *logprobs.tolist()])})
-        pyarrow.parquet.write_table(table, path)
+        pyarrow.parquet.write_table(pyarrow.table({"id": ids, "logprob": pyarrow.array(nullable)}), path)
     else:
-        with path.open("w", encoding="utf-8") as lines:
-            for number, logprob in zip(ids.tolist(), [None, *logprobs.tolist()], strict=True):
-                lines.write(json.dumps({"id": number, "logprob": logprob}) + "\n")
+        rows = (json.dumps({"id": i, "logprob": logprob}) for i, logprob in zip(ids.tolist(), nullable, strict=True))
+        path.write_text("\n".join(rows) + "\n", encoding="utf-8")

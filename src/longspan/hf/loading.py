@@ -118,6 +118,7 @@ def load_sharded(
     prepare: Prepare = _unchanged,
     later: bool = False,
     whole: bool = False,
+    cast_to: torch.dtype | None = None,
     fsdp: bool = True,
     **options: Any,
 ) -> Any:
@@ -128,13 +129,15 @@ def load_sharded(
         sp, prepare, fsdp, options: as in `from_pretrained`, and of `longspan.parallelize`.
         later: the caller fills parameters and persistent buffers (from a checkpoint), so nothing is read.
         whole: every rank's host loads the whole model, as `prepare` computes with its weights.
+        cast_to: dtype of the parameters, if it is not the one in which they are loaded.
     """
     sharded, memory_options = fsdp and sp.job_size > 1, options.get("memory")
     offloads = fsdp and isinstance(memory_options, Memory) and memory_options.cpu_offload
     source = find_source(origin, sp, later=later) if sharded and not whole else None
     if source is not None:
-        return load_from(source, origin, sp, prepare=prepare, **options)
+        return load_from(source, origin, sp, prepare=prepare, cast_to=cast_to, **options)
     model = on_every_rank(lambda: prepare(origin.build()), sp.mesh_group)
+    model = model if cast_to is None else model.to(cast_to)
     # FSDP moves a layer at a time to the device, and a tensor axis shards each weight on the host.
     on_host = sharded or offloads or sp.tensor_size > 1
     return parallelize(model if on_host else model.to(sp.device), sp, fsdp=fsdp, **options)
@@ -173,10 +176,7 @@ def load_from(
     cast_to: torch.dtype | None = None,
     **options: Any,
 ) -> Any:
-    """Parallelize the model of a source, from `find_source` and used once, and fill its shards. Collective.
-
-    `cast_to`: dtype of the parameters, if it is not the one in which they are loaded.
-    """
+    """Parallelize the model of a source, from `find_source` and used once, and fill its shards. Collective."""
     base = source.model
     if origin.name is not None:
         base.eval()

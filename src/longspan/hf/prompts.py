@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import io
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,8 +27,6 @@ BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "c
 
 PIECE_CHARACTERS = 1 << 16
 """Long texts are tokenised in pieces of about this many characters."""
-
-_EMBEDDED = "data:"
 
 
 def load_tokenizer(name: str) -> Any:
@@ -86,24 +81,6 @@ def split_text(text: str, limit: int = PIECE_CHARACTERS) -> list[str]:
     return [*pieces, text[start:]]
 
 
-def rows_of_ids(source: str, text_field: str, tokenizer: Any, rows: int, tokens: int) -> NDArray[np.int64]:
-    """Return `[rows, tokens]` ids of a dataset's texts, joined, and repeated from the start if they are too short."""
-    with naming(source):
-        dataset = open_dataset(source, streaming=True)
-        if text_field not in next(iter(dataset), {}):
-            has = ", ".join(next(iter(dataset), {})) or "no rows"
-            raise LongspanError(
-                f"{source} has no column {text_field!r}; it has {has}: choose one with --text-field", code="LS501"
-            )
-        parts, length = list[Any](), 0
-        for row in itertools.chain.from_iterable(itertools.repeat(dataset)):
-            parts.append(text_ids(tokenizer, str(row[text_field] or ""), last=True))
-            length += len(parts[-1])
-            if length >= rows * tokens:
-                break
-    return np.concatenate(parts)[: rows * tokens].reshape(rows, tokens)
-
-
 def open_dataset(
     source: str,
     name: str | None = None,
@@ -156,7 +133,7 @@ def open_dataset(
     if path.is_dir():
         return datasets.load_dataset(str(path), name, split=split, **options)
     if path.suffix not in BUILDERS:
-        raise LongspanError(f"{path} is no file of {', '.join(BUILDERS)}; rename it, or give `data_files`")
+        raise LongspanError(f"{path} is no file of {', '.join(BUILDERS)}; convert it, or rename it")
     return datasets.load_dataset(BUILDERS[path.suffix], data_files=str(path), split=split, streaming=streaming)
 
 
@@ -196,15 +173,13 @@ def naming(source: str) -> Iterator[None]:
         raise LongspanError(f"{source} cannot be read: {first_line(cause)}", code="LS501") from error
 
 
-def read_image(source: str | Path, what: str) -> Any:
-    """Return an image in RGB, of a file or a data URI. Messages begin with `what`."""
+def read_image(path: Path, flag: str) -> Any:
+    """Return an image file in RGB; `flag` gave it."""
     from PIL import Image
 
-    embedded = str(source).startswith(_EMBEDDED)
     try:
-        with Image.open(io.BytesIO(base64.b64decode(str(source).partition(",")[2])) if embedded else source) as opened:
+        with Image.open(path) as opened:
             return opened.convert("RGB")
     except (OSError, ValueError, Image.DecompressionBombError) as error:
-        name = what if embedded else f"{what} {source}"
         why = getattr(error, "strerror", None) or first_line(error)
-        raise LongspanError(f"{name} cannot be read as an image: {why}", code="LS505") from error
+        raise LongspanError(f"{flag} {path} cannot be read as an image: {why}", code="LS505") from error

@@ -114,7 +114,7 @@ def worker(config: VerifyConfig) -> Report:
     family = on_every_rank(lambda: family_of(model), sp.mesh_group)
     inputs, target, tokens = make_inputs(family, model, config)
     run = run_with(inputs, target)
-    references = unsharded_runs(model, run, config, sp.host_group)
+    references = unsharded_runs(lambda: model, run, config, sp.host_group)
     model = parallelize(model, sp, fsdp=config.fsdp)
     found = run(model)
     parts = {name: whole_part(found[name]) for name in ("loss", "output", *sorted(found.keys() & inputs.keys()))}
@@ -122,7 +122,7 @@ def worker(config: VerifyConfig) -> Report:
     ends = [0, *torch.tensor(shard_sizes(tokens, sp.size)).cumsum(0).tolist()]
     spans = ((ends[sp.rank], ends[sp.rank + 1]),) if family.attention else ()
     about = {"tokens": tokens, "text": "random latents and text", "data": 1}
-    return make_report(config, sp, sp.host_group, references, parts, about, spans)
+    return make_report(config, sp, references, parts, about, spans)
 
 
 def run_with(inputs: Inputs, target: Tensor) -> Callable[[nn.Module], Tensors]:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +29,7 @@ from longspan.hf.pretrained import (
     tokenizer_of,
     without_dropout,
 )
-from longspan.hf.prompts import BYTES, load_tokenizer, rows_of_ids
+from longspan.hf.prompts import BYTES, load_tokenizer, naming, open_dataset, text_ids
 from longspan.hf.vision import core_of, encoders_of
 from longspan.hf.weights.origin import Origin
 from longspan.verify.config import VerifyConfig
@@ -37,40 +39,31 @@ _TEXT_TOKENS = 60
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """The pictures of one row of a batch."""
-
-    inputs: dict[str, Tensor]  # entries of a batch, `[pictures, ...]` or `[patches, ...]`
-    counts: Counter[str]  # of images and videos
-
-
-@dataclass(frozen=True)
 class Inputs:
     """The checked inputs of a verification; weights are not loaded yet."""
 
     model_config: Any  # without dropout and cache
-    batch_BS: dict[str, Tensor]  # the global one
-    pictures: tuple[Pictures, ...] = ()  # of each row, for a vision-language model
+    rows: tuple[dict[str, Tensor], ...]  # of the global batch: ids and labels [1, S], pictures `[pictures, ...]`
+    pictures: dict[str, int]  # how many images and videos all rows have
 
-    def rows(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Return some rows of the batch, with their pictures."""
-        cut = {name: x[start:stop] for name, x in self.batch_BS.items()}
-        return cut | joined(self.pictures[start:stop])
-
-    def describe(self) -> dict[str, Any]:
-        """Return what the report says of the inputs besides the flags."""
-        return {"pictures": dict(sum((row.counts for row in self.pictures), Counter[str]()))}
+    def batch(self, start: int, stop: int, device: torch.device) -> dict[str, Tensor]:
+        """Return some rows as one batch, on a device."""
+        rows = self.rows[start:stop]
+        names = dict.fromkeys(name for row in rows for name in row)
+        return {name: torch.cat([row[name] for row in rows if name in row]).to(device) for name in names}
 
 
 def open_inputs(config: VerifyConfig) -> Inputs:
     """Open and check the inputs."""
     model_config = load_model_config(config)
-    check_axes(model_origin(config, model_config).on_meta, config.parallel, fsdp=config.fsdp)
+    origin = model_origin(config, model_config)
+    check_axes(origin.on_meta, config.parallel, fsdp=config.fsdp)
     batch_BS = make_batch(config, model_config)
-    if not takes_pictures(model_config):
-        return Inputs(model_config, batch_BS)
-    pictures = add_pictures(batch_BS, model_origin(config, model_config).on_meta(), config.seed)
-    return Inputs(model_config, batch_BS, pictures)
+    rows = [{name: x[row : row + 1] for name, x in batch_BS.items()} for row in range(len(batch_BS["labels"]))]
+    counts = Counter[str]()
+    if takes_pictures(model_config):
+        counts = add_pictures(rows, origin.on_meta(), config.seed)
+    return Inputs(model_config, tuple(rows), dict(counts))
 
 
 def load_model_config(config: VerifyConfig) -> Any:
@@ -81,22 +74,15 @@ def load_model_config(config: VerifyConfig) -> Any:
     text.use_cache = False
     found = without_dropout(opened)
     experts = max(getattr(text, key, None) or 0 for key in ("num_local_experts", "num_experts", "n_routed_experts"))
-    if experts > 1 and config.dtype == "bf16" and _has_experts(config, found):
+    routed = experts > 1 and config.dtype == "bf16"
+    # Configs may state a number of experts (Nemotron-H) whose layers are all dense.
+    weights = model_origin(config, found).on_meta().named_parameters() if routed else ()
+    if any("expert" in name for name, _ in weights):
         raise LongspanError(
             f"--model {name} has {experts} experts: in bf16 rounding alone sends some tokens to other experts, "
             "sharded or not, so no error tells a fault from rounding; verify this model with --dtype fp32"
         )
     return found
-
-
-def _has_experts(config: VerifyConfig, model_config: Any) -> bool:
-    """Whether a layer has experts: configs may state a number of them (Nemotron-H) whose layers are all dense."""
-    return any("expert" in name for name, _ in model_origin(config, model_config).on_meta().named_parameters())
-
-
-def build_model(config: VerifyConfig, model_config: Any) -> Any:
-    """Return the unsharded Hugging Face model on the CPU, in training mode and in the verified dtype."""
-    return model_origin(config, model_config).build().train()
 
 
 def model_origin(config: VerifyConfig, model_config: Any) -> Origin:
@@ -165,9 +151,24 @@ def make_batch(config: VerifyConfig, model_config: Any) -> dict[str, Tensor]:
 
 
 def _read_text(config: VerifyConfig, rows: int, vocabulary: int) -> Tensor:
-    assert config.text is not None
+    """Return the ids of the texts of --text, joined, and repeated from the start if they are too short."""
+    source, column, parts, length = str(config.text), config.text_field, list[Any](), 0
     name = config.tokenizer or (BYTES if config.random_weights else tokenizer_of("--model", config.model.model))
-    ids_BS = rows_of_ids(config.text, config.text_field, load_tokenizer(name), rows, config.tokens)
+    tokenizer = load_tokenizer(name)
+    with naming(source):
+        dataset = open_dataset(source, streaming=True)
+        columns = list(next(iter(dataset), {}))
+        if column not in columns:
+            found = ", ".join(columns) or "no rows"
+            raise LongspanError(
+                f"{source} has no column {column!r}; it has {found}: choose one with --text-field", code="LS501"
+            )
+        for row in itertools.chain.from_iterable(itertools.repeat(dataset)):
+            parts.append(text_ids(tokenizer, str(row[column] or ""), last=True))
+            length += len(parts[-1])
+            if length >= rows * config.tokens:
+                break
+    ids_BS = np.concatenate(parts)[: rows * config.tokens].reshape(rows, config.tokens)
     if ids_BS.max() >= vocabulary:
         raise LongspanError(
             f"tokenizer {name} gives the id {ids_BS.max()}, the model's vocabulary has {vocabulary} entries; "
@@ -179,59 +180,49 @@ def _read_text(config: VerifyConfig, rows: int, vocabulary: int) -> Tensor:
 # --- random pictures, with the placeholders that a processor would write
 
 
-def joined(rows: tuple[Pictures, ...]) -> dict[str, Tensor]:
-    """Return the entries of a batch of these rows."""
-    names = dict.fromkeys(name for row in rows for name in row.inputs)
-    return {name: torch.cat([row.inputs[name] for row in rows if name in row.inputs]) for name in names}
+def add_pictures(rows: list[dict[str, Tensor]], model: Any, seed: int) -> Counter[str]:
+    """Put two images and a video, as far as the model takes them, into each row, and return how many there are.
 
-
-def add_pictures(batch_BS: dict[str, Tensor], model: Any, seed: int) -> tuple[Pictures, ...]:
-    """Put two images and a video, as far as the model takes them, into each row of a batch, and return them.
-
-    Ids become placeholders, in place, and the batch gets each token's kind if the model reads it. With three or more
-    rows, the last one has text only. `model` has no weights.
+    Ids become placeholders, in place, and a row gets each token's kind if the model reads it. With three or more rows,
+    the last one has text only. `model` has no weights.
     """
-    draw = torch.Generator().manual_seed(seed + 1)
-    ids_BS, labels_BS = batch_BS["input_ids"], batch_BS["labels"]
-    config, core = model.config, core_of(model)
-    # One token may stand for the placeholders of both modalities (GLM): one of them is enough.
-    encoders = tuple({encoder.token: encoder for encoder in encoders_of(model)}.values())
-    _remove_special(ids_BS, config)
-    kinds_BS = torch.zeros_like(ids_BS)
-    rows = []
-    for row in range(len(ids_BS)):
-        chosen = _choose(encoders, core, ids_BS.shape[1], draw) if row < 2 or row < len(ids_BS) - 1 else []
-        room = ids_BS.shape[1] - sum(picture.tokens for picture in chosen)
+    draw, counts = torch.Generator().manual_seed(seed + 1), Counter[str]()
+    accepted = inspect.signature(model.forward).parameters
+    for number, row in enumerate(rows):
+        ids_S, labels_S = row["input_ids"][0], row["labels"][0]
+        _remove_special(ids_S, model.config)
+        kinds_S = torch.zeros_like(ids_S)
+        chosen = _choose(model, len(ids_S), draw) if number < 2 or number < len(rows) - 1 else []
+        room = len(ids_S) - sum(picture.tokens for picture in chosen)
         at, inputs = room // (len(chosen) + 1), dict[str, list[Tensor]]()
         for picture in chosen:
+            counts[picture.encoder.modality] += 1
             for run in picture.runs:
-                ids_BS[row, at : at + run] = getattr(config, picture.encoder.token)
-                labels_BS[row, at : at + run] = -100
-                kinds_BS[row, at : at + run] = 1 + (picture.encoder.modality == "video")
+                ids_S[at : at + run] = getattr(model.config, picture.encoder.token)
+                labels_S[at : at + run] = -100
+                kinds_S[at : at + run] = 1 + (picture.encoder.modality == "video")
                 at += run + 1
             at += room // (len(chosen) + 1)
             for name, x in picture.inputs.items():
                 inputs.setdefault(name, []).append(x)
-        counts = Counter(picture.encoder.modality for picture in chosen)
-        rows.append(Pictures({name: torch.cat(xs) for name, xs in inputs.items()}, counts))
-    accepted = inspect.signature(model.forward).parameters
-    batch_BS |= {name: kinds_BS for name in ("mm_token_type_ids", "token_type_ids") if name in accepted}
-    return tuple(rows)
+        row |= {name: kinds_S[None] for name in ("mm_token_type_ids", "token_type_ids") if name in accepted}
+        row |= {name: torch.cat(xs) for name, xs in inputs.items()}
+    return counts
 
 
-def _remove_special(ids_BS: Tensor, config: Any) -> None:
+def _remove_special(ids_S: Tensor, config: Any) -> None:
     """Replace placeholders and other special tokens among random ids, in place."""
     parts = (config, config.get_text_config())
     special = {value for part in parts for name, value in vars(part).items() if name.endswith(("_token_id", "_index"))}
     known = sorted(value for value in special if isinstance(value, int))
     other = next(value for value in range(len(known) + 1) if value not in known)
-    ids_BS[torch.isin(ids_BS, torch.tensor(known))] = other
+    ids_S[torch.isin(ids_S, torch.tensor(known))] = other
 
 
 @dataclass(frozen=True)
 class _Picture:
     encoder: Encoder
-    inputs: dict[str, Tensor]
+    inputs: dict[str, Tensor]  # entries of a batch, `[1, ...]` or `[patches, ...]`
     runs: tuple[int, ...]  # placeholders, between which there is a token of text
 
     @property
@@ -239,30 +230,31 @@ class _Picture:
         return sum(self.runs) + len(self.runs)
 
 
-def _choose(encoders: tuple[Encoder, ...], core: Any, tokens: int, draw: torch.Generator) -> list[_Picture]:
+def _choose(model: Any, tokens: int, draw: torch.Generator) -> list[_Picture]:
     """Return an image, a video and another image, or as many of these as fit into three quarters of a row."""
-    scale = max(1, math.isqrt(tokens // _TEXT_TOKENS))
-    pairs = [(encoder, _examples(encoder, core, scale, draw)) for encoder in encoders]
-    made = [_picture(encoder, core, examples[0]) for encoder, examples in pairs]
-    made += [_picture(encoder, core, x) for encoder, examples in pairs for x in examples[1:]]
+    core, scale = core_of(model), max(1, math.isqrt(tokens // _TEXT_TOKENS))
+    first, second = list[_Picture](), list[_Picture]()
+    # One token may stand for the placeholders of both modalities (GLM): one of them is enough.
+    for encoder in {encoder.token: encoder for encoder in encoders_of(model)}.values():
+        made = list[_Picture]()
+        for inputs in _examples(encoder, core, scale, draw):
+            rows = encoder.units(core, inputs).rows
+            apart = isinstance(encoder, GridEncoder) and encoder.modality == "video" and encoder.frames_apart
+            made.append(_Picture(encoder, inputs, rows if apart else (sum(rows),)))
+        first.append(made[0])
+        second += made[1:]
     chosen, left = list[_Picture](), 3 * tokens // 4
-    for picture in made:
+    for picture in first + second:
         if picture.tokens <= left:
             chosen.append(picture)
             left -= picture.tokens
     if not chosen:
-        least = min(picture.tokens for picture in made)
+        least = min(picture.tokens for picture in first)
         raise LongspanError(
             f"a picture of this model takes {least} tokens, more than three quarters of the {tokens} in a sequence; "
             f"give --context {2 * least} or more"
         )
     return chosen
-
-
-def _picture(encoder: Encoder, core: Any, inputs: dict[str, Tensor]) -> _Picture:
-    rows = encoder.units(core, inputs).rows
-    apart = isinstance(encoder, GridEncoder) and encoder.modality == "video" and encoder.frames_apart
-    return _Picture(encoder, inputs, rows if apart else (sum(rows),))
 
 
 def _examples(encoder: Encoder, core: Any, scale: int, draw: torch.Generator) -> list[dict[str, Tensor]]:

@@ -42,18 +42,11 @@ def worker(config: VerifyConfig) -> Report:
     import torch
 
     from longspan.comm.mesh import make_sharding
+    from longspan.comm.objects import on_every_rank
+    from longspan.hf.support import check_model
     from longspan.ranks import agreement
     from longspan.verify import diffusion, runs
     from longspan.verify.inputs import Inputs, model_origin, open_inputs
-    from longspan.verify.runs import (
-        as_dtype,
-        gradient_parts,
-        logits_part,
-        make_models,
-        make_report,
-        unsharded_runs,
-        whole_part,
-    )
 
     config.check()
     if diffusion.config_file(config) is not None:
@@ -64,20 +57,23 @@ def worker(config: VerifyConfig) -> Report:
 
     inputs = agreement.open_together(lambda: open_inputs(config), facts)
     sp = make_sharding(config.parallel)
-    hosts = sp.host_group
-    rows = config.batch * config.parallel.data
-    batch_BS = {name: x.to(sp.device) for name, x in inputs.rows(0, rows).items()}
-    unsharded, shard = make_models(model_origin(config, inputs.model_config), config, sp)
-    references = unsharded_runs(unsharded, lambda model: runs.run_unsharded(model, batch_BS), config, hosts)
-    model = shard()
-    del unsharded, shard  # free the unsharded weights
-    mine_BS = inputs.rows(sp.data_rank * config.batch, (sp.data_rank + 1) * config.batch)
-    mine_BS = {name: x.to(sp.device) for name, x in as_dtype(mine_BS, model).items()}
-    out = model(**mine_BS)
+    origin = model_origin(config, inputs.model_config)
+    # Fail before the long runs.
+    on_every_rank(lambda: check_model(origin.on_meta(), sp.device, sp.ring_size, config.model.kernel), sp.mesh_group)
+    references = runs.unsharded_runs(
+        lambda: runs.prepared(origin.build()).to(sp.device),
+        lambda model: runs.run_unsharded(model, inputs.batch(0, len(inputs.rows), sp.device)),
+        config,
+        sp.host_group,
+    )
+    model = runs.load_as_sharded(origin, config, sp)
+    mine = inputs.batch(sp.data_rank * config.batch, (sp.data_rank + 1) * config.batch, sp.device)
+    mine = runs.as_dtype(mine, model)
+    out = model(**mine)
     out.loss.backward()
-    parts = {"loss": whole_part(out.loss.detach().reshape(1)), **gradient_parts(model, sp)}
+    parts = {"loss": runs.whole_part(out.loss.detach().reshape(1)), **runs.gradient_parts(model, sp)}
     with torch.no_grad():  # in training, the model returns no logits
-        out = model(**{name: x for name, x in mine_BS.items() if name != "labels"})
-    parts["logits"] = logits_part(config, sp, out.logits)
+        out = model(**{name: x for name, x in mine.items() if name != "labels"})
+    parts["logits"] = runs.logits_part(config, sp, out.logits)
     spans = sp.layout.spans(config.tokens, sp.rank)
-    return make_report(config, sp, hosts, references, parts, inputs.describe(), spans)
+    return runs.make_report(config, sp, references, parts, {"pictures": inputs.pictures}, spans)

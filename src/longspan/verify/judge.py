@@ -22,17 +22,14 @@ from torch import Tensor
 FACTOR = 4.0
 """The most that a correct sharded run's error may be, in units of the unsharded run's.
 
-The sharded run rounds as often as the unsharded one, but elsewhere: partial sums over ranks, other shapes of matrix
-products. Of 13,752 measured comparisons (7 families, fp32 and bf16) the largest was 2.8. Faults in fp32 are hundreds to
-millions of times the noise.
+It rounds as often, but elsewhere. The largest of 13,752 measured comparisons (7 families, fp32 and bf16) was 2.8.
+Faults in fp32 are hundreds to millions of times the noise.
 """
 
 NUDGES = 2
-"""Additional unsharded fp32 runs that estimate the size of rounding errors.
+"""Additional unsharded fp32 runs, with each weight changed in its last place, which is like one more rounding.
 
-One run is one sample: if a single number near the end of a model (a norm's statistics of one token) causes most of a
-gradient's error, that run may have it right by chance. The additional runs change each weight in its last place, like
-one more rounding.
+One run is one sample: it may have right by chance the one number that causes most of a gradient's error.
 """
 
 FEW = 64
@@ -41,9 +38,9 @@ FEW = 64
 UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8}
 
 COARSE = 2.0**-20
-"""The relative error from which a product of 256 terms is not in fp32. fp32 has 2e-7, TF32 3e-4, bf16 2e-3.
+"""The relative error from which a product of 256 terms is not in fp32, which has 2e-7; TF32 has 3e-4, bf16 2e-3.
 
-The limit follows the rounding of the unsharded run. With such products, it would follow theirs, and pass such faults.
+The limit follows the rounding of the unsharded run, and with such products would pass faults of their size.
 """
 
 HALF_STEP = {"int8": 4 / 254, "fp8": 1 / 16}
@@ -71,14 +68,6 @@ _GROUPS: tuple[tuple[str, str], ...] = (
 
 OUTPUTS = ("loss", "logits", "output")
 """Names that are no gradients. A diffusion transformer has an output instead of logits."""
-
-GROUP_ORDER = (
-    *OUTPUTS,
-    "embeddings",
-    *("vision tower", "projector"),
-    *("attention qkv", "attention q", "attention k", "attention v", "attention o"),
-    *("recurrent", "mlp", "norms", "lm head", "other"),
-)
 
 _CHUNK_ELEMENTS = 1 << 24
 """Elements of the reference that are sent at a time: 128 MiB in fp64, twice (reference and unsharded run)."""
@@ -112,14 +101,6 @@ class ErrorSums:
             worst.worst_row_sharded,
             _max(self.worst_row_unsharded, other.worst_row_unsharded),
         )
-
-    @property
-    def sharded_error(self) -> float:
-        return relative(self.sharded, self.reference)
-
-    @property
-    def unsharded_error(self) -> float:
-        return relative(self.unsharded, self.reference)
 
 
 def relative(error2: float, reference2: float) -> float:
@@ -280,12 +261,13 @@ class Check:
 def judge(sums: dict[str, list[ErrorSums]], criterion: Criterion) -> tuple[Check, ...]:
     """Return a check for every tensor, from its sums by rank.
 
-    "logits" also yields "logits, worst token", as one wrong token among thousands hardly changes their norm.
+    Outputs are first. "logits" also yields "logits, worst token", as one wrong token among thousands hardly changes
+    their norm.
     """
     checks = []
     totals = {name: functools.reduce(operator.add, per_rank) for name, per_rank in sums.items()}
     typical, usual = _typical_squares(totals), _usual_noise(totals)
-    for name, per_rank in sums.items():
+    for name, per_rank in sorted(sums.items(), key=lambda named: named[0] not in OUTPUTS):
         group, layer = name if name in OUTPUTS else group_of(name), layer_of(name)
         total = totals[name]
         max_abs, worst_row = tuple(s.max_abs for s in per_rank), tuple(s.worst_row for s in per_rank)
@@ -331,7 +313,7 @@ def _scale2(part: ErrorSums, total: ErrorSums, typical: float, criterion: Criter
 
 def _usual_noise(totals: dict[str, ErrorSums]) -> float:
     """Return the relative error of the unsharded run that 90 % of the gradients stay below."""
-    noise = sorted(total.unsharded_error for name, total in totals.items() if name not in OUTPUTS)
+    noise = sorted(relative(total.unsharded, total.reference) for name, total in totals.items() if name not in OUTPUTS)
     usual = noise[int(0.9 * (len(noise) - 1))] if noise else 0.0
     return usual if math.isfinite(usual) else 0.0
 

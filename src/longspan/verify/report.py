@@ -6,13 +6,12 @@ import itertools
 import json
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from longspan.core.formatting import format_ranks
-from longspan.core.memory import FASTEST
-from longspan.verify.judge import COARSE, GROUP_ORDER, HALF_STEP, OUTPUTS, ROUNDINGS, Check, Criterion, nan_as_inf
+from longspan.verify.judge import COARSE, OUTPUTS, Check, Criterion, nan_as_inf
 
 if TYPE_CHECKING:
     from longspan.core.layout import Span
@@ -79,12 +78,12 @@ class Report:
     def exit_code(self) -> int:
         return 0 if self.passed else 1
 
-    def groups(self) -> Iterator[tuple[str, list[Check]]]:
-        """Yield each row of the table with its checks, in order."""
+    def groups(self) -> dict[str, list[Check]]:
+        """Return the checks of each row of the table, in the order of the model."""
         rows: dict[str, list[Check]] = {}
         for check in self.checks:
             rows.setdefault(check.name if check.group == "logits" else check.group, []).append(check)
-        yield from sorted(rows.items(), key=lambda row: GROUP_ORDER.index(row[1][0].group))
+        return rows
 
 
 def diagnosis(report: Report) -> str:
@@ -103,19 +102,16 @@ def diagnosis(report: Report) -> str:
         return f"The forward pass is wrong: {differs} on {format_ranks(ranks)}."
     if "loss" in failed or any(e.name == "loss" and not e.passed for e in report.equalities):
         return "The logits agree and the loss does not: labels, or how the tokens of all ranks are counted."
-    groups = sorted({check.group for check in failed.values()}, key=GROUP_ORDER.index)
-    if groups and groups == sorted({c.group for c in report.checks} - {*OUTPUTS}, key=GROUP_ORDER.index):
-        return (
-            "Loss and logits agree, all gradients do not: labels, or how gradients are summed over the ranks."
-            + smaller_faults_hint(report)
-        )
-    if groups:
-        return f"Loss and logits agree: look at the backward pass of {', '.join(groups)}.{smaller_faults_hint(report)}"
-    return "Every value agrees, but ranks hold different gradients: their weights would drift apart."
+    groups = list(dict.fromkeys(check.group for check in failed.values()))
+    if not groups:
+        return "Every value agrees, but ranks hold different gradients: their weights would drift apart."
+    where = f": look at the backward pass of {', '.join(groups)}."
+    if {*groups} == {check.group for check in report.checks} - {*OUTPUTS}:
+        where = ", all gradients do not: labels, or how gradients are summed over the ranks."
+    return f"Loss and logits agree{where}{_smaller_faults(report)}"
 
 
-def smaller_faults_hint(report: Report) -> str:
-    """Return a hint to verify in fp32, unless this run did."""
+def _smaller_faults(report: Report) -> str:
     return "" if report.setup["dtype"] == "fp32" else " Smaller faults show with --dtype fp32."
 
 
@@ -161,68 +157,43 @@ def as_dict(report: Report) -> dict[str, Any]:
 def print_table(report: Report, file: IO[str] | None = None) -> None:
     """Print the report as a table with lines before and after it, by default to stdout."""
 
-    def write(text: str = "") -> None:
+    def write(text: str) -> None:
         print(textwrap.fill(text, 80, break_on_hyphens=False), file=file)
 
-    _print_title(report, write)
-    write()
-    for line in _rows(report):
-        print(line.rstrip(), file=file)
-    write()
+    criterion, wide, dtype = report.criterion, report.setup["reference"], report.setup["dtype"]
+    rounding = " (no wider run shows the rounding)" if wide == dtype else f" + {criterion.factor:g} x unsharded {dtype}"
+    write("longspan verify: " + ", ".join(_described(name, value) for name, value in report.setup.items() if value))
+    write(f"error = |run - {wide}| / |{wide}|;  limit = {criterion.floor:.1e}{rounding}")
+    print("", *(line.rstrip() for line in _rows(report)), "", sep="\n", file=file)
+    compared = f"{len(report.checks) + len(report.equalities)} comparisons on {len(report.rank_tokens)} ranks"
     if report.passed and report.lossy:
         write(
-            f"LOSSY  {_count(report)} are within what rounding to {report.setup['wire_dtype']} may change. This run is "
+            f"LOSSY  {compared} are within what rounding to {report.setup['wire_dtype']} may change. This run is "
             "not exact and does not show smaller faults: verify without --wire-dtype too."
         )
     elif report.passed:
         write(
-            f"PASS  {_count(report)} agree up to {report.setup['dtype']} rounding. A fault above "
-            f"{_figure(report.detects)} in any of them would be detected.{smaller_faults_hint(report)}"
+            f"PASS  {compared} agree up to {dtype} rounding. A fault above {_figure(report.detects)} in any of them "
+            f"would be detected.{_smaller_faults(report)}"
         )
     else:
-        failed = sum(not check.passed for check in report.checks) + sum(not e.passed for e in report.equalities)
-        disagree = f"{failed} of {_count(report)} disagree. " if failed else ""
+        failed = sum(not check.passed for check in report.checks) + sum(not equal.passed for equal in report.equalities)
+        disagree = f"{failed} of {compared} disagree. " if failed else ""
         write(f"FAIL  {disagree}{diagnosis(report)}")
 
 
-def _count(report: Report) -> str:
-    return f"{len(report.checks) + len(report.equalities)} comparisons on {len(report.rank_tokens)} ranks"
-
-
-def _print_title(report: Report, write: Callable[[str], None]) -> None:
-    setup, criterion = report.setup, report.criterion
-    text = "random tokens" if setup["text"] is None else setup["text"]
-    for kind, count in setup.get("pictures", {}).items():
-        text += f", {count} {kind}{'s' * (count > 1)}"
-    ring = f"ring {setup['ring']} x " if setup["ring"] > 1 else ""
-    tensor = f" x tensor {setup['tensor']} ({setup['tensor_style']})" if setup.get("tensor", 1) > 1 else ""
-    if setup.get("experts", 1) != 1:
-        tensor += f", experts {setup['experts']}"
-    write(f"longspan verify  {setup['model']} ({setup['weights']} weights) on {setup['device']}")
-    write(
-        f"{setup['batch'] * setup['data']} x {setup['tokens']} tokens ({text}), data {setup['data']} x "
-        f"{ring}ulysses {setup['ulysses']}{tensor}, {setup['dtype']}, fsdp {'on' if setup['fsdp'] else 'off'}, "
-        f"kernel {setup['kernel']}"
-    )
-    if setup["memory"] != FASTEST.describe():
-        write(f"memory: {setup['memory']}")
-    if ring:
-        write(f"ring layout {setup['layout']}, keys and values by {setup['ring_impl']}")
-    if report.lossy:
-        write(
-            f"all-to-all in {setup['wire_dtype']}: LOSSY, {ROUNDINGS} roundings a layer of half a step "
-            f"({HALF_STEP[setup['wire_dtype']]:.1e}); the limit has their root sum of squares"
-        )
-    wide, dtype = setup["reference"], setup["dtype"]
-    rounding = " (no wider run shows the rounding)" if wide == dtype else f" + {criterion.factor:g} x unsharded {dtype}"
-    write(f"error = |run - {wide}| / |{wide}|;  limit = {criterion.floor:.1e}{rounding}")
+def _described(name: str, value: Any) -> str:
+    """Return a setting as text: "ulysses 2", "fsdp", or how many pictures of each kind there are."""
+    if isinstance(value, dict):
+        return ", ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in value.items())
+    return name if value is True else f"{name} {value}"
 
 
 def _rows(report: Report) -> Iterator[str]:
     """Yield the header, and a line for each kind of tensor: the figures of the one closest to its limit."""
     row = "{:22} {:>7} {:>9} {:>7} {:>4}  {:4}  {}".format
     yield row("compared", "sharded", "unsharded", "limit", "rank", "", "worst")
-    for kind, checks in report.groups():
+    for kind, checks in report.groups().items():
         worst = max(checks, key=lambda check: check.severity(check.worst_rank))
         rank = worst.worst_rank
         figures = (_figure(of_ranks[rank]) for of_ranks in (worst.sharded, worst.unsharded, worst.limit))

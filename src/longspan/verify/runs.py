@@ -20,19 +20,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.overrides import TorchFunctionMode
 
 import longspan
-from longspan.comm.consistency import check_same_model, digests_of, local_part, weights_of
+from longspan.comm.consistency import digests_of, local_part
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.objects import gather_objects, on_every_rank
 from longspan.compat.reading import mixer_layers
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Span
 from longspan.core.reading import values
-from longspan.hf.loading import find_source, load_from
-from longspan.hf.parallelize import parallelize
-from longspan.hf.support import check_model, is_masked_lm, switch_dropout_off
+from longspan.hf.loading import load_sharded
+from longspan.hf.support import is_masked_lm, switch_dropout_off
 from longspan.hf.vision import encoders_of
 from longspan.hf.weights.origin import Origin
-from longspan.hf.weights.sources import FirstRank, my_slices
+from longspan.hf.weights.sources import my_slices
 from longspan.ranks.launch import threads_per_rank
 from longspan.verify.config import VerifyConfig
 from longspan.verify.judge import (
@@ -54,7 +53,7 @@ Tensors = dict[str, Tensor]
 
 
 def unsharded_runs(
-    model: nn.Module | None,
+    make: Callable[[], nn.Module],
     run_once: Callable[[nn.Module], Tensors],
     config: VerifyConfig,
     hosts: dist.ProcessGroup | None,
@@ -62,15 +61,16 @@ def unsharded_runs(
     """Return the results of the reference run and of the run in the verified dtype; empty except on rank 0. Collective.
 
     In fp32 the latter runs `NUDGES` more times with weights changed in the last place; of each number, the result
-    furthest from the reference counts (see `Criterion`). `run_once` runs `model`, which does not change, or a
-    copy.
+    furthest from the reference counts (see `Criterion`). `make` returns the model, which does not change; `run_once`
+    runs it, or a copy.
     """
 
     def run() -> tuple[Tensors, Tensors]:
-        if model is None or (hosts is not None and hosts.rank() != 0):
+        if hosts is not None and hosts.rank() != 0:
             return {}, {}
         try:
             with _all_cores():
+                model = make()
                 wide = torch.float64 if config.fp64 else torch.float32
                 same = wide == next(model.parameters()).dtype
                 unsharded = run_once(model)
@@ -175,53 +175,28 @@ def _all_cores() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def make_models(
-    origin: Origin, config: VerifyConfig, sp: SequenceSharding
-) -> tuple[nn.Module | None, Callable[[], nn.Module]]:
-    """Load the unsharded model, and return it with a function that makes the sharded one. Both collective.
+def prepared(model: Any) -> Any:
+    """Return a loaded model in training mode; an adapter has a dropout of its own, which the config does not set."""
+    switch_dropout_off(model)
+    return model.train()
 
-    With FSDP the unsharded model is None except on rank 0.
-    """
-    sharded = config.fsdp and sp.world_size > 1
-    source = find_source(origin, sp) if config.fsdp and sp.job_size > 1 else None
 
-    def prepared(model: Any) -> Any:
-        if origin.adapter is not None:  # the adapter has its own dropout, which the config does not set
-            switch_dropout_off(model)
-        return model.train()
-
-    def make() -> nn.Module | None:
-        # Fail before the long runs.
-        check_model(origin.on_meta(), sp.device, sp.ring_size, config.model.kernel)
-        if source is not None and dist.get_rank(sp.mesh_group):
-            return None
-        given = source.full_model if isinstance(source, FirstRank) else None
-        model: Any = origin.build() if given is None else origin.adapted(given)
-        return prepared(model).to(sp.device)  # type: ignore[no-any-return]
-
-    unsharded = on_every_rank(make, sp.mesh_group)
+def load_as_sharded(origin: Origin, config: VerifyConfig, sp: SequenceSharding) -> Any:
+    """Load and parallelize the model of a `VerifyConfig`. Collective."""
     # With FSDP, bf16 keeps weights and sums of gradients in fp32.
-    bf16 = sharded and config.dtype == "bf16"
-    options: dict[str, Any] = {
-        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else None,
-        "kernel": config.model.kernel,
-        "memory": "auto" if config.memory.chooses else config.memory.to_memory(),
-        "tensor_style": config.parallel.tensor_style,
-        "experts": config.parallel.experts,
-    }
-
-    def shard() -> nn.Module:
-        if source is not None:
-            cast_to = torch.float32 if bf16 else None
-            model: nn.Module = load_from(source, origin, sp, prepare=prepared, cast_to=cast_to, **options)
-            return model
-        assert unsharded is not None
-        return parallelize(unsharded.float() if bf16 else unsharded, sp, fsdp=config.fsdp, **options)
-
-    if source is None:
-        assert unsharded is not None
-        check_same_model(sp, {}, digests_of(weights_of(unsharded)), None)  # before the long runs
-    return unsharded, shard
+    bf16 = config.fsdp and sp.world_size > 1 and config.dtype == "bf16"
+    return load_sharded(
+        origin,
+        sp,
+        prepare=prepared,
+        cast_to=torch.float32 if bf16 else None,
+        fsdp=config.fsdp,
+        mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else None,
+        kernel=config.model.kernel,
+        memory="auto" if config.memory.chooses else config.memory.to_memory(),
+        tensor_style=config.parallel.tensor_style,
+        experts=config.parallel.experts,
+    )
 
 
 def whole_part(x: Tensor) -> LocalRows:
@@ -260,16 +235,16 @@ def gradient_part(parameter: nn.Parameter, sp: SequenceSharding) -> LocalRows:
 def make_report(
     config: VerifyConfig,
     sp: SequenceSharding,
-    hosts: dist.ProcessGroup | None,
     references: tuple[Tensors, Tensors],
     parts: dict[str, LocalRows],
     about: dict[str, Any],
     spans: tuple[Span, ...],
 ) -> Report:
-    """Compare this rank's `parts` with rank 0's results of `unsharded_runs`. Collective, over `hosts`.
+    """Compare this rank's `parts` with rank 0's results of `unsharded_runs`. Collective.
 
     `about` is what the report says of the inputs, `spans` the tokens of this rank.
     """
+    hosts = sp.host_group
     mine = {name: _measure(name, part, references, sp) for name, part in parts.items()}
     everyone = gather_objects(mine, hosts)
     criterion = Criterion.of(config.dtype, config.reference)
