@@ -280,10 +280,8 @@ def test_planned_bytes_of_a_step(option: str, mesh: dict[str, int]) -> None:
 
 OFFLOADED = {
     "full": Memory(checkpointing="full", offload="host"),
-    "selective": Memory(checkpointing="selective", offload="host"),
     "save_attention": Memory(checkpointing="save_attention", offload="host"),
     "longest": dataclasses.replace(LONGEST, offload="host"),
-    "longest, selective": dataclasses.replace(LONGEST, checkpointing="selective", offload="host"),
     "fewest inputs": dataclasses.replace(LONGEST, layers_per_checkpoint=0, offload="host"),
 }
 
@@ -305,20 +303,12 @@ def test_planned_bytes_of_an_offloaded_step(option: str, mesh: dict[str, int]) -
         assert used.stored < used.moved <= 2 * used.stored
 
 
-WEIGHTS_ON_HOST = {
-    "fastest": FASTEST,
-    "full": Memory(checkpointing="full"),
-    "selective": Memory(checkpointing="selective"),
-    "longest": LONGEST,
-}
-
-
 @pytest.mark.parametrize(
-    ("option", "mesh"), each_value(WEIGHTS_ON_HOST, [{}, {"ulysses": 2}, {"ring": 4}, {"ring": 2, "ulysses": 2}])
+    ("option", "mesh"), [("fastest", {}), ("full", {"ring": 4}), ("longest", {"ring": 2, "ulysses": 2})]
 )
 def test_planned_bytes_of_a_step_with_weights_on_the_host(option: str, mesh: dict[str, int]) -> None:
     """Of FSDP: gathered weights, and gradients until they are on the host, are planned and traced too."""
-    planned, _, used = _step_with_weights_on_the_host(mesh, WEIGHTS_ON_HOST[option], 2 * PER_RANK)
+    planned, _, used = _step_with_weights_on_the_host(mesh, OPTIONS[option], 2 * PER_RANK)
     assert planned == pytest.approx(used, rel=0.05)
 
 

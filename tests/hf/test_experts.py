@@ -150,36 +150,32 @@ def _step(model: Any, sp: longspan.SequenceSharding) -> tuple[float, dict[str, A
 @on_ranks(4)
 def test_weights_at_rest_clipping_and_accumulation_are_those_of_fsdp_alone() -> None:
     sp = on_mesh({"data": 2, "ulysses": 2})
-    for policy, tolerance in ((None, 1e-5), (MIXED, 2e-2)):
-        made = [a_model("Qwen3Moe", num_experts=7) for _ in range(3)]
-        models = [
-            longspan.parallelize(model, sp, experts=experts, mp_policy=policy)
-            for model, experts in zip(made, (1, 2, 4), strict=True)
-        ]
-        found = [_step(model, sp) for model in models]
-        for norm, weights in found[1:]:
-            assert abs(norm - found[0][0]) <= tolerance * norm
-            for name, p in weights.items():
-                q: Any = found[0][1][name]
-                assert (p.placements, p.device_mesh, p.shape) == (q.placements, q.device_mesh, q.shape), name
-                assert p.to_local().shape == q.to_local().shape and p.grad.dtype == torch.float32
-                if policy is None:
-                    torch.testing.assert_close(p.to_local(), q.to_local(), rtol=1e-3, atol=1e-4)
+    for experts, policy, tolerance in ((2, None, 1e-5), (4, MIXED, 2e-2)):
+        (norm_alone, alone), (norm, weights) = (
+            _step(longspan.parallelize(a_model("Qwen3Moe", num_experts=7), sp, experts=n, mp_policy=policy), sp)
+            for n in (1, experts)
+        )
+        assert abs(norm - norm_alone) <= tolerance * norm
+        for name, p in weights.items():
+            q: Any = alone[name]
+            assert (p.placements, p.device_mesh, p.shape) == (q.placements, q.device_mesh, q.shape), name
+            assert p.to_local().shape == q.to_local().shape and p.grad.dtype == torch.float32
+            if policy is None:
+                torch.testing.assert_close(p.to_local(), q.to_local(), rtol=1e-3, atol=1e-4)
 
 
 def _loaded(folder: Path) -> None:
     sp = on_mesh({"ring": 2, "ulysses": 2})
-    for experts in (2, 4):
-        loaded = longspan.from_pretrained(folder, sp, dtype=torch.float32, experts=experts)
-        plain = longspan.parallelize(a_model("Qwen3Moe", num_experts=7), sp)
-        for model in (loaded, plain):
-            model(**batch()).loss.backward()
-        found, expected = gradients(loaded), gradients(plain)
-        for name, grad in expected.items():
-            torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6)
-        ids = batch(rows=1)["input_ids"]
-        generated = [model.eval().generate(ids, max_new_tokens=4, do_sample=False) for model in (loaded, plain)]
-        assert torch.equal(*generated)
+    loaded = longspan.from_pretrained(folder, sp, dtype=torch.float32, experts=2)
+    plain = longspan.parallelize(a_model("Qwen3Moe", num_experts=7), sp)
+    for model in (loaded, plain):
+        model(**batch()).loss.backward()
+    found, expected = gradients(loaded), gradients(plain)
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6)
+    ids = batch(rows=1)["input_ids"]
+    generated = [model.eval().generate(ids, max_new_tokens=4, do_sample=False) for model in (loaded, plain)]
+    assert torch.equal(*generated)
 
 
 def test_loaded_shard_by_shard_and_generation(pool4: Any, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ SEED, GOOD = 20261122, ("harmless", "refused")
 
 
 def test_bad_input_and_bad_calls_are_refused_clearly() -> None:
-    results = campaign(SEED, 60, 120)
+    results = campaign(SEED, 40, 120)
     wrong = [f"{r.outcome}: {r.attempt.what}: {r.message[-300:]}" for r in results if r.outcome not in GOOD]
     assert not wrong, "\n".join(wrong)
     tried = Counter(r.attempt.kind for r in results)
