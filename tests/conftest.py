@@ -34,13 +34,21 @@ COLLECTED = pytest.StashKey[list[pytest.Item]]()
 """All tests of the files that pytest was given, also those that `-m` and `-k` leave out, but not what only confirms."""
 
 
+MARKS_OF_FILES = ("fast", "oldest", "ranks", "rounding", "versions")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out a file that has no test with the mark that `-m` begins with: its imports may take seconds."""
     mark = config.option.markexpr.partition(" ")[0]
-    if mark not in ("fast", "oldest", "ranks", "rounding", "versions") or not collection_path.match("test_*.py"):
+    if mark not in MARKS_OF_FILES or not collection_path.match("test_*.py"):
         return None
+    return None if names_mark(collection_path, mark) else True
+
+
+def names_mark(path: Path, mark: str) -> bool:
+    """Return whether a file may have tests with a mark of `MARKS_OF_FILES`."""
     named = r"pool|launcher" if mark == "ranks" else rf"mark\.(with_)?{mark}\b"
-    return re.search(named, collection_path.read_text()) is None or None
+    return re.search(named, path.read_text()) is not None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -1,4 +1,4 @@
-"""Each planted fault of `make faults` has its line in the sources, and tests that run."""
+"""Each planted fault of `make faults` has its line in the sources, and tests that run; marks select all their tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from _pytest.mark import KeywordMatcher
 from _pytest.mark.expression import Expression
 
-from tests.conftest import COLLECTED
+from tests.conftest import COLLECTED, MARKS_OF_FILES, names_mark
 from tests.faults import FAULTS, ROOT, not_found
 
 
@@ -30,3 +30,9 @@ def test_every_fault_has_tests(request: pytest.FixtureRequest) -> None:
         if items is not None and not any(expression.evaluate(KeywordMatcher.from_item(item)) for item in items):
             without.append(f"{fault.name}: {fault.tests}")
     assert without == []
+
+
+@pytest.mark.parametrize("mark", MARKS_OF_FILES)
+def test_no_file_with_a_marked_test_is_left_out(request: pytest.FixtureRequest, mark: str) -> None:
+    marked = {item.path for item in request.config.stash[COLLECTED] if item.get_closest_marker(mark)}
+    assert [path for path in sorted(marked) if not names_mark(path, mark)] == []
