@@ -173,7 +173,7 @@ FAULTS = (
           "(1 + terms.z_loss * lse_T)", "tests/losses/test_token_loss.py -k test_loss_and_gradients"),
     Fault("logprob_of_the_wrong_label", "losses/logprobs.py", "torch.where(counts, labels_T, 0)[:, None]",
           "torch.where(counts, 0, labels_T)[:, None].clamp_min(0)",
-          "tests/losses/test_token_loss.py -k token_logprobs"),
+          "tests/losses/test_token_loss.py -k needs_each_tile_once"),
     Fault("flex_lists_of_two_widths", "attn/kernels/flex_blocks.py",
           "F.pad(indices, (0, width - indices.shape[-1]))", "indices", "tests/attn/test_flex.py -k brute_force"),
     # hf: cut, gradients, weights, generation

@@ -38,23 +38,24 @@ ADAMW8BIT = (
 )
 DOCS = "import runpy; runpy.run_path('docs/build_site.py', run_name='__main__')"
 TRAIN = (
-    "train --config examples/llama-tiny.json --data pydoc --context 256 --steps 2 --ulysses 2 --out {out} --dtype fp32"
+    "train sft --config examples/demo.yaml --context 256 --max_steps 2 --ring 1 --ulysses 2 --output_dir {out} "
+    "--report_to "
 )
 
 USES: dict[str, list[str]] = {
-    "": ["plan --model llama-3.1-8b --gpu h100 --gpus 8 --context 128k", "--version"],
-    "hf": [f"-c {MODEL}{SHARDED}{LOSS}"],
-    "train": [TRAIN],
+    "": ["plan --help", "--version"],
+    "hf": [f"-c {MODEL}{SHARDED}{LOSS}", "plan --model llama-3.1-8b --gpu h100 --gpus 8 --context 128k"],
+    "train": [TRAIN + "tensorboard"],
     "peft": [f"-c {MODEL}{SHARDED}import peft; m = peft.get_peft_model(m, peft.LoraConfig()); {LOSS}"],
     "qlora": ["-c from bitsandbytes.nn import Linear4bit; Linear4bit(64, 64).to('cpu')"],
     "adamw8bit": [f"-c {ADAMW8BIT}"],
     "diffusers": [f"-c {SHARDED}{DIFFUSION}"],
     "trl": ["-c import longspan, trl; longspan.trainer(trl.SFTTrainer)"],
     "eval": ["-c import longspan.lm_eval, lm_eval"],
-    **{name: [TRAIN + f" --track {name}"] for name in ("trackio", "wandb", "mlflow")},
+    **{name: [TRAIN + name] for name in ("trackio", "wandb", "mlflow")},
     "fla": ["-c from importlib.metadata import version; print(version('fla-core'))"],  # its kernels need a GPU
     "docs": [f"-c {DOCS}"],
-    "all": [TRAIN + " --optimizer adamw8bit", "-c import trl, lm_eval, diffusers, peft"],
+    "all": [TRAIN + "none --optim adamw_torch_8bit", "-c import trl, lm_eval, diffusers, peft"],
 }
 """By extra, arguments of `longspan`, or after `-c` code for Python."""
 

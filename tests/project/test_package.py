@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -16,7 +17,8 @@ import pytest
 
 import longspan
 from longspan.core.errors import EXTRAS
-from tests.project.packages import UNPINNED
+from longspan.train.arguments import read
+from tests.project.packages import UNPINNED, USES
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,6 +78,12 @@ def test_extra_all_contains_every_other_but_the_projects_own_and_two_that_exclud
         return {name}.union(*(reached(part) for part in inner))
 
     assert reached("all") == set(extras) - {"docs", "dev", "bench"} - UNPINNED
+
+
+def test_commands_of_the_extras_parse():
+    commands = [use.split() for uses in USES.values() for use in uses if use.startswith("train ")]
+    with contextlib.chdir(ROOT):
+        assert len(commands) > 4 and all(read(words[1:]).ours.parallel.ranks == 2 for words in commands)
 
 
 def test_version_is_written_once():
