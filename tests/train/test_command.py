@@ -173,12 +173,14 @@ def shaped_rows(rows: list[dict[str, Any]], method: str = "sft", template: bool 
     return list(shaped(Dataset.from_list(rows), method, "text", template, "rows.jsonl"))
 
 
-def test_a_text_file_is_a_row(toy: Path) -> None:
+def test_a_text_file_is_a_row(tmp_path: Path) -> None:
     from longspan.hf.prompts import open_dataset
 
-    files = sorted((toy / "texts").iterdir())
-    assert open_dataset(str(toy / "texts"))["text"][:] == [file.read_text() for file in files]
-    assert [row["text"] for row in open_dataset(str(files[0]), streaming=True)] == [files[0].read_text()]
+    texts = ["a line\nand another", "one\n\nafter an empty one"]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text)
+    assert open_dataset(str(tmp_path))["text"][:] == texts
+    assert [row["text"] for row in open_dataset(str(tmp_path / "0.txt"), streaming=True)] == texts[:1]
 
 
 def test_a_file_has_the_split_train_alone(toy: Path) -> None:
