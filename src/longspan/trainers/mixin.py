@@ -614,9 +614,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 class _Step:
     """The step in progress, or the last one."""
 
-    batches: list[tuple[dict[str, Any], Any, tuple[Any, ...]]] = field(
-        default_factory=list
-    )  # inputs, items, random state
+    # Of each micro-batch: inputs, items, random state.
+    batches: list[tuple[dict[str, Any], Any, tuple[Any, ...]]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)  # of the micro-batches
     norm: Any = None  # of the gradients
     complete: bool = False
