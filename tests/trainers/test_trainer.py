@@ -441,6 +441,22 @@ def test_metrics_see_all_tokens_and_each_sample_once(pool4: RankPool, tmp_path: 
                 assert found[key] == pytest.approx(expected[key], rel=1e-5), key
 
 
+class _Stream(torch.utils.data.IterableDataset[dict[str, Any]]):
+    def __iter__(self) -> Any:
+        yield from Samples(10, 2).samples
+
+
+def _streamed(mesh: dict[str, int], out: Path) -> list[float]:
+    with as_launched():
+        trainer = made(mesh, out)
+        return [trainer.evaluate(data)["eval_loss"] for data in (Samples(10, 2), _Stream())]
+
+
+def test_rows_that_fill_the_last_batch_of_a_stream_do_not_count(pool2: RankPool, tmp_path: Path) -> None:
+    for whole, streamed in pool2.run(_streamed, {"data": 2}, tmp_path):
+        assert streamed == pytest.approx(whole, rel=1e-6)
+
+
 class _Marked(Samples):
     """Sequences with a number for each, as the labels of a reward model."""
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.data_loader import prepare_data_loader
+from accelerate.data_loader import IterableDatasetShard, prepare_data_loader
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import recursively_apply
 from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from longspan.core.errors import LongspanError
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -62,6 +66,8 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
             non_blocking=self.non_blocking,
             use_stateful_dataloader=self.use_stateful_dataloader,
         )
+        if isinstance(prepared.dataset, IterableDatasetShard):
+            prepared.dataset.dataset = _Counted(prepared.dataset.dataset)
         self._dataloaders.append(prepared)
         return prepared
 
@@ -92,7 +98,36 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
     def real_samples(self) -> int | None:
         """Return the samples, over all replicas, of a loader's last batch if repeated ones pad it; else None."""
         state = self.gradient_state
-        return state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+        if not state.end_of_dataloader:
+            return None
+        remainder, loader = state.remainder, state.active_dataloader
+        shard = loader.dataset
+        if isinstance(shard, IterableDatasetShard):  # of a stream, whose length nobody knows before its end
+            if loader.num_workers:
+                raise LongspanError(
+                    f"dataloader_num_workers={loader.num_workers}: workers do not say how many rows a stream has, and "
+                    "replicas would count some twice; use 0, or data that is no stream"
+                )
+            remainder = shard.dataset.rows % (shard.batch_size * shard.num_processes)
+        return remainder if remainder > 0 else None
+
+
+class _Counted(IterableDataset[Any]):
+    """A stream that counts the rows that it has given."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream, self.rows = stream, 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "stream":  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.stream, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.rows = 0
+        for row in self.stream:
+            self.rows += 1
+            yield row
 
 
 class _ReplicaScheduler(AcceleratedScheduler):  # type: ignore[misc]
