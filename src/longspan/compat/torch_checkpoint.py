@@ -4,8 +4,6 @@ that checkpoints and meshes do not support.
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 import math
 import zlib
 from typing import Any
@@ -31,52 +29,28 @@ def flat_names(state: dict[str, Any]) -> dict[str, Any]:
     return dict(flatten_state_dict(state)[0])
 
 
-_MODULES = ("torchao.optim", "torchao.prototype.low_bit_optim")
 _FEWEST = 4096  # elements of a weight for which low-bit states pay (as in bitsandbytes)
 
 
-LOW_BIT = {"adamw8bit": "AdamW8bit", "adamw4bit": "AdamW4bit"}
-"""torchao's classes of optimizers, by `--optimizer`. When gone: `check_torchao` raises a LongspanError."""
-
-
-def check_torchao(name: str) -> str:
-    """Return the installed version of torchao (0.9 to 0.18 are tested). When gone, or not installed: LongspanError."""
-    _low_bit_class(name)
-    return importlib.metadata.version("torchao")
-
-
-def _low_bit_class(name: str) -> Any:
-    for module in _MODULES:
-        try:
-            return getattr(importlib.import_module(module), LOW_BIT[name])
-        except (ImportError, AttributeError):
-            continue
-    raise LongspanError(
-        f"--optimizer {name} needs torchao (torchao.optim.{LOW_BIT[name]}), which is missing or cannot be imported: "
-        'pip install ".[adamw8bit]" (torchao) on every machine, or leave --optimizer at adamw',
-        code="LS101",
-    )
-
-
-def low_bit_adamw(
-    name: str, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float]
-) -> torch.optim.Optimizer:
-    """Return torchao's AdamW8bit or AdamW4bit, with the same kind of state on all ranks, so that a checkpoint can store
-    it.
+def low_bit_adamw(kind: Any) -> type[torch.optim.Optimizer]:
+    """Return torchao's AdamW8bit or AdamW4bit (`kind`) with the same kind of state on all ranks, so that a checkpoint
+    can store it.
 
     torchao chooses few bits by each rank's part of a weight, and parts differ. Here a weight's states have them if
-    every rank's part consists of whole blocks: of 256 elements with 8 bits, of 128 with 4.
+    every rank's part consists of whole blocks (`block_size` elements).
 
     Versions: torchao 0.9 to 0.18, whose `_new_buffer` makes a state. When gone: torchao's own choice, which `as_plain`
     refuses where ranks differ.
     """
-    kind = _low_bit_class(name)
-    # Code that is compiled for a step is cached on disk by the whole weight's shape; ranks have different parts.
-    weights = [p for group in groups for p in group["params"]]
-    parts = [tuple((p.to_local() if isinstance(p, DTensor) else p).shape) for p in weights]
-    tag = f"longspan {zlib.crc32(str(parts).encode())}"
 
-    class LowBitAdamW(kind):  # type: ignore[misc, valid-type]
+    class LowBitAdamW(kind):  # type: ignore[misc]
+        def __init__(self, params: Any, **options: Any) -> None:
+            super().__init__(params, **options)
+            # Compiled code is cached on disk by the whole weight's shape; ranks have different parts.
+            weights = [p for group in self.param_groups for p in group["params"]]
+            parts = [tuple((p.to_local() if isinstance(p, DTensor) else p).shape) for p in weights]
+            self.tag = f"longspan {zlib.crc32(str(parts).encode())}"
+
         def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
             local = p.to_local() if isinstance(p, DTensor) else p
             blocks = _scale_shape(p, self.block_size) is not None
@@ -84,11 +58,10 @@ def low_bit_adamw(
             return _like(p, out, tuple(p.shape)).to(p.device)
 
         def step(self, closure: Any = None) -> Any:
-            with compiler.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
+            with compiler.patch(cache_key_tag=self.tag):  # type: ignore[attr-defined]
                 return super().step(closure)
 
-    made: torch.optim.Optimizer = LowBitAdamW(groups, lr=lr, betas=betas)
-    return made
+    return LowBitAdamW
 
 
 def as_plain(state: dict[str, Any]) -> dict[str, Any]:
@@ -118,7 +91,7 @@ def _plain(x: Any) -> Any:
     if shape is None:
         raise LongspanError(
             f"a low-bit optimizer state of shape {tuple(x.shape)} does not consist of whole blocks of {block} elements "
-            "on every rank, so a checkpoint cannot store it; make the optimizer by longspan train, or use AdamW"
+            "on every rank, so a checkpoint cannot store it; make the optimizer by longspan.trainer, or use AdamW"
         )
     codes, codes_shape = local.codes, tuple(x.shape)
     if packed:

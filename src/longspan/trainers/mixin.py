@@ -33,6 +33,7 @@ from longspan import checkpoint as checkpoints
 from longspan.comm.arguments import check_sharding
 from longspan.comm.mesh import SequenceSharding
 from longspan.compat.accelerate_api import ReplicaAccelerator
+from longspan.compat.torch_checkpoint import low_bit_adamw
 from longspan.compat.transformers_api import counts_repeated_tokens_once, output_dir_of
 from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import reduces_once
@@ -316,6 +317,13 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             "the ranks do not find what the first one saved; leave it out: the reference model is sharded like the "
             "policy, and LoRA needs none"
         )
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        """As the base class; torchao's optimizers get states that each rank can save and load."""
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        low_bit = args.optim in ("adamw_torch_8bit", "adamw_torch_4bit")
+        return low_bit_adamw(kind) if low_bit else kind, options
 
     # --- loss
 
@@ -614,9 +622,9 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 class _Step:
     """The step in progress, or the last one."""
 
-    # Of each micro-batch: inputs, items, random state.
     batches: list[tuple[dict[str, Any], Any, tuple[Any, ...]]] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)  # of the micro-batches
+    """Inputs, items, and states of the random generators, of the micro-batches."""
+    losses: list[Tensor] = field(default_factory=list)
     norm: Any = None  # of the gradients
     complete: bool = False
 
