@@ -323,6 +323,7 @@ MESHES: dict[str, tuple[dict[str, int], list[dict[str, int]]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", MESHES)
 def test_weights_and_optimizer_load_on_another_mesh(
     tmp_path: Path, pool2: RankPool, pool4: RankPool, what: str
@@ -340,6 +341,7 @@ def test_weights_and_optimizer_load_on_another_mesh(
         assert all(torch.equal(x, expected[name]) for name, x in found.items())
 
 
+@pytest.mark.slow
 def test_experts_load_with_another_number_of_experts_on_a_rank(tmp_path: Path, pool4: RankPool) -> None:
     expected = pool4.run(_saved, tmp_path, {"ulysses": 4}, "experts", 4)[0]
     for rank in pool4.run(_loaded, tmp_path, [({"ring": 2, "ulysses": 2}, 2), ({"ulysses": 4}, 1)], "experts"):
