@@ -92,9 +92,9 @@ class ParallelConfig(Axes):
         check_choice("layout", self.layout, ("auto", *LAYOUTS))
         check_choice("ring_impl", self.ring_impl, RING_IMPLS)
         check_choice("wire_dtype", self.wire_dtype, CACHE_DTYPES)
-        if self.experts != "auto":
+        if not isinstance(self.experts, str) or self.experts != "auto":
             check_number("experts", self.experts, 1, LARGEST_JOB, whole=True)
-        if self.overlap_chunks != "auto":
+        if not isinstance(self.overlap_chunks, str) or self.overlap_chunks != "auto":
             check_number("overlap_chunks", self.overlap_chunks, 1, LARGEST_COUNT, whole=True)
 
     @property

@@ -74,6 +74,8 @@ class Job:
         for name, kind in (("parallel", ParallelConfig), ("memory", Memory), ("cache", CacheConfig)):
             if not isinstance(getattr(self, name), kind):
                 raise LongspanError(f"{name} is {format_value(getattr(self, name))}; make one with {kind.__name__}")
+        if not isinstance(self.pictures, tuple):
+            raise LongspanError(f"pictures is {format_value(self.pictures)}; give a tuple of Pictures")
         wire_dtype = self.parallel.wire_dtype
         if wire_dtype != "exact" and (self.mode == "decode" or self.prefill_chunk is not None):
             raise LongspanError(
