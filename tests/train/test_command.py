@@ -399,18 +399,18 @@ def _train_differently(argv: list[str]) -> str:
     return "accepted"
 
 
-def test_a_row_is_not_looked_for_in_a_stream() -> None:
+def test_a_bad_row_is_looked_for_in_the_newest_rows_of_a_stream() -> None:
     """It may be endless: an error in the arguments would never be reported."""
     import itertools
     from types import SimpleNamespace
 
     from datasets import IterableDataset
 
-    from longspan.train.datasets import Data, Source, find_row
+    from longspan.train.datasets import Data, _remembering, find_row
 
     stream = IterableDataset.from_generator(lambda: ({"text": str(at)} for at in itertools.count()))
     nothing: Any = SimpleNamespace(training=None)
-    assert find_row(Data(stream, None, (Source("endless", stream),)), nothing, None) is None
+    assert find_row(Data(stream, None, (_remembering("endless", stream),)), nothing, None) is None
 
 
 def test_ranks_compare_what_was_planned() -> None:
