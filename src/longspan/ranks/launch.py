@@ -204,6 +204,9 @@ class _End(NamedTuple):
         path.with_suffix(".part").rename(path)
 
 
+_NO_LEAKS = "ignore:resource_tracker:UserWarning"
+
+
 def launch(entry: Callable[..., Any], *args: Any, nproc: int, grace_s: float = GRACE_S) -> Any:
     """Run `entry(*args)` on `nproc` ranks and return rank 0's result.
 
@@ -232,6 +235,8 @@ def launch(entry: Callable[..., Any], *args: Any, nproc: int, grace_s: float = G
 
 def start(entry: Callable[..., Any], args: tuple[Any, ...], nproc: int, grace_s: float = GRACE_S) -> Any:
     """Run `entry(*args)` on `nproc` new processes and return rank 0's result; as `launch`, without torchrun."""
+    if _NO_LEAKS not in sys.warnoptions:  # a killed rank leaves tqdm's semaphores, which Python's tracker removes
+        sys.warnoptions.append(_NO_LEAKS)
     context: Any = multiprocessing.get_context(START_METHOD)
     ranks: list[Any] = []
     with tempfile.TemporaryDirectory(prefix="longspan-") as folder, StopRequest("", ends=False) as stop:

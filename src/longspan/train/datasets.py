@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -284,6 +285,11 @@ def find_row(data: Data, arguments: Arguments, tokenizer: Any) -> str | None:
                     value, tools=row.get("tools"), return_dict=True, return_assistant_tokens_mask=only, **options
                 )
                 if only and column == "messages" and 1 not in found["assistant_masks"]:
+                    if "{% generation" not in re.sub(r"{%-\s*", "{% ", str(tokenizer.chat_template)):
+                        raise ValueError(
+                            "the chat template does not mark the assistant's tokens by {% generation %}; set "
+                            "chat_template_path to one that does, or leave out assistant_only_loss"
+                        )
                     raise ValueError("it has no token of the assistant, so nothing to learn")
             elif column in (field, "prompt", "completion", "chosen", "rejected") and not isinstance(value, str):
                 raise ValueError(f"`{column}` is {type(value).__name__}, not text")
