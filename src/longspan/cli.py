@@ -17,7 +17,7 @@ import typing
 from collections.abc import Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from longspan import __version__
 from longspan.core.errors import LongspanError, require
@@ -141,6 +141,15 @@ def _value(info: Any) -> Any:
     """Return tyro's spec for integers with suffixes, paths, optional values, and values that are one flag."""
     import tyro
 
+    spec = tyro.constructors.PrimitiveConstructorSpec
+    if info.type == tuple[Path, ...]:
+        return spec(
+            nargs="*",
+            metavar="PATH [PATH ...]",
+            instance_from_str=_paths,
+            is_instance=lambda value: isinstance(value, tuple),
+            str_from_instance=lambda value: [str(path) for path in value],
+        )
     kinds = [part for part in typing.get_args(info.type) if part is not NoneType]
     kind = kinds[0] if len(kinds) == 1 and NoneType in typing.get_args(info.type) else info.type
     readers: dict[Any, Any] = {
@@ -149,18 +158,27 @@ def _value(info: Any) -> Any:
         str: ("STR", str),
         Path: ("PATH", lambda text: path_of("the path", text)),
     }
+    words = [word for part in kinds if typing.get_origin(part) is Literal for word in typing.get_args(part)]
+    if words and int in kinds:
+        readers[kind] = (f"INT|{{{','.join(words)}}}", lambda text: convert(kind, text))
     if is_one_flag(kind):
         readers[kind] = ("WORD,KEY=VALUE", kind.read)
     if kind not in readers:
         return None
     metavar, read = readers[kind]
-    return tyro.constructors.PrimitiveConstructorSpec(
+    return spec(
         nargs=1,
         metavar=metavar,
         instance_from_str=lambda given: read(given[0]),
-        is_instance=lambda value: value is None or isinstance(value, kind),
+        is_instance=lambda value: value is None or value in words or isinstance(value, int if words else kind),
         str_from_instance=lambda value: [str(value)],
     )
+
+
+def _paths(given: list[str]) -> tuple[Path, ...]:
+    if not given:
+        raise ValueError("give one path or more")
+    return tuple(path_of("the path", text) for text in given)
 
 
 def _fields(info: Any) -> Any:

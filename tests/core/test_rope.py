@@ -99,7 +99,7 @@ def test_longrope_takes_its_factors_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"factor": 4.0}, "as-is,factor=4.0 has options of a scaling, and as-is is none"),
+        ({"factor": 4.0}, "as-is,factor=4.0 has options of a scaling; choose one first"),
         ({"scaling": "yarn", "factor": 0.5}, "factor must be at least 1"),
         ({"scaling": "yarn", "factor": math.nan}, "factor must be at least 1 and at most 1,048,576, got nan"),
         ({"scaling": "longrope"}, "give longrope,file=FILE"),

@@ -71,9 +71,12 @@ def test_a_wrong_flag_is_refused_with_the_closest_one(capsys: pytest.CaptureFixt
         ("--dtype", "Fp32"): "'fp32', 'bf16'",
         ("--memory", "longest,ofload=host"): "there is no key 'ofload'; did you mean 'offload'?",
         ("--memory", "longest,host"): "write key=value after the first word",
+        ("--memory", "tiled_mlp=1,tiled_mlp=2"): "tiled_mlp is set twice",
         ("--memory", "offload=host"): "add checkpointing='full'",
         ("--memory", "tiled_mlp=two"): "'two' is not an integer",
         ("--rope", "yarn,factor=0.5"): "factor must be at least 1",
+        ("--rope", "yarn,factor=x"): "factor='x': give a number",
+        ("--experts", "lots"): "'lots' is not an integer (128k and 1M are 131072 and 1048576, 1e6 is 1000000) or auto",
         ("--ring", "0"): "ring must be at least 1, got 0",
     }.items():
         with pytest.raises(SystemExit) as stop:
@@ -92,6 +95,9 @@ def test_a_value_with_options_is_one_flag() -> None:
     assert _parse("--memory", "checkpointing=full").memory.to_memory() == Memory(checkpointing="full")
     tuning = cli.parse(PlanConfig, ["--tuning", "16,targets=q_proj+v_proj,dora=true"], prog="x").tuning
     assert tuning == Tuning(16, ("q_proj", "v_proj"), dora=True)
+    assert str(tuning) == "16,targets=q_proj+v_proj,dora=true" and str(Tuning(dora=True)) == "dora=true"
+    with pytest.raises(LongspanError, match="targets='': an item is empty"):
+        Tuning.read("16,targets=")
 
 
 # --- files of flags
@@ -124,13 +130,15 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("ring-impl: p2p\nring_impl: p2p", r"ring_impl is set twice"),
         ("seed: [", r"is not YAML: .*line 1"),
         ("- seed", r"must be a mapping of keys to values"),
+        ("", r"run.yaml must be a mapping of keys to values, but it is empty"),
+        ("memory: {offload: host, offload: disk}", r"run.yaml: 'offload' is set twice"),
         ("batch: 8kk", r"batch: '8kk' is invalid: '8kk' is not an integer"),
         ("fsdp: 'no'", r"fsdp: 'no' is invalid: give true or false"),
         ("model: 5", r"model: 5 is invalid: give text"),
         ("dtype: Fp32", r"dtype: 'Fp32' is invalid: did you mean 'fp32'\? Choose 'auto', 'fp32' or 'bf16'"),
         ("no-fsdp: true", r"there is no key 'no-fsdp'; did you mean fsdp"),
         ("memory: {ofload: host}", r"memory: .* there is no key 'ofload'; did you mean 'offload'"),
-        ("memory: 5", r"memory: 5 is invalid: 5 is no word and no mapping"),
+        ("memory: 5", r"memory: 5 is invalid: 5 is neither a word nor a mapping"),
         ('model: "a\\0b"', r"NUL byte"),
     ],
 )

@@ -7,6 +7,7 @@ first field: `--memory auto,offload=disk`. In YAML it is the same text, or a map
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -57,7 +58,10 @@ def convert(kind: Any, value: Any) -> Any:
         words = [word for part in parts if typing.get_origin(part) is Literal for word in typing.get_args(part)]
         if words and (value in words or len(parts) == 1):
             return convert(Literal[tuple(words)], value)
-        return convert(parts[0], value)
+        try:
+            return convert(parts[0], value)
+        except ValueError as error:
+            raise ValueError(" or ".join([str(error), *map(str, words)])) from error
     if is_one_flag(kind):
         return kind.read(value)
     text = isinstance(value, str)
@@ -66,7 +70,8 @@ def convert(kind: Any, value: Any) -> Any:
     if kind is int and (text or type(value) is int):
         return parse_integer(value) if text else value
     if kind is float and (text or type(value) in (int, float)):
-        return float(value)  # YAML reads 1e-5 as text
+        with contextlib.suppress(ValueError):
+            return float(value)  # YAML reads 1e-5 as text
     if kind in (str, Path) and text:
         return check_text("the value", value) if kind is str else path_of("the path", value)
     accepted = {bool: "true or false", int: 'a whole number (or "8k")', float: "a number", str: "text", Path: "a path"}
@@ -109,15 +114,20 @@ class OneFlag:
                 key, equals, text = part.strip().partition("=")
                 if not equals and at > 0:
                     raise LongspanError(f"{format_value(given)}: write key=value after the first word; keys are {what}")
-                pairs[key if equals else first] = text if equals else key
+                key, text = (key, text) if equals else (first, key)
+                if key in pairs:
+                    raise LongspanError(f"{format_value(given)}: {key} is set twice; keep one")
+                pairs[key] = text
         elif isinstance(given, Mapping):
             pairs = {str(key): value for key, value in given.items()}
         else:
-            raise LongspanError(f"{format_value(given)} is no word and no mapping; its keys are {what}")
+            raise LongspanError(f"{format_value(given)} is neither a word nor a mapping; the keys are {what}")
         for key, value in pairs.items():
             if key not in kinds:
                 raise LongspanError(f"there is no key {format_value(key)}; {nearest(key, kinds)}")
             several = isinstance(value, str) and typing.get_origin(kinds[key]) is tuple
+            if several and not all(value.split("+")):
+                raise LongspanError(f"{key}={format_value(value)}: an item is empty; give one, or several as a+b")
             try:
                 pairs[key] = convert(kinds[key], value.split("+") if several else value)
             except ValueError as error:
@@ -127,7 +137,7 @@ class OneFlag:
     def __str__(self) -> str:
         """Return the text that `read` reads."""
         first = next(iter(self.keys()))
-        words = {key: as_word(value) for key, value in self.given().items()}
+        words = {key: as_word(value) for key, value in self.given().items() if value is not None}
         return ",".join(word if key == first else f"{key}={word}" for key, word in words.items())
 
 
@@ -210,16 +220,18 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Return the keys of the file of `--config`, with their values. Raise for a file that has no keys."""
     import yaml
 
+    text = read_text("--config", path)
     try:
-        text = read_text("--config", path)
-        found, node = yaml.safe_load(text), yaml.compose(text)
+        found, root = yaml.safe_load(text), yaml.compose(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise LongspanError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(found, dict):
-        raise LongspanError(f"--config {path} must be a mapping of keys to values, got {format_value(found)}")
-    keys = [key.value for key, _ in node.value]
-    if twice := next((key for key in keys if keys.count(key) > 1), None):
-        raise LongspanError(f"--config {path}: {format_value(twice)} is set twice; keep one")
+        got = "but it is empty" if found is None else f"got {format_value(found)}"
+        raise LongspanError(f"--config {path} must be a mapping of keys to values, {got}; write lines such as ring: 2")
+    for node in (root, *(value for _, value in root.value)):  # and the mappings of values such as `memory`
+        keys = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+        if twice := next((key for key in keys if keys.count(key) > 1), None):
+            raise LongspanError(f"--config {path}: {format_value(twice)} is set twice; keep one")
     return {str(key): value for key, value in found.items()}
 
 

@@ -45,16 +45,16 @@ class RopeAsked(OneFlag):
 
     def __post_init__(self) -> None:
         if self.scaling == "as-is" and (self.factor, self.original, self.file) != (None, None, ""):
-            raise LongspanError(f"rope: {self} has options of a scaling, and as-is is none; choose {', '.join(KINDS)}")
+            raise LongspanError(f"{self} has options of a scaling; choose one first: auto, {', '.join(KINDS)}")
         if self.factor is not None:
-            check_number("rope: factor", self.factor, 1, _LARGEST_FACTOR)
+            check_number("factor", self.factor, 1, _LARGEST_FACTOR)
         if self.original is not None:
-            check_number("rope: original", self.original, 1, LARGEST_COUNT)
+            check_number("original", self.original, 1, LARGEST_COUNT)
         if self.file and self.scaling != "longrope":
-            raise LongspanError(f"rope: file={self.file} is for longrope, and the scaling is {self.scaling}")
+            raise LongspanError(f"file={self.file} is for longrope, and the scaling is {self.scaling}")
         if self.scaling == "longrope" and not self.file:
             raise LongspanError(
-                "rope: longrope needs a divisor for each angle, found by a search for each model; give "
+                "longrope needs a divisor for each angle, found by a search for each model; give "
                 "longrope,file=FILE, JSON with short_factor and long_factor, or use yarn"
             )
         if self.file:
@@ -66,7 +66,7 @@ AS_IS, AUTO = RopeAsked(), RopeAsked("auto")
 
 
 def _read_factors(path: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    flag = "rope: file"
+    flag = "the longrope file"
     if existing_path(flag, str(path)) is None:
         raise LongspanError(f"{flag} {path} does not exist; give JSON with short_factor and long_factor")
     try:

@@ -234,7 +234,8 @@ def as_path(name: str, value: Any) -> Path:
 
 def nearest(name: str, known: Collection[str]) -> str:
     """Return a hint with the known name that is closest to `name`, or with all names if none is close."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    begin = [each for each in known if name and each.startswith(name)]
+    close = begin or difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
 
 

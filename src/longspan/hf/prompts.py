@@ -104,10 +104,10 @@ def open_dataset(
         made = datasets.Dataset.from_generator(_pydoc)
         return made.to_iterable_dataset() if streaming else made
     options = {"data_dir": data_dir, "data_files": data_files, "streaming": streaming}
-    path = existing_path("path", source)
+    path = existing_path("dataset", source)
     if path is None:
         if source not in BUILDERS.values():
-            check_source("path", source, kind="dataset")
+            check_source("dataset", source, kind="dataset")
         return datasets.load_dataset(source, name, split=split, **options)
     if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
         _check_whole(source, given)

@@ -38,10 +38,10 @@ class GpuAsked(OneFlag):
 
     def __post_init__(self) -> None:
         if self.gpus_per_node is not None:
-            check_number("gpu: gpus_per_node", self.gpus_per_node, 1, LARGEST_JOB)
+            check_number("gpus_per_node", self.gpus_per_node, 1, LARGEST_JOB)
         for name in ("efficiency", "attention_efficiency"):
             if getattr(self, name) is not None:
-                check_number(f"gpu: {name}", getattr(self, name), 0, 1, above=True)
+                check_number(name, getattr(self, name), 0, 1, above=True)
 
     def hardware(self) -> Hardware:
         """Read the catalogue, or the file that `name` is, and change the values."""
