@@ -171,6 +171,11 @@ class PlanConfig:
         self.tuning.check(self.mode)
         if self.parallel.ranks > 1:
             raise LongspanError(f"{self.parallel}: plan chooses the mesh; leave the axes out")
+        if self.model.kernel != "auto":
+            raise LongspanError(
+                f"--kernel {self.model.kernel}: plan does not tell kernels apart; leave it out, or give its speed: "
+                "--gpu h100,attention_efficiency=0.5"
+            )
         for flag, given, modes in (
             (f"--images {self.images}", self.images is not None, ("train",)),
             (f"--video {self.video}", self.video is not None, ("train",)),
