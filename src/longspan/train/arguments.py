@@ -31,9 +31,10 @@ from longspan.core.reading import (
     with_values,
 )  # fmt: skip
 from longspan.core.rope import AS_IS, RopeAsked
-from longspan.core.validation import LONGEST_WAIT_S, check_number, format_value
+from longspan.core.validation import LONGEST_WAIT_S, check_number, format_value, nearest, suggest_choice
 from longspan.hf.pretrained import first_line
 from longspan.ranks.job import Timeouts
+from longspan.trainers.mixin import REFUSED
 
 METHODS = {"sft": SFTConfig, "dpo": DPOConfig, "reward": RewardConfig}
 MUON = "muon"
@@ -165,6 +166,9 @@ class Settings:
         values |= {"gradient_checkpointing": False, "activation_checkpointing": None}  # `memory` decides it
         if not on_rank or not torch.cuda.is_available():
             values["use_cpu"] = True
+        for key, why in REFUSED.items():
+            if values.get(key):
+                raise LongspanError(f"{key}: {format_value(values[key])} does not work with longspan train: {why}")
         classes = (ScriptArguments, METHODS[self.method], ModelConfig, DatasetMixtureConfig)
         try:
             with warnings.catch_warnings():
@@ -182,6 +186,11 @@ class Settings:
             raise LongspanError(
                 f"attn_implementation: {model.attn_implementation} is no kernel of longspan; use {', '.join(KERNELS)}, "
                 "or `kernel`"
+            )
+        if self.ours.kernel not in ("auto", KERNELS.get(model.attn_implementation, self.ours.kernel)):
+            raise LongspanError(
+                f"kernel: {self.ours.kernel} and attn_implementation: {model.attn_implementation} are different "
+                "kernels; leave one of them out"
             )
         if training.model_init_kwargs:
             raise LongspanError(
@@ -208,7 +217,13 @@ class Arguments:
 
 class _Parser(TrlParser):  # type: ignore[misc]
     def error(self, message: str) -> NoReturn:
-        raise LongspanError(re.sub(r"argument --(\w+)(?:/--[\w-]+)*: ", r"\1: ", message))
+        message = re.sub(r"argument --(\w+)(?:/--[\w-]+)*: ", r"\1: ", message)
+        wrong, _, choices = message.partition(" (choose from ")
+        if choices:
+            known = re.findall(r"[\w.-]+", choices)
+            hint = suggest_choice if len(known) < 20 else nearest
+            message = f"{wrong}; {hint(wrong.rsplit(' ', 1)[-1].strip(chr(39)), known)}"
+        raise LongspanError(message)
 
 
 def parser_of(method: str) -> Any:
@@ -237,10 +252,11 @@ def read(argv: list[str]) -> Settings:
     method, *rest = argv
     if method not in METHODS:
         refused = ("orpo", "cpo")
-        why = "its loss reads whole logits, which no rank has; use dpo" if method in refused else "choose one first"
+        hint = nearest(method, METHODS)
+        if method in refused:
+            hint = "its loss reads whole logits, which no rank has; use dpo"
         raise LongspanError(
-            f"longspan train has the methods {', '.join(METHODS)}, got {format_value(method)}: {why}. Example: "
-            "longspan train sft --config run.yaml"
+            f"longspan train has no method {format_value(method)}; {hint} Example: longspan train sft --config run.yaml"
         )
     parser = parser_of(method)
     # The first of several: `--no_KEY`, which has the same name, comes after `--KEY`.
@@ -254,7 +270,9 @@ def read(argv: list[str]) -> Settings:
     os.environ.update({str(name): str(value) for name, value in env.items()})
     for key, value in config.items():
         if key not in known:
-            raise LongspanError(f"there is no key {key!r}; {suggestion(key, known, parser.prog)}")
+            raise LongspanError(
+                f"--config {path}: there is no key {format_value(key)}; {suggestion(key, known, parser.prog)}"
+            )
         actions[key].default, actions[key].required = _value(actions[key], value), False
     parsed, unknown = parser.parse_known_args(rest)
     if unknown:

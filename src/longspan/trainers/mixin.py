@@ -75,6 +75,16 @@ OPTIONS = ("fsdp", "mp_policy", "kernel", "weights", "check_batches", "check_wei
            "memory", "dropout", "experts", "tensor_style")  # fmt: skip
 """Keywords of a trainer that are those of `longspan.parallelize`."""
 
+REFUSED = {
+    "fsdp": "longspan shards the weights itself; leave it out",
+    "deepspeed": "longspan shards weights and sequences itself; leave it out",
+    "parallelism_config": "the mesh defines how the ranks are used; leave it out",
+    "label_smoothing_factor": "it needs the logits of all tokens; leave it out",
+    "auto_find_batch_size": "ranks could choose different sizes; leave it out",
+    "use_liger_kernel": "use the memory option head_loss='liger'",
+}
+"""Training arguments that must be unset, and why."""
+
 
 @checked_call()
 def trainer(cls: Class) -> Class:
@@ -220,11 +230,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
                 f"with longspan.init_mesh over all of them"
             )
         wrong = {
-            "fsdp": (args.fsdp, "longspan shards the weights itself; pass fsdp= to the trainer, next to sp="),
-            "deepspeed": (args.deepspeed, "longspan shards weights and sequences itself; leave it out"),
-            "parallelism_config": (getattr(args, "parallelism_config", None), "sp= defines how the ranks are used"),
-            "label_smoothing_factor": (args.label_smoothing_factor, "it needs the logits of all tokens; leave it out"),
-            "auto_find_batch_size": (args.auto_find_batch_size, "ranks could choose different sizes; leave it out"),
+            **{name: (getattr(args, name, None), why) for name, why in REFUSED.items()},
             "compute_loss_func": (self.compute_loss_func, "it would see one rank's tokens; use the model's loss"),
             "model_init": (
                 self.longspan_sharded and self.model_init,
@@ -234,7 +240,6 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
                 self.longspan_sharded and args.load_best_model_at_end and args.save_only_model,
                 "load_best_model_at_end=True loads sharded weights, which it leaves out; leave it False",
             ),
-            "use_liger_kernel": (args.use_liger_kernel, "use memory=longspan.Memory(head_loss='liger')"),
         }
         for name, (value, why) in wrong.items():
             if value:
