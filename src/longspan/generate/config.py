@@ -42,6 +42,8 @@ class ModelFlags:
     def check(self) -> None:
         """Raise on invalid values, without reading any file."""
         self.model.check()
+        if self.model.model.endswith(".json"):
+            raise LongspanError(f"--model {self.model} has no weights; give the folder of a model that has some")
         if self.tokenizer is not None:
             check_name("--tokenizer", self.tokenizer)
         if self.parallel.data > 1:
