@@ -679,6 +679,7 @@ def test_the_file_of_a_prompt_in_chunks(capsys: pytest.CaptureFixture[str]) -> N
         (["--mode", "decode", "--prefill-chunk", "4"], "--prefill-chunk 4 is for --mode prefill"),
         (["--cache", "int8"], "--cache int8 is for --mode prefill and decode"),
         (["--kernel", "flash"], "--kernel flash: plan does not tell kernels apart"),
+        (["--tuning", "freeze=nothing*"], "freeze: nothing* is the name of no weight"),
     ):
         assert main(["plan", *args, *refused]) == 2
         assert expected in capsys.readouterr().err

@@ -10,7 +10,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -141,14 +141,27 @@ def _in_one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
+def weights_named(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Return the names of the weights that `freeze` means. Raise for a pattern that means none."""
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise LongspanError(
+                f"freeze: {pattern} is the name of no weight; they are named like {names[0]} and {names[-1]}, and * "
+                "stands for any characters"
+            )
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
 def adapted(model: PreTrainedModel, tuning: Tuning) -> PreTrainedModel:
     """Freeze weights or add PEFT's LoRA, in place, as `longspan train` does with these flags; return the model.
 
     Raises:
-        LongspanError: if PEFT is not installed or refuses, or no weight is trained.
+        LongspanError: if PEFT is not installed or refuses, a pattern is the name of no weight, or no weight is trained.
     """
+    frozen = set(weights_named(model, tuning.freeze))
     for name, p in model.named_parameters():
-        p.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in tuning.freeze))
+        p.requires_grad_(name not in frozen)
     if tuning.lora is not None:
         require("--tuning lora", "peft")
         import peft

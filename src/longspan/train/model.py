@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForSequenceClassification
 from trl import get_peft_config
@@ -35,6 +33,7 @@ from longspan.hf.pretrained import (
 from longspan.hf.prompts import BYTES, load_tokenizer
 from longspan.hf.support import transformers_model
 from longspan.hf.weights.origin import Origin, with_adapter
+from longspan.plan.from_model import weights_named
 from longspan.train.arguments import KERNELS, Arguments
 
 if TYPE_CHECKING:
@@ -134,7 +133,7 @@ def prepare_of(arguments: Arguments, *, images: bool) -> Callable[[Any], Any]:
         elif model_arguments.use_peft:
             model = _with_lora(model, arguments)
         else:
-            for parameter in _matching(model, ours.freeze):
+            for parameter in weights_named(model, ours.freeze):
                 model.get_parameter(parameter).requires_grad_(False)
         for module in () if images else tower:
             module.requires_grad_(False)
@@ -143,17 +142,6 @@ def prepare_of(arguments: Arguments, *, images: bool) -> Callable[[Any], Any]:
         return model.train()
 
     return prepare
-
-
-def _matching(model: nn.Module, patterns: list[str]) -> list[str]:
-    names = [name for name, _ in model.named_parameters()]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise LongspanError(
-                f"freeze: {pattern} is the name of no weight; they are named like {names[0]} and {names[-1]}, and * "
-                "stands for any characters"
-            )
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def _with_lora(model: Any, arguments: Arguments) -> Any:

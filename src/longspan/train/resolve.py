@@ -16,7 +16,7 @@ from longspan.core.rope import RopeScaling
 from longspan.hf.memory_options import MemoryModules
 from longspan.hf.planning import hardware_of_ranks
 from longspan.hf.preconditions import check_ahead, check_axes
-from longspan.plan.from_model import adapted, shape_of_model
+from longspan.plan.from_model import adapted, shape_of_model, weights_named
 from longspan.plan.job import Job
 from longspan.plan.options import STEP, choose_memory, fixed_options, longest_context_on
 from longspan.plan.shape import Tuning
@@ -49,6 +49,7 @@ def resolve(arguments: Arguments) -> Resolved:
     config, rope = models.read_config(arguments, context if isinstance(context, int) else shortest)
     model = models.origin_of(arguments, config).on_meta()
     check_axes(lambda: model, parallel, fsdp=ours.shard_weights)
+    weights_named(model, ours.freeze)
     level, fixed = ours.memory.level, dict(ours.memory.options)
     fixed = {**_of_trl(arguments), **fixed}
     chosen = dataclasses.replace(FASTEST if level == "auto" else memory_of(level), **fixed)
