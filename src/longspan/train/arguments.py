@@ -256,7 +256,8 @@ def read(argv: list[str]) -> Settings:
         if method in refused:
             hint = "its loss reads whole logits, which no rank has; use dpo"
         raise LongspanError(
-            f"longspan train has no method {format_value(method)}; {hint} Example: longspan train sft --config run.yaml"
+            f"longspan train has no method {format_value(method)}; {hint} (example: longspan train sft --config "
+            "run.yaml)"
         )
     parser = parser_of(method)
     # The first of several: `--no_KEY`, which has the same name, comes after `--KEY`.
