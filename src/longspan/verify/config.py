@@ -94,8 +94,9 @@ class VerifyConfig:
                 f"--batch {self.batch} x --data {replicas} x --context {self.context} are {tokens:,} "
                 f"tokens; verify holds them all on every rank, at most {_MOST_TOKENS:,}: give a smaller batch"
             )
-        if self.tokenizer is not None and self.text is None:
-            raise LongspanError(f"--tokenizer {self.tokenizer} is for --text; give --text too, or neither")
+        for flag, given in (("--tokenizer", self.tokenizer), ("--text-field", self.text_field)):
+            if given not in (None, "text") and self.text is None:
+                raise LongspanError(f"{flag} {given} is for --text; give --text too, or neither")
         if self.context < max(4, 2 * ranks):
             raise LongspanError(
                 f"--context {self.context} is too short for {ranks} ranks: give at least 2 tokens per rank, "
