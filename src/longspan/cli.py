@@ -75,8 +75,8 @@ _FILE = "--config FILE.yaml reads flags from a file, a key for each; those of th
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    0: done. 1: the verification failed, or a rank died. 2: bad input, with one line on stderr. 143, 130: ended early by
-    SIGTERM or Ctrl-C.
+    0: done. 1: the verification failed, nothing fits, or a rank died. 2: bad input, with a message on stderr. 143, 130:
+    ended early by SIGTERM or Ctrl-C.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     if args[:1] == ["help"]:
@@ -138,7 +138,7 @@ def parse(config_class: type[Config], args: list[str], *, prog: str) -> Config:
 
 
 def _value(info: Any) -> Any:
-    """Return tyro's spec for integers with suffixes, paths, optional values, and values that are one flag."""
+    """Return tyro's spec for integers with suffixes or a word, paths, optional values, and values that are one flag."""
     import tyro
 
     spec = tyro.constructors.PrimitiveConstructorSpec

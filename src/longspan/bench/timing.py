@@ -22,7 +22,7 @@ def time_rounds(runs: Sequence[Callable[[], object]], rounds: int, device: torch
 
     A round runs each of them once, so that a disturbance of seconds touches one round of each.
     """
-    for run in runs:  # for connections, kernel selection and pages
+    for run in runs:  # warm up: make connections, select kernels, map pages
         run()
     seconds = torch.zeros(len(runs), rounds, dtype=torch.float64)
     for turn in range(rounds):

@@ -102,7 +102,7 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
             return None
         remainder, loader = state.remainder, state.active_dataloader
         shard = loader.dataset
-        if isinstance(shard, IterableDatasetShard):  # of a stream, whose length nobody knows before its end
+        if isinstance(shard, IterableDatasetShard):  # of a stream: its length is unknown before its end
             if loader.num_workers:
                 raise LongspanError(
                     f"dataloader_num_workers={loader.num_workers}: workers do not say how many rows a stream has, and "
@@ -113,7 +113,7 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
 
 
 class _Counted(IterableDataset[Any]):
-    """A stream that counts the rows that it has given."""
+    """A stream that counts the rows that it has returned."""
 
     def __init__(self, stream: Any) -> None:
         self.stream, self.rows = stream, 0

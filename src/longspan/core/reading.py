@@ -88,7 +88,7 @@ class OneFlag:
 
     @classmethod
     def of(cls, **given: Any) -> Self:
-        """Make the value of its keys."""
+        """Make a value from its keys."""
         return cls(**given)
 
     def given(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class OneFlag:
 
     @classmethod
     def read(cls, given: object) -> Self:
-        """Make the value of what a user writes.
+        """Make a value from what a user writes.
 
         Raises:
             LongspanError: for unknown keys, and values that the class refuses.

@@ -215,7 +215,7 @@ def _in_template(config: GenerateConfig, tokenizer: Any) -> bool:
 
 
 def _note(tokenizer: Any, question: str | None) -> None:
-    """Tell whoever asks a model that is no chat model, or continues a text with one that is."""
+    """Print a note if a question goes to a model without a chat template, or a chat model continues a text."""
     note = "the tokenizer has no chat template, so the model continues the question as a text; it may not answer"
     if question is None:
         note = (

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Flags = TypeVar("Flags", bound=ModelFlags)
 
 _COMPARED_EVERY = 64
-"""The ranks compare their batches once in so many generated tokens."""
+"""Generated tokens between two checks that all ranks have the same batch."""
 
 
 def start(

@@ -98,7 +98,7 @@ class PlanConfig:
     names). Options of LoRA: targets=q_proj+v_proj, the ends of the names of modules that get it (else all linear layers
     but the LM head); dora=true, a magnitude of each output, too; quantize=true, frozen weights in 4 bits (QLoRA)."""
     documents: bool = False
-    """Plan the memory of packed documents (`packing` of `longspan train`), which a ring needs more of."""
+    """Plan the memory of packed documents (`packing` of `longspan train`): a ring needs more for them."""
     images: str | None = None
     """Images in each sequence of a vision-language model, as NUMBERxHEIGHTxWIDTH in pixels: 4x1024x768. They come
     first, and their tokens count in --context."""

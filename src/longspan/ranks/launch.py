@@ -47,7 +47,7 @@ REPEAT_S = 1.0
 _LOST_PEER_S = 5.0
 #: Seconds that a rank with an error waits for the machine's first rank to print it, under torchrun.
 _FIRST_RANK_S = 30
-#: How processes start: with a Python of their own, as a fork could not use a GPU. Tests fork.
+#: How processes start: in a new Python, as a fork could not use a GPU. Tests fork.
 START_METHOD = "spawn"
 
 
@@ -259,7 +259,7 @@ def start(entry: Callable[..., Any], args: tuple[Any, ...], nproc: int, grace_s:
 
 @contextlib.contextmanager
 def _ignoring_interrupts() -> Iterator[None]:
-    """Ignore SIGINT, as processes that are started inherit: Ctrl-C in a terminal reaches the ranks, too."""
+    """Ignore SIGINT while processes start, which inherit this: in a terminal, Ctrl-C reaches the ranks, too."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

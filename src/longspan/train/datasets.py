@@ -38,11 +38,11 @@ _ALPACA = ("instruction", "output")
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset, as it is mixed; `name` is for messages. Of a stream, its newest rows with their numbers."""
+    """A dataset of a mixture."""
 
-    name: str
+    name: str  # for messages
     dataset: Any
-    newest: deque[tuple[int, Any]] | None = None
+    newest: deque[tuple[int, Any]] | None = None  # of a stream: its newest rows, with their numbers
 
 
 @dataclass(frozen=True)

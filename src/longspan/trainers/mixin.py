@@ -127,10 +127,9 @@ def sharded(method: Any) -> Any:
 class TrainerMixin(Trainer):  # type: ignore[misc]
     """Makes a trainer train over sharded sequences: `class MyTrainer(longspan.TrainerMixin, SomeTrainer)`.
 
-    `per_device_train_batch_size` is that of a replica, of which there are `sp.data_size`: the ranks of a sequence group
-    and its tensor axis read the same batches. Next to the
-    usual Hugging Face folder, a checkpoint contains `longspan/` with sharded weights and optimizer state, from which a
-    run can resume on another mesh. Every rank calls every method.
+    `per_device_train_batch_size` counts per replica, of which there are `sp.data_size`: the ranks of a sequence group
+    and its tensor axis read the same batches. A checkpoint is the usual Hugging Face folder, and in it `longspan/` with
+    sharded weights and optimizer state, from which a run can resume on another mesh. Every rank calls every method.
 
     Args:
         sp: the sharding.
