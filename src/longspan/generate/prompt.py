@@ -81,10 +81,10 @@ def open_ids(config: ModelFlags, model_config: Any, ids: NDArray[np.int64], new:
         )
     tokens, total, rope = len(ids), len(ids) + new, config.model.rope
     if rope.scaling != "as-is":
-        check_language_model(f"--model {config.model.model}", model_config, total, rope)
+        check_language_model(f"--model {config.model}", model_config, total, rope)
     limit = position_range(model_config)
     if limit is not None and total > limit:
-        name = f"--model {config.model.model}"
+        name = f"--model {config.model}"
         problem = f"the text has {tokens:,} tokens, {name} has {limit:,} positions (max_position_embeddings)"
         fix = "a shorter text"
         if new and tokens < limit:
@@ -268,7 +268,7 @@ def _with_pictures(config: GenerateConfig, model_config: Any, text: str) -> tupl
     """Return the ids of a user's message with the images and the video of a `GenerateConfig`, and their pictures."""
     if not takes_pictures(model_config):
         raise LongspanError(
-            f"--model {config.model.model} ({model_config.model_type}) reads text only; leave out --image and --video, "
+            f"--model {config.model} ({model_config.model_type}) reads text only; leave out --image and --video, "
             "or give a vision-language model"
         )
     name = config.tokenizer or tokenizer_of("--model", config.model.model)
@@ -288,7 +288,7 @@ def _with_pictures(config: GenerateConfig, model_config: Any, text: str) -> tupl
         made = processor(text=[written], return_tensors="pt", add_special_tokens=False, **options)
     except Exception as error:  # processors raise any kind
         raise LongspanError(
-            f"the processor of --model {config.model.model} does not take these pictures: {first_line(error)}"
+            f"the processor of --model {config.model} does not take these pictures: {first_line(error)}"
         ) from error
     from longspan.hf.vision import IMAGE_TYPES, PICTURE_KEYS
 

@@ -51,7 +51,7 @@ def start(
     config = prompt.flags
     watch.at("loading", unlimited=True)
     if launch.is_first_rank():
-        print(f"loading {config.model.model}", file=sys.stderr, flush=True)
+        print(f"loading {config.model}", file=sys.stderr, flush=True)
     with launch.stdout_to_stderr(), without_progress_bars():
         sp = make_sharding(config.parallel)
         model = load_sharded(
