@@ -342,6 +342,15 @@ def test_a_dry_run_says_what_would_run(toy: Path, tmp_path: Path, capsys: pytest
     assert not (tmp_path / "run").exists()
 
 
+def test_files_of_a_folder_have_the_same_columns(tmp_path: Path) -> None:
+    from longspan.hf.prompts import naming, open_dataset
+
+    write_rows(tmp_path / "chats.jsonl", [{"messages": [QUESTION, ANSWER]}])
+    write_rows(tmp_path / "texts.jsonl", [{"text": "a text"}])
+    with pytest.raises(LongspanError, match="different columns; give files of one kind"), naming(str(tmp_path)):
+        open_dataset(str(tmp_path))
+
+
 def test_a_bad_row_is_named(toy: Path, tmp_path: Path) -> None:
     """TRL tokenises; the error that it raises says neither file nor row."""
     from longspan.train.command import run

@@ -170,7 +170,10 @@ def naming(source: str) -> Iterator[None]:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        raise LongspanError(f"{source} cannot be read: {first_line(cause)}", code="LS501") from error
+        text = first_line(cause)
+        if type(cause).__name__ == "CastError":  # of `datasets.table`
+            text = "its rows have different columns; give files of one kind, or convert them to the same columns"
+        raise LongspanError(f"{source} cannot be read: {text}", code="LS501") from error
 
 
 def read_image(path: Path, flag: str) -> Any:
