@@ -256,6 +256,16 @@ def test_train_parses_the_file(gpus: int, ring: int, tmp_path: Path) -> None:
     assert str(command(best)).split()[0] == ("longspan" if gpus == 4 else "torchrun")
 
 
+def test_the_file_of_a_plan_is_written_or_its_absence_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv, out = ["plan", "--model", "qwen3-0.6b", "--gpus", "4", "--context", "64k"], tmp_path / "new" / "mine.yaml"
+    assert main([*argv, "--out", str(out)]) == 0
+    assert read(["sft", "--config", str(out), "--dataset_name", "text.txt"]).ours.context == 65536
+    assert main([*argv, "--gpus", "1", "--context", "64M", "--out", str(tmp_path / "none.yaml")]) == 1
+    assert "nothing is written" in capsys.readouterr().out and not (tmp_path / "none.yaml").exists()
+
+
 def as_read(plan: Plan, folder: Path) -> Settings:
     """Return what `longspan train` reads of a plan's file."""
     (folder / "plan.yaml").write_text(str(yaml(plan)))

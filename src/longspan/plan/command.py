@@ -24,7 +24,7 @@ from longspan.plan.options import STEP, find_suggestions, fixed_options, longest
 from longspan.plan.search import MOST_GPUS, Search, search
 from longspan.plan.shape import ALL_TRAINED, ModelShape, Tuning
 from longspan.plan.tower import Pictures, read_pictures
-from longspan.plan.views.report import Report
+from longspan.plan.views.report import Report, yaml
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,8 @@ class PlanConfig:
     """Show the methods (TP, Megatron SP, FSDP, Ulysses, Ring, USP, LASP-2) side by side."""
     json: bool = False
     """Print JSON (schema longspan.plan/6, see docs/reference/json.md) instead of tables."""
+    out: Path | None = None
+    """Write the settings of the recommended plan to this YAML file, for --config of the command that runs it."""
     html: Path | None = None
     """Write one self-contained page with sliders for context and GPUs."""
     memory: MemoryChoice = field(default_factory=lambda: MemoryChoice("auto"))
@@ -192,6 +194,8 @@ class PlanConfig:
             )
         if self.html is not None:
             check_output("--html", self.html, example="plan.html")
+        if self.out is not None:
+            check_output("--out", self.out, example="plan.yaml")
 
 
 def run(config: PlanConfig) -> int:
@@ -229,11 +233,17 @@ def run(config: PlanConfig) -> int:
         from longspan.plan.views.tables import show
 
         show(report, 6, details=config.details)
+    out = sys.stderr if config.json else sys.stdout  # JSON is alone on stdout
+    if config.out is not None:
+        settings = None if result.recommended is None else yaml(result.recommended)
+        if settings is None:
+            print(f"nothing is written to {config.out}: no command runs this plan", file=out)
+        else:
+            write_file("settings", config.out, lambda path: path.write_text(settings, encoding="utf-8"), out)
     if config.html is not None:
         from longspan.plan.views.page import page
 
         text = page(report)
-        out = sys.stderr if config.json else sys.stdout  # JSON is alone on stdout
         write_file("page", config.html, lambda path: path.write_text(text, encoding="utf-8"), out)
     # To train, only a plan that `longspan train` runs counts.
     usable = result.recommended if job.mode == "train" else fastest
