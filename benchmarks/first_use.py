@@ -109,13 +109,11 @@ def plan(way: Way) -> str:
     """A plan, and the command that it prints."""
     config = ROOT / "examples" / "llama-tiny.json"
     printed = way.run(
-        f"longspan plan --model {config} --gpu cpu --gpus 2 --context 1k",
-        shown="longspan plan --model examples/llama-tiny.json --gpu cpu --gpus 2 --context 1k",
+        f"longspan plan --model {config} --gpu cpu --gpus 2 --context 1k --out plan.yaml",
+        shown="longspan plan --model examples/llama-tiny.json --gpu cpu --gpus 2 --context 1k --out plan.yaml",
     )
-    (line,) = re.findall(r"^  (longspan train .*)$", printed, re.MULTILINE)
-    way.run(
-        line.replace("DATA", "pydoc") + " --max_steps 2 --output_dir planned", shown=line.replace(str(config), "...")
-    )
+    (line,) = re.findall(r"^run: (longspan train .*)$", printed, re.MULTILINE)
+    way.run(line.replace("DATA", "pydoc") + " --max_steps 2 --output_dir planned", shown=line)
     return "the printed command trains"
 
 
