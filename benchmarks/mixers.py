@@ -1,6 +1,6 @@
 """Recurrent layers on a sharded sequence, forward and backward, next to one process; and Mamba-2 next to ringmaster.
 
-    python -m benchmarks.mixers                      # the methods of `longspan.linear_attention`, over lengths
+    python -m benchmarks.mixers                      # methods of sharded linear attention, over lengths
     python -m benchmarks.mixers --what layers        # models of one hybrid layer against transformers on one process
     python -m benchmarks.mixers --what ringmaster    # a Mamba-2 model against axolotl-ringmaster
 
@@ -32,16 +32,19 @@ from torch import Tensor
 import longspan
 from benchmarks import common
 from benchmarks.hf_step_vs_alst import MALLOC, MIB, rss_rise
-from longspan.comm.collectives import all_gather
+from longspan import exchange
+from longspan.comm.collectives import P2PMessage, all_gather, post, wait_for
 from longspan.comm.counting import count_sent
 from longspan.comm.mesh import OneDeviceMesh, group_name
+from longspan.mixers.chunked import LinearAttention
+from longspan.mixers.mixer import Tokens
 
 GOAL = 1.15
 HEADS, DIM = 4, 64  # of queries, keys and values
 RULES = ("decay", "delta rule")  # both with a decay per head and token
-METHODS = {"state_passing": "state passing", "ulysses": "by heads", "ring": "states in turn"}
 ONE, OWN, MESSAGES = "one process", "own tokens", "messages"
-OPS = {"state_passing": ("all_gather",), "ulysses": ("all_to_all",), "ring": ("p2p",)}
+OPS = {"state_passing": ("all_gather", "reduce_scatter"), "by_heads": ("all_to_all",), "states_in_turn": ("p2p",)}
+Method = Callable[[dict[str, Tensor], longspan.SequenceSharding], Tensor]
 
 
 def main(
@@ -70,6 +73,68 @@ def main(
 # --- the methods of linear attention ----------------------------------------------------------------
 
 
+def state_passing(tokens: dict[str, Tensor], sp: longspan.SequenceSharding) -> Tensor:
+    """Run linear attention as longspan does: one all-gather of the states, whatever the length."""
+    out = longspan.linear_attention(**tokens, sp=sp)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def by_heads(tokens: dict[str, Tensor], sp: longspan.SequenceSharding) -> Tensor:
+    """Send all tokens by all-to-all to a rank that has their heads, and back (Ulysses)."""
+    by_name = {name: x if x.dim() == 4 else x.unsqueeze(3) for name, x in tokens.items()}
+    packed = exchange.seq_to_heads(torch.cat(list(by_name.values()), 3), sp.group)
+    parts = packed.split([x.shape[3] for x in by_name.values()], 3)
+    whole = {name: x if name in "qkv" else x.squeeze(3) for name, x in zip(by_name, parts, strict=True)}
+    out = state_passing(whole, longspan.SequenceSharding(OneDeviceMesh("cpu")))
+    return exchange.heads_to_seq(out, sp.group)
+
+
+def states_in_turn(tokens: dict[str, Tensor], sp: longspan.SequenceSharding) -> Tensor:
+    """Send a state from rank to rank, one after the other: LASP-1 (arXiv:2404.02882)."""
+    local = LinearAttention().local(Tokens(**tokens), None, receives=sp.rank > 0)
+    transition = torch.ones(1) if local.transition is None else local.transition
+    before: Tensor = _StateOfPreviousRank.apply(local.state, transition, sp)  # type: ignore[no-untyped-call]
+    return local.finish(before)
+
+
+class _StateOfPreviousRank(torch.autograd.Function):
+    """Return the state before my tokens; send the next rank `transition . before + state`."""
+
+    @staticmethod
+    def forward(ctx: Any, state: Tensor, transition: Tensor, sp: longspan.SequenceSharding) -> Tensor:
+        before = torch.zeros_like(state)
+        if sp.rank > 0:
+            wait_for(post([], [P2PMessage(before, sp.rank - 1, 0)], sp.group))
+        if sp.rank < sp.size - 1:
+            moved = transition @ before if transition.shape[-1] > 1 else transition * before
+            wait_for(post([P2PMessage(state + moved, sp.rank + 1, 0)], [], sp.group))
+        ctx.sp = sp
+        ctx.save_for_backward(transition, before)
+        return before
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dbefore: Tensor) -> tuple[Tensor, Tensor, None]:
+        sp, (transition, before) = ctx.sp, ctx.saved_tensors
+        dafter = torch.zeros_like(before)
+        if sp.rank < sp.size - 1:
+            wait_for(post([], [P2PMessage(dafter, sp.rank + 1, 0)], sp.group))
+        matrix = transition.shape[-1] > 1
+        if sp.rank > 0:
+            moved = transition.mT @ dafter if matrix else transition * dafter
+            wait_for(post([P2PMessage(dbefore + moved, sp.rank - 1, 0)], [], sp.group))
+        dtransition = dafter @ before.mT if matrix else (dafter * before).sum_to_size(transition.shape)
+        return dafter, dtransition, None
+
+
+METHODS: dict[str, tuple[str, Method]] = {
+    "state_passing": ("state passing", state_passing),
+    "by_heads": ("by heads", by_heads),
+    "states_in_turn": ("states in turn", states_in_turn),
+}
+
+
 def measure_all(tokens: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
     """Measure every rule at every length; run by every rank."""
     return [
@@ -90,17 +155,18 @@ def measure(rule: str, n: int, repeats: int) -> dict[str, Any]:
         whole = {}
     expected = forward_backward(whole, alone, grad) if whole else []
     sent = {}
-    for method in METHODS:
+    for method, (label, function) in METHODS.items():
         with count_sent() as log:
-            found = forward_backward(mine, sp, my_grad, method)
+            found = forward_backward(mine, sp, my_grad, function)
         sent[method] = sum(size for op, size in common.most_sent(log).items() if op in OPS[method])
         for i, x in enumerate(found):
             gathered = sp.gather(x.contiguous(), dim=1, length=n)
             if (error := common.relative_error(gathered, expected[i] if whole else gathered)) > 1e-4:
-                raise RuntimeError(f"{METHODS[method]}: tensor {i} is off by {error:.1e}")
+                raise RuntimeError(f"{label}: tensor {i} is off by {error:.1e}")
     del expected
     runs: dict[str, Callable[[], object]] = {
-        METHODS[method]: lambda method=method: forward_backward(mine, sp, my_grad, method) for method in METHODS
+        label: lambda function=function: forward_backward(mine, sp, my_grad, function)
+        for label, function in METHODS.values()
     }
     runs[ONE] = lambda: whole and forward_backward(whole, alone, grad)
     runs[OWN] = lambda: forward_backward(mine, alone, my_grad)
@@ -120,9 +186,9 @@ def inputs(rule: str, n: int) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def forward_backward(
-    tokens: dict[str, Tensor], sp: longspan.SequenceSharding, grad: Tensor, method: str = "state_passing"
+    tokens: dict[str, Tensor], sp: longspan.SequenceSharding, grad: Tensor, method: Method = state_passing
 ) -> list[Tensor]:
-    out: Any = longspan.linear_attention(**tokens, sp=sp, method=method)
+    out = method(tokens, sp)
     return [out.detach(), *torch.autograd.grad(out, list(tokens.values()), grad)]
 
 
@@ -144,8 +210,8 @@ def formulas(rule: str, n: int, ranks: int) -> dict[str, int]:
     gates = 1 + (rule == "delta rule")
     return {
         "state_passing": 2 * (ranks - 1) * (state + 4 * HEADS * DIM * columns(rule)),
-        "ulysses": 2 * 4 * n * HEADS * (4 * DIM + gates) // ranks * (ranks - 1) // ranks,
-        "ring": state * min(2, ranks - 1),
+        "by_heads": 2 * 4 * n * HEADS * (4 * DIM + gates) // ranks * (ranks - 1) // ranks,
+        "states_in_turn": state * min(2, ranks - 1),
     }
 
 
@@ -153,8 +219,8 @@ def describe(rows: list[dict[str, Any]]) -> str:
     cells = []
     for row in rows:
         wall, cpu = ({name: common.median(times) for name, times in row[clock].items()} for clock in ("wall", "cpu"))
-        for name in (*METHODS.values(), ONE, OWN, MESSAGES):
-            method = next((key for key, label in METHODS.items() if label == name), None)
+        for name in (*(label for label, _ in METHODS.values()), ONE, OWN, MESSAGES):
+            method = next((key for key, (label, _) in METHODS.items() if label == name), None)
             bytes_sent = ["", ""]
             if method is not None:
                 sent, formula = row["sent"][method], row["formula"][method]
@@ -190,7 +256,7 @@ def share(row: dict[str, Any], name: str) -> float:
     return row["ranks"] * common.paired_ratio(row["cpu"][name], row["cpu"][ONE])
 
 
-def of_own(row: dict[str, Any], name: str = METHODS["state_passing"]) -> float:
+def of_own(row: dict[str, Any], name: str = METHODS["state_passing"][0]) -> float:
     """Return the busiest rank's CPU time over that of each rank's own tokens, the median over rounds."""
     return common.paired_ratio(row["cpu"][name], row["cpu"][OWN])
 

@@ -72,14 +72,6 @@ def test_exact_on_every_mesh(get_pool: Any, world: int, ring: int, layout: str) 
     check(get_pool(world), KINDS, ring, layout or "auto")
 
 
-@pytest.mark.parametrize("method", ["ulysses", "ring"])
-def test_other_methods_are_exact(pool4: RankPool, method: str) -> None:
-    cases = KINDS
-    if method == "ring":
-        cases = [dataclasses.replace(case, state=False) for case in KINDS if case.causal]
-    check(pool4, cases, 4, method=method)
-
-
 class _Written(TorchDispatchMode):
     """Counts the elements of all results."""
 
@@ -139,17 +131,17 @@ def test_exact_for_drawn_shapes(get_pool: Any, case: Case, mesh: tuple[int, int,
 # What is sent.
 
 
-def _sent(case: Case, ring: int, method: str) -> list[tuple[str, int]]:
+def _sent(case: Case, ring: int) -> list[tuple[str, int]]:
     sp = longspan.SequenceSharding(longspan.init_mesh(ring=ring, ulysses=dist.get_world_size() // ring))
     x = make(case)
     names = [name for name in ("q", "k", "v", "decay", "beta") if name in x]
     local = {name: sp.shard(x[name]).requires_grad_() for name in names}
     with count_sent() as log:
-        out = longspan.linear_attention(**local, sp=sp, length=case.n, causal=case.causal, method=method)
+        out = longspan.linear_attention(**local, sp=sp, length=case.n, causal=case.causal)
         forward = len(log)
         assert isinstance(out, torch.Tensor)
         out.backward(torch.ones_like(out))
-    assert method == "ring" or forward * 2 == len(log)
+    assert forward * 2 == len(log)
     return [(entry.op, entry.bytes) for entry in log if entry.bytes]
 
 
@@ -161,30 +153,15 @@ def test_one_all_gather_sends_the_states_whatever_the_length(
     case = Case(n=n, decay=decay, beta=beta)
     for ring, slots in ((4, 2), (2, 1), (1, 1)):  # zigzag gives each rank of a ring two runs
         size = 3 * slots * 4 * case.batch * case.value_heads * case.dim * (case.v_dim + columns)
-        for log in pool4.run(_sent, case, ring, "state_passing"):
-            assert log == [("all_gather", size)] * 2
+        for log in pool4.run(_sent, case, ring):
+            assert log == [("all_gather", size), ("reduce_scatter", size)]
 
 
 def test_lasp2_sends_one_state_in_both_directions(pool4: RankPool) -> None:
     for case in (Case(), Case(causal=False)):
         state = 4 * case.batch * case.value_heads * case.dim * case.v_dim
-        for log in pool4.run(_sent, case, 1, "state_passing"):
-            assert log == [("all_gather", 3 * state), ("all_gather" if case.causal else "reduce_scatter", 3 * state)]
-
-
-def test_lasp1_sends_one_state_to_the_next_rank(pool4: RankPool) -> None:
-    case = Case(beta=True)
-    state = ("p2p", 4 * case.batch * case.value_heads * case.dim * case.v_dim)
-    first, *between, last = pool4.run(_sent, case, 1, "ring")
-    assert first == last == [state] and between == [[state, state]] * 2
-
-
-def test_by_heads_sends_all_tokens(pool2: RankPool) -> None:
-    case = Case(n=32)
-    tokens = 4 * case.batch * case.n * case.heads // 4  # bytes of one dim that leave a rank
-    qkv, o = tokens * (2 * case.dim + case.v_dim), tokens * case.v_dim
-    for log in pool2.run(_sent, case, 1, "ulysses"):
-        assert log == [("all_to_all", qkv), ("all_to_all", o), ("all_to_all", o), ("all_to_all", qkv)]
+        for log in pool4.run(_sent, case, 1):
+            assert log == [("all_gather", 3 * state), ("reduce_scatter", 3 * state)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -260,14 +237,10 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
     ({"decay": (2, 4, 2, 3)}, {}, {}, r"`decay` needs .*, \(2, 4, 2\), or per key dim too, \(2, 4, 2, 4\), got"),
     ({}, {}, {"causal": False}, "causal=False: a decay and a delta rule"),
     ({}, {}, {"length": 20}, "length=20 over 2 ranks gives 10 tokens to each, the tensors have 4"),
-    ({}, {}, {"method": "rnn"}, "method='rnn' is unknown; choose 'state_passing', 'ulysses' or 'ring'"),
-    ({}, {}, {"method": "ring", "return_state": True}, "states forward only"),
     ({}, {}, {"initial_state": torch.zeros(2, 4, 3)}, r"`initial_state` must be .* \(2, 2, 4, 3\), got .*\(2, 4, 3\)"),
     ({}, {}, {"documents": torch.zeros(2, 7, dtype=torch.int64)}, r"shape \(2, 7\), it needs an id for .*\(2, 8\)"),
     ({}, {}, {"documents": torch.tensor([[0, 0, 1, 1, 0, 0, 2, 2]] * 2)}, "id 0 comes back after another document"),
     ({}, {"decay": (1, 0.5)}, {}, "rank 1 cannot pass its state: `decay` .* at most 0, its largest value is 0.5"),
-    ({}, {"decay": (0, 0.5)}, {"method": "ulysses"}, "rank 0 cannot compute linear attention: `decay`"),
-    ({}, {"decay": (1, torch.nan)}, {"method": "ring"}, "rank 1 cannot compute .* its largest value is nan"),
     ({}, {"v": (1, torch.nan)}, {}, "rank 1 cannot pass its state: its state is not finite"),
     ({}, {"beta": (0, torch.inf)}, {}, "rank 0 cannot pass its state: its state is not finite"),
 ]  # fmt: skip
@@ -475,10 +448,10 @@ def test_every_rank_recomputes_the_exchange_of_a_checkpoint(pool2: RankPool, pad
         pool2.run(_in_a_checkpoint, mine, documents, timeout=20)
 
 
-def _twice_differentiated(method: str) -> None:
+def _twice_differentiated() -> None:
     sp, x = longspan.SequenceSharding(longspan.init_mesh(ring=2)), make(Case(n=8, decay="head"))
     local = {name: sp.shard(x[name]).clone().requires_grad_() for name in ("q", "k", "v", "decay")}
-    out = longspan.linear_attention(**local, sp=sp, method=method)
+    out = longspan.linear_attention(**local, sp=sp)
     assert isinstance(out, torch.Tensor)
     grads = torch.autograd.grad(out.square().sum(), [*local.values()], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -487,5 +460,4 @@ def _twice_differentiated(method: str) -> None:
 
 def test_gradients_of_gradients_are_refused(pool2: RankPool) -> None:
     """Transitions are computed without a graph: a second derivative would lack them."""
-    for method in ("state_passing", "ring"):
-        pool2.run(_twice_differentiated, method, timeout=20)
+    pool2.run(_twice_differentiated, timeout=20)

@@ -216,7 +216,7 @@ RECURRENT = [(None, False, 0), ("head", False, 1), ("key", False, 1), ("head", T
 def test_recurrent_layers_send_what_is_planned(mesh: ParallelConfig, layout: str) -> None:
     for i, (n, (decay, delta, columns)) in enumerate(itertools.product((24, 9), RECURRENT)):
         dtype: Any = ("bf16", "fp32")[i % 2]
-        mixer = Linear(4, 2, 6, 5, columns=columns, channels=7, kernel=4, backward_op="all_gather")
+        mixer = Linear(4, 2, 6, 5, columns=columns, channels=7, kernel=4)
         job = Job(context=n, dtype=dtype, parallel=ParallelConfig(layout=layout))
         planned = Counter[tuple[str, int]]()
         for s in mixer.sent(CostContext(a_model(*MHA), job.on(**mesh.degrees))):

@@ -52,7 +52,7 @@ CASES = [
     (NARROW, 2048, ParallelConfig(ring=4), {**BF16, **P2P, "memory": CHECKPOINTED}),
     # Few weights are trained.
     (DEEP, 1024, ParallelConfig(ulysses=2), {**BF16, "memory": CHECKPOINTED, "tuning": Tuning(lora=8, quantize=True)}),
-    # Recurrent layers, of which the second rank's receive a state, as transformers' code in torch computes them.
+    # Recurrent layers, of which the second rank's receive a state, without kernels of flash-linear-attention.
     (NEXT, 1024, ParallelConfig(ring=2), FP32),
     # Experts over ranks: weights of experts count.
     ({**MOE, "num_experts": 32, "moe_intermediate_size": 352}, 512, ParallelConfig(ulysses=4), {**BF16, "experts": 2}),

@@ -146,7 +146,7 @@ def test_recurrent_layers() -> None:
         "qwen3-next-80b-a3b": Linear(32, 16, 128, 128, **delta),  # type: ignore[arg-type]
         "kimi-linear-48b-a3b": Linear(32, 32, 128, 128, **{**delta, "channels": 3 * 4096}),  # type: ignore[arg-type]
         "nemotron-h-8b": Linear(128, 8, 128, 64, columns=1, chunk=128, channels=128 * 64 + 2 * 8 * 128, kernel=4),
-        "minimax-text-01": Linear(64, 64, 128, 128, columns=1, chunk=256, backward_op="all_gather"),
+        "minimax-text-01": Linear(64, 64, 128, 128, columns=1, chunk=256),
     }
     for name, mixer in first.items():
         model = read_model(name)

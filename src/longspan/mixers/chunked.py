@@ -15,17 +15,29 @@ Shape suffixes: B batch, T tokens, H heads, K key dim, V value dim, N chunks, C 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longspan.mixers.mixer import Chunks, Local, Tokens
+from longspan.mixers.mixer import Local, Tokens
 
 CHUNK = 64
 _DIRECT = 8  # tokens for which decays per key are multiplied pair by pair
+
+
+class _Chunks(NamedTuple):
+    """A fragment, cut into chunks."""
+
+    # What a chunk multiplies the state by, `[N, B, H, K, K]`, or factors `[N, B, H, 1 or K, 1]`; None for 1.
+    step: Tensor | None
+    added: Tensor  # what it adds, `[N, B, H, K, V]`
+    end: Tensor | None  # the logarithm of its factors, fp64 `[N, B, H, 1, 1 or K]`; None for other steps
+    # Returns the output `[B, T, H, V]` for the states before every chunk, `[N, B, H, K, V]`.
+    output: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -40,7 +52,7 @@ class LinearAttention:
             return tokens.k.shape[3]
         return int(tokens.decay is not None)
 
-    def cut(self, tokens: Tokens) -> Chunks:
+    def _cut(self, tokens: Tokens) -> _Chunks:
         """Cut one fragment into chunks."""
         q, k, v, beta = self._converted(tokens)
         decay = tokens.decay
@@ -55,7 +67,7 @@ class LinearAttention:
         if state is None:
             state = tokens.v.new_zeros(tokens.v.shape[0], *tokens.state_shape, dtype=tokens.state_dtype)
         if self.causal:
-            return _local_of(self.cut(tokens), state, receives)
+            return _local_of(self._cut(tokens), state, receives)
         q_BHTK, k_BHTK, v_BHTV = (x.transpose(1, 2) for x in self._converted(tokens)[:3])
         total = state + k_BHTK.mT @ v_BHTV
 
@@ -76,7 +88,7 @@ class LinearAttention:
 
 def _chunked(
     q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, decay_BTHD: Tensor | None, beta_BTH: Tensor | None
-) -> Chunks:
+) -> _Chunks:
     """Cut one fragment into chunks, and compute what is independent of the state.
 
     Args:
@@ -96,15 +108,13 @@ def _chunked(
 
     q, k, v = cut(q_BTHK), cut(k_BTHK), cut(v_BTHV)
     b = None if decay_BTHD is None else cut(decay_BTHD).cumsum(-2)
-    q_in, k_in, k_out, kept, total = q, k, k, None, None
+    q_in, k_in, k_out, kept, end = q, k, k, None, None
     if b is not None:
         until_now, end = b.to(q.dtype).exp(), b[..., -1:, :]
         q_in, k_in, k_out = q * until_now, k * until_now, k * (end - b).to(q.dtype).exp()
         kept = until_now[..., -1:, :].mT
     if beta_BTH is None:
         step, added, written, erased = kept, k_out.mT @ v, v, None
-        if b is not None:
-            total = b[..., -1:, :].sum(0).to(q.dtype).exp().mT.expand(-1, -1, K, 1)
     else:
         beta = cut(beta_BTH.unsqueeze(-1))
         # Solve for what each token writes: `written - erased . S`, where S is the state before the chunk.
@@ -120,7 +130,7 @@ def _chunked(
         out_NBHCV = _pairs(q, k, b) @ values + q_in @ before_NBHKV
         return out_NBHCV.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :tokens]
 
-    return Chunks(step, added, total, output)
+    return _Chunks(step, added, None if beta_BTH is not None else end, output)
 
 
 def _pairs(q: Tensor, k: Tensor, b: Tensor | None) -> Tensor:
@@ -151,48 +161,67 @@ def _decays(difference: Tensor) -> Tensor:
     return difference.masked_fill(later, -torch.inf).exp()
 
 
-def _local_of(chunks: Chunks, start_BHKV: Tensor, receives: bool) -> Local:
-    """Return the fragment as a `Local`, for `run_mixer` and its other exchanges."""
-    step, added, _, output = chunks
-    V, state = added.shape[-1], start_BHKV
-    if receives and step is not None:  # the state's further columns are the transition
-        eye = torch.eye(added.shape[-2], dtype=added.dtype, device=added.device)
-        more = eye if step.shape[-1] > 1 else eye.sum(0, keepdim=True).mT
-        state = torch.cat([state, more.expand(*state.shape[:2], *more.shape)], -1)
-        added = F.pad(added, (0, more.shape[-1]))
-    states = []
-    # Not `step[n]`: its gradient would have the size of the whole step, for every chunk.
-    for now, new in zip([None] * len(added) if step is None else step.unbind(0), added.unbind(0), strict=True):
-        states.append(state)
-        if now is not None:
-            state = without_tiny(now @ state if now.shape[-1] > 1 else now * state)
-        state = state + new
-    before, since_start = torch.stack(states).tensor_split([V], -1)
-    final, transition = state.tensor_split([V], -1)
+def _local_of(chunks: _Chunks, start_BHKV: Tensor, receives: bool) -> Local:
+    step, added, end, output = chunks
+    V, K = added.shape[-1], added.shape[-2]
+    if receives and step is not None and end is None:  # further columns of the state, from the identity: the transition
+        eye = torch.eye(K, dtype=added.dtype, device=added.device).expand(*start_BHKV.shape[:2], K, K)
+        start_BHKV, added = torch.cat([start_BHKV, eye], -1), F.pad(added, (0, K))
+    states: tuple[Tensor, Tensor] = _Scan.apply(step, added, start_BHKV)  # type: ignore[no-untyped-call]
+    (before, since), (final, transition) = (x.tensor_split([V], -1) for x in states)
+    if receives and end is not None:
+        until = end.cumsum(0)
+        since = (until - end).to(added.dtype).exp().mT
+        transition = until[-1].to(added.dtype).exp().mT.expand(-1, -1, K, 1)
 
     def finish(entered_BHKV: Tensor | None) -> Tensor:
         if entered_BHKV is None:
             return output(before)
         if step is None:
             return output(before + entered_BHKV)
-        return output(before + (since_start @ entered_BHKV if step.shape[-1] > 1 else since_start * entered_BHKV))
+        return output(before + (since * entered_BHKV if end is not None else since @ entered_BHKV))
 
     return Local(final, transition if receives and step is not None else None, finish)
 
 
-def without_tiny(x: Tensor) -> Tensor:
-    """Replace tiny values by 0. A product of many steps becomes subnormal, and a CPU takes ten times as long then."""
-    found: Tensor = _WithoutTiny.apply(x)  # type: ignore[no-untyped-call]
-    return found
+class _Scan(torch.autograd.Function):
+    """Return the states before every chunk, and the one after all: `state = step . state + added`.
 
-
-class _WithoutTiny(torch.autograd.Function):
-    """Treat the gradient like the values. `hardshrink` alone drops the gradient wherever the value is 0."""
+    Autograd of the loop would save each state, and allocate a gradient of the size of `step`, once per chunk.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return F.hardshrink(x, 1e8 * torch.finfo(x.dtype).tiny)
+    def forward(ctx: Any, step: Tensor | None, added: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+        before, after = torch.empty_like(added), torch.empty_like(start)
+        before[0] = start
+        for n in range(len(added)):
+            _advance(step, added, before, n, before[n + 1] if n + 1 < len(added) else after)
+        ctx.save_for_backward(step, before)
+        return before, after
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> Tensor:
-        return without_tiny(dx)
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dbefore: Tensor, dafter: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        step, before = ctx.saved_tensors
+        transposed = None if step is None else step if step.shape[-1] == 1 else step.mT
+        dstates, dstart = torch.empty_like(before), torch.empty_like(before[0])  # of the states after the chunks
+        dstates[-1] = dafter
+        for n in reversed(range(len(before))):
+            _advance(transposed, dbefore, dstates, n, dstates[n - 1] if n else dstart)
+        dstep = None
+        if ctx.needs_input_grad[0]:
+            dstep = (dstates * before).sum_to_size(step.shape) if step.shape[-1] == 1 else dstates @ before.mT
+        return dstep, dstates, dstart
+
+
+def _advance(step: Tensor | None, added: Tensor, states: Tensor, n: int, out: Tensor) -> None:
+    """Write `step . state + added` of chunk n to `out`."""
+    if step is None:
+        torch.add(states[n], added[n], out=out)
+    elif step.shape[-1] == 1:
+        torch.addcmul(added[n], step[n], states[n], out=out)
+    else:
+        flat = (x.flatten(0, 1) for x in (added[n], step[n], states[n]))
+        torch.baddbmm(*flat, out=out.flatten(0, 1))
+        # A product of many steps becomes subnormal, and a CPU takes ten times as long then.
+        out.copy_(F.hardshrink(out, 1e8 * torch.finfo(out.dtype).tiny))

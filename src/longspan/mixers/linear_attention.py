@@ -8,22 +8,17 @@ import torch
 from torch import Tensor
 
 from longspan.comm.arguments import check_sharding, describe
-from longspan.comm.objects import raise_on_every_rank
 from longspan.compat.friends_api import fla_function
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
-from longspan.core.validation import check_choice, check_flag
-from longspan.mixers.chunk_states import pass_states
+from longspan.core.validation import check_flag
 from longspan.mixers.chunked import LinearAttention
-from longspan.mixers.comparisons import ring_states, run_by_heads
 from longspan.mixers.fragments import fragment_table, read_documents
 from longspan.mixers.mixer import ChunkFunction, Mixer, Tokens
-from longspan.mixers.state_passing import check_initial_state
+from longspan.mixers.state_passing import check_initial_state, run_mixer
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
-
-METHODS = ("state_passing", "ulysses", "ring")
 
 
 @not_compiled
@@ -39,7 +34,6 @@ def linear_attention(
     documents: Tensor | None = None,
     initial_state: Tensor | None = None,
     return_state: bool = False,
-    method: str = "state_passing",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute linear attention of the local tokens over the whole sequence, with gradients, on every mesh.
 
@@ -64,8 +58,6 @@ def linear_attention(
         initial_state: `[batch, value heads, key dim, value dim]`, the state before the first document of every row,
             equal on every rank. Its gradient is this rank's part.
         return_state: also return the state after the last token of every row, equal on every rank.
-        method: "state_passing" sends one state per rank, whatever the length (LASP-2, arXiv:2502.07563); "ulysses"
-            sends all tokens, by heads; "ring" sends states from rank to rank in turn (LASP-1, arXiv:2404.02882).
 
     Returns:
         `[batch, tokens, value heads, value dim]`, and with `return_state` the state, in fp32 at least.
@@ -77,22 +69,14 @@ def linear_attention(
     """
     check_sharding(sp)
     tokens = _checked(q, k, v, decay, beta)
-    _check_options(tokens, causal, initial_state, return_state, method)
+    _check_options(tokens, causal, initial_state, return_state)
     length, segments = read_documents(q, sp, length, documents)
     mixer = default_mixer(tokens, causal)
-    group = sp.group if sp.size > 1 else None
-    problem = _decay_problem(tokens)
-    if group is not None and method != "state_passing" and tokens.decay is not None and q.device.type == "cpu":
-        raise_on_every_rank(problem, group, "cannot compute linear attention")
-    if group is not None and method == "ulysses":
-        out, state = run_by_heads(mixer, tokens, sp, length, segments, initial_state, return_state)
-    else:
-        table = fragment_table(sp.layout, sp.rank, length, q.shape[0], segments)
-        exchange = ring_states if method == "ring" and group is not None else None
-        out, state = pass_states(
-            mixer, tokens, table, group, initial_state=initial_state, return_state=return_state, problem=problem,
-            exchange=exchange,
-        )  # fmt: skip
+    table = fragment_table(sp.layout, sp.rank, length, q.shape[0], segments)
+    out, state = run_mixer(
+        mixer, tokens, table, sp.group if sp.size > 1 else None, initial_state=initial_state, return_state=return_state,
+        problem=_decay_problem(tokens),
+    )  # fmt: skip
     if not return_state:
         return out
     assert state is not None
@@ -142,16 +126,11 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor
     return tokens
 
 
-def _check_options(tokens: Tokens, causal: bool, initial_state: Tensor | None, return_state: bool, method: str) -> None:
+def _check_options(tokens: Tokens, causal: bool, initial_state: Tensor | None, return_state: bool) -> None:
     check_flag("causal", causal)
     check_flag("return_state", return_state)
-    check_choice("method", method, METHODS)
     if not causal and (tokens.decay is not None or tokens.beta is not None):
         raise LongspanError("causal=False: a decay and a delta rule (`beta`) need an order; leave them out")
-    if method == "ring" and (return_state or not causal):
-        raise LongspanError(
-            'method="ring" passes states forward only; use "state_passing" for return_state, causal=False'
-        )
     check_initial_state(tokens, initial_state)
 
 

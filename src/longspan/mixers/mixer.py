@@ -65,17 +65,6 @@ class Mixer(Protocol):
         """Compute one fragment, from `state` (None: zero); with `receives`, `finish` gets another one."""
 
 
-class Chunks(NamedTuple):
-    """A fragment, cut into chunks."""
-
-    # What a chunk multiplies the state by, `[N, B, H, K, K]`, or factors `[N, B, H, 1 or K, 1]`; None for 1.
-    step: Tensor | None
-    added: Tensor  # what it adds, `[N, B, H, K, V]`
-    total: Tensor | None  # the product of all factors `[B, H, K, 1]`; None for other steps
-    # Returns the output `[B, T, H, V]` for the states before every chunk, `[N, B, H, K, V]`.
-    output: Callable[[Tensor], Tensor]
-
-
 @dataclass(frozen=True)
 class ChunkFunction:
     """A mixer made of a model's own chunk function, of which nothing is known but its arguments.

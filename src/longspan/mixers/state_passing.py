@@ -15,7 +15,6 @@ Shape suffixes: B batch, T tokens, H heads, K key dim, V value dim, J slots (run
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -49,34 +48,6 @@ class Incoming(NamedTuple):
     link: Tensor  # a zero that depends on what was received
 
 
-@dataclass(frozen=True)
-class Passing:
-    """Between whom, and how, states are passed."""
-
-    causal: bool  # whether tokens see only earlier ones
-    table: FragmentTable
-    group: dist.ProcessGroup | None  # the sequence group; None for one rank
-    value_dim: int  # columns of a state
-
-    def step(self, run: int, summary_BHKW: Tensor, before_BHKV: Tensor) -> Tensor:
-        """Return the state after a run with fragments, from its summary and the state before."""
-        added, transition = summary_BHKW.tensor_split([self.value_dim], -1)
-        if not any(self.table.passes[run]):
-            return added
-        if not (self.causal and transition.shape[-1]):
-            moved = before_BHKV
-        else:
-            moved = transition * before_BHKV if transition.shape[-1] == 1 else transition @ before_BHKV
-        return added + _where(self.table.masks(added.device)[1][run], moved)
-
-
-Exchange = Callable[[Tensor, Passing, Tensor | None, Exception | None], Incoming]
-"""From my summaries `[J, B, H, K, W]` to the states that enter my runs: `exchange(summary, passing, start, problem)`.
-
-`start` is the state before the sequence, or None if no final state is asked for. `problem` is this rank's error: it
-is raised, on CPUs on every rank.
-"""
-
 # Of a mixer's function. Not every Exception: torch ends the recomputation of a checkpoint by one.
 _FAILURES = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -91,7 +62,6 @@ def run_mixer(
     initial_state: Tensor | None = None,
     return_state: bool = False,
     problem: Exception | None = None,
-    exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Run a recurrent layer on my tokens. A compiler runs it as it is.
 
@@ -104,7 +74,6 @@ def run_mixer(
             equal on every rank.
         return_state: whether to return the state after the last token of every row.
         problem: an error in this rank's values.
-        exchange: how summaries are sent; default: `gather_states`.
 
     Returns:
         The output, zero outside of documents, and the state or None.
@@ -132,8 +101,7 @@ def run_mixer(
         incoming = None
         if group is not None or return_state:
             summary = _summary(mixer, tokens, table, locals_, initial_state)
-            passing = Passing(mixer.causal, table, group, tokens.v.shape[3])
-            incoming = (exchange or gather_states)(summary, passing, start, problem)
+            incoming = _gather_states(summary, table, group, tokens.v.shape[3], start, problem, mixer.causal)
         assert locals_ is not None  # the exchange has raised
         out = _output(tokens, table, locals_, incoming)
         return out, incoming.final if return_state and incoming is not None else None
@@ -213,12 +181,20 @@ def _output(
 # The exchange.
 
 
-def gather_states(summary_JBHKW: Tensor, passing: Passing, start: Tensor | None, problem: Exception | None) -> Incoming:
-    """All-gather the summaries, and combine those before my runs: the `Exchange` of LASP-2.
+def _gather_states(
+    summary_JBHKW: Tensor,
+    table: FragmentTable,
+    group: dist.ProcessGroup | None,
+    V: int,
+    start_BHKV: Tensor | None,
+    problem: Exception | None,
+    causal: bool,
+) -> Incoming:
+    """All-gather the summaries, and combine those before my runs; on a CPU in fp64.
 
-    On a CPU they are combined in fp64.
+    `start` is the state before the sequence, or None if no final state is asked for. `problem` is this rank's error: it
+    is raised, on CPUs on every rank.
     """
-    table, group, V = passing.table, passing.group, passing.value_dim
     gathered = summary_JBHKW
     if group is not None:
         if problem is not None:  # seen by every rank
@@ -236,10 +212,21 @@ def gather_states(summary_JBHKW: Tensor, passing: Passing, start: Tensor | None,
             raise problem
     link, dtype = gathered[:0].sum(), gathered.dtype
     summaries = table.in_order(gathered.double() if gathered.device.type == "cpu" else gathered)
-    first = torch.zeros_like(summaries[0][..., :V]) if start is None else start.to(summaries[0].dtype)
-    before, final = chain(summaries, table, passing.step, first, None if start is not None else table.mine[-1] + 1)
+    passes = table.masks(gathered.device)[1]
+
+    def step(run: int, summary_BHKW: Tensor, before_BHKV: Tensor) -> Tensor:
+        added, transition = summary_BHKW.tensor_split([V], -1)
+        if not any(table.passes[run]):
+            return added
+        moved = before_BHKV
+        if causal and transition.shape[-1]:
+            moved = transition * before_BHKV if transition.shape[-1] == 1 else transition @ before_BHKV
+        return added + _where(passes[run], moved)
+
+    first = torch.zeros_like(summaries[0][..., :V]) if start_BHKV is None else start_BHKV.to(summaries[0].dtype)
+    before, final = chain(summaries, table, step, first, table.mine[-1] + 1 if start_BHKV is None else None)
     after = None
-    if not passing.causal:
+    if not causal:
         heads = [x[..., V:] if x.shape[-1] > V else x for x in summaries]
         after = [x.to(dtype) for x in _later(heads, table)]
     return Incoming([before[run].to(dtype) for run in table.mine], after, final.to(dtype), link)

@@ -295,7 +295,7 @@ def _recurrence(module: Any) -> Linear:
         if "chunk_kimi_delta_attention" in functions:  # KDA
             return Linear(heads, heads, dim, dim, columns=dim, **conv)
         chunk = getattr(module, "block_size", 64)  # lightning attention
-        return Linear(heads, heads, dim, dim, columns=1, chunk=chunk, backward_op="all_gather", **conv)
+        return Linear(heads, heads, dim, dim, columns=1, chunk=chunk, **conv)
     if functions <= {"causal_conv1d_fn"} and conv:  # LFM2
         return ShortConv(0, 0, 0, 0, **conv)
     # Each channel has a number as its state, and a decay (RG-LRU, RWKV).

@@ -60,10 +60,7 @@ def _delta_rule(
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Run Gated DeltaNet's, KDA's or a registered function on fragments."""
-    if initial_state is not None and initial_state is not _cached_state(layer):
-        raise LongspanError(
-            f"layer {layer.name} passes an initial state; sharded, every document starts from zero: leave it out"
-        )
+    _check_initial_state(layer, initial_state)
     per_token = next(
         (name for name, x in options.items() if isinstance(x, Tensor) and x.shape[:2] == v.shape[:2]), None
     )
@@ -74,6 +71,32 @@ def _delta_rule(
         )
     v = depend(v, *(x for x in options.values() if isinstance(x, Tensor)))
     return layer.run_from_state(ChunkFunction(original, options), Tokens(q, k, v, g, beta))
+
+
+def _gated_delta_rule(
+    layer: MixerBinding,
+    original: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Run Gated DeltaNet or KDA, without flash-linear-attention's kernels by `LinearAttention`.
+
+    Forward and backward of transformers' plain functions, with the values widened by the identity, take up to 1.8
+    times as long.
+    """
+    if isinstance(default_mixer(Tokens(q, k, v, g, beta)), ChunkFunction):
+        options["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
+        return _delta_rule(layer, original, q, k, v, g, beta, initial_state, **options)
+    _check_initial_state(layer, initial_state)
+    if use_qk_l2norm_in_kernel:
+        q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q.float(), k.float()))
+    return layer.run_from_state(LinearAttention(), Tokens(q * q.shape[-1] ** -0.5, k, v, g, beta))
 
 
 def _mamba2(
@@ -209,8 +232,8 @@ def no_shortcut(layer: MixerBinding, original: Callable[..., Any], *_: Any, **__
 
 REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolution,
-    "torch_chunk_gated_delta_rule": _delta_rule,
-    "chunk_kimi_delta_attention": _delta_rule,
+    "torch_chunk_gated_delta_rule": _gated_delta_rule,
+    "chunk_kimi_delta_attention": _gated_delta_rule,
     "mamba2_chunk_scan": _mamba2,
     "mamba_selective_scan": _mamba1,
     "mamba2_split_conv1d_scan_combined": no_shortcut,
@@ -251,6 +274,13 @@ def register_mixer(function: FunctionT) -> FunctionT:
         raise LongspanError(f"there is a mixer {name!r} already; give your function another name")
     add_mixer_function(name)
     return function
+
+
+def _check_initial_state(layer: MixerBinding, initial_state: Tensor | None) -> None:
+    if initial_state is not None and initial_state is not _cached_state(layer):
+        raise LongspanError(
+            f"layer {layer.name} passes an initial state; sharded, every document starts from zero: leave it out"
+        )
 
 
 def _cached_state(layer: MixerBinding) -> Tensor | None:

@@ -32,10 +32,10 @@ from longspan.hf.forward.kv_cache import CachedInfo, ShardedCache
 from longspan.hf.forward.mixer_functions import READ_PADDING, REPLACEMENTS, no_shortcut
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.support import HELP
-from longspan.mixers.chunk_states import pass_states
 from longspan.mixers.fragments import FragmentTable, fragment_table
 from longspan.mixers.mixer import Mixer, Tokens
 from longspan.mixers.short_conv import run_short_conv
+from longspan.mixers.state_passing import run_mixer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -234,7 +234,7 @@ class MixerBinding:
         """Run a mixer on my tokens, and with a cache return the state after the last token."""
         table = self.table(tokens.v.shape[0])
         try:
-            return pass_states(
+            return run_mixer(
                 mixer, tokens, table, self.group, initial_state=initial_state, return_state=self.cached is not None
             )
         except LongspanError as error:

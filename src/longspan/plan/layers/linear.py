@@ -30,8 +30,6 @@ class Linear(Mixer):
     chunk: int = 64  # tokens that its algorithm computes together
     channels: int = 0  # of its short convolution; 0 for none
     kernel: int = 1  # tokens that one result of the convolution depends on
-    # how gradients of states are sent: summed, or gathered by linear attention, as it passes states
-    backward_op: str = "reduce_scatter"
 
     @property
     def name(self) -> str:
@@ -87,11 +85,8 @@ class Linear(Mixer):
             forwards = sum(count for n, count in c.job.prompt_chunks if is_sharded(c.layout, n))
         return [
             Sent(op, "sequence", what, size, calls)
-            for what, size, backward_op in (
-                ("tokens for short convolutions", tokens, "reduce_scatter"),
-                (STATES, state, self.backward_op),
-            )
-            for op, calls in (("all_gather", forwards), (backward_op, backwards))
+            for what, size in (("tokens for short convolutions", tokens), (STATES, state))
+            for op, calls in (("all_gather", forwards), ("reduce_scatter", backwards))
             if size
         ]
 
