@@ -2,7 +2,6 @@
 
     python -m benchmarks.gpu                        # under 8 minutes; also `make gpu`
     python -m benchmarks.gpu --quick --device cpu   # the same items on shapes for a CPU
-    python -m benchmarks.gpu --items --write-table h200.toml    # measure the fastest kernel of each case as a table
 
 It needs torch, transformers and tyro, one GPU, no network. Every item runs in its own process within its own time, so
 one that fails, hangs or breaks the GPU's context does not affect the others. The report goes to
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 
 from benchmarks import common
-from benchmarks.gpu import exchange, kernels, model, table
+from benchmarks.gpu import exchange, kernels, model
 from benchmarks.gpu.setup import FAILED, MEASURED, STOPPED, WRONG, Row, Setup, brief
 
 Item = Callable[[Setup], Iterator[Row]]
@@ -47,9 +46,6 @@ ITEMS: dict[str, tuple[Item, int, str]] = {
 }
 """Name -> function, its seconds (`PATIENCE` times as many with `--quick`), heading."""
 
-TABLE = (table.table, table.LIMIT_S, "The kernel table")
-"""With `--write-table`, in addition to the eight minutes."""
-
 PATIENCE = 4
 
 GRACE_S = 15
@@ -63,7 +59,6 @@ def main() -> None:
     parser.add_argument("--items", nargs="*", choices=ITEMS, default=list(ITEMS), help="some of them only")
     parser.add_argument("--minutes", type=float, default=7.75, help="for all items")
     parser.add_argument("--out", type=Path, default=common.REPORTS, help="folder of the report")
-    parser.add_argument("--write-table", type=Path, metavar="FILE", help="measure rows for longspan.kernel_table, too")
     args = parser.parse_args()
     begin = time.monotonic()
     hardware = next(iter(_run(_hardware, Setup("cuda", True, begin + 60), 60))).data or {}
@@ -77,12 +72,6 @@ def main() -> None:
         item, limit, title = ITEMS[name]
         left = patience * args.minutes * 60 - (time.monotonic() - begin)
         found[name] = _show(title, _run(item, Setup(device, quick, 0), min(patience * limit, left)))
-    if args.write_table is not None:
-        item, limit, title = TABLE
-        found["table"] = _show(title, _run(item, Setup(device, quick, 0), limit))
-        title = f"{hardware.get('gpu', 'a CPU')}, torch {torch.__version__}, {common.environment([])['date']}"
-        rows = table.write(args.write_table, found["table"], title)
-        print(f"\nwritten: {args.write_table} ({rows} rows)")
     bad = sum(row.verdict in (WRONG, FAILED) for rows in found.values() for row in rows)
     write(args.out, device, hardware, found, time.monotonic() - begin)
     raise SystemExit(1 if bad else 0)
@@ -171,7 +160,7 @@ def write(folder: Path, device: str, hardware: dict[str, Any], found: dict[str, 
     env["ranks"] = f"device {device}; GPU: {gpu}; {seconds:.0f} s"
     lines = [f"- verdicts: {summary}", ""]
     for name, each in found.items():
-        item, _, title = ITEMS.get(name, TABLE)
+        item, _, title = ITEMS[name]
         cells = [[row.what, row.figure, row.verdict] for row in each]
         doc = " ".join((item.__doc__ or "").split())
         lines += [f"## {title}", "", doc, "", common.table(["what", "figure", "verdict"], cells), ""]

@@ -14,13 +14,12 @@ import longspan
 from benchmarks.common import DTYPES
 from benchmarks.gpu.setup import BELOW, FAILED, MEASURED, OK, SKIPPED, STOPPED, WRONG, Row, Setup, brief
 from longspan.attn.mask import Mask
-from longspan.compat.torch_attention import active_flash
 from longspan.core.errors import LongspanError
 from tests.oracle import Case, errors, make, options
 from tests.tolerance import MARGIN
 
-NAMES = ("auto", "cudnn", "flash", "sdpa", "tiled", "flash_attn", "flash3", "flash4")
-"""Names of kernels, except those that compile; those that replace torch's flash attention come last."""
+NAMES = ("auto", "cudnn", "flash", "sdpa", "tiled")
+"""Names of kernels, except those that compile."""
 
 FLEX = ("a mask function", "softcap", "documents and sinks")
 
@@ -115,7 +114,6 @@ def against_fp64(setup: Setup, kernel: str, tried: dict[str, Case], grad: bool =
     worst, where, runs, left_out, raised = 0.0, "", 0, 0, False
     bad, refused = [], set[str]()
     for name, case in tried.items():
-        own_flash()
         try:
             if not setup.time_left(5.0 if setup.on_gpu else 1.0):
                 left_out += 1
@@ -138,12 +136,6 @@ def against_fp64(setup: Setup, kernel: str, tried: dict[str, Case], grad: bool =
     figure += "".join(f"; {text}" for text in [*bad, *refused, *[f"{left_out} cases not begun"][: left_out > 0]])
     verdict = FAILED if raised else WRONG if bad else OK if runs else f"{SKIPPED}: no case"
     return figure, verdict, worst
-
-
-def own_flash() -> None:
-    """Restore torch's own flash attention after "flash3" or "flash4" replaced it."""
-    if active_flash() is not None:
-        torch.nn.attention.restore_flash_attention_impl()
 
 
 # --- speed
@@ -174,7 +166,6 @@ def _speed_of(setup: Setup, what: str, n: int, how: dict[str, Any], mask: Mask) 
         if not setup.time_left(10.0 if setup.on_gpu else 1.0):
             yield Row(f"{kernel}, {what}", "", f"{STOPPED}: the item's time was up")
             continue
-        own_flash()
         try:
             forward, both = both_ways(setup, n, kernel=kernel, **how)
             f = setup.seconds(forward)

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from longspan.attn.api import attention as attention
     from longspan.attn.api import explain_kernel as explain_kernel
     from longspan.attn.api import prepare_attention as prepare_attention
-    from longspan.attn.kernels.choice import kernel_table as kernel_table
     from longspan.attn.kernels.custom import kernel_with_lse as kernel_with_lse
     from longspan.attn.mask import Mask as Mask
     from longspan.attn.mask import TreeMask as TreeMask
@@ -63,7 +62,6 @@ _DEFINED_IN = {
     "explain_kernel": "longspan.attn.api",
     "find_nonfinite": "longspan.hf.checks.nonfinite",
     "from_pretrained": "longspan.hf.loading",
-    "kernel_table": "longspan.attn.kernels.choice",
     "kernel_with_lse": "longspan.attn.kernels.custom",
     "prepare_attention": "longspan.attn.api",
     "global_mean": "longspan.comm.shard",

@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -20,15 +17,13 @@ from longspan.attn import prepare
 from longspan.attn.kernels import base, flash, flex
 from longspan.attn.kernels import choice as kernels
 from longspan.attn.kernels import tiled as tiles
-from longspan.attn.kernels.base import BlockKernel, KernelRequest
+from longspan.attn.kernels.base import KernelRequest
 from longspan.attn.mask import Mask
-from longspan.attn.methods import self_check
 from longspan.attn.score import Scores
 from longspan.comm.counting import count_sent
 from longspan.core.errors import LongspanError
 from longspan.core.parallel import KernelName
 from tests.attn.attention import CASES, FEW, HARD, check_all, compare, one_device, sharding
-from tests.attn.flash_emulated import emulated
 from tests.attn.flexing import differentiable_flex
 from tests.choose import confirming
 from tests.oracle import Case, make
@@ -42,26 +37,26 @@ def _qkv(n: int = 8, heads: int = 4) -> list[Tensor]:
     return [torch.zeros(1, n, h, 8) for h in (heads, 2, 2)]
 
 
+def _plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, bias: Any) -> tuple[Tensor, Tensor]:
+    return q, q[..., 0].transpose(1, 2)
+
+
 EXPLAINED = [
-    ({}, "sdpa: torch's scaled_dot_product_attention, one call per segment"),
-    ({"window": 3}, "sdpa: "),
-    (
-        {"window": 257, "n": 300},
-        "tiled: tiles through torch's flash attention for CPU, in fp32; by row 7 of longspan's table: what window -> ",
-    ),
-    ({"chunk_size": 3}, "sdpa: "),
+    ({}, "sdpa: torch's scaled_dot_product_attention"),
+    ({"window": 3}, "tiled: sdpa cannot do window; tiles through torch's flash attention for CPU, in fp32"),
+    ({"chunk_size": 3}, "tiled: sdpa cannot do chunk_size; tiles"),
     (
         {"softcap": 3.0},
         "tiled: sdpa cannot do softcap; tiles of 256 x 1024 as matrix products: ",
     ),
     ({"prefix": 3}, "tiled: sdpa cannot do prefix; tiles through torch's flash attention for CPU, in fp32"),
     ({"sinks": torch.zeros(4), "alibi": torch.ones(4)}, "tiled: sdpa cannot do sinks or alibi; tiles through"),
-    ({"window": 3, "causal": False}, "tiled: sdpa cannot do a window to both sides"),
+    ({"window": 3, "causal": False}, "tiled: sdpa cannot do window or a window to both sides"),
     (
         {"kernel": "eager"},
         "eager: the formula with its scores materialized; its memory grows with the square of the tokens",
     ),
-    ({"kernel": lambda q, k, v, *, causal, scale: q}, "<lambda>: a custom function"),
+    ({"kernel": longspan.kernel_with_lse(_plain)}, "_plain: a custom function that returns log-sum-exps"),
 ]
 
 
@@ -94,8 +89,7 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         for _ in range(3):
             longspan.attention(*_qkv(), one_device(), prefix=2)
     assert [record.message for record in caplog.records] == [
-        "attention kernel tiled: sdpa cannot do prefix; tiles through torch's flash attention for CPU, in fp32; by row "
-        "8 of longspan's table: everything -> sdpa, tiled"
+        "attention kernel tiled: sdpa cannot do prefix; tiles through torch's flash attention for CPU, in fp32"
     ]
 
 
@@ -122,8 +116,6 @@ ON_A_GPU = [
     ({"head_dims": (192, 128), "ring": 2}, "flash"),
     ({"head_dims": (100, 100), "ring": 2}, "flash"),
     ({"dtype": torch.float32}, "sdpa"),
-    ({"failed": frozenset({"cudnn"})}, "sdpa"),
-    ({"failed": frozenset({"cudnn"}), "lse": True}, "flash"),
     ({"mask": Mask(window=3)}, "flash"),
     ({"mask": LONG, "ring": 2}, "flash"),
     ({"mask": DOCUMENTS}, "flash"),
@@ -133,7 +125,7 @@ ON_A_GPU = [
     ({"scores": Scores(alibi=torch.ones(4)), "ring": 2}, "flex"),
     ({"mask": Mask(mask_mod=lambda b, h, q, kv: q >= kv)}, "flex"),
     ({"scores": Scores(softcap=3.0), "head_dims": (512, 512)}, "tiled"),
-    ({"mask": DOCUMENTS, "dtype": torch.float32}, "sdpa"),
+    ({"mask": DOCUMENTS, "dtype": torch.float32}, "tiled"),
     ({"mask": LONG, "dtype": torch.float32}, "tiled"),
     ({"mask": LONG, "head_dims": (512, 512)}, "tiled"),
     ({"mask": LONG, "head_dims": (100, 36)}, "flash"),
@@ -146,37 +138,14 @@ def test_the_choice_on_a_gpu(monkeypatch: pytest.MonkeyPatch, need: dict[str, An
     assert _on_a_gpu(monkeypatch, **need).name == name
 
 
-@pytest.mark.parametrize(
-    ("capability", "installed", "name"),
-    [
-        ((9, 0), ["FA3", "FA4"], "flash3"),
-        ((9, 0), ["FA4"], "flash4"),
-        ((9, 0), [], "flash"),
-        ((8, 0), ["FA3"], "flash"),
-    ],
-)
-@pytest.mark.parametrize("need", [{"mask": LONG}, {"mask": Mask(window=3), "ring": 2}, {"mask": DOCUMENTS}])
-def test_windows_and_documents_use_installed_flash(
-    monkeypatch: pytest.MonkeyPatch, need: Any, capability: tuple[int, int], installed: list[str], name: str
-) -> None:
-    monkeypatch.setattr(flash, "missing_flash", lambda of, device: None if of in installed else f"{of} is missing")
-    assert _on_a_gpu(monkeypatch, capability=capability, **need).name == name
-
-
 def test_the_choice_on_a_gpu_names_what_was_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(_on_a_gpu(monkeypatch, mask=LONG, dtype=torch.float32)) == (
         "tiled: flash needs fp16 or bf16, these tensors are float32; tiles of 256 x 1024 as matrix products: torch's "
-        "flash attention does not take float32 with head_dim 64; by row 5 of longspan's table: device cuda, "
-        "what window -> flash, tiled"
+        "flash attention does not take float32 with head_dim 64"
     )
     older = str(_on_a_gpu(monkeypatch, ring=2, capability=(8, 0)))
     assert "sdpa returns no log-sum-exp, which a ring of 2 needs to" in older
-    assert str(_on_a_gpu(monkeypatch, ring=2)) == (
-        "cudnn: cuDNN's attention, tile by tile; by row 2 of longspan's table: device cuda, capability 9.0 or 10.0, "
-        "what causal or full, dtype bfloat16 or float16, head_dim 128 -> cudnn, sdpa, flash, tiled"
-    )
-    failed = str(_on_a_gpu(monkeypatch, ring=2, failed=frozenset({"cudnn"})))
-    assert failed.startswith("flash: cudnn does not work on every rank; sdpa returns no log-sum-exp")
+    assert str(_on_a_gpu(monkeypatch, ring=2)) == "cudnn: cuDNN's attention, tile by tile"
 
 
 REFUSED_ON_A_GPU = [
@@ -184,13 +153,6 @@ REFUSED_ON_A_GPU = [
     ("flex", {"head_dims": (64, 320)}, "kernel='flex' needs a head_dim of at most 256, these tensors have 320"),
     ("flash", {"dtype": torch.float64}, "needs fp16 or bf16, these tensors are float64; use kernel='auto'"),
     ("flash", {"head_dims": (320, 8)}, "a head_dim of at most 256, these tensors have 320"),
-    (
-        "flash3",
-        {},
-        r"FA3 is not installed \(no module flash_attn_interface\); `pip install flash-attn-3`, or use kernel",
-    ),
-    ("flash4", {}, "FA4 is not installed .*; `pip install flash-attn-4`, or use kernel='flash'"),
-    ("flash3", {"capability": (8, 0)}, "FA3 is for GPUs of compute capability 9.0, this one has 8.0"),
     ("cudnn", {"mask": LONG}, "kernel='cudnn' cannot do window; use kernel='auto'"),
     (
         "cudnn",
@@ -207,67 +169,9 @@ def test_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch, kernel: str, need: An
 
 
 def test_gpus_kernels_are_refused_on_a_cpu() -> None:
-    for kernel in ("flash", "flash3", "flash4", "cudnn"):
+    for kernel in ("flash", "cudnn"):
         with pytest.raises(LongspanError, match="these tensors are on device 'cpu'; use kernel='auto'"):
             longspan.attention(*_qkv(), one_device(), kernel=kernel)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Custom tables.
-
-TABLE = """
-[[row]]
-device = "cuda"
-capability = "9.0"
-what = "causal"
-dtype = "bfloat16"
-head_dim = 64
-kernels = ["cudnn", "flash"]
-"""
-
-
-def test_a_custom_table_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.toml").write_text(TABLE)
-    table = longspan.kernel_table(tmp_path / "mine.toml")
-    mine = _on_a_gpu(monkeypatch, table)
-    assert mine.name == "cudnn" and mine.reason.endswith(
-        "by row 1 of mine.toml's table: device cuda, capability 9.0, what causal, dtype bfloat16, head_dim 64 -> "
-        "cudnn, flash"
-    )
-    for other in (
-        {"capability": (8, 0)},
-        {"mask": Mask(causal=False), "capability": (8, 0)},
-        {"dtype": torch.float32},
-        {"head_dims": (72, 72), "dtype": torch.float32},
-    ):
-        assert _on_a_gpu(monkeypatch, table, **other).name == "sdpa", other
-    assert str(longspan.explain_kernel(*_qkv(), one_device(), kernel=table)).startswith("sdpa: ")
-    (tmp_path / "other.toml").write_text(TABLE.replace("64", "72"))
-    assert longspan.kernel_table(tmp_path / "other.toml").name.split()[2] != table.name.split()[2]
-
-
-BAD_TABLES = [
-    ("kernels = []", r"a kernel table is a list of \[\[row\]\]"),
-    ("[[row]]\nwhat = 'causal'", r"row 1: kernels=None must be a list of names"),
-    (
-        "[[row]]\nkernels = ['tiled']\n[[row]]\nkernels = ['flashy']",
-        r"row 2: kernels=\['flashy'\] must be a list of names \(.*tiled",
-    ),
-    ("[[row]]\nkernels = ['tiled']\nwhat = 'sinks'", "what='sinks' must be one of mod, window, .*"),
-    ("[[row]]\nkernels = ['tiled']\nwhat = ['causal', 'sinks']", "must be one of mod, window, .*, or a list of them"),
-    ("[[row]]\nkernels = ['tiled']\ncapability = 9", 'capability=9 must be .*, such as "9.0"'),
-    ("[[row]]\nkernels = ['tiled']\ncapability = ['9.0', 10.0, '9']", "capability=.* must be .*, or a list of them"),
-    ("[[row]]\nkernels = ['tiled']\nheads = 9", "row 1 has heads; a row may have kernels, device"),
-    ("[[row]]\nkernels = ['tiled']\nhead_dim = 0", "head_dim=0 must be at least 1"),
-    ("[[row]\n", "is not TOML"),
-]
-
-
-@pytest.mark.parametrize(("text", "message"), BAD_TABLES)
-def test_an_invalid_table_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "mine.toml").write_text(text)
-    with pytest.raises(LongspanError, match=f"mine.toml.*{message}"):
-        longspan.kernel_table(tmp_path / "mine.toml")
 
 
 def test_the_command_line_offers_the_kernels_that_exist() -> None:
@@ -284,122 +188,9 @@ def test_every_kernel_refuses_an_option_that_it_does_not_know(monkeypatch: pytes
     monkeypatch.setitem(base.OPTIONS, owner, base._options(kind))
     request = KernelRequest(**{"mask": Mask(), "scores": Scores(), "device": torch.device("cpu"), owner: kind()})
     object.__setattr__(getattr(request, owner), "novel", 3)
-    for kernel in ("auto", *kernels.REGISTRY, _plain, longspan.kernel_with_lse(lambda q, k, v, causal, scale, bias: q)):
+    for kernel in ("auto", *kernels.REGISTRY, longspan.kernel_with_lse(_plain)):
         with pytest.raises(LongspanError, match="cannot do novel"):
             kernels.choose_kernel(kernel, request)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The check before a kernel's first use.
-
-
-class _Untrusted(BlockKernel):
-    """Tiles with one fault, on some ranks."""
-
-    name, self_check = "untrusted", True
-
-    def __init__(self, fault: str, ranks: tuple[int, ...] = (0,)) -> None:
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        self.fault, self.calls = fault if rank in ranks else "", 0
-
-    def refuses(self, request: KernelRequest) -> str | None:
-        return "untrusted is not installed; install it" if self.fault == "missing" else None
-
-    def describe(self, request: KernelRequest) -> str:
-        return "tiles"
-
-    def prepare(self, blocks: Any) -> Any:
-        return tiles.TILED.prepare(blocks)
-
-    def accumulate(self, into: Any, *args: Any) -> None:
-        self.calls += 1
-        tiles.TILED.accumulate(into, *args)
-        if self.fault == "raises":
-            raise RuntimeError("no execution plan\nmore")
-        out, lse = into.results()
-        if self.fault == "one row":
-            out[1, 2, 77] *= 1.5
-        if self.fault == "log-sum-exp":
-            lse += 1
-
-    def accumulate_gradients(self, into: Any, *args: Any) -> None:
-        tiles.TILED.accumulate_gradients(into, *args)
-        if self.fault == "dk":
-            into[1].total().zero_()
-        if self.fault == "NaN":
-            into[2].total().fill_(torch.nan)
-
-
-@pytest.fixture
-def untrusted_table(tmp_path: Path) -> Iterator[longspan.KernelTable]:
-    kernels.REGISTRY["untrusted"] = _Untrusted("")
-    (tmp_path / "mine.toml").write_text('[[row]]\nkernels = ["untrusted", "tiled"]\n')
-    yield longspan.kernel_table(tmp_path / "mine.toml")
-    del kernels.REGISTRY["untrusted"]
-
-
-def _with_a_fault(table: Any, fault: str, sp: Any = None, ranks: tuple[int, ...] = (0,)) -> Any:
-    """Return output, names of the kernels of two attentions, and the warnings of both."""
-    kernels.REGISTRY["untrusted"] = made = _Untrusted(fault, ranks)
-    sp = sp or one_device()
-    q, k, v = (x.to(torch.bfloat16) for x in _qkv(8 // sp.size))
-    with warnings.catch_warnings(record=True) as caught, count_sent() as log:
-        warnings.simplefilter("always")
-        before = longspan.explain_kernel(q, k, v, sp, kernel=table).name
-        assert made.calls == 0 and not log
-        outs = [longspan.attention(q, k, v, sp, kernel=table, scale=scale) for scale in (None, 1.0)]
-        checked = made.calls
-        longspan.attention(q, k, v, sp, kernel=table)
-        assert made.calls - checked <= sp.size  # the blocks of an attention: nothing is checked again
-        after = longspan.explain_kernel(q, k, v, sp, kernel=table)
-    return outs[0], before, after, [str(w.message) for w in caught], [entry.op for entry in log]
-
-
-def test_a_kernel_that_computes_what_fp32_does_is_used(untrusted_table: Any) -> None:
-    _, before, after, warned, _ = _with_a_fault(untrusted_table, "")
-    assert (before, after.name, warned) == ("untrusted", "untrusted", [])
-
-
-@pytest.mark.parametrize("fault", ["one row", "log-sum-exp", "dk", "NaN", "raises"])
-def test_a_kernel_that_fails_its_check_is_passed_over_with_one_warning(untrusted_table: Any, fault: str) -> None:
-    _, before, after, warned, _ = _with_a_fault(untrusted_table, fault)
-    assert before == "untrusted" and len(warned) == 1
-    assert re.search("'untrusted' fails its check on cpu for bfloat16 with head_dim 8: ", warned[0])
-    assert ("RuntimeError: no execution plan; the next" in warned[0]) == (fault == "raises")
-    assert str(after).startswith("tiled: untrusted does not work on every rank; tiles through")
-
-
-def _in_a_world(path: Path, fault: str) -> Any:
-    kernels.REGISTRY["untrusted"] = _Untrusted("")
-    try:
-        sp = sharding(dist.get_world_size())
-        return _with_a_fault(longspan.kernel_table(path), fault, sp, ranks=(1,))[1:]
-    finally:
-        del kernels.REGISTRY["untrusted"]
-
-
-@pytest.mark.parametrize("fault", ["", "missing", "dk", "raises"])
-def test_ranks_agree_on_a_kernel_that_works_everywhere(
-    pool2: RankPool, untrusted_table: Any, tmp_path: Path, fault: str
-) -> None:
-    for rank, (before, after, warned, sent) in enumerate(pool2.run(_in_a_world, tmp_path / "mine.toml", fault)):
-        assert before == ("tiled" if rank == 1 and fault == "missing" else "untrusted")
-        assert after.name == ("tiled" if fault else "untrusted")
-        assert len(warned) == (rank == 1 and fault not in ("", "missing"))
-        # One gather when all ranks choose the same, else a second one; later attentions gather nothing.
-        assert sent.count("all_gather") == (2 if fault else 1)
-
-
-@pytest.mark.parametrize("name", ["cudnn", "flash3"])
-def test_kernels_of_gpus_pass_their_check(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(flash, "_cudnn", _cudnn)
-    monkeypatch.setattr(flash, "_cudnn_backward", _cudnn_backward)
-    monkeypatch.setattr(flash, "_unfit_for_cudnn", lambda need: None)
-    monkeypatch.setattr(tiles, "for_device", lambda *xs: list(xs))
-    monkeypatch.setattr(flash, "missing_flash", lambda *_: None)
-    monkeypatch.setattr(flash, "activate_flash", lambda _: None)
-    with emulated():
-        assert self_check._passes(kernels.REGISTRY[name], torch.device("cpu"), torch.bfloat16, (64, 64))
 
 
 FLEX = [name for name in HARD if "cross" not in name]
@@ -560,10 +351,6 @@ def _causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return q >= kv
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> Tensor:
-    return q
-
-
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"window": 0}, "window must be at least 1, got 0"),
     ({"window": -3}, "window must be at least 1, got -3"),
@@ -576,7 +363,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"mask": Mask(bidirectional=(((0, 2),),) * 2)}, "`bidirectional` has 2 rows, the tensors have a batch of 1"),
     ({"mask": Mask(bidirectional=(((0, 9),),))}, "`bidirectional` reaches to token 9, the sequence has 8"),
     ({"mask": Mask(bidirectional=(((4, 6), (2, 5)),))}, "`bidirectional` spans of a row overlap or are not in order"),
-    ({"mask": Mask(bidirectional=(((0, 2),),)), "kernel": _plain}, "_plain cannot do bidirectional spans"),
     (
         {"cu_seqlens": torch.tensor([0, 3, 7])},
         "documents of `cu_seqlens` have 7 tokens together, the sequence has 8; .*8",
@@ -595,8 +381,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"mask_mod": "causal"}, r"mask_mod must be a function \(b, h, q, kv\)"),
     ({"mask_mod": _not_boolean}, "mask_mod must return booleans, it returned torch.int64"),
     ({"mask_mod": _causal, "kernel": "sdpa"}, "kernel='sdpa' cannot do mask_mod; use kernel='auto'"),
-    ({"mask_mod": _causal, "kernel": _plain}, "the kernel _plain has no keyword mask_mod"),
-    ({"prefix": 3, "kernel": _plain}, "the kernel _plain cannot do prefix; use kernel='auto'"),
+    (
+        {"softcap": 3.0, "kernel": longspan.kernel_with_lse(_plain)},
+        "the kernel _plain cannot do softcap; use kernel='auto'",
+    ),
+    ({"kernel": lambda q, k, v: q}, "is neither a name .* nor a kernel; make one of a function .* kernel_with_lse"),
     ({"q_start": 1}, "queries at 1 to 8 lie behind the 8 keys"),
     ({"q_start": -1}, "q_start must be at least 0, got -1"),
 ]
@@ -626,12 +415,7 @@ def _refused_in_a_ring(options: dict[str, Any], axes: dict[str, Any]) -> str:
 
 
 RING_BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (
-        {"kernel": "flash_attn"},
-        {"ring": 4},
-        "flash_attn returns no log-sum-exp, which a ring of 4 needs",
-    ),
-    ({"kernel": _plain}, {"ring": 4}, "the kernel _plain returns no log-sum-exp, which a ring of 4 needs to merge"),
+    ({"kernel": "sdpa", "window": 3}, {"ring": 4}, "kernel='sdpa' cannot do window; use kernel='auto'"),
     (
         {},
         {"ulysses": 4, "kv_replication": False},

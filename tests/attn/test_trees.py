@@ -183,7 +183,7 @@ def test_attention_refuses() -> None:
         ({"mask": longspan.TreeMask(torch.arange(5), torch.full((5,), 5))}, "of 5 tokens does not fit 1 rows of 6"),
         ({"mask": tree, "alibi": torch.ones(2)}, "`alibi` measures distances along the row"),
         ({"mask": tree, "window": 3}, "`mask` was given together with window"),
-        ({"mask": tree, "kernel": lambda q, k, v, causal, scale: q}, "cannot do trees"),
+        ({"mask": tree, "kernel": "sdpa"}, "cannot do trees"),
     ):  # fmt: skip
         with pytest.raises(LongspanError, match=message):
             longspan.attention(q, q, q, sp, **options)

@@ -135,7 +135,6 @@ BAD = [
     (_shapes(), {"dropout": 0.1}, r"dropout=0.1: .* use 0.0"),
     (_shapes(), {"kernel": "magic"}, "kernel='magic' is unknown; there are auto, .*tiled.*sdpa"),
     (_shapes(), {"kernel": "tile"}, "kernel='tile' is unknown; did you mean 'tiled'"),
-    (_shapes(), {"kernel": "flash_attn"}, "kernel='flash_attn' is not installed .*pip install flash-attn"),
     (_shapes(), {"sinks": torch.zeros(3), "kernel": "eager"}, r"`sinks` has the shape \(3,\), .* \(4,\)"),
     (
         _shapes(),

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 import longspan
 from benchmarks.gpu import __main__ as report
-from benchmarks.gpu import exchange, kernels, model, table
+from benchmarks.gpu import exchange, kernels, model
 from benchmarks.gpu.setup import FAILED, MEASURED, OK, WRONG, Row, Setup
 from longspan.attn.methods import ring
 from longspan.core.memory import Memory
@@ -118,20 +117,6 @@ def test_weights_in_host_memory_run_on_a_cpu_too(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(preconditions, "check_cpu_offload", lambda *args: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
     assert [row.verdict for row in exchange.nccl(SETUP)] == [OK] * 4
-
-
-def test_a_table_is_measured_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "TRIED", ("sdpa", "tiled", "flash", "flashy"))  # some are missing on a CPU
-    monkeypatch.setattr(table, "masks", lambda n: {"causal": {}, "mod": {"softcap": 30.0}})
-    rows = list(table.table(SETUP))
-    assert [row.verdict for row in rows] == [MEASURED] * 2
-    assert table.write(tmp_path / "mine.toml", rows, "this machine") == 2
-    found = longspan.kernel_table(tmp_path / "mine.toml").rows[:2]
-    assert [(row.what, row.dtype, row.device, row.head_dim) for row in found] == [
-        (("mod",), ("float32",), "cpu", 16),
-        (("causal",), ("float32",), "cpu", 16),
-    ]
-    assert found[0].kernels == ("tiled",) and set(found[1].kernels) == {"sdpa", "tiled"}
 
 
 def _good(setup: Setup) -> Iterator[Row]:

@@ -219,7 +219,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] =
     ("Esm", {**BERT, "token_dropout": True}, {}, {}, "set token_dropout=False"),
     ("Llama4Text", ROUTER, {}, {}, "output_router_logits=True asks Llama4ForCausalLM for an auxiliary loss over all"),
     ("Llama", {"output_attentions": True, "attn_implementation": "eager"}, {}, {}, "has output_attentions=True"),
-    ("Llama", {}, {}, {"kernel": "flash_attn"}, "pip install flash-attn"),
+    ("Llama", {}, {}, {"kernel": "flash"}, "kernel='flash' is for NVIDIA"),
     ("Llama", {}, {}, {"fsdp": False, "mp_policy": MixedPrecisionPolicy()}, "mp_policy is FSDP's"),
     ("Llama", {"num_key_value_heads": 1}, {}, {"kv_replication": False}, "has 1; try `ulysses=1"),
     # Of a call.

@@ -150,7 +150,6 @@ def test_wrong_arguments_raise(call: Callable[[Any], Any], text: str, sp: longsp
         (lambda m, sp, to: longspan.optimizer_in_backward(m, "adamw"), r"`optimizer` must be a torch.optim.Optimizer"),
         (lambda m, sp, to: longspan.ShardedCache(sp), r"`model` must be a model .*got SequenceSharding"),
         (lambda m, sp, to: longspan.ShardedCache.load(None, m), r"`folder` must be a path .*got None"),
-        (lambda m, sp, to: longspan.kernel_table(None), r"`path` must be a path .*got None"),
         (lambda m, sp, to: longspan.kernel_with_lse(3), r"function must be a function \(q, k, v, .*\), got 3"),
         (lambda m, sp, to: longspan.Mask(mask_mod=lambda i: i), r"be a function \(b, h, q, kv\), this one takes \(i\)"),
         (lambda m, sp, to: m(input_ids=IDS.float()), r"`input_ids` must be a tensor of integers"),

@@ -159,10 +159,8 @@ def attention(
             Keys may belong to another or to a longer sequence, which `sp.shard` cut by itself.
         v: as `k`; its head_dim may differ.
         sp: the sharding.
-        kernel: the local attention kernel: a name ("auto", "sdpa", "flash", "tiled", "flex", "cudnn", "flash3",
-            "flash4", "flash_attn", "eager"), a custom kernel (`BlockKernel`, `longspan.kernel_with_lse`), a function
-            `f(q, k, v, *, causal, scale, ...)`, or a table for "auto" (`longspan.kernel_table`).
-            `longspan.explain_kernel` says which one runs, and why.
+        kernel: the local attention kernel: a name ("auto", "sdpa", "flash", "cudnn", "tiled", "flex", "eager"), or a
+            custom kernel (`BlockKernel`, `longspan.kernel_with_lse`). `longspan.explain_kernel` returns the choice.
         plan: from `longspan.prepare_attention`, for tensors of these shapes. It contains the mask, lengths, chunks and
             kernel, so none of them may be given again; options of a layer (scale, softcap, sinks, alibi, bias) are.
         options: any of the following.

@@ -18,6 +18,7 @@ from longspan.attn.kernels.choice import (
     EAGER,
     AnyKernel,
     Choice,
+    choose_kernel,
     log_choice,
     refuse_learnt_biases,
     returns_lse,
@@ -27,7 +28,6 @@ from longspan.attn.methods.base import AttentionMethod, LocalAttention, SavedAtt
 from longspan.attn.methods.chunked import ChunkedUlysses, HeadChunk
 from longspan.attn.methods.reference import ReferenceRing
 from longspan.attn.methods.ring import Ring
-from longspan.attn.methods.self_check import choose_checked
 from longspan.attn.methods.ulysses import Ulysses
 from longspan.attn.score import ScoreKind, Scores
 from longspan.attn.shapes import Shapes
@@ -108,8 +108,7 @@ def prepare(
     recompute_all_to_all: bool = False,
     head_chunks: int = 1,
 ) -> AttentionPlan:
-    """Make the plan of one attention. Every rank raises the same. Nothing is sent or computed, except that a kernel
-    may be checked before its first use (`methods/self_check.py`).
+    """Make the plan of one attention. Every rank raises the same. Nothing is sent or computed.
 
     Args:
         shapes: of the local tensors.
@@ -128,7 +127,7 @@ def prepare(
     check_attention(shapes, sp, mask, scores, lengths)
     recompute_all_to_all = recompute_all_to_all or head_chunks != 1
     chosen, choice, overlap_chunks = choose_kernel_and_overlap(
-        shapes, sp, mask, scores, lengths, kernel, needs_lse=recompute_all_to_all, check=True
+        shapes, sp, mask, scores, lengths, kernel, needs_lse=recompute_all_to_all
     )
     if not torch.compiler.is_compiling():
         log_choice(choice)
@@ -171,7 +170,6 @@ def _inner_method(
     # Without a ring the tokens of the Ulysses ranks are one block, without padding.
     layout, group = (sp.layout, sp.ring_group) if sp.ring_size > 1 else (Layout(), None)
     k_spans, source_ranks = layout.runs(lengths[1])
-    token_elements = local.q_heads * shapes.q[3] + local.kv_heads * (shapes.k[3] + shapes.v[3])
     blocks = Blocks(
         mask=mask,
         kind=scores.kind,
@@ -183,7 +181,6 @@ def _inner_method(
         k_spans=k_spans,
         source_ranks=source_ranks,
         device=shapes.device,
-        token_bytes=token_elements * shapes.dtype.itemsize,
         dtype=shapes.dtype,
         head_dims=shapes.head_dims,
     )
@@ -211,12 +208,10 @@ def choose_kernel_and_overlap(
     kernel: AnyKernel,
     *,
     needs_lse: bool,
-    check: bool = False,
 ) -> tuple[Kernel, Choice, int]:
     """Return the kernel, why it was chosen, and in how many chunks all-to-alls overlap with attention (1: they do not).
 
     With `overlap_chunks="auto"` they overlap only if a kernel that returns the log-sum-exp can compute this attention.
-    With `check` a kernel is checked before its first use (`choose_checked`).
     """
     request = KernelRequest(
         mask.limited_to(max(lengths)),
@@ -232,11 +227,11 @@ def choose_kernel_and_overlap(
     overlap_chunks = _overlap_chunks(shapes, sp)
     if overlap_chunks > 1 and not needs_lse and sp.overlap_chunks == "auto":
         try:
-            return *choose_checked(kernel, replace(request, lse=True), sp, run=check), overlap_chunks
+            return *choose_kernel(kernel, replace(request, lse=True)), overlap_chunks
         except LongspanError:  # any other reason is raised below
             overlap_chunks = 1
     request = replace(request, lse=needs_lse or overlap_chunks > 1)
-    return *choose_checked(kernel, request, sp, run=check), overlap_chunks
+    return *choose_kernel(kernel, request), overlap_chunks
 
 
 def _overlap_chunks(shapes: Shapes, sp: SequenceSharding) -> int:

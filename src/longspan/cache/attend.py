@@ -36,8 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longspan.attn.kernels.base import BlockKernel, Blocks, KernelRequest, SoftmaxAccumulator
-from longspan.attn.kernels.choice import AnyKernel, Choice, returns_lse
-from longspan.attn.methods.self_check import choose_checked
+from longspan.attn.kernels.choice import AnyKernel, Choice, choose_kernel, returns_lse
 from longspan.comm.all_to_all import gather_heads, scatter_heads
 from longspan.compat.torch_api import gather_into
 from longspan.core.errors import LongspanError
@@ -201,7 +200,7 @@ def _prepare(
         slots = (step.static.slots(layer, mask),) if mine.q_heads else ()
         chosen, choice = step.static.kernel(request)
         return _Prepared(shards, mine, index, chosen, slots, None, choice)
-    chosen, choice = choose_checked(kernel, request, sp)
+    chosen, choice = choose_kernel(kernel, request)
     if not returns_lse(chosen):
         raise LongspanError(
             f"the kernel {chosen.name} returns no log-sum-exp, which a cache needs to merge partial outputs; "

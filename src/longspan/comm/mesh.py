@@ -221,7 +221,6 @@ class SequenceSharding:
         self.mesh = mesh
         self._options: Any = {**choices, "overlap_chunks": overlap_chunks, "kv_replication": kv_replication}
         self.plans: OrderedDict[Any, Any] = OrderedDict()  # the last few of `longspan.attention`
-        self.failed_kernels: dict[Any, frozenset[str]] = {}  # by kind of attention (`attn/methods/self_check.py`)
         self._expert_meshes: dict[int, DeviceMesh] = {}  # by ranks of a group
         self.kv_replication = kv_replication
         self.ring_impl = ring_impl

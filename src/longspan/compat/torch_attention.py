@@ -65,65 +65,6 @@ cudnn_backward = _aten("_scaled_dot_product_cudnn_attention_backward")
 dropout_p, is_causal, *, scale) -> (dq, dk, dv)."""
 
 
-# Implementations of flash attention that can replace torch's own (FlashAttention-2) in the whole process; FA3 not in
-# every version. Public way: this one, a prototype. When gone: they are refused, and torch's own is used.
-
-FLASH_IMPLEMENTATIONS = {"flash3": "FA3", "flash4": "FA4"}
-"""Names of kernels, and torch's names of their implementations."""
-
-_PACKAGES = {
-    "FA3": ("flash_attn_interface", "flash-attn-3", ((9, 0),)),
-    "FA4": ("flash_attn.cute.interface", "flash-attn-4", ((9, 0), (10, 0), (10, 3))),
-}
-"""The module that torch imports, its package, and the compute capabilities that it supports."""
-
-
-def missing_flash(implementation: str, device: torch.device) -> str | None:
-    """Return why "FA3" or "FA4" cannot be activated for a GPU, with a fix; None if it can. Imports nothing."""
-    module, package, capabilities = _PACKAGES[implementation]
-    attention = torch.nn.attention
-    known: list[str] = getattr(attention, "list_flash_attention_impls", list)()
-    if implementation not in known or not hasattr(attention, "activate_flash_attention_impl"):
-        return f"torch {torch.__version__} knows {', '.join(known) or 'no other flash attention'}; use a newer torch"
-    capability = torch.cuda.get_device_capability(device)
-    if capability not in capabilities:
-        fits = ", ".join(f"{major}.{minor}" for major, minor in capabilities)
-        return (
-            f"{implementation} is for GPUs of compute capability {fits}, this one has {'.'.join(map(str, capability))}"
-        )
-    try:
-        found = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
-        found = None
-    if found is None:
-        return f"{implementation} is not installed (no module {module}); `pip install {package}`"
-    return None
-
-
-def active_flash() -> str | None:
-    """Return the implementation that replaces torch's own; None if none does."""
-    current: Any = getattr(torch.nn.attention, "current_flash_attention_impl", None)
-    active: str | None = None if current is None else current()
-    return active
-
-
-def activate_flash(implementation: str) -> None:
-    """Replace torch's flash attention by "FA3" or "FA4" in the whole process.
-
-    `torch.nn.attention.restore_flash_attention_impl()` undoes it.
-    """
-    if active_flash() != implementation:
-        torch.nn.attention.activate_flash_attention_impl(implementation)
-
-
-def restore_flash(implementation: str | None) -> None:
-    """Undo `activate_flash`: make the earlier result of `active_flash` the implementation again."""
-    if active_flash() != implementation:
-        torch.nn.attention.restore_flash_attention_impl()
-        if implementation is not None:
-            activate_flash(implementation)
-
-
 def flex() -> Any:
     """Return the module `torch.nn.attention.flex_attention`.
 

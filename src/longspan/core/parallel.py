@@ -119,4 +119,4 @@ def axes_of_width(ulysses: int, width: int) -> tuple[int, int]:
 
 
 # A test compares them with the kernels that are registered when torch is imported.
-KernelName = Literal["auto", "sdpa", "flash", "tiled", "flex", "cudnn", "flash3", "flash4", "flash_attn", "eager"]
+KernelName = Literal["auto", "sdpa", "flash", "cudnn", "tiled", "flex", "eager"]

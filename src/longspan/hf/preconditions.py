@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from longspan.attn.kernels.choice import AnyKernel, table_of
+from longspan.attn.kernels.choice import AnyKernel
 from longspan.comm import consistency
 from longspan.comm.mesh import SequenceSharding
 from longspan.compat.reading import attention_layers, mixer_layers
@@ -213,11 +213,9 @@ def facts_of(model: nn.Module, sp: SequenceSharding, options: ParallelizeOptions
     settings = config.to_dict() if isinstance(config, transformers.PreTrainedConfig) else config
     facts = {option: getattr(value, "__qualname__", repr(value)) for option, value in vars(options).items()}
     facts["kernel"] = getattr(options.kernel, "name", facts["kernel"])
-    table = table_of(options.kernel)
     facts |= {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "the kernel table's rows": table.rows_of(sp.device) if table else "",  # of this GPU, if one has its own
         "the mesh": f"{tuple(sp.mesh.shape)}, {sp.layout.kind}, ring_impl={sp.ring_impl!r}, {sp.kv_replication}, "
         f"overlap_chunks={sp.overlap_chunks}, wire_dtype={sp.wire_dtype}",
         "the model's class": type(model).__name__,

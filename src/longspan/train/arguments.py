@@ -38,8 +38,7 @@ from longspan.trainers.mixin import REFUSED
 
 METHODS = {"sft": SFTConfig, "dpo": DPOConfig, "reward": RewardConfig}
 MUON = "muon"
-KERNELS = {"sdpa": "sdpa", "eager": "eager", "flex_attention": "flex", "flash_attention_2": "flash_attn",
-           "flash_attention_3": "flash3"}  # fmt: skip
+KERNELS = {"sdpa": "auto", "eager": "eager", "flex_attention": "flex", "flash_attention_2": "flash"}
 """Our kernel for each value of TRL's `attn_implementation`."""
 
 

@@ -54,7 +54,8 @@ BY_REGIONS = frozenset(
     | {CUSTOM}
 )
 """The options that `Mask.regions` and `Mask.dense` express."""
-BY_SCORES = frozenset({"mask_mod", "softcap", "sinks", "alibi", "bias"})
+CHANGES_EACH_SCORE = frozenset({"mask_mod", "softcap", "alibi", "bias"})
+BY_SCORES = CHANGES_EACH_SCORE | {"sinks"}
 """The options that change scores, or the sum of their exponentials."""
 
 
@@ -71,8 +72,6 @@ class KernelRequest:
     dtype: torch.dtype = torch.float32  # of q, k and v
     head_dims: tuple[int, int] = (64, 64)  # of q and k, and of v
     lse: bool = False  # whether the log-sum-exp is needed even without a ring, because the method saves it
-    # Names of kernels that "auto" passes over: they do not work on every rank (`methods/self_check.py`).
-    failed: frozenset[str] = frozenset()
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -107,7 +106,6 @@ class Blocks:
     # For each of `k_spans` the ring rank whose block contains it; a block's spans are in order.
     source_ranks: tuple[int, ...]
     device: torch.device  # of the tensors
-    token_bytes: int = 0  # bytes of q, k and v of one token
     dtype: torch.dtype = torch.float32  # of the tensors
     head_dims: tuple[int, int] = (64, 64)  # of q and k, and of v
 
@@ -342,8 +340,6 @@ class BlockKernel(Kernel, Protocol):
     `Blocks.parts`), `refuses`, `describe`, `prepare`, `forward` and `backward`; a kernel of several calls instead
     defines `accumulate` and `accumulate_gradients`, to add each.
     """
-
-    self_check: bool = False  # whether "auto" compares the kernel with fp32 before its first use on a device
 
     def prepare(self, blocks: Blocks) -> Sequence[Any]:
         """Return what `forward` and `backward` need for each KV block, on the device; called once per batch.

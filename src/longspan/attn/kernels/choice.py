@@ -1,26 +1,18 @@
-"""Choose the kernel of an attention, from facts that are the same on every rank, and report why.
-
-"auto" follows a table (`table.toml`). The reason names the table's row, and the kernels it passed over.
-"""
+"""Choose the kernel of an attention, from device, mask and tensors, and report why."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
-from torch import Tensor
 
-from longspan.attn.kernels import flash as flash  # registers itself, as does the next one
-from longspan.attn.kernels import flash_attn as flash_attn
 from longspan.attn.kernels.base import (
     BY_REGIONS,
     BY_SCORES,
+    CHANGES_EACH_SCORE,
     REGISTRY,
     BlockKernel,
     Kernel,
@@ -28,17 +20,16 @@ from longspan.attn.kernels.base import (
     refusal,
     register,
 )
-from longspan.attn.kernels.custom import FunctionKernel
+from longspan.attn.kernels.flash import CUDNN, FLASH
 from longspan.attn.kernels.flex import FLEX, compiles
 from longspan.attn.kernels.sdpa import SDPA
-from longspan.attn.kernels.table import DEFAULT, KernelTable, read_rows
 from longspan.attn.kernels.tiled import TILED
 from longspan.attn.score import Scores
 from longspan.core.errors import LongspanError
-from longspan.core.validation import as_path, checked_call, format_value, nearest
+from longspan.core.validation import format_value, nearest
 
-AnyKernel = str | Kernel | KernelTable | Callable[..., Tensor]
-"""A name, a custom kernel, a table (`kernel_table`), or a function `f(q, k, v, *, causal, scale, ...)`."""
+AnyKernel = str | Kernel
+"""A name, or a custom kernel (`BlockKernel`, `longspan.kernel_with_lse`)."""
 
 _log = logging.getLogger("longspan")
 
@@ -79,13 +70,12 @@ def choose_kernel(kernel: AnyKernel, request: KernelRequest) -> tuple[Kernel, Ch
     """
     if isinstance(kernel, str) and kernel not in ("auto", *REGISTRY):
         raise LongspanError(
-            f"kernel={kernel!r} is unknown; {nearest(kernel, ('auto', *REGISTRY))} (or pass a callable)"
+            f"kernel={kernel!r} is unknown; {nearest(kernel, ('auto', *REGISTRY))}, or pass longspan.kernel_with_lse(f)"
         )
-    table = table_of(kernel)
-    if table is None:
-        chosen, choice = _check_requested(as_kernel(kernel), request)
+    if kernel == "auto":
+        chosen, choice = _choose(request)
     else:
-        chosen, choice = _choose_by_table(request, table)
+        chosen, choice = _check_requested(as_kernel(kernel), request)
     if request.grad and returns_lse(chosen):
         refuse_learnt_biases(chosen.name, request.scores, request.device)
     return chosen, choice
@@ -124,20 +114,21 @@ def _missing_lse(kernel: Kernel, request: KernelRequest) -> str | None:
 
 
 def as_kernel(kernel: AnyKernel) -> Kernel:
-    """Return the kernel with this name, or wrap a function as a kernel.
+    """Return the kernel with this name, or the custom kernel itself.
 
     Raises:
         LongspanError: for anything else.
     """
     if isinstance(kernel, str):
         return REGISTRY[kernel]
-    if isinstance(kernel, Kernel):
-        return kernel
-    function: Any = kernel
-    if not callable(function):
-        known = ", ".join(("auto", *REGISTRY))
-        raise LongspanError(f"kernel={format_value(kernel)} is neither a name ({known}) nor a callable")
-    return FunctionKernel(function)
+    given: object = kernel
+    if isinstance(given, Kernel):
+        return given
+    known = ", ".join(("auto", *REGISTRY))
+    raise LongspanError(
+        f"kernel={format_value(kernel)} is neither a name ({known}) nor a kernel; make one of a function that returns "
+        f"the output and its log-sum-exp by longspan.kernel_with_lse"
+    )
 
 
 def returns_lse(kernel: Kernel) -> TypeGuard[BlockKernel]:
@@ -145,17 +136,29 @@ def returns_lse(kernel: Kernel) -> TypeGuard[BlockKernel]:
     return all(hasattr(kernel, name) for name in ("prepare", "accumulate"))
 
 
-def _choose_by_table(request: KernelRequest, table: KernelTable) -> tuple[Kernel, Choice]:
-    """Return the first kernel of the table's row that can compute this; "tiled" if none of them can."""
-    row = table.row(request)
+def _choose(request: KernelRequest) -> tuple[Kernel, Choice]:
+    """Return the first candidate that computes this; "tiled", the last, computes everything."""
     passed_over: list[str] = []
-    for name in (*row.kernels, TILED.name):
-        kernel = as_kernel(name)
+    for kernel in candidates(request):
         why_not = _why_not(kernel, request)
         if why_not is None:
-            return kernel, Choice(kernel.name, "; ".join([*passed_over, kernel.describe(request), f"by {row.summary}"]))
+            return kernel, Choice(kernel.name, "; ".join([*passed_over, kernel.describe(request)]))
         passed_over.append(why_not)
     raise LongspanError(f"no kernel computes this attention: {'; '.join(passed_over)}")
+
+
+def candidates(request: KernelRequest) -> tuple[Kernel, ...]:
+    """Return the kernels that "auto" tries, the fastest first (benchmarks/reports/2026-11-26-gpu.md, mask-cost.md)."""
+    if request.device.type != "cuda":
+        return SDPA, TILED
+    options = {*request.options}
+    if options & CHANGES_EACH_SCORE:
+        return FLEX, TILED
+    if options & BY_REGIONS:
+        return FLASH, TILED
+    # FlashAttention-2 was written for GPUs older than Hopper and Blackwell. A compiler sees through sdpa.
+    newer = torch.cuda.get_device_capability(request.device) in ((9, 0), (10, 0))
+    return (CUDNN, SDPA, FLASH, TILED) if newer else (SDPA, FLASH, TILED)
 
 
 def _why_not(kernel: Kernel, request: KernelRequest) -> str | None:
@@ -165,44 +168,8 @@ def _why_not(kernel: Kernel, request: KernelRequest) -> str | None:
         return missing_lse
     if kernel is FLEX and not compiles(request.device):
         return "flex cannot be compiled: it needs a GPU and Triton"
-    try:
-        refused = refusal(kernel, request)
-    except LongspanError as error:  # a package that is not installed
-        refused = str(error)
-    if refused is not None:
-        return refused.split(";")[0].replace(f"kernel={kernel.name!r}", kernel.name)
-    if kernel.name in request.failed:
-        return f"{kernel.name} does not work on every rank"
-    if getattr(kernel, "self_check", False) and torch.compiler.is_compiling():
-        return f"{kernel.name} cannot be checked by a compiler"
-    return None
-
-
-def table_of(kernel: AnyKernel) -> KernelTable | None:
-    """Return the table that chooses the kernel: the given one, or longspan's for "auto"; None for any other kernel."""
-    if isinstance(kernel, str) and kernel == "auto":
-        return DEFAULT
-    return kernel if isinstance(kernel, KernelTable) else None
-
-
-@checked_call()
-def kernel_table(path: str | Path) -> KernelTable:
-    """Read a custom table of kernels, to pass as `kernel=` instead of "auto".
-
-    Its rows take precedence over longspan's (`longspan/attn/kernels/table.toml`, which documents the format).
-    `python -m benchmarks.gpu --write-table FILE` measures rows on a GPU. The file must be the same on all ranks;
-    `longspan.parallelize` compares it.
-
-    Args:
-        path: of a TOML file.
-
-    Raises:
-        LongspanError: for a file that is no such table; the message names the row and the allowed values.
-    """
-    path = as_path("path", path)
-    rows = read_rows("the kernel table", path, tuple(REGISTRY))
-    digest = hashlib.sha256(repr(rows).encode()).hexdigest()
-    return KernelTable(f"table {path.name} {digest[:12]}", rows + DEFAULT.rows)
+    refused = refusal(kernel, request)
+    return None if refused is None else refused.split(";")[0].replace(f"kernel={kernel.name!r}", kernel.name)
 
 
 def refuse_learnt_biases(kernel: str, scores: Scores, device: torch.device) -> None:

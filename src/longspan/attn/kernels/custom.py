@@ -1,81 +1,23 @@
-"""Custom kernels from a function: one that returns the output, or one that also returns the log-sum-exp.
+"""A custom kernel from a function that returns the output and its log-sum-exp, on one device and in rings.
 
-The second kind works in rings too. For more control, inherit from `BlockKernel`.
+For more control, inherit from `BlockKernel`.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longspan.attn.kernels.base import BY_SCORES, AutogradKernel, BackwardInputs, Blocks, KernelRequest
+from longspan.attn.kernels.base import BackwardInputs, KernelRequest
 from longspan.attn.kernels.flex import backward_by_autograd
-from longspan.attn.kernels.sdpa import SDPA, segments_with_chunks
 from longspan.attn.kernels.tiled import TiledKernel, TileScores, for_device
 from longspan.attn.score import Scores
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_function, checked_call
-
-
-class FunctionKernel(AutogradKernel):
-    """A function `f(q, k, v, *, causal, scale, **more) -> out` on `[B, S, heads, D]`, differentiable.
-
-    `more` contains `window`, `segments`, `softcap`, `sinks`, `mask_mod`, `alibi` and `bias` if they are set; a function
-    without such a keyword is refused.
-    """
-
-    computes = SDPA.computes | {"a window to both sides"} | BY_SCORES
-
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        self.function = function
-        self.name = getattr(function, "__name__", repr(function))
-
-    def refuses(self, request: KernelRequest) -> str | None:
-        mask = request.mask
-        needed = {"causal", "scale", *self._more(mask.segments or mask.chunk_size, mask, request.scores)}
-        missing = sorted(needed - self._keywords) if self._keywords is not None else []
-        if missing:
-            return f"the kernel {self.name} has no keyword {', '.join(missing)}, which this attention needs"
-        return None
-
-    def describe(self, request: KernelRequest) -> str:
-        return "a custom function"
-
-    @functools.cached_property
-    def _keywords(self) -> frozenset[str] | None:
-        """Keywords that the function accepts; None for any."""
-        try:
-            parameters = inspect.signature(self.function).parameters.values()
-        except ValueError as error:
-            raise LongspanError(
-                f"the kernel {self.name} has no Python signature; wrap it in a function f(q, k, v, *, causal, scale)"
-            ) from error
-        return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in parameters)
-
-    def _more(self, segments: Any, mask: Any, scores: Scores) -> dict[str, Any]:
-        given = {"window": mask.window, "segments": segments, "softcap": scores.softcap}
-        given |= {"sinks": scores.sinks, "mask_mod": mask.mask_mod, "alibi": scores.alibi, "bias": scores.bias}
-        return {name: value for name, value in given.items() if value is not None}
-
-    def prepare_batch(self, blocks: Blocks) -> tuple[Any, Any]:
-        """Return the segments, cut at chunks too, and the mask."""
-        return segments_with_chunks(blocks), blocks.mask
-
-    def run(self, q_BSHD: Tensor, k_BTKD: Tensor, v_BTKV: Tensor, prepared: Any, scores: Scores) -> Tensor:
-        segments, mask = prepared
-        more = self._more(segments, mask, scores)
-        out: Tensor = self.function(q_BSHD, k_BTKD, v_BTKV, causal=mask.causal, scale=scores.scale, **more)
-        expected = (*q_BSHD.shape[:3], v_BTKV.shape[3])
-        if tuple(out.shape) != expected:
-            raise LongspanError(
-                f"the kernel returned the shape {tuple(out.shape)}, [B, S, heads, D] = {expected} is needed"
-            )
-        return out
 
 
 class LseKernel(TiledKernel):

@@ -4,9 +4,6 @@
 regions, on one device, a Ulysses rank and in rings, but nothing that changes every score (a mask_mod, a softcap, a
 bias). `flash_calls` turns a mask into calls.
 
-"flash" is the implementation that is active in this process, FlashAttention-2 unless another was activated. "flash3"
-and "flash4" activate theirs when attention is prepared, for the whole process.
-
 Shape suffixes: B batch, H query heads, K KV heads, Q queries, T keys, D head_dim.
 """
 
@@ -33,7 +30,6 @@ from longspan.attn.kernels.base import (
 from longspan.attn.kernels.flash_calls import FlashCall, flash_calls
 from longspan.attn.kernels.tiled import TiledKernel, TileScores
 from longspan.attn.score import Scores
-from longspan.compat.torch_attention import FLASH_IMPLEMENTATIONS, activate_flash, active_flash, missing_flash
 from longspan.compat.torch_attention import cudnn as _cudnn
 from longspan.compat.torch_attention import cudnn_backward as _cudnn_backward
 from longspan.compat.torch_attention import flash_varlen as _flash
@@ -53,36 +49,20 @@ class FlashBlock:
 
 
 class FlashKernel(BlockKernel):
-    """Every mask that is made of regions, in a few calls of flash attention.
+    """Every mask that is made of regions, in a few calls of flash attention."""
 
-    Attributes:
-        name: "flash", "flash3" or "flash4".
-        implementation: torch's name of the one to activate; None for whatever is active.
-    """
-
+    name = "flash"
     computes = BY_REGIONS | {"sinks"}
-
-    def __init__(self, name: str = "flash", implementation: str | None = None) -> None:
-        self.name, self.implementation = name, implementation
-        self.self_check = implementation is not None
 
     def refuses(self, request: KernelRequest) -> str | None:
         unfit = _unfit(request)
-        if unfit is not None:
-            return f"kernel={self.name!r} {unfit}; use kernel='auto'"
-        missing = None if self.implementation is None else missing_flash(self.implementation, request.device)
-        if missing is not None:
-            return f"kernel={self.name!r}: {missing}, or use kernel='flash'"
-        return None
+        return None if unfit is None else f"kernel='flash' {unfit}; use kernel='auto'"
 
     def describe(self, request: KernelRequest) -> str:
-        which = self.implementation or active_flash() or "FA2"
-        return f"torch's flash attention ({which}), windows and documents in one call each"
+        return "torch's flash attention, windows and documents in one call each"
 
     def prepare(self, blocks: Blocks) -> Sequence[FlashBlock | None]:
-        """Return each block's calls; activate the requested implementation."""
-        if self.implementation is not None:
-            activate_flash(self.implementation)
+        """Return each block's calls."""
         state = torch.zeros(2, dtype=torch.uint64, device=blocks.device)
         unused = torch.empty(0, device=blocks.device)
         return [FlashBlock(calls, state, unused) if calls else None for calls in flash_calls(blocks)]
@@ -189,7 +169,6 @@ class CudnnKernel(TiledKernel):
 
     name = "cudnn"
     computes = FlashKernel.computes - {"window", "a window to both sides"}
-    self_check = True
 
     def refuses(self, request: KernelRequest) -> str | None:
         unfit = _unfit_for_cudnn(request)
@@ -235,5 +214,3 @@ def _unfit_for_cudnn(request: KernelRequest) -> str | None:
 
 FLASH = register(FlashKernel())
 CUDNN = register(CudnnKernel())
-for _name, _implementation in FLASH_IMPLEMENTATIONS.items():
-    register(FlashKernel(_name, _implementation))

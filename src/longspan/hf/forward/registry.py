@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.attn.kernels.base import KernelRequest
-from longspan.attn.kernels.choice import AnyKernel, Choice, choose_kernel, table_of
+from longspan.attn.kernels.choice import AnyKernel, Choice, choose_kernel
 from longspan.attn.mask import Mask
 from longspan.attn.prepare import AttentionPlan, prepare
 from longspan.attn.score import Scores
@@ -67,8 +67,8 @@ class LayerBinding:
     causal: bool = True
 
     def check_mask(self, info: SequenceInfo) -> None:
-        """Raise if a requested kernel cannot compute a batch's mask; a table falls back on one that can."""
-        if table_of(self.kernel) is not None:
+        """Raise if a requested kernel cannot compute a batch's mask; "auto" falls back on one that can."""
+        if self.kernel == "auto":
             return
         mask, device = _mask(MaskRequest(self.causal), info), self.sp.device
         ring, lse = self.sp.of_width(info.layout.size).ring_size, self.memory.recompute_all_to_all
