@@ -52,7 +52,7 @@ class ForwardHooks:
         traits, sp, tensor, head = state.traits, state.sp, state.tensor, state.head
         self.traits, self.sp, self.batches = traits, sp, batches
         self.options = ForwardOptions(compute_logits=compute_logits)
-        self.losses = GlobalLoss(sp, batches, self.options)
+        self.losses = GlobalLoss(sp, self.options)
         self.running: tuple[ForwardCall, list[Stage]] | None = None
         self.returned_tokens: tuple[int, int] | None = None  # of a whole batch's logits without a loss: mine of all
         self.model, self.shards_weights, self.replays = model, False, False

@@ -24,7 +24,6 @@ from longspan.compat.torch_api import not_compiled, version_of
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_number
 from longspan.hf.batch import SequenceInfo, real_tokens
-from longspan.hf.checks.batches import BatchCheck
 from longspan.hf.forward.logits import gather_tokens
 from longspan.hf.forward.stage import ForwardCall, ForwardOptions, ModelTraits, Stage
 from longspan.hf.support import HELP, no_router_loss
@@ -81,7 +80,7 @@ def causal_lm_loss(
         check_labels("shifted_labels", shifted_labels, logits.shape[-1])
     check_number("label_smoothing", label_smoothing, 0, 1)
     check_number("z_loss", z_loss, 0, 1e6)
-    losses = GlobalLoss(sp, None, ForwardOptions())
+    losses = GlobalLoss(sp, ForwardOptions())
     return losses.of_tokens(logits, shifted_labels, num_items_in_batch, LossTerms(label_smoothing, z_loss))
 
 
@@ -107,10 +106,10 @@ def check_labels(name: str, labels: Tensor, size: int, kind: str = "vocabulary h
 
 
 class GlobalLoss:
-    """Mean losses over the global batch, equal on every rank; their all-reduce also carries the batch comparison."""
+    """Mean losses over the global batch, equal on every rank."""
 
-    def __init__(self, sp: SequenceSharding, batches: BatchCheck | None, options: ForwardOptions) -> None:
-        self.sp, self.batches, self.options = sp, batches, options
+    def __init__(self, sp: SequenceSharding, options: ForwardOptions) -> None:
+        self.sp, self.options = sp, options
         self.computed = 0  # losses so far; a trainer reads whether a forward added one
         self.share = torch.ones(())  # counted tokens of the last loss, over the number by which it was divided
 
@@ -162,11 +161,7 @@ class GlobalLoss:
         number.
         """
         self.computed += 1
-        carry = None if self.batches is None else self.batches.to_carry()
-        carry = torch.zeros((), dtype=torch.float64, device=total.device) if carry is None else carry.to(total.device)
-        sums = sum_over(torch.stack([total.double(), count.double(), carry]), self.sp.world_group)
-        if self.batches is not None:
-            self.batches.carried(sums[2].detach())
+        sums = sum_over(torch.stack([total.double(), count.double()]), self.sp.world_group)
         if items is None:
             items = torch.where(sums[1] > 0, sums[1], 1).detach()
         items = items.to(sums.device) if isinstance(items, Tensor) else items

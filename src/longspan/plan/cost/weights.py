@@ -277,8 +277,8 @@ def outer_weights_sent(c: CostContext) -> list[Sent]:
                 shard = shard_elements(mine, f, c.mesh.tensor) * (f - 1)
                 sent.append(Sent("reduce_scatter", "fsdp", f"gradients of {what}", shard * 4, method=False))
     if train:
-        # Three fp64 numbers: the sum of the tokens' losses, their count, and the digests of batches on a GPU.
-        sent.append(Sent("all_reduce", "fsdp", "loss", 2 * 24 * (f - 1) // f, method=False))
+        # Two fp64 numbers: the sum of the tokens' losses, and their count.
+        sent.append(Sent("all_reduce", "fsdp", "loss", 2 * 16 * (f - 1) // f, method=False))
     if train and not c.job.weight_sharding:
         # A flag per parameter, then fp32 gradients in buckets, as `longspan.hf.weights.gradients` sums them.
         buckets, flags = _buckets(c.model, c.mesh.tensor, bool(c.job.pictures))
