@@ -202,7 +202,7 @@ def _flex_errors(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
         patch.setattr(flex, "_flex_attention", differentiable_flex)
         patch.setattr(flex, "_flex_backward", lambda compiled: None)
         patch.setattr(flex, "BLOCK", 4)  # so that these short sequences have full blocks
-        patch.setattr(prepare, "choose_checked", lambda *_, **__: (flex.FLEX, kernels.Choice("flex", "for this test")))
+        patch.setattr(prepare, "choose_kernel", lambda *_, **__: (flex.FLEX, kernels.Choice("flex", "for this test")))
         return {name: compare(HARD[name], sp) for name in names}
 
 
@@ -385,7 +385,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"softcap": 3.0, "kernel": longspan.kernel_with_lse(_plain)},
         "the kernel _plain cannot do softcap; use kernel='auto'",
     ),
-    ({"kernel": lambda q, k, v: q}, "is neither a name .* nor a kernel; make one of a function .* kernel_with_lse"),
+    ({"kernel": lambda q, k, v: q}, "is neither a name .* nor a kernel; make one of a function .*kernel_with_lse"),
     ({"q_start": 1}, "queries at 1 to 8 lie behind the 8 keys"),
     ({"q_start": -1}, "q_start must be at least 0, got -1"),
 ]

@@ -75,7 +75,7 @@ def _loss(**changes: Any) -> Callable[[Any], Any]:
         (_attend(mask_mod=lambda b, h, q, kv: None), r"mask_mod must return a tensor for each pair, it returned None"),
         (_attend(bias=lambda h, q, kv: None), r"bias must return a tensor for each pair, it returned None"),
         (_attend(bias=3), r"bias must be a function .*, got 3 \(int\)"),
-        (_attend(kernel=3), r"kernel=3 is neither a name .* nor a callable"),
+        (_attend(kernel=3), r"kernel=3 is neither a name .* nor a kernel"),
         (_attend(prefix="ab"), r"prefix must be an integer, got 'ab'"),
         (_attend(documents=[0] * 8), r"`documents` must be a tensor, got \[0, "),
         (_attend(documents=torch.zeros(1, 8)), r"`documents` must be a tensor of integers, got a tensor torch.float32"),

@@ -243,8 +243,6 @@ def prepare_attention(
 ) -> AttentionPlan:
     """Prepare once what every layer with this mask and these shapes executes: `longspan.attention(..., plan=plan)`.
 
-    Collective: before a kernel that "auto" checks is first used, the ranks agree on it.
-
     This runs all checks, reads documents on the host, and copies the kernel's index tensors to the device. A layer with
     the plan does none of that. Arguments and errors are those of `attention`; of the tensors only shape, dtype, device
     and `requires_grad` matter, and of `sinks`, `alibi` and `bias` whether they are given.
