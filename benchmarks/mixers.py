@@ -38,6 +38,7 @@ from longspan.comm.counting import count_sent
 from longspan.comm.mesh import OneDeviceMesh, group_name
 from longspan.mixers.chunked import LinearAttention
 from longspan.mixers.mixer import Tokens
+from longspan.mixers.state_passing import depend
 
 GOAL = 1.15
 HEADS, DIM = 4, 64  # of queries, keys and values
@@ -95,7 +96,7 @@ def states_in_turn(tokens: dict[str, Tensor], sp: longspan.SequenceSharding) -> 
     local = LinearAttention().local(Tokens(**tokens), None, receives=sp.rank > 0)
     transition = torch.ones(1) if local.transition is None else local.transition
     before: Tensor = _StateOfPreviousRank.apply(local.state, transition, sp)  # type: ignore[no-untyped-call]
-    return local.finish(before)
+    return depend(local.finish(before if sp.rank else None), before)  # the first rank's backward receives, too
 
 
 class _StateOfPreviousRank(torch.autograd.Function):
