@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from longspan.core.errors import LongspanError
 from longspan.core.parallel import KernelName
 from longspan.core.rope import AS_IS, RopeAsked
-from longspan.core.validation import check_text
+from longspan.core.validation import check_text, format_value
 
 
 @dataclass(frozen=True)
@@ -35,3 +36,16 @@ class Model:
         if not self.model:
             raise LongspanError("--model is missing; give the name or folder of a model")
         check_text("--model", self.model)
+
+
+MOST_LAYERS = 4096
+"""transformers makes every layer, 1 ms each; more are a mistake."""
+
+
+def check_layers(where: str, config: Mapping[str, Any]) -> None:
+    """Raise for a config.json of more than `MOST_LAYERS` layers, before transformers makes a list of them."""
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key in ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth"):
+            if isinstance(part.get(key), int | float) and part[key] > MOST_LAYERS:
+                layers = format_value(part[key])
+                raise LongspanError(f"{where}: {key}={layers} is more than {MOST_LAYERS:,}; correct the config")

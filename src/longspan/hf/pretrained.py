@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from longspan.core.errors import LongspanError
+from longspan.core.model import check_layers
 from longspan.core.rope import (
     AS_IS,
     RopeAsked,
@@ -333,7 +334,7 @@ def _check_json(flag: str, name: str) -> None:
                 "itself"
             )
         path = path / "config.json"
-    _read_json(flag, path, "give a model's config.json")
+    check_layers(f"{flag} {name}", _read_json(flag, path, "give a model's config.json"))
 
 
 def _read_json(flag: str, path: Path, fix: str) -> dict[str, Any]:

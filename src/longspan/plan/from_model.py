@@ -30,6 +30,7 @@ from longspan.compat.reading import (
 )
 from longspan.compat.transformers_api import mixer_functions
 from longspan.core.errors import LongspanError, require
+from longspan.core.model import check_layers
 from longspan.core.rope import AUTO, RopeAsked
 from longspan.plan.layers import (
     CAUSAL,
@@ -67,10 +68,6 @@ def read_model(
     return replace(shape_from_config(config, name, tuning or ALL_TRAINED), rope=rope or AUTO)
 
 
-MOST_LAYERS = 4096
-"""transformers makes every layer, 1 ms each; more are a mistake."""
-
-
 def shape_from_config(config: Mapping[str, Any], name: str, tuning: Tuning = ALL_TRAINED) -> ModelShape:
     """Return the shape of the model that transformers builds from the keys of a `config.json`.
 
@@ -91,10 +88,7 @@ def _shape_from_json(text: str, name: str, tuning: Tuning) -> ModelShape:
             f"{name}: transformers {transformers.__version__} does not know model_type {model_type!r}, and the planner "
             f"reads only models that transformers builds; correct model_type, or install a version that has it"
         )
-    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-        for key in ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth"):
-            if isinstance(part.get(key), (int, float)) and part[key] > MOST_LAYERS:
-                raise LongspanError(f"{name}: {key}={part[key]} is more than {MOST_LAYERS:,}; correct the config")
+    check_layers(name, config)
     try:
         made = known[model_type].from_dict(config)
     except Exception as error:  # of any kind

@@ -358,7 +358,7 @@ CATALOGUE = {
 }
 
 _OWN_KEYS = {each.name for each in dataclasses.fields(Hardware)} - {"measured_dtype", "attention"}
-_KEYS = _OWN_KEYS | {"like", "links", "dtype"}
+_KEYS = _OWN_KEYS | {"like", "links"}
 
 
 def read_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
@@ -397,7 +397,8 @@ def _read(name_or_path: str, readers: tuple[Path, ...]) -> Hardware:
 
 
 def _from_toml(file: Toml, readers: tuple[Path, ...]) -> Hardware:
-    values, measured = _table(file, _KEYS), "measured" in file.values
+    measured = "measured" in file.values
+    values = _table(file, _KEYS | {"dtype"} if measured else _KEYS)
     for key in ("name", "like", "measured"):
         if not isinstance(values.get(key, ""), str):
             raise file.error(f"{key} = {format_value(values[key])} must be text", key)
