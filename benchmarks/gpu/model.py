@@ -25,7 +25,6 @@ import longspan
 from benchmarks.common import DTYPES
 from benchmarks.gpu.setup import BELOW, MEASURED, OK, SKIPPED, WRONG, Row, Setup
 from longspan.cache.static import StaticDecode
-from longspan.compat.transformers_api import cache_name
 from longspan.core.memory import LONGEST, Memory
 from longspan.hf.state import state_of
 from longspan.plan import Job, ParallelConfig, cost, read_hardware
@@ -202,7 +201,7 @@ def _decoded(setup: Setup, model: Any, cache: Any, ids: Tensor, prompt: int) -> 
                 elif at == prompt + 2:
                     waits = watching.enter_context(setup.waits())
                 begin = time.perf_counter()
-                out = model(tokens, **{cache_name(type(model).forward): cache}, use_cache=True, logits_to_keep=1)
+                out = model(tokens, cache=cache, use_cache=True, logits_to_keep=1)
             setup.wait()
             if at > prompt + 2:
                 times.append(time.perf_counter() - begin)

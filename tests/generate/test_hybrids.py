@@ -15,7 +15,6 @@ from torch import Tensor
 
 import longspan
 from longspan.comm.counting import count_sent
-from longspan.compat.transformers_api import caches_give_states
 from longspan.core.cache import CacheConfig
 from longspan.plan import Job, ParallelConfig
 from longspan.plan.cost.memory import cache_on_device, key_value_bytes, state_bytes
@@ -35,8 +34,6 @@ from tests.generate.generating import (
 )
 from tests.models import HYBRIDS
 from tests.pool import RankPool, on_ranks
-
-pytestmark = pytest.mark.skipif(not caches_give_states(), reason="needs transformers 5.24")
 
 # Rows of one length or padded on the left, read at once or in chunks: of 3 tokens, some rows begin after the first
 # ones, and four ranks do not shard a chunk.

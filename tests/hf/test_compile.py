@@ -18,7 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import longspan
 from longspan import LongspanError, Memory, exchange
 from tests.choose import confirming
-from tests.models import Truth, batch, build, check_gradients, check_loss, gradients, needs_mixers, truth_of
+from tests.models import Truth, batch, build, check_gradients, check_loss, gradients, truth_of
 from tests.pool import RankPool, on_ranks
 from tests.tolerance import excess
 
@@ -143,7 +143,7 @@ def _compare_model(
     ("pool", "family", "mesh", "memory", "lengths"),
     [
         *MODELS,
-        pytest.param(2, "Bamba", {"ring": 2}, SAVED, (21,), marks=needs_mixers),
+        (2, "Bamba", {"ring": 2}, SAVED, (21,)),
         *confirming([(2, "Mistral", {"ring": 2}, SAVED, lengths) for lengths in ((21,), (21, 26))]),
     ],
     indirect=["pool"],

@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import longspan
-from longspan.compat.transformers_api import mixers_hint
 from tests.choose import confirming
 from tests.models import (
     BASE,
@@ -26,7 +25,6 @@ from tests.models import (
     gradients,
     inputs_of,
     meshes,
-    needs_mixers,
     padded,
     sharding,
     truth_about,
@@ -76,7 +74,6 @@ CHOSEN = [(f, 1 + i % 2, KINDS[(i // 2) % 4]) for i, f in enumerate(HYBRIDS) if 
 CHOSEN += [(READ_PADDING[0], 2, "documents"), (READ_PADDING[1], 1, "documents"), (READ_PADDING[1], 2, "right")]
 
 
-@pytest.mark.with_oldest("Bamba", "Lfm2-", "Qwen3Next")
 @pytest.mark.parametrize(
     ("family", "ring", "kind"), [*CHOSEN, *confirming(case for case in EVERY if case not in CHOSEN)]
 )
@@ -105,7 +102,6 @@ def _attention_alone(truths: dict[str, Truth]) -> None:
         assert torch.equal(found, expected), family
 
 
-@needs_mixers
 def test_hybrids_without_a_recurrent_layer(pool2: RankPool) -> None:
     truths = {f: truth_of(build(f, **changes), inputs_of(f)) for f, changes in ATTENTION_ALONE.items()}
     pool2.run(_attention_alone, truths)
@@ -319,7 +315,6 @@ def _refusals() -> None:
         model(**whole, state=[torch.zeros(4, 32, 2)])
 
 
-@needs_mixers
 def test_refusals(pool2: RankPool) -> None:
     pool2.run(_refusals)
 
@@ -340,11 +335,3 @@ def test_nan_in_a_state_names_layer_and_rank(pool2: RankPool) -> None:
     assert other == (error, first)
     assert error.startswith("layer model.layers.0.mamba: rank 1 cannot pass its state: its state is not finite")
     assert first.startswith("what goes into model.layers.0 on rank 1 (128 of ")
-
-
-@pytest.mark.oldest
-@pytest.mark.skipif(not mixers_hint(), reason="newer ones generate")
-def test_generation_needs_newer_transformers() -> None:
-    model = longspan.parallelize(build("Lfm2"), longspan.SequenceSharding(longspan.init_mesh()))
-    with pytest.raises(longspan.LongspanError, match="is recurrent, and generates sharded with transformers"):
-        model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=2)

@@ -79,10 +79,6 @@ def _without_positions(family: str) -> dict[str, Any]:
 AUX: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.7}
 EXPERTS = ["Qwen3Moe", "Mixtral", "GptOss"]
 NO_FSDP, RINGS, BOTH = [(1, 1, False)], [(1, 1, True), (1, 2, True)], [(1, 2, True)]
-chunks_by_position = pytest.mark.skipif(
-    not hasattr(masks, "remap_positions_for_packed_sequence"),
-    reason="transformers before 5.23 counts chunks from the start of the row, whatever position ids say",
-)
 
 
 def _case(
@@ -127,9 +123,8 @@ CASES = [
     *confirming([_case("padding right", "Mistral", [(2, 1, True)], padded, "right")]),
     _case("packed", "Llama", [(1, 1, True), (1, 4, True)], _packed),
     *confirming(_case("packed", f, [(1, 4, True)], _packed) for f in ("Gemma2", "GPT2", "Mistral")),
-    pytest.param(*_case("", "Llama4Text", RINGS, _packed).values, id="packed, Llama4Text", marks=chunks_by_position),
-    pytest.param(*_case("", "Llama4Text", RINGS[:1], _packed_from_2).values, id="chunks follow positions",
-                 marks=chunks_by_position),
+    _case("packed", "Llama4Text", RINGS, _packed),
+    _case("chunks follow positions", "Llama4Text", RINGS[:1], _packed_from_2),
     *(_case("own positions", f, BOTH, _without_positions, ranks=2) for f in ("Roberta", "OPT")),
     *confirming(_case("own positions", f, BOTH, _without_positions) for f in ("Esm", "BioGpt")),
     _case("holes", "Llama4Text", BOTH, _with_holes),
@@ -148,7 +143,6 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.with_oldest("padding left, Llama", "padding left, Bert")
 @pytest.mark.parametrize(("ranks", "family", "meshes", "inputs", "args", "changes"), CASES)
 def test_one_process(
     get_pool: Callable[[int], RankPool],
@@ -166,7 +160,6 @@ def test_one_process(
     get_pool(ranks).run(_run, family, changes, meshes, inputs(family, *args), truth)
 
 
-@pytest.mark.with_oldest("Mistral", "Llama4Text", "ModernBert")
 @pytest.mark.parametrize(
     ("family", "everywhere"),
     [*((f, f == "Llama") for f in FAMILIES), *confirming((f, True) for f in FAMILIES if f != "Llama")],

@@ -382,8 +382,7 @@ def _groups(model: Any) -> list[tuple[int, list[str]]]:
     """Return FSDP's groups, the largest first: the elements that each gathers, and the names of its parameters."""
     from torch.distributed.fsdp import FSDPModule
 
-    # embed_out: what GPT-NeoX calls its head in older versions of transformers.
-    names = {id(p): name.replace("embed_out", "lm_head") for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in model.named_parameters()}
     states = {id(m._get_fsdp_state()): m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)}
     held = [[p.sharded_param for p in state._fsdp_param_group.fsdp_params] for state in states.values()
             if state._fsdp_param_group is not None]  # fmt: skip

@@ -36,7 +36,6 @@ from tests.models import (
     check_loss,
     compare,
     gradients,
-    needs_mixers,
     sharding,
     truth_of,
 )
@@ -435,9 +434,7 @@ FOR_AUTO = {"Llama": {}, "Bamba": {}, "Gemma": {"head_dim": 8}, "Starcoder2": {"
 """The planner has no config of the families after the second."""
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param("Bamba", marks=needs_mixers), *(family for family in FOR_AUTO if family != "Bamba")]
-)
+@pytest.mark.parametrize("family", ["Bamba", *(family for family in FOR_AUTO if family != "Bamba")])
 def test_auto_chooses_options_that_fit_and_explains_them(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = build(family, max_position_embeddings=1 << 17, **FOR_AUTO[family])
     long = batch(rows=1, n=1500)

@@ -26,7 +26,6 @@ from longspan.verify.report import Equality, Report, diagnosis, print_json, prin
 from tests.choose import each_value
 from tests.command import ForkedLauncher
 from tests.flags import make, replace
-from tests.models import needs_mixers
 from tests.pool import RankError, RankPool
 from tests.tolerance import roughly
 
@@ -109,10 +108,7 @@ def test_llama_passes(
     assert [equal.name for equal in report.equalities] == ["loss"] + ["gradients"] * (not fsdp)
 
 
-RECURRENT = pytest.param("nemotron_h", marks=needs_mixers)
-
-
-@pytest.mark.parametrize(("dtype", "name"), each_value(["fp32", "bf16"], ["qwen3", "gpt_neox", RECURRENT]))
+@pytest.mark.parametrize(("dtype", "name"), each_value(["fp32", "bf16"], ["qwen3", "gpt_neox", "nemotron_h"]))
 def test_other_models_pass(models: dict[str, Path], pool4: RankPool, name: str, dtype: str) -> None:
     report = pool4.run(worker, _config(models[name], 4, dtype=dtype, batch=2))[0]
     assert report.passed, _failing(report)
@@ -468,7 +464,6 @@ def test_finds_gradients_summed_instead_of_averaged(find: Find) -> None:
     assert all(check.sharded[0] == doubled for check in report.checks if not check.passed)
 
 
-@needs_mixers
 @pytest.mark.parametrize("plant", [_round_states, _drop_state_gradients])
 def test_finds_faults_of_recurrent_layers(find: Find, models: dict[str, Path], plant: Any) -> None:
     report, failing = find(plant, model=str(models["nemotron_h"]), ulysses=2)

@@ -9,8 +9,9 @@ import inspect
 from typing import Any
 
 from torch import nn
+from transformers.integrations.heterogeneity import AmbiguousGlobalPerLayerAttributeError
 
-from longspan.compat.transformers_api import LAYERS_DIFFER, calls_registry, mixer_functions
+from longspan.compat.transformers_api import calls_registry, mixer_functions
 from longspan.core.errors import LongspanError
 from longspan.core.rope import RopeState, full_table, rope_state
 from longspan.core.validation import format_value
@@ -94,7 +95,7 @@ def head_dim_of(text: Any) -> int | None:
     """Return the dim of a head by a text config, the largest if its layers differ; None if the config does not say."""
     try:
         dim: int | None = getattr(text, "head_dim", None)
-    except LAYERS_DIFFER:
+    except AmbiguousGlobalPerLayerAttributeError:
         dim = max(text.per_layer_config[i].head_dim for i in range(text.num_hidden_layers))
     return dim
 
@@ -106,7 +107,7 @@ def _rotary_dims(text: Any) -> int | None:
         if dims is None and getattr(text, "num_attention_heads", None):
             dims = text.hidden_size // text.num_attention_heads
         _, table = full_table(text.rope_parameters)
-    except LAYERS_DIFFER:
+    except AmbiguousGlobalPerLayerAttributeError:
         return None
     except LongspanError:  # no table for full attention
         return None

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from longspan.compat.transformers_api import add_mixer_function
 from longspan.core.errors import LongspanError
-from longspan.mixers.chunked import LinearAttention
 from longspan.mixers.linear_attention import default_mixer
 from longspan.mixers.mixer import ChunkFunction, Local, Scan, Tokens
 from longspan.mixers.state_passing import depend
@@ -78,7 +77,7 @@ def _delta_rule(
 
 def _mamba2(
     layer: MixerBinding,
-    original: Callable[..., Any] | None,
+    original: Callable[..., Any],
     x: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -99,7 +98,7 @@ def _mamba2(
     x = depend(x, A, D, dt_bias)  # a rank without fragments needs gradients, and the backward's collective, too
     state_BHVK = _cached_state(layer)
     initial = None if state_BHVK is None else state_BHVK.mT
-    out, final_BHKV = layer.run(_Mamba2(original or _plain_mamba2, A, dt_bias, options), Tokens(C, B, x, dt), initial)
+    out, final_BHKV = layer.run(_Mamba2(original, A, dt_bias, options), Tokens(C, B, x, dt), initial)
     return out if final_BHKV is None else (out, final_BHKV.mT.contiguous())
 
 
@@ -298,26 +297,6 @@ class _Mamba2:
             return out_BTHV + read_BTHV * kept_BTH.unsqueeze(-1)
 
         return Local(final, transition, finish)
-
-
-def _plain_mamba2(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    dt_limit: tuple[float, float],
-    **_: Any,
-) -> tuple[Tensor, Tensor]:
-    """Compute Mamba-2's scan where transformers has no function for it."""
-    dt = _time_steps(dt, dt_bias, dt_softplus).clamp(*dt_limit).float()
-    local = LinearAttention().local(Tokens(C, B, x * dt.unsqueeze(-1), A * dt), None, receives=False)
-    out = local.finish(None)
-    return (out if D is None else out + D.unsqueeze(-1) * x).to(x.dtype), local.state.mT
 
 
 @dataclass(frozen=True)

@@ -220,8 +220,7 @@ def _mask(request: MaskRequest, info: SequenceInfo) -> Mask:
         more: Any = {"segments": segments, "mask_mod": info.visible, "nodes": info.nodes}
         return Mask(request.causal, request.window, chunk_size, **more)
     if segments is not None and chunk_size is not None:
-        # Chunks count from the start of a document, or from the end of left-hand padding: not from the start of the row
-        # (as transformers before 5.23 does where position ids restart).
+        # Chunks count from the start of a document, or from the end of left-hand padding.
         segments, chunk_size = chunk_segments(segments, chunk_size, info.starts), None
     spans = info.bidirectional if request.causal else None
     return Mask(

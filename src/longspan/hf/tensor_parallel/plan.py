@@ -43,7 +43,6 @@ PLANS: dict[str, dict[str, str]] = {
     "granitemoe": _ATTENTION,
     "hunyuan_v1_dense": {**_HUNYUAN, **_MLP},
     "hunyuan_v1_moe": _HUNYUAN,
-    "llama4_text": {"layers.*.feed_forward.experts": _EXPERTS},  # transformers 5.5 names only their weights
 }
 """By `model_type`, styles that transformers' plan of a family lacks."""
 
@@ -106,7 +105,7 @@ class TensorPlan:
         """Return the style of every module that the plan names."""
         config = self.model.config.get_text_config()
         own = getattr(config, "base_model_tp_plan", None) or {}
-        # The embedding is sharded by the vocabulary in any case. Since 5.24 some plans name nothing else.
+        # The embedding is sharded by the vocabulary in any case. Some plans name nothing else.
         own = {pattern: style for pattern, style in own.items() if not style.startswith("embedding")}
         plan = {**own, **PLANS.get(config.model_type, {})}
         if not plan:
