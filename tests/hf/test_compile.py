@@ -79,9 +79,7 @@ def test_compiled_gradients_of_a_ring_equal_eager(pool: RankPool, ring: int) -> 
     pool.run(_compare, 4, 2, 18, "aot_eager", ring, timeout=180)
 
 
-@pytest.mark.parametrize(
-    ("chunks", "options"), [(1, {"wire_dtype": "int8"}), (2, {}), *confirming([(1, {"overlap_chunks": 2})])], ids=str
-)
+@pytest.mark.parametrize(("chunks", "options"), [(2, {}), *confirming([(1, {"overlap_chunks": 2})])], ids=str)
 def test_compiled_gradients_of_chunks_equal_eager(pool2: RankPool, chunks: int, options: dict[str, Any]) -> None:
     """Chunked all-to-alls are not compiled: collectives fill their buffers within one function."""
     pool2.run(_compare, 8, 4, 15, "aot_eager", 1, chunks, options, timeout=180)

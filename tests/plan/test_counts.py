@@ -18,7 +18,6 @@ import longspan
 from longspan.attn.mask import Mask as AttentionMask
 from longspan.attn.prepare import pairs_of_blocks, readers_of_blocks
 from longspan.comm.counting import count_sent
-from longspan.core.errors import LongspanError
 from longspan.core.heads import split_head_chunks, split_heads
 from longspan.core.layout import Layout
 from longspan.core.memory import Memory
@@ -53,10 +52,9 @@ def sharding(
     layout: str = "auto",
     ring_impl: str = "auto",
     overlap_chunks: Any = "auto",
-    code: Any = "exact",
 ) -> longspan.SequenceSharding:
     made = longspan.init_mesh(data=mesh.data, ring=mesh.ring, ulysses=mesh.ulysses, tensor=mesh.tensor)
-    return longspan.SequenceSharding(made, layout, ring_impl=ring_impl, overlap_chunks=overlap_chunks, wire_dtype=code)
+    return longspan.SequenceSharding(made, layout, ring_impl=ring_impl, overlap_chunks=overlap_chunks)
 
 
 def attention_sent(
@@ -69,13 +67,12 @@ def attention_sent(
     layout: str = "auto",
     ring_impl: str = "auto",
     overlap_chunks: Any = "auto",
-    code: Any = "exact",
     **mask: Any,
 ) -> Counter[tuple[str, int]]:
     """What one attention, forward and backward, sends from `rank`."""
     q_heads, kv_heads, d, dv = shape
     with fake_world(rank, mesh.ranks):
-        sp = sharding(mesh, layout, ring_impl, overlap_chunks, code)
+        sp = sharding(mesh, layout, ring_impl, overlap_chunks)
         tokens = sp.layout.local_length(n)
         q, k, v = (
             torch.zeros(batch, tokens, heads, width, dtype=dtype, requires_grad=True)
@@ -177,27 +174,6 @@ def test_an_exchange_in_chunks_sends_what_is_planned(mesh: ParallelConfig, chunk
         ]
         job = Job(context=36, dtype="fp32", parallel=ParallelConfig(overlap_chunks=chunks))
         assert max(by_rank, key=total) == planned_for(a_model(*shape), job, mesh, 1), shape
-
-
-@pytest.mark.parametrize(
-    ("code", "mesh"),
-    each_value(
-        ["int8", "fp8"], [ParallelConfig(ulysses=2), ParallelConfig(ulysses=4), ParallelConfig(ring=2, ulysses=2)]
-    ),
-    ids=str,
-)
-def test_a_compressed_exchange_sends_what_is_planned(mesh: ParallelConfig, code: Any) -> None:
-    for shape, dtype in (((8, 4, 6, 6), "bf16"), ((8, 2, 4, 6), "fp32"), ((10, 5, 8, 4), "fp32")):
-        # torch's fake group refuses chunks in which a rank has nothing to send.
-        for chunks in (1, 2) if shape[0] % mesh.ulysses == 0 else (1,):
-            more = {"overlap_chunks": chunks, "code": code}
-            of = torch.float32 if dtype == "fp32" else torch.bfloat16
-            by_rank = [attention_sent(rank, mesh, shape, 36, 1, of, **more) for rank in range(mesh.ranks)]
-            job = Job(context=36, dtype=dtype, parallel=ParallelConfig(overlap_chunks=chunks, wire_dtype=code))  # type: ignore[arg-type]
-            assert max(by_rank, key=total) == planned_for(a_model(*shape), job, mesh, 1), (shape, chunks)
-    for wrong in ({"mode": "decode"}, {"mode": "prefill", "prefill_chunk": 8}):
-        with pytest.raises(LongspanError, match="wire-dtype"):
-            Job(context=36, **wrong, parallel=ParallelConfig(wire_dtype=code))  # type: ignore[arg-type]
 
 
 # A sequence of 24 tokens cuts convolutions' halos out of runs of 3 tokens on 4 ranks with zigzag, 9 leave ranks empty.

@@ -141,11 +141,9 @@ def prepare(
     if recompute_all_to_all or overlap_chunks > 1:
         chunks = _head_chunks(cast(Ring, method), groups, sp.ulysses_rank, shapes.device)
         sums_kv_heads = any(a.kv_stop > b.kv_start for a, b in pairwise(shards))
-        method = ChunkedUlysses(
-            group, chunks, sums_kv_heads, trim_to, recompute_all_to_all, overlap_chunks > 1, sp.wire_dtype
-        )
+        method = ChunkedUlysses(group, chunks, sums_kv_heads, trim_to, recompute_all_to_all, overlap_chunks > 1)
     elif group is not None:
-        method = Ulysses(group, shards, method, trim_to, sp.wire_dtype)
+        method = Ulysses(group, shards, method, trim_to)
     return AttentionPlan(shapes, scores.kind, choice, method, differentiates_bias=not returns_lse(chosen))
 
 
@@ -246,8 +244,7 @@ def _overlap_chunks(shapes: Shapes, sp: SequenceSharding) -> int:
     asked = sp.overlap_chunks
     if asked == "auto":
         elements = shapes.k[0] * shapes.k[1] * (shapes.q[2] * shapes.q[3] + shapes.k[2] * (shapes.k[3] + shapes.v[3]))
-        bytes_per_element = shapes.dtype.itemsize if sp.wire_dtype == "exact" else 1
-        asked = choose_overlap_chunks(elements * bytes_per_element, sp.all_to_all_link)
+        asked = choose_overlap_chunks(elements * shapes.dtype.itemsize, sp.all_to_all_link)
     most = max(shard.kv_heads if sp.ring_size > 1 else shard.q_heads for shard in _head_shards(shapes, sp))
     return max(1, min(asked, most))
 

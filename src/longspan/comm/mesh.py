@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from longspan.comm.link import measure_link
 from longspan.compat.torch_api import copy_job_timeout, flatten_mesh
 from longspan.compat.torch_api import find_group as find_group
-from longspan.core.cache import CacheDtype
 from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout
 from longspan.core.parallel import AXES, ParallelConfig, axes_of_width, widths_of
@@ -174,11 +173,6 @@ class SequenceSharding:
             overlap. "auto": `OVERLAPPED_CHUNKS` if the ranks of a Ulysses group are on several hosts and the
             all-to-all takes long on their link, which is measured here; otherwise 1
             (`longspan.core.routes`). The forward is equal bit for bit.
-        wire_dtype: dtype in which the Ulysses all-to-all sends q, k, v, outputs and their gradients. "exact": their
-            own. "int8" and "fp8" (e4m3) are LOSSY: one byte per element and an fp32 scale per token and head, in
-            forward and backward; computation stays in the model's dtype. Each time it is sent, an element is off by at
-            most half a step (int8: 1/254 of the largest of its head and token; fp8: 1/16 of itself). Ring blocks are
-            always exact. For slow links; refused for generation.
 
     Attributes:
         parallel: the axes and the options, as one value.
@@ -194,7 +188,7 @@ class SequenceSharding:
             order, and this rank.
 
     Raises:
-        LongspanError: for a mesh without the four axes, an unknown layout, ring_impl or wire_dtype, or
+        LongspanError: for a mesh without the four axes, an unknown layout or ring_impl, or
             overlap_chunks below 1.
     """
 
@@ -207,14 +201,13 @@ class SequenceSharding:
         kv_replication: bool = True,
         ring_impl: str = "auto",
         overlap_chunks: int | Literal["auto"] = "auto",
-        wire_dtype: CacheDtype = "exact",
     ) -> None:
         if not isinstance(mesh, DeviceMesh | OneDeviceMesh | NarrowMesh):
             raise LongspanError(f"the mesh is {format_value(mesh)} ({type(mesh).__name__}); use longspan.init_mesh")
         names = tuple(mesh.mesh_dim_names or ())
         if names != AXES:
             raise LongspanError(f"the mesh has the axes {names}, SequenceSharding needs {AXES}; use longspan.init_mesh")
-        choices: Any = {"layout": layout, "ring_impl": ring_impl, "wire_dtype": wire_dtype}
+        choices: Any = {"layout": layout, "ring_impl": ring_impl}
         sizes: Any = dict(zip(AXES, mesh.shape, strict=True))
         self.parallel = ParallelConfig(**sizes, **choices, overlap_chunks=overlap_chunks)
         check_flag("kv_replication", kv_replication)
@@ -226,7 +219,6 @@ class SequenceSharding:
         self.kv_replication = kv_replication
         self.ring_impl = ring_impl
         self.overlap_chunks = overlap_chunks
-        self.wire_dtype = wire_dtype
         self.data_size, self.ring_size, self.ulysses_size, self.tensor_size = mesh.shape
         self.size: int = self.ring_size * self.ulysses_size
         self.layout = choose_layout(layout, self.ring_size, self.ulysses_size)
@@ -412,5 +404,4 @@ def make_sharding(parallel: ParallelConfig) -> SequenceSharding:
         parallel.layout,
         ring_impl=parallel.ring_impl,
         overlap_chunks=parallel.overlap_chunks,
-        wire_dtype=parallel.wire_dtype,
     )

@@ -162,7 +162,7 @@ class GenerateConfig(ModelFlags):
                 raise LongspanError(
                     f"--cuda-graph needs {flag} {' or '.join(accepted)}, got {value}; leave one of them out"
                 )
-        for name in ("ring_impl", "overlap_chunks", "wire_dtype"):
+        for name in ("ring_impl", "overlap_chunks"):
             if (value := getattr(self.parallel, name)) != getattr(ParallelConfig, name):
                 raise LongspanError(f"--{name.replace('_', '-')} {value} does not work with a KV cache; leave it out")
         if self.out is not None:

@@ -219,7 +219,7 @@ def facts_of(model: nn.Module, sp: SequenceSharding, options: ParallelizeOptions
         "transformers": transformers.__version__,
         "the kernel table's rows": table.rows_of(sp.device) if table else "",  # of this GPU, if one has its own
         "the mesh": f"{tuple(sp.mesh.shape)}, {sp.layout.kind}, ring_impl={sp.ring_impl!r}, {sp.kv_replication}, "
-        f"overlap_chunks={sp.overlap_chunks}, wire_dtype={sp.wire_dtype}",
+        f"overlap_chunks={sp.overlap_chunks}",
         "the model's class": type(model).__name__,
     }
     # The folder of the model's files may differ between machines, and diffusers' names of defaults have a set's order.

@@ -87,8 +87,6 @@ def explain(model: nn.Module) -> str:
     tensor = "" if state.tensor is None else f" tensor={sp.tensor_size} ({state.tensor.style})"
     axes = f"data={sp.data_size} ring={sp.ring_size} ulysses={sp.ulysses_size}{tensor}"
     lines = [f"mesh: {axes}, layout {sp.layout.kind}"]
-    if sp.wire_dtype != "exact" and sp.ulysses_size > 1:
-        lines.append(f"exchange: {sp.wire_dtype}, LOSSY: a byte per element, a scale per token and head")
     if state.experts is not None:
         lines.append(f"experts: over {state.experts.size} neighbouring ranks, tokens are sent to them")
     lines.append(f"memory: {state.memory.memory.describe()} ({state.memory.why})")

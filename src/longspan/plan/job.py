@@ -36,8 +36,7 @@ class Job:
             sequence).
         dtype: of activations and gathered weights. bf16 training stores weights, gradients and optimizer in fp32.
         weight_sharding: shard weights by FSDP over data x ring x ulysses, or replicate them.
-        parallel: the mesh and its options. `overlap_chunks="auto"` is planned as 1; the time to convert to a lossy
-            `wire_dtype` is not counted.
+        parallel: the mesh and its options. `overlap_chunks="auto"` is planned as 1.
         memory: memory options, as in `longspan.parallelize(memory=...)`. Without a backward only `tiled_mlp`,
             `head_chunks` and `cpu_offload` have an effect.
         cache: how the KV cache of `prefill` and `decode` is stored.
@@ -76,12 +75,6 @@ class Job:
                 raise LongspanError(f"{name} is {format_value(getattr(self, name))}; make one with {kind.__name__}")
         if not isinstance(self.pictures, tuple):
             raise LongspanError(f"pictures is {format_value(self.pictures)}; give a tuple of Pictures")
-        wire_dtype = self.parallel.wire_dtype
-        if wire_dtype != "exact" and (self.mode == "decode" or self.prefill_chunk is not None):
-            raise LongspanError(
-                f"wire-dtype={wire_dtype} does not work with a KV cache; leave it out of mode decode and of "
-                f"prefill-chunk"
-            )
         if self.memory.cpu_offload and not self.weight_sharding:
             raise LongspanError("cpu_offload moves FSDP's shards, and weight_sharding is off; leave one of them out")
 

@@ -104,7 +104,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
             usual. Needs a GPU, an exact cache on it, and weights that FSDP does not shard; beams are refused.
 
     Raises:
-        LongspanError: for a model that is not parallelized or has a lossy wire dtype; an unknown dtype or offload;
+        LongspanError: for a model that is not parallelized; an unknown dtype or offload;
             `cuda_graph` where a step cannot be captured.
     """
 
@@ -119,11 +119,6 @@ class ShardedCache(Cache):  # type: ignore[misc]
         cuda_graph: bool = False,
     ) -> None:
         state = state_of(model)
-        if state.sp.wire_dtype != "exact":
-            raise LongspanError(
-                f"wire_dtype={state.sp.wire_dtype!r} is for training and scoring: what a model with a KV cache "
-                f"exchanges is exact; to generate, parallelize it with a sharding of wire_dtype='exact'"
-            )
         if not state.traits.accepts("cache"):
             raise LongspanError(
                 f"{state.traits.name} takes no cache, so it cannot generate sharded; it can be trained and scored; to "

@@ -9,7 +9,7 @@ import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from longspan.core.cache import is_sharded, vector_bytes
+from longspan.core.cache import is_sharded
 from longspan.core.heads import split_head_chunks
 from longspan.core.routes import choose_ring_impl
 from longspan.plan.layers.base import Sent
@@ -87,7 +87,7 @@ def _ulysses(layer: Softmax, c: CostContext, of_ranks: tuple[HeadChunk, ...], mi
     if u == 1:
         return []
     rows = c.tokens
-    q_bytes, v_bytes = (vector_bytes(c.mesh.wire_dtype, d, c.b) for d in (layer.head_dim, layer.v_head_dim))
+    q_bytes, v_bytes = (d * c.b for d in (layer.head_dim, layer.v_head_dim))
     all_packed, all_out, _ = _row_bytes(of_ranks, q_bytes, v_bytes)
     packed, out, packed_gradient = _row_bytes((mine,), q_bytes, v_bytes)
     forwards, backwards = c.job.attention_passes
