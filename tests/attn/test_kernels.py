@@ -632,12 +632,6 @@ RING_BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "flash_attn returns no log-sum-exp, which a ring of 4 needs",
     ),
     ({"kernel": _plain}, {"ring": 4}, "the kernel _plain returns no log-sum-exp, which a ring of 4 needs to merge"),
-    (
-        {},
-        {"ulysses": 4, "kv_replication": False},
-        "`ulysses=4` needs at least 4 KV heads when KV replication is refused, the model has 2; try "
-        "`ulysses=2, ring=2`, or allow `kv_replication=True`",
-    ),
     ({"length": 30}, {"ring": 4}, "length=30 over 4 ranks gives 8 tokens to each, the tensors have 4"),
 ]
 

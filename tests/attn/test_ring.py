@@ -97,8 +97,8 @@ def test_the_eager_ring(pool4: RankPool, ring: int) -> None:
 # Drawn shapes.
 
 
-def _drawn(case: Case, ring: int, layout: str, impl: str, kv_replication: bool) -> dict[str, float]:
-    sp = sharding(dist.get_world_size() // ring, ring, layout=layout, ring_impl=impl, kv_replication=kv_replication)
+def _drawn(case: Case, ring: int, layout: str, impl: str) -> dict[str, float]:
+    sp = sharding(dist.get_world_size() // ring, ring, layout=layout, ring_impl=impl)
     return compare(case, sp)
 
 
@@ -125,7 +125,7 @@ def test_exact_for_drawn_shapes(get_pool: Any, case: Case, mesh: Any, layout: st
     ids = None if cuts is None else tuple(sum(i >= c for c in cuts) for i in range(case.n))
     case = dataclasses.replace(case, documents=ids)
     world, ring = mesh
-    for found in get_pool(world).run(_drawn, case, ring, layout, impl, True):
+    for found in get_pool(world).run(_drawn, case, ring, layout, impl):
         assert max(found.values()) <= MARGIN, (case, found)
 
 

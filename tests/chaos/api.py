@@ -95,7 +95,7 @@ def _targets(sp: longspan.SequenceSharding) -> list[Target]:
 
     return [
         Target("SequenceSharding", longspan.SequenceSharding, {"mesh": sp.mesh, "layout": "auto",
-        "kv_replication": True, "ring_impl": "auto"}),
+        "ring_impl": "auto"}),
         Target("sp.shard", sp.shard, {"x": torch.randn(B, S, 3), "dim": 1, "pad_value": 0}, frozenset({"pad_value"})),
         Target("sp.gather", sp.gather, {"x": x, "dim": 1, "length": None}),
         Target("sp.positions", sp.positions, {"n": S}),

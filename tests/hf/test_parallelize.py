@@ -186,9 +186,7 @@ def _refusals(cases: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, A
     messages = []
     for family, changes, call, options in cases:
         with pytest.raises(LongspanError) as error:
-            kv_replication = options.pop("kv_replication", True)
-            mesh = longspan.init_mesh(ulysses=dist.get_world_size())
-            sp = longspan.SequenceSharding(mesh, kv_replication=kv_replication)
+            sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=dist.get_world_size()))
             model = longspan.parallelize(build(family, **changes), sp, **options)
             model(**{**batch(), **call})
         messages.append(str(error.value))
@@ -221,7 +219,6 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] =
     ("Llama", {"output_attentions": True, "attn_implementation": "eager"}, {}, {}, "has output_attentions=True"),
     ("Llama", {}, {}, {"kernel": "flash_attn"}, "pip install flash-attn"),
     ("Llama", {}, {}, {"fsdp": False, "mp_policy": MixedPrecisionPolicy()}, "mp_policy is FSDP's"),
-    ("Llama", {"num_key_value_heads": 1}, {}, {"kv_replication": False}, "has 1; try `ulysses=1"),
     # Of a call.
     ("Llama", {"attention_dropout": 0.1}, {}, {},
      "model.layers.0.self_attn has attention dropout 0.1 ... attention_dropout=0.0 in the config"),

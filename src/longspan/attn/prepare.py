@@ -148,7 +148,7 @@ def prepare(
 
 
 def _head_shards(shapes: Shapes, sp: SequenceSharding) -> tuple[HeadShard, ...]:
-    return split_heads(shapes.q[2], shapes.k[2], sp.ulysses_size, kv_replication=sp.kv_replication)
+    return split_heads(shapes.q[2], shapes.k[2], sp.ulysses_size)
 
 
 def _inner_method(
@@ -316,11 +316,4 @@ def check_attention(shapes: Shapes, sp: SequenceSharding, mask: Mask, scores: Sc
     scores.check(shapes.q[2])
     if mask.nodes is not None and scores.alibi is not None:
         raise LongspanError("`alibi` measures distances along the row, not along a tree's paths; leave one out")
-    kv_heads = shapes.k[2]
-    check_heads(shapes.q[2], kv_heads)
-    if not sp.kv_replication and sp.ulysses_size > kv_heads:
-        fits = max(u for u in range(1, kv_heads + 1) if sp.size % u == 0)
-        raise LongspanError(
-            f"`ulysses={sp.ulysses_size}` needs at least {sp.ulysses_size} KV heads when KV replication is refused, "
-            f"the model has {kv_heads}; try `ulysses={fits}, ring={sp.size // fits}`, or allow `kv_replication=True`"
-        )
+    check_heads(shapes.q[2], shapes.k[2])

@@ -23,7 +23,7 @@ from longspan.compat.torch_api import find_group as find_group
 from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout
 from longspan.core.parallel import AXES, ParallelConfig, axes_of_width, widths_of
-from longspan.core.validation import LARGEST_COUNT, check_choice, check_flag, check_number, checked_call, format_value
+from longspan.core.validation import LARGEST_COUNT, check_choice, check_number, checked_call, format_value
 from longspan.ranks.job import HOST_TIMEOUT_S, join_group, read_job
 
 GLOO_TIMEOUT_S, NCCL_TIMEOUT_S = 1800, 600  # torch's own defaults
@@ -164,7 +164,6 @@ class SequenceSharding:
             as good for a bidirectional mask), another registered layout (`longspan.core.layout`), or "auto": zigzag in
             a ring, otherwise contiguous (the Ulysses all-to-all restores the order of the tokens, so no other layout
             balances better).
-        kv_replication: whether one KV head may be sent to several ranks if there are more ranks than KV heads.
         ring_impl: how keys and values are sent: "p2p" (neighbour to neighbour, overlapped with attention), "allgather"
             (all blocks before attention: fewer and larger messages, memory for all keys and values of the ring), or
             "auto" (`longspan.core.routes.choose_ring_impl`).
@@ -198,7 +197,6 @@ class SequenceSharding:
         mesh: DeviceMesh | OneDeviceMesh | NarrowMesh,
         layout: str = "auto",
         *,
-        kv_replication: bool = True,
         ring_impl: str = "auto",
         overlap_chunks: int | Literal["auto"] = "auto",
     ) -> None:
@@ -210,13 +208,11 @@ class SequenceSharding:
         choices: Any = {"layout": layout, "ring_impl": ring_impl}
         sizes: Any = dict(zip(AXES, mesh.shape, strict=True))
         self.parallel = ParallelConfig(**sizes, **choices, overlap_chunks=overlap_chunks)
-        check_flag("kv_replication", kv_replication)
         self.mesh = mesh
-        self._options: Any = {**choices, "overlap_chunks": overlap_chunks, "kv_replication": kv_replication}
+        self._options: Any = {**choices, "overlap_chunks": overlap_chunks}
         self.plans: OrderedDict[Any, Any] = OrderedDict()  # the last few of `longspan.attention`
         self.failed_kernels: dict[Any, frozenset[str]] = {}  # by kind of attention (`attn/methods/self_check.py`)
         self._expert_meshes: dict[int, DeviceMesh] = {}  # by ranks of a group
-        self.kv_replication = kv_replication
         self.ring_impl = ring_impl
         self.overlap_chunks = overlap_chunks
         self.data_size, self.ring_size, self.ulysses_size, self.tensor_size = mesh.shape

@@ -218,7 +218,7 @@ def facts_of(model: nn.Module, sp: SequenceSharding, options: ParallelizeOptions
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "the kernel table's rows": table.rows_of(sp.device) if table else "",  # of this GPU, if one has its own
-        "the mesh": f"{tuple(sp.mesh.shape)}, {sp.layout.kind}, ring_impl={sp.ring_impl!r}, {sp.kv_replication}, "
+        "the mesh": f"{tuple(sp.mesh.shape)}, {sp.layout.kind}, ring_impl={sp.ring_impl!r}, "
         f"overlap_chunks={sp.overlap_chunks}",
         "the model's class": type(model).__name__,
     }
@@ -238,4 +238,4 @@ def heads_of_ranks(model: PreTrainedModel, sp: SequenceSharding) -> tuple[HeadSh
     if not attention_layers(model):
         return ()
     mine = split_groups(*heads_of(model.config), sp.tensor_size)[sp.tensor_rank]
-    return split_heads(mine.q_heads, mine.kv_heads, sp.ulysses_size, kv_replication=sp.kv_replication)
+    return split_heads(mine.q_heads, mine.kv_heads, sp.ulysses_size)

@@ -40,7 +40,6 @@ class Job:
         memory: memory options, as in `longspan.parallelize(memory=...)`. Without a backward only `tiled_mlp`,
             `head_chunks` and `cpu_offload` have an effect.
         cache: how the KV cache of `prefill` and `decode` is stored.
-        kv_replication: allow one KV head on several ranks.
         documents: whether sequences may be packed documents: in a ring, blocks then arrive from both sides. Times are
             those of whole sequences.
         prefill_chunk: tokens per chunk of a prompt, over all ranks, as `longspan generate` runs it: keys and values
@@ -56,7 +55,6 @@ class Job:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     memory: Memory = FASTEST
     cache: CacheConfig = field(default_factory=CacheConfig)
-    kv_replication: bool = True
     prefill_chunk: int | None = None
     documents: bool = False
     pictures: tuple[Pictures, ...] = ()
@@ -68,7 +66,7 @@ class Job:
         check_choice("dtype", self.dtype, ("bf16", "fp32"))
         if self.prefill_chunk is not None:
             check_number("prefill-chunk", self.prefill_chunk, 1, LARGEST_COUNT, whole=True)
-        for name in ("weight_sharding", "kv_replication", "documents"):
+        for name in ("weight_sharding", "documents"):
             check_flag(name, getattr(self, name))
         for name, kind in (("parallel", ParallelConfig), ("memory", Memory), ("cache", CacheConfig)):
             if not isinstance(getattr(self, name), kind):

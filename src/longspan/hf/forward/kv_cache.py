@@ -212,9 +212,9 @@ class ShardedCache(Cache):  # type: ignore[misc]
         """
         if store.rows is None:
             sp, (q, k, v) = self.sp, qkv
-            shards = split_heads(q.shape[2], k.shape[2], sp.ulysses_size, kv_replication=sp.kv_replication)
+            shards = split_heads(q.shape[2], k.shape[2], sp.ulysses_size)
             most, elements = max(shard.kv_heads for shard in shards), k.shape[3] + v.shape[3]
-            shared = self.latent and sp.tensor_size == 1 and (sp.ulysses_size == 1 or sp.kv_replication)
+            shared = self.latent and sp.tensor_size == 1
             store.shared = latents.rank if holds_latent(latents.width, most, elements, shared) else 0
         return store.shared > 0
 

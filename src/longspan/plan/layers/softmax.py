@@ -100,7 +100,7 @@ class Softmax(Mixer):
         If the cache holds latent vectors, all query heads attend to one KV head of them (`longspan.cache.latent`).
         """
         heads = self.max_heads(c.mesh).kv_heads
-        shareable = c.job.cache.latent and c.mesh.tensor == 1 and (c.mesh.ulysses == 1 or c.job.kv_replication)
+        shareable = c.job.cache.latent and c.mesh.tensor == 1
         if not holds_latent(self.latent_dim, heads, self.head_dim + self.v_head_dim, shareable):
             return self
         return _over_latent(self)
@@ -308,16 +308,11 @@ class Softmax(Mixer):
 
     def ulysses_refusal(self, job: Job) -> str | None:
         mesh = job.parallel
-        q, kv, t, u = self.q_heads, self.kv_heads, mesh.tensor, mesh.ulysses
+        q, t, u = self.q_heads, mesh.tensor, mesh.ulysses
         if u > q // t:
             held = f"tensor={t} leaves {q // t}" if t > 1 else f"the model has {q}"
             ring = -(-u * mesh.ring * t // q)
             return f"ulysses={u} needs at least {u} query heads, {held}; try ulysses={q // t}, ring={ring}"
-        if u > max(1, kv // t) and not job.kv_replication:
-            return (
-                f"ulysses={u} needs {u} KV heads or replication, the model has {max(1, kv // t)}; try "
-                f"ulysses={max(1, kv // t)}, ring={u * mesh.ring // max(1, kv // t)}, or allow KV replication"
-            )
         return None
 
 
