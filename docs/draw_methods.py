@@ -20,7 +20,7 @@ from longspan.core.layout import Layout, choose_layout
 from longspan.core.memory import LONGEST, Memory
 from longspan.elastic.schedule import SampleCosts, make_schedule
 from longspan.mixers.fragments import fragment_table
-from longspan.plan import Job, plan_mesh, read_hardware, read_model
+from longspan.plan import Job, cost, read_hardware, read_model
 
 RANKS = 4
 TOKENS = 8  # token runs that a picture shows
@@ -393,7 +393,7 @@ def planned_bars(p: Picture) -> None:
     p.text(600, 33, "131,072 tokens, 8 x H100", bold=True)
     left, scale = 604, 1.3
     for y, (name, options) in enumerate(levels.items()):
-        plan = plan_mesh(model, Job(context=1 << 17, memory=options).on(ulysses=8), hardware)
+        plan = cost(model, Job(context=1 << 17, memory=options).on(ulysses=8), hardware)
         sizes = [sum(plan.memory_bytes.get(key, 0) for key in keys) for keys in items.values()]
         sizes.append(plan.memory_total_bytes - sum(sizes))
         p.text(left - 6, 61 + 26 * y, name, "t", "end", 11)

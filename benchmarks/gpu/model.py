@@ -27,7 +27,7 @@ from benchmarks.gpu.setup import BELOW, MEASURED, OK, SKIPPED, WRONG, Row, Setup
 from longspan.cache.static import StaticDecode
 from longspan.core.memory import LONGEST, Memory
 from longspan.hf.state import state_of
-from longspan.plan import Job, ParallelConfig, cost, read_hardware
+from longspan.plan import Job, cost, read_hardware
 from longspan.plan.from_model import shape_from_config
 from tests.fakes import fake_world
 from tests.models import Run, Truth, batch, build, gradient_excess, run_of, truth_by, widened
@@ -243,7 +243,7 @@ def _compare(setup: Setup, axes: dict[str, int], memory: Memory, context: int) -
 
 
 def _peak(setup: Setup, config: dict[str, Any], axes: dict[str, int], memory: Memory, context: int) -> int:
-    sp = longspan.SequenceSharding(longspan.init_mesh(**axes, device_type=setup.device), ring_impl="p2p")
+    sp = longspan.SequenceSharding(longspan.init_mesh(**axes, device_type=setup.device))
     model = build("Llama", **config).to(setup.device)
     model = longspan.parallelize(model, sp, mp_policy=MixedPrecisionPolicy(BF16, FP32), memory=memory).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -268,7 +268,7 @@ def _peak(setup: Setup, config: dict[str, Any], axes: dict[str, int], memory: Me
 
 def planned_bytes(setup: Setup, config: dict[str, Any], axes: dict[str, int], memory: Memory, context: int) -> float:
     """Return the planned bytes of a step, without the reserve."""
-    job = Job(context=context, dtype="bf16", memory=memory, parallel=ParallelConfig(ring_impl="p2p"))
+    job = Job(context=context, dtype="bf16", memory=memory)
     shape = shape_from_config({"model_type": "llama", **config}, "benchmark")
     plan = cost(shape, job.on(**axes), read_hardware("h100" if setup.on_gpu else "cpu"))
     return plan.memory_total_bytes - plan.memory_bytes.get("reserve", 0)

@@ -406,7 +406,7 @@ FLEX = [name for name in HARD if "cross" not in name]
 
 
 def _flex_errors(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
-    sp = sharding(dist.get_world_size() // ring, ring, ring_impl="p2p") if ring > 1 else one_device()
+    sp = sharding(dist.get_world_size() // ring, ring) if ring > 1 else one_device()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flex, "_flex_attention", differentiable_flex)
         patch.setattr(flex, "_flex_backward", lambda compiled: None)
@@ -456,7 +456,7 @@ def _stand_in_backward(*args: Any, **options: Any) -> Any:
 
 
 def _as_on_a_gpu(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
-    sp = sharding(dist.get_world_size() // ring, ring, ring_impl="p2p") if ring > 1 else one_device()
+    sp = sharding(dist.get_world_size() // ring, ring) if ring > 1 else one_device()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "_flash_cuda", _stand_in)
         patch.setattr(tiles, "_flash_cuda_backward", _stand_in_backward)

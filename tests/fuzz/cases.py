@@ -145,7 +145,6 @@ def drawn(rng: random.Random, family: str, mesh: dict[str, int]) -> Case:
     sharding = {
         "layout": maybe(0.3, "zigzag", "contiguous") if "ring" in mesh else None,
         "overlap_chunks": maybe(0.2, 2, 4) if "ulysses" in mesh else None,
-        "ring_impl": maybe(0.3, "p2p", "allgather") if "ring" in mesh else None,
     }
     case = Case(
         family=family, config=_given(config), double=rng.random() < 0.3, lora=rng.random() < 0.08,

@@ -50,11 +50,10 @@ Shape = tuple[int, int, int, int]
 def sharding(
     mesh: ParallelConfig,
     layout: str = "auto",
-    ring_impl: str = "auto",
     overlap_chunks: Any = "auto",
 ) -> longspan.SequenceSharding:
     made = longspan.init_mesh(data=mesh.data, ring=mesh.ring, ulysses=mesh.ulysses, tensor=mesh.tensor)
-    return longspan.SequenceSharding(made, layout, ring_impl=ring_impl, overlap_chunks=overlap_chunks)
+    return longspan.SequenceSharding(made, layout, overlap_chunks=overlap_chunks)
 
 
 def attention_sent(
@@ -65,14 +64,13 @@ def attention_sent(
     batch: int,
     dtype: Any,
     layout: str = "auto",
-    ring_impl: str = "auto",
     overlap_chunks: Any = "auto",
     **mask: Any,
 ) -> Counter[tuple[str, int]]:
     """What one attention, forward and backward, sends from `rank`."""
     q_heads, kv_heads, d, dv = shape
     with fake_world(rank, mesh.ranks):
-        sp = sharding(mesh, layout, ring_impl, overlap_chunks)
+        sp = sharding(mesh, layout, overlap_chunks)
         tokens = sp.layout.local_length(n)
         q, k, v = (
             torch.zeros(batch, tokens, heads, width, dtype=dtype, requires_grad=True)
@@ -134,23 +132,17 @@ KEYS: dict[str, Any] = {"": Causal, "window": Window, "chunk_size": Chunk}
 MASKS: list[dict[str, int]] = [{}, {"window": 5}, {"window": 14}, {"chunk_size": 9}]
 
 
-@pytest.mark.parametrize(
-    ("impl", "layout", "mesh"), pairwise(["p2p", "allgather", "auto"], ["zigzag", "contiguous"], RING_MESHES), ids=str
-)
-def test_a_ring_sends_what_is_planned(mesh: ParallelConfig, layout: Any, impl: Any) -> None:
+@pytest.mark.parametrize(("layout", "mesh"), pairwise(["zigzag", "contiguous"], RING_MESHES), ids=str)
+def test_a_ring_sends_what_is_planned(mesh: ParallelConfig, layout: Any) -> None:
     """Every mask, with heads that divide and that do not, and lengths that do not (a few tokens leave ranks empty)."""
     for i, mask in enumerate(MASKS):
         for n in (37, 64, 9):
             shape = [MHA, GQA, MQA, UNEVEN][(i + n) % 4]
             dtype = torch.bfloat16 if n == 37 else torch.float32
-            by_rank = [
-                attention_sent(rank, mesh, shape, n, 1, dtype, layout, impl, **mask) for rank in range(mesh.ranks)
-            ]
+            by_rank = [attention_sent(rank, mesh, shape, n, 1, dtype, layout, **mask) for rank in range(mesh.ranks)]
             keys = KEYS[next(iter(mask), "")](*mask.values())
             model = a_model(*shape, keys=keys)
-            job = Job(
-                context=n, dtype="bf16" if n == 37 else "fp32", parallel=ParallelConfig(layout=layout, ring_impl=impl)
-            )
+            job = Job(context=n, dtype="bf16" if n == 37 else "fp32", parallel=ParallelConfig(layout=layout))
             assert max(by_rank, key=total) == planned_for(model, job, mesh, 1), (mask, n, shape)
 
 
@@ -296,7 +288,6 @@ CASES = [
         ParallelConfig(ring=2, ulysses=2),
         {"num_hidden_layers": 4},
         {
-            "ring_impl": "p2p",
             "memory": dataclasses.replace(CHECKPOINTED, layers_per_checkpoint=4, head_chunks=0),
         },
     ),
@@ -307,15 +298,15 @@ CASES = [
     ),
     (ParallelConfig(data=2, ulysses=2), {"model_type": "qwen3"}, {}),
     (ParallelConfig(ulysses=4), {"model_type": "qwen2"}, {"dtype": "bf16"}),
-    (ParallelConfig(ring=4), {}, {"ring_impl": "p2p"}),
-    (ParallelConfig(ring=2), {}, {"dtype": "bf16"}),  # all-gathered, being small
-    (ParallelConfig(ring=2, ulysses=2), {}, {"ring_impl": "p2p", "dtype": "bf16", "memory": CHECKPOINTED}),
-    (ParallelConfig(data=2, ring=2, ulysses=2), {}, {"ring_impl": "p2p", "weight_sharding": False}),
-    (ParallelConfig(ring=4), {"model_type": "gemma3_text", "sliding_window": 8}, {"ring_impl": "p2p"}),
+    (ParallelConfig(ring=4), {}, {}),
+    (ParallelConfig(ring=2), {}, {"dtype": "bf16"}),
+    (ParallelConfig(ring=2, ulysses=2), {}, {"dtype": "bf16", "memory": CHECKPOINTED}),
+    (ParallelConfig(data=2, ring=2, ulysses=2), {}, {"weight_sharding": False}),
+    (ParallelConfig(ring=4), {"model_type": "gemma3_text", "sliding_window": 8}, {}),
     (ParallelConfig(ring=4), {"model_type": "gemma3_text", "sliding_window": 8}, {}),
     (ParallelConfig(ring=4), {"model_type": "mistral", "sliding_window": 8}, {"layout": "contiguous"}),
     (ParallelConfig(ring=2, ulysses=2), {"model_type": "mistral", "sliding_window": 5}, {}),
-    (ParallelConfig(ring=2, ulysses=2), MLA, {"ring_impl": "p2p"}),
+    (ParallelConfig(ring=2, ulysses=2), MLA, {}),
     (ParallelConfig(tensor=2), {}, {}),
     (ParallelConfig(tensor=4), {}, {"tensor_style": "megatron-sp"}),
     (ParallelConfig(tensor=2, ulysses=2), {"attention_bias": True}, {"dtype": "bf16"}),
@@ -537,7 +528,7 @@ def step_sent(
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     with fake_world(rank, mesh.ranks):
-        sp = sharding(mesh, options.get("layout", "auto"), options.get("ring_impl", "auto"))
+        sp = sharding(mesh, options.get("layout", "auto"))
         cls = transformers.CONFIG_MAPPING[config["model_type"]]
         model = tuned_model(transformers.AutoModelForCausalLM.from_config(cls(**config)), options.get("tuning"))
         sharded, bf16 = options.get("weight_sharding", True), options["dtype"] == "bf16"

@@ -46,10 +46,10 @@ MOE = {
     "head_dim": 16, "num_key_value_heads": 8,
 }  # fmt: skip
 CHECKPOINTED = Memory(checkpointing="full")
-FP32, BF16, P2P = {"dtype": "fp32"}, {"dtype": "bf16"}, {"ring_impl": "p2p"}
+FP32, BF16 = {"dtype": "fp32"}, {"dtype": "bf16"}
 CASES = [
     # Hardly any MLP: what the ring holds is what counts.
-    (NARROW, 2048, ParallelConfig(ring=4), {**BF16, **P2P, "memory": CHECKPOINTED}),
+    (NARROW, 2048, ParallelConfig(ring=4), {**BF16, "memory": CHECKPOINTED}),
     # Few weights are trained.
     (DEEP, 1024, ParallelConfig(ulysses=2), {**BF16, "memory": CHECKPOINTED, "tuning": Tuning(lora=8, quantize=True)}),
     # Recurrent layers, of which the second rank's receive a state, as transformers' code in torch computes them.
@@ -61,7 +61,6 @@ CASES = [
             ({}, 2048, ParallelConfig(ulysses=2), BF16),
             ({}, 2048, ParallelConfig(ulysses=2), {**FP32, "weight_sharding": False}),
             ({}, 2048, ParallelConfig(ulysses=2), {**BF16, "weight_sharding": False}),
-            (NARROW, 2048, ParallelConfig(ring=4), {**FP32, "ring_impl": "allgather"}),
             (DEEP, 1024, ParallelConfig(ulysses=2), {**FP32, "memory": Memory(checkpointing="full", offload="disk")}),
             (DEEP, 1024, ParallelConfig(ulysses=2), {**FP32, "memory": LONGEST}),
             (DEEP, 1024, ParallelConfig(ring=2, ulysses=2), {**BF16, "memory": replace(LONGEST, head_chunks=0)}),
@@ -128,7 +127,7 @@ def peak_of_a_step(
     import longspan
 
     made = longspan.init_mesh(data=mesh.data, ring=mesh.ring, ulysses=mesh.ulysses)
-    sp = longspan.SequenceSharding(made, ring_impl=options.get("ring_impl", "auto"))
+    sp = longspan.SequenceSharding(made)
     torch.manual_seed(0)
     made_config = transformers.CONFIG_MAPPING[config.get("model_type", "llama")](**config)
     model = tuned_model(transformers.AutoModelForCausalLM.from_config(made_config), options.get("tuning"))

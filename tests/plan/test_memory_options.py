@@ -111,7 +111,7 @@ def sent(memory_options: Memory, mesh: ParallelConfig = TWO) -> dict[str, tuple[
     """(bytes, calls) of a layer, by what is sent."""
     plan = cost(
         SMALL,
-        Job(context=1024, memory=memory_options, parallel=ParallelConfig(ring_impl="p2p")).on(**mesh.degrees),
+        Job(context=1024, memory=memory_options).on(**mesh.degrees),
         H100,
     )
     return {c.what: (c.bytes_total // 4, c.count // 4) for c in plan.comm if c.method}

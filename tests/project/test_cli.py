@@ -107,12 +107,12 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     path = _file(
         tmp_path,
         "context: 8k\nfsdp: false\nbatch: 2\ntext: pydoc\nmemory: {checkpointing: full}\nseed: 3\nring: 2\n"
-        "layout: contiguous\nring-impl: p2p\nulysses: 4\nrope: yarn,factor=2\ntimeout:\n",
+        "layout: contiguous\noverlap-chunks: 2\nulysses: 4\nrope: yarn,factor=2\ntimeout:\n",
     )
     config = _parse("--config", path, "--ulysses", "2", "--fsdp", "--seed=5", "--text_field", "body")
     assert (config.text, config.context, config.parallel.ulysses, config.fsdp) == ("pydoc", 8192, 2, True)
     parallel = config.parallel
-    assert (parallel.ring, parallel.layout, parallel.ring_impl, parallel.ranks) == (2, "contiguous", "p2p", 4)
+    assert (parallel.ring, parallel.layout, parallel.overlap_chunks, parallel.ranks) == (2, "contiguous", 2, 4)
     assert (config.seed, config.batch, config.text_field, config.timeouts.timeout) == (5, 2, "body", None)
     assert config.memory.to_memory() == Memory(checkpointing="full") and config.model.rope.factor == 2
     assert _parse(f"--config={path}").fsdp is False
@@ -127,7 +127,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("ulyses: 4", r"run.yaml: there is no key 'ulyses'; did you mean ulysses\?"),
         ("zzz: 4", r"there is no key 'zzz'; longspan verify --help lists all"),
         ("ring: 0", r"run.yaml: ring must be at least 1, got 0"),
-        ("ring-impl: p2p\nring_impl: p2p", r"ring_impl is set twice"),
+        ("overlap-chunks: 2\noverlap_chunks: 2", r"overlap_chunks is set twice"),
         ("seed: [", r"is not YAML: .*line 1"),
         ("- seed", r"must be a mapping of keys to values"),
         ("", r"run.yaml must be a mapping of keys to values, but it is empty"),

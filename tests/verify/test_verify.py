@@ -143,7 +143,7 @@ def test_a_ring_passes(
     layout = changes.get("layout", "zigzag")
     text = " ".join(_table(report, capsys).split())
     assert f"ring {config.parallel.ring}, ulysses {config.parallel.ulysses}, " in text
-    assert f"layout {layout}, ring_impl {config.parallel.ring_impl}" in text
+    assert f"layout {layout}, " in text
     held = sorted(run for _, runs in report.rank_tokens for run in runs)
     assert (held[0][0], held[-1][1]) == (0, 59) and all(a[1] == b[0] for a, b in itertools.pairwise(held))
     if config.parallel.ring == 4 and layout == "zigzag":  # 16 tokens each, of which 5 are padding

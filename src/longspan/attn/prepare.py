@@ -36,7 +36,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, check_heads, split_head_chunks, split_heads
 from longspan.core.layout import Layout, Lengths
 from longspan.core.regions import intersections
-from longspan.core.routes import choose_overlap_chunks, choose_ring_impl, ring_routes
+from longspan.core.routes import choose_overlap_chunks, ring_routes
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
@@ -135,7 +135,7 @@ def prepare(
     mask = mask.limited_to(max(lengths))
     shards = _head_shards(shapes, sp)
     groups = split_head_chunks(shards, head_chunks, overlap_chunks)
-    method = _inner_method(shapes, sp, mask, scores, lengths, chosen, shards[sp.ulysses_rank], len(groups))
+    method = _inner_method(shapes, sp, mask, scores, lengths, chosen, shards[sp.ulysses_rank])
     group = sp.ulysses_group if sp.ulysses_size > 1 else None
     trim_to = lengths if group is not None and sp.ring_size == 1 else None
     if recompute_all_to_all or overlap_chunks > 1:
@@ -159,12 +159,8 @@ def _inner_method(
     lengths: Lengths,
     kernel: Kernel,
     local: HeadShard,
-    chunks: int,
 ) -> AttentionMethod:
-    """Return the attention of a ring block's tokens (of all tokens without a ring) on the local heads.
-
-    `chunks` is the number of chunks that the local KV heads are computed in.
-    """
+    """Return the attention of a ring block's tokens (of all tokens without a ring) on the local heads."""
     kv_head_index = _kv_head_index(local, shapes.device)
     # Without a ring the tokens of the Ulysses ranks are one block, without padding.
     layout, group = (sp.layout, sp.ring_group) if sp.ring_size > 1 else (Layout(), None)
@@ -193,11 +189,8 @@ def _inner_method(
         return LocalAttention(autograd_kernel, prepared, kv_head_index)
     pairs = pairs_of_blocks(layout, lengths, mask, shapes.q[0])
     routes = ring_routes(readers_of_blocks(pairs))
-    kv_elements = -(-local.kv_heads // chunks) * (shapes.k[3] + shapes.v[3])
-    kv_bytes = shapes.k[0] * shapes.k[1] * sp.ulysses_size * kv_elements * shapes.dtype.itemsize * sp.ring_size
-    impl = choose_ring_impl(sp.ring_impl, kv_bytes, routes) if sp.ring_size > 1 else "p2p"
     per_block = tuple(kernel.prepare(blocks)) if local.q_heads else (None,) * blocks.count
-    return Ring(group, routes, impl, kernel, per_block, kv_head_index)
+    return Ring(group, routes, kernel, per_block, kv_head_index)
 
 
 def choose_kernel_and_overlap(

@@ -164,9 +164,6 @@ class SequenceSharding:
             as good for a bidirectional mask), another registered layout (`longspan.core.layout`), or "auto": zigzag in
             a ring, otherwise contiguous (the Ulysses all-to-all restores the order of the tokens, so no other layout
             balances better).
-        ring_impl: how keys and values are sent: "p2p" (neighbour to neighbour, overlapped with attention), "allgather"
-            (all blocks before attention: fewer and larger messages, memory for all keys and values of the ring), or
-            "auto" (`longspan.core.routes.choose_ring_impl`).
         overlap_chunks: number of chunks of heads whose all-to-alls overlap with the attention of another chunk, in
             forward and backward; at most the query heads of a rank (in a ring its KV heads). 1: all heads at once, no
             overlap. "auto": `OVERLAPPED_CHUNKS` if the ranks of a Ulysses group are on several hosts and the
@@ -187,8 +184,7 @@ class SequenceSharding:
             order, and this rank.
 
     Raises:
-        LongspanError: for a mesh without the four axes, an unknown layout or ring_impl, or
-            overlap_chunks below 1.
+        LongspanError: for a mesh without the four axes, an unknown layout, or overlap_chunks below 1.
     """
 
     @checked_call()
@@ -197,7 +193,6 @@ class SequenceSharding:
         mesh: DeviceMesh | OneDeviceMesh | NarrowMesh,
         layout: str = "auto",
         *,
-        ring_impl: str = "auto",
         overlap_chunks: int | Literal["auto"] = "auto",
     ) -> None:
         if not isinstance(mesh, DeviceMesh | OneDeviceMesh | NarrowMesh):
@@ -205,15 +200,13 @@ class SequenceSharding:
         names = tuple(mesh.mesh_dim_names or ())
         if names != AXES:
             raise LongspanError(f"the mesh has the axes {names}, SequenceSharding needs {AXES}; use longspan.init_mesh")
-        choices: Any = {"layout": layout, "ring_impl": ring_impl}
+        self._options: Any = {"layout": layout, "overlap_chunks": overlap_chunks}
         sizes: Any = dict(zip(AXES, mesh.shape, strict=True))
-        self.parallel = ParallelConfig(**sizes, **choices, overlap_chunks=overlap_chunks)
+        self.parallel = ParallelConfig(**sizes, **self._options)
         self.mesh = mesh
-        self._options: Any = {**choices, "overlap_chunks": overlap_chunks}
         self.plans: OrderedDict[Any, Any] = OrderedDict()  # the last few of `longspan.attention`
         self.failed_kernels: dict[Any, frozenset[str]] = {}  # by kind of attention (`attn/methods/self_check.py`)
         self._expert_meshes: dict[int, DeviceMesh] = {}  # by ranks of a group
-        self.ring_impl = ring_impl
         self.overlap_chunks = overlap_chunks
         self.data_size, self.ring_size, self.ulysses_size, self.tensor_size = mesh.shape
         self.size: int = self.ring_size * self.ulysses_size
@@ -395,9 +388,5 @@ def group_name(group: dist.ProcessGroup) -> str:
 
 def make_sharding(parallel: ParallelConfig) -> SequenceSharding:
     """Return the sharding that a command's flags ask for, on a mesh over all ranks of the job. Collective."""
-    return SequenceSharding(
-        init_mesh(parallel.data, parallel.ring, parallel.ulysses, parallel.tensor),
-        parallel.layout,
-        ring_impl=parallel.ring_impl,
-        overlap_chunks=parallel.overlap_chunks,
-    )
+    mesh = init_mesh(parallel.data, parallel.ring, parallel.ulysses, parallel.tensor)
+    return SequenceSharding(mesh, parallel.layout, overlap_chunks=parallel.overlap_chunks)

@@ -13,8 +13,6 @@ from longspan.core.validation import LARGEST_COUNT, LARGEST_JOB, check_choice, c
 AXES = ("data", "ring", "ulysses", "tensor")
 """Axes of a mesh, in the order of the ranks: neighbours share the axes to the right."""
 
-RingImpl = Literal["auto", "p2p", "allgather"]
-RING_IMPLS: tuple[RingImpl, ...] = ("auto", "p2p", "allgather")
 TensorStyle = Literal["tp", "megatron-sp"]
 TENSOR_STYLES: tuple[TensorStyle, ...] = ("tp", "megatron-sp")
 
@@ -74,9 +72,6 @@ class ParallelConfig(Axes):
     layout: LayoutName = "auto"
     """How tokens are placed on a ring. zigzag balances a causal mask; contiguous sends least under sliding windows.
     auto: zigzag."""
-    ring_impl: RingImpl = "auto"
-    """How keys and values reach the other ring ranks. p2p: from neighbour to neighbour, overlapped with attention.
-    allgather: all before attention. auto: p2p, unless they are small."""
     overlap_chunks: int | Literal["auto"] = "auto"
     """Chunks of heads in the Ulysses all-to-all, each overlapped with the attention of another. At most a rank's query
     heads (with a ring its KV heads). 1: no overlap. auto: several where a Ulysses group spans hosts and sends enough,
@@ -86,7 +81,6 @@ class ParallelConfig(Axes):
         super().__post_init__()
         check_choice("tensor_style", self.tensor_style, TENSOR_STYLES)
         check_choice("layout", self.layout, ("auto", *LAYOUTS))
-        check_choice("ring_impl", self.ring_impl, RING_IMPLS)
         if not isinstance(self.experts, str) or self.experts != "auto":
             check_number("experts", self.experts, 1, LARGEST_JOB, whole=True)
         if not isinstance(self.overlap_chunks, str) or self.overlap_chunks != "auto":

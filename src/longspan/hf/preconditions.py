@@ -218,8 +218,7 @@ def facts_of(model: nn.Module, sp: SequenceSharding, options: ParallelizeOptions
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "the kernel table's rows": table.rows_of(sp.device) if table else "",  # of this GPU, if one has its own
-        "the mesh": f"{tuple(sp.mesh.shape)}, {sp.layout.kind}, ring_impl={sp.ring_impl!r}, "
-        f"overlap_chunks={sp.overlap_chunks}",
+        "the mesh": f"{tuple(sp.mesh.shape)}, {sp.layout.kind}, overlap_chunks={sp.overlap_chunks}",
         "the model's class": type(model).__name__,
     }
     # The folder of the model's files may differ between machines, and diffusers' names of defaults have a set's order.

@@ -23,10 +23,10 @@ from longspan.plan.search import (
     MOST_GPUS,
     Plan,
     Search,
+    cost,
     format_items,
     longest_context,
     on_meshes,
-    plan_mesh,
     search,
 )
 from longspan.plan.shape import ModelShape
@@ -131,8 +131,8 @@ def chosen_plan(model: ModelShape, job: Job, hardware: Hardware, fixed: Fixed = 
     chosen = fastest_that_fits(model, job, hardware, fixed)
     if chosen is None:
         return least_memory(model, job, hardware, fixed)
-    plan = plan_mesh(model, chosen.job, hardware)
-    return plan if plan.job.memory == FASTEST else replace(plan, decisions=(*chosen.decisions, *plan.decisions))
+    plan = cost(model, chosen.job, hardware)
+    return plan if plan.job.memory == FASTEST else replace(plan, decisions=chosen.decisions)
 
 
 def search_memory_options(
@@ -331,7 +331,7 @@ def find_suggestions(
         return plan if plan.fits else None
 
     def as_it_is(job: Job) -> Plan | None:
-        return plan_mesh(model, job, hardware) if Plan(model, job, hardware).fits else None
+        return cost(model, job, hardware) if Plan(model, job, hardware).fits else None
 
     few = gpus <= MOST_GPUS_WITH_OPTIONS  # memory options are chosen mesh by mesh
     memory_options = _fastest(model, job, gpus, with_chosen_options) if few and not chooses else None

@@ -132,7 +132,7 @@ def summary(arguments: Arguments, resolved: Resolved) -> list[str]:
     axes = str(parallel)
     if parallel.ring > 1:
         layout = choose_layout(parallel.layout, parallel.ring, parallel.ulysses).kind
-        axes += f" ({layout}, {parallel.ring_impl})"
+        axes += f" ({layout})"
     rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * parallel.data
     weights = sum(p.numel() for p in model.parameters())
     name = models.name_of(arguments)

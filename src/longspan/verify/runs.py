@@ -276,7 +276,6 @@ def _setup(config: VerifyConfig, sp: SequenceSharding) -> dict[str, Any]:
         "tensor_style": parallel.tensor_style if parallel.tensor > 1 else None,
         "experts": parallel.experts,
         "layout": sp.layout.kind,
-        "ring_impl": parallel.ring_impl if parallel.ring > 1 else None,
         "reference": config.reference,
         "memory": "auto" if config.memory.chooses else config.memory.to_memory().describe(),
         "device": torch.cuda.get_device_name(sp.device) if sp.device.type == "cuda" else sp.device.type,

@@ -173,7 +173,7 @@ def _error(kernel: BlockKernel, request: KernelRequest) -> Tensor:
         torch.randn(B, _TOKENS, heads, dim, generator=draw, device="cpu").to(device, dtype).transpose(1, 2)
         for heads, dim in ((H, D), (K, D), (K, V), (H, V))
     )
-    ring = Ring(None, ring_routes([[0]]), "p2p", kernel, tuple(kernel.prepare(blocks)))
+    ring = Ring(None, ring_routes([[0]]), kernel, tuple(kernel.prepare(blocks)))
     with torch.no_grad(), without_autocast(device):
         out, lse = ring.forward(q, k, v, Scores())
         found = out, lse[..., None], *ring.backward(q, k, v, (out, lse, grad), Scores())[:3]

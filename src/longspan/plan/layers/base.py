@@ -176,10 +176,6 @@ class Mixer:
         """Return how KV blocks go round the ring; None if the mixer has no ring."""
         return None
 
-    def ring_impls(self, c: CostContext) -> set[str]:
-        """Return the ring implementations in use, "p2p" or "allgather"; empty if the mixer has no ring."""
-        return set()
-
     # The cache.
 
     def cache_by_rank(self, c: CostContext, generated: int = 0, chunk: int | None = None, step: int = 0) -> list[int]:

@@ -146,9 +146,6 @@ class Softmax(Mixer):
     def ring_schedule(self, c: CostContext) -> RingSchedule:
         return ring_schedule(c.layout, c.job.context, self.keys)
 
-    def ring_impls(self, c: CostContext) -> set[str]:
-        return {exchange.ring_impl(self, c, chunk.kv) for rank in exchange.head_chunks(self, c) for chunk in rank}
-
     # Memory.
 
     def cache_by_rank(self, c: CostContext, generated: int = 0, chunk: int | None = None, step: int = 0) -> list[int]:
@@ -219,11 +216,8 @@ class Softmax(Mixer):
         block, log_sum_exp = c.b * heads.kv * tokens, 4 * heads.q_heads * tokens
         sums = 4 * heads.out * tokens + log_sum_exp
         tile = tokens * heads.out * c.b  # its output
-        # The rank's own block, packed to be sent, and either all blocks, or the current and the next ones.
-        blocks = c.mesh.ring
-        if exchange.ring_impl(self, c, heads.kv_heads) != "allgather":
-            blocks = self._in_flight(c)[0]
-        return Buffers(block * (1 + blocks), sums + tile + WEIGHTS * log_sum_exp)
+        # The rank's own block, packed to be sent, and the current and the next ones.
+        return Buffers(block * (1 + self._in_flight(c)[0]), sums + tile + WEIGHTS * log_sum_exp)
 
     def _in_flight(self, c: CostContext) -> tuple[int, int]:
         """Return the most KV blocks and gradients of KV blocks that a rank of a ring holds besides its own."""
@@ -288,9 +282,6 @@ class Softmax(Mixer):
         # The output's gradient, and in fp32 dQ, and dK and dV of the rank's own block.
         sums = tokens * (c.b * heads.out + 4 * (heads.q + heads.kv))
         packed = block if c.job.memory.recompute_all_to_all else 0  # the rank's own block, which otherwise is saved so
-        if exchange.ring_impl(self, c, heads.kv_heads) == "allgather":
-            tile = tokens * c.b * (heads.q + heads.kv) + self._kernel_backward(c)
-            return Buffers(packed + c.mesh.ring * (block + gradient), sums + tile)
         blocks, gradients = self._in_flight(c)
         # First and last half of the heads of the rank's own block, whose outputs and gradients the kernel copies.
         own = (tokens * c.b * (heads.q + heads.kv + 2 * heads.out) + self._kernel_backward(c)) // 2

@@ -94,7 +94,7 @@ def _hardware_dict(hardware: Hardware) -> dict[str, Any]:
 def plan_dict(plan: Plan, *, longest: bool = True) -> dict[str, Any]:
     """Return one plan; `longest=False` leaves out `max_context`, which takes a search."""
     own = (
-        "ring_impl", "fits", "runs", "memory_total_bytes", "headroom_bytes", "comm_bytes_per_gpu_per_layer",
+        "fits", "runs", "memory_total_bytes", "headroom_bytes", "comm_bytes_per_gpu_per_layer",
         "comm_seconds", "compute_seconds", "step_seconds", "tokens_per_second", "mfu",
     )  # fmt: skip
     return {
