@@ -184,11 +184,6 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "layer_types": [_LINEAR, _FULL], "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 8,
         "initializer_range": 0.2,
     },
-    "RecurrentGemma": {
-        "num_hidden_layers": 3, "lru_width": 24, "attention_window_size": 8, "w_init_variance_scale": 1.0,
-        "logits_soft_cap": 1.0,
-    },
-    "Rwkv": {**NO_ATTENTION, "context_length": 64, "attention_hidden_size": 24, "rescale_every": 0},
 }  # fmt: skip
 """Models with recurrent layers or short convolutions."""
 MORE |= HYBRIDS

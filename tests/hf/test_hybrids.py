@@ -16,6 +16,7 @@ from tests.choose import confirming
 from tests.models import (
     BASE,
     HYBRIDS,
+    NO_ATTENTION,
     Truth,
     alone,
     build,
@@ -36,16 +37,14 @@ from tests.tolerance import excess
 pytestmark = pytest.mark.versions
 
 SIZES = (5, 9, 7)
-READ_PADDING = ("RecurrentGemma", "Rwkv")
 
 
 def _documents(family: str) -> dict[str, Any]:
-    """One row of three documents. RecurrentGemma gets no positions, and must start its documents at 0 anyway."""
+    """One row of three documents."""
     whole = {name: x[3:] for name, x in inputs_of(family).items()}
     whole["labels"] = whole["labels"].index_fill(1, torch.tensor([0, 5, 14]), -100)
     ids = torch.arange(3).repeat_interleave(torch.tensor(SIZES))[None]
-    positions = {} if family in READ_PADDING else {"position_ids": torch.cat([*map(torch.arange, SIZES)])[None]}
-    return {**whole, "document_ids": ids, **positions}
+    return {**whole, "document_ids": ids, "position_ids": torch.cat([*map(torch.arange, SIZES)])[None]}
 
 
 def _inputs(family: str, kind: str) -> dict[str, Any]:
@@ -66,12 +65,8 @@ def _run(family: str, changes: dict[str, Any], ring: int, fsdp: bool, whole: dic
 
 # 21 tokens, which 2 ranks do not divide. A ring's layout is zigzag: every rank has two runs.
 KINDS = ("plain", "left", "right", "documents")
-EVERY = [
-    (family, ring, kind) for family in HYBRIDS for ring in (1, 2) for kind in KINDS
-    if (family in READ_PADDING, kind) != (True, "left")
-]  # fmt: skip
-CHOSEN = [(f, 1 + i % 2, KINDS[(i // 2) % 4]) for i, f in enumerate(HYBRIDS) if f not in READ_PADDING]
-CHOSEN += [(READ_PADDING[0], 2, "documents"), (READ_PADDING[1], 1, "documents"), (READ_PADDING[1], 2, "right")]
+EVERY = [(family, ring, kind) for family in HYBRIDS for ring in (1, 2) for kind in KINDS]
+CHOSEN = [(f, 1 + i % 2, KINDS[(i // 2) % 4]) for i, f in enumerate(HYBRIDS)]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +164,7 @@ def _each_on_padding(families: list[str], truths: list[Truth]) -> None:
 
 
 def test_ranks_with_padding_alone(pool2: RankPool) -> None:
-    families = ["Qwen3Next", "Mamba2", "Mamba", "Lfm2", "MiniMax", "RecurrentGemma", "Rwkv"]
+    families = ["Qwen3Next", "Mamba2", "Mamba", "Lfm2", "MiniMax"]
     truths = [truth_of(build(family), _mostly_padding(family)) for family in families]
     pool2.run(_each_on_padding, families, truths)
 
@@ -305,14 +300,9 @@ def _refusals() -> None:
     mask[0, 4] = 0
     with pytest.raises(longspan.LongspanError, match="has zeros between the ones of a row"):
         model(**whole, attention_mask=mask)
-    model = longspan.parallelize(build(READ_PADDING[0]), sharding())
-    with pytest.raises(longspan.LongspanError, match=r"row 1 of the batch begins with padding, .*layers.0.temporal"):
-        model(**padded(READ_PADDING[0], "left"))
-    model = longspan.parallelize(build("Rwkv"), sharding())
-    with pytest.raises(longspan.LongspanError, match="RwkvForCausalLM takes no cache, so it cannot generate sharded"):
-        model.generate(whole["input_ids"], max_new_tokens=2)
-    with pytest.raises(longspan.LongspanError, match="RwkvForCausalLM starts from a zero state"):
-        model(**whole, state=[torch.zeros(4, 32, 2)])
+    for gone in ("RecurrentGemma", "Rwkv"):
+        with pytest.raises(longspan.LongspanError, match="mixes tokens without going through attention"):
+            longspan.parallelize(build(gone, **NO_ATTENTION, context_length=64), sharding())
 
 
 def test_refusals(pool2: RankPool) -> None:

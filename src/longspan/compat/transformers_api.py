@@ -6,7 +6,6 @@ import contextlib
 import dis
 import functools
 import inspect
-import operator
 import re
 import sys
 import types
@@ -251,24 +250,15 @@ MIXER_FUNCTIONS = {
     "mamba2_split_conv1d_scan_combined",
     "mamba_inner_fn",
     "MiniMaxLightningAttention.forward",
-    "RecurrentGemmaRecurrentBlock.conv_1d.forward",
-    "RecurrentGemmaRecurrentBlock.rg_lru.forward",
-    "RecurrentGemmaRecurrentBlock.rg_lru._rnn_scan",
-    "RwkvSelfAttention.forward",
-    "RwkvSelfAttention.time_shift.forward",
-    "RwkvFeedForward.time_shift.forward",
 }  # fmt: skip
-"""Functions through which tokens mix in recurrent layers and short convolutions: of modelling files, or methods.
-
-A method is named by the class of the layer, then the path from an instance of it.
-"""
+"""Functions of modelling files through which tokens mix in recurrent layers and convolutions, or a whole layer's."""
 
 
 def mixer_functions(module: Any) -> dict[str, Any]:
     """Return those of `MIXER_FUNCTIONS` that a module has or calls, by name; empty if it is no such layer."""
     kind: Any = type(module)
-    found = {name: operator.attrgetter(path)(module) for name, path in _methods(kind).items()}
-    return found or _called_functions(kind)
+    whole = f"{kind.__name__}.forward"
+    return {whole: module.forward} if whole in MIXER_FUNCTIONS else _called_functions(kind)
 
 
 def is_hybrid(model: Any) -> bool:
@@ -280,13 +270,7 @@ def is_hybrid(model: Any) -> bool:
 def add_mixer_function(name: str) -> None:
     """Add the name of a function to `MIXER_FUNCTIONS`."""
     MIXER_FUNCTIONS.add(name)
-    _methods.cache_clear()
     _called_functions.cache_clear()
-
-
-@functools.lru_cache(maxsize=256)
-def _methods(kind: Any) -> dict[str, str]:
-    return {name: path for name in MIXER_FUNCTIONS if (path := name.removeprefix(f"{kind.__name__}.")) != name}
 
 
 @functools.lru_cache(maxsize=256)
@@ -304,17 +288,11 @@ def _globals_of(function: Any) -> set[str]:
 def forward_with(module: Any, functions: dict[str, Any]) -> Any:
     """Return a module's forward that calls other functions instead of its file's, without the decorators around it.
 
-    Methods, whose names are as in `MIXER_FUNCTIONS`, are replaced on the instance. transformers itself replaces them
-    by kernels of the Hub alone, for a whole process.
+    transformers itself replaces them by kernels of the Hub alone, for a whole process.
     """
-    for name, function in functions.items():
-        _, _, path = name.partition(".")
-        if path:
-            owner, _, method = path.rpartition(".")
-            setattr(module.get_submodule(owner), method, function)
     kind: Any = type(module)
     if f"{kind.__name__}.forward" in functions:
-        return module.forward
+        return functions[f"{kind.__name__}.forward"]
     forward: Any = inspect.unwrap(kind.forward)
     copied = types.FunctionType(
         forward.__code__, {**forward.__globals__, **functions}, forward.__name__, forward.__defaults__,

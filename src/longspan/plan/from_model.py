@@ -298,7 +298,7 @@ def _recurrence(module: Any) -> Linear:
         return Linear(heads, heads, dim, dim, columns=1, chunk=chunk, backward_op="all_gather", **conv)
     if functions <= {"causal_conv1d_fn"} and conv:  # LFM2
         return ShortConv(0, 0, 0, 0, **conv)
-    # Each channel has a number as its state, and a decay (RG-LRU, RWKV).
+    # A registered function's layer: as if each channel had a number as its state, and a decay.
     width = max((m.out_features for m in module.modules() if isinstance(m, nn.Linear)), default=1)
     return Linear(width, width, 1, 1, columns=1, **conv)
 

@@ -170,7 +170,7 @@ class CachedTokens(Stage):
         assert call.cache is not None
         call.cache.end()
         if not isinstance(output, tuple) and not hasattr(output, "cache"):
-            output.cache = call.cache  # `generate` reads it (RecurrentGemma's has none)
+            output.cache = call.cache  # `generate` reads it
         return output
 
     @not_compiled
