@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -339,13 +339,14 @@ def compare_cases(make: Callable[[], Any], cases: list[Case], truth: Truth) -> N
             raise AssertionError(f"{type(model).__name__} {mesh} {options}: {error}") from error
 
 
-def lora_on_experts(model: Any) -> Any:
+def lora_on_experts(
+    model: Any, weights: Sequence[str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight")
+) -> Any:
     """Put PEFT's LoRA on stacked experts, their router and on queries; it changes what the model computes."""
     import peft
 
     torch.manual_seed(3)
-    weights = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
-    config = peft.LoraConfig(r=3, target_modules=["q_proj"], target_parameters=weights, init_lora_weights=False)
+    config = peft.LoraConfig(r=3, target_modules=["q_proj"], target_parameters=list(weights), init_lora_weights=False)
     return peft.get_peft_model(model, config)
 
 

@@ -84,6 +84,8 @@ def _tensor_refusal(layer: LayerShape, t: int) -> str | None:
     if not layer.mixer.shards_heads:
         return f"tensor={t}: a recurrent layer is sharded by tokens only; use `ulysses` or `ring` instead"
     q, kv, width, what = layer.mixer.q_heads, layer.mixer.kv_heads, layer.mlp.ffn, "the MLP's intermediate size"
+    if layer.adapts_experts:
+        return f"tensor={t} does not shard LoRA on experts; use `experts` instead"
     if layer.mlp.experts > 1:
         width, what = layer.mlp.experts, "the number of experts"
     if not all(shard.q_heads for shard in split_groups(q, kv, t)):

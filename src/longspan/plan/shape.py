@@ -61,9 +61,14 @@ class LayerShape:
         return sum(p.numel for p in self.parameters)
 
     @cached_property
+    def adapts_experts(self) -> bool:
+        """Whether LoRA is on stacked experts."""
+        return any(".experts." in p.name and ".lora_" in p.name for p in self.parameters)
+
+    @property
     def fewest_experts(self) -> int:
         """Experts that a rank needs at least: PEFT mistakes the LoRA of a single one for that of a plain matrix."""
-        return 2 if any(".experts." in p.name and ".lora_" in p.name for p in self.parameters) else 1
+        return 2 if self.adapts_experts else 1
 
     @cached_property
     def active_params(self) -> int:
