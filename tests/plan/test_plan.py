@@ -628,7 +628,7 @@ def test_the_file_of_a_prompt_in_chunks(capsys: pytest.CaptureFixture[str]) -> N
         reports[mode, *more] = report["recommended"]
         keys, mesh = safe_load(report["recommended"]["yaml"]), report["recommended"]["mesh"]
         assert {axis: keys.pop(axis, 1) for axis in mesh} == mesh and mesh["data"] == 1
-        expected = {"model": "meta-llama/Llama-3.1-8B", "rope": "yarn,factor=128", "dtype": "bf16"}
+        expected = {"model": "meta-llama/Llama-3.1-8B", "dtype": "bf16"}
         expected |= {"cache": {"dtype": more[-1]}} if "--cache" in more else {}
         expected |= {"prefill_chunk": 65536} if "--prefill-chunk" in more else {}
         assert keys == {**expected, "weights": "replicated" if "--no-fsdp" in more else "sharded"}

@@ -82,7 +82,9 @@ def test_the_first_screen_begins_with_the_answer_and_what_runs_it() -> None:
     assert lines[command] == "run: longspan train sft --config plan.yaml --dataset_name DATA"
     assert lines[3].startswith("recommended: ulysses=8: 37.18 GB of 80.00 GB per GPU, 66.8 s per step")
     assert "checkpointing=save_attention, offload=host; 620.62 GB of host memory per node" in lines[4]
-    assert lines[command + 1].startswith("note: the model's positions end at 131,072: RoPE scaling: yarn")
+    assert lines[command + 1].startswith(
+        "note: the model's positions end at 131,072: its config needs rope_parameters: {"
+    )
     text, detailed = "\n".join(lines), "\n".join(lines_of(f"{screen} --details", 100))
     for part in ("memory per GPU, ", "sent per GPU", "note: host memory", "meshes that cannot hold the job\n"):
         assert part in detailed and part not in text

@@ -18,7 +18,6 @@ from longspan.core.errors import LongspanError
 from longspan.core.memory import LONGEST, Memory
 from longspan.core.parallel import ParallelConfig
 from longspan.core.reading import field_texts, flags_of, parse_integer
-from longspan.core.rope import RopeAsked
 from longspan.plan.command import PlanConfig
 from longspan.plan.shape import Tuning
 from longspan.ranks import launch
@@ -74,8 +73,6 @@ def test_a_wrong_flag_is_refused_with_the_closest_one(capsys: pytest.CaptureFixt
         ("--memory", "tiled_mlp=1,tiled_mlp=2"): "tiled_mlp is set twice",
         ("--memory", "offload=host"): "add checkpointing='full'",
         ("--memory", "tiled_mlp=two"): "'two' is not an integer",
-        ("--rope", "yarn,factor=0.5"): "factor must be at least 1",
-        ("--rope", "yarn,factor=x"): "factor='x': give a number",
         ("--experts", "lots"): "'lots' is not an integer (128k and 1M are 131072 and 1048576, 1e6 is 1000000) or auto",
         ("--ring", "0"): "ring must be at least 1, got 0",
     }.items():
@@ -87,11 +84,9 @@ def test_a_wrong_flag_is_refused_with_the_closest_one(capsys: pytest.CaptureFixt
 
 
 def test_a_value_with_options_is_one_flag() -> None:
-    config = _parse("--memory", "longest,offload=host,tiled_norms=false", "--rope", "yarn,factor=4,original=8k")
+    config = _parse("--memory", "longest,offload=host,tiled_norms=false")
     assert config.memory.to_memory() == replace(LONGEST, offload="host", tiled_norms=False)
-    assert config.model.rope == RopeAsked("yarn", 4.0, 8192)
     assert str(config.memory) == "longest,offload=host,tiled_norms=false"
-    assert str(config.model.rope) == "yarn,factor=4.0,original=8192"
     assert _parse("--memory", "checkpointing=full").memory.to_memory() == Memory(checkpointing="full")
     tuning = cli.parse(PlanConfig, ["--tuning", "16,targets=q_proj+v_proj,dora=true"], prog="x").tuning
     assert tuning == Tuning(16, ("q_proj", "v_proj"), dora=True)
@@ -107,14 +102,14 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     path = _file(
         tmp_path,
         "context: 8k\nfsdp: false\nbatch: 2\ntext: pydoc\nmemory: {checkpointing: full}\nseed: 3\nring: 2\n"
-        "layout: contiguous\noverlap-chunks: 2\nulysses: 4\nrope: yarn,factor=2\ntimeout:\n",
+        "layout: contiguous\noverlap-chunks: 2\nulysses: 4\ntimeout:\n",
     )
     config = _parse("--config", path, "--ulysses", "2", "--fsdp", "--seed=5", "--text_field", "body")
     assert (config.text, config.context, config.parallel.ulysses, config.fsdp) == ("pydoc", 8192, 2, True)
     parallel = config.parallel
     assert (parallel.ring, parallel.layout, parallel.overlap_chunks, parallel.ranks) == (2, "contiguous", 2, 4)
     assert (config.seed, config.batch, config.text_field, config.timeouts.timeout) == (5, 2, "body", None)
-    assert config.memory.to_memory() == Memory(checkpointing="full") and config.model.rope.factor == 2
+    assert config.memory.to_memory() == Memory(checkpointing="full")
     assert _parse(f"--config={path}").fsdp is False
     plan = cli.parse(PlanConfig, ["--config", _file(tmp_path, "gpu: {name: a, efficiency: 5e-1}")], prog="x")
     assert plan.hardware.gpu.efficiency == 0.5  # YAML reads it as text

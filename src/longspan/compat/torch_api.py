@@ -227,7 +227,10 @@ class PlacementOn:
     def check(cls) -> None:
         """Raise if torch is too old."""
         if None in cls._found():
-            raise LongspanError(f"`experts` needs torch 2.13; this is {torch.__version__}: leave it out")
+            raise LongspanError(
+                f"FSDP of torch {torch.__version__} has one mesh for all weights, experts another; use torch 2.13, "
+                f"or leave out `experts`"
+            )
 
     def add(self, parameter: nn.Parameter) -> None:
         """Shard this parameter over the mesh."""

@@ -30,7 +30,6 @@ from longspan.compat.reading import (
 )
 from longspan.compat.transformers_api import mixer_functions
 from longspan.core.errors import LongspanError, require
-from longspan.core.rope import AUTO, RopeAsked
 from longspan.plan.layers import (
     CAUSAL,
     AttendedKeys,
@@ -53,18 +52,16 @@ from longspan.plan.tower import Tower
 # A model on the meta device, from a name, a file or a config.
 
 
-def read_model(
-    name_or_path: str | os.PathLike[str], tuning: Tuning | None = None, rope: RopeAsked | None = None
-) -> ModelShape:
+def read_model(name_or_path: str | os.PathLike[str], tuning: Tuning | None = None) -> ModelShape:
     """Return the shape of a built-in model, or of the `config.json` (or folder with one) at a path.
 
-    `tuning`: which weights are trained; None: all. `rope`: the RoPE scaling; None: one that the context needs.
+    `tuning`: which weights are trained; None: all.
 
     Raises:
         LongspanError: for an unknown name, a file that cannot be read, or whatever `shape_from_config` refuses.
     """
     name, config = find_config(name_or_path)
-    return replace(shape_from_config(config, name, tuning or ALL_TRAINED), rope=rope or AUTO)
+    return shape_from_config(config, name, tuning or ALL_TRAINED)
 
 
 MOST_LAYERS = 4096
@@ -219,7 +216,7 @@ def _shape(model: PreTrainedModel, name: str, packs: bool) -> ModelShape:
         config.hidden_size,
         root[0].shape[0],
         tied,
-        positions.positions,
+        positions.limit,
         tuple(layers * max(1, repeats)),
         root,
         positions,

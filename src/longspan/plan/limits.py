@@ -9,6 +9,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.experts import ExpertLayout, divisors, most_ranks
 from longspan.core.heads import split_groups
 from longspan.core.parallel import ParallelConfig
+from longspan.core.rope import settings_of
 from longspan.core.tile_sizes import even_span
 from longspan.plan.cost.vision import most_patches
 from longspan.plan.cost.weights import can_cut
@@ -43,7 +44,7 @@ def positions_refusal(model: ModelShape, job: Job) -> str | None:
     if job.mode == "train" and job.context < 2:
         return f"context {job.context}: a sequence needs 2 tokens to learn from"
     try:
-        model.scaling(job.context)
+        model.longer(job.context)
     except LongspanError as error:
         return str(error)
     return None
@@ -119,11 +120,12 @@ def notes(c: CostContext) -> Iterator[str]:
     kv = max(1, model.kv_heads // mesh.tensor)
     if mesh.ulysses > kv:
         yield f"ulysses={mesh.ulysses} needs {mesh.ulysses} KV heads or replication, the model has {kv}: replicated"
-    scaling = model.scaling(job.context)
-    if scaling is not None:
-        flags = ", ".join(f"{flag}: {value}" for flag, value in scaling.settings.items())
-        needed = "" if model.positions.reach is None else f"the model's positions end at {model.positions.reach:,}: "
-        yield f"{needed}{scaling} ({flags})"
+    values = model.longer(job.context)
+    if values is not None:
+        yield (
+            f"the model's positions end at {model.positions.limit:,}: its config needs {settings_of(values)} "
+            "(docs/how-to/train.md)"
+        )
     if model.tower is not None and job.pictures:
         tokens = sum(pictures.tokens(model.tower) for pictures in job.pictures)
         patches = sum(pictures.units * pictures.patches for pictures in job.pictures)

@@ -31,7 +31,7 @@ from longspan.verify.runs import Tensors, gradient_parts, make_report, unsharded
 if TYPE_CHECKING:
     from longspan.verify.report import Report
 
-_OF_LANGUAGE_MODELS = ("dtype", "kernel", "memory", "rope", "text", "text_field", "tokenizer")
+_OF_LANGUAGE_MODELS = ("dtype", "kernel", "memory", "text", "text_field", "tokenizer")
 """Flags that mean nothing to a diffusion transformer."""
 
 

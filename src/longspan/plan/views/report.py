@@ -103,7 +103,7 @@ def plan_dict(plan: Plan, *, longest: bool = True) -> dict[str, Any]:
         "layout": plan.c.layout.kind,
         "fsdp": plan.mesh.fsdp_ranks if plan.job.weight_sharding else 1,
         "memory": asdict(plan.job.memory),
-        "rope_scaling": _rope_dict(plan),
+        "config_changes": plan.model.longer(plan.job.context),
         "host_bytes": dict(plan.offloaded.host_bytes),
         "host_node_bytes": plan.offloaded.host_node_bytes,
         "disk_node_bytes": plan.offloaded.disk_node_bytes,
@@ -116,13 +116,6 @@ def plan_dict(plan: Plan, *, longest: bool = True) -> dict[str, Any]:
         "yaml": yaml(plan),
         "command": command(plan),
     }
-
-
-def _rope_dict(plan: Plan) -> dict[str, Any] | None:
-    scaling = plan.model.scaling(plan.job.context)
-    if scaling is None:
-        return None
-    return {name: getattr(scaling, name) for name in ("kind", "factor", "original", "positions")}
 
 
 def _method_dict(method: Method) -> dict[str, Any]:
@@ -148,8 +141,7 @@ def settings(plan: Plan) -> dict[str, Any] | None:
     """
     if not plan.runs or plan.model.tower is not None:
         return None
-    scaling = plan.model.scaling(plan.job.context)
-    shared = {**changed(plan.mesh), **({} if scaling is None else scaling.settings)}
+    shared = changed(plan.mesh)
     return _training(plan, shared) if plan.job.mode == "train" else _generation(plan, shared)
 
 
@@ -163,6 +155,8 @@ def _training(plan: Plan, shared: dict[str, Any]) -> dict[str, Any]:
         "per_device_train_batch_size": 1,
         "packing": True,
     }
+    longer = plan.model.longer(job.context)
+    keys |= {} if longer is None else {"model_init_kwargs": longer}
     micro = plan.c.micro_batches
     keys |= {} if micro == 1 else {"gradient_accumulation_steps": micro}
     keys |= {} if job.documents else {"packing_strategy": "wrapped"}
