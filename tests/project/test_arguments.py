@@ -146,7 +146,6 @@ def test_wrong_arguments_raise(call: Callable[[Any], Any], text: str, sp: longsp
         (lambda m, sp, to: longspan.token_logprobs(m, IDS), r"`batch` must be a dict of tensors .*got a tensor"),
         (lambda m, sp, to: longspan.find_nonfinite(m, IDS), r"`batch` must be a dict of tensors"),
         (lambda m, sp, to: longspan.find_nonfinite(None, BATCH), r"`model` must be a model .*got None"),
-        (lambda m, sp, to: longspan.optimizer_in_backward(m, "adamw"), r"`optimizer` must be a torch.optim.Optimizer"),
         (lambda m, sp, to: longspan.ShardedCache(sp), r"`model` must be a model .*got SequenceSharding"),
         (lambda m, sp, to: longspan.ShardedCache.load(None, m), r"`folder` must be a path .*got None"),
         (lambda m, sp, to: longspan.kernel_table(None), r"`path` must be a path .*got None"),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from longspan.hf.forward.stage import ModelTraits
     from longspan.hf.memory_options import MemoryManager
     from longspan.hf.tensor_parallel.layers import TensorParallel
-    from longspan.hf.weights.gradients import GradientAverage, InBackward
+    from longspan.hf.weights.gradients import GradientAverage
     from longspan.losses.deferred_logits import Head
 
 
@@ -40,7 +40,6 @@ class ParallelState:
     gradients: GradientAverage | None  # None with FSDP or on one rank
     experts: ExpertPlan | None  # None if experts are sharded as other weights
     forward: ForwardHooks = field(init=False)
-    in_backward: InBackward | None = None  # the optimizer that updates weights in the backward
 
 
 @dataclass
@@ -51,7 +50,6 @@ class DiffusionState:
     attention: str  # how tokens of different ranks attend to each other
     gradients: GradientAverage | None  # None with FSDP or on one rank
     family: Family | None  # of a model whose ranks keep their tokens of the output
-    in_backward: None = None
 
 
 def is_parallelized(model: nn.Module) -> bool:
