@@ -11,7 +11,7 @@ import transformers
 
 from longspan.compat.reading import positions_of
 from longspan.core.errors import LongspanError
-from longspan.core.rope import positions_in, settings_of
+from longspan.core.rope import merged, positions_in, settings_of
 from longspan.hf.pretrained import read_model_config
 from tests.models import build
 from tests.train.training import write_config
@@ -53,8 +53,10 @@ def test_a_config_is_extended(case: Any) -> None:
         positions.check(context, "it")
     positions.check(context, "it", extends=True)
     values = positions.extended(context)
-    assert values == {"rope_parameters": table, "max_position_embeddings": limit}
-    changed = type(config).from_dict(config.to_dict(), **values)
+    assert values is not None
+    found = merged(config.rope_parameters, values["rope_parameters"])
+    assert found == table and values["max_position_embeddings"] == limit
+    changed = type(config).from_dict(config.to_dict(), rope_parameters=found, max_position_embeddings=limit)
     assert positions_of(changed).reach == limit >= context
     plain, extended = (transformers.AutoModelForCausalLM.from_config(each) for each in (config, changed))
     angles = [name for name, _ in plain.named_buffers() if name.endswith("inv_freq")]
@@ -90,11 +92,11 @@ def test_a_dynamic_rope_has_no_limit() -> None:
 
 def test_values_of_the_config_are_set_as_transformers_names_them(tmp_path: Path) -> None:
     config = str(write_config(tmp_path, rope_parameters=LOCAL))
-    with pytest.raises(LongspanError, match="--model .* is longer than the 512 positions") as error:
+    with pytest.raises(LongspanError, match="--context 1024 is longer than the 512 positions of --model") as error:
         read_model_config("--model", config, 1024, weights=False)
     values = positions_of(read_model_config("--model", config, 512, weights=False)).extended(1024)
     assert values is not None and settings_of(values) in str(error.value)
     found = read_model_config("--model", config, 1024, values, weights=False)
-    assert found.rope_parameters == values["rope_parameters"] and found.max_position_embeddings == 1024
+    assert found.rope_parameters == {**LOCAL, **values["rope_parameters"]} and found.max_position_embeddings == 1024
     with pytest.raises(LongspanError, match="its config has no rope_factor; leave it out"):
         read_model_config("--model", config, 512, {"rope_factor": 4}, weights=False)

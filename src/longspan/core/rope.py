@@ -50,21 +50,17 @@ class ModelPositions:
         return None if self.rotary and self.kind == "dynamic" else self.limit
 
     def extended(self, context: int) -> dict[str, Any] | None:
-        """Return the values of the config for sequences of `context` tokens, by YaRN; None if it has no such scaling.
+        """Return what to change in the config for sequences of `context` tokens, by YaRN; None if it has no such scaling.
 
-        The factor is the smallest integer that reaches. A model with linear scaling gets more of that. The base and the
-        rotary part of a head stay, and YaRN's other parameters, but an attention factor belongs to the old factor.
+        The factor is the smallest integer that reaches. A model with linear scaling gets more of that.
         """
         if not (self.rotary and self.extends and self.original and self.table and self.kind in _EXTENDED):
             return None
         factor = max(1, -(-context // self.original))
-        kind = "linear" if self.kind == "linear" else "yarn"
-        table = {key: x for key, x in self.table.items() if key in _KEPT or kind == self.kind}
-        table.pop("attention_factor", None)
-        table |= {"rope_type": kind, "factor": float(factor)}
-        if kind == "yarn":
+        table: dict[str, Any] = {"rope_type": "linear" if self.kind == "linear" else "yarn", "factor": float(factor)}
+        if self.kind != "linear":
             table["original_max_position_embeddings"] = self.original
-        parameters = table if self.table is self.parameters else {**self.parameters, "full_attention": table}
+        parameters = table if self.table is self.parameters else {"full_attention": table}
         return {"rope_parameters": parameters, "max_position_embeddings": self.original * factor}
 
     def check(self, context: int, where: str, *, extends: bool = False) -> None:
@@ -83,6 +79,20 @@ class ModelPositions:
             f"--context {context} is longer than the {self.limit} {learnt}positions of {where} "
             f"(max_position_embeddings); give --context {self.limit} or less{fix}"
         )
+
+
+def merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config's rotary parameters with changes.
+
+    The base and the rotary part of a head stay, and with the same kind of scaling its other parameters, but an
+    attention factor belongs to the old factor.
+    """
+    tables = {key: merged(own.get(key) or {}, table) for key, table in given.items() if isinstance(table, Mapping)}
+    if tables:
+        return {**own, **tables}
+    same = given.get("rope_type", own.get("rope_type")) == own.get("rope_type")
+    stays = {key: x for key, x in own.items() if key in _KEPT or (same and key != "attention_factor")}
+    return {**stays, **given}
 
 
 def settings_of(values: Mapping[str, Any]) -> str:

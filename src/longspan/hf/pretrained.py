@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from longspan.core.errors import LongspanError
+from longspan.core.rope import merged
 from longspan.core.validation import existing_path, format_value, means_a_path, near, read_text
 from longspan.plan.names import weights_of
 from longspan.ranks import launch
@@ -184,11 +185,18 @@ def read_model_config(
 
 
 def open_config(label: str, name: str, changes: Mapping[str, Any] | None = None) -> Any:
-    """Return a model's Hugging Face config, by name, folder or file; `label` names it in an error."""
+    """Return a model's Hugging Face config, by name, folder or file; `label` names it in an error.
+
+    `changes` are values of it; those of `rope_parameters` are merged with its own (`longspan.core.rope.merged`).
+    """
     from transformers import AutoConfig
 
+    changes = dict(changes or {})
     try:
-        config, unused = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **(changes or {}))
+        if isinstance(given := changes.get("rope_parameters"), Mapping):
+            own = getattr(AutoConfig.from_pretrained(name), "rope_parameters", None)
+            changes["rope_parameters"] = merged(own or {}, given)
+        config, unused = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **changes)
     except Exception as error:  # of any kind
         raise LongspanError(f"{label}: no model config can be read there: {first_line(error)}") from error
     if unused:
