@@ -50,7 +50,7 @@ class ModelPositions:
         return None if self.rotary and self.kind == "dynamic" else self.limit
 
     def extended(self, context: int) -> dict[str, Any] | None:
-        """Return what to change in the config for sequences of `context` tokens, by YaRN; None if it has no such scaling.
+        """Return what to change in the config for `context` tokens, by YaRN; None if it has no such scaling.
 
         The factor is the smallest integer that reaches. A model with linear scaling gets more of that.
         """
