@@ -363,7 +363,7 @@ def experts() -> Picture:
 def memory() -> Picture:
     """What one layer saves for its backward, and the planned memory of a step."""
     parts = ["layer input", "q, k, v", "attn. output", "norms", "MLP"]
-    saved = {"none": "11111", "save_attention": "11100", "selective": "10100", "full": "10000"}
+    saved = {"none": "11111", "selective": "10100", "full": "10000"}
     p = Picture(262)
     p.text(228, 18, "what a layer saves, by checkpointing=", bold=True)
     for x, part in enumerate(parts):
@@ -380,7 +380,7 @@ def planned_bars(p: Picture) -> None:
     model, hardware = read_model("llama-3.1-8b"), read_hardware("h100")
     levels = {
         '"fastest"': Memory(),
-        "tiled MLP, norms": Memory(tiled_mlp=0, tiled_norms=True),
+        "tiled=True": Memory(tiled=True),
         'checkpointing="full"': Memory(checkpointing="full"),
         '"longest"': LONGEST,
         '"longest", offload="host"': Memory(**{**vars(LONGEST), "offload": "host"}),

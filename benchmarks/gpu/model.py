@@ -42,21 +42,15 @@ SMALL: dict[str, Any] = {
 TINY = {**SMALL, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 64}
 OPTIONS = {
     "no option": Memory(),
-    "all activations saved": Memory(recompute_mlp_act=False),
     "full": Memory(checkpointing="full"),
-    "save_attention": Memory(checkpointing="save_attention"),
     "selective": Memory(checkpointing="selective"),
-    "layers_per_checkpoint=2": Memory(checkpointing="full", layers_per_checkpoint=2),
+    "grouped": Memory(checkpointing="grouped"),
     "offload to the host": Memory(checkpointing="full", offload="host"),
-    "save_attention, offload to the host": Memory(checkpointing="save_attention", offload="host"),
-    "offload to a disk": Memory(checkpointing="full", offload="disk"),
-    "tiled_mlp=3": Memory(tiled_mlp=3),
-    "tiled_norms": Memory(tiled_norms=True),
+    "selective, offload to the host": Memory(checkpointing="selective", offload="host"),
+    "tiled": Memory(tiled=True),
     "head_chunks=2": Memory(head_chunks=2),
-    "head_loss=torch": Memory(head_loss="torch"),
-    "head_loss=liger": Memory(head_loss="liger"),
     "longest": LONGEST,
-    "several": Memory(checkpointing="selective", head_chunks=2, tiled_mlp=2, tiled_norms=True, offload="disk"),
+    "several": Memory(checkpointing="selective", head_chunks=2, tiled=True, offload="host"),
 }
 
 

@@ -253,12 +253,9 @@ OPTIONS = {
     "fastest": FASTEST,
     "full": Memory(checkpointing="full"),
     "selective": Memory(checkpointing="selective"),
-    "save_attention": Memory(checkpointing="save_attention"),
-    "tiled_mlp": Memory(tiled_mlp=4),
-    "tiled_norms": Memory(tiled_norms=True),
-    "activations saved": Memory(recompute_mlp_act=False),
+    "tiled": Memory(tiled=True),
     "longest": LONGEST,
-    "fewest inputs": dataclasses.replace(LONGEST, layers_per_checkpoint=0),
+    "grouped": dataclasses.replace(LONGEST, checkpointing="grouped"),
     "a chunk per KV head": dataclasses.replace(LONGEST, head_chunks=0),
 }
 PER_RANK = 16_384
@@ -276,9 +273,9 @@ def test_planned_bytes_of_a_step(option: str, mesh: dict[str, int]) -> None:
 
 OFFLOADED = {
     "full": Memory(checkpointing="full", offload="host"),
-    "save_attention": Memory(checkpointing="save_attention", offload="host"),
+    "selective": Memory(checkpointing="selective", offload="host"),
     "longest": dataclasses.replace(LONGEST, offload="host"),
-    "fewest inputs": dataclasses.replace(LONGEST, layers_per_checkpoint=0, offload="host"),
+    "grouped": dataclasses.replace(LONGEST, checkpointing="grouped", offload="host"),
 }
 
 
@@ -295,7 +292,7 @@ def test_planned_bytes_of_an_offloaded_step(option: str, mesh: dict[str, int]) -
     assert _planned_step(c) == pytest.approx(used.peak, rel=0.05)
     assert offloaded_bytes(c, CATALOGUE["h100"]).host_bytes == {"activations": pytest.approx(used.stored, rel=0.001)}
     assert used.left == 0
-    if option not in ("save_attention", "fewest inputs"):  # which need some tensors twice
+    if option != "grouped":  # which needs some tensors twice
         assert used.stored < used.moved <= 2 * used.stored
 
 

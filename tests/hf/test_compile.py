@@ -104,11 +104,11 @@ def _with_inductor() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Models.
 
-SAVED = Memory(checkpointing="save_attention", tiled_mlp=3, tiled_norms=True)
+SAVED = Memory(checkpointing="selective", tiled=True)
 # Ranks, family, mesh, memory, and the lengths of the batches. Dynamic shapes take most time to compile: one rank does.
 MODELS: list[tuple[int, str, dict[str, int], Any, tuple[int, ...]]] = [
     (1, "Mistral", {}, SAVED, (21, 26)),
-    (2, "Gemma3Text", {"tensor": 2}, Memory(recompute_mlp_act=True), (21,)),
+    (2, "Gemma3Text", {"tensor": 2}, Memory(), (21,)),
 ]
 
 

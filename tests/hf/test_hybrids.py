@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import longspan
 from tests.choose import confirming
+from tests.memory.side_stream import offload_on_cpus
 from tests.models import (
     BASE,
     HYBRIDS,
@@ -221,14 +222,14 @@ def test_memory_options_and_log_probabilities(pool2: RankPool, family: str) -> N
 
 
 OPTIONS = (
-    longspan.Memory(checkpointing="selective", tiled_mlp=3),
-    longspan.Memory(checkpointing="save_attention", offload="disk", tiled_norms=True),
-    longspan.Memory(checkpointing="full", layers_per_checkpoint=0, head_chunks=2),
-    longspan.Memory(recompute_mlp_act=False, tiled_mlp=0),
+    longspan.Memory(checkpointing="selective", tiled=True),
+    longspan.Memory(checkpointing="full", offload="host", tiled=True),
+    longspan.Memory(checkpointing="grouped", head_chunks=2),
 )
 
 
 def _with_each(family: str, truth: Truth) -> None:
+    offload_on_cpus()
     for number, memory in enumerate(OPTIONS):
         sp = sharding(ring=1 + number % 2)
         model = longspan.parallelize(build(family), sp, memory=memory)

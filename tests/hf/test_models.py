@@ -13,6 +13,7 @@ import torch
 from transformers import masking_utils as masks
 
 import longspan
+from longspan.core import tile_sizes
 from longspan.hf.forward.registry import MaskRequest, longspan_mask
 from tests.choose import confirming, each_value
 from tests.models import (
@@ -261,7 +262,8 @@ def test_marked_documents_equal_separate_runs(pool4: RankPool, family: str, how:
 
 
 def _router_loss_by_tiles(families: list[str], truths: list[Truth]) -> None:
-    memories = ["longest", longspan.Memory(tiled_mlp=3), longspan.Memory(tiled_mlp=3, checkpointing="save_attention")]
+    tile_sizes.FEWEST_ROWS = 2, 2
+    memories = ["longest", longspan.Memory(tiled=True), longspan.Memory(tiled=True, checkpointing="selective")]
     for family, truth in zip(families, truths, strict=True):
         for memory in memories if family == "Mixtral" else memories[:1]:
             sp = sharding()

@@ -258,7 +258,7 @@ CASES = [
     (
         ParallelConfig(ring=2),
         NEXT,
-        {"layout": "contiguous", "memory": Memory(checkpointing="selective", layers_per_checkpoint=0)},
+        {"layout": "contiguous", "memory": Memory(checkpointing="grouped")},
     ),
     (ParallelConfig(ulysses=4), MOE, {}),
     (ParallelConfig(data=2, ulysses=2), MLA, {}),
@@ -282,19 +282,17 @@ CASES = [
     (
         ParallelConfig(ulysses=4),
         {"num_hidden_layers": 7},
-        {"memory": dataclasses.replace(CHECKPOINTED, layers_per_checkpoint=3)},
+        {"memory": Memory(checkpointing="grouped")},
     ),
     (
         ParallelConfig(ring=2, ulysses=2),
         {"num_hidden_layers": 4},
-        {
-            "memory": dataclasses.replace(CHECKPOINTED, layers_per_checkpoint=4, head_chunks=0),
-        },
+        {"memory": Memory(checkpointing="grouped", head_chunks=0)},
     ),
     (
         ParallelConfig(ulysses=4),
         {"num_hidden_layers": 5},
-        {"memory": Memory(checkpointing="selective", layers_per_checkpoint=0)},
+        {"memory": Memory(checkpointing="selective", tiled=True)},
     ),
     (ParallelConfig(data=2, ulysses=2), {"model_type": "qwen3"}, {}),
     (ParallelConfig(ulysses=4), {"model_type": "qwen2"}, {"dtype": "bf16"}),
@@ -359,9 +357,9 @@ MOE = {
         (ParallelConfig(ulysses=4), 4, {}),
         (ParallelConfig(data=2, ulysses=2), 2, {"dtype": "bf16"}),
         (ParallelConfig(ulysses=4), 2, {"memory": Memory(checkpointing="full")}),
-        (ParallelConfig(ring=2, ulysses=2), 4, {"memory": Memory(checkpointing="full", tiled_mlp=2)}),
-        (ParallelConfig(ulysses=4), 2, {"memory": Memory(tiled_mlp=2, tiled_norms=True)}),
-        (ParallelConfig(ulysses=4), 2, {"memory": Memory(checkpointing="selective", layers_per_checkpoint=2)}),
+        (ParallelConfig(ring=2, ulysses=2), 4, {"memory": Memory(checkpointing="full", tiled=True)}),
+        (ParallelConfig(ulysses=4), 2, {"memory": Memory(tiled=True)}),
+        (ParallelConfig(ulysses=4), 2, {"memory": Memory(checkpointing="grouped")}),
         (ParallelConfig(data=2, ulysses=2), 4, {"tuning": Tuning(lora=3)}),
     ],
 )

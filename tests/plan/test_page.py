@@ -253,7 +253,7 @@ def test_the_page_has_suggestions_and_methods(browser: Any, tmp_path: Path) -> N
     "extra",
     [
         ["--compare"],
-        ["--json", "--memory", "checkpointing=full,layers_per_checkpoint=2"],
+        ["--json", "--memory", "checkpointing=grouped"],
         *confirming([([],)]),
     ],
 )

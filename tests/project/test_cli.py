@@ -70,9 +70,9 @@ def test_a_wrong_flag_is_refused_with_the_closest_one(capsys: pytest.CaptureFixt
         ("--dtype", "Fp32"): "'fp32', 'bf16'",
         ("--memory", "longest,ofload=host"): "there is no key 'ofload'; did you mean 'offload'?",
         ("--memory", "longest,host"): "write key=value after the first word",
-        ("--memory", "tiled_mlp=1,tiled_mlp=2"): "tiled_mlp is set twice",
+        ("--memory", "tiled=true,tiled=false"): "tiled is set twice",
         ("--memory", "offload=host"): "add checkpointing='full'",
-        ("--memory", "tiled_mlp=two"): "'two' is not an integer",
+        ("--memory", "head_chunks=two"): "'two' is not an integer",
         ("--experts", "lots"): "'lots' is not an integer (128k and 1M are 131072 and 1048576, 1e6 is 1000000) or auto",
         ("--ring", "0"): "ring must be at least 1, got 0",
     }.items():
@@ -84,9 +84,9 @@ def test_a_wrong_flag_is_refused_with_the_closest_one(capsys: pytest.CaptureFixt
 
 
 def test_a_value_with_options_is_one_flag() -> None:
-    config = _parse("--memory", "longest,offload=host,tiled_norms=false")
-    assert config.memory.to_memory() == replace(LONGEST, offload="host", tiled_norms=False)
-    assert str(config.memory) == "longest,offload=host,tiled_norms=false"
+    config = _parse("--memory", "longest,offload=host,tiled=false")
+    assert config.memory.to_memory() == replace(LONGEST, offload="host", tiled=False)
+    assert str(config.memory) == "longest,offload=host,tiled=false"
     assert _parse("--memory", "checkpointing=full").memory.to_memory() == Memory(checkpointing="full")
     tuning = cli.parse(PlanConfig, ["--tuning", "16,targets=q_proj+v_proj,dora=true"], prog="x").tuning
     assert tuning == Tuning(16, ("q_proj", "v_proj"), dora=True)
@@ -126,7 +126,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("seed: [", r"is not YAML: .*line 1"),
         ("- seed", r"must be a mapping of keys to values"),
         ("", r"run.yaml must be a mapping of keys to values, but it is empty"),
-        ("memory: {offload: host, offload: disk}", r"run.yaml: 'offload' is set twice"),
+        ("memory: {offload: host, offload: none}", r"run.yaml: 'offload' is set twice"),
         ("batch: 8kk", r"batch: '8kk' is invalid: '8kk' is not an integer"),
         ("fsdp: 'no'", r"fsdp: 'no' is invalid: give true or false"),
         ("model: 5", r"model: 5 is invalid: give text"),

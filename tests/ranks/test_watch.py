@@ -228,7 +228,7 @@ def _who_waits(mesh: dict[str, int], chunks: Any, memory: Any, backward: bool) -
     [
         ({"ring": 2}, "auto", "fastest", False),
         ({"ulysses": 2}, 2, "fastest", False),
-        ({"ring": 2}, "auto", Memory(checkpointing="full", offload="disk"), True),
+        ({"ring": 2}, "auto", Memory(checkpointing="full"), True),
     ],
     ids=["ring", "overlap_chunks", "offload"],
 )

@@ -115,10 +115,10 @@ def test_other_models_pass(models: dict[str, Path], pool4: RankPool, name: str, 
 
 
 def test_replicas_with_different_batches_pass(models: dict[str, Path], pool4: RankPool) -> None:
-    memory: dict[str, Any] = {"memory": "longest,layers_per_checkpoint=2,offload=disk"}
+    memory: dict[str, Any] = {"memory": "longest,checkpointing=grouped"}
     report = pool4.run(worker, _config(models["llama"], 2, data=2, batch=2, **memory))[0]
     assert report.passed, _failing(report)
-    assert "layers_per_checkpoint=2, offload=disk" in report.setup["memory"]
+    assert "checkpointing=grouped" in report.setup["memory"]
     assert report.rank_tokens == ((0, ((0, 30),)), (0, ((30, 59),)), (1, ((0, 30),)), (1, ((30, 59),)))
 
 
@@ -511,7 +511,7 @@ def test_every_rank_reports_a_reference_out_of_memory_with_a_fix(models: dict[st
     ("changes", "message"),
     [
         ({"model": ""}, "--model is missing"),
-        ({"memory": "auto,offload=disk"}, "verify takes auto or options, but not both"),
+        ({"memory": "auto,tiled=true"}, "verify takes auto or options, but not both"),
         ({"ulysses": 0}, "ulysses must be at least 1, got 0"),
         ({"context": 15, "ring": 4}, "--context 15 is too short for 8 ranks: .* --context 16 or more"),
         ({"batch": 0}, "--batch must be at least 1, got 0"),

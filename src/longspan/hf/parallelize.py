@@ -162,7 +162,7 @@ def parallelize(
     traits = ModelTraits(inner)
     attention, mixers = AttentionLayers(inner, sp, kernel, memory), MixerLayers(inner, sp)
     memory_manager = MemoryManager(checked.modules, inner.config, memory, checked.store, checked.auto)
-    head = head_of(inner, memory.head_loss)
+    head = head_of(inner)
     batches, model_changes = _consistency_checks(model, sp, options, checked)
     plan = checked.tensor_plan
     tensor = None if plan is None else TensorParallel(inner, sp, tensor_style, plan, head)

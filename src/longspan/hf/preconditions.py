@@ -87,11 +87,6 @@ class Checked:
         if sp.tensor_size > 1:
             _refuse_tensor_axis(inner, sp)
             self.tensor_plan = TensorPlan(inner, sp.tensor_size, sp.tensor_rank, options.tensor_style, sp.size)
-            if memory.head_loss != "tiled":
-                raise LongspanError(
-                    f"head_loss={memory.head_loss!r} does not support a vocabulary sharded over "
-                    f"`tensor={sp.tensor_size}`; use 'tiled'"
-                )
         # None if experts are sharded as other weights.
         self.experts = plan_experts(
             inner, options.experts, ranks=sp.world_size, tensor=sp.tensor_size, fsdp=options.fsdp

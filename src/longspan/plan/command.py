@@ -119,7 +119,7 @@ class PlanConfig:
     """Write one self-contained page with sliders for context and GPUs."""
     memory: MemoryChoice = field(default_factory=lambda: MemoryChoice("auto"))
     """Memory options. auto: the fastest that fit, for each mesh. fastest: none. longest: the least memory without
-    offload. Options after the word, or alone, are fixed: auto,offload=disk or checkpointing=full,offload=host
+    offload. Options after the word, or alone, are fixed: auto,offload=host or checkpointing=full
     (docs/how-to/memory.md)."""
     cache: CacheConfig = field(default_factory=CacheConfig)
     """The KV cache of prefill and decode, as of `longspan generate`: int8,offload=host."""

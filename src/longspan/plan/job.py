@@ -37,7 +37,7 @@ class Job:
         dtype: of activations and gathered weights. bf16 training stores weights, gradients and optimizer in fp32.
         weight_sharding: shard weights by FSDP over data x ring x ulysses, or replicate them.
         parallel: the mesh and its options. `overlap_chunks="auto"` is planned as 1.
-        memory: memory options, as in `longspan.parallelize(memory=...)`. Without a backward only `tiled_mlp`,
+        memory: memory options, as in `longspan.parallelize(memory=...)`. Without a backward only `tiled`,
             `head_chunks` and `cpu_offload` have an effect.
         cache: how the KV cache of `prefill` and `decode` is stored.
         documents: whether sequences may be packed documents: in a ring, blocks then arrive from both sides. Times are
@@ -114,16 +114,16 @@ class Job:
         """
         if self.mode != "train":
             return 1, 0
-        return (2 if self.memory.checkpointing == "full" else 1), 1
+        return (2 if self.memory.recomputes_layers else 1), 1
 
     def recomputed_inputs(self, layers: int) -> int:
         """Return how many layers run a further forward to recompute the next layer's input.
 
-        These are all layers but the last of each group of `Memory.layers_per_checkpoint`.
+        These are all layers but the last of each group.
         """
-        if self.mode != "train" or self.memory.checkpointing == "none":
+        if self.mode != "train" or self.memory.checkpointing != "grouped":
             return 0
-        return layers - layers_held(layers, layers_per_checkpoint(layers, self.memory.layers_per_checkpoint))[0]
+        return layers - layers_held(layers, layers_per_checkpoint(layers, grouped=True))[0]
 
 
 @dataclass(frozen=True)

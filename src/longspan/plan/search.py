@@ -62,12 +62,12 @@ class Plan:
 
     @cached_property
     def offloaded(self) -> Offloaded:
-        """What is in the host's memory or on a disk."""
+        """What is in the host's memory."""
         return offloaded_bytes(self.c, self.hardware)
 
     @property
     def fits(self) -> bool:
-        """Whether it fits in the GPU's memory, the host's memory and the disk."""
+        """Whether it fits in the GPU's memory and the host's."""
         return self.headroom_bytes >= 0 and self.offloaded.fits(self.hardware)
 
     def short_of(self, most: int = 2) -> tuple[str, ...]:
@@ -80,10 +80,9 @@ class Plan:
             )
         if not self.offloaded.fits(self.hardware):
             stored, node = self.offloaded, self.hardware
-            on_disk = f", and {stored.disk_node_bytes / GB:,.0f} GB of disk" if stored.disk_bytes else ""
             short.append(
                 f"needs {stored.host_node_bytes / GB:,.0f} GB of {HOST_SHARE * node.host_memory / GB:,.0f} GB of host "
-                f"memory per node{on_disk} (of each GPU: {format_items(stored.host_bytes)})"
+                f"memory per node (of each GPU: {format_items(stored.host_bytes)})"
             )
         return tuple(short)
 
@@ -130,7 +129,7 @@ class Plan:
 
     @property
     def offload_seconds(self) -> float:
-        """Seconds of a step that wait for host link or disk."""
+        """Seconds of a step that wait for the host link."""
         return self._offload_wait[0]
 
     @property
@@ -177,15 +176,11 @@ class Plan:
                 f"host memory: {sum(stored.host_bytes.values()) / GB:.1f} GB per GPU, "
                 f"{stored.host_node_bytes / GB:,.0f} GB per node ({format_items(stored.host_bytes)})"
             )
-        if stored.disk_bytes:
-            yield (
-                f"disk: {stored.disk_bytes / GB:,.0f} GB per GPU, {stored.disk_node_bytes / GB:,.0f} GB per node and "
-                f"step"
-            )
         if bottleneck is not None:
-            what, needed, has = bottleneck
+            needed, has = bottleneck
             hidden = "it overlaps" if needed <= has else f"{waiting:.1f} s of a step wait for it"
-            yield f"the {what} needs {needed / GB:.1f} GB/s of {has / GB:.0f} GB/s to overlap with computing: {hidden}"
+            bandwidth = f"{needed / GB:.1f} GB/s of {has / GB:.0f} GB/s"
+            yield f"the host link needs {bandwidth} to overlap with computing: {hidden}"
 
     def _weight_notes(self) -> Iterator[str]:
         """Yield a note if a step mostly waits for weights: in decoding, FSDP gathers all of them for every token."""

@@ -54,7 +54,7 @@ class Ours:
     within the model's positions."""
     memory: MemoryChoice = field(default_factory=lambda: MemoryChoice("auto"))
     """Memory options. auto: the fastest that fit, by the planner. fastest, longest: all together. Or options of
-    `longspan.Memory`, after a word that chooses the others or without: auto,offload=disk or {checkpointing: full}."""
+    `longspan.Memory`, after a word that chooses the others or without: auto,offload=host or {checkpointing: full}."""
     rank_memory: float | None = None
     """GB that a rank may use, for `memory: auto` and `context: max`. By default its GPU's memory, or its share of the
     machine's."""

@@ -69,7 +69,7 @@ def resolve(arguments: Arguments) -> Resolved:
     if level == "longest":
         fixed = {**{f.name: getattr(LONGEST, f.name) for f in dataclasses.fields(LONGEST)}, **fixed}
     if level == "auto" and MemoryModules(model).untiled is not None:
-        fixed.setdefault("tiled_mlp", 1)  # do not choose an option that the model cannot use
+        fixed.setdefault("tiled", False)  # do not choose an option that the model cannot use
     packed = getattr(training, "packing", False) and training.packing_strategy != "wrapped"
     rows = training.per_device_train_batch_size * (2 if arguments.method != "sft" else 1)
     job = Job(

@@ -81,7 +81,7 @@ REFUSED = {
     "parallelism_config": "the mesh defines how the ranks are used; leave it out",
     "label_smoothing_factor": "it needs the logits of all tokens; leave it out",
     "auto_find_batch_size": "ranks could choose different sizes; leave it out",
-    "use_liger_kernel": "use the memory option head_loss='liger'",
+    "use_liger_kernel": "leave it out: the loss is computed by tiles, without logits",
 }
 """Training arguments that must be unset, and why."""
 

@@ -32,7 +32,6 @@ from longspan.hf.batch import SequenceInfo
 from longspan.hf.forward.kv_cache import CachedInfo
 from longspan.hf.support import HELP
 from longspan.memory.checkpointing import LayerCall
-from longspan.memory.saved_attention import saved_attention
 
 NAME = "longspan"
 
@@ -121,10 +120,7 @@ def longspan_attention(
     except LongspanError as error:
         raise LongspanError(f"layer {layer.name}: {error}") from error
     layer.choice = plan.choice
-    if layer.layer_call is not None and layer.layer_call.checkpointing == "save_attention":
-        out = saved_attention(plan, q, k, v, scores, layer.layer_call)
-    else:
-        out = plan(q, k, v, scores, layer.layer_call)
+    out = plan(q, k, v, scores, layer.layer_call)
     return _viewable(out if info.padding is None else _padding_sees_itself(out, v, info.padding)), None
 
 

@@ -207,10 +207,6 @@ class Mixer:
         """Return the part of `saved` that checkpointing saves rather than recomputes."""
         return 0
 
-    def fetched_late(self, c: CostContext) -> int:
-        """Return the part of `checkpointed` that offload brings back only when the backward reaches the mixing."""
-        return 0
-
     def freed(self, after_mixer: SavedActivations, c: CostContext) -> SavedActivations:
         """Return the saved bytes per token that a layer has freed when its backward reaches the mixing itself.
 

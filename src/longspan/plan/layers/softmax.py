@@ -173,23 +173,15 @@ class Softmax(Mixer):
         return u * (c.b * (heads.q + heads.kv + heads.out) + 4 * heads.q_heads) + self._projected(c)
 
     def checkpointed(self, c: CostContext) -> int:
-        """Return, for "save_attention", all of `saved`; for "selective", the local output and the log-sum-exps."""
-        if c.job.memory.checkpointing == "save_attention":
-            return self.saved(c)
+        """Return, for "selective", the bytes of the local output and the log-sum-exps."""
         if c.job.memory.checkpointing == "selective":
             log_sum_exps = c.mesh.ulysses * 4 * self.max_heads(c.mesh).q_heads
             return c.b * self.q_heads * self.v_head_dim // c.mesh.tensor + log_sum_exps
         return 0
 
-    def fetched_late(self, c: CostContext) -> int:
-        # The output projection needs the output earlier, to be recomputed.
-        late = c.offloads and c.job.memory.checkpointing == "save_attention"
-        return (self.checkpointed(c) - c.b * self.local_heads(c.mesh).out) * late
-
     def freed(self, after_mixer: SavedActivations, c: CostContext) -> SavedActivations:
         # A recomputed all-to-all sends the output in token layout; a checkpoint is freed with its layer.
-        held = c.job.memory.recompute_all_to_all or _holds_checkpoint(c)
-        return after_mixer + SavedActivations(attention=0 if held else self._projected(c))
+        return after_mixer + SavedActivations(attention=0 if c.job.memory.recompute_all_to_all else self._projected(c))
 
     def _projected(self, c: CostContext) -> int:
         """Return the bytes of the output projection's input, if the all-to-all makes it a tensor of its own."""
@@ -267,8 +259,8 @@ class Softmax(Mixer):
         kernel = self._kernel_backward(c) + copies
         computing = received + gradients + in_heads * heads.out * exchanged + kernel
         sending = received + in_heads * heads.out + d_out + (result + d_out if recomputed else 0)
-        # The kernel's saved tensors are freed before gradients are sent back, unless something else holds them.
-        freed = 0 if recomputed or _holds_checkpoint(c) else in_heads * (heads.q + heads.kv + heads.out)
+        # The kernel's saved tensors are freed before gradients are sent back.
+        freed = 0 if recomputed else in_heads * (heads.q + heads.kv + heads.out)
         returning = 2 * gradients + (result if chunks == 1 else 0) - freed
         if chunks == 1 and not recomputed:  # the incoming gradient is freed when it has been sent
             return Buffers(0, max(computing, d_out + sending, returning) if exchanged else computing + d_out)
@@ -345,8 +337,3 @@ def _over_latent(layer: Softmax) -> Softmax:
     return replace(
         layer, kv_heads=1, head_dim=width, v_head_dim=width - layer.rope_dim, latent_dim=0, rope_dim=0, shared=True
     )
-
-
-def _holds_checkpoint(c: CostContext) -> bool:
-    """Whether a checkpoint holds the attention's saved tensors until the end of its layer's backward."""
-    return c.job.memory.checkpointing == "save_attention" and not c.offloads

@@ -79,7 +79,7 @@ def _model_dict(model: ModelShape) -> dict[str, Any]:
 
 def _hardware_dict(hardware: Hardware) -> dict[str, Any]:
     own = ("name", "flops", "memory_bandwidth", "gpus_per_node", "matmul_efficiency", "attention_efficiency")
-    host = ("host_bandwidth", "disk_write", "disk_read")
+    host = ("host_bandwidth",)
     return {
         **{name: getattr(hardware, name) for name in (*own, *host)},
         "memory_bytes": int(hardware.memory_bytes),
@@ -106,7 +106,6 @@ def plan_dict(plan: Plan, *, longest: bool = True) -> dict[str, Any]:
         "config_changes": plan.model.longer(plan.job.context),
         "host_bytes": dict(plan.offloaded.host_bytes),
         "host_node_bytes": plan.offloaded.host_node_bytes,
-        "disk_node_bytes": plan.offloaded.disk_node_bytes,
         "exposed_offload_seconds": plan.offload_seconds,
         "memory_bytes": dict(plan.memory_bytes),
         "max_context": plan.max_context if longest else None,
@@ -175,7 +174,7 @@ def _training(plan: Plan, shared: dict[str, Any]) -> dict[str, Any]:
 def _generation(plan: Plan, shared: dict[str, Any]) -> dict[str, Any] | None:
     """Return the keys for a prompt, or None if `generate` cannot run it."""
     job, memory = plan.job, changed(plan.job.memory)
-    if plan.mesh.data > 1 or job.batch > 1 or memory.keys() & {"tiled_mlp", "head_chunks", "cpu_offload"}:
+    if plan.mesh.data > 1 or job.batch > 1 or memory.keys() & {"tiled", "head_chunks", "cpu_offload"}:
         return None
     # A config alone has no weights: name its folder.
     model = weights_of(plan.model.name) or str(_config_file(plan.model.name).parent)
