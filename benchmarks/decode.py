@@ -55,10 +55,10 @@ def _model(quick: bool) -> Any:
 def _timed(model: Any, cache: Any, ids: Tensor, prompt: int) -> tuple[float, float, Tensor]:
     """Return seconds of the prefill, tokens per second after it, and the logits of every new token."""
     times = [time.perf_counter()]
-    logits = [model(input_ids=ids[:, :prompt], past_key_values=cache, logits_to_keep=1).logits[:, -1]]
+    logits = [model(input_ids=ids[:, :prompt], cache=cache, logits_to_keep=1).logits[:, -1]]
     times.append(time.perf_counter())
     for i in range(prompt, ids.shape[1]):
-        logits.append(model(input_ids=ids[:, i : i + 1], past_key_values=cache, use_cache=True).logits[:, -1])
+        logits.append(model(input_ids=ids[:, i : i + 1], cache=cache, use_cache=True).logits[:, -1])
         times.append(time.perf_counter())
     prefill, *tokens = (after - before for before, after in itertools.pairwise(times))
     return prefill, 1 / statistics.median(tokens), torch.stack(logits, 1)
@@ -99,9 +99,9 @@ def _on_mesh(quick: bool, mesh: ParallelConfig, dtype: str, ids: Tensor, expecte
     generated = ids.shape[1] - prompt
     nbytes = cache.nbytes
     with count_sent() as sent:
-        model(input_ids=ids[:, :1], past_key_values=cache, logits_to_keep=1)
+        model(input_ids=ids[:, :1], cache=cache, logits_to_keep=1)
     with count_sent() as sent_short:
-        model(input_ids=ids[:, :SHORT], past_key_values=cache, logits_to_keep=1)
+        model(input_ids=ids[:, :SHORT], cache=cache, logits_to_keep=1)
     token = Job(context=prompt, mode="decode", dtype="fp32", weight_sharding=False)
     short = replace(token, context=SHORT, mode="prefill", prefill_chunk=SHORT)
     stored = replace(token, cache=dtype)
@@ -138,7 +138,7 @@ def _memory(model: Any, ids: Tensor, dtype: str, room: int) -> int:
 
     def prefill() -> None:
         cache = longspan.ShardedCache(model, room=room, dtype=dtype)
-        model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+        model(input_ids=ids, cache=cache, logits_to_keep=1)
 
     return weights + common.memory_rise(prefill)
 

@@ -34,18 +34,13 @@ from longspan.core.memory import LONGEST, Memory
 MIB = 2**20
 FLOOR = "floor"
 MEMORY_OPTIONS = {  # the name of the method after "longspan"
-    "checkpointing=save_attention": Memory(checkpointing="save_attention"),
     "checkpointing=selective": Memory(checkpointing="selective"),
     "checkpointing=full": Memory(checkpointing="full"),
-    "checkpointing=full, offload=disk": Memory(checkpointing="full", offload="disk"),
-    "tiled_mlp=0": Memory(tiled_mlp=0),
-    "tiled_norms": Memory(tiled_norms=True),
+    "tiled": Memory(tiled=True),
     "head_chunks=0": Memory(head_chunks=0),
-    "checkpointing=full, few": Memory(checkpointing="full", layers_per_checkpoint=0),
+    "checkpointing=grouped": Memory(checkpointing="grouped"),
     "longest": LONGEST,
-    "few": dataclasses.replace(LONGEST, layers_per_checkpoint=0),
-    "disk": dataclasses.replace(LONGEST, offload="disk"),
-    "all on disk": dataclasses.replace(LONGEST, offload="disk", checkpointing="save_attention"),
+    "few": dataclasses.replace(LONGEST, checkpointing="grouped"),
 }
 # For memory: the C library returns freed blocks of 64 KiB and more to the system, so the resident set follows tensors.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
@@ -91,7 +86,7 @@ COMPARISONS = {
         "tutorial (the model's own, weighted over ranks), `alst+tiled` its TiledFusedLogitsLoss.",
     ),
     "longest": Comparison(
-        "The longest settings: longspan against ALST", ("longspan longest", "longspan all on disk", "alst longest"),
+        "The longest settings: longspan against ALST", ("longspan longest", "alst longest"),
         "alst longest", (8192, 16384, 32768), ("fp32",), Shape(hidden=256, ffn=704, q_heads=4),
         "Goals: peak and growth at most 0.6 of ALST's, time at most 1.0. ALST: tiled loss, tiled MLP (as many tiles as "
         "its documentation says), transformers' gradient checkpointing. At the shorter lengths the peak is that of the "
@@ -100,8 +95,7 @@ COMPARISONS = {
     "options": Comparison(
         "Each memory option alone", ("longspan", *(f"longspan {name}" for name in MEMORY_OPTIONS)),
         "longspan", (8192,), ("fp32",), Shape(layers=8, hidden=256, ffn=704, kv_heads=8, vocab=2048),
-        "`longest` is that of `memory`; `few` the same with layers_per_checkpoint=0, `disk` with offload=disk, `all on "
-        "disk` that with checkpointing=save_attention.",
+        "`longest` is that of `memory`; `few` the same with checkpointing=grouped.",
     ),
 }  # fmt: skip
 

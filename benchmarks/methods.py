@@ -55,7 +55,6 @@ from longspan.bench.command import describe_run
 from longspan.bench.hardware import as_toml, measure_hardware
 from longspan.bench.timing import synchronize, wait_for_all
 from longspan.comm.counting import count_sent
-from longspan.core.cache import CACHE_DTYPES
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import seconds as time_text
 from longspan.core.formatting import size
@@ -90,7 +89,7 @@ class Comparison:
     methods: tuple[str, ...] = ()
     """tp, megatron-sp, fsdp (a whole sequence per rank), ulysses, ring, usp (every mesh with both axes, or one, as
     usp-2x4: ulysses x ring), usp-swapped (ring inside), ulysses-overlap (chunks of heads), ulysses-default (chunks as
-    SequenceSharding chooses), ulysses-int8, ulysses-fp8, fsdp-no-prefetch, ulysses-no-prefetch, deepspeed, alst,
+    SequenceSharding chooses), fsdp-no-prefetch, ulysses-no-prefetch, deepspeed, alst,
     yunchang. Default: the first six, and the installed ones of the last three."""
     contexts: tuple[int, ...] = (2048, 8192)
     """Tokens of a sequence; each is measured."""
@@ -160,18 +159,6 @@ METHODS: dict[str, Method] = {
         _one_axis("ulysses", **_SEQUENCE),
         _one_axis("ulysses", "ulysses-overlap", options={"overlap": True}, **_SEQUENCE),
         _one_axis("ulysses", "ulysses-default", options={"overlap": "auto"}, **_SEQUENCE),
-        # Approximations: one byte per element on the wire.
-        *(
-            _one_axis(
-                "ulysses",
-                f"ulysses-{dtype}",
-                parallel={"wire_dtype": dtype},
-                options={"wire_dtype": dtype},
-                **_SEQUENCE,
-            )
-            for dtype in CACHE_DTYPES
-            if dtype != "exact"
-        ),
         _one_axis("ring", **_SEQUENCE),
         Method("usp", _usp_meshes, **_SEQUENCE),
         _one_axis("data", "fsdp-no-prefetch", step=longspan_step, options={"prefetch": False}),

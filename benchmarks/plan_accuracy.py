@@ -32,7 +32,6 @@ WIDE = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8,
 FP32, BF16 = {"dtype": "fp32"}, {"dtype": "bf16"}
 WHOLE = {"weight_sharding": False}
 CHECKPOINTED = {"memory": Memory(checkpointing="full")}
-P2P = {"ring_impl": "p2p"}
 # (config, context, ranks {data, ring, ulysses}, options of the job)
 MEMORY_CASES: list[tuple[dict[str, Any], int, dict[str, int], dict[str, Any]]] = [
     ({**SMALL, "num_hidden_layers": 4, "vocab_size": 512}, 4096, {"ulysses": 2}, BF16),
@@ -48,7 +47,7 @@ MEMORY_CASES: list[tuple[dict[str, Any], int, dict[str, int], dict[str, Any]]] =
     ({**SMALL, "num_hidden_layers": 4, "vocab_size": 512}, 4096, {"ring": 2}, FP32),
     ({**SMALL, "num_hidden_layers": 4, "vocab_size": 512}, 8192, {"ring": 2, "ulysses": 2}, BF16),
     ({**WIDE, "num_hidden_layers": 8, "vocab_size": 512}, 8192, {"ring": 4}, {**BF16, **CHECKPOINTED}),
-    ({**WIDE, "num_hidden_layers": 4, "vocab_size": 512}, 4096, {"ring": 4}, {**FP32, "ring_impl": "allgather"}),
+    ({**WIDE, "num_hidden_layers": 4, "vocab_size": 512}, 4096, {"ring": 4}, FP32),
 ]
 U2, R2 = {"ulysses": 2}, {"ring": 2}
 TIME_CASES: list[tuple[dict[str, Any], int, dict[str, int], dict[str, Any]]] = [
@@ -58,9 +57,8 @@ TIME_CASES: list[tuple[dict[str, Any], int, dict[str, int], dict[str, Any]]] = [
     ({**WIDE, "num_hidden_layers": 2, "vocab_size": 512}, 8192, U2, FP32),
     ({**SMALL, "num_hidden_layers": 4, "vocab_size": 512}, 4096, U2, {**FP32, **CHECKPOINTED}),
     ({**WIDE, "num_hidden_layers": 4, "vocab_size": 512}, 2048, U2, {**FP32, **WHOLE}),
-    ({**WIDE, "num_hidden_layers": 2, "vocab_size": 512}, 4096, R2, {**FP32, **P2P}),
-    ({**WIDE, "num_hidden_layers": 2, "vocab_size": 512}, 8192, R2, {**FP32, **P2P}),
-    ({**WIDE, "num_hidden_layers": 2, "vocab_size": 512}, 4096, R2, {**FP32, "ring_impl": "allgather"}),
+    ({**WIDE, "num_hidden_layers": 2, "vocab_size": 512}, 4096, R2, FP32),
+    ({**WIDE, "num_hidden_layers": 2, "vocab_size": 512}, 8192, R2, FP32),
 ]
 
 
@@ -91,9 +89,8 @@ def predicted(config: dict[str, Any], context: int, ranks: dict[str, int], optio
     from longspan.plan.from_model import shape_from_config
 
     shape = shape_from_config({"model_type": "llama", "max_position_embeddings": 1 << 20, **config}, "case")
-    own = {name: value for name, value in options.items() if name != "ring_impl"}
-    job = Job(context=context, batch=ranks.get("data", 1), **own)
-    return cost(shape, job.on(**ranks, ring_impl=options.get("ring_impl", "auto")), read_hardware(gpu))
+    job = Job(context=context, batch=ranks.get("data", 1), **options)
+    return cost(shape, job.on(**ranks), read_hardware(gpu))
 
 
 # --- measured -------------------------------------------------------------------------------------
@@ -105,7 +102,7 @@ def make_step(config: dict[str, Any], context: int, ranks: dict[str, int], optio
 
     import longspan
 
-    sp = longspan.SequenceSharding(longspan.init_mesh(**ranks), ring_impl=options.get("ring_impl", "auto"))
+    sp = longspan.SequenceSharding(longspan.init_mesh(**ranks))
     torch.manual_seed(0)
     llama = transformers.LlamaConfig(**config, max_position_embeddings=1 << 20)
     model = transformers.AutoModelForCausalLM.from_config(llama).train()

@@ -7,10 +7,9 @@ the limit and the bytes of its gradients, the same for all methods (without cgro
 training step of a Llama; the kernel kills a rank that needs more. Lengths grow by half until one fails, followed by a
 bisection.
 
-Methods: longspan with memory="longest"; the same with fewer checkpoints (`layers_per_checkpoint=0`), with checkpoints
-on disk, and with all of attention on disk; and ALST at its longest settings (tiled loss, tiled MLP, gradient
-checkpointing). There is a shallow and a deep model: memory of checkpoints grows with layers, that of one layer does
-not.
+Methods: longspan with memory="longest"; the same with fewer checkpoints (`checkpointing="grouped"`); and ALST at its
+longest settings (tiled loss, tiled MLP, gradient checkpointing). There is a shallow and a deep model: memory of
+checkpoints grows with layers, that of one layer does not.
 """
 
 from __future__ import annotations
@@ -30,13 +29,11 @@ import torch
 from benchmarks import common
 from benchmarks import hf_step_vs_alst as steps
 
-METHODS = ("alst longest", "longspan longest", "longspan few", "longspan disk", "longspan all on disk")
+METHODS = ("alst longest", "longspan longest", "longspan few")
 LABELS = {  # in the picture
     "alst longest": "ALST, longest settings",
     "longspan longest": 'longspan, memory="longest"',
-    "longspan few": "longest, layers_per_checkpoint=0",
-    "longspan disk": 'longest, offload="disk"',
-    "longspan all on disk": "longest, attention on disk too",
+    "longspan few": 'longest, checkpointing="grouped"',
 }
 SHAPES = {  # 80 layers are those of a 70B
     "shallow": steps.Shape(layers=4, hidden=256, ffn=512, q_heads=4, vocab=2048),
@@ -44,7 +41,7 @@ SHAPES = {  # 80 layers are those of a 70B
 }
 MIB_OF = {"shallow": 96, "deep": 48}
 # Length of the first try, over ALST's longest: a long step takes minutes.
-FIRST = {"longspan few": 1.5, "longspan disk": 4.0, "longspan all on disk": 4.0}
+FIRST = {"longspan few": 1.5}
 GROUPS = (  # version 1 and 2: the hierarchy, the file that sets the limit
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
     (Path("/sys/fs/cgroup"), "memory.max"),

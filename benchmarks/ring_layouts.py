@@ -40,7 +40,7 @@ def body(ring: int, n: int, repeats: int) -> dict[str, Any]:
         os.sched_setaffinity(0, {cores[dist.get_rank() % len(cores)]})
     steps: dict[str, Callable[[], object]] = {}
     for kind in ("zigzag", "contiguous"):
-        sp = longspan.SequenceSharding(longspan.init_mesh(ring=ring), layout=kind, ring_impl="p2p")
+        sp = longspan.SequenceSharding(longspan.init_mesh(ring=ring), layout=kind)
         local = sp.layout.local_length(n)
         q, k, v = (torch.randn(1, local, h, DIM).requires_grad_() for h in (HEADS, KV_HEADS, KV_HEADS))
         grad = torch.randn(1, local, HEADS, DIM)

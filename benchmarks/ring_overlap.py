@@ -6,10 +6,9 @@ A ring of R ranks computes R blocks and passes keys and values on R - 1 times; t
 current one is computed. Links have the rate at which a hop takes as long as a block of the forward, both measured. This
 is the hardest case: slower links cannot be hidden, faster ones have less to hide. Measured in the same processes:
 
-    ring       `longspan.attention`, ring_impl="p2p"
+    ring       `longspan.attention`
     computing  the same calls without sending     (the ring's `post` does nothing; blocks hold old values)
     sending    the same calls without computing   (the tiles' kernels do nothing)
-    allgather  ring_impl="allgather": sends everything, then computes, without overlap
 
 Goal: ring <= 1.15 x max(computing, sending). `bound` is the minimum for the order of the steps, as not every round has
 as much to send as to compute.
@@ -85,44 +84,39 @@ def measure(
     """The rate of the links, and seconds of the clock and of the CPU of every candidate, round by round."""
     ranks = dist.get_world_size()
     mesh = longspan.init_mesh(ring=ranks)
-    ring, allgather = (longspan.SequenceSharding(mesh, layout=layout, ring_impl=impl) for impl in ("p2p", "allgather"))
+    ring = longspan.SequenceSharding(mesh, layout=layout)
     n = ranks * tokens
     torch.manual_seed(0)  # the same full sequence on every rank
     whole = [torch.randn(1, n, h, DIM) for h in (heads, kv_heads, kv_heads)]
     qkv = [ring.shard(x).clone().requires_grad_() for x in whole]
     grad = torch.randn_like(qkv[0])
 
-    def attention(sp: longspan.SequenceSharding) -> torch.Tensor:
-        return longspan.attention(*qkv, sp, causal=causal, length=n)
+    def attention() -> torch.Tensor:
+        return longspan.attention(*qkv, ring, causal=causal, length=n)
 
-    outs = {"ring": attention(ring), "allgather": attention(allgather)}
+    out = attention()
     q, k, v = (x.transpose(1, 2) for x in whole)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
-    for name, out in outs.items():
-        if (error := common.relative_error(out, ring.shard(expected))) > 1e-4:
-            raise RuntimeError(f"{name} is off by {error:.1e}")
+    if (error := common.relative_error(out, ring.shard(expected))) > 1e-4:
+        raise RuntimeError(f"the ring is off by {error:.1e}")
     del expected, q, k, v, whole
 
-    def forward(sp: longspan.SequenceSharding) -> None:
+    def forward() -> None:
         with torch.no_grad():
-            attention(sp)
+            attention()
 
-    def backward(name: str) -> None:
-        torch.autograd.grad(outs[name], qkv, grad, retain_graph=True)
+    def backward() -> None:
+        torch.autograd.grad(out, qkv, grad, retain_graph=True)
 
-    works = {
-        "forward": (lambda: forward(ring), lambda: forward(allgather)),
-        "backward": (lambda: backward("ring"), lambda: backward("allgather")),
-    }
     answer: dict[str, Any] = {}
-    for name, (by_ring, by_allgather) in works.items():
+    for name, by_ring in (("forward", forward), ("backward", backward)):
         alone: dict[str, Callable[[], object]] = {
             "computing": inside(nothing_sent, by_ring),
             "sending": inside(nothing_computed, by_ring),
         }
         if name == "forward":
             answer["rate"] = match_links(alone, ranks, cluster.Hosts(**net))
-        wall, cpu = common.alternate({"ring": by_ring, **alone, "allgather": by_allgather}, repeats)
+        wall, cpu = common.alternate({"ring": by_ring, **alone}, repeats)
         answer[name] = {"wall": wall, "cpu": cpu}
     return answer
 
@@ -203,12 +197,12 @@ def describe(results: list[dict[str, Any]], heads: int, kv_heads: int) -> str:
             more = common.paired_ratio(cpu["ring"], cpu["computing"]) - 1
             rows.append(
                 [result["case"], name, result["rate"]]
-                + [f"{t[candidate]:.3f}" for candidate in ("computing", "sending", "ring", "allgather")]
+                + [f"{t[candidate]:.3f}" for candidate in ("computing", "sending", "ring")]
                 + [f"{ring_over_max(result[name]):.3f}", f"{least / longer:.3f}"]
                 + [f"{share:.0%}" for share in (hidden, 1 - busy, more)]
             )
     tokens = ", ".join(f"{result['tokens_per_rank']:,}" for result in results)
-    header = ["", "pass", "links", "computing s", "sending s", "ring s", "allgather s"]
+    header = ["", "pass", "links", "computing s", "sending s", "ring s"]
     header += ["ring / max", "bound / max", "hidden", "cores idle", "more CPU"]
     return "\n".join(
         [

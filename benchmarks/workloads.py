@@ -26,7 +26,6 @@ from longspan.comm.consistency import local_part
 from longspan.comm.mesh import OneDeviceMesh, SequenceSharding, init_mesh
 from longspan.comm.shard import shard
 from longspan.comm.tensor import TensorGroup
-from longspan.core.cache import CacheDtype
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
 from longspan.core.parallel import AXES, ParallelConfig
@@ -110,17 +109,17 @@ class ShardingCache:
 
     def __init__(self, device: torch.device, chunks: int = 4) -> None:
         self.device, self.chunks = device, chunks
-        self._shardings: dict[tuple[ParallelConfig, bool, int | Literal["auto"], CacheDtype], SequenceSharding] = {}
+        self._shardings: dict[tuple[ParallelConfig, bool, int | Literal["auto"]], SequenceSharding] = {}
 
     def get(self, candidate: Candidate) -> SequenceSharding:
         """Return the sharding of a candidate. Collective."""
         options = candidate.method.options
         overlap = options.get("overlap", False)
         chunks: int | Literal["auto"] = "auto" if overlap == "auto" else self.chunks if overlap else 1
-        key = candidate.mesh, bool(options.get("swapped")), chunks, options.get("wire_dtype", "exact")
+        key = candidate.mesh, bool(options.get("swapped")), chunks
         if key not in self._shardings:
             mesh = _device_mesh(candidate.mesh, self.device.type, swapped=key[1])
-            self._shardings[key] = SequenceSharding(mesh, overlap_chunks=chunks, wire_dtype=key[3])
+            self._shardings[key] = SequenceSharding(mesh, overlap_chunks=chunks)
         return self._shardings[key]
 
 

@@ -20,7 +20,7 @@ from longspan.core.layout import Layout, choose_layout
 from longspan.core.memory import LONGEST, Memory
 from longspan.elastic.schedule import SampleCosts, make_schedule
 from longspan.mixers.fragments import fragment_table
-from longspan.plan import Job, plan_mesh, read_hardware, read_model
+from longspan.plan import Job, cost, read_hardware, read_model
 
 RANKS = 4
 TOKENS = 8  # token runs that a picture shows
@@ -363,7 +363,7 @@ def experts() -> Picture:
 def memory() -> Picture:
     """What one layer saves for its backward, and the planned memory of a step."""
     parts = ["layer input", "q, k, v", "attn. output", "norms", "MLP"]
-    saved = {"none": "11111", "save_attention": "11100", "selective": "10100", "full": "10000"}
+    saved = {"none": "11111", "selective": "10100", "full": "10000"}
     p = Picture(262)
     p.text(228, 18, "what a layer saves, by checkpointing=", bold=True)
     for x, part in enumerate(parts):
@@ -380,7 +380,7 @@ def planned_bars(p: Picture) -> None:
     model, hardware = read_model("llama-3.1-8b"), read_hardware("h100")
     levels = {
         '"fastest"': Memory(),
-        "tiled MLP, norms": Memory(tiled_mlp=0, tiled_norms=True),
+        "tiled=True": Memory(tiled=True),
         'checkpointing="full"': Memory(checkpointing="full"),
         '"longest"': LONGEST,
         '"longest", offload="host"': Memory(**{**vars(LONGEST), "offload": "host"}),
@@ -393,7 +393,7 @@ def planned_bars(p: Picture) -> None:
     p.text(600, 33, "131,072 tokens, 8 x H100", bold=True)
     left, scale = 604, 1.3
     for y, (name, options) in enumerate(levels.items()):
-        plan = plan_mesh(model, Job(context=1 << 17, memory=options).on(ulysses=8), hardware)
+        plan = cost(model, Job(context=1 << 17, memory=options).on(ulysses=8), hardware)
         sizes = [sum(plan.memory_bytes.get(key, 0) for key in keys) for keys in items.values()]
         sizes.append(plan.memory_total_bytes - sum(sizes))
         p.text(left - 6, 61 + 26 * y, name, "t", "end", 11)

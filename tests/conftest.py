@@ -34,7 +34,7 @@ COLLECTED = pytest.StashKey[list[pytest.Item]]()
 """All tests of the files that pytest was given, also those that `-m` and `-k` leave out, but not what only confirms."""
 
 
-MARKS_OF_FILES = ("fast", "oldest", "ranks", "rounding", "versions")
+MARKS_OF_FILES = ("fast", "ranks", "rounding", "versions")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -47,16 +47,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def names_mark(path: Path, mark: str) -> bool:
     """Return whether a file may have tests with a mark of `MARKS_OF_FILES`."""
-    named = r"pool|launcher" if mark == "ranks" else rf"mark\.(with_)?{mark}\b"
+    named = r"pool|launcher" if mark == "ranks" else rf"mark\.{mark}\b"
     return re.search(named, path.read_text()) is not None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Add the marks that follow from others: `ranks` and `oldest`."""
+    """Add the mark that follows from others: `ranks`."""
     if "get_pool" in getattr(item, "fixturenames", ()) or item.get_closest_marker("launcher"):
         item.add_marker("ranks")
-    if any(part in item.name for mark in item.iter_markers("with_oldest") for part in mark.args):
-        item.add_marker("oldest")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

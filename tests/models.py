@@ -7,18 +7,16 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 import longspan
-from longspan.compat.transformers_api import mixers_hint
 from longspan.verify.judge import NUDGES
 from longspan.verify.runs import fp64_casts, keep_furthest, nudged
 from tests.tolerance import excess, excess_of_rows
@@ -186,24 +184,9 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "layer_types": [_LINEAR, _FULL], "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 8,
         "initializer_range": 0.2,
     },
-    "RecurrentGemma": {
-        "num_hidden_layers": 3, "lru_width": 24, "attention_window_size": 8, "w_init_variance_scale": 1.0,
-        "logits_soft_cap": 1.0,
-    },
-    "Rwkv": {**NO_ATTENTION, "context_length": 64, "attention_hidden_size": 24, "rescale_every": 0},
 }  # fmt: skip
 """Models with recurrent layers or short convolutions."""
-needs_mixers = pytest.mark.skipif(
-    bool(mixers_hint()), reason="before 5.15, most of transformers' recurrent layers cannot be sharded"
-)
 MORE |= HYBRIDS
-
-BEFORE_5_15: dict[str, dict[str, Any]] = {
-    **{name: {} for name in ("Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText", "Bamba", "Mamba2", "Lfm2", "Lfm2Moe")},
-    **{name: {} for name in ("MiniMax", "Rwkv")},
-    "GraniteMoeHybrid": {"layer_types": ["mamba", "attention"]},
-}
-"""Those that can be sharded with transformers before 5.15, and how their configs differ there."""
 
 UNEVEN: dict[str, Any] = {
     "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "intermediate_size": 50, "vocab_size": 61,
@@ -219,10 +202,7 @@ def build(family: str, seed: int = 0, **changes: Any) -> Any:
     """Return a language model of `family` in fp32, with random weights that depend on `seed` alone."""
     import transformers
 
-    older = BEFORE_5_15.get(family, {}) if mixers_hint() else {}
-    if family in HYBRIDS and family not in BEFORE_5_15 and mixers_hint():
-        pytest.skip(f"{family}{mixers_hint()}")
-    options = {**BASE, **FAMILIES.get(family, MORE.get(family, {})), **older, **changes}
+    options = {**BASE, **FAMILIES.get(family, MORE.get(family, {})), **changes}
     options = {name: value for name, value in options.items() if value is not None}
     torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")(**options)
@@ -359,13 +339,14 @@ def compare_cases(make: Callable[[], Any], cases: list[Case], truth: Truth) -> N
             raise AssertionError(f"{type(model).__name__} {mesh} {options}: {error}") from error
 
 
-def lora_on_experts(model: Any) -> Any:
+def lora_on_experts(
+    model: Any, weights: Sequence[str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight")
+) -> Any:
     """Put PEFT's LoRA on stacked experts, their router and on queries; it changes what the model computes."""
     import peft
 
     torch.manual_seed(3)
-    weights = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
-    config = peft.LoraConfig(r=3, target_modules=["q_proj"], target_parameters=weights, init_lora_weights=False)
+    config = peft.LoraConfig(r=3, target_modules=["q_proj"], target_parameters=list(weights), init_lora_weights=False)
     return peft.get_peft_model(model, config)
 
 

@@ -31,10 +31,9 @@ from tests.tolerance import MARGIN
 
 RANKS = 4
 MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
-    "USP 2 x 2": ({"ring": 2, "ulysses": 2}, {"ring_impl": "p2p"}),
+    "USP 2 x 2": ({"ring": 2, "ulysses": 2}, {}),
     "ulysses 4, heads in two chunks": ({"ulysses": 4}, {"overlap_chunks": 2}),
-    "ring 4": ({"ring": 4}, {"ring_impl": "p2p"}),
-    "ring 4, all-gather": ({"ring": 4}, {"ring_impl": "allgather"}),
+    "ring 4": ({"ring": 4}, {}),
     "ulysses 4": ({"ulysses": 4}, {}),
 }
 MASKS = ("documents and sinks", "window", "causal", "bidirectional")

@@ -25,10 +25,9 @@ import longspan
 from benchmarks.common import DTYPES
 from benchmarks.gpu.setup import BELOW, MEASURED, OK, SKIPPED, WRONG, Row, Setup
 from longspan.cache.static import StaticDecode
-from longspan.compat.transformers_api import cache_name
 from longspan.core.memory import LONGEST, Memory
 from longspan.hf.state import state_of
-from longspan.plan import Job, ParallelConfig, cost, read_hardware
+from longspan.plan import Job, cost, read_hardware
 from longspan.plan.from_model import shape_from_config
 from tests.fakes import fake_world
 from tests.models import Run, Truth, batch, build, gradient_excess, run_of, truth_by, widened
@@ -43,21 +42,15 @@ SMALL: dict[str, Any] = {
 TINY = {**SMALL, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 64}
 OPTIONS = {
     "no option": Memory(),
-    "all activations saved": Memory(recompute_mlp_act=False),
     "full": Memory(checkpointing="full"),
-    "save_attention": Memory(checkpointing="save_attention"),
     "selective": Memory(checkpointing="selective"),
-    "layers_per_checkpoint=2": Memory(checkpointing="full", layers_per_checkpoint=2),
+    "grouped": Memory(checkpointing="grouped"),
     "offload to the host": Memory(checkpointing="full", offload="host"),
-    "save_attention, offload to the host": Memory(checkpointing="save_attention", offload="host"),
-    "offload to a disk": Memory(checkpointing="full", offload="disk"),
-    "tiled_mlp=3": Memory(tiled_mlp=3),
-    "tiled_norms": Memory(tiled_norms=True),
+    "selective, offload to the host": Memory(checkpointing="selective", offload="host"),
+    "tiled": Memory(tiled=True),
     "head_chunks=2": Memory(head_chunks=2),
-    "head_loss=torch": Memory(head_loss="torch"),
-    "head_loss=liger": Memory(head_loss="liger"),
     "longest": LONGEST,
-    "several": Memory(checkpointing="selective", head_chunks=2, tiled_mlp=2, tiled_norms=True, offload="disk"),
+    "several": Memory(checkpointing="selective", head_chunks=2, tiled=True, offload="host"),
 }
 
 
@@ -202,7 +195,7 @@ def _decoded(setup: Setup, model: Any, cache: Any, ids: Tensor, prompt: int) -> 
                 elif at == prompt + 2:
                     waits = watching.enter_context(setup.waits())
                 begin = time.perf_counter()
-                out = model(tokens, **{cache_name(type(model).forward): cache}, use_cache=True, logits_to_keep=1)
+                out = model(tokens, cache=cache, use_cache=True, logits_to_keep=1)
             setup.wait()
             if at > prompt + 2:
                 times.append(time.perf_counter() - begin)
@@ -244,7 +237,7 @@ def _compare(setup: Setup, axes: dict[str, int], memory: Memory, context: int) -
 
 
 def _peak(setup: Setup, config: dict[str, Any], axes: dict[str, int], memory: Memory, context: int) -> int:
-    sp = longspan.SequenceSharding(longspan.init_mesh(**axes, device_type=setup.device), ring_impl="p2p")
+    sp = longspan.SequenceSharding(longspan.init_mesh(**axes, device_type=setup.device))
     model = build("Llama", **config).to(setup.device)
     model = longspan.parallelize(model, sp, mp_policy=MixedPrecisionPolicy(BF16, FP32), memory=memory).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -269,7 +262,7 @@ def _peak(setup: Setup, config: dict[str, Any], axes: dict[str, int], memory: Me
 
 def planned_bytes(setup: Setup, config: dict[str, Any], axes: dict[str, int], memory: Memory, context: int) -> float:
     """Return the planned bytes of a step, without the reserve."""
-    job = Job(context=context, dtype="bf16", memory=memory, parallel=ParallelConfig(ring_impl="p2p"))
+    job = Job(context=context, dtype="bf16", memory=memory)
     shape = shape_from_config({"model_type": "llama", **config}, "benchmark")
     plan = cost(shape, job.on(**axes), read_hardware("h100" if setup.on_gpu else "cpu"))
     return plan.memory_total_bytes - plan.memory_bytes.get("reserve", 0)

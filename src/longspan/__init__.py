@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from longspan.hf.state import explain as explain
     from longspan.hf.trees import pack_tree as pack_tree
     from longspan.hf.weights.gradients import no_sync as no_sync
-    from longspan.hf.weights.gradients import optimizer_in_backward as optimizer_in_backward
     from longspan.mixers.linear_attention import linear_attention as linear_attention
     from longspan.mixers.state_passing import state_passing as state_passing
     from longspan.trainers.mixin import TrainerMixin as TrainerMixin
@@ -68,7 +67,6 @@ _DEFINED_IN = {
     "init_mesh": "longspan.comm.mesh",
     "linear_attention": "longspan.mixers.linear_attention",
     "no_sync": "longspan.hf.weights.gradients",
-    "optimizer_in_backward": "longspan.hf.weights.gradients",
     "pack_tree": "longspan.hf.trees",
     "parallelize": "longspan.hf.parallelize",
     "register_mixer": "longspan.hf.forward.mixer_functions",

@@ -49,8 +49,8 @@ def test_keys_of_documents_in_another_order() -> None:
     assert max(found.values()) <= MARGIN, found
 
 
-def _everywhere(ring: int, layout: str, impl: str = "p2p") -> dict[str, dict[str, float]]:
-    sp = sharding(dist.get_world_size() // ring, ring, layout=layout, ring_impl=impl)
+def _everywhere(ring: int, layout: str) -> dict[str, dict[str, float]]:
+    sp = sharding(dist.get_world_size() // ring, ring, layout=layout)
     with emulated():
         names = [name for name in FEW if name in MASKS]
         return {name: compare(CASES[name], sp, "flash") for name in names}

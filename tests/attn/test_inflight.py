@@ -21,7 +21,7 @@ from tests.pool import RankPool
 
 def _sharding(ring: int, layout: str = "zigzag") -> longspan.SequenceSharding:
     mesh = longspan.init_mesh(ring=ring, ulysses=dist.get_world_size() // ring)
-    return longspan.SequenceSharding(mesh, layout, ring_impl="p2p")
+    return longspan.SequenceSharding(mesh, layout)
 
 
 def _same(found: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> bool:

@@ -197,7 +197,7 @@ FLEX = [name for name in HARD if "cross" not in name]
 
 
 def _flex_errors(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
-    sp = sharding(dist.get_world_size() // ring, ring, ring_impl="p2p") if ring > 1 else one_device()
+    sp = sharding(dist.get_world_size() // ring, ring) if ring > 1 else one_device()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flex, "_flex_attention", differentiable_flex)
         patch.setattr(flex, "_flex_backward", lambda compiled: None)
@@ -247,7 +247,7 @@ def _stand_in_backward(*args: Any, **options: Any) -> Any:
 
 
 def _as_on_a_gpu(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
-    sp = sharding(dist.get_world_size() // ring, ring, ring_impl="p2p") if ring > 1 else one_device()
+    sp = sharding(dist.get_world_size() // ring, ring) if ring > 1 else one_device()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "_flash_cuda", _stand_in)
         patch.setattr(tiles, "_flash_cuda_backward", _stand_in_backward)
@@ -416,12 +416,6 @@ def _refused_in_a_ring(options: dict[str, Any], axes: dict[str, Any]) -> str:
 
 RING_BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"kernel": "sdpa", "window": 3}, {"ring": 4}, "kernel='sdpa' cannot do window; use kernel='auto'"),
-    (
-        {},
-        {"ulysses": 4, "kv_replication": False},
-        "`ulysses=4` needs at least 4 KV heads when KV replication is refused, the model has 2; try "
-        "`ulysses=2, ring=2`, or allow `kv_replication=True`",
-    ),
     ({"length": 30}, {"ring": 4}, "length=30 over 4 ranks gives 8 tokens to each, the tensors have 4"),
 ]
 

@@ -66,14 +66,13 @@ def units(
     scores: Any = None,
     *,
     rank: int = 0,
-    ring_impl: Any = "auto",
     inside: bool = False,
     **options: Any,
 ) -> Units:
     """Return the bytes of one attention in bf16 through the flash kernel; see `LiveBytes` for `inside`."""
     mask, scores = mask or Mask(), scores or Scores()
     with fake_world(rank, size := mesh.get("ring", 1) * mesh.get("ulysses", 1)):
-        sp = longspan.SequenceSharding(longspan.init_mesh(**mesh, device_type="cpu"), ring_impl=ring_impl)
+        sp = longspan.SequenceSharding(longspan.init_mesh(**mesh, device_type="cpu"))
         with on_gpu():
             q, k, v = (
                 torch.empty(1, LOCAL, heads, DIM, dtype=torch.bfloat16, device="cuda", requires_grad=True)
@@ -187,20 +186,18 @@ KEYS: dict[str, tuple[AttendedKeys, Mask]] = {
 }
 
 
-@pytest.mark.parametrize(("way", "kind", "kv_heads", "impl"), each_value(WAYS, KEYS, [8, 32], ["p2p", "allgather"]))
-def test_planned_bytes(way: str, kind: str, kv_heads: int, impl: Any) -> None:
+@pytest.mark.parametrize(("way", "kind", "kv_heads"), each_value(WAYS, KEYS, [8, 32]))
+def test_planned_bytes(way: str, kind: str, kv_heads: int) -> None:
     """Of a forward without gradients, and of a backward, in which what the kernel allocates inside is included."""
     (memory, options), (keys, mask) = WAYS[way], KEYS[kind]
     for mesh in MESHES:
-        if impl == "allgather" and "ring" not in mesh:
-            continue
         size = math.prod(mesh.values())
         ranks = range(size) if kind == "chunks" else {0, size // 2, size - 1}
-        used = [units(mesh, kv_heads, mask, rank=rank, ring_impl=impl, inside=True, **options) for rank in ranks]
-        planned = _planned(mesh, kv_heads, keys, memory=memory, ring_impl=impl)
+        used = [units(mesh, kv_heads, mask, rank=rank, inside=True, **options) for rank in ranks]
+        planned = _planned(mesh, kv_heads, keys, memory=memory)
         backward, alone = (max(getattr(each, name) for each in used) for name in ("backward", "alone"))
         # Blocks that arrive from both sides are bounded, not counted.
-        more = 1.05 if "ring" not in mesh or kind in ("causal", "full") or impl == "allgather" else 1.6
+        more = 1.05 if "ring" not in mesh or kind in ("causal", "full") else 1.6
         assert 0.95 * backward <= planned.backward <= more * backward, mesh
         assert 0.95 * alone <= planned.alone <= more * alone, mesh
 
@@ -210,26 +207,25 @@ WORST_ALONE = {4: (0, 13388, 16384), 8: (0, 26395, 32768)}  # in a forward
 
 
 @pytest.mark.parametrize(
-    ("way", "mesh", "kv_heads", "impl"),
-    each_value(WAYS, [{"ring": 4}, {"ring": 8}, {"ring": 4, "ulysses": 2}], [8, 32], ["p2p", "allgather"]),
+    ("way", "mesh", "kv_heads"),
+    each_value(WAYS, [{"ring": 4}, {"ring": 8}, {"ring": 4, "ulysses": 2}], [8, 32]),
 )
-def test_planned_bytes_of_packed_documents(way: str, mesh: dict[str, int], kv_heads: int, impl: Any) -> None:
+def test_planned_bytes_of_packed_documents(way: str, mesh: dict[str, int], kv_heads: int) -> None:
     """The worst documents need what is planned; without `documents`, up to 1.8 times that."""
     memory, options = WAYS[way]
 
     def used(starts: tuple[int, ...]) -> list[Units]:
         mask = Mask(segments=(tuple(itertools.pairwise(start * mesh.get("ulysses", 1) for start in starts)),))
         ranks = range(math.prod(mesh.values()))
-        return [units(mesh, kv_heads, mask, rank=rank, ring_impl=impl, inside=True, **options) for rank in ranks]
+        return [units(mesh, kv_heads, mask, rank=rank, inside=True, **options) for rank in ranks]
 
     backward = max(each.backward for each in used(WORST[mesh["ring"]]))
     alone = max(each.alone for each in used(WORST_ALONE[mesh["ring"]]))
     planned, causal = (
-        _planned(mesh, kv_heads, CAUSAL, memory=memory, ring_impl=impl, documents=documents)
-        for documents in (True, False)
+        _planned(mesh, kv_heads, CAUSAL, memory=memory, documents=documents) for documents in (True, False)
     )
     assert 0.95 * backward <= planned.backward <= 1.3 * backward and 0.95 * alone <= planned.alone <= 1.3 * alone
-    assert impl == "allgather" or (backward > 1.1 * causal.backward and alone > 1.05 * causal.alone)
+    assert backward > 1.1 * causal.backward and alone > 1.05 * causal.alone
 
 
 class _Planned(NamedTuple):
@@ -239,11 +235,11 @@ class _Planned(NamedTuple):
     alone: float
 
 
-def _planned(mesh: dict[str, int], kv_heads: int, keys: AttendedKeys, ring_impl: Any, **options: Any) -> _Planned:
+def _planned(mesh: dict[str, int], kv_heads: int, keys: AttendedKeys, **options: Any) -> _Planned:
     layer = Softmax(HEADS, kv_heads, DIM, DIM, keys=keys)
     job = Job(context=LOCAL * math.prod(mesh.values()), **options)
     training, alone = (
-        CostContext(MODEL, dataclasses.replace(job, mode=mode).on(**mesh, ring_impl=ring_impl))  # type: ignore[arg-type]
+        CostContext(MODEL, dataclasses.replace(job, mode=mode).on(**mesh))  # type: ignore[arg-type]
         for mode in ("train", "prefill")
     )
     in_forward = sum(size for item, size in in_mixer(layer, alone).items() if item != "qkv")
@@ -257,12 +253,9 @@ OPTIONS = {
     "fastest": FASTEST,
     "full": Memory(checkpointing="full"),
     "selective": Memory(checkpointing="selective"),
-    "save_attention": Memory(checkpointing="save_attention"),
-    "tiled_mlp": Memory(tiled_mlp=4),
-    "tiled_norms": Memory(tiled_norms=True),
-    "activations saved": Memory(recompute_mlp_act=False),
+    "tiled": Memory(tiled=True),
     "longest": LONGEST,
-    "fewest inputs": dataclasses.replace(LONGEST, layers_per_checkpoint=0),
+    "grouped": dataclasses.replace(LONGEST, checkpointing="grouped"),
     "a chunk per KV head": dataclasses.replace(LONGEST, head_chunks=0),
 }
 PER_RANK = 16_384
@@ -280,9 +273,9 @@ def test_planned_bytes_of_a_step(option: str, mesh: dict[str, int]) -> None:
 
 OFFLOADED = {
     "full": Memory(checkpointing="full", offload="host"),
-    "save_attention": Memory(checkpointing="save_attention", offload="host"),
+    "selective": Memory(checkpointing="selective", offload="host"),
     "longest": dataclasses.replace(LONGEST, offload="host"),
-    "fewest inputs": dataclasses.replace(LONGEST, layers_per_checkpoint=0, offload="host"),
+    "grouped": dataclasses.replace(LONGEST, checkpointing="grouped", offload="host"),
 }
 
 
@@ -299,7 +292,7 @@ def test_planned_bytes_of_an_offloaded_step(option: str, mesh: dict[str, int]) -
     assert _planned_step(c) == pytest.approx(used.peak, rel=0.05)
     assert offloaded_bytes(c, CATALOGUE["h100"]).host_bytes == {"activations": pytest.approx(used.stored, rel=0.001)}
     assert used.left == 0
-    if option not in ("save_attention", "fewest inputs"):  # which need some tensors twice
+    if option != "grouped":  # which needs some tensors twice
         assert used.stored < used.moved <= 2 * used.stored
 
 

@@ -82,13 +82,9 @@ MESHES = [(2, 1), (3, 1), (4, 1), (2, 2), (2, 4), *confirming([(5, 1), (8, 1), (
 
 @pytest.mark.parametrize(("layout", "ring", "ulysses"), each_value(["zigzag", "contiguous"], grouped(MESHES)))
 def test_every_send_matches_its_receive_and_no_rank_waits_forever(ring: int, ulysses: int, layout: str) -> None:
-    sent = check(fake_programs(ring, ulysses, list(MASKS.values()), layout=layout, ring_impl="p2p"))
+    sent = check(fake_programs(ring, ulysses, list(MASKS.values()), layout=layout))
     # A causal layer alone sends each block's keys and values, and their gradients, ring - 1 times.
     assert sent >= ulysses * 3 * (ring - 1)
-
-
-def test_all_gathered_blocks_send_no_messages() -> None:
-    assert check(fake_programs(3, 1, list(MASKS.values()), ring_impl="allgather")) == 0
 
 
 @settings(max_examples=12)
@@ -103,7 +99,7 @@ def test_all_gathered_blocks_send_no_messages() -> None:
 def test_drawn_masks(ring: int, n: int, window: int | None, causal: bool, cuts: list[int], layout: str) -> None:
     ids = tuple(sum(i >= c for c in cuts) for i in range(n))
     layers = [Case(n=n, window=window, causal=causal, documents=ids), Case(n=n), Case(n=n, window=window)]
-    check(fake_programs(ring, 1, layers, layout=layout, ring_impl="p2p"))
+    check(fake_programs(ring, 1, layers, layout=layout))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -112,14 +108,14 @@ def test_drawn_masks(ring: int, n: int, window: int | None, causal: bool, cuts: 
 
 def _real_programs(ring: int, layout: str) -> tuple[list[Program], Program]:
     mesh = longspan.init_mesh(ring=ring, ulysses=dist.get_world_size() // ring)
-    return programs_of(list(MASKS.values()), longspan.SequenceSharding(mesh, layout, ring_impl="p2p"))
+    return programs_of(list(MASKS.values()), longspan.SequenceSharding(mesh, layout))
 
 
 @pytest.mark.parametrize(("world", "ring"), [(4, 4), (4, 2), *confirming([(2, 2), (8, 4)])])
 def test_ranks_over_gloo_post_the_same(get_pool: Any, world: int, ring: int) -> None:
     real = get_pool(world).run(_real_programs, ring, "zigzag")
     check(real)
-    assert real == fake_programs(ring, world // ring, list(MASKS.values()), layout="zigzag", ring_impl="p2p")
+    assert real == fake_programs(ring, world // ring, list(MASKS.values()), layout="zigzag")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -133,7 +129,7 @@ def _step_programs(data: int, ring: int, ulysses: int, **config: Any) -> list[Pr
     for rank in range(data * ring * ulysses):
         with fake_world(rank, data * ring * ulysses):
             mesh = longspan.init_mesh(data=data, ring=ring, ulysses=ulysses)
-            sp = longspan.SequenceSharding(mesh, ring_impl="p2p")
+            sp = longspan.SequenceSharding(mesh)
             made = transformers.CONFIG_MAPPING[config["model_type"]](
                 vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
                 num_key_value_heads=2, head_dim=8, max_position_embeddings=256, **config,

@@ -52,8 +52,8 @@ def test_a_sink_of_minus_infinity_changes_nothing(kernel: str) -> None:
         assert torch.equal(both[0][0], both[1][0]) and not both[0][1].any()
 
 
-def _everywhere(ring: int, layout: str, names: list[str], impl: str = "p2p") -> dict[str, dict[str, float]]:
-    sp = sharding(dist.get_world_size() // ring, ring, layout=layout, ring_impl=impl)
+def _everywhere(ring: int, layout: str, names: list[str]) -> dict[str, dict[str, float]]:
+    sp = sharding(dist.get_world_size() // ring, ring, layout=layout)
     return {name: compare(CASES[name], sp) for name in names}
 
 
@@ -74,13 +74,6 @@ def test_exact_over_8_ranks(pool8: RankPool, ring: int) -> None:
         check_all(found)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["zigzag", *confirming(["contiguous"])])
-def test_all_gathered_keys_and_values(pool4: RankPool, layout: str) -> None:
-    for found in pool4.run(_everywhere, 4, layout, list(FEW), "allgather"):
-        check_all(found)
-
-
 def _eager(ring: int, names: list[str]) -> dict[str, dict[str, float]]:
     sp = sharding(dist.get_world_size() // ring, ring)
     return {name: compare(CASES[name], sp, "eager") for name in names}
@@ -97,8 +90,8 @@ def test_the_eager_ring(pool4: RankPool, ring: int) -> None:
 # Drawn shapes.
 
 
-def _drawn(case: Case, ring: int, layout: str, impl: str, kv_replication: bool) -> dict[str, float]:
-    sp = sharding(dist.get_world_size() // ring, ring, layout=layout, ring_impl=impl, kv_replication=kv_replication)
+def _drawn(case: Case, ring: int, layout: str) -> dict[str, float]:
+    sp = sharding(dist.get_world_size() // ring, ring, layout=layout)
     return compare(case, sp)
 
 
@@ -118,14 +111,13 @@ CASE = drawn_cases(
     case=CASE,
     mesh=st.sampled_from([(2, 2), (4, 4), (4, 2)]),
     layout=st.sampled_from(["zigzag", "contiguous"]),
-    impl=st.sampled_from(["p2p", "allgather"]),
     cuts=st.none() | st.lists(st.integers(0, 60), max_size=3),
 )
-def test_exact_for_drawn_shapes(get_pool: Any, case: Case, mesh: Any, layout: str, impl: str, cuts: Any) -> None:
+def test_exact_for_drawn_shapes(get_pool: Any, case: Case, mesh: Any, layout: str, cuts: Any) -> None:
     ids = None if cuts is None else tuple(sum(i >= c for c in cuts) for i in range(case.n))
     case = dataclasses.replace(case, documents=ids)
     world, ring = mesh
-    for found in get_pool(world).run(_drawn, case, ring, layout, impl, True):
+    for found in get_pool(world).run(_drawn, case, ring, layout):
         assert max(found.values()) <= MARGIN, (case, found)
 
 
@@ -188,8 +180,8 @@ def test_a_window_needs_only_neighbours() -> None:
 # What is sent.
 
 
-def _sent(case: Case, ring: int, layout: str, impl: str) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    sp = sharding(dist.get_world_size() // ring, ring, layout=layout, ring_impl=impl)
+def _sent(case: Case, ring: int, layout: str) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    sp = sharding(dist.get_world_size() // ring, ring, layout=layout)
     x = make(case)
     q, k, v = (sp.shard(x[name]).clone().requires_grad_() for name in "qkv")
     with count_sent() as log:
@@ -204,17 +196,14 @@ def _sent(case: Case, ring: int, layout: str, impl: str) -> tuple[list[tuple[str
 def test_a_ring_sends_kv_heads_only_and_gradients_in_fp32(pool4: RankPool, dtype: torch.dtype) -> None:
     case = Case(n=32, batch=2, q_heads=8, kv_heads=2, dtype=dtype)
     block = case.batch * case.n // 4 * case.kv_heads * (case.dim + case.v_dim)  # elements of K and V together
-    for forward, backward in pool4.run(_sent, case, 4, "zigzag", "p2p"):
+    for forward, backward in pool4.run(_sent, case, 4, "zigzag"):
         assert forward == [("p2p", block * dtype.itemsize)] * 3
         assert sorted(backward) == sorted([("p2p", block * dtype.itemsize)] * 3 + [("p2p", block * 4)] * 3)
-    for forward, backward in pool4.run(_sent, case, 4, "zigzag", "allgather"):
-        assert forward == [("all_gather", 3 * block * dtype.itemsize)]
-        assert backward == [("all_gather", 3 * block * dtype.itemsize), ("reduce_scatter", 3 * block * 4)]
 
 
 def test_usp_sends_local_heads_around_the_ring(pool4: RankPool) -> None:
     case = Case(n=32, q_heads=8, kv_heads=2)
-    for forward, _ in pool4.run(_sent, case, 2, "zigzag", "p2p"):
+    for forward, _ in pool4.run(_sent, case, 2, "zigzag"):
         names = [op for op, _ in forward]
         assert names == ["all_to_all", "p2p", "all_to_all"]
         assert forward[1][1] == 4 * (case.n // 2) * 1 * (case.dim + case.v_dim)  # one KV head of the two
@@ -222,17 +211,17 @@ def test_usp_sends_local_heads_around_the_ring(pool4: RankPool) -> None:
 
 def test_heads_of_an_uneven_kv_group_are_sent_once(pool4: RankPool) -> None:
     # 6 query heads over 3 KV heads and 2 Ulysses ranks: 3 and 3, which cuts the second group of 2 in its middle.
-    sent = pool4.run(_sent, Case(n=16, q_heads=6, kv_heads=3), 2, "zigzag", "p2p")
+    sent = pool4.run(_sent, Case(n=16, q_heads=6, kv_heads=3), 2, "zigzag")
     assert [forward[1] for forward, _ in sent] == [("p2p", 4 * 8 * 2 * 16)] * 4
 
 
 def test_blocks_that_the_mask_hides_are_not_sent(pool4: RankPool) -> None:
     block = 4 * 8 * 2 * 16
-    window = pool4.run(_sent, Case(n=32, window=5), 4, "contiguous", "p2p")
+    window = pool4.run(_sent, Case(n=32, window=5), 4, "contiguous")
     assert [[size for _, size in forward] for forward, _ in window] == [[block], [block], [block], []]
-    causal = pool4.run(_sent, Case(n=32), 4, "contiguous", "p2p")
+    causal = pool4.run(_sent, Case(n=32), 4, "contiguous")
     assert [len(forward) for forward, _ in causal] == [1, 2, 3, 0]
-    documents = pool4.run(_sent, Case(n=32, documents=(0,) * 8 + (1,) * 16 + (2,) * 8), 4, "contiguous", "p2p")
+    documents = pool4.run(_sent, Case(n=32, documents=(0,) * 8 + (1,) * 16 + (2,) * 8), 4, "contiguous")
     assert [len(forward) for forward, _ in documents] == [0, 1, 0, 0]
     assert [len(backward) for _, backward in documents] == [0, 1, 1, 0]
 
@@ -241,16 +230,16 @@ def test_blocks_that_the_mask_hides_are_not_sent(pool4: RankPool) -> None:
 # bf16.
 
 
-def _bf16(case: Case, ring: int, impl: str) -> dict[str, float]:
+def _bf16(case: Case, ring: int) -> dict[str, float]:
     """Errors against fp64 over those of one device, in the 2-norm."""
-    sp = sharding(dist.get_world_size() // ring, ring, ring_impl=impl)
+    sp = sharding(dist.get_world_size() // ring, ring)
     truth, ours = truth_of(case), run(case, sp)
     single = run(case, one_device(), "sdpa")
     return {name: float((ours[name] - x).norm() / (single[name] - x).norm()) for name, x in truth.items()}
 
 
-@pytest.mark.parametrize(("world", "ring", "impl"), each_value(grouped([(4, 4), (4, 2)]), ["p2p", "allgather"]))
-def test_bf16_errors_are_those_of_one_device(get_pool: Any, world: int, ring: int, impl: str) -> None:
+@pytest.mark.parametrize(("world", "ring"), [(4, 4), (4, 2)])
+def test_bf16_errors_are_those_of_one_device(get_pool: Any, world: int, ring: int) -> None:
     case = Case(n=256, q_heads=8, dim=32, v_dim=32, dtype=torch.bfloat16)
-    for found in get_pool(world).run(_bf16, case, ring, impl):
+    for found in get_pool(world).run(_bf16, case, ring):
         assert max(found.values()) <= NOT_MORE, found

@@ -160,7 +160,7 @@ def _in_a_world(ring: int, ulysses: int, heads: tuple[int, int], **options: Any)
     for rank in range(ring * ulysses):
         with fake_world(rank, ring * ulysses):
             mesh = longspan.init_mesh(ring=ring, ulysses=ulysses, device_type="cpu")
-            sp = longspan.SequenceSharding(mesh, ring_impl="p2p")
+            sp = longspan.SequenceSharding(mesh)
             with mock.patch.multiple(dist, **nothing):
                 found.append(_waits(sp, heads, **options))
     return found

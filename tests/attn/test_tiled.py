@@ -78,7 +78,7 @@ def copied(ring: int, dtype: torch.dtype, v_dim: int, documents: int = 0, **opti
     """Bytes that forward and backward copy, over those of q, k, v, the output and its gradient together."""
     n, B = 512, 2
     with fake_world(0, ring):
-        sp = longspan.SequenceSharding(longspan.init_mesh(ring=ring), ring_impl="p2p")
+        sp = longspan.SequenceSharding(longspan.init_mesh(ring=ring))
         q, k, v = (
             torch.zeros(B, n // ring, heads, dim, dtype=dtype, requires_grad=True)
             for heads, dim in ((4, 16), (2, 16), (2, v_dim))

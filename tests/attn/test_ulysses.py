@@ -110,7 +110,7 @@ def _refused(cases: list[tuple[dict[str, Any], dict[str, Any], str]]) -> list[st
     messages = []
     for tensors, options, _ in cases:
         options = dict(options)
-        sp = sharding(dist.get_world_size(), **options.pop("sharding", {}))
+        sp = sharding(dist.get_world_size())
         k_dtype = options.pop("k_dtype", torch.float32)
         x = {n: torch.zeros(shape, dtype=k_dtype if n == "k" else torch.float32) for n, shape in tensors.items()}
         with count_sent() as log, pytest.raises(LongspanError) as error:
@@ -145,12 +145,6 @@ BAD = [
         _shapes(),
         {"documents": torch.tensor([[0, 0, 1, 1, 0, 0, 2, 2]])},
         "id 0 comes back after another document",
-    ),
-    (
-        _shapes(k=(1, 4, 1, 8)),
-        {"sharding": {"kv_replication": False}},
-        "`ulysses=2` needs at least 2 KV heads when KV replication is refused, the model has 1; "
-        "try `ulysses=1, ring=2`",
     ),
 ]
 

@@ -83,7 +83,7 @@ def test_wrong_and_failing_kernels_get_their_verdict(monkeypatch: pytest.MonkeyP
 
 def test_a_message_that_nobody_waits_for_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = {"causal": exchange.case_of(SETUP, "causal", torch.float32)}
-    measure = functools.partial(exchange.on_mesh, SETUP, {"ring": 4}, {"ring_impl": "p2p"}, "auto", tried)
+    measure = functools.partial(exchange.on_mesh, SETUP, {"ring": 4}, {}, "auto", tried)
     assert measure()[1] == OK
     monkeypatch.setattr(ring, "wait_for", lambda works: None)
     assert measure()[1] == WRONG

@@ -20,6 +20,7 @@ from longspan.attn.score import Scores
 from longspan.cache import layer_cache
 from longspan.cache.attend import _merge
 from longspan.cache.layer_cache import LayerCache
+from longspan.cache.quantize import QUANTIZED_FORMATS
 from longspan.comm.counting import count_sent
 from longspan.hf.forward import kv_cache_files as files
 from longspan.plan import Job
@@ -155,6 +156,20 @@ def test_a_layer_grows_by_an_eighth_and_frees_tokens_behind_a_window() -> None:
         longspan.LongspanError, match=r"the cache contains float32 \[1, 2, 4\], the new tokens have float64"
     ):
         store.append(*(x.double() for x in tokens(0, 1)))
+
+
+def test_quantized_vectors_are_off_by_half_a_step() -> None:
+    """A nonfinite element makes its vector NaN; a vector of zeros stays zero."""
+    x = torch.randn(64, 7)
+    x[0], x[1, 3] = 0, 1e4
+    for name, form in QUANTIZED_FORMATS.items():
+        largest = x.abs().amax(-1, keepdim=True)
+        half_step = largest / 254 if name == "int8" else torch.maximum(x.abs() / 16, largest / 458752)
+        back = form.decode(*form.encode(x), torch.float32)
+        assert bool(((back - x).abs() <= 1.001 * half_step).all()), name
+        for bad in (torch.nan, torch.inf):
+            broken = form.decode(*form.encode(x.index_fill(1, torch.tensor([1]), bad)), torch.bfloat16)
+            assert broken.isnan().all()
 
 
 def _quantized(expected: tuple[Tensor, Tensor], limits: dict[str, float]) -> None:

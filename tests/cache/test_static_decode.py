@@ -310,7 +310,7 @@ def test_what_cannot_be_captured_is_refused() -> None:
     }
     for reason, (model, options) in cases.items():
         state = state_of(model)
-        with mock.patch.object(state, "sp", mock.Mock(wraps=state.sp, device=torch.device("cuda"), wire_dtype="exact")):
+        with mock.patch.object(state, "sp", mock.Mock(wraps=state.sp, device=torch.device("cuda"))):
             with pytest.raises(LongspanError, match=f"needs {reason}; leave it out"):
                 kv_cache.check_capturable(state, **{"dtype": "exact", "offload": "none", **options})
             state.forward.shards_weights = True

@@ -94,8 +94,7 @@ def _targets(sp: longspan.SequenceSharding) -> list[Target]:
         return longspan.shard_batch(batch, sp, shift=shift)
 
     return [
-        Target("SequenceSharding", longspan.SequenceSharding, {"mesh": sp.mesh, "layout": "auto",
-        "kv_replication": True, "ring_impl": "auto"}),
+        Target("SequenceSharding", longspan.SequenceSharding, {"mesh": sp.mesh, "layout": "auto"}),
         Target("sp.shard", sp.shard, {"x": torch.randn(B, S, 3), "dim": 1, "pad_value": 0}, frozenset({"pad_value"})),
         Target("sp.gather", sp.gather, {"x": x, "dim": 1, "length": None}),
         Target("sp.positions", sp.positions, {"n": S}),
@@ -132,7 +131,6 @@ def _plain_targets() -> list[Target]:
         Target("read_hardware", plan.read_hardware, {"name_or_path": "h100"}),
         Target("search", plan.search, {"model": model, "job": plan.Job(4096), "gpus": 2, "hardware": hardware}),
         Target("cost", plan.cost, costed),
-        Target("plan_mesh", plan.plan_mesh, costed),
         Target("longest_context", plan.longest_context, costed),
         Target("Link", plan.Link, {"bandwidth": 1e9, "latency": dict(hardware.intra.latency)}),
         Target("Hardware", lambda **changes: dataclasses.replace(hardware, **changes), {

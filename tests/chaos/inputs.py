@@ -242,10 +242,10 @@ _YAML_LINES = (
     "seed: 99999999999999999999", "seed: " + "1" * 5000, "timeout: .inf", "timeout: 0.5", "text: 5", "text: true",
     "text: [pydoc, --seed, 7]", 'tokenizer: [bytes, "--no-fsdp"]', "batch: 0", "batch: [2]", 'fsdp: "no"', "fsdp: 0",
     "fsdp: []", "nope: 1", "--seed: 1", "seed=3 --batch: 1", "no-fsdp: true", "config: x.yaml", "config: {}",
-    "ring-impl: p2p\nring_impl: p2p", "seed: 1\nseed: 2", ": 3", "seed", "- seed", "x" * 100_000, "a: " + "[" * 20_000,
+    "dry-run: 1\ndry_run: 1", "seed: 1\nseed: 2", ": 3", "seed", "- seed", "x" * 100_000, "a: " + "[" * 20_000,
     "seed: [", "seed: !!python/object:os.system {}", "\0", "kernel: 3", "kernel: Flash", "memory: 3", "memory: nope",
-    "memory: {nope: 1}", "memory: {offload: host}", "memory: longest,nope=1", "rope: {factor: 4}",
-    "rope: yarn,factor=0", "rope: longrope", 'text: "a\\0b"', "help: true", "ring: 0", "data: 1e3", "dtype: [fp32]",
+    "memory: {nope: 1}", "memory: {offload: host}", "memory: longest,nope=1", "rope: yarn",
+    'text: "a\\0b"', "help: true", "ring: 0", "data: 1e3", "dtype: [fp32]",
 )  # fmt: skip
 
 

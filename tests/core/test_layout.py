@@ -30,16 +30,6 @@ def test_heads_are_split_once_evenly_with_the_kv_heads_they_need(kv: int, group:
         assert sum(shard.group_sizes) == shard.q_heads and len(shard.group_sizes) == shard.kv_heads
 
 
-@given(kv=st.integers(1, 16), group=st.integers(1, 8), ranks=st.integers(1, 16))
-def test_without_replication_no_kv_head_is_sent_twice(kv: int, group: int, ranks: int) -> None:
-    if ranks > kv:
-        with pytest.raises(LongspanError, match=f"needs at least {ranks} KV heads .* the model has {kv}; try"):
-            split_heads(kv * group, kv, ranks, kv_replication=False)
-    else:
-        shards = split_heads(kv * group, kv, ranks, kv_replication=False)
-        assert sum(shard.kv_heads for shard in shards) == kv
-
-
 @pytest.mark.parametrize(("q", "kv"), [(0, 1), (4, 0), (6, 4)])
 def test_impossible_heads(q: int, kv: int) -> None:
     with pytest.raises(LongspanError, match=f"{q}.*{kv}"):

@@ -216,16 +216,6 @@ def test_router_loss_and_idle_ranks(pool4: RankPool) -> None:
 # --- the loader
 
 
-@on_ranks(2)
-def test_an_optimizer_in_the_backward_is_refused() -> None:
-    sp = sharding()
-    model = longspan.parallelize(build("Llama"), sp)
-    loader = longspan.elastic_batches(samples_of([5]), sp, model, tokens_per_step=9, tokens_per_rank=9)
-    longspan.optimizer_in_backward(model, torch.optim.AdamW(model.parameters()))
-    with pytest.raises(LongspanError, match="rounds of an elastic step accumulate gradients"):
-        next(iter(loader))
-
-
 def test_steps_do_not_depend_on_the_mesh_and_resume() -> None:
     """The order of samples, and where a step ends, follow from data and seed; a state continues with the next step."""
     sp, model = longspan.SequenceSharding(longspan.init_mesh()), build("Llama")

@@ -124,16 +124,10 @@ def drawn(rng: random.Random, family: str, mesh: dict[str, int]) -> Case:
     memory = maybe(0.4, "longest", "auto", {})
     if memory == {}:
         memory = {
-            "checkpointing": rng.choice(["none", "save_attention", "selective", "full"]),
-            "layers_per_checkpoint": maybe(0.2, 0, 2),
-            "offload": maybe(0.2, "disk"),
-            "tiled_mlp": maybe(0.4, 0, 3),
-            "tiled_norms": maybe(0.4, True),
-            "recompute_mlp_act": maybe(0.3, False),
+            "checkpointing": rng.choice(["none", "selective", "full", "grouped"]),
+            "tiled": maybe(0.4, True),
             "head_chunks": maybe(0.4, 0, 2),
         }
-        if memory["checkpointing"] == "none":
-            memory["layers_per_checkpoint"] = memory["offload"] = None
         memory = _given(memory)
     options = {
         "fsdp": maybe(0.4, False),
@@ -145,7 +139,6 @@ def drawn(rng: random.Random, family: str, mesh: dict[str, int]) -> Case:
     sharding = {
         "layout": maybe(0.3, "zigzag", "contiguous") if "ring" in mesh else None,
         "overlap_chunks": maybe(0.2, 2, 4) if "ulysses" in mesh else None,
-        "ring_impl": maybe(0.3, "p2p", "allgather") if "ring" in mesh else None,
     }
     case = Case(
         family=family, config=_given(config), double=rng.random() < 0.3, lora=rng.random() < 0.08,

@@ -65,7 +65,6 @@ _AS_CHECKPOINTS: dict[str, dict[str, Any]] = {
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4,
         "indexer_compress_ratio": 2,
     },
-    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
 }  # fmt: skip
 """Values of families whose default config, or its first layers, lack a kind of layer that their checkpoints have."""

@@ -142,7 +142,6 @@ def _turns(expected: list[tuple[Tensor, Tensor]], more: Tensor) -> None:
         check_generated(generated(model, {**prompt(), "past_key_values": cache}), expected[0])
 
 
-@pytest.mark.oldest
 def test_turns_of_a_conversation(pool4: RankPool) -> None:
     more = prompt(n=9, seed=8)["input_ids"]
     first = plain("Llama")

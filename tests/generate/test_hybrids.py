@@ -15,7 +15,6 @@ from torch import Tensor
 
 import longspan
 from longspan.comm.counting import count_sent
-from longspan.compat.transformers_api import caches_give_states
 from longspan.core.cache import CacheConfig
 from longspan.plan import Job, ParallelConfig
 from longspan.plan.cost.memory import cache_on_device, key_value_bytes, state_bytes
@@ -35,8 +34,6 @@ from tests.generate.generating import (
 )
 from tests.models import HYBRIDS
 from tests.pool import RankPool, on_ranks
-
-pytestmark = pytest.mark.skipif(not caches_give_states(), reason="needs transformers 5.24")
 
 # Rows of one length or padded on the left, read at once or in chunks: of 3 tokens, some rows begin after the first
 # ones, and four ranks do not shard a chunk.
@@ -60,31 +57,22 @@ def _greedy(family: str, meshes: list[tuple[int, bool]], cases: list[Case]) -> N
             check_generated(generated(model, inputs, **options), expected)
 
 
-FAMILIES = [family for family in HYBRIDS if family != "Rwkv"]  # which takes no cache
-READS_PADDING = "RecurrentGemma"  # transformers' own layers do, so it is refused
-EVERY = [
-    (family, ring, kind)
-    for family in FAMILIES
-    for ring in (1, 2)
-    for kind in KINDS
-    if not (family == READS_PADDING and "padded" in kind)
-]
-CHOSEN = [(f, 1 + i % 2, [*KINDS][(i // 2) % 4]) for i, f in enumerate(FAMILIES) if f != READS_PADDING]
-CHOSEN.append((READS_PADDING, 2, "chunks"))
+EVERY = [(family, ring, kind) for family in HYBRIDS for ring in (1, 2) for kind in KINDS]
+CHOSEN = [(f, 1 + i % 2, [*KINDS][(i // 2) % 4]) for i, f in enumerate(HYBRIDS)]
 
 
 @pytest.mark.parametrize(
     ("family", "ring", "kind"), [*CHOSEN, *confirming(case for case in EVERY if case not in CHOSEN)]
 )
 def test_greedy(pool2: RankPool, family: str, ring: int, kind: str) -> None:
-    fsdp = (FAMILIES.index(family) + ring) % 3 == 0
+    fsdp = ([*HYBRIDS].index(family) + ring) % 3 == 0
     pool2.run(_greedy, family, [(ring, fsdp)], [_case(family, kind)])
 
 
-@pytest.mark.parametrize("family", ["Qwen3Next", *confirming(f for f in FAMILIES if f != "Qwen3Next")])
+@pytest.mark.parametrize("family", ["Qwen3Next", *confirming(f for f in HYBRIDS if f != "Qwen3Next")])
 def test_greedy_on_4_ranks(pool4: RankPool, family: str) -> None:
-    kinds = ("whole", "chunks" if family == READS_PADDING else "padded chunks")
-    pool4.run(_greedy, family, [(1, True), (2, False), (4, False)], [_case(family, kind) for kind in kinds])
+    cases = [_case(family, kind) for kind in ("whole", "padded chunks")]
+    pool4.run(_greedy, family, [(1, True), (2, False), (4, False)], cases)
 
 
 BEAMS: tuple[tuple[str, Any], ...] = (("num_beams", 3), ("num_return_sequences", 2))

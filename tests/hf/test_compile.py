@@ -18,7 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import longspan
 from longspan import LongspanError, Memory, exchange
 from tests.choose import confirming
-from tests.models import Truth, batch, build, check_gradients, check_loss, gradients, needs_mixers, truth_of
+from tests.models import Truth, batch, build, check_gradients, check_loss, gradients, truth_of
 from tests.pool import RankPool, on_ranks
 from tests.tolerance import excess
 
@@ -79,9 +79,7 @@ def test_compiled_gradients_of_a_ring_equal_eager(pool: RankPool, ring: int) -> 
     pool.run(_compare, 4, 2, 18, "aot_eager", ring, timeout=180)
 
 
-@pytest.mark.parametrize(
-    ("chunks", "options"), [(1, {"wire_dtype": "int8"}), (2, {}), *confirming([(1, {"overlap_chunks": 2})])], ids=str
-)
+@pytest.mark.parametrize(("chunks", "options"), [(2, {}), *confirming([(1, {"overlap_chunks": 2})])], ids=str)
 def test_compiled_gradients_of_chunks_equal_eager(pool2: RankPool, chunks: int, options: dict[str, Any]) -> None:
     """Chunked all-to-alls are not compiled: collectives fill their buffers within one function."""
     pool2.run(_compare, 8, 4, 15, "aot_eager", 1, chunks, options, timeout=180)
@@ -106,11 +104,11 @@ def _with_inductor() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Models.
 
-SAVED = Memory(checkpointing="save_attention", tiled_mlp=3, tiled_norms=True)
+SAVED = Memory(checkpointing="selective", tiled=True)
 # Ranks, family, mesh, memory, and the lengths of the batches. Dynamic shapes take most time to compile: one rank does.
 MODELS: list[tuple[int, str, dict[str, int], Any, tuple[int, ...]]] = [
     (1, "Mistral", {}, SAVED, (21, 26)),
-    (2, "Gemma3Text", {"tensor": 2}, Memory(recompute_mlp_act=True), (21,)),
+    (2, "Gemma3Text", {"tensor": 2}, Memory(), (21,)),
 ]
 
 
@@ -143,7 +141,7 @@ def _compare_model(
     ("pool", "family", "mesh", "memory", "lengths"),
     [
         *MODELS,
-        pytest.param(2, "Bamba", {"ring": 2}, SAVED, (21,), marks=needs_mixers),
+        (2, "Bamba", {"ring": 2}, SAVED, (21,)),
         *confirming([(2, "Mistral", {"ring": 2}, SAVED, lengths) for lengths in ((21,), (21, 26))]),
     ],
     indirect=["pool"],

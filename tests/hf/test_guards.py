@@ -208,7 +208,7 @@ def test_an_optimizer_made_before_parallelize_raises(pool2: RankPool) -> None:
 def _compile_on_one_rank(sp: longspan.SequenceSharding) -> None:
     """Compile a model with a window, a softcap and memory options; the other rank, which sends the same, is eager."""
     one = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
-    memory = longspan.Memory(checkpointing="selective", tiled_mlp=2, tiled_norms=True)
+    memory = longspan.Memory(checkpointing="selective", tiled=True)
     model = longspan.parallelize(build("Gemma2", **one), sp, memory=memory).train()
     run = torch.compile(model, backend="aot_eager") if dist.get_rank() == 0 else model
     out = run(**batch())

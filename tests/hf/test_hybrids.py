@@ -12,11 +12,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import longspan
-from longspan.compat.transformers_api import mixers_hint
 from tests.choose import confirming
+from tests.memory.side_stream import offload_on_cpus
 from tests.models import (
     BASE,
     HYBRIDS,
+    NO_ATTENTION,
     Truth,
     alone,
     build,
@@ -26,7 +27,6 @@ from tests.models import (
     gradients,
     inputs_of,
     meshes,
-    needs_mixers,
     padded,
     sharding,
     truth_about,
@@ -38,16 +38,14 @@ from tests.tolerance import excess
 pytestmark = pytest.mark.versions
 
 SIZES = (5, 9, 7)
-READ_PADDING = ("RecurrentGemma", "Rwkv")
 
 
 def _documents(family: str) -> dict[str, Any]:
-    """One row of three documents. RecurrentGemma gets no positions, and must start its documents at 0 anyway."""
+    """One row of three documents."""
     whole = {name: x[3:] for name, x in inputs_of(family).items()}
     whole["labels"] = whole["labels"].index_fill(1, torch.tensor([0, 5, 14]), -100)
     ids = torch.arange(3).repeat_interleave(torch.tensor(SIZES))[None]
-    positions = {} if family in READ_PADDING else {"position_ids": torch.cat([*map(torch.arange, SIZES)])[None]}
-    return {**whole, "document_ids": ids, **positions}
+    return {**whole, "document_ids": ids, "position_ids": torch.cat([*map(torch.arange, SIZES)])[None]}
 
 
 def _inputs(family: str, kind: str) -> dict[str, Any]:
@@ -68,15 +66,10 @@ def _run(family: str, changes: dict[str, Any], ring: int, fsdp: bool, whole: dic
 
 # 21 tokens, which 2 ranks do not divide. A ring's layout is zigzag: every rank has two runs.
 KINDS = ("plain", "left", "right", "documents")
-EVERY = [
-    (family, ring, kind) for family in HYBRIDS for ring in (1, 2) for kind in KINDS
-    if (family in READ_PADDING, kind) != (True, "left")
-]  # fmt: skip
-CHOSEN = [(f, 1 + i % 2, KINDS[(i // 2) % 4]) for i, f in enumerate(HYBRIDS) if f not in READ_PADDING]
-CHOSEN += [(READ_PADDING[0], 2, "documents"), (READ_PADDING[1], 1, "documents"), (READ_PADDING[1], 2, "right")]
+EVERY = [(family, ring, kind) for family in HYBRIDS for ring in (1, 2) for kind in KINDS]
+CHOSEN = [(f, 1 + i % 2, KINDS[(i // 2) % 4]) for i, f in enumerate(HYBRIDS)]
 
 
-@pytest.mark.with_oldest("Bamba", "Lfm2-", "Qwen3Next")
 @pytest.mark.parametrize(
     ("family", "ring", "kind"), [*CHOSEN, *confirming(case for case in EVERY if case not in CHOSEN)]
 )
@@ -105,7 +98,6 @@ def _attention_alone(truths: dict[str, Truth]) -> None:
         assert torch.equal(found, expected), family
 
 
-@needs_mixers
 def test_hybrids_without_a_recurrent_layer(pool2: RankPool) -> None:
     truths = {f: truth_of(build(f, **changes), inputs_of(f)) for f, changes in ATTENTION_ALONE.items()}
     pool2.run(_attention_alone, truths)
@@ -173,7 +165,7 @@ def _each_on_padding(families: list[str], truths: list[Truth]) -> None:
 
 
 def test_ranks_with_padding_alone(pool2: RankPool) -> None:
-    families = ["Qwen3Next", "Mamba2", "Mamba", "Lfm2", "MiniMax", "RecurrentGemma", "Rwkv"]
+    families = ["Qwen3Next", "Mamba2", "Mamba", "Lfm2", "MiniMax"]
     truths = [truth_of(build(family), _mostly_padding(family)) for family in families]
     pool2.run(_each_on_padding, families, truths)
 
@@ -230,14 +222,14 @@ def test_memory_options_and_log_probabilities(pool2: RankPool, family: str) -> N
 
 
 OPTIONS = (
-    longspan.Memory(checkpointing="selective", tiled_mlp=3),
-    longspan.Memory(checkpointing="save_attention", offload="disk", tiled_norms=True),
-    longspan.Memory(checkpointing="full", layers_per_checkpoint=0, head_chunks=2),
-    longspan.Memory(recompute_mlp_act=False, tiled_mlp=0),
+    longspan.Memory(checkpointing="selective", tiled=True),
+    longspan.Memory(checkpointing="full", offload="host", tiled=True),
+    longspan.Memory(checkpointing="grouped", head_chunks=2),
 )
 
 
 def _with_each(family: str, truth: Truth) -> None:
+    offload_on_cpus()
     for number, memory in enumerate(OPTIONS):
         sp = sharding(ring=1 + number % 2)
         model = longspan.parallelize(build(family), sp, memory=memory)
@@ -309,17 +301,11 @@ def _refusals() -> None:
     mask[0, 4] = 0
     with pytest.raises(longspan.LongspanError, match="has zeros between the ones of a row"):
         model(**whole, attention_mask=mask)
-    model = longspan.parallelize(build(READ_PADDING[0]), sharding())
-    with pytest.raises(longspan.LongspanError, match=r"row 1 of the batch begins with padding, .*layers.0.temporal"):
-        model(**padded(READ_PADDING[0], "left"))
-    model = longspan.parallelize(build("Rwkv"), sharding())
-    with pytest.raises(longspan.LongspanError, match="RwkvForCausalLM takes no cache, so it cannot generate sharded"):
-        model.generate(whole["input_ids"], max_new_tokens=2)
-    with pytest.raises(longspan.LongspanError, match="RwkvForCausalLM starts from a zero state"):
-        model(**whole, state=[torch.zeros(4, 32, 2)])
+    for gone in ("RecurrentGemma", "Rwkv"):
+        with pytest.raises(longspan.LongspanError, match="mixes tokens without going through attention"):
+            longspan.parallelize(build(gone, **NO_ATTENTION, context_length=64), sharding())
 
 
-@needs_mixers
 def test_refusals(pool2: RankPool) -> None:
     pool2.run(_refusals)
 
@@ -340,11 +326,3 @@ def test_nan_in_a_state_names_layer_and_rank(pool2: RankPool) -> None:
     assert other == (error, first)
     assert error.startswith("layer model.layers.0.mamba: rank 1 cannot pass its state: its state is not finite")
     assert first.startswith("what goes into model.layers.0 on rank 1 (128 of ")
-
-
-@pytest.mark.oldest
-@pytest.mark.skipif(not mixers_hint(), reason="newer ones generate")
-def test_generation_needs_newer_transformers() -> None:
-    model = longspan.parallelize(build("Lfm2"), longspan.SequenceSharding(longspan.init_mesh()))
-    with pytest.raises(longspan.LongspanError, match="is recurrent, and generates sharded with transformers"):
-        model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=2)

@@ -13,6 +13,7 @@ import torch
 from transformers import masking_utils as masks
 
 import longspan
+from longspan.core import tile_sizes
 from longspan.hf.forward.registry import MaskRequest, longspan_mask
 from tests.choose import confirming, each_value
 from tests.models import (
@@ -79,10 +80,6 @@ def _without_positions(family: str) -> dict[str, Any]:
 AUX: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.7}
 EXPERTS = ["Qwen3Moe", "Mixtral", "GptOss"]
 NO_FSDP, RINGS, BOTH = [(1, 1, False)], [(1, 1, True), (1, 2, True)], [(1, 2, True)]
-chunks_by_position = pytest.mark.skipif(
-    not hasattr(masks, "remap_positions_for_packed_sequence"),
-    reason="transformers before 5.23 counts chunks from the start of the row, whatever position ids say",
-)
 
 
 def _case(
@@ -127,9 +124,8 @@ CASES = [
     *confirming([_case("padding right", "Mistral", [(2, 1, True)], padded, "right")]),
     _case("packed", "Llama", [(1, 1, True), (1, 4, True)], _packed),
     *confirming(_case("packed", f, [(1, 4, True)], _packed) for f in ("Gemma2", "GPT2", "Mistral")),
-    pytest.param(*_case("", "Llama4Text", RINGS, _packed).values, id="packed, Llama4Text", marks=chunks_by_position),
-    pytest.param(*_case("", "Llama4Text", RINGS[:1], _packed_from_2).values, id="chunks follow positions",
-                 marks=chunks_by_position),
+    _case("packed", "Llama4Text", RINGS, _packed),
+    _case("chunks follow positions", "Llama4Text", RINGS[:1], _packed_from_2),
     *(_case("own positions", f, BOTH, _without_positions, ranks=2) for f in ("Roberta", "OPT")),
     *confirming(_case("own positions", f, BOTH, _without_positions) for f in ("Esm", "BioGpt")),
     _case("holes", "Llama4Text", BOTH, _with_holes),
@@ -148,7 +144,6 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.with_oldest("padding left, Llama", "padding left, Bert")
 @pytest.mark.parametrize(("ranks", "family", "meshes", "inputs", "args", "changes"), CASES)
 def test_one_process(
     get_pool: Callable[[int], RankPool],
@@ -166,7 +161,6 @@ def test_one_process(
     get_pool(ranks).run(_run, family, changes, meshes, inputs(family, *args), truth)
 
 
-@pytest.mark.with_oldest("Mistral", "Llama4Text", "ModernBert")
 @pytest.mark.parametrize(
     ("family", "everywhere"),
     [*((f, f == "Llama") for f in FAMILIES), *confirming((f, True) for f in FAMILIES if f != "Llama")],
@@ -268,7 +262,8 @@ def test_marked_documents_equal_separate_runs(pool4: RankPool, family: str, how:
 
 
 def _router_loss_by_tiles(families: list[str], truths: list[Truth]) -> None:
-    memories = ["longest", longspan.Memory(tiled_mlp=3), longspan.Memory(tiled_mlp=3, checkpointing="save_attention")]
+    tile_sizes.FEWEST_ROWS = 2, 2
+    memories = ["longest", longspan.Memory(tiled=True), longspan.Memory(tiled=True, checkpointing="selective")]
     for family, truth in zip(families, truths, strict=True):
         for memory in memories if family == "Mixtral" else memories[:1]:
             sp = sharding()

@@ -186,9 +186,7 @@ def _refusals(cases: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, A
     messages = []
     for family, changes, call, options in cases:
         with pytest.raises(LongspanError) as error:
-            kv_replication = options.pop("kv_replication", True)
-            mesh = longspan.init_mesh(ulysses=dist.get_world_size())
-            sp = longspan.SequenceSharding(mesh, kv_replication=kv_replication)
+            sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=dist.get_world_size()))
             model = longspan.parallelize(build(family, **changes), sp, **options)
             model(**{**batch(), **call})
         messages.append(str(error.value))
@@ -221,7 +219,6 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] =
     ("Llama", {"output_attentions": True, "attn_implementation": "eager"}, {}, {}, "has output_attentions=True"),
     ("Llama", {}, {}, {"kernel": "flash"}, "kernel='flash' is for NVIDIA"),
     ("Llama", {}, {}, {"fsdp": False, "mp_policy": MixedPrecisionPolicy()}, "mp_policy is FSDP's"),
-    ("Llama", {"num_key_value_heads": 1}, {}, {"kv_replication": False}, "has 1; try `ulysses=1"),
     # Of a call.
     ("Llama", {"attention_dropout": 0.1}, {}, {},
      "model.layers.0.self_attn has attention dropout 0.1 ... attention_dropout=0.0 in the config"),
@@ -382,8 +379,7 @@ def _groups(model: Any) -> list[tuple[int, list[str]]]:
     """Return FSDP's groups, the largest first: the elements that each gathers, and the names of its parameters."""
     from torch.distributed.fsdp import FSDPModule
 
-    # embed_out: what GPT-NeoX calls its head in older versions of transformers.
-    names = {id(p): name.replace("embed_out", "lm_head") for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in model.named_parameters()}
     states = {id(m._get_fsdp_state()): m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)}
     held = [[p.sharded_param for p in state._fsdp_param_group.fsdp_params] for state in states.values()
             if state._fsdp_param_group is not None]  # fmt: skip

@@ -70,7 +70,6 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("Llama", ropes("longrope", 64), {}, r"paths of this tree have 4 to 22 tokens, .*\(longrope RoPE\).* 16 original"),
     ("Llama", ropes("dynamic", 16), {}, r"paths of this tree have 4 to 22 tokens, .*\(dynamic RoPE\).* 16 original"),
     ("Gemma3Text", {"use_bidirectional_attention": True}, {}, "attend in both directions, and a tree"),
-    ("Llama", {"memory": longspan.Memory(head_loss="torch")}, {}, "head_loss='torch' has no weights of tokens"),
     ("Llama", {"kernel": _plain_attention}, {}, "layer model.layers.0.self_attn: "),
     ("Llama4Text", {}, {name: _two(name) for name in pack()},
      "the documents or trees of these rows differ"),

@@ -108,7 +108,7 @@ def _only_tower_trained(family: str) -> Any:
 
 def _frozen_text(truth: Truth) -> None:
     """Without pictures, the second replica's loss has a backward through the tower alone."""
-    sp, memory = sharding(data=2), longspan.Memory(checkpointing="save_attention")
+    sp, memory = sharding(data=2), longspan.Memory(checkpointing="selective")
     for fsdp in (False, True):
         mine = batch("Qwen3VL", ((5, ("image", 1, 4, 4), 4), (9,)), keep=(sp.data_rank,))
         model = longspan.parallelize(_only_tower_trained("Qwen3VL"), sp, fsdp=fsdp, memory=memory)

@@ -105,40 +105,6 @@ def test_low_precision_heads_accumulate_in_fp32(monkeypatch: pytest.MonkeyPatch)
     assert float((grads[0] - grads[1]).norm() / grads[1].norm()) < torch.finfo(torch.bfloat16).eps
 
 
-@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13")
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("head", ["plain", "bias"])
-def test_torchs_linear_cross_entropy(head: str, smoothing: float) -> None:
-    found = []
-    for name, dtype in (("torch", torch.float32), ("tiled", torch.float32), ("tiled", torch.float64)):
-        module, hidden, labels = _case(head, dtype)
-        deferring = Head(module)
-        deferring.defer_next, deferring.loss_name = True, name
-        loss = loss_sum(module(hidden), labels, LossTerms(smoothing))
-        found.append([loss.detach(), *torch.autograd.grad(loss * 0.25, [hidden, *module.parameters()])])
-    for mine, single, exact in zip(*found, strict=True):
-        assert excess(mine, single, exact, dtype=torch.float32) <= 1  # the loss is summed in fp32
-
-
-@pytest.mark.parametrize(
-    ("name", "head", "dtype", "terms", "text"),
-    [
-        ("torch", "plain", torch.float32, LossTerms(z_loss=0.1), "no z-loss"),
-        ("torch", "plain", torch.bfloat16, LossTerms(), "sums the loss in torch.bfloat16 instead of fp32"),
-        ("torch", "lora", torch.float32, LossTerms(), "more than one matrix product"),
-        ("liger", "plain", torch.float32, LossTerms(), "not installed; pip install|need a GPU"),
-    ],
-)
-def test_unsupported_head_losses_raise(name: str, head: str, dtype: torch.dtype, terms: LossTerms, text: str) -> None:
-    if name == "torch" and not hasattr(F, "linear_cross_entropy"):
-        text = "it needs torch 2.13"
-    module, hidden, labels = _case(head, dtype)
-    deferring = Head(module)
-    deferring.defer_next, deferring.loss_name = True, name
-    with pytest.raises(LongspanError, match=f"head_loss='{name}'.*({text}).*; use head_loss='tiled'"):
-        loss_sum(module(hidden), labels, terms)
-
-
 class _Largest(TorchDispatchMode):
     """Records the most elements of any tensor that an operator returns."""
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from longspan.core.memory import Memory
+from longspan.memory.offload.host import HostStore
 
 
 class LateCopy:
@@ -69,3 +74,18 @@ class LateSide:
     def step(self) -> None:
         if self.waiting:
             self.waiting.popleft().run()
+
+
+def offload_on_cpus(patch: Callable[[str, Any], None] | None = None) -> None:
+    """Let `offload="host"` run on CPUs, through a late side stream; by default for the rest of this process."""
+    import longspan.hf.memory_options
+    import longspan.hf.preconditions
+
+    def store_for(memory: Memory, _: torch.device) -> HostStore | None:
+        return None if memory.offload == "none" else HostStore(LateSide())
+
+    for module in (longspan.hf.memory_options, longspan.hf.preconditions):
+        if patch is None:
+            module.store_for = store_for  # type: ignore[attr-defined]
+        else:
+            patch(f"{module.__name__}.store_for", store_for)

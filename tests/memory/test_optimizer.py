@@ -1,4 +1,4 @@
-"""Memory of gradients and optimizer states: the step in the backward, bf16 sums, offload, 8-bit states."""
+"""Memory of gradients and optimizer states: bf16 sums, offload, 8-bit states."""
 
 from __future__ import annotations
 
@@ -19,13 +19,10 @@ from longspan.core.errors import LongspanError
 from tests.choose import each_value
 from tests.fakes import fake_world
 from tests.host_memory import peak_of
-from tests.pool import RankPool, on_ranks
-from tests.tolerance import roughly
+from tests.pool import RankPool
 from tests.train.training import LLAMA
 
 pytestmark = pytest.mark.versions
-
-# --- the step in the backward
 
 
 def _model(**changes: Any) -> LlamaForCausalLM:
@@ -36,69 +33,6 @@ def _model(**changes: Any) -> LlamaForCausalLM:
 def _batch(n: int = 24) -> dict[str, torch.Tensor]:
     ids = torch.arange(n)[None] * 7 % 384
     return {"input_ids": ids, "labels": ids}
-
-
-def _gradients_at_once(size: int) -> tuple[int, int, int, float, float]:
-    """Return of one step: weights, most gradients alive at once, those left, the norm, that of a plain backward."""
-    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=size))
-    model = longspan.parallelize(_model(tie_word_embeddings=True), sp)
-    model(**_batch()).loss.backward()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    plain = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
-    model.zero_grad()
-    weights = list(model.parameters())
-    alive: list[int] = []
-    # Before longspan's hook, which frees the gradient.
-    for p in weights:
-        p.register_post_accumulate_grad_hook(lambda _: alive.append(sum(p.grad is not None for p in weights)))
-    updates = longspan.optimizer_in_backward(model, torch.optim.SGD(weights, lr=0.0))
-    model(**_batch()).loss.backward()
-    left = sum(p.grad is not None for p in weights)
-    assert len(alive) == len(weights)
-    return len(weights), max(alive), left, updates.grad_norm(), plain
-
-
-def test_at_most_one_gradient_exists_at_a_time(pool2: RankPool) -> None:
-    for weights, most, left, norm, plain in [*pool2.run(_gradients_at_once, 2), _gradients_at_once(1)]:
-        assert weights > 10 and (most, left) == (1, 0)
-        assert norm == pytest.approx(plain, rel=roughly(torch.float32))
-
-
-@on_ranks(2)
-def test_find_nonfinite_updates_nothing() -> None:
-    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2))
-    model = longspan.parallelize(_model(), sp)
-    longspan.optimizer_in_backward(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    before = [p.detach().clone() for p in model.parameters()]
-    assert longspan.find_nonfinite(model, _batch()) is None
-    assert all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(before, model.parameters(), strict=True))
-
-
-@on_ranks(2)
-def test_misuse_of_the_step_in_the_backward_is_refused() -> None:
-    sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2))
-    model = _model()
-    sgd = torch.optim.SGD(model.parameters())
-    sharded = longspan.parallelize(_model(), sp)
-    weights = list(sharded.parameters())
-
-    def refuse(model: torch.nn.Module, optimizer: torch.optim.Optimizer, text: str) -> None:
-        with pytest.raises(LongspanError, match=text):
-            longspan.optimizer_in_backward(model, optimizer)
-
-    refuse(model, sgd, "is not parallelized")
-    plain = longspan.parallelize(model, sp, fsdp=False)
-    refuse(plain, sgd, r"use longspan.parallelize\(..., fsdp=True\), or call optimizer.step\(\) after")
-    text = r"SGD does not hold 1 of .* make it from model.parameters\(\) after longspan.parallelize"
-    refuse(sharded, torch.optim.SGD(weights[1:]), text)
-    updates = longspan.optimizer_in_backward(sharded, torch.optim.SGD(weights))
-    refuse(sharded, torch.optim.SGD(weights), r"already; remove\(\) that first")
-    text = r"gradients cannot accumulate .* call remove\(\)"
-    with pytest.raises(LongspanError, match=text), longspan.no_sync(sharded):
-        pass
-    updates.remove()
-    with longspan.no_sync(sharded):
-        pass
 
 
 # --- gradients summed in bf16

@@ -20,14 +20,14 @@ from longspan.core import tile_sizes
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, LONGEST, Memory
 from longspan.hf.planning import hardware_of
-from longspan.memory import checkpointing
 from longspan.memory.activations import NormedLinear
-from longspan.memory.offload.disk import DiskStore
+from longspan.memory.offload.host import HostStore
 from longspan.memory.tiles import Tiled
 from longspan.plan import Hardware, Job, cost
 from longspan.plan.from_model import shape_of_model
 from tests.choose import each_value, grouped, pairwise
 from tests.fakes import fake_world
+from tests.memory.side_stream import offload_on_cpus
 from tests.models import (
     Truth,
     batch,
@@ -36,7 +36,6 @@ from tests.models import (
     check_loss,
     compare,
     gradients,
-    needs_mixers,
     sharding,
     truth_of,
 )
@@ -46,20 +45,20 @@ ONE_DEVICE = longspan.SequenceSharding(OneDeviceMesh("cpu"))
 
 MEMORY_OPTIONS: dict[str, Memory] = {
     "full": Memory(checkpointing="full"),
-    "save_attention": Memory(checkpointing="save_attention"),
-    "tiled_mlp": Memory(tiled_mlp=3),
-    "tiled_norms": Memory(tiled_norms=True),
-    "saved activations": Memory(recompute_mlp_act=False),
+    "tiled": Memory(tiled=True),
     "selective": Memory(checkpointing="selective"),
+    "grouped": Memory(checkpointing="grouped"),
     "head_chunks": Memory(head_chunks=0),
     "longest": LONGEST,
-    "disk": Memory(checkpointing="full", offload="disk"),
-    "all": Memory(checkpointing="selective", head_chunks=2, tiled_mlp=2, tiled_norms=True, offload="disk"),
+    "offload": Memory(checkpointing="full", offload="host"),
+    "all": Memory(checkpointing="selective", head_chunks=2, tiled=True, offload="host"),
 }
 
 
-def _small_tiles() -> None:
+def _prepare() -> None:
+    """Let small models run in several tiles, and offload on CPUs."""
     tile_sizes.FEWEST_ROWS = 2, 2
+    offload_on_cpus()
 
 
 @functools.cache
@@ -77,7 +76,7 @@ def _inputs(family: str) -> dict[str, Tensor]:
 
 
 def _on_a_mesh(truth: Truth, family: str, memory: Memory, data: int, ring: int, fsdp: bool) -> None:
-    _small_tiles()
+    _prepare()
     sp = sharding(data, ring)
     model = longspan.parallelize(build(family), sp, fsdp=fsdp, memory=memory).train()
     compare(truth, model, _inputs(family), sp)
@@ -94,7 +93,7 @@ def test_each_memory_option_on_two_ranks(pool2: RankPool, family: str, memory_op
     ("data", "ring", "fsdp", "memory_option"),
     each_value(
         grouped([(1, 2, True), (2, 2, True), (1, 1, False), (1, 4, True)]),
-        ["save_attention", "selective", "longest", "all"],
+        ["grouped", "selective", "longest", "all"],
     ),
 )
 def test_memory_options_on_four_ranks(pool4: RankPool, memory_option: str, data: int, ring: int, fsdp: bool) -> None:
@@ -110,10 +109,9 @@ def _frozen() -> Any:
 
 
 def _on_frozen(truth: Truth) -> None:
-    for kind in ("save_attention", "selective"):
-        sp = sharding(ring=2)
-        memory = Memory(checkpointing=kind)  # type: ignore[arg-type]
-        compare(truth, longspan.parallelize(_frozen(), sp, memory=memory).train(), _inputs("Qwen3"), sp)
+    sp = sharding(ring=2)
+    memory = Memory(checkpointing="selective")
+    compare(truth, longspan.parallelize(_frozen(), sp, memory=memory).train(), _inputs("Qwen3"), sp)
 
 
 def test_a_frozen_attention_is_saved_for_its_mlp(pool2: RankPool) -> None:
@@ -121,7 +119,7 @@ def test_a_frozen_attention_is_saved_for_its_mlp(pool2: RankPool) -> None:
 
 
 def _groups(truth: Truth, cases: list[tuple[Memory, int, bool]]) -> None:
-    _small_tiles()
+    _prepare()
     for memory, ring, fsdp in cases:
         sp = sharding(1, ring)
         model = longspan.parallelize(_deep(), sp, fsdp=fsdp, memory=memory).train()
@@ -133,21 +131,20 @@ def _deep() -> Any:
 
 
 def test_layers_that_share_a_saved_input(pool2: RankPool) -> None:
-    """Groups of 2 (the last one shorter), of 3 and of all five layers, with and without saved attention."""
+    """Groups of 2 layers, the last one shorter."""
     options = [
-        Memory(checkpointing="full", layers_per_checkpoint=2),
-        Memory(checkpointing="selective", layers_per_checkpoint=3, tiled_mlp=2, tiled_norms=True),
-        Memory(checkpointing="full", layers_per_checkpoint=0, offload="disk", head_chunks=0),
+        Memory(checkpointing="grouped"),
+        Memory(checkpointing="grouped", tiled=True),
+        Memory(checkpointing="grouped", offload="host", head_chunks=0),
     ]
     cases = [(memory, 1 + i % 2, i < 2) for i, memory in enumerate(options)]
     pool2.run(_groups, truth_of(_deep(), _inputs("Qwen3")), cases)
 
 
 @pytest.mark.parametrize(("per_checkpoint", "runs"), [(1, [2] * 5), (3, [3, 3, 2, 3, 2]), (2, [3, 2, 3, 2, 2])])
-def test_how_often_each_layer_runs(per_checkpoint: int, runs: list[int]) -> None:
-    model = longspan.parallelize(
-        _deep(), ONE_DEVICE, memory=Memory(checkpointing="full", layers_per_checkpoint=per_checkpoint)
-    ).train()
+def test_how_often_each_layer_runs(monkeypatch: pytest.MonkeyPatch, per_checkpoint: int, runs: list[int]) -> None:
+    monkeypatch.setattr("longspan.hf.memory_options.layers_per_checkpoint", lambda *_: per_checkpoint)
+    model = longspan.parallelize(_deep(), ONE_DEVICE, memory=Memory(checkpointing="grouped")).train()
     calls = [_Calls(layer.self_attn) for layer in model.model.layers]
     for _ in range(2):  # the second time after a forward that failed
         for call in calls:
@@ -165,14 +162,14 @@ def _breaks(*_: Any) -> None:
     raise RuntimeError("planted")
 
 
-def test_a_layer_whose_input_was_changed_starts_a_group() -> None:
+def test_a_layer_whose_input_was_changed_starts_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hooks change the outputs of layers 1 and 2, so the inputs of layers 2 and 3 are saved."""
     truth, made = _deep(), _deep()
     for model in (truth, made):
         model.model.layers[1].register_forward_hook(lambda module, args, out: out * 1.5)
         model.model.layers[2].register_forward_hook(lambda module, args, out: out.mul_(0.5))
-    memory = Memory(checkpointing="full", layers_per_checkpoint=5)
-    model = longspan.parallelize(made, ONE_DEVICE, memory=memory).train()
+    monkeypatch.setattr("longspan.hf.memory_options.layers_per_checkpoint", lambda *_: 5)
+    model = longspan.parallelize(made, ONE_DEVICE, memory=Memory(checkpointing="grouped")).train()
     calls = [_Calls(layer.self_attn) for layer in model.model.layers]
     whole = truth_of(truth, batch())
     loss = model(**batch()).loss
@@ -183,8 +180,8 @@ def test_a_layer_whose_input_was_changed_starts_a_group() -> None:
 
 
 def _on_ranks_without_heads(truth: Truth) -> None:
-    _small_tiles()
-    memory = Memory(checkpointing="selective", head_chunks=0, tiled_mlp=0, tiled_norms=True, offload="disk")
+    _prepare()
+    memory = Memory(checkpointing="selective", head_chunks=0, tiled=True, offload="host")
     sp = sharding()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of idle ranks
@@ -207,6 +204,7 @@ def test_memory_options_on_ranks_without_heads(pool4: RankPool) -> None:
 )
 def test_other_families_on_one_device(monkeypatch: pytest.MonkeyPatch, family: str, memory_option: str) -> None:
     monkeypatch.setattr(tile_sizes, "FEWEST_ROWS", (2, 2))
+    offload_on_cpus(monkeypatch.setattr)
     truth = truth_of(build(family), batch())
     model = longspan.parallelize(build(family), ONE_DEVICE, memory=MEMORY_OPTIONS[memory_option]).train()
     loss = model(**batch()).loss
@@ -231,24 +229,9 @@ def _sent(memory: Memory, ring: int) -> Counter[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("ring", [1, 4])
-def test_saved_attention_sends_nothing_twice(ring: int) -> None:
+def test_a_recomputed_layer_sends_again(ring: int) -> None:
     plain = _sent(FASTEST, ring)
-    assert _sent(Memory(checkpointing="save_attention"), ring) == plain
     assert sum(_sent(Memory(checkpointing="full"), ring).values()) > sum(plain.values())
-
-
-def test_saved_attention_stores_its_output_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    put: list[Tensor] = []
-    of = DiskStore.put
-    monkeypatch.setattr(checkpointing, "SMALL", 0)
-    monkeypatch.setattr(DiskStore, "put", lambda store, x: put.append(x) or of(store, x))
-    memory = Memory(checkpointing="save_attention", offload="disk")
-    model = longspan.parallelize(build("Llama"), ONE_DEVICE, memory=memory, kernel="tiled").train()
-    loss = model(**batch()).loss
-    heads, layers = model.config.num_attention_heads, model.config.num_hidden_layers
-    assert sum(x.dim() == 4 and x.shape[1] == heads for x in put) == 2 * layers  # queries and output
-    assert sum(x.dim() == 4 and x.shape[2] == heads for x in put) == 0
-    loss.backward()
 
 
 class _Calls:
@@ -276,20 +259,20 @@ def _layers(memory: Memory, family: str = "Llama") -> tuple[Any, list[_Calls]]:
     [
         (FASTEST, 1),
         (Memory(checkpointing="full"), 2),
-        (Memory(tiled_mlp=1, tiled_norms=True, checkpointing="full"), 2),
-        (Memory(tiled_mlp=21), 2 * 84 // 4 + 1),  # 21 tiles forward, 21 backward, and two of the check
-        (Memory(tiled_mlp=21, checkpointing="full"), 2 * 84 // 4 + 1),  # not recomputed, as it is a layer's last
+        (Memory(tiled=True), 2 * 84 // 4 + 1),  # 21 tiles forward, 21 backward, and two of the check
+        (Memory(tiled=True, checkpointing="full"), 2 * 84 // 4 + 1),  # not recomputed, as it is a layer's last
     ],
 )
-def test_how_often_an_mlp_runs(memory: Memory, runs: int) -> None:
+def test_how_often_an_mlp_runs(monkeypatch: pytest.MonkeyPatch, memory: Memory, runs: int) -> None:
+    monkeypatch.setattr("longspan.hf.memory_options.mlp_rows", lambda *_: 4)
     model, calls = _layers(memory)
     model(**batch()).loss.backward()
-    checks = 1 if memory.tiled_mlp != 1 else 0
+    checks = 1 if memory.tiled else 0
     assert [call.count for call in calls] == [runs + checks] * 2
 
 
 def test_a_retained_graph_supports_a_second_backward() -> None:
-    for memory in (Memory(checkpointing="save_attention"), Memory(tiled_mlp=3, checkpointing="full", tiled_norms=True)):
+    for memory in (Memory(checkpointing="selective"), LONGEST):
         model = longspan.parallelize(build("Llama"), ONE_DEVICE, memory=memory, logits=True).train()
         loss = model(**batch()).loss
         loss.backward(retain_graph=True)
@@ -362,7 +345,7 @@ def test_the_backward_of_a_tiled_mlp_continues_through_its_norm(branches: int, w
 
 
 def test_an_mlp_without_gradients_runs_tile_by_tile() -> None:
-    """Scoring needs it, and layers that `layers_per_checkpoint` recomputes."""
+    """Scoring needs it, and layers whose outputs are recomputed as the next layer's input."""
     module, seen = NormThenMlp(1), list[int]()
     module.mlp[0].register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[1]))
     x = torch.randn(2, 5, 8)
@@ -387,7 +370,7 @@ def test_a_module_whose_tokens_are_not_independent_is_refused() -> None:
 
     module = Mean()
     Tiled(module, "layers.0.mlp", lambda *_: 3)
-    with pytest.raises(LongspanError, match=r"layers\.0\.mlp \(Mean\).*cannot run tile by tile; use tiled_mlp=1"):
+    with pytest.raises(LongspanError, match=r"layers\.0\.mlp \(Mean\).*cannot run tile by tile; use tiled=False"):
         module(torch.randn(1, 8, 4))
 
 
@@ -396,22 +379,20 @@ def test_a_module_whose_tokens_are_not_independent_is_refused() -> None:
 
 
 def test_conflicting_memory_options() -> None:
-    with pytest.raises(LongspanError, match=r"offload='disk' .*checkpointing='full'"):
-        Memory(offload="disk")
-    with pytest.raises(LongspanError, match=r"offload_folder='/x'.*offload is 'none'"):
-        Memory(checkpointing="full", offload_folder="/x")
-    with pytest.raises(LongspanError, match=r"checkpointing='some' is unknown; choose 'none', 'save_attention'"):
+    with pytest.raises(LongspanError, match=r"offload='host' .*checkpointing='full'"):
+        Memory(offload="host")
+    with pytest.raises(LongspanError, match=r"checkpointing='some' is unknown; choose 'none', 'selective'"):
         Memory(checkpointing="some")  # type: ignore[arg-type]
-    with pytest.raises(LongspanError, match=r"tiled_mlp"):
-        Memory(tiled_mlp=-1)
+    with pytest.raises(LongspanError, match=r"tiled must be True or False"):
+        Memory(tiled=2)  # type: ignore[arg-type]
     with pytest.raises(LongspanError, match=r"memory='least' is unknown; choose fastest, longest or auto"):
         longspan.parallelize(build("Llama"), ONE_DEVICE, memory="least")  # type: ignore[arg-type]
     assert Memory(head_chunks=0).recompute_all_to_all and not LONGEST.recompute_all_to_all
 
 
 def test_unsupported_memory_options_of_a_model() -> None:
-    with pytest.raises(LongspanError, match=r"bert\.encoder\.layer\.0\.output \(BertOutput\).*use tiled_mlp=1"):
-        longspan.parallelize(build("Bert"), ONE_DEVICE, memory=Memory(tiled_mlp=2))
+    with pytest.raises(LongspanError, match=r"bert\.encoder\.layer\.0\.output \(BertOutput\).*use tiled=False"):
+        longspan.parallelize(build("Bert"), ONE_DEVICE, memory=Memory(tiled=True))
     model = longspan.parallelize(build("Llama"), ONE_DEVICE, memory=Memory(checkpointing="full")).train()
     model.gradient_checkpointing_enable()
     with pytest.raises(LongspanError, match=r"gradient_checkpointing_enable\(\).*checkpointed twice"):
@@ -422,11 +403,12 @@ def test_unsupported_memory_options_of_a_model() -> None:
 # `memory="auto"`.
 
 
-def test_offload_of_layers_whose_heads_differ() -> None:
+def test_offload_of_layers_whose_heads_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """The room that is reserved for attention is that of the largest heads."""
+    offload_on_cpus(monkeypatch.setattr)
     plain = build("Gemma4Text")
     truth = gradients_of(copy.deepcopy(plain), batch())
-    model = longspan.parallelize(plain, ONE_DEVICE, memory=Memory(checkpointing="selective", offload="disk"))
+    model = longspan.parallelize(plain, ONE_DEVICE, memory=Memory(checkpointing="selective", offload="host"))
     for name, gradient in gradients_of(model, batch()).items():
         torch.testing.assert_close(gradient, truth[name], rtol=1e-4, atol=1e-6)
 
@@ -435,9 +417,7 @@ FOR_AUTO = {"Llama": {}, "Bamba": {}, "Gemma": {"head_dim": 8}, "Starcoder2": {"
 """The planner has no config of the families after the second."""
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param("Bamba", marks=needs_mixers), *(family for family in FOR_AUTO if family != "Bamba")]
-)
+@pytest.mark.parametrize("family", ["Bamba", *(family for family in FOR_AUTO if family != "Bamba")])
 def test_auto_chooses_options_that_fit_and_explains_them(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = build(family, max_position_embeddings=1 << 17, **FOR_AUTO[family])
     long = batch(rows=1, n=1500)
@@ -482,13 +462,13 @@ def test_replicas_with_batches_of_different_sizes_choose_together(pool2: RankPoo
 
 def test_auto_omits_options_that_conflict(monkeypatch: pytest.MonkeyPatch) -> None:
     def least(auto: Any, length: int, rows: int, fixed: dict[str, Any], *_: Any) -> tuple[Memory, str]:
-        return Memory(**{"checkpointing": "full", "tiled_mlp": 2, "tiled_norms": True, **fixed}), "a fake planner"
+        return Memory(**{"checkpointing": "full", "tiled": True, **fixed}), "a fake planner"
 
     monkeypatch.setattr("longspan.hf.planning.AutoMemory.for_batch", least)
     model = longspan.parallelize(build("Mixtral"), ONE_DEVICE, memory="auto").train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     loss = model(**batch(), output_router_logits=True).loss
-    assert model.longspan_state.memory.memory == Memory(tiled_mlp=2, tiled_norms=True)
+    assert model.longspan_state.memory.memory == Memory(tiled=True)
     plain = longspan.parallelize(build("Mixtral"), ONE_DEVICE).train()
     assert torch.allclose(loss, plain(**batch(), output_router_logits=True).loss)
 
@@ -503,12 +483,13 @@ def gradients_of(model: Any, whole: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_auto_reserves_room_when_it_chooses_an_offload(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = Memory(checkpointing="full", offload="disk")
+    offload_on_cpus(monkeypatch.setattr)
+    memory = Memory(checkpointing="full", offload="host")
     monkeypatch.setattr("longspan.hf.planning.AutoMemory.for_batch", lambda *_: (memory, "a fake planner"))
     model = longspan.parallelize(build("Llama"), ONE_DEVICE, memory="auto").train()
     reserved: list[int] = []
-    plain = DiskStore.reserve
-    monkeypatch.setattr(DiskStore, "reserve", lambda store, size: (reserved.append(size), plain(store, size))[1])
+    plain = HostStore.reserve
+    monkeypatch.setattr(HostStore, "reserve", lambda store, size: (reserved.append(size), plain(store, size))[1])
     model(**batch()).loss.backward()
     assert len(reserved) == 1 and reserved[0] > 0
 

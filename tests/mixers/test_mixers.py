@@ -23,7 +23,7 @@ from longspan.comm.mesh import OneDeviceMesh
 from longspan.compat.friends_api import fla_function
 from longspan.core.errors import LongspanError
 from longspan.mixers.chunked import LinearAttention
-from longspan.mixers.mixer import ChunkFunction, Scan, Tokens
+from longspan.mixers.mixer import ChunkFunction, Tokens
 from longspan.mixers.state_passing import state_passing
 from tests.choose import confirming
 from tests.mixers.recurrence import LIMIT, Case, ids_of, leaves_of, make, relative_errors, run, truth_of
@@ -379,37 +379,6 @@ def test_flash_linear_attention_is_called_with_its_arguments(
 
 def test_without_flash_linear_attention_torch_computes_it() -> None:
     assert fla_function(True, True) is None
-
-
-@pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize("receives", [False, True])
-def test_a_scan_is_the_recurrence(before: bool, receives: bool) -> None:
-    """From a state of its own or one that is received, with factors of 0 within."""
-    for count in (1, 2, 7, 30):
-        g = torch.Generator().manual_seed(count)
-        v, decay, start = (
-            torch.rand(*size, generator=g, dtype=torch.float64, requires_grad=True)
-            for size in ((2, count, 3, 2), (2, count, 3), (2, 3, 1, 2))
-        )
-        reset = torch.rand(2, count, 1, generator=g) < 0.2
-        states, factors = [start[:, :, 0]], decay * ~reset
-        for t in range(count):
-            states.append(factors[:, t, :, None] * states[-1] + v[:, t])
-        expected = torch.stack(states[:-1] if before else states[1:], 1), states[-1]
-        tokens = Tokens(v, v[..., :1], v, factors)
-        local = Scan(before).local(tokens, None if receives else start, receives)
-        assert (local.transition is None) is not receives
-        final = local.state if local.transition is None else local.state + local.transition * start
-        found = local.finish(start if receives else None), final[:, :, 0]
-        torch.testing.assert_close(found, expected)
-        weights = [torch.rand(x.shape, generator=g, dtype=x.dtype) for x in expected]
-        grads = [
-            torch.autograd.grad(
-                [(x * w).sum() for x, w in zip(each, weights, strict=True)], [v, decay, start], retain_graph=True
-            )
-            for each in (found, expected)
-        ]
-        torch.testing.assert_close(*grads)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ FILES: dict[str, dict[str, Any]] = {
     "gpt2-dropout": {"model_type": "gpt2", "vocab_size": 400, "n_embd": 64, "n_layer": 2, "n_head": 8},
 }  # fmt: skip
 CONFIGS = {name: model["config"] for name, model in MODELS.items() if "vision_config" not in model["config"]}
-CHEAP = ("--memory checkpointing=full", "--memory longest", "--memory longest,offload=disk,head_chunks=0")
+CHEAP = ("--memory checkpointing=full", "--memory longest", "--memory longest,checkpointing=grouped,head_chunks=0")
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -76,7 +76,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, config in CONFIGS.items():
         layers = FEWER.get(name, {"num_hidden_layers": 6 if "gemma" in name else 4})  # of each kind one
         (folder / f"{name}.json").write_text(json.dumps({**config, **layers}))
-    (folder / "longrope.json").write_text(json.dumps(LONGROPE))
     return folder
 
 
@@ -106,10 +105,9 @@ def each_built_in() -> Iterator[tuple[str, str]]:
 BUILT_IN = ("qwen3-30b-a3b", "gemma-3-1b", "gpt-oss-20b")  # experts, windows, sinks; all others confirm
 OPTIONS = [
     ("llama-3.1-8b", "--gpus 8 --context 512k --memory checkpointing=full"),  # the README's
-    ("llama-3.1-8b", "--gpus 2 --context 512k --memory longest,offload=host --rope dynamic --documents"),
-    ("qwen3-8b", "--gpus 4 --context 300k --rope yarn,original=32768 --no-fsdp --memory longest"),
+    ("llama-3.1-8b", "--gpus 2 --context 512k --memory longest,offload=host --documents"),
+    ("qwen3-8b", "--gpus 4 --context 300k --no-fsdp --memory longest"),
     ("linear", "--gpus 2 --context 100k"),
-    ("phi3", "--gpus 2 --context 100k --rope longrope,file=longrope.json"),
     ("short", "--gpus 2 --context max"),
 ]
 MORE = [("gemma-3-4b", "--gpus 4 --context 512k --memory auto --compare"), ("phi3", "--gpus 2 --context 8k")]
@@ -141,10 +139,8 @@ def test_train_accepts_every_file_that_plan_prints(
     for file, line in printed(report).items():
         code, out, error = longspan(*as_run(file, line, folder, name))
         assert code == 0, (file, error)
-        scaling = next((line for line in out.splitlines() if line.startswith("RoPE scaling: ")), None)
-        planned = [reason for plan in report["plans"] for reason in plan["reasons"] if "RoPE scaling: " in reason]
-        assert (scaling is not None) == ("rope: " in file) == bool(planned)
-        assert scaling is None or all(scaling in reason for reason in planned), (scaling, planned)
+        planned = [reason for plan in report["plans"] for reason in plan["reasons"] if "positions end at" in reason]
+        assert ("rope_parameters: " in file) == bool(planned)
     assert not (folder / "out").exists()
 
 
@@ -163,10 +159,7 @@ def test_built_in_models_have_a_source_and_most_a_command() -> None:
     ("name", "asked", "message"),
     [
         ("gpt2", "--context 2048", "longer than the 1024 learnt positions of"),
-        ("llama-3.1-8b", "--context 512k --rope as-is", "or --rope yarn (x 64 of its 8192 original"),
-        ("llama-3.1-8b", "--context 512k --rope yarn,factor=8", "are 65536 positions, and"),
-        ("llama-3.1-8b", "--context 8k --rope yarn", "the 8,192 tokens of --context are within the positions"),
-        ("phi3", "--context 100k", "transformers supports only longrope"),
+        ("phi3", "--context 100k", "longer than the 8192 positions of"),
     ],
 )  # fmt: skip
 def test_plan_and_train_refuse_with_the_same_error(
@@ -175,8 +168,6 @@ def test_plan_and_train_refuse_with_the_same_error(
     model = name if name in CONFIGS else str(folder / f"{name}.json")
     code, _, by_plan = longspan("plan", "--model", model, "--gpus", "2", *asked.split())
     assert code == 2 and message in by_plan
-    if "--rope" not in asked:
-        asked += " --rope auto"  # plan's default
     file = str(folder / f"{name}.json")
     run = [
         "--model_name_or_path",

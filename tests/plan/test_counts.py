@@ -18,7 +18,6 @@ import longspan
 from longspan.attn.mask import Mask as AttentionMask
 from longspan.attn.prepare import pairs_of_blocks, readers_of_blocks
 from longspan.comm.counting import count_sent
-from longspan.core.errors import LongspanError
 from longspan.core.heads import split_head_chunks, split_heads
 from longspan.core.layout import Layout
 from longspan.core.memory import Memory
@@ -51,12 +50,10 @@ Shape = tuple[int, int, int, int]
 def sharding(
     mesh: ParallelConfig,
     layout: str = "auto",
-    ring_impl: str = "auto",
     overlap_chunks: Any = "auto",
-    code: Any = "exact",
 ) -> longspan.SequenceSharding:
     made = longspan.init_mesh(data=mesh.data, ring=mesh.ring, ulysses=mesh.ulysses, tensor=mesh.tensor)
-    return longspan.SequenceSharding(made, layout, ring_impl=ring_impl, overlap_chunks=overlap_chunks, wire_dtype=code)
+    return longspan.SequenceSharding(made, layout, overlap_chunks=overlap_chunks)
 
 
 def attention_sent(
@@ -67,15 +64,13 @@ def attention_sent(
     batch: int,
     dtype: Any,
     layout: str = "auto",
-    ring_impl: str = "auto",
     overlap_chunks: Any = "auto",
-    code: Any = "exact",
     **mask: Any,
 ) -> Counter[tuple[str, int]]:
     """What one attention, forward and backward, sends from `rank`."""
     q_heads, kv_heads, d, dv = shape
     with fake_world(rank, mesh.ranks):
-        sp = sharding(mesh, layout, ring_impl, overlap_chunks, code)
+        sp = sharding(mesh, layout, overlap_chunks)
         tokens = sp.layout.local_length(n)
         q, k, v = (
             torch.zeros(batch, tokens, heads, width, dtype=dtype, requires_grad=True)
@@ -137,23 +132,17 @@ KEYS: dict[str, Any] = {"": Causal, "window": Window, "chunk_size": Chunk}
 MASKS: list[dict[str, int]] = [{}, {"window": 5}, {"window": 14}, {"chunk_size": 9}]
 
 
-@pytest.mark.parametrize(
-    ("impl", "layout", "mesh"), pairwise(["p2p", "allgather", "auto"], ["zigzag", "contiguous"], RING_MESHES), ids=str
-)
-def test_a_ring_sends_what_is_planned(mesh: ParallelConfig, layout: Any, impl: Any) -> None:
+@pytest.mark.parametrize(("layout", "mesh"), pairwise(["zigzag", "contiguous"], RING_MESHES), ids=str)
+def test_a_ring_sends_what_is_planned(mesh: ParallelConfig, layout: Any) -> None:
     """Every mask, with heads that divide and that do not, and lengths that do not (a few tokens leave ranks empty)."""
     for i, mask in enumerate(MASKS):
         for n in (37, 64, 9):
             shape = [MHA, GQA, MQA, UNEVEN][(i + n) % 4]
             dtype = torch.bfloat16 if n == 37 else torch.float32
-            by_rank = [
-                attention_sent(rank, mesh, shape, n, 1, dtype, layout, impl, **mask) for rank in range(mesh.ranks)
-            ]
+            by_rank = [attention_sent(rank, mesh, shape, n, 1, dtype, layout, **mask) for rank in range(mesh.ranks)]
             keys = KEYS[next(iter(mask), "")](*mask.values())
             model = a_model(*shape, keys=keys)
-            job = Job(
-                context=n, dtype="bf16" if n == 37 else "fp32", parallel=ParallelConfig(layout=layout, ring_impl=impl)
-            )
+            job = Job(context=n, dtype="bf16" if n == 37 else "fp32", parallel=ParallelConfig(layout=layout))
             assert max(by_rank, key=total) == planned_for(model, job, mesh, 1), (mask, n, shape)
 
 
@@ -177,27 +166,6 @@ def test_an_exchange_in_chunks_sends_what_is_planned(mesh: ParallelConfig, chunk
         ]
         job = Job(context=36, dtype="fp32", parallel=ParallelConfig(overlap_chunks=chunks))
         assert max(by_rank, key=total) == planned_for(a_model(*shape), job, mesh, 1), shape
-
-
-@pytest.mark.parametrize(
-    ("code", "mesh"),
-    each_value(
-        ["int8", "fp8"], [ParallelConfig(ulysses=2), ParallelConfig(ulysses=4), ParallelConfig(ring=2, ulysses=2)]
-    ),
-    ids=str,
-)
-def test_a_compressed_exchange_sends_what_is_planned(mesh: ParallelConfig, code: Any) -> None:
-    for shape, dtype in (((8, 4, 6, 6), "bf16"), ((8, 2, 4, 6), "fp32"), ((10, 5, 8, 4), "fp32")):
-        # torch's fake group refuses chunks in which a rank has nothing to send.
-        for chunks in (1, 2) if shape[0] % mesh.ulysses == 0 else (1,):
-            more = {"overlap_chunks": chunks, "code": code}
-            of = torch.float32 if dtype == "fp32" else torch.bfloat16
-            by_rank = [attention_sent(rank, mesh, shape, 36, 1, of, **more) for rank in range(mesh.ranks)]
-            job = Job(context=36, dtype=dtype, parallel=ParallelConfig(overlap_chunks=chunks, wire_dtype=code))  # type: ignore[arg-type]
-            assert max(by_rank, key=total) == planned_for(a_model(*shape), job, mesh, 1), (shape, chunks)
-    for wrong in ({"mode": "decode"}, {"mode": "prefill", "prefill_chunk": 8}):
-        with pytest.raises(LongspanError, match="wire-dtype"):
-            Job(context=36, **wrong, parallel=ParallelConfig(wire_dtype=code))  # type: ignore[arg-type]
 
 
 # A sequence of 24 tokens cuts convolutions' halos out of runs of 3 tokens on 4 ranks with zigzag, 9 leave ranks empty.
@@ -290,7 +258,7 @@ CASES = [
     (
         ParallelConfig(ring=2),
         NEXT,
-        {"layout": "contiguous", "memory": Memory(checkpointing="selective", layers_per_checkpoint=0)},
+        {"layout": "contiguous", "memory": Memory(checkpointing="grouped")},
     ),
     (ParallelConfig(ulysses=4), MOE, {}),
     (ParallelConfig(data=2, ulysses=2), MLA, {}),
@@ -314,32 +282,29 @@ CASES = [
     (
         ParallelConfig(ulysses=4),
         {"num_hidden_layers": 7},
-        {"memory": dataclasses.replace(CHECKPOINTED, layers_per_checkpoint=3)},
+        {"memory": Memory(checkpointing="grouped")},
     ),
     (
         ParallelConfig(ring=2, ulysses=2),
         {"num_hidden_layers": 4},
-        {
-            "ring_impl": "p2p",
-            "memory": dataclasses.replace(CHECKPOINTED, layers_per_checkpoint=4, head_chunks=0),
-        },
+        {"memory": Memory(checkpointing="grouped", head_chunks=0)},
     ),
     (
         ParallelConfig(ulysses=4),
         {"num_hidden_layers": 5},
-        {"memory": Memory(checkpointing="selective", layers_per_checkpoint=0)},
+        {"memory": Memory(checkpointing="selective", tiled=True)},
     ),
     (ParallelConfig(data=2, ulysses=2), {"model_type": "qwen3"}, {}),
     (ParallelConfig(ulysses=4), {"model_type": "qwen2"}, {"dtype": "bf16"}),
-    (ParallelConfig(ring=4), {}, {"ring_impl": "p2p"}),
-    (ParallelConfig(ring=2), {}, {"dtype": "bf16"}),  # all-gathered, being small
-    (ParallelConfig(ring=2, ulysses=2), {}, {"ring_impl": "p2p", "dtype": "bf16", "memory": CHECKPOINTED}),
-    (ParallelConfig(data=2, ring=2, ulysses=2), {}, {"ring_impl": "p2p", "weight_sharding": False}),
-    (ParallelConfig(ring=4), {"model_type": "gemma3_text", "sliding_window": 8}, {"ring_impl": "p2p"}),
+    (ParallelConfig(ring=4), {}, {}),
+    (ParallelConfig(ring=2), {}, {"dtype": "bf16"}),
+    (ParallelConfig(ring=2, ulysses=2), {}, {"dtype": "bf16", "memory": CHECKPOINTED}),
+    (ParallelConfig(data=2, ring=2, ulysses=2), {}, {"weight_sharding": False}),
+    (ParallelConfig(ring=4), {"model_type": "gemma3_text", "sliding_window": 8}, {}),
     (ParallelConfig(ring=4), {"model_type": "gemma3_text", "sliding_window": 8}, {}),
     (ParallelConfig(ring=4), {"model_type": "mistral", "sliding_window": 8}, {"layout": "contiguous"}),
     (ParallelConfig(ring=2, ulysses=2), {"model_type": "mistral", "sliding_window": 5}, {}),
-    (ParallelConfig(ring=2, ulysses=2), MLA, {"ring_impl": "p2p"}),
+    (ParallelConfig(ring=2, ulysses=2), MLA, {}),
     (ParallelConfig(tensor=2), {}, {}),
     (ParallelConfig(tensor=4), {}, {"tensor_style": "megatron-sp"}),
     (ParallelConfig(tensor=2, ulysses=2), {"attention_bias": True}, {"dtype": "bf16"}),
@@ -392,9 +357,9 @@ MOE = {
         (ParallelConfig(ulysses=4), 4, {}),
         (ParallelConfig(data=2, ulysses=2), 2, {"dtype": "bf16"}),
         (ParallelConfig(ulysses=4), 2, {"memory": Memory(checkpointing="full")}),
-        (ParallelConfig(ring=2, ulysses=2), 4, {"memory": Memory(checkpointing="full", tiled_mlp=2)}),
-        (ParallelConfig(ulysses=4), 2, {"memory": Memory(tiled_mlp=2, tiled_norms=True)}),
-        (ParallelConfig(ulysses=4), 2, {"memory": Memory(checkpointing="selective", layers_per_checkpoint=2)}),
+        (ParallelConfig(ring=2, ulysses=2), 4, {"memory": Memory(checkpointing="full", tiled=True)}),
+        (ParallelConfig(ulysses=4), 2, {"memory": Memory(tiled=True)}),
+        (ParallelConfig(ulysses=4), 2, {"memory": Memory(checkpointing="grouped")}),
         (ParallelConfig(data=2, ulysses=2), 4, {"tuning": Tuning(lora=3)}),
     ],
 )
@@ -561,7 +526,7 @@ def step_sent(
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     with fake_world(rank, mesh.ranks):
-        sp = sharding(mesh, options.get("layout", "auto"), options.get("ring_impl", "auto"))
+        sp = sharding(mesh, options.get("layout", "auto"))
         cls = transformers.CONFIG_MAPPING[config["model_type"]]
         model = tuned_model(transformers.AutoModelForCausalLM.from_config(cls(**config)), options.get("tuning"))
         sharded, bf16 = options.get("weight_sharding", True), options["dtype"] == "bf16"

@@ -18,6 +18,7 @@ from longspan.plan.cost.saved import (
     mlp_backward_bytes,
     mlp_tiles,
 )
+from longspan.plan.cost.times import NORM_BYTES
 from longspan.plan.from_model import shape_from_config
 from longspan.plan.job import CostContext
 from longspan.plan.options import choose_memory, combinations, longest
@@ -43,35 +44,28 @@ HIDDEN, Q, KV, OUT = 128, 128, 128, 128
 def test_a_tile_of_the_mlp() -> None:
     each = 4 * 2 * 96 + 2 * 2 * 96  # what a forward saves, and two gradients under way
     for tokens, memory_options, tiles in (
-        (512, Memory(tiled_mlp=4), 4),
-        (81920, Memory(tiled_mlp=0), 4 * each // HIDDEN),
-        (8192, Memory(tiled_mlp=0), 4),  # of 2,048 tokens at least
-        (100, Memory(tiled_mlp=0), 1),
-        (512, Memory(tiled_mlp=600), 512),
+        (81920, Memory(tiled=True), 4 * each // HIDDEN),
+        (8192, Memory(tiled=True), 4),  # of 2,048 tokens at least
+        (100, Memory(tiled=True), 1),
     ):
         job = Job(context=2 * tokens, memory=memory_options)
         c = CostContext(SMALL, job.on(ulysses=2))
         assert mlp_tiles(LAYER, c) == tiles
         sums = 4 * 3 * 64 * 96 if tiles > 1 else 0
-        assert mlp_backward_bytes(LAYER, c) == (each * -(-tokens // tiles), sums)
+        rows = -(-tokens // tiles)
+        assert mlp_backward_bytes(LAYER, c) == ((each + 3 * 4 * 64) * rows, sums)  # and a norm in fp32, three times
         assert mlp_backward_bytes(LAYER, replace(c, job=replace(job, dtype="fp32")))[1] == 0
 
 
 def test_offloaded_bytes() -> None:
     saved = 512 * HIDDEN
     job = Job(context=1024, memory=Memory(checkpointing="full"))
-    here, host, disk = (
+    here, host = (
         cost(SMALL, replace(job, memory=replace(job.memory, offload=where)).on(ulysses=2), H100)  # type: ignore[arg-type]
-        for where in ("none", "host", "disk")
+        for where in ("none", "host")
     )
-    assert (here.offloaded.host_bytes, here.offloaded.disk_bytes) == ({}, 0)
-    assert (host.offloaded.host_bytes, host.offloaded.disk_bytes) == ({"activations": 4 * saved}, 0)
+    assert (here.offloaded.host_bytes, host.offloaded.host_bytes) == ({}, {"activations": 4 * saved})
     assert host.offloaded.host_node_bytes == 2 * 4 * saved
-    assert (disk.offloaded.host_bytes, disk.offloaded.disk_bytes) == ({"disk_buffers": 4 * saved}, 4 * saved)
-    assert disk.offloaded.disk_node_bytes == 2 * 4 * saved
-    deep = shape_from_config({**CONFIG, "num_hidden_layers": 12}, "deep")
-    there = cost(deep, disk.job, H100).offloaded
-    assert (there.host_bytes, there.disk_bytes) == ({"disk_buffers": 4 * saved}, 12 * saved)
     long = Job(context=1 << 22, memory=Memory(checkpointing="full"))
     layer = (1 << 21) * HIDDEN
     gone = cost(SMALL, replace(long, memory=replace(long.memory, offload="host")).on(ulysses=2), H100)
@@ -99,9 +93,6 @@ def test_a_host_that_is_too_small() -> None:
     assert plan.headroom_bytes > 0 and not plan.fits
     assert "275 GB of 90 GB of host memory per node (of each GPU: activations 34.4 GB)" in plan.reasons[0]
     assert longest_context(LLAMA, job.on(ulysses=8), small) < longest_context(LLAMA, job.on(ulysses=8), H100)
-    disk = replace(job, memory=replace(LONGEST, offload="disk"))
-    assert cost(LLAMA, disk.on(ulysses=8), small).fits
-    assert not cost(LLAMA, disk.on(ulysses=8), replace(small, disk_bytes=1e11)).fits
 
 
 # ---- What is sent, and how long it takes.
@@ -111,7 +102,7 @@ def sent(memory_options: Memory, mesh: ParallelConfig = TWO) -> dict[str, tuple[
     """(bytes, calls) of a layer, by what is sent."""
     plan = cost(
         SMALL,
-        Job(context=1024, memory=memory_options, parallel=ParallelConfig(ring_impl="p2p")).on(**mesh.degrees),
+        Job(context=1024, memory=memory_options).on(**mesh.degrees),
         H100,
     )
     return {c.what: (c.bytes_total // 4, c.count // 4) for c in plan.comm if c.method}
@@ -124,12 +115,7 @@ def test_the_all_to_all_of_each_memory_option() -> None:
         "Q, K, V to heads": (to_heads, 1), "O to tokens": (out, 1),
         "dO to heads": (out, 1), "dQ, dK, dV to tokens": (to_heads, 1),
     }  # fmt: skip
-    assert (
-        sent(FASTEST)
-        == sent(Memory(checkpointing="save_attention"))
-        == sent(Memory(tiled_mlp=0, tiled_norms=True))
-        == plain
-    )
+    assert sent(FASTEST) == sent(Memory(tiled=True)) == plain
     twice = {"Q, K, V to heads": (2 * to_heads, 2), "O to tokens": (2 * out, 2)}
     assert sent(Memory(checkpointing="full")) == {**plain, **twice}
     wide = {name: each for name, each in plain.items() if name != "dO to heads"}
@@ -157,14 +143,13 @@ def test_the_time_of_each_memory_option() -> None:
         m: cost(LLAMA, replace(job, memory=m).on(**mesh.degrees), H100).step_seconds for m in combinations(job, H100)
     }
     assert seconds[FASTEST] == min(seconds.values())
-    ordered = [seconds[Memory(checkpointing=how)] for how in ("none", "save_attention", "selective", "full")]  # type: ignore[arg-type]
+    ordered = [seconds[Memory(checkpointing=how)] for how in ("none", "selective", "full", "grouped")]  # type: ignore[arg-type]
     assert ordered == sorted(set(ordered))
     matmul = (3 * 4096 * 14336) * 2.0 * (1 << 16) * 32 / (H100.flops * H100.matmul_efficiency)
-    kept_act = cost(LLAMA, replace(job, memory=Memory(recompute_mlp_act=False)).on(**mesh.degrees), H100).step_seconds
-    for without, tiled in ((kept_act, FASTEST), (seconds[Memory(checkpointing="full")], Memory(checkpointing="full"))):
-        assert seconds[replace(tiled, tiled_mlp=0)] - without == pytest.approx(matmul)
+    norms = 4 * NORM_BYTES * 4096 * (1 << 16) * 32 / H100.memory_bandwidth
     act = 7 * 2 * LLAMA.layers[0].mlp.width * (1 << 16) * 32 / H100.memory_bandwidth
-    assert seconds[FASTEST] - kept_act == pytest.approx(act)
+    for memory, saved in ((FASTEST, act), (Memory(checkpointing="full"), 0.0)):
+        assert seconds[replace(memory, tiled=True)] - seconds[memory] == pytest.approx(matmul + norms - saved)
 
 
 def test_a_step_waits_for_a_slow_host_link() -> None:
@@ -174,8 +159,6 @@ def test_a_step_waits_for_a_slow_host_link() -> None:
     assert fast.offload_seconds == 0 < waits.offload_seconds
     assert waits.step_seconds == pytest.approx(fast.step_seconds + waits.offload_seconds)
     assert any("the host link needs" in note and "wait for it" in note for note in waits.notes)
-    disk = replace(job, memory=Memory(checkpointing="full", offload="disk"))
-    assert cost(LLAMA, disk.on(**mesh.degrees), replace(H100, disk_write=1e7)).offload_seconds > 0
 
 
 # ---- Which are chosen.
@@ -244,7 +227,7 @@ def test_the_levels() -> None:
     assert memory_options() == FASTEST and memory_options("--memory", "longest") == LONGEST
     assert memory_options("--memory", "longest,checkpointing=none") == replace(LONGEST, checkpointing="none")
     assert memory_options("--memory", "checkpointing=full") == Memory(checkpointing="full")
-    assert memory_options("--memory", "auto,offload=disk") == Memory(checkpointing="full", offload="disk")
+    assert memory_options("--memory", "auto,offload=host") == Memory(checkpointing="full", offload="host")
 
 
 def shown(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -280,7 +263,7 @@ def test_max_in_a_file(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> Non
     ("context", "ring", "ulysses", "batch"), [(1 << 12, 1, 8, 1), (1 << 17, 2, 2, 3), (999, 3, 1, 1)]
 )
 def test_no_memory_option_is_faster_than_none(context: int, ring: int, ulysses: int, batch: int) -> None:
-    for fixed in ({}, {"checkpointing": "full"}, {"tiled_mlp": 4}):
+    for fixed in ({}, {"checkpointing": "full"}, {"tiled": True}):
         job, mesh = Job(context=context, batch=batch), ParallelConfig(ring=ring, ulysses=ulysses)
         times = {
             m: cost(LLAMA, replace(job, memory=m).on(**mesh.degrees), H100).step_seconds

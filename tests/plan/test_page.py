@@ -13,7 +13,7 @@ import pytest
 
 from longspan.cli import main
 from longspan.core.memory import Memory
-from longspan.plan import CATALOGUE, Job, ParallelConfig, plan_mesh, read_hardware, read_model, search
+from longspan.plan import CATALOGUE, Job, ParallelConfig, cost, read_hardware, read_model, search
 from longspan.plan.job import Mode
 from longspan.plan.methods import compare
 from longspan.plan.options import find_suggestions
@@ -52,15 +52,12 @@ def test_every_point_equals_its_plan(mode: Mode) -> None:
             )
             assert best == (found.recommended and found.recommended.mesh)
             for compact in point["plans"]:
-                _check(
-                    compact, data, plan_mesh(MODEL, at_point.on(**ParallelConfig(*compact["mesh"]).degrees), HARDWARE)
-                )
+                _check(compact, data, cost(MODEL, at_point.on(**ParallelConfig(*compact["mesh"]).degrees), HARDWARE))
 
 
 def _check(compact: dict[str, Any], data: dict[str, Any], plan: Any) -> None:
     assert compact["fits"] is plan.fits
     assert compact["runs"] is plan.runs
-    assert compact["ring_impl"] == plan.ring_impl
     assert dict(zip(data["items"], compact["memory"], strict=True)) == plan.memory_bytes
     assert sum(compact["memory"]) == plan.memory_total_bytes
     for key in ("step", "compute", "exposed"):
@@ -256,7 +253,7 @@ def test_the_page_has_suggestions_and_methods(browser: Any, tmp_path: Path) -> N
     "extra",
     [
         ["--compare"],
-        ["--json", "--memory", "checkpointing=full,layers_per_checkpoint=2"],
+        ["--json", "--memory", "checkpointing=grouped"],
         *confirming([([],)]),
     ],
 )

@@ -91,7 +91,6 @@ def _loss(**changes: Any) -> Callable[[Any], Any]:
         (lambda sp: sp.positions(None), r"n must be an integer"),
         (lambda _: longspan.SequenceSharding(4), r"the mesh is 4 \(int\); use longspan.init_mesh"),
         (lambda sp: longspan.SequenceSharding(sp.mesh, layout=None), r"layout=None is unknown; choose 'auto'"),
-        (lambda sp: longspan.SequenceSharding(sp.mesh, kv_replication=1), r"kv_replication must be True or False"),
         (lambda _: longspan.init_mesh(device_type="meta"), r"device_type='meta' is unknown; choose 'cpu' or 'cuda'"),
         (lambda _: exchange.seq_to_heads("x", None), r"`x` must be a tensor"),
         (lambda _: exchange.seq_to_heads(Q, "world"), r"`group` must be a process group or None, got 'world'"),
@@ -107,7 +106,7 @@ def _loss(**changes: Any) -> Callable[[Any], Any]:
         (_loss(num_items_in_batch=math.nan), r"num_items_in_batch must be at least 0"),
         (_loss(num_items_in_batch=torch.ones(2)), r"`num_items_in_batch` must be one number"),
         (lambda _: plan.Job(4096, mode=None), r"mode=None is unknown; choose 'train'"),  # type: ignore[arg-type]
-        (lambda _: plan.Job(4096, kv_replication="no"), r"kv_replication must be True or False, got 'no'"),  # type: ignore[arg-type]
+        (lambda _: plan.Job(4096, documents="no"), r"documents must be True or False, got 'no'"),  # type: ignore[arg-type]
         (lambda _: plan.read_model(None), r"model None is neither a name nor a path"),  # type: ignore[arg-type]
         (lambda _: plan.read_hardware(3), r"hardware 3 is neither a name nor a path"),  # type: ignore[arg-type]
         (lambda _: plan.Link(1e9, 1e-6), r"latency of a link must be seconds by collective"),  # type: ignore[arg-type]
@@ -147,7 +146,6 @@ def test_wrong_arguments_raise(call: Callable[[Any], Any], text: str, sp: longsp
         (lambda m, sp, to: longspan.token_logprobs(m, IDS), r"`batch` must be a dict of tensors .*got a tensor"),
         (lambda m, sp, to: longspan.find_nonfinite(m, IDS), r"`batch` must be a dict of tensors"),
         (lambda m, sp, to: longspan.find_nonfinite(None, BATCH), r"`model` must be a model .*got None"),
-        (lambda m, sp, to: longspan.optimizer_in_backward(m, "adamw"), r"`optimizer` must be a torch.optim.Optimizer"),
         (lambda m, sp, to: longspan.ShardedCache(sp), r"`model` must be a model .*got SequenceSharding"),
         (lambda m, sp, to: longspan.ShardedCache.load(None, m), r"`folder` must be a path .*got None"),
         (lambda m, sp, to: longspan.kernel_with_lse(3), r"function must be a function \(q, k, v, .*\), got 3"),

@@ -18,7 +18,6 @@ from longspan.core.errors import LongspanError
 from longspan.core.memory import LONGEST, Memory
 from longspan.core.parallel import ParallelConfig
 from longspan.core.reading import field_texts, flags_of, parse_integer
-from longspan.core.rope import RopeAsked
 from longspan.plan.command import PlanConfig
 from longspan.plan.shape import Tuning
 from longspan.ranks import launch
@@ -71,11 +70,9 @@ def test_a_wrong_flag_is_refused_with_the_closest_one(capsys: pytest.CaptureFixt
         ("--dtype", "Fp32"): "'fp32', 'bf16'",
         ("--memory", "longest,ofload=host"): "there is no key 'ofload'; did you mean 'offload'?",
         ("--memory", "longest,host"): "write key=value after the first word",
-        ("--memory", "tiled_mlp=1,tiled_mlp=2"): "tiled_mlp is set twice",
+        ("--memory", "tiled=true,tiled=false"): "tiled is set twice",
         ("--memory", "offload=host"): "add checkpointing='full'",
-        ("--memory", "tiled_mlp=two"): "'two' is not an integer",
-        ("--rope", "yarn,factor=0.5"): "factor must be at least 1",
-        ("--rope", "yarn,factor=x"): "factor='x': give a number",
+        ("--memory", "head_chunks=two"): "'two' is not an integer",
         ("--experts", "lots"): "'lots' is not an integer (128k and 1M are 131072 and 1048576, 1e6 is 1000000) or auto",
         ("--ring", "0"): "ring must be at least 1, got 0",
     }.items():
@@ -87,11 +84,9 @@ def test_a_wrong_flag_is_refused_with_the_closest_one(capsys: pytest.CaptureFixt
 
 
 def test_a_value_with_options_is_one_flag() -> None:
-    config = _parse("--memory", "longest,offload=host,tiled_norms=false", "--rope", "yarn,factor=4,original=8k")
-    assert config.memory.to_memory() == replace(LONGEST, offload="host", tiled_norms=False)
-    assert config.model.rope == RopeAsked("yarn", 4.0, 8192)
-    assert str(config.memory) == "longest,offload=host,tiled_norms=false"
-    assert str(config.model.rope) == "yarn,factor=4.0,original=8192"
+    config = _parse("--memory", "longest,offload=host,tiled=false")
+    assert config.memory.to_memory() == replace(LONGEST, offload="host", tiled=False)
+    assert str(config.memory) == "longest,offload=host,tiled=false"
     assert _parse("--memory", "checkpointing=full").memory.to_memory() == Memory(checkpointing="full")
     tuning = cli.parse(PlanConfig, ["--tuning", "16,targets=q_proj+v_proj,dora=true"], prog="x").tuning
     assert tuning == Tuning(16, ("q_proj", "v_proj"), dora=True)
@@ -107,14 +102,14 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     path = _file(
         tmp_path,
         "context: 8k\nfsdp: false\nbatch: 2\ntext: pydoc\nmemory: {checkpointing: full}\nseed: 3\nring: 2\n"
-        "layout: contiguous\nring-impl: p2p\nulysses: 4\nrope: yarn,factor=2\ntimeout:\n",
+        "layout: contiguous\noverlap-chunks: 2\nulysses: 4\ntimeout:\n",
     )
     config = _parse("--config", path, "--ulysses", "2", "--fsdp", "--seed=5", "--text_field", "body")
     assert (config.text, config.context, config.parallel.ulysses, config.fsdp) == ("pydoc", 8192, 2, True)
     parallel = config.parallel
-    assert (parallel.ring, parallel.layout, parallel.ring_impl, parallel.ranks) == (2, "contiguous", "p2p", 4)
+    assert (parallel.ring, parallel.layout, parallel.overlap_chunks, parallel.ranks) == (2, "contiguous", 2, 4)
     assert (config.seed, config.batch, config.text_field, config.timeouts.timeout) == (5, 2, "body", None)
-    assert config.memory.to_memory() == Memory(checkpointing="full") and config.model.rope.factor == 2
+    assert config.memory.to_memory() == Memory(checkpointing="full")
     assert _parse(f"--config={path}").fsdp is False
     plan = cli.parse(PlanConfig, ["--config", _file(tmp_path, "gpu: {name: a, efficiency: 5e-1}")], prog="x")
     assert plan.hardware.gpu.efficiency == 0.5  # YAML reads it as text
@@ -127,11 +122,11 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("ulyses: 4", r"run.yaml: there is no key 'ulyses'; did you mean ulysses\?"),
         ("zzz: 4", r"there is no key 'zzz'; longspan verify --help lists all"),
         ("ring: 0", r"run.yaml: ring must be at least 1, got 0"),
-        ("ring-impl: p2p\nring_impl: p2p", r"ring_impl is set twice"),
+        ("overlap-chunks: 2\noverlap_chunks: 2", r"overlap_chunks is set twice"),
         ("seed: [", r"is not YAML: .*line 1"),
         ("- seed", r"must be a mapping of keys to values"),
         ("", r"run.yaml must be a mapping of keys to values, but it is empty"),
-        ("memory: {offload: host, offload: disk}", r"run.yaml: 'offload' is set twice"),
+        ("memory: {offload: host, offload: none}", r"run.yaml: 'offload' is set twice"),
         ("batch: 8kk", r"batch: '8kk' is invalid: '8kk' is not an integer"),
         ("fsdp: 'no'", r"fsdp: 'no' is invalid: give true or false"),
         ("model: 5", r"model: 5 is invalid: give text"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -52,8 +51,7 @@ def test_a_planted_fault_is_reported(get_pool: Callable[[int], RankPool]) -> Non
     twice = dataclasses.replace(generated, family="causal/diffllama")
     unknown = Case("causal/xlstm", length=5, mesh={"ring": 2})
     refused, cached, *equal = judge([unknown, twice, PADDED, generated, *map(Case.read, FOUND)], get_pool)
-    # transformers 5.5's does not use the attention registry.
-    assert cached.kind == "refused" and re.search("calls its attention twice|attention registry", cached.text)
+    assert cached.kind == "refused" and "calls its attention twice" in cached.text
     assert [outcome.kind for outcome in equal] == ["equal"] * len(equal), equal
     assert refused.kind == "refused" and "xLSTM" in refused.text
     (wrong,) = judge([PADDED], get_pool, _padding_forgotten)

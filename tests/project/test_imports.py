@@ -143,22 +143,6 @@ def test_every_file_is_a_module() -> None:
     assert on_disk == set(MODULES), os.linesep.join(sorted(on_disk ^ set(MODULES)))
 
 
-def test_the_oldest_versions_are_the_lower_bounds() -> None:
-    """`make oldest` installs the lower bounds of the package."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    wanted = [
-        *project["dependencies"],
-        *(line for name in ("hf", "train", "peft", "qlora", "adamw8bit") for line in extras[name]),
-    ]
-    floors = dict(re.findall(r"^([\w-]+)>=([\d.]+)", "\n".join(wanted), re.MULTILINE))
-    lines = (ROOT / "constraints-oldest.txt").read_text().splitlines()
-    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
-    # A bound may be shorter than a version: 3 is 3.0.0.
-    padded = {name: ".".join([*version.split("."), "0", "0"][:3]) for name, version in floors.items()}
-    assert pinned == padded
-
-
 def test_no_test_module_is_imported_by_others() -> None:
     """Shared helpers are in modules without `test_`, so a test module can be changed alone."""
     tests = (ROOT / "tests").rglob("*.py")

@@ -194,8 +194,7 @@ def _who_waits(mesh: dict[str, int], chunks: Any, memory: Any, backward: bool) -
     import longspan
 
     store, rank, main = dist.distributed_c10d._get_default_store(), dist.get_rank(), threading.get_ident()
-    impl: Any = "p2p" if "ring" in mesh else "auto"
-    sp = longspan.SequenceSharding(longspan.init_mesh(**mesh), overlap_chunks=chunks, ring_impl=impl)
+    sp = longspan.SequenceSharding(longspan.init_mesh(**mesh), overlap_chunks=chunks)
     model = longspan.parallelize(build("Llama"), sp, memory=memory, fsdp=False).train()
     found: list[tuple[str, bool]] = []
 
@@ -229,7 +228,7 @@ def _who_waits(mesh: dict[str, int], chunks: Any, memory: Any, backward: bool) -
     [
         ({"ring": 2}, "auto", "fastest", False),
         ({"ulysses": 2}, 2, "fastest", False),
-        ({"ring": 2}, "auto", Memory(checkpointing="full", offload="disk"), True),
+        ({"ring": 2}, "auto", Memory(checkpointing="full"), True),
     ],
     ids=["ring", "overlap_chunks", "offload"],
 )

@@ -26,7 +26,7 @@ SMALL = {
 CHANGES: dict[str, dict[str, str]] = {
     "demo": {"context": "96"},
     "dpo": {"eval_steps": "1"},
-    "longer-context": {"context": "1k"},  # twice the model's positions
+    "longer-context": {"context": "1k"},
     "lora": {"eval_steps": "1"},
     "qlora": {},
     "several-nodes": {"context": "1k", "ulysses": "1", "ring": "2"},

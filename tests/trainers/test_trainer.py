@@ -24,7 +24,7 @@ from longspan.core.errors import LongspanError
 from longspan.trainers.callbacks import SIGNALS, StopOnSignal
 from longspan.trainers.saving import newest_complete, shards_of
 from tests.hf import pictures
-from tests.models import BASE, build, needs_mixers
+from tests.models import BASE, build
 from tests.pool import RankPool
 from tests.trainers.fitting import Samples, arguments, as_launched, collate, made, plain, quiet, sharded, sharded_alone
 
@@ -81,11 +81,7 @@ def compare(found: list[dict[str, Any]], expected: list[dict[str, Any]], toleran
                 assert mine[key] == pytest.approx(theirs[key], rel=tolerance), (key, mine["step"])
 
 
-RECURRENT = pytest.param("recurrent", marks=needs_mixers)
-
-
-@pytest.mark.with_oldest("tensor axis and lora")
-@pytest.mark.parametrize("name", [*(name for name in VARIANTS if name not in ("lora", "recurrent")), RECURRENT])
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "lora"])
 def test_the_log_is_that_of_one_process(get_pool: Callable[[int], RankPool], name: str, tmp_path: Path) -> None:
     mesh = MESHES.get(name, MIXED[list(VARIANTS).index(name) % 2])
     ranks = functools.reduce(lambda a, b: a * b, mesh.values())
@@ -250,7 +246,6 @@ def _after(log: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
     return [record for record in log if record["step"] > step]
 
 
-@pytest.mark.with_oldest("lora")
 @pytest.mark.parametrize(
     ("name", "first", "mesh"),
     [("plain", {"ulysses": 2}, {"data": 2, "tensor": 2}), ("lora", {"tensor": 2}, {"ring": 2})],
@@ -276,7 +271,6 @@ def test_a_run_resumes_on_another_mesh(
         compare(_after(log, 4), _after(_plain(name), 4))
 
 
-@pytest.mark.with_oldest("lora")
 @pytest.mark.parametrize("name", ["plain", "lora"])
 def test_a_sharded_run_resumes_on_one_device(pool2: RankPool, name: str, tmp_path: Path) -> None:
     """With the state of its optimizer and schedule, which transformers would leave out without a word."""

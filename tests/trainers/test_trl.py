@@ -21,7 +21,7 @@ import longspan
 from longspan.core.errors import LongspanError
 from tests.choose import confirming
 from tests.hf.pictures import build as build_with_tower
-from tests.models import BASE, build, needs_mixers
+from tests.models import BASE, build
 from tests.pool import RankError, RankPool
 from tests.train.chats import WORDS, image, processor, tokenizer
 from tests.trainers.fitting import as_launched, quiet
@@ -139,16 +139,10 @@ def plain(kind: str) -> list[dict[str, Any]]:
         return log_of(kind, None, Path(folder))
 
 
-RECURRENT = pytest.param("recurrent", marks=needs_mixers)
+CHOSEN = ("packed", "elastic", "lora", "images", "dpo", "kto", "reward lora", "recurrent")
 
 
-CHOSEN = ("packed", "elastic", "lora", "images", "dpo", "kto", "reward lora")
-
-
-@pytest.mark.with_oldest("packed", "[lora]")
-@pytest.mark.parametrize(
-    "kind", [*CHOSEN, RECURRENT, *confirming(kind for kind in KINDS if kind not in (*CHOSEN, "recurrent"))]
-)
+@pytest.mark.parametrize("kind", [*CHOSEN, *confirming(kind for kind in KINDS if kind not in CHOSEN)])
 def test_the_log_is_that_of_one_process(get_pool: Callable[[int], RankPool], kind: str, tmp_path: Path) -> None:
     replicas = kind in ("lora", "images, lora in both", "dpo")
     mesh = {"data": 2, "ring": 2} if replicas else {"tensor" if kind == "packed" else "ulysses": 2}

@@ -36,7 +36,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, check_heads, split_head_chunks, split_heads
 from longspan.core.layout import Layout, Lengths
 from longspan.core.regions import intersections
-from longspan.core.routes import choose_overlap_chunks, choose_ring_impl, ring_routes
+from longspan.core.routes import choose_overlap_chunks, ring_routes
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding
@@ -134,22 +134,20 @@ def prepare(
     mask = mask.limited_to(max(lengths))
     shards = _head_shards(shapes, sp)
     groups = split_head_chunks(shards, head_chunks, overlap_chunks)
-    method = _inner_method(shapes, sp, mask, scores, lengths, chosen, shards[sp.ulysses_rank], len(groups))
+    method = _inner_method(shapes, sp, mask, scores, lengths, chosen, shards[sp.ulysses_rank])
     group = sp.ulysses_group if sp.ulysses_size > 1 else None
     trim_to = lengths if group is not None and sp.ring_size == 1 else None
     if recompute_all_to_all or overlap_chunks > 1:
         chunks = _head_chunks(cast(Ring, method), groups, sp.ulysses_rank, shapes.device)
         sums_kv_heads = any(a.kv_stop > b.kv_start for a, b in pairwise(shards))
-        method = ChunkedUlysses(
-            group, chunks, sums_kv_heads, trim_to, recompute_all_to_all, overlap_chunks > 1, sp.wire_dtype
-        )
+        method = ChunkedUlysses(group, chunks, sums_kv_heads, trim_to, recompute_all_to_all, overlap_chunks > 1)
     elif group is not None:
-        method = Ulysses(group, shards, method, trim_to, sp.wire_dtype)
+        method = Ulysses(group, shards, method, trim_to)
     return AttentionPlan(shapes, scores.kind, choice, method, differentiates_bias=not returns_lse(chosen))
 
 
 def _head_shards(shapes: Shapes, sp: SequenceSharding) -> tuple[HeadShard, ...]:
-    return split_heads(shapes.q[2], shapes.k[2], sp.ulysses_size, kv_replication=sp.kv_replication)
+    return split_heads(shapes.q[2], shapes.k[2], sp.ulysses_size)
 
 
 def _inner_method(
@@ -160,12 +158,8 @@ def _inner_method(
     lengths: Lengths,
     kernel: Kernel,
     local: HeadShard,
-    chunks: int,
 ) -> AttentionMethod:
-    """Return the attention of a ring block's tokens (of all tokens without a ring) on the local heads.
-
-    `chunks` is the number of chunks that the local KV heads are computed in.
-    """
+    """Return the attention of a ring block's tokens (of all tokens without a ring) on the local heads."""
     kv_head_index = _kv_head_index(local, shapes.device)
     # Without a ring the tokens of the Ulysses ranks are one block, without padding.
     layout, group = (sp.layout, sp.ring_group) if sp.ring_size > 1 else (Layout(), None)
@@ -192,11 +186,8 @@ def _inner_method(
         return LocalAttention(autograd_kernel, prepared, kv_head_index)
     pairs = pairs_of_blocks(layout, lengths, mask, shapes.q[0])
     routes = ring_routes(readers_of_blocks(pairs))
-    kv_elements = -(-local.kv_heads // chunks) * (shapes.k[3] + shapes.v[3])
-    kv_bytes = shapes.k[0] * shapes.k[1] * sp.ulysses_size * kv_elements * shapes.dtype.itemsize * sp.ring_size
-    impl = choose_ring_impl(sp.ring_impl, kv_bytes, routes) if sp.ring_size > 1 else "p2p"
     per_block = tuple(kernel.prepare(blocks)) if local.q_heads else (None,) * blocks.count
-    return Ring(group, routes, impl, kernel, per_block, kv_head_index)
+    return Ring(group, routes, kernel, per_block, kv_head_index)
 
 
 def choose_kernel_and_overlap(
@@ -241,8 +232,7 @@ def _overlap_chunks(shapes: Shapes, sp: SequenceSharding) -> int:
     asked = sp.overlap_chunks
     if asked == "auto":
         elements = shapes.k[0] * shapes.k[1] * (shapes.q[2] * shapes.q[3] + shapes.k[2] * (shapes.k[3] + shapes.v[3]))
-        bytes_per_element = shapes.dtype.itemsize if sp.wire_dtype == "exact" else 1
-        asked = choose_overlap_chunks(elements * bytes_per_element, sp.all_to_all_link)
+        asked = choose_overlap_chunks(elements * shapes.dtype.itemsize, sp.all_to_all_link)
     most = max(shard.kv_heads if sp.ring_size > 1 else shard.q_heads for shard in _head_shards(shapes, sp))
     return max(1, min(asked, most))
 
@@ -314,11 +304,4 @@ def check_attention(shapes: Shapes, sp: SequenceSharding, mask: Mask, scores: Sc
     scores.check(shapes.q[2])
     if mask.nodes is not None and scores.alibi is not None:
         raise LongspanError("`alibi` measures distances along the row, not along a tree's paths; leave one out")
-    kv_heads = shapes.k[2]
-    check_heads(shapes.q[2], kv_heads)
-    if not sp.kv_replication and sp.ulysses_size > kv_heads:
-        fits = max(u for u in range(1, kv_heads + 1) if sp.size % u == 0)
-        raise LongspanError(
-            f"`ulysses={sp.ulysses_size}` needs at least {sp.ulysses_size} KV heads when KV replication is refused, "
-            f"the model has {kv_heads}; try `ulysses={fits}, ring={sp.size // fits}`, or allow `kv_replication=True`"
-        )
+    check_heads(shapes.q[2], shapes.k[2])

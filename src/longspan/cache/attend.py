@@ -189,7 +189,7 @@ def _prepare(
     kernel: AnyKernel,
 ) -> _Prepared:
     sp = step.sp
-    shards = split_heads(q.shape[2], k.shape[2], sp.ulysses_size, kv_replication=sp.kv_replication)
+    shards = split_heads(q.shape[2], k.shape[2], sp.ulysses_size)
     mine = shards[sp.ulysses_rank]
     index = None if mine.kv_head_index is None else torch.tensor(mine.kv_head_index, device=q.device)
     dims = q.shape[3], v.shape[3]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from longspan.comm.quantize import QUANTIZED_FORMATS
+from longspan.cache.quantize import QUANTIZED_FORMATS
 from longspan.core.errors import LongspanError
 
 if TYPE_CHECKING:

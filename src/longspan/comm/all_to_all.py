@@ -12,10 +12,7 @@ buffer by a collective, and then returns zero gradients silently.
 On the wire the sequence comes first. A block from rank r is then a run of rows, and the blocks of all ranks in order
 are the whole sequence. So scattering copies when it packs and not when it receives; gathering mirrors it.
 
-With a wire dtype other than "exact", elements are rounded to one byte with a scale per token and head
-(`longspan.comm.quantize`), in the same message, forward and backward. A rank also rounds the part that it sends to
-itself, so that all tokens of a head have the same precision. Gradients of a replicated head are summed afterwards, in
-fp32.
+Gradients of a replicated head are summed in fp32.
 
 Shape suffixes: S tokens of the sequence, L = S/P tokens of a rank, B batch, H heads, h heads of one rank, D elements of
 a head, W packed row, P ranks, R ranks that hold the same heads, G groups of such ranks.
@@ -33,15 +30,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longspan.comm.mesh import find_group, group_name
-from longspan.comm.quantize import Runs, dequantize_rows, quantize_rows, row_width
 from longspan.core.layout import Span
 from longspan.ranks.watch import waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from longspan.core.cache import CacheDtype
     from longspan.core.heads import HeadShard
+
+Runs = tuple[tuple[int, int], ...]
+"""Content of a packed row: (heads, elements of a head) of each tensor."""
 
 HeadSpans = tuple[tuple[Span, ...], ...]
 """`spans[rank][tensor]`: the heads of each tensor that a rank holds. Operators take it as a flat list of integers."""
@@ -56,7 +54,6 @@ def scatter_heads(
     kinds: Sequence[str],
     shards: Sequence[HeadShard],
     group: dist.ProcessGroup,
-    wire_dtype: CacheDtype = "exact",
 ) -> Tensor:
     """Send the heads of q, k and v of the local tokens to their ranks, in one all-to-all.
 
@@ -66,23 +63,20 @@ def scatter_heads(
         shards: the heads of each rank of `group`. A KV head in two shards is sent twice, and its gradient is the sum
             of what the two ranks return.
         group: the Ulysses group.
-        wire_dtype: dtype of what is sent, also of the gradient.
 
     Returns:
         `[S, B, W]`: for every token of the sequence the local heads of the first tensor, then those of the second, ...
     """
     spans = head_spans(shards, kinds)
-    out_SBW: Tensor = torch.ops.longspan.scatter_heads(list(xs_BLHD), _flatten(spans), group_name(group), wire_dtype)
+    out_SBW: Tensor = torch.ops.longspan.scatter_heads(list(xs_BLHD), _flatten(spans), group_name(group))
     return out_SBW
 
 
-def gather_heads(
-    out_BShD: Tensor, shards: Sequence[HeadShard], group: dist.ProcessGroup, wire_dtype: CacheDtype = "exact"
-) -> Tensor:
+def gather_heads(out_BShD: Tensor, shards: Sequence[HeadShard], group: dist.ProcessGroup) -> Tensor:
     """Send the attention output of the local heads back to the tokens' ranks, in one all-to-all: `[B, L, H, D]`."""
     heads, dims, spans = [shards[-1].q_stop], [out_BShD.shape[3]], head_spans(shards, ["q"])
     outs: list[Tensor] = torch.ops.longspan.gather_heads(
-        out_BShD.transpose(0, 1), heads, dims, _flatten(spans), group_name(group), wire_dtype
+        out_BShD.transpose(0, 1), heads, dims, _flatten(spans), group_name(group)
     )
     return outs[0]
 
@@ -116,7 +110,6 @@ class AllToAll:
         sent: content of a row for each rank.
         received: content of a row from each rank.
         group: the ranks.
-        wire_dtype: "exact", "int8" or "fp8".
         overlapped: whether it stays in flight until `wait`; otherwise it completes at once.
         finish: makes the result from the flat buffer of received rows.
     """
@@ -128,23 +121,17 @@ class AllToAll:
         sent: Sequence[Runs],
         received: Sequence[Runs],
         group: dist.ProcessGroup,
-        wire_dtype: str,
         *,
         overlapped: bool,
         finish: Callable[[Tensor], Tensor],
     ) -> None:
-        send_splits, recv_splits = ([rows * row_width(runs, wire_dtype) for runs in of] for of in (sent, received))
-        dtype, send = packed.dtype, quantize_rows(packed, rows, sent, wire_dtype)
-        recv = send.new_empty(sum(recv_splits))
+        send_splits, recv_splits = ([rows * _row_width(runs) for runs in of] for of in (sent, received))
+        recv = packed.new_empty(sum(recv_splits))
         if len({*send_splits, *recv_splits}) == 1:
             send_splits = recv_splits = None  # type: ignore[assignment]
-        self._work = dist.all_to_all_single(recv, send, recv_splits, send_splits, group=group, async_op=overlapped)
-        self._buffers: tuple[Tensor, ...] | None = (recv, send) if overlapped else (recv,)
-
-        def decode_and_finish(recv: Tensor) -> Tensor:
-            return finish(dequantize_rows(recv, rows, received, wire_dtype, dtype))
-
-        self._finish = decode_and_finish
+        self._work = dist.all_to_all_single(recv, packed, recv_splits, send_splits, group=group, async_op=overlapped)
+        self._buffers: tuple[Tensor, ...] | None = (recv, packed) if overlapped else (recv,)
+        self._finish = finish
 
     def wait(self) -> Tensor:
         """Return the result, once. On a GPU the stream waits, not the host."""
@@ -158,20 +145,20 @@ class AllToAll:
 
 
 def start_scatter(
-    xs_BLHD: Sequence[Tensor], spans: HeadSpans, group: dist.ProcessGroup, wire_dtype: str, *, overlapped: bool
+    xs_BLHD: Sequence[Tensor], spans: HeadSpans, group: dist.ProcessGroup, *, overlapped: bool
 ) -> AllToAll:
     """Start `scatter_heads`; `wait` returns its result."""
     batch, tokens = xs_BLHD[0].shape[:2]
     rows, size = batch * tokens, group.size()
     sent = _row_contents(spans, tuple(x.shape[3] for x in xs_BLHD))
     received = [sent[group.rank()]] * size
-    local_width = row_width(received[0])
+    local_width = _row_width(received[0])
 
     def as_sequence(recv: Tensor) -> Tensor:
         return recv.view(size * tokens, batch, local_width)
 
-    packed = _pack(xs_BLHD, spans, rows * sum(map(row_width, sent)))
-    return AllToAll(packed, rows, sent, received, group, wire_dtype, overlapped=overlapped, finish=as_sequence)
+    packed = _pack(xs_BLHD, spans, rows * sum(map(_row_width, sent)))
+    return AllToAll(packed, rows, sent, received, group, overlapped=overlapped, finish=as_sequence)
 
 
 def start_gather(
@@ -179,7 +166,6 @@ def start_gather(
     dims: Sequence[int],
     spans: HeadSpans,
     group: dist.ProcessGroup,
-    wire_dtype: str,
     *,
     overlapped: bool,
     finish: Callable[[Tensor], Tensor] = lambda recv: recv,
@@ -193,7 +179,7 @@ def start_gather(
     sent = [received[group.rank()]] * group.size()
     rows = packed_SBW.shape[0] // group.size() * packed_SBW.shape[1]
     packed = packed_SBW.contiguous().view(-1)  # no copy if the tokens come first; else it is freed before `finish`
-    return AllToAll(packed, rows, sent, received, group, wire_dtype, overlapped=overlapped, finish=finish)
+    return AllToAll(packed, rows, sent, received, group, overlapped=overlapped, finish=finish)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -206,14 +192,18 @@ def _row_contents(spans: HeadSpans, dims: tuple[int, ...]) -> tuple[Runs, ...]:
     return tuple(tuple((stop - start, d) for (start, stop), d in zip(of_rank, dims, strict=True)) for of_rank in spans)
 
 
+def _row_width(runs: Runs) -> int:
+    return sum(heads * d for heads, d in runs)
+
+
 def _split_rows(packed: Tensor, spans: HeadSpans, xs_BLHD: Sequence[Tensor]) -> list[list[Tensor]]:
     """View a packed buffer as the heads `[B, L, h, D]` of each rank and tensor; `xs_BLHD` have the tensors' shapes."""
     batch, tokens = xs_BLHD[0].shape[:2]
     contents = _row_contents(spans, tuple(x.shape[3] for x in xs_BLHD))
-    blocks = packed.split([tokens * batch * row_width(runs) for runs in contents])
+    blocks = packed.split([tokens * batch * _row_width(runs) for runs in contents])
     views = []
     for block, runs in zip(blocks, contents, strict=True):
-        parts_LBW = block.view(tokens, batch, row_width(runs)).split([h * d for h, d in runs], 2)
+        parts_LBW = block.view(tokens, batch, _row_width(runs)).split([h * d for h, d in runs], 2)
         views.append([part.unflatten(2, run).transpose(0, 1) for part, run in zip(parts_LBW, runs, strict=True)])
     return views
 
@@ -326,13 +316,13 @@ def write_heads(recv: Tensor, outs_BLHD: Sequence[Tensor], spans: HeadSpans, add
 
 
 @torch.library.custom_op("longspan::scatter_heads", mutates_args=())
-def _scatter_op(xs_BLHD: list[Tensor], flat_spans: list[int], group: str, wire_dtype: str) -> Tensor:
+def _scatter_op(xs_BLHD: list[Tensor], flat_spans: list[int], group: str) -> Tensor:
     spans = _unflatten(tuple(flat_spans), len(xs_BLHD))
-    return start_scatter(xs_BLHD, spans, find_group(group), wire_dtype, overlapped=False).wait()
+    return start_scatter(xs_BLHD, spans, find_group(group), overlapped=False).wait()
 
 
 @_scatter_op.register_fake
-def _(xs_BLHD: list[Tensor], flat_spans: list[int], group: str, wire_dtype: str) -> Tensor:
+def _(xs_BLHD: list[Tensor], flat_spans: list[int], group: str) -> Tensor:
     ranks, (batch, tokens) = find_group(group), xs_BLHD[0].shape[:2]
     local = _unflatten(tuple(flat_spans), len(xs_BLHD))[ranks.rank()]
     width = sum((stop - start) * x.shape[3] for (start, stop), x in zip(local, xs_BLHD, strict=True))
@@ -340,18 +330,14 @@ def _(xs_BLHD: list[Tensor], flat_spans: list[int], group: str, wire_dtype: str)
 
 
 @torch.library.custom_op("longspan::gather_heads", mutates_args=())
-def _gather_op(
-    x_SBW: Tensor, heads: list[int], dims: list[int], flat_spans: list[int], group: str, wire_dtype: str
-) -> list[Tensor]:
+def _gather_op(x_SBW: Tensor, heads: list[int], dims: list[int], flat_spans: list[int], group: str) -> list[Tensor]:
     spans, ranks = _unflatten(tuple(flat_spans), len(heads)), find_group(group)
-    recv = start_gather(x_SBW, dims, spans, ranks, wire_dtype, overlapped=False).wait()
+    recv = start_gather(x_SBW, dims, spans, ranks, overlapped=False).wait()
     return _unpack(recv, spans, _new_outputs(x_SBW, heads, dims, ranks.size()))
 
 
 @_gather_op.register_fake
-def _(
-    x_SBW: Tensor, heads: list[int], dims: list[int], flat_spans: list[int], group: str, wire_dtype: str
-) -> list[Tensor]:
+def _(x_SBW: Tensor, heads: list[int], dims: list[int], flat_spans: list[int], group: str) -> list[Tensor]:
     return _new_outputs(x_SBW, heads, dims, find_group(group).size())
 
 
@@ -366,7 +352,7 @@ def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return torch.ops.longspan.gather_heads(grad, ctx.heads, ctx.dims, *ctx.rest), None, None, None
+    return torch.ops.longspan.gather_heads(grad, ctx.heads, ctx.dims, *ctx.rest), None, None
 
 
 def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -376,7 +362,7 @@ def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _gather_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     grad_SBW = torch.ops.longspan.scatter_heads(grads, *ctx.rest)
-    return grad_SBW.unflatten(2, ctx.shape), None, None, None, None, None
+    return grad_SBW.unflatten(2, ctx.shape), None, None, None, None
 
 
 _scatter_op.register_autograd(_scatter_backward, setup_context=_scatter_setup)

@@ -20,11 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from longspan.comm.link import measure_link
 from longspan.compat.torch_api import copy_job_timeout, flatten_mesh
 from longspan.compat.torch_api import find_group as find_group
-from longspan.core.cache import CacheDtype
 from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout
 from longspan.core.parallel import AXES, ParallelConfig, axes_of_width, widths_of
-from longspan.core.validation import LARGEST_COUNT, check_choice, check_flag, check_number, checked_call, format_value
+from longspan.core.validation import LARGEST_COUNT, check_choice, check_number, checked_call, format_value
 from longspan.ranks.job import HOST_TIMEOUT_S, join_group, read_job
 
 GLOO_TIMEOUT_S, NCCL_TIMEOUT_S = 1800, 600  # torch's own defaults
@@ -165,20 +164,11 @@ class SequenceSharding:
             as good for a bidirectional mask), another registered layout (`longspan.core.layout`), or "auto": zigzag in
             a ring, otherwise contiguous (the Ulysses all-to-all restores the order of the tokens, so no other layout
             balances better).
-        kv_replication: whether one KV head may be sent to several ranks if there are more ranks than KV heads.
-        ring_impl: how keys and values are sent: "p2p" (neighbour to neighbour, overlapped with attention), "allgather"
-            (all blocks before attention: fewer and larger messages, memory for all keys and values of the ring), or
-            "auto" (`longspan.core.routes.choose_ring_impl`).
         overlap_chunks: number of chunks of heads whose all-to-alls overlap with the attention of another chunk, in
             forward and backward; at most the query heads of a rank (in a ring its KV heads). 1: all heads at once, no
             overlap. "auto": `OVERLAPPED_CHUNKS` if the ranks of a Ulysses group are on several hosts and the
             all-to-all takes long on their link, which is measured here; otherwise 1
             (`longspan.core.routes`). The forward is equal bit for bit.
-        wire_dtype: dtype in which the Ulysses all-to-all sends q, k, v, outputs and their gradients. "exact": their
-            own. "int8" and "fp8" (e4m3) are LOSSY: one byte per element and an fp32 scale per token and head, in
-            forward and backward; computation stays in the model's dtype. Each time it is sent, an element is off by at
-            most half a step (int8: 1/254 of the largest of its head and token; fp8: 1/16 of itself). Ring blocks are
-            always exact. For slow links; refused for generation.
 
     Attributes:
         parallel: the axes and the options, as one value.
@@ -194,8 +184,7 @@ class SequenceSharding:
             order, and this rank.
 
     Raises:
-        LongspanError: for a mesh without the four axes, an unknown layout, ring_impl or wire_dtype, or
-            overlap_chunks below 1.
+        LongspanError: for a mesh without the four axes, an unknown layout, or overlap_chunks below 1.
     """
 
     @checked_call()
@@ -204,28 +193,20 @@ class SequenceSharding:
         mesh: DeviceMesh | OneDeviceMesh | NarrowMesh,
         layout: str = "auto",
         *,
-        kv_replication: bool = True,
-        ring_impl: str = "auto",
         overlap_chunks: int | Literal["auto"] = "auto",
-        wire_dtype: CacheDtype = "exact",
     ) -> None:
         if not isinstance(mesh, DeviceMesh | OneDeviceMesh | NarrowMesh):
             raise LongspanError(f"the mesh is {format_value(mesh)} ({type(mesh).__name__}); use longspan.init_mesh")
         names = tuple(mesh.mesh_dim_names or ())
         if names != AXES:
             raise LongspanError(f"the mesh has the axes {names}, SequenceSharding needs {AXES}; use longspan.init_mesh")
-        choices: Any = {"layout": layout, "ring_impl": ring_impl, "wire_dtype": wire_dtype}
+        self._options: Any = {"layout": layout, "overlap_chunks": overlap_chunks}
         sizes: Any = dict(zip(AXES, mesh.shape, strict=True))
-        self.parallel = ParallelConfig(**sizes, **choices, overlap_chunks=overlap_chunks)
-        check_flag("kv_replication", kv_replication)
+        self.parallel = ParallelConfig(**sizes, **self._options)
         self.mesh = mesh
-        self._options: Any = {**choices, "overlap_chunks": overlap_chunks, "kv_replication": kv_replication}
         self.plans: OrderedDict[Any, Any] = OrderedDict()  # the last few of `longspan.attention`
         self._expert_meshes: dict[int, DeviceMesh] = {}  # by ranks of a group
-        self.kv_replication = kv_replication
-        self.ring_impl = ring_impl
         self.overlap_chunks = overlap_chunks
-        self.wire_dtype = wire_dtype
         self.data_size, self.ring_size, self.ulysses_size, self.tensor_size = mesh.shape
         self.size: int = self.ring_size * self.ulysses_size
         self.layout = choose_layout(layout, self.ring_size, self.ulysses_size)
@@ -406,10 +387,5 @@ def group_name(group: dist.ProcessGroup) -> str:
 
 def make_sharding(parallel: ParallelConfig) -> SequenceSharding:
     """Return the sharding that a command's flags ask for, on a mesh over all ranks of the job. Collective."""
-    return SequenceSharding(
-        init_mesh(parallel.data, parallel.ring, parallel.ulysses, parallel.tensor),
-        parallel.layout,
-        ring_impl=parallel.ring_impl,
-        overlap_chunks=parallel.overlap_chunks,
-        wire_dtype=parallel.wire_dtype,
-    )
+    mesh = init_mesh(parallel.data, parallel.ring, parallel.ulysses, parallel.tensor)
+    return SequenceSharding(mesh, parallel.layout, overlap_chunks=parallel.overlap_chunks)

@@ -207,7 +207,7 @@ class Shards:
             return
         held = self.held.pop()
         for name in [name for name, _ in self.module.named_buffers(recurse=False) if name in held]:
-            delattr(self.module, name)  # PEFT's LoRA on experts takes a plain tensor for a buffer
+            delattr(self.module, name)  # PEFT's LoRA on a router takes a plain tensor for a buffer
         own_parameters(self.module).update(held)
 
 

@@ -27,8 +27,6 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]
     """An Accelerator that counts the ranks of a sequence group, which read the same batches, as one process.
 
     It overrides public methods alone, and calls accelerate's `prepare_data_loader`.
-
-    Versions: accelerate 1.10.1 to 1.15. When gone: an ImportError, or accelerate's own error for an argument it lacks.
     """
 
     longspan_sp: SequenceSharding

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from longspan.core.errors import LongspanError, require
+from longspan.core.errors import require
 
 _PATCHED = "_fused_forward"
 
@@ -28,18 +28,12 @@ _FUNCTIONS = {
 
 
 def actions_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Return the arguments of a parser.
-
-    Versions: Python 3.11. Public way: none. When gone: `longspan train` cannot list its keys, and fails at once.
-    """
+    """Return the arguments of a parser, of which `longspan train` lists the keys."""
     return parser._actions
 
 
 def fused_head_of(model: Any) -> dict[str, Any] | None:
-    """Return the arguments of TRL's fused head, if it replaces a model's forward (`temperature`, ...); else None.
-
-    Versions: TRL 1.16. When gone: None, and TRL's forward raises in the first step.
-    """
+    """Return the arguments of TRL's fused head, if it replaces a model's forward (`temperature`, ...); else None."""
     patched = vars(model).get("forward")
     function = getattr(patched, "__func__", patched)
     code = getattr(function, "__code__", None)
@@ -51,8 +45,7 @@ def fused_head_of(model: Any) -> dict[str, Any] | None:
 def count_tokens_once(trainer: Any, times: int) -> None:
     """Wrap a GRPOTrainer's generation, which sums tokens over all processes, so that shared tokens count once.
 
-    `times`: ranks that generate the same tokens. Versions: TRL 1.16. When gone: an AttributeError when the trainer is
-    made.
+    `times`: ranks that generate the same tokens.
     """
     generate = trainer._generate
 
@@ -71,8 +64,8 @@ def count_tokens_once(trainer: Any, times: int) -> None:
 def without_adapters(model: Any) -> Iterator[None]:
     """Switch PEFT's adapters off within this context.
 
-    Versions: PEFT 0.21. Public way: `PeftModel.disable_adapter`, which freezes their weights meanwhile, and FSDP asks
-    once, at their first use, whether a weight is trained. When gone: the adapters stay on, which tests notice.
+    `PeftModel.disable_adapter` freezes their weights meanwhile, and FSDP asks once, at their first use, whether a
+    weight is trained.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -89,27 +82,23 @@ def without_adapters(model: Any) -> Iterator[None]:
 def harness_command_line() -> Any:
     """Return the class of the harness's command line, which every rank runs after it has registered longspan's model.
 
-    Versions: lm-eval 0.4.13. Public way: the command `lm_eval`, which knows no models of other packages. When gone, or
-    not installed: LongspanError.
+    The command `lm_eval` knows no models of other packages.
     """
     require("lm-evaluation-harness", "lm_eval")
-    try:
-        from lm_eval._cli import HarnessCLI
-    except ImportError as error:
-        raise LongspanError(f"lm-eval cannot be imported: {error}; pip install 'lm-eval==0.4.13'") from error
+    from lm_eval._cli import HarnessCLI
+
     return HarnessCLI
 
 
 def fla_function(decay_per_key: bool, delta_rule: bool) -> Callable[..., Any] | None:
     """Return `f(q, k, v, g=, beta=, initial_state=, output_final_state=)`, or None without flash-linear-attention.
 
-    All are called without a scale; missing decays are zeros. Versions: fla-core 0.5.2, before which KDA's backward was
-    10 % off. When gone: None, and plain torch computes it.
+    All are called without a scale; missing decays are zeros. Before fla-core 0.5.2, KDA's backward was 10 % off.
     """
     module, name = _FUNCTIONS[decay_per_key, delta_rule]
     try:
         function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError):
+    except ImportError:
         return None
     return functools.partial(_call, function, delta_rule)
 
@@ -129,53 +118,44 @@ def _call(function: Callable[..., Any], delta_rule: bool, q: Any, k: Any, v: Any
 
 
 def is_model_of_diffusers(model: Any) -> bool:
-    """Return whether a model's class is one of diffusers. Versions: 0.42. When gone: False."""
+    """Return whether a model's class is one of diffusers."""
     return any(
         c.__name__ == "ModelMixin" and c.__module__.partition(".")[0] == "diffusers" for c in type(model).__mro__
     )
 
 
 def is_parallel(model: Any) -> bool:
-    """Return whether diffusers itself parallelizes a model. Versions: 0.42. When gone: False."""
+    """Return whether diffusers itself parallelizes a model."""
     return getattr(model, "_parallel_config", None) is not None
 
 
 def version_of_diffusers() -> str:
-    """Return the version of diffusers that made a model. Versions: any. When gone: an AttributeError."""
+    """Return the version of diffusers that made a model."""
     return str(sys.modules["diffusers"].__version__)
 
 
 def split_plan(model: Any) -> dict[str, Any]:
-    """Return where diffusers' context parallelism splits and joins a model's tokens; empty without such a plan.
-
-    Versions: 0.42. When gone: empty, and the model is refused.
-    """
-    plan: dict[str, Any] | None = getattr(model, "_cp_plan", None)
+    """Return where diffusers' context parallelism splits and joins a model's tokens; empty without such a plan."""
+    plan: dict[str, Any] | None = model._cp_plan
     return plan or {}
 
 
 def is_processor_of_diffusers(processor: Any, names: Collection[str]) -> bool:
-    """Return whether an attention processor is one of diffusers' classes. Versions: any. When gone: False."""
+    """Return whether an attention processor is one of diffusers' classes."""
     kind = type(processor)
     return kind.__name__ in names and kind.__module__.partition(".")[0] == "diffusers"
 
 
 def attention_backend(processor: Any) -> str:
-    """Return the attention backend that a processor uses: its own, or the default of the process.
-
-    Versions: 0.42. When gone: "native"; then an attention by another function raises when it runs.
-    """
-    backend = getattr(processor, "_attention_backend", None)
-    registry = getattr(sys.modules.get("diffusers.models.attention_dispatch"), "_AttentionBackendRegistry", None)
-    backend = backend or getattr(registry, "_active_backend", None) or "native"
+    """Return the attention backend that a processor uses: its own, or the default of the process."""
+    backend: Any = getattr(processor, "_attention_backend", None)  # few classes have one
+    registry = sys.modules["diffusers.models.attention_dispatch"]._AttentionBackendRegistry
+    backend = backend or registry._active_backend
     return str(getattr(backend, "value", backend))
 
 
 def hooks_of(module: Any) -> list[str]:
-    """Return the classes of diffusers' hooks on a module, such as caches, without those that move or cast weights.
-
-    Versions: 0.42. When gone: empty, and diffusers' caches are no longer refused.
-    """
+    """Return the classes of diffusers' hooks on a module, such as caches, without those that move or cast weights."""
     registry = getattr(module, "_diffusers_hook", None)
     kinds = [type(hook) for hook in getattr(registry, "hooks", {}).values()]
     of_weights = ("group_offloading", "layerwise_casting")
@@ -183,21 +163,18 @@ def hooks_of(module: Any) -> list[str]:
 
 
 def checkpoint_function(model: Any) -> Callable[..., Any] | None:
-    """Return the function that checkpoints a block, `f(block, *args)`; None if checkpointing was never enabled.
-
-    Versions: 0.42. When gone: None; then a recomputed block raises if another forward of another size ran since.
-    """
+    """Return the function that checkpoints a block, `f(block, *args)`; None if checkpointing was never enabled."""
     function: Callable[..., Any] | None = getattr(model, "_gradient_checkpointing_func", None)
     return function
 
 
 def set_checkpoint_function(model: Any, function: Callable[..., Any]) -> None:
-    """Replace what `checkpoint_function` returns. Versions: 0.42. When gone: see there."""
+    """Replace what `checkpoint_function` returns."""
     model._gradient_checkpointing_func = function
 
 
 def transformer_output(sample: Any) -> Any:
-    """Return Latte's output, with `sample`. Versions: 0.42. When gone: an ImportError in the first forward."""
+    """Return Latte's output, with `sample`."""
     from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
     return Transformer2DModelOutput(sample=sample)

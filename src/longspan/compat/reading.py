@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from transformers.integrations.heterogeneity import AmbiguousGlobalPerLayerAttributeError
 
-from longspan.compat.transformers_api import LAYERS_DIFFER, calls_registry, mixer_functions
+from longspan.compat.transformers_api import calls_registry, mixer_functions
 from longspan.core.errors import LongspanError
-from longspan.core.rope import RopeState, full_table, rope_state
+from longspan.core.rope import ModelPositions, positions_in
 from longspan.core.validation import format_value
 
 ENCODER_OUTPUTS = "mm_encoder_outputs"
@@ -78,7 +81,7 @@ def _are_layers(blocks: nn.ModuleList) -> bool:
     return all(mixes) or (any(mixes) and len({type(block) for block in blocks}) == 1)
 
 
-def positions_of(config: Any) -> RopeState:
+def positions_of(config: Any) -> ModelPositions:
     """Return the positions and the RoPE of a Hugging Face config."""
     text = config.get_text_config()
     limit: object = getattr(text, "max_position_embeddings", None)
@@ -87,28 +90,26 @@ def positions_of(config: Any) -> RopeState:
             f"max_position_embeddings {format_value(limit)} of the model's config must be an integer above 0"
         )
     rotary = isinstance(getattr(text, "rope_parameters", None), dict)
-    return rope_state(text.to_dict(), limit, rotary, _rotary_dims(text) if rotary else None)
+    found = positions_in(text.to_dict(), limit, rotary)
+    return dataclasses.replace(found, dims=_rotary_dims(text, found.table)) if rotary else found
 
 
 def head_dim_of(text: Any) -> int | None:
     """Return the dim of a head by a text config, the largest if its layers differ; None if the config does not say."""
     try:
         dim: int | None = getattr(text, "head_dim", None)
-    except LAYERS_DIFFER:
+    except AmbiguousGlobalPerLayerAttributeError:
         dim = max(text.per_layer_config[i].head_dim for i in range(text.num_hidden_layers))
     return dim
 
 
-def _rotary_dims(text: Any) -> int | None:
+def _rotary_dims(text: Any, table: Mapping[str, Any]) -> int | None:
     """Return how many dimensions of a head RoPE rotates; None if the config does not say, or its layers differ."""
     try:
         dims = getattr(text, "head_dim", None)
-        if dims is None and getattr(text, "num_attention_heads", None):
-            dims = text.hidden_size // text.num_attention_heads
-        _, table = full_table(text.rope_parameters)
-    except LAYERS_DIFFER:
+    except AmbiguousGlobalPerLayerAttributeError:
         return None
-    except LongspanError:  # no table for full attention
-        return None
+    if dims is None and getattr(text, "num_attention_heads", None):
+        dims = text.hidden_size // text.num_attention_heads
     part = table.get("partial_rotary_factor") or 1.0
     return int(dims * part) if isinstance(dims, int) and isinstance(part, int | float) else None

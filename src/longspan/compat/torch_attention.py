@@ -11,74 +11,49 @@ import importlib
 import importlib.util
 import math
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from longspan.compat.versions import missing
 from longspan.core.errors import LongspanError
 
+_aten = torch.ops.aten
 
-def _aten(name: str) -> Any:
-    """Return an operator; if torch lacks it, calling it raises, as a run on CPUs needs no operator for GPUs."""
-    operator = getattr(torch.ops.aten, name, None)
-    if operator is not None:
-        return operator
-
-    def unavailable(*_: Any, **__: Any) -> NoReturn:
-        raise missing("torch", f"aten::{name}", "attention with its log-sum-exp", "kernel='eager'")
-
-    return unavailable
-
-
-# Each operator, when gone: LongspanError when it is called.
-
-flash_cpu = _aten("_scaled_dot_product_flash_attention_for_cpu")
+flash_cpu = _aten._scaled_dot_product_flash_attention_for_cpu
 """(q, k, v [B, H, S, D], dropout_p, is_causal, *, attn_mask, scale) -> (out, lse fp32 [B, H, S])."""
 
-flash_cpu_backward = _aten("_scaled_dot_product_flash_attention_for_cpu_backward")
+flash_cpu_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
 """(grad_out, q, k, v, out, lse, dropout_p, is_causal, *, attn_mask, scale) -> (dq, dk, dv)."""
 
-flash_cuda = _aten("_scaled_dot_product_flash_attention")
+flash_cuda = _aten._scaled_dot_product_flash_attention
 """(q, k, v [B, H, S, D], dropout_p, is_causal, return_debug_mask, *, scale) -> (out, lse, cu_seqlens of q, of k,
 longest q, longest k, rng state, an unused tensor, debug mask)."""
 
-flash_cuda_backward = _aten("_scaled_dot_product_flash_attention_backward")
+flash_cuda_backward = _aten._scaled_dot_product_flash_attention_backward
 """(grad_out, q, k, v, out, lse, cu_seqlens of q, of k, longest q, longest k, dropout_p, is_causal, rng seed, rng
 offset, *, scale) -> (dq, dk, dv)."""
 
-flash_varlen = _aten("_flash_attention_forward")
+flash_varlen = _aten._flash_attention_forward
 """(q, k, v [B, S, H, D] or packed [T, H, D], cu_seqlens of q, of k, longest q, longest k, dropout_p, is_causal,
 return_debug_mask, *, scale, window_size_left, window_size_right, ...) -> (out, lse, rng state, unused, debug mask)."""
 
-flash_varlen_backward = _aten("_flash_attention_backward")
+flash_varlen_backward = _aten._flash_attention_backward
 """(grad_out, q, k, v, out, lse, cu_seqlens of q, of k, longest q, longest k, dropout_p, is_causal, rng state, unused,
 *, scale, window_size_left, window_size_right) -> (dq, dk, dv)."""
 
-cudnn = _aten("_scaled_dot_product_cudnn_attention")
+cudnn = _aten._scaled_dot_product_cudnn_attention
 """(q, k, v [B, H, S, D], attn_bias, compute_log_sumexp, dropout_p, is_causal, return_debug_mask, *, scale) ->
 (out, lse, cu_seqlens of q, of k, longest q, longest k, rng seed, rng offset, debug mask)."""
 
-cudnn_backward = _aten("_scaled_dot_product_cudnn_attention_backward")
+cudnn_backward = _aten._scaled_dot_product_cudnn_attention_backward
 """(grad_out, q, k, v, out, lse, rng seed, rng offset, attn_bias, cu_seqlens of q, of k, longest q, longest k,
 dropout_p, is_causal, *, scale) -> (dq, dk, dv)."""
 
 
 def flex() -> Any:
-    """Return the module `torch.nn.attention.flex_attention`.
-
-    Versions: `AuxRequest`, which requests log-sum-exps, is newer than the rest. Public way: this one. When gone:
-    LongspanError.
-    """
-    try:
-        from torch.nn.attention import flex_attention
-    except ImportError as error:
-        raise missing("torch", "torch.nn.attention.flex_attention", "kernel='flex'", "kernel='auto'") from error
-    for name in ("flex_attention", "BlockMask", "AuxRequest"):
-        if not hasattr(flex_attention, name):
-            raise missing("torch", f"torch.nn.attention.flex_attention.{name}", "kernel='flex'", "kernel='auto'")
-    return flex_attention
+    """Return the module `torch.nn.attention.flex_attention`, which takes a moment to import."""
+    return importlib.import_module("torch.nn.attention.flex_attention")
 
 
 def flex_attend() -> Callable[..., tuple[Tensor, Tensor]]:
@@ -112,14 +87,12 @@ def flex_attend_backward() -> Callable[..., tuple[Tensor, Tensor, Tensor]] | Non
     It takes what `flex_attend`'s function does, and after `v` the output, its log-sum-exp (natural logarithm) and its
     gradient. They may be those of a whole row of scores, of which `k` and `v` are one block.
 
-    Versions: the compiler traces a call of this operator from 2.13 on. Public way: none; autograd, which runs the
-    forward a second time. When gone: that.
+    The compiler traces a call of this operator from torch 2.13 on. Autograd would run the forward a second time.
     """
     module = flex()
     hops: Any = importlib.import_module("torch._higher_order_ops.flex_attention")
     tracing = importlib.import_module("torch._dynamo.variables.higher_order_ops")
-    traced = hasattr(getattr(tracing, "FlexAttentionBackwardHighOrderVariable", None), "create_wrapped_node")
-    if not (traced and hasattr(module, "_apply_kernel_options") and hasattr(hops, "create_fw_bw_graph")):
+    if not hasattr(getattr(tracing, "FlexAttentionBackwardHighOrderVariable", None), "create_wrapped_node"):
         return None
     hops.create_fw_bw_graph = _among_fake_tensors(hops.create_fw_bw_graph)
 
@@ -171,22 +144,16 @@ def compiled_whole(function: Callable[..., Any], what: str, hint: str, **options
     At the limit torch would run the plain function: for FlexAttention with all scores materialized, and a line in the
     log. A size that differs between calls is dynamic from the second program on, a marked one (`mark_dynamic`) from the
     first. The error names the function by `what`, and suggests `hint`.
-
-    Public way: `torch.compile(recompile_limit=)` from 2.13 on, for the number alone. When gone: torch's own limit and
-    exception.
     """
     compiled = torch.compile(function, fullgraph=True, **options)
     dynamo = importlib.import_module("torch._dynamo")
-    limit_error: Any = getattr(dynamo.exc, "FailOnRecompileLimitHit", ())
 
     def run(*args: Any) -> Any:
-        default = getattr(dynamo.config, "recompile_limit", None)
-        limit = RECOMPILE_LIMIT if default is None else max(default, RECOMPILE_LIMIT)
-        raised = dynamo.config.patch(recompile_limit=limit) if default is not None else contextlib.nullcontext()
+        limit = max(dynamo.config.recompile_limit, RECOMPILE_LIMIT)
         try:
-            with raised:
+            with dynamo.config.patch(recompile_limit=limit):
                 return compiled(*args)
-        except limit_error as error:
+        except dynamo.exc.FailOnRecompileLimitHit as error:
             raise LongspanError(
                 f"{what} has been compiled {limit} times in this process, each time for other arguments, and these "
                 f"need one more; {hint}, or raise torch._dynamo.config.recompile_limit above {limit} "
@@ -197,9 +164,6 @@ def compiled_whole(function: Callable[..., Any], what: str, hint: str, **options
 
 
 def mark_dynamic(x: Tensor, *dims: int) -> Tensor:
-    """Return `x` with dynamic sizes in `dims` for a compiler; sizes of 0 and 1 stay static.
-
-    Public way: this one, documented. When gone: an AttributeError.
-    """
+    """Return `x` with dynamic sizes in `dims` for a compiler; sizes of 0 and 1 stay static."""
     importlib.import_module("torch._dynamo").mark_dynamic(x, list(dims))
     return x

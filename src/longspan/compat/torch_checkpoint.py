@@ -13,19 +13,13 @@ from torch import Tensor
 from torch.compiler import config as compiler
 from torch.distributed.tensor import DTensor, Shard
 
-from longspan.compat.versions import missing
 from longspan.core.errors import LongspanError
 
 
 def flat_names(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a nested state by the names that torch saves them under: keys and indices joined by dots.
+    """Return the values of a nested state by the names that torch saves them under: keys and indices joined by dots."""
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-    When gone: LongspanError.
-    """
-    try:
-        from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-    except ImportError as error:
-        raise missing("torch", "torch.distributed.checkpoint._nested_dict", "the names of saved tensors") from error
     return dict(flatten_state_dict(state)[0])
 
 
@@ -37,10 +31,7 @@ def low_bit_adamw(kind: Any) -> type[torch.optim.Optimizer]:
     can store it.
 
     torchao chooses few bits by each rank's part of a weight, and parts differ. Here a weight's states have them if
-    every rank's part consists of whole blocks (`block_size` elements).
-
-    Versions: torchao 0.9 to 0.18, whose `_new_buffer` makes a state. When gone: torchao's own choice, which `as_plain`
-    refuses where ranks differ.
+    every rank's part consists of whole blocks (`block_size` elements). torchao's `_new_buffer` makes a state.
     """
 
     class LowBitAdamW(kind):  # type: ignore[misc]
@@ -69,8 +60,6 @@ def as_plain(state: dict[str, Any]) -> dict[str, Any]:
 
     Codes of 8 bits have the weight's shape; scales, and codes of 4 bits, as many rows as there are rows of whole
     blocks. Sharded like the weight, they can be loaded on another mesh.
-
-    Versions: torchao 0.9 to 0.18 (`codes`, `scale`). When gone: an AttributeError.
     """
     if "state" not in state:
         return state

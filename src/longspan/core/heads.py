@@ -54,7 +54,7 @@ def check_heads(q_heads: int, kv_heads: int) -> None:
         )
 
 
-def split_heads(q_heads: int, kv_heads: int, ranks: int, *, kv_replication: bool = True) -> tuple[HeadShard, ...]:
+def split_heads(q_heads: int, kv_heads: int, ranks: int) -> tuple[HeadShard, ...]:
     """Split the heads of one attention layer over `ranks` ranks; query heads stay in order.
 
     No rank gets more than ceil(q_heads / ranks) query heads, as the slowest sets the pace. Among the splits that reach
@@ -66,22 +66,15 @@ def split_heads(q_heads: int, kv_heads: int, ranks: int, *, kv_replication: bool
         q_heads: a multiple of `kv_heads`.
         kv_heads: KV heads of the model.
         ranks: size of the Ulysses group. If it exceeds `q_heads`, some ranks compute no head.
-        kv_replication: whether one KV head may be sent to several ranks.
 
     Raises:
-        LongspanError: on impossible head counts, or if `kv_replication` is refused and `ranks > kv_heads`.
+        LongspanError: on impossible head counts.
     """
     check_heads(q_heads, kv_heads)
-    if not kv_replication and ranks > kv_heads:
-        raise LongspanError(
-            f"`ulysses={ranks}` needs at least {ranks} KV heads when KV replication is refused, the model has "
-            f"{kv_heads}; try `ulysses={kv_heads}`, or allow `kv_replication=True`"
-        )
     group = q_heads // kv_heads
     even = _even_cut(q_heads, ranks)
     grouped = _cut_along_groups(kv_heads, group, ranks)
-    aligned = max(_sizes(grouped)) <= max(_sizes(even)) or not kv_replication
-    cut = grouped if aligned else even
+    cut = grouped if max(_sizes(grouped)) <= max(_sizes(even)) else even
     return tuple(_shard(start, stop, group) for start, stop in itertools.pairwise(cut))
 
 

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from longspan.core.errors import LongspanError
 from longspan.core.parallel import KernelName
-from longspan.core.rope import AS_IS, RopeAsked
 from longspan.core.validation import check_text, format_value
 
 
@@ -20,11 +19,6 @@ class Model:
     """Name or folder of a Hugging Face model, or a config.json."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """dtype of weights and computing. auto: the one in the model's config; of plan bf16, of verify fp32."""
-    rope: RopeAsked = AS_IS
-    """RoPE scaling: that of the config (as-is), or linear, dynamic (NTK), yarn or longrope instead. With auto, yarn (or
-    linear, if the config has it) if the context needs it. Options: factor, positions over original positions
-    (yarn,factor=4; by default the smallest integer that the context needs); original, the positions before any
-    scaling; file, of longrope: JSON with short_factor and long_factor."""
     kernel: KernelName = "auto"
     """Local attention kernel."""
 

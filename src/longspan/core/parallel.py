@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from longspan.core.cache import CACHE_DTYPES, CacheDtype
 from longspan.core.experts import Experts
 from longspan.core.layout import LAYOUTS, LayoutName
 from longspan.core.validation import LARGEST_COUNT, LARGEST_JOB, check_choice, check_number
@@ -14,8 +13,6 @@ from longspan.core.validation import LARGEST_COUNT, LARGEST_JOB, check_choice, c
 AXES = ("data", "ring", "ulysses", "tensor")
 """Axes of a mesh, in the order of the ranks: neighbours share the axes to the right."""
 
-RingImpl = Literal["auto", "p2p", "allgather"]
-RING_IMPLS: tuple[RingImpl, ...] = ("auto", "p2p", "allgather")
 TensorStyle = Literal["tp", "megatron-sp"]
 TENSOR_STYLES: tuple[TensorStyle, ...] = ("tp", "megatron-sp")
 
@@ -75,32 +72,19 @@ class ParallelConfig(Axes):
     layout: LayoutName = "auto"
     """How tokens are placed on a ring. zigzag balances a causal mask; contiguous sends least under sliding windows.
     auto: zigzag."""
-    ring_impl: RingImpl = "auto"
-    """How keys and values reach the other ring ranks. p2p: from neighbour to neighbour, overlapped with attention.
-    allgather: all before attention. auto: p2p, unless they are small."""
     overlap_chunks: int | Literal["auto"] = "auto"
     """Chunks of heads in the Ulysses all-to-all, each overlapped with the attention of another. At most a rank's query
     heads (with a ring its KV heads). 1: no overlap. auto: several where a Ulysses group spans hosts and sends enough,
     else 1."""
-    wire_dtype: CacheDtype = "exact"
-    """Wire dtype of q, k, v, outputs and their gradients in the Ulysses all-to-all. int8, fp8: LOSSY, one byte per
-    element and an fp32 scale per token and head; for slow links. A ring stays exact."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("tensor_style", self.tensor_style, TENSOR_STYLES)
         check_choice("layout", self.layout, ("auto", *LAYOUTS))
-        check_choice("ring_impl", self.ring_impl, RING_IMPLS)
-        check_choice("wire_dtype", self.wire_dtype, CACHE_DTYPES)
         if not isinstance(self.experts, str) or self.experts != "auto":
             check_number("experts", self.experts, 1, LARGEST_JOB, whole=True)
         if not isinstance(self.overlap_chunks, str) or self.overlap_chunks != "auto":
             check_number("overlap_chunks", self.overlap_chunks, 1, LARGEST_COUNT, whole=True)
-
-    @property
-    def lossy(self) -> bool:
-        """Whether an all-to-all rounds what it sends."""
-        return self.wire_dtype != "exact" and self.ulysses > 1
 
 
 def widths_of(size: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Convert what a user writes, on a command line or in YAML, to the types of a dataclass's fields.
 
 A value such as the memory options is one flag. On the command line it is `WORD,key=value,...`, where the word is its
-first field: `--memory auto,offload=disk`. In YAML it is the same text, or a mapping of all fields.
+first field: `--memory auto,offload=host`. In YAML it is the same text, or a mapping of all fields.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What attention sends: keys and values around a ring (how far, by which collective), heads in how many chunks."""
+"""What attention sends: keys and values around a ring (how far), heads in how many chunks."""
 
 from __future__ import annotations
 
@@ -79,27 +79,6 @@ def _covered(runs: Iterable[tuple[int, int]], size: int) -> tuple[int, ...]:
             change[0] += 1
             change[stop - size] -= 1
     return tuple(itertools.accumulate(change[:size]))
-
-
-ALL_GATHER_MAX_BYTES = 1 << 20
-"""Bytes of all keys and values of a ring up to which `ring_impl="auto"` may all-gather: latency dominates."""
-
-
-def choose_ring_impl(asked: str, kv_bytes: int, routes: Routes | None) -> str:
-    """Resolve `ring_impl="auto"`, for the planner too.
-
-    "p2p" overlaps sending with attention and sends a block only to ranks that need it. "allgather" saves the latency of
-    R - 2 messages. It pays only if all keys and values of the ring are small (`ALL_GATHER_MAX_BYTES`) and every rank
-    needs every block (`routes` is None, or goes all the way).
-    """
-    if asked != "auto":
-        return asked
-    if kv_bytes > ALL_GATHER_MAX_BYTES:
-        return "p2p"
-    everywhere = routes is None or all(
-        sum(hops) == len(routes.right) - 1 for hops in zip(routes.right, routes.left, strict=True)
-    )
-    return "allgather" if everywhere else "p2p"
 
 
 OVERLAPPED_CHUNKS = 4

@@ -70,14 +70,12 @@ def head_tile(vocabulary: int, on_cpu: bool) -> int:
     return max(fewest, 1 << max(1, elements // vocabulary).bit_length() - 1)
 
 
-def mlp_rows(tokens: int, hidden: int, width: int, tiles: int, on_cpu: bool) -> int:
+def mlp_rows(tokens: int, hidden: int, width: int, on_cpu: bool) -> int:
     """Return the tokens of a tile of an MLP.
 
-    With `tiles=0`, a tile's intermediates, about six in forward and backward, take about a quarter of the hidden states
-    of all tokens. `width` is the widest intermediate's.
+    A tile's intermediates, about six in forward and backward, take about a quarter of the hidden states of all tokens.
+    `width` is the widest intermediate's.
     """
-    if tiles:
-        return max(1, -(-tokens // tiles))
     return max(FEWEST_ROWS[on_cpu], -(-tokens * hidden // (4 * 6 * width)))
 
 
@@ -96,9 +94,9 @@ def layers_held(layers: int, per_checkpoint: int) -> tuple[int, int]:
     return groups, max(groups + last - 1, groups - 1 + (per_checkpoint - 1) * (groups > 1))
 
 
-def layers_per_checkpoint(layers: int, asked: int) -> int:
-    """Return the layers of a group: `asked`, or for 0 the smallest group that holds the fewest inputs."""
-    return asked or min(range(1, layers + 1), key=lambda n: layers_held(layers, n)[1])
+def layers_per_checkpoint(layers: int, grouped: bool) -> int:
+    """Return the layers that share one saved input: if `grouped`, the smallest group that holds the fewest inputs."""
+    return min(range(1, layers + 1), key=lambda n: layers_held(layers, n)[1]) if grouped else 1
 
 
 FEWEST_ROWS = 2048, 512

@@ -119,12 +119,6 @@ class Elastic:
 
     def step(self, samples: Sequence[Sample]) -> ElasticStep:
         """Return my batches of samples, which are the same on every rank."""
-        state = getattr(self.model, "longspan_state", None)
-        if state is not None and state.in_backward is not None:
-            raise LongspanError(
-                "the rounds of an elastic step accumulate gradients, and each backward updates the weights "
-                "(longspan.optimizer_in_backward); remove() that, and call optimizer.step() after the last round"
-            )
         made = self.schedule([len(sample) for sample in samples])
         labels = sum(int((sample.labels[int(self.shifts) :] != IGNORE).sum()) for sample in samples)
         mine = made.groups_of(self.sp.data_rank * self.sp.size + self.sp.rank)

@@ -162,9 +162,8 @@ class GenerateConfig(ModelFlags):
                 raise LongspanError(
                     f"--cuda-graph needs {flag} {' or '.join(accepted)}, got {value}; leave one of them out"
                 )
-        for name in ("ring_impl", "overlap_chunks", "wire_dtype"):
-            if (value := getattr(self.parallel, name)) != getattr(ParallelConfig, name):
-                raise LongspanError(f"--{name.replace('_', '-')} {value} does not work with a KV cache; leave it out")
+        if (chunks := self.parallel.overlap_chunks) != ParallelConfig.overlap_chunks:
+            raise LongspanError(f"--overlap-chunks {chunks} does not work with a KV cache; leave it out")
         if self.out is not None:
             check_output("--out", self.out, example="text.txt")
         if self.cache_dir is not None:

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from longspan.compat.reading import positions_of
 from longspan.core.errors import LongspanError
+from longspan.core.rope import settings_of
 from longspan.hf.pretrained import (
     base_of,
-    check_language_model,
     first_line,
     has_tokenizer,
     is_adapter,
     language_model_class,
     load_processor,
-    position_range,
     read_model_config,
     takes_pictures,
     tokenizer_of,
@@ -67,7 +67,7 @@ class Prompt:
 
 
 def open_ids(config: ModelFlags, model_config: Any, ids: NDArray[np.int64], new: int = 0, **more: Any) -> Prompt:
-    """Return a prompt of `ids`, which `new` tokens follow, and apply the RoPE scaling that the flags ask for.
+    """Return a prompt of `ids`, which `new` tokens follow.
 
     Raise if there are no ids, or the model has no embedding for one, or too few positions.
     """
@@ -79,10 +79,9 @@ def open_ids(config: ModelFlags, model_config: Any, ids: NDArray[np.int64], new:
             f"tokenizer {tokenizer_name(config)} gives the id {ids.max()}, the model's vocabulary has {size} entries; "
             f"give the model's own with --tokenizer"
         )
-    tokens, total, rope = len(ids), len(ids) + new, config.model.rope
-    if rope.scaling != "as-is":
-        check_language_model(f"--model {config.model}", model_config, total, rope)
-    limit = position_range(model_config)
+    tokens, total = len(ids), len(ids) + new
+    positions = positions_of(model_config)
+    limit = positions.reach
     if limit is not None and total > limit:
         name = f"--model {config.model}"
         problem = f"the text has {tokens:,} tokens, {name} has {limit:,} positions (max_position_embeddings)"
@@ -93,15 +92,16 @@ def open_ids(config: ModelFlags, model_config: Any, ids: NDArray[np.int64], new:
                 f"of {name} (max_position_embeddings)"
             )
             fix = f"--max-new-tokens {limit - tokens} or less"
-        if isinstance(getattr(model_config.get_text_config(), "rope_parameters", None), dict):
-            fix += f", or extend its rotary positions: --rope auto (a factor of {-(-total // limit)})"
+        values = positions.extended(total)
+        if values is not None:
+            fix += f", or extend its config.json: {settings_of(values)}"
         raise LongspanError(f"{problem}; give {fix}")
     return Prompt(config, model_config, ids, **more)
 
 
 def open_prompt(config: GenerateConfig) -> Prompt:
     """Return the prompt of a `GenerateConfig`; no weights are loaded."""
-    model_config, _ = read_model_config("--model", config.model.model, 1)
+    model_config = read_model_config("--model", config.model.model, 1)
     tokenizer = load_tokenizer(tokenizer_name(config))
     asked_alone = config.pictures and config.question and config.prompt is None and config.file is None
     optional = config.question is not None

@@ -16,7 +16,6 @@ from transformers import TextStreamer
 
 from longspan.comm.mesh import SequenceSharding, make_sharding
 from longspan.comm.objects import gather_objects
-from longspan.compat.transformers_api import cache_name
 from longspan.generate.config import ModelFlags
 from longspan.generate.job import open_fitting_prompt
 from longspan.generate.prompt import tokenizer_name
@@ -127,7 +126,7 @@ def generate(config: GenerateConfig, watch: Watch, opened: Prompt | None = None)
             # Some versions of transformers ignore what a cache holds when they read a prompt in chunks.
             _read(model, cache, ids[:, prompt.text_tokens : -1], config.chunk)
             settings.prefill_chunk_size = None
-        model.generate(ids, generation_config=settings, past_key_values=cache, streamer=stream, **batch)
+        model.generate(ids, generation_config=settings, cache=cache, streamer=stream, **batch)
     if sys.stdout in files and not stream.text.endswith("\n"):
         print(flush=True)
     new, (first_s, last_s) = len(stream.ids), (stream.times[0] - began, stream.times[-1] - began)
@@ -190,10 +189,9 @@ def _new_cache(prompt: Prompt, sp: SequenceSharding, model: Any) -> ShardedCache
 
 def _read(model: Any, cache: ShardedCache, ids: Tensor, chunk: int) -> None:
     """Run the model on more tokens of the prompt, chunk by chunk, to fill the cache. Collective."""
-    name = cache_name(type(model).forward)
     with torch.no_grad():
         for part in ids.split(chunk, dim=1) if ids.shape[1] else ():
-            model(input_ids=part, use_cache=True, logits_to_keep=1, **{name: cache})
+            model(input_ids=part, use_cache=True, logits_to_keep=1, cache=cache)
 
 
 @contextlib.contextmanager

@@ -81,7 +81,7 @@ def open_text(config: ScoreConfig) -> Prompt:
     from longspan.hf.pretrained import read_model_config
     from longspan.hf.prompts import load_tokenizer, text_ids
 
-    model_config, _ = read_model_config("--model", config.model.model, 1)
+    model_config = read_model_config("--model", config.model.model, 1)
     tokenizer = load_tokenizer(tokenizer_name(config))
     ids = text_ids(tokenizer, read_text(config.text, config.file, "--text"))[: config.max_tokens]
     prompt = open_ids(config, model_config, ids)

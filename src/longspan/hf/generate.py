@@ -14,7 +14,7 @@ from longspan.comm.arguments import check_tensor
 from longspan.comm.consistency import gather_numbers
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.objects import on_every_rank
-from longspan.compat.transformers_api import cache_name, keep_from_generate, take_cache
+from longspan.compat.transformers_api import keep_from_generate, take_cache
 from longspan.core.cache import PREFILL_CHUNK
 from longspan.core.errors import LongspanError
 from longspan.hf.forward.kv_cache import ShardedCache
@@ -63,7 +63,7 @@ def _generate(model: Any, inputs: Any = None, generation_config: Any = None, **m
     is_assistant = getattr(settings, "is_assistant", False)
     if is_assistant or any(_option(settings, more, name) is not None for name in _DRAFTS):
         cache.activate_past_recording()  # rejected drafts are removed from the cache
-    more[cache_name(type(model).forward)] = cache
+    more["cache"] = cache
     mask = more.get("attention_mask")
     cache.generated_from = length
     chunk = _option(settings, more, "prefill_chunk_size")

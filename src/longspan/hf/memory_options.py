@@ -56,18 +56,15 @@ class MemoryManager(Stage):
         self.modules.check(memory)
         self.memory, self.store, self.why = memory, store, why
         self._install(memory)
-        tiles_mlps = memory.tiled_mlp != 1
-        for mlp in self.mlps:
-            mlp.on = tiles_mlps
-        for norm in self.norms:
-            norm.on = memory.tiled_norms
+        for tiled in (*self.mlps, *self.norms):
+            tiled.on = memory.tiled
         for linear in self.linears:
-            linear.on = memory.tiled_norms
+            linear.on = memory.tiled
         for act in self.activations:
-            act.on = memory.recompute_mlp_act and not tiles_mlps
+            act.on = not memory.tiled
         for block in self.modules.tower:
             set_checkpointing(block, on=memory.checkpointing != "none")
-        self.groups.per_checkpoint = layers_per_checkpoint(len(self.layers), memory.layers_per_checkpoint)
+        self.groups.per_checkpoint = layers_per_checkpoint(len(self.layers), memory.checkpointing == "grouped")
         for layer in self.checkpointed:
             layer.memory, layer.store = memory, store
         for binding in self.bindings:
@@ -76,11 +73,10 @@ class MemoryManager(Stage):
     def _install(self, memory: Memory) -> None:
         """Replace the forwards that a memory option needs, the first time that it is on."""
         modules = self.modules
-        if memory.recompute_mlp_act and not self.activations:
+        if not memory.tiled and not self.activations:
             self.activations = [RecomputedActivations(mlp) for mlp in modules.mlps]
-        if memory.tiled_mlp != 1 and not self.mlps:
+        if memory.tiled and not self.norms:
             self.mlps = [self._tiled(mlp) for mlp in modules.mlps]
-        if memory.tiled_norms and not self.norms:
             self.norms = [Tiled(norm, modules.names[norm], norm_rows, cheap=True) for norm in modules.norms]
             self.linears = [NormedLinear(m) for layer in self.layers for m in layer.modules() if type(m) is nn.Linear]
         if memory.checkpointing != "none" and not self.checkpointed:
@@ -93,7 +89,7 @@ class MemoryManager(Stage):
         width = max(max(p.shape[-2:]) for p in mlp.parameters() if p.dim() > 1)
 
         def rows(tokens: int, on_cpu: bool) -> int:
-            return mlp_rows(tokens, self.hidden, width, self.memory.tiled_mlp, on_cpu)
+            return mlp_rows(tokens, self.hidden, width, on_cpu)
 
         drawing, agree = any(map(draws, mlp.modules())), functools.partial(most_tiles, mlp)
         return Tiled(mlp, self.modules.names[mlp], rows, draws=drawing, agree=agree)
@@ -114,11 +110,10 @@ class MemoryManager(Stage):
     def before(self, call: ForwardCall) -> None:
         if call.model.training and self.auto is not None and self._set_for_batch(call, self.auto):
             on_every_rank(lambda: self._reserve(call), self.auto.sp.mesh_group)
-        if call.wants_router_loss and self.memory.tiled_mlp != 1 and not any(mlp.routers for mlp in self.mlps):
+        if call.wants_router_loss and self.memory.tiled and not any(mlp.routers for mlp in self.mlps):
             raise LongspanError(
                 "output_router_logits=True needs the routers' logits of all tokens, and no router was found in the "
-                f"experts that tiled_mlp={self.memory.tiled_mlp} runs tile by tile; use tiled_mlp=1, or "
-                "output_router_logits=False"
+                "experts that tiled=True runs tile by tile; use tiled=False, or output_router_logits=False"
             )
         for mlp in self.mlps:
             mlp.saves_router_logits = call.wants_router_loss
@@ -136,7 +131,7 @@ class MemoryManager(Stage):
         assert call.tokens is not None
         fixed: dict[str, Any] = {"cpu_offload": False}  # FSDP's: it cannot change after parallelize
         if self.modules.untiled is not None:
-            fixed["tiled_mlp"] = 1
+            fixed["tiled"] = False
         if self._checkpoints_by_itself:
             fixed["checkpointing"] = "none"
         documents = call.info.segments is not None
@@ -160,8 +155,6 @@ class MemoryManager(Stage):
         attention = 0
         if self.memory.checkpointing == "selective":
             attention = width * element + 4 * heads
-        if self.memory.checkpointing == "save_attention":  # q, k and v of at most as many heads, output twice
-            attention = 5 * width * element + 4 * heads
         inputs, _ = layers_held(len(self.layers), self.groups.per_checkpoint)
         per_token = config.hidden_size * element * inputs + attention * len(self.layers)
         self.store.reserve(per_token * call.tokens.shape[:2].numel())
@@ -215,8 +208,8 @@ class MemoryModules:
 
     def check(self, memory: Memory) -> None:
         """Raise for memory options that the model does not support."""
-        if memory.tiled_mlp != 1 and self.untiled is not None:
-            raise LongspanError(f"{self.untiled}; use tiled_mlp=1")
+        if memory.tiled and self.untiled is not None:
+            raise LongspanError(f"{self.untiled}; use tiled=False")
 
     def _mlps(self, layer: nn.Module) -> Iterator[nn.Module]:
         mixers = mixer_layers(layer)

@@ -23,12 +23,12 @@ from longspan.comm.arguments import check_sharding
 from longspan.comm.consistency import ReplicaCheck, broadcast_weights
 from longspan.comm.mesh import SequenceSharding
 from longspan.compat.friends_api import is_model_of_diffusers
+from longspan.compat.versions import untested
 from longspan.core.errors import LongspanError
 from longspan.core.experts import Experts
 from longspan.core.memory import Memory, MemoryLevel
 from longspan.core.validation import checked_call
 from longspan.hf.checks.batches import BatchCheck
-from longspan.hf.checks.version import check_version
 from longspan.hf.diffusion.parallelize import shard_diffusion_model
 from longspan.hf.forward.binding import AttentionLayers
 from longspan.hf.forward.hooks import ForwardHooks
@@ -157,13 +157,12 @@ def parallelize(
         shard_diffusion_model(model, sp, options)
         return model
     checked = check_on_every_rank(model, sp, options)
-    check_version(sp, parallelize)
     inner, memory = checked.model, checked.memory
     _prepare_weights_and_dropout(inner, sp, options)
     traits = ModelTraits(inner)
     attention, mixers = AttentionLayers(inner, sp, kernel, memory), MixerLayers(inner, sp)
     memory_manager = MemoryManager(checked.modules, inner.config, memory, checked.store, checked.auto)
-    head = head_of(inner, memory.head_loss)
+    head = head_of(inner)
     batches, model_changes = _consistency_checks(model, sp, options, checked)
     plan = checked.tensor_plan
     tensor = None if plan is None else TensorParallel(inner, sp, tensor_style, plan, head)
@@ -190,6 +189,8 @@ def _prepare_weights_and_dropout(model: PreTrainedModel, sp: SequenceSharding, o
     if options.weights == "broadcast":
         broadcast_weights(model, sp)
     if sp.data_rank == sp.rank == sp.tensor_rank == 0:  # the warnings are the same on all ranks
+        if (warning := untested()) is not None:
+            warnings.warn(warning, stacklevel=3)
         _warn_of_idle_ranks(model, sp)
         _warn_of_dropout(model)
 

@@ -87,11 +87,6 @@ class Checked:
         if sp.tensor_size > 1:
             _refuse_tensor_axis(inner, sp)
             self.tensor_plan = TensorPlan(inner, sp.tensor_size, sp.tensor_rank, options.tensor_style, sp.size)
-            if memory.head_loss != "tiled":
-                raise LongspanError(
-                    f"head_loss={memory.head_loss!r} does not support a vocabulary sharded over "
-                    f"`tensor={sp.tensor_size}`; use 'tiled'"
-                )
         # None if experts are sharded as other weights.
         self.experts = plan_experts(
             inner, options.experts, ranks=sp.world_size, tensor=sp.tensor_size, fsdp=options.fsdp
@@ -216,8 +211,7 @@ def facts_of(model: nn.Module, sp: SequenceSharding, options: ParallelizeOptions
     facts |= {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "the mesh": f"{tuple(sp.mesh.shape)}, {sp.layout.kind}, ring_impl={sp.ring_impl!r}, {sp.kv_replication}, "
-        f"overlap_chunks={sp.overlap_chunks}, wire_dtype={sp.wire_dtype}",
+        "the mesh": f"{tuple(sp.mesh.shape)}, {sp.layout.kind}, overlap_chunks={sp.overlap_chunks}",
         "the model's class": type(model).__name__,
     }
     # The folder of the model's files may differ between machines, and diffusers' names of defaults have a set's order.
@@ -236,4 +230,4 @@ def heads_of_ranks(model: PreTrainedModel, sp: SequenceSharding) -> tuple[HeadSh
     if not attention_layers(model):
         return ()
     mine = split_groups(*heads_of(model.config), sp.tensor_size)[sp.tensor_rank]
-    return split_heads(mine.q_heads, mine.kv_heads, sp.ulysses_size, kv_replication=sp.kv_replication)
+    return split_heads(mine.q_heads, mine.kv_heads, sp.ulysses_size)

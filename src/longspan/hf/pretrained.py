@@ -5,20 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from longspan.core.errors import LongspanError
 from longspan.core.model import check_layers
-from longspan.core.rope import (
-    AS_IS,
-    RopeAsked,
-    RopeScaling,
-    full_table,
-    scaled_table,
-    scaling_for,
-)
+from longspan.core.rope import merged
 from longspan.core.validation import existing_path, format_value, means_a_path, near, read_text
 from longspan.plan.names import weights_of
 from longspan.ranks import launch
@@ -175,9 +168,9 @@ def load_processor(name: str) -> Any:
 
 
 def read_model_config(
-    flag: str, name: str, context: int, rope: RopeAsked = AS_IS, *, weights: bool = True
-) -> tuple[Any, RopeScaling | None]:
-    """Read the Hugging Face config of a model, folder or file; return it with the RoPE scaling that was applied.
+    flag: str, name: str, context: int, changes: Mapping[str, Any] | None = None, *, weights: bool = True
+) -> Any:
+    """Return the Hugging Face config of a model, folder or file, with `changes` of its values.
 
     `context` is in tokens per sequence; `flag` names the option in messages. Without `weights` a config.json is enough.
     """
@@ -187,18 +180,29 @@ def read_model_config(
     _check_json(flag, name)
     if weights:
         check_has_weights(flag, name)
-    config = open_config(f"{flag} {name}", name)
-    return config, check_language_model(f"{flag} {name}", config, context, rope)
+    config = open_config(f"{flag} {name}", name, changes or {})
+    check_language_model(f"{flag} {name}", config, context)
+    return config
 
 
-def open_config(label: str, name: str) -> Any:
-    """Return a model's Hugging Face config, by name, folder or file; `label` names it in an error."""
+def open_config(label: str, name: str, changes: Mapping[str, Any] | None = None) -> Any:
+    """Return a model's Hugging Face config, by name, folder or file; `label` names it in an error.
+
+    `changes` are values of it; those of `rope_parameters` are merged with its own (`longspan.core.rope.merged`).
+    """
     from transformers import AutoConfig
 
+    changes = dict(changes or {})
     try:
-        return AutoConfig.from_pretrained(name)
+        if isinstance(given := changes.get("rope_parameters"), Mapping):
+            own = getattr(AutoConfig.from_pretrained(name), "rope_parameters", None)
+            changes["rope_parameters"] = merged(own or {}, given)
+        config, unused = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **changes)
     except Exception as error:  # of any kind
         raise LongspanError(f"{label}: no model config can be read there: {first_line(error)}") from error
+    if unused:
+        raise LongspanError(f"{label}: its config has no {next(iter(unused))}; leave it out")
+    return config
 
 
 _VISION = "a vision-language model"
@@ -247,11 +251,8 @@ def without_dropout(config: Any) -> Any:
     return config
 
 
-def check_language_model(where: str, config: Any, context: int, rope: RopeAsked = AS_IS) -> RopeScaling | None:
-    """Raise unless a config is a language model's; apply a RoPE scaling to it, in place, and return it.
-
-    `context` is in tokens per sequence; `where` names the config in messages.
-    """
+def check_language_model(where: str, config: Any, context: int) -> None:
+    """Raise unless a config is a language model's with positions for `context` tokens; `where` names it in messages."""
     from longspan.compat.reading import positions_of
 
     kind = kind_of(config)
@@ -271,37 +272,7 @@ def check_language_model(where: str, config: Any, context: int, rope: RopeAsked 
         )
     if not seen and not _has_text_model(config):
         raise LongspanError(f"{where} is of the type {config.model_type}, of which transformers has no language model")
-    scaling = scaling_for(positions_of(config), rope, context, where)
-    if scaling is not None:
-        _scale(text, scaling)
-        _check_survives_saving(where, text, scaling)
-    return scaling
-
-
-def _scale(text: Any, scaling: RopeScaling) -> None:
-    """Write a scaling into a text config, so that models made from it, or saved with it, have it."""
-    key, table = full_table(text.rope_parameters)
-    scaled = scaled_table(table, scaling)
-    text.rope_parameters = scaled if key is None else {**text.rope_parameters, key: scaled}
-    text.max_position_embeddings = scaling.positions
-    if hasattr(text, "original_max_position_embeddings"):  # Phi-3: transformers prefers it to the table's
-        text.original_max_position_embeddings = scaling.original
-
-
-def _check_survives_saving(where: str, text: Any, scaling: RopeScaling) -> None:
-    """Raise if a config that is saved and loaded has another scaling."""
-    why = None
-    try:
-        loaded = type(text).from_dict(text.to_dict()).rope_parameters
-        if loaded != text.rope_parameters:
-            why = f"it makes {format_value(loaded)} of it"
-    except Exception as error:  # config classes raise any kind
-        why = first_line(error)
-    if why is not None:
-        raise LongspanError(
-            f"--rope {scaling.kind}: transformers does not take it for {where} ({type(text).__name__}): {why}; "
-            f"use another scaling, or change its config.json by hand"
-        )
+    positions_of(config).check(context, where)
 
 
 def position_range(config: Any) -> int | None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from longspan.hf.forward.stage import ModelTraits
     from longspan.hf.memory_options import MemoryManager
     from longspan.hf.tensor_parallel.layers import TensorParallel
-    from longspan.hf.weights.gradients import GradientAverage, InBackward
+    from longspan.hf.weights.gradients import GradientAverage
     from longspan.losses.deferred_logits import Head
 
 
@@ -40,7 +40,6 @@ class ParallelState:
     gradients: GradientAverage | None  # None with FSDP or on one rank
     experts: ExpertPlan | None  # None if experts are sharded as other weights
     forward: ForwardHooks = field(init=False)
-    in_backward: InBackward | None = None  # the optimizer that updates weights in the backward
 
 
 @dataclass
@@ -51,7 +50,6 @@ class DiffusionState:
     attention: str  # how tokens of different ranks attend to each other
     gradients: GradientAverage | None  # None with FSDP or on one rank
     family: Family | None  # of a model whose ranks keep their tokens of the output
-    in_backward: None = None
 
 
 def is_parallelized(model: nn.Module) -> bool:
@@ -87,8 +85,6 @@ def explain(model: nn.Module) -> str:
     tensor = "" if state.tensor is None else f" tensor={sp.tensor_size} ({state.tensor.style})"
     axes = f"data={sp.data_size} ring={sp.ring_size} ulysses={sp.ulysses_size}{tensor}"
     lines = [f"mesh: {axes}, layout {sp.layout.kind}"]
-    if sp.wire_dtype != "exact" and sp.ulysses_size > 1:
-        lines.append(f"exchange: {sp.wire_dtype}, LOSSY: a byte per element, a scale per token and head")
     if state.experts is not None:
         lines.append(f"experts: over {state.experts.size} neighbouring ranks, tokens are sent to them")
     lines.append(f"memory: {state.memory.memory.describe()} ({state.memory.why})")

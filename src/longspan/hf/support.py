@@ -24,7 +24,6 @@ from longspan.compat.transformers_api import (
     calls_registry,
     is_hybrid,
     makes_positions,
-    mixers_hint,
     router_loss,
     uses_registry,
 )
@@ -43,7 +42,6 @@ _MIXERS = re.compile(
 # Values of a config's `layer_types`: of attention, and, in families with known recurrent layers, of other layers.
 _ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _MIXER_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp"}
-_MIXER_TYPES |= {"mamba", "attention"}  # before transformers 5.15
 
 # Attention to another sequence, by the name of the module or of its class.
 _CROSS = re.compile(r"(^|\.)(encoder_attn|cross_?attn|cross_?attention|EncDecAttention)$")
@@ -276,7 +274,7 @@ def _check_modules(model: PreTrainedModel, name: str) -> None:
         if (by_name or by_class) and module not in within:
             raise LongspanError(
                 f"layer {path} ({kind}) of {name} mixes tokens without going through attention; {HELP}"
-                f"{mixers_hint()}; if it calls a recurrent function, register that with longspan.register_mixer"
+                f"; if it calls a recurrent function, register that with longspan.register_mixer"
             )
         if kind.endswith("Pooler") or path.rpartition(".")[2] == "pooler":
             raise LongspanError(

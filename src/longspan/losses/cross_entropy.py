@@ -5,23 +5,17 @@ by later. So with deferred logits the forward computes each tile once, with its 
 head's gradient in fp32, and frees the tile; the backward multiplies by the factor. (Liger's fused kernel does the same,
 arXiv:2410.10989, section 3.2; this works with any head and any step after it.)
 
-The fused kernels at the end, torch's and Liger's, support one matrix product with nothing after it. They run only if
-requested (`Memory(head_loss=...)`): on a CPU torch's is slower than these tiles, and sums a bf16 loss in bf16
-(`benchmarks/reports/2026-11-23-head-loss.md`).
-
 Shape suffixes: T tokens, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from longspan.compat.torch_api import graph_is_kept
@@ -56,9 +50,7 @@ def loss_sum(
     labels_T = labels.reshape(-1).to(logits.device)
     weights_T = None if weights is None else weights.reshape(-1).to(logits.device)
     total: Any
-    if isinstance(logits, DeferredLogits) and logits.head.loss_name != "tiled":
-        total = head_loss(logits.head.loss_name, logits, labels_T, terms, weighted=weights is not None)
-    elif isinstance(logits, DeferredLogits):
+    if isinstance(logits, DeferredLogits):
         hidden_TD = logits.hidden.reshape(-1, logits.hidden.shape[-1])
         total = _DeferredLossSum.apply(  # type: ignore[no-untyped-call]
             logits, labels_T, weights_T, terms, hidden_TD, *logits.head.bare.trained().values()
@@ -304,72 +296,5 @@ def _tiles(logits_TV: Tensor) -> Iterator[slice]:
 
 SECOND_BACKWARD = (
     "a second backward through a loss without logits: the first one freed its gradients; call the model again, pass "
-    "retain_graph=True to the first backward (needs head_loss='tiled'), or call longspan.parallelize(..., logits=True)"
+    "retain_graph=True to the first backward, or call longspan.parallelize(..., logits=True)"
 )
-
-
-class _Once(torch.autograd.Function):
-    """Raise on a second backward: a fused kernel overwrites its saved tensors in the first."""
-
-    @staticmethod
-    def forward(ctx: Any, total: Tensor) -> Tensor:
-        ctx.done = False
-        return total.double()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        if ctx.done:
-            raise LongspanError(SECOND_BACKWARD)
-        ctx.done = True
-        return grads[0]
-
-
-def head_loss(
-    name: str, logits: DeferredLogits, labels_T: Tensor, terms: LossTerms, *, weighted: bool = False
-) -> Tensor:
-    """Return the sum of the tokens' losses by torch's `linear_cross_entropy` or Liger's kernel, fp64 []."""
-    check_head_loss(name, weighted=weighted)
-    reason = _refusal(name, logits, terms)
-    if reason is not None:
-        raise LongspanError(f"head_loss={name!r} cannot compute this loss: {reason}; use head_loss='tiled'")
-    module: Any = logits.head.module
-    hidden_TD = logits.hidden.reshape(-1, logits.hidden.shape[-1])
-    if name == "torch":
-        options: Any = torch.nn.LinearCrossEntropyOptions()  # in chunks
-        total = F.linear_cross_entropy(
-            hidden_TD, module.weight, labels_T, linear_bias=module.bias, reduction="sum", ignore_index=IGNORE,
-            label_smoothing=terms.label_smoothing, options=options,
-        )  # fmt: skip
-    else:
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-        loss = LigerFusedLinearCrossEntropyLoss(
-            ignore_index=IGNORE, lse_square_scale=terms.z_loss, label_smoothing=terms.label_smoothing, reduction="sum"
-        )
-        total = loss(module.weight, hidden_TD, labels_T, module.bias)
-    return _Once.apply(total)  # type: ignore[no-untyped-call, no-any-return]
-
-
-def check_head_loss(name: str, *, weighted: bool) -> None:
-    """Raise for a batch with `loss_weights`, which the fused losses of torch and Liger do not have."""
-    if weighted:
-        raise LongspanError(f"head_loss={name!r} has no weights of tokens (`loss_weights`); use head_loss='tiled'")
-
-
-def _refusal(name: str, logits: DeferredLogits, terms: LossTerms) -> str | None:
-    """Return why a fused kernel cannot compute a loss, or None."""
-    module, device = logits.head.module, logits.device.type
-    if name == "torch":
-        if not hasattr(F, "linear_cross_entropy"):
-            return f"torch {torch.__version__} has no linear_cross_entropy; it needs torch 2.13"
-        if terms.z_loss:
-            return "it has no z-loss"
-        if logits.hidden.dtype.itemsize < 4:
-            return f"it sums the loss in {logits.hidden.dtype} instead of fp32"
-    elif importlib.util.find_spec("liger_kernel") is None:
-        return "it is not installed; pip install liger-kernel"
-    elif device == "cpu":
-        return "its kernels need a GPU"
-    if type(module).forward is not torch.nn.Linear.forward or logits.steps:
-        return "the head is more than one matrix product, or the model changes its logits (a softcap, a scale)"
-    return "autocast is on, which it ignores" if torch.is_autocast_enabled(device) else None

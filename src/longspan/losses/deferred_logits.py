@@ -169,8 +169,8 @@ class Head:
     The module is what `get_output_embeddings` returns: any that is called with hidden states alone.
     """
 
-    def __init__(self, module: nn.Module, loss_name: str = "tiled") -> None:
-        self.module, self.loss_name = module, loss_name
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
         self.bare = BareModule(module)
         self.defer_next = False  # defer the output of the next call
         self.observer: Callable[[Tensor], None] | None = None  # called with each tile of logits

@@ -2,13 +2,11 @@
 
 A layer saves its input, and the backward recomputes the layer (Chen et al. 2016, arXiv:1604.06174; torch's
 non-reentrant checkpoint). The expensive part is attention: an all-to-all, a ring, a kernel whose cost is quadratic in
-the length. So a layer may also save of its attention:
+the length. So with "selective" a layer also saves its attention's output and log-sum-exp, and no kernel runs again
+(`longspan.attn.methods.chunked`).
 
-    "selective"       output and log-sum-exp: no kernel runs again (`longspan.attn.methods.chunked`)
-    "save_attention"  everything that autograd saves: nothing of it runs again (`longspan.memory.saved_attention`)
-
-What is saved may be offloaded. With `layers_per_checkpoint`, a group of layers saves only the input of its first layer;
-the backward recomputes the other inputs, each of which is the previous layer's output.
+What is saved may be offloaded. With "grouped", a group of layers saves only the input of its first layer; the backward
+recomputes the other inputs, each of which is the previous layer's output.
 """
 
 from __future__ import annotations
@@ -80,11 +78,7 @@ class LayerCall:
 
     def save(self, tensors: Sequence[Tensor]) -> SavedAttention:
         """Save the tensors of the attention that runs."""
-        return self.save_stored([put(self.layer.store, x) for x in tensors])
-
-    def save_stored(self, stored: Sequence[Stored]) -> SavedAttention:
-        """Save tensors of the attention that runs, which `put` has stored."""
-        self._saved.append(SavedAttention(stored))
+        self._saved.append(SavedAttention([put(self.layer.store, x) for x in tensors]))
         return self._saved[-1]
 
     def load_next(self) -> SavedAttention:
@@ -103,18 +97,16 @@ class LayerCall:
         return self.layer.compute(*positional, **named)
 
     def hidden(self, *, next_in_backward: bool) -> Tensor:
-        """Recompute the layer's hidden states without gradients, using what its attention saved."""
+        """Recompute the layer's hidden states without gradients."""
         positional, named = self.inputs.peek()
         module = self.layer.layer
         if isinstance(module, FSDPModule):
             module.unshard()
         try:
-            with torch.no_grad(), _Bound(self, recomputing=True):
+            with torch.no_grad():
                 out: Tensor = _hidden(self.layer.compute(*positional, **named))
                 return out
         finally:
-            for saved in self._saved:
-                saved.drop()  # the layer's own backward fetches it again
             if isinstance(module, FSDPModule) and not next_in_backward:
                 module.reshard()
 
@@ -130,7 +122,7 @@ class _Bound(contextlib.AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self.call.recomputing, self.call.next = self.recomputing, 0
-        if self.call.checkpointing in ("save_attention", "selective"):
+        if self.call.checkpointing == "selective":
             self.call.layer.bind(self.call)
 
     def __exit__(self, *_: object) -> None:

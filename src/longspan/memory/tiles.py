@@ -145,7 +145,7 @@ class Tiled:
             if not torch.allclose(a.float(), b.float(), rtol=0.05, atol=0.05 * float(a.abs().max())):
                 raise LongspanError(
                     f"{self.name} ({type(self.module).__name__}) computes a token differently when fewer tokens are "
-                    f"in the batch, so it cannot run tile by tile; use tiled_mlp=1"
+                    f"in the batch, so it cannot run tile by tile; use tiled=False"
                 )
 
 
@@ -178,7 +178,7 @@ class TiledRouter:
         if len(recorded) != 1:
             raise LongspanError(
                 f"the router {type(self.module).__name__} of {name} does not return its logits first, so tiles "
-                f"cannot save them; use tiled_mlp=1, or output_router_logits=False"
+                f"cannot save them; use tiled=False, or output_router_logits=False"
             )
         return recorded[0]
 
@@ -415,7 +415,7 @@ def _tokens_first(x: Tensor, rows: int) -> Tensor:
     if x.shape[0] == rows:
         return x
     raise LongspanError(
-        f"a tiled module returned a tensor of shape {tuple(x.shape)} for {rows} tokens; use tiled_mlp=1"
+        f"a tiled module returned a tensor of shape {tuple(x.shape)} for {rows} tokens; use tiled=False"
     )
 
 

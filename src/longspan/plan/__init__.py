@@ -12,7 +12,7 @@ from longspan.core.parallel import ParallelConfig
 from longspan.plan.cost.communication import Collective
 from longspan.plan.hardware import CATALOGUE, Hardware, Link, read_hardware
 from longspan.plan.job import Job
-from longspan.plan.search import Plan, Search, cost, longest_context, plan_mesh, search
+from longspan.plan.search import Plan, Search, cost, longest_context, search
 from longspan.plan.shape import LayerShape, ModelShape
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ __all__ = [
     "Search",
     "cost",
     "longest_context",
-    "plan_mesh",
     "read_hardware",
     "read_model",
     "search",

@@ -15,7 +15,6 @@ from longspan.core.memory import LONGEST, MemoryChoice
 from longspan.core.model import Model
 from longspan.core.parallel import ParallelConfig
 from longspan.core.reading import OneFlag
-from longspan.core.rope import AUTO, scaling_for
 from longspan.core.validation import LARGEST_JOB, check_number, check_output, write_file
 from longspan.plan.hardware import Hardware, read_hardware
 from longspan.plan.job import Job
@@ -120,11 +119,11 @@ class PlanConfig:
     """Write one self-contained page with sliders for context and GPUs."""
     memory: MemoryChoice = field(default_factory=lambda: MemoryChoice("auto"))
     """Memory options. auto: the fastest that fit, for each mesh. fastest: none. longest: the least memory without
-    offload. Options after the word, or alone, are fixed: auto,offload=disk or checkpointing=full,offload=host
+    offload. Options after the word, or alone, are fixed: auto,offload=host or checkpointing=full
     (docs/how-to/memory.md)."""
     cache: CacheConfig = field(default_factory=CacheConfig)
     """The KV cache of prefill and decode, as of `longspan generate`: int8,offload=host."""
-    model: Model = field(default_factory=lambda: Model(rope=AUTO))
+    model: Model = field(default_factory=Model)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     hardware: HardwareFlags = field(default_factory=HardwareFlags)
 
@@ -211,7 +210,7 @@ def run(config: PlanConfig) -> int:
     require("longspan plan", "transformers")
     from longspan.plan.from_model import read_model
 
-    model = read_model(config.model.model, config.tuning, config.model.rope)
+    model = read_model(config.model.model, config.tuning)
     hardware = config.hardware.gpu.hardware()
     _check(config, model, hardware)
     job, result = _search(config, model, hardware)
@@ -253,7 +252,7 @@ def run(config: PlanConfig) -> int:
 def _check(config: PlanConfig, model: ModelShape, hardware: Hardware) -> None:
     """Raise for what no mesh changes: positions that the model cannot have, memory options that the hardware lacks."""
     if config.context != "max":
-        scaling_for(model.positions, model.rope, config.context, model.name)
+        model.longer(config.context)
     job = config.job()
     if hardware.on_cpu and (job.memory.cpu_offload or job.memory.offload == "host"):
         flag = "--memory cpu_offload=true" if job.memory.cpu_offload else "--memory offload=host"

@@ -31,7 +31,6 @@ from longspan.compat.reading import (
 from longspan.compat.transformers_api import mixer_functions
 from longspan.core.errors import LongspanError, require
 from longspan.core.model import check_layers
-from longspan.core.rope import AUTO, RopeAsked
 from longspan.plan.layers import (
     CAUSAL,
     AttendedKeys,
@@ -54,18 +53,16 @@ from longspan.plan.tower import Tower
 # A model on the meta device, from a name, a file or a config.
 
 
-def read_model(
-    name_or_path: str | os.PathLike[str], tuning: Tuning | None = None, rope: RopeAsked | None = None
-) -> ModelShape:
+def read_model(name_or_path: str | os.PathLike[str], tuning: Tuning | None = None) -> ModelShape:
     """Return the shape of a built-in model, or of the `config.json` (or folder with one) at a path.
 
-    `tuning`: which weights are trained; None: all. `rope`: the RoPE scaling; None: one that the context needs.
+    `tuning`: which weights are trained; None: all.
 
     Raises:
         LongspanError: for an unknown name, a file that cannot be read, or whatever `shape_from_config` refuses.
     """
     name, config = find_config(name_or_path)
-    return replace(shape_from_config(config, name, tuning or ALL_TRAINED), rope=rope or AUTO)
+    return shape_from_config(config, name, tuning or ALL_TRAINED)
 
 
 def shape_from_config(config: Mapping[str, Any], name: str, tuning: Tuning = ALL_TRAINED) -> ModelShape:
@@ -213,7 +210,7 @@ def _shape(model: PreTrainedModel, name: str, packs: bool) -> ModelShape:
         config.hidden_size,
         root[0].shape[0],
         tied,
-        positions.positions,
+        positions.limit,
         tuple(layers * max(1, repeats)),
         root,
         positions,
@@ -292,7 +289,7 @@ def _recurrence(module: Any) -> Linear:
         return Linear(heads, heads, dim, dim, columns=1, chunk=chunk, **conv)
     if functions <= {"causal_conv1d_fn"} and conv:  # LFM2
         return ShortConv(0, 0, 0, 0, **conv)
-    # Each channel has a number as its state, and a decay (RG-LRU, RWKV).
+    # A registered function's layer: as if each channel had a number as its state, and a decay.
     width = max((m.out_features for m in module.modules() if isinstance(m, nn.Linear)), default=1)
     return Linear(width, width, 1, 1, columns=1, **conv)
 

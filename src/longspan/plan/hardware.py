@@ -113,7 +113,7 @@ class MeasuredLink:
         return then + (later - then) * (sent - below) / (above - below)
 
 
-_HOST_KEYS = ("host_memory", "host_bandwidth", "host_memory_bandwidth", "disk_write", "disk_read")
+_HOST_KEYS = ("host_memory", "host_bandwidth", "host_memory_bandwidth")
 
 
 Curve = tuple[tuple[int, float, float], ...]
@@ -160,9 +160,6 @@ class Hardware:
         host_memory: of one node.
         host_bandwidth: bytes/s between one GPU and its host's memory, each direction.
         host_memory_bandwidth: bytes/s of a node's memory, which bounds an optimizer on the host.
-        disk_write: bytes/s to a node's local disks.
-        disk_read: bytes/s from them.
-        disk_bytes: their capacity; 0: unknown, and not checked.
     """
 
     name: str
@@ -188,9 +185,6 @@ class Hardware:
     host_memory: float = 1e12
     host_bandwidth: float = 25e9
     host_memory_bandwidth: float = 300e9
-    disk_write: float = 6e9
-    disk_read: float = 12e9
-    disk_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         of = f"of hardware {self.name}"
@@ -203,7 +197,7 @@ class Hardware:
             check_number(f"{name} {of}", getattr(self, name), 0, 1, above=True)
         for name in ("overlaps", "on_cpu"):
             check_flag(f"{name} {of}", getattr(self, name))
-        for name in ("reserve_bytes", "attention_block", "attention_width", "disk_bytes"):
+        for name in ("reserve_bytes", "attention_block", "attention_width"):
             check_number(f"{name} {of}", getattr(self, name), 0)
         if self.measured_dtype is not None:
             check_choice(f"measured_dtype {of}", self.measured_dtype, ("bf16", "fp32"))

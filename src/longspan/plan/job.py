@@ -36,12 +36,10 @@ class Job:
             sequence).
         dtype: of activations and gathered weights. bf16 training stores weights, gradients and optimizer in fp32.
         weight_sharding: shard weights by FSDP over data x ring x ulysses, or replicate them.
-        parallel: the mesh and its options. `overlap_chunks="auto"` is planned as 1; the time to convert to a lossy
-            `wire_dtype` is not counted.
-        memory: memory options, as in `longspan.parallelize(memory=...)`. Without a backward only `tiled_mlp`,
+        parallel: the mesh and its options. `overlap_chunks="auto"` is planned as 1.
+        memory: memory options, as in `longspan.parallelize(memory=...)`. Without a backward only `tiled`,
             `head_chunks` and `cpu_offload` have an effect.
         cache: how the KV cache of `prefill` and `decode` is stored.
-        kv_replication: allow one KV head on several ranks.
         documents: whether sequences may be packed documents: in a ring, blocks then arrive from both sides. Times are
             those of whole sequences.
         prefill_chunk: tokens per chunk of a prompt, over all ranks, as `longspan generate` runs it: keys and values
@@ -57,7 +55,6 @@ class Job:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     memory: Memory = FASTEST
     cache: CacheConfig = field(default_factory=CacheConfig)
-    kv_replication: bool = True
     prefill_chunk: int | None = None
     documents: bool = False
     pictures: tuple[Pictures, ...] = ()
@@ -69,19 +66,13 @@ class Job:
         check_choice("dtype", self.dtype, ("bf16", "fp32"))
         if self.prefill_chunk is not None:
             check_number("prefill-chunk", self.prefill_chunk, 1, LARGEST_COUNT, whole=True)
-        for name in ("weight_sharding", "kv_replication", "documents"):
+        for name in ("weight_sharding", "documents"):
             check_flag(name, getattr(self, name))
         for name, kind in (("parallel", ParallelConfig), ("memory", Memory), ("cache", CacheConfig)):
             if not isinstance(getattr(self, name), kind):
                 raise LongspanError(f"{name} is {format_value(getattr(self, name))}; make one with {kind.__name__}")
         if not isinstance(self.pictures, tuple):
             raise LongspanError(f"pictures is {format_value(self.pictures)}; give a tuple of Pictures")
-        wire_dtype = self.parallel.wire_dtype
-        if wire_dtype != "exact" and (self.mode == "decode" or self.prefill_chunk is not None):
-            raise LongspanError(
-                f"wire-dtype={wire_dtype} does not work with a KV cache; leave it out of mode decode and of "
-                f"prefill-chunk"
-            )
         if self.memory.cpu_offload and not self.weight_sharding:
             raise LongspanError("cpu_offload moves FSDP's shards, and weight_sharding is off; leave one of them out")
 
@@ -123,16 +114,16 @@ class Job:
         """
         if self.mode != "train":
             return 1, 0
-        return (2 if self.memory.checkpointing == "full" else 1), 1
+        return (2 if self.memory.recomputes_layers else 1), 1
 
     def recomputed_inputs(self, layers: int) -> int:
         """Return how many layers run a further forward to recompute the next layer's input.
 
-        These are all layers but the last of each group of `Memory.layers_per_checkpoint`.
+        These are all layers but the last of each group.
         """
-        if self.mode != "train" or self.memory.checkpointing == "none":
+        if self.mode != "train" or self.memory.checkpointing != "grouped":
             return 0
-        return layers - layers_held(layers, layers_per_checkpoint(layers, self.memory.layers_per_checkpoint))[0]
+        return layers - layers_held(layers, layers_per_checkpoint(layers, grouped=True))[0]
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.experts import ExpertLayout, divisors, most_ranks
 from longspan.core.heads import split_groups
 from longspan.core.parallel import ParallelConfig
+from longspan.core.rope import settings_of
 from longspan.core.tile_sizes import even_span
 from longspan.plan.cost.vision import most_patches
 from longspan.plan.cost.weights import can_cut
@@ -43,7 +44,7 @@ def positions_refusal(model: ModelShape, job: Job) -> str | None:
     if job.mode == "train" and job.context < 2:
         return f"context {job.context}: a sequence needs 2 tokens to learn from"
     try:
-        model.scaling(job.context)
+        model.longer(job.context)
     except LongspanError as error:
         return str(error)
     return None
@@ -84,6 +85,8 @@ def _tensor_refusal(layer: LayerShape, t: int) -> str | None:
     if not layer.mixer.shards_heads:
         return f"tensor={t}: a recurrent layer is sharded by tokens only; use `ulysses` or `ring` instead"
     q, kv, width, what = layer.mixer.q_heads, layer.mixer.kv_heads, layer.mlp.ffn, "the MLP's intermediate size"
+    if layer.adapts_experts:
+        return f"tensor={t} does not shard LoRA on experts; use `experts` instead"
     if layer.mlp.experts > 1:
         width, what = layer.mlp.experts, "the number of experts"
     if not all(shard.q_heads for shard in split_groups(q, kv, t)):
@@ -117,11 +120,12 @@ def notes(c: CostContext) -> Iterator[str]:
     kv = max(1, model.kv_heads // mesh.tensor)
     if mesh.ulysses > kv:
         yield f"ulysses={mesh.ulysses} needs {mesh.ulysses} KV heads or replication, the model has {kv}: replicated"
-    scaling = model.scaling(job.context)
-    if scaling is not None:
-        flags = ", ".join(f"{flag}: {value}" for flag, value in scaling.settings.items())
-        needed = "" if model.positions.reach is None else f"the model's positions end at {model.positions.reach:,}: "
-        yield f"{needed}{scaling} ({flags})"
+    values = model.longer(job.context)
+    if values is not None:
+        yield (
+            f"the model's positions end at {model.positions.limit:,}: its config needs {settings_of(values)} "
+            "(docs/how-to/train.md)"
+        )
     if model.tower is not None and job.pictures:
         tokens = sum(pictures.tokens(model.tower) for pictures in job.pictures)
         patches = sum(pictures.units * pictures.patches for pictures in job.pictures)

@@ -1,8 +1,7 @@
 """Memory options that fit: the fastest combination on a mesh, the longest context, and suggestions if nothing fits.
 
 `longspan.parallelize(memory="auto")` and `longspan train` with `memory: auto` call `choose_memory`. The search covers
-up to 160 combinations: counts are 1 or 0 (automatic), and a disk is used only if asked for, since writing wears it
-out. For more than 1,024 GPUs it covers eight.
+up to 48 combinations; head chunks are 1 or 0 (automatic). For more than 1,024 GPUs it covers eight.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from longspan.plan.search import (
     MOST_GPUS,
     Plan,
     Search,
+    cost,
     format_items,
     longest_context,
     on_meshes,
-    plan_mesh,
     search,
 )
 from longspan.plan.shape import ModelShape
@@ -47,10 +46,8 @@ NOTHING_FIXED: Fixed = {}
 
 _VALUES: dict[str, tuple[Any, ...]] = {
     "checkpointing": CHECKPOINTING,
-    "layers_per_checkpoint": (1, 0),
     "offload": ("none", "host"),
-    "tiled_mlp": (1, 0),
-    "tiled_norms": (False, True),
+    "tiled": (False, True),
     "head_chunks": (1, 0),
     "cpu_offload": (False, True),
 }
@@ -59,25 +56,22 @@ _VALUES: dict[str, tuple[Any, ...]] = {
 def combinations(job: Job, hardware: Hardware, fixed: Fixed = NOTHING_FIXED, *, few: bool = False) -> list[Memory]:
     """Return the combinations to try, each with the `fixed` memory options; with `few`, only eight."""
     off = {name: (getattr(FASTEST, name),) for name in _VALUES}
-    without: set[str] = (
-        {"layers_per_checkpoint", "offload", "tiled_norms", "head_chunks", "cpu_offload"} if few else set()
-    )
+    without: set[str] = {"offload", "head_chunks", "cpu_offload"} if few else set()
     if hardware.on_cpu:  # it computes in the host's memory
         without |= {"offload", "cpu_offload"}
     if not job.weight_sharding:  # it moves FSDP's shards
         without.add("cpu_offload")
     if job.mode != "train":  # nothing is saved for a backward
-        without |= {"checkpointing", "layers_per_checkpoint", "offload", "tiled_norms"}
+        without |= {"checkpointing", "offload"}
     tried = {name: off[name] if name in without else values for name, values in _VALUES.items()}
     tried |= {name: (value,) for name, value in fixed.items()}
     every = []
     for values in itertools.product(*tried.values()):
         options = dict(zip(tried, values, strict=True))
-        offloads, grouped = options["offload"] != "none", options["layers_per_checkpoint"] != 1
-        needs_checkpoints = options["checkpointing"] == "none" and (offloads or grouped)
+        offloads, how = options["offload"] != "none", options["checkpointing"]
         # Layers need not share a checkpoint that is offloaded, unless that is asked for.
-        needless = offloads and grouped and "layers_per_checkpoint" not in fixed
-        if not needs_checkpoints and not needless:
+        needless = how == "none" or (how == "grouped" and "checkpointing" not in fixed)
+        if not (offloads and needless):
             every.append(Memory(**options))
     if not every:
         Memory(**fixed)  # raises for options that exclude each other
@@ -131,8 +125,8 @@ def chosen_plan(model: ModelShape, job: Job, hardware: Hardware, fixed: Fixed = 
     chosen = fastest_that_fits(model, job, hardware, fixed)
     if chosen is None:
         return least_memory(model, job, hardware, fixed)
-    plan = plan_mesh(model, chosen.job, hardware)
-    return plan if plan.job.memory == FASTEST else replace(plan, decisions=(*chosen.decisions, *plan.decisions))
+    plan = cost(model, chosen.job, hardware)
+    return plan if plan.job.memory == FASTEST else replace(plan, decisions=chosen.decisions)
 
 
 def search_memory_options(
@@ -186,7 +180,7 @@ def smallest_memory_candidates(job: Job, hardware: Hardware, fixed: Fixed) -> li
     every = combinations(job, hardware, fixed)
     if job.mode != "train":
         return every
-    best = {"tiled_mlp": (0,), "tiled_norms": (True,), "head_chunks": (0, 1), "checkpointing": ("selective", "full")}
+    best = {"tiled": (True,), "head_chunks": (0, 1), "checkpointing": ("selective", "full", "grouped")}
     open_options = {name: values for name, values in best.items() if name not in fixed}
     return [memory for memory in every if all(getattr(memory, name) in of for name, of in open_options.items())]
 
@@ -299,11 +293,10 @@ class Suggestions:
             return f"{nothing}: weights are whole on every GPU; FSDP would shard them."
         if self.longest is None:
             return f"{nothing}, at any context."
-        disk = self.job.memory.offload != "disk" and "offload" not in self.fixed
         return (
             f"{nothing}; the longest context that fits on these is {self.longest.job.context:,} tokens "
-            f"({self.longest.mesh}, {self.longest.job.memory.describe()}); "
-            f"{'a disk (--memory auto,offload=disk) or ' if disk else ''}more host memory may allow more."
+            f"({self.longest.mesh}, {self.longest.job.memory.describe()}); more host "
+            f"memory may allow more."
         )
 
 
@@ -331,7 +324,7 @@ def find_suggestions(
         return plan if plan.fits else None
 
     def as_it_is(job: Job) -> Plan | None:
-        return plan_mesh(model, job, hardware) if Plan(model, job, hardware).fits else None
+        return cost(model, job, hardware) if Plan(model, job, hardware).fits else None
 
     few = gpus <= MOST_GPUS_WITH_OPTIONS  # memory options are chosen mesh by mesh
     memory_options = _fastest(model, job, gpus, with_chosen_options) if few and not chooses else None

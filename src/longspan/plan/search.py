@@ -9,7 +9,7 @@ from functools import cached_property
 from longspan.core.errors import LongspanError
 from longspan.core.experts import divisors
 from longspan.core.formatting import size
-from longspan.core.parallel import ParallelConfig, RingImpl
+from longspan.core.parallel import ParallelConfig
 from longspan.core.validation import LARGEST_COUNT, check_number, format_value
 from longspan.plan.cost.communication import Collective, communication
 from longspan.plan.cost.memory import HOST_SHARE, Offloaded, memory, offloaded_bytes
@@ -18,9 +18,6 @@ from longspan.plan.hardware import Hardware
 from longspan.plan.job import CostContext, Job
 from longspan.plan.limits import GB, notes, pictures_refusal, refusal, unsupported
 from longspan.plan.shape import ModelShape
-
-WORTH = 0.01
-"""Fraction of a step that another ring implementation must save to be recommended: less is within the error."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +62,12 @@ class Plan:
 
     @cached_property
     def offloaded(self) -> Offloaded:
-        """What is in the host's memory or on a disk."""
+        """What is in the host's memory."""
         return offloaded_bytes(self.c, self.hardware)
 
     @property
     def fits(self) -> bool:
-        """Whether it fits in the GPU's memory, the host's memory and the disk."""
+        """Whether it fits in the GPU's memory and the host's."""
         return self.headroom_bytes >= 0 and self.offloaded.fits(self.hardware)
 
     def short_of(self, most: int = 2) -> tuple[str, ...]:
@@ -83,10 +80,9 @@ class Plan:
             )
         if not self.offloaded.fits(self.hardware):
             stored, node = self.offloaded, self.hardware
-            on_disk = f", and {stored.disk_node_bytes / GB:,.0f} GB of disk" if stored.disk_bytes else ""
             short.append(
                 f"needs {stored.host_node_bytes / GB:,.0f} GB of {HOST_SHARE * node.host_memory / GB:,.0f} GB of host "
-                f"memory per node{on_disk} (of each GPU: {format_items(stored.host_bytes)})"
+                f"memory per node (of each GPU: {format_items(stored.host_bytes)})"
             )
         return tuple(short)
 
@@ -111,14 +107,6 @@ class Plan:
         method = sum(c.bytes_total for c in self.comm if c.method)
         return method / len(self.model.layers) / self.c.micro_batches
 
-    @cached_property
-    def ring_impl(self) -> str | None:
-        """Ring implementation: "p2p", "allgather", or "mixed" if layers differ; None without a ring."""
-        if self.mesh.ring == 1 or self.job.mode == "decode" or self.job.prefill_chunk is not None:
-            return None
-        impls = {impl for layer, _ in self.model.layer_kinds for impl in layer.mixer.ring_impls(self.c)}
-        return impls.pop() if len(impls) == 1 else "mixed" if impls else None
-
     # Time.
 
     @cached_property
@@ -141,7 +129,7 @@ class Plan:
 
     @property
     def offload_seconds(self) -> float:
-        """Seconds of a step that wait for host link or disk."""
+        """Seconds of a step that wait for the host link."""
         return self._offload_wait[0]
 
     @property
@@ -188,15 +176,11 @@ class Plan:
                 f"host memory: {sum(stored.host_bytes.values()) / GB:.1f} GB per GPU, "
                 f"{stored.host_node_bytes / GB:,.0f} GB per node ({format_items(stored.host_bytes)})"
             )
-        if stored.disk_bytes:
-            yield (
-                f"disk: {stored.disk_bytes / GB:,.0f} GB per GPU, {stored.disk_node_bytes / GB:,.0f} GB per node and "
-                f"step"
-            )
         if bottleneck is not None:
-            what, needed, has = bottleneck
+            needed, has = bottleneck
             hidden = "it overlaps" if needed <= has else f"{waiting:.1f} s of a step wait for it"
-            yield f"the {what} needs {needed / GB:.1f} GB/s of {has / GB:.0f} GB/s to overlap with computing: {hidden}"
+            bandwidth = f"{needed / GB:.1f} GB/s of {has / GB:.0f} GB/s"
+            yield f"the host link needs {bandwidth} to overlap with computing: {hidden}"
 
     def _weight_notes(self) -> Iterator[str]:
         """Yield a note if a step mostly waits for weights: in decoding, FSDP gathers all of them for every token."""
@@ -258,43 +242,6 @@ def cost(model: ModelShape, job: Job, hardware: Hardware) -> Plan:
     return Plan(model, job, hardware)
 
 
-def plan_mesh(model: ModelShape, job: Job, hardware: Hardware) -> Plan:
-    """Return `cost`, with the faster ring implementation if the job leaves it open; see `with_faster_ring`.
-
-    Raises:
-        LongspanError: as `cost`.
-    """
-    return with_faster_ring(cost(model, job, hardware))
-
-
-def with_faster_ring(plan: Plan) -> Plan:
-    """Return a plan with the faster ring implementation if its job leaves it open.
-
-    The code's own rule (`ring_impl="auto"`) does not know the links. If these make the other implementation clearly
-    faster, or only that one fits, the plan uses it, and has a note and a flag that say so.
-    """
-    job = plan.job
-    if plan.mesh.ring_impl != "auto" or plan.ring_impl is None:
-        return plan
-    # No ring implementation saves more than the exposed communication.
-    if plan.fits and plan.exposed_seconds <= WORTH * plan.step_seconds:
-        return plan
-    impls: tuple[RingImpl, ...] = ("p2p", "allgather")
-    for impl in impls:
-        if impl == plan.ring_impl:
-            continue
-        other = Plan(plan.model, job.on(ring_impl=impl), plan.hardware)
-        if other.fits < plan.fits:
-            continue
-        only_this_fits = other.fits > plan.fits
-        if only_this_fits or other.step_seconds < (1 - WORTH) * plan.step_seconds:
-            gain = f"{1 - other.step_seconds / plan.step_seconds:.0%} faster by this model"
-            why = "fits" if only_this_fits else gain
-            note = f"--ring-impl {impl} is planned: {why}, where auto would take {plan.ring_impl}"
-            plan = replace(other, decisions=(note,))
-    return plan
-
-
 MOST_GPUS = 1 << 14
 """The most GPUs whose meshes are searched: a highly composite number of them has some 11,000 meshes."""
 
@@ -304,7 +251,7 @@ def search(
     job: Job,
     gpus: int,
     hardware: Hardware,
-    plan_of: Callable[[ModelShape, Job, Hardware], Plan] = plan_mesh,
+    plan_of: Callable[[ModelShape, Job, Hardware], Plan] = cost,
 ) -> Search:
     """Return the plans of every mesh of `gpus` GPUs, each by `plan_of`, ranked by whether they fit, step time and
     memory. The axes of `job.parallel` are ignored.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from longspan.core.errors import LongspanError
 from longspan.core.reading import OneFlag
-from longspan.core.rope import AUTO, UNSTATED, RopeAsked, RopeScaling, RopeState, furthest, scaling_for
+from longspan.core.rope import ModelPositions
 from longspan.core.validation import LARGEST_COUNT, check_number
 from longspan.plan.layers import Mixer, Mlp, Parameter
 from longspan.plan.tower import Tower
@@ -61,9 +62,14 @@ class LayerShape:
         return sum(p.numel for p in self.parameters)
 
     @cached_property
+    def adapts_experts(self) -> bool:
+        """Whether LoRA is on stacked experts."""
+        return any(".experts." in p.name and ".lora_" in p.name for p in self.parameters)
+
+    @property
     def fewest_experts(self) -> int:
         """Experts that a rank needs at least: PEFT mistakes the LoRA of a single one for that of a plain matrix."""
-        return 2 if any(".experts." in p.name and ".lora_" in p.name for p in self.parameters) else 1
+        return 2 if self.adapts_experts else 1
 
     @cached_property
     def active_params(self) -> int:
@@ -95,7 +101,6 @@ class ModelShape:
         layers: in order; repeated layers are the same object.
         root: weights outside the layers: embeddings, learnt positions, final norm, and the head unless tied.
         positions: what the config says about positions.
-        rope: the requested RoPE scaling.
         refused: reasons why this version does not train it.
         tower: the vision tower; None for a language model.
         tuning: the flags that say which weights are trained; each weight says whether it is.
@@ -108,8 +113,7 @@ class ModelShape:
     max_position: int | None
     layers: tuple[LayerShape, ...]
     root: tuple[Parameter, ...]
-    positions: RopeState = UNSTATED
-    rope: RopeAsked = AUTO
+    positions: ModelPositions = field(default_factory=ModelPositions)
     refused: tuple[str, ...] = ()
     tower: Tower | None = None
     tuning: Tuning = ALL_TRAINED
@@ -119,21 +123,21 @@ class ModelShape:
         """The LM head's weight, which may be the embedding's."""
         return self.root[0] if self.tied else self.root[-1]
 
-    def scaling(self, context: int) -> RopeScaling | None:
-        """Return the RoPE scaling that a context needs, as `longspan train` decides it, or None.
+    def longer(self, context: int) -> dict[str, Any] | None:
+        """Return the values of the config that a context beyond the model's positions needs; None if it is within.
 
         Raises:
             LongspanError: if no scaling reaches the context.
         """
-        reach, asked = self.positions.reach, self.rope
-        if asked.scaling != "as-is" and asked.factor is None and (reach is None or context <= reach):
-            return None
-        return scaling_for(self.positions, asked, context, self.name)
+        self.positions.check(context, self.name, extends=True)
+        reach = self.positions.reach
+        return None if reach is None or context <= reach else self.positions.extended(context)
 
     @property
     def furthest(self) -> int | None:
-        """The longest context of its positions with the requested scaling; None: no limit."""
-        return furthest(self.positions, self.rope)
+        """The longest context, with a scaling of its positions if it has one; None: no limit."""
+        reach = self.positions.reach
+        return reach if reach is None or self.positions.extended(reach + 1) is None else None
 
     @cached_property
     def packed(self) -> bool:

@@ -30,7 +30,6 @@ from longspan.core.reading import (
     values,
     with_values,
 )  # fmt: skip
-from longspan.core.rope import AS_IS, RopeAsked
 from longspan.core.validation import LONGEST_WAIT_S, check_number, format_value, nearest, suggest_choice
 from longspan.hf.pretrained import first_line
 from longspan.ranks.job import Timeouts
@@ -54,10 +53,7 @@ class Ours:
     within the model's positions."""
     memory: MemoryChoice = field(default_factory=lambda: MemoryChoice("auto"))
     """Memory options. auto: the fastest that fit, by the planner. fastest, longest: all together. Or options of
-    `longspan.Memory`, after a word that chooses the others or without: auto,offload=disk or {checkpointing: full}."""
-    rope: RopeAsked = AS_IS
-    """RoPE scaling beyond the model's positions: auto, linear, dynamic, yarn or longrope, as of `longspan plan`:
-    yarn,factor=4."""
+    `longspan.Memory`, after a word that chooses the others or without: auto,offload=host or {checkpointing: full}."""
     rank_memory: float | None = None
     """GB that a rank may use, for `memory: auto` and `context: max`. By default its GPU's memory, or its share of the
     machine's."""
@@ -191,10 +187,10 @@ class Settings:
                 f"kernel: {self.ours.kernel} and attn_implementation: {model.attn_implementation} are different "
                 "kernels; leave one of them out"
             )
-        if training.model_init_kwargs:
+        if not isinstance(training.model_init_kwargs, dict | None):
             raise LongspanError(
-                f"model_init_kwargs: {format_value(training.model_init_kwargs)} would not reach the model; use dtype, "
-                "attn_implementation, model_revision, or a changed config.json"
+                f"model_init_kwargs: {format_value(training.model_init_kwargs)} must be values of the model's config "
+                "by key, such as {rope_parameters: {...}, max_position_embeddings: 131072}"
             )
         return Arguments(self.method, self.ours, script, training, model, mixture, self.given, bool(checkpoints), muon)
 

@@ -16,7 +16,6 @@ from trl import get_peft_config
 from longspan.compat.reading import tower_modules
 from longspan.core.errors import LongspanError, require
 from longspan.core.memory import Memory
-from longspan.core.rope import RopeScaling
 from longspan.hf.loading import load_sharded
 from longspan.hf.pretrained import (
     base_of,
@@ -72,14 +71,14 @@ def is_random(name: str) -> bool:
     return path.is_file()
 
 
-def read_config(arguments: Arguments, context: int) -> tuple[Any, RopeScaling | None]:
-    """Return the model's config for this context, and the RoPE scaling that was applied to it."""
-    config, rope = read_model_config(KEY, name_of(arguments), context, arguments.ours.rope, weights=False)
+def read_config(arguments: Arguments, context: int) -> Any:
+    """Return the model's config with the values of `model_init_kwargs`; raise if it has too few positions."""
+    config = read_model_config(KEY, name_of(arguments), context, arguments.training.model_init_kwargs, weights=False)
     if arguments.ours.dropout is not None or arguments.method == "dpo":  # rewards would be noise
         config = without_dropout(config)
     if arguments.method == "reward":
         config.num_labels = 1
-    return config, rope
+    return config
 
 
 def origin_of(arguments: Arguments, config: Any) -> Origin:

@@ -12,7 +12,6 @@ from longspan.core.errors import LongspanError
 from longspan.core.formatting import parameters
 from longspan.core.layout import choose_layout
 from longspan.core.memory import FASTEST, LONGEST, Memory, memory_of
-from longspan.core.rope import RopeScaling
 from longspan.hf.memory_options import MemoryModules
 from longspan.hf.planning import hardware_of_ranks
 from longspan.hf.preconditions import check_ahead, check_axes
@@ -31,7 +30,6 @@ class Resolved:
     context: int | None  # tokens per sequence; None: max_length is None, so no sequence is cut
     memory: Memory
     config: Any  # the model's, for this context
-    rope: RopeScaling | None
     messages: tuple[str, ...] = ()  # of the planner
 
 
@@ -46,14 +44,14 @@ def resolve(arguments: Arguments) -> Resolved:
     context: Any = ours.context if ours.context is not None else training.max_length
     longest = context == "max"
     shortest = max(2, parallel.sequence_ranks)
-    config, rope = models.read_config(arguments, context if isinstance(context, int) else shortest)
+    config = models.read_config(arguments, context if isinstance(context, int) else shortest)
     model = models.origin_of(arguments, config).on_meta()
     check_axes(lambda: model, parallel, fsdp=ours.shard_weights)
     weights_named(model, ours.freeze)
     level, fixed = ours.memory.level, dict(ours.memory.options)
     fixed = {**_of_trl(arguments), **fixed}
     chosen = dataclasses.replace(FASTEST if level == "auto" else memory_of(level), **fixed)
-    unknown = Resolved(context if isinstance(context, int) else None, chosen, config, rope)
+    unknown = Resolved(context if isinstance(context, int) else None, chosen, config)
     if (level != "auto" and not longest) or context is None:
         return unknown
     peft = arguments.model
@@ -71,7 +69,7 @@ def resolve(arguments: Arguments) -> Resolved:
     if level == "longest":
         fixed = {**{f.name: getattr(LONGEST, f.name) for f in dataclasses.fields(LONGEST)}, **fixed}
     if level == "auto" and MemoryModules(model).untiled is not None:
-        fixed.setdefault("tiled_mlp", 1)  # do not choose an option that the model cannot use
+        fixed.setdefault("tiled", False)  # do not choose an option that the model cannot use
     packed = getattr(training, "packing", False) and training.packing_strategy != "wrapped"
     rows = training.per_device_train_batch_size * (2 if arguments.method != "sft" else 1)
     job = Job(
@@ -90,18 +88,17 @@ def resolve(arguments: Arguments) -> Resolved:
         hardware = dataclasses.replace(hardware, memory_bytes=hardware.memory_bytes - reference)
     messages = [f"{hardware.memory_bytes / 1e9:.2f} GB for a rank, {parallel}"]
     if longest:
-        context, message = _longest_context(dataclasses.replace(shape, rope=ours.rope), job, hardware, fixed)
+        context, message = _longest_context(shape, job, hardware, fixed)
         messages.append(message)
         job = dataclasses.replace(job, context=context)
         context //= rows if packed else 1  # the rows of a forward are packed into one
-        config, rope = models.read_config(arguments, context)
     try:
         memory, message = choose_memory(shape, job, hardware, fixed)
     except LongspanError as error:
         if "memory" in arguments.given or longest:
             raise
         raise LongspanError(f"{error} To start it all the same, give `memory: fastest`") from error
-    return Resolved(context, memory, config, rope, (*messages, message))
+    return Resolved(context, memory, config, (*messages, message))
 
 
 def _of_trl(arguments: Arguments) -> dict[str, Any]:
@@ -120,7 +117,8 @@ def _longest_context(shape: Any, job: Job, hardware: Any, fixed: dict[str, Any])
     if fits is None:
         choose_memory(shape, dataclasses.replace(job, context=STEP), hardware, fixed)  # raises with the reason
         raise LongspanError(f"context: max: not even {STEP:,} tokens fit on {job.parallel}")
-    context = fits if shape.furthest is None else min(fits, shape.furthest)
+    reach = shape.positions.reach
+    context = fits if reach is None else min(fits, reach)
     bound = "" if context == fits else f"; {fits:,} would fit, the model's positions end at {context:,}"
     return context, f"context: {context:,} tokens{bound}"
 
@@ -132,7 +130,7 @@ def summary(arguments: Arguments, resolved: Resolved) -> list[str]:
     axes = str(parallel)
     if parallel.ring > 1:
         layout = choose_layout(parallel.layout, parallel.ring, parallel.ulysses).kind
-        axes += f" ({layout}, {parallel.ring_impl})"
+        axes += f" ({layout})"
     rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * parallel.data
     weights = sum(p.numel() for p in model.parameters())
     name = models.name_of(arguments)
@@ -142,8 +140,6 @@ def summary(arguments: Arguments, resolved: Resolved) -> list[str]:
         f"{type(model).__name__}, {parameters(weights)}{random}; {axes}; {'bf16' if training.bf16 else 'fp32'}; "
         f"a step has {rows} sequences of {length}"
     ]
-    if resolved.rope is not None:
-        lines.append(str(resolved.rope))
     if resolved.memory != FASTEST:
         lines.append(f"memory: {resolved.memory.describe()}")
     return lines

@@ -34,7 +34,7 @@ from longspan.comm.arguments import check_sharding
 from longspan.comm.mesh import SequenceSharding
 from longspan.compat.accelerate_api import ReplicaAccelerator
 from longspan.compat.torch_checkpoint import low_bit_adamw
-from longspan.compat.transformers_api import counts_repeated_tokens_once, output_dir_of
+from longspan.compat.transformers_api import output_dir_of
 from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import reduces_once
 from longspan.core.validation import checked_call
@@ -81,7 +81,7 @@ REFUSED = {
     "parallelism_config": "the mesh defines how the ranks are used; leave it out",
     "label_smoothing_factor": "it needs the logits of all tokens; leave it out",
     "auto_find_batch_size": "ranks could choose different sizes; leave it out",
-    "use_liger_kernel": "use the memory option head_loss='liger'",
+    "use_liger_kernel": "leave it out: the loss is computed by tiles, without logits",
 }
 """Training arguments that must be unset, and why."""
 
@@ -163,7 +163,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         shared_prefixes = kwargs.pop("shared_prefixes", False)
         self.longspan_options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
         self.longspan_eval, self.longspan_context = Tally(), loss_by_position
-        self.longspan_step, self.longspan_in_loss = _Step(), False
+        self.longspan_step = _Step()
         self.longspan_saver = ShardSaver()
         super().__init__(*args, **kwargs)
         self._refuse()
@@ -283,12 +283,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         self.add_callback(StopOnSignal())
 
     def get_tp_size(self) -> int:
-        """Return the ranks that read the same batch, by which the Trainer divides processes and tokens.
-
-        TRL also divides the loss's factor by it, as the Trainer divides the number of tokens, except in older versions
-        of transformers.
-        """
-        return 1 if self.longspan_in_loss and not counts_repeated_tokens_once() else self.longspan_sp.replica_size
+        """Return the ranks that read the same batch, by which the Trainer divides processes and tokens."""
+        return self.longspan_sp.replica_size
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """As the base class, which sums over processes, but count the tokens of a sequence group once."""
@@ -436,13 +432,9 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             else:  # versions of transformers differ in which labels count
                 self.longspan_eval.items = int(num_items_in_batch)
         before, width = self._forward_hooks.losses.computed, inputs.get(WIDTH)
-        self.longspan_in_loss = self.model.training
         # A Trainer multiplies a loss with `num_items_in_batch` by the number of replicas.
         with self._forward_hooks.options.during(replicas=self.longspan_sp.data_size):
-            try:
-                found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-            finally:
-                self.longspan_in_loss = False
+            found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if width is None or self._forward_hooks.losses.computed > before:
             return found
         # The trainer computed a loss of its group's row itself. Rounds add the rows of all groups, of any width.

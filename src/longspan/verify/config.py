@@ -50,7 +50,7 @@ class VerifyConfig:
     """Memory options of the sharded run: fastest, longest or auto, or options: checkpointing=full,offload=host
     (docs/how-to/memory.md)."""
     model: Model = field(default_factory=Model)
-    parallel: ParallelConfig = field(default_factory=lambda: ParallelConfig(ring_impl="p2p"))
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     timeouts: Timeouts = field(default_factory=Timeouts)
 
     @property

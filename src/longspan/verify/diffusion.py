@@ -31,7 +31,7 @@ from longspan.verify.runs import Tensors, gradient_parts, make_report, unsharded
 if TYPE_CHECKING:
     from longspan.verify.report import Report
 
-_OF_LANGUAGE_MODELS = ("dtype", "kernel", "memory", "rope", "text", "text_field", "tokenizer")
+_OF_LANGUAGE_MODELS = ("dtype", "kernel", "memory", "text", "text_field", "tokenizer")
 """Flags that mean nothing to a diffusion transformer."""
 
 
@@ -74,10 +74,10 @@ def open_transformer(config: VerifyConfig) -> Transformer:
     except ImportError as error:
         raise LongspanError(f"a {name} needs diffusers; install it: pip install 'longspan[diffusers]'") from error
     parallel = config.parallel
-    if parallel.ring > 1 or parallel.tensor > 1 or parallel.lossy:
+    if parallel.ring > 1 or parallel.tensor > 1:
         raise LongspanError(
             f"{name} is sharded by Ulysses alone: give --ulysses {parallel.ring * parallel.ulysses * parallel.tensor}, "
-            "and no --ring, --tensor or --wire-dtype"
+            "and no --ring or --tensor"
         )
     given, defaults = values(config), values(VerifyConfig())
     option = next((option for option in _OF_LANGUAGE_MODELS if given[option] != defaults[option]), None)

@@ -69,7 +69,7 @@ def open_inputs(config: VerifyConfig) -> Inputs:
 def load_model_config(config: VerifyConfig) -> Any:
     """Return the model's Hugging Face config without dropout, which differs between ranks, and without cache."""
     name = config.model.model
-    opened, _ = read_model_config("--model", name, config.context, config.model.rope, weights=not config.random_weights)
+    opened = read_model_config("--model", name, config.context, weights=not config.random_weights)
     text = opened.get_text_config()
     text.use_cache = False
     found = without_dropout(opened)

@@ -43,13 +43,6 @@ COARSE = 2.0**-20
 The limit follows the rounding of the unsharded run, and with such products would pass faults of their size.
 """
 
-HALF_STEP = {"int8": 4 / 254, "fp8": 1 / 16}
-"""Rounding of a compressed all-to-all relative to a vector: half a quantization step. For int8 that is 1/254 of the
-largest number, which is assumed to be four times the typical one."""
-
-ROUNDINGS = 8
-"""Roundings per layer of a compressed all-to-all: q, k, v and the output, and their gradients."""
-
 _GROUPS: tuple[tuple[str, str], ...] = (
     # The first match wins: a tower has layers of its own, "embed_out" is a head, "query_key_value" not a query alone.
     ("projector", r"(^|[._])(merger|projector|connector)(_list)?\."),
@@ -208,13 +201,6 @@ class Criterion:
 
     factor: float
     floor: float
-
-    def lossy(self, code: str, layers: int) -> Criterion:
-        """Return the criterion for a compressed all-to-all: independent half steps add up to the root of their number.
-
-        This estimate tells quantization from a coarse fault; it cannot detect small ones.
-        """
-        return Criterion(self.factor, self.floor + HALF_STEP[code] * math.sqrt(ROUNDINGS * max(1, layers)))
 
     @classmethod
     def of(cls, dtype: Literal["fp32", "bf16"], reference: Literal["fp64", "fp32"]) -> Criterion:

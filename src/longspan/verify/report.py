@@ -70,11 +70,6 @@ class Report:
         return max(map(nan_as_inf, itertools.chain(*(check.limit for check in self.checks))))
 
     @property
-    def lossy(self) -> bool:
-        """Whether the all-to-all was compressed: passing then does not mean exact."""
-        return bool(self.setup.get("wire_dtype", "exact") != "exact")
-
-    @property
     def exit_code(self) -> int:
         return 0 if self.passed else 1
 
@@ -166,12 +161,7 @@ def print_table(report: Report, file: IO[str] | None = None) -> None:
     write(f"error = |run - {wide}| / |{wide}|;  limit = {criterion.floor:.1e}{rounding}")
     print("", *(line.rstrip() for line in _rows(report)), "", sep="\n", file=file)
     compared = f"{len(report.checks) + len(report.equalities)} comparisons on {len(report.rank_tokens)} ranks"
-    if report.passed and report.lossy:
-        write(
-            f"LOSSY  {compared} are within what rounding to {report.setup['wire_dtype']} may change. This run is "
-            "not exact and does not show smaller faults: verify without --wire-dtype too."
-        )
-    elif report.passed:
+    if report.passed:
         write(
             f"PASS  {compared} agree up to {dtype} rounding. A fault above {_figure(report.detects)} in any of them "
             f"would be detected.{_smaller_faults(report)}"

@@ -42,7 +42,6 @@ from longspan.verify.judge import (
     LocalRows,
     compare_rows,
     judge,
-    layer_of,
     product_error,
     row_chunks,
 )
@@ -248,9 +247,6 @@ def make_report(
     mine = {name: _measure(name, part, references, sp) for name, part in parts.items()}
     everyone = gather_objects(mine, hosts)
     criterion = Criterion.of(config.dtype, config.reference)
-    if config.parallel.lossy:
-        layers = {layer_of(name) for name in parts} - {None}
-        criterion = criterion.lossy(config.parallel.wire_dtype, len(layers))
     losses = gather_objects(float(parts["loss"].values), hosts)
     equalities = [Equality.of("loss", losses, [f"{loss:.9g}" for loss in losses])]
     if not config.fsdp:
@@ -280,8 +276,6 @@ def _setup(config: VerifyConfig, sp: SequenceSharding) -> dict[str, Any]:
         "tensor_style": parallel.tensor_style if parallel.tensor > 1 else None,
         "experts": parallel.experts,
         "layout": sp.layout.kind,
-        "ring_impl": parallel.ring_impl if parallel.ring > 1 else None,
-        "wire_dtype": parallel.wire_dtype if parallel.lossy else "exact",
         "reference": config.reference,
         "memory": "auto" if config.memory.chooses else config.memory.to_memory().describe(),
         "device": torch.cuda.get_device_name(sp.device) if sp.device.type == "cuda" else sp.device.type,

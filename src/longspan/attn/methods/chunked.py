@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from longspan.comm.all_to_all import AllToAll
-    from longspan.core.cache import CacheDtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +64,6 @@ class ChunkedUlysses:
     # Whether the backward recomputes the all-to-all instead of saving what it received.
     recompute_all_to_all: bool = True
     overlaps: bool = False  # whether all-to-alls overlap with attention
-    # Dtype of what the all-to-alls send. `recompute_all_to_all` then uses the rounded output.
-    wire_dtype: CacheDtype = "exact"
 
     def __call__(
         self,
@@ -332,7 +329,7 @@ def _scatter(
     for xs, kinds, length in messages:
         spans = head_spans(chunk.shards, kinds)
         counts = [local.q_heads if kind == "q" else local.kv_heads for kind in kinds]
-        all_to_all = start_scatter(xs, spans, method.group, method.wire_dtype, overlapped=method.overlaps)
+        all_to_all = start_scatter(xs, spans, method.group, overlapped=method.overlaps)
         in_flight.append((all_to_all, [(count, x.shape[3]) for count, x in zip(counts, xs, strict=True)], length))
 
     def wait() -> list[Tensor]:
@@ -391,9 +388,7 @@ def _gather(
         return recv
 
     dims = [out.shape[3] for out in outs]
-    return [
-        start_gather(packed_SBW, dims, spans, method.group, method.wire_dtype, overlapped=method.overlaps, finish=write)
-    ]
+    return [start_gather(packed_SBW, dims, spans, method.group, overlapped=method.overlaps, finish=write)]
 
 
 def _rows_of(xs_BhSD: Sequence[Tensor], tokens: int) -> Tensor:

@@ -1,8 +1,8 @@
 """Ring Attention: local queries stay, and the keys and values of all ranks are received block by block.
 
 Liu et al. 2023, "Ring Attention with Blockwise Transformers", arXiv:2310.01889; zigzag blocks as in Llama 3
-(arXiv:2407.21783). Contiguous and zigzag rings, the all-gather variant, and attention on one device (one block, nothing
-sent) are this one loop; they differ in layout, kernel, and how blocks are sent.
+(arXiv:2407.21783). Contiguous and zigzag rings, and attention on one device (one block, nothing sent) are this one
+loop; they differ in layout and kernel.
 
 Per rank and layer the forward sends b * N/R * K * (D + V) bytes in each of up to R - 1 steps (N tokens of the sequence,
 R ranks of the ring, b bytes per element). The backward sends that again, and dK and dV in fp32 as often. With GQA only
@@ -33,7 +33,7 @@ from longspan.attn.kernels.base import (
 )
 from longspan.attn.score import Scores
 from longspan.comm.collectives import P2PMessage, post, wait_for
-from longspan.compat.torch_api import gather_into, named_range, not_compiled, scatter_into
+from longspan.compat.torch_api import named_range, not_compiled
 from longspan.core.layout import Span
 from longspan.core.routes import Routes
 
@@ -51,7 +51,6 @@ class Ring:
 
     group: dist.ProcessGroup | None  # the ranks; None for a ring of one
     routes: Routes  # how far each block is sent
-    impl: str  # "p2p" or "allgather"
     kernel: BlockKernel  # attention of the local queries to one block
     prepared: tuple[Any, ...]  # what the kernel prepared for each block; None if nothing attends to the block
     # The KV head of every query head, int64 [H], if KV groups are uneven. Received heads are repeated by it; each KV
@@ -207,7 +206,7 @@ def _backward_of_blocks(
     """Send the blocks around again, each followed by its gradient; return dq, dk and dv."""
     wide, heads = inputs.lse.dtype, q_shape[1]
     dq_BHSD = zeros_tokens_first(q_shape, wide, inputs.q.device)
-    reducer = (_ReduceScatterReducer if ring.impl == "allgather" else _P2PReducer)(local, wide, heads, ring)
+    reducer = _GradientReducer(local, wide, heads, ring)
     # The last heads of the local block are computed at the end, while the last gradient is in flight.
     first_heads = reducer.first_heads
 
@@ -331,7 +330,7 @@ def owns_storage(*xs: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _ReceivedBlock:
-    """A KV block of rank `source`, sent to the right (+1) or left (-1); 0 if local or all-gathered."""
+    """A KV block of rank `source`, sent to the right (+1) or left (-1); 0 if local."""
 
     source: int
     direction: int
@@ -341,12 +340,6 @@ class _ReceivedBlock:
 def _kv_blocks(local: _KVPair, ring: Ring) -> Iterator[tuple[int, list[_ReceivedBlock]]]:
     """Yield each step's KV blocks; step 0 is the local one. The next step's are in flight while one is computed."""
     current, routes = [_ReceivedBlock(ring.rank, 0, local)], ring.routes
-    if ring.impl == "allgather" and ring.group is not None:
-        gathered = local.message.new_empty(ring.size, local.message.numel())
-        gather_into(gathered.view(-1), local.message, group=ring.group)
-        others = [(ring.rank - step) % ring.size for step in range(1, ring.size)]
-        yield 0, current + [_ReceivedBlock(rank, 0, local.like(gathered[rank])) for rank in others]
-        return
     to_send = {+1: local, -1: local}
     for step in range(1, routes.rounds + 1):
         assert ring.group is not None
@@ -367,7 +360,7 @@ def _kv_blocks(local: _KVPair, ring: Ring) -> Iterator[tuple[int, list[_Received
     yield routes.rounds, current
 
 
-class _P2PReducer:
+class _GradientReducer:
     """Sums the gradients of KV blocks, in fp32 at least: each rank that a block reaches adds its part.
 
     A gradient follows one step behind its block. The last rank that the block reaches sends it directly to the source
@@ -435,26 +428,3 @@ class _P2PReducer:
     def _wait(self) -> None:
         wait_for(self.works)
         self.works, self.sending = [], []
-
-
-class _ReduceScatterReducer:
-    """Sums the gradients of all KV blocks by one reduce-scatter, the adjoint of the all-gather.
-
-    It needs the local block's gradient too, so `first_heads` are all heads.
-    """
-
-    def __init__(self, local: _KVPair, dtype: torch.dtype, heads: int, ring: Ring) -> None:
-        self.local, self.first_heads, self.ring = local, heads, ring
-        self.parts = local.k.new_zeros(ring.size, local.k.numel() + local.v.numel(), dtype=dtype)
-        self.reduced = torch.empty_like(self.parts[0])
-
-    def add(self, received: _ReceivedBlock, step: int, grads: _KVGradients | None, heads: Span) -> None:
-        if grads is not None:
-            _add_gradients(self.local.like(self.parts[received.source]), grads, heads, self.first_heads, self.ring)
-
-    def send(self, step: int) -> None:
-        if self.ring.group is not None:
-            scatter_into(self.reduced, self.parts.view(-1), group=self.ring.group)
-
-    def finish(self) -> _KVPair:
-        return self.local.like(self.reduced)

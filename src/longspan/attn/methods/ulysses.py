@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from longspan.attn.score import Scores
-    from longspan.core.cache import CacheDtype
     from longspan.core.heads import HeadShard
 
 
@@ -38,7 +37,6 @@ class Ulysses:
     # Real queries and real keys, without padding, that `inner` computes; None in a ring, whose blocks keep their
     # padding.
     trim_to: tuple[int, int] | None = None
-    wire_dtype: CacheDtype = "exact"  # dtype of what the all-to-alls send
 
     def __call__(self, q_BLHD: Tensor, k_BLKD: Tensor, v_BLKV: Tensor, scores: Scores) -> Tensor:
         """Return the attention of the local queries, `[B, L, H, V]`.
@@ -73,9 +71,9 @@ class Ulysses:
         padding = q_BLHD.shape[1] * self.group.size() - out_BShV.shape[1]
         if padding:
             out_BShV = F.pad(out_BShV, (0, 0, 0, 0, 0, padding))
-        return gather_heads(out_BShV, shards, self.group, self.wire_dtype)
+        return gather_heads(out_BShV, shards, self.group)
 
     def _scatter(self, xs_BLHD: list[Tensor], kinds: list[str], length: int | None) -> Tensor:
         """Return `[S, B, W]`: the local heads of all tokens, without padding if `length` is given."""
-        packed_SBW = scatter_heads(xs_BLHD, kinds, self.shards, self.group, self.wire_dtype)
+        packed_SBW = scatter_heads(xs_BLHD, kinds, self.shards, self.group)
         return packed_SBW if length is None or packed_SBW.shape[0] == length else packed_SBW[:length]

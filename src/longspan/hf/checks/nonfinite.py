@@ -8,7 +8,6 @@ them, which is the same on all ranks; the lowest number is the origin.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -92,14 +91,13 @@ def watch(model: nn.Module, sp: SequenceSharding, run: Callable[[], Tensor | Non
     bad = first_nonfinite_weight(model, sp)
     if bad is not None:
         return bad
-    updates = state_of(model).in_backward
     reshard(model)
     before = [(p, p.grad) for p in model.parameters()]
     for p, _ in before:
         p.grad = None
     watcher = _Watcher(model)
     try:
-        with watcher, contextlib.nullcontext() if updates is None else updates.paused():
+        with watcher:
             try:
                 loss = run()
             except LongspanError:  # of every rank: recurrent layers refuse to pass a state with NaN

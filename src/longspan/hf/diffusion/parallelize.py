@@ -94,10 +94,10 @@ def _check_alone(model: Any, sp: SequenceSharding, options: ParallelizeOptions) 
     check_flag("gather_output", options.gather_output)
     if is_parallel(model):
         raise LongspanError(f"{type(model).__name__} is parallelized by diffusers' enable_parallelism; load it again")
-    if sp.ring_size > 1 or sp.tensor_size > 1 or sp.wire_dtype != "exact":
+    if sp.ring_size > 1 or sp.tensor_size > 1:
         raise LongspanError(
-            f"diffusion transformers are sharded by Ulysses alone, got ring={sp.ring_size}, tensor={sp.tensor_size}, "
-            f"wire_dtype={sp.wire_dtype!r}; use init_mesh(ulysses={sp.size * sp.tensor_size})"
+            f"diffusion transformers are sharded by Ulysses alone, got ring={sp.ring_size}, tensor={sp.tensor_size}; "
+            f"use init_mesh(ulysses={sp.size * sp.tensor_size})"
         )
     for path, attention in matching(model, family.attention).items():
         heads: Any = attention.heads

@@ -15,7 +15,7 @@ from longspan.attn.tree import Trees, along_paths, path_lengths
 from longspan.cache.latent import latent_layer_of
 from longspan.comm.mesh import SequenceSharding
 from longspan.compat.reading import attention_layers, tower_modules
-from longspan.compat.transformers_api import attention_of, cache_name, set_attention
+from longspan.compat.transformers_api import attention_of, set_attention
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, Memory
 from longspan.hf.batch import SequenceInfo
@@ -63,9 +63,9 @@ class AttentionLayers(Stage):
             layer.longspan_layer = bound  # type: ignore[assignment]
             self.layers.append(bound)
             if getattr(layer, "attn_temperature_tuning", False):
-                self.counts_tokens, cache = True, cache_name(layer.forward)
-                layer.register_forward_pre_hook(_count_global_positions(sp, cache), with_kwargs=True)
-                layer.register_forward_hook(_check_counted(path, cache), with_kwargs=True)
+                self.counts_tokens = True
+                layer.register_forward_pre_hook(_count_global_positions(sp), with_kwargs=True)
+                layer.register_forward_hook(_check_counted(path), with_kwargs=True)
         for module in model.modules():
             found = ropes_of_length(module)
             if found:
@@ -177,7 +177,7 @@ class _TokensBefore:
         return key, value
 
 
-def _count_global_positions(sp: SequenceSharding, cache: str) -> Callable[..., Any]:
+def _count_global_positions(sp: SequenceSharding) -> Callable[..., Any]:
     """Return a hook for layers that scale queries by the token's position (Llama-4's attention temperature)."""
 
     def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -195,17 +195,17 @@ def _count_global_positions(sp: SequenceSharding, cache: str) -> Callable[..., A
             elif info.elastic and info.segments and info.segments[0]:  # packed, but counted as if each were alone
                 starts = positions.new_tensor([start for start, _ in info.segments[0]])
                 positions = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
-        return args, kwargs if positions is None else {**kwargs, cache: _TokensBefore(positions)}
+        return args, kwargs if positions is None else {**kwargs, "cache": _TokensBefore(positions)}
 
     return hook
 
 
-def _check_counted(name: str, cache: str) -> Callable[..., None]:
+def _check_counted(name: str) -> Callable[..., None]:
     def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        tokens = kwargs.get(cache)
+        tokens = kwargs.get("cache")
         if isinstance(tokens, _TokensBefore) and not tokens.called:
             raise LongspanError(
-                f"layer {name} did not use its cache ({cache}), so it would count this rank's tokens instead of the "
+                f"layer {name} did not use its cache, so it would count this rank's tokens instead of the "
                 f"whole sequence's; {HELP}"
             )
 

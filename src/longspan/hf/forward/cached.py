@@ -156,7 +156,7 @@ class CachedTokens(Stage):
         call.inputs |= {
             key: shard(x, sp, dims.get(key, 1)) if step.sharded else x for key, x in parts.items() if x is not None
         }
-        call.inputs |= {"longspan": self.info, "attention_mask": None, self.traits.cache_name: cache}
+        call.inputs |= {"longspan": self.info, "attention_mask": None, "cache": cache}
         call.inputs["use_cache"] = not self.traits.own_cache
 
     def _row_starts(self, batch: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -169,8 +169,8 @@ class CachedTokens(Stage):
     def after(self, call: ForwardCall, output: Any) -> Any:
         assert call.cache is not None
         call.cache.end()
-        if not isinstance(output, tuple) and not hasattr(output, self.traits.cache_name):
-            setattr(output, self.traits.cache_name, call.cache)  # `generate` reads it (RecurrentGemma's has none)
+        if not isinstance(output, tuple) and not hasattr(output, "cache"):
+            output.cache = call.cache  # `generate` reads it
         return output
 
     @not_compiled

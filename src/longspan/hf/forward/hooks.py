@@ -131,7 +131,7 @@ class ForwardHooks:
             step = getattr(kwargs.get("longspan"), "step", None)
             if step is None or step.static is None:
                 return forward(*args, **kwargs)
-            return step.static.forward(forward, kwargs, kwargs[self.traits.cache_name])
+            return step.static.forward(forward, kwargs, kwargs["cache"])
 
         self.model.forward = replaying
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -29,7 +28,6 @@ from longspan.cache.recurrent import RecurrentLayer
 from longspan.cache.static import StaticDecode
 from longspan.comm.arguments import check_module
 from longspan.comm.mesh import SequenceSharding
-from longspan.compat.transformers_api import caches_give_states
 from longspan.core.cache import GENERATED_RUN, CacheConfig, KVPlacement, holds_latent
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
@@ -89,8 +87,8 @@ class ShardedCache(Cache):  # type: ignore[misc]
     `model.generate(...)` makes one itself. Make it first to reuse it in the next turn of a conversation:
 
         cache = longspan.ShardedCache(model)
-        model.generate(ids, past_key_values=cache)
-        model.generate(more_ids, past_key_values=cache)  # `ids`, what was generated, and what follows
+        model.generate(ids, cache=cache)
+        model.generate(more_ids, cache=cache)  # `ids`, what was generated, and what follows
 
     Args:
         model: what `longspan.parallelize` returned.
@@ -106,7 +104,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
             usual. Needs a GPU, an exact cache on it, and weights that FSDP does not shard; beams are refused.
 
     Raises:
-        LongspanError: for a model that is not parallelized or has a lossy wire dtype; an unknown dtype or offload;
+        LongspanError: for a model that is not parallelized; an unknown dtype or offload;
             `cuda_graph` where a step cannot be captured.
     """
 
@@ -121,17 +119,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         cuda_graph: bool = False,
     ) -> None:
         state = state_of(model)
-        if state.sp.wire_dtype != "exact":
-            raise LongspanError(
-                f"wire_dtype={state.sp.wire_dtype!r} is for training and scoring: what a model with a KV cache "
-                f"exchanges is exact; to generate, parallelize it with a sharding of wire_dtype='exact'"
-            )
-        if state.mixers.layers and not caches_give_states():
-            raise LongspanError(
-                f"layer {state.mixers.layers[0].name} is recurrent, and generates sharded with transformers 5.24 or "
-                f"newer; this is {transformers.__version__}"
-            )
-        if not state.traits.accepts(state.traits.cache_name):
+        if not state.traits.accepts("cache"):
             raise LongspanError(
                 f"{state.traits.name} takes no cache, so it cannot generate sharded; it can be trained and scored; to "
                 f"generate, load it without longspan.parallelize"
@@ -224,9 +212,9 @@ class ShardedCache(Cache):  # type: ignore[misc]
         """
         if store.rows is None:
             sp, (q, k, v) = self.sp, qkv
-            shards = split_heads(q.shape[2], k.shape[2], sp.ulysses_size, kv_replication=sp.kv_replication)
+            shards = split_heads(q.shape[2], k.shape[2], sp.ulysses_size)
             most, elements = max(shard.kv_heads for shard in shards), k.shape[3] + v.shape[3]
-            shared = self.latent and sp.tensor_size == 1 and (sp.ulysses_size == 1 or sp.kv_replication)
+            shared = self.latent and sp.tensor_size == 1
             store.shared = latents.rank if holds_latent(latents.width, most, elements, shared) else 0
         return store.shared > 0
 

@@ -141,7 +141,7 @@ def fill(cache: ShardedCache, path: Path, index: dict[str, Any]) -> None:
             q_heads, kv_heads = facts["heads"]
             group = split_groups(q_heads, kv_heads, sp.tensor_size)[sp.tensor_rank]
             store.heads = group.q_heads, group.kv_heads
-            mine = split_heads(*store.heads, sp.ulysses_size, kv_replication=sp.kv_replication)[sp.ulysses_rank]
+            mine = split_heads(*store.heads, sp.ulysses_size)[sp.ulysses_rank]
             store.local_kv_heads = mine.kv_start, mine.kv_stop
             runs, heads = cache.kv_placement.runs[sp.ring_rank], _model_heads(cache, store)[1]
             targets = [(max(a, start), b) for a, b in runs if b > start]

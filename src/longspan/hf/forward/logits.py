@@ -25,20 +25,16 @@ from longspan.core.errors import LongspanError
 from longspan.core.validation import format_value
 from longspan.hf.batch import SequenceInfo
 from longspan.hf.forward.stage import ForwardCall, ForwardOptions, ModelTraits, Stage
-from longspan.losses.cross_entropy import check_head_loss
 from longspan.losses.deferred_logits import LOGITS_HINT, DeferredLogits, Head, LogitsNotComputed
 
 
-def head_of(model: PreTrainedModel, loss_name: str) -> Head | None:
-    """Return the model's head, ready to be deferred; None if it has none, or its bias is added outside it (ESM).
-
-    `loss_name`: what computes its loss.
-    """
+def head_of(model: PreTrainedModel) -> Head | None:
+    """Return the model's head, ready to be deferred; None if it has none, or its bias is added outside it (ESM)."""
     module = model.get_output_embeddings()
     parents = [m for m in model.modules() if any(child is module for child in m.children())]
     # A BERT has a second bias next to its head, and does not read it: it is the head's, if the embeddings are tied.
     adds_bias = any(isinstance(getattr(m, "bias", None), nn.Parameter) and reads(m, "bias") for m in parents)
-    return None if module is None or adds_bias else Head(module, loss_name)
+    return None if module is None or adds_bias else Head(module)
 
 
 class DeferLogits(Stage):
@@ -53,8 +49,6 @@ class DeferLogits(Stage):
 
     def check(self, call: ForwardCall) -> None:
         call.has_labels = call.inputs.get("labels") is not None
-        if self.head is not None and self.head.loss_name != "tiled" and self._loss_suffices(call):
-            check_head_loss(self.head.loss_name, weighted=call.info.weights is not None)
 
     def _loss_suffices(self, call: ForwardCall) -> bool:
         options = self.options

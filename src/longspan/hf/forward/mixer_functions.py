@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from longspan.compat.transformers_api import add_mixer_function
 from longspan.core.errors import LongspanError
 from longspan.mixers.chunked import LinearAttention
 from longspan.mixers.linear_attention import default_mixer
-from longspan.mixers.mixer import ChunkFunction, Local, Scan, Tokens
+from longspan.mixers.mixer import ChunkFunction, Local, Tokens
 from longspan.mixers.state_passing import depend
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ def _gated_delta_rule(
 
 def _mamba2(
     layer: MixerBinding,
-    original: Callable[..., Any] | None,
+    original: Callable[..., Any],
     x: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -122,7 +121,7 @@ def _mamba2(
     x = depend(x, A, D, dt_bias)  # a rank without fragments needs gradients, and the backward's collective, too
     state_BHVK = _cached_state(layer)
     initial = None if state_BHVK is None else state_BHVK.mT
-    out, final_BHKV = layer.run(_Mamba2(original or _plain_mamba2, A, dt_bias, options), Tokens(C, B, x, dt), initial)
+    out, final_BHKV = layer.run(_Mamba2(original, A, dt_bias, options), Tokens(C, B, x, dt), initial)
     return out if final_BHKV is None else (out, final_BHKV.mT.contiguous())
 
 
@@ -167,65 +166,6 @@ def _lightning(
     return attention.out_proj(attention.output_gate(hidden_states).sigmoid() * out), None
 
 
-def _conv_module(layer: MixerBinding, original: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """Run an `nn.Conv1d` over `x [B, channels, T]`, which is padded at both ends and cut afterwards."""
-    conv: Any = original.__self__  # type: ignore[attr-defined]
-
-    def convolve(x_BCT: Tensor) -> Tensor:
-        return original(x_BCT)[..., : x_BCT.shape[2]]
-
-    return layer.convolve(convolve, conv.kernel_size[0] - 1, x)
-
-
-def _rg_lru(layer: MixerBinding, original: Callable[..., Tensor], x: Tensor, position_ids: Tensor) -> Tensor:
-    """Run the gates of RecurrentGemma's RG-LRU, which do not scale the token at position 0.
-
-    Without `position_ids` in the batch, positions run on through documents: set that of a document's first token to 0.
-    """
-    if layer.info is not None and layer.info.counted:
-        position_ids = position_ids.expand(x.shape[:2]).clone()
-        for rows, fragments in layer.table(x.shape[0]).groups:
-            position_ids[rows, [f.start for f in fragments if not f.enters]] = 0
-    return original(x, position_ids)
-
-
-def _rg_lru_scan(
-    layer: MixerBinding,
-    original: Callable[..., Any],
-    hidden_states: Tensor,
-    recurrent_gate: Tensor,
-    reset: Tensor,
-    recurrent_states: None = None,
-) -> tuple[Tensor, None]:
-    """Run RG-LRU's scan over `hidden_states` and `recurrent_gate`, both `[B, T, channels]`."""
-    x_BTHV = hidden_states.unsqueeze(3)
-    out_BTHV, _ = layer.run_from_state(Scan(), Tokens(x_BTHV, x_BTHV, x_BTHV, recurrent_gate * ~reset))
-    return out_BTHV.squeeze(3), None
-
-
-def _time_shift(layer: MixerBinding, original: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """Run RWKV's shift of `x [B, T, channels]` by one token."""
-    return layer.convolve(lambda x_BCT: original(x_BCT.mT).mT, 1, x.mT).mT
-
-
-def _rwkv(layer: MixerBinding, original: Callable[..., Any], hidden: Tensor, **_: Any) -> tuple[Tensor, Any]:
-    """Run RWKV's attention: a decayed sum of weighted values, divided by the sum of weights.
-
-    A token's own weight has another factor (`time_first`). It is computed in fp64, which holds exponentials of keys up
-    to 700; transformers subtracts a running maximum.
-    """
-    attention: Any = original.__self__  # type: ignore[attr-defined]
-    receptance, k_BTH, v_BTH, _ = attention.extract_key_value(hidden)
-    weight_BTH = k_BTH.double().exp()
-    added_BTHV = torch.stack([weight_BTH * v_BTH, weight_BTH], 3)
-    factor_BTH = (-attention.time_decay.double().exp()).exp().expand_as(weight_BTH)
-    tokens = Tokens(added_BTHV, added_BTHV[..., :1], added_BTHV, factor_BTH)
-    before_BTHV = layer.run(Scan(before=True), tokens, None)[0]
-    total_BTHV = before_BTHV + added_BTHV * attention.time_first.double().exp().unsqueeze(1)
-    out_BTH = (total_BTHV[..., 0] / total_BTHV[..., 1]).to(v_BTH.dtype)
-    return attention.output(receptance * out_BTH), layer.info  # as state, to the feed-forward layer
-
-
 def no_shortcut(layer: MixerBinding, original: Callable[..., Any], *_: Any, **__: Any) -> None:
     """Return None, as without kernels: fused, convolution and scan cannot be sharded."""
 
@@ -239,16 +179,7 @@ REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "mamba2_split_conv1d_scan_combined": no_shortcut,
     "mamba_inner_fn": no_shortcut,
     "MiniMaxLightningAttention.forward": _lightning,
-    "RecurrentGemmaRecurrentBlock.conv_1d.forward": _conv_module,
-    "RecurrentGemmaRecurrentBlock.rg_lru.forward": _rg_lru,
-    "RecurrentGemmaRecurrentBlock.rg_lru._rnn_scan": _rg_lru_scan,
-    "RwkvSelfAttention.forward": _rwkv,
-    "RwkvSelfAttention.time_shift.forward": _time_shift,
-    "RwkvFeedForward.time_shift.forward": _time_shift,
 }
-
-READ_PADDING = frozenset({"RecurrentGemmaRecurrentBlock.rg_lru.forward", "RwkvSelfAttention.forward"})
-"""Functions of layers that take no mask: padding before a row's tokens changes their state."""
 
 
 def register_mixer(function: FunctionT) -> FunctionT:
@@ -328,26 +259,6 @@ class _Mamba2:
             return out_BTHV + read_BTHV * kept_BTH.unsqueeze(-1)
 
         return Local(final, transition, finish)
-
-
-def _plain_mamba2(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    dt_limit: tuple[float, float],
-    **_: Any,
-) -> tuple[Tensor, Tensor]:
-    """Compute Mamba-2's scan where transformers has no function for it."""
-    dt = _time_steps(dt, dt_bias, dt_softplus).clamp(*dt_limit).float()
-    local = LinearAttention().local(Tokens(C, B, x * dt.unsqueeze(-1), A * dt), None, receives=False)
-    out = local.finish(None)
-    return (out if D is None else out + D.unsqueeze(-1) * x).to(x.dtype), local.state.mT
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 transformers' layers call functions of their modelling file: `causal_conv1d_fn`, `torch_chunk_gated_delta_rule`,
 `mamba2_chunk_scan` and a few more. Each layer's instance gets a copy of its class's forward whose globals have those of
 `mixer_functions.py` in their place. These run the original function on each fragment, and pass states and halos between
-ranks (`longspan.mixers`). Layers that call no such function (MiniMax, RecurrentGemma) have methods replaced, on the
-instance. Neither the class nor the module is changed.
+ranks (`longspan.mixers`). A layer that calls no such function (MiniMax) has its forward replaced. Neither
+the class nor the module is changed.
 
 A recurrent layer starts at the first real token of a row, and of a document: padding is outside of all fragments.
 
@@ -29,7 +29,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.layout import Layout
 from longspan.hf.batch import SequenceInfo
 from longspan.hf.forward.kv_cache import CachedInfo, ShardedCache
-from longspan.hf.forward.mixer_functions import READ_PADDING, REPLACEMENTS, no_shortcut
+from longspan.hf.forward.mixer_functions import REPLACEMENTS, no_shortcut
 from longspan.hf.forward.stage import ForwardCall, Stage
 from longspan.hf.support import HELP
 from longspan.mixers.fragments import FragmentTable, fragment_table
@@ -65,15 +65,6 @@ class MixerLayers(Stage):
                 f"`attention_mask` has zeros between the ones of a row, and the recurrent layers of {self.name} "
                 f"({self.layers[0].name}, ...) would read those tokens; move padding to the ends of the rows"
             )
-        if call.batch.get("state") is not None:  # RWKV's
-            raise LongspanError(f"{self.name} starts from a zero state when it is sharded; leave `state` out")
-        unmasked = [layer.name for layer in self.layers if not READ_PADDING.isdisjoint(layer.functions)]
-        padded = [b for b, row in enumerate(call.segments or ()) if row and row[0][0] > 0]
-        if unmasked and padded:
-            raise LongspanError(
-                f"row {padded[0]} of the batch begins with padding, and in transformers the recurrent layers of "
-                f"{self.name} ({unmasked[0]}, ...) read padding as if it were tokens; move it to the ends of the rows"
-            )
 
     def before(self, call: ForwardCall) -> None:
         self.info = call.info
@@ -93,14 +84,10 @@ class MixerLayers(Stage):
     def _carry(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pass the batch's facts to a layer's mixer, in place of the mask, which is None or all ones here.
 
-        Some layers drop keyword arguments, and all pass on the mask (RWKV's, which take none, a cached state). A
-        checkpoint of the layer saves it, too.
+        Some layers drop keyword arguments, and all pass on the mask. A checkpoint of the layer saves it, too.
         """
         info = kwargs.get("longspan", self.info)
-        name = next((name for name in ("attention_mask", "state") if name in kwargs), None)
-        if info is None or name is None:
-            return args, kwargs
-        return args, {**kwargs, name: info}
+        return args, kwargs if info is None or "attention_mask" not in kwargs else {**kwargs, "attention_mask": info}
 
 
 class MixerBinding:
@@ -115,9 +102,8 @@ class MixerBinding:
         self.wanted = {name for name in self.functions if REPLACEMENTS[name] is not no_shortcut}
         self.calls = Counter(self.wanted)  # of each function in the layer's last call
         self.compute = forward_with(module, {name: self._replaced(name) for name in self.functions})
-        for path, part in module.named_modules():
-            replaced = f"{type(module).__name__}.{path}.forward" in self.functions
-            if isinstance(part, nn.Conv1d | nn.Conv2d | nn.RNNBase) and not replaced:
+        for part in module.modules():
+            if isinstance(part, nn.Conv1d | nn.Conv2d | nn.RNNBase):
                 part.register_forward_pre_hook(self._refuse)
         # On the instance, so that hooks around `__call__` still run; and a compiler must not move collectives.
         module.forward = not_compiled(self._forward)
@@ -153,8 +139,6 @@ class MixerBinding:
             cached.begin(info.updates_states)
             args = tuple(cached if isinstance(x, ShardedCache) else x for x in args)
             kwargs = {name: cached if isinstance(x, ShardedCache) else x for name, x in kwargs.items()}
-            if "use_cache" in kwargs:  # RecurrentGemma's blocks would keep states themselves
-                kwargs["use_cache"] = False
         try:
             return self.compute(*args, **kwargs)
         finally:

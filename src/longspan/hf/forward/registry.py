@@ -32,7 +32,6 @@ from longspan.hf.batch import SequenceInfo
 from longspan.hf.forward.kv_cache import CachedInfo
 from longspan.hf.support import HELP
 from longspan.memory.checkpointing import LayerCall
-from longspan.memory.saved_attention import saved_attention
 
 NAME = "longspan"
 
@@ -121,10 +120,7 @@ def longspan_attention(
     except LongspanError as error:
         raise LongspanError(f"layer {layer.name}: {error}") from error
     layer.choice = plan.choice
-    if layer.layer_call is not None and layer.layer_call.checkpointing == "save_attention":
-        out = saved_attention(plan, q, k, v, scores, layer.layer_call)
-    else:
-        out = plan(q, k, v, scores, layer.layer_call)
+    out = plan(q, k, v, scores, layer.layer_call)
     return _viewable(out if info.padding is None else _padding_sees_itself(out, v, info.padding)), None
 
 
@@ -220,8 +216,7 @@ def _mask(request: MaskRequest, info: SequenceInfo) -> Mask:
         more: Any = {"segments": segments, "mask_mod": info.visible, "nodes": info.nodes}
         return Mask(request.causal, request.window, chunk_size, **more)
     if segments is not None and chunk_size is not None:
-        # Chunks count from the start of a document, or from the end of left-hand padding: not from the start of the row
-        # (as transformers before 5.23 does where position ids restart).
+        # Chunks count from the start of a document, or from the end of left-hand padding.
         segments, chunk_size = chunk_segments(segments, chunk_size, info.starts), None
     spans = info.bidirectional if request.causal else None
     return Mask(

@@ -161,12 +161,12 @@ class ShardBatch(Stage):
 
 
 def _refuse_arguments(batch: Mapping[str, Any], traits: ModelTraits) -> None:
-    name, argument, cache = traits.name, traits.cache_name, batch.get("cache")
+    name, cache = traits.name, batch.get("cache")
     if cache is not None or batch.get("use_cache"):
-        given = f"{argument} is a {type(cache).__name__}" if cache is not None else "use_cache=True"
+        given = f"`cache` is a {type(cache).__name__}" if cache is not None else "use_cache=True"
         raise LongspanError(
             f"{given}: a parallelized model keeps its keys and values in a cache sharded over the ranks; pass "
-            f"{argument}=longspan.ShardedCache(model) (`generate` makes one itself), or leave both out"
+            f"cache=longspan.ShardedCache(model) (`generate` makes one itself), or leave both out"
         )
     if batch.get("output_attentions"):
         raise LongspanError(

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from longspan.attn.segments import Segments
-from longspan.compat.transformers_api import cache_name, has_own_cache, own_positions, take_cache
+from longspan.compat.transformers_api import has_own_cache, own_positions, take_cache
 from longspan.core.errors import LongspanError
 from longspan.hf.batch import WIDTH, SequenceInfo, sharding_of, width_of
 from longspan.hf.forward.kv_cache import ShardedCache
@@ -57,7 +57,6 @@ class ModelTraits:
     def __init__(self, model: PreTrainedModel) -> None:
         self.name = type(model).__name__  # before FSDP replaces it
         self.signature = inspect.signature(model.forward)
-        self.cache_name = cache_name(model.forward)  # the argument that takes a KV cache
         self.own_cache = has_own_cache(model)  # it accepts no other cache with `use_cache`
         self.labels_per_token = model.loss_type in ("ForMaskedLM", "ForTokenClassification")  # not shifted
         self.labels_per_row = model.loss_type == "ForSequenceClassification"  # or a reward model

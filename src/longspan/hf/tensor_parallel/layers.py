@@ -60,11 +60,6 @@ class TensorParallel(Stage):
             layout = ExpertLayout(experts.num_experts, self.group.size, self.group.size)
             start, stop = even_span(layout.experts, self.group.rank, self.group.size)
             ExpertParallel(experts, self.group, layout, stop - start)
-            for adapter in (x for x in plan.adapted if path.startswith(f"{x}.")):
-                module: Any = model.get_submodule(adapter)
-                while hasattr(module, "base_layer"):
-                    module.num_experts = stop - start
-                    module = module.base_layer
         for path, weights in plan.norms.items():
             norm = model.get_submodule(path)
             width = next(norm.parameters()).numel()

@@ -43,7 +43,6 @@ PLANS: dict[str, dict[str, str]] = {
     "granitemoe": _ATTENTION,
     "hunyuan_v1_dense": {**_HUNYUAN, **_MLP},
     "hunyuan_v1_moe": _HUNYUAN,
-    "llama4_text": {"layers.*.feed_forward.experts": _EXPERTS},  # transformers 5.5 names only their weights
 }
 """By `model_type`, styles that transformers' plan of a family lacks."""
 
@@ -78,7 +77,7 @@ class TensorPlan:
         # Modules between collectives: "attention" or "mlp" (with shards of weights), "moe" (with my tokens).
         self.regions = dict[str, str]()
         self.experts = list[str]()  # modules of which each rank holds some experts
-        # PEFT's outermost modules around single weights (of experts, of a router), whose forwards read the weights.
+        # PEFT's outermost modules around single weights (of a router), whose forwards read the weights.
         wrapped = (path for path, module in self.modules.items() if hasattr(module, "parameter_name"))
         self.adapted = [path for path in wrapped if not path.endswith(".base_layer")]
         # Norms over the queries or keys of all heads, with the weight of each of my entries in the mean: 1 over the
@@ -106,7 +105,7 @@ class TensorPlan:
         """Return the style of every module that the plan names."""
         config = self.model.config.get_text_config()
         own = getattr(config, "base_model_tp_plan", None) or {}
-        # The embedding is sharded by the vocabulary in any case. Since 5.24 some plans name nothing else.
+        # The embedding is sharded by the vocabulary in any case. Some plans name nothing else.
         own = {pattern: style for pattern, style in own.items() if not style.startswith("embedding")}
         plan = {**own, **PLANS.get(config.model_type, {})}
         if not plan:
@@ -229,11 +228,9 @@ class TensorPlan:
                 self._refuse(f"its plan lacks the attention layer {path}")
 
     def _experts(self, path: str) -> None:
-        module, owner, adapters = self.modules[path], path.rpartition(".")[0], dict[str, nn.Module]()
-        at = path
-        while isinstance(base := getattr(module, "base_layer", None), nn.Module):  # PEFT's, one for each adapted weight
-            adapters[at] = module
-            module, at = base, f"{at}.base_layer"
+        module, owner = self.modules[path], path.rpartition(".")[0]
+        if hasattr(module, "base_layer"):
+            self._refuse(f"layer {path} has LoRA on experts, which are sharded with it by `experts` only")
         count = getattr(module, "num_experts", None)
         weights = dict(module.named_parameters(recurse=False))
         inner = [name for name, _ in module.named_parameters() if name not in weights]
@@ -241,31 +238,9 @@ class TensorPlan:
             self._refuse(f"layer {path} ({type(module).__name__}) does not stack its experts in one tensor per weight")
         if not all(start < stop for start, stop in (even_span(count, r, self.size) for r in range(self.size))):
             self._refuse_size(f"experts in {path}", count)
-        self._rule(module, at, **dict.fromkeys(weights, Rule(0)))
-        for adapter in adapters.items():
-            self._expert_adapter(*adapter, count)
+        self._rule(module, path, **dict.fromkeys(weights, Rule(0)))
         self.regions[owner] = "moe"
-        self.experts.append(at)
-
-    def _expert_adapter(self, path: str, adapter: nn.Module, count: int) -> None:
-        """Shard LoRA on the weights of all experts: A's rows are ordered by expert, B's columns by LoRA rank."""
-        spans = [even_span(count, r, self.size) for r in range(self.size)]
-        if any(stop - start == 1 for start, stop in spans):
-            self._refuse(f"layer {path} has LoRA on experts, which PEFT supports only with 2 or more experts on a rank")
-        for name, p in adapter.named_parameters():
-            kind, own = name.partition(".")[0], name.rpartition(".")[2]
-            if kind == "base_layer":
-                continue
-            if kind not in ("lora_A", "lora_B") or own != "weight" or p.dim() != 2:
-                self._refuse(f"layer {path} has the adapter weight {name}; only LoRA's A and B can be sharded with it")
-            dim = 0 if kind == "lora_A" else 1
-            ranks = p.shape[dim] // count
-            each, blocks = (ranks, 1) if dim == 0 else (1, ranks)
-            parts = [
-                tuple((i * count + start * each, i * count + stop * each) for i in range(blocks))
-                for start, stop in spans
-            ]
-            self.rules[f"{path}.{name}"] = self._shard(Parts(p.shape[dim], tuple(parts)), dim, path)
+        self.experts.append(path)
 
     def _vocabulary(self) -> None:
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()

@@ -133,7 +133,7 @@ def method_sent(layer: LayerShape, c: CostContext) -> tuple[Sent, ...]:
 
 
 def input_recompute_sent(c: CostContext) -> list[Sent]:
-    """Return what recomputing layers' inputs sends in a micro-batch (`Memory.layers_per_checkpoint`).
+    """Return what recomputing layers' inputs sends in a micro-batch (`checkpointing="grouped"`).
 
     All layers but the last of each group run a further forward. Their weights are gathered for it, except for the layer
     whose backward comes next.
@@ -142,7 +142,7 @@ def input_recompute_sent(c: CostContext) -> list[Sent]:
     recomputed: list[Sent] = []
     if not c.job.recomputed_inputs(len(layers)):
         return recomputed
-    group = layers_per_checkpoint(len(layers), c.job.memory.layers_per_checkpoint)
+    group = layers_per_checkpoint(len(layers), grouped=True)
     last_of_group = [min(at // group * group + group, len(layers)) - 1 for at in range(len(layers))]
     # Equal layers send the same: cost each kind once.
     runs = Counter(
@@ -151,8 +151,7 @@ def input_recompute_sent(c: CostContext) -> list[Sent]:
     forward = replace(c, job=replace(c.job, mode="prefill", batch=c.mesh.data))
     for (layer, gathers_weights), count in runs.items():
         sent = [*layer_tensor_sent(layer, forward), *experts_sent(layer, forward)]
-        if not layer.mixer.checkpointed(c):
-            sent += [each for each in layer.mixer.sent(forward) if each.calls]
+        sent += [each for each in layer.mixer.sent(forward) if each.calls]
         if gathers_weights:
             sent += [each for each in layer_weights_sent(layer, forward)]
         recomputed += _times(sent, count)
@@ -176,7 +175,7 @@ def experts_sent(layer: LayerShape, c: CostContext) -> list[Sent]:
     for tokens, count in c.forwards:
         tiles = mlp_tiles(layer, c) if c.job.mode == "train" else 1
         rows = -(-tokens * c.sequences // tiles) * layer.mlp.per_token
-        if tiles > 1 or c.job.memory.tiled_mlp != 1:  # a checkpointed layer's last MLP is recomputed by its tiles alone
+        if c.job.memory.tiled:  # a checkpointed layer's last MLP is recomputed by its tiles alone
             forwards = 1 + backwards
         size = rows * others // c.experts * c.d * c.b
         exchanges = tiles * (2 * forwards + 2 * backwards) * count
@@ -184,7 +183,7 @@ def experts_sent(layer: LayerShape, c: CostContext) -> list[Sent]:
             Sent("all_to_all", "experts", "numbers of tokens for experts", 8 * held * others, tiles * forwards * count),
             Sent("all_to_all", "experts", "tokens to their experts", size, exchanges),
         ]
-        if c.job.memory.tiled_mlp != 1:
+        if c.job.memory.tiled:
             agreed = 2 * 8 * others // c.experts
             sent.append(Sent("all_reduce", "experts", "numbers of tiles", agreed, count))
     return sent

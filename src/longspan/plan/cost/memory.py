@@ -1,4 +1,4 @@
-"""Peak memory of one GPU, item by item; the KV cache; what is in the host's memory or on a disk.
+"""Peak memory of one GPU, item by item; the KV cache; what is in the host's memory.
 
 A step has several peak candidates, such as the loss or the backward of the first layer. Each is summed from its items;
 the largest is reported. `training_memory.py` lists those of a training step, this file those of a forward without a
@@ -11,7 +11,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from longspan.plan.cost.saved import DISK_BUFFERS, checkpoint_bytes, mlp_tiles
+from longspan.plan.cost.saved import checkpoint_bytes, mlp_tiles
 from longspan.plan.cost.training_memory import training_peaks
 from longspan.plan.cost.weights import gathered_bytes, sums_gradients_once, trained_elements, weights_at_rest
 from longspan.plan.hardware import Hardware
@@ -232,10 +232,10 @@ def fetched_bytes(stored: int, job: Job) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What memory options move to the host's memory or to a disk. The GPUs of a node share both.
+# What memory options move to the host's memory, which the GPUs of a node share.
 
-HOST_ITEMS = ("weights", "optimizer", "gradients", "activations", "kv_cache", "disk_buffers")
-"""What a rank may hold in its host's memory; `disk_buffers` are checkpoints on their way to or from the disk."""
+HOST_ITEMS = ("weights", "optimizer", "gradients", "activations", "kv_cache")
+"""What a rank may hold in its host's memory."""
 
 HOST_SHARE = 0.9
 """Fraction of a node's memory that ranks may fill: the system, processes and the file cache need the rest."""
@@ -246,23 +246,16 @@ class Offloaded:
     """What is stored outside a GPU."""
 
     host_bytes: dict[str, int]  # of one rank in its host's memory, by item (`HOST_ITEMS`)
-    disk_bytes: int  # of one rank in its file
-    ranks_per_node: int  # ranks that share a host and its disk
+    ranks_per_node: int  # ranks that share a host
 
     @property
     def host_node_bytes(self) -> int:
         """Bytes in the host's memory, all ranks of a node."""
         return sum(self.host_bytes.values()) * self.ranks_per_node
 
-    @property
-    def disk_node_bytes(self) -> int:
-        """Bytes on disk, all ranks of a node."""
-        return self.disk_bytes * self.ranks_per_node
-
     def fits(self, hardware: Hardware) -> bool:
-        """Whether it fits in a node's memory, and on its disk if the disk's size is known."""
-        disk = hardware.disk_bytes == 0 or self.disk_node_bytes <= hardware.disk_bytes
-        return self.host_node_bytes <= HOST_SHARE * hardware.host_memory and disk
+        """Whether it fits in a node's memory."""
+        return self.host_node_bytes <= HOST_SHARE * hardware.host_memory
 
 
 def offloaded_bytes(c: CostContext, hardware: Hardware) -> Offloaded:
@@ -275,11 +268,7 @@ def offloaded_bytes(c: CostContext, hardware: Hardware) -> Offloaded:
         host |= weights_at_rest(c)
         if train:
             host["gradients"] = trained_elements(c) * 4
-    checkpoints = checkpoint_bytes(c) if train and c.offloads else 0
-    disk = checkpoints if job.memory.offload == "disk" else 0
-    if disk:
-        host["disk_buffers"] = min(checkpoints, -(-checkpoints * DISK_BUFFERS // len(c.model.layers)))
-    elif checkpoints:
-        host["activations"] = checkpoints
+    if train and c.offloads:
+        host["activations"] = checkpoint_bytes(c)
     host = {name: host[name] for name in HOST_ITEMS if host.get(name)}
-    return Offloaded(host, disk, min(c.mesh.ranks, hardware.gpus_per_node))
+    return Offloaded(host, min(c.mesh.ranks, hardware.gpus_per_node))

@@ -19,11 +19,8 @@ from longspan.plan.shape import LayerShape
 OFFLOADED_INPUTS = 2
 """Layers' inputs that are on the GPU under offload: one is moved while the other is made, or used."""
 
-DISK_BUFFERS = 4
-"""Layers whose checkpoints are in the host's memory under `offload="disk"`, on their way to or from the file."""
-
 TILE = 0.25
-"""A tile's intermediates over the hidden states, in bytes, with `tiled_mlp=0`."""
+"""A tile's intermediates over the hidden states, in bytes, with `tiled=True`."""
 
 WEIGHT_SUM = 4
 """Bytes per MLP weight in which a tiled MLP accumulates a layer's gradients: fp32."""
@@ -41,7 +38,7 @@ def saved_per_token(layer: LayerShape, c: CostContext) -> SavedActivations:
     q_norm = next((p for p in layer.parameters if "q_norm" in p.name), None)
     if q_norm is not None:
         heads = (mixer.q_heads + mixer.kv_heads) // c.mesh.tensor
-        tiled = c.job.memory.tiled_norms
+        tiled = c.job.memory.tiled
         # Norms of each head (Qwen3) save a number per head; a norm of all of Q and one of all of K (OLMo-2) two.
         numbers = 1 if tiled else heads if q_norm.numel == mixer.head_dim else 2
         attention += _norm_saved(heads * mixer.head_dim, c, q_norm.trained) + 4 * (numbers - 1)
@@ -57,7 +54,7 @@ def checkpoint_per_token(layer: LayerShape, c: CostContext) -> SavedActivations:
 def recomputed_per_token(layer: LayerShape, c: CostContext) -> SavedActivations:
     """Return what a layer saves while it is recomputed, besides its checkpoint."""
     checkpoint = SavedActivations(attention=layer.mixer.checkpointed(c))
-    if c.job.memory.tiled_norms:  # the first norm's input is the layer's
+    if c.job.memory.tiled:  # the first norm's input is the layer's
         checkpoint += SavedActivations(hidden=stream_bytes(c) // c.hidden_shards)
     return saved_per_token(layer, c) - checkpoint
 
@@ -80,11 +77,9 @@ def norm_bytes(c: CostContext) -> int:
 
 
 def _norm_saved(features: int, c: CostContext, trained: bool = True) -> int:
-    """Return an RMSNorm's fp32 input, one number, and for its weight the normalised input; with `tiled_norms` its input
-    alone.
-    """
+    """Return an RMSNorm's fp32 input, one number, and for its weight the normalised input; in tiles the input alone."""
     given = features * c.b
-    return given if c.job.memory.tiled_norms else features * 4 + 4 + given * trained
+    return given if c.job.memory.tiled else features * 4 + 4 + given * trained
 
 
 def _around_attention(layer: LayerShape, c: CostContext) -> tuple[int, int]:
@@ -99,7 +94,7 @@ def _around_attention(layer: LayerShape, c: CostContext) -> tuple[int, int]:
 def _around_both(layer: LayerShape, c: CostContext) -> tuple[int, int]:
     norms = 2 if any("post_feedforward" in p.name for p in layer.parameters) else 1
     normed = norms * _norm_saved(c.d, c, any(p.trained for p in _norms(layer)))
-    if c.job.memory.tiled_norms:  # inputs of products are recomputed from those of the norms
+    if c.job.memory.tiled:  # inputs of products are recomputed from those of the norms
         return normed, normed
     # A linear layer saves its input: one tensor for Q, K and V and one for gate and up. An RMSNorm ends in a product,
     # which is recomputed like an activation.
@@ -118,7 +113,7 @@ def _norms(layer: LayerShape) -> list[Parameter]:
 
 
 def _mlp_saved(layer: LayerShape, c: CostContext) -> int:
-    if c.job.memory.tiled_mlp != 1:  # recomputed, a tile at a time
+    if c.job.memory.tiled:  # recomputed, a tile at a time
         return 0
     saved = layer.mlp.saved(c) // c.mesh.tensor + _adapters_saved(layer, c, mlp=True)
     saved += _adapted_experts(layer, c) // c.tokens
@@ -145,7 +140,7 @@ def _adapted_experts(layer: LayerShape, c: CostContext) -> int:
 def recomputes_mlp_act(job: Job) -> bool:
     """Whether the MLP's backward recomputes the activation function; with checkpoints or tiles all is recomputed."""
     memory = job.memory
-    return job.mode == "train" and memory.recompute_mlp_act and memory.checkpointing == "none" and memory.tiled_mlp == 1
+    return job.mode == "train" and memory.checkpointing == "none" and not memory.tiled
 
 
 def _mlp_act_bytes(layer: LayerShape, c: CostContext) -> int:
@@ -155,8 +150,8 @@ def _mlp_act_bytes(layer: LayerShape, c: CostContext) -> int:
 
 def mlp_tiles(layer: LayerShape, c: CostContext) -> int:
     """Return the number of tiles of tokens in which the layer's MLP runs."""
-    if c.job.memory.tiled_mlp:
-        return min(c.job.memory.tiled_mlp, max(1, c.tokens))
+    if not c.job.memory.tiled:
+        return 1
     wanted = round(_mlp_intermediates(layer, c) / (TILE * c.d * c.b))
     return max(1, min(c.tokens // FEWEST_ROWS[False], wanted))
 
@@ -169,10 +164,10 @@ def _mlp_intermediates(layer: LayerShape, c: CostContext) -> int:
 def mlp_backward_bytes(layer: LayerShape, c: CostContext) -> tuple[int, int]:
     """Return what an MLP's backward holds besides saved activations, and its sums of weights' gradients.
 
-    Two gradients of the widest intermediate, and what is recomputed. In tiles, all intermediates of one tile, and with
-    `tiled_norms` the norm's; gradients are then accumulated in fp32, unless they are fp32 already.
+    Two gradients of the widest intermediate, and what is recomputed. In tiles, all intermediates of one tile and the
+    norm's; gradients are then accumulated in fp32, unless they are fp32 already.
     """
-    if c.job.memory.tiled_mlp == 1:
+    if not c.job.memory.tiled:
         recomputed = _mlp_act_bytes(layer, c) * c.tokens if recomputes_mlp_act(c.job) else 0
         recomputed += _adapted_experts(layer, c)  # their gradient
         return 2 * c.b * layer.mlp.width * c.tokens // c.mesh.tensor + recomputed, 0
@@ -181,8 +176,7 @@ def mlp_backward_bytes(layer: LayerShape, c: CostContext) -> tuple[int, int]:
     accumulated = tiles > 1 and c.job.dtype != "fp32" and c.job.weight_sharding
     matrices = (p for p in computed(layer, c) if p.name.startswith("mlp.") and len(p.shape) > 1 and p.trained)
     sums = WEIGHT_SUM * sum(p.numel for p in matrices) // c.mesh.tensor if accumulated else 0
-    norm = _norm_tile(rows, c) if c.job.memory.tiled_norms else 0
-    return _mlp_intermediates(layer, c) * rows + norm + _adapted_experts(layer, c), sums
+    return _mlp_intermediates(layer, c) * rows + _norm_tile(rows, c) + _adapted_experts(layer, c), sums
 
 
 def _norm_tile(rows: int, c: CostContext) -> int:
@@ -198,7 +192,7 @@ def saved_in_a_step(c: CostContext) -> tuple[SavedActivations, ...]:
     if c.job.memory.checkpointing == "none":
         return _all_saved(c)
     n = len(c.model.layers)
-    group = layers_per_checkpoint(n, c.job.memory.layers_per_checkpoint)
+    group = layers_per_checkpoint(n, c.job.memory.checkpointing == "grouped")
     inputs, most_inputs = layers_held(n, group)
     checkpoints = [(checkpoint_per_token(layer, c) * c.tokens, count) for layer, count in c.model.layer_kinds]
     largest = _largest(saved for saved, _ in checkpoints)
@@ -211,7 +205,7 @@ def saved_in_a_step(c: CostContext) -> tuple[SavedActivations, ...]:
     if c.offloads:
         # A layer's checkpoint in its backward, and the input of the layer before it. Its own input is freed once it is
         # recomputed, unless a tiled norm saves it, or it is the last layer's and still on its way out.
-        stays = c.job.memory.tiled_norms or c.job.memory.checkpointing == "full"
+        stays = c.job.memory.tiled or c.job.memory.recomputes_layers
         held = OFFLOADED_INPUTS if stays else 1
         last, before = (largest + layer_input * (min(layers, held) - 1) for layers in (n, max(1, n - 1)))
         if group > 1:  # recomputed inputs stay here, and fewer are offloaded

@@ -118,10 +118,10 @@ def _recompute_seconds(layer: LayerShape, c: CostContext, hardware: Hardware, ma
     again = matmul + (0.0 if layer.mixer.checkpointed(c) else attention)
     inputs = c.job.recomputed_inputs(len(c.model.layers)) / len(c.model.layers)
     seconds = 0.0 if memory.checkpointing == "none" else again * (1 + inputs)
-    if memory.tiled_mlp != 1:
+    if memory.tiled:
         weights = sum(layer.mlp.active(p) for p in layer.parameters if p.name.startswith("mlp.") and len(p.shape) > 1)
         seconds += 2.0 * weights * c.tokens / c.mesh.tensor / matmul_speed(hardware, c.job)
-    if memory.tiled_norms:  # each norm for its own backward, and for that of the layer it feeds
+        # Each norm for its own backward, and for that of the layer it feeds.
         seconds += c.tokens * 4 * NORM_BYTES * c.d / bandwidth
     if recomputes_mlp_act(c.job):  # SwiGLU: the function (2) and the product (3), then the function for the gate
         seconds += c.tokens * 7 * c.b * layer.mlp.width / c.mesh.tensor / bandwidth
@@ -331,37 +331,31 @@ PINNED_WEIGHT = 4
 """Bytes of a weight that cross to the GPU under `cpu_offload`: the GPU casts it."""
 
 
-Bottleneck = tuple[str, float, float]
-"""Host link or disk, the bytes/s that it needs to overlap fully, and its bytes/s."""
+Bottleneck = tuple[float, float]
+"""The bytes/s that the host link needs to overlap fully, and its bytes/s."""
 
 
 def offload_wait(c: CostContext, hardware: Hardware, stored: Offloaded) -> tuple[float, Bottleneck | None]:
-    """Return the seconds of a step that wait for host link or disk, and the slower of these; None if nothing moves."""
-    if not stored.host_bytes and not stored.disk_bytes:
+    """Return the seconds of a step that wait for the host link, and its bottleneck; None if nothing moves."""
+    if not stored.host_bytes:
         return 0.0, None
     train, micro, ranks, tensor = c.job.mode == "train", c.micro_batches, c.weight_ranks, c.mesh.tensor
-    sums = 1 if sums_gradients_once(c, hardware) else micro
-    link, write, read = hardware.host_bandwidth, hardware.disk_write, hardware.disk_read
-    seconds, bottleneck = 0.0, ("", 0.0, 1.0)
+    sums, speed = 1 if sums_gradients_once(c, hardware) else micro, hardware.host_bandwidth
+    seconds, needed = 0.0, 0.0
     for layer, count in c.model.layer_kinds:
         computing = layer_seconds(layer, c, hardware)
         weights = shard_elements(layer.parameters, ranks, tensor) * PINNED_WEIGHT if c.on_host else 0
-        moves = train and c.offloads
-        saved = checkpoint_per_token(layer, c).total * c.tokens if moves else 0
+        saved = checkpoint_per_token(layer, c).total * c.tokens if train and c.offloads else 0
         is_on_host = stored.host_bytes.get("kv_cache") and layer.mixer.cached_per_token
         cached = fetched_bytes(layer.mixer.cache_bytes(c), c.job) if is_on_host else 0
-        on_disk = saved * stored.ranks_per_node if stored.disk_bytes else 0
         gradients = weights * sums / micro
-        # (name, bytes, bytes/s); the two directions of the link run concurrently.
-        forward = [("host link", max(saved, weights + cached), link), ("disk", on_disk, write)]
-        backward = [("host link", max(saved + weights, gradients), link), ("disk", on_disk, read)]
-        for moved, overlap in ((forward, computing.forward), (backward, computing.backward * train)):
-            if not overlap:
-                continue
-            seconds += count * micro * max(0.0, max(size / speed for _, size, speed in moved) - overlap)
-            worst = max(((what, size / overlap, speed) for what, size, speed in moved), key=lambda x: x[1] / x[2])
-            bottleneck = max(bottleneck, worst, key=lambda x: x[1] / x[2])
+        # The two directions of the link run concurrently.
+        forward, backward = max(saved, weights + cached), max(saved + weights, gradients)
+        for size, overlap in ((forward, computing.forward), (backward, computing.backward * train)):
+            if overlap:
+                seconds += count * micro * max(0.0, size / speed - overlap)
+                needed = max(needed, size / overlap)
     if c.on_host:  # nothing overlaps with the weights outside the layers
         root = shard_elements(c.model.root, ranks, tensor) * PINNED_WEIGHT
-        seconds += micro * root * (2 if train else 1) / hardware.host_bandwidth
-    return seconds, bottleneck if bottleneck[0] else None
+        seconds += micro * root * (2 if train else 1) / speed
+    return seconds, (needed, speed) if needed else None

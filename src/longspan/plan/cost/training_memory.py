@@ -112,8 +112,6 @@ class _Step:
         self.mlp, self.mlp_sums = max((mlp_backward_bytes(layer, c) for layer in self.layers), key=sum)
         buffers = max((layer.mixer.backward_buffers(c) for layer in self.layers), key=lambda each: each.total)
         self.attention = {"comm_buffers": buffers.comm, "attention_workspace": buffers.workspace}
-        # Offloaded activations that are fetched only for the attention's backward.
-        self.late = SavedActivations(attention=min(layer.mixer.fetched_late(c) for layer in self.layers) * c.tokens)
         # Saved activations that are free when the attention is reached.
         self.before_attention = (
             min((freed_per_token(layer, c) for layer in self.layers), key=lambda each: each.total) * c.tokens
@@ -194,7 +192,7 @@ class _Step:
 
         `rest`: gradients and gathered weights.
         """
-        items = {**(saved - self.late).items(), **rest}
+        items = {**saved.items(), **rest}
         if self.exchanged:  # the layer has not saved anything yet but its normalised input
             yield {**items, "attention_workspace": self.exchanged, "hidden": 2 * self.hidden}
         gradients = rest["gradients"] + self.mlp_sums
@@ -245,8 +243,8 @@ def _recomputed_exchange(layer: LayerShape, c: CostContext) -> int:
     The larger of sending q, k and v (sent and received buffer), and of receiving the output (what arrived, the output
     in head layout, as received, and in token layout).
     """
-    if c.mesh.ulysses == 1 or c.job.memory.checkpointing not in ("full", "selective"):
+    if c.mesh.ulysses == 1 or c.job.memory.checkpointing == "none":
         return 0
     (qkv, out, packed), n = layer.mixer.forward_buffers(c), layer.mixer.chunks(c)
     receiving = packed + 3 * out if n == 1 else -(-(packed + 2 * out) // n) + out
-    return max(qkv + -(-2 * packed // n), qkv + receiving * (c.job.memory.checkpointing == "full"))
+    return max(qkv + -(-2 * packed // n), qkv + receiving * c.job.memory.recomputes_layers)

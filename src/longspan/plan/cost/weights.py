@@ -32,9 +32,7 @@ def cut_dim(name: str) -> int | None:
     """Return the dimension along which the tensor axis cuts a weight, or None."""
     owner, _, own = name.rpartition(".")
     last = owner.rpartition(".")[2]
-    if last in ("lora_A", "lora_B"):  # with its layer: B's rows, or A's columns; of experts, A's rows and B's columns
-        if ".experts." in name:
-            return int(last == "lora_B")
+    if last in ("lora_A", "lora_B"):  # with its layer: B's rows, or A's columns
         dim = cut_dim(f"{owner.rpartition('.')[0]}.weight")
         return dim if dim == (last == "lora_A") else None
     if "shared_expert" in name:

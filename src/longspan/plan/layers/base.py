@@ -176,10 +176,6 @@ class Mixer:
         """Return how KV blocks go round the ring; None if the mixer has no ring."""
         return None
 
-    def ring_impls(self, c: CostContext) -> set[str]:
-        """Return the ring implementations in use, "p2p" or "allgather"; empty if the mixer has no ring."""
-        return set()
-
     # The cache.
 
     def cache_by_rank(self, c: CostContext, generated: int = 0, chunk: int | None = None, step: int = 0) -> list[int]:
@@ -209,10 +205,6 @@ class Mixer:
 
     def checkpointed(self, c: CostContext) -> int:
         """Return the part of `saved` that checkpointing saves rather than recomputes."""
-        return 0
-
-    def fetched_late(self, c: CostContext) -> int:
-        """Return the part of `checkpointed` that offload brings back only when the backward reaches the mixing."""
         return 0
 
     def freed(self, after_mixer: SavedActivations, c: CostContext) -> SavedActivations:

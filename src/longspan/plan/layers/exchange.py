@@ -9,9 +9,8 @@ import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from longspan.core.cache import is_sharded, vector_bytes
+from longspan.core.cache import is_sharded
 from longspan.core.heads import split_head_chunks
-from longspan.core.routes import choose_ring_impl
 from longspan.plan.layers.base import Sent
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def _ulysses(layer: Softmax, c: CostContext, of_ranks: tuple[HeadChunk, ...], mi
     if u == 1:
         return []
     rows = c.tokens
-    q_bytes, v_bytes = (vector_bytes(c.mesh.wire_dtype, d, c.b) for d in (layer.head_dim, layer.v_head_dim))
+    q_bytes, v_bytes = (d * c.b for d in (layer.head_dim, layer.v_head_dim))
     all_packed, all_out, _ = _row_bytes(of_ranks, q_bytes, v_bytes)
     packed, out, packed_gradient = _row_bytes((mine,), q_bytes, v_bytes)
     forwards, backwards = c.job.attention_passes
@@ -116,12 +115,6 @@ def _row_bytes(chunks: tuple[HeadChunk, ...], d: int, dv: int) -> tuple[int, int
     )
 
 
-def ring_impl(layer: Softmax, c: CostContext, kv_heads: int) -> str:
-    """Return the ring implementation that the code chooses for so many KV heads, "p2p" or "allgather"."""
-    all_blocks = c.mesh.ring * _block_elements(layer, c, kv_heads) * c.b
-    return choose_ring_impl(c.mesh.ring_impl, all_blocks, layer.ring_schedule(c).routes)
-
-
 def _block_elements(layer: Softmax, c: CostContext, kv_heads: int) -> int:
     """Return the elements of a KV block, which is one P2P message of a ring."""
     return c.tokens * c.mesh.ulysses * kv_heads * (layer.head_dim + layer.v_head_dim)
@@ -130,8 +123,7 @@ def _block_elements(layer: Softmax, c: CostContext, kv_heads: int) -> int:
 def _ring(layer: Softmax, c: CostContext, kv_heads: int) -> list[Sent]:
     """Return KV blocks, sent on as far as the mask needs them (Liu et al. 2023, arXiv:2310.01889), and gradients.
 
-    In the backward the blocks are sent again, and each rank that receives a block sends its gradient, in fp32. With
-    "allgather" every block goes everywhere in one collective, and gradients are reduce-scattered.
+    In the backward the blocks are sent again, and each rank that receives a block sends its gradient, in fp32.
     """
     r = c.mesh.ring
     if r == 1:
@@ -139,11 +131,6 @@ def _ring(layer: Softmax, c: CostContext, kv_heads: int) -> list[Sent]:
     elements = _block_elements(layer, c, kv_heads)
     block, gradient = elements * c.b, elements * 4
     forwards, backwards = c.job.attention_passes
-    if ring_impl(layer, c, kv_heads) == "allgather":
-        return [
-            Sent("all_gather", "ring", "K, V of all blocks", block * (r - 1), forwards + backwards),
-            Sent("reduce_scatter", "ring", "dK, dV of all blocks", gradient * (r - 1), backwards),
-        ]
     routes = layer.ring_schedule(c).routes
     passes = forwards + backwards
     sends, received = max(

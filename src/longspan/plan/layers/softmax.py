@@ -100,7 +100,7 @@ class Softmax(Mixer):
         If the cache holds latent vectors, all query heads attend to one KV head of them (`longspan.cache.latent`).
         """
         heads = self.max_heads(c.mesh).kv_heads
-        shareable = c.job.cache.latent and c.mesh.tensor == 1 and (c.mesh.ulysses == 1 or c.job.kv_replication)
+        shareable = c.job.cache.latent and c.mesh.tensor == 1
         if not holds_latent(self.latent_dim, heads, self.head_dim + self.v_head_dim, shareable):
             return self
         return _over_latent(self)
@@ -146,9 +146,6 @@ class Softmax(Mixer):
     def ring_schedule(self, c: CostContext) -> RingSchedule:
         return ring_schedule(c.layout, c.job.context, self.keys)
 
-    def ring_impls(self, c: CostContext) -> set[str]:
-        return {exchange.ring_impl(self, c, chunk.kv) for rank in exchange.head_chunks(self, c) for chunk in rank}
-
     # Memory.
 
     def cache_by_rank(self, c: CostContext, generated: int = 0, chunk: int | None = None, step: int = 0) -> list[int]:
@@ -176,23 +173,15 @@ class Softmax(Mixer):
         return u * (c.b * (heads.q + heads.kv + heads.out) + 4 * heads.q_heads) + self._projected(c)
 
     def checkpointed(self, c: CostContext) -> int:
-        """Return, for "save_attention", all of `saved`; for "selective", the local output and the log-sum-exps."""
-        if c.job.memory.checkpointing == "save_attention":
-            return self.saved(c)
+        """Return, for "selective", the bytes of the local output and the log-sum-exps."""
         if c.job.memory.checkpointing == "selective":
             log_sum_exps = c.mesh.ulysses * 4 * self.max_heads(c.mesh).q_heads
             return c.b * self.q_heads * self.v_head_dim // c.mesh.tensor + log_sum_exps
         return 0
 
-    def fetched_late(self, c: CostContext) -> int:
-        # The output projection needs the output earlier, to be recomputed.
-        late = c.offloads and c.job.memory.checkpointing == "save_attention"
-        return (self.checkpointed(c) - c.b * self.local_heads(c.mesh).out) * late
-
     def freed(self, after_mixer: SavedActivations, c: CostContext) -> SavedActivations:
         # A recomputed all-to-all sends the output in token layout; a checkpoint is freed with its layer.
-        held = c.job.memory.recompute_all_to_all or _holds_checkpoint(c)
-        return after_mixer + SavedActivations(attention=0 if held else self._projected(c))
+        return after_mixer + SavedActivations(attention=0 if c.job.memory.recompute_all_to_all else self._projected(c))
 
     def _projected(self, c: CostContext) -> int:
         """Return the bytes of the output projection's input, if the all-to-all makes it a tensor of its own."""
@@ -219,11 +208,8 @@ class Softmax(Mixer):
         block, log_sum_exp = c.b * heads.kv * tokens, 4 * heads.q_heads * tokens
         sums = 4 * heads.out * tokens + log_sum_exp
         tile = tokens * heads.out * c.b  # its output
-        # The rank's own block, packed to be sent, and either all blocks, or the current and the next ones.
-        blocks = c.mesh.ring
-        if exchange.ring_impl(self, c, heads.kv_heads) != "allgather":
-            blocks = self._in_flight(c)[0]
-        return Buffers(block * (1 + blocks), sums + tile + WEIGHTS * log_sum_exp)
+        # The rank's own block, packed to be sent, and the current and the next ones.
+        return Buffers(block * (1 + self._in_flight(c)[0]), sums + tile + WEIGHTS * log_sum_exp)
 
     def _in_flight(self, c: CostContext) -> tuple[int, int]:
         """Return the most KV blocks and gradients of KV blocks that a rank of a ring holds besides its own."""
@@ -273,8 +259,8 @@ class Softmax(Mixer):
         kernel = self._kernel_backward(c) + copies
         computing = received + gradients + in_heads * heads.out * exchanged + kernel
         sending = received + in_heads * heads.out + d_out + (result + d_out if recomputed else 0)
-        # The kernel's saved tensors are freed before gradients are sent back, unless something else holds them.
-        freed = 0 if recomputed or _holds_checkpoint(c) else in_heads * (heads.q + heads.kv + heads.out)
+        # The kernel's saved tensors are freed before gradients are sent back.
+        freed = 0 if recomputed else in_heads * (heads.q + heads.kv + heads.out)
         returning = 2 * gradients + (result if chunks == 1 else 0) - freed
         if chunks == 1 and not recomputed:  # the incoming gradient is freed when it has been sent
             return Buffers(0, max(computing, d_out + sending, returning) if exchanged else computing + d_out)
@@ -288,9 +274,6 @@ class Softmax(Mixer):
         # The output's gradient, and in fp32 dQ, and dK and dV of the rank's own block.
         sums = tokens * (c.b * heads.out + 4 * (heads.q + heads.kv))
         packed = block if c.job.memory.recompute_all_to_all else 0  # the rank's own block, which otherwise is saved so
-        if exchange.ring_impl(self, c, heads.kv_heads) == "allgather":
-            tile = tokens * c.b * (heads.q + heads.kv) + self._kernel_backward(c)
-            return Buffers(packed + c.mesh.ring * (block + gradient), sums + tile)
         blocks, gradients = self._in_flight(c)
         # First and last half of the heads of the rank's own block, whose outputs and gradients the kernel copies.
         own = (tokens * c.b * (heads.q + heads.kv + 2 * heads.out) + self._kernel_backward(c)) // 2
@@ -308,16 +291,11 @@ class Softmax(Mixer):
 
     def ulysses_refusal(self, job: Job) -> str | None:
         mesh = job.parallel
-        q, kv, t, u = self.q_heads, self.kv_heads, mesh.tensor, mesh.ulysses
+        q, t, u = self.q_heads, mesh.tensor, mesh.ulysses
         if u > q // t:
             held = f"tensor={t} leaves {q // t}" if t > 1 else f"the model has {q}"
             ring = -(-u * mesh.ring * t // q)
             return f"ulysses={u} needs at least {u} query heads, {held}; try ulysses={q // t}, ring={ring}"
-        if u > max(1, kv // t) and not job.kv_replication:
-            return (
-                f"ulysses={u} needs {u} KV heads or replication, the model has {max(1, kv // t)}; try "
-                f"ulysses={max(1, kv // t)}, ring={u * mesh.ring // max(1, kv // t)}, or allow KV replication"
-            )
         return None
 
 
@@ -359,8 +337,3 @@ def _over_latent(layer: Softmax) -> Softmax:
     return replace(
         layer, kv_heads=1, head_dim=width, v_head_dim=width - layer.rope_dim, latent_dim=0, rope_dim=0, shared=True
     )
-
-
-def _holds_checkpoint(c: CostContext) -> bool:
-    """Whether a checkpoint holds the attention's saved tensors until the end of its layer's backward."""
-    return c.job.memory.checkpointing == "save_attention" and not c.offloads

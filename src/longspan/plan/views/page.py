@@ -21,7 +21,7 @@ from longspan.core.validation import LARGEST_COUNT
 from longspan.plan.cost.memory import ITEMS
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import Job
-from longspan.plan.search import MOST_GPUS, Plan, Search, plan_mesh, search
+from longspan.plan.search import MOST_GPUS, Plan, Search, cost, search
 from longspan.plan.shape import ModelShape
 from longspan.plan.views.report import Report, command, yaml
 
@@ -108,7 +108,7 @@ def grid(
         return search(model, replace(job, context=context), gpus, hardware, plan_of)
 
     def plan_of(model: ModelShape, job: Job, hardware: Hardware) -> Plan:
-        return plan_mesh(model, replace(job, memory=chosen.get(str(job.parallel), job.memory)), hardware)
+        return cost(model, replace(job, memory=chosen.get(str(job.parallel), job.memory)), hardware)
 
     points = [
         [_point(planned(context, n), n, job, collectives, notes) for n in gpu_counts(gpus)] for context in contexts(job)
@@ -149,7 +149,6 @@ def _compact(plan: Plan, job: Job, collectives: Distinct, notes: Distinct) -> di
     return {
         "mesh": list(plan.mesh.degrees.values()),
         "layout": plan.c.layout.kind,
-        "ring_impl": plan.ring_impl,
         "memory_options": None if plan.job.memory == job.memory else plan.job.memory.describe(),
         "fits": plan.fits,
         "runs": plan.runs,

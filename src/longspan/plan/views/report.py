@@ -79,7 +79,7 @@ def _model_dict(model: ModelShape) -> dict[str, Any]:
 
 def _hardware_dict(hardware: Hardware) -> dict[str, Any]:
     own = ("name", "flops", "memory_bandwidth", "gpus_per_node", "matmul_efficiency", "attention_efficiency")
-    host = ("host_bandwidth", "disk_write", "disk_read")
+    host = ("host_bandwidth",)
     return {
         **{name: getattr(hardware, name) for name in (*own, *host)},
         "memory_bytes": int(hardware.memory_bytes),
@@ -94,7 +94,7 @@ def _hardware_dict(hardware: Hardware) -> dict[str, Any]:
 def plan_dict(plan: Plan, *, longest: bool = True) -> dict[str, Any]:
     """Return one plan; `longest=False` leaves out `max_context`, which takes a search."""
     own = (
-        "ring_impl", "fits", "runs", "memory_total_bytes", "headroom_bytes", "comm_bytes_per_gpu_per_layer",
+        "fits", "runs", "memory_total_bytes", "headroom_bytes", "comm_bytes_per_gpu_per_layer",
         "comm_seconds", "compute_seconds", "step_seconds", "tokens_per_second", "mfu",
     )  # fmt: skip
     return {
@@ -103,10 +103,9 @@ def plan_dict(plan: Plan, *, longest: bool = True) -> dict[str, Any]:
         "layout": plan.c.layout.kind,
         "fsdp": plan.mesh.fsdp_ranks if plan.job.weight_sharding else 1,
         "memory": asdict(plan.job.memory),
-        "rope_scaling": _rope_dict(plan),
+        "config_changes": plan.model.longer(plan.job.context),
         "host_bytes": dict(plan.offloaded.host_bytes),
         "host_node_bytes": plan.offloaded.host_node_bytes,
-        "disk_node_bytes": plan.offloaded.disk_node_bytes,
         "exposed_offload_seconds": plan.offload_seconds,
         "memory_bytes": dict(plan.memory_bytes),
         "max_context": plan.max_context if longest else None,
@@ -116,13 +115,6 @@ def plan_dict(plan: Plan, *, longest: bool = True) -> dict[str, Any]:
         "yaml": yaml(plan),
         "command": command(plan),
     }
-
-
-def _rope_dict(plan: Plan) -> dict[str, Any] | None:
-    scaling = plan.model.scaling(plan.job.context)
-    if scaling is None:
-        return None
-    return {name: getattr(scaling, name) for name in ("kind", "factor", "original", "positions")}
 
 
 def _method_dict(method: Method) -> dict[str, Any]:
@@ -148,8 +140,7 @@ def settings(plan: Plan) -> dict[str, Any] | None:
     """
     if not plan.runs or plan.model.tower is not None:
         return None
-    scaling = plan.model.scaling(plan.job.context)
-    shared = {**changed(plan.mesh), **({} if scaling is None else scaling.settings)}
+    shared = changed(plan.mesh)
     return _training(plan, shared) if plan.job.mode == "train" else _generation(plan, shared)
 
 
@@ -163,6 +154,8 @@ def _training(plan: Plan, shared: dict[str, Any]) -> dict[str, Any]:
         "per_device_train_batch_size": 1,
         "packing": True,
     }
+    longer = plan.model.longer(job.context)
+    keys |= {} if longer is None else {"model_init_kwargs": longer}
     micro = plan.c.micro_batches
     keys |= {} if micro == 1 else {"gradient_accumulation_steps": micro}
     keys |= {} if job.documents else {"packing_strategy": "wrapped"}
@@ -181,7 +174,7 @@ def _training(plan: Plan, shared: dict[str, Any]) -> dict[str, Any]:
 def _generation(plan: Plan, shared: dict[str, Any]) -> dict[str, Any] | None:
     """Return the keys for a prompt, or None if `generate` cannot run it."""
     job, memory = plan.job, changed(plan.job.memory)
-    if plan.mesh.data > 1 or job.batch > 1 or memory.keys() & {"tiled_mlp", "head_chunks", "cpu_offload"}:
+    if plan.mesh.data > 1 or job.batch > 1 or memory.keys() & {"tiled", "head_chunks", "cpu_offload"}:
         return None
     # A config alone has no weights: name its folder.
     model = weights_of(plan.model.name) or str(_config_file(plan.model.name).parent)

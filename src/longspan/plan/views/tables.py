@@ -152,12 +152,13 @@ def _title(report: Report) -> Text:
 
 
 def _ring(plan: Plan) -> str:
-    """Return the layout and the ring implementation, if there is a ring."""
-    return "" if plan.ring_impl is None else f"{plan.c.layout.kind}, {plan.ring_impl}"
+    """Return the layout of tokens, if keys and values go round a ring."""
+    rings = plan.mesh.ring > 1 and plan.job.mode != "decode" and plan.job.prefill_chunk is None
+    return plan.c.layout.kind if rings else ""
 
 
 def _named(plan: Plan) -> str:
-    """Return the mesh with layout and ring implementation."""
+    """Return the mesh with the layout of its ring."""
     return f"{plan.mesh} ({_ring(plan)})" if _ring(plan) else str(plan.mesh)
 
 

@@ -1,0 +1,45 @@
+"""Quantize keys and values of a cache to one byte per element with a scale per vector.
+
+A vector is the D elements of one head of one token. Its scale is its largest magnitude / the format's largest number,
+so an outlier costs only its own vector's precision. An element is off by at most half a step: with int8 the vector's
+largest magnitude / 254; with fp8 (e4m3) 1/16 of the element, or the largest magnitude / 458,752 if that is more. A
+vector takes D + 4 bytes. A vector with a nonfinite element becomes NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_SMALLEST = 2.0**-149  # above 0 in fp32: a vector of zeros is divided by it
+
+
+@dataclass(frozen=True)
+class QuantizedFormat:
+    """A format of one byte per element: int8 or a floating-point dtype of 8 bits, and its largest number."""
+
+    dtype: torch.dtype
+    largest: float
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantize vectors `[..., D]`: return bytes `[..., D]` and fp32 scales `[..., 1]`."""
+        wide = x.float()
+        scale = wide.abs().amax(-1, keepdim=True) / self.largest
+        wide = wide / scale.clamp_min(_SMALLEST)
+        if not self.dtype.is_floating_point:
+            wide = wide.round_()
+        # As uint8: a CPU's index operations do not support 8-bit floats.
+        return wide.clamp_(-self.largest, self.largest).to(self.dtype).view(torch.uint8), scale
+
+    def decode(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """Undo `encode`: return vectors `[..., D]` in `dtype`."""
+        codes = codes.view(self.dtype)
+        if self.dtype.is_floating_point:  # exact in every dtype, and 8 bits are not multiplied by fp32
+            codes = codes.to(dtype if dtype.itemsize < 4 else torch.float32)
+        # The product is computed in fp32 and rounded once, on a GPU without a tensor of it.
+        return torch.mul(codes, scale, out=torch.empty_like(codes, dtype=dtype))
+
+
+QUANTIZED_FORMATS = {"int8": QuantizedFormat(torch.int8, 127.0), "fp8": QuantizedFormat(torch.float8_e4m3fn, 448.0)}
