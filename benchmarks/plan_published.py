@@ -70,9 +70,9 @@ NOTES = """
   in chunks; attention by cuDNN, as `kernel="auto"` chooses on an H100.
 - The 46.0 GB of TRL's 30B-A3B and the 60.8 GB of its 32B are less than the fp32 weights, gradients and AdamW states of
   an eighth of the model (61.1 and 65.5 GB), so these are planned in the host's memory.
-- TRL's 32B ran its MLP in tiles ([review](https://github.com/huggingface/trl/pull/6846)); how many is not said.
-  Those of longspan are smaller, and its norms are tiled too: 39.6 GB are planned, which is not comparable with the 60.8
-  GB. With attention at 45 % of the peak, as was assumed before it was measured, the step would be planned at 1,534 s.
+- TRL's 32B ran its MLP in tiles ([review](https://github.com/huggingface/trl/pull/6846)); how many is not said. Those
+  of longspan are smaller, and norms are tiled too, so the 39.6 GB planned are not comparable with the 60.8 GB. With
+  attention at 45 % of the peak, as was assumed before, the step would be planned at 1,534 s.
 - The blog: DeepSpeed ZeRO-3 with the optimizer on the host, Ulysses 4, gradient checkpointing, FlashAttention-2, and
   logits that are held whole. longspan never holds them (`longspan.losses`), which is why its own plan is far below. The
   last column adds what that run holds besides: 10 bytes a logit, which is the slope of its figures over the length, and
