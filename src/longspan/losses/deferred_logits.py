@@ -26,10 +26,8 @@ from longspan.core.tile_sizes import even_span
 LOGITS_HINT = "training with labels does not compute them; call longspan.parallelize(..., logits=True)"
 
 
-class LogitsNotComputed(LongspanError, AttributeError, KeyError, IndexError):
-    """Logits were requested that were not computed. With these base classes `hasattr`, `get` and `iter` still work."""
-
-    __str__ = LongspanError.__str__
+class LogitsNotComputed(LongspanError, AttributeError):
+    """Logits were requested that were not computed. An `AttributeError`, so that `hasattr` still works."""
 
 
 @dataclass(eq=False)

@@ -21,7 +21,7 @@ from longspan.hf.checks.batches import BatchCheck
 from longspan.hf.forward.cached import CachedTokens
 from longspan.hf.forward.logits import DeferLogits, SelectLogits
 from longspan.hf.forward.logprobs import ScoredLabels
-from longspan.hf.forward.loss import GlobalLoss, HeldBackLabels, LossFunction, PooledHead, RouterLoss
+from longspan.hf.forward.loss import GlobalLoss, HeldBackLabels, PooledHead, RouterLoss
 from longspan.hf.forward.misuse import ModelChangeCheck, WeightDamageCheck
 from longspan.hf.forward.random import RandomStream, WholeNoise
 from longspan.hf.forward.shard_batch import ShardBatch
@@ -66,10 +66,9 @@ class ForwardHooks:
         self.cached = CachedTokens(traits, sp, tensor)
         self.memory = state.memory
         self.defer = DeferLogits(head, self.options)
-        self.loss_function = LossFunction(traits, self.losses)
-        self.held_back = HeldBackLabels(self.losses)
         self.scored = ScoredLabels(self.options)
-        self.pooled = PooledHead(model, traits.name, sp, self.losses) if traits.labels_per_row else None
+        pooled = PooledHead(model, traits, sp, self.losses) if traits.labels_per_row else None
+        self.held_back = pooled or HeldBackLabels(traits, self.losses)
         self.router = RouterLoss(traits, tensor)
         self.select = SelectLogits(traits, head)
         self.layers, self.mixers = state.attention, state.mixers
@@ -81,8 +80,6 @@ class ForwardHooks:
         if call.cache is not None:
             stages = [self.model_changes, self.tensor, self.cached, self.vision, self.encode, self.layers, self.mixers]
         else:
-            held_back = self.traits.labels_per_token or call.wants_router_loss
-            loss: Stage = self.held_back if held_back else self.loss_function
             stages = [
                 self.model_changes,
                 self.weight_damage,
@@ -92,7 +89,7 @@ class ForwardHooks:
                 self.memory,
                 self.encode,
                 self.defer,
-                self.scored if call.scored else self.pooled or loss,
+                self.scored if call.scored else self.held_back,
                 self.router if call.wants_router_loss else None,
                 self.select,
                 self.layers,
@@ -117,7 +114,6 @@ class ForwardHooks:
             model.register_forward_hook(self.release_weights)
             model.register_forward_pre_hook(self.leave_inference_mode, prepend=True)
             model.register_forward_hook(self.return_to_inference_mode, always_call=True)
-        model.loss_function = self.loss_function.compute
         self.shards_weights = fsdp
 
     def replay_decode_steps(self) -> None:

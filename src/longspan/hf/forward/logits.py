@@ -1,4 +1,4 @@
-"""The stages that decide which logits a forward computes, and outputs without logits, which say so when read.
+"""The stages that decide which logits a forward computes.
 
 A training forward with labels computes no logits: its head returns `longspan.losses.deferred_logits.DeferredLogits`,
 from which the loss computes logits and gradients tile by tile. `SelectedTokens` gathers those of selected tokens.
@@ -6,9 +6,6 @@ from which the loss computes logits and gradients tile by tile. `SelectedTokens`
 
 from __future__ import annotations
 
-import functools
-import sys
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +22,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.validation import format_value
 from longspan.hf.batch import SequenceInfo
 from longspan.hf.forward.stage import ForwardCall, ForwardOptions, ModelTraits, Stage
-from longspan.losses.deferred_logits import LOGITS_HINT, DeferredLogits, Head, LogitsNotComputed
+from longspan.losses.deferred_logits import DeferredLogits, Head
 
 
 def head_of(model: PreTrainedModel) -> Head | None:
@@ -66,29 +63,7 @@ class DeferLogits(Stage):
         if not isinstance(output, ModelOutput) or not isinstance(output.get("logits"), DeferredLogits):
             return output
         entries = {name: value for name, value in output.items() if name != "logits"}
-        kind: Any = type(output)
-        return _without_logits(kind)(**entries)
-
-
-@functools.cache
-def _without_logits(kind: Any) -> Any:
-    """Return a subclass of an output whose `logits` is None and warns why."""
-
-    def read(_: Any) -> None:
-        reader = sys._getframe(1).f_globals.get("__name__", "")
-        if reader.partition(".")[0] not in ("torch", "transformers"):  # FSDP reads every entry of an output
-            warnings.warn(f"logits is None: {LOGITS_HINT}", stacklevel=2)
-
-    def item(self: Any, key: Any) -> Any:
-        if key == "logits":
-            raise LogitsNotComputed(f"this output has no logits: {LOGITS_HINT}")
-        try:
-            return kind.__getitem__(self, key)
-        except IndexError as error:
-            raise LogitsNotComputed(f"this output has no entry {key}, as it has no logits: {LOGITS_HINT}") from error
-
-    logits = property(read, lambda self, value: None)
-    return type(kind.__name__, (kind,), {"logits": logits, "__getitem__": item, "__module__": kind.__module__})
+        return type(output)(**entries)
 
 
 class SelectLogits(Stage):

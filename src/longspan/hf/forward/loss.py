@@ -3,9 +3,8 @@
 Each rank sums over its own tokens; one all-reduce adds the sums and the counts of all ranks. The mean of the ranks'
 means would be wrong if ranks hold different numbers of labelled tokens.
 
-A causal LM calls its loss function, which `LossFunction` replaces. Other models need their labels held back from the
-forward, and the loss computed from the logits afterwards: a masked LM computes its own cross entropy, a sequence
-classifier has one vector of logits per row, and a mixture of experts adds the loss of its routers.
+The model's forward never sees the labels: the loss is computed from its logits afterwards, by one function for labels
+of tokens and one for labels of rows. A mixture of experts adds the loss of its routers.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from transformers import PreTrainedModel
 from longspan.comm.arguments import check_integers, check_sharding, check_tensor, describe
 from longspan.comm.collectives import scale_gradient, sum_over
 from longspan.comm.mesh import SequenceSharding
-from longspan.compat.torch_api import not_compiled, version_of
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_number
 from longspan.hf.batch import SequenceInfo, real_tokens
@@ -169,72 +167,35 @@ class GlobalLoss:
         return scale_gradient(sums, self.sp.world_size)[0] / items
 
 
-class LossFunction(Stage):
-    """A causal LM calls `compute` as its loss function; raise if it computes another loss, or adds to this one."""
-
-    def __init__(self, traits: ModelTraits, losses: GlobalLoss) -> None:
-        self.name, self.losses = traits.name, losses
-        self.call: ForwardCall | None = None
-
-    def reset(self) -> None:
-        self.call = None
-
-    def before(self, call: ForwardCall) -> None:
-        self.call = call
-
-    def after(self, call: ForwardCall, output: Any) -> Any:
-        if call.has_labels and call.loss is None:
-            raise LongspanError(
-                f"{self.name} computed a loss of its own instead of calling its loss_function, so it would "
-                f"be that of one rank's tokens; remove what patches its forward (a fused loss, say)"
-            )
-        if call.loss is not None:
-            self._check_nothing_was_added(*call.loss, output)
-        return output
-
-    @not_compiled
-    def compute(
-        self,
-        logits: Tensor | DeferredLogits,
-        labels: Tensor,
-        vocab_size: int | None = None,
-        num_items_in_batch: Any = None,
-        **_: Any,
-    ) -> Tensor:
-        """Return the mean of the global batch; `labels` are shifted already."""
-        weights = None if self.call is None else self.call.info.weights
-        loss = self.losses.of_tokens(logits, labels, num_items_in_batch, weights=weights)
-        loss = self.losses.share_of(loss, num_items_in_batch)
-        if self.call is not None:
-            self.call.loss = loss, version_of(loss)
-            if self.losses.options.token_losses is not None and isinstance(logits, DeferredLogits):
-                self.call.note_token_losses(self.losses.options, -logprobs_of(logits, labels)[0], labels)
-        return loss
-
-    def _check_nothing_was_added(self, loss: Tensor, version: int, output: Any) -> None:
-        """Raise for another term in the loss: it would be that of one rank's tokens."""
-        returned = output.get("loss") if isinstance(output, dict) else output[0]
-        if returned is not loss or version_of(loss) != version:
-            raise LongspanError(
-                f"{self.name} adds a term of its own to the loss of its tokens; longspan knows how to sum "
-                f"the load-balancing loss of a mixture of experts over the ranks, and no other"
-            )
-
-
 class HeldBackLabels(Stage):
     """Hold labels back from the model, and compute the loss from its logits.
 
     The model returns a `ModelOutput`, which becomes a tuple again if the caller asked for one.
     """
 
-    def __init__(self, losses: GlobalLoss) -> None:
-        self.losses = losses
+    def __init__(self, traits: ModelTraits, losses: GlobalLoss) -> None:
+        self.traits, self.losses = traits, losses
         self.labels: Tensor | None = None
         self.items: Any = None
         self.as_tuple = False
 
     def reset(self) -> None:
         self.labels = self.items = None
+
+    def check(self, call: ForwardCall) -> None:
+        """Raise for labels from which the model's own forward would compute another loss."""
+        if call.inputs.get("labels") is None:
+            return
+        if not (self.traits.labels_per_token or call.model.can_generate()):
+            raise LongspanError(
+                f"{self.traits.name} computes a loss of its own from labels, which would be that of one rank's tokens; "
+                f"leave `labels` out, and compute the loss from its outputs"
+            )
+        if getattr(call.model.config, "z_loss_coefficient", 0):
+            raise LongspanError(
+                f"{self.traits.name} adds a term of its own, the z-loss, to the loss of its tokens; set "
+                f"config.z_loss_coefficient = 0"
+            )
 
     def before(self, call: ForwardCall) -> None:
         inputs = call.inputs
@@ -257,6 +218,9 @@ class HeldBackLabels(Stage):
         return output.to_tuple() if self.as_tuple else output
 
     def loss(self, call: ForwardCall, logits: Any, labels: Tensor) -> Tensor:
+        """Return the mean of the global batch; `labels` are shifted already."""
+        if self.losses.options.token_losses is not None and isinstance(logits, DeferredLogits):
+            call.note_token_losses(self.losses.options, -logprobs_of(logits, labels)[0], labels)
         return self.losses.of_tokens(logits, labels, self.items, weights=call.info.weights)
 
 
@@ -269,9 +233,9 @@ class PooledHead(HeldBackLabels):
     `num_items_in_batch`.
     """
 
-    def __init__(self, model: PreTrainedModel, name: str, sp: SequenceSharding, losses: GlobalLoss) -> None:
-        super().__init__(losses)
-        self.name, self.sp, self.config = name, sp, model.config
+    def __init__(self, model: PreTrainedModel, traits: ModelTraits, sp: SequenceSharding, losses: GlobalLoss) -> None:
+        super().__init__(traits, losses)
+        self.name, self.sp, self.config = traits.name, sp, model.config
         self.ids: Tensor | None = None  # of my tokens, until the base model takes them
         self.info: SequenceInfo | None = None
         base: Any = model.base_model

@@ -125,7 +125,6 @@ class ForwardCall:
     has_holes: bool = False  # whether the mask has zeros between the ones of a row
     tokens: Tensor | None = None  # ids or embeddings of my tokens, `[B, L, ...]`
     has_labels: bool = False
-    loss: tuple[Tensor, int] | None = None  # what the model's loss function returned, and its version
     router_loss: Tensor | None = None  # the load-balancing loss of all ranks
     patches: dict[str, int] = field(default_factory=dict)  # by modality: of the rank that encodes most
     pictures: str | None = None  # of the batch: how they split into units; equal on all ranks of a sequence group
