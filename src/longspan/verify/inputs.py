@@ -32,6 +32,7 @@ from longspan.hf.pretrained import (
 from longspan.hf.prompts import BYTES, load_tokenizer, naming, open_dataset, text_ids
 from longspan.hf.vision import core_of, encoders_of
 from longspan.hf.weights.origin import Origin
+from longspan.ranks.agreement import model_facts
 from longspan.verify.config import VerifyConfig
 
 _TEXT_TOKENS = 60
@@ -42,9 +43,15 @@ _TEXT_TOKENS = 60
 class Inputs:
     """The checked inputs of a verification; weights are not loaded yet."""
 
+    config: VerifyConfig
     model_config: Any  # without dropout and cache
     rows: tuple[dict[str, Tensor], ...]  # of the global batch: ids and labels [1, S], pictures `[pictures, ...]`
     pictures: dict[str, int]  # how many images and videos all rows have
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What must be equal on every rank."""
+        return model_facts(self.model_config)
 
     def batch(self, start: int, stop: int, device: torch.device) -> dict[str, Tensor]:
         """Return some rows as one batch, on a device."""
@@ -63,7 +70,7 @@ def open_inputs(config: VerifyConfig) -> Inputs:
     counts = Counter[str]()
     if takes_pictures(model_config):
         counts = add_pictures(rows, origin.on_meta(), config.seed)
-    return Inputs(model_config, tuple(rows), dict(counts))
+    return Inputs(config, model_config, tuple(rows), dict(counts))
 
 
 def load_model_config(config: VerifyConfig) -> Any:
