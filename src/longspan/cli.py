@@ -229,16 +229,16 @@ def _paths(given: list[str]) -> tuple[Path, ...]:
 
 
 def _fields(info: Any) -> Any:
-    """Return tyro's spec for a command, its own flags first, and for the values that it shares with others."""
+    """Return tyro's spec for a command: its own flags first, and those of values that it shares with others last."""
     import tyro
 
     kind: Any = info.type
     if not dataclasses.is_dataclass(info.type) or is_one_flag(kind):
         return None
     texts, kinds = field_texts(kind), fields_of(kind)
-    own = [name for name in inspect.get_annotations(kind) if name in kinds]
+    own, shared = inspect.get_annotations(kind), dataclasses.is_dataclass
     fields: list[Any] = []
-    for name in [*own, *(name for name in kinds if name not in own)]:
+    for name in sorted(kinds, key=lambda name: (shared(kinds[name]) and not is_one_flag(kinds[name]), name not in own)):
         default = getattr(info.default, name)
         # The text says what happens without a value.
         hint = tyro.conf.arg(help_behavior_hint="") if str(default) in ("None", "", "()") else tyro.conf.arg()

@@ -15,7 +15,7 @@ from longspan.ranks.job import Timeouts
 
 
 @dataclass(frozen=True)
-class ModelFlags:
+class ModelFlags(Model):
     """A model, its tokenizer and its ranks."""
 
     tokenizer: str | None = None
@@ -31,7 +31,6 @@ class ModelFlags:
     share of the machine's."""
     json: bool = False
     """Print only the report, as JSON, to stdout (schema: docs/reference/json.md)."""
-    model: Model = field(default_factory=Model)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     timeouts: Timeouts = field(default_factory=Timeouts)
 
@@ -41,8 +40,8 @@ class ModelFlags:
 
     def check(self) -> None:
         """Raise on invalid values, without reading any file."""
-        self.model.check()
-        if self.model.model.endswith(".json"):
+        super().check()
+        if self.model.endswith(".json"):
             raise LongspanError(f"--model {self.model} has no weights; give the folder of a model that has some")
         if self.tokenizer is not None:
             check_name("--tokenizer", self.tokenizer)
@@ -147,7 +146,7 @@ class GenerateConfig(ModelFlags):
         for flag, value, accepted in (
             ("--cache", str(self.cache), ("exact", "exact,latent=false")),
             ("--weights", self.weights, ("auto", "replicated")),
-            ("--kernel", self.model.kernel, ("auto", "flash")),
+            ("--kernel", self.kernel, ("auto", "flash")),
         ):
             if self.cuda_graph and value not in accepted:
                 raise LongspanError(

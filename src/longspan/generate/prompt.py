@@ -59,10 +59,8 @@ class Prompt:
         import torch
 
         # The opened config, as its RoPE scaling may differ from the folder's.
-        name, config = self.flags.model.model, self.model_config
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(
-            self.flags.model.dtype, config.dtype or torch.float32
-        )
+        name, config = self.flags.model, self.model_config
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(self.flags.dtype, config.dtype or torch.float32)
         auto, base, adapter = language_model_class(config), base_of("--model", name), name if is_adapter(name) else None
         return Origin(auto, config, dtype, base, label=f"--model {name}", adapter=adapter)
 
@@ -112,8 +110,8 @@ def open_ids(config: ModelFlags, model_config: Any, ids: NDArray[np.int64], new:
 
 def open_prompt(config: GenerateConfig) -> Prompt:
     """Return the prompt of a `GenerateConfig`; no weights are loaded."""
-    check_names(config.model.model, None, config.tokenizer)
-    model_config = read_model_config("--model", config.model.model, 1)
+    check_names(config.model, None, config.tokenizer)
+    model_config = read_model_config("--model", config.model, 1)
     tokenizer = load_tokenizer(tokenizer_name(config))
     asked_alone = config.pictures and config.question and config.prompt is None and config.file is None
     optional = config.question is not None
@@ -150,7 +148,7 @@ def open_prompt(config: GenerateConfig) -> Prompt:
 
 def tokenizer_name(config: ModelFlags) -> str:
     """Return the name or folder of the tokenizer."""
-    name = config.tokenizer or tokenizer_of("--model", config.model.model)
+    name = config.tokenizer or tokenizer_of("--model", config.model)
     return name if config.tokenizer or has_tokenizer(name) else BYTES
 
 
@@ -178,11 +176,11 @@ def _cache_key(config: GenerateConfig, model_config: Any, ids: NDArray[np.int64]
     """Return a digest of what the cache depends on: tokens, config, files, dtypes, version of transformers."""
     import transformers
 
-    names = sorted({config.model.model, base_of("--model", config.model.model)})
+    names = sorted({config.model, base_of("--model", config.model)})
     paths = [path for name in names for path in sorted(Path(name).glob("*"))]
     weights = [path for path in paths if path.suffix in (".safetensors", ".bin", ".json")]
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weights]
-    dtypes = config.model.dtype, config.cache.dtype
+    dtypes = config.dtype, config.cache.dtype
     known = [names, files, model_config.to_json_string(), *dtypes, transformers.__version__]
     return hashlib.sha256(json.dumps(known).encode() + ids.tobytes()).hexdigest()[:24]
 
@@ -208,7 +206,7 @@ def _written(config: GenerateConfig, writer: Any, content: Any) -> str:
             [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
         )
     except Exception as error:  # of a template, which may raise anything
-        name = config.tokenizer or tokenizer_of("--model", config.model.model)
+        name = config.tokenizer or tokenizer_of("--model", config.model)
         raise LongspanError(f"the chat template of {name} refuses the chat: {first_line(error)}") from error
     return written
 
@@ -240,7 +238,7 @@ def _with_pictures(config: GenerateConfig, model_config: Any, text: str) -> tupl
             f"--model {config.model} ({model_config.model_type}) reads text only; leave out --image and --video, "
             "or give a vision-language model"
         )
-    name = config.tokenizer or tokenizer_of("--model", config.model.model)
+    name = config.tokenizer or tokenizer_of("--model", config.model)
     processor = load_processor(name)
     if getattr(processor, "chat_template", None) is None:
         raise LongspanError(

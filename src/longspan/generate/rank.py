@@ -44,7 +44,7 @@ def load(prompt: Prompt, watch: Watch) -> tuple[SequenceSharding, Any]:
             prompt.origin,
             sp,
             fsdp=config.fsdp,
-            kernel=config.model.kernel,
+            kernel=config.kernel,
             tensor_style=config.parallel.tensor_style,
             experts=config.parallel.experts,
         )

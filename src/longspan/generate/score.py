@@ -82,8 +82,8 @@ def open_text(config: ScoreConfig) -> Prompt:
     from longspan.hf.pretrained import check_names, read_model_config
     from longspan.hf.prompts import load_tokenizer, text_ids
 
-    check_names(config.model.model, None, config.tokenizer)
-    model_config = read_model_config("--model", config.model.model, 1)
+    check_names(config.model, None, config.tokenizer)
+    model_config = read_model_config("--model", config.model, 1)
     tokenizer = load_tokenizer(tokenizer_name(config))
     ids = text_ids(tokenizer, read_text(config.text, config.file, "--text"))[: config.max_tokens]
     prompt = open_ids(config, model_config, ids)

@@ -95,7 +95,7 @@ def open_transformer(config: VerifyConfig) -> Transformer:
 
 def config_file(config: VerifyConfig) -> Path | None:
     """Return the `config.json` of a transformer of diffusers; None for other models."""
-    given = Path(config.model.model)
+    given = Path(config.model)
     candidates = [given] if given.is_file() else [given / "transformer" / "config.json", given / "config.json"]
     for path in candidates:
         try:

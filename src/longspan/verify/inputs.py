@@ -75,13 +75,13 @@ def open_inputs(config: VerifyConfig) -> Inputs:
 
 def load_model_config(config: VerifyConfig) -> Any:
     """Return the model's Hugging Face config without dropout, which differs between ranks, and without cache."""
-    name = config.model.model
+    name = config.model
     opened = read_model_config("--model", name, config.context, weights=not config.random_weights)
     text = opened.get_text_config()
     text.use_cache = False
     found = without_dropout(opened)
     experts = max(getattr(text, key, None) or 0 for key in ("num_local_experts", "num_experts", "n_routed_experts"))
-    routed = experts > 1 and config.dtype == "bf16"
+    routed = experts > 1 and config.run_dtype == "bf16"
     # Configs may state a number of experts (Nemotron-H) whose layers are all dense.
     weights = model_origin(config, found).on_meta().named_parameters() if routed else ()
     if any("expert" in name for name, _ in weights):
@@ -115,11 +115,11 @@ def model_origin(config: VerifyConfig, model_config: Any) -> Origin:
         )
     masked = any(name.endswith("ForMaskedLM") for name in architectures)
     softcap = getattr(getattr(model_config, "text_config", model_config), "attn_logit_softcapping", None)
-    name = config.model.model
+    name = config.model
     origin = Origin(
         AutoModelForMaskedLM if masked else language_model_class(model_config),
         model_config,
-        torch.float32 if config.dtype == "fp32" else torch.bfloat16,
+        torch.float32 if config.run_dtype == "fp32" else torch.bfloat16,
         None if config.random_weights else base_of("--model", name),
         config.seed,
         adapter=name if is_adapter(name) else None,
@@ -160,7 +160,7 @@ def make_batch(config: VerifyConfig, model_config: Any) -> dict[str, Tensor]:
 def _read_text(config: VerifyConfig, rows: int, vocabulary: int) -> Tensor:
     """Return the ids of the texts of --text, joined, and repeated from the start if they are too short."""
     source, column, parts, length = str(config.text), config.text_field, list[Any](), 0
-    name = config.tokenizer or (BYTES if config.random_weights else tokenizer_of("--model", config.model.model))
+    name = config.tokenizer or (BYTES if config.random_weights else tokenizer_of("--model", config.model))
     tokenizer = load_tokenizer(name)
     with naming(source):
         dataset = open_dataset(source, streaming=True)

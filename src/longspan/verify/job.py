@@ -32,7 +32,7 @@ def worker(config: VerifyConfig) -> Report:
 
 def open_inputs(config: VerifyConfig) -> Any:
     """Return the model and the batch to verify, checked; weights are not loaded."""
-    check_names(config.model.model, config.text, config.tokenizer)
+    check_names(config.model, config.text, config.tokenizer)
     from longspan.verify import diffusion, inputs
 
     is_diffusion = diffusion.config_file(config) is not None

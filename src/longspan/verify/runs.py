@@ -58,7 +58,7 @@ def compare(opened: Inputs) -> Report:
     sp = make_sharding(config.parallel)
     origin = inputs.model_origin(config, opened.model_config)
     # Fail before the long runs.
-    on_every_rank(lambda: check_model(origin.on_meta(), sp.device, sp.ring_size, config.model.kernel), sp.mesh_group)
+    on_every_rank(lambda: check_model(origin.on_meta(), sp.device, sp.ring_size, config.kernel), sp.mesh_group)
     references = unsharded_runs(
         lambda: prepared(origin.build()).to(sp.device),
         lambda model: run_unsharded(model, opened.batch(0, len(opened.rows), sp.device)),
@@ -100,7 +100,7 @@ def unsharded_runs(
                 same = wide == next(model.parameters()).dtype
                 unsharded = run_once(model)
                 reference = unsharded if same else run_once(_widened(model, wide))
-                for seed in range(NUDGES if config.dtype == "fp32" and not same else 0):
+                for seed in range(NUDGES if config.run_dtype == "fp32" and not same else 0):
                     keep_furthest(unsharded, run_once(nudged(model, seed)), reference)
         except torch.OutOfMemoryError as failure:
             hint = "--no-fp64 or a smaller --context" if config.fp64 else "a smaller --context"
@@ -209,7 +209,7 @@ def prepared(model: Any) -> Any:
 def load_as_sharded(origin: Origin, config: VerifyConfig, sp: SequenceSharding) -> Any:
     """Load and parallelize the model of a `VerifyConfig`. Collective."""
     # With FSDP, bf16 keeps weights and sums of gradients in fp32.
-    bf16 = config.fsdp and sp.world_size > 1 and config.dtype == "bf16"
+    bf16 = config.fsdp and sp.world_size > 1 and config.run_dtype == "bf16"
     return load_sharded(
         origin,
         sp,
@@ -217,7 +217,7 @@ def load_as_sharded(origin: Origin, config: VerifyConfig, sp: SequenceSharding) 
         cast_to=torch.float32 if bf16 else None,
         fsdp=config.fsdp,
         mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else None,
-        kernel=config.model.kernel,
+        kernel=config.kernel,
         memory="auto" if config.memory.chooses else config.memory.to_memory(),
         tensor_style=config.parallel.tensor_style,
         experts=config.parallel.experts,
@@ -271,7 +271,7 @@ def make_report(
     hosts = sp.host_group
     mine = {name: _measure(name, part, references, sp) for name, part in parts.items()}
     everyone = gather_objects(mine, hosts)
-    criterion = Criterion.of(config.dtype, config.reference)
+    criterion = Criterion.of(config.run_dtype, config.reference)
     losses = gather_objects(float(parts["loss"].values), hosts)
     equalities = [Equality.of("loss", losses)]
     if not config.fsdp:
@@ -292,11 +292,11 @@ def make_report(
 def _setup(config: VerifyConfig, sp: SequenceSharding) -> dict[str, Any]:
     parallel, flags = config.parallel, values(config)
     return {
-        "model": config.model.model,
+        "model": config.model,
         "weights": "random" if config.random_weights else "given",
         "tokens": config.tokens,
         **{name: flags[name] for name in _SHOWN},
-        "dtype": config.dtype,
+        "dtype": config.run_dtype,
         "tensor_style": parallel.tensor_style if parallel.tensor > 1 else None,
         "experts": parallel.experts,
         "layout": sp.layout.kind,
