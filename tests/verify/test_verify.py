@@ -329,13 +329,13 @@ def _miss_a_block(patch: pytest.MonkeyPatch) -> None:
 
 
 def _do_not_return_gradients(patch: pytest.MonkeyPatch) -> None:
-    from longspan.attn.methods.ring import _P2PReducer
+    from longspan.attn.methods.ring import _GradientReducer
 
     def local_part(self: Any) -> Any:
         self._wait()
         return self.local_grad
 
-    patch.setattr(_P2PReducer, "finish", local_part)
+    patch.setattr(_GradientReducer, "finish", local_part)
 
 
 def _pass_states(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[pytest.MonkeyPatch], None]:

@@ -16,9 +16,6 @@ from longspan.core.errors import LongspanError
 STEP = "longspan.step"
 """Name of the range around the recorded step."""
 
-P2P = "longspan.p2p"
-"""Prefix of the ranges around a message's post and wait; the same number follows for both."""
-
 Span = tuple[float, float]
 """Start and end in microseconds."""
 
@@ -96,7 +93,7 @@ def _rank_trace(rank: int, events: list[dict[str, Any]], step: dict[str, Any]) -
     else:
         in_flight = [e for e in events if e["name"].startswith("gloo:")]
         senders = {e["tid"] for e in in_flight} - {step["tid"]}  # gloo's threads, which copy as well
-        sent = [*map(_span, in_flight), *_messages(events)]
+        sent = [_span(e) for e in in_flight]
         computed = [_span(e) for e in events if e["name"].startswith(("aten::", "fsdp::")) and e["tid"] not in senders]
     first, last = _span(step)
 
@@ -109,18 +106,3 @@ def _rank_trace(rank: int, events: list[dict[str, Any]], step: dict[str, Any]) -
 
 def _span(event: dict[str, Any]) -> Span:
     return float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0))
-
-
-def _messages(events: Iterable[dict[str, Any]]) -> list[Span]:
-    """Return messages between two ranks, each from its post to the end of its last wait."""
-    posts: dict[str, float] = {}
-    ends: dict[str, float] = {}
-    for event in events:
-        if event["name"].startswith(P2P):
-            _, number, what = event["name"].split()
-            start, end = _span(event)
-            if what == "post":
-                posts[number] = start
-            else:
-                ends[number] = max(ends.get(number, 0.0), end)
-    return [(start, ends[number]) for number, start in posts.items() if number in ends]
