@@ -5,7 +5,6 @@ Shape suffixes: B rows of the global batch, S tokens.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import itertools
 import math
@@ -97,13 +96,11 @@ def model_origin(config: VerifyConfig, model_config: Any) -> Origin:
 
     It is a masked LM if the config's `architectures` name one (BERT), a vision-language model, else a causal LM.
 
-    Attention is transformers' `sdpa`, or `eager` for a model without `sdpa` or with a softcap (Gemma-2), which older
-    versions of `sdpa` silently ignore. Random weights (of a config.json) depend on the seed alone.
+    transformers chooses the attention, but `eager` with a softcap (Gemma-2), which its `sdpa` silently ignores. Random
+    weights (of a config.json) depend on the seed alone.
     """
     from transformers import AutoModelForMaskedLM
     from transformers.utils import logging
-
-    from longspan.compat.transformers_api import has_no_sdpa
 
     logging.disable_progress_bar()  # every rank loads the model, some twice
     architectures = getattr(model_config, "architectures", None) or ()
@@ -116,7 +113,7 @@ def model_origin(config: VerifyConfig, model_config: Any) -> Origin:
     masked = any(name.endswith("ForMaskedLM") for name in architectures)
     softcap = getattr(getattr(model_config, "text_config", model_config), "attn_logit_softcapping", None)
     name = config.model
-    origin = Origin(
+    return Origin(
         AutoModelForMaskedLM if masked else language_model_class(model_config),
         model_config,
         torch.float32 if config.run_dtype == "fp32" else torch.bfloat16,
@@ -125,15 +122,8 @@ def model_origin(config: VerifyConfig, model_config: Any) -> Origin:
         adapter=name if is_adapter(name) else None,
         label=name,
         strict=False,
-        options={"attn_implementation": "sdpa" if softcap is None else "eager", "trust_remote_code": False},
+        options={"trust_remote_code": False, **({} if softcap is None else {"attn_implementation": "eager"})},
     )
-    try:
-        origin.on_meta()
-    except LongspanError as error:
-        if not has_no_sdpa(error.__cause__):
-            raise
-        origin = dataclasses.replace(origin, options={**origin.options, "attn_implementation": "eager"})
-    return origin
 
 
 def make_batch(config: VerifyConfig, model_config: Any) -> dict[str, Tensor]:
