@@ -172,7 +172,7 @@ def measure(rule: str, n: int, repeats: int) -> dict[str, Any]:
     runs[ONE] = lambda: whole and forward_backward(whole, alone, grad)
     runs[OWN] = lambda: forward_backward(mine, alone, my_grad)
     runs[MESSAGES] = lambda: send_summary(rule, sp)
-    wall, cpu = common.alternate(runs, repeats, busiest=True)
+    wall, cpu = common.alternate(runs, repeats, max_over_ranks=True)
     return {"sent": sent, "formula": formulas(rule, n, sp.size), "wall": wall, "cpu": cpu}
 
 
@@ -308,7 +308,7 @@ def measure_layer(layer: str, n: int, repeats: int) -> dict[str, Any]:
     errors = [common.relative_error(p.grad, expected[name].grad) for name, p in sharded.named_parameters()]
     if max(errors) > 1e-3:
         raise RuntimeError(f"{layer}: gradients differ by {max(errors):.1e}, so times cannot be compared")
-    wall, cpu = common.alternate(runs, repeats, busiest=True)
+    wall, cpu = common.alternate(runs, repeats, max_over_ranks=True)
     return {"grad_error": max(errors), "wall": wall, "cpu": cpu}
 
 

@@ -21,7 +21,7 @@ def alternate(
     device: torch.device = CPU,
     *,
     warmup: int = 1,
-    busiest: bool = False,
+    max_over_ranks: bool = False,
 ) -> tuple[Times, Times]:
     """Time candidates in turns, so that a disturbance of seconds touches one round of each, not all rounds of one.
 
@@ -29,7 +29,7 @@ def alternate(
     barrier; `warmup` runs of each, for connections, kernel selection and pages, are not timed.
 
     Returns:
-        Wall seconds of the slowest rank, and CPU seconds of all ranks, or with `busiest` of the rank with most; by
+        Wall seconds of the slowest rank, and CPU seconds of all ranks, or with `max_over_ranks` their maximum; by
         candidate and round. CPU time includes gloo's threads and hardly depends on other load of the machine.
     """
     for _ in range(warmup):
@@ -44,7 +44,7 @@ def alternate(
         synchronize(device)
         wall[name].append(time.perf_counter() - start)
         cpu[name].append(time.process_time() - start_cpu)
-    cpu_op = dist.ReduceOp.MAX if busiest else dist.ReduceOp.SUM
+    cpu_op = dist.ReduceOp.MAX if max_over_ranks else dist.ReduceOp.SUM
     return reduce_times(wall, dist.ReduceOp.MAX, device), reduce_times(cpu, cpu_op, device)
 
 

@@ -7,20 +7,24 @@ prefix. Only the module of the command is imported, and it does not import torch
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import inspect
+import os
 import shutil
+import signal
 import sys
 import textwrap
+import time
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar
 
 from longspan import __version__
-from longspan.core.errors import LongspanError, require
+from longspan.core.errors import LongspanError, is_full, require
 from longspan.core.reading import (
     convert,
     field_texts,
@@ -68,42 +72,85 @@ longspan COMMAND --help   all flags of a command
 longspan --version
 """.format("\n".join(f"  {name:<10}{text}" for name, (_, _, text) in COMMANDS.items()))
 
+#: Seconds that a rank with an error waits for the machine's first rank to print it, under torchrun.
+_FIRST_RANK_S = 30
 
 _FILE = "--config FILE.yaml reads flags from a file, a key for each; those of the command line win."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code.
-
-    0: done. 1: the verification failed, nothing fits, or a rank died. 2: bad input, with a message on stderr. 143, 130:
-    ended early by SIGTERM or Ctrl-C.
-    """
+    """Run a command and return its exit code (`exit_code`); 1 also if a verification failed, or nothing fits."""
     args = list(sys.argv[1:] if argv is None else argv)
-    if args[:1] == ["help"]:
-        args = [*args[1:2], "--help"]
-
-    def run() -> int:
-        if args and args[0] not in ("-h", "--help", "--version", "-V", "version"):
-            return _run(args[0], args[1:])
-        print(f"longspan {__version__}" if args and "v" in args[0].lower() else _USAGE)
-        return 0 if args else 2
-
-    return launch.exit_code(run)
+    return exit_code(lambda: _run([*args[1:2], "--help"] if args[:1] == ["help"] else args))
 
 
-def _run(command: str, args: list[str]) -> int:
+def _run(given: list[str]) -> int:
+    if not given or given[0] in ("-h", "--help"):
+        print(_USAGE)
+        return 0 if given else 2
+    command, *args = given
+    if command in ("-V", "--version", "version"):
+        if args:
+            raise LongspanError(f"longspan {command} takes no argument, got {format_value(args[0])}; leave it out")
+        print(f"longspan {__version__}")
+        return 0
     if command not in COMMANDS:
         hint = nearest(command, COMMANDS) if command[:1] != "-" else f"give one first: {', '.join(COMMANDS)}"
         raise LongspanError(f"there is no command {format_value(command)}; {hint}")
     module_name, config_name, _ = COMMANDS[command]
-    if not config_name:  # it parses its own arguments, TRL's
-        from longspan.train import run
-
-        return run(args)
     module = importlib.import_module(module_name)
+    if not config_name:  # it parses its own arguments, TRL's
+        return int(module.run(args))
     config = parse(getattr(module, config_name), args, prog=f"longspan {command}")
     require(f"longspan {command}", *_NEEDS.get(command, ()))
     return int(module.run(config))
+
+
+def exit_code(run: Callable[[], int]) -> int:
+    """Run a command; print why it fails on the machine's first rank, and return its exit code.
+
+    0: done. 1: `run` says so, or a rank died. 2: bad input. 143, 130: ended early by SIGTERM or Ctrl-C.
+    """
+    code, why = 0, ""
+    launch.silence_imports()
+    try:
+        code = run()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return _end_broken_pipe()
+    except OSError as error:
+        if not is_full(error):
+            raise
+        _end_broken_pipe()
+        code, why = 2, f"longspan: error: the disk is full: {error}; make room, and run it again\n"
+    except LongspanError as error:
+        code, why = 2, f"longspan: error: {error}\n"
+    except launch.RankFailed as error:
+        code, why = 1, f"{error.details}longspan: error: {error}\n"
+    except launch.Stopped as stop:  # without waiting: a stopped torchrun agent would wait for the ranks
+        if launch.is_first_local_rank():
+            why = f": {stop.not_saved}" if stop.not_saved else ""
+            print(f"longspan: stopped by {signal.Signals(stop.signum).name}{why}", file=sys.stderr)
+        return 128 + stop.signum
+    except SystemExit as end:  # by tyro after --help or wrong flags; a text is a message and means code 1
+        if isinstance(end.__context__, BrokenPipeError):  # raised by rich
+            return _end_broken_pipe()
+        code, why = (1, f"{end.code}\n") if isinstance(end.code, str) else (end.code or 0, "")
+    except KeyboardInterrupt:
+        return 130
+    if code and not launch.is_first_local_rank() and "TORCHELASTIC_RUN_ID" in os.environ:
+        # torchrun ends all ranks once one has failed: let the first one print the cause. An error that was not that of
+        # all ranks is printed after the wait.
+        time.sleep(_FIRST_RANK_S)
+    sys.stderr.write(why)
+    return code
+
+
+def _end_broken_pipe() -> int:
+    """Return the exit code after the reader of stdout has closed it (`longspan plan ... | head -1`); print nothing."""
+    with contextlib.suppress(OSError, ValueError):  # drop what is still in the buffer
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
 
 
 def parse(config_class: type[Config], args: list[str], *, prog: str) -> Config:
@@ -182,16 +229,16 @@ def _paths(given: list[str]) -> tuple[Path, ...]:
 
 
 def _fields(info: Any) -> Any:
-    """Return tyro's spec for a command, its own flags first, and for the values that it shares with others."""
+    """Return tyro's spec for a command: its own flags first, and those of values that it shares with others last."""
     import tyro
 
     kind: Any = info.type
     if not dataclasses.is_dataclass(info.type) or is_one_flag(kind):
         return None
     texts, kinds = field_texts(kind), fields_of(kind)
-    own = [name for name in inspect.get_annotations(kind) if name in kinds]
+    own, shared = inspect.get_annotations(kind), dataclasses.is_dataclass
     fields: list[Any] = []
-    for name in [*own, *(name for name in kinds if name not in own)]:
+    for name in sorted(kinds, key=lambda name: (shared(kinds[name]) and not is_one_flag(kinds[name]), name not in own)):
         default = getattr(info.default, name)
         # The text says what happens without a value.
         hint = tyro.conf.arg(help_behavior_hint="") if str(default) in ("None", "", "()") else tyro.conf.arg()

@@ -9,7 +9,6 @@ import re
 import runpy
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, Lla
 
 from longspan import cli
 from longspan.core.errors import LongspanError
+from longspan.core.formatting import size
 from longspan.generate.config import GenerateConfig
 from longspan.generate.fit import choose_weights
 from longspan.generate.job import format_report, open_fitting_prompt
@@ -144,7 +144,7 @@ def test_text_equals_one_process(
             assert report["prompt_tokens"] == len(PROMPT.encode())
             assert report["cached_tokens"] == report["prompt_tokens"] + NEW - 1
         if "cache" in mesh:
-            assert f"{max(report['device_cache_bytes']):,} bytes of it at once on the device" in format_report(report)
+            assert f"{size(max(report['device_cache_bytes']))} of it at once on the device" in format_report(report)
         if "ring" in mesh:  # each rank has all KV heads of some tokens
             assert sum(report["cache_bytes"]) == report["cached_tokens"] * 2 * 2 * 2 * 8 * 4
     assert pool2.run(run_generate, _config(folder, **drawn, ulysses=2, prefill_chunk=50))[0]["ids"] == sampled
@@ -168,7 +168,7 @@ def test_a_model_with_recurrent_layers(pool2: RankPool, tmp_path: Path, capsys: 
         for report in pool2.run(run_generate, _config(tmp_path / "hf", temperature=0.0, **mesh)):
             assert report["ids"] == greedy and (report["reused_tokens"] > 0) == reused
             assert report["state_bytes"] > 0
-    assert f"{report['state_bytes']:,} bytes of it states of recurrent layers" in format_report(report)
+    assert f"{size(report['state_bytes'])} of it states of recurrent layers" in format_report(report)
     assert cli.main([*_flags(tmp_path / "hf"), "--temperature", "0", "--cuda-graph"]) == 2
     assert "is recurrent" in capsys.readouterr().err
 
@@ -219,62 +219,37 @@ def _asked(folder: Path, **more: Any) -> GenerateConfig:
 def test_a_question_is_answered_in_the_chat_template(chat: Path, pool2: RankPool) -> None:
     """Alone, on every mesh: the tokens of transformers, until the template's end of a turn."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(chat), AutoTokenizer.from_pretrained(chat)
-    system = {"role": "system", "content": "Be the one."}
-    messages = [system, {"role": "user", "content": "What is the other?"}]
+    messages = [{"role": "user", "content": "What is the other?"}]
     made = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     found = model.generate(**made, max_new_tokens=NEW, do_sample=False, eos_token_id=[0, 2], pad_token_id=0)[0]
     expected = found[made["input_ids"].shape[1] :].tolist()
     assert expected[-1] == 2 and 1 < len(expected) < NEW
     for mesh in ({"ring": 2}, {"ulysses": 2}):
-        for report in pool2.run(run_generate, _asked(chat, system=system["content"], **mesh)):
+        for report in pool2.run(run_generate, _asked(chat, **mesh)):
             assert report["ids"] == expected and report["ended_by"] == "the model"
             assert report["prompt_tokens"] == made["input_ids"].shape[1]
 
 
-def test_a_question_needs_no_text(
-    chat: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On a terminal, with an empty stdin, and under torchrun. Whoever asks a model that is no chat model, or does not
-    ask one that is, gets a note; a system message is never lost."""
+def test_a_question_needs_no_text(chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal, with an empty stdin, without one, and under torchrun, which shares none."""
     terminal = io.StringIO()
     terminal.isatty = lambda: True  # type: ignore[method-assign]
-    empty = io.TextIOWrapper(io.BytesIO())
-    slow = SimpleNamespace(isatty=lambda: False, buffer=SimpleNamespace(read=lambda: time.sleep(0.3) or b""))
     asked = "<|im_start|>user\nWhat is the other?<|im_end|>\n<|im_start|>assistant\n"
     tokenizer = make_tokenizer()
-    monkeypatch.setattr("longspan.generate.prompt._STDIN_S", 0.01)
-    for stdin in (terminal, empty, slow, None):
+    for stdin in (terminal, io.TextIOWrapper(io.BytesIO()), None):
         monkeypatch.setattr("sys.stdin", stdin)
         assert tokenizer.decode(open_fitting_prompt(_asked(chat)).ids) == asked
-        err = capsys.readouterr().err
-        assert ("waiting for the end of stdin" in err) == (stdin is slow) and "note: " not in err
+    with pytest.raises(LongspanError, match="there is no text; give --prompt TEXT or --file FILE, or pipe it in"):
+        open_fitting_prompt(_asked(chat, question=None))
     with monkeypatch.context() as torchrun:
-        torchrun.setattr("longspan.ranks.launch.started_elsewhere", lambda: True)
+        torchrun.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"of another")))
+        torchrun.setattr("longspan.ranks.launch.under_torchrun", lambda: True)
         assert tokenizer.decode(open_fitting_prompt(_asked(chat)).ids) == asked
-
-    for given, said in (
-        ({"prompt": "x", "question": None}, "give --question TEXT"),
-        ({"prompt": "x", "question": None, "template": "none"}, None),
-        ({"prompt": "x", "question": None, "template": "chat"}, None),
-        ({"tokenizer": "bytes"}, "no chat template, so the model continues the question"),
-        ({"tokenizer": "bytes", "prompt": "x", "question": None}, None),
-    ):
-        open_fitting_prompt(_asked(chat, **given))
-        err = capsys.readouterr().err
-        assert ("note: " in err) == (said is not None) and (said or "") in err
-
-    with pytest.raises(LongspanError, match="--system: the tokenizer bytes has no chat template"):
-        open_fitting_prompt(_asked(folder, system="Be brief."))
     with pytest.raises(LongspanError, match="--cache-dir saves .*before the question, and there is nothing"):
         open_fitting_prompt(_asked(chat, cache_dir=tmp_path / "kept"))
-    assert open_fitting_prompt(_asked(chat, cache_dir=tmp_path / "kept", system="Be brief.")).text_tokens > 10
-    for template, said in (
-        ("{{ raise_exception('no system here') }}", "refuses the chat: no system here; leave out --system"),
-        ("{{ messages[-1]['content'] }}", "drops system messages; leave out --system"),
-    ):
-        make_tokenizer(template).save_pretrained(tmp_path / "other")
-        with pytest.raises(LongspanError, match=said):
-            open_fitting_prompt(_asked(chat, system="Be brief.", tokenizer=str(tmp_path / "other")))
+    make_tokenizer("{{ raise_exception('no chats here') }}").save_pretrained(tmp_path / "other")
+    with pytest.raises(LongspanError, match="refuses the chat: no chats here"):
+        open_fitting_prompt(_asked(chat, tokenizer=str(tmp_path / "other")))
 
 
 def test_characters_of_several_tokens_are_written_whole() -> None:
@@ -327,8 +302,6 @@ def test_scores_equal_one_process(folder: Path, pool2: RankPool, tmp_path: Path)
         ({"file": Path("x")}, "--prompt and --file both give a text"),
         ({"temperature": 0, "top_k": 3}, "--temperature 0 does not sample"),
         ({"question": " "}, "--question is empty"),
-        ({"system": "Be brief."}, "--system is a message of a chat, and a text without --question is continued"),
-        ({"system": "Be brief.", "question": "Who?", "template": "none"}, "--template none writes no chat"),
         ({"top_p": 1.5}, "--top-p must be at most 1"),
         ({"out": Path("/")}, "--out / is a folder"),
     ],

@@ -20,7 +20,6 @@ from longspan.core.parallel import ParallelConfig
 from longspan.core.reading import field_texts, flags_of, parse_integer
 from longspan.plan.command import PlanConfig
 from longspan.plan.shape import Tuning
-from longspan.ranks import launch
 from longspan.ranks.launch import RankFailed, Stopped
 from longspan.verify import VerifyConfig
 from tests.pool import THREADS
@@ -254,6 +253,8 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().err == "longspan: error: there is no command 'trian'; did you mean 'train'?\n"
     assert cli.main(["--model", "x"]) == 2
     assert "no command '--model'; give one first: train, " in capsys.readouterr().err
+    assert cli.main(["version", "extra"]) == 2
+    assert "longspan version takes no argument, got 'extra'" in capsys.readouterr().err
     assert cli.main(["-V"]) == cli.main(["help", "verify"]) == 0
 
 
@@ -290,12 +291,12 @@ def test_ranks_with_an_error_wait_for_the_first_rank_of_their_machine(
 ) -> None:
     """But stopped ranks do not wait."""
     waits: list[float] = []
-    monkeypatch.setattr("longspan.ranks.launch.time.sleep", waits.append)
+    monkeypatch.setattr("longspan.cli.time.sleep", waits.append)
     job = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
     for name, value in job.items():
         monkeypatch.setenv(name, value)
     _plant(monkeypatch, outcome)
-    for local_rank, waited in (("1", [launch._FIRST_RANK_S]), ("0", [])):
+    for local_rank, waited in (("1", [cli._FIRST_RANK_S]), ("0", [])):
         waits.clear()
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         assert cli.main(["verify"]) == code

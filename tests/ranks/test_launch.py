@@ -23,7 +23,7 @@ from longspan.compat.torch_api import copy_job_timeout, give_hosts_time
 from longspan.core.errors import LongspanError
 from longspan.ranks import job, launch
 from longspan.ranks.job import FOLDER, Job, join_group, read_job
-from longspan.ranks.launch import RankFailed, Stopped, StopRequest, _End
+from longspan.ranks.launch import RankFailed, Stopped, StopRequest
 from tests.command import ForkedLauncher, launch_forked
 from tests.fakes import fake_world
 
@@ -229,15 +229,14 @@ def test_no_rank_survives_its_launcher(signum: int, tmp_path: Path) -> None:
 
 
 def test_the_end_of_a_rank_decides_the_error(tmp_path: Path) -> None:
-    def conclude(*ends: _End, signum: int | None = None, late: str = "") -> Any:
-        return launch._conclude(dict(enumerate(ends)), 2, signum, late)
+    def conclude(*ends: Any, signum: int | None = None, late: str = "") -> Any:
+        return launch._conclude(dict(enumerate(ends)), signum, late)
 
-    refused, done, stopped = _End("refused", "no space left"), _End("done"), _End("stopped", "15")
-    error = conclude(done, refused)
-    assert isinstance(error, LongspanError) and str(error) == "no space left"
-    killed = _End.read(str(tmp_path), 1, -signal.SIGKILL)
+    refused, done, stopped = LongspanError("no space left"), None, Stopped(15)
+    assert conclude(done, refused) is refused
+    killed = launch._end_of(1, 2, str(tmp_path), -signal.SIGKILL)
     assert str(conclude(done, killed)).startswith("rank 1 of 2 was killed by SIGKILL; often the kernel")
-    assert str(conclude(_End("lost", "rank 1 of 2: no heartbeat"))).startswith("rank 1 of 2: no heartbeat; the other")
+    assert str(conclude(RankFailed("rank 1 of 2: no heartbeat"))).startswith("rank 1 of 2: no heartbeat; the other")
     for ends, signum, late, not_saved in (
         ((stopped, stopped), None, "", ""),
         ((stopped, killed), 15, "", ""),  # before it could save, so nothing is lost
@@ -246,7 +245,7 @@ def test_the_end_of_a_rank_decides_the_error(tmp_path: Path) -> None:
     ):
         stop = conclude(*ends, signum=signum, late=late)
         assert isinstance(stop, Stopped) and (stop.code, stop.not_saved) == (143, not_saved)
-    assert _End.read(str(tmp_path), 0, 7).text == "exited with code 7 and left no error"
+    assert str(launch._end_of(0, 2, str(tmp_path), 7)) == "rank 0 of 2 exited with code 7 and left no error"
 
 
 def _end_by(how: str) -> None:
@@ -284,7 +283,7 @@ def test_one_rank_and_ranks_of_torchrun_run_in_this_process(monkeypatch: pytest.
     _as_under_torchrun(monkeypatch, 4)
     assert launch.launch(os.getpid, nproc=4) == os.getpid()
     assert not launch.is_first_rank()
-    with pytest.raises(RankFailed, match=r"rank 1 called sys.exit\(0\) before the job was done"):
+    with pytest.raises(RankFailed, match=r"rank 1 of 4 called sys.exit\(0\) before the job was done"):
         launch.launch(sys.exit, 0, nproc=4)  # torchrun would count it as a success
 
 
@@ -306,7 +305,7 @@ STEP = {
 
 def test_a_task_of_srun_is_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     _as_under_srun(monkeypatch, **STEP)
-    assert launch.started_elsewhere() and not launch.is_first_local_rank()
+    assert launch.under_torchrun() and not launch.is_first_local_rank()
     assert read_job() == Job(9, 12, 1, 0)
     assert os.environ["LOCAL_RANK"] == "1"  # where other libraries look
     _as_under_srun(monkeypatch, **{**STEP, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"})

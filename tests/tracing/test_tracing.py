@@ -54,14 +54,6 @@ def test_figures_of_a_step() -> None:
     assert us == {"step": 100, "computing": 60, "communication": 60, "exposed": 30, "rest": 10}
 
 
-def test_messages_are_in_flight_from_post_to_end_of_wait() -> None:
-    ranges = [("longspan.p2p 3 post", 10, 1), ("longspan.p2p 3 wait", 30, 5), ("longspan.p2p 3 wait", 35, 2)]
-    events = [event(STEP, 0, 50, cat="user_annotation"), event("aten::mm", 11, 19)]
-    events += [event(name, start, length, cat="user_annotation") for name, start, length in ranges]
-    found = figures(read_trace(merge([("host", events)]))[0])
-    assert 1e6 * found.communication == pytest.approx(27) and 1e6 * found.exposed == pytest.approx(8)
-
-
 def test_kernels_of_a_gpu_are_computing_or_nccls() -> None:
     events = [
         event(STEP, 0, 100, cat="user_annotation"),

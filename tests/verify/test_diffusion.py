@@ -66,7 +66,6 @@ def test_the_weights_of_a_pipeline_pass_on_4_ranks(
     print_table(report)
     text = " ".join(capsys.readouterr().out.split())
     assert "weights given, tokens 75, " in text and "text random latents and text" in text
-    assert report.rank_tokens[0] == (0, ((0, 19),))
 
 
 def _swap_two_ranks(patch: pytest.MonkeyPatch) -> None:

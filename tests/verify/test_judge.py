@@ -44,7 +44,6 @@ def test_error_is_the_relative_2_norm_in_fp64() -> None:
     assert relative(sums.unsharded, sums.reference) == pytest.approx(
         float((unsharded.double() - reference).norm() / reference.norm())
     )
-    assert sums.max_abs == pytest.approx(1e-3, rel=1e-3)
 
 
 def test_chunks_add_up_to_the_full_tensor() -> None:
@@ -56,7 +55,7 @@ def test_chunks_add_up_to_the_full_tensor() -> None:
     total = ErrorSums()
     for start, stop in row_chunks(reference.shape, elements=20):
         total += compare_rows(part, start, reference[start:stop], unsharded[start:stop])
-    for field in ("sharded", "unsharded", "reference", "max_abs", "worst_row_sharded", "worst_row_unsharded"):
+    for field in ("sharded", "unsharded", "reference", "worst_row_sharded", "worst_row_unsharded"):
         assert getattr(total, field) == pytest.approx(getattr(whole, field))
     assert total.worst_row == whole.worst_row and whole.worst_row in rows
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -119,7 +118,6 @@ def test_replicas_with_different_batches_pass(models: dict[str, Path], pool4: Ra
     report = pool4.run(worker, _config(models["llama"], 2, data=2, batch=2, **memory))[0]
     assert report.passed, _failing(report)
     assert "checkpointing=grouped" in report.setup["memory"]
-    assert report.rank_tokens == ((0, ((0, 30),)), (0, ((30, 59),)), (1, ((0, 30),)), (1, ((30, 59),)))
 
 
 @pytest.mark.parametrize(("fp64", "name"), each_value([True, False], ["bert", "one_key"]), ids=str)
@@ -144,10 +142,6 @@ def test_a_ring_passes(
     text = " ".join(_table(report, capsys).split())
     assert f"ring {config.parallel.ring}, ulysses {config.parallel.ulysses}, " in text
     assert f"layout {layout}, " in text
-    held = sorted(run for _, runs in report.rank_tokens for run in runs)
-    assert (held[0][0], held[-1][1]) == (0, 59) and all(a[1] == b[0] for a, b in itertools.pairwise(held))
-    if config.parallel.ring == 4 and layout == "zigzag":  # 16 tokens each, of which 5 are padding
-        assert report.rank_tokens[0] == (0, ((0, 8), (56, 59))) and report.rank_tokens[3] == (0, ((24, 40),))
 
 
 def test_a_model_without_sdpa_and_a_mixture_of_experts_pass(models: dict[str, Path], pool2: RankPool) -> None:
@@ -335,13 +329,13 @@ def _miss_a_block(patch: pytest.MonkeyPatch) -> None:
 
 
 def _do_not_return_gradients(patch: pytest.MonkeyPatch) -> None:
-    from longspan.attn.methods.ring import _P2PReducer
+    from longspan.attn.methods.ring import _GradientReducer
 
     def local_part(self: Any) -> Any:
         self._wait()
         return self.local_grad
 
-    patch.setattr(_P2PReducer, "finish", local_part)
+    patch.setattr(_GradientReducer, "finish", local_part)
 
 
 def _pass_states(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
@@ -398,7 +392,7 @@ def find(models: dict[str, Path], get_pool: Callable[[int], RankPool], capsys: p
 
 def _logits_pass_on(report: Report) -> list[bool]:
     (logits,) = (check for check in report.checks if check.name == "logits")
-    return [logits.passed_on(rank) for rank in range(len(report.rank_tokens))]
+    return [logits.passed_on(rank) for rank in report.ranks]
 
 
 @pytest.mark.parametrize(
@@ -580,16 +574,15 @@ def test_an_ill_conditioned_model_passes_and_says_what_it_would_detect(capsys: p
 
 def _made_up(ranks: int, layers: int, wrong: tuple[int, ...]) -> Report:
     """Return a report of many ranks and layers, in which `wrong` ranks have one wrong gradient."""
-    good = ErrorSums(sharded=1.0, unsharded=1.0, reference=1e12, elements=10, max_abs=1e-6, worst_row=0)
+    good = ErrorSums(sharded=1.0, unsharded=1.0, reference=1e12, elements=10, worst_row=0)
     bad = dataclasses.replace(good, sharded=1e6)
     names = [f"model.layers.{layer}.self_attn.{x}_proj.weight" for layer in range(layers) for x in "qkvo"]
     sums = {name: [good] * ranks for name in ["loss", "logits", *names]}
     sums[names[-1]] = [bad if rank in wrong else good for rank in range(ranks)]
     setup = {**settings(VerifyConfig()), "dtype": "fp32", "model": "m", "weights": "given", "device": "cpu"}
     setup |= {"tokens": 64 * ranks, "ulysses": ranks, "reference": "fp64"}
-    places = tuple((0, ((64 * rank, 64 * (rank + 1)),)) for rank in range(ranks))
     criterion = Criterion.of("fp32", "fp64")
-    return Report(setup, criterion, judge(sums, criterion), (Equality.of("loss", [1.0] * ranks),), places)
+    return Report(setup, criterion, judge(sums, criterion), (Equality.of("loss", [1.0] * ranks),))
 
 
 def test_many_layers_and_ranks_are_one_short_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -611,11 +604,11 @@ def test_exit_code_follows_the_report(
 
 def test_equality_names_the_ranks_that_differ(capsys: pytest.CaptureFixture[str]) -> None:
     losses = [2.5, 2.5, 2.25, 2.25, 2.25, 2.5, 2.0]
-    unequal = Equality.of("loss", losses, [str(loss) for loss in losses])
+    unequal = Equality.of("loss", losses)
     report = dataclasses.replace(_made_up(7, 1, ()), equalities=(unequal,))
     assert "differs on ranks 2, 3, 4, 6" in _table(report, capsys)
     print_json(report)
-    assert json.loads(capsys.readouterr().out)["equal"][0]["values"] == [str(loss) for loss in losses]
+    assert json.loads(capsys.readouterr().out)["equal"][0]["differing"] == [2, 3, 4, 6]
     assert Equality.of("loss", [float("nan")] * 2).differing == (0, 1)
 
 
@@ -626,10 +619,9 @@ def test_stdout_holds_only_json(models: dict[str, Path], tmp_path: Path) -> None
     stdout, stderr = process.communicate(timeout=240)
     assert process.returncode == 0, stderr
     report = json.loads(stdout)
-    assert report["schema"] == 3 and report["passed"] is True and report["diagnosis"] is None
+    assert report["schema"] == 4 and report["passed"] is True and report["diagnosis"] is None
     assert report["product_error"] < 2**-20 < report["detects"] < 1e-3
-    assert " ".join(report) == "schema passed diagnosis setup criterion detects product_error ranks equal checks"
-    assert [rank["runs"] for rank in report["ranks"]] == [[[0, 16]], [[16, 31]]]
+    assert " ".join(report) == "schema passed diagnosis setup criterion detects product_error equal checks"
     loss = report["checks"][0]
-    assert set(loss) == {"name", "group", "layer", "passed", "sharded", "unsharded", "limit", "max_abs"}
+    assert set(loss) == {"name", "group", "layer", "passed", "sharded", "unsharded", "limit"}
     assert loss["name"] == "loss" and len(loss["sharded"]) == 2

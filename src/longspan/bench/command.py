@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from longspan.core.errors import LongspanError
 from longspan.core.parallel import Axes
 from longspan.core.validation import LARGEST_COUNT, check_number, check_output
-from longspan.ranks import launch
+from longspan.ranks import agreement, launch
 from longspan.ranks.job import Timeouts
 
 if TYPE_CHECKING:
     import torch
 
+    from longspan.ranks.watch import Watch
 
 ELEMENT_BYTES = 4
 """Collectives are measured in fp32, as gradients are summed in it; other transfers do not depend on the dtype."""
@@ -65,11 +66,10 @@ def run(config: BenchConfig) -> int:
     Returns:
         The exit code 0.
     """
-    launch.open_first(config, _check_out)
-    found = launch.launch(worker, config, nproc=config.parallel.ranks)
-    if launch.is_first_rank():
-        from longspan.bench.hardware import as_toml, print_hardware
+    from longspan.bench.hardware import as_toml, print_hardware
 
+    found = launch.run(config, _check_out, _facts, _measure)
+    if launch.is_first_rank():
         print_hardware(found)  # before writing, so that a full disk does not lose the results
         config.out.parent.mkdir(parents=True, exist_ok=True)
         config.out.write_text(as_toml(found))
@@ -77,26 +77,32 @@ def run(config: BenchConfig) -> int:
     return 0
 
 
-def _check_out(config: BenchConfig) -> None:
+def worker(config: BenchConfig) -> dict[str, Any]:
+    """Return the hardware file's content, the same on every rank; every rank of the job calls it."""
+    config.check()
+    found: dict[str, Any] = launch.run_rank(config, _check_out, _facts, _measure)
+    return found
+
+
+def _check_out(config: BenchConfig) -> BenchConfig:
     """Raise if the first rank, which writes it, cannot write the file."""
     if launch.is_first_rank():
         check_output("--out", config.out, example="link.toml")
+    return config
 
 
-def worker(config: BenchConfig) -> dict[str, Any]:
-    """Return the hardware file's content, the same on every rank; every rank of the job calls it."""
-    with launch.joined(config.timeouts.timeout, config.timeouts.start_timeout):
-        import torch
+def _facts(config: BenchConfig) -> dict[str, Any]:
+    return agreement.settings(config, leave_out=("out",))  # what the first rank alone uses may differ
 
-        from longspan.bench.hardware import measure_hardware
-        from longspan.ranks import agreement
 
-        config.check()
-        settings = agreement.settings(config, leave_out=("out",))  # what the first rank alone uses may differ
-        agreement.open_together(lambda: _check_out(config), lambda _: settings)
-        gpu = torch.cuda.is_available()
-        device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-        return measure_hardware(config, device, config.out.stem, describe_run(device, config.parallel.ranks))
+def _measure(config: BenchConfig, watch: Watch) -> dict[str, Any]:
+    import torch
+
+    from longspan.bench.hardware import measure_hardware
+
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    return measure_hardware(config, device, config.out.stem, describe_run(device, config.parallel.ranks))
 
 
 def describe_run(device: torch.device, ranks: int) -> str:

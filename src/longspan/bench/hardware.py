@@ -120,7 +120,7 @@ def overhead(small: int, small_flops: float, large: int, large_flops: float) -> 
 
 
 def _memory_bytes(device: torch.device) -> int:
-    """Return the memory of the rank with the least."""
+    """Return the memory of the rank that has the least."""
     if device.type == "cuda":
         mine = torch.cuda.mem_get_info(device)[1]
     else:
@@ -163,10 +163,10 @@ def as_toml(hardware: Mapping[str, Any]) -> str:
     tables: dict[str, dict[str, Any]] = {"": {key: value for key, value in hardware.items() if key != "links"}}
     for axis, fits in hardware["links"].items():
         for op, fit in fits.items():
-            table = {"latency": fit.latency, "bandwidth": fit.bandwidth, "residual": fit.residual}
-            points = tuple((round(sent), seconds) for sent, seconds in fit.points)
+            points = [[round(sent), seconds] for sent, seconds in fit.points]
             more = {"points": points or None, "hidden": fit.hidden}
-            tables[f"links.{axis}.{op}"] = table | {key: value for key, value in more.items() if value is not None}
+            table = {"latency": fit.latency, "bandwidth": fit.bandwidth, "residual": fit.residual, **more}
+            tables[f"links.{axis}.{op}"] = {key: value for key, value in table.items() if value is not None}
     lines = []
     for name, keys in tables.items():
         lines += ["", f"[{name}]"] if name else []
@@ -177,7 +177,7 @@ def as_toml(hardware: Mapping[str, Any]) -> str:
 def _toml(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4e}"  # TOML would read a number without exponent and point as an integer
-    if isinstance(value, tuple):
+    if isinstance(value, list):
         return f"[{', '.join(map(_toml, value))}]"
     # A JSON value is a TOML value, except for DEL in a text, which JSON does not escape.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

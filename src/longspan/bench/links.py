@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,7 +22,7 @@ from longspan.plan.hardware import MeasuredLink
 
 FOUR = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 FSDP_AXES = ("data", "ring", "ulysses")
-"""Weights are sharded, and gradients summed, over these axes together; measured as the axis "fsdp"."""
+"""Weights are sharded, and gradients summed, over these axes together, which are measured as the axis "fsdp"."""
 
 Pending = list[dist.Work]
 """Operations in flight; wait for each."""
@@ -31,16 +32,7 @@ def start(op: str, x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup, overl
     """Run a collective from `x` to `y`, whose first n elements are the whole tensor; `overlapped`: only start it."""
     ranks = group.size()
     options: dict[str, Any] = {"group": group, "async_op": overlapped}
-    work: dist.Work | None
-    if op == "all_to_all":
-        work = dist.all_to_all_single(y[:n], x[:n], **options)
-    elif op == "all_gather":
-        work = gather_into(y[:n], x[: n // ranks], **options)
-    elif op == "reduce_scatter":
-        work = scatter_into(y[: n // ranks], x[:n], **options)
-    elif op == "all_reduce":
-        work = dist.all_reduce(y[:n], **options)
-    else:
+    if op == "p2p":
         send = dist.P2POp(dist.isend, x[:n], group=group, group_peer=(group.rank() + 1) % ranks)
         receive = dist.P2POp(dist.irecv, y[:n], group=group, group_peer=(group.rank() - 1) % ranks)
         requests: Pending = dist.batch_isend_irecv([send, receive])
@@ -49,6 +41,15 @@ def start(op: str, x: Tensor, y: Tensor, n: int, group: dist.ProcessGroup, overl
         for request in requests:
             request.wait()
         return []
+    work: dist.Work | None
+    if op == "all_to_all":
+        work = dist.all_to_all_single(y[:n], x[:n], **options)
+    elif op == "all_gather":
+        work = gather_into(y[:n], x[: n // ranks], **options)
+    elif op == "reduce_scatter":
+        work = scatter_into(y[: n // ranks], x[:n], **options)
+    else:
+        work = dist.all_reduce(y[:n], **options)
     return [] if work is None else [work]
 
 
@@ -66,34 +67,29 @@ def measure_links(
     """
     if isinstance(mesh, OneDeviceMesh):
         return {}
-    split = [axis for axis, size in config.parallel.degrees.items() if size > 1]
-    sharding = [axis for axis in split if axis in FSDP_AXES]
-    links = {}
-    for axis in split:
-        axes = (axis, "fsdp") if sharding == [axis] else (axis,)
-        links[axis] = _measure_axis(config, mesh.get_group(axis), device, axes)
-    if len(sharding) == 1:  # the axis and "fsdp" have the same ranks
-        links["fsdp"] = {name: found for name, found in links[sharding[0]].items() if name in collectives_of("fsdp")}
+    groups = {axis: mesh.get_group(axis) for axis, size in config.parallel.degrees.items() if size > 1}
+    sharding = [axis for axis in FSDP_AXES if axis in groups]
+    if len(sharding) == 1:
+        groups["fsdp"] = groups[sharding[0]]
     elif sharding:
-        group = flatten_mesh(mesh[FSDP_AXES], "data_sequence").get_group()
-        links["fsdp"] = _measure_axis(config, group, device, ("fsdp",))
-    return links
+        groups["fsdp"] = flatten_mesh(mesh[FSDP_AXES], "data_sequence").get_group()
+    return {axis: _measure_axis(config, group, device, axis) for axis, group in groups.items()}
 
 
 def _measure_axis(
-    config: BenchConfig, group: dist.ProcessGroup, device: torch.device, axes: tuple[str, ...]
+    config: BenchConfig, group: dist.ProcessGroup, device: torch.device, axis: str
 ) -> dict[str, MeasuredLink]:
-    """Return collective -> fit on a group that stands for these `axes`."""
+    """Return collective -> fit."""
     fits = {}
     # The elements of each size, rounded up to a multiple of the ranks.
     counts = sorted({-(-size // (ELEMENT_BYTES * group.size())) * group.size() for size in config.sizes})
     # Zeros, as sums of them do not overflow. Write them, as reading pages never written costs a CPU nothing.
     x, y = (torch.empty(max(counts), dtype=torch.float32, device=device).zero_() for _ in range(2))
-    for op in collectives_of(axes[0]):
+    for op in collectives_of(axis):
         runs = [partial(start, op, x, y, n, group) for n in counts]
         seconds = median_seconds(runs, config.rounds, device)
         found = fit([bytes_sent(op, ELEMENT_BYTES * n, group.size()) for n in counts], seconds)
-        if any(op in _overlapped_on(axis, device) for axis in axes):
+        if op in _overlapped_on(axis, device):
             timed = list(zip(runs, seconds, strict=True))
             run, alone = ([each for each in timed if each[1] < MAX_OVERLAPPED_S] or timed[:1])[-1]
             found = replace(found, hidden=hidden_share(partial(run, overlapped=True), alone, device))
@@ -174,28 +170,21 @@ def fit(sent: Sequence[float], seconds: Sequence[float]) -> MeasuredLink:
     Absolute errors would let the largest message decide, and its noise would determine the latency. `sent` are bytes of
     every rank, at least two distinct values.
     """
-    # Seconds per byte that the link needs at least. Fit the rest, which may be 0.
-    least = min(t / x for x, t in zip(sent, seconds, strict=True)) / _HEADROOM
-    beyond = [t - least * x for x, t in zip(sent, seconds, strict=True)]
-    latency, per_byte = _nonnegative_line(sent, beyond, [t**-2 for t in seconds])
-    points = tuple(sorted(zip(map(float, sent), seconds, strict=True)))
-    residual = statistics.median(abs(latency + x * (least + per_byte) - t) / t for x, t in points)
-    return MeasuredLink(latency, 1 / (least + per_byte), points, residual=residual)
+    x, t = np.asarray(sent, dtype=float), np.asarray(seconds, dtype=float)
+    least = (t / x).min() / _HEADROOM  # seconds per byte that the link needs at least; the rest may be 0
+    latency, rest = _nonnegative_line(x, t - least * x, t**-2)
+    residual = np.median(abs(latency + x * (least + rest) - t) / t)
+    points = tuple(sorted(zip(x.tolist(), t.tolist(), strict=True)))
+    return MeasuredLink(float(latency), float(1 / (least + rest)), points, residual=float(residual))
 
 
-def _nonnegative_line(xs: Sequence[float], ys: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
+def _nonnegative_line(x: Any, y: Any, w: Any) -> tuple[float, float]:
     """Return a, b >= 0 that minimize `sum(w * (a + b * x - y)**2)`.
 
     The sum is convex: if its free minimum is not allowed, the constrained one has a = 0 or b = 0.
     """
-    terms = list(zip(xs, ys, weights, strict=True))
-    s = sum(weights)
-    sx, sy = sum(w * x for x, _, w in terms), sum(w * y for _, y, w in terms)
-    sxx, sxy = sum(w * x * x for x, _, w in terms), sum(w * x * y for x, y, w in terms)
-    determinant = s * sxx - sx * sx
-    if determinant > 0:
-        a, b = (sxx * sy - sx * sxy) / determinant, (s * sxy - sx * sy) / determinant
-        if a >= 0 and b >= 0:
-            return a, b
-    border = ((0.0, max(0.0, sxy / sxx)), (max(0.0, sy / s), 0.0))
-    return min(border, key=lambda line: sum(w * (line[0] + line[1] * x - y) ** 2 for x, y, w in terms))
+    b, a = map(float, np.polyfit(x, y, 1, w=w**0.5))
+    if a >= 0 and b >= 0:
+        return a, b
+    border = (0.0, max(0.0, (w * x * y).sum() / (w * x * x).sum())), (max(0.0, (w * y).sum() / w.sum()), 0.0)
+    return min(border, key=lambda line: float((w * (line[0] + line[1] * x - y) ** 2).sum()))

@@ -308,8 +308,3 @@ def router_loss(model: PreTrainedModel) -> Any:
     """
     modules = [sys.modules.get(kind.__module__) for kind in type(model).__mro__]
     return next((f for m in modules if (f := getattr(m, "load_balancing_loss_func", None)) is not None), None)
-
-
-def has_no_sdpa(error: BaseException | None) -> bool:
-    """Return whether a model could not be made because it has no `scaled_dot_product_attention`."""
-    return isinstance(error, ValueError) and "scaled_dot_product_attention" in str(error)

@@ -13,7 +13,7 @@ from longspan.core.validation import check_text, format_value
 
 @dataclass(frozen=True)
 class Model:
-    """The model, and how it is loaded."""
+    """The model of a command, and how it is loaded."""
 
     model: str = ""
     """Name or folder of a Hugging Face model, or a config.json."""
@@ -21,9 +21,6 @@ class Model:
     """dtype of weights and computing. auto: the one in the model's config; of plan bf16, of verify fp32."""
     kernel: KernelName = "auto"
     """Local attention kernel."""
-
-    def __str__(self) -> str:
-        return self.model
 
     def check(self) -> None:
         """Raise if no model is given."""

@@ -15,7 +15,7 @@ from longspan.ranks.job import Timeouts
 
 
 @dataclass(frozen=True)
-class ModelFlags:
+class ModelFlags(Model):
     """A model, its tokenizer and its ranks."""
 
     tokenizer: str | None = None
@@ -31,7 +31,6 @@ class ModelFlags:
     share of the machine's."""
     json: bool = False
     """Print only the report, as JSON, to stdout (schema: docs/reference/json.md)."""
-    model: Model = field(default_factory=Model)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     timeouts: Timeouts = field(default_factory=Timeouts)
 
@@ -41,8 +40,8 @@ class ModelFlags:
 
     def check(self) -> None:
         """Raise on invalid values, without reading any file."""
-        self.model.check()
-        if self.model.model.endswith(".json"):
+        super().check()
+        if self.model.endswith(".json"):
             raise LongspanError(f"--model {self.model} has no weights; give the folder of a model that has some")
         if self.tokenizer is not None:
             check_name("--tokenizer", self.tokenizer)
@@ -71,8 +70,6 @@ class GenerateConfig(ModelFlags):
     question: str | None = None
     """A question to the model: alone, about the text, after which it is put with an empty line between, or about the
     pictures. It is sent in the tokenizer's chat template; without a template, the model continues it as a text."""
-    system: str | None = None
-    """A system message before the question. It needs a chat template."""
     image: tuple[Path, ...] = ()
     """Images before the text, for a vision-language model."""
     video: Path | None = None
@@ -133,17 +130,10 @@ class GenerateConfig(ModelFlags):
             check_number("--fps", self.fps, 0, 1e6, above=True)
             if self.video is None:
                 raise LongspanError(f"--fps {self.fps:g} is that of --video, which is missing; give both, or neither")
-        for name in ("prompt", "question", "system"):
+        for name in ("prompt", "question"):
             given = getattr(self, name)
             if given is not None and not given.strip():
                 raise LongspanError(f"--{name} is empty; leave it out, or give a text")
-        if self.system is not None and self.template == "none":
-            raise LongspanError("--system is a message of a chat, and --template none writes no chat; leave one out")
-        if self.system is not None and self.question is None and self.template == "auto":
-            raise LongspanError(
-                "--system is a message of a chat, and a text without --question is continued as it is; give "
-                "--question, or --template chat, which sends the text as the user's message"
-            )
         check_counts(self, 1, "max_new_tokens", "prefill_chunk")
         check_counts(self, 0, "top_k")
         if self.temperature is not None:
@@ -156,7 +146,7 @@ class GenerateConfig(ModelFlags):
         for flag, value, accepted in (
             ("--cache", str(self.cache), ("exact", "exact,latent=false")),
             ("--weights", self.weights, ("auto", "replicated")),
-            ("--kernel", self.model.kernel, ("auto", "flash")),
+            ("--kernel", self.kernel, ("auto", "flash")),
         ):
             if self.cuda_graph and value not in accepted:
                 raise LongspanError(

@@ -27,7 +27,7 @@ def question(
     """Return what the planner is asked: whether this many tokens, cached or scored, fit."""
     import torch
 
-    dtype = config.model.dtype
+    dtype = config.dtype
     if dtype == "auto":
         dtype = "fp32" if model_config.dtype in (None, torch.float32) else "bf16"
     job = Job(
@@ -59,7 +59,7 @@ def choose_weights(config: GenerateConfig, model_config: Any, tokens: int) -> tu
     except LongspanError as error:
         return sharded, f"sharded, as the planner cannot read this model ({error})"
     needed, meshes = list[str](), [given]
-    splits = all(can_cut(layer) for layer, _ in shape.layer_kinds) and not is_adapter(config.model.model)
+    splits = all(can_cut(layer) for layer, _ in shape.layer_kinds) and not is_adapter(config.model)
     if given.ulysses > 1 and given.tensor == 1 and splits:
         meshes.append(replace(given, ulysses=1, tensor=given.ulysses))
     for parallel in meshes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-import threading
+import zlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.rope import settings_of
 from longspan.hf.pretrained import (
     base_of,
+    check_names,
     first_line,
     has_tokenizer,
     is_adapter,
@@ -28,7 +29,7 @@ from longspan.hf.pretrained import (
 )
 from longspan.hf.prompts import BYTES, load_tokenizer, read_image, text_ids
 from longspan.hf.weights.origin import Origin
-from longspan.ranks import launch
+from longspan.ranks import agreement, launch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -58,12 +59,20 @@ class Prompt:
         import torch
 
         # The opened config, as its RoPE scaling may differ from the folder's.
-        name, config = self.flags.model.model, self.model_config
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(
-            self.flags.model.dtype, config.dtype or torch.float32
-        )
+        name, config = self.flags.model, self.model_config
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(self.flags.dtype, config.dtype or torch.float32)
         auto, base, adapter = language_model_class(config), base_of("--model", name), name if is_adapter(name) else None
         return Origin(auto, config, dtype, base, label=f"--model {name}", adapter=adapter)
+
+
+def facts(prompt: Prompt) -> dict[str, Any]:
+    """Return what must be equal on every rank."""
+    arrays = {"tokens of the text": prompt.ids, **prompt.pictures}
+    return {
+        **agreement.settings(prompt.flags),
+        **agreement.model_facts(prompt.model_config),
+        **{name: f"{x.shape} #{zlib.crc32(x.tobytes()):08x}" for name, x in arrays.items()},
+    }
 
 
 def open_ids(config: ModelFlags, model_config: Any, ids: NDArray[np.int64], new: int = 0, **more: Any) -> Prompt:
@@ -101,33 +110,36 @@ def open_ids(config: ModelFlags, model_config: Any, ids: NDArray[np.int64], new:
 
 def open_prompt(config: GenerateConfig) -> Prompt:
     """Return the prompt of a `GenerateConfig`; no weights are loaded."""
-    model_config = read_model_config("--model", config.model.model, 1)
+    check_names(config.model, None, config.tokenizer)
+    model_config = read_model_config("--model", config.model, 1)
     tokenizer = load_tokenizer(tokenizer_name(config))
     asked_alone = config.pictures and config.question and config.prompt is None and config.file is None
     optional = config.question is not None
     text = "" if asked_alone else read_text(config.prompt, config.file, "--prompt", optional=optional)
-    if not (text or config.pictures or config.system or config.cache_dir is None):
+    if not (text or config.pictures or config.cache_dir is None):
         raise LongspanError(
             "--cache-dir saves the cache of what comes before the question, and there is nothing; give a text with "
             "--file, or leave it out"
         )
-    if config.question is not None:
-        text = f"{text.rstrip()}\n\n{config.question}" if text.strip() else config.question
-    chat, pictures = config.pictures or _in_template(config, tokenizer), dict[str, Any]()
-    if config.pictures:
-        ids, pictures = _with_pictures(config, model_config, text)
-    else:
-        ids = _encoded(config, tokenizer, text, chat)
+    chat = config.pictures or _in_template(config, tokenizer)
+
+    def encoded(question: str | None) -> tuple[NDArray[np.int64], dict[str, NDArray[Any]]]:
+        asked = f"{text.rstrip()}\n\n{question}" if text.strip() and question else question or text
+        if config.pictures:
+            return _with_pictures(config, model_config, asked)
+        if not chat:
+            return text_ids(tokenizer, asked), {}
+        ids = tokenizer(_written(config, tokenizer, asked), add_special_tokens=False, verbose=False)["input_ids"]
+        return np.asarray(ids, dtype=np.int64), {}
+
+    ids, pictures = encoded(config.question)
     end = _end_of_turn(tokenizer) if chat else None
     opened = open_ids(config, model_config, ids, config.max_new_tokens, pictures=pictures, end_of_turn=end)
-    if not chat and config.template == "auto":
-        _note(tokenizer, config.question)
     if config.cache_dir is None:
         return opened
-    other = text if config.question is None else f"{text.removesuffix(config.question)}?"
-    other_ids = _encoded(config, tokenizer, other, chat)
-    length = min(len(ids) - 1, len(other_ids))  # at least one token must be computed to generate the next one
-    shared = int(np.append(ids[:length] != other_ids[:length], True).argmax())
+    other, _ = encoded(None if config.question is None else "?")
+    length = min(len(ids) - 1, len(other))  # at least one token must be computed to generate the next one
+    shared = int(np.append(ids[:length] != other[:length], True).argmax())
     return replace(opened, text_tokens=shared, key=_cache_key(config, model_config, ids[:shared]))
 
 
@@ -136,67 +148,41 @@ def open_prompt(config: GenerateConfig) -> Prompt:
 
 def tokenizer_name(config: ModelFlags) -> str:
     """Return the name or folder of the tokenizer."""
-    name = config.tokenizer or tokenizer_of("--model", config.model.model)
+    name = config.tokenizer or tokenizer_of("--model", config.model)
     return name if config.tokenizer or has_tokenizer(name) else BYTES
-
-
-_STDIN_S = 3.0
-"""Seconds after which a command that waits for stdin says so: a script may inherit a pipe that nobody closes."""
 
 
 def read_text(text: str | None, file: Path | None, flag: str, *, optional: bool = False) -> str:
     """Return `text` (the value of `flag`), or the text of a file or stdin; "" if an `optional` one is not given."""
     if text is not None:
         return text
-    if file is None and (launch.started_elsewhere() or sys.stdin is None or sys.stdin.isatty()):
+    if file is None and (launch.under_torchrun() or sys.stdin is None or sys.stdin.isatty()):
         if optional:
             return ""
-        if launch.started_elsewhere():
-            raise LongspanError(f"ranks started by torchrun share no stdin; give {flag} or --file")
-        raise LongspanError(f"there is no text; give {flag} TEXT or --file FILE, or pipe it in")
+        raise LongspanError(f"there is no text; give {flag} TEXT or --file FILE, or pipe it in (not under torchrun)")
     where = "stdin" if file is None else f"--file {file}"
-    waiting = "longspan: waiting for the end of stdin, to read a text; < /dev/null gives none"
-    timer = threading.Timer(_STDIN_S, print, (waiting,), {"file": sys.stderr, "flush": True})
-    timer.daemon = True
     try:
-        if file is None:
-            timer.start()
         decoded = (sys.stdin.buffer.read() if file is None else file.read_bytes()).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise LongspanError(f"{where} cannot be read: it is no UTF-8 text ({error}); save it as UTF-8") from error
     except OSError as error:
         raise LongspanError(f"{where} cannot be read: {error.strerror or error}") from error
-    finally:
-        timer.cancel()
     if not decoded and not (optional and file is None):
         raise LongspanError(f"{where} is empty; give a text")
     return decoded
-
-
-def _encoded(config: GenerateConfig, tokenizer: Any, text: str, chat: bool) -> NDArray[np.int64]:
-    if not chat:
-        return text_ids(tokenizer, text)
-    ids = tokenizer(_written(config, tokenizer, text), add_special_tokens=False, verbose=False)["input_ids"]
-    return np.asarray(ids, dtype=np.int64)
 
 
 def _cache_key(config: GenerateConfig, model_config: Any, ids: NDArray[np.int64]) -> str:
     """Return a digest of what the cache depends on: tokens, config, files, dtypes, version of transformers."""
     import transformers
 
-    names = sorted({config.model.model, base_of("--model", config.model.model)})
+    names = sorted({config.model, base_of("--model", config.model)})
     paths = [path for name in names for path in sorted(Path(name).glob("*"))]
     weights = [path for path in paths if path.suffix in (".safetensors", ".bin", ".json")]
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weights]
-    facts = [
-        names,
-        files,
-        model_config.to_json_string(),
-        config.model.dtype,
-        config.cache.dtype,
-        transformers.__version__,
-    ]
-    return hashlib.sha256(json.dumps(facts).encode() + ids.tobytes()).hexdigest()[:24]
+    dtypes = config.dtype, config.cache.dtype
+    known = [names, files, model_config.to_json_string(), *dtypes, transformers.__version__]
+    return hashlib.sha256(json.dumps(known).encode() + ids.tobytes()).hexdigest()[:24]
 
 
 # --- the chat template
@@ -205,42 +191,23 @@ def _cache_key(config: GenerateConfig, model_config: Any, ids: NDArray[np.int64]
 def _in_template(config: GenerateConfig, tokenizer: Any) -> bool:
     """Return whether the text is sent in the tokenizer's chat template; raise if it must be and there is none."""
     has_template = getattr(tokenizer, "chat_template", None) is not None
-    if not has_template and (config.template == "chat" or config.system is not None):
-        flag = "--template chat" if config.system is None else "--system"
+    if not has_template and config.template == "chat":
         raise LongspanError(
-            f"{flag}: the tokenizer {tokenizer_name(config)} has no chat template; leave {flag} out, or give the "
+            f"--template chat: the tokenizer {tokenizer_name(config)} has no chat template; leave it out, or give the "
             "--tokenizer of a chat model"
         )
     return has_template and (config.template == "chat" or (config.template == "auto" and config.question is not None))
 
 
-def _note(tokenizer: Any, question: str | None) -> None:
-    """Print a note if a question goes to a model without a chat template, or a chat model continues a text."""
-    note = "the tokenizer has no chat template, so the model continues the question as a text; it may not answer"
-    if question is None:
-        note = (
-            "the text is continued as it is, without the tokenizer's chat template; to ask the model, give --question "
-            "TEXT (--template none: without this note)"
-        )
-    chat_model = getattr(tokenizer, "chat_template", None) is not None
-    if launch.is_first_rank() and chat_model == (question is None):
-        print(f"note: {note}", file=sys.stderr)
-
-
 def _written(config: GenerateConfig, writer: Any, content: Any) -> str:
-    """Return the chat of the system's and the user's message in the template of a tokenizer or processor."""
-    name, system = config.tokenizer or tokenizer_of("--model", config.model.model), config.system
-    messages = [{"role": "user", "content": content}]
-    if system is not None:  # in parts, if the user's message is
-        parts = system if isinstance(content, str) else [{"type": "text", "text": system}]
-        messages.insert(0, {"role": "system", "content": parts})
-    fix = "" if system is None else "; leave out --system, or put its text into --question"
+    """Return a user's message in the chat template of a tokenizer or processor."""
     try:
-        written: str = writer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        written: str = writer.apply_chat_template(
+            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+        )
     except Exception as error:  # of a template, which may raise anything
-        raise LongspanError(f"the chat template of {name} refuses the chat: {first_line(error)}{fix}") from error
-    if system is not None and system.strip() not in written:
-        raise LongspanError(f"the chat template of {name} drops system messages{fix}")
+        name = config.tokenizer or tokenizer_of("--model", config.model)
+        raise LongspanError(f"the chat template of {name} refuses the chat: {first_line(error)}") from error
     return written
 
 
@@ -271,7 +238,7 @@ def _with_pictures(config: GenerateConfig, model_config: Any, text: str) -> tupl
             f"--model {config.model} ({model_config.model_type}) reads text only; leave out --image and --video, "
             "or give a vision-language model"
         )
-    name = config.tokenizer or tokenizer_of("--model", config.model.model)
+    name = config.tokenizer or tokenizer_of("--model", config.model)
     processor = load_processor(name)
     if getattr(processor, "chat_template", None) is None:
         raise LongspanError(

@@ -6,8 +6,7 @@ import contextlib
 import copy
 import sys
 import time
-import zlib
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from torch import Tensor
@@ -16,37 +15,25 @@ from transformers import TextStreamer
 
 from longspan.comm.mesh import SequenceSharding, make_sharding
 from longspan.comm.objects import gather_objects
-from longspan.generate.config import ModelFlags
-from longspan.generate.job import open_fitting_prompt
-from longspan.generate.prompt import tokenizer_name
+from longspan.generate.prompt import Prompt, tokenizer_name
 from longspan.hf.forward.kv_cache import ShardedCache
 from longspan.hf.forward.kv_cache_files import INDEX
 from longspan.hf.loading import load_sharded
 from longspan.hf.pretrained import without_progress_bars
 from longspan.hf.prompts import load_tokenizer
-from longspan.ranks import agreement, launch
+from longspan.ranks import launch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from longspan.generate.config import GenerateConfig
-    from longspan.generate.prompt import Prompt
     from longspan.ranks.watch import Watch
-
-Flags = TypeVar("Flags", bound=ModelFlags)
 
 _COMPARED_EVERY = 64
 """Generated tokens between two checks that all ranks have the same batch."""
 
 
-def start(
-    config: Flags, watch: Watch, opened: Prompt | None, open_text: Callable[[Flags], Prompt]
-) -> tuple[Prompt, SequenceSharding, Any]:
-    """Return the prompt, the sharding and the parallelized model. Collective.
-
-    `opened` is the prompt opened by the launcher; None if each rank opens it by `open_text(config)`.
-    """
-    prompt = agreement.open_together(lambda: opened or open_text(config), _facts)
+def load(prompt: Prompt, watch: Watch) -> tuple[SequenceSharding, Any]:
+    """Return the sharding and the parallelized model of a prompt. Collective."""
     config = prompt.flags
     watch.at("loading", unlimited=True)
     if launch.is_first_rank():
@@ -57,20 +44,11 @@ def start(
             prompt.origin,
             sp,
             fsdp=config.fsdp,
-            kernel=config.model.kernel,
+            kernel=config.kernel,
             tensor_style=config.parallel.tensor_style,
             experts=config.parallel.experts,
         )
-    return prompt, sp, model.eval()
-
-
-def _facts(prompt: Prompt) -> dict[str, Any]:
-    arrays = {"tokens of the text": prompt.ids, **prompt.pictures}
-    return {
-        **agreement.settings(prompt.flags),
-        **agreement.model_facts(prompt.model_config),
-        **{name: f"{x.shape} #{zlib.crc32(x.tobytes()):08x}" for name, x in arrays.items()},
-    }
+    return sp, model.eval()
 
 
 class TextStream(TextStreamer):  # type: ignore[misc]
@@ -96,12 +74,9 @@ class TextStream(TextStreamer):  # type: ignore[misc]
             file.flush()
 
 
-def generate(config: GenerateConfig, watch: Watch, opened: Prompt | None = None) -> dict[str, Any]:
-    """Generate and write on this rank; return the report (docs/reference/json.md). Collective.
-
-    `opened` is as in `start`; the first rank writes.
-    """
-    prompt, sp, model = start(config, watch, opened, open_fitting_prompt)
+def generate(prompt: Prompt, watch: Watch) -> dict[str, Any]:
+    """Generate on this rank; return the report (docs/reference/json.md). Collective. The first rank writes the text."""
+    sp, model = load(prompt, watch)
     config, first = prompt.flags, sp.replica_rank == 0
     tokenizer = load_tokenizer(tokenizer_name(config))
     settings = _settings(prompt, model.generation_config, tokenizer)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from longspan.core.errors import LongspanError, require
 from longspan.core.validation import check_counts, check_output
 from longspan.generate.config import ModelFlags
-from longspan.generate.job import launch_ranks
 from longspan.ranks import launch
 
 if TYPE_CHECKING:
@@ -61,7 +60,9 @@ class ScoreConfig(ModelFlags):
 
 def run(config: ScoreConfig) -> int:
     """Score a text on ranks started here or by torchrun, and print the report; return the exit code 0."""
-    report = launch_ranks(config, open_text, _score_rank)
+    from longspan.generate.prompt import facts
+
+    report = launch.run(config, open_text, facts, score)
     if launch.is_first_rank():
         text = (
             "tokens                {tokens:,} ({scored_tokens:,} of them scored)\n"
@@ -78,10 +79,11 @@ def open_text(config: ScoreConfig) -> Prompt:
     from longspan.generate.fit import check_score_memory
     from longspan.generate.prompt import open_ids, read_text, tokenizer_name
     from longspan.hf.preconditions import check_axes
-    from longspan.hf.pretrained import read_model_config
+    from longspan.hf.pretrained import check_names, read_model_config
     from longspan.hf.prompts import load_tokenizer, text_ids
 
-    model_config = read_model_config("--model", config.model.model, 1)
+    check_names(config.model, None, config.tokenizer)
+    model_config = read_model_config("--model", config.model, 1)
     tokenizer = load_tokenizer(tokenizer_name(config))
     ids = text_ids(tokenizer, read_text(config.text, config.file, "--text"))[: config.max_tokens]
     prompt = open_ids(config, model_config, ids)
@@ -95,19 +97,14 @@ def open_text(config: ScoreConfig) -> Prompt:
     return prompt
 
 
-def _score_rank(config: ScoreConfig, opened: Prompt | None) -> dict[str, Any]:
-    with launch.joined(config.timeouts.timeout, config.timeouts.start_timeout) as watch:
-        return score(config, watch, opened)
-
-
-def score(config: ScoreConfig, watch: Watch, opened: Prompt | None = None) -> dict[str, Any]:
+def score(prompt: Prompt, watch: Watch) -> dict[str, Any]:
     """Score on this rank, and write the file; return the report, equal on every rank. Collective."""
     import torch
 
-    from longspan.generate.rank import start
+    from longspan.generate.rank import load
     from longspan.hf.forward.logprobs import token_logprobs
 
-    prompt, sp, model = start(config, watch, opened, open_text)
+    config, (sp, model) = prompt.flags, load(prompt, watch)
     watch.at("scoring", 1)
     began = time.perf_counter()
     ids = torch.from_numpy(prompt.ids)[None].to(sp.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from longspan.core.rope import merged
 from longspan.core.validation import existing_path, format_value, means_a_path, near, read_text
 from longspan.plan.names import weights_of
 from longspan.ranks import launch
+from longspan.ranks.job import FOLDER
 
 HUB_WAIT_S = 5
 """Seconds to wait for the Hugging Face hub's answer whether it has a name."""
@@ -55,7 +57,7 @@ def check_on_hub(flag: str, name: str, kind: Literal["model", "dataset"]) -> Non
     One short request: the libraries' own are repeated, with long timeouts. Ranks do not repeat what their command has
     asked.
     """
-    if launch.under_torchrun() and not launch.started_elsewhere():
+    if FOLDER in os.environ:
         return
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError

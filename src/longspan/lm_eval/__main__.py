@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from longspan.cli import exit_code
 from longspan.compat.friends_api import harness_command_line
 from longspan.core.errors import LongspanError
 from longspan.core.parallel import ParallelConfig
@@ -19,7 +20,7 @@ from longspan.ranks import launch
 def main(argv: list[str] | None = None) -> int:
     """Run the harness and return its exit code."""
     given = sys.argv[1:] if argv is None else argv
-    return launch.exit_code(lambda: int(launch.launch(_rank, given, nproc=_ranks(given)) or 0))
+    return exit_code(lambda: int(launch.launch(_rank, given, nproc=_ranks(given)) or 0))
 
 
 def _parse(argv: list[str]) -> tuple[Any, Any]:

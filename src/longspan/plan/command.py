@@ -77,7 +77,7 @@ class HardwareFlags:
 
 
 @dataclass(frozen=True)
-class PlanConfig:
+class PlanConfig(Model):
     """Find out what fits on which GPUs, which mesh is best, and what it costs.
 
     The model is a built-in name (llama-3.1-8b, qwen3-30b-a3b, ...), a config.json or its folder. A GB is 1e9 bytes.
@@ -123,7 +123,6 @@ class PlanConfig:
     (docs/how-to/memory.md)."""
     cache: CacheConfig = field(default_factory=CacheConfig)
     """The KV cache of prefill and decode, as of `longspan generate`: int8,offload=host."""
-    model: Model = field(default_factory=Model)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     hardware: HardwareFlags = field(default_factory=HardwareFlags)
 
@@ -142,7 +141,7 @@ class PlanConfig:
             context=1 if self.context == "max" else self.context,
             batch=self.batch,
             mode=self.mode,
-            dtype="fp32" if self.model.dtype == "fp32" else "bf16",
+            dtype="fp32" if self.dtype == "fp32" else "bf16",
             weight_sharding=self.fsdp,
             parallel=self.parallel,
             memory=self.memory.to_memory(),
@@ -167,14 +166,14 @@ class PlanConfig:
 
     def check(self) -> None:
         """Raise for impossible sizes and combinations, before anything is read."""
-        self.model.check()
+        super().check()
         self.job()
         self.tuning.check(self.mode)
         if self.parallel.ranks > 1:
             raise LongspanError(f"{self.parallel}: plan chooses the mesh; leave the axes out")
-        if self.model.kernel != "auto":
+        if self.kernel != "auto":
             raise LongspanError(
-                f"--kernel {self.model.kernel}: plan does not tell kernels apart; leave it out, or give its speed: "
+                f"--kernel {self.kernel}: plan does not tell kernels apart; leave it out, or give its speed: "
                 "--gpu h100,attention_efficiency=0.5"
             )
         for flag, given, modes in (
@@ -210,7 +209,7 @@ def run(config: PlanConfig) -> int:
     require("longspan plan", "transformers")
     from longspan.plan.from_model import read_model
 
-    model = read_model(config.model.model, config.tuning)
+    model = read_model(config.model, config.tuning)
     hardware = config.hardware.gpu.hardware()
     _check(config, model, hardware)
     job, result = _search(config, model, hardware)

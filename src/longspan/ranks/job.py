@@ -10,6 +10,7 @@ script names the first host:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -68,20 +69,17 @@ def read_job() -> Job | None:
         return None
     needed = VARIABLES[:2] if FOLDER in os.environ else VARIABLES
     given = {name: os.environ.get(name, "") for name in (*needed, "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    try:
+    with contextlib.suppress(ValueError):
         rank, world_size, port = int(given["RANK"]), int(given["WORLD_SIZE"]), int(given.get("MASTER_PORT", "1"))
         job = Job(rank, world_size, int(given["LOCAL_RANK"] or 0), int(given["LOCAL_WORLD_SIZE"] or 0))
-        possible = 0 <= rank < world_size and 0 < port < 65536 and min(job) >= 0 and all(given[name] for name in needed)
-    except ValueError:
-        possible = False
-    if not possible:
-        described = ", ".join(f"{name}={text}" for name, text in given.items())
-        raise LongspanError(
-            f"the environment describes no possible job: {described}; RANK must be from 0 to WORLD_SIZE - 1, "
-            "MASTER_PORT from 1 to 65535; start the job by torchrun, which sets them all, "
-            f"or run `unset {' '.join(VARIABLES)}` if there is no such job"
-        )
-    return job
+        if 0 <= rank < world_size and 0 < port < 65536 and min(job) >= 0 and all(given[name] for name in needed):
+            return job
+    described = ", ".join(f"{name}={text}" for name, text in given.items())
+    raise LongspanError(
+        f"the environment describes no possible job: {described}; RANK must be from 0 to WORLD_SIZE - 1, MASTER_PORT "
+        "from 1 to 65535; start the job by torchrun, which sets them all, or run "
+        f"`unset {' '.join(VARIABLES)}` if there is no such job"
+    )
 
 
 def _adopt_slurm_step() -> None:
@@ -90,10 +88,9 @@ def _adopt_slurm_step() -> None:
     Slurm describes the same in a batch script, which is no rank; only a step has SLURM_STEP_ID.
     """
     env = os.environ
-    if "RANK" in env or "WORLD_SIZE" in env or "SLURM_STEP_ID" not in env or "SLURM_PROCID" not in env:
-        return
     tasks = env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS", "1")
-    if tasks == "1":
+    is_task = tasks != "1" and "SLURM_STEP_ID" in env and "SLURM_PROCID" in env
+    if "RANK" in env or "WORLD_SIZE" in env or not is_task:
         return
     if not (env.get("MASTER_ADDR") and env.get("MASTER_PORT")):
         raise LongspanError(
@@ -167,14 +164,14 @@ def _meet(job: Job, start_s: float) -> Any:
     thread.join(start_s + 5)
     who = f"the {job.world_size} ranks"
     if made:
-        store, keys = made[0], {rank: f"arrived/{rank}" for rank in range(job.world_size)}
+        store, keys = made[0], [f"arrived/{rank}" for rank in range(job.world_size)]
         store.set(keys[job.rank], "yes")
         try:
-            store.wait(list(keys.values()), timedelta(seconds=start_s))
+            store.wait(keys, timedelta(seconds=start_s))
             return store
         except RuntimeError as error:
             why[0] = str(error).splitlines()[0]
-            absent = [rank for rank, key in keys.items() if not store.check([key])]
+            absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
             who = f"{format_ranks(absent)} of {job.world_size}"
     where = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ)
     raise LongspanError(
@@ -206,18 +203,16 @@ def use_loopback() -> None:
 def bind_to_node_of(gpu: Any, system: Path = Path("/sys")) -> set[int]:
     """Restrict this thread, and those that it starts, to the CPUs of a GPU's NUMA node; return them.
 
-    A copy between a GPU and memory of another node crosses the link between the sockets, and Linux places memory that
-    is pinned on the node of the thread. Change nothing and return an empty set if the node is unknown, there is only
-    one, or this process may not use its CPUs (as under `numactl`). `gpu` are torch's properties of the device.
+    Linux pins memory on the node of the thread, and a copy from another node crosses the link between the sockets.
+    Change nothing if the node is unknown, or the user has chosen other CPUs. `gpu` are torch's properties of it.
     """
     try:
         address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
         node = int((system / "bus/pci/devices" / address / "numa_node").read_text())
         listed = (system / f"devices/system/node/node{node}/cpulist").read_text()
         ends = [part.partition("-") for part in listed.strip().split(",")]
-        here = {cpu for first, _, last in ends for cpu in range(int(first), int(last or first) + 1)}
         allowed = os.sched_getaffinity(0)
-        cpus = allowed & here
+        cpus = allowed & {cpu for first, _, last in ends for cpu in range(int(first), int(last or first) + 1)}
         if not cpus or cpus == allowed:
             return set()
         os.sched_setaffinity(0, cpus)

@@ -1,7 +1,8 @@
 """Start one process per rank on this machine, or join the job that torchrun or srun has started.
 
-`launch(entry, *args, nproc=N)` runs `entry` on every rank; `entry` puts its work into `joined()`, which makes the
-process group and watches the ranks. Whatever happens, all ranks end:
+`run` is a command: it opens the inputs and does the work on every rank. `launch(entry, *args, nproc=N)` runs any
+function; `entry` puts its work into `joined()`, which makes the process group and watches the ranks. Whatever happens,
+all ranks end:
 
 - A rank that ends before it has reported a result has failed, whatever its exit code. The others are then killed:
   without it they cannot even save.
@@ -27,15 +28,16 @@ import traceback
 import warnings
 from multiprocessing import connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from longspan.core.errors import LongspanError, is_full
+from longspan.core.errors import LongspanError
 from longspan.core.validation import check_processes
+from longspan.ranks import agreement
 from longspan.ranks.job import CPU_TIMEOUT_S, FOLDER, GPU_TIMEOUT_S, join_group, read_job, use_loopback
 from longspan.ranks.watch import Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from types import FrameType
 
 #: Default seconds for the ranks to save and end after a signal.
@@ -45,8 +47,6 @@ GRACE_S = 25.0
 REPEAT_S = 1.0
 #: Seconds that a rank which lost a peer waits, so that the launcher sees first why the peer ended.
 _LOST_PEER_S = 5.0
-#: Seconds that a rank with an error waits for the machine's first rank to print it, under torchrun.
-_FIRST_RANK_S = 30
 #: How processes start: in a new Python, as a fork could not use a GPU. Tests fork.
 START_METHOD = "spawn"
 
@@ -64,7 +64,7 @@ class Stopped(SystemExit):
 
 
 class RankFailed(RuntimeError):
-    """A rank died. The message names it and the cause; `details` is its traceback, if it sent one."""
+    """A rank died or hangs. The message names it and the cause; `details` is its traceback, if it sent one."""
 
     def __init__(self, message: str, details: str = "") -> None:
         super().__init__(message)
@@ -117,11 +117,6 @@ def under_torchrun() -> bool:
     return read_job() is not None
 
 
-def started_elsewhere() -> bool:
-    """Return whether torchrun or a scheduler started this rank, so that no launcher has checked anything before."""
-    return under_torchrun() and FOLDER not in os.environ
-
-
 def is_first_rank() -> bool:
     """Return whether this process prints the job's results: rank 0, or the only process."""
     return os.environ.get("RANK", "0") == "0"
@@ -143,65 +138,35 @@ def check_started(needed: int, mesh: str) -> None:
         )
 
 
-def open_first(
-    config: Any, open_inputs: Callable[[Any], Any], ranks: int = 0, mesh: str = "", *, dry_run: bool = False
-) -> Any:
-    """Check a command's config, then return `open_inputs(config)`, before any rank starts.
-
-    Under torchrun return None: the ranks have started, and open the inputs together (`agreement.open_together`). With
-    `dry_run` no rank will be started here, so there may be any number of them. `ranks` and `mesh` (flags, for messages)
-    are by default those of `config.parallel`.
-    """
-    config.check()
-    ranks, mesh = ranks or config.parallel.ranks, mesh or str(config.parallel)
-    check_started(ranks, mesh)
-    if under_torchrun():
-        return None
-    if not dry_run:
-        check_processes(ranks, mesh)
-    return open_inputs(config)
-
-
 # --- start the ranks, and wait for their end
 
 
-class _End(NamedTuple):
-    """How a rank ended: `kind` is "done", "stopped", "refused" (a LongspanError), "lost" (a verdict) or "died"."""
+def run(
+    config: Any,
+    open_inputs: Callable[[Any], Any],
+    facts: Callable[[Any], Mapping[str, Any]],
+    work: Callable[[Any, Watch], Any],
+) -> Any:
+    """Run a command: return rank 0's result of `work(open_inputs(config), watch)`, which runs on every rank.
 
-    kind: str
-    text: str = ""
-    details: str = ""
-    result: Any = None
+    Inputs are opened before any rank starts, and sent to the ranks; under torchrun every rank opens them. The ranks
+    compare `facts(inputs)`. Raise as `launch`.
+    """
+    config.check()
+    ranks, mesh = config.parallel.ranks, str(config.parallel)
+    check_started(ranks, mesh)
+    opened = None
+    if not under_torchrun():
+        check_processes(ranks, mesh)
+        opened = open_inputs(config)
+    return launch(run_rank, config, open_inputs, facts, work, opened, nproc=ranks)
 
-    @classmethod
-    def read(cls, folder: str, rank: int, code: int) -> _End:
-        """Return what a rank reported before it ended, or, from its exit code, why it reported nothing."""
-        with contextlib.suppress(OSError):
-            return cls(*pickle.loads(Path(folder, f"end-{rank}").read_bytes()))
-        if code < 0:
-            hint = "; often the kernel does this when memory runs out" if code == -signal.SIGKILL else ""
-            return cls("died", f"was killed by {signal.Signals(-code).name}{hint}")
-        return cls("died", f"exited with code {code} and left no error{'' if code else ' before the job was done'}")
 
-    @classmethod
-    def of(cls, error: BaseException) -> _End:
-        """Return the end of a rank that raised."""
-        if isinstance(error, Stopped):
-            return cls("stopped", str(error.signum))
-        if isinstance(error, SystemExit):
-            return cls("died", f"called sys.exit({error.code!r}) before the job was done")
-        if isinstance(error, LongspanError):
-            return cls("refused", str(error))
-        if lost_peer(error):
-            return cls("died", f"lost a peer: {error}; no rank reports another cause, so check the network")
-        hint = " (the process that reads this job's output has ended)" if isinstance(error, BrokenPipeError) else ""
-        return cls("died", f"died (exit code 1): {type(error).__name__}: {error}{hint}", traceback.format_exc())
-
-    def write(self) -> None:
-        """Report this end of this rank to the launcher."""
-        path = Path(os.environ[FOLDER], f"end-{os.environ['RANK']}")
-        path.with_suffix(".part").write_bytes(pickle.dumps(tuple(self)))
-        path.with_suffix(".part").rename(path)
+def run_rank(config: Any, open_inputs: Any, facts: Any, work: Any, opened: Any = None) -> Any:
+    """Do a rank's part of `run`; `opened` are the inputs that the launcher has opened. Collective."""
+    with joined(config.timeouts.timeout, config.timeouts.start_timeout) as watch:
+        inputs = agreement.open_together(lambda: open_inputs(config) if opened is None else opened, facts)
+        return work(inputs, watch)
 
 
 _NO_LEAKS = "ignore:resource_tracker:UserWarning"
@@ -220,13 +185,16 @@ def launch(entry: Callable[..., Any], *args: Any, nproc: int, grace_s: float = G
         RankFailed: a rank died of anything else, ended early, or lost its heartbeat; the others have been ended.
         Stopped: a signal ended the job; `not_saved` says why its state could not be saved, if so.
     """
-    if read_job() is not None:
-        from torch.distributed.elastic.multiprocessing.errors import record
-
+    if under_torchrun():
         check_started(nproc, f"a mesh of {nproc}")
         if nproc > 1 and is_first_rank():
             _print(f"waiting for {nproc} ranks")
-        return record(_run_here)(entry, args)
+        try:
+            return entry(*args)
+        except Stopped:
+            raise
+        except SystemExit as end:  # torchrun would count `sys.exit(0)` as success while the other ranks wait
+            raise _failure(end) from end
     if nproc == 1:
         return entry(*args)
     _print(f"starting {nproc} ranks")
@@ -238,48 +206,46 @@ def start(entry: Callable[..., Any], args: tuple[Any, ...], nproc: int, grace_s:
     if _NO_LEAKS not in sys.warnoptions:  # a killed rank leaves tqdm's semaphores, which Python's tracker removes
         sys.warnoptions.append(_NO_LEAKS)
     context: Any = multiprocessing.get_context(START_METHOD)
+    job = pickle.dumps((entry, args))  # a rank imports what it needs when the output of imports is hidden
     ranks: list[Any] = []
     with tempfile.TemporaryDirectory(prefix="longspan-") as folder, StopRequest("", ends=False) as stop:
         try:
             with _ignoring_interrupts():
                 for rank in range(nproc):
-                    ranks.append(context.Process(target=_rank, args=(rank, nproc, folder, os.getpid(), entry, args)))
+                    ranks.append(context.Process(target=_rank, args=(rank, nproc, folder, os.getpid(), job)))
                     ranks[-1].start()
             ends, late = _wait(ranks, folder, stop, grace_s)
         finally:
             for rank in ranks:
                 rank.kill()  # even a stopped one
                 rank.join()
-            if sys.stdout.isatty():
-                sys.stdout.write("\x1b[?25h")  # a live display of a killed rank had hidden the cursor
-        if all(end.kind == "done" for end in ends.values()) and len(ends) == nproc:
-            return ends[0].result
-    raise _conclude(ends, nproc, stop.signum, late)
+    if len(ends) < nproc or any(isinstance(end, BaseException) for end in ends.values()):
+        raise _conclude(ends, stop.signum, late)
+    return ends[0]
 
 
 @contextlib.contextmanager
 def _ignoring_interrupts() -> Iterator[None]:
     """Ignore SIGINT while processes start, which inherit this: in a terminal, Ctrl-C reaches the ranks, too."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        if main:
+            signal.signal(signal.SIGINT, before)
 
 
-def _wait(ranks: list[Any], folder: str, stop: StopRequest, grace_s: float) -> tuple[dict[int, _End], str]:
-    """Return how the ranks ended, and why some must be killed after a signal, if so."""
-    ends: dict[int, _End] = {}
+def _wait(ranks: list[Any], folder: str, stop: StopRequest, grace_s: float) -> tuple[dict[int, Any], str]:
+    """Return the result or error of each rank that ended, in that order, and why others must be killed, if so."""
+    ends: dict[int, Any] = {}
     signalled = 0.0
     while len(ends) < len(ranks):
         connection.wait([r.sentinel for i, r in enumerate(ranks) if i not in ends], timeout=0.2)
         ended = {i: r.exitcode for i, r in enumerate(ranks) if i not in ends and r.exitcode is not None}
-        ends |= {rank: _End.read(folder, rank, code) for rank, code in ended.items()}
+        ends |= {rank: _end_of(rank, len(ranks), folder, code) for rank, code in ended.items()}
         if stop.signum is None:
-            if any(end.kind not in ("done", "stopped") for end in ends.values()):
+            if any(isinstance(end, Exception) for end in ends.values()):
                 return ends, ""
             continue
         if not signalled:
@@ -296,26 +262,35 @@ def _wait(ranks: list[Any], folder: str, stop: StopRequest, grace_s: float) -> t
     return ends, ""
 
 
-def _conclude(ends: dict[int, _End], nproc: int, signum: int | None, late: str) -> BaseException:
-    """Return the error that says what ended the job."""
-    failed = {rank: end for rank, end in ends.items() if end.kind not in ("done", "stopped")}
+def _end_of(rank: int, nproc: int, folder: str, code: int) -> Any:
+    """Return the result or error that a rank has reported, or an error by its exit code."""
+    with contextlib.suppress(OSError):
+        return pickle.loads(Path(folder, f"end-{rank}").read_bytes())
+    if code < 0:
+        hint = "; often the kernel does this when memory runs out" if code == -signal.SIGKILL else ""
+        return RankFailed(f"rank {rank} of {nproc} was killed by {signal.Signals(-code).name}{hint}")
+    when = "" if code else " before the job was done"
+    return RankFailed(f"rank {rank} of {nproc} exited with code {code} and left no error{when}")
+
+
+def _conclude(ends: dict[int, Any], signum: int | None, late: str) -> BaseException:
+    """Return the error that ended the job: a signal, or that of the first rank that failed."""
+    failed = {rank: end for rank, end in ends.items() if isinstance(end, Exception)}
+    stopped = [end.signum for end in ends.values() if isinstance(end, Stopped)]
     if signum is not None or not failed:
-        raised = {rank: end.text for rank, end in failed.items() if end.kind == "refused" or end.details}
-        unsaved = next((f"rank {rank} could not save: {text}" for rank, text in raised.items()), "")
-        stopped = [int(end.text) for end in ends.values() if end.kind == "stopped"]
+        raised = [(rank, end) for rank, end in failed.items() if not isinstance(end, RankFailed) or end.details]
+        unsaved = next((f"rank {rank} could not save: {end}" for rank, end in raised), "")
         return Stopped(signum or stopped[0], late or unsaved)
-    rank, end = next(iter(failed.items()))  # in the order in which they ended
-    if end.kind == "refused":
-        return LongspanError(end.text)
-    if end.kind == "lost":
-        return RankFailed(f"{end.text}; the other ranks were ended")
-    return RankFailed(f"rank {rank} of {nproc} {end.text}; the other ranks were ended", end.details)
+    error: Exception = next(iter(failed.values()))
+    if isinstance(error, RankFailed):
+        return RankFailed(f"{error}; the other ranks were ended", error.details)
+    return error
 
 
 # --- in a rank
 
 
-def _rank(rank: int, nproc: int, folder: str, launcher: int, entry: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank(rank: int, nproc: int, folder: str, launcher: int, job: bytes) -> None:
     end_with_parent(launcher)
     for signum in (signal.SIGTERM, signal.SIGHUP):  # a fork inherits the launcher's handlers
         signal.signal(signum, signal.SIG_DFL)
@@ -333,15 +308,16 @@ def _rank(rank: int, nproc: int, folder: str, launcher: int, entry: Callable[...
         torch.set_num_threads(threads_per_rank(nproc))
     code = 1
     try:
+        entry, args = pickle.loads(job)
         result = entry(*args)
         if dist.is_initialized():
             dist.destroy_process_group()
-        _End("done", result=None if rank else result).write()
+        _report(None if rank else result)
         return
     except BaseException as error:
         if lost_peer(error):
             time.sleep(_LOST_PEER_S)
-        _End.of(error).write()
+        _report(_failure(error))
         code = 0 if isinstance(error, Stopped) else 1
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -349,15 +325,27 @@ def _rank(rank: int, nproc: int, folder: str, launcher: int, entry: Callable[...
     os._exit(code)  # destroying the process group may abort, or hang
 
 
-def _run_here(entry: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Run `entry` on this rank of torchrun, which would count `sys.exit(0)` as success while the others wait."""
-    try:
-        return entry(*args)
-    except Stopped:
-        raise
-    except SystemExit as end:
-        rank = os.environ["RANK"]
-        raise RankFailed(f"rank {rank} called sys.exit({end.code!r}) before the job was done") from end
+def _failure(error: BaseException) -> BaseException:
+    """Return the error that a rank which raised this reports to the launcher: one that can be pickled."""
+    rank = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
+    if isinstance(error, Stopped):
+        return error
+    if isinstance(error, SystemExit):
+        return RankFailed(f"{rank} called sys.exit({error.code!r}) before the job was done")
+    if isinstance(error, LongspanError):
+        return LongspanError(str(error))
+    if lost_peer(error):
+        return RankFailed(f"{rank} lost a peer: {error}; no rank reports another cause, so check the network")
+    hint = " (the process that reads this job's output has ended)" if isinstance(error, BrokenPipeError) else ""
+    text = f"{rank} died (exit code 1): {type(error).__name__}: {error}{hint}"
+    return RankFailed(text, traceback.format_exc())
+
+
+def _report(end: Any) -> None:
+    """Leave this rank's result or error to the launcher."""
+    path = Path(os.environ[FOLDER], f"end-{os.environ['RANK']}")
+    path.with_suffix(".part").write_bytes(pickle.dumps(end))
+    path.with_suffix(".part").rename(path)
 
 
 @contextlib.contextmanager
@@ -366,12 +354,13 @@ def joined(timeout_s: float | None = None, start_s: float | None = None) -> Iter
     import torch
     import torch.distributed as dist
 
-    if started_elsewhere() and not is_first_rank():
+    if not is_first_rank():
         silence_libraries()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a killed agent of torchrun ends nobody
         end_with_parent(os.getppid())
     gpus = torch.cuda.is_available()
-    store = join_group("cuda" if gpus else "cpu", start_s)
+    with stdout_to_stderr():
+        store = join_group("cuda" if gpus else "cpu", start_s)
     if store is None:
         yield Watch()
         return
@@ -384,7 +373,7 @@ def joined(timeout_s: float | None = None, start_s: float | None = None) -> Iter
 def _end_lost_job(verdict: str) -> None:
     """End this process from a thread, as its main thread may wait forever."""
     if FOLDER in os.environ:
-        _End("lost", verdict).write()
+        _report(RankFailed(verdict))
         os._exit(1)
     if not is_first_local_rank():
         time.sleep(3)  # the first rank may be the lost one
@@ -434,53 +423,6 @@ def use_expandable_segments() -> None:
 
 
 # --- what is printed
-
-
-def exit_code(run: Callable[[], int]) -> int:
-    """Run a command; print why it fails on the machine's first rank, and return its exit code.
-
-    0: done. 1: `run` says so, or a rank died. 2: bad input. 143, 130: ended early by SIGTERM or Ctrl-C.
-    """
-    code, why = 0, ""
-    silence_imports()
-    try:
-        code = run()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        return _end_broken_pipe()
-    except OSError as error:
-        if not is_full(error):
-            raise
-        _end_broken_pipe()
-        code, why = 2, f"longspan: error: the disk is full: {error}; make room, and run it again\n"
-    except LongspanError as error:
-        code, why = 2, f"longspan: error: {error}\n"
-    except RankFailed as error:
-        code, why = 1, f"{error.details}longspan: error: {error}\n"
-    except Stopped as stop:  # without waiting: a stopped torchrun agent would wait for the ranks
-        if is_first_local_rank():
-            why = f": {stop.not_saved}" if stop.not_saved else ""
-            print(f"longspan: stopped by {signal.Signals(stop.signum).name}{why}", file=sys.stderr)
-        return 128 + stop.signum
-    except SystemExit as end:  # by tyro after --help or wrong flags; a text is a message and means code 1
-        if isinstance(end.__context__, BrokenPipeError):  # raised by rich
-            return _end_broken_pipe()
-        code, why = (1, f"{end.code}\n") if isinstance(end.code, str) else (end.code or 0, "")
-    except KeyboardInterrupt:
-        return 130
-    if code and not is_first_local_rank() and "TORCHELASTIC_RUN_ID" in os.environ:
-        # torchrun ends all ranks once one has failed: let the first one print the cause. An error that was not that of
-        # all ranks is printed after the wait.
-        time.sleep(_FIRST_RANK_S)
-    sys.stderr.write(why)
-    return code
-
-
-def _end_broken_pipe() -> int:
-    """Return the exit code after the reader of stdout has closed it (`longspan plan ... | head -1`); print nothing."""
-    with contextlib.suppress(OSError, ValueError):  # drop what is still in the buffer
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 128 + signal.SIGPIPE
 
 
 def _print(text: str) -> None:

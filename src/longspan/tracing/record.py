@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import itertools
 import json
 import os
 import socket
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from longspan.comm.objects import gather_objects
-from longspan.tracing.spans import P2P, STEP
+from longspan.tracing.spans import STEP
 
 _CATEGORIES = ("cpu_op", "user_annotation", "gpu_user_annotation", "kernel", "gpu_memcpy", "gpu_memset")
 _SKIPPED = ("aten::as_strided", "aten::view", "aten::detach", "detach", "aten::alias", "aten::t", "aten::transpose")
@@ -41,7 +40,7 @@ class Recorder:
         """Record the body of the `with` statement, then wait for the device. `before` runs first, unrecorded."""
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would print a line at each start and stop
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
-        with profile(activities=activities) as profiler, _mark_messages():
+        with profile(activities=activities) as profiler:
             before()  # inside, as the profiler starts at different times on the ranks
             with record_function(STEP):
                 yield
@@ -61,38 +60,6 @@ def exported_events(profiler: Any) -> list[dict[str, Any]]:
         profiler.export_chrome_trace(str(path))
         events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
     return events
-
-
-@contextlib.contextmanager
-def _mark_messages() -> Iterator[None]:
-    """Mark the post and the wait of each batch of messages with ranges: gloo records none of them."""
-    original, numbers = dist.batch_isend_irecv, itertools.count()
-
-    def named(ops: Any) -> Any:
-        number = next(numbers)
-        with record_function(f"{P2P} {number} post"):
-            works = original(ops)
-        return [_MarkedWork(work, f"{P2P} {number} wait") for work in works]
-
-    dist.batch_isend_irecv = named  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        dist.batch_isend_irecv = original
-
-
-class _MarkedWork:
-    """A `dist.Work` whose wait is marked with a range."""
-
-    def __init__(self, work: Any, name: str) -> None:
-        self._work, self._name = work, name
-
-    def wait(self, *args: Any) -> Any:
-        with record_function(self._name):
-            return self._work.wait(*args)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
 
 
 def gather_trace(events: Sequence[dict[str, Any]], group: dist.ProcessGroup | None = None) -> list[dict[str, Any]]:

@@ -16,9 +16,6 @@ from longspan.core.errors import LongspanError
 STEP = "longspan.step"
 """Name of the range around the recorded step."""
 
-P2P = "longspan.p2p"
-"""Prefix of the ranges around a message's post and wait; the same number follows for both."""
-
 Span = tuple[float, float]
 """Start and end in microseconds."""
 
@@ -69,64 +66,43 @@ def imbalance(values: Sequence[float]) -> float:
 
 def summary_lines(traces: Sequence[RankTrace]) -> list[str]:
     """Return one line on each rank, and one on how they differ."""
-    found = {trace.rank: figures(trace) for trace in traces}
+    found = [figures(trace) for trace in traces]
     lines = [
-        f"rank {rank}: computing {of.computing / of.step:.0%}, exposed communication {of.exposed / of.step:.0%}, rest "
-        f"{of.rest / of.step:.0%}; in flight {1e3 * of.communication:.1f} ms"
-        for rank, of in found.items()
+        f"rank {trace.rank}: computing {of.computing / of.step:.0%}, exposed communication {of.exposed / of.step:.0%}, "
+        f"rest {of.rest / of.step:.0%}; in flight {1e3 * of.communication:.1f} ms"
+        for trace, of in zip(traces, found, strict=True)
     ]
-    computing = imbalance([of.computing for of in found.values()])
+    computing = imbalance([of.computing for of in found])
     return [*lines, f"imbalance of computing {computing:.0%} (slowest rank over the mean)"]
 
 
-def read_trace(events: Iterable[dict[str, Any]]) -> tuple[RankTrace, ...]:
+def read_trace(events: Sequence[dict[str, Any]]) -> tuple[RankTrace, ...]:
     """Return every rank's step in a merged trace."""
-    by_rank: dict[int, list[dict[str, Any]]] = {}
-    for event in events:
-        if event.get("ph") == "X" and isinstance(event.get("pid"), int):
-            by_rank.setdefault(event["pid"], []).append(event)
-    traces = []
-    for rank, found in sorted(by_rank.items()):
-        step = next((e for e in found if e["name"] == STEP and e.get("cat") == "user_annotation"), None)
-        if step is not None:
-            traces.append(_rank_trace(rank, found, _span(step), step["tid"]))
-    if not traces:
+    steps = {e["pid"]: e for e in events if e["name"] == STEP and e.get("cat") == "user_annotation"}
+    if not steps:
         raise LongspanError(f"the trace has no range {STEP!r}, so no step; record it with --trace or --profile")
-    return tuple(traces)
+    mine = {rank: [e for e in events if e["pid"] == rank and e["ph"] == "X"] for rank in sorted(steps)}
+    return tuple(_rank_trace(rank, found, steps[rank]) for rank, found in mine.items())
 
 
-def _span(event: dict[str, Any]) -> Span:
-    return float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0))
-
-
-def _rank_trace(rank: int, events: list[dict[str, Any]], step: Span, main_thread: Any) -> RankTrace:
+def _rank_trace(rank: int, events: list[dict[str, Any]], step: dict[str, Any]) -> RankTrace:
     kernels = [e for e in events if e.get("cat") == "kernel"]
     if kernels:
         sent = [_span(e) for e in kernels if "nccl" in e["name"].lower()]
         computed = [_span(e) for e in kernels if "nccl" not in e["name"].lower()]
     else:
         in_flight = [e for e in events if e["name"].startswith("gloo:")]
-        senders = {e["tid"] for e in in_flight} - {main_thread}  # gloo's threads, which copy as well
-        sent = [*map(_span, in_flight), *_messages(events)]
+        senders = {e["tid"] for e in in_flight} - {step["tid"]}  # gloo's threads, which copy as well
+        sent = [_span(e) for e in in_flight]
         computed = [_span(e) for e in events if e["name"].startswith(("aten::", "fsdp::")) and e["tid"] not in senders]
+    first, last = _span(step)
 
     def cut(spans: Iterable[Span]) -> tuple[Span, ...]:
-        inside = ((max(step[0], start), min(step[1], end)) for start, end in spans)
+        inside = ((max(first, start), min(last, end)) for start, end in spans)
         return tuple(sorted((start, end) for start, end in inside if end > start))
 
-    return RankTrace(rank, step, cut(sent), cut(computed))
+    return RankTrace(rank, (first, last), cut(sent), cut(computed))
 
 
-def _messages(events: Iterable[dict[str, Any]]) -> list[Span]:
-    """Return messages between two ranks, each from its post to the end of its wait."""
-    posts: dict[str, float] = {}
-    ends: dict[str, float] = {}
-    for event in events:
-        if event["name"].startswith(P2P):
-            _, number, what = event["name"].split()
-            start, end = _span(event)
-            if what == "post":
-                posts[number] = start
-            else:
-                ends[number] = max(ends.get(number, 0.0), end)
-    return [(start, ends[number]) for number, start in posts.items() if number in ends]
+def _span(event: dict[str, Any]) -> Span:
+    return float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0))

@@ -16,7 +16,7 @@ _MOST_TOKENS = 1 << 30
 
 
 @dataclass(frozen=True)
-class VerifyConfig:
+class VerifyConfig(Model):
     """Prove on your own model that the sharded run computes what one process computes.
 
     The same batch runs through the Hugging Face model on one process and through the sharded model on all ranks; loss,
@@ -49,18 +49,17 @@ class VerifyConfig:
     memory: MemoryChoice = field(default_factory=MemoryChoice)
     """Memory options of the sharded run: fastest, longest or auto, or options: checkpointing=full,offload=host
     (docs/how-to/memory.md)."""
-    model: Model = field(default_factory=Model)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     timeouts: Timeouts = field(default_factory=Timeouts)
 
     @property
     def random_weights(self) -> bool:
-        return self.model.model.endswith(".json")
+        return self.model.endswith(".json")
 
     @property
-    def dtype(self) -> Literal["fp32", "bf16"]:
+    def run_dtype(self) -> Literal["fp32", "bf16"]:
         """fp32 detects small faults; bf16 shows that sharding adds nothing to the rounding of bf16."""
-        return "bf16" if self.model.dtype == "bf16" else "fp32"
+        return "bf16" if self.dtype == "bf16" else "fp32"
 
     @property
     def tokens(self) -> int:
@@ -77,7 +76,7 @@ class VerifyConfig:
 
     def check(self) -> None:
         """Raise on values that cannot be verified."""
-        self.model.check()
+        super().check()
         if self.memory.chooses and self.memory.options:
             raise LongspanError(
                 f"--memory {self.memory}: verify takes auto or options, but not both; plan says what auto chooses"

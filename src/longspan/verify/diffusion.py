@@ -17,14 +17,12 @@ from torch import Tensor, nn
 
 from longspan.comm.mesh import make_sharding
 from longspan.comm.objects import on_every_rank
-from longspan.comm.reshard import shard_sizes
 from longspan.core.errors import LongspanError
 from longspan.core.reading import values
 from longspan.core.validation import read_text
 from longspan.hf.diffusion.families import FAMILIES, Draw, Family, Inputs, family_of
 from longspan.hf.parallelize import parallelize
 from longspan.hf.pretrained import first_line
-from longspan.ranks import agreement
 from longspan.verify.config import VerifyConfig
 from longspan.verify.runs import Tensors, gradient_parts, make_report, unsharded_runs, whole_part
 
@@ -37,13 +35,19 @@ _OF_LANGUAGE_MODELS = ("dtype", "kernel", "memory", "text", "text_field", "token
 
 @dataclass(frozen=True)
 class Transformer:
-    """A transformer's files: its class, its config, and the folder of its weights (None: random ones)."""
+    """A transformer's files: its class, its settings, and the folder of its weights (None: random ones)."""
 
+    config: VerifyConfig
     name: str
-    config: dict[str, Any]
+    settings: dict[str, Any]
     folder: Path | None
 
-    def build(self, seed: int) -> Any:
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What must be equal on every rank."""
+        return {"the model": json.dumps(self.settings, sort_keys=True, default=str)}
+
+    def build(self) -> Any:
         """Return the model in fp32. No random weight is zero, as then gradients of others would be."""
         import diffusers
 
@@ -51,8 +55,8 @@ class Transformer:
         try:
             if self.folder is not None:
                 return getattr(diffusers, self.name).from_pretrained(self.folder, torch_dtype=torch.float32)
-            torch.manual_seed(seed)
-            model = getattr(diffusers, self.name).from_config(self.config).float()
+            torch.manual_seed(self.config.seed)
+            model = getattr(diffusers, self.name).from_config(self.settings).float()
         except Exception as error:  # of any kind
             raise LongspanError(f"diffusers cannot make this {self.name}: {first_line(error)}") from error
         with torch.no_grad():
@@ -86,12 +90,12 @@ def open_transformer(config: VerifyConfig) -> Transformer:
             f"--{option.replace('_', '-')} {given[option]} does not apply to a {name}, which is verified in fp32 on "
             "random latents, without memory options; leave it out"
         )
-    return Transformer(name, settings, None if config.random_weights else path.parent)
+    return Transformer(config, name, settings, None if config.random_weights else path.parent)
 
 
 def config_file(config: VerifyConfig) -> Path | None:
     """Return the `config.json` of a transformer of diffusers; None for other models."""
-    given = Path(config.model.model)
+    given = Path(config.model)
     candidates = [given] if given.is_file() else [given / "transformer" / "config.json", given / "config.json"]
     for path in candidates:
         try:
@@ -102,15 +106,11 @@ def config_file(config: VerifyConfig) -> Path | None:
     return None
 
 
-def worker(config: VerifyConfig) -> Report:
-    """Verify on this rank; every rank of the job calls it and returns the same report."""
-
-    def facts(opened: Transformer) -> dict[str, Any]:
-        return {**agreement.settings(config), "the model": json.dumps(opened.config, sort_keys=True, default=str)}
-
-    opened = agreement.open_together(lambda: open_transformer(config), facts)
+def compare(opened: Transformer) -> Report:
+    """Return the report of a transformer, the same on every rank. Collective."""
+    config = opened.config
     sp = make_sharding(config.parallel)
-    model = on_every_rank(lambda: opened.build(config.seed), sp.mesh_group).to(sp.device)
+    model = on_every_rank(opened.build, sp.mesh_group).to(sp.device)
     family = on_every_rank(lambda: family_of(model), sp.mesh_group)
     inputs, target, tokens = make_inputs(family, model, config)
     run = run_with(inputs, target)
@@ -119,10 +119,8 @@ def worker(config: VerifyConfig) -> Report:
     found = run(model)
     parts = {name: whole_part(found[name]) for name in ("loss", "output", *sorted(found.keys() & inputs.keys()))}
     parts |= gradient_parts(model, sp)
-    ends = [0, *torch.tensor(shard_sizes(tokens, sp.size)).cumsum(0).tolist()]
-    spans = ((ends[sp.rank], ends[sp.rank + 1]),) if family.attention else ()
     about = {"tokens": tokens, "text": "random latents and text", "data": 1}
-    return make_report(config, sp, references, parts, about, spans)
+    return make_report(config, sp, references, parts, about)
 
 
 def run_with(inputs: Inputs, target: Tensor) -> Callable[[nn.Module], Tensors]:

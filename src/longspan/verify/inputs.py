@@ -5,7 +5,6 @@ Shape suffixes: B rows of the global batch, S tokens.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import itertools
 import math
@@ -32,6 +31,7 @@ from longspan.hf.pretrained import (
 from longspan.hf.prompts import BYTES, load_tokenizer, naming, open_dataset, text_ids
 from longspan.hf.vision import core_of, encoders_of
 from longspan.hf.weights.origin import Origin
+from longspan.ranks.agreement import model_facts
 from longspan.verify.config import VerifyConfig
 
 _TEXT_TOKENS = 60
@@ -42,9 +42,15 @@ _TEXT_TOKENS = 60
 class Inputs:
     """The checked inputs of a verification; weights are not loaded yet."""
 
+    config: VerifyConfig
     model_config: Any  # without dropout and cache
     rows: tuple[dict[str, Tensor], ...]  # of the global batch: ids and labels [1, S], pictures `[pictures, ...]`
     pictures: dict[str, int]  # how many images and videos all rows have
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What must be equal on every rank."""
+        return model_facts(self.model_config)
 
     def batch(self, start: int, stop: int, device: torch.device) -> dict[str, Tensor]:
         """Return some rows as one batch, on a device."""
@@ -63,18 +69,18 @@ def open_inputs(config: VerifyConfig) -> Inputs:
     counts = Counter[str]()
     if takes_pictures(model_config):
         counts = add_pictures(rows, origin.on_meta(), config.seed)
-    return Inputs(model_config, tuple(rows), dict(counts))
+    return Inputs(config, model_config, tuple(rows), dict(counts))
 
 
 def load_model_config(config: VerifyConfig) -> Any:
     """Return the model's Hugging Face config without dropout, which differs between ranks, and without cache."""
-    name = config.model.model
+    name = config.model
     opened = read_model_config("--model", name, config.context, weights=not config.random_weights)
     text = opened.get_text_config()
     text.use_cache = False
     found = without_dropout(opened)
     experts = max(getattr(text, key, None) or 0 for key in ("num_local_experts", "num_experts", "n_routed_experts"))
-    routed = experts > 1 and config.dtype == "bf16"
+    routed = experts > 1 and config.run_dtype == "bf16"
     # Configs may state a number of experts (Nemotron-H) whose layers are all dense.
     weights = model_origin(config, found).on_meta().named_parameters() if routed else ()
     if any("expert" in name for name, _ in weights):
@@ -90,13 +96,11 @@ def model_origin(config: VerifyConfig, model_config: Any) -> Origin:
 
     It is a masked LM if the config's `architectures` name one (BERT), a vision-language model, else a causal LM.
 
-    Attention is transformers' `sdpa`, or `eager` for a model without `sdpa` or with a softcap (Gemma-2), which older
-    versions of `sdpa` silently ignore. Random weights (of a config.json) depend on the seed alone.
+    transformers chooses the attention, but `eager` with a softcap (Gemma-2), which its `sdpa` silently ignores. Random
+    weights (of a config.json) depend on the seed alone.
     """
     from transformers import AutoModelForMaskedLM
     from transformers.utils import logging
-
-    from longspan.compat.transformers_api import has_no_sdpa
 
     logging.disable_progress_bar()  # every rank loads the model, some twice
     architectures = getattr(model_config, "architectures", None) or ()
@@ -108,25 +112,18 @@ def model_origin(config: VerifyConfig, model_config: Any) -> Origin:
         )
     masked = any(name.endswith("ForMaskedLM") for name in architectures)
     softcap = getattr(getattr(model_config, "text_config", model_config), "attn_logit_softcapping", None)
-    name = config.model.model
-    origin = Origin(
+    name = config.model
+    return Origin(
         AutoModelForMaskedLM if masked else language_model_class(model_config),
         model_config,
-        torch.float32 if config.dtype == "fp32" else torch.bfloat16,
+        torch.float32 if config.run_dtype == "fp32" else torch.bfloat16,
         None if config.random_weights else base_of("--model", name),
         config.seed,
         adapter=name if is_adapter(name) else None,
         label=name,
         strict=False,
-        options={"attn_implementation": "sdpa" if softcap is None else "eager", "trust_remote_code": False},
+        options={"trust_remote_code": False, **({} if softcap is None else {"attn_implementation": "eager"})},
     )
-    try:
-        origin.on_meta()
-    except LongspanError as error:
-        if not has_no_sdpa(error.__cause__):
-            raise
-        origin = dataclasses.replace(origin, options={**origin.options, "attn_implementation": "eager"})
-    return origin
 
 
 def make_batch(config: VerifyConfig, model_config: Any) -> dict[str, Tensor]:
@@ -153,7 +150,7 @@ def make_batch(config: VerifyConfig, model_config: Any) -> dict[str, Tensor]:
 def _read_text(config: VerifyConfig, rows: int, vocabulary: int) -> Tensor:
     """Return the ids of the texts of --text, joined, and repeated from the start if they are too short."""
     source, column, parts, length = str(config.text), config.text_field, list[Any](), 0
-    name = config.tokenizer or (BYTES if config.random_weights else tokenizer_of("--model", config.model.model))
+    name = config.tokenizer or (BYTES if config.random_weights else tokenizer_of("--model", config.model))
     tokenizer = load_tokenizer(name)
     with naming(source):
         dataset = open_dataset(source, streaming=True)

@@ -77,7 +77,6 @@ class ErrorSums:
     unsharded: float = 0.0
     reference: float = 0.0
     elements: int = 0
-    max_abs: float = 0.0  # of the sharded run
     worst_row: int = -1  # with the largest relative error of the sharded run; a row of logits is a token
     worst_row_sharded: float = 0.0  # that error
     worst_row_unsharded: float = 0.0  # the largest of the unsharded run
@@ -89,7 +88,6 @@ class ErrorSums:
             self.unsharded + other.unsharded,
             self.reference + other.reference,
             self.elements + other.elements,
-            _max(self.max_abs, other.max_abs),
             worst.worst_row,
             worst.worst_row_sharded,
             _max(self.worst_row_unsharded, other.worst_row_unsharded),
@@ -144,7 +142,6 @@ def compare_rows(local: LocalRows, start: int, reference: Tensor, unsharded: Ten
         float(noise2.sum()),
         float(want2.sum()),
         want.numel(),
-        float(error.abs().max()),
         int(rows[worst]),
         float(error_row[worst]),
         float(noise_row.max()),
@@ -224,7 +221,6 @@ class Check:
     sharded: tuple[float, ...]
     unsharded: tuple[float, ...]  # of the run in the same dtype, on the same slice
     limit: tuple[float, ...]  # largest `sharded` that counts as rounding
-    max_abs: tuple[float, ...]  # of the sharded run
     worst_row: tuple[int, ...]  # for logits the token `batch_row * tokens + position`
 
     def passed_on(self, rank: int) -> bool:
@@ -256,7 +252,7 @@ def judge(sums: dict[str, list[ErrorSums]], criterion: Criterion) -> tuple[Check
     for name, per_rank in sorted(sums.items(), key=lambda named: named[0] not in OUTPUTS):
         group, layer = name if name in OUTPUTS else group_of(name), layer_of(name)
         total = totals[name]
-        max_abs, worst_row = tuple(s.max_abs for s in per_rank), tuple(s.worst_row for s in per_rank)
+        worst_row = tuple(s.worst_row for s in per_rank)
         sizes = [_scale2(s, total, typical.get(_place(name), 0.0), criterion) for s in per_rank]
         errors, noise = (
             tuple(relative(error, size) for error, size in zip(squares, sizes, strict=True))
@@ -264,12 +260,12 @@ def judge(sums: dict[str, list[ErrorSums]], criterion: Criterion) -> tuple[Check
         )
         least = usual if group not in OUTPUTS and total.elements < FEW else 0.0
         limits = tuple(_limit(s, total, size, criterion, least) for s, size in zip(per_rank, sizes, strict=True))
-        checks.append(Check(name, group, layer, errors, noise, limits, max_abs, worst_row))
+        checks.append(Check(name, group, layer, errors, noise, limits, worst_row))
         if name == "logits":
             errors = tuple(s.worst_row_sharded for s in per_rank)
             noise = tuple(s.worst_row_unsharded for s in per_rank)
             limits = (criterion.factor * total.worst_row_unsharded + criterion.floor,) * len(per_rank)
-            checks.append(Check("logits, worst token", group, layer, errors, noise, limits, max_abs, worst_row))
+            checks.append(Check("logits, worst token", group, layer, errors, noise, limits, worst_row))
     return tuple(checks)
 
 

@@ -6,17 +6,14 @@ import itertools
 import json
 import math
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import Any
 
 from longspan.core.formatting import format_ranks
 from longspan.verify.judge import COARSE, OUTPUTS, Check, Criterion, nan_as_inf
 
-if TYPE_CHECKING:
-    from longspan.core.layout import Span
-
-SCHEMA = 3
+SCHEMA = 4
 
 
 @dataclass(frozen=True)
@@ -25,12 +22,11 @@ class Equality:
 
     name: str
     differing: tuple[int, ...]  # from rank 0
-    values: tuple[str, ...] = ()  # of each rank, as text; empty if it has no short text
 
     @classmethod
-    def of(cls, name: str, per_rank: Sequence[Any], values: Sequence[str] = ()) -> Equality:
+    def of(cls, name: str, per_rank: Sequence[Any]) -> Equality:
         """Compare the values of all ranks with rank 0's; NaN differs even from NaN."""
-        return cls(name, tuple(r for r, value in enumerate(per_rank) if value != per_rank[0]), tuple(values))
+        return cls(name, tuple(rank for rank, value in enumerate(per_rank) if value != per_rank[0]))
 
     @property
     def passed(self) -> bool:
@@ -45,7 +41,6 @@ class Report:
     criterion: Criterion
     checks: tuple[Check, ...]
     equalities: tuple[Equality, ...]
-    rank_tokens: tuple[tuple[int, tuple[Span, ...]], ...]  # replica, and spans of tokens [start, stop), of each rank
     product_error: float = 0.0  # of one fp32 product on each rank, the largest (`judge.product_error`)
 
     @property
@@ -54,10 +49,9 @@ class Report:
         held = all(check.passed for check in self.checks) and all(equal.passed for equal in self.equalities)
         return held and not self.coarse
 
-    def passed_on(self, rank: int) -> bool:
-        return all(check.passed_on(rank) for check in self.checks) and all(
-            rank not in equal.differing for equal in self.equalities
-        )
+    @property
+    def ranks(self) -> range:
+        return range(len(self.checks[0].sharded))
 
     @property
     def coarse(self) -> bool:
@@ -92,7 +86,7 @@ def diagnosis(report: Report) -> str:
     failed = {check.name: check for check in report.checks if not check.passed}
     logits = failed.get("logits") or failed.get("logits, worst token") or failed.get("output")
     if logits is not None:
-        ranks = [r for r in range(len(report.rank_tokens)) if not logits.passed_on(r)]
+        ranks = [rank for rank in report.ranks if not logits.passed_on(rank)]
         differs = "the output differs" if logits.name == "output" else "logits differ"
         return f"The forward pass is wrong: {differs} on {format_ranks(ranks)}."
     if "loss" in failed or any(e.name == "loss" and not e.passed for e in report.equalities):
@@ -110,66 +104,52 @@ def _smaller_faults(report: Report) -> str:
     return "" if report.setup["dtype"] == "fp32" else " Smaller faults show with --dtype fp32."
 
 
-def print_json(report: Report, file: IO[str] | None = None) -> None:
-    """Print the report as one JSON object (schema: docs/reference/json.md), by default to stdout."""
-    print(json.dumps(as_dict(report), indent=1, allow_nan=False), file=file)
+def print_json(report: Report) -> None:
+    """Print the report as one JSON object (schema: docs/reference/json.md); values that are not finite are null."""
 
+    def finite(values: Iterable[float]) -> list[float | None]:
+        return [value if math.isfinite(value) else None for value in values]
 
-def as_dict(report: Report) -> dict[str, Any]:
-    """Return the report in the schema of docs/reference/json.md; values that are not finite become None."""
-    return {
+    found = {
         "schema": SCHEMA,
         "passed": report.passed,
         "diagnosis": None if report.passed else diagnosis(report),
         "setup": dict(report.setup),
-        "criterion": {"factor": report.criterion.factor, "floor": report.criterion.floor},
-        "detects": report.detects if math.isfinite(report.detects) else None,
+        "criterion": vars(report.criterion),
+        "detects": finite([report.detects])[0],
         "product_error": report.product_error,
-        "ranks": [
-            {"rank": rank, "replica": replica, "runs": [list(x) for x in runs], "passed": report.passed_on(rank)}
-            for rank, (replica, runs) in enumerate(report.rank_tokens)
-        ],
-        "equal": [
-            {"name": e.name, "passed": e.passed, "differing_ranks": list(e.differing), "values": list(e.values)}
-            for e in report.equalities
-        ],
+        "equal": [{**vars(equal), "passed": equal.passed} for equal in report.equalities],
         "checks": [
             {
-                "name": check.name,
-                "group": check.group,
-                "layer": check.layer,
-                "passed": check.passed,
-                **{
-                    key: [value if math.isfinite(value) else None for value in getattr(check, key)]
-                    for key in ("sharded", "unsharded", "limit", "max_abs")
-                },
+                **{key: getattr(check, key) for key in ("name", "group", "layer", "passed")},
+                **{key: finite(getattr(check, key)) for key in ("sharded", "unsharded", "limit")},
             }
             for check in report.checks
         ],
     }
+    print(json.dumps(found, indent=1, allow_nan=False))
 
 
-def print_table(report: Report, file: IO[str] | None = None) -> None:
-    """Print the report as a table with lines before and after it, by default to stdout."""
+def print_table(report: Report) -> None:
+    """Print the report as a table with lines before and after it."""
 
     def write(text: str) -> None:
-        print(textwrap.fill(text, 80, break_on_hyphens=False), file=file)
+        print(textwrap.fill(text, 80, break_on_hyphens=False))
 
     criterion, wide, dtype = report.criterion, report.setup["reference"], report.setup["dtype"]
     rounding = " (no wider run shows the rounding)" if wide == dtype else f" + {criterion.factor:g} x unsharded {dtype}"
     write("longspan verify: " + ", ".join(_described(name, value) for name, value in report.setup.items() if value))
     write(f"error = |run - {wide}| / |{wide}|;  limit = {criterion.floor:.1e}{rounding}")
-    print("", *(line.rstrip() for line in _rows(report)), "", sep="\n", file=file)
-    compared = f"{len(report.checks) + len(report.equalities)} comparisons on {len(report.rank_tokens)} ranks"
+    print("", *(line.rstrip() for line in _rows(report)), "", sep="\n")
+    compared = f"{len(report.checks) + len(report.equalities)} comparisons on {len(report.ranks)} ranks"
+    failed = sum(not check.passed for check in report.checks) + sum(not equal.passed for equal in report.equalities)
     if report.passed:
         write(
             f"PASS  {compared} agree up to {dtype} rounding. A fault above {_figure(report.detects)} in any of them "
             f"would be detected.{_smaller_faults(report)}"
         )
     else:
-        failed = sum(not check.passed for check in report.checks) + sum(not equal.passed for equal in report.equalities)
-        disagree = f"{failed} of {compared} disagree. " if failed else ""
-        write(f"FAIL  {disagree}{diagnosis(report)}")
+        write(f"FAIL  {f'{failed} of {compared} disagree. ' if failed else ''}{diagnosis(report)}")
 
 
 def _described(name: str, value: Any) -> str:
@@ -196,12 +176,10 @@ def _rows(report: Report) -> Iterator[str]:
 
 
 def _location(report: Report, check: Check, rank: int) -> str:
-    if check.name in ("logits", "output"):
-        return f"max abs {_figure(check.max_abs[rank])}"
     if check.name == "logits, worst token":
         row, position = divmod(check.worst_row[rank], report.setup["tokens"])
         return f"row {row} token {position}"
-    if check.name == "loss":
+    if check.name in OUTPUTS:
         return ""
     leaf = [part for part in check.name.removesuffix(".weight").split(".") if not part.isdigit()][-2:]
     short = ".".join(leaf) if leaf[-1] == "bias" else leaf[-1]

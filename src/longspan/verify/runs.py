@@ -21,19 +21,20 @@ from torch.overrides import TorchFunctionMode
 
 import longspan
 from longspan.comm.consistency import digests_of, local_part
-from longspan.comm.mesh import SequenceSharding
+from longspan.comm.mesh import SequenceSharding, make_sharding
 from longspan.comm.objects import gather_objects, on_every_rank
 from longspan.compat.reading import mixer_layers
 from longspan.core.errors import LongspanError
-from longspan.core.layout import Span
 from longspan.core.reading import values
 from longspan.hf.loading import load_sharded
-from longspan.hf.support import is_masked_lm, switch_dropout_off
+from longspan.hf.support import check_model, is_masked_lm, switch_dropout_off
 from longspan.hf.vision import encoders_of
 from longspan.hf.weights.origin import Origin
 from longspan.hf.weights.sources import my_slices
 from longspan.ranks.launch import threads_per_rank
+from longspan.verify import inputs
 from longspan.verify.config import VerifyConfig
+from longspan.verify.inputs import Inputs
 from longspan.verify.judge import (
     NUDGES,
     OUTPUTS,
@@ -49,6 +50,31 @@ from longspan.verify.report import Equality, Report
 
 Tensors = dict[str, Tensor]
 """`"loss"` [1], `"logits"` [B * S, V], and under each parameter's name its gradient."""
+
+
+def compare(opened: Inputs) -> Report:
+    """Return the report of a language model, the same on every rank. Collective."""
+    config = opened.config
+    sp = make_sharding(config.parallel)
+    origin = inputs.model_origin(config, opened.model_config)
+    # Fail before the long runs.
+    on_every_rank(lambda: check_model(origin.on_meta(), sp.device, sp.ring_size, config.kernel), sp.mesh_group)
+    references = unsharded_runs(
+        lambda: prepared(origin.build()).to(sp.device),
+        lambda model: run_unsharded(model, opened.batch(0, len(opened.rows), sp.device)),
+        config,
+        sp.host_group,
+    )
+    model = load_as_sharded(origin, config, sp)
+    mine = opened.batch(sp.data_rank * config.batch, (sp.data_rank + 1) * config.batch, sp.device)
+    mine = as_dtype(mine, model)
+    out = model(**mine)
+    out.loss.backward()
+    parts = {"loss": whole_part(out.loss.detach().reshape(1)), **gradient_parts(model, sp)}
+    with torch.no_grad():  # in training, the model returns no logits
+        out = model(**{name: x for name, x in mine.items() if name != "labels"})
+    parts["logits"] = logits_part(config, sp, out.logits)
+    return make_report(config, sp, references, parts, {"pictures": opened.pictures})
 
 
 def unsharded_runs(
@@ -74,7 +100,7 @@ def unsharded_runs(
                 same = wide == next(model.parameters()).dtype
                 unsharded = run_once(model)
                 reference = unsharded if same else run_once(_widened(model, wide))
-                for seed in range(NUDGES if config.dtype == "fp32" and not same else 0):
+                for seed in range(NUDGES if config.run_dtype == "fp32" and not same else 0):
                     keep_furthest(unsharded, run_once(nudged(model, seed)), reference)
         except torch.OutOfMemoryError as failure:
             hint = "--no-fp64 or a smaller --context" if config.fp64 else "a smaller --context"
@@ -183,7 +209,7 @@ def prepared(model: Any) -> Any:
 def load_as_sharded(origin: Origin, config: VerifyConfig, sp: SequenceSharding) -> Any:
     """Load and parallelize the model of a `VerifyConfig`. Collective."""
     # With FSDP, bf16 keeps weights and sums of gradients in fp32.
-    bf16 = config.fsdp and sp.world_size > 1 and config.dtype == "bf16"
+    bf16 = config.fsdp and sp.world_size > 1 and config.run_dtype == "bf16"
     return load_sharded(
         origin,
         sp,
@@ -191,7 +217,7 @@ def load_as_sharded(origin: Origin, config: VerifyConfig, sp: SequenceSharding) 
         cast_to=torch.float32 if bf16 else None,
         fsdp=config.fsdp,
         mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else None,
-        kernel=config.model.kernel,
+        kernel=config.kernel,
         memory="auto" if config.memory.chooses else config.memory.to_memory(),
         tensor_style=config.parallel.tensor_style,
         experts=config.parallel.experts,
@@ -237,18 +263,17 @@ def make_report(
     references: tuple[Tensors, Tensors],
     parts: dict[str, LocalRows],
     about: dict[str, Any],
-    spans: tuple[Span, ...],
 ) -> Report:
     """Compare this rank's `parts` with rank 0's results of `unsharded_runs`. Collective.
 
-    `about` is what the report says of the inputs, `spans` the tokens of this rank.
+    `about` is what the report says of the inputs.
     """
     hosts = sp.host_group
     mine = {name: _measure(name, part, references, sp) for name, part in parts.items()}
     everyone = gather_objects(mine, hosts)
-    criterion = Criterion.of(config.dtype, config.reference)
+    criterion = Criterion.of(config.run_dtype, config.reference)
     losses = gather_objects(float(parts["loss"].values), hosts)
-    equalities = [Equality.of("loss", losses, [f"{loss:.9g}" for loss in losses])]
+    equalities = [Equality.of("loss", losses)]
     if not config.fsdp:
         digests = digests_of({name: part.values for name, part in parts.items() if name not in OUTPUTS})
         of_ranks = gather_objects(digests, hosts)
@@ -260,7 +285,6 @@ def make_report(
         criterion=criterion,
         checks=judge({name: [sums[name] for sums in everyone] for name in mine}, criterion),
         equalities=tuple(equalities),
-        rank_tokens=tuple(gather_objects((sp.data_rank, spans), hosts)),
         product_error=max(gather_objects(product_error(sp.device), hosts)),
     )
 
@@ -268,11 +292,11 @@ def make_report(
 def _setup(config: VerifyConfig, sp: SequenceSharding) -> dict[str, Any]:
     parallel, flags = config.parallel, values(config)
     return {
-        "model": config.model.model,
+        "model": config.model,
         "weights": "random" if config.random_weights else "given",
         "tokens": config.tokens,
         **{name: flags[name] for name in _SHOWN},
-        "dtype": config.dtype,
+        "dtype": config.run_dtype,
         "tensor_style": parallel.tensor_style if parallel.tensor > 1 else None,
         "experts": parallel.experts,
         "layout": sp.layout.kind,
