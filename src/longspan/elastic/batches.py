@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,9 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from longspan.comm.arguments import check_sharding, describe
-from longspan.comm.consistency import gather_numbers
 from longspan.comm.mesh import SequenceSharding
-from longspan.comm.objects import raise_on_every_rank
+from longspan.comm.objects import gather_objects, on_every_rank
 from longspan.compat.transformers_api import own_positions
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import format_ranks, odd_ones
@@ -39,7 +37,7 @@ from longspan.hf.documents import BORDER_KEYS, ID_KEYS, LONGEST_KEYS, segments_o
 from longspan.hf.planning import hardware_of
 from longspan.hf.support import transformers_model
 from longspan.plan.from_model import shape_of_model
-from longspan.plan.hardware import CATALOGUE, read_hardware
+from longspan.plan.hardware import read_hardware
 from longspan.plan.job import Job
 
 if TYPE_CHECKING:
@@ -326,16 +324,9 @@ def sample_costs(model: PreTrainedModel, sp: SequenceSharding, gpu: str | os.Pat
 
     `gpu`: hardware by name or file; None: this device, with the links of the catalogue. Collective.
     """
-    problem, hardware, speeds = None, CATALOGUE["cpu"], 0
-    try:
-        hardware = hardware_of(sp.device) if gpu is None else read_hardware(gpu)
-        speeds = zlib.crc32(repr(dataclasses.replace(hardware, memory_bytes=1.0)).encode())
-    except LongspanError as error:
-        problem = error
     group = sp.host_group
-    rows = [[0, 0]] if group is None else gather_numbers([problem is not None, speeds], group, torch.device("cpu"))
-    raise_on_every_rank(problem, group, "cannot read its hardware", [bool(row[0]) or group is None for row in rows])
-    odd = odd_ones([row[1] for row in rows])
+    hardware = on_every_rank(lambda: hardware_of(sp.device) if gpu is None else read_hardware(gpu), group)
+    odd = odd_ones(gather_objects(repr(dataclasses.replace(hardware, memory_bytes=1.0)), group))
     if group is not None and odd:
         ranks = format_ranks([dist.get_global_rank(group, i) for i in odd])
         raise LongspanError(
