@@ -289,7 +289,7 @@ def test_shares_of_a_mixture_are_positive_and_large_enough_for_a_row() -> None:
     [
         (
             {"--resume_from_checkpoint": "no/checkpoint-3/"},
-            r"no/checkpoint-3/ is incomplete: it has no readable trainer",
+            "checkpoint no/checkpoint-3 does not exist",
         ),
         ({"--ulises": "2"}, "there is no key --ulises; did you mean --ulysses"),
         ({"--max_steps": "many"}, "max_steps: invalid int value: 'many'"),

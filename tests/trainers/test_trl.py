@@ -186,11 +186,11 @@ def _packed(mesh: dict[str, int] | None, folder: Path, out: Path, how: str) -> l
         return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
 
     class Sharded(longspan.trainer(trl.SFTTrainer)):  # type: ignore[misc]
-        def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        def _save_rng_state(self, output_dir: str) -> None:
             dies = how == "killed" and self.state.global_step == KILLED
             if dies:
                 Thread(target=_end_when_a_file_appears, args=(Path(output_dir),)).start()
-            super()._save_optimizer_and_scheduler(output_dir)
+            super()._save_rng_state(output_dir)
             if dies:
                 time.sleep(60)
 
@@ -216,7 +216,7 @@ def _packed(mesh: dict[str, int] | None, folder: Path, out: Path, how: str) -> l
 
 
 def _end_when_a_file_appears(folder: Path) -> None:
-    while not any(path.is_file() for path in folder.glob("*longspan*/**/*")):  # also under a name for the time being
+    while not any(path.is_file() for path in folder.glob("longspan/*")):
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 

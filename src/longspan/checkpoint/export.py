@@ -31,22 +31,20 @@ from longspan.hf.weights.quantized import dequantize, layers_in_4_bits
 _WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors", "model.safetensors.index.json")
 
 
-def _as_dtype(name: str, dtype: Any) -> torch.dtype | None:
-    return None if dtype is None else as_dtype(name, dtype)
-
-
-def _check_kind(name: str, kind: Any) -> None:
-    check_choice(name, kind, ("adapter", "merged"))
-
-
-@checked_call(checked_on_all, folder=as_path, model=check_module, dtype=_as_dtype, peft=_check_kind, ranks=check_ranks)
+@checked_call(
+    checked_on_all,
+    folder=as_path,
+    model=check_module,
+    dtype=lambda name, dtype: None if dtype is None else as_dtype(name, dtype),
+    peft=lambda name, kind: check_choice(name, kind, ("adapter", "merged")),
+    ranks=check_ranks,
+)
 def export(
     folder: Path | str,
     model: torch.nn.Module,
     config: Any = None,
     tokenizer: Any = None,
     dtype: torch.dtype | str | None = None,
-    generation: Any = None,
     *,
     peft: Literal["adapter", "merged"] = "adapter",
     ranks: Ranks | None = None,
@@ -62,7 +60,6 @@ def export(
         config: the (base) model's config from before `longspan.parallelize`; by default the one it has now.
         tokenizer: saved with it; None for none.
         dtype: of the weights on disk, or its name; by default the model's.
-        generation: the model's generation config, if it has one. By default, without `config`, the model's.
         peft: of a PEFT model, "adapter" writes what PEFT's `save_pretrained` writes; "merged" writes one model with
             the adapter added to its weights, in the dtype in which they are trained.
         ranks: the ranks that take part; by default all of the job.
@@ -73,8 +70,7 @@ def export(
     """
     folder, ranks = Path(folder), ranks or Ranks()
     inner: Any = transformers_model(model)
-    if config is None:
-        config, generation = copy.deepcopy(inner.config), generation or getattr(inner, "generation_config", None)
+    config = copy.deepcopy(inner.config) if config is None else config
     if getattr(config, "quantization_config", None) is not None and layers_in_4_bits(model):
         config = copy.deepcopy(config)
         del config.quantization_config  # the export is dequantized
@@ -83,7 +79,7 @@ def export(
         raise LongspanError(f"{folder} is a file; give a folder")
     whole = peft == "merged" or not _is_peft(model)
     if whole and _is_peft(model):
-        check_mergeable(model)
+        _check_mergeable(model)
     tensors = {f"model.{name}": x for name, x in model.state_dict().items()}
     check_finite(tensors, f"{folder} is not exported", ranks, "export an earlier checkpoint")
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -97,7 +93,7 @@ def export(
             try:
                 if whole:
                     dequantize(model, state)
-                    _save_model(making, model, state, config, saved_dtype, generation)
+                    _save_model(making, model, state, config, saved_dtype)
                 else:
                     _plain_peft(model, config).save_pretrained(str(making), state_dict=_cast(state, saved_dtype))
                 if tokenizer is not None:
@@ -110,13 +106,13 @@ def export(
     ranks.first(write)
 
 
-def _save_model(making: Path, model: Any, state: dict[str, Any], config: Any, dtype: Any, generation: Any) -> None:
+def _save_model(making: Path, model: Any, state: dict[str, Any], config: Any, dtype: Any) -> None:
     if _is_peft(model):
         state = _merge(model, state, config)
     # A new model of this config has the names and ties of `from_pretrained`, without longspan and FSDP.
     with torch.device("meta"):
         plain = new_model(_plain_class(model), copy.deepcopy(config), dtype)
-    if generation is not None:
+    if (generation := getattr(transformers_model(model), "generation_config", None)) is not None:
         plain.generation_config = generation
     plain.save_pretrained(making, state_dict=_cast(state, dtype))
 
@@ -185,7 +181,7 @@ def _is_peft(model: Any) -> bool:
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
-def check_mergeable(model: Any) -> None:
+def _check_mergeable(model: Any) -> None:
     """Raise if an adapter is on a table that embedding and LM head share: adding it would change both."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from longspan.checkpoint.damage import Checkpoint, newest_undamaged, read_verified
-from longspan.checkpoint.folder import MARKER, STEP_NAME
+from longspan.checkpoint.folder import MARKER, SHARDS, step_of
 from longspan.checkpoint.ranks import Ranks, check_finite, check_ranks, checked_on_all, short_name
 from longspan.comm.arguments import check_module, check_optimizer
 from longspan.compat.torch_api import NO_GROUP_WARNING
@@ -45,8 +45,8 @@ def load(
     """Read weights and optimizer state in place, on this mesh or another, sharded by FSDP or not. Collective.
 
     Args:
-        checkpoint: from a function of `damage.py`, or the path of one, or of the folder that holds a run's: then the
-            newest undamaged one. It is verified here unless it is already.
+        checkpoint: from a function of `damage.py`, or the path of one, or of a run's folder: then the newest undamaged
+            one. It is verified here unless it is already.
         model: its weights are replaced.
         optimizer: of the model; its state is replaced, and the options of its groups, if these have the same weights.
         ranks: the ranks that take part; by default all of the job.
@@ -95,12 +95,13 @@ def _verified(checkpoint: Checkpoint | Path | str, ranks: Ranks) -> Checkpoint:
     if isinstance(checkpoint, Checkpoint):
         return checkpoint if checkpoint.verified else read_verified(checkpoint.path, ranks)
     path = Path(checkpoint).absolute()
-    if ranks.first(lambda: STEP_NAME.fullmatch(path.name) is not None or (path / MARKER).is_file()):
+    if step_of(path) is not None or ranks.first((path / MARKER).is_file):
         return read_verified(path, ranks)
-    folder = path / "checkpoints" if ranks.first(lambda: (path / "checkpoints").is_dir()) else path
-    found, problems = newest_undamaged(folder, ranks)
+    found, problems = newest_undamaged(path, ranks)
     if found is None:
-        raise LongspanError(f"{path} holds no checkpoint; give a checkpoint, or the folder that holds a run's")
+        raise LongspanError(
+            "; ".join([f"{path} holds no checkpoint; give a checkpoint, or the folder that holds a run's", *problems])
+        )
     for problem in problems:
         warnings.warn(f"passed over a damaged checkpoint: {problem}", stacklevel=4)
     return found
@@ -109,7 +110,7 @@ def _verified(checkpoint: Checkpoint | Path | str, ranks: Ranks) -> Checkpoint:
 def _read(checkpoint: Checkpoint, flat: dict[str, Any], ranks: Ranks) -> dict[str, Tensor]:
     """Fill the tensors in place, and return them. Collective."""
     tensors = {name: x for name, x in flat.items() if isinstance(x, Tensor)}
-    reader = HuggingFaceStorageReader(str(checkpoint.path))
+    reader = HuggingFaceStorageReader(str(checkpoint.path / SHARDS))
 
     def check() -> None:
         saved = {name: tuple(entry.size) for name, entry in reader.read_metadata().state_dict_metadata.items()}  # type: ignore[union-attr]
