@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 import longspan
 from longspan import checkpoint
 from longspan.checkpoint import MARKER, Checkpoint, DiskFull, Ranks, Saver, locked
+from longspan.compat.torch_checkpoint import low_bit_adamw
 from longspan.core.errors import LongspanError
 from tests.chaos import corruption
 from tests.chaos.counts import Counts
@@ -356,6 +357,68 @@ def test_experts_load_with_another_number_of_experts_on_a_rank(tmp_path: Path, p
     for rank in pool4.run(_loaded, tmp_path, [({"ring": 2, "ulysses": 2}, 2), ({"ulysses": 4}, 1)], "experts"):
         for found in rank:
             assert all(torch.equal(x, expected[name]) for name, x in found.items())
+
+
+# --- optimizer states of 8 and 4 bits
+
+
+def _few_bits(bits: int, rows: int = 128) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return a model on all ranks after three steps, and its optimizer. Blocks of 256 or 128 values have a scale."""
+    optim = pytest.importorskip("torchao.optim")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, rows), torch.nn.Linear(rows, 64))
+    if dist.is_initialized():
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+    kind = low_bit_adamw(getattr(optim, f"AdamW{bits}bit"))
+    optimizer = kind(model.parameters(), lr=0.01)
+    for _ in range(3):
+        _step_of_few_bits(model, optimizer)
+    return model, optimizer
+
+
+def _step_of_few_bits(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.linspace(-1, 1, 128).view(2, 64)).square().sum().backward()
+    with torch.compiler.set_stance("force_eager"):  # compiling takes long
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def _saved_few_bits(folder: Path, bits: int, rows: int = 128) -> dict[str, torch.Tensor]:
+    model, optimizer = _few_bits(bits, rows)
+    checkpoint.save(folder, 3, model, optimizer, {})
+    _step_of_few_bits(model, optimizer)
+    return _whole(model, optimizer)
+
+
+def _resumed_few_bits(folder: Path, bits: int) -> dict[str, torch.Tensor]:
+    model, optimizer = _few_bits(bits)
+    checkpoint.load(folder, model, optimizer)
+    _step_of_few_bits(model, optimizer)
+    return _whole(model, optimizer)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_states_of_few_bits_are_those_of_one_process_and_load_on_another_mesh(
+    tmp_path: Path, pool2: RankPool, pool4: RankPool, bits: int
+) -> None:
+    expected = _saved_few_bits(tmp_path / "one", bits)
+    assert any(name.endswith("exp_avg.codes") for name in expected)
+    two = pool2.run(_saved_few_bits, tmp_path / "two", bits)
+    others = [_resumed_few_bits(tmp_path / "two", bits), *pool4.run(_resumed_few_bits, tmp_path / "one", bits)]
+    for found in (*two, *others):
+        assert found.keys() == expected.keys()
+        for name, x in found.items():
+            torch.testing.assert_close(x, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_states_of_few_bits_are_refused_where_a_shard_is_no_whole_blocks(tmp_path: Path, pool4: RankPool) -> None:
+    _saved_few_bits(tmp_path, 8, rows=72)  # four ranks hold 18 rows each, and a block has 4
+    with pytest.raises(RankError, match=r"0\.weight\.exp_avg has 8 or 4 bits a value in one of the two only"):
+        pool4.run(_load_rows, tmp_path)
+
+
+def _load_rows(folder: Path) -> None:
+    checkpoint.load(folder, *_few_bits(8, rows=72))
 
 
 # --- while the training goes on
