@@ -253,7 +253,7 @@ def _after(log: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
 def test_a_run_resumes_on_another_mesh(
     pool2: RankPool, pool4: RankPool, name: str, first: dict[str, int], mesh: dict[str, int], tmp_path: Path
 ) -> None:
-    """From the newest complete checkpoint, or from one that is named."""
+    """From the newest complete checkpoint, or from one that is named; and on one device."""
     variant = VARIANTS[name]
     pool2.run(sharded, first, tmp_path, {**SAVED, **EVALUATED, **variant})
     complete = tmp_path / "checkpoint-4"
@@ -270,17 +270,10 @@ def test_a_run_resumes_on_another_mesh(
         with pytest.raises(LongspanError, match=rf"trainer_state\.json {reason}"):
             read_verified(state.parent)
     pool, out, resume = (pool4, tmp_path, True) if name == "plain" else (pool2, tmp_path / "again", str(complete))
-    for log in pool.run(sharded, mesh, out, {**EVALUATED, **variant, "resume_from_checkpoint": resume}):
+    logs = pool.run(sharded, mesh, out, {**EVALUATED, **variant, "resume_from_checkpoint": resume})
+    alone = sharded_alone(tmp_path / "alone", **EVALUATED, **variant, resume_from_checkpoint=str(complete))
+    for log in (*logs, alone):
         compare(_after(log, 4), _after(_plain(name), 4))
-
-
-@pytest.mark.parametrize("name", ["plain", "lora"])
-def test_a_sharded_run_resumes_on_one_device(pool2: RankPool, name: str, tmp_path: Path) -> None:
-    """With the state of its optimizer and schedule, which transformers would leave out without a word."""
-    variant = VARIANTS[name]
-    pool2.run(sharded, {"ulysses": 2}, tmp_path, {**SAVED, **variant})
-    log = sharded_alone(tmp_path, **EVALUATED, **variant, resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    compare(_after(log, 4), _after(_plain(name), 4))
 
 
 def test_a_run_on_one_device_resumes_on_several(pool2: RankPool, tmp_path: Path) -> None:

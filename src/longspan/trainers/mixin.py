@@ -105,18 +105,6 @@ def trainer(cls: Class) -> Class:
     return made  # type: ignore[no-any-return]
 
 
-def sharded(method: Any) -> Any:
-    """Let the base class's method run instead where no sequence is sharded, on one device."""
-
-    @functools.wraps(method)
-    def call(self: TrainerMixin, *args: Any, **kwargs: Any) -> Any:
-        if self.longspan_sharded:
-            return method(self, *args, **kwargs)
-        return getattr(super(TrainerMixin, self), method.__name__)(*args, **kwargs)
-
-    return call
-
-
 class TrainerMixin(Trainer):  # type: ignore[misc]
     """Makes a trainer train over sharded sequences: `class MyTrainer(longspan.TrainerMixin, SomeTrainer)`.
 
@@ -299,9 +287,10 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         """Raise: it would make a new model for each trial."""
         raise LongspanError("hyperparameter_search makes a new model for each trial; run the trials one by one")
 
-    @sharded
-    def _precompute_ref_logps(self, *_: Any, **__: Any) -> Any:
-        """Raise. TRL calls it before the models are sharded, and saves what it computes in a folder of each process."""
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL calls it before the models are sharded, and saves what it computes in a folder of each process."""
+        if not self.longspan_sharded:
+            return super()._precompute_ref_logps(*args, **kwargs)
         raise LongspanError(
             "precompute_ref_log_probs=True computes whole sequences on every rank, before the models are sharded, and "
             "the ranks do not find what the first one saved; leave it out: the reference model is sharded like the "
@@ -484,14 +473,12 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     # --- checkpoints
 
-    @sharded
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the Hugging Face folder. Older versions of transformers call `_save` on the first rank only."""
+        """Write the Hugging Face folder, on all ranks."""
         self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    @sharded
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         folder = Path(output_dir or self.args.output_dir)
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
