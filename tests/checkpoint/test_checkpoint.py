@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import longspan
 from longspan import checkpoint
-from longspan.checkpoint import MARKER, Checkpoint, DiskFull, Ranks, Saver, locked
+from longspan.checkpoint import MARKER, Checkpoint, DiskFull, Saver, locked
 from longspan.compat.torch_checkpoint import low_bit_adamw
 from longspan.core.errors import LongspanError
 from tests.chaos import corruption
@@ -109,7 +109,7 @@ def test_a_killed_save_leaves_no_checkpoint(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "checkpoint-1" / "longspan", tmp_path / "checkpoint-3" / "longspan")
     with pytest.raises(LongspanError, match=r"checkpoint-3 is not complete: it has no complete\.json"):
         checkpoint.read_verified(tmp_path / "checkpoint-3")
-    chosen, passed_over = checkpoint.newest_undamaged(tmp_path, Ranks())
+    chosen, passed_over = checkpoint.newest_undamaged(tmp_path)
     assert chosen is not None and chosen.step == 1 and chosen.verified
     assert len(passed_over) == 1 and "checkpoint-3 is not complete" in passed_over[0]
     shutil.rmtree(tmp_path / "checkpoint-1")
@@ -187,7 +187,7 @@ def test_nan_and_infinity_are_never_saved(tmp_path: Path) -> None:
 
 def _verify(path: Path) -> str:
     try:
-        checkpoint.read_verified(path, Ranks())
+        checkpoint.read_verified(path)
     except LongspanError as error:
         return str(error)
     return ""
@@ -206,7 +206,7 @@ def _on_two_ranks(folder: Path) -> dict[str, object]:
         shutil.copytree(folder / "checkpoint-2", mine / "checkpoint-2")
         next((mine / "checkpoint-2").rglob("*.safetensors")).unlink()
     said["half"] = _verify(mine / "checkpoint-2")
-    found, passed_over = checkpoint.newest_undamaged(mine, Ranks())
+    found, passed_over = checkpoint.newest_undamaged(mine)
     said["chosen"] = (found.step if found else None, len(passed_over))
     if rank == 1:
         shutil.rmtree(mine / "checkpoint-2")

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.checkpoint.folder import MARKER, FileRecord, checkpoints_in, step_of, write_durably
-from longspan.checkpoint.ranks import Ranks, check_ranks
+from longspan.checkpoint.ranks import Ranks
 from longspan.comm.objects import error_text
 from longspan.core.errors import LongspanError
 from longspan.core.validation import as_path, checked_call
@@ -140,33 +140,29 @@ def _parse(path: Path, text: bytes) -> Checkpoint:
 # --- which checkpoint to resume from
 
 
-@checked_call(path=as_path, ranks=check_ranks)
-def read_verified(path: Path | str, ranks: Ranks | None = None, *, content: bool = True) -> Checkpoint:
+@checked_call(path=as_path)
+def read_verified(path: Path | str, *, content: bool = True) -> Checkpoint:
     """Return the checkpoint at `path` if it is undamaged. Collective: each rank reads a part of the files.
 
     Args:
         path: one checkpoint.
-        ranks: the ranks that take part; by default all of the job.
         content: False checks only the marker and sizes, in no time.
 
     Raises:
         LongspanError: on every rank, naming the first damaged file.
     """
-    checkpoint, problem = _check(Path(path), ranks or Ranks(), content)
+    checkpoint, problem = _check(Path(path), content)
     if checkpoint is None:
         raise LongspanError(problem)
     return checkpoint
 
 
-@checked_call(folder=as_path, ranks=check_ranks)
-def newest_undamaged(
-    folder: Path | str, ranks: Ranks | None = None, *, content: bool = True
-) -> tuple[Checkpoint | None, list[str]]:
+@checked_call(folder=as_path)
+def newest_undamaged(folder: Path | str, *, content: bool = True) -> tuple[Checkpoint | None, list[str]]:
     """Return the newest undamaged checkpoint of a run, also of a Trainer's; the same on every rank. Collective.
 
     Args:
         folder: holds the run's checkpoints.
-        ranks: the ranks that take part; by default all of the job.
         content: as in `read_verified`.
 
     Returns:
@@ -175,11 +171,11 @@ def newest_undamaged(
     Raises:
         LongspanError: on every rank, if all complete checkpoints are damaged.
     """
-    folder, ranks = Path(folder), ranks or Ranks()
-    found = ranks.first(lambda: {path.name: (path / MARKER).exists() for path in checkpoints_in(folder)})
+    run = Path(folder)
+    found = Ranks().first(lambda: {path.name: (path / MARKER).exists() for path in checkpoints_in(run)})
     problems = list[str]()
     for name in found:
-        checkpoint, problem = _check(folder / name, ranks, content)
+        checkpoint, problem = _check(run / name, content)
         if checkpoint is not None:
             return checkpoint, problems
         problems.append(problem)
@@ -190,9 +186,9 @@ def newest_undamaged(
     return None, problems
 
 
-def _check(path: Path, ranks: Ranks, content: bool) -> tuple[Checkpoint | None, str]:
+def _check(path: Path, content: bool) -> tuple[Checkpoint | None, str]:
     """Return the checkpoint, or None and what is wrong with it; the same on every rank. Collective."""
-    problem, marker, checkpoint = "", None, None
+    problem, marker, checkpoint, ranks = "", None, None, Ranks()
     try:
         checkpoint = Checkpoint.read(path)
         marker = FileRecord.of(path / MARKER)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 
-from longspan.checkpoint.ranks import Ranks, check_finite, check_ranks, checked_on_all
+from longspan.checkpoint.ranks import Ranks, check_finite, checked_on_all
 from longspan.comm.arguments import as_dtype, check_module
 from longspan.compat.transformers_api import new_model
 from longspan.core.errors import LongspanError
@@ -36,7 +36,6 @@ _WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors", "model.safetenso
     folder=as_path,
     model=check_module,
     dtype=lambda name, dtype: None if dtype is None else as_dtype(name, dtype),
-    ranks=check_ranks,
 )
 def export(
     folder: Path | str,
@@ -44,8 +43,6 @@ def export(
     config: Any = None,
     tokenizer: Any = None,
     dtype: torch.dtype | str | None = None,
-    *,
-    ranks: Ranks | None = None,
 ) -> None:
     """Write the model as a Hugging Face folder, or its PEFT adapter, as `save_pretrained`. Collective; rank 0 writes.
 
@@ -58,13 +55,12 @@ def export(
         config: the (base) model's config from before `longspan.parallelize`; by default the one it has now.
         tokenizer: saved with it; None for none.
         dtype: of the weights on disk, or its name; by default the model's.
-        ranks: the ranks that take part; by default all of the job.
 
     Raises:
         DiskFull: on every rank, if the disk is full.
         LongspanError: on every rank, if a weight is not finite or rank 0 cannot write. The older export then stays.
     """
-    folder, ranks = Path(folder), ranks or Ranks()
+    folder, ranks = Path(folder), Ranks()
     inner: Any = transformers_model(model)
     config = copy.deepcopy(inner.config) if config is None else config
     if getattr(config, "quantization_config", None) is not None and layers_in_4_bits(model):

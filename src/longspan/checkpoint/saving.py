@@ -92,11 +92,8 @@ def save(
 class Saver:
     """Save one checkpoint at a time, by `torch.distributed.checkpoint.async_save`. Collective, as is each method.
 
-    A process that is killed meanwhile leaves an incomplete folder and the checkpoints before.
-
-    Args:
-        ranks: the ranks that take part; by default all, over a gloo group that the first save makes, so that the
-            thread and the training do not wait for each other.
+    A process that is killed meanwhile leaves an incomplete folder and the checkpoints before. Without `ranks` the first
+    save makes a gloo group, so that the thread and the training do not wait for each other.
     """
 
     def __init__(self, ranks: Ranks | None = None) -> None:
