@@ -299,6 +299,19 @@ def test_an_older_checkpoint_of_the_same_step_counts_until_the_new_one_is_comple
     assert not (tmp_path / "old-checkpoint-1").exists()
 
 
+def test_a_save_that_fails_removes_no_older_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("the disk is gone")
+
+    saved = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    sharded_alone(tmp_path, max_steps=1, **saved)
+    monkeypatch.setattr("longspan.checkpoint.saving.save_now", fail)
+    with pytest.raises(LongspanError, match="checkpoint-2 cannot be written: rank 0: OSError: the disk is gone"):
+        sharded_alone(tmp_path, max_steps=2, **saved, resume_from_checkpoint=True)
+    found, _ = newest_undamaged(tmp_path)
+    assert found is not None and found.step == 1
+
+
 def _saves(mesh: dict[str, int], out: Path, changes: dict[str, Any]) -> torch.Tensor:
     """Train, save, and return the logits of a batch."""
     with as_launched():

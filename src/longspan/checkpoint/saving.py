@@ -83,9 +83,7 @@ def save(
         LongspanError: on every rank, if any rank cannot write, `state` is not JSON, or a weight or optimizer state is
             not finite. In both cases what was written is removed, and earlier checkpoints stay.
     """
-    saver = Saver(Ranks())
-    saver.start(Path(folder), step, model, optimizer, state, background=False, keep=keep)
-    saver.finish()
+    Saver(Ranks()).start(Path(folder), step, model, optimizer, state, background=False, keep=keep)
     return step_path(Path(folder), step)
 
 
@@ -141,16 +139,15 @@ class Saver:
             write = async_save(tensors, **common).result  # type: ignore[union-attr]
             # A daemon: the process can end although another rank hangs. `finish` waits for the thread.
             self._thread = threading.Thread(
-                target=self._complete, args=(checkpoint, others, write, keep), name="longspan-checkpoint", daemon=True
+                target=self._write, args=(ranks, checkpoint, others, write, keep), name="longspan-save", daemon=True
             )
             self._thread.start()
         else:
-            self._complete(checkpoint, others, lambda: save_now(tensors, **common), keep)
+            _complete(ranks, checkpoint, others, lambda: save_now(tensors, **common), keep)
 
-    def _complete(self, *args: Any) -> None:
-        assert self._ranks is not None
+    def _write(self, *args: Any) -> None:
         try:
-            _complete(self._ranks, *args)
+            _complete(*args)
         except Exception as error:
             self._error = error
 
