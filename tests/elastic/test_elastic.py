@@ -127,8 +127,7 @@ def test_two_ranks(pool2: RankPool) -> None:
     _check(pool2, "Mixtral", {"ulysses": 2}, SHORT, fsdp=False)
 
 
-@pytest.mark.parametrize("fsdp", [True, False])
-@pytest.mark.parametrize("family", ["Llama", "Mixtral"])
+@pytest.mark.parametrize(("family", "fsdp"), [("Llama", True), ("Mixtral", False)])
 def test_full_range(pool8: RankPool, family: str, fsdp: bool) -> None:
     """Lengths from 30 to 3,000 on 8 ranks."""
     config = {**LONG, "num_hidden_layers": 1}  # slow in one process

@@ -145,25 +145,14 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         self.longspan_step = _Step()
         self.longspan_saver = checkpoints.Saver()
         super().__init__(*args, **kwargs)
-        self._refuse()
-        if shared_prefixes and not hasattr(self, "num_generations"):
-            raise LongspanError(
-                f"shared_prefixes={shared_prefixes!r} is for trainers that score several completions of a prompt "
-                f"(GRPOTrainer), and {type(self).__name__} is none; leave it out"
-            )
+        self._refuse(shared_prefixes, elastic)
         if self.longspan_sharded:
             count_sequence_groups(self, sp)
         self.args.logging_nan_inf_filter = False  # which would log a mean in place of NaN
         self.add_callback(StopAtNonFinite(self))
         if self.longspan_sharded and self.args.enable_jit_checkpoint:
             self._stop_together()
-        inner = transformers_model(self.model)
-        if is_parallelized(inner) and self.longspan_options:
-            raise LongspanError(
-                f"the model is parallelized already, so {', '.join(sorted(self.longspan_options))} have no effect; "
-                f"pass them to longspan.parallelize"
-            )
-        self.longspan_config = copy.deepcopy(inner.config)
+        self.longspan_config = copy.deepcopy(transformers_model(self.model).config)
         for model in (self.model, getattr(self, "ref_model", None)):
             if model is None:
                 continue
@@ -173,19 +162,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             options = state_of(model).forward.options
             options.temperature, options.entropy_grad = temperature, entropy_grad
             options.shared_prefixes, options.uniform_gradient = shared_prefixes, has_uniform_gradient(self)
-        self.longspan_elastic = None
-        if elastic is not None:
-            if sp.data_size > 1 or hasattr(self, "num_generations") or getattr(self, "ref_model", None) is not None:
-                raise LongspanError(
-                    f"elastic={elastic} is for one replica and a loss of one batch of tokens; use "
-                    f"ulysses={sp.world_size}, and no trainer that generates or compares models"
-                )
-            if getattr(self, "aux_loss_enabled", False):  # TRL adds it once per forward, so once per round
-                raise LongspanError(
-                    f"elastic={elastic} runs a batch in rounds, and TRL would add the router loss in each; set "
-                    f"router_aux_loss_coef=0 in the model's config, or use longspan.elastic_batches in your own loop"
-                )
-            self.longspan_elastic = Elastic(sp, self.model, elastic)
+        self.longspan_elastic = None if elastic is None else Elastic(sp, self.model, elastic)
 
     @property
     def _forward_hooks(self) -> ForwardHooks:
@@ -199,34 +176,43 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
     def longspan_sharded(self) -> bool:
         return self.longspan_sp.job_size > 1
 
-    def _refuse(self) -> None:
-        args, sp = self.args, self.longspan_sp
-        if args.world_size != sp.job_size:
-            raise LongspanError(
-                f"the mesh has {sp.job_size} ranks and the Trainer sees {args.world_size} processes; make the mesh "
-                f"with longspan.init_mesh over all of them"
-            )
-        wrong = {
-            **{name: (getattr(args, name, None), why) for name, why in REFUSED.items()},
+    def _refuse(self, shared_prefixes: bool, elastic: int | None) -> None:
+        args, sp, sharded, name = self.args, self.longspan_sp, self.longspan_sharded, type(self).__name__
+        unsupported = {
+            **{key: (getattr(args, key, None), why) for key, why in REFUSED.items()},
             "compute_loss_func": (self.compute_loss_func, "it would see one rank's tokens; use the model's loss"),
-            "model_init": (
-                self.longspan_sharded and self.model_init,
-                "it makes a new model after it was sharded; pass model=",
-            ),
+            "model_init": (sharded and self.model_init, "it makes a new model after it was sharded; pass model="),
             "save_only_model": (
-                self.longspan_sharded and args.load_best_model_at_end and args.save_only_model,
+                sharded and args.load_best_model_at_end and args.save_only_model,
                 "load_best_model_at_end=True loads sharded weights, which it leaves out; leave it False",
             ),
         }
-        for name, (value, why) in wrong.items():
-            if value:
-                raise LongspanError(f"{name}={value!r} does not work with a sharded sequence: {why}")
-        if sp.data_size > 1 and not args.average_tokens_across_devices:
-            raise LongspanError("average_tokens_across_devices=False would average the replicas' means; leave it True")
-        if args.n_gpu > 1:
-            raise LongspanError(
-                f"one process sees {args.n_gpu} GPUs; start one per GPU (torchrun --nproc-per-node {args.n_gpu})"
-            )
+        generates, compares = hasattr(self, "num_generations"), getattr(self, "ref_model", None) is not None
+        wrong = {
+            f"the mesh has {sp.job_size} ranks and the Trainer sees {args.world_size} processes; make the mesh with "
+            "longspan.init_mesh over all of them": args.world_size != sp.job_size,
+            **{f"{k}={x!r} does not work with a sharded sequence: {why}": x for k, (x, why) in unsupported.items()},
+            "average_tokens_across_devices=False would average the replicas' means; leave it True": (
+                sp.data_size > 1 and not args.average_tokens_across_devices
+            ),
+            f"one process sees {args.n_gpu} GPUs; start one per GPU (torchrun --nproc-per-node {args.n_gpu})": (
+                args.n_gpu > 1
+            ),
+            f"shared_prefixes={shared_prefixes!r} is for trainers that score several completions of a prompt "
+            f"(GRPOTrainer), and {name} is none; leave it out": shared_prefixes and not generates,
+            f"the model is parallelized already, so {', '.join(sorted(self.longspan_options))} have no effect; pass "
+            "them to longspan.parallelize": is_parallelized(self.model) and self.longspan_options,
+            f"elastic={elastic} is for one replica and a loss of one batch of tokens; use ulysses={sp.world_size}, and "
+            "no trainer that generates or compares models": elastic and (sp.data_size > 1 or generates or compares),
+            # TRL adds it once per forward, so once per round.
+            f"elastic={elastic} runs a batch in rounds, and TRL would add the router loss in each; set "
+            "router_aux_loss_coef=0 in the model's config, or use longspan.elastic_batches in your own loop": (
+                elastic and getattr(self, "aux_loss_enabled", False)
+            ),
+        }
+        for message, applies in wrong.items():
+            if applies:
+                raise LongspanError(message)
 
     # --- replicas as processes
 
@@ -584,7 +570,7 @@ def newest_checkpoint(run: Path) -> str | None:
     elif lines:
         lines.append("nothing was saved yet: starting anew")
     for line in lines if checkpoints.Ranks().rank == 0 else ():
-        print(f"longspan: {line}", file=sys.stderr, flush=True)
+        print(f"longspan: {line}", flush=True)
     return None if found is None else str(found.path)
 
 
