@@ -42,7 +42,7 @@ def damage_and_load(count: int, seed: int, folder: Path, counts: Counts) -> None
         state = {"data": {"token": 17 * step}, "tokens": 1000 * step}
         checkpoint.save(folder / "intact", step, *small_model(step), state)
     model, optimizer = small_model(3)
-    target = folder / "damaged" / "step-00000002"
+    target = folder / "damaged" / "checkpoint-2"
     for number in range(count):
         rng = random.Random(f"{seed} {number}")
         shutil.rmtree(target.parent, ignore_errors=True)
@@ -53,7 +53,7 @@ def damage_and_load(count: int, seed: int, folder: Path, counts: Counts) -> None
             found, problems = checkpoint.newest_undamaged(target.parent)
             checkpoint.load(target, model, optimizer)
         except LongspanError as error:
-            names = any(path.name in str(error) for path in (folder / "intact" / "step-00000002").iterdir())
+            names = any(path.name in str(error) for path in _files(folder / "intact" / "checkpoint-2"))
             passes = found is not None and found.step == 1 and len(problems) == 1
             counts.add("refused" if names and passes else "wrong", f"{what}: {error}")
         except Exception:
@@ -65,8 +65,12 @@ def damage_and_load(count: int, seed: int, folder: Path, counts: Counts) -> None
 # --- kinds of damage: each changes one file, and returns a description
 
 
+def _files(target: Path) -> list[Path]:
+    return sorted(path for path in target.rglob("*") if path.is_file())
+
+
 def _file(target: Path, rng: random.Random) -> Path:
-    return rng.choice(sorted(path for path in target.iterdir() if path.stat().st_size))
+    return rng.choice([path for path in _files(target) if path.stat().st_size])
 
 
 def _flip(target: Path, rng: random.Random) -> str:
@@ -130,15 +134,15 @@ def _swap_blocks(target: Path, rng: random.Random) -> str:
 
 def _older(target: Path, rng: random.Random) -> str:
     """Replace a file by the intact one of the previous step."""
-    older = target.with_name("step-00000001")
-    changed = [p for p in sorted(target.iterdir()) if p.read_bytes() != (older / p.name).read_bytes()]
-    path = rng.choice(changed)
-    shutil.copy(older / path.name, path)
+    older = target.with_name("checkpoint-1")
+    before = {path: older / path.relative_to(target) for path in _files(target)}
+    path = rng.choice([path for path in before if path.read_bytes() != before[path].read_bytes()])
+    shutil.copy(before[path], path)
     return path.name
 
 
 def _remove(target: Path, rng: random.Random) -> str:
-    path = rng.choice(sorted(p for p in target.iterdir() if p.name != checkpoint.MARKER))
+    path = rng.choice([p for p in _files(target) if p.name != checkpoint.MARKER])
     path.unlink()
     return path.name
 

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from longspan.checkpoint import newest_undamaged
 from longspan.core.errors import LongspanError
-from longspan.trainers.saving import newest_complete
 from tests.chaos.counts import Budget, Counts, Outcome
 from tests.chaos.ranks import LIMIT_S, ROOT, base_config, environment, result, wait_for
 from tests.train.training import Job
@@ -157,7 +157,7 @@ def verdict(code: int | None, output: str, config: Job, expected: Any) -> str:
 def _damage(out: Path) -> str:
     """Say why no checkpoint can be used, if there are any; "" if one can."""
     try:
-        newest_complete(out)
+        newest_undamaged(out)
     except LongspanError as error:
         return str(error)
     return ""

@@ -104,8 +104,7 @@ def test_cuts_are_judged() -> None:
     assert network.verdict(Cut(0, 3, 0.1, None, False), [1] * 4, four, False) == "refused"
 
 
-def test_ends_on_a_full_disk_are_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disks, "newest_complete", lambda _: None)
+def test_ends_on_a_full_disk_are_judged(tmp_path: Path) -> None:
     config = ranks.base_config(tmp_path)
     newest = config.out / "checkpoint-1"
     newest.mkdir(parents=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import multiprocessing
@@ -21,7 +22,8 @@ from torch.distributed.fsdp import fully_shard
 
 import longspan
 from longspan import checkpoint
-from longspan.checkpoint import MARKER, DiskFull, Ranks, RunLock, Saver
+from longspan.checkpoint import MARKER, Checkpoint, DiskFull, Saver, locked
+from longspan.compat.torch_checkpoint import low_bit_adamw
 from longspan.core.errors import LongspanError
 from tests.chaos import corruption
 from tests.chaos.counts import Counts
@@ -40,11 +42,21 @@ def _save(folder: Path, step: int, keep: int = 0) -> None:
     checkpoint.save(folder, step, *_model(seed=step), {"step times two": 2 * step}, keep=keep)
 
 
+def _steps(folder: Path) -> list[int]:
+    """Return the steps that can be loaded, the newest first."""
+    found = []
+    for path in folder.iterdir():
+        with contextlib.suppress(LongspanError):
+            found.append(Checkpoint.read(path).step)
+    return sorted(found)
+
+
 def test_a_saved_checkpoint_loads(tmp_path: Path) -> None:
     _save(tmp_path, 5)
     found, problems = checkpoint.newest_undamaged(tmp_path)
     assert found is not None and (found.step, found.state, problems) == (5, {"step times two": 10}, [])
-    assert {path.suffix for path in found.path.iterdir()} == {".safetensors", ".json"}  # nothing that runs code
+    files = [path for path in found.path.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".safetensors", ".json"}  # nothing that runs code
     expected_model, expected_optimizer = _model(seed=5)
     expected = list(expected_model.parameters())
     model, optimizer = _model(seed=1)
@@ -64,7 +76,7 @@ def test_a_saved_checkpoint_loads(tmp_path: Path) -> None:
 
 def test_the_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     _save(tmp_path, 5)
-    found = checkpoint.read_verified(tmp_path / "step-00000005")
+    found = checkpoint.read_verified(tmp_path / "checkpoint-5")
     small = _model()[0]
     for model, said in (
         (_model(width=4)[0], r"another model: 0\.weight has the shape \(4, 4\), there it has .*\(3, 3\)"),
@@ -86,25 +98,24 @@ def test_a_state_that_is_not_json_is_refused(tmp_path: Path) -> None:
 def test_old_checkpoints_and_those_of_later_steps_are_removed(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         _save(tmp_path, step, keep=2)
-    assert checkpoint.complete_steps(tmp_path) == [3, 4]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+    assert _steps(tmp_path) == [3, 4]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-4"]
     _save(tmp_path, 3)  # the run went back
-    assert checkpoint.complete_steps(tmp_path) == [3]
+    assert _steps(tmp_path) == [3]
 
 
 def test_a_killed_save_leaves_no_checkpoint(tmp_path: Path) -> None:
     _save(tmp_path, 1)
-    shutil.copytree(tmp_path / "step-00000001", tmp_path / "making-step-00000002")
-    shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000003")
-    (tmp_path / "step-00000003" / MARKER).unlink()
-    assert checkpoint.complete_steps(tmp_path) == [1]
-    with pytest.raises(LongspanError, match=r"step-00000003 is not complete: it has no complete\.json"):
-        checkpoint.read_verified(tmp_path / "step-00000003")
-    chosen, passed_over = checkpoint.newest_undamaged(tmp_path, Ranks())
+    shutil.copytree(tmp_path / "checkpoint-1" / "longspan", tmp_path / "checkpoint-3" / "longspan")
+    with pytest.raises(LongspanError, match=r"checkpoint-3 is not complete: it has no complete\.json"):
+        checkpoint.read_verified(tmp_path / "checkpoint-3")
+    chosen, passed_over = checkpoint.newest_undamaged(tmp_path)
     assert chosen is not None and chosen.step == 1 and chosen.verified
-    assert len(passed_over) == 1 and "step-00000003 has no complete.json" in passed_over[0]
-    _save(tmp_path, 2)
-    assert not (tmp_path / "making-step-00000002").exists()
+    assert len(passed_over) == 1 and "checkpoint-3 is not complete" in passed_over[0]
+    shutil.rmtree(tmp_path / "checkpoint-1")
+    assert checkpoint.newest_undamaged(tmp_path) == (None, passed_over)  # of the first save of a run
+    _save(tmp_path, 3)
+    assert _steps(tmp_path) == [3]
 
 
 def test_random_damage_is_detected_and_named(tmp_path: Path) -> None:
@@ -116,13 +127,13 @@ def test_random_damage_is_detected_and_named(tmp_path: Path) -> None:
 
 def test_a_changed_marker_is_damaged(tmp_path: Path) -> None:
     _save(tmp_path, 2)
-    folder = tmp_path / "step-00000002"
+    folder = tmp_path / "checkpoint-2"
     marker = folder / MARKER
     text = marker.read_text()
     for changed in (
         text.replace('"step": 2', '"step": 3'),
         text.replace('"format"', '"fnrmat"'),  # a bit of the key, which makes it no marker of another version
-        text.replace('"format": 3', '"format": 2'),
+        text.replace('"format": 4', '"format": 2'),
         text.replace('two": 4', 'two": 5'),
         text + " ",
     ):
@@ -134,7 +145,7 @@ def test_a_changed_marker_is_damaged(tmp_path: Path) -> None:
     with pytest.raises(LongspanError, match=r"damaged: KeyError: 'crc32'"):
         checkpoint.read_verified(folder)
     marker.write_text(text)
-    folder.rename(tmp_path / "step-00000009")  # sound, but of another step
+    folder.rename(tmp_path / "checkpoint-9")  # sound, but of another step
     with pytest.raises(LongspanError, match=r"no undamaged checkpoint: .*complete\.json is damaged: .*of step 2"):
         checkpoint.newest_undamaged(tmp_path)
     pipe = checkpoint.step_path(tmp_path, 3)
@@ -142,13 +153,12 @@ def test_a_changed_marker_is_damaged(tmp_path: Path) -> None:
     os.mkfifo(pipe / MARKER)
     with pytest.raises(LongspanError, match=r"complete\.json is damaged: it is no regular file"):
         checkpoint.read_verified(pipe)
-    assert checkpoint.complete_steps(tmp_path) == [9]
 
 
 def test_the_newest_whole_checkpoint_is_loaded_and_the_damaged_one_is_named(tmp_path: Path) -> None:
-    _save(tmp_path / "checkpoints", 1)
-    _save(tmp_path / "checkpoints", 2)
-    shard = next((tmp_path / "checkpoints" / "step-00000002").glob("*.safetensors"))
+    _save(tmp_path, 1)
+    _save(tmp_path, 2)
+    shard = next((tmp_path / "checkpoint-2").rglob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])
     model, optimizer = _model(seed=3)
     with pytest.warns(UserWarning, match=rf"passed over a damaged checkpoint: .*{shard.name} has \d+ bytes instead"):
@@ -163,13 +173,13 @@ def test_nan_and_infinity_are_never_saved(tmp_path: Path) -> None:
     model, optimizer = _model()
     with torch.no_grad():
         model[1].weight[0, 1] = float("nan")  # type: ignore[index]
-    with pytest.raises(LongspanError, match=r"step-00000002 is not written: 1\.weight holds nan \(1 of 3 numbers\)"):
+    with pytest.raises(LongspanError, match=r"checkpoint-2 is not written: 1\.weight holds nan \(1 of 3 numbers\)"):
         checkpoint.save(tmp_path, 2, model, optimizer, {})
     model, optimizer = _model()
     optimizer.state[next(model.parameters())]["exp_avg_sq"][:] = float("inf")
     with pytest.raises(LongspanError, match=r"the optimizer's .*0\.weight\.exp_avg_sq holds inf \(9 of 9"):
         checkpoint.save(tmp_path, 2, model, optimizer, {})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1"]
 
 
 # --- several ranks
@@ -177,7 +187,7 @@ def test_nan_and_infinity_are_never_saved(tmp_path: Path) -> None:
 
 def _verify(path: Path) -> str:
     try:
-        checkpoint.read_verified(path, Ranks())
+        checkpoint.read_verified(path)
     except LongspanError as error:
         return str(error)
     return ""
@@ -188,19 +198,19 @@ def _on_two_ranks(folder: Path) -> dict[str, object]:
     rank = torch.distributed.get_rank()
     _save(folder, 1)
     _save(folder, 2)
-    said: dict[str, object] = {"whole": _verify(folder / "step-00000002")}
+    said: dict[str, object] = {"whole": _verify(folder / "checkpoint-2")}
     # Rank 1 has another disk, with an older checkpoint and half of the newest.
     mine = folder if rank == 0 else folder.with_name("other")
     if rank == 1:
-        shutil.copytree(folder / "step-00000001", mine / "step-00000001")
-        shutil.copytree(folder / "step-00000002", mine / "step-00000002")
-        next((mine / "step-00000002").glob("*.safetensors")).unlink()
-    said["half"] = _verify(mine / "step-00000002")
-    found, passed_over = checkpoint.newest_undamaged(mine, Ranks())
+        shutil.copytree(folder / "checkpoint-1", mine / "checkpoint-1")
+        shutil.copytree(folder / "checkpoint-2", mine / "checkpoint-2")
+        next((mine / "checkpoint-2").rglob("*.safetensors")).unlink()
+    said["half"] = _verify(mine / "checkpoint-2")
+    found, passed_over = checkpoint.newest_undamaged(mine)
     said["chosen"] = (found.step if found else None, len(passed_over))
     if rank == 1:
-        shutil.rmtree(mine / "step-00000002")
-    said["none"] = _verify(mine / "step-00000002")
+        shutil.rmtree(mine / "checkpoint-2")
+    said["none"] = _verify(mine / "checkpoint-2")
     # One rank's weights are not finite.
     model, optimizer = _model()
     if rank == 1:
@@ -210,7 +220,7 @@ def _on_two_ranks(folder: Path) -> dict[str, object]:
         checkpoint.save(folder, 3, model, optimizer, {})
     except LongspanError as error:
         said["infinite"] = str(error)
-    said["steps"] = checkpoint.complete_steps(folder)
+    said["steps"] = _steps(folder)
     return said
 
 
@@ -220,7 +230,7 @@ def test_ranks_agree_on_which_checkpoint_is_undamaged(tmp_path: Path, pool2: Ran
     assert first["whole"] == ""
     assert re.search(r"^(rank 1 on .*: )?checkpoint file .*\.safetensors is missing", first["half"])
     assert first["chosen"] == (1, 1)
-    assert re.search(r"^rank 1 on .*step-00000002 does not exist", first["none"])
+    assert re.search(r"^rank 1 on .*checkpoint-2 does not exist", first["none"])
     assert re.search(r"0\.bias holds inf \(3 of 3 numbers\) on rank 1", first["infinite"])
     assert first["steps"] == [1, 2]
 
@@ -349,6 +359,69 @@ def test_experts_load_with_another_number_of_experts_on_a_rank(tmp_path: Path, p
             assert all(torch.equal(x, expected[name]) for name, x in found.items())
 
 
+# --- optimizer states of 8 and 4 bits
+
+
+def _few_bits(bits: int, rows: int = 128) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return a model on all ranks after three steps, and its optimizer. Blocks of 256 or 128 values have a scale."""
+    optim = pytest.importorskip("torchao.optim")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, rows), torch.nn.Linear(rows, 64))
+    if dist.is_initialized():
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+    kind = low_bit_adamw(getattr(optim, f"AdamW{bits}bit"))
+    optimizer = kind(model.parameters(), lr=0.01)
+    for _ in range(3):
+        _step_of_few_bits(model, optimizer)
+    return model, optimizer
+
+
+def _step_of_few_bits(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.linspace(-1, 1, 128).view(2, 64)).square().sum().backward()
+    with torch.compiler.set_stance("force_eager"):  # compiling takes long
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def _saved_few_bits(folder: Path, bits: int, rows: int = 128) -> dict[str, torch.Tensor]:
+    model, optimizer = _few_bits(bits, rows)
+    checkpoint.save(folder, 3, model, optimizer, {})
+    _step_of_few_bits(model, optimizer)
+    return _whole(model, optimizer)
+
+
+def _resumed_few_bits(folder: Path, bits: int) -> dict[str, torch.Tensor]:
+    model, optimizer = _few_bits(bits)
+    checkpoint.load(folder, model, optimizer)
+    _step_of_few_bits(model, optimizer)
+    return _whole(model, optimizer)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_states_of_few_bits_are_those_of_one_process_and_load_on_another_mesh(
+    tmp_path: Path, pool2: RankPool, pool4: RankPool, bits: int
+) -> None:
+    assert _few_bits(8)[1].tag != _few_bits(4)[1].tag  # type: ignore[attr-defined]  # of compiled code
+    expected = _saved_few_bits(tmp_path / "one", bits)
+    assert any(name.endswith("exp_avg.codes") for name in expected)
+    two = pool2.run(_saved_few_bits, tmp_path / "two", bits)
+    others = [_resumed_few_bits(tmp_path / "two", bits), *pool4.run(_resumed_few_bits, tmp_path / "one", bits)]
+    for found in (*two, *others):
+        assert found.keys() == expected.keys()
+        for name, x in found.items():
+            torch.testing.assert_close(x, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_states_of_few_bits_are_refused_where_a_shard_is_no_whole_blocks(tmp_path: Path, pool4: RankPool) -> None:
+    _saved_few_bits(tmp_path, 8, rows=72)  # four ranks hold 18 rows each, and a block has 4
+    with pytest.raises(RankError, match=r"0\.weight\.exp_avg has 8 or 4 bits a value in one of the two only"):
+        pool4.run(_load_rows, tmp_path)
+
+
+def _load_rows(folder: Path) -> None:
+    checkpoint.load(folder, *_few_bits(8, rows=72))
+
+
 # --- while the training goes on
 
 
@@ -378,27 +451,25 @@ def _train_on_while_it_is_written(folder: Path, background: bool) -> tuple[bool,
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint.saving, "_complete", wait)
-        saver = Saver(background=background)
+        saver = Saver()
         expected = _whole(model, optimizer)
-        saver.start(folder, 1, model, optimizer, {"a": 1})
-        returned_before = saver._path is None
+        saver.start(folder, 1, model, optimizer, {"a": 1}, background=background)
+        returned_before = not _steps(folder)
         _step(model, optimizer)
         may_write.set()
-        path = saver.finish()
-        assert path == folder / "step-00000001" and saver.finish() is None
-        other = corruption.small_model(5)
-        checkpoint.load(path, *other)
-        same = all(torch.equal(x, expected[name]) for name, x in _whole(*other).items())
-        saver.start(folder, 2, model, optimizer, {}, keep=1)
-        with pytest.raises(RuntimeError, match="not finished"):
-            saver.start(folder, 3, model, optimizer, {})
         saver.finish()
-    return returned_before, same, checkpoint.complete_steps(folder)
+        other = corruption.small_model(5)
+        checkpoint.load(folder, *other)
+        same = all(torch.equal(x, expected[name]) for name, x in _whole(*other).items())
+        saver.start(folder, 2, model, optimizer, {}, background=background)
+        saver.start(folder, 3, model, optimizer, {}, background=background, keep=2)  # once the other one is complete
+        saver.finish()
+    return returned_before, same, _steps(folder)
 
 
 @pytest.mark.parametrize("background", [True, False])
 def test_the_state_at_the_call_is_saved(tmp_path: Path, pool2: RankPool, background: bool) -> None:
-    expected = (background, True, [2])
+    expected = (background, True, [2, 3])
     assert _train_on_while_it_is_written(tmp_path / "alone", background) == expected
     assert pool2.run(_train_on_while_it_is_written, tmp_path / "sharded", background) == [expected] * 2
 
@@ -407,14 +478,14 @@ def test_without_memory_for_a_copy_it_is_written_at_once(tmp_path: Path, monkeyp
     monkeypatch.setattr(checkpoint.saving, "free_memory", lambda: 1000)
     saver = Saver()
     saver.start(tmp_path, 1, *corruption.small_model(0), {})
-    assert saver._path == tmp_path / "step-00000001"
+    assert _steps(tmp_path) == [1]
 
 
 def test_large_weights_are_divided_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch serialises a whole file in memory before it writes."""
     monkeypatch.setattr(checkpoint.saving, "_FILE_BYTES", 3000)
     checkpoint.save(tmp_path, 1, *corruption.small_model(0), {})
-    assert len(list((tmp_path / "step-00000001").glob("shard-00001-model-*"))) == 3
+    assert len(list((tmp_path / "checkpoint-1" / "longspan").glob("shard-00001-model-*"))) == 3
     model, optimizer = corruption.small_model(1)
     checkpoint.load(tmp_path, model, optimizer)
     assert torch.equal(next(model.parameters()), next(corruption.small_model(0)[0].parameters()))
@@ -426,11 +497,11 @@ def test_large_weights_are_divided_into_files(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("background", [True, False])
 def test_a_failed_write_leaves_nothing(tmp_path: Path, background: bool) -> None:
     _save(tmp_path, 1)
-    with largest_file(2000), pytest.raises(DiskFull, match=r"step-00000002 cannot be written: rank 0: OSError: .*27"):
-        saver = Saver(background)
-        saver.start(tmp_path, 2, *corruption.small_model(0, 200), {})
+    with largest_file(2000), pytest.raises(DiskFull, match=r"checkpoint-2 cannot be written: rank 0: OSError: .*27"):
+        saver = Saver()
+        saver.start(tmp_path, 2, *corruption.small_model(0, 200), {}, background=background)
         saver.finish()
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
 
 
 def _full_on_rank_1(folder: Path) -> str:
@@ -454,7 +525,7 @@ def _full_on_rank_1(folder: Path) -> str:
 def test_all_ranks_raise_if_one_cannot_save(tmp_path: Path, pool2: RankPool) -> None:
     first, second = pool2.run(_full_on_rank_1, tmp_path, timeout=240)
     assert first == second
-    assert "step-00000001 cannot be written: rank 1: OSError: [Errno 28] No space left on device" in first
+    assert "checkpoint-1 cannot be written: rank 1: OSError: [Errno 28] No space left on device" in first
     assert list(tmp_path.iterdir()) == []
 
 
@@ -463,53 +534,50 @@ def test_links_and_folders_that_cannot_be_removed_do_not_end_a_run(
 ) -> None:
     folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
     _save(folder, 1)
-    shutil.move(folder / "step-00000001", elsewhere)
-    (folder / "step-00000001").symlink_to(elsewhere)
+    shutil.move(folder / "checkpoint-1", elsewhere)
+    (folder / "checkpoint-1").symlink_to(elsewhere)
     _save(folder, 2, keep=1)
-    assert [path.name for path in folder.iterdir()] == ["step-00000002"]
+    assert [path.name for path in folder.iterdir()] == ["checkpoint-2"]
     checkpoint.read_verified(elsewhere)  # only the link is removed
     remove = shutil.rmtree
 
     def refuse(path: Path, *args: Any, **kwargs: Any) -> None:
-        if path.name == "step-00000002":
+        if path.name == "checkpoint-2":
             raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
         remove(path, *args, **kwargs)
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
-    with pytest.warns(UserWarning, match=r"step-00000002 is no longer needed and cannot be removed: .*not permitted"):
+    with pytest.warns(UserWarning, match=r"checkpoint-2 is no longer needed and cannot be removed: .*not permitted"):
         _save(folder, 3, keep=1)
-    assert checkpoint.complete_steps(folder) == [3]
+    assert _steps(folder) == [3]
 
 
-def test_the_old_checkpoint_stays_until_the_new_one_has_its_name(
+def test_the_old_checkpoint_of_a_step_counts_until_the_new_one_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At each rename while a checkpoint is replaced, an older one is complete."""
-    _save(tmp_path, 1)
     _save(tmp_path, 2)
-    seen: list[list[int]] = []
-    renamed: list[str] = []
-    rename = Path.rename
+    monkeypatch.setattr(Checkpoint, "write_marker", _raise)
+    with pytest.raises(LongspanError, match="the disk is gone"):
+        _save(tmp_path, 2)
+    found, problems = checkpoint.newest_undamaged(tmp_path)
+    assert found is not None and (found.path.name, problems) == ("old-checkpoint-2", [])
+    monkeypatch.undo()
+    _save(tmp_path, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
 
-    def watch(self: Path, target: Path) -> Path:
-        renamed.append(self.name)
-        seen.append(checkpoint.complete_steps(tmp_path))
-        moved = rename(self, target)
-        seen.append(checkpoint.complete_steps(tmp_path))
-        return moved
 
-    monkeypatch.setattr(Path, "rename", watch)
-    _save(tmp_path, 2, keep=1)
-    assert all(1 in steps for steps in seen) and checkpoint.complete_steps(tmp_path) == [2]
-    # The old one of this step is set aside, not removed.
-    assert renamed[-2:] == ["step-00000002", "making-step-00000002"]
+def _raise(*_: Any) -> None:
+    raise OSError("the disk is gone")
 
 
 def _be_killed(folder: Path, place: str) -> None:
     saver = Saver()
     saver.start(folder, 1, *_model(), {})
     saver.finish()
-    setattr(checkpoint.saving, {"tensors": "_mark", "marker": "put_in_place", "name": "prune"}[place], _die)
+    if place == "marker":
+        Path.replace = _die  # type: ignore[assignment, method-assign]
+    else:
+        checkpoint.saving.remove_unneeded = _die
     saver.start(folder, 2, *_model(), {}, keep=1)
     time.sleep(60)
 
@@ -519,20 +587,20 @@ def _die(*_: Any) -> None:
 
 
 @pytest.mark.launcher
-@pytest.mark.parametrize(("place", "newest"), [("tensors", 1), ("marker", 1), ("name", 2)])
+@pytest.mark.parametrize(("place", "newest"), [("marker", 1), ("removal", 2)])
 def test_a_save_that_is_killed_leaves_the_earlier_checkpoints(tmp_path: Path, place: str, newest: int) -> None:
     process = multiprocessing.get_context("forkserver").Process(target=_be_killed, args=(tmp_path, place))
     process.start()
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
     found, passed_over = checkpoint.newest_undamaged(tmp_path)
-    assert found is not None and (found.step, passed_over) == (newest, [])
-    _save(tmp_path, 3, keep=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+    assert found is not None and (found.step, len(passed_over)) == (newest, 2 - newest)
+    _save(tmp_path, 2, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
 
 
 def _hold(folder: Path, held: Any) -> None:
-    with RunLock(folder):
+    with locked(folder):
         held.set()
         time.sleep(120)
 
@@ -545,9 +613,10 @@ def test_a_lock_lasts_until_its_process_ends(tmp_path: Path) -> None:
     other.start()
     try:
         assert held.wait(120)
-        with pytest.raises(LongspanError, match="is in use by another process: .*use another folder"):
-            RunLock(tmp_path)
+        with pytest.raises(LongspanError, match="is in use by another process: .*use another folder"), locked(tmp_path):
+            pass
     finally:
         other.kill()
         other.join()
-    RunLock(tmp_path).release()
+    with locked(tmp_path):
+        pass

@@ -127,8 +127,7 @@ def test_two_ranks(pool2: RankPool) -> None:
     _check(pool2, "Mixtral", {"ulysses": 2}, SHORT, fsdp=False)
 
 
-@pytest.mark.parametrize("fsdp", [True, False])
-@pytest.mark.parametrize("family", ["Llama", "Mixtral"])
+@pytest.mark.parametrize(("family", "fsdp"), [("Llama", True), ("Mixtral", False)])
 def test_full_range(pool8: RankPool, family: str, fsdp: bool) -> None:
     """Lengths from 30 to 3,000 on 8 ranks."""
     config = {**LONG, "num_hidden_layers": 1}  # slow in one process
@@ -310,7 +309,7 @@ def _refusals() -> None:
         longspan.schedule([70], sp, model, tokens_per_rank=16)
     with pytest.raises(LongspanError, match="rank 2 would schedule by other hardware than the rest"):
         longspan.schedule([5], sp, model, tokens_per_rank=8, gpu="h200" if sp.rank == 2 else "h100")
-    with pytest.raises(LongspanError, match="h10.* is unknown" if sp.rank == 2 else "rank 2 cannot read its hardware"):
+    with pytest.raises(LongspanError, match=r"rank 2 failed: .*h10.* is unknown"):
         longspan.schedule([5], sp, model, tokens_per_rank=8, gpu="h10" if sp.rank == 2 else None)
     with pytest.raises(LongspanError, match=r"3 ranks cannot share a sequence in a group of 4; allowed are 1, 2, 4"):
         model(**mine, sequence_width=3)

@@ -160,7 +160,6 @@ def test_wrong_arguments_raise(call: Callable[[Any], Any], text: str, sp: longsp
         (lambda m, sp, to: checkpoint.load(3, m, _sgd(m)), r"`checkpoint` must be a path .*got 3"),
         (lambda m, sp, to: checkpoint.load_weights(to, None), r"`model` must be a model .*got None"),
         (lambda m, sp, to: checkpoint.export(to, m, dtype="b16"), r"`dtype` must be a floating .*got 'b16'"),
-        (lambda m, sp, to: checkpoint.newest_undamaged(to, "auto"), r"`ranks` must be .*checkpoint.Ranks\(\) or None"),
     ],
 )  # fmt: skip
 def test_wrong_calls_with_a_model_raise(

@@ -53,7 +53,7 @@ def plain_log(toy: Path, kind: str) -> list[dict[str, Any]]:
     return log_of(out)
 
 
-@pytest.mark.parametrize(("kind", "ranks"), each_value(["dpo", "sft"], [4, 2]))
+@pytest.mark.parametrize(("kind", "ranks"), each_value(["sft", "dpo"], [4, 2]))
 def test_the_log_is_that_of_trl(
     get_pool: Callable[[int], RankPool], toy: Path, kind: str, ranks: int, tmp_path: Path
 ) -> None:
@@ -105,7 +105,7 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "a stream, profiled": ({"streaming": True, "packing": True}, {"ulysses": 2, "profile": 2}),
     "muon": ({"optim": "muon"}, {"ring": 2}),
-    "states of 8 bits": ({"optim": "adamw_torch_8bit"}, {"ring": 2}),
+    "states of 4 bits": ({"optim": "adamw_torch_4bit"}, {"ring": 2}),
     "frozen, bf16": ({"freeze": ["*embed*", "*layers.0*"], "bf16": True}, {"ring": 2}),
 }
 """Keys of a run on one process, and what is added on two ranks."""
@@ -121,7 +121,7 @@ def _alone(argv: list[str]) -> None:
 def test_features_train_as_on_one_process(pool2: RankPool, toy: Path, name: str, tmp_path: Path) -> None:
     if name == "4 bits":
         pytest.importorskip("bitsandbytes")
-    if name == "states of 8 bits":
+    if name == "states of 4 bits":
         pytest.importorskip("torchao.optim")
     changes, mesh = FEATURES[name]
     changes = {"max_steps": 4, "save_steps": 4, **changes}
@@ -289,7 +289,7 @@ def test_shares_of_a_mixture_are_positive_and_large_enough_for_a_row() -> None:
     [
         (
             {"--resume_from_checkpoint": "no/checkpoint-3/"},
-            r"no/checkpoint-3/ is incomplete: it has no readable trainer",
+            "checkpoint no/checkpoint-3 does not exist",
         ),
         ({"--ulises": "2"}, "there is no key --ulises; did you mean --ulysses"),
         ({"--max_steps": "many"}, "max_steps: invalid int value: 'many'"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +18,10 @@ from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker, on_main_process
 
 import longspan
+from longspan.checkpoint import newest_undamaged, read_verified
 from longspan.compat.accelerate_api import ReplicaAccelerator
 from longspan.core.errors import LongspanError
 from longspan.trainers.callbacks import SIGNALS, StopOnSignal
-from longspan.trainers.saving import newest_complete, shards_of
 from tests.hf import pictures
 from tests.models import BASE, build
 from tests.pool import RankPool
@@ -254,30 +253,27 @@ def _after(log: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
 def test_a_run_resumes_on_another_mesh(
     pool2: RankPool, pool4: RankPool, name: str, first: dict[str, int], mesh: dict[str, int], tmp_path: Path
 ) -> None:
-    """From the newest complete checkpoint, or from one that is named."""
+    """From the newest complete checkpoint, or from one that is named; and on one device."""
     variant = VARIANTS[name]
     pool2.run(sharded, first, tmp_path, {**SAVED, **EVALUATED, **variant})
     complete = tmp_path / "checkpoint-4"
     damaged = next((tmp_path / "checkpoint-8" / "longspan").glob("*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    # A trainer that is killed while it saves leaves this: the state is written last.
-    shutil.copytree(complete, tmp_path / "checkpoint-6", ignore=shutil.ignore_patterns("trainer_state.json"))
-    found, (newest, wrong) = newest_complete(tmp_path)
-    assert found == complete and f"{damaged} is damaged: its" in newest and "checkpoint-6 cannot be used" in wrong
-    with pytest.raises(LongspanError, match=r"checkpoint-6 is incomplete: .*trainer_state\.json"):
-        shards_of(str(tmp_path / "checkpoint-6"))
+    # A trainer that is killed after a save in the background leaves this: its state is written last.
+    state = tmp_path / "checkpoint-8" / "trainer_state.json"
+    found, (wrong,) = newest_undamaged(tmp_path)
+    assert found is not None and found.path == complete and f"{damaged} is damaged: its" in wrong
+    names = {name for name in found.files if "longspan/" not in name}
+    assert {"config.json" if name == "plain" else "adapter_config.json", "rng_state_1.pth", "scheduler.pt"} < names
+    for text, reason in ((state.read_text()[:-9], "cannot be read"), (None, "is missing")):
+        state.unlink() if text is None else state.write_text(text)
+        with pytest.raises(LongspanError, match=rf"trainer_state\.json {reason}"):
+            read_verified(state.parent)
     pool, out, resume = (pool4, tmp_path, True) if name == "plain" else (pool2, tmp_path / "again", str(complete))
-    for log in pool.run(sharded, mesh, out, {**EVALUATED, **variant, "resume_from_checkpoint": resume}):
+    logs = pool.run(sharded, mesh, out, {**EVALUATED, **variant, "resume_from_checkpoint": resume})
+    alone = sharded_alone(tmp_path / "alone", **EVALUATED, **variant, resume_from_checkpoint=str(complete))
+    for log in (*logs, alone):
         compare(_after(log, 4), _after(_plain(name), 4))
-
-
-@pytest.mark.parametrize("name", ["plain", "lora"])
-def test_a_sharded_run_resumes_on_one_device(pool2: RankPool, name: str, tmp_path: Path) -> None:
-    """With the state of its optimizer and schedule, which transformers would leave out without a word."""
-    variant = VARIANTS[name]
-    pool2.run(sharded, {"ulysses": 2}, tmp_path, {**SAVED, **variant})
-    log = sharded_alone(tmp_path, **EVALUATED, **variant, resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    compare(_after(log, 4), _after(_plain(name), 4))
 
 
 def test_a_run_on_one_device_resumes_on_several(pool2: RankPool, tmp_path: Path) -> None:
@@ -287,19 +283,33 @@ def test_a_run_on_one_device_resumes_on_several(pool2: RankPool, tmp_path: Path)
         compare(_after(log, 4), _after(_plain("plain"), 4))
 
 
-def test_a_checkpoint_is_not_completed_by_shards_of_an_older_run(tmp_path: Path) -> None:
-    """Nor does its marker list files of shards that a thread is writing, or removing."""
-    from longspan.trainers.saving import invalidate, mark
+def test_an_older_checkpoint_of_the_same_step_counts_until_the_new_one_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do the older one's shards complete the new one."""
+    found = []
+    for killed_before_its_shards in (False, True, False):
+        with monkeypatch.context() as patch:
+            if killed_before_its_shards:
+                patch.setattr(longspan.checkpoint.Saver, "start", lambda *_, **__: None)
+            sharded_alone(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+        newest, problems = newest_undamaged(tmp_path)
+        found.append((newest and newest.path.name, len(problems)))
+    assert found == [("checkpoint-1", 0), ("old-checkpoint-1", 1), ("checkpoint-1", 0)]
+    assert not (tmp_path / "old-checkpoint-1").exists()
 
-    folder = tmp_path / "checkpoint-4"
-    for name in ("longspan", "making-longspan", "making-old-longspan", "adapter"):
-        (folder / name).mkdir(parents=True)
-        (folder / name / "file").write_text("x")
-    (folder / "trainer_state.json").write_text("{}")
-    invalidate(folder)
-    assert not [name for name in ("longspan", "trainer_state.json") if (folder / name).exists()]
-    mark(folder, 4)
-    assert set(longspan.checkpoint.Checkpoint.read(folder).files) == {"adapter/file"}
+
+def test_a_save_that_fails_removes_no_older_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("the disk is gone")
+
+    saved = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    sharded_alone(tmp_path, max_steps=1, **saved)
+    monkeypatch.setattr("longspan.checkpoint.saving.save_now", fail)
+    with pytest.raises(LongspanError, match="checkpoint-2 cannot be written: rank 0: OSError: the disk is gone"):
+        sharded_alone(tmp_path, max_steps=2, **saved, resume_from_checkpoint=True)
+    found, _ = newest_undamaged(tmp_path)
+    assert found is not None and found.step == 1
 
 
 def _saves(mesh: dict[str, int], out: Path, changes: dict[str, Any]) -> torch.Tensor:
@@ -392,9 +402,9 @@ def test_a_signal_is_forgotten_and_its_handler_restored_when_a_run_ends() -> Non
     before, stop, nothing = [signal.getsignal(x) for x in SIGNALS], StopOnSignal(), arguments(Path("out"))
     for _ in range(2):
         stop.on_train_begin(nothing, None, None)
-        assert stop.received == 0
+        assert stop.request.signum is None
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.received == signal.SIGTERM
+        assert stop.request.signum == signal.SIGTERM
         stop.close()  # by the trainer, after an error, too
         assert [signal.getsignal(x) for x in SIGNALS] == before
 
@@ -403,7 +413,7 @@ def test_a_signal_to_one_rank_saves_and_stops_all(pool2: RankPool, tmp_path: Pat
     expected = [3, signal.SIGTERM, 3, signal.SIGUSR1]
     assert pool2.run(_stopped, {"ulysses": 2}, tmp_path) == [expected, expected]
     for signum in SIGNALS:
-        assert newest_complete(tmp_path / str(signum))[0] == tmp_path / str(signum) / "checkpoint-3"
+        assert newest_undamaged(tmp_path / str(signum))[0].step == 3  # type: ignore[union-attr]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

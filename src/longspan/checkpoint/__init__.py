@@ -1,6 +1,6 @@
 """Checkpoints to resume from (torch's Distributed Checkpoint, as safetensors), and Hugging Face folders to use.
 
-folder.py   names of folders; write, put in place, remove; two runs in one folder
+folder.py   what a checkpoint is on disk: names, marker, removal; two runs in one folder
 damage.py   how a damaged checkpoint is detected; which checkpoint to resume from
 saving.py   save, at once or in the background
 loading.py  load, on any mesh
@@ -9,8 +9,8 @@ ranks.py    the ranks that save or load together; NaN and infinity are neither s
 """
 
 from longspan.checkpoint.damage import Checkpoint, newest_undamaged, read_verified
-from longspan.checkpoint.export import check_mergeable, export
-from longspan.checkpoint.folder import MARKER, RunLock, complete_steps, step_path
+from longspan.checkpoint.export import export
+from longspan.checkpoint.folder import MARKER, locked, step_path
 from longspan.checkpoint.loading import load, load_weights
 from longspan.checkpoint.ranks import Ranks
 from longspan.checkpoint.saving import Saver, save
@@ -21,13 +21,11 @@ __all__ = [
     "Checkpoint",
     "DiskFull",
     "Ranks",
-    "RunLock",
     "Saver",
-    "check_mergeable",
-    "complete_steps",
     "export",
     "load",
     "load_weights",
+    "locked",
     "newest_undamaged",
     "read_verified",
     "save",

@@ -2,11 +2,11 @@
 
 | damage | detected by | in |
 |---|---|---|
-| a save that was killed, a removed marker | no marker, or another name | `complete_steps`, `Checkpoint.read` |
+| a save that was killed, a removed marker | no marker | `Checkpoint.read` |
 | a changed marker | its own CRC-32, and its text written again | `_parse` |
 | a file that is missing or has another size | `stat` of every file | `Checkpoint.wrong_size` |
 | changed bytes in a file | the CRC-32 of every file in the marker | `Checkpoint.wrong_content` |
-| ranks that see different folders | the marker's CRC-32, compared over the ranks | `read_verified` |
+| ranks that see different folders | the marker's CRC-32, compared over the ranks | `_check` |
 
 Two functions, called on all ranks, find a checkpoint to resume from: `read_verified` the one at a path, which raises if
 it is damaged; `newest_undamaged` a run's newest that is not, with what is wrong with newer ones.
@@ -22,13 +22,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from longspan.checkpoint.folder import MARKER, STEP_NAME, FileRecord, complete_steps, step_path, unmarked, write_durably
-from longspan.checkpoint.ranks import Ranks, check_ranks
+from longspan.checkpoint.folder import MARKER, FileRecord, checkpoints_in, step_of, write_durably
+from longspan.checkpoint.ranks import Ranks
 from longspan.comm.objects import error_text
 from longspan.core.errors import LongspanError
 from longspan.core.validation import as_path, checked_call
 
-FORMAT = 3  # of the marker
+FORMAT = 4  # of the marker
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Checkpoint:
     path: Path
     step: int  # optimizer steps done
     state: dict[str, Any]  # the plain values that were saved with the tensors
-    files: dict[str, FileRecord]  # every file in it but the marker, by name
+    files: dict[str, FileRecord | None]  # every file but the marker; None: JSON that is written after it
     values: dict[str, Any] = field(default_factory=dict)  # of the optimizer: what is no tensor, by name
     verified: bool = False  # whether the content of all files was compared with their checksums
 
@@ -53,7 +53,10 @@ class Checkpoint:
         try:
             checkpoint = _parse(path, marker.read_bytes())
         except FileNotFoundError:
-            raise LongspanError(f"checkpoint {path} is not complete: it has no {MARKER}") from None
+            raise LongspanError(
+                f"checkpoint {path} is not complete: it has no {MARKER}, which longspan writes last, and a Trainer "
+                "with save_only_model=True does not write; resume from an older one"
+            ) from None
         except LongspanError:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -68,36 +71,40 @@ class Checkpoint:
             file = self.path / name
             try:
                 size = file.stat().st_size if file.is_file() else None
-            except OSError as error:
-                return f"checkpoint file {file} cannot be read: {error.strerror}"
+                if record is None and size is not None:
+                    json.loads(file.read_bytes())
+            except (OSError, ValueError) as error:
+                return f"checkpoint file {file} cannot be read: {error}"
             if size is None:
                 return f"checkpoint file {file} is missing"
-            if size != record.size:
+            if record is not None and size != record.size:
                 return f"checkpoint file {file} has {size} bytes instead of {record.size}"
         return None
 
-    def wrong_content(self, names: list[str]) -> str | None:
-        """Return which of these files does not hold what was written; None if all do."""
-        for name in names:
+    def wrong_content(self, part: int, parts: int) -> str | None:
+        """Return which file does not hold what was written, of every `parts`-th one by size; None if all do."""
+        records = {name: record for name, record in self.files.items() if record is not None}
+        for name in sorted(records, key=lambda name: (-records[name].size, name))[part::parts]:
             try:
-                record = FileRecord.of(self.path / name)
+                found = FileRecord.of(self.path / name)
             except OSError as error:
                 return f"checkpoint file {self.path / name} cannot be read: {error.strerror or error}"
-            if record != self.files[name]:
+            if found != records[name]:
                 return (
-                    f"checkpoint file {self.path / name} is damaged: its {record.size} bytes have the CRC-32 "
-                    f"{record.crc32:08x}, {self.files[name].crc32:08x} was written"
+                    f"checkpoint file {self.path / name} is damaged: its {found.size} bytes have the CRC-32 "
+                    f"{found.crc32:08x}, {records[name].crc32:08x} was written"
                 )
         return None
 
     def marker(self) -> str:
         """Return the text of its marker. Equal content has equal text."""
+        records = sorted(self.files.items())
         body = {
             "format": FORMAT,
             "step": self.step,
             "state": self.state,
             "values": self.values,
-            "files": {name: [record.size, f"{record.crc32:08x}"] for name, record in sorted(self.files.items())},
+            "files": {name: None if of is None else [of.size, f"{of.crc32:08x}"] for name, of in records},
         }
         return json.dumps({**body, "crc32": _crc32_of(body)}, indent=1) + "\n"
 
@@ -119,13 +126,13 @@ def _parse(path: Path, text: bytes) -> Checkpoint:
             f"checkpoint {path} has the format {marker['format']}, this version reads {FORMAT}; use the version of "
             "longspan that made it"
         )
-    files = {name: FileRecord(int(size), int(crc, 16)) for name, (size, crc) in marker["files"].items()}
+    files = {name: of and FileRecord(int(of[0]), int(of[1], 16)) for name, of in marker["files"].items()}
     checkpoint = Checkpoint(path, int(marker["step"]), marker["state"], files, marker["values"])
     if checkpoint.marker().encode() != text:
         raise ValueError("its text does not match its checksum")
     if any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
         raise ValueError("it names files outside its folder")
-    if STEP_NAME.fullmatch(path.name) and path != step_path(path.parent, checkpoint.step):
+    if step_of(path) not in (None, checkpoint.step):
         raise ValueError(f"it is that of step {checkpoint.step}")
     return checkpoint
 
@@ -133,68 +140,60 @@ def _parse(path: Path, text: bytes) -> Checkpoint:
 # --- which checkpoint to resume from
 
 
-@checked_call(path=as_path, ranks=check_ranks)
-def read_verified(path: Path | str, ranks: Ranks | None = None, *, content: bool = True) -> Checkpoint:
+@checked_call(path=as_path)
+def read_verified(path: Path | str, *, content: bool = True) -> Checkpoint:
     """Return the checkpoint at `path` if it is undamaged. Collective: each rank reads a part of the files.
 
     Args:
         path: one checkpoint.
-        ranks: the ranks that take part; by default all of the job.
-        content: False checks only markers and sizes, in no time.
+        content: False checks only the marker and sizes, in no time.
 
     Raises:
         LongspanError: on every rank, naming the first damaged file.
     """
-    path, ranks = Path(path), ranks or Ranks()
-    checkpoint, problem = _check(path, ranks, content)
+    checkpoint, problem = _check(Path(path), content)
     if checkpoint is None:
         raise LongspanError(problem)
     return checkpoint
 
 
-@checked_call(folder=as_path, ranks=check_ranks)
-def newest_undamaged(
-    folder: Path | str, ranks: Ranks | None = None, *, content: bool = True
-) -> tuple[Checkpoint | None, list[str]]:
-    """Return a run's newest undamaged checkpoint, the same on every rank. Collective.
+@checked_call(folder=as_path)
+def newest_undamaged(folder: Path | str, *, content: bool = True) -> tuple[Checkpoint | None, list[str]]:
+    """Return the newest undamaged checkpoint of a run, also of a Trainer's; the same on every rank. Collective.
 
     Args:
         folder: holds the run's checkpoints.
-        ranks: the ranks that take part; by default all of the job.
         content: as in `read_verified`.
 
     Returns:
-        The checkpoint (None if there is none at all), and what is wrong with the newer ones.
+        The checkpoint (None if there is none, or only the rest of a killed save), and what is wrong with newer ones.
 
     Raises:
-        LongspanError: on every rank, if all checkpoints are damaged.
+        LongspanError: on every rank, if all complete checkpoints are damaged.
     """
-    folder, ranks = Path(folder), ranks or Ranks()
-    steps, problems = ranks.first(
-        lambda: (complete_steps(folder), [f"{path} has no {MARKER}" for path in unmarked(folder)])
-    )
-    for step in reversed(steps):
-        checkpoint, problem = _check(step_path(folder, step), ranks, content)
+    run = Path(folder)
+    found = Ranks().first(lambda: {path.name: (path / MARKER).exists() for path in checkpoints_in(run)})
+    problems = list[str]()
+    for name in found:
+        checkpoint, problem = _check(run / name, content)
         if checkpoint is not None:
             return checkpoint, problems
         problems.append(problem)
-    if problems:
+    if any(found.values()):
         raise LongspanError(
             f"{folder} holds no undamaged checkpoint: {'; '.join(problems)}; start anew, in another folder"
         )
-    return None, []
+    return None, problems
 
 
-def _check(path: Path, ranks: Ranks, content: bool) -> tuple[Checkpoint | None, str]:
+def _check(path: Path, content: bool) -> tuple[Checkpoint | None, str]:
     """Return the checkpoint, or None and what is wrong with it; the same on every rank. Collective."""
-    problem, marker, checkpoint = "", None, None
+    problem, marker, checkpoint, ranks = "", None, None, Ranks()
     try:
         checkpoint = Checkpoint.read(path)
         marker = FileRecord.of(path / MARKER)
         if content:
-            files = checkpoint.files
-            by_size = sorted(files, key=lambda name: (-files[name].size, name))
-            problem = checkpoint.wrong_content(by_size[ranks.rank :: ranks.size]) or ""
+            problem = checkpoint.wrong_content(ranks.rank, ranks.size) or ""
     except Exception as error:  # of any kind: all ranks must return the same
         problem = error_text(error)
     reports = ranks.gather((problem, marker, socket.gethostname()))

@@ -12,18 +12,18 @@ import shutil
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 
-from longspan.checkpoint.ranks import Ranks, check_finite, check_ranks, checked_on_all
+from longspan.checkpoint.ranks import Ranks, check_finite, checked_on_all
 from longspan.comm.arguments import as_dtype, check_module
 from longspan.compat.transformers_api import new_model
 from longspan.core.errors import LongspanError
-from longspan.core.validation import as_path, check_choice, checked_call
+from longspan.core.validation import as_path, checked_call
 from longspan.hf.pretrained import without_progress_bars
 from longspan.hf.support import transformers_model
 from longspan.hf.weights.quantized import dequantize, layers_in_4_bits
@@ -31,27 +31,20 @@ from longspan.hf.weights.quantized import dequantize, layers_in_4_bits
 _WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors", "model.safetensors.index.json")
 
 
-def _as_dtype(name: str, dtype: Any) -> torch.dtype | None:
-    return None if dtype is None else as_dtype(name, dtype)
-
-
-def _check_kind(name: str, kind: Any) -> None:
-    check_choice(name, kind, ("adapter", "merged"))
-
-
-@checked_call(checked_on_all, folder=as_path, model=check_module, dtype=_as_dtype, peft=_check_kind, ranks=check_ranks)
+@checked_call(
+    checked_on_all,
+    folder=as_path,
+    model=check_module,
+    dtype=lambda name, dtype: None if dtype is None else as_dtype(name, dtype),
+)
 def export(
     folder: Path | str,
     model: torch.nn.Module,
     config: Any = None,
     tokenizer: Any = None,
     dtype: torch.dtype | str | None = None,
-    generation: Any = None,
-    *,
-    peft: Literal["adapter", "merged"] = "adapter",
-    ranks: Ranks | None = None,
 ) -> None:
-    """Write the model as a Hugging Face folder (safetensors, config, tokenizer). Collective; rank 0 writes.
+    """Write the model as a Hugging Face folder, or its PEFT adapter, as `save_pretrained`. Collective; rank 0 writes.
 
     Files are written next to their place and then renamed. Other files of the folder stay, but older weights go. All
     files get the modes that the umask asks for.
@@ -62,28 +55,20 @@ def export(
         config: the (base) model's config from before `longspan.parallelize`; by default the one it has now.
         tokenizer: saved with it; None for none.
         dtype: of the weights on disk, or its name; by default the model's.
-        generation: the model's generation config, if it has one. By default, without `config`, the model's.
-        peft: of a PEFT model, "adapter" writes what PEFT's `save_pretrained` writes; "merged" writes one model with
-            the adapter added to its weights, in the dtype in which they are trained.
-        ranks: the ranks that take part; by default all of the job.
 
     Raises:
         DiskFull: on every rank, if the disk is full.
         LongspanError: on every rank, if a weight is not finite or rank 0 cannot write. The older export then stays.
     """
-    folder, ranks = Path(folder), ranks or Ranks()
+    folder, ranks = Path(folder), Ranks()
     inner: Any = transformers_model(model)
-    if config is None:
-        config, generation = copy.deepcopy(inner.config), generation or getattr(inner, "generation_config", None)
+    config = copy.deepcopy(inner.config) if config is None else config
     if getattr(config, "quantization_config", None) is not None and layers_in_4_bits(model):
         config = copy.deepcopy(config)
         del config.quantization_config  # the export is dequantized
     saved_dtype: torch.dtype = inner.dtype if dtype is None else as_dtype("dtype", dtype)
     if folder.exists() and not folder.is_dir():
         raise LongspanError(f"{folder} is a file; give a folder")
-    whole = peft == "merged" or not _is_peft(model)
-    if whole and _is_peft(model):
-        check_mergeable(model)
     tensors = {f"model.{name}": x for name, x in model.state_dict().items()}
     check_finite(tensors, f"{folder} is not exported", ranks, "export an earlier checkpoint")
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -95,11 +80,12 @@ def export(
             shutil.rmtree(making, ignore_errors=True)
             making.mkdir(parents=True)
             try:
-                if whole:
-                    dequantize(model, state)
-                    _save_model(making, model, state, config, saved_dtype, generation)
+                if _is_peft(model):
+                    plain = _plain_peft(model, config)
                 else:
-                    _plain_peft(model, config).save_pretrained(str(making), state_dict=_cast(state, saved_dtype))
+                    dequantize(model, state)
+                    plain = _plain(model, config, saved_dtype)
+                plain.save_pretrained(str(making), state_dict=_cast(state, saved_dtype))
                 if tokenizer is not None:
                     tokenizer.save_pretrained(making)
                 _move(making, folder)
@@ -110,25 +96,18 @@ def export(
     ranks.first(write)
 
 
-def _save_model(making: Path, model: Any, state: dict[str, Any], config: Any, dtype: Any, generation: Any) -> None:
-    if _is_peft(model):
-        state = _merge(model, state, config)
-    # A new model of this config has the names and ties of `from_pretrained`, without longspan and FSDP.
+def _plain(model: Any, config: Any, dtype: torch.dtype | None = None) -> Any:
+    """Return a new model of this config on the meta device, with the names and ties of `from_pretrained`, without FSDP.
+
+    It is of the class of a model, or of a PEFT model's base model.
+    """
+    inner: Any = transformers_model(model)
+    kind = next(cls for cls in type(inner).__mro__ if not issubclass(cls, FSDPModule))  # FSDP subclasses it
     with torch.device("meta"):
-        plain = new_model(_plain_class(model), copy.deepcopy(config), dtype)
-    if generation is not None:
+        plain: Any = new_model(kind, copy.deepcopy(config), dtype)
+    if (generation := getattr(inner, "generation_config", None)) is not None:
         plain.generation_config = generation
-    plain.save_pretrained(making, state_dict=_cast(state, dtype))
-
-
-def _merge(model: Any, state: dict[str, Any], config: Any) -> dict[str, Any]:
-    """Return the base model's weights with the active adapters added, by PEFT itself."""
-    if any(adapter.is_prompt_learning for adapter in model.peft_config.values()):
-        raise LongspanError('prompt learning changes no weights and cannot be merged; use peft="adapter"')
-    plain = _plain_peft(model, config)
-    plain.load_state_dict(state, assign=True)
-    state.clear()
-    return dict(plain.merge_and_unload(adapter_names=list(model.active_adapters)).state_dict())
+    return plain
 
 
 def _plain_peft(model: Any, config: Any) -> Any:
@@ -137,7 +116,7 @@ def _plain_peft(model: Any, config: Any) -> Any:
 
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT 0.21 asks transformers for a deprecated property
-        plain: Any = new_model(_plain_class(model), copy.deepcopy(config))
+        plain = _plain(model, config)
         for name, adapter in model.peft_config.items():
             adapter = copy.deepcopy(adapter)
             if adapter.base_model_name_or_path and not isinstance(plain, peft.PeftModel):
@@ -183,26 +162,6 @@ def _move(making: Path, folder: Path) -> None:
 def _is_peft(model: Any) -> bool:
     peft = sys.modules.get("peft")  # imported by whoever made such a model
     return peft is not None and isinstance(model, peft.PeftModel)
-
-
-def check_mergeable(model: Any) -> None:
-    """Raise if an adapter is on a table that embedding and LM head share: adding it would change both."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    inner = model.get_base_model()
-    tables = [table for table in (inner.get_input_embeddings(), inner.get_output_embeddings()) if table is not None]
-    weights = {x.get_base_layer().weight if isinstance(x, BaseTunerLayer) else x.weight for x in tables}
-    if len(weights) < len(tables) and any(isinstance(table, BaseTunerLayer) for table in tables):
-        raise LongspanError(
-            "the adapter is on the embedding or the LM head, which share one weight, so it cannot be merged: both "
-            'would change; export the adapter (peft="adapter"), or leave them out of its targets'
-        )
-
-
-def _plain_class(model: Any) -> Any:
-    """Return the class of a model, or of a PEFT model's base model, before FSDP subclassed it."""
-    inner = model.get_base_model() if _is_peft(model) else model
-    return next(cls for cls in type(inner).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def _system_error(error: Exception) -> OSError | None:

@@ -1,7 +1,7 @@
-"""The folder of a run on disk: names of checkpoints, how they are written, marked and removed; two runs in one folder.
+"""A checkpoint on disk: `checkpoint-N/`, in it `longspan/` with the shards, and `complete.json`, written last.
 
-A checkpoint is written as `making-...`. `complete.json`, the marker, is written last; then the folder is renamed. So a
-folder without a marker, or with another name, is never read.
+A folder without this marker is never read. A step that is saved again first becomes `old-checkpoint-N`, which counts
+until the new one is complete.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import re
 import shutil
 import warnings
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from longspan.checkpoint.ranks import Ranks
 from longspan.core.errors import LongspanError
 from longspan.core.validation import as_path, check_count, checked_call
 
 MARKER = "complete.json"
-MAKING = "making-"
-"""Prefix of a folder that is being written."""
-
-STEP_NAME = re.compile(r"step-(\d{8,})")
+SHARDS = "longspan"
+_NAME = re.compile(r"(old-)?checkpoint-(\d+)")
 _BLOCK = 16 << 20  # bytes that are read at once
 
 
@@ -47,116 +47,103 @@ class FileRecord:
         return cls(size, crc)
 
 
-# --- names
-
-
 @checked_call(folder=as_path, step=check_count)
 def step_path(folder: Path, step: int) -> Path:
     """Return the path of a step's checkpoint."""
-    return folder / f"step-{step:08d}"
+    return folder / f"checkpoint-{step}"
 
 
-@checked_call(folder=as_path)
-def complete_steps(folder: Path) -> list[int]:
-    """Return the steps whose checkpoints have a marker, ascending."""
-    return sorted(_step(path) for path in _named(folder) if (path / MARKER).is_file())
+def step_of(path: Path) -> int | None:
+    """Return the step in a checkpoint's name; None for another name."""
+    match = _NAME.fullmatch(path.name)
+    return None if match is None else int(match[2])
 
 
-def unmarked(folder: Path) -> list[Path]:
-    """Return the folders with a checkpoint's name but no marker: it was deleted, or the folder is being removed."""
-    return sorted(path for path in _named(folder) if not (path / MARKER).is_file())
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints in a run's folder, complete or not, the newest first."""
+    paths = [path for path in folder.glob("*checkpoint-*") if step_of(path) is not None]
+    return sorted(paths, key=lambda path: (step_of(path), not path.name.startswith("old-")), reverse=True)
 
 
-def _named(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if STEP_NAME.fullmatch(path.name)] if folder.is_dir() else []
-
-
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
-
-
-# --- writing and removing
-
-
-def write_durably(path: Path, text: str) -> FileRecord:
-    """Write a file and wait until the disk holds it."""
-    data = text.encode()
-    with path.open("wb") as file:
-        file.write(data)
+def write_durably(path: Path, text: str) -> None:
+    """Write a file at once and wait until the disk holds it."""
+    part = _part(path)
+    with part.open("w") as file:
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    return FileRecord(len(data), zlib.crc32(data))
-
-
-def put_in_place(making: Path, path: Path) -> None:
-    """Rename a finished folder to its final name. Remove what had that name only afterwards."""
-    before = None
-    if path.is_symlink() or path.exists():
-        before = path.with_name(f"{MAKING}old-{path.name}")
-        remove(before)
-        path.rename(before)
-    making.rename(path)
+    part.replace(path)
     with contextlib.suppress(OSError):  # some file systems cannot sync a folder
         fd = os.open(path.parent, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+
+
+def begin(path: Path) -> None:
+    """Make room for a checkpoint: set a complete one aside, and remove what a save that was killed has left."""
+    if (path / MARKER).is_file():
+        remove(_older(path))
+        path.rename(_older(path))
+    remove(path / SHARDS)
+    _part(path / MARKER).unlink(missing_ok=True)
+
+
+def remove_unneeded(path: Path, keep: int | None) -> None:
+    """Remove what the complete checkpoint `path` replaces; unless `keep` is None, also others.
+
+    They are those of later steps, and all but the newest `keep` (0: all).
+    """
+    unneeded = [_older(path)]
+    if keep is not None:
+        paths = checkpoints_in(path.parent)
+        complete = [other for other in paths if (other / MARKER).is_file() and other != _older(path)]
+        at = complete.index(path)
+        unneeded += complete[:at] + (complete[at + keep :] if keep else [])
+    for other in unneeded:
         try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    if before is not None:
-        remove_or_warn(before)
+            remove(other)
+        except OSError as error:
+            text = f"{other} is no longer needed and cannot be removed: {error}; remove it by hand"
+            warnings.warn(text, stacklevel=2)
+
+
+def _older(path: Path) -> Path:
+    return path.with_name(f"old-{path.name}")
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(f"{path.name}.part")
 
 
 def remove(path: Path) -> None:
     """Remove a folder, the marker first, so that a killed removal leaves nothing complete; of a link, the link."""
-    if path.is_symlink() or path.is_file():
+    if path.is_symlink():
         path.unlink()
     elif path.exists():
         (path / MARKER).unlink(missing_ok=True)
         shutil.rmtree(path)
 
 
-def remove_or_warn(path: Path) -> None:
-    """Remove an old folder; if that fails, warn and go on."""
-    try:
-        remove(path)
-    except OSError as error:
-        warnings.warn(f"{path} is no longer needed and cannot be removed: {error}; remove it by hand", stacklevel=3)
+@contextlib.contextmanager
+def locked(run: Path) -> Iterator[None]:
+    """Lock a run's folder, on the first rank; raise on every rank if another process has it. Collective.
 
-
-def prune(folder: Path, step: int, keep: int) -> None:
-    """Remove the checkpoints of later steps, and all but the newest `keep` (0: all) of the others."""
-    steps = complete_steps(folder)
-    until = [s for s in steps if s <= step]
-    for old in [s for s in steps if s > step] + (until[:-keep] if keep else []):
-        remove_or_warn(step_path(folder, old))
-
-
-# --- one run in a folder
-
-
-class RunLock:
-    """Lock a run's folder for this process, by a system lock on `OUT/.lock`, or raise: a context manager.
-
-    The system releases the lock when the process ends, however it ends, so it is never stale.
+    The system releases the lock of a process that ends, however it ends, so it is never stale.
     """
+    lock = FileLock(run / ".lock")
 
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(folder / ".lock")
+    def acquire() -> None:
+        run.mkdir(parents=True, exist_ok=True)
         try:
-            self._lock.acquire(timeout=0)
+            lock.acquire(timeout=0)
         except Timeout:
             raise LongspanError(
-                f"{folder} is in use by another process: two runs in one folder overwrite each other; end that one, or "
+                f"{run} is in use by another process: two runs in one folder overwrite each other; end that one, or "
                 "use another folder"
             ) from None
 
-    def release(self) -> None:
-        """Release the lock."""
-        self._lock.release()
-
-    def __enter__(self) -> RunLock:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    Ranks().first(acquire)
+    try:
+        yield
+    finally:
+        lock.release()

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from longspan.checkpoint.damage import Checkpoint, newest_undamaged, read_verified
-from longspan.checkpoint.folder import MARKER, STEP_NAME
-from longspan.checkpoint.ranks import Ranks, check_finite, check_ranks, checked_on_all, short_name
+from longspan.checkpoint.folder import MARKER, SHARDS, step_of
+from longspan.checkpoint.ranks import Ranks, check_finite, checked_on_all, short_name
 from longspan.comm.arguments import check_module, check_optimizer
 from longspan.compat.torch_api import NO_GROUP_WARNING
 from longspan.compat.torch_checkpoint import as_plain, flat_names
@@ -33,33 +33,24 @@ def _check_source(name: str, checkpoint: Any) -> Any:
     return checkpoint if isinstance(checkpoint, Checkpoint) else as_path(name, checkpoint)
 
 
-@checked_call(
-    checked_on_all, checkpoint=_check_source, model=check_module, optimizer=check_optimizer, ranks=check_ranks
-)
-def load(
-    checkpoint: Checkpoint | Path | str,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    ranks: Ranks | None = None,
-) -> None:
+@checked_call(checked_on_all, checkpoint=_check_source, model=check_module, optimizer=check_optimizer)
+def load(checkpoint: Checkpoint | Path | str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Read weights and optimizer state in place, on this mesh or another, sharded by FSDP or not. Collective.
 
     Args:
-        checkpoint: from a function of `damage.py`, or the path of one, or of the folder that holds a run's: then the
-            newest undamaged one. It is verified here unless it is already.
+        checkpoint: from a function of `damage.py`, or the path of one, or of a run's folder: then the newest undamaged
+            one. It is verified here unless it is already.
         model: its weights are replaced.
         optimizer: of the model; its state is replaced, and the options of its groups, if these have the same weights.
-        ranks: the ranks that take part; by default all of the job.
 
     Raises:
         LongspanError: on every rank, if the checkpoint is damaged or of another model.
     """
-    ranks = ranks or Ranks()
-    checkpoint = _verified(checkpoint, ranks)  # first: `get_state_dict` creates the state of a new optimizer
+    checkpoint = _verified(checkpoint)  # first: `get_state_dict` creates the state of a new optimizer
     optimizer_state: Any
     model_state, optimizer_state = get_state_dict(model, optimizer)
     model_state, packed = split_state(model, model_state)
-    _read(checkpoint, flat_names({"model": model_state, "optimizer": as_plain(optimizer_state)["state"]}), ranks)
+    _read(checkpoint, flat_names({"model": model_state, "optimizer": as_plain(optimizer_state)["state"]}))
     for name, states in optimizer_state["state"].items():  # what is no tensor
         for key in states:
             states[key] = checkpoint.values["others"].get(f"optimizer.{name}.{key}", states[key])
@@ -77,39 +68,39 @@ def _like(now: Any, saved: Any) -> Any:
     return tuple(saved) if isinstance(saved, list) else saved
 
 
-@checked_call(checked_on_all, checkpoint=_check_source, model=check_module, ranks=check_ranks)
-def load_weights(checkpoint: Checkpoint | Path | str, model: torch.nn.Module, ranks: Ranks | None = None) -> None:
+@checked_call(checked_on_all, checkpoint=_check_source, model=check_module)
+def load_weights(checkpoint: Checkpoint | Path | str, model: torch.nn.Module) -> None:
     """Read the weights only, in the dtypes of `model`; no optimizer is needed.
 
     Collective. Arguments are as in `load`.
     """
-    ranks = ranks or Ranks()
-    checkpoint = _verified(checkpoint, ranks)
+    checkpoint = _verified(checkpoint)
     model_state, packed = split_state(model, get_model_state_dict(model))
-    tensors = _read(checkpoint, flat_names({"model": model_state}), ranks)
-    check_finite(tensors, f"checkpoint {checkpoint.path} cannot be used", ranks, "use an older one")
+    tensors = _read(checkpoint, flat_names({"model": model_state}))
+    check_finite(tensors, f"checkpoint {checkpoint.path} cannot be used", Ranks(), "use an older one")
     set_model_state_dict(model, model_state | packed)
 
 
-def _verified(checkpoint: Checkpoint | Path | str, ranks: Ranks) -> Checkpoint:
+def _verified(checkpoint: Checkpoint | Path | str) -> Checkpoint:
     if isinstance(checkpoint, Checkpoint):
-        return checkpoint if checkpoint.verified else read_verified(checkpoint.path, ranks)
+        return checkpoint if checkpoint.verified else read_verified(checkpoint.path)
     path = Path(checkpoint).absolute()
-    if ranks.first(lambda: STEP_NAME.fullmatch(path.name) is not None or (path / MARKER).is_file()):
-        return read_verified(path, ranks)
-    folder = path / "checkpoints" if ranks.first(lambda: (path / "checkpoints").is_dir()) else path
-    found, problems = newest_undamaged(folder, ranks)
+    if step_of(path) is not None or Ranks().first((path / MARKER).is_file):
+        return read_verified(path)
+    found, problems = newest_undamaged(path)
     if found is None:
-        raise LongspanError(f"{path} holds no checkpoint; give a checkpoint, or the folder that holds a run's")
+        raise LongspanError(
+            "; ".join([f"{path} holds no checkpoint; give a checkpoint, or the folder that holds a run's", *problems])
+        )
     for problem in problems:
         warnings.warn(f"passed over a damaged checkpoint: {problem}", stacklevel=4)
     return found
 
 
-def _read(checkpoint: Checkpoint, flat: dict[str, Any], ranks: Ranks) -> dict[str, Tensor]:
+def _read(checkpoint: Checkpoint, flat: dict[str, Any]) -> dict[str, Tensor]:
     """Fill the tensors in place, and return them. Collective."""
     tensors = {name: x for name, x in flat.items() if isinstance(x, Tensor)}
-    reader = HuggingFaceStorageReader(str(checkpoint.path))
+    reader, ranks = HuggingFaceStorageReader(str(checkpoint.path / SHARDS)), Ranks()
 
     def check() -> None:
         saved = {name: tuple(entry.size) for name, entry in reader.read_metadata().state_dict_metadata.items()}  # type: ignore[union-attr]

@@ -14,7 +14,6 @@ from torch import Tensor
 from longspan.comm.consistency import local_part
 from longspan.comm.objects import gather_objects, on_every_rank, on_first_rank
 from longspan.core.errors import LongspanError, os_errors_as_longspan_errors
-from longspan.core.validation import format_value
 
 T = TypeVar("T")
 
@@ -63,15 +62,8 @@ class Ranks:
 
 
 def checked_on_all(check: Callable[[], T], given: Mapping[str, Any]) -> T:
-    """Check the arguments of a collective call on every rank of its `ranks`, by default those of the job."""
-    ranks = given.get("ranks")
-    return (ranks if isinstance(ranks, Ranks) else Ranks()).each(check)
-
-
-def check_ranks(name: str, ranks: Any) -> None:
-    """Raise unless `ranks` is a `Ranks` or None."""
-    if ranks is not None and not isinstance(ranks, Ranks):
-        raise LongspanError(f"`{name}` must be longspan.checkpoint.Ranks() or None, got {format_value(ranks)}")
+    """Check the arguments of a collective call on every rank."""
+    return Ranks().each(check)
 
 
 def check_finite(tensors: dict[str, Any], what: str, ranks: Ranks, hint: str) -> None:

@@ -1,19 +1,18 @@
 """Save a checkpoint by torch's Distributed Checkpoint: at once, or while the training goes on.
 
-1. Check that all numbers are finite, then let every rank write its shards as safetensors into `making-...`.
+1. Check that all numbers are finite, then let every rank write its shards as safetensors into `longspan/`.
 2. Each rank computes the CRC-32 of its files; the first one looks whether it sees them all.
-3. Write the marker, rename the folder to `step-...`, and remove old checkpoints.
+3. Write the marker, and remove old checkpoints.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_now
 
 from longspan.checkpoint.damage import Checkpoint
-from longspan.checkpoint.folder import (
-    MAKING,
-    FileRecord,
-    prune,
-    put_in_place,
-    remove,
-    remove_or_warn,
-    step_path,
-)
+from longspan.checkpoint.folder import SHARDS, FileRecord, begin, remove, remove_unneeded, step_path
 from longspan.checkpoint.ranks import Ranks, check_finite, checked_on_all
 from longspan.comm.arguments import check_module, check_optimizer
 from longspan.comm.consistency import local_part
@@ -92,47 +83,21 @@ def save(
         LongspanError: on every rank, if any rank cannot write, `state` is not JSON, or a weight or optimizer state is
             not finite. In both cases what was written is removed, and earlier checkpoints stay.
     """
-    saver = Saver(background=False, ranks=Ranks())
-    saver.start(Path(folder), step, model, optimizer, state, keep=keep)
-    path = saver.finish()
-    assert path is not None
-    return path
-
-
-@dataclass(frozen=True)
-class _Job:
-    """A checkpoint to write: the final path, step, plain values, and what to do when it is complete."""
-
-    path: Path
-    step: int
-    state: dict[str, Any]
-    values: dict[str, Any]
-    completed: Callable[[], None]
-
-    @property
-    def making(self) -> Path:
-        return self.path.with_name(f"{MAKING}{self.path.name}")
+    Saver(Ranks()).start(Path(folder), step, model, optimizer, state, background=False, keep=keep)
+    return step_path(Path(folder), step)
 
 
 class Saver:
     """Save one checkpoint at a time, by `torch.distributed.checkpoint.async_save`. Collective, as is each method.
 
-    A process that is killed meanwhile leaves an incomplete folder and the checkpoints before.
-
-    Args:
-        background: False: `start` writes before it returns.
-        ranks: the ranks that take part; by default all, over a new gloo group, so that the thread and the training do
-            not wait for each other.
+    A process that is killed meanwhile leaves an incomplete folder and the checkpoints before. Without `ranks` the first
+    save makes a gloo group, so that the thread and the training do not wait for each other.
     """
 
-    def __init__(self, background: bool = True, ranks: Ranks | None = None) -> None:
-        self.ranks = ranks or Ranks.apart()
-        self.background = background
-        if self.ranks.size == 1:  # torch warns in its thread, where no filter can be set for a while
-            warnings.filterwarnings("ignore", message=NO_GROUP_WARNING)
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self._ranks = ranks
         self._thread: threading.Thread | None = None
-        self._path: Path | None = None
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
 
     def start(
         self,
@@ -142,66 +107,57 @@ class Saver:
         optimizer: torch.optim.Optimizer,
         state: dict[str, Any],
         *,
-        keep: int = 0,
+        background: bool = True,
+        keep: int | None = None,
+        later: str | None = None,
     ) -> None:
-        """Begin to save; the arguments are those of `save`. The weights may change when this returns.
-
-        `finish` raises what concerns writing.
-        """
-        path = step_path(folder, step)
-        self.start_at(path, step, model, optimizer, state, lambda: prune(folder, step, keep))
-
-    def start_at(
-        self,
-        path: Path,
-        step: int,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        state: dict[str, Any],
-        completed: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Begin to save at a path of any name. The first rank calls `completed` once the checkpoint is complete.
+        """Begin to save, once the previous save has ended. The weights may change when this returns.
 
         If a machine lacks memory for a copy of its tensors, the checkpoint is written before this returns.
+
+        Args:
+            folder, step, model, optimizer, state: of `save`.
+            background: whether to write in a thread.
+            keep: of `save`; None removes no other checkpoint.
+            later: a JSON file of the checkpoint that is written afterwards. What is in its folder now belongs to it.
         """
-        if self._thread is not None or self._path is not None or self._error is not None:
-            raise RuntimeError("the previous save is not finished")
+        self.finish()
+        ranks = self._ranks = self._ranks or Ranks.apart()
+        if ranks.size == 1:  # torch warns in its thread, where no filter can be set for a while
+            warnings.filterwarnings("ignore", message=NO_GROUP_WARNING)
         tensors, values = parts_of(model, optimizer)
-        job = _Job(path, step, state, values, completed)
-        self.ranks.first(lambda: _check_json(job))
-        check_finite(tensors, f"checkpoint {path} is not written", self.ranks, _NOT_FINITE)
-        self.ranks.first(lambda: _begin(job))
+        path = step_path(folder, step)
+        checkpoint = Checkpoint(path, step, state, {} if later is None else {later: None}, values)
+        ranks.first(lambda: _check_json(checkpoint))
+        check_finite(tensors, f"checkpoint {path} is not written", ranks, _NOT_FINITE)
+        others = ranks.first(lambda: _begin(checkpoint))
         writer = HuggingFaceStorageWriter(
-            str(job.making), fqn_to_index_mapping=_files(tensors, self.ranks.size), save_distributed=True
+            str(path / SHARDS), fqn_to_index_mapping=_files(tensors, ranks.size), save_distributed=True
         )
-        common: dict[str, Any] = {"storage_writer": writer, "process_group": self.ranks.group}
-        common["no_dist"] = self.ranks.size == 1
-        if self.background and all(self.ranks.gather(_copy_fits(tensors))):
-            written: Any = async_save(tensors, **common)
+        common: dict[str, Any] = {"storage_writer": writer, "process_group": ranks.group, "no_dist": ranks.size == 1}
+        if background and all(ranks.gather(_copy_fits(tensors))):
+            write = async_save(tensors, **common).result  # type: ignore[union-attr]
             # A daemon: the process can end although another rank hangs. `finish` waits for the thread.
             self._thread = threading.Thread(
-                target=self._complete, args=(job, written.result), name="longspan-checkpoint", daemon=True
+                target=self._write, args=(ranks, checkpoint, others, write, keep), name="longspan-save", daemon=True
             )
             self._thread.start()
         else:
-            self._complete(job, lambda: save_now(tensors, **common))
+            _complete(ranks, checkpoint, others, lambda: save_now(tensors, **common), keep)
 
-    def _complete(self, job: _Job, write: Callable[[], Any]) -> None:
+    def _write(self, *args: Any) -> None:
         try:
-            _complete(job, write, self.ranks)
-            self._path = job.path
+            _complete(*args)
         except Exception as error:
             self._error = error
 
-    def finish(self) -> Path | None:
-        """Wait for the save and return its path, or None if there was none; the same on every rank."""
+    def finish(self) -> None:
+        """Wait for the save in flight, and raise if it failed."""
         if self._thread is not None:
             self._thread.join()
-        path, error = self._path, self._error
-        self._thread = self._path = self._error = None
+        error, self._thread, self._error = self._error, None, None
         if error is not None:
             raise error
-        return path
 
 
 def parts_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -234,47 +190,58 @@ def _copy_fits(tensors: dict[str, Tensor]) -> bool:
     return free is not None and mine * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= _COPY_SHARE * free
 
 
-def _check_json(job: _Job) -> None:
+def _check_json(checkpoint: Checkpoint) -> None:
     try:
-        json.dumps([job.state, job.values])
+        checkpoint.marker()
     except (TypeError, ValueError, RecursionError) as error:
         raise LongspanError(f"the state of a checkpoint is saved as JSON, and this one is not: {error}") from error
 
 
-def _begin(job: _Job) -> None:
-    if job.path.parent.is_dir():
-        for stale in job.path.parent.glob(f"{MAKING}*"):  # of a run that was killed while it saved
-            remove_or_warn(stale)
-    job.making.mkdir(parents=True)
+def _begin(checkpoint: Checkpoint) -> list[str]:
+    """Make the folder of the shards; return the names of the folder's other files that belong to the checkpoint."""
+    begin(checkpoint.path)
+    files = [path for path in checkpoint.path.rglob("*") if path.is_file()] if checkpoint.files else []
+    (checkpoint.path / SHARDS).mkdir(parents=True)
+    return [name for path in files if (name := str(path.relative_to(checkpoint.path))) not in checkpoint.files]
 
 
-def _complete(job: _Job, write: Callable[[], Any], ranks: Ranks) -> None:
+def _complete(
+    ranks: Ranks, checkpoint: Checkpoint, others: list[str], write: Callable[[], Any], keep: int | None
+) -> None:
     """Write the files and complete the checkpoint. Collective; may run in a thread."""
+    path = checkpoint.path
+
+    def mark() -> None:
+        if problem := replace(checkpoint, files=shards).wrong_size():
+            raise LongspanError(
+                f"{problem}: the ranks do not share the folder; give one on a disk that all machines share"
+            )
+        own = {name: FileRecord.of(path / name) for name in others}
+        replace(checkpoint, files=checkpoint.files | own | shards).write_marker()
+        remove_unneeded(path, keep)
+
     try:
         try:
             write()
         except (Exception, CheckpointException) as error:
             if ranks.size > 1 and not isinstance(error, CheckpointException):  # it is not raised on every rank
                 raise
-            raise _cause(job.path, error) from error
-        prefix = f"shard-{ranks.rank + 1:05d}-"
-        mine = ranks.each(lambda: {p.name: FileRecord.of(p) for p in job.making.iterdir() if p.name.startswith(prefix)})
-        files = {name: record for of_rank in ranks.gather(mine) for name, record in of_rank.items()}
-        ranks.first(lambda: _mark(job, files))
+            raise _cause(path, error) from error
+        mine = ranks.each(lambda: _records(path / SHARDS, ranks.rank))
+        shards = dict[str, FileRecord | None]()
+        for of_rank in ranks.gather(mine):
+            shards |= of_rank
+        ranks.first(mark)
     except LongspanError:
         if ranks.rank == 0:  # no rank is writing: all have raised
-            with contextlib.suppress(OSError):  # the next save removes it
-                remove(job.making)
+            with contextlib.suppress(OSError):  # a folder with other files stays
+                remove(path / SHARDS)
+                path.rmdir()
         raise
 
 
-def _mark(job: _Job, files: dict[str, FileRecord]) -> None:
-    checkpoint = Checkpoint(job.making, job.step, job.state, files, job.values)
-    if problem := checkpoint.wrong_size():
-        raise LongspanError(f"{problem}: the ranks do not share the folder; give one on a disk that all machines share")
-    checkpoint.write_marker()
-    put_in_place(job.making, job.path)
-    job.completed()
+def _records(shards: Path, rank: int) -> dict[str, FileRecord]:
+    return {f"{SHARDS}/{file.name}": FileRecord.of(file) for file in shards.glob(f"shard-{rank + 1:05d}-*")}
 
 
 def _cause(path: Path, error: BaseException) -> LongspanError:

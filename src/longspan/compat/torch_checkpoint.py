@@ -37,10 +37,11 @@ def low_bit_adamw(kind: Any) -> type[torch.optim.Optimizer]:
     class LowBitAdamW(kind):  # type: ignore[misc]
         def __init__(self, params: Any, **options: Any) -> None:
             super().__init__(params, **options)
-            # Compiled code is cached on disk by the whole weight's shape; ranks have different parts.
+            # Compiled code is cached on disk by the whole weight's shape; ranks have different parts, of 8 or 4 bits.
             weights = [p for group in self.param_groups for p in group["params"]]
-            parts = [tuple((p.to_local() if isinstance(p, DTensor) else p).shape) for p in weights]
-            self.tag = f"longspan {zlib.crc32(str(parts).encode())}"
+            locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in weights]
+            parts = [(x.shape, _scale_shape(p, self.block_size)) for p, x in zip(weights, locals_, strict=True)]
+            self.tag = f"longspan {kind.__name__} {zlib.crc32(str(parts).encode())}"
 
         def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
             local = p.to_local() if isinstance(p, DTensor) else p

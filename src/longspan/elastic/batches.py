@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,9 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from longspan.comm.arguments import check_sharding, describe
-from longspan.comm.consistency import gather_numbers
 from longspan.comm.mesh import SequenceSharding
-from longspan.comm.objects import raise_on_every_rank
+from longspan.comm.objects import gather_objects, on_every_rank
 from longspan.compat.transformers_api import own_positions
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import format_ranks, odd_ones
@@ -39,7 +37,7 @@ from longspan.hf.documents import BORDER_KEYS, ID_KEYS, LONGEST_KEYS, segments_o
 from longspan.hf.planning import hardware_of
 from longspan.hf.support import transformers_model
 from longspan.plan.from_model import shape_of_model
-from longspan.plan.hardware import CATALOGUE, read_hardware
+from longspan.plan.hardware import read_hardware
 from longspan.plan.job import Job
 
 if TYPE_CHECKING:
@@ -51,12 +49,7 @@ _BATCH_KEYS = {*_SAMPLE_KEYS, "attention_mask", "position_ids", *ID_KEYS, *BORDE
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence: int64 [tokens], on the CPU or on a device.
-
-    Attributes:
-        input_ids: the tokens.
-        labels: unshifted, -100 where there is no loss.
-    """
+    """One sequence: int64 [tokens], with labels that are not shifted, -100 where there is no loss."""
 
     input_ids: Tensor
     labels: Tensor
@@ -67,19 +60,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class ElasticStep:
-    """One rank's batches of one optimizer step, one for each round.
+    """One rank's batches of one optimizer step, one for each round."""
 
-    Attributes:
-        batches: inputs of the model, one row each.
-        schedule: of all ranks; its samples are numbers within the step.
-        tokens: of all samples.
-        label_tokens: labels of all samples, by which the loss is divided.
-    """
-
-    batches: tuple[dict[str, Any], ...]
-    schedule: Schedule
-    tokens: int
-    label_tokens: int
+    batches: tuple[dict[str, Any], ...]  # inputs of the model, one row each
+    schedule: Schedule  # of all ranks; its samples are numbers within the step
+    tokens: int  # of all samples
+    label_tokens: int  # of all samples, by which the loss is divided
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(self.batches)
@@ -89,14 +75,7 @@ class ElasticStep:
 
 
 class Elastic:
-    """Makes the steps of a model from samples.
-
-    Args:
-        sp: the model's sharding. Collective.
-        model: a transformers model, sharded or not.
-        tokens_per_rank: most tokens of a rank in a round.
-        gpu: hardware by which the schedule computes times; None: the device, with the links of the catalogue.
-    """
+    """Makes the steps of a model from samples; arguments are those of `schedule`. Collective."""
 
     def __init__(
         self, sp: SequenceSharding, model: nn.Module, tokens_per_rank: int, gpu: str | os.PathLike[str] | None = None
@@ -113,13 +92,9 @@ class Elastic:
         if not sp.has_widths:
             sp.of_width(1)
 
-    def schedule(self, lengths: Sequence[int]) -> Schedule:
-        """Return the schedule of samples; see `longspan.schedule`."""
-        return make_schedule(lengths, self.costs, self.tokens_per_rank)
-
     def step(self, samples: Sequence[Sample]) -> ElasticStep:
         """Return my batches of samples, which are the same on every rank."""
-        made = self.schedule([len(sample) for sample in samples])
+        made = make_schedule([len(sample) for sample in samples], self.costs, self.tokens_per_rank)
         labels = sum(int((sample.labels[int(self.shifts) :] != IGNORE).sum()) for sample in samples)
         mine = made.groups_of(self.sp.data_rank * self.sp.size + self.sp.rank)
         batches = tuple({**self._row(samples, group), "num_items_in_batch": max(1, labels)} for group in mine)
@@ -175,7 +150,7 @@ def schedule(
         LongspanError: for a sample without tokens, or one that the ranks of a sequence group cannot hold, with the mesh
             that would; for a model whose loss is one of rows; for unknown hardware, or another on some rank.
     """
-    return Elastic(sp, model, tokens_per_rank, gpu).schedule(list(lengths))
+    return make_schedule(list(lengths), Elastic(sp, model, tokens_per_rank, gpu).costs, tokens_per_rank)
 
 
 @checked_call(sp=lambda _, sp: check_sharding(sp))
@@ -322,20 +297,10 @@ def samples_of_batch(batch: Mapping[str, Any]) -> list[Sample]:
 
 
 def sample_costs(model: PreTrainedModel, sp: SequenceSharding, gpu: str | os.PathLike[str] | None) -> SampleCosts:
-    """Return the costs of elastic batches' samples, for a model that is, or will be, sharded over `sp` by FSDP.
-
-    `gpu`: hardware by name or file; None: this device, with the links of the catalogue. Collective.
-    """
-    problem, hardware, speeds = None, CATALOGUE["cpu"], 0
-    try:
-        hardware = hardware_of(sp.device) if gpu is None else read_hardware(gpu)
-        speeds = zlib.crc32(repr(dataclasses.replace(hardware, memory_bytes=1.0)).encode())
-    except LongspanError as error:
-        problem = error
+    """Return the costs of samples, for a model that is, or will be, sharded over `sp` by FSDP. Collective."""
     group = sp.host_group
-    rows = [[0, 0]] if group is None else gather_numbers([problem is not None, speeds], group, torch.device("cpu"))
-    raise_on_every_rank(problem, group, "cannot read its hardware", [bool(row[0]) or group is None for row in rows])
-    odd = odd_ones([row[1] for row in rows])
+    hardware = on_every_rank(lambda: hardware_of(sp.device) if gpu is None else read_hardware(gpu), group)
+    odd = odd_ones(gather_objects(repr(dataclasses.replace(hardware, memory_bytes=1.0)), group))
     if group is not None and odd:
         ranks = format_ranks([dist.get_global_rank(group, i) for i in odd])
         raise LongspanError(

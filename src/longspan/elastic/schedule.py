@@ -11,10 +11,9 @@ This module needs no torch. Costs are the planner's: attention by its mask, the 
 from __future__ import annotations
 
 import bisect
-import heapq
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -174,8 +173,8 @@ def make_schedule(lengths: Sequence[int], costs: SampleCosts, tokens_per_rank: i
     # Every rank busy for about the same time in every round: long samples get many ranks.
     rounds = fewest
     while tries <= _TRIES and pays(rounds):
-        other = _packed(samples, rounds, _SLACK * samples.target(rounds))
-        if other is not None and (best is None or other.total < best.total):
+        other = _Packing(samples, rounds)
+        if other.fill(_SLACK * samples.target(rounds)) and (best is None or other.total < best.total):
             best, first, tries = other, first or rounds, 0
         tries += best is not None
         if rounds == most:
@@ -184,8 +183,8 @@ def make_schedule(lengths: Sequence[int], costs: SampleCosts, tokens_per_rank: i
     assert best is not None
     # No sample wider than its tokens need: fewest messages.
     for rounds in sorted({first, max(first, samples.rounds_of_narrowest)}):
-        other = _packed(samples, rounds, math.inf) if pays(rounds) else None
-        if other is not None and other.total < best.total:
+        other = _Packing(samples, rounds)
+        if pays(rounds) and other.fill(math.inf) and other.total < best.total:
             best = other
     return best.schedule()
 
@@ -252,26 +251,16 @@ class _Samples:
         return target
 
 
+@dataclass
 class _Open:
     """A group in the making."""
 
-    def __init__(self, number: int, number_of_round: int, first: int, width: int, load: float) -> None:
-        self.number, self.round, self.first, self.width, self.load = number, number_of_round, first, width, load
-        self.tokens, self.samples = 0, list[int]()
-
-
-class _Full(Exception):
-    """The samples do not fit in so many rounds."""
-
-
-def _packed(samples: _Samples, rounds: int, limit: float) -> _Packing | None:
-    """Return the samples in so many rounds, or None if they do not fit."""
-    packing = _Packing(samples, rounds, limit)
-    try:
-        packing.fill()
-    except _Full:
-        return None
-    return packing
+    round: int
+    first: int
+    width: int
+    load: float
+    tokens: int = 0
+    samples: list[int] = field(default_factory=list)
 
 
 class _Packing:
@@ -282,42 +271,38 @@ class _Packing:
     to the rank that is least busy, the longest first.
     """
 
-    def __init__(self, samples: _Samples, rounds: int, limit: float) -> None:
-        self.samples, self.limit = samples, limit
+    def __init__(self, samples: _Samples, rounds: int) -> None:
+        self.samples = samples
         self.used = [[False] * samples.ranks for _ in range(rounds)]
         self.groups = list[_Open]()
 
-    def fill(self) -> None:
-        samples, ends = self.samples, self.samples.ends(self.limit)
-        starts = [0, *ends.values()]
-        for number in range(len(samples.widths) - 1, 0, -1):
-            width = samples.widths[number]
-            self._fill_wide(width, range(ends[width] - 1, starts[number] - 1, -1))
-        for number, used in enumerate(self.used):
-            for rank in range(samples.ranks):
-                if not used[rank]:
-                    self._opened(number, rank, 1)
-        self._spread(range(ends[1] - 1, -1, -1), 1)
-
-    def _fill_wide(self, width: int, places: Sequence[int]) -> None:
-        samples, blocks, late = self.samples, self._free_blocks(width), list[int]()
-        limit, groups = self.limit, list[tuple[float, int, _Open]]()  # ascending
-        for place in places:
-            n, seconds = samples.lengths[place], samples.seconds[width][place]
-            at = bisect.bisect_right(groups, (limit - seconds, len(groups))) - 1
-            while at >= 0 and groups[at][2].tokens + n > width * samples.room:
-                at -= 1
-            if at >= 0:
-                group = groups.pop(at)[2]
-            elif (block := next(blocks, None)) is not None:
-                group = self._opened(*block, width)
-            else:
-                late.append(place)
-                continue
-            self._put(group, place)
-            if group.tokens + samples.lengths[places[-1]] <= width * samples.room:  # else no later sample fits
-                bisect.insort(groups, (group.load, group.number, group))
-        self._spread(late, width)
+    def fill(self, limit: float) -> bool:
+        """Put all samples into groups; return False if they do not fit."""
+        samples, start = self.samples, len(self.samples.order)
+        ends = samples.ends(limit)
+        for width in reversed(samples.widths):
+            narrower = max((ends[w] for w in samples.widths if w < width), default=0)
+            places, blocks, own, late = range(start - 1, narrower - 1, -1), self._free_blocks(width), list[_Open](), []
+            start = narrower
+            if width == 1:
+                self.groups += [self._opened(*block, 1) for block in blocks]
+            for place in places:
+                free = [g for g in own if g.load + samples.seconds[width][place] <= limit and self._holds(g, place)]
+                block = None if free or width == 1 else next(blocks, None)
+                if block is not None:
+                    free = [self._opened(*block, width)]
+                    own += free
+                    self.groups += free
+                if free:
+                    self._put(max(free, key=lambda group: group.load), place)
+                else:
+                    late.append(place)
+            for place in late:
+                wide = [g for g in self.groups if g.width >= width and self._holds(g, place)]
+                if not wide:
+                    return False
+                self._put(min(wide, key=lambda g: g.load + samples.seconds[g.width][place]), place)
+        return True
 
     def _free_blocks(self, width: int) -> Iterator[tuple[int, int]]:
         """Yield round and first rank of each place for a group."""
@@ -328,35 +313,10 @@ class _Packing:
 
     def _opened(self, number: int, first: int, width: int) -> _Open:
         self.used[number][first : first + width] = [True] * width
-        self.groups.append(_Open(len(self.groups), number, first, width, self.samples.costs.row(width)))
-        return self.groups[-1]
+        return _Open(number, first, width, self.samples.costs.row(width))
 
-    def _spread(self, places: Iterable[int], least_width: int) -> None:
-        """Put each sample into the group of at least this width that is then least busy."""
-        samples = self.samples
-        heaps: dict[int, list[tuple[float, int, _Open]]] = {w: [] for w in samples.widths if w >= least_width}
-        for group in self.groups:
-            if group.width >= least_width:
-                heaps[group.width].append((group.load, group.number, group))
-        for heap in heaps.values():
-            heapq.heapify(heap)
-        waiting = list[tuple[int, int, _Open]]()  # of groups without room for the last sample: minus their room
-        for place in places:
-            n, chosen, least = samples.lengths[place], 0, math.inf
-            while waiting and -waiting[0][0] >= n:
-                _, number, group = heapq.heappop(waiting)
-                heapq.heappush(heaps[group.width], (group.load, number, group))
-            for width, heap in heaps.items():
-                while heap and heap[0][2].tokens + n > width * samples.room:
-                    _, number, group = heapq.heappop(heap)
-                    heapq.heappush(waiting, (group.tokens - width * samples.room, number, group))
-                if heap and heap[0][0] + samples.seconds[width][place] < least:
-                    chosen, least = width, heap[0][0] + samples.seconds[width][place]
-            if not chosen:
-                raise _Full
-            _, number, group = heaps[chosen][0]
-            self._put(group, place)
-            heapq.heapreplace(heaps[chosen], (group.load, number, group))
+    def _holds(self, group: _Open, place: int) -> bool:
+        return group.tokens + self.samples.lengths[place] <= group.width * self.samples.room
 
     def _put(self, group: _Open, place: int) -> None:
         group.load += self.samples.seconds[group.width][place]

@@ -37,7 +37,7 @@ from longspan.ranks.job import CPU_TIMEOUT_S, FOLDER, GPU_TIMEOUT_S, join_group,
 from longspan.ranks.watch import Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import FrameType
 
 #: Default seconds for the ranks to save and end after a signal.
@@ -72,13 +72,16 @@ class RankFailed(RuntimeError):
 
 
 class StopRequest:
-    """Catches SIGTERM and SIGINT, so that a job can end at a convenient point: a context manager around the job.
+    """Catches `signals` (and SIGHUP), so that a job can end at a convenient point: a context manager around the job.
 
     `signum` is the first signal. A second one, more than `REPEAT_S` seconds later, acts as it would without this; with
     `ends=False` it only sets `again`. `stops` is printed on the first rank.
     """
 
-    def __init__(self, stops: str = "stopping", *, ends: bool = True) -> None:
+    def __init__(
+        self, stops: str = "stopping", *, ends: bool = True, signals: Sequence[int] = (signal.SIGTERM, signal.SIGINT)
+    ) -> None:
+        self.signals = signals
         self.signum: int | None = None
         self.again = False
         self._stops, self._ends, self._since = stops, ends, 0.0
@@ -86,7 +89,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         with contextlib.suppress(ValueError):  # only the main thread can catch signals
-            for signum in (signal.SIGTERM, signal.SIGINT):
+            for signum in self.signals:
                 self._previous[signum] = signal.signal(signum, self._on_signal)
             if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
                 self._previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._on_signal)

@@ -2,7 +2,7 @@
 
 - `arguments`: TRL's keys and ours; `command`: starts the ranks and trains.
 - `resolve`: what the planner decides before the start; `model`, `datasets`: what is trained, on what.
-- `preview`: prints sequences; `profiling`: records a step.
+- `callbacks`: records a step, prints sequences.
 
 Importing this package does not import torch.
 """

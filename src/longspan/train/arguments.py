@@ -79,7 +79,7 @@ class Ours:
     profile: int | None = None
     """Record this step of every rank with torch's profiler: output_dir/profile/step-N.trace.json."""
     preview: int = 0
-    """Print this many sequences as the model will see them, tokens with a loss in green, and exit."""
+    """Print this many sequences as the model will see them, tokens with a loss in ⟦ ⟧, and exit."""
     dry_run: bool = False
     """Check model, data and memory, print what would run, and exit. Starts no rank and writes nothing."""
     max_restarts: int = 0

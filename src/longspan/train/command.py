@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import trl
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback
 
 import longspan.train
+from longspan.checkpoint import read_verified
 from longspan.comm.mesh import make_sharding
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_processes
@@ -28,14 +29,13 @@ from longspan.ranks import agreement, launch
 from longspan.ranks.watch import Watch
 from longspan.train import model as models
 from longspan.train.arguments import Arguments, Settings, read
+from longspan.train.callbacks import Profile, Progress, preview
 from longspan.train.datasets import Data, find_row, open_data
-from longspan.train.preview import preview
-from longspan.train.profiling import Profile
 from longspan.train.resolve import Resolved, dry_run, resolve, summary
-from longspan.trainers.callbacks import Figures, StepLine, stop_together
+from longspan.trainers.callbacks import Figures, StepLine, StopOnSignal
+from longspan.trainers.mixin import newest_checkpoint
 from longspan.trainers.mixin import trainer as sharded
 from longspan.trainers.muon import muon
-from longspan.trainers.saving import STATE, newest_complete, steps_done
 
 
 class _DPOTrainer(trl.DPOTrainer):  # type: ignore[misc]
@@ -140,7 +140,8 @@ def train_rank(settings: Settings, watch: Watch) -> None:
     opened = agreement.open_together(lambda: _open(settings), _facts)
     watch.at("loading", unlimited=True)
     training = opened.arguments.training
-    with launch.StopRequest("stopping after this step") as stop:
+    with launch.StopRequest("stopping after this step") as request:
+        stop = StopOnSignal(request)
         trainer = _trainer(opened, watch, stop)
         StepLine.replace_printer(trainer)
         trainer.add_callback(Figures(trainer))
@@ -155,16 +156,14 @@ def train_rank(settings: Settings, watch: Watch) -> None:
             return
         _log(trainer, [*opened.resolved.messages, *summary(opened.arguments, opened.resolved)])
         resumed = _resumed(training)
-        done = 0 if resumed is None else steps_done(resumed)
+        done = 0 if resumed is None else read_verified(resumed, content=False).step
         if 0 < training.max_steps <= done:
             _log(trainer, [f"nothing to train: {resumed} is the last of max_steps: {training.max_steps}"])
             trainer.longspan_load(resumed)
         else:
             with _naming_row(opened, training=True):
                 trainer.train(resumed)
-        if signum := stop_together(
-            stop.signum or 0, training.device
-        ):  # it may have reached one rank after the last step
+        if signum := stop.received(training.device):  # it may have reached one rank after the last step
             _log(trainer, [f"stopped by a signal after step {trainer.state.global_step}; the same command resumes"])
             raise launch.Stopped(signum)
     watch.at("export", unlimited=True)
@@ -172,7 +171,7 @@ def train_rank(settings: Settings, watch: Watch) -> None:
     _log(trainer, [f"exported {training.output_dir}"])
 
 
-def _trainer(opened: _Opened, watch: Watch, stop: launch.StopRequest) -> Any:
+def _trainer(opened: _Opened, watch: Watch, stop: StopOnSignal) -> Any:
     """Return the trainer of a run, with its sharded model."""
     arguments, resolved, data = opened.arguments, opened.resolved, opened.data
     ours, training = arguments.ours, arguments.training
@@ -190,7 +189,7 @@ def _trainer(opened: _Opened, watch: Watch, stop: launch.StopRequest) -> Any:
         training.bf16, training.mixed_precision = False, "no"  # FSDP casts what it gathers; the weights stay in fp32
     if arguments.method == "sft" and data.evaluated is not None:
         options["loss_by_position"] = resolved.context
-    callbacks: list[Any] = [_Progress(watch, stop)]
+    callbacks: list[Any] = [Progress(watch), stop]
     if ours.early_stopping_patience is not None:
         callbacks.append(EarlyStoppingCallback(ours.early_stopping_patience))
     if ours.profile is not None:
@@ -231,32 +230,9 @@ def _resumed(training: Any) -> str | None:
     asked, run = str(training.resume_from_checkpoint), Path(training.output_dir)
     if asked.lower() not in ("none", "true", "auto"):
         return None if asked.lower() == "false" else asked
-    try:
-        found, problems = newest_complete(run)
-    except LongspanError as error:
-        if any(run.glob(f"checkpoint-*/{STATE}")):
-            raise
-        found, problems = None, [f"{error}: nothing was saved yet, so it starts anew"]
-    lines = [*problems, *([] if found is None else [f"resuming from {found}"])]
-    if launch.is_first_rank():
-        print(*(f"longspan: {line}" for line in lines), sep="\n", end="\n" * bool(lines), flush=True)
-    return None if found is None else str(found)
+    return newest_checkpoint(run)
 
 
 def _log(trainer: Any, lines: list[str]) -> None:
     if trainer.is_world_process_zero():
         print(*lines, sep="\n", flush=True)
-
-
-class _Progress(TrainerCallback):  # type: ignore[misc]
-    """Tell the watch what this rank does, and save and stop on all ranks after a signal to any."""
-
-    def __init__(self, watch: Watch, stop: launch.StopRequest) -> None:
-        self.watch, self.stop = watch, stop
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.watch.at("training", state.global_step + 1)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.watch.at("after the step", unlimited=True)  # it may evaluate or save
-        self.stop.signum = stop_together(self.stop.signum or 0, args.device, control) or None

@@ -3,5 +3,5 @@
 - `mixin`: the trainer: replicas, loss, evaluation, checkpoints.
 - `callbacks`: stop at values that are not finite and at signals, log a step's speed; `figures`: how it is measured.
 - `evaluation`: exact means, also by position; `muon`: an optimizer for sharded matrices.
-- `saving`: the folders that it writes; `trl`: TRL's trainers.
+- `trl`: TRL's trainers.
 """

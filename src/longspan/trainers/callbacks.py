@@ -28,6 +28,7 @@ from longspan.hf.state import state_of
 from longspan.hf.support import layers_without_backward, transformers_model
 from longspan.hf.weights.quantized import number_of_weights
 from longspan.plan.from_model import shape_of
+from longspan.ranks.launch import StopRequest
 from longspan.trainers.figures import CommunicationSampler, count_tokens, model_flops, peak_flops, peak_memory
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -57,7 +58,10 @@ class StopAtNonFinite(_OfTrainer):
             norm = trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), math.inf)
         norm = torch.as_tensor(norm.full_tensor() if isinstance(norm, DTensor) else norm, device=args.device)
         values = torch.stack([x.detach().float() for x in (norm, *step.losses)])
-        if not trainer.longspan_any_rank(~values.isfinite().all()):
+        wrong, group = (~values.isfinite().all()).float(), trainer.longspan_sp.mesh_group
+        if group is not None:
+            dist.all_reduce(wrong, dist.ReduceOp.MAX, group=group)
+        if not wrong:
             return
         first = watch(trainer.model, trainer.longspan_sp, trainer.longspan_repeat_step)
         raise LongspanError(self._explain(args, state.global_step + 1, values[1:].sum().item(), norm.item(), first))
@@ -86,41 +90,42 @@ class StopAtNonFinite(_OfTrainer):
         )
 
 
-def stop_together(signum: int, device: torch.device, control: Any = None) -> int:
-    """Return the signal that any rank has received, or 0; then `control` saves and ends the training. Collective."""
-    received = torch.tensor(signum, device=device)
-    if dist.is_initialized():
-        dist.all_reduce(received, op=dist.ReduceOp.MAX)
-    if received and control is not None:
-        control.should_save = control.should_training_stop = True
-    return int(received)
-
-
 class StopOnSignal(TrainerCallback):  # type: ignore[misc]
     """Saves and ends all ranks after a step in which any rank received SIGTERM or SIGUSR1.
+
+    Args:
+        request: a caller's, which catches the signals for longer than the training.
 
     Attributes:
         signum: the signal that ended the run, on every rank; 0 for none.
     """
 
-    def __init__(self) -> None:
-        self.received = self.signum = 0
-        self.before: dict[int, Any] = {}
+    def __init__(self, request: StopRequest | None = None) -> None:
+        self.own, self.request = request is None, request or StopRequest("", signals=SIGNALS)
+        self.signum, self.catching = 0, contextlib.ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take over the signals."""
-        self.received = self.signum = 0
-        self.before = {signum: signal.signal(signum, self._receive) for signum in SIGNALS}
-
-    def _receive(self, signum: int, _: Any) -> None:
-        self.received = signum
+        """Catch the signals."""
+        self.signum = 0
+        if self.own:
+            self.request.signum = None
+            self.catching.enter_context(self.request)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Compare the ranks. Collective."""
-        self.signum = stop_together(self.received, args.device, control)
-        if self.signum and state.is_world_process_zero:
-            name = signal.Signals(self.signum).name
-            print(f"longspan: {name}: saving and stopping after step {state.global_step}", file=sys.stderr)
+        if self.received(args.device):
+            control.should_save = control.should_training_stop = True
+            if state.is_world_process_zero:
+                name = signal.Signals(self.signum).name
+                print(f"longspan: {name}: saving and stopping after step {state.global_step}", file=sys.stderr)
+
+    def received(self, device: torch.device) -> int:
+        """Return the signal that any rank has received, or 0. Collective."""
+        signum = torch.tensor(self.request.signum or 0, device=device)
+        if dist.is_initialized():
+            dist.all_reduce(signum, op=dist.ReduceOp.MAX)
+        self.signum = int(signum)
+        return self.signum
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Restore the previous handlers."""
@@ -128,9 +133,7 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]
 
     def close(self) -> None:
         """Restore the previous handlers, also after a step that raised."""
-        for signum, handler in self.before.items():
-            signal.signal(signum, handler)
-        self.before = {}
+        self.catching.close()
 
 
 class Figures(_OfTrainer):
@@ -187,7 +190,9 @@ class Figures(_OfTrainer):
         found = {"tokens_per_second": tokens / seconds, "memory_gib": most.item()}
         if sampled is not None:
             found["communication"] = communication
-        peak = peak_flops(sp.device, trainer.longspan_compute_dtype())
+        weights = next(p.dtype for p in trainer.model.parameters() if p.is_floating_point())
+        dtype = torch.bfloat16 if trainer.args.bf16 else trainer.longspan_policy("param_dtype") or weights
+        peak = peak_flops(sp.device, dtype)
         if peak is not None and self._model is not None:
             flops = model_flops(tokens=round(tokens), attention_pairs=round(pairs), **self._model)
             found["mfu"] = flops / (seconds * peak * sp.job_size)

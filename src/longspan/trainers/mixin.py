@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import random
 import sys
 import traceback
@@ -28,10 +29,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
 
 from longspan import checkpoint as checkpoints
+from longspan.checkpoint.folder import begin
 from longspan.comm.arguments import check_sharding
 from longspan.comm.mesh import SequenceSharding
+from longspan.comm.objects import error_text
 from longspan.compat.accelerate_api import ReplicaAccelerator
 from longspan.compat.torch_checkpoint import low_bit_adamw
 from longspan.compat.transformers_api import output_dir_of
@@ -49,16 +53,6 @@ from longspan.hf.weights.gradients import no_sync
 from longspan.hf.weights.sources import tensor_parts
 from longspan.trainers.callbacks import Figures, StopAtNonFinite, StopOnSignal
 from longspan.trainers.evaluation import ByPosition, Tally
-from longspan.trainers.saving import (
-    ShardSaver,
-    export_into,
-    invalidate,
-    locked,
-    mark,
-    newest_complete,
-    plain_optimizer,
-    shards_of,
-)
 from longspan.trainers.trl import (
     count_sequence_groups,
     has_uniform_gradient,
@@ -71,9 +65,8 @@ if TYPE_CHECKING:
 
 Class = TypeVar("Class", bound=type[Trainer])
 
-OPTIONS = ("fsdp", "mp_policy", "kernel", "weights", "check_batches", "check_weights", "check_at_rest", "logits",
-           "memory", "dropout", "experts", "tensor_style")  # fmt: skip
-"""Keywords of a trainer that are those of `longspan.parallelize`."""
+OPTIONS = tuple(inspect.signature(parallelize).parameters)[2:]
+"""Keywords of a trainer that are those of `longspan.parallelize`, behind `model` and `sp`."""
 
 REFUSED = {
     "fsdp": "longspan shards the weights itself; leave it out",
@@ -112,18 +105,6 @@ def trainer(cls: Class) -> Class:
     return made  # type: ignore[no-any-return]
 
 
-def sharded(method: Any) -> Any:
-    """Let the base class's method run instead where no sequence is sharded, on one device."""
-
-    @functools.wraps(method)
-    def call(self: TrainerMixin, *args: Any, **kwargs: Any) -> Any:
-        if self.longspan_sharded:
-            return method(self, *args, **kwargs)
-        return getattr(super(TrainerMixin, self), method.__name__)(*args, **kwargs)
-
-    return call
-
-
 class TrainerMixin(Trainer):  # type: ignore[misc]
     """Makes a trainer train over sharded sequences: `class MyTrainer(longspan.TrainerMixin, SomeTrainer)`.
 
@@ -137,10 +118,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             at most 8 ranges that end at this number, its half and so on: `eval_loss_to_4096`, ...
         elastic: give each sample of a training batch as many ranks as its length needs, with at most this many tokens
             on a rank at a time (`longspan.elastic_batches`). Needs data=1: narrower groups replace replicas.
-        fsdp, mp_policy, kernel, weights, check_batches, check_weights, check_at_rest, logits, memory, dropout,
-            experts, tensor_style: of `longspan.parallelize`.
         shared_prefixes: compute shared prefixes once, in a trainer that scores several completions of a prompt (GRPO).
-        args, kwargs: of the trainer.
+        args, kwargs: of the trainer, and the options of `longspan.parallelize`.
 
     Raises:
         LongspanError: when the trainer is made, for options that would compute something else when sharded, with a fix.
@@ -164,27 +143,16 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         self.longspan_options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
         self.longspan_eval, self.longspan_context = Tally(), loss_by_position
         self.longspan_step = _Step()
-        self.longspan_saver = ShardSaver()
+        self.longspan_saver = checkpoints.Saver()
         super().__init__(*args, **kwargs)
-        self._refuse()
-        if shared_prefixes and not hasattr(self, "num_generations"):
-            raise LongspanError(
-                f"shared_prefixes={shared_prefixes!r} is for trainers that score several completions of a prompt "
-                f"(GRPOTrainer), and {type(self).__name__} is none; leave it out"
-            )
+        self._refuse(shared_prefixes, elastic)
         if self.longspan_sharded:
             count_sequence_groups(self, sp)
         self.args.logging_nan_inf_filter = False  # which would log a mean in place of NaN
         self.add_callback(StopAtNonFinite(self))
         if self.longspan_sharded and self.args.enable_jit_checkpoint:
             self._stop_together()
-        inner = transformers_model(self.model)
-        if is_parallelized(inner) and self.longspan_options:
-            raise LongspanError(
-                f"the model is parallelized already, so {', '.join(sorted(self.longspan_options))} have no effect; "
-                f"pass them to longspan.parallelize"
-            )
-        self.longspan_config = copy.deepcopy(inner.config)
+        self.longspan_config = copy.deepcopy(transformers_model(self.model).config)
         for model in (self.model, getattr(self, "ref_model", None)):
             if model is None:
                 continue
@@ -194,61 +162,57 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             options = state_of(model).forward.options
             options.temperature, options.entropy_grad = temperature, entropy_grad
             options.shared_prefixes, options.uniform_gradient = shared_prefixes, has_uniform_gradient(self)
-        self.longspan_elastic = None
-        if elastic is not None:
-            if sp.data_size > 1 or hasattr(self, "num_generations") or getattr(self, "ref_model", None) is not None:
-                raise LongspanError(
-                    f"elastic={elastic} is for one replica and a loss of one batch of tokens; use "
-                    f"ulysses={sp.world_size}, and no trainer that generates or compares models"
-                )
-            if getattr(self, "aux_loss_enabled", False):  # TRL adds it once per forward, so once per round
-                raise LongspanError(
-                    f"elastic={elastic} runs a batch in rounds, and TRL would add the router loss in each; set "
-                    f"router_aux_loss_coef=0 in the model's config, or use longspan.elastic_batches in your own loop"
-                )
-            self.longspan_elastic = Elastic(sp, self.model, elastic)
+        self.longspan_elastic = None if elastic is None else Elastic(sp, self.model, elastic)
 
     @property
     def _forward_hooks(self) -> ForwardHooks:
         return state_of(self.model).forward
 
-    @property
-    def _policy(self) -> Any:
-        """FSDP's mixed precision; None for none."""
-        return getattr(self._forward_hooks.model_changes, "policy", None)
+    def longspan_policy(self, dtype: str) -> torch.dtype | None:
+        """Return a dtype of FSDP's mixed precision (`param_dtype`, `reduce_dtype`), or None."""
+        return getattr(getattr(self._forward_hooks.model_changes, "policy", None), dtype, None)
 
     @property
     def longspan_sharded(self) -> bool:
         return self.longspan_sp.job_size > 1
 
-    def _refuse(self) -> None:
-        args, sp = self.args, self.longspan_sp
-        if args.world_size != sp.job_size:
-            raise LongspanError(
-                f"the mesh has {sp.job_size} ranks and the Trainer sees {args.world_size} processes; make the mesh "
-                f"with longspan.init_mesh over all of them"
-            )
-        wrong = {
-            **{name: (getattr(args, name, None), why) for name, why in REFUSED.items()},
+    def _refuse(self, shared_prefixes: bool, elastic: int | None) -> None:
+        args, sp, sharded, name = self.args, self.longspan_sp, self.longspan_sharded, type(self).__name__
+        unsupported = {
+            **{key: (getattr(args, key, None), why) for key, why in REFUSED.items()},
             "compute_loss_func": (self.compute_loss_func, "it would see one rank's tokens; use the model's loss"),
-            "model_init": (
-                self.longspan_sharded and self.model_init,
-                "it makes a new model after it was sharded; pass model=",
-            ),
+            "model_init": (sharded and self.model_init, "it makes a new model after it was sharded; pass model="),
             "save_only_model": (
-                self.longspan_sharded and args.load_best_model_at_end and args.save_only_model,
+                sharded and args.load_best_model_at_end and args.save_only_model,
                 "load_best_model_at_end=True loads sharded weights, which it leaves out; leave it False",
             ),
         }
-        for name, (value, why) in wrong.items():
-            if value:
-                raise LongspanError(f"{name}={value!r} does not work with a sharded sequence: {why}")
-        if sp.data_size > 1 and not args.average_tokens_across_devices:
-            raise LongspanError("average_tokens_across_devices=False would average the replicas' means; leave it True")
-        if args.n_gpu > 1:
-            raise LongspanError(
-                f"one process sees {args.n_gpu} GPUs; start one per GPU (torchrun --nproc-per-node {args.n_gpu})"
-            )
+        generates, compares = hasattr(self, "num_generations"), getattr(self, "ref_model", None) is not None
+        wrong = {
+            f"the mesh has {sp.job_size} ranks and the Trainer sees {args.world_size} processes; make the mesh with "
+            "longspan.init_mesh over all of them": args.world_size != sp.job_size,
+            **{f"{k}={x!r} does not work with a sharded sequence: {why}": x for k, (x, why) in unsupported.items()},
+            "average_tokens_across_devices=False would average the replicas' means; leave it True": (
+                sp.data_size > 1 and not args.average_tokens_across_devices
+            ),
+            f"one process sees {args.n_gpu} GPUs; start one per GPU (torchrun --nproc-per-node {args.n_gpu})": (
+                args.n_gpu > 1
+            ),
+            f"shared_prefixes={shared_prefixes!r} is for trainers that score several completions of a prompt "
+            f"(GRPOTrainer), and {name} is none; leave it out": shared_prefixes and not generates,
+            f"the model is parallelized already, so {', '.join(sorted(self.longspan_options))} have no effect; pass "
+            "them to longspan.parallelize": is_parallelized(self.model) and self.longspan_options,
+            f"elastic={elastic} is for one replica and a loss of one batch of tokens; use ulysses={sp.world_size}, and "
+            "no trainer that generates or compares models": elastic and (sp.data_size > 1 or generates or compares),
+            # TRL adds it once per forward, so once per round.
+            f"elastic={elastic} runs a batch in rounds, and TRL would add the router loss in each; set "
+            "router_aux_loss_coef=0 in the model's config, or use longspan.elastic_batches in your own loop": (
+                elastic and getattr(self, "aux_loss_enabled", False)
+            ),
+        }
+        for message, applies in wrong.items():
+            if applies:
+                raise LongspanError(message)
 
     # --- replicas as processes
 
@@ -266,7 +230,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     @functools.cached_property
     def _reduces_once(self) -> bool:
-        sp, dtype = self.longspan_sp, getattr(self._policy, "reduce_dtype", None)
+        sp, dtype = self.longspan_sp, self.longspan_policy("reduce_dtype")
         trained = [p for p in self.model.parameters() if p.requires_grad]
         nbytes = sum((dtype or p.dtype).itemsize * p.numel() // tensor_parts(p) for p in trained)
         sharded = sp.world_size > 1 and state_of(self.model).gradients is None
@@ -309,9 +273,10 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         """Raise: it would make a new model for each trial."""
         raise LongspanError("hyperparameter_search makes a new model for each trial; run the trials one by one")
 
-    @sharded
-    def _precompute_ref_logps(self, *_: Any, **__: Any) -> Any:
-        """Raise. TRL calls it before the models are sharded, and saves what it computes in a folder of each process."""
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL calls it before the models are sharded, and saves what it computes in a folder of each process."""
+        if not self.longspan_sharded:
+            return super()._precompute_ref_logps(*args, **kwargs)
         raise LongspanError(
             "precompute_ref_log_probs=True computes whole sequences on every rank, before the models are sharded, and "
             "the ranks do not find what the first one saved; leave it out: the reference model is sharded like the "
@@ -339,25 +304,25 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         """As the base class; with `elastic` in rounds, whose losses add to that of the batch."""
         if self.longspan_step.complete:
             self.longspan_step = _Step()
-        loss = self._losses_of(model, inputs, num_items_in_batch)
+        if self.longspan_elastic is None:
+            with self._explain_logits():
+                loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        else:
+            loss = self._rounds(model, inputs, num_items_in_batch)
         self.longspan_step.losses.append(loss)
         self.longspan_step.complete = self.accelerator.sync_gradients
         return loss
 
-    def _losses_of(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
-        if self.longspan_elastic is None:
-            with self._explain_logits():
-                loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
-            return loss
-        step = self.longspan_elastic.step(samples_of_batch(inputs))
+    def _rounds(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
         if num_items_in_batch is None:
             raise LongspanError("elastic= needs a Trainer that divides the loss by the labels of the batch")
+        assert self.longspan_elastic is not None
         losses = []
-        for batch in step:
-            round_ = {key: value for key, value in batch.items() if key != "num_items_in_batch"}
+        for batch in self.longspan_elastic.step(samples_of_batch(inputs)):
+            del batch["num_items_in_batch"]
             before = self._forward_hooks.losses.computed
             with self._forward_hooks.options.during(noise_tokens=inputs["input_ids"].shape[1]):
-                loss = super().training_step(model, round_, num_items_in_batch)
+                loss = super().training_step(model, batch, num_items_in_batch)
             if self._forward_hooks.losses.computed == before and self.longspan_sharded:
                 # The trainer computed a loss of the group's row itself.
                 dist.all_reduce(loss, group=self.longspan_sp.world_group)
@@ -368,21 +333,19 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
     @contextlib.contextmanager
     def _explain_logits(self) -> Iterator[None]:
         """Explain an error of a `compute_loss` that combines the logits of one rank's tokens with labels of all."""
-        hooks = self._forward_hooks
         try:
             yield
         except (ValueError, RuntimeError, IndexError) as error:
-            tokens = hooks.returned_tokens
-            plain = type(error) in (ValueError, RuntimeError, IndexError)
+            tokens = self._forward_hooks.returned_tokens
             in_loss = any(x.f_code.co_name == "compute_loss" for x, _ in traceback.walk_tb(error.__traceback__))
-            if tokens is None or not (plain and in_loss):
+            if tokens is None or not in_loss or type(error) not in (ValueError, RuntimeError, IndexError):
                 raise
-            name, (mine, whole) = type(self).__name__.removeprefix("Sharded"), tokens
+            mine, whole = tokens
             raise LongspanError(
-                f"compute_loss of {name} failed on logits of this rank's {mine} of {whole} tokens, as a parallelized "
-                f"model returns ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); pass "
-                f"labels= so that the model computes the loss, use longspan.token_logprobs(model, batch), or gather "
-                f"them by trainer.longspan_sp.gather(logits, dim=1, length={whole})"
+                f"compute_loss of {type(self).__name__.removeprefix('Sharded')} failed on logits of this rank's {mine} "
+                f"of {whole} tokens, as a parallelized model returns ({error_text(error)}); pass labels= so that the "
+                f"model computes the loss, use longspan.token_logprobs(model, batch), or gather them by "
+                f"trainer.longspan_sp.gather(logits, dim=1, length={whole})"
             ) from error
 
     def longspan_repeat_step(self) -> Tensor:
@@ -401,18 +364,6 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         norm = super()._get_grad_norm(*args, **kwargs)
         self.longspan_step.norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         return self.longspan_step.norm
-
-    def longspan_any_rank(self, flag: Tensor) -> bool:
-        """Return whether a flag is set on any rank. Collective."""
-        found = flag.any().float()
-        if self.longspan_sp.mesh_group is not None:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.longspan_sp.mesh_group)
-        return bool(found)
-
-    def longspan_compute_dtype(self) -> torch.dtype:
-        """Return the dtype of matrix products."""
-        dtype = torch.bfloat16 if self.args.bf16 else getattr(self._policy, "param_dtype", None)
-        return dtype or next(p.dtype for p in self.model.parameters() if p.is_floating_point())
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -508,29 +459,40 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     # --- checkpoints
 
-    @sharded
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the Hugging Face folder. Older versions of transformers call `_save` on the first rank only."""
+        """Write the Hugging Face folder, on all ranks."""
         self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    @sharded
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         folder = Path(output_dir or self.args.output_dir)
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        export_into(folder, self.model, self.longspan_config, tokenizer)
+        checkpoints.export(folder, self.model, self.longspan_config, tokenizer)
         checkpoints.Ranks().first(lambda: torch.save(self.args, folder / "training_args.bin"))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As the base class, after it has removed what an older run left of this step's checkpoint."""
-        invalidate(Path(output_dir_of(self, trial)) / f"checkpoint-{self.state.global_step}")
+        """As the base class, after an older run's checkpoint of this step is set aside."""
+        path = checkpoints.step_path(Path(output_dir_of(self, trial)), self.state.global_step)
+
+        def make_room() -> None:
+            begin(path)
+            (path / TRAINER_STATE_NAME).unlink(missing_ok=True)  # what a killed run left
+
+        checkpoints.Ranks().first(make_room)
         super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """As the base class, then wait for all ranks and record checksums before the first one writes the state."""
+        """As the base class, then begin to save the shards. The Trainer writes its state afterwards, as the last file.
+
+        It removes older checkpoints before a save in the background is complete. With a limit of 2 it may keep a single
+        other one: the best, or one that a killed run has left incomplete.
+        """
         super()._save_rng_state(output_dir)
-        mark(Path(output_dir), self.state.global_step)
+        self.longspan_saver.start(
+            Path(output_dir).parent, self.state.global_step, self.model, _plain(self.optimizer), {},
+            background=self.args.save_total_limit not in (1, 2), later=TRAINER_STATE_NAME,
+        )  # fmt: skip
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """As the base class; ranks that read the same batches draw alike also after a resume on another mesh.
@@ -552,14 +514,9 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         """As the base class; `resume_from_checkpoint=True` resumes from the newest complete checkpoint."""
         run = Path(self.args.output_dir)
         if resume_from_checkpoint is True:
-            found, wrong = newest_complete(run)
-            if found is not None:
-                resume_from_checkpoint = str(found)
-                if self.args.should_save:
-                    for text in [*wrong, f"resuming from {found}"]:
-                        print(f"longspan: {text}", file=sys.stderr, flush=True)
+            resume_from_checkpoint = newest_checkpoint(run) or True
         try:
-            with locked(run):
+            with checkpoints.locked(run):
                 trained = super().train(resume_from_checkpoint, *args, **kwargs)
                 self.longspan_saver.finish()
             return trained
@@ -568,28 +525,19 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
                 if isinstance(callback, Figures | StopOnSignal):
                     callback.close()
 
-    @property
-    def _figures(self) -> list[Figures]:
-        return [x for x in self.callback_handler.callbacks if isinstance(x, Figures)]
-
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the base class; a step with what a callback `Figures` adds."""
-        for figures in self._figures if "loss" in logs else ():
-            logs |= figures.take()
+        for callback in self.callback_handler.callbacks if "loss" in logs else ():
+            logs |= callback.take() if isinstance(callback, Figures) else {}
         super().log(logs, *args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        # The Trainer removes older checkpoints before a save in the background is complete. With a limit of 2 it may
-        # keep a single other one: the best, or one that a killed run has left incomplete.
-        background = self.args.save_total_limit not in (1, 2)
-        step, folder = self.state.global_step, Path(output_dir)
-        self.longspan_saver.start(folder, step, self.model, self.optimizer, background=background)
         schedule = self.lr_scheduler.state_dict()
-        checkpoints.Ranks().first(lambda: torch.save(schedule, folder / "scheduler.pt"))
+        checkpoints.Ranks().first(lambda: torch.save(schedule, Path(output_dir) / "scheduler.pt"))
 
     def longspan_load(self, checkpoint: str) -> None:
         """Load the weights of a checkpoint of this run. Collective."""
-        checkpoints.load_weights(shards_of(checkpoint), self.model)
+        checkpoints.load_weights(checkpoint, self.model)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.longspan_load(resume_from_checkpoint)
@@ -598,8 +546,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         """Load the sharded state. Its files were verified when the weights were loaded."""
         if checkpoint is None:
             return
-        shards = replace(shards_of(checkpoint), verified=True)
-        checkpoints.load(shards, self.model, plain_optimizer(self.optimizer))
+        verified = replace(checkpoints.read_verified(checkpoint, content=False), verified=True)
+        checkpoints.load(verified, self.model, _plain(self.optimizer))
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
 
     def _load_best_model(self) -> None:
@@ -612,6 +560,25 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             if self.args.should_save:
                 text = f"the best checkpoint cannot be loaded, so the model keeps its last weights: {error}"
                 print(f"longspan: {text}", file=sys.stderr, flush=True)
+
+
+def newest_checkpoint(run: Path) -> str | None:
+    """Return the newest undamaged checkpoint of a run; print which it is, and what is wrong with others. Collective."""
+    found, lines = checkpoints.newest_undamaged(run)
+    if found is not None:
+        lines.append(f"resuming from {found.path}")
+    elif lines:
+        lines.append("nothing was saved yet: starting anew")
+    for line in lines if checkpoints.Ranks().rank == 0 else ():
+        print(f"longspan: {line}", flush=True)
+    return None if found is None else str(found.path)
+
+
+def _plain(optimizer: Any) -> Any:
+    """Return the optimizer inside accelerate's wrappers."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 @dataclass

@@ -66,41 +66,34 @@ def count_sequence_groups(trainer: Any, sp: SequenceSharding) -> None:
     if not (hasattr(trainer, "num_generations") or hasattr(trainer, "generation_config")):
         return
     args, name = trainer.args, type(trainer).__name__.removeprefix("Sharded")
-    if hasattr(trainer, "teacher_model"):
-        raise LongspanError(
-            f"{name} compares its model with a teacher by all tokens' logits or hidden states, and a parallelized "
-            f"model returns those of this rank's tokens; in your own loop parallelize both models, and compare their "
-            f"logits token by token"
-        )
-    if not hasattr(trainer, "rollout_func"):
-        raise LongspanError(
-            f"{name} generates with its model, which a parallelized model does not support in training, and takes no "
-            f"rollout_func=; use GRPOTrainer with one, or compute the loss in your own loop with "
-            f"longspan.token_logprobs"
-        )
-    if trainer.rollout_func is None or getattr(args, "use_vllm", False):
-        raise LongspanError(
-            f"{name} generates with its model, or with a vLLM that loads its weights, which a parallelized model does "
-            f"not support; give {name} a rollout_func= that generates elsewhere (and no use_vllm), or compute the "
-            f"loss in your own loop with longspan.token_logprobs"
-        )
-    rows = args.per_device_train_batch_size * args.steps_per_generation
-    if rows % trainer.num_generations:
-        raise LongspanError(
-            f"num_generations={trainer.num_generations} completions of a prompt must be on one replica, and "
-            f"per_device_train_batch_size={args.per_device_train_batch_size} x steps_per_generation="
-            f"{args.steps_per_generation} gives it {rows}; make that a multiple"
-        )
+    own_loop = "compute the loss in your own loop with longspan.token_logprobs"
+    at_once, steps = args.per_device_train_batch_size, getattr(args, "steps_per_generation", 1)
+    rows = at_once * steps
+    generations = getattr(trainer, "num_generations", 1)
     over_all = {"scale_rewards": "batch", "multi_objective_aggregation": "normalize_then_sum"}
-    refused = [f"{key}={value!r}" for key, value in over_all.items() if getattr(args, key, None) == value]
-    quantile = getattr(args, "top_entropy_quantile", 1.0)
-    if quantile < 1:
-        refused.append(f"top_entropy_quantile={quantile}")
-    if refused and sp.replica_size > 1:
-        raise LongspanError(
-            f"{refused[0]} computes a deviation or a quantile over all processes, which have each completion "
-            f"{sp.replica_size} times; leave it out"
-        )
+    collective = [f"{key}={value!r}" for key, value in over_all.items() if getattr(args, key, None) == value]
+    if (quantile := getattr(args, "top_entropy_quantile", 1.0)) < 1:
+        collective.append(f"top_entropy_quantile={quantile}")
+    wrong = {
+        f"{name} compares its model with a teacher by all tokens' logits or hidden states, and a parallelized model "
+        f"returns those of this rank's tokens; in your own loop parallelize both models, and compare their logits "
+        f"token by token": hasattr(trainer, "teacher_model"),
+        f"{name} generates with its model, which a parallelized model does not support in training, and takes no "
+        f"rollout_func=; use GRPOTrainer with one, or {own_loop}": not hasattr(trainer, "rollout_func"),
+        f"{name} generates with its model, or with a vLLM that loads its weights, which a parallelized model does not "
+        f"support; give {name} a rollout_func= that generates elsewhere (and no use_vllm), or {own_loop}": (
+            getattr(trainer, "rollout_func", None) is None or getattr(args, "use_vllm", False)
+        ),
+        f"num_generations={generations} completions of a prompt must be on one replica, and "
+        f"per_device_train_batch_size={at_once} x steps_per_generation={steps} gives it {rows}; make that a multiple": (
+            rows % generations
+        ),
+        f"{', '.join(collective)} computes a deviation or a quantile over all processes, which have each completion "
+        f"{sp.replica_size} times; leave it out": collective and sp.replica_size > 1,
+    }
+    for message, applies in wrong.items():
+        if applies:
+            raise LongspanError(message)
     args.generation_batch_size = rows * sp.data_size
     set_seed(args.seed + sp.data_rank)  # the trainer seeds each rank differently
     count_tokens_once(trainer, sp.replica_size)
