@@ -19,9 +19,11 @@ from accelerate.tracking import GeneralTracker, on_main_process
 
 import longspan
 from longspan.checkpoint import newest_undamaged, read_verified
+from longspan.comm.mesh import OneDeviceMesh
 from longspan.compat.accelerate_api import ReplicaAccelerator
 from longspan.core.errors import LongspanError
 from longspan.trainers.callbacks import SIGNALS, StopOnSignal
+from tests.checkpoint.disk import largest_file
 from tests.hf import pictures
 from tests.models import BASE, build
 from tests.pool import RankPool
@@ -715,3 +717,12 @@ def test_a_loop_on_accelerate(get_pool: Callable[[int], RankPool], mesh: dict[st
     for rank, (losses, logged) in enumerate(found):
         assert losses == pytest.approx(expected, rel=1e-5 if precision == "no" else 2e-2)
         assert logged == (losses if rank == 0 else [])
+
+
+def test_a_full_disk_is_named_where_torch_writes(tmp_path: Path) -> None:
+    sp = longspan.SequenceSharding(OneDeviceMesh("cpu"))
+    trainer: Any = longspan.trainer(transformers.Trainer)(
+        build("Llama"), arguments(tmp_path), collate, Samples(4, 1), sp=sp
+    )  # type: ignore[call-arg]
+    with largest_file(2000), pytest.raises(LongspanError, match="random states cannot be written to .*unexpected pos"):
+        trainer._save_rng_state(str(tmp_path))

@@ -14,6 +14,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import io
 import random
 import sys
 import traceback
@@ -47,6 +48,7 @@ from longspan.hf.batch import IGNORE, WIDTH
 from longspan.hf.forward.loss import problem_of
 from longspan.hf.parallelize import parallelize
 from longspan.hf.planning import device_memory
+from longspan.hf.pretrained import first_line
 from longspan.hf.state import is_parallelized, state_of
 from longspan.hf.support import transformers_model
 from longspan.hf.weights.gradients import no_sync
@@ -469,7 +471,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         folder = Path(output_dir or self.args.output_dir)
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         checkpoints.export(folder, self.model, self.longspan_config, tokenizer)
-        checkpoints.Ranks().first(lambda: torch.save(self.args, folder / "training_args.bin"))
+        checkpoints.Ranks().first(lambda: _write(self.args, folder / "training_args.bin"))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """As the base class, after an older run's checkpoint of this step is set aside."""
@@ -488,7 +490,15 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         It removes older checkpoints before a save in the background is complete. With a limit of 2 it may keep a single
         other one: the best, or one that a killed run has left incomplete.
         """
-        super()._save_rng_state(output_dir)
+        save = super()._save_rng_state
+
+        def saved() -> None:
+            try:
+                save(output_dir)
+            except RuntimeError as error:  # torch's own writer does not say that a disk is full
+                raise LongspanError(f"random states cannot be written to {output_dir}: {first_line(error)}") from error
+
+        checkpoints.Ranks().each(saved)
         self.longspan_saver.start(
             Path(output_dir).parent, self.state.global_step, self.model, _plain(self.optimizer), {},
             background=self.args.save_total_limit not in (1, 2), later=TRAINER_STATE_NAME,
@@ -533,7 +543,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         schedule = self.lr_scheduler.state_dict()
-        checkpoints.Ranks().first(lambda: torch.save(schedule, Path(output_dir) / "scheduler.pt"))
+        checkpoints.Ranks().first(lambda: _write(schedule, Path(output_dir) / "scheduler.pt"))
 
     def longspan_load(self, checkpoint: str) -> None:
         """Load the weights of a checkpoint of this run. Collective."""
@@ -572,6 +582,16 @@ def newest_checkpoint(run: Path) -> str | None:
     for line in lines if checkpoints.Ranks().rank == 0 else ():
         print(f"longspan: {line}", flush=True)
     return None if found is None else str(found.path)
+
+
+def _write(value: Any, path: Path) -> None:
+    """Write a pickle of torch; a full disk is an OSError, which it is not when torch writes the file."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    try:
+        path.write_bytes(buffer.getbuffer())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _plain(optimizer: Any) -> Any:
