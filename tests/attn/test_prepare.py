@@ -273,4 +273,4 @@ def _own_calls(ulysses: int, **options: Any) -> int:
 def test_a_layer_with_a_plan_makes_few_calls(pool2: RankPool) -> None:
     three = torch.arange(32)[None] * 3 // 32
     assert _own_calls(1) <= 26 and _own_calls(1, documents=three) <= 104
-    assert max(pool2.run(_own_calls, 2)) <= 135
+    assert max(pool2.run(_own_calls, 2)) <= 175

@@ -46,10 +46,6 @@ def test_a_tensor_axis(get_pool: Callable[[int], RankPool]) -> None:
     get_pool(4).run(_on_a_tensor_axis, truth_by(build("Llama"), separately))
 
 
-def _plain_attention(q: Any, k: Any, v: Any, *, causal: bool, scale: float) -> Any:
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
-
-
 def _two(name: str) -> torch.Tensor:
     """Two rows, the second of one node."""
     x = pack()[name]
@@ -70,7 +66,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("Llama", ropes("longrope", 64), {}, r"paths of this tree have 4 to 22 tokens, .*\(longrope RoPE\).* 16 original"),
     ("Llama", ropes("dynamic", 16), {}, r"paths of this tree have 4 to 22 tokens, .*\(dynamic RoPE\).* 16 original"),
     ("Gemma3Text", {"use_bidirectional_attention": True}, {}, "attend in both directions, and a tree"),
-    ("Llama", {"kernel": _plain_attention}, {}, "layer model.layers.0.self_attn: "),
+    ("Llama", {"kernel": "sdpa"}, {}, "layer model.layers.0.self_attn: kernel='sdpa' cannot do trees"),
     ("Llama4Text", {}, {name: _two(name) for name in pack()},
      "the documents or trees of these rows differ"),
     ("Qwen3Next", {}, {}, "the recurrent layers of Qwen3NextForCausalLM .* a tree"),
