@@ -52,6 +52,10 @@ export OMP_NUM_THREADS ?= 1
 # With more than one (`make cpus`), those that wait must leave the cores to the others.
 export OMP_WAIT_POLICY ?= PASSIVE
 
+# Environments are installed without byte code, and every process that may not write it compiles what it imports anew: 18 s
+# of libraries for each.
+export PYTHONDONTWRITEBYTECODE :=
+
 # The kinds of kernels that torch has for CPUs and this one can run, the narrowest first.
 CPU_FLAGS := $(shell grep -m1 flags /proc/cpuinfo 2>/dev/null)
 CPUS ?= default $(filter avx2,$(CPU_FLAGS)) $(if $(filter avx512f,$(CPU_FLAGS)),avx512)
