@@ -52,13 +52,17 @@ export OMP_NUM_THREADS ?= 1
 # With more than one (`make cpus`), those that wait must leave the cores to the others.
 export OMP_WAIT_POLICY ?= PASSIVE
 
+# Environments are installed without byte code, and every process that may not write it compiles what it imports anew: 18 s
+# of libraries for each.
+export PYTHONDONTWRITEBYTECODE :=
+
 # The kinds of kernels that torch has for CPUs and this one can run, the narrowest first.
 CPU_FLAGS := $(shell grep -m1 flags /proc/cpuinfo 2>/dev/null)
 CPUS ?= default $(filter avx2,$(CPU_FLAGS)) $(if $(filter avx512f,$(CPU_FLAGS)),avx512)
 # Of those that this CPU's own are not, the one that comes next (`make check` runs the narrowest, `make cpus` all).
 LESSER := $(lastword $(filter-out $(lastword $(CPUS)),$(CPUS)))
 
-.PHONY: help demo test check fast ranks alone lint docs bench gpu newest cpus fuzz chaos faults package clean
+.PHONY: help demo test check fast alone lint docs bench gpu newest cpus fuzz chaos faults package clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -71,13 +75,13 @@ demo: $(DEMO_STAMP)  ## train a small Llama on 4 sequence-parallel CPU ranks, th
 
 test: $(if $(PYTEST_ARGS),lint,$(STAMP))  ## lint, all tests, and those that round again on a lesser CPU's kernels
 	$(if $(PYTEST_ARGS),@$(BIN)/python -m pytest $(PYTEST_ARGS))
-	$(if $(PYTEST_ARGS),,@$(MAKE) --no-print-directory -j2 ranks alone lint $(addprefix fast-,$(LESSER)))
+	$(if $(PYTEST_ARGS),,@$(MAKE) --no-print-directory -j2 ranks-1 alone ranks-2 lint $(addprefix fast-,$(LESSER)))
 
-ranks: $(STAMP)
-	@$(BIN)/python -m pytest -m ranks
+# Two halves of the files: ranks leave cores idle while they wait for each other, so other tests run beside each half.
+ranks-%: $(STAMP)
+	@$(BIN)/python -m pytest --quiet -p no:cacheprovider -m ranks --part $*/2
 
-# Tests of one process, and of commands: they run beside those of several ranks, which leave the cores idle while they
-# wait for each other.
+# Tests of one process, and of commands.
 alone: $(STAMP)
 	@$(BIN)/python -m pytest --quiet -p no:cacheprovider -m "not ranks"
 
@@ -87,9 +91,10 @@ check: $(STAMP)  ## before every commit: lint, the fast tier, and what rounds ag
 fast: $(STAMP)
 	@$(BIN)/python -m pytest --quiet -m "fast and not slow"
 
-# How a CPU rounds depends on its kernels. A limit that fits this CPU alone is found here.
+# How a CPU rounds depends on its kernels. A limit that fits this CPU alone is found here. Several ranks round as one
+# process does; `make cpus` runs them too.
 fast-%: $(STAMP)
-	@ATEN_CPU_CAPABILITY=$* $(BIN)/python -m pytest --quiet -p no:cacheprovider -m "rounding and not slow"
+	@ATEN_CPU_CAPABILITY=$* $(BIN)/python -m pytest --quiet -p no:cacheprovider -m "rounding and not ranks and not slow"
 
 lint: $(STAMP)  ## ruff, mypy and the order of imports
 	$(BIN)/ruff check .

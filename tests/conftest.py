@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -37,12 +38,22 @@ COLLECTED = pytest.StashKey[list[pytest.Item]]()
 MARKS_OF_FILES = ("fast", "ranks", "rounding", "versions")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", help="2/3: every third file that has the mark of -m, from the second on")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out a file that has no test with the mark that `-m` begins with: its imports may take seconds."""
     mark = config.option.markexpr.partition(" ")[0]
     if mark not in MARKS_OF_FILES or not collection_path.match("test_*.py"):
         return None
-    return None if names_mark(collection_path, mark) else True
+    part, parts = map(int, config.option.part.split("/"))
+    return None if collection_path in _files_with(mark)[part - 1 :: parts] else True
+
+
+@functools.cache
+def _files_with(mark: str) -> list[Path]:
+    return [path for path in sorted(Path(__file__).parent.rglob("test_*.py")) if names_mark(path, mark)]
 
 
 def names_mark(path: Path, mark: str) -> bool:

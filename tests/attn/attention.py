@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch
@@ -150,13 +151,21 @@ def run(
 
 
 def compare(case: Case, sp: longspan.SequenceSharding, kernel: Any = "auto", **more: Any) -> dict[str, float]:
-    """Return the errors of output and gradients against the oracle."""
-    return errors(case, run(case, sp, kernel, **more))
+    """Return the errors of output and gradients against the oracle, on one rank; see `errors_on_one_rank`."""
+    return errors_on_one_rank(case, run(case, sp, kernel, **more), sp)
+
+
+def errors_on_one_rank(case: Case, found: dict[str, torch.Tensor], sp: longspan.SequenceSharding) -> dict[str, float]:
+    """Return the errors against the oracle on one rank of the sharding, and nothing on the others.
+
+    All have the same results; the oracle takes longer than the attention. Each rank has its share of the cases.
+    """
+    return errors(case, found) if zlib.crc32(repr(case).encode()) % sp.size == sp.rank else {}
 
 
 def check_all(found: dict[str, dict[str, float]]) -> None:
     for name, of_case in found.items():
-        assert max(of_case.values()) <= MARGIN, (name, of_case)
+        assert max(of_case.values(), default=0) <= MARGIN, (name, of_case)
 
 
 def drawn_cases(longest: int, **more: Any) -> Any:

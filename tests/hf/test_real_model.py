@@ -55,7 +55,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def _first_layers(model: str, layers: int, folder: Path) -> str:
-    """Write a folder with the first layers of SmolLM2: a forward of all 30 over 4,096 tokens takes a minute."""
+    """Write a folder with the first layers of SmolLM2: its 30 layers take a minute of all tests."""
     for file in Path(model).iterdir():
         os.symlink(file, folder / file.name)
     (folder / "config.json").unlink()
@@ -72,11 +72,11 @@ def _verify(model: str, text: str) -> Report:
 def test_four_ranks_are_verified(smollm2: str, pool4: RankPool, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("\n\n".join(TOPICS[name] for name in ("pass", "break", "assert")))
     (tmp_path / "model").mkdir()
-    model = _first_layers(smollm2, 10, tmp_path / "model")
+    model = _first_layers(smollm2, 3, tmp_path / "model")
     report = pool4.run(_verify, model, str(tmp_path / "text.txt"), timeout=LIMIT_S)[0]
     failing = [check.name for check in report.checks if not check.passed]
     assert report.exit_code == 0 and report.setup["tokens"] == 31, failing
-    assert len(report.checks) == 3 + 92
+    assert len(report.checks) == 3 + 2 + 3 * 9
     # Rounding is larger than that of random weights, and far from a fault: the last line says so.
     assert 1e-5 < report.detects < 1e-2
 
@@ -87,11 +87,11 @@ def test_a_question_about_a_text_is_answered_as_in_one_process(smollm2: str, poo
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     message = [{"role": "user", "content": f"{text.rstrip()}\n\n{question}"}]
     inputs = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-    ids = _model(smollm2).generate(**inputs, max_new_tokens=30, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    assert "The Null Object is returned" in tokenizer.decode(ids) and "None" in tokenizer.decode(ids)
+    ids = _model(smollm2).generate(**inputs, max_new_tokens=16, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert "The Null Object is returned by functions that don't" in tokenizer.decode(ids)
     config = make(
         GenerateConfig, model=smollm2, file=tmp_path / "text.txt", question=question, temperature=0.0,
-        max_new_tokens=30, json=True, ulysses=2, weights="replicated", prefill_chunk=40,
+        max_new_tokens=16, json=True, ulysses=2, weights="replicated", prefill_chunk=40,
     )  # fmt: skip
     report = pool2.run(run_generate, config, timeout=LIMIT_S)[0]
     assert report["ids"] == ids.tolist()
@@ -104,15 +104,15 @@ def _scores(model: Any, ids: torch.Tensor, predicted: torch.Tensor) -> torch.Ten
         return torch.log_softmax(model.lm_head(hidden), -1).gather(-1, ids[predicted, None])[:, 0].double()
 
 
-def test_4096_tokens_are_scored_as_in_one_process(smollm2: str, pool2: RankPool, tmp_path: Path) -> None:
+def test_1024_tokens_are_scored_as_in_one_process(smollm2: str, pool2: RankPool, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("\n\n".join(TOPICS.values()))
     (tmp_path / "model").mkdir()
     shallow = _first_layers(smollm2, 2, tmp_path / "model")
-    where: dict[str, Any] = {"file": tmp_path / "text.txt", "max_tokens": 4096, "out": tmp_path / "scores.npz"}
+    where: dict[str, Any] = {"file": tmp_path / "text.txt", "max_tokens": 1024, "out": tmp_path / "scores.npz"}
     report = pool2.run(run_score, make(ScoreConfig, model=shallow, ring=2, **where), timeout=LIMIT_S)[0]
-    assert report["scored_tokens"] == 4095
+    assert report["scored_tokens"] == 1023
     found = np.load(tmp_path / "scores.npz")
-    ids, predicted = torch.from_numpy(found["ids"]), torch.arange(1, 4096, 15)
+    ids, predicted = torch.from_numpy(found["ids"]), torch.arange(1, 1024, 5)
     single, exact = (_scores(model, ids, predicted) for model in (_model(shallow), _model(shallow).double()))
     sharded = torch.from_numpy(found["logprobs"])[predicted]
     for part in torch.arange(len(predicted)).chunk(8):  # by position

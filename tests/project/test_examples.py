@@ -24,7 +24,7 @@ from tests.pool import THREADS, RankPool, run_forked
 from tests.tolerance import last_place
 from tests.trainers.fitting import as_launched
 
-pytestmark = pytest.mark.versions
+pytestmark = [pytest.mark.versions, pytest.mark.launcher]
 
 ROOT = Path(__file__).parents[2]
 
@@ -158,7 +158,6 @@ def test_the_grpo_loss_equals_one_process(pool2: RankPool, pool4: RankPool) -> N
                 torch.testing.assert_close(grads, expected, rtol=1e-8, atol=1e-12)
 
 
-@pytest.mark.launcher
 @pytest.mark.confirms
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory by a control group, or RLIMIT_DATA")
 def test_two_ranks_read_twice_what_one_ranks_limit_allows(tmp_path: Path) -> None:

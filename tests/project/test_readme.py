@@ -273,6 +273,7 @@ def _run_blocks(sources: list[tuple[str, str, bool]], folder: Path) -> None:
 WITH_PYTHON = [page for page in PAGES if any(block.language == "python" for block in blocks_of(page))]
 
 
+@pytest.mark.launcher
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     """Each page has its own process."""
@@ -299,6 +300,7 @@ def _run_notebook(path: Path) -> None:
     assert [bool(text) for text in printed] == [bool(cell["outputs"]) for cell in script.code_cells(notebook)]
 
 
+@pytest.mark.launcher
 @pytest.mark.parametrize("path", sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
 def test_notebooks_run(path: Path) -> None:
     """Cells run in order; where the stored notebook shows output, there is some."""

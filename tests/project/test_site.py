@@ -19,6 +19,8 @@ from longspan.core.reading import flags_of
 from longspan.train.arguments import Ours
 from tests.pool import run_forked
 
+pytestmark = pytest.mark.launcher
+
 ROOT = Path(__file__).parents[2]
 PAGES = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
 
