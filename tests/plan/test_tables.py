@@ -87,7 +87,12 @@ def test_the_first_screen_begins_with_the_answer_and_what_runs_it() -> None:
         "note: the model's positions end at 131,072: its config needs rope_parameters: {"
     )
     text, detailed = "\n".join(lines), "\n".join(lines_of(f"{screen} --details", 100))
-    for part in ("memory per GPU, ", "sent per GPU", "note: host memory", "meshes that cannot hold the job\n"):
+    for part in (
+        "memory per GPU, ",
+        "sent per GPU",
+        "note: memory: checkpointing=selective",
+        "meshes that cannot hold the job\n",
+    ):
         assert part in detailed and part not in text
     assert "\nmeshes that cannot hold the job\n" in "\n".join(lines_of("--model gemma-3-1b --context 3 --gpus 5", 100))
 
