@@ -12,8 +12,8 @@ from typing import Any, Literal
 from longspan.core.cache import CacheConfig
 from longspan.core.errors import LongspanError, require
 from longspan.core.memory import LONGEST, MemoryChoice
-from longspan.core.model import Model
-from longspan.core.parallel import ParallelConfig
+from longspan.core.model import NamedModel
+from longspan.core.parallel import MeshOptions, ParallelConfig
 from longspan.core.reading import OneFlag
 from longspan.core.validation import LARGEST_JOB, check_number, check_output, write_file
 from longspan.plan.hardware import Hardware, read_hardware
@@ -123,8 +123,8 @@ class PlanConfig:
     (docs/how-to/memory.md)."""
     cache: CacheConfig = field(default_factory=CacheConfig)
     """The KV cache of prefill and decode, as of `longspan generate`: int8,offload=host."""
-    model: Model = field(default_factory=Model)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    model: NamedModel = field(default_factory=NamedModel)
+    parallel: MeshOptions = field(default_factory=MeshOptions)
     hardware: HardwareFlags = field(default_factory=HardwareFlags)
 
     @property
@@ -144,7 +144,7 @@ class PlanConfig:
             mode=self.mode,
             dtype="fp32" if self.model.dtype == "fp32" else "bf16",
             weight_sharding=self.fsdp,
-            parallel=self.parallel,
+            parallel=ParallelConfig(**vars(self.parallel)),
             memory=self.memory.to_memory(),
             cache=self.cache,
             prefill_chunk=self.prefill_chunk,
@@ -170,13 +170,6 @@ class PlanConfig:
         self.model.check()
         self.job()
         self.tuning.check(self.mode)
-        if self.parallel.ranks > 1:
-            raise LongspanError(f"{self.parallel}: plan chooses the mesh; leave the axes out")
-        if self.model.kernel != "auto":
-            raise LongspanError(
-                f"--kernel {self.model.kernel}: plan does not tell kernels apart; leave it out, or give its speed: "
-                "--gpu h100,attention_efficiency=0.5"
-            )
         for flag, given, modes in (
             (f"--images {self.images}", self.images is not None, ("train",)),
             (f"--video {self.video}", self.video is not None, ("train",)),
