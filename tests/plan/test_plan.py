@@ -541,7 +541,6 @@ def test_circular_like_is_refused(tmp_path: Path) -> None:
         (["--model", "llama-2-7b", "--gpu", "a100"], "did you mean a100-40gb or a100-80gb?"),
         (["--model", "llama-2-7b", "--gpu", "missing.toml"], "missing.toml cannot be read"),
         (["--model", "llama-2-7b", "--context", "0"], "context must be at least 1, got 0"),
-        (["--model", "llama-2-7b", "--ring", "2"], "ring=2: plan chooses the mesh; leave the axes out"),
         (["--model", "llama-2-7b", "--html", "."], "--html . is a folder; give a file, such as --html plan.html"),
         (["--model", "~nobody-of-this-name/x"], "no user of that name"),
         (["--model", "x" * 5000], "is too long for a path"),
@@ -640,7 +639,6 @@ def test_the_file_of_a_prompt_in_chunks(capsys: pytest.CaptureFixture[str]) -> N
     for refused, expected in (
         (["--mode", "decode", "--prefill-chunk", "4"], "--prefill-chunk 4 is for --mode prefill"),
         (["--cache", "int8"], "--cache int8 is for --mode prefill and decode"),
-        (["--kernel", "flash"], "--kernel flash: plan does not tell kernels apart"),
         (["--tuning", "freeze=nothing*"], "freeze: nothing* is the name of no weight"),
     ):
         assert main(["plan", *args, *refused]) == 2

@@ -12,21 +12,27 @@ from longspan.core.validation import check_text, format_value
 
 
 @dataclass(frozen=True)
-class Model:
-    """The model of a command, and how it is loaded."""
+class NamedModel:
+    """The model, and its dtype."""
 
     model: str = ""
     """Name or folder of a Hugging Face model, or a config.json."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """dtype of weights and computing. auto: the one in the model's config; of plan bf16, of verify fp32."""
-    kernel: KernelName = "auto"
-    """Local attention kernel."""
 
     def check(self) -> None:
         """Raise if no model is given."""
         if not self.model:
             raise LongspanError("--model is missing; give the name or folder of a model")
         check_text("--model", self.model)
+
+
+@dataclass(frozen=True)
+class Model(NamedModel):
+    """The model, and how it is loaded and run."""
+
+    kernel: KernelName = "auto"
+    """Local attention kernel."""
 
 
 MOST_LAYERS = 4096

@@ -59,8 +59,8 @@ class Axes:
 
 
 @dataclass(frozen=True)
-class ParallelConfig(Axes):
-    """How ranks share the work: data x ring x ulysses x tensor of them in all."""
+class MeshOptions:
+    """How ranks share the work on a mesh, whatever its sizes."""
 
     tensor_style: TensorStyle = "tp"
     """tp: all-reduce hidden states after attention and MLP. megatron-sp: all-gather and reduce-scatter them instead (as
@@ -78,13 +78,21 @@ class ParallelConfig(Axes):
     else 1."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_choice("tensor_style", self.tensor_style, TENSOR_STYLES)
         check_choice("layout", self.layout, ("auto", *LAYOUTS))
         if not isinstance(self.experts, str) or self.experts != "auto":
             check_number("experts", self.experts, 1, LARGEST_JOB, whole=True)
         if not isinstance(self.overlap_chunks, str) or self.overlap_chunks != "auto":
             check_number("overlap_chunks", self.overlap_chunks, 1, LARGEST_COUNT, whole=True)
+
+
+@dataclass(frozen=True)
+class ParallelConfig(MeshOptions, Axes):
+    """How ranks share the work: data x ring x ulysses x tensor of them in all."""
+
+    def __post_init__(self) -> None:
+        Axes.__post_init__(self)
+        MeshOptions.__post_init__(self)
 
 
 def widths_of(size: int) -> tuple[int, ...]:

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from longspan.core.cache import CacheConfig
 from longspan.core.errors import LongspanError, require
 from longspan.core.memory import LONGEST, MemoryChoice
-from longspan.core.model import Model
-from longspan.core.parallel import ParallelConfig
+from longspan.core.model import NamedModel
+from longspan.core.parallel import MeshOptions, ParallelConfig
 from longspan.core.reading import OneFlag
 from longspan.core.validation import LARGEST_JOB, check_number, check_output, write_file
 from longspan.plan.hardware import Hardware, read_hardware
@@ -77,7 +77,7 @@ class HardwareFlags:
 
 
 @dataclass(frozen=True)
-class PlanConfig(Model):
+class PlanConfig(NamedModel):
     """Find out what fits on which GPUs, which mesh is best, and what it costs.
 
     The model is a built-in name (llama-3.1-8b, qwen3-30b-a3b, ...), a config.json or its folder. A GB is 1e9 bytes.
@@ -123,7 +123,7 @@ class PlanConfig(Model):
     (docs/how-to/memory.md)."""
     cache: CacheConfig = field(default_factory=CacheConfig)
     """The KV cache of prefill and decode, as of `longspan generate`: int8,offload=host."""
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    parallel: MeshOptions = field(default_factory=MeshOptions)
     hardware: HardwareFlags = field(default_factory=HardwareFlags)
 
     @property
@@ -143,7 +143,7 @@ class PlanConfig(Model):
             mode=self.mode,
             dtype="fp32" if self.dtype == "fp32" else "bf16",
             weight_sharding=self.fsdp,
-            parallel=self.parallel,
+            parallel=ParallelConfig(**vars(self.parallel)),
             memory=self.memory.to_memory(),
             cache=self.cache,
             prefill_chunk=self.prefill_chunk,
@@ -169,13 +169,6 @@ class PlanConfig(Model):
         super().check()
         self.job()
         self.tuning.check(self.mode)
-        if self.parallel.ranks > 1:
-            raise LongspanError(f"{self.parallel}: plan chooses the mesh; leave the axes out")
-        if self.kernel != "auto":
-            raise LongspanError(
-                f"--kernel {self.kernel}: plan does not tell kernels apart; leave it out, or give its speed: "
-                "--gpu h100,attention_efficiency=0.5"
-            )
         for flag, given, modes in (
             (f"--images {self.images}", self.images is not None, ("train",)),
             (f"--video {self.video}", self.video is not None, ("train",)),

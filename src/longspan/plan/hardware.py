@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from longspan.core.errors import LongspanError
@@ -113,7 +112,16 @@ class MeasuredLink:
         return then + (later - then) * (sent - below) / (above - below)
 
 
+_MEASURED_SPEEDS = ("attention_flops", "attention_forward_flops")  # None if not measured
 _HOST_KEYS = ("host_memory", "host_bandwidth", "host_memory_bandwidth")
+
+# (least, most, whether the least itself is excluded), by field of `Hardware`
+_POSITIVE, _FRACTION, _NOT_NEGATIVE = (0, math.inf, True), (0, 1, True), (0, math.inf, False)
+_RANGES = {
+    **dict.fromkeys(("memory_bytes", "flops", "memory_bandwidth", *_HOST_KEYS, *_MEASURED_SPEEDS), _POSITIVE),
+    **dict.fromkeys(("matmul_efficiency", "attention_efficiency", "fp32_ratio"), _FRACTION),
+    **dict.fromkeys(("reserve_bytes", "attention_block", "attention_width"), _NOT_NEGATIVE),
+}
 
 
 Curve = tuple[tuple[int, float, float], ...]
@@ -129,78 +137,46 @@ _HOPPER_ATTENTION: dict[str, Curve] = {
 
 @dataclass(frozen=True)
 class Hardware:
-    """GPUs in nodes.
+    """GPUs in nodes."""
 
-    Attributes:
-        name: in the catalogue, or in the file.
-        memory_bytes: of one GPU.
-        flops: dense bf16 peak of one GPU.
-        memory_bandwidth: of one GPU.
-        gpus_per_node: GPUs that `intra` joins.
-        intra: the link inside a node.
-        inter: the link between nodes, per GPU.
-        matmul_efficiency: fraction of `flops` that matrix products reach.
-        attention_efficiency: fraction of `flops` that the attention kernel reaches, backward included, if it is not
-            measured (`attention`).
-        attention: measured fractions by kind of mask ("causal", "window") and length.
-        fp32_ratio: fp32 peak (TF32 if available) over bf16 peak.
-        reserve_bytes: held by torch, CUDA and NCCL themselves on each GPU.
-        overlaps: whether communication overlaps with computation, unless `measured` has the fraction (a GPU's does; a
-            CPU's takes the same cores).
-        on_cpu: whether ranks are processes on CPUs, planned as a small GPU: memory is rounded up (`CPU_MARGIN`), and
-            there is no host to offload to.
-        measured: measured links by (axis, op); they replace `intra` and `inter`.
-        attention_forward_flops: measured FLOP/s of the attention's forward; None: use the efficiency.
-        attention_flops: measured FLOP/s of forward and backward together.
-        attention_block: tokens per block on the diagonal, which the kernel computes in full: S tokens take
-            (1 + attention_block / S) times the time of their FLOPs.
-        attention_width: the softmax's work per pair in units of head_dim: heads of D take (1 + attention_width / D)
-            times the time of their FLOPs.
-        measured_dtype: dtype that `flops` was measured in; None: bf16, the makers' figure.
-        host_memory: of one node.
-        host_bandwidth: bytes/s between one GPU and its host's memory, each direction.
-        host_memory_bandwidth: bytes/s of a node's memory, which bounds an optimizer on the host.
-    """
-
-    name: str
-    memory_bytes: float
-    flops: float
-    memory_bandwidth: float
-    gpus_per_node: int
-    intra: Link
-    inter: Link
-    matmul_efficiency: float = 0.6
-    attention_efficiency: float = 0.45
-    attention: Mapping[str, Curve] = field(default_factory=dict)
-    fp32_ratio: float = 0.5
-    reserve_bytes: float = 2e9
+    name: str  # in the catalogue, or in the file
+    memory_bytes: float  # of one GPU
+    flops: float  # dense peak of one GPU, in bf16 unless `measured_dtype` says otherwise
+    memory_bandwidth: float  # of one GPU
+    gpus_per_node: int  # GPUs that `intra` joins
+    intra: Link  # inside a node
+    inter: Link  # between nodes, per GPU
+    matmul_efficiency: float = 0.6  # fraction of `flops` that matrix products reach
+    attention_efficiency: float = 0.45  # the same of attention, backward included, where `attention` has no curve
+    attention: Mapping[str, Curve] = field(default_factory=dict)  # measured fractions by mask: "causal", "window"
+    fp32_ratio: float = 0.5  # fp32 peak (TF32 if available) over bf16 peak
+    reserve_bytes: float = 2e9  # held by torch, CUDA and NCCL themselves on each GPU
+    # whether communication overlaps with computation, unless `measured` has the fraction (a CPU's takes the same cores)
     overlaps: bool = True
+    # ranks are processes on CPUs, planned as a small GPU without a host: memory is rounded up (`CPU_MARGIN`)
     on_cpu: bool = False
+    # measured links by (axis, op); they replace `intra` and `inter`
     measured: Mapping[tuple[str, str], MeasuredLink] = field(default_factory=dict)
-    attention_forward_flops: float | None = None
-    attention_flops: float | None = None
+    attention_forward_flops: float | None = None  # measured FLOP/s of attention's forward, instead of an efficiency
+    attention_flops: float | None = None  # measured FLOP/s of forward and backward together
+    # tokens per block on the diagonal, which the kernel computes in full: S tokens take (1 + block / S) times as long
     attention_block: float = 0.0
+    # the softmax's work per pair in units of head_dim: heads of D take (1 + width / D) times as long
     attention_width: float = 0.0
-    measured_dtype: str | None = None
-    host_memory: float = 1e12
-    host_bandwidth: float = 25e9
-    host_memory_bandwidth: float = 300e9
+    measured_dtype: str | None = None  # dtype that `flops` was measured in
+    host_memory: float = 1e12  # of one node
+    host_bandwidth: float = 25e9  # bytes/s between one GPU and its host's memory, each direction
+    host_memory_bandwidth: float = 300e9  # bytes/s of a node's memory, which bounds an optimizer on the host
 
     def __post_init__(self) -> None:
         of = f"of hardware {self.name}"
-        speeds = ("attention_flops", "attention_forward_flops")
-        given = [name for name in speeds if getattr(self, name) is not None]
-        for name in ("memory_bytes", "flops", "memory_bandwidth", *_HOST_KEYS, *given):
-            check_number(f"{name} {of}", getattr(self, name), 0, above=True)
+        for name, (least, most, above) in _RANGES.items():
+            if (value := getattr(self, name)) is not None or name not in _MEASURED_SPEEDS:
+                check_number(f"{name} {of}", value, least, most, above=above)
         check_number(f"gpus_per_node {of}", self.gpus_per_node, 1, whole=True)
-        for name in ("matmul_efficiency", "attention_efficiency", "fp32_ratio"):
-            check_number(f"{name} {of}", getattr(self, name), 0, 1, above=True)
         for name in ("overlaps", "on_cpu"):
             check_flag(f"{name} {of}", getattr(self, name))
-        for name in ("reserve_bytes", "attention_block", "attention_width"):
-            check_number(f"{name} {of}", getattr(self, name), 0)
-        if self.measured_dtype is not None:
-            check_choice(f"measured_dtype {of}", self.measured_dtype, ("bf16", "fp32"))
+        check_choice(f"measured_dtype {of}", self.measured_dtype or "bf16", ("bf16", "fp32"))
         for name in ("intra", "inter"):
             if not isinstance(getattr(self, name), Link):
                 raise LongspanError(f"{name} {of} must be a Link, got {format_value(getattr(self, name))}")
@@ -288,68 +264,45 @@ class Hardware:
 
 
 def _gpu(
-    name: str,
-    memory_gb: float,
-    tflops: float,
-    memory_gbs: float,
-    intra_gbs: float,
-    inter_gbs: float,
-    *,
-    per_node: int = 8,
-    fp32_ratio: float = 0.5,
-    host_gb: float = 2000,
-    pcie_gbs: float = 55,
-    attention: Mapping[str, Curve] = MappingProxyType({}),
+    name: str, memory_gb: float, tflops: float, memory_gbs: float, intra_gbs: float, inter_gbs: float, **others: Any
 ) -> Hardware:
+    """Return hardware of a DGX with 2 TB and PCIe gen 5 x16, which reaches 55 GB/s from pinned memory."""
+    intra, inter = Link(intra_gbs * 1e9, _INTRA_LATENCY), Link(inter_gbs * 1e9, _INTER_LATENCY)
+    values = {"gpus_per_node": 8, "host_memory": 2e12, "host_bandwidth": 55e9, **others}
     return Hardware(
-        name=name,
-        memory_bytes=memory_gb * 1e9,
-        flops=tflops * 1e12,
-        memory_bandwidth=memory_gbs * 1e9,
-        gpus_per_node=per_node,
-        intra=Link(intra_gbs * 1e9, _INTRA_LATENCY),
-        inter=Link(inter_gbs * 1e9, _INTER_LATENCY),
-        fp32_ratio=fp32_ratio,
-        attention=attention,
-        host_memory=host_gb * 1e9,
-        host_bandwidth=pcie_gbs * 1e9,
+        name, memory_gb * 1e9, tflops * 1e12, memory_gbs * 1e9, **{"intra": intra, "inter": inter, **values}
     )
 
+
+_PCIE_4: dict[str, Any] = {"host_bandwidth": 25e9}
+_LOOPBACK = Link(1e9, dict.fromkeys(OPS, 200e-6))
 
 # Columns: memory GB, dense bf16 TFLOP/s, memory GB/s, link inside a node and between nodes in GB/s per GPU, one way.
-# Hosts: the DGX of the kind, else 1 TB; PCIe x16 as copies from pinned memory reach it: 55 GB/s (gen 5), 25 (gen 4).
-CATALOGUE = {
-    hardware.name: hardware
-    for hardware in (
-        # NVIDIA A100 data sheet (June 2021): 312 TFLOP/s, 1,555 and 2,039 GB/s, NVLink 600 GB/s both directions.
-        # DGX A100: one HDR InfiniBand card (200 Gbit/s) per GPU.
-        _gpu("a100-40gb", 40, 312, 1555, 300, 25, host_gb=1000, pcie_gbs=25),
-        _gpu("a100-80gb", 80, 312, 2039, 300, 25, pcie_gbs=25),
-        # NVIDIA H100 SXM data sheet: 1,979 TFLOP/s with sparsity, 3.35 TB/s, NVLink 900 GB/s both directions. DGX H100:
-        # one NDR card (400 Gbit/s) per GPU.
-        _gpu("h100", 80, 989.5, 3350, 450, 50, attention=_HOPPER_ATTENTION),
-        # NVIDIA H200 data sheet: as H100, 141 GB at 4.8 TB/s.
-        _gpu("h200", 141, 989.5, 4800, 450, 50, attention=_HOPPER_ATTENTION),
-        # NVIDIA DGX B200 data sheet, per GPU: 180 GB, 64 TB/s / 8, 2.25 PFLOP/s dense bf16, NVLink 1.8 TB/s both
-        # directions; ConnectX-7, 400 Gbit/s.
-        _gpu("b200", 180, 2250, 8000, 900, 50),
-        # AMD MI300X data sheet: 1,307.4 TFLOP/s, 5.3 TB/s, 7 Infinity Fabric links of 64 GB/s each direction; all to
-        # all. One 400 Gbit/s card per GPU is the usual platform.
-        _gpu("mi300x", 192, 1307.4, 5300, 448, 50),
-        # NVIDIA L40S data sheet: 362.05 TFLOP/s dense bf16, 48 GB at 864 GB/s, PCIe 4.0 x16 (32 GB/s) and no NVLink.
-        _gpu("l40s", 48, 362.05, 864, 32, 25, host_gb=1000, pcie_gbs=25),
-        # Ranks as processes on one host, joined by gloo over loopback: an order of magnitude for one core. Measure
-        # your own with `longspan bench`.
-        dataclasses.replace(
-            _gpu("cpu", 8, 0.1, 10, 1, 1, per_node=64, fp32_ratio=1.0, host_gb=512, pcie_gbs=10),
-            overlaps=False,
-            on_cpu=True,
-            reserve_bytes=0.0,
-            intra=Link(1e9, dict.fromkeys(OPS, 200e-6)),
-            inter=Link(1e9, dict.fromkeys(OPS, 200e-6)),
-        ),
-    )
-}
+_CATALOGUE = (
+    # NVIDIA A100 data sheet (June 2021): 312 TFLOP/s, 1,555 and 2,039 GB/s, NVLink 600 GB/s both directions.
+    # DGX A100: one HDR InfiniBand card (200 Gbit/s) per GPU.
+    _gpu("a100-40gb", 40, 312, 1555, 300, 25, host_memory=1e12, **_PCIE_4),
+    _gpu("a100-80gb", 80, 312, 2039, 300, 25, **_PCIE_4),
+    # NVIDIA H100 SXM data sheet: 1,979 TFLOP/s with sparsity, 3.35 TB/s, NVLink 900 GB/s both directions. DGX H100:
+    # one NDR card (400 Gbit/s) per GPU. H200: the same with 141 GB at 4.8 TB/s.
+    _gpu("h100", 80, 989.5, 3350, 450, 50, attention=_HOPPER_ATTENTION),
+    _gpu("h200", 141, 989.5, 4800, 450, 50, attention=_HOPPER_ATTENTION),
+    # NVIDIA DGX B200 data sheet, per GPU: 180 GB, 64 TB/s / 8, 2.25 PFLOP/s dense bf16, NVLink 1.8 TB/s both
+    # directions; ConnectX-7, 400 Gbit/s.
+    _gpu("b200", 180, 2250, 8000, 900, 50),
+    # AMD MI300X data sheet: 1,307.4 TFLOP/s, 5.3 TB/s, 7 Infinity Fabric links of 64 GB/s each direction; all to
+    # all. One 400 Gbit/s card per GPU is the usual platform.
+    _gpu("mi300x", 192, 1307.4, 5300, 448, 50),
+    # NVIDIA L40S data sheet: 362.05 TFLOP/s dense bf16, 48 GB at 864 GB/s, PCIe 4.0 x16 (32 GB/s) and no NVLink.
+    _gpu("l40s", 48, 362.05, 864, 32, 25, host_memory=1e12, **_PCIE_4),
+    # Ranks as processes on one host, joined by gloo over loopback: an order of magnitude for one core. Measure
+    # your own with `longspan bench`.
+    _gpu(
+        "cpu", 8, 0.1, 10, 1, 1, gpus_per_node=64, fp32_ratio=1.0, host_memory=512e9, host_bandwidth=10e9,
+        overlaps=False, on_cpu=True, reserve_bytes=0.0, intra=_LOOPBACK, inter=_LOOPBACK,
+    ),
+)  # fmt: skip
+CATALOGUE = {hardware.name: hardware for hardware in _CATALOGUE}
 
 _OWN_KEYS = {each.name for each in dataclasses.fields(Hardware)} - {"measured_dtype", "attention"}
 _KEYS = _OWN_KEYS | {"like", "links"}

@@ -46,22 +46,61 @@ Peak = dict[str, int]
 
 def training_peaks(c: CostContext, once: bool) -> list[Peak]:
     """Return the peak candidates; `once`: whether gradients of all micro-batches are summed over the ranks once."""
-    step = _Step(c, once)
-    at_loss, last_layer, before_it, first_layer = (saved + step.rotary_tables for saved in saved_in_a_step(c))
-    held = pixel_bytes(c) + embedding_bytes(c) + saved_by_tower(c)  # until the tower's backward, which is the last
-    peaks = [
-        *step.loss(at_loss),
-        *step.layer_backward(last_layer, step.in_last_layer()),
-        *step.layer_backward(before_it, step.in_layer_before()),
-        *step.layer_backward(first_layer, step.in_first_layer()),
-        *step.outside_layers(),
-        *step.tower_backward(),
+    w, hidden = _Weights(c, once), c.tokens * c.d * c.b // c.hidden_shards
+    # Cosines and sines of the rank's positions, which all layers share.
+    dims = (c.model.positions.dims or 0) if c.model.positions.rotary else 0
+    tables = SavedActivations(hidden=2 * dims * c.tokens * c.b)
+    at_loss, last, before, first = (saved + tables for saved in saved_in_a_step(c))
+    final_norm = SavedActivations(hidden=c.tokens * (norm_bytes(c) + c.d * c.b))
+    in_loss, in_head = ({**(at_loss + final_norm).items(), **each, "hidden": hidden} for each in w.loss_and_head())
+    in_loss["logits"] = _logits_bytes(c)
+    phases = _layer_phases(c, hidden)
+    in_layers = [
+        {**(saved - freed).items(), **weights, **items, "gradients": weights["gradients"] + items.get("gradients", 0)}
+        for saved, weights in zip((last, before, first), w.around_layers(), strict=True)
+        for freed, items in phases
     ]
+    peaks = [in_loss, in_head, *in_layers, *w.outside_layers(), *w.tower_backward()]
+    held = pixel_bytes(c) + embedding_bytes(c) + saved_by_tower(c)  # until the tower's backward, which is the last
     return [{**peak, "vision": held + peak.get("vision", 0)} for peak in peaks]
 
 
-class _Step:
-    """The sizes that several peak candidates share, and the candidates.
+def _logits_bytes(c: CostContext) -> int:
+    """Return the bytes of the logits of `longspan.losses.cross_entropy`, tile by tile.
+
+    In fp32 one buffer is logits, then probabilities, then gradient. In bf16 a tile has twice the rows, cast part by
+    part.
+    """
+    rows, vocab = head_tile(c.model.vocab, on_cpu=False), -(-c.model.vocab // c.mesh.tensor)
+    if c.b == 4:
+        return min(c.tokens, rows) * vocab * 4
+    narrow = min(c.tokens, 2 * rows)
+    return (narrow * 2 + -(-narrow // NARROW_PARTS) * 4) * vocab
+
+
+def _layer_phases(c: CostContext, hidden: int) -> list[tuple[SavedActivations, Peak]]:
+    """Return the phases of a layer's backward: its recomputed all-to-all, its MLP, its attention.
+
+    Each is of the layer that needs most: what is free of saved activations when it is reached, and its own items.
+    `hidden`: bytes of hidden states, or of their gradient.
+    """
+    layers = [layer for layer, _ in c.model.layer_kinds]
+    mlp, sums = max((mlp_backward_bytes(layer, c) for layer in layers), key=sum)
+    freed = min((freed_per_token(layer, c) for layer in layers), key=lambda each: each.total) * c.tokens
+    buffers = max((layer.mixer.backward_buffers(c) for layer in layers), key=lambda each: each.total)
+    phases = [
+        (SavedActivations(), {"mlp": mlp, "gradients": sums, "hidden": 2 * hidden}),
+        (freed, {"comm_buffers": buffers.comm, "attention_workspace": buffers.workspace, "hidden": hidden}),
+    ]
+    exchanged = max(_recomputed_exchange(layer, c) for layer in layers)
+    if exchanged:  # the layer has not saved anything yet but its normalised input
+        exchanged -= max(recomputed_per_token(layer, c).total for layer in layers) * c.tokens
+        phases.insert(0, (SavedActivations(), {"attention_workspace": exchanged, "hidden": 2 * hidden}))
+    return phases
+
+
+class _Weights:
+    """Gradients and gathered weights, from phase to phase of a step.
 
     Gradients of a layer are in the compute dtype in its backward, then flat in fp32 for the reduce-scatter, then a
     shard. An untied head is its own FSDP group: it is gathered together with the last layer, and scattered before that
@@ -69,162 +108,89 @@ class _Step:
     """
 
     def __init__(self, c: CostContext, once: bool) -> None:
-        model, t = c.model, c.mesh.tensor
-        self.c, self.model = c, model
-        self.layers = [layer for layer, _ in model.layer_kinds]
-        self.ranks, self.sharded, self.to_host = c.weight_ranks, gathers(c), c.on_host
-        # Trained elements of the largest layer, of the head, and of the head's own FSDP group (0 if it is tied or not
-        # sharded).
-        self.largest = max(trained_elements_of(layer, c) for layer in self.layers) // t
-        largest_shard = max(layer_gradient(layer, c) for layer in self.layers)
+        self.c, model, t, sharded = c, c.model, c.mesh.tensor, gathers(c)
+        layers = [layer for layer, _ in model.layer_kinds]
+        # Trained elements of the head, and of the head's own FSDP group (0 if it is tied or not sharded).
         self.head = model.vocab * c.d // t * model.head.trained
-        self.head_apart = own_head(model) > 0 and self.sharded
-        outer = dict(outer_groups(model)).get("final norm and head", ())
-        self.own_head = sum(p.numel for p in trained(outer)) // t * self.head_apart
-        # Bytes of hidden states, or of their gradient.
-        self.hidden = c.tokens * c.d * c.b // c.hidden_shards
-        # Bytes per element of the reduce-scatter's flat fp32 input.
-        self.flat = 4 * self.sharded
+        self.head_apart = own_head(model) > 0 and sharded
+        self.own_head = _trained(dict(outer_groups(model)).get("final norm and head", ())) // t * self.head_apart
         # Bytes of gradients at rest on the device; and of earlier micro-batches', not sharded until they are summed.
-        self.at_rest = 0 if self.to_host else 4 * trained_elements(c)
+        self.at_rest = 0 if c.on_host else 4 * trained_elements(c)
         untrained = 0 if c.job.pictures else model.tower_params
         accumulated = 4 * ((trained_by_all_layers(c) - untrained) // t) if once else self.at_rest
         self.earlier = accumulated if c.job.batch > c.mesh.data else 0
         # Bytes of the gradients of a vision tower, which come last.
-        self.of_tower = 4 * tower_elements(c) if c.job.pictures and not (self.to_host or self.earlier) else 0
+        self.of_tower = 4 * tower_elements(c) if c.job.pictures and not (c.on_host or self.earlier) else 0
         # Bytes of cast weights: from the host, a layer's fp32 shard before it is cast; from 4 bits, a matrix.
-        self.casts = 0
-        if self.to_host:
-            self.casts = max(shard_bytes(layer.parameters, self.ranks, 4, t) for layer in self.layers)
-        self.casts += max(_unpacked(layer.parameters) for layer in self.layers) * c.b
-        # Bytes of a layer's gradients in the compute dtype, and of a tied head's, which stay.
-        self.layer_gradients = (self.largest + (0 if self.head_apart else self.head)) * c.b
-        # Bytes of a layer's gradient shard, unless earlier micro-batches have made it.
-        self.shard = 0 if self.earlier else largest_shard
-        # Cosines and sines of the rank's positions, which all layers share.
-        dims = (model.positions.dims or 0) if model.positions.rotary else 0
-        self.rotary_tables = SavedActivations(hidden=2 * dims * c.tokens * c.b)
-        # Of whichever layer needs most in its backward: bytes of a recomputed all-to-all, beyond what the layer saves
-        # (0 if none is recomputed), of the MLP and its sums of gradients, and of attention.
-        self.exchanged = max(_recomputed_exchange(layer, c) for layer in self.layers)
-        if self.exchanged:
-            self.exchanged -= max(recomputed_per_token(layer, c).total for layer in self.layers) * c.tokens
-        self.mlp, self.mlp_sums = max((mlp_backward_bytes(layer, c) for layer in self.layers), key=sum)
-        buffers = max((layer.mixer.backward_buffers(c) for layer in self.layers), key=lambda each: each.total)
-        self.attention = {"comm_buffers": buffers.comm, "attention_workspace": buffers.workspace}
-        # Saved activations that are free when the attention is reached.
-        self.before_attention = (
-            min((freed_per_token(layer, c) for layer in self.layers), key=lambda each: each.total) * c.tokens
+        from_host = max(shard_bytes(layer.parameters, c.weight_ranks, 4, t) for layer in layers)
+        self.casts = from_host * c.on_host + max(_unpacked(layer.parameters) for layer in layers) * c.b
+        # Bytes of the largest layer's gradients: in the compute dtype, with those of a tied head, which stay; flat in
+        # fp32, if they are scattered; and their shard, unless earlier micro-batches have made it.
+        largest = max(trained_elements_of(layer, c) for layer in layers) // t
+        self.of_layer = (largest + (0 if self.head_apart else self.head)) * c.b
+        self.flat = 4 * sharded  # bytes per element
+        self.layer_flat = largest * self.flat
+        self.layer_shard = 0 if self.earlier else max(layer_gradient(layer, c) for layer in layers)
+
+    def loss_and_head(self) -> tuple[Peak, Peak]:
+        """Return those in the loss, and in the head's backward.
+
+        From the loss on there are the gradients of the head's weights, in fp32; the backward casts them.
+        """
+        c, gradients = self.c, self.earlier + self.head * 4
+        cast = self.head * c.b if c.b == 2 else 0
+        gathered = gathered_bytes(c, 0, heads=2) if self.head_apart else gathered_bytes(c, 1)
+        return (
+            {"gradients": gradients + min(cast, HEAD_ROWS * c.d * c.b), "gathered_weights": self.casts + gathered},
+            {"gradients": gradients + cast, "gathered_weights": self.casts + gathered_bytes(c, 1, heads=1)},
         )
 
-    def gathered(self, layers: int, heads: int = 0) -> int:
-        """Return the bytes of so many gathered layers, and times the head's own group."""
-        return gathered_bytes(self.c, layers, heads)
+    def around_layers(self) -> tuple[Peak, Peak, Peak]:
+        """Return those in the backward of the last layer, of the one before it, and of the first.
 
-    # Loss and head.
-
-    def loss(self, at_loss: SavedActivations) -> Iterator[Peak]:
-        """Yield the peaks in the loss, and in the head's backward."""
-        c = self.c
-        final_norm = SavedActivations(hidden=c.tokens * (norm_bytes(c) + c.d * c.b))
-        in_loss = self.casts + (self.gathered(0, heads=2) if self.head_apart else self.gathered(1))
-        in_head = self.casts + self.gathered(1, heads=1)
-        for items, gathered in zip(self._tiled_loss(), (in_loss, in_head), strict=True):
-            gradients = self.earlier + items["gradients"]
-            saved = (at_loss + final_norm).items()
-            yield {**saved, **items, "gradients": gradients, "gathered_weights": gathered}
-
-    def _tiled_loss(self) -> list[Peak]:
-        """Return the forward and the backward of `longspan.losses.cross_entropy`.
-
-        From the forward on there are the gradients of the head's input and, in fp32, of its weights; the backward casts
-        them.
+        The last layer's has the head's gradients in flight, the next the last layer's. In the first all others are at
+        rest, but for an untied embedding's.
         """
-        c = self.c
-        # In fp32 one buffer is logits, then probabilities, then gradient. A cast makes another, autograd a third.
-        rows, vocab = head_tile(self.model.vocab, on_cpu=False), -(-self.model.vocab // self.c.mesh.tensor)
-        tile = min(c.tokens, rows) * vocab * (4 if c.b == 4 else 8)
-        if c.b == 2:  # twice the rows, cast part by part
-            narrow = min(c.tokens, 2 * rows)
-            tile = (narrow * 2 + -(-narrow // NARROW_PARTS) * 4) * vocab
-        cast = self.head * c.b if c.b == 2 else 0
-        more = min(cast, HEAD_ROWS * c.d * c.b)
-        return [
-            {"logits": tile, "hidden": self.hidden, "gradients": self.head * 4 + more},
-            {"hidden": self.hidden, "gradients": self.head * 4 + cast},
-        ]
-
-    # A layer's backward.
-
-    def in_last_layer(self) -> dict[str, int]:
-        """Return the bytes of gradients and gathered weights in the last layer's backward: the head's are in flight."""
-        head = self.own_head * 4 + (0 if self.earlier else self.own_head * 4 // self.ranks)
-        return {
-            "gradients": self.earlier + self.layer_gradients + head,
-            "gathered_weights": self.casts + self.gathered(2),
-        }
-
-    def in_layer_before(self) -> dict[str, int]:
-        """Return the same one layer earlier: the last layer's gradients are in flight."""
-        return {
-            "gradients": self.earlier + self.layer_gradients + self.largest * self.flat + self.shard,
-            "gathered_weights": self.casts + self.gathered(2),
-        }
-
-    def in_first_layer(self) -> dict[str, int]:
-        """Return the same in the first layer: all other gradients are at rest, but for an untied embedding's."""
+        c, sharded = self.c, gathers(self.c)
+        head = self.own_head * 4 + (0 if self.earlier else self.own_head * 4 // c.weight_ranks)
         embedding = 0
-        if not (self.earlier or self.to_host):
+        if not (self.earlier or c.on_host):
             embedding = 4 * sum(
-                shard_elements(trained(parameters), self.ranks, self.c.mesh.tensor)
-                for what, parameters in outer_groups(self.model)
+                shard_elements(trained(parameters), c.weight_ranks, c.mesh.tensor)
+                for what, parameters in outer_groups(c.model)
                 if what in ("the embedding", "positions")
             )
-        own = self.shard if self.sharded and not self.to_host else 0
-        in_flight = self.layer_gradients * self.sharded + self.largest * self.flat
-        return {
-            "gradients": self.at_rest - self.of_tower - embedding - own + in_flight,
-            "gathered_weights": self.casts * self.to_host + self.gathered(1),
-        }
-
-    def layer_backward(self, saved: SavedActivations, rest: dict[str, int]) -> Iterator[Peak]:
-        """Yield the peaks in a layer's backward: its recomputed all-to-all, its MLP, its attention.
-
-        `rest`: gradients and gathered weights.
-        """
-        items = {**saved.items(), **rest}
-        if self.exchanged:  # the layer has not saved anything yet but its normalised input
-            yield {**items, "attention_workspace": self.exchanged, "hidden": 2 * self.hidden}
-        gradients = rest["gradients"] + self.mlp_sums
-        yield {**items, "gradients": gradients, "mlp": self.mlp, "hidden": 2 * self.hidden}
-        in_attention = (saved - self.before_attention).items()
-        yield {**in_attention, **rest, **self.attention, "hidden": self.hidden}
-
-    # Outside the layers.
+        own = self.layer_shard if sharded and not c.on_host else 0
+        in_first = self.at_rest - self.of_tower - embedding - own + self.of_layer * sharded + self.layer_flat
+        gathered = self.casts + gathered_bytes(c, 2)
+        computing = self.earlier + self.of_layer
+        return (
+            {"gradients": computing + head, "gathered_weights": gathered},
+            {"gradients": computing + self.layer_flat + self.layer_shard, "gathered_weights": gathered},
+            {"gradients": in_first, "gathered_weights": self.casts * c.on_host + gathered_bytes(c, 1)},
+        )
 
     def outside_layers(self) -> Iterator[Peak]:
-        """Yield the peaks in the embeddings' backward and the optimizer."""
-        model, c, t = self.model, self.c, self.c.mesh.tensor
-        shard = trained_elements(c)
+        """Yield those in the embeddings' backward and the optimizer."""
+        model, c, t = self.c.model, self.c, self.c.mesh.tensor
         # The first layer's gradients may still be in flight; a tied table waits for them.
-        first_layer = 0 if model.tied else self.largest
-        in_flight = (_trained(model.root) // t - self.own_head + first_layer) * self.flat
-        yield {"gradients": self.at_rest + self.head * c.b * self.sharded + in_flight}
+        in_flight = (_trained(model.root) // t - self.own_head) * self.flat + (0 if model.tied else self.layer_flat)
+        yield {"gradients": self.at_rest + self.head * c.b * gathers(c) + in_flight}
         if model.tied:  # the table's two gradients and their sum; an fp32 head's gradient becomes the sum
-            of_root = shard_elements(trained(model.root), self.ranks, t)
-            in_layers = 0 if self.to_host else 4 * (shard - of_root) - self.of_tower
+            of_root = shard_elements(trained(model.root), c.weight_ranks, t)
+            in_layers = 0 if c.on_host else 4 * (trained_elements(c) - of_root) - self.of_tower
             tables = (2 if c.b == 4 else 3) * self.head * c.b
-            gradients = in_layers + tables + self.largest * self.flat
-            yield {"gradients": gradients, "gathered_weights": self.gathered(0)}
+            gradients = in_layers + tables + self.layer_flat
+            yield {"gradients": gradients, "gathered_weights": gathered_bytes(c, 0)}
 
     def tower_backward(self) -> Iterator[Peak]:
-        """Yield the peak in the backward of a vision tower's last block: all other gradients are at rest."""
-        tower, c = self.model.tower, self.c
+        """Yield those in the backward of a vision tower's last block: all other gradients are at rest."""
+        tower, c = self.c.model.tower, self.c
         if tower is None or not c.job.pictures:
             return
         block = sum(p.numel for p in tower.block)
-        gradients = self.at_rest - self.of_tower + block * (c.b * self.sharded + self.flat)
-        gathered = (always_gathered(self.model) + 2 * block) * c.b * self.sharded
+        gradients = self.at_rest - self.of_tower + block * (c.b * gathers(c) + self.flat)
+        gathered = (always_gathered(c.model) + 2 * block) * c.b * gathers(c)
         yield {"gradients": gradients, "gathered_weights": self.casts + gathered, "vision": in_block_backward(c)}
 
 
