@@ -245,12 +245,12 @@ FAULTS = (
     Fault("change_in_place_unnoticed", "memory/activations.py", "if version_of(self.x) != self.version:",
           "if version_of(self.x) < 0:", "tests/memory/test_activations.py"),
     # checkpoint
-    Fault("checksum_not_compared", "checkpoint/damage.py", "if record != self.files[name]:",
-          "if record.size != self.files[name].size:", "tests/checkpoint/test_checkpoint.py -k random_damage"),
-    Fault("prune_removes_one_too_many", "checkpoint/folder.py", "until[:-keep]", "until[: 1 - keep or None]",
+    Fault("checksum_not_compared", "checkpoint/damage.py", "if found != records[name]:",
+          "if found.size != records[name].size:", "tests/checkpoint/test_checkpoint.py -k random_damage"),
+    Fault("prune_removes_one_too_many", "checkpoint/folder.py", "complete[at + keep :]", "complete[at + keep - 1 :]",
           "tests/checkpoint/test_checkpoint.py -k old_checkpoints"),
-    Fault("old_checkpoint_removed_first", "checkpoint/folder.py", "        path.rename(before)", "        remove(path)",
-          "tests/checkpoint/test_checkpoint.py -k until_the_new_one"),
+    Fault("old_checkpoint_removed_first", "checkpoint/folder.py", "        path.rename(_older(path))",
+          "        remove(path)", "tests/checkpoint/test_checkpoint.py -k until_the_new_one"),
     # data
     Fault("a_line_of_a_text_is_a_row", "hf/prompts.py", 'sample_by="document"', 'sample_by="line"',
           "tests/train/test_command.py -k text_file"),
