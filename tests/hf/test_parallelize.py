@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -487,11 +489,39 @@ def test_an_invalid_batch_of_one_replica_raises_on_all() -> None:
             model(**mine)
 
 
+_LLAMA_FORWARD: Any = transformers.LlamaForCausalLM.forward
+
+
+@functools.wraps(_LLAMA_FORWARD)
+def _with_a_penalty(self: Any, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+    out = _LLAMA_FORWARD(self, *args, **kwargs)
+    if labels is not None:
+        out.loss = self.loss_function(out.logits, labels, self.vocab_size) + out.logits.square().mean()
+    return out
+
+
+@functools.wraps(_LLAMA_FORWARD)
+def _of_tokens(self: Any, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+    out = _LLAMA_FORWARD(self, *args, **kwargs)
+    if labels is not None:
+        out.loss = self.loss_function(out.logits, labels, self.vocab_size)
+    return out
+
+
 def test_a_loss_that_is_no_cross_entropy_of_tokens_is_refused() -> None:
     sp = longspan.SequenceSharding(longspan.init_mesh())
     z_loss = longspan.parallelize(build("Bamba", z_loss_coefficient=1e-3), sp)
     with pytest.raises(LongspanError, match="adds a term of its own, the z-loss"):
         z_loss(**batch())
+    for forward, refused in ((_with_a_penalty, True), (_of_tokens, False)):
+        with mock.patch.object(transformers.LlamaForCausalLM, "forward", forward):
+            model = longspan.parallelize(build("Llama"), sp)
+            with (
+                pytest.raises(LongspanError, match="computes a loss of its own")
+                if refused
+                else contextlib.nullcontext()
+            ):
+                model(**batch())
     replaced = transformers.ElectraForPreTraining(
         transformers.ElectraConfig(
             hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, vocab_size=61

@@ -9,10 +9,17 @@ of tokens and one for labels of rows. A mixture of experts adds the loss of its 
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -167,6 +174,31 @@ class GlobalLoss:
         return scale_gradient(sums, self.sp.world_size)[0] / items
 
 
+@functools.cache
+def computes_own_loss(forward: Callable[..., Any]) -> bool:
+    """Return whether a model's forward that is not of transformers does more for its loss than call `loss_function`.
+
+    The model never sees the labels, so such a term would be missing. transformers' own are known: the tests compare
+    their losses.
+    """
+    code: Any = getattr(forward, "__code__", None)  # of the outermost function: what wraps one of transformers' is not
+    if code is not None and Path(code.co_filename).is_relative_to(Path(transformers.__file__).parent):
+        return False
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except (OSError, SyntaxError, TypeError):
+        return True
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if not any("loss" in ast.unparse(target) for target in targets):
+                continue
+            of_tokens = isinstance(node.value, ast.Call) and ast.unparse(node.value.func).endswith("loss_function")
+            if isinstance(node, ast.AugAssign) or not (of_tokens or isinstance(node.value, ast.Constant)):
+                return True
+    return False
+
+
 class HeldBackLabels(Stage):
     """Hold labels back from the model, and compute the loss from its logits.
 
@@ -186,7 +218,8 @@ class HeldBackLabels(Stage):
         """Raise for labels from which the model's own forward would compute another loss."""
         if call.inputs.get("labels") is None:
             return
-        if not (self.traits.labels_per_token or call.model.can_generate()):
+        known = self.traits.labels_per_token or call.model.can_generate()
+        if not known or computes_own_loss(type(call.model).forward):
             raise LongspanError(
                 f"{self.traits.name} computes a loss of its own from labels, which would be that of one rank's tokens; "
                 f"leave `labels` out, and compute the loss from its outputs"
