@@ -40,7 +40,6 @@ from longspan.plan.layers import Causal, Chunk, Window
 from longspan.plan.limits import refusal
 from longspan.plan.names import MODELS
 from longspan.plan.search import on_meshes
-from longspan.plan.views.page import contexts, gpu_counts
 from longspan.plan.views.report import SCHEMA, command, yaml
 from longspan.train.arguments import Settings, read
 from tests.choose import each_value
@@ -400,7 +399,6 @@ def test_a_search_refuses_too_many_gpus(capsys: pytest.CaptureFixture[str]) -> N
     )
     with pytest.raises(LongspanError, match=r"context must be at most 1,099,511,627,776"):
         Job(context=10**13)
-    assert max(gpu_counts(1 << 13)) == 1 << 14 and max(contexts(Job(context=1 << 40))) == 1 << 40
 
 
 def test_rings_of_thousands_are_planned() -> None:
