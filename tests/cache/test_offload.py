@@ -143,7 +143,7 @@ def test_equal_to_a_cache_on_the_device(pool4: RankPool, tmp_path: Path) -> None
 
 def test_one_device_and_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     model = longspan.parallelize(made("Llama"), longspan.SequenceSharding(longspan.init_mesh()), fsdp=False)
-    with pytest.raises(longspan.LongspanError, match="offload='disk' is unknown; choose 'none' or 'host'"):
+    with pytest.raises(longspan.LongspanError, match="offload='tape' is unknown; choose 'none' or 'host'"):
         longspan.ShardedCache(model, offload="tape")
     with pytest.raises(
         longspan.LongspanError, match="'int4' is unknown; did you mean 'int8'.* Choose 'exact', 'int8' or 'fp8'"

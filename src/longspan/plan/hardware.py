@@ -176,7 +176,8 @@ class Hardware:
         check_number(f"gpus_per_node {of}", self.gpus_per_node, 1, whole=True)
         for name in ("overlaps", "on_cpu"):
             check_flag(f"{name} {of}", getattr(self, name))
-        check_choice(f"measured_dtype {of}", self.measured_dtype or "bf16", ("bf16", "fp32"))
+        if self.measured_dtype is not None:
+            check_choice(f"measured_dtype {of}", self.measured_dtype, ("bf16", "fp32"))
         for name in ("intra", "inter"):
             if not isinstance(getattr(self, name), Link):
                 raise LongspanError(f"{name} {of} must be a Link, got {format_value(getattr(self, name))}")

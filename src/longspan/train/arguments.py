@@ -30,7 +30,7 @@ from longspan.core.reading import (
     values,
     with_values,
 )  # fmt: skip
-from longspan.core.validation import LONGEST_WAIT_S, check_number, format_value, nearest, suggest_choice
+from longspan.core.validation import LONGEST_WAIT_S, check_name, check_number, format_value, nearest, suggest_choice
 from longspan.hf.pretrained import first_line
 from longspan.ranks.job import Timeouts
 from longspan.trainers.mixin import REFUSED
@@ -90,6 +90,8 @@ class Ours:
 
     def check(self) -> None:
         """Raise on values out of range."""
+        if self.tokenizer is not None:
+            check_name("tokenizer", self.tokenizer)
         if self.context not in (None, "max"):
             check_number("context", self.context, max(2, self.parallel.sequence_ranks), whole=True)
         if self.rank_memory is not None:
