@@ -75,9 +75,9 @@ demo: $(DEMO_STAMP)  ## train a small Llama on 4 sequence-parallel CPU ranks, th
 
 test: $(if $(PYTEST_ARGS),lint,$(STAMP))  ## lint, all tests, and those that round again on a lesser CPU's kernels
 	$(if $(PYTEST_ARGS),@$(BIN)/python -m pytest $(PYTEST_ARGS))
-	$(if $(PYTEST_ARGS),,@$(MAKE) --no-print-directory -j2 ranks-1 alone ranks-2 lint $(addprefix fast-,$(LESSER)))
+	$(if $(PYTEST_ARGS),,@$(MAKE) --no-print-directory -j3 ranks-1 ranks-2 alone lint $(addprefix fast-,$(LESSER)))
 
-# Two halves of the files: ranks leave cores idle while they wait for each other, so other tests run beside each half.
+# Two halves of the files, and tests of one process beside them: ranks leave cores idle while they wait for each other.
 ranks-%: $(STAMP)
 	@$(BIN)/python -m pytest --quiet -p no:cacheprovider -m ranks --part $*/2
 
