@@ -175,6 +175,8 @@ def _plain_run(case: Case) -> Any:
     model = _model(dataclasses.replace(case, double=False))  # rounding in fp32 is the limit for fp64 too
     batches = _batches(case, model)
     apart = bool(batches[0].documents) and _leaks(model, batches[0])
+    if apart and getattr(model.config.get_text_config(), "output_router_logits", False):
+        raise ValueError("transformers balances the routers of documents together only if they attend to each other")
 
     def run(model: Any) -> Run:
         return _trained_plainly(case, model, batches, apart)
