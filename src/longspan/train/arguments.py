@@ -179,6 +179,7 @@ class Settings:
             )
         if self.ours.early_stopping_patience is not None and not training.load_best_model_at_end:
             raise LongspanError("early_stopping_patience: it needs `load_best_model_at_end: true`")
+        check_number("learning_rate", training.learning_rate, 0)
         if model.attn_implementation not in (None, *KERNELS):
             raise LongspanError(
                 f"attn_implementation: {model.attn_implementation} is no kernel of longspan; use {', '.join(KERNELS)}, "
