@@ -178,6 +178,17 @@ class Hardware:
             check_flag(f"{name} {of}", getattr(self, name))
         if self.measured_dtype is not None:
             check_choice(f"measured_dtype {of}", self.measured_dtype, ("bf16", "fp32"))
+        for mask, curve in self.attention.items():
+            check_choice(f"attention {of}", mask, ("causal", "window"))
+            for point in curve if isinstance(curve, tuple) else (curve,):
+                if not (isinstance(point, tuple) and len(point) == 3):
+                    raise LongspanError(
+                        f"attention {of}: {mask} must be points (keys, fraction forward, fraction backward), got "
+                        f"{format_value(curve)}"
+                    )
+                check_number(f"attention {of}: keys of {mask}", point[0], 0, above=True)
+                for fraction in point[1:]:
+                    check_number(f"attention {of}: a fraction of {mask}", fraction, 0, 1, above=True)
         for name in ("intra", "inter"):
             if not isinstance(getattr(self, name), Link):
                 raise LongspanError(f"{name} {of} must be a Link, got {format_value(getattr(self, name))}")
