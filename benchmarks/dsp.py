@@ -26,10 +26,10 @@ from longspan.attn.methods.dsp import DynamicSharding
 from longspan.comm.collectives import all_gather
 from longspan.comm.counting import count_sent
 from longspan.comm.reshard import gather_along, shard_sizes
-from longspan.hf.diffusion import attention
-from longspan.hf.diffusion.families import FAMILIES
-from longspan.hf.diffusion.latte import FRAMES, PATCHES, along
-from longspan.hf.diffusion.tokens import Tokens
+from longspan.diffusion import attention
+from longspan.diffusion.families import FAMILIES
+from longspan.diffusion.latte import FRAMES, PATCHES, along
+from longspan.diffusion.tokens import Tokens
 
 GOAL = 0.6
 METHODS = ("DSP", "Ulysses")

@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from longspan.comm.shard import global_mean as global_mean
     from longspan.core.errors import LongspanError as LongspanError
     from longspan.core.memory import Memory as Memory
+    from longspan.diffusion.tokens import shard_target as shard_target
     from longspan.elastic.batches import elastic_batches as elastic_batches
     from longspan.elastic.batches import schedule as schedule
-    from longspan.hf.batch import shard_batch as shard_batch
-    from longspan.hf.checks.nonfinite import find_nonfinite as find_nonfinite
-    from longspan.hf.diffusion.tokens import shard_target as shard_target
-    from longspan.hf.forward.kv_cache import ShardedCache as ShardedCache
+    from longspan.hf.batch.shard import shard_batch as shard_batch
+    from longspan.hf.batch.trees import pack_tree as pack_tree
+    from longspan.hf.cache.kv_cache import ShardedCache as ShardedCache
     from longspan.hf.forward.logprobs import token_logprobs as token_logprobs
     from longspan.hf.forward.loss import causal_lm_loss as causal_lm_loss
     from longspan.hf.forward.mixer_functions import register_mixer as register_mixer
     from longspan.hf.loading import from_pretrained as from_pretrained
-    from longspan.hf.memory_options import compile_layers as compile_layers
+    from longspan.hf.memory import compile_layers as compile_layers
+    from longspan.hf.nonfinite import find_nonfinite as find_nonfinite
     from longspan.hf.parallelize import parallelize as parallelize
     from longspan.hf.state import explain as explain
-    from longspan.hf.trees import pack_tree as pack_tree
     from longspan.hf.weights.gradients import no_sync as no_sync
     from longspan.mixers.linear_attention import linear_attention as linear_attention
     from longspan.mixers.state_passing import state_passing as state_passing
@@ -49,17 +49,17 @@ _DEFINED_IN = {
     "Mask": "longspan.attn.mask",
     "Memory": "longspan.core.memory",
     "SequenceSharding": "longspan.comm.mesh",
-    "ShardedCache": "longspan.hf.forward.kv_cache",
+    "ShardedCache": "longspan.hf.cache.kv_cache",
     "TrainerMixin": "longspan.trainers.mixin",
     "TreeMask": "longspan.attn.mask",
     "attention": "longspan.attn.api",
     "causal_lm_loss": "longspan.hf.forward.loss",
-    "compile_layers": "longspan.hf.memory_options",
+    "compile_layers": "longspan.hf.memory",
     "dsp": "longspan.attn.methods.dsp",
     "elastic_batches": "longspan.elastic.batches",
     "explain": "longspan.hf.state",
     "explain_kernel": "longspan.attn.api",
-    "find_nonfinite": "longspan.hf.checks.nonfinite",
+    "find_nonfinite": "longspan.hf.nonfinite",
     "from_pretrained": "longspan.hf.loading",
     "kernel_with_lse": "longspan.attn.kernels.custom",
     "prepare_attention": "longspan.attn.api",
@@ -67,12 +67,12 @@ _DEFINED_IN = {
     "init_mesh": "longspan.comm.mesh",
     "linear_attention": "longspan.mixers.linear_attention",
     "no_sync": "longspan.hf.weights.gradients",
-    "pack_tree": "longspan.hf.trees",
+    "pack_tree": "longspan.hf.batch.trees",
     "parallelize": "longspan.hf.parallelize",
     "register_mixer": "longspan.hf.forward.mixer_functions",
     "schedule": "longspan.elastic.batches",
-    "shard_batch": "longspan.hf.batch",
-    "shard_target": "longspan.hf.diffusion.tokens",
+    "shard_batch": "longspan.hf.batch.shard",
+    "shard_target": "longspan.diffusion.tokens",
     "state_passing": "longspan.mixers.state_passing",
     "token_logprobs": "longspan.hf.forward.logprobs",
     "trainer": "longspan.trainers.mixin",

@@ -16,7 +16,7 @@ import longspan
 from longspan.attn.kernels import tiled
 from longspan.attn.prepare import AttentionPlan
 from longspan.core.errors import LongspanError
-from longspan.hf.forward import registry
+from longspan.hf.forward import attention
 from tests.attn.attention import CASES, one_device, run
 from tests.attn.attention import sharding as sharding_of
 from tests.fakes import fake_world
@@ -69,8 +69,8 @@ def test_layers_of_one_kind_share_a_plan(monkeypatch: pytest.MonkeyPatch) -> Non
         made.append(original(*args, **more))
         return made[-1]
 
-    original = registry.prepare
-    monkeypatch.setattr(registry, "prepare", counted)
+    original = attention.prepare
+    monkeypatch.setattr(attention, "prepare", counted)
     model = longspan.parallelize(
         build("Gemma3Text", num_hidden_layers=4, layer_types=["sliding_attention"] * 3 + ["full_attention"]),
         one_device(),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import longspan
-from longspan.hf.trees import TreePack
+from longspan.hf.batch.trees import TreePack
 from tests.models import Run, Truth, build, check_gradients, check_loss, gradients
 from tests.tolerance import excess
 

@@ -22,7 +22,7 @@ from longspan.cache.attend import _merge
 from longspan.cache.layer_cache import LayerCache
 from longspan.cache.quantize import QUANTIZED_FORMATS
 from longspan.comm.counting import count_sent
-from longspan.hf.forward import kv_cache_files as files
+from longspan.hf.cache import files
 from longspan.plan import Job
 from longspan.plan.from_model import shape_from_config
 from longspan.plan.job import CostContext

@@ -18,7 +18,7 @@ from longspan.cache.attend import attend, start_step
 from longspan.cache.layer_cache import LayerCache
 from longspan.comm.consistency import ReplicaCheck
 from longspan.core.cache import CacheDtype, KVPlacement
-from longspan.hf.checks import batches
+from longspan.hf.batch import compare
 from tests.fakes import fake_world
 from tests.syncs import Seen, gpu_llama, on_gpu, one_gpu
 
@@ -122,9 +122,9 @@ def test_the_host_does_not_read_values_in_each_forward() -> None:
     model = torch.nn.Linear(1, 1)
     with fake_world(0, 2), on_gpu() as seen:
         sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2, device_type="cpu"))
-        check = batches.BatchCheck(sp, None, ReplicaCheck(model, 0))
-        check.forward = batches.FIRST
+        check = compare.BatchCheck(sp, None, ReplicaCheck(model, 0))
+        check.forward = compare.FIRST
         batch = {"input_ids": torch.empty(1, 1, dtype=torch.int64, device="cuda")}
-        with mock.patch.object(batches, "gather_numbers", lambda mine, *_: [mine] * 2):
+        with mock.patch.object(compare, "gather_numbers", lambda mine, *_: [mine] * 2):
             check.compare(model, {**batch, "labels": batch["input_ids"]}, False, None)
             assert seen == [] and not seen.launches

@@ -28,7 +28,7 @@ from longspan.cache.static import FlashDecode, FormulaDecode, Slots, StaticDecod
 from longspan.core import cache as kv_placement
 from longspan.core.errors import LongspanError
 from longspan.generate.config import GenerateConfig
-from longspan.hf.forward import kv_cache
+from longspan.hf.cache import kv_cache
 from longspan.hf.state import state_of
 from tests.fakes import fake_world
 from tests.flags import make

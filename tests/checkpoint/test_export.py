@@ -45,7 +45,7 @@ def _adapted(model: Any) -> Any:
 
 
 def _tokenizer() -> Any:
-    from longspan.hf.prompts import load_tokenizer
+    from longspan.hf.model.prompts import load_tokenizer
 
     return load_tokenizer("bytes")
 

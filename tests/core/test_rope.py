@@ -12,7 +12,7 @@ import transformers
 from longspan.compat.reading import positions_of
 from longspan.core.errors import LongspanError
 from longspan.core.rope import merged, positions_in, settings_of
-from longspan.hf.pretrained import read_model_config
+from longspan.hf.model.pretrained import read_model_config
 from tests.models import build
 from tests.train.training import write_config
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.hf.diffusion.families import FAMILIES, Draw, Inputs
+from longspan.diffusion.families import FAMILIES, Draw, Inputs
 
 LATTE = {
     "num_attention_heads": 4, "attention_head_dim": 8, "in_channels": 3, "out_channels": 6, "num_layers": 2,

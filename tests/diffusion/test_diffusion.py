@@ -20,9 +20,9 @@ import longspan
 from longspan.comm.counting import count_sent
 from longspan.comm.reshard import shard_along
 from longspan.core.errors import LongspanError
-from longspan.hf.diffusion.attention import ShardedAttention, ulysses
-from longspan.hf.diffusion.families import FAMILIES
-from longspan.hf.diffusion.tokens import Tokens
+from longspan.diffusion.attention import ShardedAttention, ulysses
+from longspan.diffusion.families import FAMILIES
+from longspan.diffusion.tokens import Tokens
 from tests.choose import confirming
 from tests.diffusion.diffusing import CONFIGS, make_inputs, make_model, run
 from tests.models import build

@@ -22,7 +22,7 @@ from torch import Tensor
 import longspan
 from longspan import checkpoint
 from longspan.core.errors import LongspanError
-from longspan.hf.support import check_model, is_masked_lm
+from longspan.hf.model.support import check_model, is_masked_lm
 from tests.fuzz.cases import IGNORED, Batch, Case, batch_of
 from tests.fuzz.families import build, default_model
 from tests.hf import pictures

@@ -11,7 +11,7 @@ import torch
 
 import longspan
 from longspan.core.parallel import ParallelConfig
-from longspan.hf.tensor_parallel.plan import TensorStyle
+from longspan.hf.weights.tensor_rules import TensorStyle
 from longspan.plan.from_model import shape_from_config
 from longspan.plan.job import CostContext, Job
 from tests.choose import confirming

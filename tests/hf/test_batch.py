@@ -16,7 +16,7 @@ from longspan.attn.segments import chunk_segments, document_segments, padding_se
 from longspan.comm.mesh import OneDeviceMesh
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Layout
-from longspan.hf.batch import IGNORE, SequenceInfo, real_tokens, shard_batch
+from longspan.hf.batch.shard import IGNORE, SequenceInfo, real_tokens, shard_batch
 from tests.models import sharding
 from tests.pool import RankPool, on_ranks
 

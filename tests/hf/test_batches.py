@@ -15,8 +15,8 @@ import torch.distributed as dist
 import longspan
 from longspan.comm.counting import count_sent
 from longspan.core.errors import LongspanError
-from longspan.hf.batch import device_digest
-from longspan.hf.checks import batches
+from longspan.hf.batch import compare
+from longspan.hf.batch.shard import device_digest
 from tests.models import batch, build, rows_of, sharding
 from tests.pool import RankError, RankPool
 
@@ -131,7 +131,7 @@ def test_an_error_of_another_kind_raises_on_all_ranks(pool2: RankPool) -> None:
 def _compared_now_and_then(family: str, cut: bool) -> tuple[list[str], int]:
     sp = sharding(data=2)
     model = longspan.parallelize(build(family), sp)
-    with mock.patch.object(batches, "is_on_cpu", lambda batch: False), mock.patch.object(batches, "EVERY", 8):
+    with mock.patch.object(compare, "is_on_cpu", lambda batch: False), mock.patch.object(compare, "EVERY", 8):
         for step in range(8):
             mine = rows_of(batch(seed=step), sp.data_rank, 2)
             if step >= STEPS and dist.get_rank() == 2:

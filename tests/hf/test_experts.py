@@ -20,8 +20,8 @@ from longspan.core.memory import Memory
 from longspan.generate import score
 from longspan.generate.config import GenerateConfig
 from longspan.generate.score import ScoreConfig
-from longspan.hf.experts import ExpertLayout
 from longspan.hf.preconditions import Checked, ParallelizeOptions
+from longspan.hf.weights.experts import ExpertLayout
 from longspan.ranks import launch
 from longspan.trainers.muon import muon
 from longspan.verify import VerifyConfig

@@ -14,7 +14,7 @@ from transformers import masking_utils as masks
 
 import longspan
 from longspan.core import tile_sizes
-from longspan.hf.forward.registry import MaskRequest, longspan_mask
+from longspan.hf.forward.attention import MaskRequest, longspan_mask
 from tests.choose import confirming, each_value
 from tests.models import (
     FAMILIES,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import longspan
 from longspan.comm.mesh import OneDeviceMesh
 from longspan.core.errors import LongspanError
-from longspan.hf.batch import IGNORE
+from longspan.hf.batch.shard import IGNORE
 from longspan.losses import cross_entropy as loss_module
 from longspan.losses.tile_gradients import TileGradients
 from tests.choose import pairwise

@@ -78,13 +78,13 @@ class LateSide:
 
 def offload_on_cpus(patch: Callable[[str, Any], None] | None = None) -> None:
     """Let `offload="host"` run on CPUs, through a late side stream; by default for the rest of this process."""
-    import longspan.hf.memory_options
+    import longspan.hf.memory
     import longspan.hf.preconditions
 
     def store_for(memory: Memory, _: torch.device) -> HostStore | None:
         return None if memory.offload == "none" else HostStore(LateSide())
 
-    for module in (longspan.hf.memory_options, longspan.hf.preconditions):
+    for module in (longspan.hf.memory, longspan.hf.preconditions):
         if patch is None:
             module.store_for = store_for  # type: ignore[attr-defined]
         else:

@@ -19,7 +19,7 @@ from longspan.comm.mesh import OneDeviceMesh
 from longspan.core import tile_sizes
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, LONGEST, Memory
-from longspan.hf.planning import hardware_of
+from longspan.hf.memory import hardware_of
 from longspan.memory.activations import NormedLinear
 from longspan.memory.offload.host import HostStore
 from longspan.memory.tiles import Tiled
@@ -143,7 +143,7 @@ def test_layers_that_share_a_saved_input(pool2: RankPool) -> None:
 
 @pytest.mark.parametrize(("per_checkpoint", "runs"), [(1, [2] * 5), (3, [3, 3, 2, 3, 2]), (2, [3, 2, 3, 2, 2])])
 def test_how_often_each_layer_runs(monkeypatch: pytest.MonkeyPatch, per_checkpoint: int, runs: list[int]) -> None:
-    monkeypatch.setattr("longspan.hf.memory_options.layers_per_checkpoint", lambda *_: per_checkpoint)
+    monkeypatch.setattr("longspan.hf.memory.layers_per_checkpoint", lambda *_: per_checkpoint)
     model = longspan.parallelize(_deep(), ONE_DEVICE, memory=Memory(checkpointing="grouped")).train()
     calls = [_Calls(layer.self_attn) for layer in model.model.layers]
     for _ in range(2):  # the second time after a forward that failed
@@ -168,7 +168,7 @@ def test_a_layer_whose_input_was_changed_starts_a_group(monkeypatch: pytest.Monk
     for model in (truth, made):
         model.model.layers[1].register_forward_hook(lambda module, args, out: out * 1.5)
         model.model.layers[2].register_forward_hook(lambda module, args, out: out.mul_(0.5))
-    monkeypatch.setattr("longspan.hf.memory_options.layers_per_checkpoint", lambda *_: 5)
+    monkeypatch.setattr("longspan.hf.memory.layers_per_checkpoint", lambda *_: 5)
     model = longspan.parallelize(made, ONE_DEVICE, memory=Memory(checkpointing="grouped")).train()
     calls = [_Calls(layer.self_attn) for layer in model.model.layers]
     whole = truth_of(truth, batch())
@@ -264,7 +264,7 @@ def _layers(memory: Memory, family: str = "Llama") -> tuple[Any, list[_Calls]]:
     ],
 )
 def test_how_often_an_mlp_runs(monkeypatch: pytest.MonkeyPatch, memory: Memory, runs: int) -> None:
-    monkeypatch.setattr("longspan.hf.memory_options.mlp_rows", lambda *_: 4)
+    monkeypatch.setattr("longspan.hf.memory.mlp_rows", lambda *_: 4)
     model, calls = _layers(memory)
     model(**batch()).loss.backward()
     checks = 1 if memory.tiled else 0
@@ -425,7 +425,7 @@ def test_auto_chooses_options_that_fit_and_explains_them(family: str, monkeypatc
     jobs = (Job(context=1500, dtype="fp32", weight_sharding=False, memory=memory) for memory in (FASTEST, LONGEST))
     needed = [cost(shape, job, cpu).memory_total_bytes for job in jobs]  # memory for one of them
     room = _with(cpu, sum(needed) / 2)
-    monkeypatch.setattr("longspan.hf.planning.hardware_of", lambda device, _=None: room)
+    monkeypatch.setattr("longspan.hf.memory.hardware_of", lambda device, _=None: room)
     truth = gradients_of(copy.deepcopy(plain), long)
     model = longspan.parallelize(plain, ONE_DEVICE, memory="auto").train()
     assert "attention: chosen at the first forward" in longspan.explain(model)
@@ -464,7 +464,7 @@ def test_auto_omits_options_that_conflict(monkeypatch: pytest.MonkeyPatch) -> No
     def least(auto: Any, length: int, rows: int, fixed: dict[str, Any], *_: Any) -> tuple[Memory, str]:
         return Memory(**{"checkpointing": "full", "tiled": True, **fixed}), "a fake planner"
 
-    monkeypatch.setattr("longspan.hf.planning.AutoMemory.for_batch", least)
+    monkeypatch.setattr("longspan.hf.memory.AutoMemory.for_batch", least)
     model = longspan.parallelize(build("Mixtral"), ONE_DEVICE, memory="auto").train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     loss = model(**batch(), output_router_logits=True).loss
@@ -485,7 +485,7 @@ def gradients_of(model: Any, whole: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_auto_reserves_room_when_it_chooses_an_offload(monkeypatch: pytest.MonkeyPatch) -> None:
     offload_on_cpus(monkeypatch.setattr)
     memory = Memory(checkpointing="full", offload="host")
-    monkeypatch.setattr("longspan.hf.planning.AutoMemory.for_batch", lambda *_: (memory, "a fake planner"))
+    monkeypatch.setattr("longspan.hf.memory.AutoMemory.for_batch", lambda *_: (memory, "a fake planner"))
     model = longspan.parallelize(build("Llama"), ONE_DEVICE, memory="auto").train()
     reserved: list[int] = []
     plain = HostStore.reserve

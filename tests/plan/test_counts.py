@@ -369,7 +369,7 @@ def test_experts_over_data_and_sequence_send_what_is_planned(
     """Numbers of tokens, tokens there and back, each rank's experts; with a router that gives all experts as many."""
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-    from longspan.hf import experts as module
+    from longspan.hf.weights import experts as module
 
     route, exchange = Qwen3MoeTopKRouter.forward, module.exchange_counts
 

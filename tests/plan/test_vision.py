@@ -19,7 +19,7 @@ from longspan.comm.mesh import OneDeviceMesh
 from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout, split_by_cost
 from longspan.core.memory import LONGEST, Memory
-from longspan.hf.vision import tower_blocks
+from longspan.hf.model.vision import tower_blocks
 from longspan.plan import Job, ModelShape, ParallelConfig, cost, longest_context, read_hardware, read_model
 from longspan.plan.cost.times import model_flops
 from longspan.plan.cost.vision import shares, tower_flops
@@ -353,7 +353,7 @@ def _room(family: str) -> float:
 
 def _limit(monkeypatch: pytest.MonkeyPatch, room: float) -> None:
     limited = dataclasses.replace(CPU, memory_bytes=room)
-    monkeypatch.setattr("longspan.hf.planning.hardware_of", lambda device, _=None: limited)
+    monkeypatch.setattr("longspan.hf.memory.hardware_of", lambda device, _=None: limited)
 
 
 @pytest.mark.parametrize("family", ["Qwen2_5_VL", *confirming(["Qwen3VL"])])

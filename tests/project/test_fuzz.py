@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from longspan.hf.batch import cut_batch
+from longspan.hf.batch.shard import cut_batch
 from tests.fuzz.cases import MESHES, Case, drawn
 from tests.fuzz.families import build, families
 from tests.fuzz.run import judge

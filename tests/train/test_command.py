@@ -177,7 +177,7 @@ def shaped_rows(rows: list[dict[str, Any]], method: str = "sft", template: bool 
 
 
 def test_a_text_file_is_a_row(tmp_path: Path) -> None:
-    from longspan.hf.prompts import open_dataset
+    from longspan.hf.model.prompts import open_dataset
 
     texts = ["a line\nand another", "one\n\nafter an empty one"]
     for number, text in enumerate(texts):
@@ -188,7 +188,7 @@ def test_a_text_file_is_a_row(tmp_path: Path) -> None:
 
 def test_a_file_has_the_split_train_alone(toy: Path) -> None:
     """Else a run that asks for the split test would be evaluated on what it is trained on."""
-    from longspan.hf.prompts import open_dataset
+    from longspan.hf.model.prompts import open_dataset
 
     for source in (toy / "chats.jsonl", toy / "texts", toy / "texts" / "0.txt", "pydoc"):
         with pytest.raises(LongspanError, match="has no split 'test': .* give `eval_datasets`"):
@@ -343,7 +343,7 @@ def test_a_dry_run_says_what_would_run(toy: Path, tmp_path: Path, capsys: pytest
 
 
 def test_files_of_a_folder_have_the_same_columns(tmp_path: Path) -> None:
-    from longspan.hf.prompts import naming, open_dataset
+    from longspan.hf.model.prompts import naming, open_dataset
 
     write_rows(tmp_path / "chats.jsonl", [{"messages": [QUESTION, ANSWER]}])
     write_rows(tmp_path / "texts.jsonl", [{"text": "a text"}])

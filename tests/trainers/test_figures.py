@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longspan.comm.collectives import ring_shift
-from longspan.hf.support import layers_without_backward
+from longspan.hf.model.support import layers_without_backward
 from longspan.plan.from_model import shape_of
 from longspan.trainers.figures import CommunicationSampler, count_tokens, model_flops, peak_flops
 from tests.models import build

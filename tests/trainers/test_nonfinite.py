@@ -7,7 +7,7 @@ import torch
 
 import longspan
 from longspan.core.errors import LongspanError
-from longspan.hf.checks.nonfinite import first_nonfinite_weight
+from longspan.hf.nonfinite import first_nonfinite_weight
 from tests.models import batch, build, gradients, rows_of, sharding
 from tests.pool import RankPool
 from tests.trainers.nan_fault import NAN, NaNFault

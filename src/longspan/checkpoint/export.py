@@ -24,8 +24,8 @@ from longspan.comm.arguments import as_dtype, check_module
 from longspan.compat.transformers_api import new_model
 from longspan.core.errors import LongspanError
 from longspan.core.validation import as_path, checked_call
-from longspan.hf.pretrained import without_progress_bars
-from longspan.hf.support import transformers_model
+from longspan.hf.model.pretrained import without_progress_bars
+from longspan.hf.model.support import transformers_model
 from longspan.hf.weights.quantized import dequantize, layers_in_4_bits
 
 _WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors", "model.safetensors.index.json")

@@ -32,10 +32,10 @@ from longspan.core.formatting import format_ranks, odd_ones
 from longspan.core.memory import FASTEST
 from longspan.core.validation import LARGEST_COUNT, check_number, checked_call
 from longspan.elastic.schedule import Group, SampleCosts, Schedule, make_schedule
-from longspan.hf.batch import IGNORE, WIDTH
-from longspan.hf.documents import BORDER_KEYS, ID_KEYS, LONGEST_KEYS, segments_of, tokens_of
-from longspan.hf.planning import hardware_of
-from longspan.hf.support import transformers_model
+from longspan.hf.batch.documents import BORDER_KEYS, ID_KEYS, LONGEST_KEYS, segments_of, tokens_of
+from longspan.hf.batch.shard import IGNORE, WIDTH
+from longspan.hf.memory import hardware_of
+from longspan.hf.model.support import transformers_model
 from longspan.plan.from_model import shape_of_model
 from longspan.plan.hardware import read_hardware
 from longspan.plan.job import Job

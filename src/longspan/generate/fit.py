@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from longspan.core.errors import LongspanError
 from longspan.generate.config import GenerateConfig
-from longspan.hf.planning import hardware_of_ranks
-from longspan.hf.pretrained import is_adapter
+from longspan.hf.memory import hardware_of_ranks
+from longspan.hf.model.pretrained import is_adapter
 from longspan.plan.cost.memory import offloaded_bytes
 from longspan.plan.cost.weights import can_cut
 from longspan.plan.from_model import shape_of

@@ -15,7 +15,7 @@ import numpy as np
 from longspan.compat.reading import positions_of
 from longspan.core.errors import LongspanError
 from longspan.core.rope import settings_of
-from longspan.hf.pretrained import (
+from longspan.hf.model.pretrained import (
     base_of,
     check_names,
     first_line,
@@ -27,7 +27,7 @@ from longspan.hf.pretrained import (
     takes_pictures,
     tokenizer_of,
 )
-from longspan.hf.prompts import BYTES, load_tokenizer, read_image, text_ids
+from longspan.hf.model.prompts import BYTES, load_tokenizer, read_image, text_ids
 from longspan.hf.weights.origin import Origin
 from longspan.ranks import agreement, launch
 
@@ -257,7 +257,7 @@ def _with_pictures(config: GenerateConfig, model_config: Any, text: str) -> tupl
         raise LongspanError(
             f"the processor of --model {config.model} does not take these pictures: {first_line(error)}"
         ) from error
-    from longspan.hf.vision import IMAGE_TYPES, PICTURE_KEYS
+    from longspan.hf.model.vision import IMAGE_TYPES, PICTURE_KEYS
 
     taken = {*PICTURE_KEYS, IMAGE_TYPES.get(model_config.model_type)}
     pictures = {name: np.asarray(value) for name, value in made.items() if name in taken}

@@ -16,11 +16,11 @@ from transformers import TextStreamer
 from longspan.comm.mesh import SequenceSharding, make_sharding
 from longspan.comm.objects import gather_objects
 from longspan.generate.prompt import Prompt, tokenizer_name
-from longspan.hf.forward.kv_cache import ShardedCache
-from longspan.hf.forward.kv_cache_files import INDEX
+from longspan.hf.cache.files import INDEX
+from longspan.hf.cache.kv_cache import ShardedCache
 from longspan.hf.loading import load_sharded
-from longspan.hf.pretrained import without_progress_bars
-from longspan.hf.prompts import load_tokenizer
+from longspan.hf.model.pretrained import without_progress_bars
+from longspan.hf.model.prompts import load_tokenizer
 from longspan.ranks import launch
 
 if TYPE_CHECKING:

@@ -78,9 +78,9 @@ def open_text(config: ScoreConfig) -> Prompt:
     """Return the token ids of a `ScoreConfig`'s text; no weights are loaded."""
     from longspan.generate.fit import check_score_memory
     from longspan.generate.prompt import open_ids, read_text, tokenizer_name
+    from longspan.hf.model.pretrained import check_names, read_model_config
+    from longspan.hf.model.prompts import load_tokenizer, text_ids
     from longspan.hf.preconditions import check_axes
-    from longspan.hf.pretrained import check_names, read_model_config
-    from longspan.hf.prompts import load_tokenizer, text_ids
 
     check_names(config.model, None, config.tokenizer)
     model_config = read_model_config("--model", config.model, 1)

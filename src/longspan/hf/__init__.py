@@ -1,1 +1,1 @@
-"""Hugging Face models: checks, attention and mask registries, the stages of a forward, weights, tensor parallelism."""
+"""Hugging Face models: `parallelize`, the batch, the stages of a forward, the KV cache, the weights."""

@@ -24,8 +24,15 @@ from longspan.compat.transformers_api import generation_config
 from longspan.core.errors import LongspanError
 from longspan.core.memory import Memory
 from longspan.core.validation import checked_call, refuse_unknown
+from longspan.hf.model.pretrained import (
+    base_of,
+    check_source,
+    is_adapter,
+    language_model_class,
+    open_config,
+    read_adapter,
+)
 from longspan.hf.parallelize import parallelize
-from longspan.hf.pretrained import base_of, check_source, is_adapter, language_model_class, open_config, read_adapter
 from longspan.hf.weights.origin import Origin, WeightFiles
 from longspan.hf.weights.quantized import to_4_bits
 from longspan.hf.weights.sources import Files, FirstRank, materialize, to_meta

@@ -28,8 +28,9 @@ from longspan.core.errors import LongspanError
 from longspan.core.experts import Experts
 from longspan.core.memory import Memory, MemoryLevel
 from longspan.core.validation import checked_call
-from longspan.hf.checks.batches import BatchCheck
-from longspan.hf.diffusion.parallelize import shard_diffusion_model
+from longspan.diffusion.parallelize import shard_diffusion_model
+from longspan.hf.batch.compare import BatchCheck
+from longspan.hf.cache.generate import replace_generate
 from longspan.hf.forward.binding import AttentionLayers
 from longspan.hf.forward.hooks import ForwardHooks
 from longspan.hf.forward.logits import head_of
@@ -42,16 +43,15 @@ from longspan.hf.forward.misuse import (
 )
 from longspan.hf.forward.mixers import MixerLayers
 from longspan.hf.forward.stage import ModelTraits
-from longspan.hf.generate import replace_generate
-from longspan.hf.memory_options import MemoryManager
+from longspan.hf.forward.tensor import TensorParallel
+from longspan.hf.memory import MemoryManager
+from longspan.hf.model.support import draws, switch_dropout_off
 from longspan.hf.preconditions import Checked, ParallelizeOptions, check_on_every_rank, heads_of_ranks
 from longspan.hf.state import ParallelState
-from longspan.hf.support import draws, switch_dropout_off
-from longspan.hf.tensor_parallel.layers import TensorParallel
-from longspan.hf.tensor_parallel.plan import TensorStyle
 from longspan.hf.weights.fsdp import apply_fsdp, gather_group_of
 from longspan.hf.weights.gradients import GradientAverage
 from longspan.hf.weights.quantized import prepare_layers
+from longspan.hf.weights.tensor_rules import TensorStyle
 from longspan.losses.deferred_logits import Head
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -87,7 +87,7 @@ def parallelize(
     the model and before the optimizer is made. Options, config, parameters, versions and weights are first compared
     over the ranks.
 
-    A diffusion transformer of diffusers (`longspan.hf.diffusion`) gets the same inputs on every rank of a sequence
+    A diffusion transformer of diffusers (`longspan.diffusion`) gets the same inputs on every rank of a sequence
     group, and returns its whole output on each. If each rank makes the same loss of it, `backward` gives every weight
     and input its exact gradient; replicas (`data`) are averaged. Of the options only `fsdp`, `mp_policy`, `weights`,
     `check_batches`, `check_weights` and `gather_output` apply.

@@ -27,15 +27,14 @@ from longspan.core.heads import HeadShard, split_groups, split_heads
 from longspan.core.memory import FASTEST, Memory, MemoryLevel, memory_of
 from longspan.core.parallel import ParallelConfig
 from longspan.core.validation import check_choice, check_flag, format_value
-from longspan.hf.experts import plan_experts
-from longspan.hf.memory_options import MemoryModules
-from longspan.hf.planning import AutoMemory
+from longspan.hf.memory import AutoMemory, MemoryModules
+from longspan.hf.model.support import attention_dropout, check_model, heads_of, refuse_dropout, transformers_model
+from longspan.hf.model.vision import core_of
 from longspan.hf.state import is_parallelized
-from longspan.hf.support import attention_dropout, check_model, heads_of, refuse_dropout, transformers_model
-from longspan.hf.tensor_parallel.plan import STYLES, TensorPlan, TensorStyle
-from longspan.hf.vision import core_of
+from longspan.hf.weights.experts import plan_experts
 from longspan.hf.weights.fsdp import check_cpu_offload
 from longspan.hf.weights.quantized import check_quantized
+from longspan.hf.weights.tensor_rules import STYLES, TensorPlan, TensorStyle
 from longspan.memory.offload import store_for
 
 

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from torch import nn
 
     from longspan.comm.mesh import SequenceSharding
-    from longspan.hf.diffusion.families import Family
-    from longspan.hf.experts import ExpertPlan
+    from longspan.diffusion.families import Family
     from longspan.hf.forward.binding import AttentionLayers
     from longspan.hf.forward.hooks import ForwardHooks
     from longspan.hf.forward.mixers import MixerLayers
     from longspan.hf.forward.stage import ModelTraits
-    from longspan.hf.memory_options import MemoryManager
-    from longspan.hf.tensor_parallel.layers import TensorParallel
+    from longspan.hf.forward.tensor import TensorParallel
+    from longspan.hf.memory import MemoryManager
+    from longspan.hf.weights.experts import ExpertPlan
     from longspan.hf.weights.gradients import GradientAverage
     from longspan.losses.deferred_logits import Head
 

@@ -18,7 +18,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.parallel import ParallelConfig
 from longspan.hf.forward.logprobs import token_logprobs
 from longspan.hf.loading import from_pretrained
-from longspan.hf.pretrained import tokenizer_of
+from longspan.hf.model.pretrained import tokenizer_of
 from longspan.losses.cross_entropy import IGNORE
 
 _LOAD, _END = "load", "end"

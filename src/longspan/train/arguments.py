@@ -31,7 +31,7 @@ from longspan.core.reading import (
     with_values,
 )  # fmt: skip
 from longspan.core.validation import LONGEST_WAIT_S, check_name, check_number, format_value, nearest, suggest_choice
-from longspan.hf.pretrained import first_line
+from longspan.hf.model.pretrained import first_line
 from longspan.ranks.job import Timeouts
 from longspan.trainers.mixin import REFUSED
 

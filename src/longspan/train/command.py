@@ -24,7 +24,7 @@ from longspan.checkpoint import read_verified
 from longspan.comm.mesh import make_sharding
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_processes
-from longspan.hf.pretrained import first_line
+from longspan.hf.model.pretrained import first_line
 from longspan.ranks import agreement, launch
 from longspan.ranks.watch import Watch
 from longspan.train import model as models

@@ -18,8 +18,8 @@ from trl.scripts.utils import DatasetConfig
 
 from longspan.core.errors import LongspanError
 from longspan.core.validation import format_value
-from longspan.hf.pretrained import first_line
-from longspan.hf.prompts import PYDOC, naming, open_dataset
+from longspan.hf.model.pretrained import first_line
+from longspan.hf.model.prompts import PYDOC, naming, open_dataset
 from longspan.train.arguments import Arguments
 
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}

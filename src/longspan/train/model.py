@@ -17,7 +17,7 @@ from longspan.compat.reading import tower_modules
 from longspan.core.errors import LongspanError, require
 from longspan.core.memory import Memory
 from longspan.hf.loading import load_sharded
-from longspan.hf.pretrained import (
+from longspan.hf.model.pretrained import (
     base_of,
     first_line,
     has_tokenizer,
@@ -29,8 +29,8 @@ from longspan.hf.pretrained import (
     takes_pictures,
     without_dropout,
 )
-from longspan.hf.prompts import BYTES, load_tokenizer
-from longspan.hf.support import transformers_model
+from longspan.hf.model.prompts import BYTES, load_tokenizer
+from longspan.hf.model.support import transformers_model
 from longspan.hf.weights.origin import Origin, with_adapter
 from longspan.plan.from_model import weights_named
 from longspan.train.arguments import KERNELS, Arguments

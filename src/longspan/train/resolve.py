@@ -12,8 +12,7 @@ from longspan.core.errors import LongspanError
 from longspan.core.formatting import parameters
 from longspan.core.layout import choose_layout
 from longspan.core.memory import FASTEST, LONGEST, Memory, memory_of
-from longspan.hf.memory_options import MemoryModules
-from longspan.hf.planning import hardware_of_ranks
+from longspan.hf.memory import MemoryModules, hardware_of_ranks
 from longspan.hf.preconditions import check_ahead, check_axes
 from longspan.plan.from_model import adapted, shape_of_model, weights_named
 from longspan.plan.job import Job

@@ -22,10 +22,10 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from longspan.compat.torch_api import profiler_records
 from longspan.core.errors import LongspanError
-from longspan.hf.batch import WIDTH
-from longspan.hf.checks.nonfinite import NonFinite, watch
+from longspan.hf.batch.shard import WIDTH
+from longspan.hf.model.support import layers_without_backward, transformers_model
+from longspan.hf.nonfinite import NonFinite, watch
 from longspan.hf.state import state_of
-from longspan.hf.support import layers_without_backward, transformers_model
 from longspan.hf.weights.quantized import number_of_weights
 from longspan.plan.from_model import shape_of
 from longspan.ranks.launch import StopRequest

@@ -44,13 +44,13 @@ from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import reduces_once
 from longspan.core.validation import checked_call
 from longspan.elastic.batches import Elastic, samples_of_batch
-from longspan.hf.batch import IGNORE, WIDTH
+from longspan.hf.batch.shard import IGNORE, WIDTH
 from longspan.hf.forward.loss import problem_of
+from longspan.hf.memory import device_memory
+from longspan.hf.model.pretrained import first_line
+from longspan.hf.model.support import transformers_model
 from longspan.hf.parallelize import parallelize
-from longspan.hf.planning import device_memory
-from longspan.hf.pretrained import first_line
 from longspan.hf.state import is_parallelized, state_of
-from longspan.hf.support import transformers_model
 from longspan.hf.weights.gradients import no_sync
 from longspan.hf.weights.sources import tensor_parts
 from longspan.trainers.callbacks import Figures, StopAtNonFinite, StopOnSignal

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from longspan.compat.torch_api import orthogonalized
 from longspan.core.errors import LongspanError
+from longspan.hf.model.support import transformers_model
 from longspan.hf.state import is_parallelized, state_of
-from longspan.hf.support import transformers_model
 
 
 def muon() -> Callable[..., Muon]:

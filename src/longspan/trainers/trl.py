@@ -15,7 +15,7 @@ from transformers import set_seed
 
 from longspan.compat.friends_api import count_tokens_once, fused_head_of
 from longspan.core.errors import LongspanError
-from longspan.hf.support import transformers_model
+from longspan.hf.model.support import transformers_model
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding

@@ -20,9 +20,9 @@ from longspan.comm.objects import on_every_rank
 from longspan.core.errors import LongspanError
 from longspan.core.reading import values
 from longspan.core.validation import read_text
-from longspan.hf.diffusion.families import FAMILIES, Draw, Family, Inputs, family_of
+from longspan.diffusion.families import FAMILIES, Draw, Family, Inputs, family_of
+from longspan.hf.model.pretrained import first_line
 from longspan.hf.parallelize import parallelize
-from longspan.hf.pretrained import first_line
 from longspan.verify.config import VerifyConfig
 from longspan.verify.runs import Tensors, gradient_parts, make_report, unsharded_runs, whole_part
 

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from longspan.core.errors import LongspanError
-from longspan.hf.encoders import Encoder, GridEncoder, ImageEncoder
-from longspan.hf.preconditions import check_axes
-from longspan.hf.pretrained import (
+from longspan.hf.model.encoders import Encoder, GridEncoder, ImageEncoder
+from longspan.hf.model.pretrained import (
     base_of,
     is_adapter,
     language_model_class,
@@ -28,8 +27,9 @@ from longspan.hf.pretrained import (
     tokenizer_of,
     without_dropout,
 )
-from longspan.hf.prompts import BYTES, load_tokenizer, naming, open_dataset, text_ids
-from longspan.hf.vision import core_of, encoders_of
+from longspan.hf.model.prompts import BYTES, load_tokenizer, naming, open_dataset, text_ids
+from longspan.hf.model.vision import core_of, encoders_of
+from longspan.hf.preconditions import check_axes
 from longspan.hf.weights.origin import Origin
 from longspan.ranks.agreement import model_facts
 from longspan.verify.config import VerifyConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from longspan.hf.pretrained import check_names
+from longspan.hf.model.pretrained import check_names
 from longspan.ranks import agreement, launch
 from longspan.verify.config import VerifyConfig
 

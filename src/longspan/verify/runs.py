@@ -27,8 +27,8 @@ from longspan.compat.reading import mixer_layers
 from longspan.core.errors import LongspanError
 from longspan.core.reading import values
 from longspan.hf.loading import load_sharded
-from longspan.hf.support import check_model, is_masked_lm, switch_dropout_off
-from longspan.hf.vision import encoders_of
+from longspan.hf.model.support import check_model, is_masked_lm, switch_dropout_off
+from longspan.hf.model.vision import encoders_of
 from longspan.hf.weights.origin import Origin
 from longspan.hf.weights.sources import my_slices
 from longspan.ranks.launch import threads_per_rank

@@ -1,1 +1,1 @@
-"""The forward of a parallelized model: its stages, outputs, losses, KV cache and attention."""
+"""The forward of a parallelized model: its stages, attention, recurrent layers, losses and outputs."""

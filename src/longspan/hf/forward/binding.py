@@ -18,11 +18,11 @@ from longspan.compat.reading import attention_layers, tower_modules
 from longspan.compat.transformers_api import attention_of, set_attention
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, Memory
-from longspan.hf.batch import SequenceInfo
-from longspan.hf.forward.kv_cache import CachedInfo
-from longspan.hf.forward.registry import NAME, LayerBinding
+from longspan.hf.batch.shard import SequenceInfo
+from longspan.hf.cache.kv_cache import CachedInfo
+from longspan.hf.forward.attention import NAME, LayerBinding
 from longspan.hf.forward.stage import ForwardCall, Stage
-from longspan.hf.support import HELP
+from longspan.hf.model.support import HELP
 
 
 class AttentionLayers(Stage):

@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
-from longspan.hf.checks.batches import BatchCheck
-from longspan.hf.forward.cached import CachedTokens
+from longspan.hf.batch.compare import BatchCheck
+from longspan.hf.batch.trees import pack_batch
+from longspan.hf.cache.cached import CachedTokens
 from longspan.hf.forward.logits import DeferLogits, SelectLogits
 from longspan.hf.forward.logprobs import ScoredLabels
 from longspan.hf.forward.loss import GlobalLoss, HeldBackLabels, PooledHead, RouterLoss
@@ -27,9 +28,8 @@ from longspan.hf.forward.random import RandomStream, WholeNoise
 from longspan.hf.forward.shard_batch import ShardBatch
 from longspan.hf.forward.stage import ForwardCall, ForwardOptions, Stage
 from longspan.hf.forward.vision import EncodePictures, VisionTower
+from longspan.hf.model.support import innermost_decoder
 from longspan.hf.state import ParallelState
-from longspan.hf.support import innermost_decoder
-from longspan.hf.trees import pack_batch
 from longspan.hf.weights.fsdp import reshard
 
 

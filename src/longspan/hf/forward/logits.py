@@ -20,7 +20,7 @@ from longspan.comm.shard import gather
 from longspan.compat.transformers_api import reads
 from longspan.core.errors import LongspanError
 from longspan.core.validation import format_value
-from longspan.hf.batch import SequenceInfo
+from longspan.hf.batch.shard import SequenceInfo
 from longspan.hf.forward.stage import ForwardCall, ForwardOptions, ModelTraits, Stage
 from longspan.losses.deferred_logits import DeferredLogits, Head
 

@@ -15,12 +15,12 @@ from transformers.utils import ModelOutput
 
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_flag, check_number, checked_call
-from longspan.hf.batch import check_batch, cut_batch, shard_batch, sharding_of
+from longspan.hf.batch.shard import check_batch, cut_batch, shard_batch, sharding_of
+from longspan.hf.batch.trees import pack_batch
 from longspan.hf.forward.logits import gather_tokens
 from longspan.hf.forward.stage import ForwardCall, ForwardOptions, Stage
+from longspan.hf.model.vision import PICTURE_KEYS
 from longspan.hf.state import state_of
-from longspan.hf.trees import pack_batch
-from longspan.hf.vision import PICTURE_KEYS
 from longspan.hf.weights.fsdp import reshard
 from longspan.losses.cross_entropy import IGNORE
 from longspan.losses.deferred_logits import DeferredLogits

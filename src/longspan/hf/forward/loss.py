@@ -28,17 +28,17 @@ from longspan.comm.collectives import scale_gradient, sum_over
 from longspan.comm.mesh import SequenceSharding
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_number
-from longspan.hf.batch import SequenceInfo, real_tokens
+from longspan.hf.batch.shard import SequenceInfo, real_tokens
 from longspan.hf.forward.logits import gather_tokens
 from longspan.hf.forward.stage import ForwardCall, ForwardOptions, ModelTraits, Stage
-from longspan.hf.support import HELP, no_router_loss
+from longspan.hf.model.support import HELP, no_router_loss
 from longspan.losses.cross_entropy import CROSS_ENTROPY, IGNORE, LossTerms, loss_sum
 from longspan.losses.deferred_logits import DeferredLogits
 from longspan.losses.load_balancing import load_balancing_loss
 from longspan.losses.logprobs import logprobs_of
 
 if TYPE_CHECKING:
-    from longspan.hf.tensor_parallel.layers import TensorParallel
+    from longspan.hf.forward.tensor import TensorParallel
 
 
 def causal_lm_loss(

@@ -27,11 +27,11 @@ from longspan.compat.torch_api import not_compiled
 from longspan.compat.transformers_api import forward_with, mixer_functions
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Layout
-from longspan.hf.batch import SequenceInfo
-from longspan.hf.forward.kv_cache import CachedInfo, ShardedCache
+from longspan.hf.batch.shard import SequenceInfo
+from longspan.hf.cache.kv_cache import CachedInfo, ShardedCache
 from longspan.hf.forward.mixer_functions import REPLACEMENTS, no_shortcut
 from longspan.hf.forward.stage import ForwardCall, Stage
-from longspan.hf.support import HELP
+from longspan.hf.model.support import HELP
 from longspan.mixers.fragments import FragmentTable, fragment_table
 from longspan.mixers.mixer import Mixer, Tokens
 from longspan.mixers.short_conv import run_short_conv

@@ -14,18 +14,18 @@ from longspan.comm.consistency import is_on_cpu
 from longspan.comm.mesh import SequenceSharding
 from longspan.compat.transformers_api import count_mask
 from longspan.core.errors import LongspanError
-from longspan.hf.batch import SequenceInfo, cut_batch, fill_padding
-from longspan.hf.checks.batches import BatchCheck
-from longspan.hf.documents import tokens_of
+from longspan.hf.batch.compare import BatchCheck
+from longspan.hf.batch.documents import tokens_of
+from longspan.hf.batch.shard import SequenceInfo, cut_batch, fill_padding
 from longspan.hf.forward.binding import check_positions
 from longspan.hf.forward.loss import check_labels, problem_of
 from longspan.hf.forward.stage import ForwardCall, ModelTraits, Stage
-from longspan.hf.pretrained import position_range
-from longspan.hf.support import HELP, refuse_dropout
-from longspan.hf.vision import PICTURE_KEYS, image_spans
+from longspan.hf.model.pretrained import position_range
+from longspan.hf.model.support import HELP, refuse_dropout
+from longspan.hf.model.vision import PICTURE_KEYS, image_spans
 
 if TYPE_CHECKING:
-    from longspan.hf.tensor_parallel.layers import TensorParallel
+    from longspan.hf.forward.tensor import TensorParallel
 
 
 class ShardBatch(Stage):

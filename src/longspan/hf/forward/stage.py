@@ -24,11 +24,11 @@ from transformers import PreTrainedModel
 from longspan.attn.segments import Segments
 from longspan.compat.transformers_api import has_own_cache, own_positions, take_cache
 from longspan.core.errors import LongspanError
-from longspan.hf.batch import WIDTH, SequenceInfo, sharding_of, width_of
-from longspan.hf.forward.kv_cache import ShardedCache
-from longspan.hf.support import attention_dropout, router_top_k
-from longspan.hf.trees import PackedRows
-from longspan.hf.vision import IMAGE_TYPES, core_of, encoders_of
+from longspan.hf.batch.shard import WIDTH, SequenceInfo, sharding_of, width_of
+from longspan.hf.batch.trees import PackedRows
+from longspan.hf.cache.kv_cache import ShardedCache
+from longspan.hf.model.support import attention_dropout, router_top_k
+from longspan.hf.model.vision import IMAGE_TYPES, core_of, encoders_of
 
 if TYPE_CHECKING:
     from longspan.comm.mesh import SequenceSharding

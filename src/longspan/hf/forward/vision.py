@@ -27,12 +27,12 @@ from longspan.comm.mesh import SequenceSharding, group_name
 from longspan.compat.reading import ENCODER_OUTPUTS, tower_modules
 from longspan.core.errors import LongspanError
 from longspan.core.layout import split_by_cost
-from longspan.hf.documents import tokens_of
-from longspan.hf.encoders import Encoder, Units
-from longspan.hf.forward.kv_cache import CachedInfo
+from longspan.hf.batch.documents import tokens_of
+from longspan.hf.cache.kv_cache import CachedInfo
 from longspan.hf.forward.stage import ForwardCall, Stage
-from longspan.hf.support import draws
-from longspan.hf.vision import PICTURE_KEYS, PIXEL_KEYS, core_of, rows_of, with_rows
+from longspan.hf.model.encoders import Encoder, Units
+from longspan.hf.model.support import draws
+from longspan.hf.model.vision import PICTURE_KEYS, PIXEL_KEYS, core_of, rows_of, with_rows
 
 if TYPE_CHECKING:
     from longspan.hf.state import ParallelState

@@ -1,1 +1,1 @@
-"""Weights of a parallelized model: load shard by shard, FSDP, averages of gradients, the optimizer in the backward."""
+"""Weights of a parallelized model: load shard by shard, FSDP, the tensor axis, experts, averages of gradients."""

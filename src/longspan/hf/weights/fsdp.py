@@ -24,9 +24,9 @@ from longspan.comm.tensor import as_local
 from longspan.compat.reading import decoder_layers
 from longspan.compat.torch_api import average_gradients
 from longspan.core.errors import LongspanError
-from longspan.hf.experts import ExpertPlan, ExpertSharding
-from longspan.hf.support import final_norm
-from longspan.hf.vision import tower_blocks
+from longspan.hf.model.support import final_norm
+from longspan.hf.model.vision import tower_blocks
+from longspan.hf.weights.experts import ExpertPlan, ExpertSharding
 
 
 def apply_fsdp(

@@ -20,8 +20,8 @@ from longspan.compat.torch_api import when_backward_ends
 from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import GRADIENT_BUCKET, gradient_buckets
 from longspan.core.validation import checked_call
+from longspan.hf.model.support import transformers_model
 from longspan.hf.state import DiffusionState, state_of
-from longspan.hf.support import transformers_model
 
 
 @checked_call()

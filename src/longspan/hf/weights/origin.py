@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from longspan.core.errors import LongspanError
-from longspan.hf.pretrained import check_weights, first_line, kind_of
+from longspan.hf.model.pretrained import check_weights, first_line, kind_of
 from longspan.hf.weights.quantized import layers_in_4_bits, nf4
 
 

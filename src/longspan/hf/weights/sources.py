@@ -25,7 +25,7 @@ from longspan.comm.objects import broadcast_object, on_every_rank
 from longspan.compat.transformers_api import keys_in_model
 from longspan.core.errors import LongspanError
 from longspan.core.tile_sizes import even_span
-from longspan.hf.pretrained import without_progress_bars
+from longspan.hf.model.pretrained import without_progress_bars
 from longspan.hf.weights.origin import Origin, WeightFiles
 from longspan.hf.weights.quantized import quantize_into
 

@@ -1,4 +1,4 @@
-"""Every collective of a step, and what the tensor axis sends, as `longspan.hf.tensor_parallel.layers` does it.
+"""Every collective of a step, and what the tensor axis sends, as `longspan.hf.forward.tensor` does it.
 
 Tests compare Ulysses, ring, recurrent layers, tensor parallelism, Megatron SP, FSDP, gradient sum and loss with the
 running code to the byte.

@@ -43,7 +43,7 @@ def cut_dim(name: str) -> int | None:
 
 
 def can_cut(layer: LayerShape) -> bool:
-    """Whether `longspan.hf.tensor_parallel.plan` can cut such a layer: separate projections, norms per head."""
+    """Whether `longspan.hf.weights.tensor_rules` can cut such a layer: separate projections, norms per head."""
     owners = {p.name.rpartition(".")[0].rpartition(".")[2]: p for p in layer.parameters}
     dim = getattr(layer.mixer, "head_dim", 0)
     per_head = all(owners[name].shape[0] == dim for name in ("q_norm", "k_norm") if name in owners)

@@ -28,9 +28,9 @@ from longspan.compat.transformers_api import mask_function as transformers_mask
 from longspan.compat.transformers_api import parts_of, register_attention
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, Memory
-from longspan.hf.batch import SequenceInfo
-from longspan.hf.forward.kv_cache import CachedInfo
-from longspan.hf.support import HELP
+from longspan.hf.batch.shard import SequenceInfo
+from longspan.hf.cache.kv_cache import CachedInfo
+from longspan.hf.model.support import HELP
 from longspan.memory.checkpointing import LayerCall
 
 NAME = "longspan"

@@ -16,18 +16,18 @@ from longspan.comm.shard import shard
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.core.validation import format_value
-from longspan.hf.batch import check_cache_position, rotary_positions
-from longspan.hf.documents import VisibleKeys, tokens_of
+from longspan.hf.batch.documents import VisibleKeys, tokens_of
+from longspan.hf.batch.shard import check_cache_position, rotary_positions
+from longspan.hf.cache.kv_cache import CachedInfo, KnownTokens
 from longspan.hf.forward.binding import check_positions
-from longspan.hf.forward.kv_cache import CachedInfo, KnownTokens
 from longspan.hf.forward.logits import SelectedTokens
 from longspan.hf.forward.shard_batch import check_ids
 from longspan.hf.forward.stage import ForwardCall, ModelTraits, Stage
-from longspan.hf.pretrained import position_range
-from longspan.hf.vision import image_spans
+from longspan.hf.model.pretrained import position_range
+from longspan.hf.model.vision import image_spans
 
 if TYPE_CHECKING:
-    from longspan.hf.tensor_parallel.layers import TensorParallel
+    from longspan.hf.forward.tensor import TensorParallel
 
 
 class CachedTokens(Stage):

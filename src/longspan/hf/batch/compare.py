@@ -21,7 +21,7 @@ from longspan.comm.objects import gather_objects, raise_on_every_rank
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import differences, listed, odd_ones
-from longspan.hf.batch import WIDTH, SequenceInfo, digest
+from longspan.hf.batch.shard import WIDTH, SequenceInfo, digest
 
 FIRST, EVERY = 3, 100
 """The host waits for values on a GPU and compares them in the `FIRST` forwards, where most faults appear, and then in

@@ -19,15 +19,15 @@ from longspan.compat.friends_api import is_parallel, version_of_diffusers
 from longspan.compat.torch_api import average_gradients
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_flag
-from longspan.hf.checks.batches import BatchCheck
-from longspan.hf.diffusion import latte
-from longspan.hf.diffusion.attention import bind
-from longspan.hf.diffusion.families import Draw, Family, check_modules, family_of, matching, plan_of
-from longspan.hf.diffusion.tokens import Tokens, install, named_arguments, split_named
+from longspan.diffusion import latte
+from longspan.diffusion.attention import bind
+from longspan.diffusion.families import Draw, Family, check_modules, family_of, matching, plan_of
+from longspan.diffusion.tokens import Tokens, install, named_arguments, split_named
+from longspan.hf.batch.compare import BatchCheck
 from longspan.hf.forward.misuse import refuse_copies
+from longspan.hf.model.support import draws
 from longspan.hf.preconditions import ParallelizeOptions, facts_of
 from longspan.hf.state import DiffusionState
-from longspan.hf.support import draws
 from longspan.hf.weights.fsdp import reshard
 from longspan.hf.weights.gradients import GradientAverage
 

@@ -17,10 +17,10 @@ from longspan.comm.objects import on_every_rank
 from longspan.compat.transformers_api import keep_from_generate, take_cache
 from longspan.core.cache import PREFILL_CHUNK
 from longspan.core.errors import LongspanError
-from longspan.hf.forward.kv_cache import ShardedCache
+from longspan.hf.cache.kv_cache import ShardedCache
 from longspan.hf.forward.vision import PromptPictures
+from longspan.hf.model.vision import PICTURE_KEYS, chunk_around, core_of, encoders_of, image_spans
 from longspan.hf.state import is_parallelized, state_of
-from longspan.hf.vision import PICTURE_KEYS, chunk_around, core_of, encoders_of, image_spans
 
 PICTURES = tuple(key for key in PICTURE_KEYS if key != "mm_token_type_ids")
 """Batch keys of a prompt that the forwards of `generate` find at the cache; token types are cut with the ids."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from longspan.core.errors import LongspanError
 from longspan.core.validation import existing_path
-from longspan.hf.pretrained import check_source, first_line, has_tokenizer
+from longspan.hf.model.pretrained import check_source, first_line, has_tokenizer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -28,8 +28,8 @@ from longspan.compat.transformers_api import (
     uses_registry,
 )
 from longspan.core.errors import LongspanError, see
-from longspan.hf.pretrained import kind_of, without_dropout
-from longspan.hf.vision import core_of
+from longspan.hf.model.pretrained import kind_of, without_dropout
+from longspan.hf.model.vision import core_of
 from longspan.losses.load_balancing import balance, balance_sums
 
 HELP = f"it cannot be sharded in this version {see('LS201')}"

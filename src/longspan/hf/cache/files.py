@@ -24,7 +24,7 @@ from torch import Tensor
 from longspan.comm.objects import gather_objects, on_every_rank
 from longspan.core.errors import LongspanError, os_errors_as_longspan_errors
 from longspan.core.heads import split_groups, split_heads
-from longspan.hf.support import heads_of
+from longspan.hf.model.support import heads_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from longspan.cache.layer_cache import LayerCache
     from longspan.comm.mesh import SequenceSharding
     from longspan.core.layout import Span
-    from longspan.hf.forward.kv_cache import ShardedCache
+    from longspan.hf.cache.kv_cache import ShardedCache
 
 INDEX = "index.json"
 

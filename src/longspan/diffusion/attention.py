@@ -23,7 +23,7 @@ from longspan.comm.mesh import group_name
 from longspan.comm.reshard import move_shards, shard_sizes
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
-from longspan.hf.diffusion.tokens import Tokens
+from longspan.diffusion.tokens import Tokens
 
 
 def bind(attention: nn.Module, path: str, tokens: Tokens) -> None:

@@ -5,7 +5,7 @@ ulysses * tensor KV heads, a rank holds 1 / (ring * ulysses * tensor) of the cac
 cache contains all tokens; it can be reused in the next call, cropped, and reordered. Every rank holds the states of
 recurrent layers whole; these cannot be cropped.
 
-`longspan.hf.forward.cached` is the stage of a forward with it, and `longspan.cache.attend` its attention.
+`longspan.hf.cache.cached` is the stage of a forward with it, and `longspan.cache.attend` its attention.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from longspan.core.cache import GENERATED_RUN, CacheConfig, KVPlacement, holds_l
 from longspan.core.errors import LongspanError
 from longspan.core.heads import split_heads
 from longspan.core.validation import as_path, check_count, check_flag, check_number, checked_call
-from longspan.hf.batch import SequenceInfo
-from longspan.hf.forward import kv_cache_files
+from longspan.hf.batch.shard import SequenceInfo
+from longspan.hf.cache import files
 from longspan.hf.state import ParallelState, state_of
 
 if TYPE_CHECKING:
@@ -364,7 +364,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
             LongspanError: on every rank: for a cache that is empty or incomplete, a folder with other content, or an
                 I/O error.
         """
-        kv_cache_files.save(self, Path(folder))
+        files.save(self, Path(folder))
 
     @classmethod
     @checked_call(folder=as_path, model=check_module, room=check_count, cuda_graph=check_flag)
@@ -386,11 +386,11 @@ class ShardedCache(Cache):  # type: ignore[misc]
         """
         path, state = Path(folder), state_of(model)
         cls(model, offload=offload)  # refuse the arguments before the files are read
-        index = kv_cache_files.read_index(path, state.config, state.sp)
+        index = files.read_index(path, state.config, state.sp)
         cache = cls(
             model, room=max(room, index["length"]), dtype=index["dtype"], offload=offload, cuda_graph=cuda_graph
         )
-        kv_cache_files.fill(cache, path, index)
+        files.fill(cache, path, index)
         return cache
 
     @property

@@ -18,7 +18,7 @@ from longspan.compat.reading import attention_layers
 from longspan.core.errors import LongspanError
 from longspan.core.heads import HeadShard, split_groups
 from longspan.core.tile_sizes import even_span
-from longspan.hf.support import decoder_of, draws, heads_of
+from longspan.hf.model.support import decoder_of, draws, heads_of
 
 TensorStyle = Literal["tp", "megatron-sp"]
 STYLES = ("tp", "megatron-sp")

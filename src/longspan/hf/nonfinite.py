@@ -25,7 +25,7 @@ from longspan.comm.objects import gather_objects
 from longspan.core.errors import LongspanError
 from longspan.core.formatting import format_ranks
 from longspan.core.validation import check_flag, checked_call
-from longspan.hf.batch import check_batch
+from longspan.hf.batch.shard import check_batch
 from longspan.hf.state import state_of
 from longspan.hf.weights.fsdp import reshard
 from longspan.losses.deferred_logits import Head

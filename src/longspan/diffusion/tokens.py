@@ -18,7 +18,7 @@ from longspan.compat.friends_api import checkpoint_function, set_checkpoint_func
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.core.validation import checked_call
-from longspan.hf.diffusion.families import Family, Join, Plan, Split, matching
+from longspan.diffusion.families import Family, Join, Plan, Split, matching
 from longspan.hf.state import DiffusionState
 
 Lengths = dict[str, int]

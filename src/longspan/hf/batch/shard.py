@@ -27,8 +27,8 @@ from longspan.core.errors import LongspanError
 from longspan.core.formatting import listed
 from longspan.core.layout import Layout
 from longspan.core.validation import check_flag, checked_call
-from longspan.hf.documents import BORDER_KEYS, ID_KEYS, LONGEST_KEYS, VisibleKeys, segments_of, tokens_of
-from longspan.hf.vision import PICTURE_KEYS
+from longspan.hf.batch.documents import BORDER_KEYS, ID_KEYS, LONGEST_KEYS, VisibleKeys, segments_of, tokens_of
+from longspan.hf.model.vision import PICTURE_KEYS
 from longspan.losses.cross_entropy import IGNORE as IGNORE
 
 

@@ -36,7 +36,7 @@ from longspan.compat.torch_api import PlacementOn, not_compiled, own_parameters,
 from longspan.core.errors import LongspanError
 from longspan.core.experts import ExpertLayout, Experts, divisors, most_ranks
 from longspan.core.validation import LARGEST_JOB, check_number
-from longspan.hf.support import decoder_of
+from longspan.hf.model.support import decoder_of
 
 
 class ExpertParallel:

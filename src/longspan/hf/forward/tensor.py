@@ -30,12 +30,12 @@ from longspan.compat.torch_api import not_compiled, own_parameters
 from longspan.core.errors import LongspanError
 from longspan.core.experts import ExpertLayout
 from longspan.core.tile_sizes import even_span
-from longspan.hf.experts import ExpertParallel
-from longspan.hf.forward.cached import last_tokens
-from longspan.hf.forward.kv_cache import CachedInfo
-from longspan.hf.forward.registry import LayerBinding, no_batch
+from longspan.hf.cache.cached import last_tokens
+from longspan.hf.cache.kv_cache import CachedInfo
+from longspan.hf.forward.attention import LayerBinding, no_batch
 from longspan.hf.forward.stage import ForwardCall, Stage
-from longspan.hf.tensor_parallel.plan import TensorPlan, TensorStyle
+from longspan.hf.weights.experts import ExpertParallel
+from longspan.hf.weights.tensor_rules import TensorPlan, TensorStyle
 from longspan.losses.deferred_logits import Head, VocabShard
 
 
@@ -211,7 +211,7 @@ class TensorParallel(Stage):
         head.module.register_forward_hook(leave)
 
     def last_tokens(self, hidden: Tensor, info: CachedInfo) -> Tensor:
-        """As `longspan.hf.forward.cached.last_tokens`, for hidden states of the residual stream."""
+        """As `longspan.hf.cache.cached.last_tokens`, for hidden states of the residual stream."""
         if self.style == "tp":
             return last_tokens(hidden, info, self.sp)
         last = last_tokens(self.group.gather_tokens(hidden)[:, : self.tokens], info, self.sp)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from longspan.attn.segments import Segments, runs_of
 from longspan.compat.reading import ENCODER_OUTPUTS, tower_modules, vision_core
-from longspan.hf.encoders import Encoder, GridEncoder, ImageEncoder, PooledFrameEncoder, TileEncoder, llava_rows
+from longspan.hf.model.encoders import Encoder, GridEncoder, ImageEncoder, PooledFrameEncoder, TileEncoder, llava_rows
 
 PIXEL_KEYS = ("pixel_values", "pixel_values_videos")
 

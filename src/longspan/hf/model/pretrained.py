@@ -224,7 +224,7 @@ def takes_pictures(config: Any) -> bool:
 
 
 def _vision_types() -> list[str]:
-    from longspan.hf.vision import FAMILIES  # imports torch
+    from longspan.hf.model.vision import FAMILIES  # imports torch
 
     return list(FAMILIES)
 

@@ -1,0 +1,1 @@
+"""Generation of a parallelized model: the sharded KV cache, forwards with it, and its files."""
