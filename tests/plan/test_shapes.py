@@ -57,7 +57,10 @@ def _on_meta(config: dict[str, Any]) -> Any:
         return auto.from_config(made)
 
 
-@pytest.mark.parametrize("name", MODELS)
+_TYPES = {values["config"]["model_type"]: name for name, values in MODELS.items()}  # the last model of each type
+
+
+@pytest.mark.parametrize("name", [*_TYPES.values(), *confirming(set(MODELS) - set(_TYPES.values()))])
 def test_parameters_of_built_in_models_are_those_of_transformers(name: str) -> None:
     model, shape = _on_meta(MODELS[name]["config"]), read_model(name)
     assert shape.params == sum(p.numel() for p in model.parameters())

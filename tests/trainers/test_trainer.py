@@ -24,6 +24,7 @@ from longspan.compat.accelerate_api import ReplicaAccelerator
 from longspan.core.errors import LongspanError
 from longspan.trainers.callbacks import SIGNALS, StopOnSignal
 from tests.checkpoint.disk import largest_file
+from tests.choose import confirming
 from tests.hf import pictures
 from tests.models import BASE, build
 from tests.pool import RankPool
@@ -82,7 +83,12 @@ def compare(found: list[dict[str, Any]], expected: list[dict[str, Any]], toleran
                 assert mine[key] == pytest.approx(theirs[key], rel=tolerance), (key, mine["step"])
 
 
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "lora"])
+CONFIRMING = ("plain", "by length")  # other variants and the tests of `longspan train` show the same
+
+
+@pytest.mark.parametrize(
+    "name", [*(name for name in VARIANTS if name not in ("lora", *CONFIRMING)), *confirming(CONFIRMING)]
+)
 def test_the_log_is_that_of_one_process(get_pool: Callable[[int], RankPool], name: str, tmp_path: Path) -> None:
     mesh = MESHES.get(name, MIXED[list(VARIANTS).index(name) % 2])
     ranks = functools.reduce(lambda a, b: a * b, mesh.values())
