@@ -337,6 +337,6 @@ def test_meshes() -> None:
         longspan.SequenceSharding(longspan.init_mesh(ulysses=4), layout="diagonal")
     sp = _sp(data=2, ulysses=2)
     rank = dist.get_rank()
-    assert (sp.data_rank, sp.rank) == divmod(rank, 2) and (sp.data_size, sp.size, sp.world_size) == (2, 2, 4)
+    assert (sp.data_rank, sp.rank) == divmod(rank, 2) and (sp.data_size, sp.size, sp.fsdp_size) == (2, 2, 4)
     assert sp.group is not None and dist.get_process_group_ranks(sp.group) == [rank // 2 * 2, rank // 2 * 2 + 1]
-    assert sp.world_group is not None and sp.world_group.size() == 4
+    assert sp.fsdp_group is not None and sp.fsdp_group.size() == 4

@@ -47,7 +47,7 @@ def _warn_and_report(offset: int) -> tuple[int, int, list[float], str]:
     logging.getLogger("a_package").warning("a warning of a package")
     logging.getLogger("torchao").warning("a warning of an import")
     sp = longspan.SequenceSharding(longspan.init_mesh(ring=2, ulysses=1, timeout=77))
-    groups: list[Any] = [dist.group.WORLD, sp.ring_group, sp.ulysses_group, sp.group, sp.world_group]
+    groups: list[Any] = [dist.group.WORLD, sp.ring_group, sp.ulysses_group, sp.group, sp.fsdp_group]
     timeouts = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
     return dist.get_rank() + offset, torch.get_num_threads(), timeouts, os.environ["PYTORCH_ALLOC_CONF"]
 
@@ -441,7 +441,7 @@ def test_groups_of_a_mesh(axes: dict[str, int], groups: int, monkeypatch: pytest
 
     with fake_world(0, 8):
         sp = longspan.SequenceSharding(longspan.init_mesh(**axes, device_type="cpu"))
-        assert sp.host_group is sp.mesh_group is dist.group.WORLD
+        assert sp.host_group is sp.world_group is dist.group.WORLD
         assert longspan.SequenceSharding(sp.mesh).fsdp_mesh is sp.fsdp_mesh  # makes no more
         assert sum(group.size() > 1 for group in dist.distributed_c10d._world.pg_names) == groups
         del sp.host_group

@@ -180,8 +180,8 @@ class SequenceSharding:
         data_size: number of replicas.
         data_rank: this rank's replica.
         tensor_size, tensor_rank: the ranks that share each layer's weights and hold the same tokens, and this rank.
-        replica_group, replica_size, replica_rank: the ranks that run one sequence, ring x ulysses x tensor in this
-            order, and this rank.
+        model_group, model_size, model_rank: the ranks that together run one replica of the model, ring x ulysses x
+            tensor in this order, and this rank. `data_size * model_size` is `world_size`, as in Megatron.
 
     Raises:
         LongspanError: for a mesh without the four axes, an unknown layout, or overlap_chunks below 1.
@@ -219,14 +219,14 @@ class SequenceSharding:
         self.ring_group = self._group_of("ring")
         self.ulysses_group = self._group_of("ulysses")
         self.group = self._group_of("ring", "ulysses")
-        self.replica_group = self._group_of("ring", "ulysses", "tensor")
+        self.model_group = self._group_of("ring", "ulysses", "tensor")
         self.rank: int = self.ring_rank * self.ulysses_size + self.ulysses_rank
-        self.replica_size: int = self.size * self.tensor_size
-        self.replica_rank: int = self.rank * self.tensor_size + self.tensor_rank
+        self.model_size: int = self.size * self.tensor_size
+        self.model_rank: int = self.rank * self.tensor_size + self.tensor_rank
         self.all_to_all_link = None
         if overlap_chunks == "auto" and self.ulysses_size > 1:
-            assert self.ulysses_group is not None and self.replica_group is not None
-            self.all_to_all_link = measure_link(self.ulysses_group, self.replica_group, self.device)
+            assert self.ulysses_group is not None and self.model_group is not None
+            self.all_to_all_link = measure_link(self.ulysses_group, self.model_group, self.device)
         if self.ring_size > 1 and self.device.type == "cuda":
             # NCCL makes a group's communicator on its first use, which all ranks must join; a ring's messages may
             # concern only some of them.
@@ -254,35 +254,35 @@ class SequenceSharding:
 
     def shards_weights(self, *, fsdp: bool, cpu_offload: bool) -> bool:
         """Whether FSDP shards the weights: over several ranks, or on one rank that offloads them to the host."""
-        return fsdp and (self.world_size > 1 or cpu_offload)
+        return fsdp and (self.fsdp_size > 1 or cpu_offload)
 
     @property
-    def world_group(self) -> dist.ProcessGroup | None:
+    def fsdp_group(self) -> dist.ProcessGroup | None:
         """The group of data x sequence, over which losses are summed and gradients averaged. None on one process."""
         return None if self.fsdp_mesh is None else self.fsdp_mesh.get_group()
 
     @property
-    def world_size(self) -> int:
-        """Ranks in data x sequence."""
+    def fsdp_size(self) -> int:
+        """Ranks in data x sequence (ring x ulysses): all but the tensor axis."""
         return self.data_size * self.size
 
     @cached_property
-    def mesh_group(self) -> dist.ProcessGroup | None:
-        """The process group of all ranks of the mesh, for consistency checks. None on one process."""
+    def world_group(self) -> dist.ProcessGroup | None:
+        """The group of all ranks of the mesh. None on one process."""
         if self.tensor_size == 1 or not isinstance(self.mesh, DeviceMesh):
-            return self.world_group
+            return self.fsdp_group
         return copy_job_timeout(flatten_mesh(self.mesh, "all").get_group())
 
     @cached_property
     def host_group(self) -> dist.ProcessGroup | None:
-        """The group by which the hosts of `mesh_group` communicate without waiting for their GPUs. None on one process.
+        """The group by which the hosts of all ranks communicate without waiting for their GPUs. None on one process.
 
-        It is `mesh_group` itself, whose CPU tensors gloo sends, unless another library made a group for GPUs only.
+        It is `world_group` itself, whose CPU tensors gloo sends, unless another library made a group for GPUs only.
 
         Raises:
             LongspanError: if gloo cannot connect the hosts.
         """
-        group = self.mesh_group
+        group = self.world_group
         if group is None or "cpu:" in dist.get_backend_config(group):
             return group
         try:
@@ -343,17 +343,17 @@ class SequenceSharding:
         assert isinstance(self.mesh, DeviceMesh)
         made = {}
         for width in self.widths[:-1]:
-            shape = (self.world_size // width, *axes_of_width(self.ulysses_size, width), self.tensor_size)
+            shape = (self.fsdp_size // width, *axes_of_width(self.ulysses_size, width), self.tensor_size)
             mesh = NarrowMesh(self.mesh.device_type, self.mesh.mesh.reshape(shape))
             made[width] = SequenceSharding(mesh, **self._options)
-            for shared in ("fsdp_mesh", "mesh_group", "host_group"):
+            for shared in ("fsdp_mesh", "world_group", "host_group"):
                 vars(made[width])[shared] = getattr(self, shared)
         return made
 
     @property
-    def job_size(self) -> int:
+    def world_size(self) -> int:
         """Ranks of the mesh."""
-        return self.world_size * self.tensor_size
+        return self.fsdp_size * self.tensor_size
 
     def shard(self, x: torch.Tensor, dim: int = 1, pad_value: float = 0) -> torch.Tensor:
         """Return the local tokens of `x` along `dim`; see `longspan.comm.shard.shard`."""

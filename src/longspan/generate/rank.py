@@ -77,7 +77,7 @@ class TextStream(TextStreamer):  # type: ignore[misc]
 def generate(prompt: Prompt, watch: Watch) -> dict[str, Any]:
     """Generate on this rank; return the report (docs/reference/json.md). Collective. The first rank writes the text."""
     sp, model = load(prompt, watch)
-    config, first = prompt.flags, sp.replica_rank == 0
+    config, first = prompt.flags, sp.model_rank == 0
     tokenizer = load_tokenizer(tokenizer_name(config))
     settings = _settings(prompt, model.generation_config, tokenizer)
     ids = torch.from_numpy(prompt.ids)[None].to(sp.device)
@@ -172,7 +172,7 @@ def _read(model: Any, cache: ShardedCache, ids: Tensor, chunk: int) -> None:
 @contextlib.contextmanager
 def _progress(prompt: Prompt, sp: SequenceSharding, model: Any, cache: ShardedCache, watch: Watch) -> Any:
     """After each forward tell the watch, and show how much of the prompt the model has read."""
-    forwards, disable = 0, sp.replica_rank != 0
+    forwards, disable = 0, sp.model_rank != 0
     shown = {"unit": " tokens", "leave": False, "mininterval": 0.1 if sys.stderr.isatty() else 5.0}
     bar = tqdm(total=prompt.tokens, desc="reading", initial=cache.get_seq_length(), disable=disable, **shown)
 

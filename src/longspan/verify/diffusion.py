@@ -110,8 +110,8 @@ def compare(opened: Transformer) -> Report:
     """Return the report of a transformer, the same on every rank. Collective."""
     config = opened.config
     sp = make_sharding(config.parallel)
-    model = on_every_rank(opened.build, sp.mesh_group).to(sp.device)
-    family = on_every_rank(lambda: family_of(model), sp.mesh_group)
+    model = on_every_rank(opened.build, sp.world_group).to(sp.device)
+    family = on_every_rank(lambda: family_of(model), sp.world_group)
     inputs, target, tokens = make_inputs(family, model, config)
     run = run_with(inputs, target)
     references = unsharded_runs(lambda: model, run, config, sp.host_group)
