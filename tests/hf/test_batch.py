@@ -13,7 +13,7 @@ from torch import Tensor
 
 import longspan
 from longspan.attn.segments import chunk_segments, document_segments, padding_segments
-from longspan.comm.mesh import OneDeviceMesh
+from longspan.comm.mesh import MeshGroups
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Layout
 from longspan.hf.batch.shard import IGNORE, SequenceInfo, real_tokens, shard_batch
@@ -22,7 +22,7 @@ from tests.pool import RankPool, on_ranks
 
 pytestmark = pytest.mark.fast
 
-ONE_DEVICE = longspan.SequenceSharding(OneDeviceMesh("cpu"))
+ONE_DEVICE = longspan.SequenceSharding(MeshGroups("cpu"))
 
 ROW = ((0, 3), (3, 4), (4, 7))
 IDS = torch.tensor([[4, 4, 4, 9, 2, 2, 2]])

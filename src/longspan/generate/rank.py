@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import TextStreamer
 
-from longspan.comm.mesh import SequenceSharding, make_sharding
+from longspan.comm.mesh import SequenceSharding
 from longspan.comm.objects import gather_objects
 from longspan.generate.prompt import Prompt, tokenizer_name
 from longspan.hf.cache.files import INDEX
@@ -39,7 +39,7 @@ def load(prompt: Prompt, watch: Watch) -> tuple[SequenceSharding, Any]:
     if launch.is_first_rank():
         print(f"loading {config.model}", file=sys.stderr, flush=True)
     with launch.stdout_to_stderr(), without_progress_bars():
-        sp = make_sharding(config.parallel)
+        sp = SequenceSharding.of(config.parallel)
         model = load_sharded(
             prompt.origin,
             sp,

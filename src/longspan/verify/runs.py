@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 import longspan
 from longspan.comm.consistency import digests_of, local_part
-from longspan.comm.mesh import SequenceSharding, make_sharding
+from longspan.comm.mesh import SequenceSharding
 from longspan.comm.objects import gather_objects, on_every_rank
 from longspan.compat.reading import mixer_layers
 from longspan.core.errors import LongspanError
@@ -55,7 +55,7 @@ Tensors = dict[str, Tensor]
 def compare(opened: Inputs) -> Report:
     """Return the report of a language model, the same on every rank. Collective."""
     config = opened.config
-    sp = make_sharding(config.parallel)
+    sp = SequenceSharding.of(config.parallel)
     origin = inputs.model_origin(config, opened.model_config)
     # Fail before the long runs.
     on_every_rank(lambda: check_model(origin.on_meta(), sp.device, sp.ring_size, config.kernel), sp.world_group)
