@@ -17,10 +17,10 @@ import torch.distributed as dist
 import longspan
 from benchmarks import common, peers
 from benchmarks.workloads import as_leaves, attention_workload
-from longspan.comm.mesh import OneDeviceMesh
+from longspan.comm.mesh import MeshGroups
 
 HEAD_DIM = 64
-ONE_DEVICE = longspan.SequenceSharding(OneDeviceMesh("cpu"))
+ONE_DEVICE = longspan.SequenceSharding(MeshGroups("cpu"))
 
 
 def main(

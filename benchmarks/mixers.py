@@ -35,7 +35,7 @@ from benchmarks.hf_step_vs_alst import MALLOC, MIB, rss_rise
 from longspan import exchange
 from longspan.comm.collectives import P2PMessage, all_gather, post, wait_for
 from longspan.comm.counting import count_sent
-from longspan.comm.mesh import OneDeviceMesh, group_name
+from longspan.comm.mesh import MeshGroups, group_name
 from longspan.mixers.chunked import LinearAttention
 from longspan.mixers.mixer import Tokens
 from longspan.mixers.state_passing import depend
@@ -87,7 +87,7 @@ def by_heads(tokens: dict[str, Tensor], sp: longspan.SequenceSharding) -> Tensor
     packed = exchange.seq_to_heads(torch.cat(list(by_name.values()), 3), sp.group)
     parts = packed.split([x.shape[3] for x in by_name.values()], 3)
     whole = {name: x if name in "qkv" else x.squeeze(3) for name, x in zip(by_name, parts, strict=True)}
-    out = state_passing(whole, longspan.SequenceSharding(OneDeviceMesh("cpu")))
+    out = state_passing(whole, longspan.SequenceSharding(MeshGroups("cpu")))
     return exchange.heads_to_seq(out, sp.group)
 
 
@@ -148,7 +148,7 @@ def measure_all(tokens: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
 def measure(rule: str, n: int, repeats: int) -> dict[str, Any]:
     """Return the bytes and times of every method."""
     sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=dist.get_world_size()))
-    alone = longspan.SequenceSharding(OneDeviceMesh("cpu"))
+    alone = longspan.SequenceSharding(MeshGroups("cpu"))
     whole, grad = inputs(rule, n)
     mine = {name: sp.shard(x).clone().requires_grad_() for name, x in whole.items()}
     my_grad = sp.shard(grad).clone()

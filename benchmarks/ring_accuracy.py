@@ -17,7 +17,7 @@ from torch import Tensor
 
 import longspan
 from benchmarks import common
-from longspan.comm.mesh import OneDeviceMesh
+from longspan.comm.mesh import MeshGroups
 
 MESHES = [(2, 1), (4, 1), (8, 1), (2, 2), (4, 2)]
 
@@ -50,7 +50,7 @@ def attention(inputs: list[Tensor], sp: Any, kernel: str) -> dict[str, Tensor]:
 
 def body(ring: int, ulysses: int, tokens: int) -> list[dict[str, Any]]:
     sp = longspan.SequenceSharding(longspan.init_mesh(ring=ring, ulysses=ulysses))
-    one = longspan.SequenceSharding(OneDeviceMesh("cpu"))
+    one = longspan.SequenceSharding(MeshGroups("cpu"))
     rows = []
     for heads in ((8, 8), (8, 2)):
         g = torch.Generator().manual_seed(0)

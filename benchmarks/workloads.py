@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from longspan.attn.api import attention
 from longspan.comm.consistency import local_part
-from longspan.comm.mesh import OneDeviceMesh, SequenceSharding, init_mesh
+from longspan.comm.mesh import MeshGroups, SequenceSharding, init_mesh
 from longspan.comm.shard import shard
 from longspan.comm.tensor import TensorGroup
 from longspan.core.errors import LongspanError
@@ -123,7 +123,7 @@ class ShardingCache:
         return self._shardings[key]
 
 
-def _device_mesh(mesh: ParallelConfig, device_type: str, *, swapped: bool) -> DeviceMesh | OneDeviceMesh:
+def _device_mesh(mesh: ParallelConfig, device_type: str, *, swapped: bool) -> DeviceMesh | MeshGroups:
     """Return the mesh; `swapped` puts neighbouring ranks into a ring, and ranks far apart into a Ulysses group."""
     if swapped:
         ranks = torch.arange(mesh.ranks).view(1, mesh.ulysses, mesh.ring, 1).transpose(1, 2).contiguous()
@@ -180,7 +180,7 @@ def tensor_attention(candidate: Candidate, inputs: AttentionInputs) -> Workload:
         )
     megatron_sp = candidate.method.parallel.get("tensor_style") == "megatron-sp"
     enter, leave = (group.gather_tokens, group.scatter_tokens) if megatron_sp else (group.copy_in, group.sum_out)
-    one_device = SequenceSharding(OneDeviceMesh(inputs.device.type))
+    one_device = SequenceSharding(MeshGroups(inputs.device.type))
     mine = split_heads(inputs.heads, inputs.kv_heads, group.size)[group.rank]
     q_heads, kv_heads = slice(mine.q_start, mine.q_stop), slice(mine.kv_start, mine.kv_stop)
     # The heads of the other ranks, which the row-parallel product would fill.

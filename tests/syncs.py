@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import longspan
-from longspan.comm.mesh import OneDeviceMesh
+from longspan.comm.mesh import MeshGroups
 from longspan.memory.checkpointing import LayerCall
 
 GPU = torch.device("cuda", 0)
@@ -48,7 +48,7 @@ _NO_WORK = {f"aten::{name}" for name in (
 
 def one_gpu() -> longspan.SequenceSharding:
     """Return the sharding of a single process on the fake GPU. Within `on_gpu()`."""
-    return longspan.SequenceSharding(OneDeviceMesh("cuda"))
+    return longspan.SequenceSharding(MeshGroups("cuda"))
 
 
 def gpu_llama(sp: longspan.SequenceSharding, **options: Any) -> Any:

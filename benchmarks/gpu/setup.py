@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 import longspan
-from longspan.comm.mesh import OneDeviceMesh
+from longspan.comm.mesh import MeshGroups
 from longspan.core.errors import LongspanError
 
 OK, MEASURED, BELOW, WRONG, FAILED, SKIPPED, STOPPED = (
@@ -69,7 +69,7 @@ class Setup:
         return quick if self.quick else full
 
     def one_device(self) -> longspan.SequenceSharding:
-        return longspan.SequenceSharding(OneDeviceMesh(self.device))
+        return longspan.SequenceSharding(MeshGroups(self.device))
 
     def wait(self) -> None:
         if self.on_gpu:

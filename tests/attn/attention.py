@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 
 import longspan
-from longspan.comm.mesh import OneDeviceMesh
+from longspan.comm.mesh import MeshGroups
 from tests.oracle import Case, errors, make, options
 from tests.tolerance import MARGIN
 
@@ -123,7 +123,7 @@ def sharding(ulysses: int, ring: int = 1, **more: Any) -> longspan.SequenceShard
 
 
 def one_device() -> longspan.SequenceSharding:
-    return longspan.SequenceSharding(OneDeviceMesh("cpu"))
+    return longspan.SequenceSharding(MeshGroups("cpu"))
 
 
 def run(

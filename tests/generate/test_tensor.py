@@ -62,7 +62,7 @@ def _on_meshes(name: str, meshes: list[Cut], cases: list[tuple[dict[str, Any], A
     for at, (mesh, style, fsdp) in enumerate(meshes):
         model, sp = _cut(name, mesh, style, fsdp)
         for options, inputs, expected in cases[at % 2 :: 2] if len(meshes) > 1 else cases:
-            torch.manual_seed(3 + sp.replica_rank)  # the first rank's counts
+            torch.manual_seed(3 + sp.model_rank)  # the first rank's counts
             check_generated(generated(model, inputs, **options), expected)
 
 

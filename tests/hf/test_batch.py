@@ -13,7 +13,7 @@ from torch import Tensor
 
 import longspan
 from longspan.attn.segments import chunk_segments, document_segments, padding_segments
-from longspan.comm.mesh import OneDeviceMesh
+from longspan.comm.mesh import MeshGroups
 from longspan.core.errors import LongspanError
 from longspan.core.layout import Layout
 from longspan.hf.batch.shard import IGNORE, SequenceInfo, real_tokens, shard_batch
@@ -22,7 +22,7 @@ from tests.pool import RankPool, on_ranks
 
 pytestmark = pytest.mark.fast
 
-ONE_DEVICE = longspan.SequenceSharding(OneDeviceMesh("cpu"))
+ONE_DEVICE = longspan.SequenceSharding(MeshGroups("cpu"))
 
 ROW = ((0, 3), (3, 4), (4, 7))
 IDS = torch.tensor([[4, 4, 4, 9, 2, 2, 2]])
@@ -337,6 +337,6 @@ def test_meshes() -> None:
         longspan.SequenceSharding(longspan.init_mesh(ulysses=4), layout="diagonal")
     sp = _sp(data=2, ulysses=2)
     rank = dist.get_rank()
-    assert (sp.data_rank, sp.rank) == divmod(rank, 2) and (sp.data_size, sp.size, sp.world_size) == (2, 2, 4)
+    assert (sp.data_rank, sp.rank) == divmod(rank, 2) and (sp.data_size, sp.size, sp.fsdp_size) == (2, 2, 4)
     assert sp.group is not None and dist.get_process_group_ranks(sp.group) == [rank // 2 * 2, rank // 2 * 2 + 1]
-    assert sp.world_group is not None and sp.world_group.size() == 4
+    assert sp.fsdp_group is not None and sp.fsdp_group.size() == 4

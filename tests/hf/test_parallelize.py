@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import longspan
 from longspan.comm.counting import count_sent
-from longspan.comm.mesh import OneDeviceMesh
+from longspan.comm.mesh import MeshGroups
 from longspan.core.errors import LongspanError
 from tests.choose import confirming, each_value, grouped
 from tests.models import (
@@ -42,7 +42,7 @@ from tests.tolerance import excess_of_rows, roughly
 
 pytestmark = pytest.mark.versions
 
-ONE_DEVICE = longspan.SequenceSharding(OneDeviceMesh("cpu"))
+ONE_DEVICE = longspan.SequenceSharding(MeshGroups("cpu"))
 
 
 def _compare(reference: Any, model: Any, whole: dict[str, Any], sp: longspan.SequenceSharding) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import longspan
-from longspan.comm.mesh import OneDeviceMesh
+from longspan.comm.mesh import MeshGroups
 from longspan.core.errors import LongspanError
 from longspan.hf.batch.shard import IGNORE
 from longspan.losses import cross_entropy as loss_module
@@ -69,7 +69,7 @@ def test_mean_of_the_global_batch(data: int, dtype: torch.dtype, items: int | No
 @pytest.mark.parametrize("tile", [1, 100, 1 << 24])
 def test_the_size_of_a_tile_changes_nothing(monkeypatch: pytest.MonkeyPatch, tile: int) -> None:
     monkeypatch.setattr(loss_module, "LOSS_TILE", (tile, tile))
-    sp = longspan.SequenceSharding(OneDeviceMesh("cpu"))
+    sp = longspan.SequenceSharding(MeshGroups("cpu"))
     logits, labels = _data(torch.float64)
     logits.requires_grad_()
     truth = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
@@ -82,7 +82,7 @@ def test_the_size_of_a_tile_changes_nothing(monkeypatch: pytest.MonkeyPatch, til
 
 
 def test_the_loss_without_labels_is_zero() -> None:
-    sp = longspan.SequenceSharding(OneDeviceMesh("cpu"))
+    sp = longspan.SequenceSharding(MeshGroups("cpu"))
     logits = torch.randn(1, 3, 5, requires_grad=True)
     loss = longspan.causal_lm_loss(logits, torch.full((1, 3), IGNORE), sp)
     loss.backward()
@@ -90,7 +90,7 @@ def test_the_loss_without_labels_is_zero() -> None:
 
 
 def test_shapes_must_match() -> None:
-    sp: Any = longspan.SequenceSharding(OneDeviceMesh("cpu"))
+    sp: Any = longspan.SequenceSharding(MeshGroups("cpu"))
     with pytest.raises(LongspanError, match=r"logits of shape \(1, 3, 5\) do not belong to labels of shape \(1, 4\)"):
         longspan.causal_lm_loss(torch.zeros(1, 3, 5), torch.zeros(1, 4, dtype=torch.int64), sp)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import longspan
-from longspan.comm.mesh import OneDeviceMesh
+from longspan.comm.mesh import MeshGroups
 from longspan.core.errors import LongspanError
 from longspan.losses.cross_entropy import IGNORE, LossTerms, loss_sum
 from longspan.losses.deferred_logits import DeferredLogits, Head
@@ -37,7 +37,7 @@ class _Lora(nn.Module):
         return self.base(x) + 2 * self.b(self.a(x))
 
 
-ONE_DEVICE = longspan.SequenceSharding(OneDeviceMesh("cpu"))
+ONE_DEVICE = longspan.SequenceSharding(MeshGroups("cpu"))
 
 HEADS: dict[str, Any] = {
     "plain": lambda base: base,

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import longspan
-from longspan.comm.mesh import OneDeviceMesh
+from longspan.comm.mesh import MeshGroups
 from longspan.memory import activations
 from longspan.memory.activations import RecomputedActivations
 from tests.choose import each_value
 from tests.models import batch, build, gradients
 
-ONE_DEVICE = longspan.SequenceSharding(OneDeviceMesh("cpu"))
+ONE_DEVICE = longspan.SequenceSharding(MeshGroups("cpu"))
 
 
 @pytest.fixture(autouse=True)

@@ -53,7 +53,7 @@ def test_every_group_is_offloaded_to_the_host(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(fsdp, "fully_shard", noted)
     with fake_world(0, 2):
         sp = longspan.SequenceSharding(longspan.init_mesh(ulysses=2))
-        gpu: Any = SimpleNamespace(device=torch.device("cuda"), fsdp_mesh=sp.fsdp_mesh, world_size=2)
+        gpu: Any = SimpleNamespace(device=torch.device("cuda"), fsdp_mesh=sp.fsdp_mesh, fsdp_size=2)
         for asked, kind in ((True, CPUOffloadPolicy), (False, OffloadPolicy)):
             policies.clear()
             fsdp.apply_fsdp(_model(), gpu, None, cpu_offload=asked)

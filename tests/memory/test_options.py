@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import longspan
 from longspan.comm.counting import count_sent
-from longspan.comm.mesh import OneDeviceMesh
+from longspan.comm.mesh import MeshGroups
 from longspan.core import tile_sizes
 from longspan.core.errors import LongspanError
 from longspan.core.memory import FASTEST, LONGEST, Memory
@@ -41,7 +41,7 @@ from tests.models import (
 )
 from tests.pool import RankPool
 
-ONE_DEVICE = longspan.SequenceSharding(OneDeviceMesh("cpu"))
+ONE_DEVICE = longspan.SequenceSharding(MeshGroups("cpu"))
 
 MEMORY_OPTIONS: dict[str, Memory] = {
     "full": Memory(checkpointing="full"),

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import longspan
 from longspan.comm.counting import count_sent
-from longspan.comm.mesh import OneDeviceMesh
+from longspan.comm.mesh import MeshGroups
 from longspan.compat.friends_api import fla_function
 from longspan.core.errors import LongspanError
 from longspan.mixers.chunked import LinearAttention
@@ -89,13 +89,13 @@ def test_the_work_grows_as_the_length(beta: bool) -> None:
     for n in (1024, 4096):
         case = Case(n=n, decay="head", beta=beta, batch=1, heads=1, value_heads=1, dim=16, v_dim=16)
         with _Written() as mode:
-            run(case, longspan.SequenceSharding(OneDeviceMesh("cpu")))
+            run(case, longspan.SequenceSharding(MeshGroups("cpu")))
         written.append(mode.elements)
     assert written[1] <= 4 * written[0]
 
 
 def test_one_device() -> None:
-    sp = longspan.SequenceSharding(OneDeviceMesh("cpu"))
+    sp = longspan.SequenceSharding(MeshGroups("cpu"))
     for case in KINDS:
         errors = relative_errors(run(case, sp), truth_of(case))
         assert max(errors.values()) <= LIMIT[case.dtype], (case, errors)
@@ -290,7 +290,7 @@ def test_a_function_that_fails_on_one_rank_is_reported_by_all(pool2: RankPool) -
 
 
 def test_one_device_refuses_a_decay_above_zero() -> None:
-    sp = longspan.SequenceSharding(OneDeviceMesh("cpu"))
+    sp = longspan.SequenceSharding(MeshGroups("cpu"))
     x = torch.ones(1, 2, 1, 1)
     with pytest.raises(LongspanError, match="`decay` .* at most 0, its largest value is 1;"):
         longspan.linear_attention(x, x, x, sp, decay=x)

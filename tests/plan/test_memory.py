@@ -210,7 +210,7 @@ def peak_of_a_prompt(config: dict[str, Any], chunk: int, mesh: ParallelConfig, s
         for part in tokens.split(chunk, 1):
             model(input_ids=part, past_key_values=cache, logits_to_keep=1)
 
-    return at_rest(model) + peak_of(read, folder / f"trace-{sp.replica_rank}.json")
+    return at_rest(model) + peak_of(read, folder / f"trace-{sp.model_rank}.json")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import longspan
 from longspan.cli import main
 from longspan.comm.counting import count_sent
-from longspan.comm.mesh import OneDeviceMesh
+from longspan.comm.mesh import MeshGroups
 from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout, split_by_cost
 from longspan.core.memory import LONGEST, Memory
@@ -35,7 +35,7 @@ from tests.plan.jobs import job_on
 from tests.pool import RankPool
 
 CPU = read_hardware("cpu")
-ONE_DEVICE = longspan.SequenceSharding(OneDeviceMesh("cpu"))
+ONE_DEVICE = longspan.SequenceSharding(MeshGroups("cpu"))
 QWEN = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe")
 
 

@@ -134,7 +134,7 @@ def test_wrong_arguments_raise(call: Callable[[Any], Any], text: str, sp: longsp
         (lambda m, sp, to: longspan.from_pretrained(to, sp, torch_dtype="bf16"), r"did you mean 'dtype'"),
         (lambda m, sp, to: checkpoint.export("str"), r"call it as export\(folder, model\)"),
         # --- values of a wrong type
-        (lambda m, sp, to: longspan.parallelize(m, sp.mesh), r"`sp` must be a longspan.Seq.*, got OneDevice"),
+        (lambda m, sp, to: longspan.parallelize(m, sp.mesh), r"`sp` must be a longspan.Seq.*, got <.*MeshGroups"),
         (lambda m, sp, to: longspan.parallelize(m, m), r"`sp` must be .*, got an instance of LlamaForCausalLM; make"),
         (lambda m, sp, to: longspan.parallelize(sp, m), r"`model` is a SequenceSharding; call .*ze\(model, sp\)$"),
         (lambda m, sp, to: _plain(sp, fsdp="no"), r"fsdp must be True or False, got 'no'"),

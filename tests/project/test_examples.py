@@ -138,7 +138,7 @@ def _grpo_sharded(meshes: list[tuple[int, int, bool, bool]]) -> list[tuple[float
         old, advantages = (given[name].chunk(data)[sp.data_rank] for name in ("old", "advantages"))
         loss = grpo_loss(policy, reference, mine, old, advantages, given["items"] / data, **SHAPE, shared=shared)
         loss.backward()
-        of_replicas = loss.detach().clone() / sp.world_size
+        of_replicas = loss.detach().clone() / sp.fsdp_size
         torch.distributed.all_reduce(of_replicas)
         found.append((float(of_replicas), gradients(policy)))
     return found

@@ -47,7 +47,7 @@ def _warn_and_report(offset: int) -> tuple[int, int, list[float], str]:
     logging.getLogger("a_package").warning("a warning of a package")
     logging.getLogger("torchao").warning("a warning of an import")
     sp = longspan.SequenceSharding(longspan.init_mesh(ring=2, ulysses=1, timeout=77))
-    groups: list[Any] = [dist.group.WORLD, sp.ring_group, sp.ulysses_group, sp.group, sp.world_group]
+    groups: list[Any] = [dist.group.WORLD, sp.ring_group, sp.ulysses_group, sp.group, sp.fsdp_group]
     timeouts = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
     return dist.get_rank() + offset, torch.get_num_threads(), timeouts, os.environ["PYTORCH_ALLOC_CONF"]
 
@@ -430,7 +430,7 @@ def test_each_backend_of_a_new_group_gets_its_own_timeout(store: Any) -> None:
         ({"ring": 2, "ulysses": 4}, 3),  # both axes
         ({"data": 2, "ulysses": 4}, 3),
         ({"data": 2, "ring": 2, "ulysses": 2}, 5),  # the sequence
-        ({"ulysses": 4, "tensor": 2}, 4),  # the ranks that share weights
+        ({"ulysses": 4, "tensor": 2}, 3),  # both axes; ulysses is that of FSDP, too
     ],
 )
 def test_groups_of_a_mesh(axes: dict[str, int], groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,8 +441,8 @@ def test_groups_of_a_mesh(axes: dict[str, int], groups: int, monkeypatch: pytest
 
     with fake_world(0, 8):
         sp = longspan.SequenceSharding(longspan.init_mesh(**axes, device_type="cpu"))
-        assert sp.host_group is sp.mesh_group is dist.group.WORLD
-        assert longspan.SequenceSharding(sp.mesh).fsdp_mesh is sp.fsdp_mesh  # makes no more
+        assert sp.host_group is sp.world_group is dist.group.WORLD
+        assert longspan.SequenceSharding(sp.mesh).fsdp_group is sp.fsdp_group  # makes no more
         assert sum(group.size() > 1 for group in dist.distributed_c10d._world.pg_names) == groups
         del sp.host_group
         made = mock.Mock(side_effect=lambda ranks, **options: (ranks, options["backend"]))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import longspan
-from longspan.comm.mesh import OneDeviceMesh
+from longspan.comm.mesh import MeshGroups
 from longspan.plan.shape import Tuning
 from tests.models import build
 
@@ -106,7 +106,7 @@ def sharded_alone(out: Path, lora: bool = False, **changes: Any) -> list[dict[st
     from transformers import Trainer
 
     quiet()
-    sp = longspan.SequenceSharding(OneDeviceMesh("cpu"))
+    sp = longspan.SequenceSharding(MeshGroups("cpu"))
     options = {"per_device_eval_batch_size": 10, **changes}
     trainer = longspan.trainer(Trainer)(
         _model("Llama", lora), arguments(out, **options), collate, Samples(64, 1), Samples(10, 2), sp=sp

@@ -19,7 +19,7 @@ from accelerate.tracking import GeneralTracker, on_main_process
 
 import longspan
 from longspan.checkpoint import newest_undamaged, read_verified
-from longspan.comm.mesh import OneDeviceMesh
+from longspan.comm.mesh import MeshGroups
 from longspan.compat.accelerate_api import ReplicaAccelerator
 from longspan.core.errors import LongspanError
 from longspan.trainers.callbacks import SIGNALS, StopOnSignal
@@ -726,7 +726,7 @@ def test_a_loop_on_accelerate(get_pool: Callable[[int], RankPool], mesh: dict[st
 
 
 def test_a_full_disk_is_named_where_torch_writes(tmp_path: Path) -> None:
-    sp = longspan.SequenceSharding(OneDeviceMesh("cpu"))
+    sp = longspan.SequenceSharding(MeshGroups("cpu"))
     trainer: Any = longspan.trainer(transformers.Trainer)(
         build("Llama"), arguments(tmp_path), collate, Samples(4, 1), sp=sp
     )  # type: ignore[call-arg]

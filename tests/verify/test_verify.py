@@ -275,9 +275,9 @@ def _average_the_loss_per_rank(patch: pytest.MonkeyPatch) -> None:
         total = F.cross_entropy(
             logits.compute(logits.hidden.flatten(0, 1)).float(), labels.flatten(), ignore_index=-100, reduction="sum"
         )
-        mine = total / (labels != -100).sum().clamp_min(1) / losses.sp.world_size
+        mine = total / (labels != -100).sum().clamp_min(1) / losses.sp.fsdp_size
         every = mine.detach().clone()
-        dist.all_reduce(every, group=losses.sp.world_group)
+        dist.all_reduce(every, group=losses.sp.fsdp_group)
         return mine + (every - mine).detach()
 
     patch.setattr(GlobalLoss, "of_tokens", loss)

@@ -12,18 +12,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.bench.command import ELEMENT_BYTES, BenchConfig
 from longspan.bench.timing import median_seconds, time_rounds
-from longspan.comm.mesh import OneDeviceMesh
-from longspan.compat.torch_api import flatten_mesh, gather_into, scatter_into
+from longspan.comm.mesh import SequenceSharding
+from longspan.compat.torch_api import gather_into, scatter_into
 from longspan.plan.hardware import MeasuredLink
 
 FOUR = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
-FSDP_AXES = ("data", "ring", "ulysses")
-"""Weights are sharded, and gradients summed, over these axes together, which are measured as the axis "fsdp"."""
-
 Pending = list[dist.Work]
 """Operations in flight; wait for each."""
 
@@ -58,21 +54,15 @@ def collectives_of(axis: str) -> tuple[str, ...]:
     return (*FOUR, "p2p") if axis == "ring" else FOUR
 
 
-def measure_links(
-    config: BenchConfig, mesh: DeviceMesh | OneDeviceMesh, device: torch.device
-) -> dict[str, dict[str, MeasuredLink]]:
+def measure_links(config: BenchConfig, mesh: Any, device: torch.device) -> dict[str, dict[str, MeasuredLink]]:
     """Return axis -> collective -> fit for every axis of more than one rank. Collective over all ranks.
 
-    All groups of an axis run concurrently and share their wires, as in a training step.
+    The ranks over which weights are sharded and gradients summed are measured as the axis "fsdp". All groups of an axis
+    run concurrently and share their wires, as in a training step.
     """
-    if isinstance(mesh, OneDeviceMesh):
-        return {}
-    groups = {axis: mesh.get_group(axis) for axis, size in config.parallel.degrees.items() if size > 1}
-    sharding = [axis for axis in FSDP_AXES if axis in groups]
-    if len(sharding) == 1:
-        groups["fsdp"] = groups[sharding[0]]
-    elif sharding:
-        groups["fsdp"] = flatten_mesh(mesh[FSDP_AXES], "data_sequence").get_group()
+    groups: dict[str, Any] = {axis: mesh.get_group(axis) for axis, size in config.parallel.degrees.items() if size > 1}
+    if config.parallel.fsdp_ranks > 1:
+        groups["fsdp"] = SequenceSharding(mesh, overlap_chunks=1).fsdp_group
     return {axis: _measure_axis(config, group, device, axis) for axis, group in groups.items()}
 
 

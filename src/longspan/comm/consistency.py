@@ -61,7 +61,7 @@ def check_on_every_rank(sp: SequenceSharding, check: Callable[[], tuple[T, Mappi
 
 def digests_to_compare(model: nn.Module, sp: SequenceSharding, weights: str) -> dict[str, int]:
     """Return digests of the weights if `parallelize(weights=...)` says that all ranks have the same."""
-    return digests_of(weights_of(model)) if sp.job_size > 1 and weights == "same" else {}
+    return digests_of(weights_of(model)) if sp.world_size > 1 and weights == "same" else {}
 
 
 def check_same_model(
@@ -78,8 +78,8 @@ def check_same_model(
     Raises:
         LongspanError: naming the ranks, and the keys or parameters; on the rank that has a `problem`, that error.
     """
-    group = sp.mesh_group
-    if group is None or sp.job_size == 1:
+    group = sp.world_group
+    if group is None or sp.world_size == 1:
         if problem is not None:
             raise problem
         return
@@ -116,8 +116,8 @@ def _format_differing(weights: Sequence[Mapping[str, int]], ranks: Sequence[int]
 
 def broadcast_weights(model: nn.Module, sp: SequenceSharding) -> None:
     """Copy the parameters and buffers of the first rank to all ranks. Collective."""
-    group = sp.mesh_group
-    if group is None or sp.job_size == 1:
+    group = sp.world_group
+    if group is None or sp.world_size == 1:
         return
     source = dist.get_process_group_ranks(group)[0]
     with torch.no_grad():

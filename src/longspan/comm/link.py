@@ -15,9 +15,9 @@ _SHORT_BYTES, _LONG_BYTES = 4 << 10, 1 << 20
 
 
 def measure_link(
-    ulysses_group: dist.ProcessGroup, replica_group: dist.ProcessGroup, device: torch.device
+    ulysses_group: dist.ProcessGroup, model_group: dist.ProcessGroup, device: torch.device
 ) -> AllToAllLink | None:
-    """Return the slowest rank's times, equal on all ranks of `replica_group`; None if no group spans hosts. Collective.
+    """Return the slowest rank's times, equal on all ranks of `model_group`; None if no group spans hosts. Collective.
 
     A ring contains several Ulysses groups, and all of its ranks must use the same chunks.
     """
@@ -25,10 +25,10 @@ def measure_link(
     if not ranks_per_host or dist.get_world_size() <= ranks_per_host:
         return None  # on every rank, or on none
     hosts = {rank // ranks_per_host for rank in dist.get_process_group_ranks(ulysses_group)}
-    if not _largest([len(hosts) > 1], replica_group, device)[0]:
+    if not _largest([len(hosts) > 1], model_group, device)[0]:
         return None
     times = [_seconds(size, ulysses_group, device) for size in (_SHORT_BYTES, _LONG_BYTES)]
-    short, long = _largest(times, replica_group, device)
+    short, long = _largest(times, model_group, device)
     return AllToAllLink(short, max(0.0, long - short) / (_LONG_BYTES - _SHORT_BYTES))
 
 

@@ -6,9 +6,9 @@ the right, so the ones that communicate most (`tensor`, `ulysses`) stay inside a
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -22,56 +22,93 @@ from longspan.compat.torch_api import copy_job_timeout, flatten_mesh
 from longspan.compat.torch_api import find_group as find_group
 from longspan.core.errors import LongspanError
 from longspan.core.layout import choose_layout
-from longspan.core.parallel import AXES, ParallelConfig, axes_of_width, widths_of
+from longspan.core.parallel import AXES, Axes, ParallelConfig, axes_of_width, widths_of
 from longspan.core.validation import LARGEST_COUNT, check_choice, check_number, checked_call, format_value
 from longspan.ranks.job import HOST_TIMEOUT_S, join_group, read_job
 
 GLOO_TIMEOUT_S, NCCL_TIMEOUT_S = 1800, 600  # torch's own defaults
 
 
-@dataclass(frozen=True)
-class OneDeviceMesh:
-    """The mesh of a single process without a process group: every axis has size 1.
+@dataclass(frozen=True, eq=False, repr=False)
+class MeshGroups:
+    """This rank's place in a mesh, and its process groups; by default a single process, which has none.
 
-    It has the part of `DeviceMesh` that `SequenceSharding` uses, so that the same code runs on one device.
-    """
-
-    device_type: str
-    mesh_dim_names: ClassVar[tuple[str, ...]] = AXES
-    shape: ClassVar[tuple[int, ...]] = (1, 1, 1, 1)
-
-
-class NarrowMesh:
-    """A mesh with smaller sequence groups. It implements the part of `DeviceMesh` that `SequenceSharding` uses.
-
-    Process groups are made only along axes larger than 1: gloo starts threads for each group of a DeviceMesh, even for
-    those of one rank.
-
-    Args:
+    Attributes:
         device_type: as in `DeviceMesh`.
         ranks: [data, ring, ulysses, tensor].
+        coordinate: this rank's index along each axis.
+        ring, ulysses, sequence, model: the groups along the axis, ring x ulysses, and ring x ulysses x tensor.
+        fsdp_mesh: the 1-D mesh of data x ring x ulysses.
+        world: the group of all ranks.
     """
 
     mesh_dim_names: ClassVar[tuple[str, ...]] = AXES
 
-    def __init__(self, device_type: str, ranks: torch.Tensor) -> None:
-        self.device_type, self.ranks, self.shape = device_type, ranks, tuple(ranks.shape)
-        self.coordinate: list[int] = (ranks == dist.get_rank()).nonzero()[0].tolist()
-        self.groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+    device_type: str
+    ranks: torch.Tensor = field(default_factory=lambda: torch.zeros(1, 1, 1, 1, dtype=torch.int64))
+    coordinate: Sequence[int] = (0, 0, 0, 0)
+    ring: dist.ProcessGroup | None = None
+    ulysses: dist.ProcessGroup | None = None
+    sequence: dist.ProcessGroup | None = None
+    model: dist.ProcessGroup | None = None
+    fsdp_mesh: DeviceMesh | None = None
+    world: dist.ProcessGroup | None = None
 
-    def get_local_rank(self, axis: str) -> int:
-        return self.coordinate[AXES.index(axis)]
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.ranks.shape)
 
-    def group_of(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
-        """Return my group along those axes that are larger than 1; None if there are none. Collective."""
-        large = [i for i, axis in enumerate(AXES) if axis in axes and self.shape[i] > 1]
-        names = tuple(AXES[i] for i in large)
-        if large and names not in self.groups:
-            size = math.prod(self.shape[i] for i in large)
-            rows = self.ranks.movedim(large, list(range(-len(large), 0))).reshape(-1, size)
-            mine, _ = dist.new_subgroups_by_enumeration(rows.tolist())
-            self.groups[names] = copy_job_timeout(mine)
-        return self.groups.get(names)
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> MeshGroups:
+        """Return the groups of a mesh; the first call makes those along several axes larger than 1. Collective."""
+
+        def along(*axes: str) -> DeviceMesh:
+            large = tuple(axis for axis in axes if mesh[axis].size() > 1)
+            if len(large) < 2:
+                return mesh[large[0] if large else axes[-1]]
+            flat = flatten_mesh(mesh[large], "_".join(large))
+            copy_job_timeout(flat.get_group())
+            return flat
+
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        return cls(
+            mesh.device_type,
+            mesh.mesh,
+            coordinate,
+            ring=along("ring").get_group(),
+            ulysses=along("ulysses").get_group(),
+            sequence=along("ring", "ulysses").get_group(),
+            model=along("ring", "ulysses", "tensor").get_group(),
+            fsdp_mesh=along("data", "ring", "ulysses"),
+            world=along(*AXES).get_group(),
+        )
+
+    def resized(self, shape: Sequence[int]) -> MeshGroups:
+        """Return the groups of the same ranks along axes of other sizes, None along axes of size 1. Collective.
+
+        gloo starts threads for each group of a DeviceMesh, even for those of one rank, so this makes none.
+        """
+        ranks = self.ranks.reshape(tuple(shape))
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+        def along(*axes: str) -> dist.ProcessGroup | None:
+            large = tuple(i for i, axis in enumerate(AXES) if axis in axes and shape[i] > 1)
+            if large and large not in made:
+                last = tuple(range(-len(large), 0))
+                rows = ranks.movedim(large, last).flatten(-len(large)).flatten(0, -2)
+                made[large] = copy_job_timeout(dist.new_subgroups_by_enumeration(rows.tolist())[0])
+            return made.get(large)
+
+        return replace(
+            self,
+            ranks=ranks,
+            coordinate=(ranks == dist.get_rank()).nonzero()[0].tolist(),
+            ring=along("ring"),
+            ulysses=along("ulysses"),
+            sequence=along("ring", "ulysses"),
+            model=along("ring", "ulysses", "tensor"),
+        )
 
 
 @checked_call()
@@ -83,7 +120,7 @@ def init_mesh(
     *,
     device_type: str | None = None,
     timeout: float | None = None,
-) -> DeviceMesh | OneDeviceMesh:
+) -> DeviceMesh | MeshGroups:
     """Build the mesh, and join the job that torchrun's environment describes if this process has not joined one.
 
     Args:
@@ -96,35 +133,38 @@ def init_mesh(
             the process group made here and of the mesh's groups (default: torch's, 10 minutes with GPUs, otherwise 30).
 
     Returns:
-        A `DeviceMesh` with the axes `("data", "ring", "ulysses", "tensor")`; a `OneDeviceMesh` without a process group
-        and with every axis 1.
+        A `DeviceMesh` with the axes `("data", "ring", "ulysses", "tensor")`; `MeshGroups` for a single process without
+        a process group.
 
     Raises:
         LongspanError: if an axis is no positive integer, the product is not the number of processes, a rank does not
             join in time, or the environment describes an impossible job.
     """
-    parallel = ParallelConfig(data, ring, ulysses, tensor)
-    sizes = parallel.degrees
+    axes = Axes(data, ring, ulysses, tensor)
     if device_type is not None:
         check_choice("device_type", device_type, ("cpu", "cuda"))
         if device_type == "cuda" and not torch.cuda.is_available():
             raise LongspanError("device_type='cuda': torch finds no CUDA device; leave it out, or use 'cpu'")
+    return _join(axes, device_type, timeout)
+
+
+def _join(axes: Axes, device_type: str | None = None, timeout: float | None = None) -> DeviceMesh | MeshGroups:
     job = None if dist.is_initialized() else read_job()
     world = dist.get_world_size() if dist.is_initialized() else job.world_size if job else 1
-    if parallel.ranks != world:
-        axes = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+    if axes.ranks != world:
+        sizes = ", ".join(f"{axis}={size}" for axis, size in axes.degrees.items())
         raise LongspanError(
-            f"init_mesh({axes}) needs {parallel.ranks} processes, this job has {world}; start it with "
-            f"`torchrun --nproc-per-node {parallel.ranks} ...`, or choose axes whose product is {world}",
+            f"init_mesh({sizes}) needs {axes.ranks} processes, this job has {world}; start it with "
+            f"`torchrun --nproc-per-node {axes.ranks} ...`, or choose axes whose product is {world}",
             code="LS102",
         )
     device_type = device_type or _device_type()
     if not dist.is_initialized():
         if world == 1:
-            return OneDeviceMesh(device_type)
+            return MeshGroups(device_type)
         default_s = NCCL_TIMEOUT_S if device_type == "cuda" else GLOO_TIMEOUT_S
         join_group(device_type, timeout, timeout or default_s)
-    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
+    mesh = init_device_mesh(device_type, tuple(axes.degrees.values()), mesh_dim_names=AXES)
     for group in mesh.get_all_groups():
         copy_job_timeout(group)
     return mesh
@@ -180,8 +220,11 @@ class SequenceSharding:
         data_size: number of replicas.
         data_rank: this rank's replica.
         tensor_size, tensor_rank: the ranks that share each layer's weights and hold the same tokens, and this rank.
-        replica_group, replica_size, replica_rank: the ranks that run one sequence, ring x ulysses x tensor in this
-            order, and this rank.
+        model_group, model_size, model_rank: the ranks that together run one replica of the model, ring x ulysses x
+            tensor in this order, and this rank. `data_size * model_size` is `world_size`, as in Megatron.
+        fsdp_mesh, fsdp_group, fsdp_size: data x ring x ulysses. FSDP shards weights, gradients are averaged and losses
+            summed over these ranks. The mesh has one axis; it and the groups are None on a single process.
+        world_group, world_size: all ranks of the mesh.
 
     Raises:
         LongspanError: for a mesh without the four axes, an unknown layout, or overlap_chunks below 1.
@@ -190,99 +233,75 @@ class SequenceSharding:
     @checked_call()
     def __init__(
         self,
-        mesh: DeviceMesh | OneDeviceMesh | NarrowMesh,
+        mesh: DeviceMesh | MeshGroups,
         layout: str = "auto",
         *,
         overlap_chunks: int | Literal["auto"] = "auto",
     ) -> None:
-        if not isinstance(mesh, DeviceMesh | OneDeviceMesh | NarrowMesh):
+        if not isinstance(mesh, DeviceMesh | MeshGroups):
             raise LongspanError(f"the mesh is {format_value(mesh)} ({type(mesh).__name__}); use longspan.init_mesh")
         names = tuple(mesh.mesh_dim_names or ())
         if names != AXES:
             raise LongspanError(f"the mesh has the axes {names}, SequenceSharding needs {AXES}; use longspan.init_mesh")
-        self._options: Any = {"layout": layout, "overlap_chunks": overlap_chunks}
-        sizes: Any = dict(zip(AXES, mesh.shape, strict=True))
-        self.parallel = ParallelConfig(**sizes, **self._options)
-        self.mesh = mesh
+        given: Any = {**dict(zip(AXES, mesh.shape, strict=True)), "layout": layout, "overlap_chunks": overlap_chunks}
+        self._make(mesh, ParallelConfig(**given))
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig) -> SequenceSharding:
+        """Join the job, as `init_mesh` does, and return the sharding that a command's flags describe. Collective."""
+        return cls.__new__(cls)._make(_join(parallel), parallel)
+
+    def _make(
+        self, mesh: DeviceMesh | MeshGroups, parallel: ParallelConfig, widest: SequenceSharding | None = None
+    ) -> SequenceSharding:
+        self.mesh, self.parallel, self._widest = mesh, parallel, widest
+        self.groups = groups = mesh if isinstance(mesh, MeshGroups) else MeshGroups.of(mesh)
         self.plans: OrderedDict[Any, Any] = OrderedDict()  # the last few of `longspan.attention`
         self._expert_meshes: dict[int, DeviceMesh] = {}  # by ranks of a group
-        self.overlap_chunks = overlap_chunks
-        self.data_size, self.ring_size, self.ulysses_size, self.tensor_size = mesh.shape
+        self._narrower: dict[int, SequenceSharding] = {}  # by width
+        self.overlap_chunks = parallel.overlap_chunks
+        self.data_size, self.ring_size, self.ulysses_size, self.tensor_size = groups.shape
+        self.data_rank, self.ring_rank, self.ulysses_rank, self.tensor_rank = groups.coordinate
         self.size: int = self.ring_size * self.ulysses_size
-        self.layout = choose_layout(layout, self.ring_size, self.ulysses_size)
-        self.device = torch.device(mesh.device_type)
+        self.rank: int = self.ring_rank * self.ulysses_size + self.ulysses_rank
+        self.model_size: int = self.size * self.tensor_size
+        self.model_rank: int = self.rank * self.tensor_size + self.tensor_rank
+        self.fsdp_size: int = self.data_size * self.size
+        self.world_size: int = self.data_size * self.model_size
+        self.ring_group, self.ulysses_group = groups.ring, groups.ulysses
+        self.group, self.model_group, self.world_group = groups.sequence, groups.model, groups.world
+        self.fsdp_mesh = groups.fsdp_mesh
+        self.fsdp_group = None if self.fsdp_mesh is None else self.fsdp_mesh.get_group()
+        self.layout = choose_layout(parallel.layout, self.ring_size, self.ulysses_size)
+        self.device = torch.device(groups.device_type)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.data_rank, self.ring_rank, self.ulysses_rank, self.tensor_rank = (
-            0 if isinstance(mesh, OneDeviceMesh) else mesh.get_local_rank(axis) for axis in AXES
-        )
-        self.ring_group = self._group_of("ring")
-        self.ulysses_group = self._group_of("ulysses")
-        self.group = self._group_of("ring", "ulysses")
-        self.replica_group = self._group_of("ring", "ulysses", "tensor")
-        self.rank: int = self.ring_rank * self.ulysses_size + self.ulysses_rank
-        self.replica_size: int = self.size * self.tensor_size
-        self.replica_rank: int = self.rank * self.tensor_size + self.tensor_rank
         self.all_to_all_link = None
-        if overlap_chunks == "auto" and self.ulysses_size > 1:
-            assert self.ulysses_group is not None and self.replica_group is not None
-            self.all_to_all_link = measure_link(self.ulysses_group, self.replica_group, self.device)
+        if parallel.overlap_chunks == "auto" and self.ulysses_size > 1:
+            assert self.ulysses_group is not None and self.model_group is not None
+            self.all_to_all_link = measure_link(self.ulysses_group, self.model_group, self.device)
         if self.ring_size > 1 and self.device.type == "cuda":
             # NCCL makes a group's communicator on its first use, which all ranks must join; a ring's messages may
             # concern only some of them.
             dist.barrier(group=self.ring_group, device_ids=[self.device.index])
-
-    def _group_of(self, *axes: str) -> dist.ProcessGroup | None:
-        """Return the group of the ranks along some neighbouring axes; None on a single process. Collective."""
-        if isinstance(self.mesh, OneDeviceMesh):
-            return None
-        if isinstance(self.mesh, NarrowMesh):
-            return self.mesh.group_of(axes)
-        large = tuple(axis for axis in axes if self.mesh[axis].size() > 1)
-        if len(large) < 2:
-            return self.mesh.get_group(large[0] if large else axes[-1])
-        return copy_job_timeout(flatten_mesh(self.mesh[large], "_".join(large)).get_group())
-
-    @cached_property
-    def fsdp_mesh(self) -> DeviceMesh | None:
-        """The 1-D mesh of data x sequence: weights are sharded and gradients averaged over it. None on one process."""
-        if not isinstance(self.mesh, DeviceMesh):
-            return None
-        flat = flatten_mesh(self.mesh["data", "ring", "ulysses"], "data_sequence")
-        copy_job_timeout(flat.get_group())
-        return flat
+        return self
 
     def shards_weights(self, *, fsdp: bool, cpu_offload: bool) -> bool:
         """Whether FSDP shards the weights: over several ranks, or on one rank that offloads them to the host."""
-        return fsdp and (self.world_size > 1 or cpu_offload)
-
-    @property
-    def world_group(self) -> dist.ProcessGroup | None:
-        """The group of data x sequence, over which losses are summed and gradients averaged. None on one process."""
-        return None if self.fsdp_mesh is None else self.fsdp_mesh.get_group()
-
-    @property
-    def world_size(self) -> int:
-        """Ranks in data x sequence."""
-        return self.data_size * self.size
-
-    @cached_property
-    def mesh_group(self) -> dist.ProcessGroup | None:
-        """The process group of all ranks of the mesh, for consistency checks. None on one process."""
-        if self.tensor_size == 1 or not isinstance(self.mesh, DeviceMesh):
-            return self.world_group
-        return copy_job_timeout(flatten_mesh(self.mesh, "all").get_group())
+        return fsdp and (self.fsdp_size > 1 or cpu_offload)
 
     @cached_property
     def host_group(self) -> dist.ProcessGroup | None:
-        """The group by which the hosts of `mesh_group` communicate without waiting for their GPUs. None on one process.
+        """The group by which the hosts of all ranks communicate without waiting for their GPUs. None on one process.
 
-        It is `mesh_group` itself, whose CPU tensors gloo sends, unless another library made a group for GPUs only.
+        It is `world_group` itself, whose CPU tensors gloo sends, unless another library made a group for GPUs only.
 
         Raises:
             LongspanError: if gloo cannot connect the hosts.
         """
-        group = self.mesh_group
+        if self._widest is not None:
+            return self._widest.host_group
+        group = self.world_group
         if group is None or "cpu:" in dist.get_backend_config(group):
             return group
         try:
@@ -331,29 +350,20 @@ class SequenceSharding:
             raise LongspanError(
                 f"{format_value(width)} ranks cannot share a sequence in a group of {self.size}; allowed are {allowed}"
             )
+        if width < self.size and not self.has_widths:
+            self._narrower = {narrow: self._narrow(narrow) for narrow in self.widths[:-1]}
         return self if width == self.size else self._narrower[width]
+
+    def _narrow(self, width: int) -> SequenceSharding:
+        ring, ulysses = axes_of_width(self.ulysses_size, width)
+        parallel = replace(self.parallel, data=self.fsdp_size // width, ring=ring, ulysses=ulysses)
+        groups = self.groups.resized([*parallel.degrees.values()])
+        return SequenceSharding.__new__(SequenceSharding)._make(groups, parallel, self._widest or self)
 
     @property
     def has_widths(self) -> bool:
         """Whether the groups of all widths are made, so that `of_width` is not collective."""
-        return self.size == 1 or "_narrower" in vars(self)
-
-    @cached_property
-    def _narrower(self) -> dict[int, SequenceSharding]:
-        assert isinstance(self.mesh, DeviceMesh)
-        made = {}
-        for width in self.widths[:-1]:
-            shape = (self.world_size // width, *axes_of_width(self.ulysses_size, width), self.tensor_size)
-            mesh = NarrowMesh(self.mesh.device_type, self.mesh.mesh.reshape(shape))
-            made[width] = SequenceSharding(mesh, **self._options)
-            for shared in ("fsdp_mesh", "mesh_group", "host_group"):
-                vars(made[width])[shared] = getattr(self, shared)
-        return made
-
-    @property
-    def job_size(self) -> int:
-        """Ranks of the mesh."""
-        return self.world_size * self.tensor_size
+        return len(self._narrower) == len(self.widths) - 1
 
     def shard(self, x: torch.Tensor, dim: int = 1, pad_value: float = 0) -> torch.Tensor:
         """Return the local tokens of `x` along `dim`; see `longspan.comm.shard.shard`."""
@@ -375,7 +385,7 @@ class SequenceSharding:
         return torch.cat([torch.arange(*span, device=self.device) for span in spans]).clamp_(max=n - 1)
 
     def __repr__(self) -> str:
-        axes = [f"{axis}={size}" for axis, size in zip(AXES, self.mesh.shape, strict=True)]
+        axes = [f"{axis}={size}" for axis, size in self.parallel.degrees.items()]
         return f"SequenceSharding({', '.join(axes)}, layout={self.layout.kind}, rank={self.rank} of {self.size})"
 
 
@@ -383,9 +393,3 @@ def group_name(group: dist.ProcessGroup) -> str:
     """Return the name by which a custom operator, which takes only plain values, finds the group."""
     name: Any = group.group_name
     return str(name)
-
-
-def make_sharding(parallel: ParallelConfig) -> SequenceSharding:
-    """Return the sharding that a command's flags ask for, on a mesh over all ranks of the job. Collective."""
-    mesh = init_mesh(parallel.data, parallel.ring, parallel.ulysses, parallel.tensor)
-    return SequenceSharding(mesh, parallel.layout, overlap_chunks=parallel.overlap_chunks)

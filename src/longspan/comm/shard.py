@@ -113,8 +113,8 @@ def global_mean(x: Tensor, sp: SequenceSharding, mask: Tensor | None = None) -> 
     elif not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != x.shape:
         raise LongspanError(f"`mask` must be a bool tensor of the shape {tuple(x.shape)} of `x`, got {describe(mask)}")
     total = torch.where(mask, x, 0).sum(dtype=torch.float64)
-    sums = sum_over(torch.stack([total, mask.sum(dtype=torch.float64)]), sp.world_group)
-    mean = scale_gradient(sums, sp.world_size)[0] / sums[1].detach().clamp(min=1)
+    sums = sum_over(torch.stack([total, mask.sum(dtype=torch.float64)]), sp.fsdp_group)
+    mean = scale_gradient(sums, sp.fsdp_size)[0] / sums[1].detach().clamp(min=1)
     return mean.to(torch.promote_types(x.dtype, torch.float32))
 
 

@@ -75,7 +75,7 @@ def shard_diffusion_model(model: Any, sp: SequenceSharding, options: Parallelize
         model.register_forward_hook(_reshard_without_backward)
         for method in ("save_pretrained", "push_to_hub", "save_lora_adapter"):
             setattr(model, method, functools.partial(_cannot_save, method))
-    elif sp.world_size > 1:
+    elif sp.fsdp_size > 1:
         gradients = GradientAverage(model.parameters(), sp)
     refuse_copies(model)
     model.longspan_state = DiffusionState(sp, attention, gradients, None if options.gather_output else family)
@@ -116,7 +116,7 @@ def _apply_fsdp(model: Any, sp: SequenceSharding, family: Family, mp_policy: Mix
         for block in getattr(model, name):
             fully_shard(block, **options)
     fully_shard(model, **options)
-    average_gradients(model, sp.world_size)
+    average_gradients(model, sp.fsdp_size)
 
 
 def _reshard_without_backward(model: Any, args: Any, output: Any) -> None:
@@ -151,7 +151,7 @@ class _Entrance:
         self.shapes = {name: tuple(x.shape) for name, x in _flat(examples).items() if isinstance(x, Tensor)}
         self.gradients: GradientAverage | None = None
         self.inputs = None
-        if sp.job_size > 1:
+        if sp.world_size > 1:
             replicas = ReplicaCheck(model, 0 if options.fsdp else options.check_weights)
             self.inputs = BatchCheck(sp, options.check_batches, replicas)
 

@@ -311,7 +311,7 @@ def sample_costs(model: PreTrainedModel, sp: SequenceSharding, gpu: str | os.Pat
     job = Job(
         context=1,
         dtype="fp32" if next(model.parameters()).dtype == torch.float32 else "bf16",
-        weight_sharding=sp.world_size > 1 and (state is None or state.gradients is None),
+        weight_sharding=sp.fsdp_size > 1 and (state is None or state.gradients is None),
         memory=FASTEST if state is None else state.memory.memory,
         parallel=sp.parallel,
     )

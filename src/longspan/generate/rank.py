@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import TextStreamer
 
-from longspan.comm.mesh import SequenceSharding, make_sharding
+from longspan.comm.mesh import SequenceSharding
 from longspan.comm.objects import gather_objects
 from longspan.generate.prompt import Prompt, tokenizer_name
 from longspan.hf.cache.files import INDEX
@@ -39,7 +39,7 @@ def load(prompt: Prompt, watch: Watch) -> tuple[SequenceSharding, Any]:
     if launch.is_first_rank():
         print(f"loading {config.model}", file=sys.stderr, flush=True)
     with launch.stdout_to_stderr(), without_progress_bars():
-        sp = make_sharding(config.parallel)
+        sp = SequenceSharding.of(config.parallel)
         model = load_sharded(
             prompt.origin,
             sp,
@@ -77,7 +77,7 @@ class TextStream(TextStreamer):  # type: ignore[misc]
 def generate(prompt: Prompt, watch: Watch) -> dict[str, Any]:
     """Generate on this rank; return the report (docs/reference/json.md). Collective. The first rank writes the text."""
     sp, model = load(prompt, watch)
-    config, first = prompt.flags, sp.replica_rank == 0
+    config, first = prompt.flags, sp.model_rank == 0
     tokenizer = load_tokenizer(tokenizer_name(config))
     settings = _settings(prompt, model.generation_config, tokenizer)
     ids = torch.from_numpy(prompt.ids)[None].to(sp.device)
@@ -172,7 +172,7 @@ def _read(model: Any, cache: ShardedCache, ids: Tensor, chunk: int) -> None:
 @contextlib.contextmanager
 def _progress(prompt: Prompt, sp: SequenceSharding, model: Any, cache: ShardedCache, watch: Watch) -> Any:
     """After each forward tell the watch, and show how much of the prompt the model has read."""
-    forwards, disable = 0, sp.replica_rank != 0
+    forwards, disable = 0, sp.model_rank != 0
     shown = {"unit": " tokens", "leave": False, "mininterval": 0.1 if sys.stderr.isatty() else 5.0}
     bar = tqdm(total=prompt.tokens, desc="reading", initial=cache.get_seq_length(), disable=disable, **shown)
 

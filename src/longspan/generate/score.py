@@ -111,7 +111,7 @@ def score(prompt: Prompt, watch: Watch) -> dict[str, Any]:
     with torch.no_grad():
         logprobs = token_logprobs(model, {"input_ids": ids}, gather=True)[0, :-1].double().cpu()
     seconds = time.perf_counter() - began
-    if sp.replica_rank == 0 and config.out is not None:
+    if sp.model_rank == 0 and config.out is not None:
         write(config.out, prompt.ids, logprobs.numpy())
     mean = float(logprobs.mean())
     return {

@@ -94,7 +94,7 @@ def from_pretrained(
     """
     known = ["dtype", "prepare", *list(inspect.signature(parallelize).parameters)[2:]]
     refuse_unknown("from_pretrained", options, known)
-    origin = on_every_rank(lambda: _pretrained(str(name), dtype), sp.mesh_group)
+    origin = on_every_rank(lambda: _pretrained(str(name), dtype), sp.world_group)
     return load_sharded(origin, sp, prepare=prepare or _unchanged, **options)
 
 
@@ -138,12 +138,12 @@ def load_sharded(
         whole: every rank's host loads the whole model, as `prepare` computes with its weights.
         cast_to: dtype of the parameters, if it is not the one in which they are loaded.
     """
-    sharded, memory_options = fsdp and sp.job_size > 1, options.get("memory")
+    sharded, memory_options = fsdp and sp.world_size > 1, options.get("memory")
     offloads = fsdp and isinstance(memory_options, Memory) and memory_options.cpu_offload
     source = find_source(origin, sp, later=later) if sharded and not whole else None
     if source is not None:
         return load_from(source, origin, sp, prepare=prepare, cast_to=cast_to, **options)
-    model = on_every_rank(lambda: prepare(origin.build()), sp.mesh_group)
+    model = on_every_rank(lambda: prepare(origin.build()), sp.world_group)
     model = model if cast_to is None else model.to(cast_to)
     # FSDP moves a layer at a time to the device, and a tensor axis shards each weight on the host.
     on_host = sharded or offloads or sp.tensor_size > 1
@@ -199,7 +199,7 @@ def load_from(
         names = to_meta(model, stubs)
         return (model if cast_to is None else model.to(cast_to)), names
 
-    model, names = on_every_rank(prepared, sp.mesh_group)
+    model, names = on_every_rank(prepared, sp.world_group)
     model = parallelize(model, sp, fsdp=True, **options)
     materialize(model, sp.device)
     parameters = {names[name]: p for name, p in model.named_parameters() if name in names}

@@ -107,7 +107,7 @@ class AutoMemory:
         self.job = Job(
             context=1,
             dtype="fp32" if compute_dtype == torch.float32 else "bf16",
-            weight_sharding=fsdp and sp.world_size > 1,
+            weight_sharding=fsdp and sp.fsdp_size > 1,
             parallel=dataclasses.replace(sp.parallel, tensor_style=style, experts=experts),
         )
         self.hardware: Hardware | None = None
@@ -146,7 +146,7 @@ class AutoMemory:
             length, rows = self.size  # the options must still fit it
         if self.hardware is None:
             least = torch.tensor(hardware_of(sp.device).memory_bytes, dtype=torch.float64, device=sp.device)
-            if sp.job_size > 1:
+            if sp.world_size > 1:
                 dist.all_reduce(least, op=dist.ReduceOp.MIN)
             self.hardware = hardware_of(sp.device, float(least))
         job = dataclasses.replace(
@@ -245,7 +245,7 @@ class MemoryManager(Stage):
 
     def before(self, call: ForwardCall) -> None:
         if call.model.training and self.auto is not None and self._set_for_batch(call, self.auto):
-            on_every_rank(lambda: self._reserve(call), self.auto.sp.mesh_group)
+            on_every_rank(lambda: self._reserve(call), self.auto.sp.world_group)
         if call.wants_router_loss and self.memory.tiled and not any(mlp.routers for mlp in self.mlps):
             raise LongspanError(
                 "output_router_logits=True needs the routers' logits of all tokens, and no router was found in the "

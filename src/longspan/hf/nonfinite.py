@@ -188,7 +188,7 @@ class _Watcher:
 
 
 def _first_of_all(mine: _First, sp: SequenceSharding) -> NonFinite | None:
-    group = sp.mesh_group
+    group = sp.world_group
     ranks = [0] if group is None else dist.get_process_group_ranks(group)
     every = [(*x, rank) for x, rank in zip(gather_objects(mine, group), ranks, strict=True) if x is not None]
     if not every:

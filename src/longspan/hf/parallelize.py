@@ -200,7 +200,7 @@ def _consistency_checks(
 ) -> tuple[BatchCheck | None, ModelChangeCheck | None]:
     """Return what compares batches over the ranks, and what detects changes of the model; None where not needed."""
     inner, batches = checked.model, None
-    if sp.job_size > 1:
+    if sp.world_size > 1:
         replicas = ReplicaCheck(inner, options.check_weights if checked.sums_gradients else 0)
         batches = BatchCheck(sp, options.check_batches, replicas)
     elif not checked.shards_weights:

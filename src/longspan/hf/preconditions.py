@@ -77,7 +77,7 @@ class Checked:
         # With `memory="auto"` the options before the first batch.
         self.memory = memory = FASTEST if options.memory == "auto" else memory_of(options.memory)
         self.shards_weights = sp.shards_weights(fsdp=options.fsdp, cpu_offload=memory.cpu_offload)
-        self.sums_gradients = not options.fsdp and sp.world_size > 1  # after each backward: all ranks hold all weights
+        self.sums_gradients = not options.fsdp and sp.fsdp_size > 1  # after each backward: all ranks hold all weights
         _check_options(options, sp, self.shards_weights)
         _check_parameters(inner, options)
         check_quantized(inner, sp, options.mp_policy, memory, self.shards_weights)
@@ -88,7 +88,7 @@ class Checked:
             self.tensor_plan = TensorPlan(inner, sp.tensor_size, sp.tensor_rank, options.tensor_style, sp.size)
         # None if experts are sharded as other weights.
         self.experts = plan_experts(
-            inner, options.experts, ranks=sp.world_size, tensor=sp.tensor_size, fsdp=options.fsdp
+            inner, options.experts, ranks=sp.fsdp_size, tensor=sp.tensor_size, fsdp=options.fsdp
         )
         heads_of_ranks(inner, sp)
         self.auto: AutoMemory | None = None

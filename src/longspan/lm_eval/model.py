@@ -12,7 +12,7 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from tqdm import tqdm
 
-from longspan.comm.mesh import make_sharding
+from longspan.comm.mesh import SequenceSharding
 from longspan.comm.objects import broadcast_object
 from longspan.core.errors import LongspanError
 from longspan.core.parallel import ParallelConfig
@@ -64,7 +64,7 @@ class LongspanLM(HFLM):  # type: ignore[misc]
         options |= {"tokenizer": tokenizer or tokenizer_of("pretrained", pretrained), "batch_size": int(batch_size)}
         _tell(_LOAD, pretrained=pretrained, dtype=dtype, fsdp=fsdp, **mesh, **options)
         of: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
-        model = from_pretrained(pretrained, make_sharding(ParallelConfig(**mesh)), dtype=of, fsdp=fsdp)
+        model = from_pretrained(pretrained, SequenceSharding.of(ParallelConfig(**mesh)), dtype=of, fsdp=fsdp)
         super().__init__(model.eval(), **options)
 
     @torch.no_grad()

@@ -30,8 +30,8 @@ def load_balancing_loss(
     """
     dtype = torch.promote_types(router_logits[0].dtype, torch.float32)
     # In a tensor group each rank routes some of the tokens, so sum over it too.
-    sums = sum_over(balance_sums(router_logits, top_k, real), sp.mesh_group)
-    return balance(scale_gradient(sums, sp.world_size)).to(dtype)
+    sums = sum_over(balance_sums(router_logits, top_k, real), sp.world_group)
+    return balance(scale_gradient(sums, sp.fsdp_size)).to(dtype)
 
 
 def balance_sums(router_logits: Sequence[Tensor], top_k: int, real: Tensor | None) -> Tensor:

@@ -21,7 +21,7 @@ from transformers import EarlyStoppingCallback
 
 import longspan.train
 from longspan.checkpoint import read_verified
-from longspan.comm.mesh import make_sharding
+from longspan.comm.mesh import SequenceSharding
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_processes
 from longspan.hf.model.pretrained import first_line
@@ -176,7 +176,7 @@ def _trainer(opened: _Opened, watch: Watch, stop: StopOnSignal) -> Any:
     arguments, resolved, data = opened.arguments, opened.resolved, opened.data
     ours, training = arguments.ours, arguments.training
     with launch.stdout_to_stderr(discard=True):  # gloo greets there
-        sp = make_sharding(ours.parallel)
+        sp = SequenceSharding.of(ours.parallel)
     origin = models.origin_of(arguments, resolved.config)
     images = hasattr(opened.tokenizer, "image_processor")
     model = models.load(arguments, origin, sp, resolved.memory, images=images)

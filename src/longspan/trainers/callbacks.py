@@ -58,7 +58,7 @@ class StopAtNonFinite(_OfTrainer):
             norm = trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), math.inf)
         norm = torch.as_tensor(norm.full_tensor() if isinstance(norm, DTensor) else norm, device=args.device)
         values = torch.stack([x.detach().float() for x in (norm, *step.losses)])
-        wrong, group = (~values.isfinite().all()).float(), trainer.longspan_sp.mesh_group
+        wrong, group = (~values.isfinite().all()).float(), trainer.longspan_sp.world_group
         if group is not None:
             dist.all_reduce(wrong, dist.ReduceOp.MAX, group=group)
         if not wrong:
@@ -177,11 +177,11 @@ class Figures(_OfTrainer):
         trainer, sp = self.trainer, self.trainer.longspan_sp
         sums = sum((x.double().to(sp.device) * share for x, share in self.counted), torch.zeros(2, device=sp.device))
         sampled, self.sampler.share = self.sampler.share, None
-        share = torch.tensor([(sampled or 0.0) / sp.job_size], device=sp.device)
+        share = torch.tensor([(sampled or 0.0) / sp.world_size], device=sp.device)
         sums, most = torch.cat([sums.double(), share.double()]), torch.tensor(peak_memory(sp.device), device=sp.device)
-        if sp.mesh_group is not None:
-            dist.all_reduce(sums, group=sp.mesh_group)
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=sp.mesh_group)
+        if sp.world_group is not None:
+            dist.all_reduce(sums, group=sp.world_group)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=sp.world_group)
         tokens, pairs, communication = sums.tolist()
         seconds, self.seconds = self.seconds, 0.0
         self.counted.clear()
@@ -195,7 +195,7 @@ class Figures(_OfTrainer):
         peak = peak_flops(sp.device, dtype)
         if peak is not None and self._model is not None:
             flops = model_flops(tokens=round(tokens), attention_pairs=round(pairs), **self._model)
-            found["mfu"] = flops / (seconds * peak * sp.job_size)
+            found["mfu"] = flops / (seconds * peak * sp.world_size)
         return found
 
     @functools.cached_property

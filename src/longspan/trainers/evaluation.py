@@ -50,6 +50,6 @@ class ByPosition:
 
     def means(self) -> dict[int, float]:
         """Return the mean of each range that has tokens, by its end, over all ranks. Collective."""
-        if self.sp.world_group is not None:
-            dist.all_reduce(self.sums, group=self.sp.world_group)
+        if self.sp.fsdp_group is not None:
+            dist.all_reduce(self.sums, group=self.sp.fsdp_group)
         return {end: total / n for end, (total, n) in zip(self.ends, self.sums.tolist(), strict=True) if n}

@@ -176,7 +176,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     @property
     def longspan_sharded(self) -> bool:
-        return self.longspan_sp.job_size > 1
+        return self.longspan_sp.world_size > 1
 
     def _refuse(self, shared_prefixes: bool, elastic: int | None) -> None:
         args, sp, sharded, name = self.args, self.longspan_sp, self.longspan_sharded, type(self).__name__
@@ -191,8 +191,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         }
         generates, compares = hasattr(self, "num_generations"), getattr(self, "ref_model", None) is not None
         wrong = {
-            f"the mesh has {sp.job_size} ranks and the Trainer sees {args.world_size} processes; make the mesh with "
-            "longspan.init_mesh over all of them": args.world_size != sp.job_size,
+            f"the mesh has {sp.world_size} ranks and the Trainer sees {args.world_size} processes; make the mesh with "
+            "longspan.init_mesh over all of them": args.world_size != sp.world_size,
             **{f"{k}={x!r} does not work with a sharded sequence: {why}": x for k, (x, why) in unsupported.items()},
             "average_tokens_across_devices=False would average the replicas' means; leave it True": (
                 sp.data_size > 1 and not args.average_tokens_across_devices
@@ -204,7 +204,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             f"(GRPOTrainer), and {name} is none; leave it out": shared_prefixes and not generates,
             f"the model is parallelized already, so {', '.join(sorted(self.longspan_options))} have no effect; pass "
             "them to longspan.parallelize": is_parallelized(self.model) and self.longspan_options,
-            f"elastic={elastic} is for one replica and a loss of one batch of tokens; use ulysses={sp.world_size}, and "
+            f"elastic={elastic} is for one replica and a loss of one batch of tokens; use ulysses={sp.fsdp_size}, and "
             "no trainer that generates or compares models": elastic and (sp.data_size > 1 or generates or compares),
             # TRL adds it once per forward, so once per round.
             f"elastic={elastic} runs a batch in rounds, and TRL would add the router loss in each; set "
@@ -235,10 +235,10 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         sp, dtype = self.longspan_sp, self.longspan_policy("reduce_dtype")
         trained = [p for p in self.model.parameters() if p.requires_grad]
         nbytes = sum((dtype or p.dtype).itemsize * p.numel() // tensor_parts(p) for p in trained)
-        sharded = sp.world_size > 1 and state_of(self.model).gradients is None
+        sharded = sp.fsdp_size > 1 and state_of(self.model).gradients is None
         once = torch.tensor(reduces_once(sharded, nbytes, device_memory(sp.device)), dtype=torch.int32)
         once = once.to(sp.device)
-        dist.all_reduce(once, dist.ReduceOp.MIN, group=sp.mesh_group)
+        dist.all_reduce(once, dist.ReduceOp.MIN, group=sp.world_group)
         return bool(once)
 
     def _stop_together(self) -> None:
@@ -250,21 +250,21 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
 
     def get_tp_size(self) -> int:
         """Return the ranks that read the same batch, by which the Trainer divides processes and tokens."""
-        return self.longspan_sp.replica_size
+        return self.longspan_sp.model_size
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """As the base class, which sums over processes, but count the tokens of a sequence group once."""
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
         self.state.num_input_tokens_seen = (
-            before + (self.state.num_input_tokens_seen - before) // self.longspan_sp.replica_size
+            before + (self.state.num_input_tokens_seen - before) // self.longspan_sp.model_size
         )
 
     def store_flos(self) -> None:
         """As the base class, but count the FLOPs of a sequence group once."""
         before = self.state.total_flos
         super().store_flos()
-        self.state.total_flos = before + (self.state.total_flos - before) / self.longspan_sp.replica_size
+        self.state.total_flos = before + (self.state.total_flos - before) / self.longspan_sp.model_size
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         sharded = self.longspan_sharded and self.longspan_options.get("fsdp", True)
@@ -327,8 +327,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
                 loss = super().training_step(model, batch, num_items_in_batch)
             if self._forward_hooks.losses.computed == before and self.longspan_sharded:
                 # The trainer computed a loss of the group's row itself.
-                dist.all_reduce(loss, group=self.longspan_sp.world_group)
-                loss = loss / self.longspan_sp.world_size
+                dist.all_reduce(loss, group=self.longspan_sp.fsdp_group)
+                loss = loss / self.longspan_sp.fsdp_size
             losses.append(loss)
         return torch.stack(losses).sum()
 
@@ -392,7 +392,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             return found
         # The trainer computed a loss of its group's row itself. Rounds add the rows of all groups, of any width.
         loss, outputs = found if return_outputs else (found, None)
-        loss = loss * (self.longspan_sp.world_size / width)
+        loss = loss * (self.longspan_sp.fsdp_size / width)
         return (loss, outputs) if return_outputs else loss
 
     # --- evaluation
@@ -514,7 +514,7 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             return
         saved = (Path(checkpoint) / f"rng_state_{self.args.process_index}.pth").is_file()
         states = checkpoints.Ranks().gather((saved, random.getstate(), np.random.get_state(), torch.get_rng_state()))
-        first = states[self.longspan_sp.data_rank * self.longspan_sp.replica_size]
+        first = states[self.longspan_sp.data_rank * self.longspan_sp.model_size]
         _, of_python, of_numpy, of_torch = first if first[0] else states[0]
         random.setstate(of_python)
         np.random.set_state(of_numpy)

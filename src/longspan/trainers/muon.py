@@ -29,7 +29,7 @@ def muon() -> Callable[..., Muon]:
 def _muon_of(model: nn.Module, *, weight_decay: float = 0.0, **options: Any) -> Muon:
     tables, trained = _tables(model), [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     sp = state_of(model).sp if is_parallelized(model) else None
-    if sp is not None and sp.tensor_size > 1 and sp.world_size > 1:
+    if sp is not None and sp.tensor_size > 1 and sp.fsdp_size > 1:
         raise LongspanError(
             f"Muon gathers a matrix from FSDP's ranks, and tensor={sp.tensor_size} shards it a second time; use "
             f"optim='adamw_torch', or tensor=1, ulysses={sp.ulysses_size * sp.tensor_size}"

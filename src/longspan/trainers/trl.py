@@ -89,11 +89,11 @@ def count_sequence_groups(trainer: Any, sp: SequenceSharding) -> None:
             rows % generations
         ),
         f"{', '.join(collective)} computes a deviation or a quantile over all processes, which have each completion "
-        f"{sp.replica_size} times; leave it out": collective and sp.replica_size > 1,
+        f"{sp.model_size} times; leave it out": collective and sp.model_size > 1,
     }
     for message, applies in wrong.items():
         if applies:
             raise LongspanError(message)
     args.generation_batch_size = rows * sp.data_size
     set_seed(args.seed + sp.data_rank)  # the trainer seeds each rank differently
-    count_tokens_once(trainer, sp.replica_size)
+    count_tokens_once(trainer, sp.model_size)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from longspan.comm.mesh import make_sharding
+from longspan.comm.mesh import SequenceSharding
 from longspan.comm.objects import on_every_rank
 from longspan.core.errors import LongspanError
 from longspan.core.reading import values
@@ -109,9 +109,9 @@ def config_file(config: VerifyConfig) -> Path | None:
 def compare(opened: Transformer) -> Report:
     """Return the report of a transformer, the same on every rank. Collective."""
     config = opened.config
-    sp = make_sharding(config.parallel)
-    model = on_every_rank(opened.build, sp.mesh_group).to(sp.device)
-    family = on_every_rank(lambda: family_of(model), sp.mesh_group)
+    sp = SequenceSharding.of(config.parallel)
+    model = on_every_rank(opened.build, sp.world_group).to(sp.device)
+    family = on_every_rank(lambda: family_of(model), sp.world_group)
     inputs, target, tokens = make_inputs(family, model, config)
     run = run_with(inputs, target)
     references = unsharded_runs(lambda: model, run, config, sp.host_group)

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 import longspan
 from longspan.comm.consistency import digests_of, local_part
-from longspan.comm.mesh import SequenceSharding, make_sharding
+from longspan.comm.mesh import SequenceSharding
 from longspan.comm.objects import gather_objects, on_every_rank
 from longspan.compat.reading import mixer_layers
 from longspan.core.errors import LongspanError
@@ -55,10 +55,10 @@ Tensors = dict[str, Tensor]
 def compare(opened: Inputs) -> Report:
     """Return the report of a language model, the same on every rank. Collective."""
     config = opened.config
-    sp = make_sharding(config.parallel)
+    sp = SequenceSharding.of(config.parallel)
     origin = inputs.model_origin(config, opened.model_config)
     # Fail before the long runs.
-    on_every_rank(lambda: check_model(origin.on_meta(), sp.device, sp.ring_size, config.kernel), sp.mesh_group)
+    on_every_rank(lambda: check_model(origin.on_meta(), sp.device, sp.ring_size, config.kernel), sp.world_group)
     references = unsharded_runs(
         lambda: prepared(origin.build()).to(sp.device),
         lambda model: run_unsharded(model, opened.batch(0, len(opened.rows), sp.device)),
@@ -209,7 +209,7 @@ def prepared(model: Any) -> Any:
 def load_as_sharded(origin: Origin, config: VerifyConfig, sp: SequenceSharding) -> Any:
     """Load and parallelize the model of a `VerifyConfig`. Collective."""
     # With FSDP, bf16 keeps weights and sums of gradients in fp32.
-    bf16 = config.fsdp and sp.world_size > 1 and config.run_dtype == "bf16"
+    bf16 = config.fsdp and sp.fsdp_size > 1 and config.run_dtype == "bf16"
     return load_sharded(
         origin,
         sp,
@@ -322,7 +322,7 @@ def _measure(name: str, part: LocalRows, references: tuple[Tensors, Tensors], sp
         for chunk, reference in zip(chunks, references, strict=True):
             if name in reference:  # only on rank 0; a parameter without a gradient stays zero
                 chunk.copy_(reference[name][start:stop])
-        if sp.mesh_group is not None:
-            dist.broadcast(chunks, group_src=0, group=sp.mesh_group)
+        if sp.world_group is not None:
+            dist.broadcast(chunks, group_src=0, group=sp.world_group)
         total += compare_rows(part, start, chunks[0], chunks[1])
     return total

@@ -43,7 +43,7 @@ _STATES = "recurrent "
 def save(cache: ShardedCache, path: Path) -> None:
     """Write a cache to a folder; see `ShardedCache.save`. Collective in the sequence group."""
     sp, layers = cache.sp, cache.layer_caches
-    rank, group, partial = sp.replica_rank, sp.replica_group, path.with_name(f"{path.name}.partial")
+    rank, group, partial = sp.model_rank, sp.model_group, path.with_name(f"{path.name}.partial")
 
     @os_errors_as_longspan_errors()
     def begin() -> None:
@@ -121,7 +121,7 @@ def read_index(path: Path, config: Any, sp: SequenceSharding) -> dict[str, Any]:
             raise LongspanError(f"{path} is the cache of another model: {listed}")
         return index
 
-    return on_every_rank(read, sp.replica_group)
+    return on_every_rank(read, sp.model_group)
 
 
 def fill(cache: ShardedCache, path: Path, index: dict[str, Any]) -> None:
@@ -154,7 +154,7 @@ def fill(cache: ShardedCache, path: Path, index: dict[str, Any]) -> None:
                     layer, _, kind = name.removeprefix(_STATES).rpartition(".")
                     setattr(cache.recurrent_layer(layer), kind, opened.get_tensor(name).to(sp.device))
 
-    on_every_rank(read, sp.replica_group)
+    on_every_rank(read, sp.model_group)
 
 
 def _read(

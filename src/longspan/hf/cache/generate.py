@@ -98,7 +98,7 @@ def _generate(model: Any, inputs: Any = None, generation_config: Any = None, **m
         more["prefill_chunk_size"] = chunk
     if sp.data_size > 1:
         more["synced_gpus"] = True  # a replica that has finished goes on with the others' forwards
-    if sp.replica_group is not None and sp.size * sp.tensor_size > 1:
+    if sp.model_group is not None and sp.size * sp.tensor_size > 1:
         _share_random_state(sp)
     try:
         output = type(model).generate(model, inputs, generation_config, **more)
@@ -143,9 +143,9 @@ def _run_empty_chunks(model: Any, sp: SequenceSharding, chunks: int) -> None:
     """Run as many forwards as other replicas have more chunks: forwards are collective. Each computes one token, whose
     result is dropped.
     """
-    if sp.data_size == 1 or sp.world_group is None:
+    if sp.data_size == 1 or sp.fsdp_group is None:
         return
-    most = max(count for (count,) in gather_numbers([chunks], sp.world_group, sp.device))
+    most = max(count for (count,) in gather_numbers([chunks], sp.fsdp_group, sp.device))
     for _ in range(most - chunks):
         with torch.no_grad():
             model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=sp.device), use_cache=False)
@@ -153,12 +153,12 @@ def _run_empty_chunks(model: Any, sp: SequenceSharding, chunks: int) -> None:
 
 def _share_random_state(sp: SequenceSharding) -> None:
     """Copy the random state of the sequence's first rank to the others."""
-    assert sp.replica_group is not None
+    assert sp.model_group is not None
     device = sp.device
     modules: list[Any] = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device)]
     for module in modules:
         shared = module.get_rng_state().to(device)
-        dist.broadcast(shared, group=sp.replica_group, group_src=0)
+        dist.broadcast(shared, group=sp.model_group, group_src=0)
         module.set_rng_state(shared.cpu())
 
 

@@ -166,12 +166,12 @@ class GlobalLoss:
         number.
         """
         self.computed += 1
-        sums = sum_over(torch.stack([total.double(), count.double()]), self.sp.world_group)
+        sums = sum_over(torch.stack([total.double(), count.double()]), self.sp.fsdp_group)
         if items is None:
             items = torch.where(sums[1] > 0, sums[1], 1).detach()
         items = items.to(sums.device) if isinstance(items, Tensor) else items
         self.share = sums[1].detach() / items
-        return scale_gradient(sums, self.sp.world_size)[0] / items
+        return scale_gradient(sums, self.sp.fsdp_size)[0] / items
 
 
 @functools.cache

@@ -215,7 +215,7 @@ class ExpertSharding:
         self.layouts = dict[str, ExpertLayout]()
         for path in plan.counts:
             module: Any = model.get_submodule(path)
-            layout = ExpertLayout(module.num_experts, sp.world_size, plan.size)
+            layout = ExpertLayout(module.num_experts, sp.fsdp_size, plan.size)
             adapter = plan.adapters.get(path)
             if adapter is not None:
                 AdapterExperts(model.get_submodule(adapter), layout, self.group.rank)

@@ -63,7 +63,7 @@ def apply_fsdp(
     if tail:
         fully_shard(tail, **options, reshard_after_forward=False)
     fully_shard(model, **options)
-    average_gradients(model, sp.world_size)
+    average_gradients(model, sp.fsdp_size)
     if sharding is not None:
         sharding.finish(model)
     _prefetch(tower, tower)  # by itself: a batch may have no pictures

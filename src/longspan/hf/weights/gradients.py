@@ -76,7 +76,7 @@ class GradientAverage:
     def __init__(self, parameters: Iterable[nn.Parameter], sp: SequenceSharding) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
         self.known = {id(p) for p in self.parameters}
-        self.group, self.ranks = sp.world_group, sp.world_size
+        self.group, self.ranks = sp.fsdp_group, sp.fsdp_size
         self.fresh: set[nn.Parameter] = set()
         self.earlier: dict[nn.Parameter, Tensor] = {}
         self.deferred = False

@@ -98,7 +98,7 @@ class Files:
             for name, layer in layers.items():
                 quantize_into(layer, files.read(self.keys[name]).to(dtypes[name]), my_slices(layer.weight, sp)[0])
 
-        on_every_rank(read, sp.mesh_group)
+        on_every_rank(read, sp.world_group)
 
 
 def _with_stubs(origin: Origin, cls: Any, stubs: dict[str, Tensor]) -> tuple[Any, dict[str, Any]]:
@@ -147,12 +147,12 @@ class FirstRank:
                 full_model = origin.build() if is_first else None
             return full_model, origin.on_meta()
 
-        full_model, model = on_every_rank(make, sp.mesh_group)
-        assert sp.mesh_group is not None
+        full_model, model = on_every_rank(make, sp.world_group)
+        assert sp.world_group is not None
         infos = None if full_model is None else (_parameters(full_model), _buffers(full_model))
-        parameters, buffers = broadcast_object(infos, sp.mesh_group)
+        parameters, buffers = broadcast_object(infos, sp.world_group)
         same_names = _parameters(model).keys() == parameters.keys() and _buffers(model).keys() == buffers.keys()
-        if not all(row[0] for row in gather_numbers([same_names], sp.mesh_group, sp.device)):
+        if not all(row[0] for row in gather_numbers([same_names], sp.world_group, sp.device)):
             return None
         made: dict[str, nn.Parameter] = {}
         for name, x in parameters.items():
@@ -163,7 +163,7 @@ class FirstRank:
         for name, x in buffers.items():
             data = values[name].to(sp.device) if values else torch.empty(x.shape, dtype=x.dtype, device=sp.device)
             data = data.clone(memory_format=torch.contiguous_format)  # longrope writes into its buffer in a forward
-            dist.broadcast(_bytes(data), group_src=0, group=sp.mesh_group)
+            dist.broadcast(_bytes(data), group_src=0, group=sp.world_group)
             set_tensor(model, name, data.cpu())
         return cls(model, full_model, parameters)
 
@@ -173,7 +173,7 @@ class FirstRank:
         """As `Files.fill`, with what the first rank sends. Collective; every rank passes the same names."""
         for name, p in parameters.items():
             assert isinstance(p, DTensor)
-            slices = [slices_of(p, sp, rank, t) for rank in range(sp.world_size) for t in range(sp.tensor_size)]
+            slices = [slices_of(p, sp, rank, t) for rank in range(sp.fsdp_size) for t in range(sp.tensor_size)]
             counts = [torch.Size(s.stop - s.start for s in each).numel() for each in slices]
             mine = torch.empty(max(counts), dtype=self.parameters[name].dtype, device=sp.device)
             sent = None
@@ -181,7 +181,7 @@ class FirstRank:
                 full = self.values[name].detach().to(sp.device)
                 parts = [full[each].flatten() for each in slices]
                 sent = [_bytes(F.pad(x, (0, len(mine) - len(x)))) for x in parts]  # scatter needs equal sizes
-            dist.scatter(_bytes(mine), sent, group_src=0, group=sp.mesh_group)
+            dist.scatter(_bytes(mine), sent, group_src=0, group=sp.world_group)
             local = local_part(p)
             local.copy_(mine[: local.numel()].view(local.shape))
         for name, layer in layers.items():
@@ -189,7 +189,7 @@ class FirstRank:
             whole = torch.empty(x.shape, dtype=x.dtype, device=sp.device)
             if self.values is not None:
                 whole.copy_(self.values[name].detach())
-            dist.broadcast(_bytes(whole), group_src=0, group=sp.mesh_group)
+            dist.broadcast(_bytes(whole), group_src=0, group=sp.world_group)
             quantize_into(layer, whole, my_slices(layer.weight, sp)[0])
 
 
@@ -292,7 +292,7 @@ def slices_of(p: Tensor, sp: SequenceSharding, rank: int, tensor_rank: int) -> t
         starts[dim], stop = even_span(shape[dim], tensor_rank, parts)
         shape[dim] = stop - starts[dim]
     if isinstance(p, DTensor) and "tensor" not in (p.device_mesh.mesh_dim_names or ())[:1]:
-        first, stop = even_span(shape[0], rank, sp.world_size)
+        first, stop = even_span(shape[0], rank, sp.fsdp_size)
         starts[0], shape[0] = starts[0] + first, stop - first
     return tuple(slice(start, start + length) for start, length in zip(starts, shape, strict=True))
 
