@@ -184,10 +184,10 @@ RECURRENT = [(None, False, 0), ("head", False, 1), ("key", False, 1), ("head", T
 def test_recurrent_layers_send_what_is_planned(mesh: ParallelConfig, layout: str) -> None:
     for i, (n, (decay, delta, columns)) in enumerate(itertools.product((24, 9), RECURRENT)):
         dtype: Any = ("bf16", "fp32")[i % 2]
-        mixer = Linear(4, 2, 6, 5, columns=columns, channels=7, kernel=4)
+        mixing = Linear(4, 2, 6, 5, columns=columns, channels=7, kernel=4)
         job = Job(context=n, dtype=dtype, parallel=ParallelConfig(layout=layout))
         planned = Counter[tuple[str, int]]()
-        for s in mixer.sent(CostContext(a_model(*MHA), job.on(**mesh.degrees))):
+        for s in mixing.sent(CostContext(a_model(*MHA), job.on(**mesh.degrees))):
             planned[s.op, 2 * s.bytes] += s.calls
         for rank in range(mesh.ranks):
             assert recurrent_sent(rank, mesh, layout, n, dtype, decay, delta) == planned, (n, decay, delta)
@@ -217,8 +217,8 @@ def a_model(q_heads: int, kv_heads: int, d: int, dv: int, keys: AttendedKeys = C
     config = {**LLAMA, **heads, "hidden_size": 6 * q_heads}
     model = shape_from_config(config, "test")
     layer = model.layers[0]
-    mixer = dataclasses.replace(layer.mixer, v_head_dim=dv, keys=keys)  # type: ignore[call-arg]
-    return dataclasses.replace(model, layers=(dataclasses.replace(layer, mixer=mixer), *model.layers[1:]))
+    mixing = dataclasses.replace(layer.mixing, v_head_dim=dv, keys=keys)  # type: ignore[call-arg]
+    return dataclasses.replace(model, layers=(dataclasses.replace(layer, mixing=mixing), *model.layers[1:]))
 
 
 MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}

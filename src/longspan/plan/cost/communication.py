@@ -129,7 +129,7 @@ def method_sent(layer: LayerShape, c: CostContext) -> tuple[Sent, ...]:
     """Return what the sequence and tensor methods send for one layer and one micro-batch, forward and backward."""
     c = c.of_layer(layer)
     tensor = (sent for sent in layer_tensor_sent(layer, c) if sent.method)
-    return (*layer.mixer.sent(c), *tensor, *experts_sent(layer, c))
+    return (*layer.mixing.sent(c), *tensor, *experts_sent(layer, c))
 
 
 def input_recompute_sent(c: CostContext) -> list[Sent]:
@@ -151,7 +151,7 @@ def input_recompute_sent(c: CostContext) -> list[Sent]:
     forward = replace(c, job=replace(c.job, mode="prefill", batch=c.mesh.data))
     for (layer, gathers_weights), count in runs.items():
         sent = [*layer_tensor_sent(layer, forward), *experts_sent(layer, forward)]
-        sent += [each for each in layer.mixer.sent(forward) if each.calls]
+        sent += [each for each in layer.mixing.sent(forward) if each.calls]
         if gathers_weights:
             sent += [each for each in layer_weights_sent(layer, forward)]
         recomputed += _times(sent, count)

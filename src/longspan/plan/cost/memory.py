@@ -16,7 +16,7 @@ from longspan.plan.cost.training_memory import training_peaks
 from longspan.plan.cost.weights import gathered_bytes, sums_gradients_once, trained_elements, weights_at_rest
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import CostContext, Job
-from longspan.plan.layers.base import Buffers, Mixer, Mlp
+from longspan.plan.layers.base import Buffers, Mlp, TokenMixing
 
 ITEMS = {
     "weights": "weights at rest: this GPU's shard",
@@ -114,16 +114,16 @@ def _forward_peaks(c: CostContext, tiles: int) -> list[dict[str, int]]:
 
 def _attention(c: CostContext) -> dict[str, int]:
     """Return what attention holds besides hidden states, in the layer that needs most."""
-    return max((in_mixer(layer.mixer, c) for layer, _ in c.model.layer_kinds), key=lambda items: sum(items.values()))
+    return max((in_mixing(layer.mixing, c) for layer, _ in c.model.layer_kinds), key=lambda items: sum(items.values()))
 
 
-def in_mixer(mixer: Mixer, c: CostContext) -> dict[str, int]:
+def in_mixing(mixing: TokenMixing, c: CostContext) -> dict[str, int]:
     """Return the largest of three peaks: sending q, k and v; the kernel or the ring; sending the output back.
 
     With head chunks each peak is one chunk's, and the output received so far is added.
     """
-    qkv, out, packed = _buffers(mixer, c)
-    ring, chunks = mixer.ring_buffers(c), mixer.chunks(c)
+    qkv, out, packed = _buffers(mixing, c)
+    ring, chunks = mixing.ring_buffers(c), mixing.chunks(c)
     exchanged = c.mesh.ulysses > 1 and c.job.mode != "decode"
     peaks = [Buffers(ring.comm, packed * exchanged + max(out, ring.workspace))]
     if exchanged:  # sent and received buffer; and behind the kernel those of the output, and the output
@@ -133,13 +133,13 @@ def in_mixer(mixer: Mixer, c: CostContext) -> dict[str, int]:
     return {"qkv": qkv, "attention_workspace": workspace, "comm_buffers": -(-peak.comm // chunks)}
 
 
-def _buffers(mixer: Mixer, c: CostContext) -> tuple[int, int, int]:
-    """Return `Mixer.forward_buffers`; a chunk over latent vectors also holds the layer's own q, k and v."""
-    cached = mixer.cache_mixer(c)
-    if c.job.prefill_chunk is None or cached is mixer:
-        return mixer.forward_buffers(c)
+def _buffers(mixing: TokenMixing, c: CostContext) -> tuple[int, int, int]:
+    """Return `TokenMixing.forward_buffers`; a chunk over latent vectors also holds the layer's own q, k and v."""
+    cached = mixing.cache_mixing(c)
+    if c.job.prefill_chunk is None or cached is mixing:
+        return mixing.forward_buffers(c)
     qkv, out, packed = cached.forward_buffers(c)
-    return mixer.forward_buffers(c)[0] + qkv, out, packed
+    return mixing.forward_buffers(c)[0] + qkv, out, packed
 
 
 def _in_mlp(mlp: Mlp, c: CostContext) -> int:
@@ -186,12 +186,12 @@ def cache_on_device(c: CostContext) -> int:
 
 def key_value_bytes(c: CostContext) -> int:
     """Return the bytes of all layers' keys and values, max over ranks."""
-    return sum(n * layer.mixer.cache_bytes(c) for layer, n in c.model.layer_kinds if layer.mixer.cached_per_token)
+    return sum(n * layer.mixing.cache_bytes(c) for layer, n in c.model.layer_kinds if layer.mixing.cached_per_token)
 
 
 def state_bytes(c: CostContext) -> int:
     """Return the bytes of all recurrent layers' states, equal on every rank."""
-    return sum(n * layer.mixer.cache_bytes(c) for layer, n in c.model.layer_kinds if not layer.mixer.cached_per_token)
+    return sum(n * layer.mixing.cache_bytes(c) for layer, n in c.model.layer_kinds if not layer.mixing.cached_per_token)
 
 
 def staged_bytes(c: CostContext, generated: int = 0, chunk: int | None = None) -> int:
@@ -215,8 +215,8 @@ def staged_bytes(c: CostContext, generated: int = 0, chunk: int | None = None) -
 
 
 def _staged(c: CostContext, generated: int, chunk: int | None, step: int) -> int:
-    kinds = {layer: layer.mixer.cache_by_rank(c, generated, chunk, step) for layer, _ in c.model.layer_kinds}
-    current = [kinds[layer] for layer in c.model.layers if layer.mixer.cached_per_token]
+    kinds = {layer: layer.mixing.cache_by_rank(c, generated, chunk, step) for layer, _ in c.model.layer_kinds}
+    current = [kinds[layer] for layer in c.model.layers if layer.mixing.cached_per_token]
     none = [0] * c.mesh.sequence_ranks
     is_first_forward = step == c.job.context + generated  # the cache is empty: nothing to prefetch
     prefetched = [none] * len(current) if is_first_forward else [*current[1:], none]

@@ -39,7 +39,7 @@ def model_flops(model: ModelShape, job: Job) -> float:
         backward = train and layer.has_backward
         products = 2.0 + layer.trained_share if backward else 1.0  # no gradients of frozen weights
         total += count * products * 2.0 * tokens * layer.matmul_params_active
-        total += layer.mixer.flops(job, count * (times if backward else 1.0))
+        total += layer.mixing.flops(job, count * (times if backward else 1.0))
     if job.mode != "decode":
         total += job.batch * times * sum(tower_flops(CostContext(model, job), largest=False))
     return total
@@ -74,12 +74,12 @@ def layer_seconds(layer: LayerShape, c: CostContext, hardware: Hardware) -> Laye
     moved = c.tokens * _elementwise_bytes(layer, c) / hardware.memory_bandwidth
     # The backward of elementwise work, like that of a product, takes about twice its forward.
     matmul = products / matmul_speed(hardware, job) + moved
-    attention = layer.mixer.max_flops(c) * _kernel_overhead(layer, job, hardware)
+    attention = layer.mixing.max_flops(c) * _kernel_overhead(layer, job, hardware)
     forward, backward = _attention_seconds(attention, _attended(layer, c), hardware, job)
     if job.mode == "decode":
-        read = layer.active_params / c.mesh.tensor * c.b + layer.mixer.cache_bytes(c)
+        read = layer.active_params / c.mesh.tensor * c.b + layer.mixing.cache_bytes(c)
         return LayerSeconds(max(matmul + forward, read / hardware.memory_bandwidth), 0.0)
-    accumulated, accumulated_back = layer.mixer.accumulated_bytes(c)
+    accumulated, accumulated_back = layer.mixing.accumulated_bytes(c)
     forward += accumulated / hardware.memory_bandwidth
     backward += accumulated_back / hardware.memory_bandwidth
     if job.mode == "prefill":
@@ -115,7 +115,7 @@ def _recompute_seconds(layer: LayerShape, c: CostContext, hardware: Hardware, ma
     `matmul` and `attention` are the seconds of the layer's forward without attention, and of the attention's forward.
     """
     memory, bandwidth = c.job.memory, hardware.memory_bandwidth
-    again = matmul + (0.0 if layer.mixer.checkpointed(c) else attention)
+    again = matmul + (0.0 if layer.mixing.checkpointed(c) else attention)
     inputs = c.job.recomputed_inputs(len(c.model.layers)) / len(c.model.layers)
     seconds = 0.0 if memory.checkpointing == "none" else again * (1 + inputs)
     if memory.tiled:
@@ -130,10 +130,10 @@ def _recompute_seconds(layer: LayerShape, c: CostContext, hardware: Hardware, ma
 
 def _kernel_overhead(layer: LayerShape, job: Job, hardware: Hardware) -> float:
     """Return attention's time over that of its FLOPs: for full blocks on the diagonal, and the softmax itself."""
-    if job.mode == "decode" or not layer.mixer.q_heads:
+    if job.mode == "decode" or not layer.mixing.q_heads:
         return 1.0
-    block = hardware.attention_block / layer.mixer.seen(job.context)
-    width = 2 * hardware.attention_width / (layer.mixer.head_dim + layer.mixer.v_head_dim)
+    block = hardware.attention_block / layer.mixing.seen(job.context)
+    width = 2 * hardware.attention_width / (layer.mixing.head_dim + layer.mixing.v_head_dim)
     return (1.0 + block) * (1.0 + width)
 
 
@@ -143,16 +143,16 @@ def _elementwise_bytes(layer: LayerShape, c: CostContext) -> float:
     `NORM_BYTES` for a norm; in elements, 9 per element of Q and K for rotary embeddings, 3 for a residual, 5 for
     SwiGLU, 2 each for packing and unpacking.
     """
-    b, mixer = c.b, layer.mixer
-    q, kv = mixer.q_heads * mixer.head_dim, mixer.kv_heads * (mixer.head_dim + mixer.v_head_dim)
-    packed = 2 * b * (2 * q + kv) if c.mesh.ulysses > 1 and mixer.shards_heads else 0
+    b, mixing = c.b, layer.mixing
+    q, kv = mixing.q_heads * mixing.head_dim, mixing.kv_heads * (mixing.head_dim + mixing.v_head_dim)
+    packed = 2 * b * (2 * q + kv) if c.mesh.ulysses > 1 and mixing.shards_heads else 0
     heads = 9 * b * (q + kv / 2) + packed + 5 * b * layer.mlp.width
     return 2 * NORM_BYTES * c.d + 6 * b * c.d + heads / c.mesh.tensor
 
 
 def _attended(layer: LayerShape, c: CostContext) -> tuple[str, float]:
     """Return the kind of mask, and the most keys of a query."""
-    return "causal" if layer.mixer.window is None else "window", layer.mixer.seen(c.job.context)
+    return "causal" if layer.mixing.window is None else "window", layer.mixing.seen(c.job.context)
 
 
 def _attention_seconds(flops: float, attended: tuple[str, float], hardware: Hardware, job: Job) -> tuple[float, float]:
@@ -232,7 +232,7 @@ def hidden_layer_seconds(layer: LayerShape, computing: LayerSeconds, c: CostCont
     c = c.of_layer(layer)
     sents = method_sent(layer, c)
     hidden, ring = _hidden_exchange(sents, computing, c, hardware), _ring(sents)
-    schedule = layer.mixer.ring_schedule(c) if ring else None
+    schedule = layer.mixing.ring_schedule(c) if ring else None
     if schedule is not None:
         hidden += _hideable(ring, c, hardware) - _ring_waits(ring, computing, schedule, c, hardware)
     return hidden
@@ -346,8 +346,8 @@ def offload_wait(c: CostContext, hardware: Hardware, stored: Offloaded) -> tuple
         computing = layer_seconds(layer, c, hardware)
         weights = shard_elements(layer.parameters, ranks, tensor) * PINNED_WEIGHT if c.on_host else 0
         saved = checkpoint_per_token(layer, c).total * c.tokens if train and c.offloads else 0
-        is_on_host = stored.host_bytes.get("kv_cache") and layer.mixer.cached_per_token
-        cached = fetched_bytes(layer.mixer.cache_bytes(c), c.job) if is_on_host else 0
+        is_on_host = stored.host_bytes.get("kv_cache") and layer.mixing.cached_per_token
+        cached = fetched_bytes(layer.mixing.cache_bytes(c), c.job) if is_on_host else 0
         gradients = weights * sums / micro
         # The two directions of the link run concurrently.
         forward, backward = max(saved, weights + cached), max(saved + weights, gradients)

@@ -87,7 +87,7 @@ def _layer_phases(c: CostContext, hidden: int) -> list[tuple[SavedActivations, P
     layers = [layer for layer, _ in c.model.layer_kinds]
     mlp, sums = max((mlp_backward_bytes(layer, c) for layer in layers), key=sum)
     freed = min((freed_per_token(layer, c) for layer in layers), key=lambda each: each.total) * c.tokens
-    buffers = max((layer.mixer.backward_buffers(c) for layer in layers), key=lambda each: each.total)
+    buffers = max((layer.mixing.backward_buffers(c) for layer in layers), key=lambda each: each.total)
     phases = [
         (SavedActivations(), {"mlp": mlp, "gradients": sums, "hidden": 2 * hidden}),
         (freed, {"comm_buffers": buffers.comm, "attention_workspace": buffers.workspace, "hidden": hidden}),
@@ -211,6 +211,6 @@ def _recomputed_exchange(layer: LayerShape, c: CostContext) -> int:
     """
     if c.mesh.ulysses == 1 or c.job.memory.checkpointing == "none":
         return 0
-    (qkv, out, packed), n = layer.mixer.forward_buffers(c), layer.mixer.chunks(c)
+    (qkv, out, packed), n = layer.mixing.forward_buffers(c), layer.mixing.chunks(c)
     receiving = packed + 3 * out if n == 1 else -(-(packed + 2 * out) // n) + out
     return max(qkv + -(-2 * packed // n), qkv + receiving * c.job.memory.recomputes_layers)

@@ -153,7 +153,7 @@ def decode(layer: Softmax, c: CostContext, tokens: int = 1) -> list[Sent]:
     Every rank computes all of these tokens. One all-gather joins the outputs of all heads, or, over a ring, partial
     outputs and log-sum-exps in fp32.
     """
-    layer = layer.cache_mixer(c)
+    layer = layer.cache_mixing(c)
     if c.mesh.sequence_ranks == 1:
         return []
     rows = c.sequences * tokens * layer.max_heads(c.mesh).q_heads
@@ -171,7 +171,7 @@ def chunk(layer: Softmax, c: CostContext, tokens: int, ulysses_rank: int | None 
     to be cut over the ranks (`longspan.core.cache.is_sharded`). `ulysses_rank`: the rank that sends; None: the
     rank that sends most.
     """
-    layer = layer.cache_mixer(c)
+    layer = layer.cache_mixing(c)
     shards = layer.head_shards(c.mesh)
     b, d, dv = c.b, layer.head_dim, layer.v_head_dim
     rows = c.layout.local_length(tokens) * c.sequences

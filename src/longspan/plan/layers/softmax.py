@@ -1,4 +1,4 @@
-"""Softmax attention as a mixer: full, windowed or chunked, with grouped, shared or latent keys and values.
+"""Softmax attention: full, windowed or chunked, with grouped, shared or latent keys and values.
 
 `exchange.py` says what it sends.
 """
@@ -21,7 +21,7 @@ from longspan.plan.layers.attended_keys import (
     from_both_sides,
     ring_schedule,
 )
-from longspan.plan.layers.base import Buffers, Mixer, SavedActivations, Sent
+from longspan.plan.layers.base import Buffers, SavedActivations, Sent, TokenMixing
 from longspan.plan.layers.linear import Linear
 
 KERNEL_DQ = 4
@@ -43,14 +43,14 @@ class RankHeads:
 
 
 @dataclass(frozen=True)
-class Softmax(Mixer):
+class Softmax(TokenMixing):
     """Attention over keys and values."""
 
     keys: AttendedKeys = CAUSAL  # the keys that a query attends to
     latent_dim: int = 0  # MLA: elements per token of the latent vector of keys and values, rotary part included; else 0
     rope_dim: int = 0  # MLA: the rotary part of it
     sinks: bool = False  # whether each query head has a learnt attention sink
-    # whether values are the first elements of the keys, and are not cached a second time (`cache_mixer`)
+    # whether values are the first elements of the keys, and are not cached a second time (`cache_mixing`)
     shared: bool = False
 
     shards_heads: ClassVar[bool] = True
@@ -94,7 +94,7 @@ class Softmax(Mixer):
         most = max(1, self.max_heads(c.mesh).kv_heads)
         return min(c.job.memory.head_chunks or most, most)
 
-    def cache_mixer(self, c: CostContext) -> Softmax:
+    def cache_mixing(self, c: CostContext) -> Softmax:
         """Return the attention to a KV cache.
 
         If the cache holds latent vectors, all query heads attend to one KV head of them (`longspan.cache.latent`).
@@ -113,7 +113,7 @@ class Softmax(Mixer):
         return times * job.batch * pairs * each
 
     def max_flops(self, c: CostContext) -> float:
-        cached = self.cache_mixer(c)
+        cached = self.cache_mixing(c)
         if cached is not self and (c.job.mode == "decode" or c.job.prefill_chunk is not None):
             return cached.max_flops(c)
         if c.job.mode == "decode":
@@ -150,7 +150,7 @@ class Softmax(Mixer):
 
     def cache_by_rank(self, c: CostContext, generated: int = 0, chunk: int | None = None, step: int = 0) -> list[int]:
         """Return the bytes of keys and values on each rank of a sequence group: its heads (ulysses), tokens (ring)."""
-        cached, job = self.cache_mixer(c), c.job
+        cached, job = self.cache_mixing(c), c.job
         if cached is not self:
             return cached.cache_by_rank(c, generated, chunk, step)
         first = self.keys.cached_from(job.context + generated - step)
@@ -179,9 +179,9 @@ class Softmax(Mixer):
             return c.b * self.q_heads * self.v_head_dim // c.mesh.tensor + log_sum_exps
         return 0
 
-    def freed(self, after_mixer: SavedActivations, c: CostContext) -> SavedActivations:
+    def freed(self, after_mixing: SavedActivations, c: CostContext) -> SavedActivations:
         # A recomputed all-to-all sends the output in token layout; a checkpoint is freed with its layer.
-        return after_mixer + SavedActivations(attention=0 if c.job.memory.recompute_all_to_all else self._projected(c))
+        return after_mixing + SavedActivations(attention=0 if c.job.memory.recompute_all_to_all else self._projected(c))
 
     def _projected(self, c: CostContext) -> int:
         """Return the bytes of the output projection's input, if the all-to-all makes it a tensor of its own."""
@@ -201,7 +201,7 @@ class Softmax(Mixer):
     def ring_buffers(self, c: CostContext) -> Buffers:
         """Return the buffers of a forward over a ring, of all head chunks together, or of a chunk over a cache."""
         if c.job.mode == "prefill" and c.job.prefill_chunk is not None:
-            return self.cache_mixer(c)._prompt_chunk(c)
+            return self.cache_mixing(c)._prompt_chunk(c)
         if c.mesh.ring == 1 or c.job.mode == "decode":
             return Buffers()
         heads, tokens = self.max_heads(c.mesh), c.tokens * c.mesh.ulysses

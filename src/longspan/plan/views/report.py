@@ -68,12 +68,12 @@ def _short_dict(plan: Plan) -> dict[str, Any]:
 
 def _model_dict(model: ModelShape) -> dict[str, Any]:
     own = ("name", "params", "active_params", "d_model", "q_heads", "kv_heads", "vocab", "max_position")
-    kinds = [(layer.mixer, count) for layer, count in model.layer_kinds]
+    kinds = [(layer.mixing, count) for layer, count in model.layer_kinds]
     return {
         **{name: getattr(model, name) for name in own},
         "layers": len(model.layers),
-        "head_dim": max(mixer.head_dim for mixer, _ in kinds),
-        "layer_kinds": [{"kind": mixer.name, "window": mixer.window, "count": count} for mixer, count in kinds],
+        "head_dim": max(mixing.head_dim for mixing, _ in kinds),
+        "layer_kinds": [{"kind": mixing.name, "window": mixing.window, "count": count} for mixing, count in kinds],
     }
 
 
