@@ -22,7 +22,7 @@ from longspan.plan.methods import compare
 from longspan.plan.options import STEP, find_suggestions, fixed_options, longest, search_memory_options
 from longspan.plan.search import MOST_GPUS, Search, search
 from longspan.plan.shape import ALL_TRAINED, ModelShape, Tuning
-from longspan.plan.tower import Pictures, read_pictures
+from longspan.plan.tower import PictureShape, read_pictures
 from longspan.plan.views.report import Report, yaml
 
 
@@ -150,7 +150,7 @@ class PlanConfig(NamedModel):
             documents=self.documents,
         )
 
-    def pictures(self, model: ModelShape) -> tuple[Pictures, ...]:
+    def pictures(self, model: ModelShape) -> tuple[PictureShape, ...]:
         """Return the images and the video of each sequence.
 
         Raises:
