@@ -114,7 +114,7 @@ class ExpertParallel:
 
 
 @dataclass(frozen=True)
-class ExpertPlan:
+class ExpertGroups:
     """How `ExpertSharding` changes a model."""
 
     counts: dict[str, int]  # experts of each module that stacks them, by its path
@@ -126,10 +126,10 @@ class ExpertPlan:
         return 2 if path in self.adapters else 1
 
 
-def plan_experts(
+def expert_groups(
     model: PreTrainedModel, experts: Experts, *, ranks: int, tensor: int = 1, fsdp: bool = True
-) -> ExpertPlan | None:
-    """Check `experts` of `parallelize` over the `ranks` of data x sequence; return the plan, None for groups of one
+) -> ExpertGroups | None:
+    """Check `experts` of `parallelize` over the `ranks` of data x sequence; return the groups, None for groups of one
     rank.
     """
     if experts != "auto":
@@ -172,9 +172,9 @@ def plan_experts(
     return dataclasses.replace(found, size=experts)
 
 
-def _stacked_experts(model: PreTrainedModel) -> ExpertPlan | str:
+def _stacked_experts(model: PreTrainedModel) -> ExpertGroups | str:
     """Return the modules whose weights stack experts, and adapters around them, or why they cannot be sharded."""
-    found = ExpertPlan({}, {})
+    found = ExpertGroups({}, {})
     modules = dict(model.named_modules())
     decoder = set(decoder_of(model).modules())  # ranks may run a vision tower differently often
     for path, module in modules.items():
@@ -206,17 +206,17 @@ class ExpertSharding:
     Each rank's experts are all that the modules of `model` then hold.
     """
 
-    def __init__(self, model: nn.Module, sp: SequenceSharding, plan: ExpertPlan) -> None:
-        self.sp, self.plan = sp, plan
-        mesh = sp.expert_mesh(plan.size)
+    def __init__(self, model: nn.Module, sp: SequenceSharding, groups: ExpertGroups) -> None:
+        self.sp, self.groups = sp, groups
+        mesh = sp.expert_mesh(groups.size)
         self.group = TensorGroup.of(mesh.get_group("experts"))
         self.placement = PlacementOn(mesh["replicas"])
         self.whole: dict[str, torch.Size] = {}
         self.layouts = dict[str, ExpertLayout]()
-        for path in plan.counts:
+        for path in groups.counts:
             module: Any = model.get_submodule(path)
-            layout = ExpertLayout(module.num_experts, sp.world_size, plan.size)
-            adapter = plan.adapters.get(path)
+            layout = ExpertLayout(module.num_experts, sp.world_size, groups.size)
+            adapter = groups.adapters.get(path)
             if adapter is not None:
                 AdapterExperts(model.get_submodule(adapter), layout, self.group.rank)
             module.longspan_experts = ExpertParallel(module, self.group, layout, layout.held)
