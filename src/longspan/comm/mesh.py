@@ -204,7 +204,7 @@ class SequenceSharding:
         sizes: Any = dict(zip(AXES, mesh.shape, strict=True))
         self.parallel = ParallelConfig(**sizes, **self._options)
         self.mesh = mesh
-        self.plans: OrderedDict[Any, Any] = OrderedDict()  # the last few of `longspan.attention`
+        self.prepared: OrderedDict[Any, Any] = OrderedDict()  # the last few of `longspan.attention`
         self._expert_meshes: dict[int, DeviceMesh] = {}  # by ranks of a group
         self.overlap_chunks = overlap_chunks
         self.data_size, self.ring_size, self.ulysses_size, self.tensor_size = mesh.shape

@@ -172,13 +172,13 @@ class MixerBinding:
         info = self.info
         assert info is not None
         key = "fragments", self.sp.layout, self.sp.rank, batch
-        if key not in info.plans:
+        if key not in info.prepared:
             length, segments = info.length, info.segments
             if isinstance(info, CachedInfo):
                 length, segments = info.step.new, info.new_segments
             layout, rank = (self.sp.layout, self.sp.rank) if self.is_sharded else (Layout(), 0)
-            info.plans[key] = fragment_table(layout, rank, length, batch, segments)
-        table: FragmentTable = info.plans[key]
+            info.prepared[key] = fragment_table(layout, rank, length, batch, segments)
+        table: FragmentTable = info.prepared[key]
         return table
 
     def _check_one_state(self, functions: set[str] | None = None) -> None:
