@@ -90,7 +90,7 @@ def _planned(shape: Any, job: Job, tokens: int, sp: Any) -> Counter[tuple[str, i
         each = (
             exchange.decode(layer.mixing, CostContext(shape, job))
             if tokens == 1
-            else exchange.chunk(layer.mixing, CostContext(shape, job), tokens, sp.ulysses_rank)
+            else exchange.prompt_chunk(layer.mixing, CostContext(shape, job), tokens, sp.ulysses_rank)
         )
         for one in each:
             planned[one.op, one.bytes] += one.calls

@@ -165,7 +165,7 @@ def _as_planned(families: list[str]) -> None:
             for mixing in [layer.mixing for layer in shape.layers]:
                 one = replace(chunk, job=replace(chunk.job, mode=mode))
                 if mixing.shards_heads and mode == "prefill":
-                    each = exchange.chunk(mixing, one, 32, sp.ulysses_rank)
+                    each = exchange.prompt_chunk(mixing, one, 32, sp.ulysses_rank)
                 else:
                     each = exchange.decode(mixing, one) if mixing.shards_heads else mixing.sent(one)
                 planned.update({(x.op, x.bytes): x.calls for x in each if x.calls})

@@ -154,7 +154,7 @@ def test_a_ring_sends_what_is_planned(mesh: ParallelConfig, layout: Any) -> None
 def test_an_exchange_in_chunks_sends_what_is_planned(mesh: ParallelConfig, chunks: int) -> None:
     """Chunks that divide a rank's KV groups and that do not, and chunks of the queries of one KV head.
 
-    Chunks in which a rank has nothing to send are in tests/attn/test_chunked.py: torch's fake group refuses them.
+    Chunks in which a rank has nothing to send are in tests/attn/test_head_chunks.py: torch's fake group refuses them.
     """
     shapes = ((16, 8, 4, 4), (14, 7, 4, 6), (12, 6, 4, 4), (24, 3, 4, 4), (16, 2, 4, 6))
     cut = {shape: split_head_chunks(split_heads(*shape[:2], mesh.ulysses), 1, chunks) for shape in shapes}

@@ -12,9 +12,9 @@ from longspan.compat.friends_api import fla_function
 from longspan.compat.torch_api import not_compiled
 from longspan.core.errors import LongspanError
 from longspan.core.validation import check_flag
-from longspan.mixers.chunked import LinearAttention
 from longspan.mixers.fragments import fragment_table, read_documents
 from longspan.mixers.mixer import ChunkFunction, Mixer, Tokens
+from longspan.mixers.plain_torch import LinearAttention
 from longspan.mixers.state_passing import check_initial_state, run_mixer
 
 if TYPE_CHECKING:

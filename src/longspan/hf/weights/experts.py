@@ -235,9 +235,9 @@ class ExpertSharding:
         weights = dict[tuple[nn.Module, str], DTensor]()
         for name, shape in self.whole.items():
             path, _, own = name.rpartition(".")
-            module, chunk = model.get_submodule(path), self.layouts[name].chunk
+            module, size = model.get_submodule(path), self.layouts[name].shard_size
             shard: Any = module.get_parameter(own)
-            local = shard.to_local()[: max(0, min(chunk, shape[0] - rank * chunk))]
+            local = shard.to_local()[: max(0, min(size, shape[0] - rank * size))]
             stride = torch.empty(shape, device="meta").stride()
             weights[module, own] = DTensor.from_local(
                 local, self.sp.fsdp_mesh, [Shard(0)], run_check=False, shape=shape, stride=stride

@@ -123,7 +123,7 @@ def in_mixing(mixing: TokenMixing, c: CostContext) -> dict[str, int]:
     With head chunks each peak is one chunk's, and the output received so far is added.
     """
     qkv, out, packed = _buffers(mixing, c)
-    ring, chunks = mixing.ring_buffers(c), mixing.chunks(c)
+    ring, chunks = mixing.ring_buffers(c), mixing.head_chunks(c)
     exchanged = c.mesh.ulysses > 1 and c.job.mode != "decode"
     peaks = [Buffers(ring.comm, packed * exchanged + max(out, ring.workspace))]
     if exchanged:  # sent and received buffer; and behind the kernel those of the output, and the output

@@ -211,6 +211,6 @@ def _recomputed_exchange(layer: LayerShape, c: CostContext) -> int:
     """
     if c.mesh.ulysses == 1 or c.job.memory.checkpointing == "none":
         return 0
-    (qkv, out, packed), n = layer.mixing.forward_buffers(c), layer.mixing.chunks(c)
+    (qkv, out, packed), n = layer.mixing.forward_buffers(c), layer.mixing.head_chunks(c)
     receiving = packed + 3 * out if n == 1 else -(-(packed + 2 * out) // n) + out
     return max(qkv + -(-2 * packed // n), qkv + receiving * c.job.memory.recomputes_layers)

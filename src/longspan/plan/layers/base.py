@@ -214,7 +214,7 @@ class TokenMixing:
         """
         return SavedActivations()
 
-    def chunks(self, c: CostContext) -> int:
+    def head_chunks(self, c: CostContext) -> int:
         """Return the head chunks that run one after the other (`Memory.head_chunks`)."""
         return 1
 

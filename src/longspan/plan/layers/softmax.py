@@ -89,7 +89,7 @@ class Softmax(TokenMixing):
         """Return a rank's heads before the all-to-all: all that tensor parallelism leaves it."""
         return _max_heads(self, mesh.tensor, 1)
 
-    def chunks(self, c: CostContext) -> int:
+    def head_chunks(self, c: CostContext) -> int:
         """Return the chunks that `Memory.head_chunks` gives: at most a rank's KV heads, which 0 stands for."""
         most = max(1, self.max_heads(c.mesh).kv_heads)
         return min(c.job.memory.head_chunks or most, most)
@@ -240,7 +240,7 @@ class Softmax(TokenMixing):
         With head chunks each peak is one chunk's, and the gradients received so far are added.
         """
         heads, mine = self.max_heads(c.mesh), self.local_heads(c.mesh)
-        chunks, u = self.chunks(c), c.mesh.ulysses
+        chunks, u = self.head_chunks(c), c.mesh.ulysses
         exchanged, recomputed = u > 1, c.job.memory.recompute_all_to_all and u > 1
         in_heads, in_tokens = c.tokens * u * c.b, c.tokens * c.b  # bytes per element in either layout
         gradients = in_heads * (heads.q + heads.kv)

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import longspan
 from longspan.attn.api import AttentionOptions
 from longspan.attn.kernels.tiled import TiledKernel
-from longspan.attn.methods.chunked import ChunkedUlysses
+from longspan.attn.methods.head_chunks import ChunkedUlysses
 from longspan.attn.prepare import AttentionPlan, prepare
 from longspan.attn.score import Scores
 from longspan.attn.shapes import Shapes
