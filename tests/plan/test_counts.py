@@ -564,7 +564,7 @@ def test_ring_schedule_matches_attention(n: int, ring: int, ulysses: int, layout
     work = pairs_of_blocks(cut, (n, n), a_mask(keys).limited_to(n), 1)
     assert found.routes == ring_routes(readers_of_blocks(work))
     assert found.pairs == tuple(sum(row) for row in work)
-    steps = range(1, found.routes.rounds + 1)
+    steps = range(1, found.routes.steps + 1)
     sends = [
         sum(found.routes.has_hop(rank, direction, step) for step in steps for direction in (1, -1))
         for rank in range(ring)

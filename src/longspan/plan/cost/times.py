@@ -275,34 +275,34 @@ def _ring_waits(
 
     `ring`: P2P messages of the layer, in pairs: keys and values, gradients.
     """
-    rounds = schedule.routes.rounds
-    if rounds == 0:
+    steps = schedule.routes.steps
+    if steps == 0:
         return 0.0
     forwards, backwards = c.job.attention_passes
     # Chunks of heads one after the other are like one with all their messages: both sides of `ring_wait` grow alike.
-    kv, gradient = (_hideable(rows, c, hardware) / rounds for rows in (ring[::2], ring[1::2]))
+    kv, gradient = (_hideable(rows, c, hardware) / steps for rows in (ring[::2], ring[1::2]))
     kv, gradient = kv / (forwards + backwards), gradient / max(1, backwards)
-    forward = ring_wait(kv, 0.0, computing.attention_forward, schedule.own, rounds)
-    return forwards * forward + backwards * ring_wait(kv, gradient, computing.attention_backward, schedule.own, rounds)
+    forward = ring_wait(kv, 0.0, computing.attention_forward, schedule.own, steps)
+    return forwards * forward + backwards * ring_wait(kv, gradient, computing.attention_backward, schedule.own, steps)
 
 
-def ring_wait(kv: float, gradient: float, attention: float, own: float, rounds: int) -> float:
+def ring_wait(kv: float, gradient: float, attention: float, own: float, steps: int) -> float:
     """Return the seconds that a rank of a ring waits for messages in one forward or backward of an attention.
 
-    Round 0 computes the rank's own block, each further round a received block. While a round computes, the next
-    round's block arrives, and from round 2 on a gradient of the round before. A backward leaves half of its own block
+    Step 0 computes the rank's own block, each further step a received block. While a step computes, the next
+    step's block arrives, and from step 2 on a gradient of the step before. A backward leaves half of its own block
     for the end, to overlap with the last gradient.
 
     Args:
         kv: seconds of a message of keys and values.
         gradient: seconds of a message of gradients, 0 in a forward.
-        attention: seconds of computing, all rounds together.
-        own: fraction of it in round 0.
-        rounds: hops of the block that travels furthest, at least 1.
+        attention: seconds of computing, all steps together.
+        own: fraction of it in step 0.
+        steps: hops of the block that travels furthest, at least 1.
     """
-    first, each = attention * own * (0.5 if gradient else 1.0), attention * (1 - own) / rounds
-    arriving = [kv - first] + [kv - each] * (rounds > 1) + [gradient - each] * (rounds > 1) + [gradient - first]
-    between = max(0, rounds - 2) * max(0.0, kv + gradient - each)
+    first, each = attention * own * (0.5 if gradient else 1.0), attention * (1 - own) / steps
+    arriving = [kv - first] + [kv - each] * (steps > 1) + [gradient - each] * (steps > 1) + [gradient - first]
+    between = max(0, steps - 2) * max(0.0, kv + gradient - each)
     return sum(max(0.0, wait) for wait in arriving) + between
 
 
