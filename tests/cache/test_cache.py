@@ -26,7 +26,7 @@ from longspan.hf.cache import files
 from longspan.plan import Job
 from longspan.plan.from_model import shape_from_config
 from longspan.plan.job import CostContext
-from longspan.plan.layers import exchange
+from longspan.plan.layers import messages
 from tests.generate.generating import CHANGES, NEW, PROMPT, check_generated, generated, parallelized, plain, prompt
 from tests.models import build, sharding
 from tests.pool import RankError, RankPool
@@ -88,9 +88,9 @@ def _planned(shape: Any, job: Job, tokens: int, sp: Any) -> Counter[tuple[str, i
     planned: Counter[tuple[str, int]] = Counter()
     for layer in shape.layers:
         each = (
-            exchange.decode(layer.mixing, CostContext(shape, job))
+            messages.decode(layer.mixing, CostContext(shape, job))
             if tokens == 1
-            else exchange.prompt_chunk(layer.mixing, CostContext(shape, job), tokens, sp.ulysses_rank)
+            else messages.prompt_chunk(layer.mixing, CostContext(shape, job), tokens, sp.ulysses_rank)
         )
         for one in each:
             planned[one.op, one.bytes] += one.calls

@@ -20,7 +20,7 @@ from longspan.plan import Job, ParallelConfig
 from longspan.plan.cost.memory import cache_on_device, key_value_bytes, state_bytes
 from longspan.plan.from_model import shape_from_config
 from longspan.plan.job import CostContext
-from longspan.plan.layers import exchange
+from longspan.plan.layers import messages
 from tests.choose import confirming
 from tests.generate.generating import (
     PROMPT,
@@ -165,9 +165,9 @@ def _as_planned(families: list[str]) -> None:
             for mixing in [layer.mixing for layer in shape.layers]:
                 one = replace(chunk, job=replace(chunk.job, mode=mode))
                 if mixing.shards_heads and mode == "prefill":
-                    each = exchange.prompt_chunk(mixing, one, 32, sp.ulysses_rank)
+                    each = messages.prompt_chunk(mixing, one, 32, sp.ulysses_rank)
                 else:
-                    each = exchange.decode(mixing, one) if mixing.shards_heads else mixing.sent(one)
+                    each = messages.decode(mixing, one) if mixing.shards_heads else mixing.sent(one)
                 planned.update({(x.op, x.bytes): x.calls for x in each if x.calls})
             # The last token's hidden state is broadcast.
             of_layers = Counter((x.op, x.bytes) for x in sent if x.op != "broadcast")

@@ -371,7 +371,7 @@ def test_experts_over_data_and_sequence_send_what_is_planned(
 
     from longspan.hf.weights import experts as module
 
-    route, exchange = Qwen3MoeTopKRouter.forward, module.exchange_counts
+    route, exchange = Qwen3MoeTopKRouter.forward, module.all_to_all_counts
 
     def evenly(self: Any, hidden: torch.Tensor) -> Any:
         logits, weights, index = route(self, hidden)
@@ -383,7 +383,7 @@ def test_experts_over_data_and_sequence_send_what_is_planned(
         return counts, rows, rows
 
     monkeypatch.setattr(Qwen3MoeTopKRouter, "forward", evenly)
-    monkeypatch.setattr(module, "exchange_counts", equal_counts)
+    monkeypatch.setattr(module, "all_to_all_counts", equal_counts)
     monkeypatch.setattr(Tiled, "_check_independence", lambda self, hidden: None)  # of the first call only
     config, options = {**LLAMA, **MOE}, {"dtype": "fp32", **options, "experts": experts}
     n = 64

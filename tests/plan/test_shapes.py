@@ -18,7 +18,7 @@ from longspan.core.parallel import ParallelConfig
 from longspan.plan import cost, read_hardware
 from longspan.plan.from_model import read_model, shape_from_config, shape_of_model
 from longspan.plan.job import CostContext, Job
-from longspan.plan.layers import Linear, Mlp, Parallel, Softmax, Window, exchange
+from longspan.plan.layers import Linear, Mlp, Parallel, Softmax, Window, messages
 from longspan.plan.names import MODELS
 from longspan.plan.shape import Tuning
 from tests.choose import confirming
@@ -135,7 +135,7 @@ def test_latent_attention_caches_the_latent_vector() -> None:
     expanded = replace(job, cache=CacheConfig(latent=False))
     assert layer.mixing.cache_bytes(CostContext(model, expanded.on(ulysses=64))) == 1024 * 2 * 2 * 320
     # It attends with heads of 576 and 512 over one KV head, so partial outputs are wider.
-    (sent,) = exchange.decode(layer.mixing, CostContext(model, job.on(ulysses=64)))
+    (sent,) = messages.decode(layer.mixing, CostContext(model, job.on(ulysses=64)))
     assert sent.bytes == 2 * 512 * 2 * 63
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Incoming(NamedTuple):
-    """What an exchange of summaries returns."""
+    """What an all-gather of summaries returns."""
 
     # By slot the state `[B, H, K, V]` that enters the run, zero in rows where no document does.
     before: Sequence[Tensor]
@@ -102,7 +102,7 @@ def run_mixer(
         if group is not None or return_state:
             summary = _summary(mixer, tokens, table, locals_, initial_state)
             incoming = _gather_states(summary, table, group, tokens.v.shape[3], start, problem, mixer.causal)
-        assert locals_ is not None  # the exchange has raised
+        assert locals_ is not None  # the all-gather has raised
         out = _output(tokens, table, locals_, incoming)
         return out, incoming.final if return_state and incoming is not None else None
 
@@ -178,7 +178,7 @@ def _output(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The exchange.
+# The all-gather.
 
 
 def _gather_states(
@@ -284,7 +284,7 @@ class _Depend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        # A checkpoint recomputes up to the last saved tensor: without one, this rank would skip the exchange.
+        # A checkpoint recomputes up to the last saved tensor: without one, this rank would skip the all-gather.
         _ = ctx.saved_tensors
         return grad, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.zeros)
 

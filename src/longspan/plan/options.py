@@ -91,7 +91,7 @@ def fastest_that_fits(model: ModelShape, job: Job, hardware: Hardware, fixed: Fi
 
     bare = min(plans, key=_options_in_use)
     asked = sum(value != getattr(FASTEST, name) for name, value in fixed.items())
-    # No memory option shortens a step, except head chunks, if an overlapped exchange is sent in them.
+    # No memory option shortens a step, except head chunks, if an overlapped all-to-all is sent in them.
     nothing_faster = bare.fits and _options_in_use(bare) == asked and job.overlap_chunks == 1
     ordered = [bare] if nothing_faster else sorted(plans, key=order)
     at = next(at for at, plan in enumerate(ordered) if plan.fits)

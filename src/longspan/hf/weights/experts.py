@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from longspan.comm.collectives import exchange_counts, exchange_rows
+from longspan.comm.collectives import all_to_all_counts, all_to_all_rows
 from longspan.comm.mesh import SequenceSharding
 from longspan.comm.tensor import TensorGroup
 from longspan.compat.torch_api import PlacementOn, not_compiled, own_parameters, replace_shards
@@ -83,11 +83,11 @@ class ExpertParallel:
         held, group = self.layout.held, self.group.name
         counts = torch.zeros(self.group.size * held, dtype=torch.int64, device=slots.device)
         counts = counts.scatter_add_(0, slots, torch.ones_like(slots)).view(self.group.size, held)
-        received, send, receive = exchange_counts(counts, group)
+        received, send, receive = all_to_all_counts(counts, group)
         place = torch.arange(held, device=slots.device).repeat(self.group.size)
         numbers = place.repeat_interleave(received.view(-1), output_size=sum(receive))
-        out_RD = compute(exchange_rows(rows_RD, send, receive, group), numbers[:, None])
-        return exchange_rows(out_RD, receive, send, group)
+        out_RD = compute(all_to_all_rows(rows_RD, send, receive, group), numbers[:, None])
+        return all_to_all_rows(out_RD, receive, send, group)
 
     def _bucketed(self, rows_RD: Tensor, numbers: Tensor) -> Tensor:
         """Compute with experts that take equal numbers of rows: pad with zeros."""
@@ -248,7 +248,7 @@ class ExpertSharding:
 def most_tiles(mlp: nn.Module, tiles: int) -> int:
     """Return the number of tiles in which an MLP runs: if its experts are on several ranks, of the rank with most.
 
-    Each tile is an exchange. Ranks of other replicas may have other numbers of tokens. Then collective.
+    Each tile is sent by itself. Ranks of other replicas may have other numbers of tokens. Then collective.
     """
     for module in mlp.modules():
         experts = module.__dict__.get("longspan_experts")

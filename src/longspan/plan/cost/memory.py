@@ -124,9 +124,9 @@ def in_mixing(mixing: TokenMixing, c: CostContext) -> dict[str, int]:
     """
     qkv, out, packed = _buffers(mixing, c)
     ring, chunks = mixing.ring_buffers(c), mixing.head_chunks(c)
-    exchanged = c.mesh.ulysses > 1 and c.job.mode != "decode"
-    peaks = [Buffers(ring.comm, packed * exchanged + max(out, ring.workspace))]
-    if exchanged:  # sent and received buffer; and behind the kernel those of the output, and the output
+    all_to_all = c.mesh.ulysses > 1 and c.job.mode != "decode"
+    peaks = [Buffers(ring.comm, packed * all_to_all + max(out, ring.workspace))]
+    if all_to_all:  # sent and received buffer; and behind the kernel those of the output, and the output
         peaks += [Buffers(0, 2 * packed), Buffers(0, (3 if chunks == 1 else 2) * out)]
     peak = max(peaks, key=lambda each: each.total)
     workspace = -(-peak.workspace // chunks) + (out if chunks > 1 else 0)

@@ -231,7 +231,7 @@ def hidden_layer_seconds(layer: LayerShape, computing: LayerSeconds, c: CostCont
     """
     c = c.of_layer(layer)
     sents = method_sent(layer, c)
-    hidden, ring = _hidden_exchange(sents, computing, c, hardware), _ring(sents)
+    hidden, ring = _hidden_all_to_all(sents, computing, c, hardware), _ring(sents)
     schedule = layer.mixing.ring_schedule(c) if ring else None
     if schedule is not None:
         hidden += _hideable(ring, c, hardware) - _ring_waits(ring, computing, schedule, c, hardware)
@@ -242,7 +242,7 @@ def _ring(sents: Sequence[Sent]) -> list[Sent]:
     return [sent for sent in sents if sent.op == "p2p"]
 
 
-def _hidden_exchange(sents: Sequence[Sent], computing: LayerSeconds, c: CostContext, hardware: Hardware) -> float:
+def _hidden_all_to_all(sents: Sequence[Sent], computing: LayerSeconds, c: CostContext, hardware: Hardware) -> float:
     """Return the seconds of one layer's all-to-alls that overlap with the attention of other chunks of heads.
 
     The first chunk's scatter and the last chunk's gather overlap with nothing; the others with at most n - 1 of n parts

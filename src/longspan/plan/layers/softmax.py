@@ -1,6 +1,6 @@
 """Softmax attention: full, windowed or chunked, with grouped, shared or latent keys and values.
 
-`exchange.py` says what it sends.
+`messages.py` says what it sends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from longspan.core.cache import holds_latent, tokens_per_rank, vector_bytes
 from longspan.core.heads import HeadShard
 from longspan.core.parallel import ParallelConfig
 from longspan.plan.job import CostContext, Job, head_shards
-from longspan.plan.layers import exchange
+from longspan.plan.layers import messages
 from longspan.plan.layers.attended_keys import (
     CAUSAL,
     AttendedKeys,
@@ -140,8 +140,8 @@ class Softmax(TokenMixing):
 
     def sent(self, c: CostContext) -> list[Sent]:
         if c.job.mode == "decode":
-            return exchange.decode(self, c)
-        return (exchange.prompt if c.job.prompt_chunks else exchange.sequence)(self, c)
+            return messages.decode(self, c)
+        return (messages.prompt if c.job.prompt_chunks else messages.sequence)(self, c)
 
     def ring_schedule(self, c: CostContext) -> RingSchedule:
         return ring_schedule(c.layout, c.job.context, self.keys)
@@ -241,7 +241,7 @@ class Softmax(TokenMixing):
         """
         heads, mine = self.max_heads(c.mesh), self.local_heads(c.mesh)
         chunks, u = self.head_chunks(c), c.mesh.ulysses
-        exchanged, recomputed = u > 1, c.job.memory.recompute_all_to_all and u > 1
+        all_to_all, recomputed = u > 1, c.job.memory.recompute_all_to_all and u > 1
         in_heads, in_tokens = c.tokens * u * c.b, c.tokens * c.b  # bytes per element in either layout
         gradients = in_heads * (heads.q + heads.kv)
         received = in_heads * (heads.q + heads.kv + heads.out) if recomputed else 0  # by the recomputed all-to-all
@@ -249,7 +249,7 @@ class Softmax(TokenMixing):
         d_out = in_tokens * mine.out
         stays = d_out + (result if chunks > 1 else 0)
         # The output and its gradient, copied from the received rows, or some of their heads.
-        sliced = chunks > 1 and not exchanged
+        sliced = chunks > 1 and not all_to_all
         copies = 2 * in_heads * heads.out if recomputed or sliced else 0
         if c.mesh.ring > 1:  # its sums include the output's gradient in head layout, or a slice of it
             ring = self._ring_backward(c)
@@ -257,14 +257,14 @@ class Softmax(TokenMixing):
             stays -= d_out // chunks * sliced
             return Buffers(-(-ring.comm // chunks), computing + (stays if recomputed or chunks > 1 else 0))
         kernel = self._kernel_backward(c) + copies
-        computing = received + gradients + in_heads * heads.out * exchanged + kernel
+        computing = received + gradients + in_heads * heads.out * all_to_all + kernel
         sending = received + in_heads * heads.out + d_out + (result + d_out if recomputed else 0)
         # The kernel's saved tensors are freed before gradients are sent back.
         freed = 0 if recomputed else in_heads * (heads.q + heads.kv + heads.out)
         returning = 2 * gradients + (result if chunks == 1 else 0) - freed
         if chunks == 1 and not recomputed:  # the incoming gradient is freed when it has been sent
-            return Buffers(0, max(computing, d_out + sending, returning) if exchanged else computing + d_out)
-        peaks = [computing, *((sending, returning) if exchanged else ())]
+            return Buffers(0, max(computing, d_out + sending, returning) if all_to_all else computing + d_out)
+        peaks = [computing, *((sending, returning) if all_to_all else ())]
         return Buffers(0, stays + -(-max(peaks) // chunks))
 
     def _ring_backward(self, c: CostContext) -> Buffers:
