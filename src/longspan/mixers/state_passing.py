@@ -53,7 +53,7 @@ _FAILURES = (AssertionError, AttributeError, LookupError, RuntimeError, TypeErro
 
 
 @not_compiled
-def run_mixer(
+def pass_states(
     mixer: Mixer,
     tokens: Tokens,
     table: FragmentTable,
@@ -329,7 +329,7 @@ def state_passing(
 
     Raises:
         LongspanError: for tensors or results of the function whose shapes do not fit, for a function that fails on one
-            rank, and for a state that is not finite: see `run_mixer`.
+            rank, and for a state that is not finite: see `pass_states`.
     """
     check_sharding(sp)
     if not callable(chunk_function):
@@ -357,7 +357,7 @@ def state_passing(
     table = fragment_table(sp.layout, sp.rank, length, v.shape[0], segments)
     tokens = Tokens(q, k, depend(v, *weights.values()), g, beta)  # a rank without fragments: weights' gradients
     mixer, group = ChunkFunction(chunk_function, options), sp.group if sp.size > 1 else None
-    return run_mixer(mixer, tokens, table, group, initial_state=initial_state, return_state=output_final_state)
+    return pass_states(mixer, tokens, table, group, initial_state=initial_state, return_state=output_final_state)
 
 
 def check_initial_state(tokens: Tokens, initial_state: Tensor | None) -> None:
