@@ -26,8 +26,8 @@ from longspan.core.memory import FASTEST, LONGEST, Memory
 from longspan.hf.weights.gradients import GradientAverage
 from longspan.memory.offload.store import Store
 from longspan.plan import CATALOGUE, Job
-from longspan.plan.cost.memory import in_mixer, offloaded_bytes
-from longspan.plan.cost.training_memory import training_peaks
+from longspan.plan.cost.peak_memory import in_mixer, offloaded_bytes
+from longspan.plan.cost.training_peaks import training_peaks
 from longspan.plan.job import CostContext
 from longspan.plan.layers import CAUSAL, AttendedKeys, Bidirectional, Chunk, Softmax, Window
 from tests.choose import each_value

@@ -17,7 +17,7 @@ import longspan
 from longspan.comm.counting import count_sent
 from longspan.core.cache import CacheConfig
 from longspan.plan import Job, ParallelConfig
-from longspan.plan.cost.memory import cache_on_device, key_value_bytes, state_bytes
+from longspan.plan.cost.peak_memory import cache_on_device, key_value_bytes, state_bytes
 from longspan.plan.from_model import shape_from_config
 from longspan.plan.job import CostContext
 from longspan.plan.layers import messages

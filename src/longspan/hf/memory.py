@@ -44,7 +44,7 @@ from longspan.memory.tiles import Tiled
 from longspan.plan.from_model import shape_of_model
 from longspan.plan.hardware import CATALOGUE, Hardware, read_hardware
 from longspan.plan.job import Job
-from longspan.plan.options import choose_memory, fixed_options
+from longspan.plan.memory_options import choose_memory, fixed_options
 from longspan.plan.tower import PictureShape
 
 PROCESS_BYTES = 1 << 30

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from longspan.plan.cost.communication import input_recompute_sent, method_sent
-from longspan.plan.cost.memory import Offloaded, fetched_bytes
+from longspan.plan.cost.peak_memory import Offloaded, fetched_bytes
 from longspan.plan.cost.saved import checkpoint_per_token, recomputes_mlp_act
 from longspan.plan.cost.vision import block_weights_sent, most_patches, tower_flops
 from longspan.plan.cost.weights import layer_weights_sent, shard_elements, sums_gradients_once, trained_elements

@@ -60,7 +60,7 @@ class SavedActivations:
         return self.hidden + self.attention + self.mlp
 
     def items(self) -> dict[str, int]:
-        """Return them under the names of `longspan.plan.cost.memory.ITEMS`."""
+        """Return them under the names of `longspan.plan.cost.peak_memory.ITEMS`."""
         return {f"activations_{name}": getattr(self, name) for name in ("hidden", "attention", "mlp")}
 
 

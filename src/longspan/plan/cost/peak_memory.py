@@ -1,7 +1,7 @@
 """Peak memory of one GPU, item by item; the KV cache; what is in the host's memory.
 
 A step has several peak candidates, such as the loss or the backward of the first layer. Each is summed from its items;
-the largest is reported. `training_memory.py` lists those of a training step, this file those of a forward without a
+the largest is reported. `training_peaks.py` lists those of a training step, this file those of a forward without a
 backward (prefill, decode). `benchmarks/plan_accuracy.py` compares the sum with measured peaks.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from longspan.plan.cost.saved import checkpoint_bytes, mlp_tiles
-from longspan.plan.cost.training_memory import training_peaks
+from longspan.plan.cost.training_peaks import training_peaks
 from longspan.plan.cost.weights import gathered_bytes, sums_gradients_once, trained_elements, weights_at_rest
 from longspan.plan.hardware import Hardware
 from longspan.plan.job import CostContext, Job
@@ -36,7 +36,7 @@ ITEMS = {
     "comm_buffers": "buffers of the ring: current and next KV block, gradients in flight",
     "reserve": "held by torch, CUDA and NCCL themselves; on a CPU, what a plan is rounded up by",
 }
-"""The items of `memory`, with a description."""
+"""The items of `peak_memory`, with a description."""
 
 
 PREFILL_TILES = 16
@@ -50,7 +50,7 @@ FRAME_STATES = 2
 """Hidden states that transformers' frames hold: the embeddings, and the layer's input."""
 
 
-def memory(c: CostContext, hardware: Hardware, tiles: int = PREFILL_TILES) -> dict[str, int]:
+def peak_memory(c: CostContext, hardware: Hardware, tiles: int = PREFILL_TILES) -> dict[str, int]:
     """Return the bytes of every item of `ITEMS` at the peak, max over ranks.
 
     Without FSDP, bf16 training is torch's autocast, which holds fp32 tensors beside bf16 ones: planned as fp32, with
@@ -67,7 +67,7 @@ def memory(c: CostContext, hardware: Hardware, tiles: int = PREFILL_TILES) -> di
 
 @functools.lru_cache(maxsize=4096)
 def _without_reserve(c: CostContext, once: bool, tiles: int) -> Mapping[str, int]:
-    """Return `memory` without the reserve: the same for many kinds of GPU.
+    """Return `peak_memory` without the reserve: the same for many kinds of GPU.
 
     `once`: whether gradients of all micro-batches are summed over the ranks once.
     """
