@@ -114,10 +114,12 @@ def _forward_peaks(c: CostContext, tiles: int) -> list[dict[str, int]]:
 
 def _attention(c: CostContext) -> dict[str, int]:
     """Return what attention holds besides hidden states, in the layer that needs most."""
-    return max((in_mixing(layer.mixing, c) for layer, _ in c.model.layer_kinds), key=lambda items: sum(items.values()))
+    return max(
+        (mixing_peak(layer.mixing, c) for layer, _ in c.model.layer_kinds), key=lambda items: sum(items.values())
+    )
 
 
-def in_mixing(mixing: TokenMixing, c: CostContext) -> dict[str, int]:
+def mixing_peak(mixing: TokenMixing, c: CostContext) -> dict[str, int]:
     """Return the largest of three peaks: sending q, k and v; the kernel or the ring; sending the output back.
 
     With head chunks each peak is one chunk's, and the output received so far is added.
